@@ -1,0 +1,34 @@
+# Everything a newcomer types: `make run` and `make test`. Both build .venv when it is missing or stale.
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
+BIN := .venv/bin
+STAMP := .venv/.built
+
+.PHONY: run test test-all check format clean
+
+run: $(STAMP)
+	$(BIN)/scoregram claims
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n auto -q
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -n auto -q -m "not gpu"
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("scoregram needs Python 3.11 or newer, got %d.%d; run make PYTHON=/path/to/python3.11" % sys.version_info[:2])'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+clean:
+	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis

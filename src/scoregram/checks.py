@@ -1,0 +1,97 @@
+"""Preconditions in one wording, and the one error this library raises.
+
+Every message reads `<caller>: <requirement>, got <actual>. <What to do.>`
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import NoReturn, TypeVar
+
+from torch import Tensor
+
+Row = TypeVar("Row")
+
+
+class ScoregramError(ValueError):
+    """What was received cannot give a meaningful number; the message says what to do instead."""
+
+
+def fail(caller: str, requirement: str, got: object, remedy: str) -> NoReturn:
+    """Raise a `ScoregramError` in the one wording of this library."""
+    raise ScoregramError(f"{caller}: {requirement}, got {got}. {remedy}")
+
+
+def require_group_size(rewards: Tensor, *, at_least: int, caller: str) -> int:
+    """Size `R` of the last axis, at least `at_least`."""
+    group_size = rewards.shape[-1] if rewards.ndim else 0
+    if group_size < at_least:
+        fail(
+            caller,
+            f"needs at least {at_least} rollout{'s' * (at_least > 1)} per prompt",
+            f"a group of {group_size} (shape {tuple(rewards.shape)})",
+            "Sample more rollouts per prompt or choose an estimator that needs fewer.",
+        )
+    return group_size
+
+
+def require_finite(values: Tensor, *, name: str, caller: str, remedy: str = "Repair or drop these values.") -> Tensor:
+    """`values` unchanged, provided that every element is finite; the error names the first one that is not."""
+    if values.is_floating_point() and not bool(values.isfinite().all()):
+        at = tuple(int(i) for i in (~values.isfinite()).nonzero()[0])
+        fail(caller, f"{name} must be finite", f"{values[at].item()} at index {at}", remedy)
+    return values
+
+
+def require_same_shape(values: Tensor, like: Tensor, *, name: str, like_name: str, caller: str) -> Tensor:
+    """`values` unchanged, provided that it has the shape of `like`."""
+    if values.shape != like.shape:
+        fail(
+            caller,
+            f"{name} must have the shape of {like_name} {tuple(like.shape)}",
+            tuple(values.shape),
+            "Pass one value for each.",
+        )
+    return values
+
+
+def require_in_range(
+    value: float,
+    *,
+    low: float,
+    high: float,
+    name: str,
+    caller: str,
+    remedy: str = "Choose a value inside the range.",
+) -> float:
+    """`value` unchanged, provided that `low <= value <= high` (and not NaN)."""
+    if not low <= value <= high:
+        fail(caller, f"{name} must lie in [{low:g}, {high:g}]", value, remedy)
+    return value
+
+
+def require_gram(gram: Tensor, *, caller: str, rtol: float = 1e-6) -> Tensor:
+    """The Gram in float64, provided that it is square, finite, symmetric and has no negative diagonal.
+
+    Asymmetry is judged against the largest entry: `|K - Kᵀ| <= rtol · max|K|`.
+    """
+    if gram.ndim != 2 or gram.shape[0] != gram.shape[1] or gram.shape[0] == 0:
+        fail(caller, "a Gram must be square and not empty", tuple(gram.shape), "Pass K of shape (R, R).")
+    k = require_finite(gram.detach().double(), name="the Gram", caller=caller)
+    if float((k - k.mT).abs().max()) > rtol * float(k.abs().max()):
+        worst = float((k - k.mT).abs().max())
+        fail(caller, "a Gram must be symmetric", f"|K - Kᵀ| up to {worst:g}", "Pass K = ΨΨᵀ, or (K + Kᵀ)/2.")
+    if float(k.diagonal().min()) < 0:
+        i = int(k.diagonal().argmin())
+        fail(caller, "squared norms K_ii must not be negative", f"K[{i},{i}] = {float(k[i, i]):g}", "Pass K = ΨΨᵀ.")
+    return (k + k.mT) / 2
+
+
+def lookup(table: Mapping[str, Row], name: str, *, kind: str) -> Row:
+    """Row `name` of a literal table; the error lists the choices."""
+    if name not in table:
+        fail(kind, f"the name must be one of {listed(table)}", repr(name), "Check the spelling.")
+    return table[name]
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in one line, sorted."""
+    return ", ".join(sorted(names))

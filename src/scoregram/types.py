@@ -1,0 +1,50 @@
+"""Shapes as types: one alias for every tensor that crosses a module border.
+
+Axes, everywhere in this project:
+
+| letter | axis | meaning |
+|---|---|---|
+| `P` | prompts | groups in a batch |
+| `R` | rollouts | rollouts of one prompt (the group size) |
+| `N` | rollouts of a batch | `P · R` |
+| `T` | tokens | token positions of a rollout, padded |
+| `H` | turns | turns of a rollout, padded |
+| `D` | parameters | length of a score |
+
+The names inside the aliases are checked at run time under pytest (jaxtyping with beartype) and are plain
+documentation otherwise.
+"""
+
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+# One number per rollout of every group.
+Rewards = Float[Tensor, "prompts rollouts"]
+Advantages = Float[Tensor, "prompts rollouts"]
+Observed = Bool[Tensor, "prompts rollouts"]
+PerRollout = Shaped[Tensor, "prompts rollouts"]
+
+# One number per prompt.
+PerPrompt = Float[Tensor, " prompts"]
+
+# One group alone.
+GroupRewards = Float[Tensor, " rollouts"]
+GroupAdvantages = Float[Tensor, " rollouts"]
+GramMatrix = Float[Tensor, "rollouts rollouts"]
+Spectrum = Float[Tensor, " values"]
+
+# Inside a rollout, a group batch at a time.
+TokenMask = Bool[Tensor, "prompts rollouts tokens"]
+TokenValues = Float[Tensor, "prompts rollouts tokens"]
+TokenAdvantages = Float[Tensor, "prompts rollouts tokens"]
+TurnMask = Bool[Tensor, "prompts rollouts turns"]
+TurnRewards = Float[Tensor, "prompts rollouts turns"]
+TurnAdvantages = Float[Tensor, "prompts rollouts turns"]
+
+# Flat batches, as a loss sees them: `N` rollouts, right-padded to `T` tokens.
+LogProbs = Float[Tensor, "batch tokens"]
+Mask = Bool[Tensor, "batch tokens"]
+TokenIds = Int[Tensor, "batch tokens"]
+
+# Scores themselves appear only where everything can be listed.
+Scores = Float[Tensor, "rollouts parameters"]
