@@ -8,11 +8,9 @@ from typing import NoReturn, TypeVar
 
 from torch import Tensor
 
+from scoregram.errors import ScoregramError as ScoregramError
+
 Row = TypeVar("Row")
-
-
-class ScoregramError(ValueError):
-    """What was received cannot give a meaningful number; the message says what to do instead."""
 
 
 def fail(caller: str, requirement: str, got: object, remedy: str) -> NoReturn:

@@ -1,0 +1,103 @@
+"""The ledger on a terminal and as strict JSON."""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from rich.text import Text
+
+from scoregram import __version__
+from scoregram.checks import fail, listed
+from scoregram.theory.claims import CLAIMS
+from scoregram.theory.claims.ledger import Claim, Entry, Number, Verdict, run
+
+COLOURS = {
+    Verdict.HOLDS: "green",
+    Verdict.CORRECTED: "yellow",
+    Verdict.FALSE: "red",
+    Verdict.UNSUPPORTED: "magenta",
+    Verdict.NEEDS_MEASUREMENT: "cyan",
+    Verdict.BROKEN: "bold white on red",
+}
+
+
+def show_claims(*, ids: Sequence[str] = (), as_json: bool = False) -> int:
+    """Check the claims, print them, and return 1 if a check failed, 0 otherwise."""
+    claims = selected(ids)
+    progress = track(
+        run(claims), total=len(claims), description="Checking claims", console=Console(stderr=True), transient=True
+    )
+    entries = list(progress)
+    if as_json:
+        print(json.dumps(as_record(entries), indent=2, allow_nan=False, ensure_ascii=False))
+    else:
+        print_table(entries, Console())
+    return int(any(entry.finding.verdict is Verdict.BROKEN for entry in entries))
+
+
+def selected(ids: Sequence[str]) -> list[Claim]:
+    """The claims with these ids, or all of them; an unknown id is an error that lists the choices."""
+    known = {claim.id: claim for claim in CLAIMS}
+    for wanted in ids:
+        if wanted not in known:
+            fail("claims", f"an id must be one of {listed(known)}", repr(wanted), "Check the spelling.")
+    return [known[wanted] for wanted in ids] if ids else list(CLAIMS)
+
+
+def as_record(entries: Iterable[Entry]) -> dict[str, object]:
+    """The ledger as plain JSON values; a number that is not finite becomes null."""
+    return {
+        "scoregram": __version__,
+        "claims": [
+            {
+                "id": entry.claim.id,
+                "paper": entry.claim.paper,
+                "place": entry.claim.place,
+                "statement": entry.claim.statement,
+                "verdict": str(entry.finding.verdict),
+                "evidence": {name: plain(value) for name, value in entry.finding.evidence.items()},
+                "correction": entry.finding.correction,
+                "seconds": round(entry.seconds, 4),
+            }
+            for entry in entries
+        ],
+    }
+
+
+def plain(value: Number) -> Number:
+    """`value`, with a number that JSON cannot hold turned into None."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def print_table(entries: Sequence[Entry], console: Console) -> None:
+    """One row a claim: id and place, statement, verdict with its numbers and the correction; then the tally."""
+    table = Table(show_lines=True, expand=True)
+    table.add_column("claim", ratio=2, overflow="fold")
+    table.add_column("the paper says", ratio=5)
+    table.add_column("this run says", ratio=7)
+    for entry in entries:
+        table.add_row(f"{entry.claim.id}\n{entry.claim.place}", entry.claim.statement, verdict_cell(entry))
+    console.print(table)
+    for verdict in Verdict:
+        count = sum(entry.finding.verdict is verdict for entry in entries)
+        if count:
+            console.print(Text(f"{count:4d}  ").append(str(verdict), style=COLOURS[verdict]))
+    console.print(f"{len(entries)} claims checked in {sum(entry.seconds for entry in entries):.1f} s")
+
+
+def verdict_cell(entry: Entry) -> Text:
+    """Verdict, evidence and correction of one claim."""
+    finding = entry.finding
+    cell = Text(str(finding.verdict), style=COLOURS[finding.verdict])
+    cell.append("\n" + "  ".join(f"{name} = {shown(value)}" for name, value in finding.evidence.items()), style="dim")
+    if finding.correction:
+        cell.append("\n" + finding.correction, style="default")
+    return cell
+
+
+def shown(value: Number) -> str:
+    """A number with four significant digits; anything else as it is."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
