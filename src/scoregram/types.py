@@ -33,6 +33,10 @@ GroupAdvantages = Float[Tensor, " rollouts"]
 GramMatrix = Float[Tensor, "rollouts rollouts"]
 Spectrum = Float[Tensor, " values"]
 
+# Any number of spectra at once, and one number for each of them.
+Spectra = Float[Tensor, "*batch values"]
+PerSpectrum = Float[Tensor, "*batch"]
+
 # Inside a rollout, a group batch at a time.
 TokenMask = Bool[Tensor, "prompts rollouts tokens"]
 TokenValues = Float[Tensor, "prompts rollouts tokens"]
@@ -45,6 +49,22 @@ TurnAdvantages = Float[Tensor, "prompts rollouts turns"]
 LogProbs = Float[Tensor, "batch tokens"]
 Mask = Bool[Tensor, "batch tokens"]
 TokenIds = Int[Tensor, "batch tokens"]
+BatchRewards = Float[Tensor, " batch"]
+BatchAdvantages = Float[Tensor, " batch"] | Float[Tensor, "batch tokens"]
+TokenWeights = Float[Tensor, "batch tokens"]
+Pairs = Int[Tensor, "pairs 2"]
+Loss = Float[Tensor, ""]
 
 # Scores themselves appear only where everything can be listed.
 Scores = Float[Tensor, "rollouts parameters"]
+
+# Grams beyond one group: a whole batch, its diagonal blocks, its prompts, held-out against trained.
+BatchGram = Float[Tensor, "batch batch"]
+BatchWeights = Float[Tensor, " batch"]
+PromptOf = Int[Tensor, " batch"]
+GroupGrams = Float[Tensor, "prompts rollouts rollouts"]
+PromptGram = Float[Tensor, "prompts prompts"]
+CrossGram = Float[Tensor, "held batch"]
+HeldWeights = Float[Tensor, " held"]
+HeldPromptOf = Int[Tensor, " held"]
+PromptMask = Bool[Tensor, " prompts"]

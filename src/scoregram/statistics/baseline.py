@@ -1,0 +1,144 @@
+"""The baseline with the least variance, and what it would save over the mean reward."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from scoregram.checks import fail, require_finite, require_group_size, require_same_shape
+from scoregram.statistics.blocks import require_blocks
+from scoregram.statistics.moments import covariance_weights, group_moments
+from scoregram.types import GroupGrams, PerPrompt, PerRollout, Rewards
+
+
+@dataclass(frozen=True)
+class BaselineSaving:
+    """What the variance-minimising baseline would take off the gradient's variance."""
+
+    per_prompt: PerPrompt
+    """`(P,)`: variance saved in each prompt's gradient at this `R`; below zero where noise outweighs it."""
+    fraction: float
+    """Saved variance over all variance with the value as baseline, pooled over prompts; `nan` if there is none."""
+
+
+def optimal_baseline(squared_norms: PerRollout, rewards: Rewards) -> PerPrompt:
+    """Mean reward of each group weighted by squared score norms: the variance-minimising constant baseline.
+
+    `b = Σ K_ii r_i / Σ K_ii`, estimating `b* = E[|ψ|² r] / E|ψ|²`, the minimiser of `E|ψ (r - b)|²`. It equals the
+    value `V` exactly if `Cov(|ψ|², r) = 0`. It lies between the least and the largest reward. Subtracted from the
+    rewards of its own group it biases the gradient; use `optimal_baseline_leave_one_out` for that.
+
+    Args:
+        squared_norms: `(P, R)`. `K_ii`, the diagonal of each group's Gram.
+        rewards: `(P, R)`.
+
+    Returns:
+        `(P,)`, float64. `nan` where all scores are zero: no baseline matters there.
+
+    Reference:
+        Weaver and Tao 2001; Greensmith et al. 2004.
+
+    Example:
+        >>> optimal_baseline(torch.tensor([[3.0, 1.0]]), torch.tensor([[1.0, 0.0]]))
+        tensor([0.7500], dtype=torch.float64)
+    """
+    n, r = _checked(squared_norms, rewards, at_least=1, caller="optimal_baseline")
+    return _weighted_mean(n, r)
+
+
+def optimal_baseline_leave_one_out(squared_norms: PerRollout, rewards: Rewards) -> PerRollout:
+    """The variance-minimising baseline of each rollout, from the *other* rollouts of its group.
+
+    `b_i = Σ_{j≠i} K_jj r_j / Σ_{j≠i} K_jj`. It does not see rollout `i`, so `Σ ψ_i (r_i - b_i) / R` stays unbiased.
+
+    Returns:
+        `(P, R)`, float64. `nan` where all other scores are zero.
+
+    Raises:
+        ScoregramError: If `R < 2`; there is no other rollout.
+
+    Example:
+        >>> optimal_baseline_leave_one_out(torch.tensor([[3.0, 1.0, 1.0]]), torch.tensor([[1.0, 0.0, 0.0]]))
+        tensor([[0.0000, 0.7500, 0.7500]], dtype=torch.float64)
+    """
+    n, r = _checked(squared_norms, rewards, at_least=2, caller="optimal_baseline_leave_one_out")
+    others = 1 - torch.eye(
+        n.shape[1], dtype=n.dtype, device=n.device
+    )  # summed, never subtracted: one K_ii may dominate
+    return _weighted_mean(n[:, None, :] * others, r[:, None, :])
+
+
+def excess_variance(baseline: Tensor, optimal: Tensor, fisher_trace: Tensor, group_size: int) -> Tensor:
+    """Variance that a constant baseline `b` adds over the best one: `(b - b*)² tr F / R`, exactly.
+
+    `E|ψ (r - b)|²` is a parabola in `b` with curvature `2 tr F` and its bottom at `b*`. Zero at `b = b*`.
+
+    Args:
+        baseline: `b`, any shape; for the value, `V`.
+        optimal: `b*`.
+        fisher_trace: `tr F = E|ψ|²`.
+        group_size: Rollouts averaged, `R >= 1`.
+    """
+    if group_size < 1:
+        fail("excess_variance", "group_size must be at least 1", group_size, "Pass the number of rollouts averaged.")
+    return (baseline - optimal).square() * fisher_trace / group_size
+
+
+def norm_reward_covariance(squared_norms: PerRollout, rewards: Rewards) -> PerPrompt:
+    """Unbiased covariance of squared score norm and reward in each group, `Cov(|ψ|², r)`.
+
+    Zero is the condition for the value to be the best constant baseline: `b* - V = Cov(|ψ|², r) / tr F`.
+    Reads: positive, long or surprising rollouts are the rewarded ones and `b*` lies above `V`; zero exactly for
+    constant rewards.
+
+    Raises:
+        ScoregramError: If `R < 2`.
+    """
+    n, r = _checked(squared_norms, rewards, at_least=2, caller="norm_reward_covariance")
+    size = n.shape[1]
+    d = (n[:, :, None] - n[:, None, :]) * (r[:, :, None] - r[:, None, :])
+    return d.sum(dim=(1, 2)) / (2 * size * (size - 1))
+
+
+def baseline_saving(blocks: GroupGrams, rewards: Rewards) -> BaselineSaving:
+    """Variance the best constant baseline would save over the value, which the group mean stands for.
+
+    `(V - b*)² tr F / R = Cov(|ψ|², r)² / (R tr F)`; `fraction` relates it to `tr Σ_oracle / R`. The squared
+    covariance is the U-statistic over two disjoint pairs of rollouts: squaring an estimated covariance would find a
+    saving in noise alone. Both baselines must be estimated in practice, at a cost of order `1/R²` not counted here.
+    Reads: `fraction` about `0` the mean is as good; `0.2` a fifth of the variance could go; at or below zero, no
+    saving that these rollouts resolve.
+
+    Args:
+        blocks: `(P, R, R)`. The Gram of each group.
+        rewards: `(P, R)`.
+
+    Raises:
+        ScoregramError: If `R < 4`.
+    """
+    k, r = require_blocks(blocks, rewards, at_least=4, caller="baseline_saving")
+    n = k.diagonal(dim1=1, dim2=2)  # (P, R)
+    covariance_squared = torch.einsum("pij,pi,pj->p", covariance_weights(r), n, n)
+    moments = group_moments(k, r)
+    trace = moments.fisher_trace
+    saved = torch.where(trace > 0, covariance_squared / trace, 0.0)
+    variance = float(moments.oracle_trace.sum())
+    fraction = float(saved.sum()) / variance if variance > 0 else math.nan
+    return BaselineSaving(per_prompt=saved / r.shape[1], fraction=fraction)
+
+
+def _weighted_mean(weights: Tensor, values: Tensor) -> Tensor:
+    """`Σ w v / Σ w` over the last axis, around the first value so that equal values come back exactly."""
+    start = values[..., :1]
+    shift = (weights * (values - start)).sum(dim=-1) / weights.sum(dim=-1)  # 0/0 is nan: no weight at all
+    return start[..., 0] + shift
+
+
+def _checked(squared_norms: Tensor, rewards: Tensor, *, at_least: int, caller: str) -> tuple[Tensor, Tensor]:
+    require_group_size(rewards, at_least=at_least, caller=caller)
+    require_same_shape(squared_norms, rewards, name="squared_norms", like_name="rewards", caller=caller)
+    n = require_finite(squared_norms.detach().double(), name="squared_norms", caller=caller)
+    if bool((n < 0).any()):
+        fail(caller, "squared norms must not be negative", float(n.min()), "Pass the diagonal of a Gram.")
+    return n, require_finite(rewards.detach().double(), name="rewards", caller=caller)

@@ -1,0 +1,195 @@
+"""Which groups carry a signal, read from rewards and advantages alone."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from scoregram.checks import fail, require_finite, require_group_size, require_in_range
+from scoregram.types import Advantages, PromptMask, Rewards
+
+
+@dataclass(frozen=True)
+class GroupOutcomes:
+    """Every group in exactly one of four kinds, as masks over prompts."""
+
+    alive: PromptMask
+    """Rewards differ inside the group."""
+    all_right: PromptMask
+    """Dead: every rollout has the reward that means right."""
+    all_wrong: PromptMask
+    """Dead: every rollout has the reward that means wrong."""
+    tied: PromptMask
+    """Dead: all rewards are equal, at another value."""
+
+    @property
+    def fraction_alive(self) -> float:
+        """Share of groups with a signal; `nan` without a group."""
+        return float(self.alive.double().mean())
+
+    @property
+    def fraction_all_right(self) -> float:
+        """Share of groups that are solved; `nan` without a group."""
+        return float(self.all_right.double().mean())
+
+    @property
+    def fraction_all_wrong(self) -> float:
+        """Share of groups that are out of reach; `nan` without a group."""
+        return float(self.all_wrong.double().mean())
+
+    @property
+    def fraction_tied(self) -> float:
+        """Share of groups whose rewards are equal at another value; `nan` without a group."""
+        return float(self.tied.double().mean())
+
+
+def group_outcomes(
+    rewards: Rewards, *, right: float | int = 1.0, wrong: float | int = 0.0, rtol: float | None = None
+) -> GroupOutcomes:
+    """Groups alive, and the dead ones split into all right, all wrong and tied.
+
+    A group is dead if `max r - min r <= rtol · max |r|`, the spread that rounding alone can make; such a group has
+    zero group-relative advantages. All-right groups ask for harder prompts, all-wrong ones for easier prompts or
+    more rollouts, tied ones for a finer reward. A group of one is always dead.
+
+    Args:
+        rewards: `(P, R)`.
+        right: The reward that means right.
+        wrong: The reward that means wrong.
+        rtol: Default: eight times the machine epsilon of the dtype of `rewards`, so that a spread at scale 1e-6 is
+            a spread. A dead group is right (wrong) if it is within `rtol · max(|right|, |wrong|)` of that value.
+
+    Raises:
+        ScoregramError: If a reward is not finite, a group is empty, or `right` equals `wrong`.
+
+    Example:
+        >>> outcomes = group_outcomes(torch.tensor([[1.0, 1.0], [0.0, 0.0], [0.1, 0.1], [1.0, 0.0]]))
+        >>> outcomes.fraction_alive, outcomes.tied
+        (0.25, tensor([False, False,  True, False]))
+    """
+    require_group_size(rewards, at_least=1, caller="group_outcomes")
+    r = require_finite(rewards.detach(), name="rewards", caller="group_outcomes").double()
+    if not (math.isfinite(right) and math.isfinite(wrong)) or right == wrong:
+        fail("group_outcomes", "right and wrong must be two finite rewards", f"{right} and {wrong}", "Pass both.")
+    tolerance = _rounding(rewards) if rtol is None else rtol
+    alive = r.amax(dim=1) - r.amin(dim=1) > tolerance * r.abs().amax(dim=1)
+    value, near = r.mean(dim=1), tolerance * max(abs(right), abs(wrong))
+    all_right = ~alive & ((value - right).abs() <= near)
+    all_wrong = ~alive & ((value - wrong).abs() <= near)
+    return GroupOutcomes(alive, all_right, all_wrong, tied=~alive & ~all_right & ~all_wrong)
+
+
+def effective_fraction(advantages: Advantages, *, epsilon: float | int) -> float:
+    """Share of rollouts whose advantage is larger than `epsilon` in size: the ε-effective rollouts.
+
+    Strict, `|A| > ε`, up to eight machine epsilons of the dtype, so that `1 - 0.7` is not above `0.3`.
+    Reads: `0` no rollout moves the update by more than ε; `1` all do; `nan` without a rollout. Its expectation
+    over groups is bounded by `effective_fraction_bound` if advantages are rewards less their group mean.
+
+    Example:
+        >>> effective_fraction(torch.tensor([[0.75, -0.25, -0.25, -0.25]]), epsilon=0.5)
+        0.25
+    """
+    a = require_finite(advantages.detach(), name="advantages", caller="effective_fraction").double()
+    _require_threshold(epsilon, caller="effective_fraction", zero_allowed=True)
+    return float((a.abs() > epsilon * (1 + _rounding(advantages))).double().mean())
+
+
+def effective_fraction_bound(reward_variance: float | int, group_size: int, *, epsilon: float | int) -> float:
+    """Chebyshev's upper bound on the expected ε-effective fraction of mean-centred advantages.
+
+    `(R-1) σ² / (R ε²)`, from `Var(r_i - r̄) = σ² (R-1)/R`. Returned as it is: at one or above it says nothing. It
+    bounds from above only, so it cannot show that advantages are sparse; hold it against `effective_probability`.
+
+    Reference:
+        arXiv:2606.29238, eq. (20).
+
+    Example:
+        >>> effective_fraction_bound(0.25, 8, epsilon=0.5)
+        0.875
+    """
+    caller = "effective_fraction_bound"
+    require_in_range(reward_variance, low=0.0, high=math.inf, name="reward_variance", caller=caller)
+    _require_rollouts(group_size, at_least=1, caller=caller)
+    _require_threshold(epsilon, caller=caller, zero_allowed=False)
+    return (group_size - 1) / group_size * (reward_variance / epsilon**2)
+
+
+def effective_probability(success: float | int, group_size: int, *, epsilon: float | int) -> float:
+    """Exact chance that a rollout is ε-effective, for rewards in {0, 1} centred by their group mean.
+
+    `Σ_k C(R,k) p^k (1-p)^(R-k) [ (k/R) 1(1 - k/R > ε) + (1 - k/R) 1(k/R > ε) ]`, `p` the chance of success.
+    At `ε = 0` it is the chance of a mixed group: in a mixed binary group every advantage differs from zero.
+
+    Example:
+        >>> effective_probability(0.5, 2, epsilon=0.25)
+        0.5
+    """
+    _require_success(success, group_size, at_least=1, caller="effective_probability")
+    _require_threshold(epsilon, caller="effective_probability", zero_allowed=True)
+    threshold = epsilon * group_size * (1 + 1e-12)  # compared with whole numbers: 0.29 · 100 must not fall below 29
+    total = 0.0
+    for k in range(1, group_size):  # k right; at 0 and R all advantages are zero
+        effective = k * (group_size - k > threshold) + (group_size - k) * (k > threshold)
+        total += math.comb(group_size, k) * success**k * (1 - success) ** (group_size - k) * effective
+    return total / group_size
+
+
+def mixed_probability(success: float | int, group_size: int) -> float:
+    """Chance that a group of `R` right-or-wrong rollouts holds both kinds: `1 - p^R - (1-p)^R`.
+
+    Reads: `0` at `p` of zero or one and in a group of one; largest, `1 - 2^(1-R)`, at `p = 1/2`. Right to machine
+    precision for rare successes and rare failures, where the plain formula cancels.
+
+    Example:
+        >>> mixed_probability(0.5, 4)
+        0.875
+    """
+    _require_success(success, group_size, at_least=1, caller="mixed_probability")
+    rare = float(min(success, 1 - success))
+    if group_size == 1 or rare == 0:
+        return 0.0
+    return -math.expm1(group_size * math.log1p(-rare)) - rare**group_size
+
+
+def expected_success_given_mixed(success: float | int, group_size: int) -> float:
+    """Expected share of right rollouts in a group, given that the group is mixed.
+
+    `E[k/R | 0 < k < R] = (p - p^R) / (1 - p^R - (1-p)^R)`. Keeping mixed groups only pulls the share towards 1/2:
+    it tends to `1/R` as `p → 0`, to `1 - 1/R` as `p → 1`, and is `1/2` at `p = 1/2` and for `R = 2`.
+    `nan` at `p` of zero or one, where no group is mixed.
+
+    Raises:
+        ScoregramError: If `R < 2`; a group of one is never mixed.
+
+    Example:
+        >>> expected_success_given_mixed(0.5, 8)
+        0.5
+    """
+    _require_success(success, group_size, at_least=2, caller="expected_success_given_mixed")
+    rare = float(min(success, 1 - success))
+    if rare == 0:
+        return math.nan
+    share = rare * -math.expm1((group_size - 1) * math.log(rare)) / mixed_probability(rare, group_size)
+    return share if success <= 0.5 else 1 - share  # right and wrong change places under p → 1-p
+
+
+def _rounding(values: Tensor) -> float:
+    return 8 * torch.finfo(values.dtype).eps
+
+
+def _require_threshold(epsilon: float | int, *, caller: str, zero_allowed: bool) -> None:
+    if not (epsilon >= 0 if zero_allowed else epsilon > 0) or math.isinf(epsilon):
+        requirement = f"epsilon must be finite and {'not negative' if zero_allowed else 'positive'}"
+        fail(caller, requirement, epsilon, "Pass the smallest advantage that should count.")
+
+
+def _require_success(success: float | int, group_size: int, *, at_least: int, caller: str) -> None:
+    require_in_range(success, low=0.0, high=1.0, name="the chance of success", caller=caller)
+    _require_rollouts(group_size, at_least=at_least, caller=caller)
+
+
+def _require_rollouts(group_size: int, *, at_least: int, caller: str) -> None:
+    if group_size < at_least:
+        fail(caller, f"group_size must be at least {at_least}", group_size, "Sample more rollouts per prompt.")
