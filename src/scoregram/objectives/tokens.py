@@ -1,0 +1,84 @@
+"""What a loss may read of a flat batch: completion tokens only, checked, in a precision fit for sums.
+
+Every objective passes its inputs through here first, so the rules are the same for all of them:
+
+- What lies outside the mask is never read. It may be NaN or infinite and reaches neither the loss nor its gradient.
+- Inside the mask every number must be finite and no log-probability may be positive; the error names the index.
+- Half precision is promoted to float32; float32 and float64 stay as they are.
+- Only `log_probs` carries a gradient. Old and reference log-probabilities, advantages and rewards are constants, so
+  that passing one tensor as both `log_probs` and `old_log_probs` gives the on-policy gradient and not zero.
+"""
+
+import torch
+from torch import Tensor
+
+from scoregram.checks import fail, require_finite, require_same_shape
+from scoregram.types import BatchAdvantages, BatchRewards, LogProbs, Mask
+
+# Rounding can lift log 1 a little above zero; a negative log-likelihood passed by mistake lies far above.
+POSITIVE_TOLERANCE = 1e-2
+
+
+def require_mask(mask: Tensor, like: Tensor, *, caller: str) -> Tensor:
+    """`mask` unchanged, provided that it is boolean, has a rollout, and has the shape of the log-probabilities."""
+    if mask.dtype != torch.bool:
+        fail(caller, "mask must be boolean", mask.dtype, "Pass mask.bool(), true on completion tokens.")
+    if like.ndim != 2 or like.shape[0] == 0:
+        fail(caller, "log_probs must be (N, T) with N >= 1", tuple(like.shape), "Pass one row per rollout.")
+    return require_same_shape(mask, like, name="mask", like_name="log_probs", caller=caller)
+
+
+def completion_values(values: Tensor, mask: Tensor, *, name: str, caller: str) -> Tensor:
+    """`values` on completion tokens and `0` elsewhere, `(N, T)`, in float32 or better.
+
+    The zero is put in before anything is computed: `where` after a computation would still send `0 · nan` back
+    through it.
+    """
+    require_same_shape(values, mask, name=name, like_name="mask", caller=caller)
+    kept = torch.where(mask, values, torch.zeros_like(values))
+    return promoted(require_finite(kept, name=f"{name} on completion tokens", caller=caller))
+
+
+def completion_log_probs(log_probs: LogProbs, mask: Mask, *, name: str = "log_probs", caller: str) -> LogProbs:
+    """Log-probabilities on completion tokens and `0` elsewhere; an error where one is positive."""
+    require_mask(mask, log_probs, caller=caller)
+    kept = completion_values(log_probs, mask, name=name, caller=caller)
+    if bool((kept > POSITIVE_TOLERANCE).any()):
+        at = tuple(int(i) for i in (kept > POSITIVE_TOLERANCE).nonzero()[0])
+        fail(caller, f"{name} must not be positive", f"{kept[at].item():g} at index {at}", "Pass log π, not −log π.")
+    return kept
+
+
+def log_ratios(log_probs: LogProbs, other_log_probs: LogProbs, mask: Mask, *, other: str, caller: str) -> LogProbs:
+    """`log π − log π_other` on completion tokens and `0` elsewhere; the other policy is a constant."""
+    current = completion_log_probs(log_probs, mask, caller=caller)
+    return current - completion_log_probs(other_log_probs.detach(), mask, name=other, caller=caller).to(current.dtype)
+
+
+def token_advantages(advantages: BatchAdvantages, mask: Mask, *, like: Tensor, caller: str) -> Tensor:
+    """Advantages as constants on completion tokens, `(N, T)`, dtype of `like`; `(N,)` is given to every token.
+
+    The advantage of a rollout without completion tokens is not read.
+    """
+    constant = advantages.detach()
+    if constant.ndim == 1:
+        constant = rollout_values(constant, mask, name="advantages", caller=caller)[:, None].expand(mask.shape)
+    return completion_values(constant, mask, name="advantages", caller=caller).to(like.dtype)
+
+
+def rollout_values(values: BatchRewards, mask: Mask, *, name: str, caller: str) -> Tensor:
+    """One constant per rollout, `(N,)`, and `0` for a rollout without completion tokens, whose value is not read."""
+    if values.shape != mask.shape[:1]:
+        fail(
+            caller,
+            f"{name} must have one value per rollout ({mask.shape[0]})",
+            tuple(values.shape),
+            "Pass shape (N,), or for advantages (N, T).",
+        )
+    kept = torch.where(mask.any(dim=-1), values.detach(), torch.zeros_like(values))
+    return promoted(require_finite(kept, name=name, caller=caller))
+
+
+def promoted(values: Tensor) -> Tensor:
+    """`values` in float32 if they are narrower than that, unchanged otherwise."""
+    return values if values.dtype in (torch.float32, torch.float64) else values.float()
