@@ -1,0 +1,188 @@
+"""The table of objectives, and what each claims about its gradient.
+
+Every boolean is tested, both ways, over all combinations of sign of the advantage and size of the ratio.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+
+from scoregram.objectives.policy import (
+    advantage_weights,
+    clipped_ratio,
+    clipped_sequence_ratio,
+    reinforce,
+    stopped_ratio,
+    trajectory_ratio,
+)
+from scoregram.objectives.preference import pair_preference, pair_preference_weights
+from scoregram.objectives.regularised import consistency_variance, consistency_weights
+from scoregram.types import Loss, TokenWeights
+
+ON_POLICY = ("log_probs", "advantages", "mask")
+OFF_POLICY = ("log_probs", "old_log_probs", "advantages", "mask")
+ADVANTAGES = ("advantages", "mask")
+AGRO = ("log_probs", "ref_log_probs", "rewards", "mask", "group_size", "beta")
+DPO = ("log_probs", "ref_log_probs", "mask", "pairs", "beta")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """One surrogate loss with its usual settings, and what it claims."""
+
+    fn: Callable[..., Loss]
+    """The loss; call it with the arguments named in `needs`."""
+    needs: tuple[str, ...]
+    weight: Callable[..., TokenWeights]
+    """Weight `w_it` on `∇log π_it` in the update when `π = π_old`; call it with the arguments of `weight_needs`."""
+    weight_needs: tuple[str, ...]
+    weight_formula: str
+    """The same on paper; `L_i` completion tokens of rollout `i`, `N` rollouts, `M` pairs."""
+    paper: str
+    on_policy_is_reinforce: bool
+    """With `π = π_old = π_ref` the gradient is a multiple of leave-one-out REINFORCE's, whatever the rewards."""
+    bounded_ratio: bool
+    """However far the policy moved, and for either sign of the advantage, no token is amplified beyond a constant."""
+    keeps_every_gradient: bool
+    """No ratio sets the gradient of a token to zero."""
+    sequence_ratio: bool
+    """How far one token has moved changes the weight of the other tokens of its rollout."""
+    couples_rollouts: bool
+    """How far one rollout has moved changes the weight of the others of its group."""
+
+
+OBJECTIVES = MappingProxyType(
+    {
+        "reinforce": Objective(
+            reinforce,
+            ON_POLICY,
+            partial(advantage_weights, aggregation="token_sum"),
+            ADVANTAGES,
+            "A_i/N",
+            "Williams 1992",
+            on_policy_is_reinforce=True,
+            bounded_ratio=True,
+            keeps_every_gradient=True,
+            sequence_ratio=False,
+            couples_rollouts=False,
+        ),
+        "grpo": Objective(
+            clipped_ratio,
+            OFF_POLICY,
+            partial(advantage_weights, aggregation="sequence_mean"),
+            ADVANTAGES,
+            "A_i/(N L_i)",
+            "arXiv:2402.03300",
+            on_policy_is_reinforce=True,
+            bounded_ratio=False,
+            keeps_every_gradient=False,
+            sequence_ratio=False,
+            couples_rollouts=False,
+        ),
+        "dr_grpo": Objective(
+            partial(clipped_ratio, aggregation="constant"),
+            (*OFF_POLICY, "length"),
+            partial(advantage_weights, aggregation="constant"),
+            (*ADVANTAGES, "length"),
+            "A_i/(N L)",
+            "arXiv:2503.20783",
+            on_policy_is_reinforce=True,
+            bounded_ratio=False,
+            keeps_every_gradient=False,
+            sequence_ratio=False,
+            couples_rollouts=False,
+        ),
+        "dapo": Objective(
+            partial(clipped_ratio, eps_high=0.28, aggregation="token_mean"),
+            OFF_POLICY,
+            partial(advantage_weights, aggregation="token_mean"),
+            ADVANTAGES,
+            "A_i/Σ_j L_j",
+            "arXiv:2503.14476",
+            on_policy_is_reinforce=True,
+            bounded_ratio=False,
+            keeps_every_gradient=False,
+            sequence_ratio=False,
+            couples_rollouts=False,
+        ),
+        "dual_clip": Objective(
+            partial(clipped_ratio, dual_clip=3.0, aggregation="token_mean"),
+            OFF_POLICY,
+            partial(advantage_weights, aggregation="token_mean"),
+            ADVANTAGES,
+            "A_i/Σ_j L_j",
+            "arXiv:1912.09729",
+            on_policy_is_reinforce=True,
+            bounded_ratio=True,
+            keeps_every_gradient=False,
+            sequence_ratio=False,
+            couples_rollouts=False,
+        ),
+        "gspo": Objective(
+            clipped_sequence_ratio,
+            OFF_POLICY,
+            partial(advantage_weights, aggregation="sequence_mean"),
+            ADVANTAGES,
+            "A_i/(N L_i)",
+            "arXiv:2507.18071",
+            on_policy_is_reinforce=True,
+            bounded_ratio=False,
+            keeps_every_gradient=False,
+            sequence_ratio=True,
+            couples_rollouts=False,
+        ),
+        "cispo": Objective(
+            stopped_ratio,
+            OFF_POLICY,
+            partial(advantage_weights, aggregation="token_mean"),
+            ADVANTAGES,
+            "A_i/Σ_j L_j",
+            "arXiv:2506.13585",
+            on_policy_is_reinforce=True,
+            bounded_ratio=True,
+            keeps_every_gradient=True,
+            sequence_ratio=False,
+            couples_rollouts=False,
+        ),
+        "tic": Objective(
+            trajectory_ratio,
+            OFF_POLICY,
+            partial(advantage_weights, aggregation="token_sum"),
+            ADVANTAGES,
+            "A_i/N",
+            "arXiv:2508.02833",
+            on_policy_is_reinforce=True,
+            bounded_ratio=True,
+            keeps_every_gradient=False,
+            sequence_ratio=True,
+            couples_rollouts=False,
+        ),
+        "agro": Objective(
+            consistency_variance,
+            AGRO,
+            consistency_weights,
+            AGRO,
+            "(β/N)(v_i − v̄_{−i}), v = r − β log(π/π_ref)",
+            "arXiv:2503.19612",
+            on_policy_is_reinforce=True,
+            bounded_ratio=False,
+            keeps_every_gradient=True,
+            sequence_ratio=True,
+            couples_rollouts=True,
+        ),
+        "dpo": Objective(
+            pair_preference,
+            DPO,
+            pair_preference_weights,
+            DPO,
+            "(β/M) Σ_pairs ± σ(−βΔ); (β/2M)(wins − losses) with π = π_ref",
+            "arXiv:2305.18290",
+            on_policy_is_reinforce=False,
+            bounded_ratio=True,
+            keeps_every_gradient=True,
+            sequence_ratio=True,
+            couples_rollouts=True,
+        ),
+    }
+)
