@@ -123,7 +123,7 @@ def optimal_group_size(components: NoiseComponents) -> OptimalGroupSize:
         OptimalGroupSize(exact=4.0, asymptotic=3.0, integer=4)
     """
     c1, c3 = components.between_prompts, components.group_baseline
-    asymptotic = float(_root_ratio(torch.tensor(c1).double(), torch.tensor(c3).double()))
+    asymptotic = float(_root_ratio(*torch.tensor([c1, c3], dtype=torch.float64)))
     if not math.isfinite(asymptotic):
         return OptimalGroupSize(asymptotic, asymptotic, None)
     lower = max(2, math.floor(1 + asymptotic))

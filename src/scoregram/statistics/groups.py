@@ -110,7 +110,7 @@ def effective_fraction_bound(reward_variance: float | int, group_size: int, *, e
         0.875
     """
     caller = "effective_fraction_bound"
-    require_in_range(reward_variance, low=0.0, high=math.inf, name="reward_variance", caller=caller)
+    require_in_range(float(reward_variance), low=0.0, high=math.inf, name="reward_variance", caller=caller)
     _require_rollouts(group_size, at_least=1, caller=caller)
     _require_threshold(epsilon, caller=caller, zero_allowed=False)
     return (group_size - 1) / group_size * (reward_variance / epsilon**2)
@@ -186,7 +186,7 @@ def _require_threshold(epsilon: float | int, *, caller: str, zero_allowed: bool)
 
 
 def _require_success(success: float | int, group_size: int, *, at_least: int, caller: str) -> None:
-    require_in_range(success, low=0.0, high=1.0, name="the chance of success", caller=caller)
+    require_in_range(float(success), low=0.0, high=1.0, name="the chance of success", caller=caller)
     _require_rollouts(group_size, at_least=at_least, caller=caller)
 
 

@@ -1,0 +1,144 @@
+"""Dead groups and effective rollouts, against counting and against enumeration of all binary groups."""
+
+import math
+from fractions import Fraction
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scoregram.checks import ScoregramError
+from scoregram.statistics import (
+    effective_fraction,
+    effective_fraction_bound,
+    effective_probability,
+    expected_success_given_mixed,
+    group_outcomes,
+    mixed_probability,
+)
+
+
+def binary_groups(success: float, size: int):
+    for group in product([0.0, 1.0], repeat=size):
+        right = int(sum(group))
+        yield success**right * (1 - success) ** (size - right), torch.tensor([group], dtype=torch.float64)
+
+
+def test_each_group_is_of_exactly_one_kind():
+    rewards = torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [0.1, 0.1, 0.1], [1.0, 0.0, 1.0]])
+    outcomes = group_outcomes(rewards)
+    kinds = torch.stack([outcomes.all_right, outcomes.all_wrong, outcomes.tied, outcomes.alive])
+    assert torch.equal(kinds, torch.eye(4, dtype=torch.bool))
+    fractions = (
+        outcomes.fraction_all_right,
+        outcomes.fraction_all_wrong,
+        outcomes.fraction_tied,
+        outcomes.fraction_alive,
+    )
+    assert fractions == (0.25,) * 4
+
+
+@given(
+    spread=st.booleans(), scale=st.sampled_from([1e-6, 1e-3, 1.0, 1e6]), level=st.sampled_from([0.1, 1 / 3, 0.7, -2.0])
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_is_no_spread_and_a_small_spread_is_one(dtype, spread, scale, level):
+    rewards = (torch.full((1, 5), level, dtype=dtype) * scale).clone()
+    rewards[0, 0] *= 1 + 1e-3 if spread else 1 + torch.finfo(dtype).eps
+    assert bool(group_outcomes(rewards).alive[0]) == spread
+
+
+def test_other_conventions_of_right_and_wrong():
+    outcomes = group_outcomes(torch.tensor([[1.0, 1.0], [-1.0, -1.0], [0.0, 0.0]]), right=1, wrong=-1)
+    assert outcomes.all_right.tolist() == [True, False, False]
+    assert outcomes.all_wrong.tolist() == [False, True, False]
+    assert outcomes.tied.tolist() == [False, False, True]
+
+
+def test_a_group_of_one_is_dead_and_no_group_has_no_fraction():
+    assert group_outcomes(torch.tensor([[0.5]])).tied.tolist() == [True]
+    assert math.isnan(group_outcomes(torch.zeros(0, 4)).fraction_alive)
+    assert math.isnan(effective_fraction(torch.zeros(0, 4), epsilon=0.1))
+
+
+@pytest.mark.parametrize("success", [0.1, 0.5, 0.99])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_chances_match_the_list_of_all_groups(success, size):
+    mixed = sum(chance for chance, r in binary_groups(success, size) if 0 < float(r.sum()) < size)
+    assert mixed_probability(success, size) == pytest.approx(mixed, abs=1e-14)
+    for epsilon in (0, 0.1, 1 / size, 1 - 1 / size, 0.5):
+        exact = sum(
+            chance * effective_fraction(r - r.mean(), epsilon=epsilon) for chance, r in binary_groups(success, size)
+        )
+        assert effective_probability(success, size, epsilon=epsilon) == pytest.approx(exact, abs=1e-14)
+        if epsilon:
+            bound = effective_fraction_bound(success * (1 - success), size, epsilon=epsilon)
+            assert exact <= bound + 1e-14
+    if size > 1:
+        share = sum(chance * float(r.mean()) for chance, r in binary_groups(success, size) if 0 < r.sum() < size)
+        assert expected_success_given_mixed(success, size) == pytest.approx(share / mixed, abs=1e-13)
+
+
+def test_the_bound_is_chebyshev_on_the_variance_of_a_centred_reward():
+    """`(R-1)σ²/(Rε²)` is `Var(A)/ε²`, the variance of the advantage taken from the list."""
+    for size in (1, 2, 4):
+        second = sum(chance * float((r - r.mean())[0, 0] ** 2) for chance, r in binary_groups(0.3, size))
+        assert effective_fraction_bound(0.3 * 0.7, size, epsilon=0.2) == pytest.approx(second / 0.04, rel=1e-12)
+
+
+@pytest.mark.parametrize("size", [7, 10, 100])
+def test_a_threshold_on_a_multiple_of_one_over_r_is_strict(size):
+    """At `ε = j/R` the advantages `±j/R` are not effective, whatever `j/R` rounds to."""
+    for j in range(1, size):
+        p = Fraction(1, 2)
+        exact = sum(
+            math.comb(size, k) * p**size * Fraction(k * (size - k > j) + (size - k) * (k > j), size)
+            for k in range(size + 1)
+        )
+        assert effective_probability(0.5, size, epsilon=j / size) == pytest.approx(float(exact), rel=1e-9)
+    assert effective_fraction(torch.tensor([[1 - 0.7, 0.0]], dtype=torch.float64), epsilon=0.3) == 0
+    assert effective_fraction(torch.tensor([[1.0]]) - torch.tensor([[0.7]]), epsilon=0.3) == 0
+
+
+@pytest.mark.parametrize("size", [2, 8, 64])
+@pytest.mark.parametrize("rare", [Fraction(1, 10**12), Fraction(1, 10**300)])
+def test_rare_outcomes_keep_their_digits(size, rare):
+    mixed = 1 - rare**size - (1 - rare) ** size
+    share = (rare - rare**size) / mixed
+    assert mixed_probability(float(rare), size) == pytest.approx(float(mixed), rel=1e-12, abs=0)
+    assert expected_success_given_mixed(float(rare), size) == pytest.approx(float(share), rel=1e-12, abs=0)
+
+
+def test_ends_of_the_chance_of_success():
+    assert mixed_probability(0, 8) == 0 and mixed_probability(1, 8) == 0
+    assert math.isnan(expected_success_given_mixed(0, 8)) and math.isnan(expected_success_given_mixed(1, 8))
+    assert effective_probability(1, 8, epsilon=0) == 0
+    assert expected_success_given_mixed(0.9, 8) + expected_success_given_mixed(0.1, 8) == pytest.approx(1)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize(
+    ("call", "part"),
+    [
+        (lambda: group_outcomes(torch.zeros(2, 0)), "at least 1 rollout"),
+        (lambda: group_outcomes(torch.tensor([[1.0, math.nan]])), "rewards must be finite"),
+        (lambda: group_outcomes(torch.tensor([[1.0, -math.inf]])), "rewards must be finite"),
+        (lambda: group_outcomes(torch.ones(1, 2), right=1, wrong=1), "two finite rewards"),
+        (lambda: group_outcomes(torch.ones(1, 2), right=math.nan), "two finite rewards"),
+        (lambda: effective_fraction(torch.tensor([[math.nan]]), epsilon=0.1), "advantages must be finite"),
+        (lambda: effective_fraction(torch.ones(1, 1), epsilon=-0.1), "not negative, got -0.1"),
+        (lambda: effective_fraction_bound(0.25, 4, epsilon=0), "positive, got 0"),
+        (lambda: effective_fraction_bound(-0.25, 4, epsilon=0.1), "reward_variance"),
+        (lambda: effective_fraction_bound(0.25, 0, epsilon=0.1), "at least 1, got 0"),
+        (lambda: effective_probability(1.5, 4, epsilon=0.1), "chance of success"),
+        (lambda: effective_probability(0.5, 4, epsilon=math.nan), "epsilon must be finite"),
+        (lambda: mixed_probability(math.nan, 4), "chance of success"),
+        (lambda: expected_success_given_mixed(0.5, 1), "at least 2, got 1"),
+    ],
+)
+def test_errors_say_what_was_received(call, part):
+    with pytest.raises(ScoregramError) as caught:
+        call()
+    assert part in str(caught.value)
