@@ -75,17 +75,17 @@ def feasible_interval(metric: str, top1_fraction: float | int, max_rank: int) ->
         >>> feasible_interval("numerical_rank", 0.4, 8)
         Interval(low=3.0, high=8.0)
     """
-    row = lookup(SPECTRUM_METRICS, metric, kind="feasible_interval")
-    f = _require_top1_fraction(top1_fraction, max_rank, caller="feasible_interval")
-    if metric == "numerical_rank":
-        return _rank_interval(f, max_rank)
-    ends = [float(row.fn(e.sqrt())) for e in (concentrated_energies(f, max_rank), spread_energies(f, max_rank))]
-    return Interval(min(ends), max(ends))
+    lookup(SPECTRUM_METRICS, metric, kind="feasible_interval")
+    return feasible_intervals(top1_fraction, max_rank)[metric]
 
 
 def feasible_intervals(top1_fraction: float | int, max_rank: int) -> Mapping[str, Interval]:
     """`feasible_interval` of every metric in `SPECTRUM_METRICS`, by name."""
-    return MappingProxyType({name: feasible_interval(name, top1_fraction, max_rank) for name in SPECTRUM_METRICS})
+    f = _require_top1_fraction(top1_fraction, max_rank, caller="feasible_intervals")
+    extremes = torch.stack([concentrated_energies(f, max_rank), spread_energies(f, max_rank)]).sqrt()  # (2, m)
+    ends = {name: sorted(metric.fn(extremes).tolist()) for name, metric in SPECTRUM_METRICS.items()}
+    intervals = {name: Interval(float(low), float(high)) for name, (low, high) in ends.items()}
+    return MappingProxyType(intervals | {"numerical_rank": _rank_interval(f, max_rank)})
 
 
 def feasible_top_fractions(top1_fraction: float | int, max_rank: int) -> tuple[Interval, ...]:
