@@ -1,0 +1,260 @@
+"""Expected update, bias, variance and error of every group estimator, at every group size, by enumeration.
+
+The update of one group is `ĝ = (1/R) Σ_i A_i ψ_i`. An estimator sees rewards and perhaps lengths or score energies,
+never the scores themselves, so rollouts that agree in what it sees are of one *type* and get one advantage. Given
+the types of a group its scores are independent, hence with `μ_τ = E[ψ | τ]` and `e_τ = E[|ψ - μ_τ|² | τ]`
+
+    E[ĝ | types]      = (1/R)  Σ_i A_i  μ_τ(i)
+    tr Cov[ĝ | types] = (1/R²) Σ_i A_i² e_τ(i)
+
+and the rest is the finite sum over multisets of types. One type per rollout is plain enumeration of groups.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from scoregram.checks import fail, listed, require_finite
+from scoregram.theory.lab.exact import GroundTruth
+from scoregram.theory.lab.multisets import multisets
+
+AdvantageFunction = Callable[..., Tensor]
+
+PAIRS_AT_ONCE = 2_000_000
+"""Pairs of rollouts held in memory at a time."""
+
+
+@dataclass(frozen=True)
+class UpdateMoments:
+    """First two moments of an update beside the gradient it should equal."""
+
+    expected: Float[Tensor, " parameters"]
+    """`E ĝ`."""
+    target: Float[Tensor, " parameters"]
+    """The gradient."""
+    variance: float
+    """`E|ĝ - E ĝ|²`, the trace of the covariance."""
+
+    @property
+    def bias(self) -> Float[Tensor, " parameters"]:
+        """`E ĝ` minus the gradient."""
+        return self.expected - self.target
+
+    @property
+    def relative_bias(self) -> float:
+        """`|bias| / |gradient|`; `nan` where the gradient is zero."""
+        return _ratio(float(self.bias.norm()), float(self.target.norm()))
+
+    @property
+    def mse(self) -> float:
+        """`E|ĝ - gradient|² = |bias|² + variance`."""
+        return float(self.bias.square().sum()) + self.variance
+
+    @property
+    def snr_squared(self) -> float:
+        """`|E ĝ|² / variance`, blind to scale; `inf` without noise, `nan` when there is no signal either."""
+        signal = float(self.expected.square().sum())
+        if self.variance == 0:
+            return math.inf if signal > 0 else math.nan
+        return signal / self.variance
+
+    @property
+    def cosine(self) -> float:
+        """Between `E ĝ` and the gradient: `1` same direction; `nan` where one of them is zero."""
+        return _ratio(float(self.expected @ self.target), float(self.expected.norm() * self.target.norm()))
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator > 0 else math.nan
+
+
+@dataclass(frozen=True)
+class GroupTable:
+    """Every group an estimator can meet at one prompt, with its probability and advantages."""
+
+    type_of: Tensor
+    """`(M',)` type of every rollout of the prompt."""
+    type_probability: Float[Tensor, " types"]
+    probability: Float[Tensor, " groups"]
+    summed: Float[Tensor, "groups types"]
+    """`Σ_{i of type τ} A_i`."""
+    summed_squares: Float[Tensor, "groups types"]
+    """`Σ_{i of type τ} A_i²`."""
+
+
+PER_ROLLOUT: MappingProxyType[str, Callable[[GroundTruth], Tensor]] = MappingProxyType(
+    {
+        "lengths": lambda truth: truth.listing.lengths,
+        "score_energies": lambda truth: truth.score_energies,
+        "outcomes": lambda truth: truth.listing.returns,
+    }
+)
+"""What an estimator may ask for beside the rewards: one number per rollout, so it splits types."""
+
+
+def group_moments(
+    truth: GroundTruth,
+    advantage: AdvantageFunction,
+    *,
+    prompt: int,
+    group_size: int,
+    needs: tuple[str, ...] = (),
+    couples_prompts: bool = False,
+) -> UpdateMoments:
+    """Moments of `ĝ = (1/R) Σ_i A_i ψ_i` for one prompt, exact.
+
+    Args:
+        truth: The world and the policy.
+        advantage: `(P, R)` rewards, and the needs by keyword, to `(P, R)` advantages. It must treat equal rollouts
+            equally, whatever their order.
+        prompt: Row of `truth.gradient` to compare with.
+        group_size: `R`.
+        needs: Names among `lengths`, `score_energies`, `outcomes` (one per rollout; the outcome is the return),
+            `baselines` (the prompt's exact value) and `greedy_rewards` (the return of one more rollout that takes the
+            likeliest action everywhere; where chance plays a part in it, it does so here).
+        couples_prompts: Whether `advantage` mixes prompts. If so it is shown one group at a time, so the result is
+            that of a batch with a single prompt.
+
+    Raises:
+        ScoregramError: If there are too many groups to enumerate, a need is unknown, or advantages are not finite.
+    """
+    table = group_table(
+        truth, advantage, prompt=prompt, group_size=group_size, needs=needs, couples_prompts=couples_prompts
+    )
+    rows = truth.listing.of_prompt(prompt)
+    within = truth.probability[rows] / table.type_probability[table.type_of]  # given the type
+    types = table.type_probability.numel()
+    scores = truth.scores[rows]
+    centre = _gathered(scores * within[:, None], table.type_of, types)  # (K, D): μ_τ
+    spread = _gathered(within * (scores - centre[table.type_of]).square().sum(dim=-1), table.type_of, types)  # e_τ
+    given_types = table.summed @ centre / group_size  # (C, D)
+    noise = table.summed_squares @ spread / group_size**2  # (C,)
+    expected = table.probability @ given_types
+    between = (given_types - expected).square().sum(dim=-1)
+    return UpdateMoments(expected, truth.gradient[prompt], float(table.probability @ (noise + between)))
+
+
+def expected_advantages(
+    truth: GroundTruth,
+    advantage: AdvantageFunction,
+    *,
+    prompt: int,
+    group_size: int,
+    needs: tuple[str, ...] = (),
+    couples_prompts: bool = False,
+) -> Float[Tensor, " chosen"]:
+    """`E[A_i | rollout i]` for every rollout of the prompt: what is left when the rest of the group is averaged out.
+
+    By symmetry `E[A_i | τ_i = τ] = E[Σ_{j of type τ} A_j] / (R p_τ)`. Arguments as in `group_moments`.
+    """
+    table = group_table(
+        truth, advantage, prompt=prompt, group_size=group_size, needs=needs, couples_prompts=couples_prompts
+    )
+    by_type = (table.probability @ table.summed) / (group_size * table.type_probability)  # (K,)
+    return by_type[table.type_of]
+
+
+def group_table(
+    truth: GroundTruth,
+    advantage: AdvantageFunction,
+    *,
+    prompt: int,
+    group_size: int,
+    needs: tuple[str, ...] = (),
+    couples_prompts: bool = False,
+) -> GroupTable:
+    """Every group of types with its probability and advantages. Arguments as in `group_moments`."""
+    _known(needs)
+    rows = truth.listing.of_prompt(prompt)
+    split_by = {name: PER_ROLLOUT[name](truth)[rows] for name in needs if name in PER_ROLLOUT}
+    seen = torch.stack([truth.listing.returns[rows], *(values.double() for values in split_by.values())], dim=-1)
+    kinds, type_of = seen.unique(dim=0, return_inverse=True)  # (K, 1 + needs)
+    type_probability = _gathered(truth.probability[rows], type_of, len(kinds))
+    groups = multisets(len(kinds), group_size)
+    rewards = kinds[:, 0][groups.members]  # (C, R)
+    inputs = {name: kinds[:, k + 1][groups.members].to(split_by[name].dtype) for k, name in enumerate(split_by)}
+    chances, shared = _shared_inputs(truth, prompt, needs, len(rewards))
+    parts = [in_blocks(advantage, rewards, inputs | extra, one_by_one=couples_prompts) for extra in shared]
+    for part in parts:
+        require_finite(part, name="advantages", caller="group_moments")
+    probability = groups.probability(type_probability)
+    return GroupTable(
+        type_of=type_of,
+        type_probability=type_probability,
+        probability=torch.cat([chance * probability for chance in chances]),
+        summed=torch.cat([_by_type(part, groups.members, len(kinds)) for part in parts]),
+        summed_squares=torch.cat([_by_type(part.square(), groups.members, len(kinds)) for part in parts]),
+    )
+
+
+def across_prompts(truth: GroundTruth, per_prompt: Sequence[UpdateMoments], *, prompts: int) -> UpdateMoments:
+    """Moments of the mean update of a batch of `prompts` groups, whose prompts are drawn by their weights.
+
+    `Var = (E_x Var[ĝ | x] + E_x|E[ĝ | x] - E ĝ|²) / prompts`; the target is `∇J`.
+
+    Args:
+        truth: The world and the policy.
+        per_prompt: Moments of one group of every prompt, in order.
+        prompts: Number of groups in the batch.
+    """
+    if len(per_prompt) != truth.value.numel() or prompts < 1:
+        got = f"{len(per_prompt)} for {truth.value.numel()} prompts, and a batch of {prompts}"
+        fail("across_prompts", "needs moments of every prompt and a positive batch", got, "Pass one for each prompt.")
+    weights = truth.listing.prompt_weights
+    means = torch.stack([moments.expected for moments in per_prompt])  # (P, D)
+    expected = weights @ means
+    within = weights @ torch.tensor([moments.variance for moments in per_prompt], dtype=torch.float64)
+    between = weights @ (means - expected).square().sum(dim=-1)
+    return UpdateMoments(expected, truth.objective_gradient, float(within + between) / prompts)
+
+
+def greedy_returns(truth: GroundTruth, prompt: int) -> tuple[Float[Tensor, " values"], Float[Tensor, " values"]]:
+    """Returns of the rollouts that take the likeliest action everywhere, and their probabilities."""
+    listing, rows = truth.listing, truth.listing.of_prompt(prompt)
+    likeliest = truth.log_probs.argmax(dim=-1)[listing.state[rows]] == listing.action[rows]  # (M', H)
+    greedy = rows[(likeliest | ~listing.mask[rows]).all(dim=-1)]
+    values, which = listing.returns[greedy].unique(return_inverse=True)
+    return values, _gathered(listing.chance[greedy], which, len(values))
+
+
+def _known(needs: tuple[str, ...]) -> None:
+    known = (*PER_ROLLOUT, "greedy_rewards", "baselines")
+    for name in needs:
+        if name not in known:
+            fail("group_moments", f"needs must be among {listed(known)}", repr(name), "The lab cannot supply others.")
+
+
+def _shared_inputs(
+    truth: GroundTruth, prompt: int, needs: tuple[str, ...], groups: int
+) -> tuple[list[float], list[dict[str, Tensor]]]:
+    """Inputs common to a group: their chances, and the keyword arguments for each case."""
+    fixed = {"baselines": truth.value[prompt].expand(groups)} if "baselines" in needs else {}
+    if "greedy_rewards" not in needs:
+        return [1.0], [fixed]
+    values, chances = greedy_returns(truth, prompt)
+    return chances.tolist(), [fixed | {"greedy_rewards": value.expand(groups)} for value in values]
+
+
+def in_blocks(
+    advantage: AdvantageFunction, rewards: Tensor, inputs: dict[str, Tensor], *, one_by_one: bool = False
+) -> Tensor:
+    """`advantage` of every group, shown a few groups at a time: estimators may compare all pairs of a group."""
+    block = 1 if one_by_one else max(1, PAIRS_AT_ONCE // rewards[0].numel() ** 2)
+    parts = [
+        advantage(rewards[start : start + block], **{name: x[start : start + block] for name, x in inputs.items()})
+        for start in range(0, len(rewards), block)
+    ]
+    return torch.cat(parts).double()
+
+
+def _by_type(values: Tensor, members: Tensor, types: int) -> Tensor:
+    return torch.zeros(len(values), types, dtype=torch.float64).scatter_add(1, members, values)  # (C, K)
+
+
+def _gathered(values: Tensor, group: Tensor, groups: int) -> Tensor:
+    return torch.zeros(groups, *values.shape[1:], dtype=torch.float64).index_add(0, group, values)
