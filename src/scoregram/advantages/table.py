@@ -1,0 +1,420 @@
+"""The literal table of estimators and of what is claimed about each.
+
+Every boolean below is enumerated in `tests/test_estimator_claims.py`, in both directions: what is claimed holds for
+every case listed there, what is denied is seen to fail.
+"""
+
+from types import MappingProxyType
+
+from torch import Tensor
+
+from scoregram.advantages.batch import batch_whitened, centered_batch_whitened, mixed_groups_standardized
+from scoregram.advantages.conventions import (
+    nemo_rl_standardized,
+    openrlhf_standardized,
+    prime_rl_centered,
+    trl_standardized,
+    verl_standardized,
+)
+from scoregram.advantages.estimator import Estimator
+from scoregram.advantages.group import (
+    constant_baseline,
+    energy_weighted,
+    energy_weighted_leave_one_out,
+    greedy_baseline,
+    leave_one_out,
+    length_weighted,
+    length_weighted_leave_one_out,
+    mean_centered,
+    no_baseline,
+    standardized,
+)
+from scoregram.advantages.token import (
+    generalized_advantage,
+    monte_carlo_critic,
+    prefix_value_differences,
+    process_rewards_to_go,
+    segment_value_differences,
+)
+from scoregram.advantages.turn import (
+    episode_and_anchor_standardized,
+    same_state_standardized,
+    turn_and_outcome_standardized,
+    turn_leave_one_out,
+    turn_mean_centered,
+)
+from scoregram.checks import fail, listed, lookup
+
+ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
+    {
+        "reinforce": Estimator(
+            fn=no_baseline,
+            paper="Williams 1992",
+            level="group",
+            min_group=1,
+            unbiased=True,
+            direction_exact=True,
+            row_sum_zero=False,
+            uniform_credit=True,
+            scale_invariant=False,
+            shift_invariant=False,
+        ),
+        "constant": Estimator(
+            fn=constant_baseline,
+            paper="Williams 1992",
+            level="group",
+            needs=("baselines",),
+            min_group=1,
+            unbiased=True,
+            direction_exact=True,
+            row_sum_zero=False,
+            uniform_credit=True,
+            scale_invariant=False,
+            shift_invariant=True,
+        ),
+        "remax": Estimator(
+            fn=greedy_baseline,
+            paper="arXiv:2310.10505",
+            level="group",
+            needs=("greedy_rewards",),
+            min_group=1,
+            unbiased=True,
+            direction_exact=True,
+            row_sum_zero=False,
+            uniform_credit=True,
+            scale_invariant=False,
+            shift_invariant=True,
+        ),
+        "mean": Estimator(
+            fn=mean_centered,
+            paper="arXiv:2503.20783",
+            level="group",
+            unbiased=False,
+            direction_exact=True,
+            row_sum_zero=True,
+            uniform_credit=True,
+            scale_invariant=False,
+            shift_invariant=True,
+        ),
+        "rloo": Estimator(
+            fn=leave_one_out,
+            paper="arXiv:2402.14740",
+            level="group",
+            unbiased=True,
+            direction_exact=True,
+            row_sum_zero=True,
+            uniform_credit=True,
+            scale_invariant=False,
+            shift_invariant=True,
+        ),
+        "grpo": Estimator(
+            fn=standardized,
+            paper="arXiv:2402.03300",
+            level="group",
+            unbiased=False,
+            direction_exact=False,
+            row_sum_zero=True,
+            uniform_credit=True,
+            scale_invariant=True,
+            shift_invariant=True,
+        ),
+        "grpo-trl": Estimator(
+            fn=trl_standardized,
+            paper="arXiv:2402.03300, as in TRL",
+            level="group",
+            unbiased=False,
+            direction_exact=False,
+            row_sum_zero=True,
+            uniform_credit=True,
+            scale_invariant=False,
+            shift_invariant=True,
+        ),
+        "grpo-verl": Estimator(
+            fn=verl_standardized,
+            paper="arXiv:2402.03300, as in verl",
+            level="group",
+            min_group=1,
+            unbiased=False,
+            direction_exact=False,
+            row_sum_zero=False,
+            uniform_credit=True,
+            scale_invariant=False,
+            shift_invariant=False,
+        ),
+        "grpo-openrlhf": Estimator(
+            fn=openrlhf_standardized,
+            paper="arXiv:2402.03300, as in OpenRLHF",
+            level="group",
+            unbiased=False,
+            direction_exact=False,
+            row_sum_zero=True,
+            uniform_credit=True,
+            scale_invariant=False,
+            shift_invariant=True,
+        ),
+        "grpo-nemo-rl": Estimator(
+            fn=nemo_rl_standardized,
+            paper="arXiv:2402.03300, as in NeMo-RL",
+            level="group",
+            unbiased=False,
+            direction_exact=True,
+            row_sum_zero=False,
+            uniform_credit=True,
+            scale_invariant=False,
+            shift_invariant=True,
+        ),
+        "grpo-prime-rl": Estimator(
+            fn=prime_rl_centered,
+            paper="arXiv:2402.03300, as in prime-rl",
+            level="group",
+            unbiased=False,
+            direction_exact=True,
+            row_sum_zero=True,
+            uniform_credit=True,
+            scale_invariant=False,
+            shift_invariant=True,
+        ),
+        "dapo": Estimator(
+            fn=mixed_groups_standardized,
+            paper="arXiv:2503.14476",
+            level="group",
+            needs=("outcomes",),
+            unbiased=False,
+            direction_exact=False,
+            row_sum_zero=True,
+            uniform_credit=True,
+            scale_invariant=True,
+            shift_invariant=True,
+        ),
+        "opo": Estimator(
+            fn=length_weighted,
+            paper="arXiv:2505.23585",
+            level="group",
+            needs=("lengths",),
+            unbiased=False,
+            direction_exact=False,
+            row_sum_zero=False,
+            uniform_credit=True,
+            scale_invariant=False,
+            shift_invariant=True,
+        ),
+        "opo-loo": Estimator(
+            fn=length_weighted_leave_one_out,
+            paper="arXiv:2505.23585, without its bias",
+            level="group",
+            needs=("lengths",),
+            unbiased=True,
+            direction_exact=True,
+            row_sum_zero=False,
+            uniform_credit=True,
+            scale_invariant=False,
+            shift_invariant=True,
+        ),
+        "optimal": Estimator(
+            fn=energy_weighted,
+            paper="Weaver & Tao 2001",
+            level="group",
+            needs=("score_energies",),
+            unbiased=False,
+            direction_exact=False,
+            row_sum_zero=False,
+            uniform_credit=True,
+            scale_invariant=False,
+            shift_invariant=True,
+        ),
+        "optimal-loo": Estimator(
+            fn=energy_weighted_leave_one_out,
+            paper="Weaver & Tao 2001, without the bias",
+            level="group",
+            needs=("score_energies",),
+            unbiased=True,
+            direction_exact=True,
+            row_sum_zero=False,
+            uniform_credit=True,
+            scale_invariant=False,
+            shift_invariant=True,
+        ),
+        "reinforce++": Estimator(
+            fn=batch_whitened,
+            paper="arXiv:2501.03262",
+            level="group",
+            needs=("lengths",),
+            min_group=1,
+            couples_prompts=True,
+            unbiased=False,
+            direction_exact=False,
+            row_sum_zero=False,
+            uniform_credit=True,
+            scale_invariant=True,
+            shift_invariant=True,
+        ),
+        "reinforce++-baseline": Estimator(
+            fn=centered_batch_whitened,
+            paper="arXiv:2501.03262",
+            level="group",
+            needs=("lengths",),
+            couples_prompts=True,
+            unbiased=False,
+            direction_exact=False,
+            row_sum_zero=False,
+            uniform_credit=True,
+            scale_invariant=True,
+            shift_invariant=True,
+        ),
+        "gae": Estimator(
+            fn=generalized_advantage,
+            paper="arXiv:1506.02438",
+            level="token",
+            needs=("values",),
+            min_group=1,
+            unbiased=False,
+            direction_exact=False,
+            row_sum_zero=False,
+            uniform_credit=False,
+            scale_invariant=False,
+            shift_invariant=True,
+        ),
+        "gae-monte-carlo": Estimator(
+            fn=monte_carlo_critic,
+            paper="arXiv:1506.02438",
+            level="token",
+            needs=("values",),
+            min_group=1,
+            unbiased=True,
+            direction_exact=True,
+            row_sum_zero=False,
+            uniform_credit=False,
+            scale_invariant=False,
+            shift_invariant=True,
+        ),
+        "vineppo": Estimator(
+            fn=prefix_value_differences,
+            paper="arXiv:2410.01679",
+            level="token",
+            needs=("prefix_values",),
+            min_group=1,
+            unbiased=True,
+            direction_exact=True,
+            row_sum_zero=False,
+            uniform_credit=False,
+            scale_invariant=False,
+            shift_invariant=True,
+        ),
+        "spo-chain": Estimator(
+            fn=segment_value_differences,
+            paper="arXiv:2505.23564",
+            level="token",
+            needs=("prefix_values", "segment_starts"),
+            min_group=1,
+            unbiased=True,
+            direction_exact=True,
+            row_sum_zero=False,
+            uniform_credit=False,
+            scale_invariant=False,
+            shift_invariant=True,
+        ),
+        "grpo-process": Estimator(
+            fn=process_rewards_to_go,
+            paper="arXiv:2402.03300",
+            level="token",
+            needs=("step_ends",),
+            unbiased=False,
+            direction_exact=False,
+            row_sum_zero=False,
+            uniform_credit=False,
+            scale_invariant=True,
+            shift_invariant=False,
+        ),
+        "turn-mean": Estimator(
+            fn=turn_mean_centered,
+            paper="common practice",
+            level="turn",
+            unbiased=False,
+            direction_exact=False,
+            row_sum_zero=True,
+            uniform_credit=False,
+            scale_invariant=False,
+            shift_invariant=True,
+        ),
+        "turn-rloo": Estimator(
+            fn=turn_leave_one_out,
+            paper="ours, after arXiv:2402.14740",
+            level="turn",
+            unbiased=True,
+            direction_exact=True,
+            row_sum_zero=False,
+            uniform_credit=False,
+            scale_invariant=False,
+            shift_invariant=False,
+        ),
+        "mt-grpo": Estimator(
+            fn=turn_and_outcome_standardized,
+            paper="arXiv:2505.11821",
+            level="turn",
+            needs=("outcome_rewards",),
+            unbiased=False,
+            direction_exact=False,
+            row_sum_zero=False,
+            uniform_credit=False,
+            scale_invariant=True,
+            shift_invariant=False,
+        ),
+        "gigpo": Estimator(
+            fn=episode_and_anchor_standardized,
+            paper="arXiv:2505.10978",
+            level="turn",
+            needs=("anchors",),
+            unbiased=False,
+            direction_exact=False,
+            row_sum_zero=False,
+            uniform_credit=False,
+            scale_invariant=True,
+            shift_invariant=True,
+        ),
+        "same-state": Estimator(
+            fn=same_state_standardized,
+            paper="ours, after arXiv:2601.16480",
+            level="turn",
+            unbiased=False,
+            direction_exact=False,
+            row_sum_zero=True,
+            uniform_credit=False,
+            scale_invariant=True,
+            shift_invariant=True,
+        ),
+    }
+)
+
+ALWAYS = MappingProxyType({"group": (), "token": ("mask",), "turn": ("mask",)})
+"""Inputs that a level requires besides the rewards."""
+
+OPTIONAL = MappingProxyType({"group": ("observed",), "token": (), "turn": ()})
+"""Inputs that a level takes if they are given."""
+
+
+def estimate(name: str, rewards: Tensor, **inputs: Tensor | None) -> Tensor:
+    """Advantages by the estimator called `name`, which takes what it needs from `inputs` and leaves the rest.
+
+    One call with everything that is known (`lengths`, `score_energies`, `mask`, …) serves every row of a level.
+    `None` means not known. Options such as `eps` keep their defaults; call `ESTIMATORS[name].fn` to set them.
+
+    Raises:
+        ScoregramError: If the name is unknown, an input it needs is missing, or no estimator takes an input so called.
+
+    Example:
+        >>> import torch
+        >>> estimate("rloo", torch.tensor([[1.0, 0.0, 0.0]]), lengths=torch.tensor([[3, 5, 4]]))
+        tensor([[ 1.0000, -0.5000, -0.5000]])
+    """
+    row = lookup(ESTIMATORS, name, kind="estimate")
+    known = {n for other in ESTIMATORS.values() for n in (*other.needs, *ALWAYS[other.level], *OPTIONAL[other.level])}
+    given = {key: value for key, value in inputs.items() if value is not None}
+    if unknown := sorted(inputs.keys() - known):
+        fail(
+            "estimate", f"inputs must be among {listed(known)}", listed(unknown), "Set options by calling the row's fn."
+        )
+    required = (*row.needs, *ALWAYS[row.level])
+    if missing := [need for need in required if need not in given]:
+        fail("estimate", f"{name!r} needs {listed(required)}", listed(given) or "none", f"Pass {listed(missing)}.")
+    taken = {key: given[key] for key in (*required, *OPTIONAL[row.level]) if key in given}
+    return row.fn(rewards, **taken)

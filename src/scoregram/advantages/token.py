@@ -1,0 +1,193 @@
+"""One advantage per token: credit inside a rollout.
+
+Every function takes tensors of shape `(P, R, T)` and a `mask`, `True` at the tokens the policy chose. What lies
+outside the mask is never read (it may be NaN), takes no part in any sum, and gets advantage exactly 0; a rollout to be
+left out is one whose mask is empty. Put an environment's reward on the last token of the turn that earned it.
+Arithmetic is float64, the result has the dtype of the rewards.
+
+The update these advantages belong to is `ĝ = (1/R) Σ_i Σ_t A_it ∇log π(a_it | s_it)`.
+"""
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from scoregram.advantages.comparisons import by_group, require_spread_options, standard_scores
+from scoregram.advantages.steps import admitted_steps, discounted_sums, values_after
+from scoregram.checks import fail, require_in_range, require_same_shape
+from scoregram.types import Advantages, TokenAdvantages, TokenMask, TokenValues
+
+
+def spread_over_tokens(advantages: Advantages, mask: TokenMask) -> TokenAdvantages:
+    """The advantage of a rollout on each of its tokens: uniform credit.
+
+    `A_it = A_i` inside the mask, exactly 0 outside; eq. (16) of arXiv:2606.29238.
+
+    Example:
+        >>> mask = torch.tensor([[[True, True], [True, False]]])
+        >>> spread_over_tokens(torch.tensor([[0.5, -0.5]]), mask)
+        tensor([[[ 0.5000,  0.5000],
+                 [-0.5000,  0.0000]]])
+    """
+    require_same_shape(
+        advantages, mask[..., 0], name="advantages", like_name="the mask's groups", caller="spread_over_tokens"
+    )
+    return torch.where(mask, advantages.unsqueeze(-1), 0)
+
+
+def generalized_advantage(
+    token_rewards: TokenValues,
+    *,
+    mask: TokenMask,
+    values: TokenValues,
+    gamma: float | int = 1.0,
+    lam: float | int = 0.95,
+) -> TokenAdvantages:
+    """Exponentially averaged temporal differences of a critic.
+
+    `A_t = Σ_k (γλ)^k δ_{t+k}`, `δ_t = r_t + γ V(s_{t+1}) − V(s_t)`, with `V = 0` after the last token and the next
+    token meaning the next one inside the mask. `λ = 1` gives `monte_carlo_critic`, unbiased for any critic; `λ < 1`
+    is exact only for the true values and trades the critic's error against variance.
+
+    Args:
+        token_rewards: `(P, R, T)`.
+        mask: `(P, R, T)` bool.
+        values: `(P, R, T)`. `V(s_t)`, the critic *before* token `t` is chosen.
+        gamma: Discount, in `[0, 1]`. Below 1 the update is not that of the undiscounted return.
+        lam: Weight of the later differences, in `[0, 1]`.
+
+    Reference:
+        GAE. Schulman et al. 2015, arXiv:1506.02438.
+    """
+    return _generalized(token_rewards, mask, values, gamma, lam, name="values", caller="generalized_advantage")
+
+
+def monte_carlo_critic(token_rewards: TokenValues, *, mask: TokenMask, values: TokenValues) -> TokenAdvantages:
+    """Reward still to come minus the critic's value of the prefix.
+
+    `A_t = Σ_{k≥t} r_k − V(s_t)`: `generalized_advantage` at `γ = λ = 1`. Unbiased for *any* critic that looks at the
+    prefix only, however wrong; a good critic lowers the variance.
+
+    Reference:
+        Sutton et al. 1999; GAE at `λ = 1`, arXiv:1506.02438.
+    """
+    return _generalized(token_rewards, mask, values, 1.0, 1.0, name="values", caller="monte_carlo_critic")
+
+
+def prefix_value_differences(
+    token_rewards: TokenValues, *, mask: TokenMask, prefix_values: TokenValues
+) -> TokenAdvantages:
+    """Gain in estimated value made by each token, the values estimated by fresh rollouts from the prefix.
+
+    `A_t = r_t + v̂(s_{t+1}) − v̂(s_t)`, `v̂ = 0` after the last token. Unbiased if each `v̂(s)` is the mean return of
+    rollouts sampled afresh from `s`, independent of how this rollout went on; a critic in their place makes it GAE at
+    `λ = 0`, biased by the critic's error.
+
+    Args:
+        token_rewards: `(P, R, T)`.
+        mask: `(P, R, T)` bool.
+        prefix_values: `(P, R, T)`. `v̂(s_t)`, of the prefix before token `t`.
+
+    Reference:
+        VinePPO. Kazemnejad et al. 2024, arXiv:2410.01679.
+    """
+    caller = "prefix_value_differences"
+    return _generalized(token_rewards, mask, prefix_values, 1.0, 0.0, name="prefix_values", caller=caller)
+
+
+def segment_value_differences(
+    token_rewards: TokenValues,
+    *,
+    mask: TokenMask,
+    prefix_values: TokenValues,
+    segment_starts: Bool[Tensor, "prompts rollouts tokens"],
+) -> TokenAdvantages:
+    """Gain in estimated value made by each segment, the same for all of its tokens.
+
+    `A_t = Σ_{k in segment} r_k + v̂(end of the segment) − v̂(its start)`. Values are read at segment starts only, so
+    they cost one batch of fresh rollouts per segment instead of per token. Unbiased under the condition of
+    `prefix_value_differences`, provided that a cut is decided by what stands before it (a low-probability token, a
+    line end), not by how the rollout ends.
+
+    Args:
+        token_rewards: `(P, R, T)`.
+        mask: `(P, R, T)` bool.
+        prefix_values: `(P, R, T)`. `v̂(s_t)`; other entries than those at segment starts are not read.
+        segment_starts: `(P, R, T)` bool, `True` at the first token of a segment. The first token of a rollout starts
+            one in any case.
+
+    Raises:
+        ScoregramError: If a segment starts outside the mask.
+
+    Reference:
+        SPO-chain. Guo et al. 2025, arXiv:2505.23564; without its probability mask.
+    """
+    caller = "segment_value_differences"
+    rewards = admitted_steps(token_rewards, mask, name="token_rewards", caller=caller)
+    _require_inside(segment_starts, mask, name="segment_starts", caller=caller)
+    starts = segment_starts | (mask & (mask.cumsum(dim=-1) == 1))
+    values = admitted_steps(torch.where(starts, prefix_values, 0), mask, name="prefix_values", caller=caller)
+    index = (starts.cumsum(dim=-1) - 1).clamp_min(0)  # (P, R, T): which segment a token is in
+    empty = torch.zeros_like(rewards)
+    earned = empty.scatter_add(-1, index, rewards)  # (P, R, S): one entry per segment
+    begun = empty.scatter_add(-1, index, values)
+    ended = torch.cat([begun[..., 1:], torch.zeros_like(begun[..., :1])], dim=-1)
+    gained = (earned + ended - begun).gather(-1, index)
+    return torch.where(mask, gained, 0.0).to(token_rewards.dtype)
+
+
+def process_rewards_to_go(
+    token_rewards: TokenValues,
+    *,
+    mask: TokenMask,
+    step_ends: Bool[Tensor, "prompts rollouts tokens"],
+    eps: float | int = 0.0,
+    ddof: int = 1,
+) -> TokenAdvantages:
+    """Sum of the standardised step rewards still to come, standardised over all steps of the group.
+
+    `A_it = Σ_{steps of i ending at or after t} (r − mean) / (std + eps)`, mean and deviation pooled over every step
+    reward of every rollout of the prompt. No past reward leaks in, but a rollout with more steps collects more terms,
+    so the expected update is not a multiple of the gradient. All step rewards equal gives exactly 0.
+
+    Args:
+        token_rewards: `(P, R, T)`. Step rewards, each at the last token of its step; other entries are not read.
+        mask: `(P, R, T)` bool.
+        step_ends: `(P, R, T)` bool, `True` at the last token of a step. A step whose reward is 0 counts like any other.
+        eps: Added to the deviation.
+        ddof: 1 for the sample deviation, 0 for the population's.
+
+    Raises:
+        ScoregramError: If a group has one rollout, or one step reward in all; or a step ends outside the mask.
+
+    Reference:
+        GRPO, process supervision. Shao et al. 2024, arXiv:2402.03300, section 4.1.3.
+    """
+    caller = "process_rewards_to_go"
+    require_spread_options(eps, ddof, caller=caller)
+    _require_inside(step_ends, mask, name="step_ends", caller=caller)
+    read = torch.where(step_ends, token_rewards, 0)
+    rewards = admitted_steps(read, mask, name="token_rewards", caller=caller, at_least=2)
+    counts = step_ends.sum(dim=(-1, -2))  # (P,)
+    if bool((counts == 1).any()):
+        prompt = int((counts == 1).nonzero()[0])
+        remedy = "Split the rollouts into steps, or use an outcome estimator."
+        fail(caller, "needs at least two step rewards in a group", f"1 in prompt {prompt}", remedy)
+    scores = standard_scores(rewards, by_group(mask), step_ends, eps=eps, ddof=ddof, dtype=token_rewards.dtype)
+    return discounted_sums(scores, mask, decay=1.0).to(token_rewards.dtype)
+
+
+def _generalized(token_rewards, mask, values, gamma, lam, *, name: str, caller: str) -> Tensor:
+    require_in_range(gamma, low=0.0, high=1.0, name="gamma", caller=caller)
+    require_in_range(lam, low=0.0, high=1.0, name="lam", caller=caller)
+    rewards = admitted_steps(token_rewards, mask, name="token_rewards", caller=caller)
+    critic = admitted_steps(values, mask, name=name, caller=caller)
+    errors = rewards + gamma * values_after(critic, mask) - critic  # (P, R, T): δ_t
+    return discounted_sums(errors, mask, decay=gamma * lam).to(token_rewards.dtype)
+
+
+def _require_inside(flags: Tensor, mask: Tensor, *, name: str, caller: str) -> None:
+    require_same_shape(flags, mask, name=name, like_name="mask", caller=caller)
+    if bool((flags & ~mask).any()):
+        at = tuple(int(i) for i in (flags & ~mask).nonzero()[0])
+        fail(caller, f"{name} must lie inside the mask", f"True at index {at}", "Move it to the next masked token.")
