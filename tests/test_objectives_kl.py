@@ -87,6 +87,22 @@ def test_token_terms_miss_what_the_contexts_contribute():
     assert float(through_contexts.norm()) > 0.05 * float(whole.norm())
 
 
+@pytest.mark.parametrize(("aggregation", "power"), [("token_sum", 0), ("sequence_mean", 1)])
+def test_the_plain_log_ratio_divided_by_length_asks_for_longer_rollouts(aggregation, power):
+    """A policy that stops after its first token or goes on: `∇E[L^-power]` in the mean, zero only for a plain sum."""
+    logits = torch.tensor([0.3, -0.4], dtype=torch.float64, requires_grad=True)
+    stop, go = logits.log_softmax(-1).unbind()
+    log_p = torch.stack([torch.stack([stop, stop]), torch.stack([go, torch.zeros_like(go)])])  # (2 rollouts, 2 tokens)
+    mask, ref = torch.tensor([[True, False], [True, True]]), torch.full((2, 2), -1.7, dtype=torch.float64)
+    mean = torch.zeros(2, dtype=torch.float64)
+    for i, probability in enumerate((stop.exp(), go.exp())):
+        loss = kl_penalty(log_p[i : i + 1], ref[i : i + 1], mask[i : i + 1], term="k1", aggregation=aggregation)
+        mean += float(probability.detach()) * gradient(loss, logits)
+    expected = gradient(stop.exp() + go.exp() / 2**power, logits)
+    torch.testing.assert_close(mean, expected, rtol=1e-12, atol=1e-15)
+    assert (float(mean.norm()) > 0.01) == (aggregation == "sequence_mean")
+
+
 @pytest.mark.parametrize("name", sorted(KL_TERMS))
 def test_gradient_matches_finite_differences_and_the_stated_weight(name):
     generator = torch.Generator().manual_seed(5)

@@ -14,8 +14,8 @@ is `Σ_a π_ref ∇log π = −∇KL(π_ref‖π)`, which gives the third. A goo
 All of this is for one token in its context. Summed over the tokens of a rollout, `k2` gives the sum over the sampled
 contexts `s_t` of `∇KL(π(·|s_t)‖π_ref(·|s_t))`. The divergence of whole rollouts depends on which contexts the policy
 visits, too, and that part of its gradient is missing. To get it, put the rollout's log-ratio into the reward, or use
-`regularised.consistency_variance`. An aggregation that divides by the length of the rollout weighs contexts by what is
-sampled later, and then even `k1` has a mean gradient: towards shorter rollouts or longer ones.
+`regularised.consistency_variance`. Under `sequence_mean`, which divides by a length that is itself sampled, even `k1`
+has a mean gradient: `E[ψ/L] = ∇E[1/L]`, so descending on it makes rollouts longer, whatever the reference is.
 """
 
 from collections.abc import Callable
