@@ -157,6 +157,16 @@ def test_rank_below_the_tolerance_is_not_seen():
     assert feasible_interval("numerical_rank", 1, 5) == Interval(1.0, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("energies", "end"),
+    [((1, 1, 0.75e-12, 0.75e-12), "low"), ((1, 1.2e-12, 0.3e-12), "high"), ((1, 1.2e-12, 1.2e-12), "high")],
+)
+def test_about_the_tolerance_other_spectra_have_the_extreme_rank(energies, end):
+    sigma = torch.tensor(energies, dtype=torch.float64).sqrt()
+    interval = feasible_interval("numerical_rank", 1 / sum(energies), len(energies))
+    assert getattr(interval, end) == SPECTRUM_METRICS["numerical_rank"].fn(sigma).item()
+
+
 def test_rounding_at_the_ends_is_forgiven():
     assert feasible_interval("effective_rank", 0.25 * (1 - 1e-12), 4).high == pytest.approx(4)
     assert feasible_interval("effective_rank", 1 + 1e-12, 4) == feasible_interval("effective_rank", 1, 4)

@@ -106,6 +106,11 @@ def test_top_fractions_are_sums_of_the_largest_energies(sigma):
     assert float(top_fractions(sigma)[-1]) <= 1
 
 
+@pytest.mark.parametrize("directions", [9, 11, 18, 20])
+def test_no_share_of_the_energy_exceeds_all_of_it(directions):
+    assert float(top_fractions(torch.ones(directions))[-1]) == 1  # ninths add up to 1 + 2e-16
+
+
 def test_rank_tolerance_is_relative_to_the_largest():
     sigma = torch.tensor([1e-3, 2e-6, 0.5e-6], dtype=torch.float64)
     assert [int(numerical_rank(sigma, rtol=rtol)) for rtol in (1e-2, 1e-3, 1e-4)] == [1, 2, 3]

@@ -158,6 +158,28 @@ def test_centred_gram_is_the_gram_of_centred_scores(group):
     assert float(found.diagonal().min()) >= 0
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_score_on_the_mean_keeps_a_squared_norm_of_zero(seed):
+    first, second = torch.randn(2, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 3
+    scores = torch.stack([first, second, (first + second) / 2])
+    centred = centred_gram(scores @ scores.mT)
+    assert float(centred.diagonal().min()) >= 0
+    assert spectrum_summary(centred).numerical_rank == 1
+
+
+def test_what_rounding_leaves_of_identical_scores_is_zero():
+    gram = torch.ones(3, 3, dtype=torch.float64)
+    gram[0, 1] = gram[1, 0] = math.nextafter(1, 2)  # the same inner product, summed in another order
+    assert float(centred_gram(gram).abs().max()) == 0
+    assert spectrum_summary(gram, centred=True).numerical_rank == 0
+
+
+def test_rows_of_a_centred_gram_sum_to_zero_beside_a_large_mean():
+    scores = torch.randn(6, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 1e4
+    centred = centred_gram(scores @ scores.mT)
+    assert float(centred.sum(-1).abs().max()) < 1e-12 * float(centred.trace())
+
+
 def test_a_large_common_part_does_not_leak_into_the_centred_rank():
     scores = torch.randn(6, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 1e4
     centred = centred_gram(scores @ scores.mT)

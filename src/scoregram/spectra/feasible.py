@@ -132,8 +132,8 @@ def spread_energies(top1_fraction: float | int, max_rank: int) -> Spectrum:
 def _rank_interval(f: float, max_rank: int) -> Interval:
     """Fewest and most energies above `RANK_RTOL² f` that can fill `1`, none above `f`."""
     seen = RANK_RTOL**2
-    fewest = math.ceil((1 / f - max_rank * seen) / (1 - seen) - WHOLE_RTOL / f)
-    most = math.ceil((1 / f - 1) / seen - WHOLE_RTOL)
+    fewest = math.ceil((1 / f - max_rank * seen) / (1 - seen))
+    most = math.ceil((1 / f - 1) / seen)
     return Interval(float(max(1, fewest)), float(max(1, min(max_rank, most))))
 
 
