@@ -1,0 +1,189 @@
+"""Token estimators against loops over single tokens, with gaps in the mask and garbage outside it."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from scoregram import advantages as adv
+from scoregram.advantages import ESTIMATORS, estimate
+from scoregram.checks import ScoregramError
+
+TOKEN_ROWS = sorted(name for name, row in ESTIMATORS.items() if row.level == "token")
+
+
+@st.composite
+def batches(draw):
+    shape = draw(st.tuples(st.integers(1, 2), st.integers(2, 3), st.integers(2, 6)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+    mask = torch.rand(shape, generator=generator) < 0.7
+    mask[:, :, 0] = True
+    mask[:, :, 1] = True
+    picks = lambda: torch.randint(-4, 5, shape, generator=generator).double() / 4  # noqa: E731
+    return picks(), mask, picks(), (torch.rand(shape, generator=generator) < 0.4) & mask
+
+
+def with_garbage(values: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, values, math.nan)
+
+
+def each_rollout(mask: Tensor):
+    for p in range(mask.shape[0]):
+        for i in range(mask.shape[1]):
+            yield p, i, mask[p, i].nonzero().flatten().tolist()
+
+
+@given(batch=batches(), gamma=st.sampled_from([0.0, 0.5, 0.9, 1.0]), lam=st.sampled_from([0.0, 0.3, 0.95, 1.0]))
+def test_generalized_advantage_is_the_sum_of_decayed_differences(batch, gamma, lam):
+    rewards, mask, values, _ = batch
+    expected = torch.zeros_like(rewards)
+    for p, i, on in each_rollout(mask):
+        r, v = rewards[p, i, on].tolist(), [*values[p, i, on].tolist(), 0.0]
+        for k in range(len(on)):
+            later = range(k, len(on))
+            expected[p, i, on[k]] = sum((gamma * lam) ** (m - k) * (r[m] + gamma * v[m + 1] - v[m]) for m in later)
+    masked = with_garbage(rewards, mask), with_garbage(values, mask)
+    actual = adv.generalized_advantage(masked[0], mask=mask, values=masked[1], gamma=gamma, lam=lam)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@given(batch=batches())
+def test_monte_carlo_critic_is_reward_to_go_minus_value(batch):
+    rewards, mask, values, _ = batch
+    expected = torch.zeros_like(rewards)
+    for p, i, on in each_rollout(mask):
+        for k, t in enumerate(on):
+            expected[p, i, t] = rewards[p, i, on[k:]].sum() - values[p, i, t]
+    torch.testing.assert_close(adv.monte_carlo_critic(rewards, mask=mask, values=values), expected)
+
+
+@given(batch=batches())
+def test_prefix_values_telescope(batch):
+    rewards, mask, values, _ = batch
+    result = adv.prefix_value_differences(rewards, mask=mask, prefix_values=with_garbage(values, mask))
+    for p, i, on in each_rollout(mask):
+        v = [*values[p, i, on].tolist(), 0.0]
+        for k, t in enumerate(on):
+            assert float(result[p, i, t]) == pytest.approx(float(rewards[p, i, t]) + v[k + 1] - v[k], abs=1e-12)
+        assert float(result[p, i].sum()) == pytest.approx(float(rewards[p, i, on].sum()) - v[0], abs=1e-12)
+
+
+@given(batch=batches())
+def test_segments_share_the_gain_between_their_ends(batch):
+    rewards, mask, values, starts = batch
+    read = torch.where(starts, values, math.nan)  # nothing but starts, and the first token, may be read
+    expected = torch.zeros_like(rewards)
+    for p, i, on in each_rollout(mask):
+        read[p, i, on[0]] = values[p, i, on[0]]
+        cuts = [k for k, t in enumerate(on) if k == 0 or bool(starts[p, i, t])]
+        for begin, end in zip(cuts, [*cuts[1:], len(on)], strict=True):
+            after = float(values[p, i, on[end]]) if end < len(on) else 0.0
+            gain = float(rewards[p, i, on[begin:end]].sum()) + after - float(values[p, i, on[begin]])
+            expected[p, i, on[begin:end]] = gain
+    result = adv.segment_value_differences(
+        with_garbage(rewards, mask), mask=mask, prefix_values=read, segment_starts=starts
+    )
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+
+
+@given(batch=batches())
+def test_segments_of_one_token_are_prefix_values(batch):
+    rewards, mask, values, _ = batch
+    torch.testing.assert_close(
+        adv.segment_value_differences(rewards, mask=mask, prefix_values=values, segment_starts=mask),
+        adv.prefix_value_differences(rewards, mask=mask, prefix_values=values),
+    )
+
+
+@given(batch=batches(), ddof=st.integers(0, 1))
+def test_process_rewards_are_pooled_over_the_group_and_summed_forward(batch, ddof):
+    rewards, mask, _, ends = batch
+    ends = ends | (mask & (mask.cumsum(-1) == 1))  # at least one step in every rollout
+    expected = torch.zeros_like(rewards)
+    for p in range(len(rewards)):
+        pooled = rewards[p][ends[p]]
+        std = pooled.std(correction=ddof)
+        for i in range(rewards.shape[1]):
+            for t in mask[p, i].nonzero().flatten().tolist():
+                later = [rewards[p, i, k] for k in range(t, rewards.shape[2]) if ends[p, i, k]]
+                if float(std) > 1e-12:
+                    expected[p, i, t] = sum(float((r - pooled.mean()) / std) for r in later)
+    actual = adv.process_rewards_to_go(torch.where(ends, rewards, math.nan), mask=mask, step_ends=ends, ddof=ddof)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_equal_step_rewards_give_exactly_zero(scale):
+    mask = torch.ones(1, 3, 5).bool()
+    rewards = torch.full((1, 3, 5), 0.1 * scale, dtype=torch.float64)
+    assert bool((adv.process_rewards_to_go(rewards, mask=mask, step_ends=mask) == 0).all())
+
+
+def test_uniform_credit_is_zero_outside_the_mask():
+    mask = torch.tensor([[[True, False, True], [False, False, False]]])
+    spread = adv.spread_over_tokens(torch.tensor([[2.0, 3.0]]), mask)
+    assert spread.tolist() == [[[2.0, 0.0, 2.0], [0.0, 0.0, 0.0]]]
+
+
+def inputs_for(name: str, mask: Tensor) -> dict[str, Tensor]:
+    every = {
+        "values": torch.zeros(mask.shape),
+        "prefix_values": torch.zeros(mask.shape),
+        "segment_starts": mask,
+        "step_ends": mask,
+    }
+    return {need: every[need] for need in ESTIMATORS[name].needs}
+
+
+@pytest.mark.parametrize("name", TOKEN_ROWS)
+def test_a_rollout_out_of_the_mask_gets_zero_and_counts_for_nothing(name):
+    rewards = torch.tensor([[[1.0, 2.0], [math.nan, math.nan], [0.0, 1.5]]])
+    mask = rewards.isfinite()
+    result = estimate(name, rewards, mask=mask, **inputs_for(name, mask))
+    kept = [0, 2]
+    assert bool((result[0, 1] == 0).all()) and result.dtype == rewards.dtype
+    fewer = {k: v[:, kept] for k, v in inputs_for(name, mask).items()}
+    torch.testing.assert_close(result[:, kept], estimate(name, rewards[:, kept], mask=mask[:, kept], **fewer))
+
+
+@pytest.mark.parametrize("name", TOKEN_ROWS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_reward_inside_the_mask_must_be_finite(name, bad):
+    rewards = torch.tensor([[[1.0, bad], [0.0, 1.5]]])
+    mask = torch.ones(1, 2, 2).bool()
+    with pytest.raises(ScoregramError, match="token_rewards must be finite"):
+        estimate(name, rewards, mask=mask, **inputs_for(name, mask))
+
+
+ZEROS, FULL = torch.zeros(1, 2, 2), torch.ones(1, 2, 2).bool()
+HALF = torch.tensor([[[True, False], [True, False]]])
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: adv.generalized_advantage(ZEROS, mask=FULL, values=ZEROS, lam=1.5), "lam must lie in"),
+        (lambda: adv.generalized_advantage(ZEROS, mask=FULL, values=ZEROS, gamma=math.nan), "gamma must lie in"),
+        (lambda: adv.generalized_advantage(ZEROS, mask=FULL, values=ZEROS / 0), "values must be finite"),
+        (lambda: adv.generalized_advantage(ZEROS, mask=FULL.long(), values=ZEROS), "mask must be a bool"),
+        (lambda: adv.monte_carlo_critic(ZEROS[..., :0], mask=FULL[..., :0], values=ZEROS[..., :0]), "not empty"),
+        (lambda: adv.monte_carlo_critic(ZEROS, mask=FULL, values=ZEROS[..., :1]), "values must have the shape of mask"),
+        (
+            lambda: adv.segment_value_differences(ZEROS, mask=HALF, prefix_values=ZEROS, segment_starts=FULL),
+            r"segment_starts must lie inside the mask, got True at index \(0, 0, 1\)",
+        ),
+        (lambda: adv.process_rewards_to_go(ZEROS, mask=HALF, step_ends=FULL), "step_ends must lie inside"),
+        (
+            lambda: adv.process_rewards_to_go(ZEROS, mask=FULL, step_ends=FULL & (torch.arange(4).view(1, 2, 2) == 1)),
+            "two step rewards in a group, got 1 in prompt 0",
+        ),
+        (lambda: adv.spread_over_tokens(torch.zeros(1, 3), FULL), "advantages must have the shape"),
+    ],
+)
+def test_refusals_say_what_was_received(call, message):
+    with pytest.raises(ScoregramError, match=message):
+        call()
