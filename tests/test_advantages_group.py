@@ -83,7 +83,10 @@ def test_equals_the_formula(name, data, scale):
     ]
     actual = estimate(name, rewards, **extra)
     formula = torch.tensor(expected, dtype=torch.float64)
-    torch.testing.assert_close(actual, formula, rtol=1e-9, atol=1e-12 * float(formula.abs().max()))
+    # The loop leaves a residue where the library is exactly zero: a rounding of what it subtracts.
+    size = 1.0 if name.startswith(("grpo", "dapo")) and name != "grpo-prime-rl" else float(rewards.abs().max())
+    size = max(size, float(formula.abs().max()))
+    torch.testing.assert_close(actual, formula, rtol=1e-9, atol=1e-12 * size)
 
 
 @given(rewards=st.lists(st.lists(grid, min_size=3, max_size=3), min_size=2, max_size=3), centered=st.booleans())
