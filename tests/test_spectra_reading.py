@@ -79,6 +79,15 @@ def test_known_dimensions_narrow_the_interval():
         spectrum_with_nulls(gram, advantages, max_rank=1)
 
 
+def test_a_noisy_gram_is_read_with_a_named_tolerance():
+    gram = torch.tensor([[1.0, 1 + 1e-4], [1 + 1e-4, 1.0]], dtype=torch.float64)
+    advantages = torch.tensor([1.0, -0.5])
+    with pytest.raises(ScoregramError, match="positive semi-definite to 1e-06"):
+        spectrum_with_nulls(gram, advantages)
+    shown = spectrum_with_nulls(gram, advantages, psd_rtol=1e-3).metric("effective_rank")
+    assert shown.measured == shown.common_cosine == shown.shuffled.mean == pytest.approx(1)
+
+
 def test_unknown_metric_lists_the_choices():
     with pytest.raises(ScoregramError, match="one of effective_rank"):
         spectrum_with_nulls(torch.eye(2), torch.ones(2)).metric("rank")
