@@ -5,6 +5,7 @@ import pytest
 from scoregram.advantages import ESTIMATORS
 from scoregram.checks import ScoregramError
 from scoregram.theory.lab.comparison import OTHER_SAMPLING, comparison, moments_of, rollouts_of_group
+from scoregram.theory.lab.turns import turn_moments
 from tests.lab_cases import CASES, case, close, drawn
 
 QUICK = ("reinforce", "mean", "rloo", "remax", "grpo", "opo", "turn-mean", "turn-rloo", "vineppo", "reward_to_go")
@@ -65,6 +66,16 @@ def test_exact_values_are_marked_and_never_win():
     assert {row.estimator for row in found.rows if row.given_values} == set(names) - {"rloo"}
     assert found.rows[0].estimator == "exact_advantage" and found.least_error.estimator == "rloo"
     assert all(row.relative_bias < 1e-12 for row in found.rows)
+
+
+@pytest.mark.parametrize("name", ["gae", "gae-monte-carlo", "spo-chain"])
+def test_credit_that_needs_no_group_gives_what_groups_give(name):
+    truth = case("stopping", "network").truth
+    needs = (*ESTIMATORS[name].needs, "mask")
+    for prompt, moments in enumerate(moments_of(truth, name, group_size=3)):
+        listed = turn_moments(truth, ESTIMATORS[name].fn, prompt=prompt, group_size=3, needs=needs)
+        close(moments.expected, listed.expected)
+        close(moments.variance, listed.variance)
 
 
 @pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - set(OTHER_SAMPLING)))

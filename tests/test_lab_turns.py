@@ -138,6 +138,33 @@ def test_group_credit_by_turn_matches_all_ordered_groups(key, size):
     close(got.mse, mse)
 
 
+def test_rollouts_that_differ_in_an_input_are_told_apart():
+    """Going on by a sunny or by a cloudy path pays the same; only the state shows which it was."""
+    key, size, prompt = ("stopping", "network"), 2, 0
+    at = case(*key)
+    row_of = {history: row for row, history in enumerate(at.listing.histories)}
+
+    def against_values(turn_rewards, *, mask, values):
+        """Reward of the turn against the mean of everybody's squared values there."""
+        return turn_rewards - values.square().mean(dim=1, keepdim=True)
+
+    rollouts = drawn(key, prompt)
+    met = {
+        id(rollout): [float(at.truth.state_value[row_of[history]]) for history, _ in walk.path]
+        for rollout, walk in zip(rollouts, walks(at, prompt, at.policy.parameters), strict=True)
+    }
+    updates = []
+    for probability, group in ordered_groups(rollouts, size):
+        rewards, values = padded([r.rewards for r in group], 3), padded([met[id(r)] for r in group], 3)
+        credit = against_values(rewards, mask=None, values=values)[0]
+        pulls = [float(credit[i, h]) * s for i, rollout in enumerate(group) for h, s in enumerate(rollout.turn_scores)]
+        updates.append((probability, torch.stack(pulls).sum(dim=0) / size))
+    expected, variance, _ = averaged(updates, at.truth.gradient[prompt])
+    got = turn_moments(at.truth, against_values, prompt=prompt, group_size=size, needs=("mask", "values"))
+    close(got.expected, expected)
+    close(got.variance, variance)
+
+
 def test_a_rollout_level_advantage_seen_turn_by_turn_is_the_same_update():
     truth = case("stopping", "network").truth
 

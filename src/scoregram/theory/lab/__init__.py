@@ -2,7 +2,7 @@
 
 ```
 worlds ──► listing ──┐
-                     ├──► exact (what is true) ──► groups, turns (what an estimator gives) ──► comparison, multiturn
+                     ├──► exact (what is true) ──► moments, turns (what an estimator gives) ──► comparison, multiturn
 policies ────────────┘
 ```
 """

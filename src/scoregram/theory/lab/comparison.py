@@ -17,7 +17,7 @@ PREFIX_VALUES = "vineppo"
 OTHER_SAMPLING = ("same-state",)
 """Estimators whose groups are not groups of rollouts, so the budget here does not describe them."""
 
-STEP_GROUPS_LIMIT = 2_000
+STEP_GROUPS_LIMIT = 10_000
 """Most groups of a prompt enumerated for an estimator that credits turns or tokens: those are slow to call."""
 
 BESIDE_THE_TABLE = ("reward_to_go", "exact_advantage")
