@@ -1,0 +1,5 @@
+"""The exact Gram of per-rollout scores of a language model."""
+
+from scoregram.gram.engine import backward_with_gram as backward_with_gram
+from scoregram.gram.engine import measure_gram as measure_gram
+from scoregram.gram.result import Gram as Gram

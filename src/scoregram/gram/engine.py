@@ -1,0 +1,346 @@
+"""The exact score Gram of a language model in one forward and backward pass.
+
+`measure_gram` looks and leaves the model as it was; `backward_with_gram` is the form a training step uses: the same
+single backward pass gives the Gram and leaves `Σ_i w_i ψ_i` in `.grad`. `docs/gram.md` derives the algorithm.
+"""
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
+
+from scoregram.checks import fail, require_finite
+from scoregram.gram.batch import Batch, logits_of, make_batch, token_log_probs
+from scoregram.gram.collect import Collector
+from scoregram.gram.head import HeadUse, fused_head, targets_of
+from scoregram.gram.intercept import DropoutOff, Interceptor, under_autocast
+from scoregram.gram.layout import Layout
+from scoregram.gram.replay import score_rows
+from scoregram.gram.restore import left_as_it_was
+from scoregram.gram.result import Gram
+from scoregram.gram.verify import verify_gram
+
+POSTPROCESSED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Settings with which a model changes its logits after the head's product."""
+
+
+def measure_gram(
+    model: nn.Module,
+    input_ids: Tensor,
+    completion_mask: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    coefficients: Tensor | None = None,
+    rollout_ids: Tensor | None = None,
+    group_size: int | None = None,
+    temperature: float = 1.0,
+    verify: bool = False,
+) -> Gram:
+    """The Gram `K_ij = ⟨ψ_i, ψ_j⟩` of the scores of `N` rollouts, over every trainable parameter.
+
+    `ψ_i = Σ_t c_it ∇ log π(y_it)` over the completion tokens of rollout `i`, summed, never averaged; `c = 1` gives the
+    score itself, and the `c = ∂L/∂log π` of a loss gives that loss's per-rollout gradients. One forward and one
+    backward pass; nothing about the model changes. A rollout with no completion token has a zero row.
+
+    Args:
+        model: A causal language model; only parameters that require gradients count.
+        input_ids: `(N, T)` prompt and completion, padded on either side.
+        completion_mask: `(N, T)`, true for the tokens whose log-probabilities count.
+        attention_mask: `(N, T)`, 0 for padding; all real by default.
+        coefficients: `(N, T)` factors `c`; read at completion tokens only.
+        rollout_ids: For packed rollouts: the rollout `0 … N-1` of every token, negative for padding.
+        group_size: Only the blocks within groups of this many consecutive rollouts; `nan` elsewhere.
+        temperature: Logits are divided by it, for a policy that is sampled so.
+        verify: Compare with independent plain backward passes and raise if they disagree.
+
+    Raises:
+        ScoregramError: Shapes that do not match, an empty batch, a completion token that nothing predicts, parameters
+            or gradients that are not finite.
+    """
+    batch = make_batch(
+        input_ids,
+        completion_mask,
+        attention_mask,
+        coefficients=coefficients,
+        rollout_ids=rollout_ids,
+        temperature=temperature,
+    )
+    measurement = Measurement(model, batch, group_size=group_size, weights=None)
+    gram = measurement.run(shape=tuple(input_ids.shape), rollout_ids=rollout_ids)
+    if verify:
+        verify_gram(model, batch, gram, group_size)
+    return gram
+
+
+def backward_with_gram(
+    model: nn.Module,
+    input_ids: Tensor,
+    completion_mask: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    weights: Tensor,
+    combine: Callable[[Gram], Tensor] | None = None,
+    coefficients: Tensor | None = None,
+    rollout_ids: Tensor | None = None,
+    group_size: int | None = None,
+    temperature: float = 1.0,
+) -> Gram:
+    """The Gram as `measure_gram` gives it, and `Σ_i w_i ψ_i` added to `.grad`, from the same single backward pass.
+
+    With several weight vectors, `combine` is called with the Gram and returns one factor for each: a baseline `b` that
+    depends on `K` needs the two vectors `r` and `1` and the factors `1` and `-b`, and no second backward pass.
+
+    Args:
+        weights: `(N,)` or `(M, N)`. An optimiser that descends wants `-A_i / R`, say.
+        combine: From the Gram to `(M,)` factors; needed when `M > 1`.
+        model: As for `measure_gram`, like all that follow.
+        input_ids: `(N, T)`.
+        completion_mask: `(N, T)`.
+        attention_mask: `(N, T)` or None.
+        coefficients: `(N, T)` or None.
+        rollout_ids: `(B, T)` or None.
+        group_size: Blocks within groups only.
+        temperature: Divides the logits.
+    """
+    batch = make_batch(
+        input_ids,
+        completion_mask,
+        attention_mask,
+        coefficients=coefficients,
+        rollout_ids=rollout_ids,
+        temperature=temperature,
+    )
+    vectors = torch.atleast_2d(weights).to(input_ids.device)
+    if vectors.ndim != 2 or vectors.shape[1] != batch.rollouts:
+        fail(
+            "backward_with_gram",
+            f"weights must be (N,) or (M, N) with N = {batch.rollouts}",
+            tuple(weights.shape),
+            "Pass one weight for each rollout.",
+        )
+    if len(vectors) > 1 and combine is None:
+        fail(
+            "backward_with_gram",
+            "several weight vectors need `combine`",
+            f"{len(vectors)} vectors",
+            "Pass a function from the Gram to one factor for each.",
+        )
+    require_finite(vectors, name="weights", caller="backward_with_gram")
+    measurement = Measurement(model, batch, group_size=group_size, weights=vectors)
+    gram = measurement.run(shape=tuple(input_ids.shape), rollout_ids=rollout_ids)
+    factors = torch.ones(1) if combine is None else combine(gram)
+    measurement.write_gradients(factors)
+    return gram
+
+
+class Measurement:
+    """One forward and backward pass over a batch, and everything it leaves behind."""
+
+    def __init__(self, model: nn.Module, batch: Batch, *, group_size: int | None, weights: Tensor | None) -> None:
+        self.model = getattr(model, "_orig_mod", model)  # a compiled model's own forward pass
+        self.batch = batch
+        self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if not self.parameters:
+            fail(
+                "measure_gram",
+                "the model needs trainable parameters",
+                "none that requires gradients",
+                "Set requires_grad on what is trained.",
+            )
+        size = batch.rollouts if group_size is None else group_size
+        if size < 1 or batch.rollouts % size:
+            fail(
+                "measure_gram",
+                f"group_size must divide the number of rollouts {batch.rollouts}",
+                group_size,
+                "Pass whole groups.",
+            )
+        layout = Layout(batch.rollouts, batch.input_ids.shape[1])
+        self.collector = Collector(batch.rollouts, batch.rollouts // size, weights)
+        seeds = [batch.input_ids, batch.attention_mask, batch.position_ids]
+        self.interceptor = Interceptor(list(self.parameters.values()), layout, self.collector, seeds)
+        self.notes: list[str] = []
+        self.replayed: list[str] = []
+
+    def run(self, *, shape: tuple[int, ...], rollout_ids: Tensor | None) -> Gram:
+        """Measure, and put the result together."""
+        with left_as_it_was(self.model):
+            with self.interceptor, torch.enable_grad():
+                log_probs = self.forward_and_backward()
+            for tensor, rows in self.interceptor.leaves.rows():
+                self.collector.rows_arrived(tensor, rows)
+            hidden_uses = [p for p in self.parameters.values() if p.grad is not None]
+            self.replay(hidden_uses + self.collector.overlapping())
+            self.collector.finish()
+        if self.interceptor.dropped:
+            self.notes.append("active dropout was switched off for the measurement")
+            warnings.warn("scoregram: " + self.notes[-1], stacklevel=4)
+        return self.result(log_probs.detach(), shape, rollout_ids)
+
+    def forward_and_backward(self) -> Tensor:
+        """Log-probabilities `(N, T)`; Grams and sums go to the collector."""
+        head = self.fusable_head()
+        self.interceptor.head = head
+        logits = logits_of(self.model, self.batch)
+        captured = self.interceptor.captured
+        if captured is not None and not is_same(logits, captured[1]):
+            # the model goes on from the head's product: run again, with the logits in autograd
+            self.interceptor.head = self.interceptor.captured = captured = None
+            self.collector.uses.clear()
+            self.collector.looked_up.clear()
+            self.interceptor.leaves.made.clear()
+            logits = logits_of(self.model, self.batch)
+        self.interceptor.recording = captured is not None
+        if captured is not None:
+            return self.backward_through_head(*captured)
+        log_probs = token_log_probs(logits, self.batch)
+        total = (log_probs * self.batch.coefficients.to(log_probs.dtype)).sum()
+        if total.requires_grad:
+            run_backward(total, torch.ones_like(total))
+        return log_probs
+
+    def fusable_head(self) -> Tensor | None:
+        """The weight of the output head, if nothing is known to change the logits after it."""
+        embeddings = getattr(self.model, "get_output_embeddings", lambda: None)()
+        config = getattr(self.model, "config", None)
+        if not isinstance(embeddings, nn.Linear) or any(getattr(config, name, None) for name in POSTPROCESSED):
+            return None
+        return embeddings.weight
+
+    def backward_through_head(self, hidden: Tensor, _: Tensor, bias: Tensor | None) -> Tensor:
+        """Fused head, then the rest of the backward pass."""
+        weight = self.interceptor.head
+        assert weight is not None
+        targets = targets_of(self.batch.input_ids, self.batch.completion_mask, self.batch.coefficients)
+        picked = hidden.detach().gather(1, targets.position.unsqueeze(2).expand(-1, -1, hidden.shape[2]))
+        trained = weight.requires_grad or (bias is not None and bias.requires_grad)
+        with torch.no_grad():
+            low_hidden, low_weight, low_bias = under_autocast(picked, weight, bias)
+            passed = fused_head(
+                low_hidden, low_weight, low_bias, targets, temperature=self.batch.temperature, keep=trained
+            )
+            if weight.requires_grad:
+                self.collect_head(weight, passed.use)
+            if bias is not None and bias.requires_grad:
+                self.collector.rows_arrived(bias, passed.use.bias_rows())
+            grad = torch.zeros_like(hidden)
+            index = targets.position.unsqueeze(2).expand(-1, -1, hidden.shape[2])
+            grad.scatter_add_(1, index, passed.grad_hidden.to(hidden.dtype))
+            log_probs = torch.zeros(self.batch.input_ids.shape, dtype=passed.log_probs.dtype, device=hidden.device)
+            log_probs.scatter_add_(1, targets.position + 1, passed.log_probs)
+        del passed
+        self.interceptor.recording = False
+        if hidden.requires_grad:
+            run_backward(hidden, grad)
+        return log_probs
+
+    def collect_head(self, weight: Tensor, use: HeadUse) -> None:
+        """Hand the head's use to the collector; a tied embedding's rows wait for the embedding."""
+        looked_up = self.collector.looked_up.get(id(weight))
+        if not looked_up:
+            self.collector.use_arrived(self.collector.expect(weight, weight), use)
+            return
+        ids = torch.cat([ids.reshape(-1) for ids in looked_up])
+        rest, shared = use.split(ids[ids >= 0].unique())
+        self.collector.contract(weight, weight, [rest])
+        self.collector.use_arrived(self.collector.expect(weight, weight), shared)
+
+    def replay(self, parameters: list[Tensor]) -> None:
+        """One backward pass per rollout for what the rules could not split."""
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        left = list({id(parameter): parameter for parameter in parameters}.values())
+        if not left:
+            return
+        for parameter in left:
+            self.collector.give_up(parameter)
+        self.replayed = [names[id(parameter)] for parameter in left]
+        rows = score_rows(self.model, self.batch, left, DropoutOff())
+        self.collector.given_up.clear()
+        for parameter, row in zip(left, rows, strict=True):
+            self.collector.rows_arrived(parameter, row)
+        self.notes.append(f"{len(left)} parameters took one backward pass per rollout: {', '.join(self.replayed[:3])}…")
+
+    def result(self, log_probs: Tensor, shape: tuple[int, ...], rollout_ids: Tensor | None) -> Gram:
+        """The record, or an error that names what is not finite."""
+        by_layer: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            gram = self.collector.grams.get(id(parameter))
+            if gram is None:
+                continue  # took no part in this batch: a zero block
+            layer = name.rpartition(".")[0] or name
+            by_layer[layer] = by_layer[layer] + gram if layer in by_layer else gram
+        refuse_not_finite(self.parameters, by_layer)
+        by_layer = {layer: spread((gram + gram.mT) / 2) for layer, gram in by_layer.items()}
+        n = self.batch.rollouts
+        matrix = sum(by_layer.values(), start=torch.zeros(n, n, dtype=torch.float64, device=log_probs.device))
+        if rollout_ids is not None:
+            log_probs = repacked(log_probs, self.batch, rollout_ids)
+        assert log_probs.shape == shape
+        return Gram(matrix, by_layer, log_probs, tuple(self.replayed), tuple(self.notes))
+
+    def write_gradients(self, factors: Tensor) -> None:
+        """Add `Σ_m f_m Σ_i w_mi ψ_i` to `.grad`."""
+        for parameter in self.parameters.values():
+            sums = self.collector.sums.pop(id(parameter), None)
+            if sums is None:
+                continue
+            if factors.numel() == 1 and float(factors) == 1.0:
+                grad = sums[0]
+            else:
+                grad = torch.tensordot(factors.to(sums), sums, dims=1)
+            parameter.grad = grad.to(parameter.dtype) if parameter.grad is None else parameter.grad.add_(grad)
+
+
+def run_backward(tensor: Tensor, grad: Tensor) -> None:
+    """The backward pass, inside whatever modes are active.
+
+    `torch.autograd.backward` is itself an operation that a mode sees, and while a mode deals with an operation it is
+    off: checkpointed layers would run again unseen. So the engine is called without that detour.
+    """
+    _engine_run_backward((tensor,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def is_same(logits: Tensor, raw: Tensor) -> bool:
+    """Whether the model returned the head's product as it was, up to a change of dtype."""
+    return logits.shape == raw.shape and bool(torch.equal(logits.detach().to(raw.dtype), raw))
+
+
+def spread(blocks: Tensor) -> Tensor:
+    """Blocks `(P, R, R)` on the diagonal of an `(N, N)` matrix, `nan` between groups."""
+    if len(blocks) == 1:
+        return blocks[0]
+    groups, size, _ = blocks.shape
+    matrix = blocks.new_full((groups, size, groups, size), torch.nan)
+    for group in range(groups):
+        matrix[group, :, group] = blocks[group]
+    return matrix.reshape(groups * size, groups * size)
+
+
+def repacked(log_probs: Tensor, batch: Batch, rollout_ids: Tensor) -> Tensor:
+    """Log-probabilities of unpacked rollouts back at their places in the packed sequences."""
+    owner = rollout_ids.reshape(-1)
+    order = (owner >= 0).nonzero().squeeze(1)
+    order = order[owner[order].argsort(stable=True)]
+    packed = log_probs.new_zeros(owner.shape)
+    packed[order] = log_probs[batch.attention_mask.bool()]
+    return packed.reshape(rollout_ids.shape)
+
+
+def refuse_not_finite(parameters: dict[str, Tensor], by_layer: dict[str, Tensor]) -> None:
+    """Raise with the first parameter, or else the rollouts and the layer, that is not finite."""
+    broken = {layer: gram for layer, gram in by_layer.items() if not bool(gram.isfinite().all())}
+    if not broken:
+        return
+    for name, parameter in parameters.items():
+        if not bool(parameter.isfinite().all()):
+            fail("measure_gram", "parameters must be finite", f"nan or inf in {name}", "Restore a checkpoint.")
+    layer, gram = list(broken.items())[-1]
+    rows = (~gram.diagonal(dim1=1, dim2=2).reshape(-1).isfinite()).nonzero().squeeze(1).tolist()
+    fail(
+        "measure_gram",
+        "gradients must be finite",
+        f"nan or inf for rollout {', '.join(map(str, rows))} in {layer} and {len(broken) - 1} other layers",
+        "Look at these rollouts; a lower precision may overflow.",
+    )

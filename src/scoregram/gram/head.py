@@ -1,0 +1,180 @@
+"""The output head fused with the log-probability, over completion positions only.
+
+The gradient of `Σ_t c_t log π(y_t)` with respect to the logits is `c_t (onehot(y_t) - softmax)`, known as soon as the
+logits are. So the head never enters autograd: one pass over token chunks gives the log-probabilities, the gradient
+that flows back into the network, and the factors of the head's own weight. `N · T · V` logits exist at most once, in
+the model's dtype, and not at all if they would take more than `STORE_BYTES`: then each vocabulary chunk is recomputed.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from scoregram.gram.outer import Factors
+
+STORE_BYTES = 2 << 30
+"""Largest block of logit gradients that is kept for the head's Gram."""
+CHUNK_ELEMENTS = 1 << 24
+CHUNK_ELEMENTS_CUDA = 1 << 28
+"""Logits alive at a time while the log-probabilities are taken."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The tokens whose log-probabilities count, one padded block per rollout."""
+
+    position: Tensor
+    """`(N, C)` position whose hidden state predicts the token."""
+    token: Tensor
+    """`(N, C)` the token."""
+    coefficient: Tensor
+    """`(N, C)` float32 factor of its log-probability; 0 where the block is padding."""
+    real: Tensor
+    """`(N, C)` bool, False where the block is padding."""
+
+
+def targets_of(input_ids: Tensor, completion_mask: Tensor, coefficients: Tensor | None) -> Targets:
+    """Completion tokens `(N, C)` with their positions and coefficients; `C` is the longest completion, at least 1."""
+    counts = completion_mask.sum(1)
+    longest = max(int(counts.max()), 1)
+    # completion tokens first, in order
+    token_at = torch.argsort((~completion_mask).to(torch.uint8), dim=1, stable=True)[:, :longest]
+    real = torch.arange(longest, device=input_ids.device) < counts[:, None]
+    ones = torch.ones_like(completion_mask, dtype=torch.float64) if coefficients is None else coefficients
+    return Targets(
+        position=(token_at - 1).clamp(min=0),
+        token=input_ids.gather(1, token_at),
+        coefficient=torch.where(real, ones.gather(1, token_at), 0.0),
+        real=real,
+    )
+
+
+@dataclass(frozen=True)
+class HeadUse:
+    """The head's weight `(V, h)` as a use: `G_i = Σ_t dl_it ⊗ h_it`, its logit gradients kept or recomputed."""
+
+    hidden: Tensor
+    """`(N, C, h)`"""
+    weight: Tensor
+    bias: Tensor | None
+    targets: Targets
+    log_normaliser: Tensor
+    """`(N, C)`"""
+    temperature: float
+    kept: Tensor | None
+    """`(N, C, V)` logit gradients, or None: recompute."""
+    without: Tensor | None = None
+    """Rows dealt with elsewhere: they count as zero here."""
+
+    @property
+    def rows(self) -> None:  # noqa: D102
+        return None
+
+    @property
+    def columns(self) -> Tensor:  # noqa: D102
+        return self.hidden
+
+    def logit_gradients(self, rows: slice | Tensor) -> Tensor:
+        """`(N, C, rows)`: `c (onehot - softmax) / τ` for some rows of the vocabulary."""
+        if self.kept is not None:
+            return self.kept[:, :, rows]
+        bias = None if self.bias is None else self.bias[rows]
+        logits = F.linear(self.hidden, self.weight[rows], bias).to(self.log_normaliser.dtype) / self.temperature
+        gradients = (logits - self.log_normaliser.unsqueeze(2)).exp_().neg_()
+        vocabulary = torch.arange(len(self.weight), device=logits.device)[rows]
+        gradients += self.targets.token.unsqueeze(2) == vocabulary
+        gradients *= (self.targets.coefficient / self.temperature).to(gradients.dtype).unsqueeze(2)
+        return gradients.to(self.hidden.dtype)
+
+    def add_to(self, chunk: Tensor | None, start: int, stop: int) -> Tensor:  # noqa: D102
+        gradients = self.logit_gradients(slice(start, stop))
+        if self.without is not None:
+            gone = self.without[(self.without >= start) & (self.without < stop)] - start
+            gradients = gradients.index_fill(2, gone, 0.0)
+        left = gradients.mT
+        return torch.bmm(left, self.hidden) if chunk is None else torch.baddbmm(chunk, left, self.hidden)
+
+    def split(self, rows: Tensor) -> tuple["HeadUse", Factors]:
+        """This use without `rows` of the vocabulary, and those rows as a use of their own."""
+        return replace(self, without=rows), Factors(self.logit_gradients(rows), self.hidden, rows)
+
+    def bias_rows(self) -> Tensor:
+        """Per-rollout gradients of the bias, `(N, V)`."""
+        step = max(1, CHUNK_ELEMENTS // max(1, self.hidden.shape[0] * self.hidden.shape[1]))
+        parts = [
+            self.logit_gradients(slice(start, start + step)).sum(1, dtype=self.log_normaliser.dtype)
+            for start in range(0, len(self.weight), step)
+        ]
+        return torch.cat(parts, 1)
+
+
+@dataclass(frozen=True)
+class HeadPass:
+    """What one pass over the head gives."""
+
+    log_probs: Tensor
+    """`(N, C)` log-probability of each completion token, 0 where the block is padding."""
+    grad_hidden: Tensor
+    """`(N, C, h)` gradient of `Σ c log π` with respect to the hidden states."""
+    use: HeadUse
+
+
+def fused_head(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Targets,
+    *,
+    temperature: float,
+    keep: bool,
+) -> HeadPass:
+    """Log-probabilities and the gradient of `Σ c log π`, in one pass over token chunks.
+
+    Args:
+        hidden: `(N, C, h)` hidden states that predict the completion tokens, detached.
+        weight: `(V, h)`.
+        bias: `(V,)` or None.
+        targets: What is predicted, with coefficients.
+        temperature: Logits are divided by it.
+        keep: Whether the head's weight or bias is trained, so that logit gradients are worth keeping.
+    """
+    rollouts, longest, width = hidden.shape
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    rows, tokens = hidden.reshape(-1, width), targets.token.reshape(-1)
+    factor = (targets.coefficient / temperature).to(wide).reshape(-1, 1)
+    fits = keep and rows.shape[0] * len(weight) * hidden.element_size() <= STORE_BYTES
+    kept = hidden.new_empty(rows.shape[0], len(weight)) if fits else None
+    log_probs, normaliser = (torch.empty(len(rows), dtype=wide, device=rows.device) for _ in range(2))
+    grad = torch.empty_like(rows)
+    budget = CHUNK_ELEMENTS_CUDA if rows.is_cuda else CHUNK_ELEMENTS
+    step = max(1, budget // len(weight))
+    for start in range(0, len(rows), step):
+        here = slice(start, start + step)
+        logits = F.linear(rows[here], weight, bias).to(wide)
+        if temperature != 1.0:
+            logits /= temperature
+        normaliser[here] = logits.logsumexp(1)
+        chosen = tokens[here].unsqueeze(1)
+        log_probs[here] = logits.gather(1, chosen).squeeze(1) - normaliser[here]
+        logits -= normaliser[here].unsqueeze(1)
+        gradient = logits.exp_().neg_()  # c (onehot - softmax), in place
+        gradient.scatter_add_(1, chosen, torch.ones_like(gradient[:, :1]))
+        gradient *= factor[here]
+        low = gradient.to(hidden.dtype)
+        grad[here] = low @ weight
+        if kept is not None:
+            kept[here] = low
+    shape = (rollouts, longest)
+    use = HeadUse(
+        hidden=hidden,
+        weight=weight,
+        bias=bias,
+        targets=targets,
+        log_normaliser=normaliser.view(shape),
+        temperature=temperature,
+        kept=None if kept is None else kept.view(*shape, -1),
+    )
+    real_log_probs = torch.where(targets.real, log_probs.view(shape), 0.0)
+    return HeadPass(real_log_probs, grad.view_as(hidden), use)
