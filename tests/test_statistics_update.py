@@ -77,6 +77,13 @@ def test_no_update_has_no_shares(weights):
     assert bool(prompt_shares(gram, weights, torch.tensor([0, 0, 2])).isnan().all())
 
 
+def test_shares_of_what_only_rounding_leaves_are_undefined():
+    gram, weights = torch.ones(3, 3), torch.tensor([0.1, 0.2, -0.3])  # float32: the weights sum to a rest, not to zero
+    assert float(weights.double().sum()) ** 2 > 0
+    assert bool(rollout_shares(gram, weights).isnan().all())
+    assert float(rollout_shares(gram, weights, rtol=0.0).sum()) == pytest.approx(1)
+
+
 def test_readings_at_the_extremes():
     same, apart = torch.ones(4, 4), torch.eye(4)
     assert update_coherence(same, torch.ones(4)) == 1
