@@ -73,7 +73,8 @@ def deviation_probability(success: float | int, group_size: int, *, epsilon: flo
     _require_rollouts(group_size, caller)
     _require_positive(epsilon, name="epsilon", caller=caller)
     away = [k for k in range(group_size + 1) if abs(k - group_size * success) > group_size * epsilon + ROUNDING]
-    return sum(math.comb(group_size, k) * success**k * (1 - success) ** (group_size - k) for k in away)
+    total = sum(math.comb(group_size, k) * success**k * (1 - success) ** (group_size - k) for k in away)
+    return min(1.0, float(total))
 
 
 def turn_offset_bound(turns_before: int, *, largest_reward: float | int, value_change: float | int) -> float:
@@ -97,7 +98,7 @@ def turn_offset_bound(turns_before: int, *, largest_reward: float | int, value_c
         fail(caller, "the number of turns before must not be negative", turns_before, "Count from 0 at the first turn.")
     require_in_range(float(largest_reward), low=0.0, high=math.inf, name="largest_reward", caller=caller)
     require_in_range(float(value_change), low=0.0, high=math.inf, name="value_change", caller=caller)
-    return turns_before * largest_reward + value_change
+    return float(turns_before * largest_reward + value_change)
 
 
 def return_range_bound(value: float | int, *, lowest_return: float | int, highest_return: float | int) -> float:

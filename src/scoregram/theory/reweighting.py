@@ -4,6 +4,9 @@ import math
 
 from scoregram.checks import fail, require_in_range
 
+LARGEST_GROUP = 1000
+"""Above it binomial coefficients leave the range of float64."""
+
 
 def standardized_weight(success: float | int, group_size: int, *, ddof: int = 0) -> float:
     """Factor by which the expected standardised update of a right-or-wrong prompt exceeds its gradient `∇p`.
@@ -21,8 +24,9 @@ def standardized_weight(success: float | int, group_size: int, *, ddof: int = 0)
         1.0
     """
     require_in_range(float(success), low=0.0, high=1.0, name="the chance of success", caller="standardized_weight")
-    if group_size < 2:
-        fail("standardized_weight", "group_size must be at least 2", group_size, "One rollout has no spread.")
+    if not 2 <= group_size <= LARGEST_GROUP:
+        requirement = f"group_size must lie in 2…{LARGEST_GROUP}"
+        fail("standardized_weight", requirement, group_size, "One rollout has no spread; very many have the limit.")
     if ddof not in (0, 1):
         fail("standardized_weight", "ddof must be 0 or 1", ddof, "1 is the sample deviation, 0 the population's.")
     # The factor p (1-p) is divided out term by term, so the ends p = 0 and p = 1 need no limit.
