@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.progress import track
 from rich.table import Table
 from rich.text import Text
@@ -75,11 +75,13 @@ def plain(value: Number) -> Number:
 def print_table(entries: Sequence[Entry], console: Console) -> None:
     """One row a claim: id and place, statement, verdict with its numbers and the correction; then the tally."""
     table = Table(show_lines=True, expand=True)
-    table.add_column("claim", ratio=2, overflow="fold")
+    longest = max((len(entry.claim.id) for entry in entries), default=0)
+    table.add_column("claim", width=max(longest, 18))  # ids are typed in again, so they are never broken
     table.add_column("the paper says", ratio=5)
     table.add_column("this run says", ratio=7)
     for entry in entries:
-        table.add_row(f"{entry.claim.id}\n{entry.claim.place}", entry.claim.statement, verdict_cell(entry))
+        named = Text(entry.claim.id, style="bold").append(f"\n{entry.claim.place}", style="not bold")
+        table.add_row(named, Text(entry.claim.statement), verdict_cell(entry))
     console.print(table)
     for verdict in Verdict:
         count = sum(entry.finding.verdict is verdict for entry in entries)
@@ -88,14 +90,18 @@ def print_table(entries: Sequence[Entry], console: Console) -> None:
     console.print(f"{len(entries)} claims checked in {sum(entry.seconds for entry in entries):.1f} s")
 
 
-def verdict_cell(entry: Entry) -> Text:
-    """Verdict, evidence and correction of one claim."""
+def verdict_cell(entry: Entry) -> Group:
+    """Verdict, correction and evidence of one claim, the numbers in a column of their own."""
     finding = entry.finding
-    cell = Text(str(finding.verdict), style=COLOURS[finding.verdict])
-    cell.append("\n" + "  ".join(f"{name} = {shown(value)}" for name, value in finding.evidence.items()), style="dim")
+    parts: list[RenderableType] = [Text(str(finding.verdict), style=COLOURS[finding.verdict])]
     if finding.correction:
-        cell.append("\n" + finding.correction, style="default")
-    return cell
+        parts.append(Text(finding.correction))
+    numbers = Table.grid(padding=(0, 1))
+    numbers.add_column(justify="right", style="bold", no_wrap=True)
+    numbers.add_column(style="dim")
+    for name, value in finding.evidence.items():
+        numbers.add_row(shown(value), name)
+    return Group(*parts, numbers)
 
 
 def shown(value: Number) -> str:
