@@ -240,7 +240,7 @@ def most_energy_outside_top_two(top1_fraction: float | int, effective_rank: floa
     low, high = (1 - f) / (max_rank - 1), min(f, 1 - f)  # second energy: evenly spread, and as large as it can be
     if high <= 0:
         return 0.0 if effective_rank >= 1 else math.nan
-    if _least_effective_rank(f, high) > effective_rank + 1e-12:
+    if _least_effective_rank(f, high) > effective_rank + 1e-9:  # √(1 - f) carries this much rounding
         return math.nan
     if _least_effective_rank(f, low) <= effective_rank:
         return 1 - f - low
