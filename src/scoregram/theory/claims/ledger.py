@@ -6,7 +6,7 @@ out of two facts, "the statement as printed held in this run" and "the corrected
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -90,6 +90,11 @@ def unsupported(*, truth: bool, evidence: Evidence, correction: str) -> Finding:
 def to_be_measured(*, truth: bool, evidence: Evidence, measure: str) -> Finding:
     """`needs measurement`; the evidence is what can be said before it (null models, feasible intervals)."""
     return Finding(Verdict.NEEDS_MEASUREMENT if truth else Verdict.BROKEN, evidence, measure)
+
+
+def between(name: str, values: Sequence[float]) -> dict[str, Number]:
+    """The least and the largest of some numbers, as evidence."""
+    return {f"{name}, least": min(values), f"{name}, largest": max(values)}
 
 
 def run(claims: Iterable[Claim]) -> Iterator[Entry]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from scoregram.advantages import leave_one_out, mean_centered
 from scoregram.theory.bounds import return_range_bound, turn_offset_bound
 from scoregram.theory.claims.grounds import EXACT, MULTI_TURN, ONE_DECISION, REVERSAL, ground, grounds
-from scoregram.theory.claims.ledger import Claim, Finding, as_printed, corrected
+from scoregram.theory.claims.ledger import Claim, Finding, as_printed, between, corrected
 from scoregram.theory.claims.multiturn import GROUP_SIZE, distance, error_gap
 from scoregram.theory.lab.comparison import comparison, moments_of
 from scoregram.theory.lab.exact import GroundTruth
@@ -61,17 +61,19 @@ def _equation_27() -> Finding:
 
 
 def _leakage() -> Finding:
-    growing, cancelled, shown = True, 0.0, []
+    growing, cancelled, shown = True, 0.0, {}
     for truth in grounds("step_rewards", "user_turns"):
         weight = truth.listing.prompt_weights[truth.listing.prompt] * truth.probability
         start = truth.value[truth.listing.prompt][:, None]
         past, change = weight @ truth.past_rewards, weight @ (truth.turn_values - start)
         growing &= bool((past.diff() > 0).all())
         cancelled = max(cancelled, float((past + change).abs().max()))
-        shown = [f"{float(p):.3f} {float(c):+.3f}" for p, c in zip(past, change, strict=True)]
+        for turn in (1, 2):
+            shown[f"mean past reward at turn {turn + 1}"] = float(past[turn])
+            shown[f"mean value change at turn {turn + 1}"] = float(change[turn])
     return as_printed(
         growing and cancelled <= EXACT,
-        {"mean past reward, mean value change by turn": "  |  ".join(shown), "their sum, at most": cancelled},
+        shown | {"|sum of the two|, any turn": cancelled},
     )
 
 
@@ -89,9 +91,9 @@ def _values_without_a_critic() -> Finding:
         truth=bias <= EXACT and max(variance) < 1 < min(error),
         evidence={
             "bias with values from fresh rollouts": bias,
-            "variance / leave-one-out, per group": f"{min(variance):.2f} … {max(variance):.2f}",
-            "error / leave-one-out, per rollout": f"{min(error):.2f} … {max(error):.2f}",
-        },
+        }
+        | between("variance / leave-one-out's, per group", variance)
+        | between("error / leave-one-out's, per rollout", error),
         correction="A group has no v(s_h); two fresh rollouts from every state estimate it without bias and without a "
         "critic, and lower the variance of each group. Counted per rollout they cost more than they save here.",
     )
@@ -111,9 +113,9 @@ def _subtract_the_value() -> Finding:
         evidence={
             "error of the advantage with v(s_h)": needed,
             "gradient bias with either": scale,
-            "variance, mean of the others / v(s_h)": f"{min(saved):.2f} … {max(saved):.2f}",
-            "variance, mean of the others / reward to go": f"{min(bare):.2f} … {max(bare):.2f}",
-        },
+        }
+        | between("variance, mean of the others / v(s_h)", saved)
+        | between("variance, mean of the others / reward to go", bare),
         correction="v(s_h) is what makes the advantage exact; the gradient is unbiased with either. What the baseline of "
         "the first state costs is variance. Dropping past rewards alone, with no baseline, may cost more still.",
     )

@@ -2,8 +2,10 @@
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
+import torch
 from rich.console import Console, Group, RenderableType
 from rich.progress import track
 from rich.table import Table
@@ -30,12 +32,24 @@ def show_claims(*, ids: Sequence[str] = (), as_json: bool = False) -> int:
     progress = track(
         run(claims), total=len(claims), description="Checking claims", console=Console(stderr=True), transient=True
     )
-    entries = list(progress)
+    with one_thread():
+        entries = list(progress)
     if as_json:
         print(json.dumps(as_record(entries), indent=2, allow_nan=False, ensure_ascii=False))
     else:
         print_table(entries, Console())
     return int(any(entry.finding.verdict is Verdict.BROKEN for entry in entries))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Arithmetic in one thread inside the block: the lab's tensors are tiny, and threads would wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def selected(ids: Sequence[str]) -> list[Claim]:
