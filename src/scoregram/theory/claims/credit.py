@@ -44,7 +44,7 @@ def uniform_credit() -> Finding:
 def _credit_spread(truth: GroundTruth) -> float:
     worst = 0.0
     for prompt in range(truth.value.numel()):
-        for group in drawn_groups(truth, prompt=prompt, group_size=4, number=20):
+        for group in drawn_groups(truth, prompt=prompt, group_size=4, number=10):
             baseline = (group.rewards - advantages("mean", group.rewards))[:, None]
             credit, mask = truth.reward_to_go[group.rows] - baseline, truth.listing.mask[group.rows]
             worst = max(worst, *(float(c[m].max() - c[m].min()) for c, m in zip(credit, mask, strict=True)))

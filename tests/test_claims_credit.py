@@ -1,0 +1,49 @@
+import pytest
+import torch
+
+from scoregram.objectives import reinforce
+from scoregram.theory.claims import credit
+from scoregram.theory.claims.credit import CREDIT
+from scoregram.theory.claims.ledger import Verdict
+from tests.claims_cases import break_estimator, check_verdicts, finding
+
+
+def test_verdicts():
+    check_verdicts(
+        CREDIT,
+        {
+            "thm-3.1": Verdict.HOLDS,
+            "remark-3.2": Verdict.CORRECTED,
+            "eq-18-19": Verdict.HOLDS,
+            "sec-3.1-rank": Verdict.FALSE,
+        },
+    )
+
+
+def fading(advantages, mask):
+    """Credit that falls along the rollout."""
+    return torch.where(mask, advantages[..., None] / (1 + torch.arange(mask.shape[-1])), 0.0)
+
+
+def by_length(log_probs, advantages, mask, *, aggregation):
+    return reinforce(log_probs, advantages, mask, aggregation="sequence_mean")
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "claim"),
+    [
+        ("spread_over_tokens", fading, "thm-3.1"),
+        ("reinforce", by_length, "eq-18-19"),
+        ("group_mean_scale", lambda size: 1.0, "remark-3.2"),
+        ("largest_stacked_rank", lambda a: len(a) - 1, "sec-3.1-rank"),
+    ],
+)
+def test_a_wrong_part_is_noticed(monkeypatch, name, wrong, claim):
+    monkeypatch.setattr(credit, name, wrong)
+    assert finding(CREDIT, claim).verdict is Verdict.BROKEN
+
+
+def test_an_estimator_that_only_rewards_winners_is_noticed(monkeypatch):
+    break_estimator(monkeypatch, "mean", lambda r: (r - r.mean(dim=-1, keepdim=True)).clamp(min=0))
+    for claim in ("sec-3.1-rank", "remark-3.2"):
+        assert finding(CREDIT, claim).verdict is Verdict.BROKEN, claim

@@ -1,0 +1,49 @@
+from functools import partial
+
+import pytest
+
+from scoregram.spectra import spectrum_summary
+from scoregram.theory.claims import rank
+from scoregram.theory.claims.ledger import Verdict
+from scoregram.theory.claims.rank import RANK, rank_two
+from tests.claims_cases import break_estimator, check_verdicts, finding
+
+
+def test_verdicts():
+    check_verdicts(
+        RANK,
+        {
+            "max-rank": Verdict.FALSE,
+            "sec-7.2-directions": Verdict.FALSE,
+            "sec-7.2-dimensions": Verdict.FALSE,
+            "sec-7.2-diminishing": Verdict.CORRECTED,
+            "fig-2": Verdict.NEEDS_MEASUREMENT,
+            "fig-3": Verdict.NEEDS_MEASUREMENT,
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "claim"),
+    [
+        ("largest_stacked_rank", lambda a: len(a) - 1, "max-rank"),
+        ("spectrum_summary", partial(spectrum_summary, centred=True), "max-rank"),  # R - 1 after all
+        ("spectrum_summary", partial(spectrum_summary, centred=True), "sec-7.2-dimensions"),
+        ("centred_gram", lambda gram: gram, "max-rank"),
+        ("expected_orthogonal_top1_fraction", lambda p, size: 1 / size, "fig-2"),
+        ("signal_to_noise", lambda parts, prompts, size: 1 / size, "fig-3"),
+    ],
+)
+def test_a_wrong_part_is_noticed(monkeypatch, name, wrong, claim):
+    monkeypatch.setattr(rank, name, wrong)
+    assert finding(RANK, claim).verdict is Verdict.BROKEN
+
+
+def test_rank_two_notices_rows_that_get_lost(monkeypatch):
+    break_estimator(monkeypatch, "mean", lambda r: r)  # wrong rollouts get no row
+    assert rank_two().verdict is Verdict.BROKEN
+
+
+def test_signal_to_noise_notices_an_estimator_that_ignores_its_group(monkeypatch):
+    break_estimator(monkeypatch, "mean", lambda r: r)  # no baseline: SNR² is proportional to R
+    assert finding(RANK, "sec-7.2-diminishing").verdict is Verdict.BROKEN

@@ -1,0 +1,37 @@
+import pytest
+
+from scoregram.advantages import leave_one_out, standardized
+from scoregram.theory.claims import sparsity
+from scoregram.theory.claims.ledger import Verdict
+from scoregram.theory.claims.sparsity import SPARSITY
+from tests.claims_cases import break_estimator, check_verdicts, finding
+
+
+def test_verdicts():
+    check_verdicts(
+        SPARSITY,
+        {
+            "sec-5.1-1-contrast": Verdict.HOLDS,
+            "sec-5.1-1-small": Verdict.CORRECTED,
+            "sec-5.1-2": Verdict.CORRECTED,
+        },
+    )
+
+
+@pytest.mark.parametrize("fn", [leave_one_out, standardized])
+def test_another_estimator_in_place_of_the_mean_is_noticed(monkeypatch, fn):
+    break_estimator(monkeypatch, "mean", fn)
+    assert finding(SPARSITY, "sec-5.1-1-contrast").verdict is Verdict.BROKEN
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "claim"),
+    [
+        ("contrast_weight", lambda k, size: k / size, "sec-5.1-1-contrast"),
+        ("contrast_weight", lambda k, size: k / size, "sec-5.1-1-small"),
+        ("largest_stacked_rank", lambda a: len(a) - 1, "sec-5.1-2"),
+    ],
+)
+def test_a_wrong_theorem_is_noticed(monkeypatch, name, wrong, claim):
+    monkeypatch.setattr(sparsity, name, wrong)
+    assert finding(SPARSITY, claim).verdict is Verdict.BROKEN
