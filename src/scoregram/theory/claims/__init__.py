@@ -8,6 +8,7 @@ from scoregram.theory.claims.concentration import APPENDIX_A1_A2
 from scoregram.theory.claims.credit import CREDIT
 from scoregram.theory.claims.derivation import DERIVATION
 from scoregram.theory.claims.discussion import DISCUSSION
+from scoregram.theory.claims.group_size import GROUP_SIZE
 from scoregram.theory.claims.ledger import Claim
 from scoregram.theory.claims.multiturn import SECTION_6
 from scoregram.theory.claims.multiturn_appendix import APPENDIX_A3
@@ -30,4 +31,5 @@ CLAIMS: tuple[Claim, ...] = (
     *APPENDIX_A1_A2,
     *APPENDIX_A3,
     *U_STATISTIC,
+    *GROUP_SIZE,
 )
