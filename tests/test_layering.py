@@ -1,0 +1,126 @@
+"""What may import what, what an import may load, and how large a file may grow: read from the source itself."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import scoregram
+
+PACKAGE = Path(scoregram.__file__).parent
+TESTS = Path(__file__).parent
+FILES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+FLOORS = (
+    {"errors", "types", "checks"},
+    {"spectra", "statistics", "advantages", "objectives"},
+    {"theory", "gram"},
+    {"cli"},
+)
+"""Rooms from the ground up. A room may import itself and every floor below it, never its neighbours."""
+
+GROUND = ("errors", "types", "checks")
+"""The order on the ground floor, whose rooms are single files."""
+
+HEAVY = ("torch", "transformers", "datasets", "trl", "peft", "plotly", "matplotlib", "flask", "uvicorn")
+LONGEST_FILE = 450
+NAMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
+
+
+def floor(room: str) -> int:
+    return next(level for level, rooms in enumerate(FLOORS) if room in rooms)
+
+
+def imported_modules(source: str) -> set[str]:
+    """Every module of this package that a file imports, inside functions too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            module = node.module or ""
+            names = {alias.name for alias in node.names}
+            found |= {f"scoregram.{name}" for name in names} if module == "scoregram" else {module}
+    return {module for module in found if module.split(".")[0] == "scoregram"}
+
+
+def may_import(importer: str, imported: str) -> bool:
+    if imported in GROUND and importer in GROUND:
+        return GROUND.index(imported) < GROUND.index(importer)
+    return imported == importer or floor(imported) < floor(importer)
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name != "__init__"])
+def test_imports_point_down(name):
+    room = name.split("/")[0]
+    for module in imported_modules(FILES[name].read_text()) - {"scoregram.__version__"}:
+        assert may_import(room, module.split(".")[1]), f"{name} imports {module}"
+
+
+def test_every_room_has_a_floor():
+    rooms = {name.split("/")[0] for name in FILES} - {"__init__"}
+    assert rooms == set().union(*FLOORS)
+
+
+def test_the_package_itself_imports_its_rooms_for_type_checkers_only():
+    body = ast.parse(FILES["__init__"].read_text()).body
+    run = [node for node in body if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")]
+    assert imported_modules(ast.unparse(ast.Module(run, []))) == set()
+
+
+@pytest.mark.parametrize(
+    ("source", "seen"),
+    [
+        ("from scoregram.spectra import stable_rank", {"scoregram.spectra"}),
+        ("from scoregram import theory", {"scoregram.theory"}),
+        ("def f():\n    import scoregram.cli", {"scoregram.cli"}),
+        ("import torch", set()),
+    ],
+)
+def test_every_form_of_import_is_seen(source, seen):
+    assert imported_modules(source) == seen
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported"),
+    [("spectra", "theory"), ("spectra", "statistics"), ("gram", "theory"), ("theory", "cli"), ("errors", "checks")],
+)
+def test_up_and_sideways_are_refused(importer, imported):
+    assert not may_import(importer, imported)
+
+
+def loaded_after(code: str) -> set[str]:
+    """Heavy packages among the modules of a fresh interpreter that ran `code`."""
+    report = f"import sys\n{code}\nprint(*sorted(set({HEAVY!r}) & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", report], capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    assert loaded_after("import scoregram; dir(scoregram)") == set()
+
+
+ASK_FOR_HELP = """
+import scoregram.cli
+try:
+    scoregram.cli.main(["--help"])
+except SystemExit as end:
+    assert not end.code
+"""
+
+
+def test_help_loads_nothing_heavy():
+    assert loaded_after(ASK_FOR_HELP) == set()
+
+
+def test_a_name_loads_what_it_needs():
+    assert "torch" in loaded_after("import scoregram; scoregram.estimate")
+
+
+@pytest.mark.parametrize("path", [*FILES.values(), *sorted(TESTS.glob("*.py"))], ids=lambda path: path.stem)
+def test_a_file_is_one_idea(path):
+    assert len(path.read_text().splitlines()) <= LONGEST_FILE
+    assert path.stem not in NAMELESS
