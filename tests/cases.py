@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 VOCABULARY = 61
@@ -18,9 +19,9 @@ SMALL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2}
+MIXTURE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
 
-ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
+ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "llama": lambda: build("Llama"),
     "llama-tied": lambda: build("Llama", tie_word_embeddings=True),
     "llama-bias": lambda: build("Llama", attention_bias=True, mlp_bias=True),
@@ -57,7 +58,7 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def build(family: str, *, model: str = "", config: str = "", **settings: object) -> nn.Module:
+def build(family: str, *, model: str = "", config: str = "", **settings: object) -> Any:
     """A float64 model with random weights; norms, scales and biases moved off their initial values."""
     torch.manual_seed(0)
     config_class = getattr(transformers, config or f"{family}Config")
@@ -81,6 +82,7 @@ class Rollouts:
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What `measure_gram` takes after the model."""
         return self.input_ids, self.completion_mask, self.attention_mask
 
 

@@ -2,7 +2,6 @@
 
 import torch
 
-
 # The score Gram by its definition: one backward pass per rollout.
 
 

@@ -1,5 +1,7 @@
 """What a measurement leaves alone, and what it says of bad input."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -28,6 +30,7 @@ def state_of(model: nn.Module) -> list[object]:
 
 @pytest.mark.parametrize("name", ["llama-tied", "qwen3-moe"])
 def test_the_model_is_as_before(name):
+    model: Any
     model, batch = ARCHITECTURES[name](), rollouts()
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.train()
@@ -79,7 +82,7 @@ def test_bad_options_are_named():
     model, batch = build("Llama"), rollouts()
     with pytest.raises(ScoregramError, match="group_size must divide the number of rollouts 5, got 2"):
         measure_gram(model, *batch.arguments, group_size=2)
-    with pytest.raises(ScoregramError, match="temperature must be positive, got 0.0"):
+    with pytest.raises(ScoregramError, match=r"temperature must be positive, got 0\.0"):
         measure_gram(model, *batch.arguments, temperature=0.0)
     with pytest.raises(ScoregramError, match=r"weights must be \(N,\) or \(M, N\) with N = 5, got \(4,\)"):
         backward_with_gram(model, *batch.arguments, weights=torch.ones(4))

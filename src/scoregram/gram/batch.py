@@ -75,7 +75,8 @@ def make_batch(
         input_ids, attention, mask, weight = unpacked(rollout_ids, input_ids, attention, mask, weight)
     refuse_unpredicted(mask, attention)
     positions = (attention.long().cumsum(1) - 1).clamp(min=0)
-    return Batch(input_ids, attention.long(), mask, weight, positions, temperature)
+    # views of our own, for tensors are marked on their way through the model
+    return Batch(input_ids.view_as(input_ids), attention.long().clone(), mask, weight, positions, temperature)
 
 
 def unpacked(rollout_ids: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
@@ -129,7 +130,7 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         "position_ids": batch.position_ids,
         "use_cache": False,
     }
-    accepted = inspect.signature(model.forward).parameters
+    accepted = inspect.signature(type(model).forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     named = {name: value for name, value in offered.items() if name in accepted}
     if takes_any and "input_ids" not in named:

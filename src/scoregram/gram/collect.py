@@ -7,12 +7,13 @@ factors are flushed when their number is complete, or at the end if a use never 
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from scoregram.gram.outer import Lookup, Use, row_gram, stream
+from scoregram.gram.outer import Contractor, Lookup, Use, row_gram
 
 Slot = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 """A region of a parameter: its id, and offset, shape and strides of the view that was used."""
@@ -20,7 +21,7 @@ Slot = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 def slot_of(parameter: Tensor, view: Tensor) -> Slot:
     """The region of `parameter` that `view` shows; the whole parameter if `view` is the parameter itself."""
-    offset = view.storage_offset() - parameter.storage_offset()
+    offset = int(view.storage_offset()) - int(parameter.storage_offset())
     return id(parameter), offset, tuple(view.shape), tuple(view.stride())
 
 
@@ -37,13 +38,15 @@ class Collector:
     uses: dict[Slot, int] = field(default_factory=lambda: defaultdict(int))
     pending: dict[Slot, list[Use]] = field(default_factory=lambda: defaultdict(list))
     looked_up: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-    """Ids looked up in an embedding, by parameter."""
+    """Rows looked up in an embedding, by parameter."""
     regions: dict[Slot, tuple[Tensor, Tensor]] = field(default_factory=dict)
     rows: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    grams: dict[int, Tensor] = field(default_factory=dict)
+    raw: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    """Raw Grams of each parameter, to be added up by the contractor."""
     sums: dict[int, Tensor] = field(default_factory=dict)
-    given_up: set[int] = field(default_factory=set)
-    """Parameters of which some use could not be split by rollout; they are replayed."""
+
+    def __post_init__(self) -> None:
+        self.contractor = Contractor(self.rollouts, self.groups, self.weights)
 
     def expect(self, parameter: Tensor, view: Tensor) -> Slot:
         """Announce one more use of a region of `parameter`; called once per use, in the forward pass."""
@@ -52,9 +55,9 @@ class Collector:
         self.regions[slot] = (parameter, view)
         return slot
 
-    def expect_lookup(self, parameter: Tensor, ids: Tensor) -> Slot:
-        """Announce one more use of `parameter` as an embedding."""
-        self.looked_up[id(parameter)].append(ids)
+    def expect_lookup(self, parameter: Tensor, rows: Tensor) -> Slot:
+        """Announce one more use of `parameter` as an embedding, of these rows."""
+        self.looked_up[id(parameter)].append(rows)
         return self.expect(parameter, parameter)
 
     def use_arrived(self, slot: Slot, use: Use) -> None:
@@ -73,9 +76,8 @@ class Collector:
     def rows_arrived(self, parameter: Tensor, rows: Tensor) -> None:
         """Add per-rollout gradients `(N, *shape)` of a small parameter."""
         rows = rows.reshape(self.rollouts, -1)
-        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        _, known = self.rows.get(id(parameter), (parameter, None))
-        self.rows[id(parameter)] = (parameter, rows if known is None else known + rows)
+        known = self.rows.get(id(parameter))
+        self.rows[id(parameter)] = (parameter, rows if known is None else known[1] + rows)
 
     def flush(self, slot: Slot) -> None:
         """Contract the pending uses of a region, and drop them."""
@@ -83,21 +85,14 @@ class Collector:
 
     def contract(self, parameter: Tensor, view: Tensor, uses: list[Use]) -> None:
         """Add the Gram and the weighted sums of the summed uses of a region."""
-        if id(parameter) in self.given_up:
-            return
         rows, uses = compressed(uses)
         if self.sketch is not None:
             self.sketch(view, uses)
         height = view.shape[0] if rows is None else len(rows)
-        streamed = stream(uses, height, self.weights, groups=self.groups, out_dtype=parameter.dtype)
-        self.add_gram(parameter, streamed.gram)
-        if streamed.sums is not None:
-            self.add_sums(parameter, view, streamed.sums, rows)
-
-    def add_gram(self, parameter: Tensor, gram: Tensor) -> None:
-        """Add a Gram `(P, R, R)` to the parameter's."""
-        known = self.grams.get(id(parameter))
-        self.grams[id(parameter)] = gram if known is None else known + gram
+        raw, sums = self.contractor.stream(uses, height, out_dtype=parameter.dtype)
+        self.raw[id(parameter)] += raw
+        if sums is not None:
+            self.add_sums(parameter, view, sums, rows)
 
     def add_sums(self, parameter: Tensor, view: Tensor, sums: Tensor, rows: Tensor | None = None) -> None:
         """Add weighted gradients `(M, …)` to the region of the parameter that `view` shows, or to `rows` of it."""
@@ -118,23 +113,36 @@ class Collector:
         """Contract whatever is left: regions of which some use got no gradient, and the rows of small parameters."""
         for slot in [slot for slot, uses in self.pending.items() if uses]:
             self.flush(slot)
+        by_kind: dict[tuple[int, torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for parameter, rows in self.rows.values():
-            if id(parameter) in self.given_up:
-                continue
-            self.add_gram(parameter, row_gram(rows, self.groups))
-            if self.sketch is not None:
-                self.sketch(parameter, rows)
-            if self.weights is not None:
-                sums = self.weights.to(rows.dtype) @ rows
-                self.add_sums(parameter, parameter, sums.to(parameter.dtype).unflatten(1, parameter.shape))
+            by_kind[rows.shape[1], rows.dtype, parameter.dtype].append((parameter, rows))
+        for alike in by_kind.values():
+            self.contract_rows(alike)
         self.rows.clear()
 
+    def contract_rows(self, alike: list[tuple[Tensor, Tensor]]) -> None:
+        """Contract the rows `(N, D)` of parameters of one size together."""
+        stacked = torch.stack([rows for _, rows in alike])  # (n, N, D)
+        for (parameter, rows), gram in zip(alike, row_gram(stacked, self.groups), strict=True):
+            self.raw[id(parameter)].append(gram)
+            if self.sketch is not None:
+                self.sketch(parameter, rows)
+        if self.weights is not None:
+            wide = torch.promote_types(stacked.dtype, torch.float32)
+            sums = (self.weights.to(wide) @ stacked.to(wide)).to(alike[0][0].dtype)  # (n, M, D)
+            for (parameter, _), part in zip(alike, sums, strict=True):
+                self.add_sums(parameter, parameter, part.unflatten(1, parameter.shape))
+
     def give_up(self, parameter: Tensor) -> None:
-        """Forget what is known of a parameter; it will be replayed one rollout at a time."""
-        self.given_up.add(id(parameter))
-        self.grams.pop(id(parameter), None)
-        self.sums.pop(id(parameter), None)
-        self.rows.pop(id(parameter), None)
+        """Forget what is known of a parameter, pending uses included; it is to be replayed."""
+        for slot in [slot for slot in self.pending if slot[0] == id(parameter)]:
+            del self.pending[slot]
+        for known in (self.raw, self.sums, self.rows):
+            known.pop(id(parameter), None)
+
+    def grams(self) -> dict[int, Tensor]:
+        """The Gram `(P, R, R)` of every parameter that took part, by its id, on the CPU."""
+        return self.contractor.grams({key: parts for key, parts in self.raw.items() if parts})
 
     def overlapping(self) -> list[Tensor]:
         """Parameters of which two different regions overlap, or that were used both as a matrix and as a vector."""
@@ -145,7 +153,7 @@ class Collector:
         for parameter_id, slots in by_parameter.items():
             parameter = self.regions[slots[0]][0]
             spans = sorted(span(slot) for slot in slots)
-            apart = all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+            apart = all(end <= start for (_, end), (start, _) in pairwise(spans))
             if parameter_id in self.rows or not apart:
                 found.append(parameter)
         return found
@@ -167,6 +175,8 @@ def compressed(uses: list[Use]) -> tuple[Tensor | None, list[Use]]:
     products = [use for use in uses if not isinstance(use, Lookup)]
     if any(use.rows is None for use in products):
         return None, [*products, *lookups]
-    rows = products[0].rows if products else torch.cat([use.rows for use in lookups]).unique()
+    rows = products[0].rows if products else lookups[0].rows
     assert rows is not None
-    return rows, [*products, *(use.among(rows) for use in lookups)]
+    if not products and len(lookups) > 1:
+        rows = torch.cat([use.rows for use in lookups]).unique()
+    return rows, [*products, *(replace(use, rows=rows).among_rows() for use in lookups)]

@@ -6,6 +6,8 @@ single backward pass gives the Gram and leaves `Σ_i w_i ψ_i` in `.grad`. `docs
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +16,18 @@ from torch.autograd.graph import _engine_run_backward
 from scoregram.checks import fail, require_finite
 from scoregram.gram.batch import Batch, logits_of, make_batch, token_log_probs
 from scoregram.gram.collect import Collector
+from scoregram.gram.dropout import DropoutOff
 from scoregram.gram.head import HeadUse, fused_head, targets_of
-from scoregram.gram.intercept import DropoutOff, Interceptor, under_autocast
+from scoregram.gram.intercept import Interceptor
 from scoregram.gram.layout import Layout
 from scoregram.gram.replay import score_rows
-from scoregram.gram.restore import left_as_it_was
+from scoregram.gram.restore import in_evaluation, left_as_it_was, modules_of, random_state, trained_parameters
 from scoregram.gram.result import Gram
+from scoregram.gram.streamed import under_autocast
 from scoregram.gram.verify import verify_gram
 
+NEEDS_WIDE: WeakSet[nn.Module] = WeakSet()
+"""Models of which a narrow pass did not see enough; they are not tried again."""
 POSTPROCESSED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Settings with which a model changes its logits after the head's product."""
 
@@ -70,7 +76,8 @@ def measure_gram(
     measurement = Measurement(model, batch, group_size=group_size, weights=None)
     gram = measurement.run(shape=tuple(input_ids.shape), rollout_ids=rollout_ids)
     if verify:
-        verify_gram(model, batch, gram, group_size)
+        with measurement.as_it_was():
+            verify_gram(measurement.model, batch, gram, group_size)
     return gram
 
 
@@ -141,7 +148,8 @@ class Measurement:
     def __init__(self, model: nn.Module, batch: Batch, *, group_size: int | None, weights: Tensor | None) -> None:
         self.model = getattr(model, "_orig_mod", model)  # a compiled model's own forward pass
         self.batch = batch
-        self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.modules = modules_of(self.model)
+        self.parameters = trained_parameters(self.modules)
         if not self.parameters:
             fail(
                 "measure_gram",
@@ -157,32 +165,73 @@ class Measurement:
                 group_size,
                 "Pass whole groups.",
             )
-        layout = Layout(batch.rollouts, batch.input_ids.shape[1])
-        self.collector = Collector(batch.rollouts, batch.rollouts // size, weights)
-        seeds = [batch.input_ids, batch.attention_mask, batch.position_ids]
-        self.interceptor = Interceptor(list(self.parameters.values()), layout, self.collector, seeds)
+        self.groups = batch.rollouts // size
+        self.weights = weights
+        self.targets = targets_of(batch.input_ids, batch.completion_mask, batch.coefficients)
         self.notes: list[str] = []
         self.replayed: list[str] = []
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Begin with nothing collected."""
+        layout = Layout(self.batch.rollouts, self.batch.input_ids.shape[1])
+        parameters = list(self.parameters.values())
+        self.collector = Collector(self.batch.rollouts, self.groups, self.weights)
+        given = (self.batch.input_ids, self.batch.attention_mask, self.batch.position_ids)
+        self.interceptor = Interceptor(parameters, layout, self.collector, *given)
+
+    def as_it_was(self) -> AbstractContextManager[None]:
+        """The model prepared inside, and as it was outside."""
+        return left_as_it_was(list(self.modules.values()), list(self.parameters.values()))
 
     def run(self, *, shape: tuple[int, ...], rollout_ids: Tensor | None) -> Gram:
         """Measure, and put the result together."""
-        with left_as_it_was(self.model):
-            with self.interceptor, torch.enable_grad():
-                log_probs = self.forward_and_backward()
+        with self.as_it_was(), torch.enable_grad():
+            log_probs = None if self.model in NEEDS_WIDE else self.narrow_pass()
+            if log_probs is None:
+                NEEDS_WIDE.add(self.model)
+                log_probs = self.wide_pass()
             for tensor, rows in self.interceptor.leaves.rows():
                 self.collector.rows_arrived(tensor, rows)
-            hidden_uses = [p for p in self.parameters.values() if p.grad is not None]
-            self.replay(hidden_uses + self.collector.overlapping())
+            self.replay(self.not_seen() + self.collector.overlapping())
             self.collector.finish()
         if self.interceptor.dropped:
             self.notes.append("active dropout was switched off for the measurement")
             warnings.warn("scoregram: " + self.notes[-1], stacklevel=4)
         return self.result(log_probs.detach(), shape, rollout_ids)
 
+    def narrow_pass(self) -> Tensor | None:
+        """Log-probabilities from a pass that sees into the modules that own parameters.
+
+        None if that did not suffice: a parameter was used elsewhere, or something random happened elsewhere.
+        """
+        modules = list(self.modules.values())
+        device = self.batch.input_ids.device
+        before = random_state(device)
+        head = getattr(self.model, "get_output_embeddings", lambda: None)()
+        self.interceptor.dropped = any(is_active_dropout(module) for module in modules)
+        with in_evaluation(modules), self.interceptor.narrowed(modules, head):
+            log_probs = self.forward_and_backward()
+        drawn = any(not torch.equal(a, b) for a, b in zip(before, random_state(device), strict=True))
+        if not drawn and not self.not_seen():
+            return log_probs
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        self.prepare()
+        return None
+
+    def wide_pass(self) -> Tensor:
+        """Log-probabilities from a pass that sees every operation of the model."""
+        with self.interceptor:
+            return self.forward_and_backward()
+
+    def not_seen(self) -> list[Tensor]:
+        """Parameters that got an ordinary gradient: some use of them was not split by rollout."""
+        return [parameter for parameter in self.parameters.values() if parameter.grad is not None]
+
     def forward_and_backward(self) -> Tensor:
         """Log-probabilities `(N, T)`; Grams and sums go to the collector."""
-        head = self.fusable_head()
-        self.interceptor.head = head
+        self.interceptor.head = self.fusable_head()
         logits = logits_of(self.model, self.batch)
         captured = self.interceptor.captured
         if captured is not None and not is_same(logits, captured[1]):
@@ -193,7 +242,9 @@ class Measurement:
             self.interceptor.leaves.made.clear()
             logits = logits_of(self.model, self.batch)
         self.interceptor.recording = captured is not None
+        self.interceptor.captured = None  # or the graph would hold itself through it
         if captured is not None:
+            del logits
             return self.backward_through_head(*captured)
         log_probs = token_log_probs(logits, self.batch)
         total = (log_probs * self.batch.coefficients.to(log_probs.dtype)).sum()
@@ -213,8 +264,9 @@ class Measurement:
         """Fused head, then the rest of the backward pass."""
         weight = self.interceptor.head
         assert weight is not None
-        targets = targets_of(self.batch.input_ids, self.batch.completion_mask, self.batch.coefficients)
-        picked = hidden.detach().gather(1, targets.position.unsqueeze(2).expand(-1, -1, hidden.shape[2]))
+        targets = self.targets
+        every = torch.arange(len(hidden), device=hidden.device).unsqueeze(1)
+        picked = hidden.detach()[every, targets.position]  # (N, C, h)
         trained = weight.requires_grad or (bias is not None and bias.requires_grad)
         with torch.no_grad():
             low_hidden, low_weight, low_bias = under_autocast(picked, weight, bias)
@@ -225,11 +277,11 @@ class Measurement:
                 self.collect_head(weight, passed.use)
             if bias is not None and bias.requires_grad:
                 self.collector.rows_arrived(bias, passed.use.bias_rows())
+            rollout, place, position = targets.real_at
             grad = torch.zeros_like(hidden)
-            index = targets.position.unsqueeze(2).expand(-1, -1, hidden.shape[2])
-            grad.scatter_add_(1, index, passed.grad_hidden.to(hidden.dtype))
+            grad[rollout, position] = passed.grad_hidden[rollout, place].to(hidden.dtype)
             log_probs = torch.zeros(self.batch.input_ids.shape, dtype=passed.log_probs.dtype, device=hidden.device)
-            log_probs.scatter_add_(1, targets.position + 1, passed.log_probs)
+            log_probs[rollout, position + 1] = passed.log_probs[rollout, place]
         del passed
         self.interceptor.recording = False
         if hidden.requires_grad:
@@ -242,8 +294,7 @@ class Measurement:
         if not looked_up:
             self.collector.use_arrived(self.collector.expect(weight, weight), use)
             return
-        ids = torch.cat([ids.reshape(-1) for ids in looked_up])
-        rest, shared = use.split(ids[ids >= 0].unique())
+        rest, shared = use.split(looked_up[0] if len(looked_up) == 1 else torch.cat(looked_up).unique())
         self.collector.contract(weight, weight, [rest])
         self.collector.use_arrived(self.collector.expect(weight, weight), shared)
 
@@ -257,24 +308,26 @@ class Measurement:
             self.collector.give_up(parameter)
         self.replayed = [names[id(parameter)] for parameter in left]
         rows = score_rows(self.model, self.batch, left, DropoutOff())
-        self.collector.given_up.clear()
         for parameter, row in zip(left, rows, strict=True):
             self.collector.rows_arrived(parameter, row)
         self.notes.append(f"{len(left)} parameters took one backward pass per rollout: {', '.join(self.replayed[:3])}…")
 
     def result(self, log_probs: Tensor, shape: tuple[int, ...], rollout_ids: Tensor | None) -> Gram:
         """The record, or an error that names what is not finite."""
-        by_layer: dict[str, Tensor] = {}
-        for name, parameter in self.parameters.items():
-            gram = self.collector.grams.get(id(parameter))
-            if gram is None:
-                continue  # took no part in this batch: a zero block
-            layer = name.rpartition(".")[0] or name
-            by_layer[layer] = by_layer[layer] + gram if layer in by_layer else gram
-        refuse_not_finite(self.parameters, by_layer)
-        by_layer = {layer: spread((gram + gram.mT) / 2) for layer, gram in by_layer.items()}
-        n = self.batch.rollouts
-        matrix = sum(by_layer.values(), start=torch.zeros(n, n, dtype=torch.float64, device=log_probs.device))
+        grams = self.collector.grams()
+        taking_part = {name: grams[id(p)] for name, p in self.parameters.items() if id(p) in grams}  # others are zero
+        layers = {name: name.rpartition(".")[0] or name for name in taking_part}
+        order = {layer: index for index, layer in enumerate(dict.fromkeys(layers.values()))}
+        n, size = self.batch.rollouts, self.batch.rollouts // self.groups
+        stacked = torch.zeros(len(order), self.groups, size, size, dtype=torch.float64)
+        if order:
+            index = torch.tensor([order[layer] for layer in layers.values()])
+            stacked.index_add_(0, index, torch.stack(list(taking_part.values())))
+        if not bool(stacked.isfinite().all()):
+            refuse_not_finite(self.parameters, dict(zip(order, stacked, strict=True)))
+        stacked = spread((stacked + stacked.mT) / 2)
+        by_layer = dict(zip(order, stacked.unbind(), strict=True))
+        matrix = stacked.sum(0) if order else torch.zeros(n, n, dtype=torch.float64)
         if rollout_ids is not None:
             log_probs = repacked(log_probs, self.batch, rollout_ids)
         assert log_probs.shape == shape
@@ -302,20 +355,28 @@ def run_backward(tensor: Tensor, grad: Tensor) -> None:
     _engine_run_backward((tensor,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
+def is_active_dropout(module: nn.Module) -> bool:
+    """Whether a module drops activations while it trains: a dropout layer, or an attention with its own rate."""
+    if not module.training:
+        return False
+    rate = module.__dict__.get("p" if isinstance(module, nn.modules.dropout._DropoutNd) else "attention_dropout", 0.0)
+    return isinstance(rate, float) and rate > 0
+
+
 def is_same(logits: Tensor, raw: Tensor) -> bool:
     """Whether the model returned the head's product as it was, up to a change of dtype."""
-    return logits.shape == raw.shape and bool(torch.equal(logits.detach().to(raw.dtype), raw))
+    return logits is raw or (logits.shape == raw.shape and bool(torch.equal(logits.detach().to(raw.dtype), raw)))
 
 
 def spread(blocks: Tensor) -> Tensor:
-    """Blocks `(P, R, R)` on the diagonal of an `(N, N)` matrix, `nan` between groups."""
-    if len(blocks) == 1:
-        return blocks[0]
-    groups, size, _ = blocks.shape
-    matrix = blocks.new_full((groups, size, groups, size), torch.nan)
+    """Blocks `(L, P, R, R)` on the diagonals of `(L, N, N)` matrices, `nan` between groups."""
+    layers, groups, size, _ = blocks.shape
+    if groups == 1:
+        return blocks[:, 0]
+    matrices = blocks.new_full((layers, groups, size, groups, size), torch.nan)
     for group in range(groups):
-        matrix[group, :, group] = blocks[group]
-    return matrix.reshape(groups * size, groups * size)
+        matrices[:, group, :, group] = blocks[:, group]
+    return matrices.reshape(layers, groups * size, groups * size)
 
 
 def repacked(log_probs: Tensor, batch: Batch, rollout_ids: Tensor) -> Tensor:
@@ -331,8 +392,6 @@ def repacked(log_probs: Tensor, batch: Batch, rollout_ids: Tensor) -> Tensor:
 def refuse_not_finite(parameters: dict[str, Tensor], by_layer: dict[str, Tensor]) -> None:
     """Raise with the first parameter, or else the rollouts and the layer, that is not finite."""
     broken = {layer: gram for layer, gram in by_layer.items() if not bool(gram.isfinite().all())}
-    if not broken:
-        return
     for name, parameter in parameters.items():
         if not bool(parameter.isfinite().all()):
             fail("measure_gram", "parameters must be finite", f"nan or inf in {name}", "Restore a checkpoint.")

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from scoregram.gram import kernels
 from scoregram.gram.outer import Factors
 
-STORE_BYTES = 2 << 30
+STORE_BYTES = 4 << 30
 """Largest block of logit gradients that is kept for the head's Gram."""
 CHUNK_ELEMENTS = 1 << 24
 CHUNK_ELEMENTS_CUDA = 1 << 28
@@ -33,6 +34,8 @@ class Targets:
     """`(N, C)` float32 factor of its log-probability; 0 where the block is padding."""
     real: Tensor
     """`(N, C)` bool, False where the block is padding."""
+    real_at: tuple[Tensor, Tensor, Tensor]
+    """Rollout, place in the block and position in the sequence of every real target."""
 
 
 def targets_of(input_ids: Tensor, completion_mask: Tensor, coefficients: Tensor | None) -> Targets:
@@ -43,11 +46,14 @@ def targets_of(input_ids: Tensor, completion_mask: Tensor, coefficients: Tensor 
     token_at = torch.argsort((~completion_mask).to(torch.uint8), dim=1, stable=True)[:, :longest]
     real = torch.arange(longest, device=input_ids.device) < counts[:, None]
     ones = torch.ones_like(completion_mask, dtype=torch.float64) if coefficients is None else coefficients
+    position = (token_at - 1).clamp(min=0)
+    rollout, place = real.nonzero(as_tuple=True)
     return Targets(
-        position=(token_at - 1).clamp(min=0),
+        position=position,
         token=input_ids.gather(1, token_at),
         coefficient=torch.where(real, ones.gather(1, token_at), 0.0),
         real=real,
+        real_at=(rollout, place, position[rollout, place]),
     )
 
 
@@ -81,11 +87,17 @@ class HeadUse:
         if self.kept is not None:
             return self.kept[:, :, rows]
         bias = None if self.bias is None else self.bias[rows]
-        logits = F.linear(self.hidden, self.weight[rows], bias).to(self.log_normaliser.dtype) / self.temperature
-        gradients = (logits - self.log_normaliser.unsqueeze(2)).exp_().neg_()
+        logits = F.linear(self.hidden, self.weight[rows], bias)
+        factors = (self.targets.coefficient / self.temperature).to(self.log_normaliser.dtype)
+        if kernels.is_half_on_gpu(logits) and isinstance(rows, slice):
+            known = (self.targets.token.flatten(), factors.flatten(), self.log_normaliser.flatten())
+            kernels.logit_gradient_(logits.flatten(0, 1), rows.start, *known, self.temperature)
+            return logits
+        gradients = logits.to(self.log_normaliser.dtype) / self.temperature - self.log_normaliser.unsqueeze(2)
+        gradients.exp_().neg_()
         vocabulary = torch.arange(len(self.weight), device=logits.device)[rows]
         gradients += self.targets.token.unsqueeze(2) == vocabulary
-        gradients *= (self.targets.coefficient / self.temperature).to(gradients.dtype).unsqueeze(2)
+        gradients *= factors.unsqueeze(2)
         return gradients.to(self.hidden.dtype)
 
     def add_to(self, chunk: Tensor | None, start: int, stop: int) -> Tensor:  # noqa: D102
@@ -143,7 +155,7 @@ def fused_head(
     rollouts, longest, width = hidden.shape
     wide = torch.promote_types(hidden.dtype, torch.float32)
     rows, tokens = hidden.reshape(-1, width), targets.token.reshape(-1)
-    factor = (targets.coefficient / temperature).to(wide).reshape(-1, 1)
+    factors = (targets.coefficient / temperature).to(wide).reshape(-1)
     fits = keep and rows.shape[0] * len(weight) * hidden.element_size() <= STORE_BYTES
     kept = hidden.new_empty(rows.shape[0], len(weight)) if fits else None
     log_probs, normaliser = (torch.empty(len(rows), dtype=wide, device=rows.device) for _ in range(2))
@@ -152,20 +164,13 @@ def fused_head(
     step = max(1, budget // len(weight))
     for start in range(0, len(rows), step):
         here = slice(start, start + step)
-        logits = F.linear(rows[here], weight, bias).to(wide)
-        if temperature != 1.0:
-            logits /= temperature
-        normaliser[here] = logits.logsumexp(1)
-        chosen = tokens[here].unsqueeze(1)
-        log_probs[here] = logits.gather(1, chosen).squeeze(1) - normaliser[here]
-        logits -= normaliser[here].unsqueeze(1)
-        gradient = logits.exp_().neg_()  # c (onehot - softmax), in place
-        gradient.scatter_add_(1, chosen, torch.ones_like(gradient[:, :1]))
-        gradient *= factor[here]
-        low = gradient.to(hidden.dtype)
-        grad[here] = low @ weight
-        if kept is not None:
-            kept[here] = low
+        logits = torch.mm(rows[here], weight.mT, out=None if kept is None else kept[here])
+        if bias is not None:
+            logits += bias
+        gradient, log_probs[here], normaliser[here] = softmax_gradient(logits, tokens[here], factors[here], temperature)
+        if kept is not None and gradient is not logits:
+            kept[here] = gradient
+        grad[here] = gradient @ weight
     shape = (rollouts, longest)
     use = HeadUse(
         hidden=hidden,
@@ -178,3 +183,26 @@ def fused_head(
     )
     real_log_probs = torch.where(targets.real, log_probs.view(shape), 0.0)
     return HeadPass(real_log_probs, grad.view_as(hidden), use)
+
+
+def softmax_gradient(
+    logits: Tensor, tokens: Tensor, factors: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`f (onehot - softmax(logits / τ))` `(n, V)` in the dtype of the logits, written over them.
+
+    Returns:
+        The gradient, the log-probability of each token and the log-normaliser.
+    """
+    if kernels.is_half_on_gpu(logits):
+        return logits, *kernels.softmax_gradient_(logits, tokens, factors, temperature)
+    work = logits.to(factors.dtype)  # no copy in float32 and wider
+    if temperature != 1.0:
+        work /= temperature
+    normaliser = work.logsumexp(1)
+    chosen = tokens.unsqueeze(1)
+    log_probs = work.gather(1, chosen).squeeze(1) - normaliser
+    work -= normaliser.unsqueeze(1)
+    work.exp_().neg_()
+    work.scatter_add_(1, chosen, torch.ones_like(work[:, :1]))
+    work *= factors.unsqueeze(1)
+    return work.to(logits.dtype), log_probs, normaliser

@@ -1,6 +1,8 @@
 """Where parameters meet activations: every such operation of a forward pass, seen and replaced by an exact rule.
 
-A `TorchFunctionMode` sees every torch operation without touching the model. Tensors fall into three kinds:
+A `TorchFunctionMode` sees every torch operation without touching the model. Seeing all of them costs host time, and
+nearly always a parameter is used by the module that owns it: so the mode is first put around those modules alone
+(`narrowed`), and around the whole model only where that did not suffice. Tensors fall into three kinds:
 *activations* (they depend on the rollouts), tensors on the *parameters'* side (they require gradients and depend on no
 rollout: the parameters and what is derived from them alone), and constants. An operation that mixes the first two is
 where a parameter's per-rollout gradient arises:
@@ -13,70 +15,38 @@ where a parameter's per-rollout gradient arises:
   neither factors, nor rows, nor an ordinary gradient did not take part.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch import Tensor, nn
 
-from scoregram.gram.collect import Collector, Slot
+from scoregram.gram.collect import Collector
+from scoregram.gram.dropout import DropoutOff
 from scoregram.gram.layout import Layout
 from scoregram.gram.leaves import Leaves, per_rollout
-from scoregram.gram.outer import Factors, Lookup, Use
+from scoregram.gram.marks import ACTIVATION, Activation, Derived, mark, mark_of
+from scoregram.gram.restore import attributes
+from scoregram.gram.streamed import Call, StreamedLookup, StreamedProduct, under_autocast
 
 MATMULS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
-DROPOUTS = {torch.dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 CASTS = {Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.type, Tensor.type_as}
 PICKS = {Tensor.__getitem__, torch.index_select, Tensor.index_select}
-
-
-class DropoutOff(TorchFunctionMode):
-    """Runs a model without its dropout, in whatever mode it is, and remembers whether any was active."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropped = False
-
-    def __torch_function__(  # noqa: D105
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in DROPOUTS:
-            return self.without_dropout(func, args, kwargs)
-        if func is F.scaled_dot_product_attention:
-            args, kwargs = self.undropped_attention(args, kwargs)
-        return self.run(func, args, kwargs)
-
-    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation as it is."""
-        return func(*args, **kwargs)
-
-    def without_dropout(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """The input of a dropout."""
-        bound = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
-        self.dropped |= bool(bound.get("p", 0.5)) and bool(bound.get("training", bound.get("train", True)))
-        return bound["input"]
-
-    def undropped_attention(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of an attention with its dropout at zero (the fifth argument, or `dropout_p`)."""
-        rate = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-        self.dropped |= bool(rate)
-        if len(args) > 4:
-            return (*args[:4], 0.0, *args[5:]), kwargs
-        return args, kwargs | {"dropout_p": 0.0}
 
 
 class Interceptor(DropoutOff):
     """The mode under which one forward and backward pass is measured."""
 
-    def __init__(self, parameters: list[Tensor], layout: Layout, collector: Collector, seeds: list[Tensor]) -> None:
+    def __init__(
+        self, parameters: list[Tensor], layout: Layout, collector: Collector, input_ids: Tensor, *others: Tensor
+    ) -> None:
+        """Take the trained parameters, and the tensors that the model is given, the token ids first."""
         super().__init__()
+        self.input_ids = input_ids
+        self.vocabulary = input_ids.unique()  # before the pass: asked for later it would wait for the device
         self.layout = layout
         self.collector = collector
         self.leaves = Leaves(layout)
@@ -87,44 +57,105 @@ class Interceptor(DropoutOff):
         self.captured: tuple[Tensor, Tensor, Tensor | None] | None = None
         """Input, first-position output and bias of the head's product."""
         self._parameters = {id(parameter) for parameter in parameters}
-        self._derived = WeakTensorKeyDictionary()
-        self._casts = WeakTensorKeyDictionary()
-        self._carriers = WeakTensorKeyDictionary()
-        for seed in seeds:
-            self._carriers[seed] = None
+        self._marked_inputs: list[Any] = []
+        for given in (input_ids, *others):
+            mark(given, ACTIVATION)
+
+    @contextmanager
+    def narrowed(self, modules: Sequence[nn.Module], head: nn.Module | None) -> Iterator[None]:
+        """The forward pass of every module that owns trained parameters seen inside, and nothing else."""
+        owners = [
+            module
+            for module in modules
+            if module is head or any(id(parameter) in self._parameters for parameter in module._parameters.values())
+        ]
+        try:
+            with attributes(owners, "forward", self.seen_forward):
+                yield
+        finally:
+            for tensor in self._marked_inputs:  # a buffer may be among them
+                del tensor._scoregram
+
+    def seen_forward(self, module: nn.Module) -> Callable[..., Any]:
+        """A forward pass of `module` that is seen; products and lookups of plain layers need no mode for that."""
+        if type(module) is nn.Linear:
+            return partial(self.linear_layer, module)
+        return partial(self.layer, module.forward)
+
+    def linear_layer(self, module: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002
+        """Forward pass of a plain linear layer."""
+        weight, bias = module.weight, module.bias
+        with torch._C.DisableTorchFunction():
+            if self.head is not None and self.recording and weight is self.head:
+                return self.capture(input, weight, bias)
+            result = None
+            if torch.is_grad_enabled():
+                self.mark_inputs((input,))
+                result = self._streamed(input, weight, bias, transposed=False)
+            return F.linear(input, weight, bias) if result is None else result
+
+    def layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Forward pass of any other module, under the mode."""
+        self.mark_inputs(tensors_in(args, kwargs))
+        with self:
+            return forward(*args, **kwargs)
+
+    def mark_inputs(self, tensors: Iterable[Tensor]) -> None:
+        """What a module is given depends on the rollouts."""
+        for tensor in tensors:
+            if not tensor.requires_grad and mark_of(tensor) is None:
+                mark(tensor, ACTIVATION)
+                self._marked_inputs.append(tensor)
 
     # kinds of tensors
 
     def is_parameter_side(self, tensor: Tensor) -> bool:
         """Whether a tensor requires gradients and depends on parameters alone."""
-        return tensor.requires_grad and (id(tensor) in self._parameters or tensor in self._derived)
+        if not tensor.requires_grad:
+            return False
+        return id(tensor) in self._parameters or type(mark_of(tensor)) is Derived
 
     def is_activation(self, tensor: Tensor) -> bool:
-        """Whether a tensor depends on the rollouts."""
-        return tensor in self._carriers or (tensor.requires_grad and not self.is_parameter_side(tensor))
+        """Whether a tensor depends on the rollouts; marks get lost where autograd saves and unpacks a tensor."""
+        if type(mark_of(tensor)) is Activation:
+            return True
+        return tensor.requires_grad and not self.is_parameter_side(tensor)
 
     def owner_of(self, tensor: Tensor) -> Tensor | None:
         """Owners of the first axis of an activation, where they were carried along; else None."""
-        return self._carriers.get(tensor)
+        known = mark_of(tensor)
+        return known.owner if isinstance(known, Activation) else None
 
     # operations
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, by a rule if it is one where parameters meet activations."""
+        if func is F.linear and self.head is not None and self.recording and args[1] is self.head:
+            return self.capture(*args, **kwargs)
         tensors = list(tensors_in(args, kwargs))
-        if func is Tensor.__getitem__ and self.is_parameter_side(args[0]) and is_choice(args[1]):
+        if func is Tensor.__getitem__ and is_choice(args[1]) and self.is_parameter_side(args[0]):
             tensors = [args[0]]  # which expert is a discrete choice; its weights stay on the parameters' side
-        activations = [tensor for tensor in tensors if self.is_activation(tensor)]
-        parameters = [tensor for tensor in tensors if self.is_parameter_side(tensor)]
-        if activations and parameters and torch.is_grad_enabled():
+        parameters, meets = [], False
+        for tensor in tensors:
+            if self.is_parameter_side(tensor):
+                parameters.append(tensor)
+            else:
+                meets = meets or tensor.requires_grad or type(mark_of(tensor)) is Activation
+        if meets and parameters and torch.is_grad_enabled():
             result = self.meet(func, args, kwargs)
         else:
             result = func(*args, **kwargs)
-        if activations:
-            self.mark_activations(result, func, args, activations)
+        if meets:
+            self.mark_activations(result, func, args, tensors)
         elif parameters:
             self.mark_derived(result, func, parameters)
         return result
+
+    def capture(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+        """Keep the input of the head, and give the model the logits of the first position to go on with."""
+        first = F.linear(input[:, :1], weight, bias).detach()
+        self.captured = (input, first, bias)
+        return first
 
     def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation in which a parameter meets activations."""
@@ -143,10 +174,6 @@ class Interceptor(DropoutOff):
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:  # noqa: A002
         """`x Wᵀ + b`."""
-        if self.head is not None and weight is self.head and self.recording:
-            first = F.linear(input[:, :1], weight, bias).detach()
-            self.captured = (input, first, bias)
-            return first
         return self._streamed(input, weight, bias, transposed=False)
 
     def product(self, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -162,7 +189,7 @@ class Interceptor(DropoutOff):
         if bias is not None and self.is_activation(bias):
             return None
         owner = self.owner_of(x)
-        if owner is None and self.layout.owners(x.shape[0]) is None:
+        if owner is None and not self.layout.tells(x):
             return None
         source = self.source_of(weight) if self.is_parameter_side(weight) else None
         if self.is_parameter_side(weight) and source is None:
@@ -170,11 +197,26 @@ class Interceptor(DropoutOff):
         parameter_bias = bias is not None and self.is_parameter_side(bias)
         if parameter_bias and bias is not None and id(bias) not in self._parameters:
             return None
+        if source is not None and source[0] is source[1] and owner is None and self.keeps(source[0]):
+            return self._leafed(x, weight, bias, transposed=transposed)
         x, low_weight, low_bias = under_autocast(x, weight, bias)
-        call = Call(self, owner, transposed, source, bias if parameter_bias else None)
+        call = Call(self.layout, self.collector, owner, transposed, source, bias if parameter_bias else None)
         if self.recording and source is not None:
             call.slot = self.collector.expect(*source)
         return StreamedProduct.apply(x, weight, low_weight, bias, low_bias, call)
+
+    def keeps(self, weight: Tensor) -> bool:
+        """Whether a weight takes one leaf per rollout: it is small, and not an embedding, whose rows are streamed."""
+        return self.leaves.keeps(weight) and id(weight) not in self.collector.looked_up
+
+    def _leafed(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
+        """The product with one copy of a small weight per rollout: autograd returns the rows, at less host time."""
+        leaf = self.leaves.of(weight, transposed=not transposed)  # (N, in, out)
+        is_block = x.ndim == 3 and x.shape[0] == self.layout.rollouts
+        out = torch.bmm(x if is_block else x.reshape(self.layout.rollouts, -1, x.shape[-1]), leaf)
+        if bias is not None:
+            out = out + (self.leaves.of(bias).unsqueeze(1) if self.is_parameter_side(bias) else bias)
+        return out if is_block else out.view(*x.shape[:-1], out.shape[-1])
 
     def embedding(
         self,
@@ -193,10 +235,11 @@ class Interceptor(DropoutOff):
         if input.shape[0] != self.layout.rollouts:
             return None
         counted = input if padding_idx is None else torch.where(input == padding_idx % len(weight), -1, input)
-        call = Call(self, None, False, (weight, weight), None)
+        rows = self.vocabulary if is_all_of(input, self.input_ids) else input.unique()
+        call = Call(self.layout, self.collector, None, False, (weight, weight), None)
         if self.recording:
-            call.slot = self.collector.expect_lookup(weight, counted)
-        return StreamedLookup.apply(input, counted, weight, call)
+            call.slot = self.collector.expect_lookup(weight, rows)
+        return StreamedLookup.apply(input, counted, rows, weight, call)
 
     def once_per_rollout(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Any operation on small parameter-side tensors, one copy of them per rollout; None if it cannot be split."""
@@ -205,8 +248,7 @@ class Interceptor(DropoutOff):
             return None
         if not all(self.leaves.accepts(tensor) for tensor in tensors if self.is_parameter_side(tensor)):
             return None
-        made = len(self.leaves.made)
-        result = per_rollout(
+        return per_rollout(
             func,
             args,
             kwargs,
@@ -214,38 +256,38 @@ class Interceptor(DropoutOff):
             leaf_of=lambda t: self.leaves.of(t) if self.is_parameter_side(t) else None,
             carries=self.is_activation,
         )
-        if result is None:  # nothing will flow into leaves made for this call alone
-            del self.leaves.made[made:]
-        return result
 
     # bookkeeping
 
     def source_of(self, weight: Tensor) -> tuple[Tensor, Tensor] | None:
         """Parameter and region behind a weight: itself, a view of it, or a cast of one of these."""
-        weight = self._casts.get(weight, weight)
+        known = mark_of(weight)
+        if isinstance(known, Derived) and known.cast_of is not None:
+            weight = known.cast_of
         if id(weight) in self._parameters:
             return weight, weight
         base = weight._base
         return (base, weight) if base is not None and id(base) in self._parameters else None
 
     def mark_activations(
-        self, result: Any, func: Callable[..., Any], args: tuple[Any, ...], activations: list[Tensor]
+        self, result: Any, func: Callable[..., Any], args: tuple[Any, ...], tensors: list[Tensor]
     ) -> None:
         """Results of an operation on activations are activations; owners are carried along with the first axis."""
-        owners = [owner for tensor in activations if (owner := self.owner_of(tensor)) is not None]
-        picked = self.picked_owner(func, args)
+        if result is args[0]:
+            return  # written in place, and marked when it was made
+        owners = [owner for tensor in tensors if (owner := self.owner_of(tensor)) is not None]
+        picked = self.picked_owner(func, args) if func in PICKS else None
         for tensor in tensors_in((result,), {}):
-            if tensor in self._carriers:
-                continue
-            owner = picked
-            if owner is None:
+            if picked is not None:
+                mark(tensor, Activation(picked))
+            elif owners:
                 owner = next((o for o in owners if tensor.ndim and len(o) == tensor.shape[0]), None)
-            self._carriers[tensor] = owner
+                mark(tensor, Activation(owner))
+            else:
+                mark(tensor, ACTIVATION)
 
     def picked_owner(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | None:
         """Owners after rows were picked out of activations by an index along the first axis."""
-        if func not in PICKS or not isinstance(args[0], Tensor):
-            return None
         source, index = args[0], args[-1]
         if isinstance(index, tuple):
             index = index[0] if index else None
@@ -253,105 +295,16 @@ class Interceptor(DropoutOff):
             return None
         owner = self.owner_of(source)
         owner = self.layout.owners(source.shape[0]) if owner is None else owner
-        return None if owner is None else owner[index.to(owner.device)]
+        return None if owner is None else owner.to(index.device)[index]
 
     def mark_derived(self, result: Any, func: Callable[..., Any], parameters: list[Tensor]) -> None:
         """Results of an operation on parameters alone are on the parameters' side."""
         for tensor in tensors_in((result,), {}):
             if tensor.requires_grad and id(tensor) not in self._parameters:
-                self._derived[tensor] = True
-                if func in CASTS and tensor.shape == parameters[0].shape:
-                    self._casts[tensor] = self._casts.get(parameters[0], parameters[0])
-
-
-@dataclass
-class Call:
-    """What one intercepted operation has to remember for its backward pass."""
-
-    interceptor: Interceptor
-    owner: Tensor | None
-    transposed: bool
-    source: tuple[Tensor, Tensor] | None
-    """Parameter and region of the weight, None if the weight is not trained."""
-    bias: Tensor | None
-    """The bias, None if it is not trained."""
-    slot: Slot | None = None
-    """Where the use was announced; None for an operation first seen when a layer was run again in the backward pass."""
-
-    def blocks(self, value: Tensor) -> Tensor:
-        """Rows of a tensor, one block per rollout."""
-        blocks = self.interceptor.layout.blocks(value, self.owner)
-        assert blocks is not None, "owners were checked in the forward pass"
-        return blocks
-
-    def deliver(self, use: Use) -> None:
-        """Hand a use of the weight to the collector."""
-        collector = self.interceptor.collector
-        if self.slot is not None:
-            collector.use_arrived(self.slot, use)
-        elif self.source is not None:
-            collector.late_use_arrived(*self.source, use)
-
-
-class StreamedProduct(torch.autograd.Function):
-    """`x Wᵀ + b` (or `x W + b`) whose backward pass gives its factors to the collector, and the weight nothing."""
-
-    @staticmethod
-    def forward(  # noqa: D102
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        low_weight: Tensor,
-        bias: Tensor | None,
-        low_bias: Tensor | None,
-        call: Call,
-    ) -> Tensor:
-        ctx.call = call
-        ctx.save_for_backward(x, low_weight)
-        return F.linear(x, low_weight.mT if call.transposed else low_weight, low_bias)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
-        x, weight = ctx.saved_tensors
-        call: Call = ctx.call
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = g @ (weight.mT if call.transposed else weight)
-        if call.source is not None or call.bias is not None:
-            rows_g = call.blocks(g)
-            if call.source is not None:
-                rows_x = call.blocks(x)
-                call.deliver(Factors(rows_x, rows_g) if call.transposed else Factors(rows_g, rows_x))
-            if call.bias is not None:
-                wide = torch.promote_types(rows_g.dtype, torch.float32)
-                call.interceptor.collector.rows_arrived(call.bias, rows_g.sum(1, dtype=wide))
-        return grad_x, None, None, None, None, None
-
-
-class StreamedLookup(torch.autograd.Function):
-    """Rows of an embedding, whose backward pass gives ids and gradients to the collector."""
-
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, counted: Tensor, weight: Tensor, call: Call) -> Tensor:  # noqa: D102
-        ctx.call = call
-        ctx.save_for_backward(counted)
-        return F.embedding(ids, weight)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[None, ...]:  # noqa: D102
-        (counted,) = ctx.saved_tensors
-        call: Call = ctx.call
-        rollouts = call.interceptor.layout.rollouts
-        call.deliver(Lookup(counted.reshape(rollouts, -1), g.reshape(rollouts, -1, g.shape[-1])))
-        return None, None, None, None
-
-
-def under_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Operands of a matrix product as autocast would hand them to it."""
-    if not torch.is_autocast_enabled(x.device.type):
-        return x, weight.detach(), None if bias is None else bias.detach()
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return x.to(dtype), weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
+                known = mark_of(parameters[0])
+                origin = known.cast_of if isinstance(known, Derived) and known.cast_of is not None else parameters[0]
+                is_cast = func in CASTS and tensor.shape == parameters[0].shape
+                mark(tensor, Derived(origin if is_cast else None))
 
 
 def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
@@ -361,6 +314,11 @@ def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor
             yield value
         elif isinstance(value, list | tuple):
             yield from tensors_in(tuple(value), {})
+
+
+def is_all_of(tensor: Tensor, whole: Tensor) -> bool:
+    """Whether two tensors show the same memory in the same shape."""
+    return tensor.data_ptr() == whole.data_ptr() and tensor.shape == whole.shape and tensor.dtype == whole.dtype
 
 
 def is_choice(index: Any) -> bool:

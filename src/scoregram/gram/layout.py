@@ -18,6 +18,10 @@ class Layout:
     rollouts: int
     tokens: int
 
+    def tells(self, value: Tensor) -> bool:
+        """Whether the first axis of a tensor is that of the rollouts, or of all their tokens."""
+        return value.ndim > 0 and value.shape[0] in (self.rollouts, self.rollouts * self.tokens)
+
     def owners(self, leading: int) -> Tensor | None:
         """Rollout of every entry of a first axis of size `leading`; None if nobody can tell."""
         if leading == self.rollouts:
@@ -33,7 +37,7 @@ class Layout:
         and None is returned if it is neither.
         """
         if owner is None:
-            if value.shape[0] not in (self.rollouts, self.rollouts * self.tokens):
+            if not self.tells(value):
                 return None
             return value.reshape(self.rollouts, -1, value.shape[-1])
         rows = value.reshape(-1, value.shape[-1])

@@ -5,12 +5,14 @@ operations. Row chunks of `G` are made, contracted into `K_ij = ⟨G_i, G_j⟩` 
 `Σ_i w_i G_i` that a training step needs, and dropped.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from scoregram.gram import kernels
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements of `G` alive at a time on a CPU: a few megabytes, so that a chunk stays in cache."""
@@ -66,73 +68,104 @@ class Lookup:
     """`(N, T)`, a row of the weight for each token; negative for tokens that do not count."""
     g: Tensor
     """`(N, T, q)`"""
-
-    @property
-    def rows(self) -> Tensor:  # noqa: D102
-        return self.ids[self.ids >= 0].unique()
+    rows: Tensor
+    """Sorted rows of the weight among which all ids are."""
 
     @property
     def columns(self) -> Tensor:  # noqa: D102
         return self.g
 
     def add_to(self, chunk: Tensor | None, start: int, stop: int) -> Tensor:  # noqa: D102
-        if chunk is None:
-            chunk = self.g.new_zeros(len(self.g), stop - start, self.g.shape[2])
-        rollout, token = ((self.ids >= start) & (self.ids < stop)).nonzero(as_tuple=True)
-        place = (rollout, self.ids[rollout, token] - start)
-        wide = torch.promote_types(chunk.dtype, self.g.dtype)  # they differ under autocast
-        return chunk.to(wide).index_put_(place, self.g[rollout, token].to(wide), accumulate=True)
+        rollouts, _, width = self.g.shape
+        inside = (self.ids >= start) & (self.ids < stop)
+        place = torch.where(inside, self.ids - start, stop - start)  # one row more takes what lies outside
+        owner = torch.arange(rollouts, device=place.device).unsqueeze(1).expand_as(place)
+        own = self.g.new_zeros(rollouts, stop - start + 1, width)
+        own.index_put_((owner, place), self.g, accumulate=True)
+        return own[:, :-1] if chunk is None else chunk + own[:, :-1]
 
-    def among(self, rows: Tensor) -> "Lookup":
-        """The same use with `rows` (sorted) as the only rows of the weight."""
-        found = torch.searchsorted(rows, self.ids.clamp(min=0))
-        return Lookup(torch.where(self.ids >= 0, found, -1), self.g)
-
-
-@dataclass(frozen=True)
-class Streamed:
-    """What streaming over the rows of a weight leaves behind."""
-
-    gram: Tensor
-    """`(P, N/P, N/P)` float64: inner products within each of `P` consecutive groups."""
-    sums: Tensor | None
-    """`(M, p, q)`: `Σ_i w_i G_i` for each of `M` weight vectors, or None if none was asked for."""
+    def among_rows(self) -> "Lookup":
+        """The same use with `rows` as the only rows of the weight."""
+        found = torch.searchsorted(self.rows, self.ids.clamp(min=0))
+        return replace(self, ids=torch.where(self.ids >= 0, found, -1))
 
 
-def stream(
-    uses: Sequence[Use],
-    rows: int,
-    weights: Tensor | None = None,
-    *,
-    groups: int = 1,
-    out_dtype: torch.dtype | None = None,
-) -> Streamed:
-    """Gram and weighted sums of the per-rollout gradients of one weight, chunk by chunk over its rows.
+class Contractor:
+    """Contracts rows into Grams and weighted sums, in the same way for a whole measurement."""
 
-    The uses of the weight are added *before* the Gram is taken: cross terms between uses belong to it.
+    def __init__(self, rollouts: int, groups: int, weights: Tensor | None) -> None:
+        """Take the number of rollouts, of groups of them, and the `(M, N)` weight vectors or None."""
+        self.rollouts = rollouts
+        self.groups = groups
+        self.weights = weights
+        self._tiles: dict[torch.dtype, kernels.Tile] = {}
 
-    Args:
-        uses: Every use of the weight; all with the same `N` and `q`. Factors come first.
-        rows: The number `p` of rows.
-        weights: `(M, N)`, or None.
-        groups: Take inner products only within each of this many consecutive groups of rollouts.
-        out_dtype: dtype of the sums; that of the gradients by default.
-    """
-    sample = uses[0].columns
-    rollouts, _, q = sample.shape
-    gram = torch.zeros(groups, rollouts // groups, rollouts // groups, dtype=torch.float64, device=sample.device)
-    sums = None
-    if weights is not None:
-        sums = torch.empty(len(weights), rows, q, dtype=out_dtype or sample.dtype, device=sample.device)
-    budget = CHUNK_ELEMENTS_CUDA if sample.device.type == "cuda" else CHUNK_ELEMENTS
-    step = max(1, budget // (rollouts * q))
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        chunk = gradient_rows(uses, start, stop)  # (N, stop - start, q)
-        gram += row_gram(chunk.flatten(1), groups)
-        if sums is not None and weights is not None:
-            sums[:, start:stop] = weighted_sums(chunk, weights)
-    return Streamed(gram, sums)
+    def stream(self, uses: Sequence[Use], rows: int, *, out_dtype: torch.dtype) -> tuple[list[Tensor], Tensor | None]:
+        """Grams and weighted sums of the per-rollout gradients of one weight, chunk by chunk over its rows.
+
+        The uses of the weight are added *before* the Gram is taken: cross terms between uses belong to it.
+
+        Args:
+            uses: Every use of the weight; all with the same `N` and `q`. Factors come first.
+            rows: The number `p` of rows.
+            out_dtype: dtype of the sums.
+
+        Returns:
+            One raw Gram a chunk, for `grams`, and the sums `(M, p, q)`, or None if there are no weight vectors.
+        """
+        sample = uses[0].columns
+        q = sample.shape[2]
+        sums = None
+        if self.weights is not None:
+            sums = torch.empty(len(self.weights), rows, q, dtype=out_dtype, device=sample.device)
+        raw = []
+        step = rows_at_a_time(self.rollouts * q, sample.device)
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            chunk = gradient_rows(uses, start, stop)  # (N, stop - start, q)
+            raw.append(self.contract(chunk.flatten(1), None if sums is None else sums[:, start:stop].flatten(1)))
+        return raw, sums
+
+    def contract(self, rows: Tensor, out: Tensor | None) -> Tensor:
+        """Raw Gram of rows `(N, D)`; their weighted sums are written into `out` `(M, D)`."""
+        if kernels.serves(rows, out):
+            if rows.dtype not in self._tiles:
+                self._tiles[rows.dtype] = kernels.Tile.of(self.rollouts, self.weights, rows.dtype)
+            return kernels.gram_and_sums(rows, self._tiles[rows.dtype], out)
+        if out is not None and self.weights is not None:
+            wide = torch.promote_types(rows.dtype, torch.float32)
+            out.copy_(self.weights.to(wide) @ rows.to(wide))
+        return row_gram(rows, self.groups)
+
+    def grams(self, raw: Mapping[int, Sequence[Tensor]]) -> dict[int, Tensor]:
+        """Sums of raw Grams as `(P, N/P, N/P)` float64 on the CPU, all of them brought there in one piece."""
+        owners = [key for key, parts in raw.items() for _ in parts]
+        parts = [part for parts in raw.values() for part in parts]
+        made: dict[int, Tensor] = {}
+        for is_folded in (True, False):
+            chosen = [(owner, part) for owner, part in zip(owners, parts, strict=True) if (part.ndim == 2) == is_folded]
+            if not chosen:
+                continue
+            stacked = torch.stack([part for _, part in chosen])
+            if is_folded:
+                whole = kernels.unfolded(stacked, next(iter(self._tiles.values())))
+                stacked = blocks_of(whole[:, : self.rollouts, : self.rollouts], self.groups)
+            for (owner, _), gram in zip(chosen, stacked.cpu(), strict=True):
+                made[owner] = made[owner] + gram if owner in made else gram
+        return made
+
+
+def rows_at_a_time(elements: int, device: torch.device) -> int:
+    """Rows of `elements` each that a chunk holds; a multiple of 128 on a GPU, whose products want aligned operands."""
+    if device.type == "cuda":
+        return max(128, CHUNK_ELEMENTS_CUDA // elements // 128 * 128)
+    return max(1, CHUNK_ELEMENTS // elements)
+
+
+def blocks_of(grams: Tensor, groups: int) -> Tensor:
+    """The blocks `(…, P, N/P, N/P)` on the diagonal of Grams `(…, N, N)`."""
+    size = grams.shape[-1] // groups
+    return grams.unflatten(-1, (groups, size)).unflatten(-3, (groups, size)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
 def gradient_rows(uses: Sequence[Use], start: int, stop: int) -> Tensor:
@@ -144,25 +177,17 @@ def gradient_rows(uses: Sequence[Use], start: int, stop: int) -> Tensor:
     return chunk
 
 
-def weighted_sums(chunk: Tensor, weights: Tensor) -> Tensor:
-    """`Σ_i w_mi G_i` for every weight vector: `(M, rows, q)`, accumulated in at least float32."""
-    wide = torch.promote_types(chunk.dtype, torch.float32)
-    if chunk.dtype == wide:
-        return (weights.to(wide) @ chunk.flatten(1)).unflatten(1, chunk.shape[1:])
-    return torch.einsum("mi,irq->mrq", weights.to(wide), chunk.to(wide))
-
-
 def row_gram(rows: Tensor, groups: int = 1) -> Tensor:
-    """Gram of rows `(N, D)` within each of `P` consecutive groups, `(P, N/P, N/P)` float64.
+    """Gram of rows `(…, N, D)` within each of `P` consecutive groups, `(…, P, N/P, N/P)` float64.
 
     No float32 dot product is longer than `DOT_LENGTH`: over millions of terms it would lose three digits; cut into
     blocks whose partial sums are added in float64 it keeps the precision of the rows.
     """
-    rows = rows.to(torch.promote_types(rows.dtype, torch.float32)).unflatten(0, (groups, -1))  # (P, R, D)
-    whole = rows.shape[2] - rows.shape[2] % DOT_LENGTH
-    rest = rows[:, :, whole:]
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32)).unflatten(-2, (groups, -1))  # (…, P, R, D)
+    whole = rows.shape[-1] - rows.shape[-1] % DOT_LENGTH
+    rest = rows[..., whole:]
     gram = (rest @ rest.mT).double()
     if whole:
-        blocks = rows[:, :, :whole].unflatten(2, (-1, DOT_LENGTH)).movedim(2, 0)  # (blocks, P, R, DOT_LENGTH)
+        blocks = rows[..., :whole].unflatten(-1, (-1, DOT_LENGTH)).movedim(-2, 0)  # (blocks, …, P, R, DOT_LENGTH)
         gram = gram + (blocks @ blocks.mT).sum(0, dtype=torch.float64)
     return gram

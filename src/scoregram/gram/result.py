@@ -12,7 +12,7 @@ class Gram:
     """Inner products of per-rollout scores over all trainable parameters."""
 
     matrix: Float[Tensor, "rollouts rollouts"]
-    """`K_ij = ⟨ψ_i, ψ_j⟩`, float64. With within-group blocks only, `nan` between groups."""
+    """`K_ij = ⟨ψ_i, ψ_j⟩`, float64, on the CPU. With within-group blocks only, `nan` between groups."""
     by_layer: Mapping[str, Float[Tensor, "rollouts rollouts"]]
     """The same for every module that owns trainable parameters; they add up to `matrix`.
 

@@ -1,11 +1,11 @@
 """An independent check of a measured Gram: `wᵀKw` against `‖Σ w_i ψ_i‖²` from a plain backward pass."""
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from scoregram.checks import fail
 from scoregram.gram.batch import Batch
-from scoregram.gram.intercept import DropoutOff
+from scoregram.gram.dropout import DropoutOff
 from scoregram.gram.replay import loss_gradients
 from scoregram.gram.result import Gram
 
@@ -24,7 +24,6 @@ def verify_gram(model: nn.Module, batch: Batch, gram: Gram, group_size: int | No
     for start in range(0, batch.rollouts, size):
         weights = torch.zeros(batch.rollouts, dtype=torch.float64)
         weights[start : start + size] = torch.randn(size, generator=generator, dtype=torch.float64)
-        weights = weights.to(gram.matrix.device)
         grads = loss_gradients(model, batch.weighted(weights), parameters, DropoutOff())
         plain = sum(float(grad.double().square().sum()) for grad in grads)
         block = gram.matrix[start : start + size, start : start + size]
@@ -38,8 +37,3 @@ def verify_gram(model: nn.Module, batch: Batch, gram: Gram, group_size: int | No
                 f"a disagreement of {disagree_at:.2e} for rollouts {start} to {start + size - 1}",
                 "A layer mixes rollouts or is not batch first; please report the architecture.",
             )
-
-
-def relative_error(measured: Tensor, reference: Tensor) -> float:
-    """Frobenius distance relative to the reference."""
-    return float((measured - reference).norm() / reference.norm())

@@ -1,0 +1,89 @@
+"""The kernels themselves; `kernels` launches them and `outer` and `head` hold their plain twins. Needs Triton."""
+
+# pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def gram_and_sums(
+    rows_ptr,
+    sums_ptr,
+    high_ptr,
+    low_ptr,
+    partial_ptr,
+    width,
+    sums_stride,
+    rollouts,
+    COUNT: tl.constexpr,
+    PADDED: tl.constexpr,
+    STACK: tl.constexpr,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Products of a tile of rows with itself, summed over `BLOCKS` column blocks, and its weighted sums."""
+    program = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, TILE)
+    rollout = (row % PADDED)[:, None]
+    within = ((row // PADDED) * COLUMNS)[:, None] + tl.arange(0, COLUMNS)[None, :]
+    square = row[:, None] * TILE + row[None, :]
+    read = rollout < rollouts
+    offset = rollout.to(tl.int64) * width
+    sums_offset = rollout.to(tl.int64) * sums_stride
+    gram = tl.zeros((TILE, TILE), dtype=tl.float32)
+    if COUNT > 0:
+        high = tl.load(high_ptr + square)
+        low = tl.load(low_ptr + square)
+    for block in range(BLOCKS):
+        column = (program * BLOCKS + block) * (COLUMNS * STACK) + within
+        tile = tl.load(rows_ptr + offset + column, mask=read & (column < width), other=0.0)
+        gram = tl.dot(tile, tl.trans(tile), gram)
+        if COUNT > 0:
+            total = tl.dot(high, tile)
+            total = tl.dot(low, tile, total)
+            tl.store(sums_ptr + sums_offset + column, total.to(tile.dtype), mask=(rollout < COUNT) & (column < width))
+    tl.store(partial_ptr + program * TILE * TILE + square, gram)
+
+
+@triton.jit
+def softmax_gradient(
+    logits_ptr, tokens_ptr, factors_ptr, log_probs_ptr, normaliser_ptr, width, inverse, BLOCK: tl.constexpr
+):
+    """One row of logits: normaliser, log-probability of the token, then the gradient over the logits."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * width
+    lane = tl.arange(0, BLOCK)
+    highest = -float("inf")
+    total = 0.0
+    for start in range(0, width, BLOCK):
+        value = tl.load(logits_ptr + start + lane, mask=start + lane < width, other=-float("inf"))
+        value = value.to(tl.float32) * inverse
+        top = tl.maximum(highest, tl.max(value, 0))
+        total = total * tl.exp(highest - top) + tl.sum(tl.exp(value - top), 0)
+        highest = top
+    normaliser = highest + tl.log(total)
+    token = tl.load(tokens_ptr + row)
+    factor = tl.load(factors_ptr + row)
+    chosen = tl.load(logits_ptr + token).to(tl.float32) * inverse
+    tl.store(log_probs_ptr + row, chosen - normaliser)
+    tl.store(normaliser_ptr + row, normaliser)
+    for start in range(0, width, BLOCK):
+        here = start + lane < width
+        value = tl.load(logits_ptr + start + lane, mask=here, other=-float("inf")).to(tl.float32) * inverse
+        gradient = factor * (tl.where(start + lane == token, 1.0, 0.0) - tl.exp(value - normaliser))
+        tl.store(logits_ptr + start + lane, gradient.to(logits_ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def logit_gradient(logits_ptr, tokens_ptr, factors_ptr, normaliser_ptr, width, first, inverse, BLOCK: tl.constexpr):
+    """One block of a row of logits into its gradient, the normaliser being known."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = lane < width
+    token = tl.load(tokens_ptr + row)
+    factor = tl.load(factors_ptr + row)
+    normaliser = tl.load(normaliser_ptr + row)
+    value = tl.load(logits_ptr + row * width + lane, mask=here, other=-float("inf")).to(tl.float32) * inverse
+    gradient = factor * (tl.where(lane + first == token, 1.0, 0.0) - tl.exp(value - normaliser))
+    tl.store(logits_ptr + row * width + lane, gradient.to(logits_ptr.dtype.element_ty), mask=here)
