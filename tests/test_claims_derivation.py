@@ -5,6 +5,7 @@ from scoregram.advantages import leave_one_out, mean_centered
 from scoregram.theory.claims import derivation
 from scoregram.theory.claims.derivation import DERIVATION
 from scoregram.theory.claims.ledger import Verdict
+from scoregram.theory.lab import multiturn as lab
 from tests.claims_cases import break_estimator, check_verdicts, finding
 
 
@@ -47,6 +48,7 @@ def test_a_broken_estimator_is_noticed(monkeypatch, name, fn, claim):
     ("theorem", "wrong", "claim"),
     [
         ("group_mean_scale", lambda size: 1.0, "single-turn-exact"),
+        ("advantage_offset", lambda truth: 1.01 * lab.advantage_offset(truth), "eq-13"),
         ("energy_return_covariance", lambda truth: torch.zeros_like(truth.value), "eq-7-baseline"),
         ("excess_variance", lambda b, best, trace, size: 2 * (b - best) ** 2 * trace, "eq-7-baseline"),
     ],

@@ -15,9 +15,7 @@ EXPECTED = {
     "eq-23": Verdict.CORRECTED,
     "multi-turn-bias": Verdict.FALSE,
     "multi-turn-bias-linear": Verdict.FALSE,
-    "sec-6-token-advantage": Verdict.FALSE,
     "multi-turn-no-bootstrap": Verdict.HOLDS,
-    "sec-6-single-turn-exact": Verdict.CORRECTED,
     "eq-26": Verdict.CORRECTED,
     "eq-27": Verdict.HOLDS,
     "a3-past-reward-leakage": Verdict.HOLDS,
@@ -43,14 +41,14 @@ def test_every_verdict():
         assert bool(entry.finding.correction) == (entry.finding.verdict is not Verdict.HOLDS)
 
 
-@pytest.mark.parametrize("name", ["eq-23", "multi-turn-bias", "sec-6-single-turn-exact", "eq-26", "a3-single-turn"])
+@pytest.mark.parametrize("name", ["eq-23", "multi-turn-bias", "eq-26", "a3-single-turn"])
 def test_a_leave_one_out_that_sees_itself_is_noticed(monkeypatch, name):
     for module in (multiturn, multiturn_appendix):
         monkeypatch.setattr(module, "leave_one_out", mean_centered)
     assert verdict(name) is Verdict.BROKEN
 
 
-@pytest.mark.parametrize("name", ["eq-23", "multi-turn-bias", "sec-6-single-turn-exact", "eq-26", "a3-single-turn"])
+@pytest.mark.parametrize("name", ["eq-23", "multi-turn-bias", "eq-26", "a3-single-turn"])
 def test_a_group_mean_that_does_not_see_itself_is_noticed(monkeypatch, name):
     for module in (multiturn, multiturn_appendix):
         monkeypatch.setattr(module, "mean_centered", leave_one_out)
@@ -65,7 +63,7 @@ def test_value_differences_that_forget_the_reward_are_noticed(monkeypatch, name)
     assert verdict(name) is Verdict.BROKEN
 
 
-@pytest.mark.parametrize("name", ["eq-23", "sec-6-token-advantage", "eq-27"])
+@pytest.mark.parametrize("name", ["eq-23", "eq-27"])
 def test_an_offset_one_percent_off_is_noticed(monkeypatch, name):
     def stretched(truth):
         return 1.01 * lab.advantage_offset(truth)

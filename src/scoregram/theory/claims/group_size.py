@@ -215,7 +215,7 @@ GROUP_SIZE = (
     printed_in_ustatistic(
         "ustat-experiment-universal",
         "Experiments, MATH",
-        "The best group size is the same at every number of rollouts.",
+        "Trained on MATH, the best group size is the same at every number of rollouts.",
         _math_runs,
     ),
     printed_in_ustatistic(

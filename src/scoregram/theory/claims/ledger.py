@@ -31,7 +31,8 @@ class Verdict(StrEnum):
     NEEDS_MEASUREMENT = "needs measurement"
     """An empirical statement that no enumeration can decide; the finding names what is to be measured."""
     BROKEN = "check failed"
-    """Neither the printed nor the corrected statement held in this run: our code or our correction is wrong."""
+    """Neither the printed nor the corrected statement held in this run, or the check ended in an error: our code or
+    our correction is wrong."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,14 @@ def between(name: str, values: Sequence[float]) -> dict[str, Number]:
 
 
 def run(claims: Iterable[Claim]) -> Iterator[Entry]:
-    """Check the claims one after another, so that a caller can show progress."""
+    """Check the claims one after another, so that a caller can show progress.
+
+    A check that raises is a check that failed, with the error as its evidence; the others still run.
+    """
     for claim in claims:
         start = time.perf_counter()
-        finding = claim.check()
+        try:
+            finding = claim.check()
+        except Exception as error:  # whatever a broken check raises, the ledger is to be told, not to end
+            finding = Finding(Verdict.BROKEN, {"error": f"{type(error).__name__}: {error}"})
         yield Entry(claim, finding, time.perf_counter() - start)

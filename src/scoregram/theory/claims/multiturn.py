@@ -10,7 +10,6 @@ from scoregram.theory.claims.grounds import (
     EXACT,
     INDEPENDENT_TURNS,
     MULTI_TURN,
-    SINGLE_TURN,
     ground,
     grounds,
 )
@@ -158,23 +157,6 @@ def _linear_growth() -> Finding:
     )
 
 
-def _token_advantage() -> Finding:
-    largest = formula = bias = 0.0
-    for truth in grounds(*SINGLE_TURN):
-        credit = CREDITS["return_minus_start_value"].fn(truth)
-        largest = max(largest, error_gap(truth, credit, 0 * truth.advantage))
-        formula = max(formula, error_gap(truth, credit, advantage_offset(truth)[:, None].expand_as(truth.advantage)))
-        bias = max(bias, float(gradient_bias_by_turn(truth, credit).max()))
-    return refuted(
-        printed=largest <= EXACT,
-        truth=max(formula, bias) <= EXACT,
-        evidence={"largest error at a token": largest, "gap to v(s_t) - v(s_0)": formula, "gradient bias": bias},
-        correction="In one turn of several tokens A(s_t,a_t) = v(s_{t+1}) - v(s_t), and R - v(s_0) misses it by "
-        "v(s_t) - v(s_0) given the prefix: eq. (23) with tokens for turns. It is a choice of baseline that leaves the "
-        "gradient right, here as across turns.",
-    )
-
-
 def _no_bootstrap() -> Finding:
     uniform, differing = 0.0, math.inf
     for truth in grounds(*MULTI_TURN):
@@ -186,26 +168,6 @@ def _no_bootstrap() -> Finding:
     return as_printed(
         uniform <= EXACT < differing,
         {"spread of Â between turns": uniform, "spread of r + v(s') - v(s), least world": differing},
-    )
-
-
-def _exact_in_one_turn() -> Finding:
-    scales, direction, others = {}, 0.0, 0.0
-    for size in (2, 4, 8):
-        for truth in grounds(*SINGLE_TURN):
-            for prompt, target in enumerate(truth.gradient):
-                own = group_moments(truth, mean_centered, prompt=prompt, group_size=size).expected
-                scales[size] = float(own @ target / (target @ target))
-                direction = max(direction, float((own - (size - 1) / size * target).norm() / target.norm()))
-                rest = group_moments(truth, leave_one_out, prompt=prompt, group_size=size)
-                others = max(others, rest.relative_bias)
-    return corrected(
-        printed=all(abs(scale - 1) <= EXACT for scale in scales.values()),
-        truth=max(direction, others) <= EXACT,
-        evidence={f"scale of E ĝ, R={size}": scale for size, scale in scales.items()}
-        | {"gap to (R-1)/R ∇J": direction, "bias, mean of the others": others},
-        correction="E ĝ = (R-1)/R ∇J: the right direction, half the length at R = 2. The mean of the other rollouts is "
-        "exact, in one turn and in several.",
     )
 
 
@@ -241,22 +203,10 @@ SECTION_6 = (
         _linear_growth,
     ),
     Claim(
-        "sec-6-token-advantage",
-        "§6, single-turn setting",
-        "With one reward at the end, the advantage at every token is that reward minus v(s_0).",
-        _token_advantage,
-    ),
-    Claim(
         "multi-turn-no-bootstrap",
         "§6, 'In short'",
         "Without a value function GRPO cannot use the value of the next state.",
         _no_bootstrap,
-    ),
-    Claim(
-        "sec-6-single-turn-exact",
-        "§6, 'In short'",
-        "GRPO is exact for single-turn generation.",
-        _exact_in_one_turn,
     ),
 )
 """The claims of Section 6, in its order."""

@@ -114,7 +114,7 @@ def verdict_cell(entry: Entry) -> Group:
     numbers.add_column(justify="right", style="bold", no_wrap=True)
     numbers.add_column(style="dim")
     for name, value in finding.evidence.items():
-        numbers.add_row(shown(value), name)
+        numbers.add_row(Text(shown(value)), Text(name))  # a plain string would lose what it has in brackets
     return Group(*parts, numbers)
 
 

@@ -297,8 +297,8 @@ STRUCTURE: tuple[Claim, ...] = (
     ),
     Claim(
         "cor-4.2-scale-std",
-        "Corollary 4.2, first sentence, for GRPO with its division by the standard deviation",
-        "The length of the update scales with the reward deviation σ_r.",
+        "Corollary 4.2, first sentence, read for GRPO",
+        "Divided by the standard deviation too, the length of the update scales with the reward deviation σ_r.",
         norm_scales_with_spread_standardised,
     ),
     Claim(
@@ -309,8 +309,8 @@ STRUCTURE: tuple[Claim, ...] = (
     ),
     Claim(
         "cor-4.2-vanish-std",
-        "Corollary 4.2, second sentence, for GRPO with its division by the standard deviation",
-        "As σ_r -> 0 all advantages of a group go to zero together.",
+        "Corollary 4.2, second sentence, read for GRPO",
+        "Divided by the standard deviation too, as σ_r -> 0 all advantages of a group go to zero together.",
         vanish_together_standardised,
     ),
     Claim(
