@@ -112,6 +112,12 @@ def test_what_cannot_be_enumerated_is_said_to_be_left_out():
     assert [row.estimator for row in found.rows] == ["rloo"]
 
 
+def test_what_the_budget_does_not_pay_for_is_said_to_be_left_out():
+    found = comparison(case("stopping", "tabular").truth, budget=4, estimators=("rloo", "remax"))
+    assert [row.estimator for row in found.rows] == ["rloo"]
+    assert "one group of remax, 5 rollouts, got 4" in dict(found.left_out)["remax"]
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [

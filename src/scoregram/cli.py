@@ -33,6 +33,26 @@ class Claims:
 
 
 @dataclass(frozen=True)
+class Lab:
+    """Compare the exact error of every estimator in a small world at a fixed number of rollouts."""
+
+    world: str = "output_only"
+    """output_only, output_only_binary, step_rewards, user_turns or stopping."""
+    budget: int = 128
+    """Rollouts that one step may take."""
+    group_size: int = 4
+    """Rollouts per prompt."""
+    json: bool = False
+    """Print strict JSON instead of a table."""
+
+    def run(self) -> int:
+        """Print the comparison."""
+        from scoregram.theory.lab.show import show_comparison
+
+        return show_comparison(world=self.world, budget=self.budget, group_size=self.group_size, as_json=self.json)
+
+
+@dataclass(frozen=True)
 class Version:
     """Print the version."""
 
@@ -42,7 +62,11 @@ class Version:
         return 0
 
 
-Command = Annotated[Claims, tyro.conf.subcommand("claims")] | Annotated[Version, tyro.conf.subcommand("version")]
+Command = (
+    Annotated[Claims, tyro.conf.subcommand("claims")]
+    | Annotated[Lab, tyro.conf.subcommand("lab")]
+    | Annotated[Version, tyro.conf.subcommand("version")]
+)
 
 
 def main(arguments: list[str] | None = None) -> int:

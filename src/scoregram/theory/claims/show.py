@@ -1,11 +1,8 @@
 """The ledger on a terminal and as strict JSON."""
 
 import json
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
-import torch
 from rich.console import Console, Group, RenderableType
 from rich.progress import track
 from rich.table import Table
@@ -15,6 +12,7 @@ from scoregram import __version__
 from scoregram.checks import fail, listed
 from scoregram.theory.claims import CLAIMS
 from scoregram.theory.claims.ledger import Claim, Entry, Number, Verdict, run
+from scoregram.theory.lab.show import one_thread, plain
 
 COLOURS = {
     Verdict.HOLDS: "green",
@@ -39,17 +37,6 @@ def show_claims(*, ids: Sequence[str] = (), as_json: bool = False) -> int:
     else:
         print_table(entries, Console())
     return int(any(entry.finding.verdict is Verdict.BROKEN for entry in entries))
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Arithmetic in one thread inside the block: the lab's tensors are tiny, and threads would wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def selected(ids: Sequence[str]) -> list[Claim]:
@@ -79,11 +66,6 @@ def as_record(entries: Iterable[Entry]) -> dict[str, object]:
             for entry in entries
         ],
     }
-
-
-def plain(value: Number) -> Number:
-    """`value`, with a number that JSON cannot hold turned into None."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_table(entries: Sequence[Entry], console: Console) -> None:

@@ -86,9 +86,10 @@ def comparison(
     """Every estimator's exact error when a step may take `budget` rollouts in groups of `group_size`.
 
     The batch has as many groups as the budget pays for: a group costs `R` rollouts, one more for a greedy baseline,
-    and `rollouts_per_state` more for each state met when values are sampled. An estimator that couples prompts is
-    computed as if every group were a batch of its own. An estimator that selects groups is shown without selection:
-    what it would drop is an update of zero.
+    and `rollouts_per_state` more for each state met when values are sampled. An estimator too dear for the budget, or
+    with too many groups to enumerate, is left out, and said to be. One that couples prompts is computed as if every
+    group were a batch of its own. One that selects groups is shown without selection: what it would drop is an update
+    of zero.
 
     Args:
         truth: The world and the policy.
@@ -96,19 +97,18 @@ def comparison(
         group_size: `R`.
         estimators: Names; `None` for all of the table and two credits of the lab.
         rollouts_per_state: `K` of the Monte-Carlo prefix values.
-        step_groups_limit: As in `moments_of`; what passes it is left out, and said to be.
+        step_groups_limit: As in `moments_of`.
 
     Raises:
-        ScoregramError: If a name is unknown or the budget pays for no group at all.
+        ScoregramError: If a name is unknown, or every estimator had to be left out; the error is the first reason.
     """
     names = [*ESTIMATORS, *BESIDE_THE_TABLE] if estimators is None else list(estimators)
     rows, left_out = [], []
     for name in names:
         cost = rollouts_of_group(truth, name, group_size=group_size, rollouts_per_state=rollouts_per_state)
         prompts = math.floor(budget / cost)
-        if prompts < 1:
-            fail("comparison", f"the budget must pay for one group of {name}, {cost:g} rollouts", budget, "Raise it.")
         try:
+            _require_a_group(prompts, name, cost=cost, budget=budget)
             moments = moments_of(
                 truth,
                 name,
@@ -120,6 +120,8 @@ def comparison(
             left_out.append((name, str(error)))
             continue
         rows.append(_row(name, group_size, prompts, prompts * cost, across_prompts(truth, moments, prompts=prompts)))
+    if not rows:
+        raise ScoregramError(left_out[0][1])
     return Comparison(budget, tuple(sorted(rows, key=lambda row: row.mse)), tuple(left_out))
 
 
@@ -176,6 +178,11 @@ def moments_of(
         return tuple(replace(moments, variance=moments.variance / group_size) for moments in single)
     steps = {"group_size": group_size, "needs": needs, "groups_limit": step_groups_limit}
     return tuple(turn_moments(truth, row.fn, prompt=p, **steps) for p in every)
+
+
+def _require_a_group(prompts: int, name: str, *, cost: float, budget: int) -> None:
+    if prompts < 1:
+        fail("comparison", f"the budget must pay for one group of {name}, {cost:g} rollouts", budget, "Raise it.")
 
 
 def _row(name: str, group_size: int, prompts: int, rollouts: float, moments: UpdateMoments) -> Row:

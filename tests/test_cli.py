@@ -1,0 +1,142 @@
+"""The commands as a user meets them: status, what goes to which stream, and strict JSON."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from scoregram import __version__, cli
+from scoregram.advantages import ESTIMATORS
+from scoregram.theory.claims import show
+from scoregram.theory.claims.ledger import Claim, Finding, Verdict, as_printed
+from scoregram.theory.lab.comparison import BESIDE_THE_TABLE
+from scoregram.theory.lab.worlds import WORLDS
+
+VERDICTS = {str(verdict) for verdict in Verdict}
+
+
+def scoregram(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, without the checks of this suite."""
+    return subprocess.run([sys.executable, "-m", "scoregram.cli", *arguments], capture_output=True, text=True)
+
+
+def strictly(text: str) -> dict:
+    """JSON as the standard has it: no NaN, no Infinity."""
+
+    def refuse(constant: str):
+        raise ValueError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.fixture
+def ledger_of(monkeypatch):
+    """Puts other claims into the ledger."""
+
+    def put(*findings: Finding) -> None:
+        claims = [Claim(f"claim-{i}", "here", f"Statement {i}.", lambda f=f: f) for i, f in enumerate(findings)]
+        monkeypatch.setattr(show, "CLAIMS", tuple(claims))
+
+    return put
+
+
+def test_help_lists_the_commands():
+    done = scoregram("--help")
+    assert done.returncode == 0 and not done.stderr
+    assert all(command in done.stdout for command in ("claims", "lab", "version"))
+
+
+def test_version():
+    assert scoregram("version").stdout.strip() == __version__
+
+
+def test_the_whole_ledger_is_strict_json():
+    done = scoregram("claims", "--json")
+    assert done.returncode == 0, done.stderr
+    record = strictly(done.stdout)
+    claims = record["claims"]
+    assert record["scoregram"] == __version__
+    assert len(claims) >= 35
+    assert len({claim["id"] for claim in claims}) == len(claims)
+    for claim in claims:
+        assert claim["verdict"] in VERDICTS - {str(Verdict.BROKEN)}, claim
+        assert any(type(value) in (int, float) for value in claim["evidence"].values()), claim
+        assert claim["place"] and claim["statement"] and claim["paper"]
+        assert bool(claim["correction"]) == (claim["verdict"] != Verdict.HOLDS), claim["id"]
+
+
+def test_an_unknown_id_is_one_sentence_and_status_two(capsys):
+    assert cli.main(["claims", "--id", "thm-9.9"]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.count("\n") == 1 and err.startswith("scoregram: claims: an id must be one of ")
+    assert err.endswith("got 'thm-9.9'. Check the spelling.\n")
+
+
+def test_a_failed_check_is_status_one(ledger_of, capsys):
+    ledger_of(as_printed(True, {"gap": 0.0}), as_printed(False, {"gap": 1.0}))
+    assert cli.main(["claims", "--json"]) == 1
+    verdicts = [claim["verdict"] for claim in strictly(capsys.readouterr().out)["claims"]]
+    assert verdicts == ["holds", "check failed"]
+    assert cli.main(["claims", "--json", "--id", "claim-0"]) == 0
+
+
+def test_a_number_that_json_cannot_hold_becomes_null(ledger_of, capsys):
+    ledger_of(as_printed(True, {"nan": float("nan"), "inf": float("inf"), "word": "nan", "yes": True, "whole": 3}))
+    assert cli.main(["claims", "--json"]) == 0
+    evidence = strictly(capsys.readouterr().out)["claims"][0]["evidence"]
+    assert evidence == {"nan": None, "inf": None, "word": "nan", "yes": True, "whole": 3}
+
+
+def test_the_table_names_every_claim_and_counts_verdicts(ledger_of, capsys):
+    ledger_of(as_printed(True, {"gap": 0.125}), as_printed(True, {}), as_printed(False, {"off by [red]": 2}))
+    assert cli.main(["claims"]) == 1
+    out = capsys.readouterr().out
+    assert all(f"claim-{i}" in out for i in range(3))
+    assert "0.125" in out and "[red]" in out  # what stands in brackets is text, not a style
+    assert "2  holds" in out and "1  check failed" in out and "3 claims checked" in out
+
+
+def test_a_command_is_required():
+    done = scoregram()
+    assert done.returncode == 2 and not done.stdout
+
+
+def test_the_help_of_the_lab_names_its_worlds():
+    told = scoregram("lab", "--help").stdout
+    assert all(world in told for world in WORLDS)
+
+
+def test_the_comparison_is_strict_json(capsys):
+    assert cli.main(["lab", "--world", "step_rewards", "--budget", "12", "--group-size", "2", "--json"]) == 0
+    record = strictly(capsys.readouterr().out)
+    names = [row["estimator"] for row in record["rows"]]
+    assert set(names) | set(record["left_out"]) == {*ESTIMATORS, *BESIDE_THE_TABLE}
+    assert all(row["rollouts"] <= 12 and row["group_size"] == 2 for row in record["rows"])
+    within_reach = [row for row in record["rows"] if not row["given_values"]]
+    assert within_reach[0]["estimator"] == record["least_error"]  # rows come with the least error first
+    assert max(within_reach, key=lambda row: row["snr_squared"])["estimator"] == record["highest_snr"]
+
+
+def test_the_comparison_marks_its_winners_and_says_what_is_missing(capsys):
+    assert cli.main(["lab", "--world", "stopping", "--budget", "4", "--group-size", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "stopping: a step of at most 4 rollouts in groups of 2" in out
+    assert out.count("★") == 2 and out.count("☆") == 2  # in the table, and in what explains the marks
+    assert "left out: vineppo" in out and "least error" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--world", "moon"], "lab: the name must be one of output_only, .*got 'moon'. Check the spelling."),
+        (["--budget", "3"], "comparison: the budget must pay for one group of reinforce, 4 rollouts, got 3. Raise it."),
+        (["--group-size", "0"], "lab: a group must have at least 1 rollout, got 0. Raise --group-size."),
+    ],
+)
+def test_a_wrong_question_to_the_lab_is_one_sentence_and_status_two(options, says, capsys):
+    assert cli.main(["lab", *options]) == 2
+    out, err = capsys.readouterr()
+    assert not out and re.fullmatch(f"scoregram: {says}\n", err)
