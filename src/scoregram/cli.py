@@ -5,7 +5,8 @@ Nothing heavy is imported here; a command imports what it runs, so that `scoregr
 
 import sys
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 import tyro
 
@@ -53,6 +54,57 @@ class Lab:
 
 
 @dataclass(frozen=True)
+class Bench:
+    """Measure what the exact Gram costs, beside a plain step and the other ways to get it, in one process."""
+
+    what: tyro.conf.Positional[Literal["gram"]]
+    """What to measure."""
+    shape: str = "llama-25m"
+    """llama-tiny, llama-25m, smollm2-135m, llama-1b or nemotron-4b; weights are random."""
+    rollouts: tuple[int, ...] = (8,)
+    """Numbers of rollouts."""
+    tokens: tuple[int, ...] = (128, 512)
+    """Tokens per rollout, a quarter of them prompt."""
+    dtype: str = "float32"
+    """float32, bfloat16 or float16."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    lora: int = 0
+    """Train adapters of this rank only; 0 trains everything."""
+    ways: tuple[str, ...] = ("gram+gradient", "gram", "n-backwards", "vmap", "opacus")
+    """What to time beside the plain step."""
+    repeats: int = 5
+    """Timed calls of each, in turns."""
+    threads: int = 1
+    """Threads on a CPU."""
+    json: bool = False
+    """Print strict JSON instead of a table."""
+    out: Path | None = None
+    """Also write the JSON here."""
+    plot: Path | None = None
+    """Also plot the ratios here."""
+
+    def run(self) -> int:
+        """Measure and print."""
+        from scoregram.bench.gram import run_gram_bench
+
+        return run_gram_bench(
+            shape=self.shape,
+            rollouts=self.rollouts,
+            tokens=self.tokens,
+            dtype=self.dtype,
+            device=self.device,
+            lora=self.lora,
+            ways=self.ways,
+            repeats=self.repeats,
+            threads=self.threads,
+            as_json=self.json,
+            out=self.out,
+            plot=self.plot,
+        )
+
+
+@dataclass(frozen=True)
 class Version:
     """Print the version."""
 
@@ -65,6 +117,7 @@ class Version:
 Command = (
     Annotated[Claims, tyro.conf.subcommand("claims")]
     | Annotated[Lab, tyro.conf.subcommand("lab")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Version, tyro.conf.subcommand("version")]
 )
 
