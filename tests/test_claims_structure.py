@@ -53,7 +53,7 @@ def test_a_broken_estimator_is_noticed(monkeypatch, name, fn, claims):
             "thm-4.1-iv",
         ),
         ("update_norm_bound", lambda gram, r: 0.3 * update_norm_bound(gram, r), "cor-4.2-scale"),
-        ("standardized_scale", lambda p, size: 1.0, "sec-4-curriculum"),
+        ("standardized_weight", lambda p, size, ddof: 1.0, "sec-4-curriculum"),
         ("mixed_probability", lambda p, size: 0.5, "cor-4.2-scale-std"),
     ],
 )

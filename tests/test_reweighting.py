@@ -34,6 +34,13 @@ def test_the_weight_stays_finite_where_the_limit_does_not(p, size):
     close(standardized_weight(abs(p - 1e-9), size), math.sqrt(size - 1), rtol=1e-6)
 
 
+def test_the_weight_favours_the_ends_from_four_rollouts_on():
+    close([standardized_weight(p, 3, ddof=1) for p in (0.1, 0.3)], [standardized_weight(0.5, 3, ddof=1)] * 2)
+    weights = [standardized_weight(p, 8, ddof=1) for p in (0.5, 0.7, 0.9, 0.99, 1.0)]
+    assert weights == sorted(weights)
+    close(weights[-1], math.sqrt(7 * 7 / 8))
+
+
 def test_right_and_wrong_change_places():
     close(standardized_weight(0.2, 7), standardized_weight(0.8, 7))
     close(arcsine_objective(0.2) + arcsine_objective(0.8), math.pi)

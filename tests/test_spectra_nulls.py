@@ -92,6 +92,17 @@ def test_mean_pairwise_cosine_is_the_mean_over_pairs(group):
     assert not cosines or -1 / (len(nonzero) - 1) <= found <= 1
 
 
+def test_a_zero_score_has_no_say_in_the_mean_cosine():
+    scores = torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]]).double()
+    assert mean_pairwise_cosine(scores @ scores.mT) == pytest.approx(math.sqrt(0.5))
+    assert math.isnan(mean_pairwise_cosine(torch.zeros(3, 3)))
+
+
+def test_cosines_beyond_one_are_no_gram():
+    with pytest.raises(ScoregramError, match="cosines must lie in"):
+        mean_pairwise_cosine(torch.tensor([[1.0, 2.0], [2.0, 1.0]]))
+
+
 def test_fewer_than_two_scores_have_no_cosine_but_a_null():
     gram = torch.diag(torch.tensor([4.0, 0.0]))
     assert math.isnan(mean_pairwise_cosine(gram))

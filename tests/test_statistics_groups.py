@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scoregram.advantages import mixed_groups, standardized
 from scoregram.checks import ScoregramError
 from scoregram.statistics import (
     effective_fraction,
@@ -142,3 +143,16 @@ def test_errors_say_what_was_received(call, part):
     with pytest.raises(ScoregramError) as caught:
         call()
     assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("steps", range(9))
+def test_a_group_is_dead_exactly_where_its_advantages_are_zero(dtype, scale, steps):
+    """One idea of a constant group: what counts as dead here gets no advantage there."""
+    top = torch.tensor(scale, dtype=dtype)
+    low = top * (1 - steps * torch.finfo(dtype).eps)
+    rewards = torch.stack([top, low, top])[None]
+    alive = bool(group_outcomes(rewards).alive)
+    assert alive == bool(mixed_groups(rewards)) == bool(standardized(rewards).any())
+    assert alive == (float(top) - float(low) > 4 * torch.finfo(dtype).eps * float(top))

@@ -4,7 +4,7 @@ from itertools import product
 import pytest
 import torch
 
-from scoregram.advantages import mean_centered, standardized
+from scoregram.advantages import mean_centered
 from scoregram.checks import ScoregramError
 from scoregram.spectra import effective_rank, orthogonal_top1_fraction
 from scoregram.theory.claims.bench import coin
@@ -19,7 +19,6 @@ from scoregram.theory.theorems import (
     group_mean_scale,
     largest_stacked_rank,
     most_energy_outside_top_two,
-    standardized_scale,
     update_norm_bound,
 )
 from tests.lab_cases import CASES, case, close
@@ -110,24 +109,6 @@ def test_covariance_of_energy_and_return_moves_the_best_baseline(key):
         close(at["value"] - at["best"], float(covariance[prompt] ** 2 / truth.fisher_trace[prompt]), atol=1e-11)
 
 
-@pytest.mark.parametrize("ddof", [0, 1])
-@pytest.mark.parametrize("size", [2, 3, 6])
-@pytest.mark.parametrize(("world", "kind", "prompt"), BINARY)
-def test_standardized_scale(world, kind, prompt, size, ddof):
-    truth = case(world, kind).truth
-    update = group_moments(truth, lambda r: standardized(r, ddof=ddof), prompt=prompt, group_size=size)
-    scale = standardized_scale(float(truth.value[prompt]), size, ddof=ddof)
-    close(update.expected, scale * truth.gradient[prompt])
-
-
-def test_standardized_scale_favours_the_ends_from_four_rollouts_on():
-    close([standardized_scale(p, 3) for p in (0.1, 0.3)], [standardized_scale(0.5, 3)] * 2)
-    scales = [standardized_scale(p, 8) for p in (0.5, 0.7, 0.9, 0.99)]
-    assert scales == sorted(scales)
-    close(standardized_scale(1e-9, 8), math.sqrt(7 * 7 / 8), rtol=1e-6)
-    assert math.isnan(standardized_scale(1.0, 8)) and math.isnan(standardized_scale(0.5, 1))
-
-
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("p", [0.5, 0.8])
 def test_expected_orthogonal_top1_fraction_by_all_ordered_groups(p, size):
@@ -145,8 +126,8 @@ def test_expected_orthogonal_top1_fraction_by_all_ordered_groups(p, size):
 @pytest.mark.parametrize("max_rank", [2, 3, 5, 8])
 def test_no_spectrum_has_more_energy_outside_the_first_two(max_rank):
     generator = torch.Generator().manual_seed(max_rank)
-    spectra = torch.rand(1000, max_rank, dtype=torch.float64, generator=generator).pow(
-        6 * torch.rand(1000, 1, dtype=torch.float64, generator=generator)
+    spectra = torch.rand(300, max_rank, dtype=torch.float64, generator=generator).pow(
+        6 * torch.rand(300, 1, dtype=torch.float64, generator=generator)
     )
     energies = (spectra / spectra.sum(dim=-1, keepdim=True)).sort(dim=-1, descending=True).values
     ranks = effective_rank(energies.sqrt())
