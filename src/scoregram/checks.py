@@ -12,6 +12,9 @@ from scoregram.errors import ScoregramError as ScoregramError
 
 Row = TypeVar("Row")
 
+ROUNDING_STEPS = 4
+"""A spread of at most this many rounding steps of the largest reward counts as none at all, wherever it is judged."""
+
 
 def fail(caller: str, requirement: str, got: object, remedy: str) -> NoReturn:
     """Raise a `ScoregramError` in the one wording of this library."""

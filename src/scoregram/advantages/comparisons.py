@@ -10,14 +10,11 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from scoregram.checks import fail, require_finite, require_group_size, require_same_shape
+from scoregram.checks import ROUNDING_STEPS, fail, require_finite, require_group_size, require_same_shape
 
 Values = Float[Tensor, "*batch members"]
 Members = Bool[Tensor, "*batch members"]
 Pairs = Float[Tensor, "*batch members members"]
-
-ROUNDING_STEPS = 4
-"""A spread of at most this many rounding steps of the largest reward counts as none at all."""
 
 
 def admitted(

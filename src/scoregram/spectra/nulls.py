@@ -109,6 +109,9 @@ def mean_pairwise_cosine(gram: GramMatrix) -> float:
     orthogonal on average; never below `-1/(n-1)` for `n` nonzero scores, and brought back there from rounding; `nan`
     for fewer than two.
 
+    Raises:
+        ScoregramError: If an entry exceeds `√(K_ii K_jj)` by more than a millionth: K is then no Gram.
+
     Example:
         >>> mean_pairwise_cosine(torch.tensor([[4.0, 1.0], [1.0, 1.0]]))
         0.5
@@ -120,6 +123,10 @@ def mean_pairwise_cosine(gram: GramMatrix) -> float:
         return math.nan
     unit = torch.where(nonzero, k.diagonal().rsqrt(), 0.0)
     cosines = unit[:, None] * k * unit[None, :]
+    worst = float(cosines.abs().max())
+    if worst > 1 + PSD_RTOL:
+        remedy = "Pass K = ΨΨᵀ, in float32 or better."
+        fail("mean_pairwise_cosine", "cosines must lie in [-1, 1]", f"{worst:g}", remedy)
     mean = float(cosines.sum() - cosines.diagonal().sum()) / (count * (count - 1))
     return min(max(mean, _least_common_cosine(count)), 1.0)
 

@@ -42,7 +42,6 @@ from scoregram.statistics.noise import (
 )
 from scoregram.statistics.update import (
     cosine_matrix,
-    mean_cosine,
     prompt_shares,
     rollout_shares,
     update_cancellation,
@@ -74,7 +73,6 @@ __all__ = [
     "held_out_effect",
     "leave_one_out_mse",
     "mean_baseline_mse",
-    "mean_cosine",
     "mixed_probability",
     "mse_curve",
     "noise_components",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from scoregram.checks import fail, require_finite, require_group_size, require_in_range
+from scoregram.checks import ROUNDING_STEPS, fail, require_finite, require_group_size, require_in_range
 from scoregram.types import Advantages, PromptMask, Rewards
 
 
@@ -57,8 +57,9 @@ def group_outcomes(
         rewards: `(P, R)`.
         right: The reward that means right.
         wrong: The reward that means wrong.
-        rtol: Default: eight times the machine epsilon of the dtype of `rewards`, so that a spread at scale 1e-6 is
-            a spread. A dead group is right (wrong) if it is within `rtol · max(|right|, |wrong|)` of that value.
+        rtol: Default: `ROUNDING_STEPS` times the machine epsilon of the dtype of `rewards`, which is what advantages go
+            by; a spread at scale 1e-6 is a spread. A dead group is right (wrong) if it is within
+            `rtol · max(|right|, |wrong|)` of that value.
 
     Raises:
         ScoregramError: If a reward is not finite, a group is empty, or `right` equals `wrong`.
@@ -83,7 +84,7 @@ def group_outcomes(
 def effective_fraction(advantages: Advantages, *, epsilon: float | int) -> float:
     """Share of rollouts whose advantage is larger than `epsilon` in size: the ε-effective rollouts.
 
-    Strict, `|A| > ε`, up to eight machine epsilons of the dtype, so that `1 - 0.7` is not above `0.3`.
+    Strict, `|A| > ε`, up to `ROUNDING_STEPS` machine epsilons of the dtype, so that `1 - 0.7` is not above `0.3`.
     Reads: `0` no rollout moves the update by more than ε; `1` all do; `nan` without a rollout. Its expectation
     over groups is bounded by `effective_fraction_bound` if advantages are rewards less their group mean.
 
@@ -176,7 +177,7 @@ def expected_success_given_mixed(success: float | int, group_size: int) -> float
 
 
 def _rounding(values: Tensor) -> float:
-    return 8 * torch.finfo(values.dtype).eps
+    return ROUNDING_STEPS * torch.finfo(values.dtype).eps
 
 
 def _require_threshold(epsilon: float | int, *, caller: str, zero_allowed: bool) -> None:

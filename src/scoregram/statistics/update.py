@@ -73,21 +73,6 @@ def cosines_unchecked(gram: Tensor) -> Tensor:
     return (gram / norms[:, None] / norms[None, :]).masked_fill(no_direction, math.nan)
 
 
-def mean_cosine(gram: BatchGram) -> float:
-    """Mean cosine over the pairs of different rollouts.
-
-    Reads: `1` all scores point one way; about `0` unrelated; never below `-1/(N-1)`.
-    Pairs with a zero score are left out; `nan` if no pair is left.
-
-    Example:
-        >>> mean_cosine(torch.eye(3))
-        0.0
-    """
-    cosines = cosine_matrix(gram)
-    rows, columns = torch.triu_indices(*cosines.shape, offset=1)
-    return float(cosines[rows, columns].nanmean())
-
-
 def update_coherence(gram: BatchGram, weights: BatchWeights) -> float:
     """Share of the rollouts' gradient energy that survives being summed into one update.
 

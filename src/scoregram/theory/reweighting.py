@@ -18,6 +18,8 @@ def standardized_weight(success: float | int, group_size: int, *, ddof: int = 0)
     Checked by: enumeration of groups in the lab.
 
     Reads: `1 / sqrt(p (1-p))` for large groups; `sqrt(R-1)` as `p` tends to 0 or 1, where the limit would be infinite.
+    Without the division every prompt has `(R-1)/R`. With it the weight is the same for all prompts at `R = 2` and `3`,
+    and from `R = 4` on it grows as `p` leaves 1/2: prompts almost solved or almost out of reach get *more* weight.
 
     Example:
         >>> standardized_weight(0.5, 2)

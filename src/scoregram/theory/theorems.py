@@ -160,37 +160,6 @@ def energy_return_covariance(truth: GroundTruth) -> Float[Tensor, " prompts"]:
     return weight @ (energy * centred)
 
 
-def standardized_scale(success: float | int, group_size: int, *, ddof: int = 1) -> float:
-    """Factor between the expected update of a standardised right-or-wrong group and the gradient of its prompt.
-
-    Statement:
-        For rewards in {0, 1} and `A_i = (r_i - r̄)/s`, `E ĝ = c ∇V` with
-        `c = √((R-ddof)/R) · E[√(k(R-k))/R] / (p(1-p))`, `k` binomial. Without the division every prompt has `(R-1)/R`.
-        With it, `c` is the same for all prompts at `R = 2` and `3`, and from `R = 4` on it grows as `p` leaves 1/2:
-        prompts that are almost solved or almost out of reach get *more* weight, up to `√((R-ddof)(R-1)/R)`.
-
-    Proof:
-        `s² = k(R-k) / (R (R-ddof))`, so the update is `√((R-ddof) k(R-k)/R) / R · (ψ̄₊ - ψ̄₋)`, and
-        `E[ψ | r=1] = ∇p/p`, `E[ψ | r=0] = -∇p/(1-p)` differ by `∇p / (p(1-p))`.
-
-    Assumes:
-        Independent rollouts, two reward values, constant groups give zero, no `eps`.
-
-    Checked by:
-        Enumeration of all groups of the right-or-wrong worlds of the lab.
-    """
-    _require_rollouts(group_size, caller="standardized_scale")
-    caller = "standardized_scale"
-    p = require_in_range(float(success), low=0.0, high=1.0, name="the chance of success", caller=caller)
-    if p in (0.0, 1.0) or group_size == 1:
-        return math.nan
-    roots = (
-        math.comb(group_size, k) * p**k * (1 - p) ** (group_size - k) * math.sqrt(k * (group_size - k)) / group_size
-        for k in range(1, group_size)
-    )
-    return math.sqrt((group_size - ddof) / group_size) * math.fsum(roots) / (p * (1 - p))
-
-
 def expected_orthogonal_top1_fraction(success: float | int, group_size: int) -> float:
     """Mean top-1 fraction of mixed groups if scores were orthogonal and equally long: what `|A|` alone would give.
 

@@ -26,11 +26,11 @@ from scoregram.theory.claims.bench import (
     reward_groups,
 )
 from scoregram.theory.claims.ledger import Claim, Finding, as_printed, corrected, refuted
+from scoregram.theory.reweighting import standardized_weight
 from scoregram.theory.theorems import (
     advantage_covariance,
     gradient_norm_bound,
     group_mean_scale,
-    standardized_scale,
     update_norm_bound,
 )
 
@@ -258,7 +258,7 @@ def curriculum() -> Finding:
         name: [float(moments(coin(p), name, prompt=0, group_size=size).expected / coin(p).gradient[0]) for p in rates]
         for name in ("reinforce", "mean", "grpo")
     }
-    formula = max(abs(w - standardized_scale(p, size)) for p, w in zip(rates, weight["grpo"], strict=True))
+    formula = max(abs(w - standardized_weight(p, size, ddof=1)) for p, w in zip(rates, weight["grpo"], strict=True))
     even = max(abs(w - group_mean_scale(size)) for w in weight["mean"])
     return corrected(
         printed=weight["mean"][0] > weight["mean"][-1] + EXACT,
