@@ -18,6 +18,7 @@ from scoregram.statistics import (
     expected_success_given_mixed,
     group_outcomes,
     mixed_probability,
+    right_chances,
 )
 
 
@@ -156,3 +157,17 @@ def test_a_group_is_dead_exactly_where_its_advantages_are_zero(dtype, scale, ste
     alive = bool(group_outcomes(rewards).alive)
     assert alive == bool(mixed_groups(rewards)) == bool(standardized(rewards).any())
     assert alive == (float(top) - float(low) > 4 * torch.finfo(dtype).eps * float(top))
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-300, 0.01, 0.3, 0.5, 0.999, 1.0])
+@pytest.mark.parametrize("size", [1, 2, 7, 60])
+def test_chances_are_those_of_the_binomial_law(p, size):
+    wanted = [float(math.comb(size, k) * Fraction(p) ** k * (1 - Fraction(p)) ** (size - k)) for k in range(size + 1)]
+    assert right_chances(p, size) == pytest.approx(wanted, rel=1e-12, abs=0)
+
+
+def test_chances_of_a_group_beyond_the_range_of_binomial_coefficients():
+    chances = right_chances(0.3, 5000)
+    assert math.fsum(chances) == pytest.approx(1, rel=1e-14)
+    assert math.fsum(k * chance for k, chance in enumerate(chances)) == pytest.approx(1500, rel=1e-12)
+    assert effective_probability(0.3, 5000, epsilon=0.5) == pytest.approx(0.3, rel=1e-12)  # the right ones alone

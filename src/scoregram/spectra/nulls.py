@@ -31,7 +31,7 @@ BATCH_ENTRIES = 2**22
 
 @dataclass(frozen=True)
 class NullDistribution:
-    """One metric under a null model."""
+    """One metric under a null model; all but `undefined` are `nan` if no assignment has a value."""
 
     mean: float
     spread: float
@@ -145,7 +145,8 @@ def shuffled_null(
 
     All permutations are equally likely, hence all *distinct* assignments too, each standing for the same number of
     permutations; `C(R, k)` of them in a group of right and wrong rollouts. Only `|A|` matters unless the rows are
-    centred, so an even right-or-wrong group has a single one: shuffling cannot change it.
+    centred, so an even right-or-wrong group has a single one: shuffling cannot change it. Where no rollout pulls, the
+    metrics are `nan`.
 
     Args:
         gram: `(R, R)`. Score Gram `K`.

@@ -33,7 +33,10 @@ PSD_RTOL = 1e-6
 
 @dataclass(frozen=True)
 class SpectrumSummary:
-    """Everything one spectrum says; each metric is documented under its name in `scoregram.spectra.metrics`."""
+    """Everything one spectrum says; each metric is documented under its name in `scoregram.spectra.metrics`.
+
+    Where no row is left, every metric is `nan` but the numerical rank, which is `0`.
+    """
 
     rollouts: int
     centred: bool

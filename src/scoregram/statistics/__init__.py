@@ -28,6 +28,7 @@ from scoregram.statistics.groups import (
     expected_success_given_mixed,
     group_outcomes,
     mixed_probability,
+    right_chances,
 )
 from scoregram.statistics.held_out import HeldOutEffect, held_out_effect
 from scoregram.statistics.moments import GroupMoments, group_moments
@@ -86,6 +87,7 @@ __all__ = [
     "prompt_estimates",
     "prompt_shares",
     "prompt_update_gram",
+    "right_chances",
     "rollout_shares",
     "signal_to_noise",
     "update_cancellation",

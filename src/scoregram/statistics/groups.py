@@ -1,6 +1,7 @@
 """Which groups carry a signal, read from rewards and advantages alone."""
 
 import math
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -100,8 +101,9 @@ def effective_fraction(advantages: Advantages, *, epsilon: float | int) -> float
 def effective_fraction_bound(reward_variance: float | int, group_size: int, *, epsilon: float | int) -> float:
     """Chebyshev's upper bound on the expected ε-effective fraction of mean-centred advantages.
 
-    `(R-1) σ² / (R ε²)`, from `Var(r_i - r̄) = σ² (R-1)/R`. Returned as it is: at one or above it says nothing. It
-    bounds from above only, so it cannot show that advantages are sparse; hold it against `effective_probability`.
+    `(R-1) σ² / (R ε²)`, from `Var(r_i - r̄) = σ² (R-1)/R`. Returned as it is: at one or above, and at `inf` for an `ε`
+    too small to square, it says nothing. It bounds from above only, so it cannot show that advantages are sparse; hold
+    it against `effective_probability`.
 
     Reference:
         arXiv:2606.29238, eq. (20).
@@ -111,10 +113,11 @@ def effective_fraction_bound(reward_variance: float | int, group_size: int, *, e
         0.875
     """
     caller = "effective_fraction_bound"
-    require_in_range(float(reward_variance), low=0.0, high=math.inf, name="reward_variance", caller=caller)
+    variance = float(reward_variance)
+    require_in_range(variance, low=0.0, high=sys.float_info.max, name="reward_variance", caller=caller)
     _require_rollouts(group_size, at_least=1, caller=caller)
     _require_threshold(epsilon, caller=caller, zero_allowed=False)
-    return (group_size - 1) / group_size * (reward_variance / epsilon**2)
+    return (group_size - 1) / group_size * variance / epsilon / epsilon
 
 
 def effective_probability(success: float | int, group_size: int, *, epsilon: float | int) -> float:
@@ -130,11 +133,33 @@ def effective_probability(success: float | int, group_size: int, *, epsilon: flo
     _require_success(success, group_size, at_least=1, caller="effective_probability")
     _require_threshold(epsilon, caller="effective_probability", zero_allowed=True)
     threshold = epsilon * group_size * (1 + 1e-12)  # compared with whole numbers: 0.29 · 100 must not fall below 29
-    total = 0.0
-    for k in range(1, group_size):  # k right; at 0 and R all advantages are zero
-        effective = k * (group_size - k > threshold) + (group_size - k) * (k > threshold)
-        total += math.comb(group_size, k) * success**k * (1 - success) ** (group_size - k) * effective
-    return total / group_size
+    chances = right_chances(success, group_size)
+    effective = (
+        k * (group_size - k > threshold) + (group_size - k) * (k > threshold)
+        for k in range(1, group_size)  # k right; at 0 and R all advantages are zero
+    )
+    return math.fsum(chance * number for chance, number in zip(chances[1:-1], effective, strict=True)) / group_size
+
+
+def right_chances(success: float | int, group_size: int) -> list[float]:
+    """Chance of `k` right rollouts in a group, for `k = 0 … R`: `C(R,k) p^k (1-p)^(R-k)`.
+
+    Built outwards from the likeliest `k` and divided by its sum, so that neither a binomial coefficient nor a power
+    leaves the range of float64, however large the group.
+
+    Example:
+        >>> right_chances(0.5, 2)
+        [0.25, 0.5, 0.25]
+    """
+    _require_success(success, group_size, at_least=1, caller="right_chances")
+    likeliest = min(math.floor((group_size + 1) * success), group_size)
+    chances = [0.0] * likeliest + [1.0] + [0.0] * (group_size - likeliest)
+    for k in range(likeliest, group_size):
+        chances[k + 1] = chances[k] * (group_size - k) / (k + 1) * (success / (1 - success))
+    for k in range(likeliest, 0, -1):
+        chances[k - 1] = chances[k] * k / (group_size - k + 1) * ((1 - success) / success)
+    total = math.fsum(chances)
+    return [chance / total for chance in chances]
 
 
 def mixed_probability(success: float | int, group_size: int) -> float:

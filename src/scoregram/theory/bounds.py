@@ -6,6 +6,7 @@ Each function is one theorem: *Statement*, *Proof*, *Assumes*, *Checked by*.
 import math
 
 from scoregram.checks import fail, require_in_range
+from scoregram.statistics import right_chances
 
 ROUNDING = 1e-9
 """Rollouts by which a count may miss a threshold through rounding alone: 0.5 - 0.2 is not above 0.3."""
@@ -72,9 +73,9 @@ def deviation_probability(success: float | int, group_size: int, *, epsilon: flo
     require_in_range(float(success), low=0.0, high=1.0, name="the chance of success", caller=caller)
     _require_rollouts(group_size, caller)
     _require_positive(epsilon, name="epsilon", caller=caller)
-    away = [k for k in range(group_size + 1) if abs(k - group_size * success) > group_size * epsilon + ROUNDING]
-    total = sum(math.comb(group_size, k) * success**k * (1 - success) ** (group_size - k) for k in away)
-    return min(1.0, float(total))
+    far = group_size * epsilon + ROUNDING
+    chances = right_chances(success, group_size)
+    return min(1.0, math.fsum(chance for k, chance in enumerate(chances) if abs(k - group_size * success) > far))
 
 
 def turn_offset_bound(turns_before: int, *, largest_reward: float | int, value_change: float | int) -> float:

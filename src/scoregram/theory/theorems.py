@@ -12,6 +12,7 @@ from torch import Tensor
 
 from scoregram.checks import fail, require_finite, require_gram, require_in_range, require_same_shape
 from scoregram.spectra import orthogonal_top1_fraction
+from scoregram.statistics import right_chances
 from scoregram.theory.lab.exact import GroundTruth
 from scoregram.types import GramMatrix, GroupAdvantages, GroupRewards
 
@@ -174,11 +175,11 @@ def expected_orthogonal_top1_fraction(success: float | int, group_size: int) -> 
     _require_rollouts(group_size, caller="expected_orthogonal_top1_fraction")
     caller = "expected_orthogonal_top1_fraction"
     p = require_in_range(float(success), low=0.0, high=1.0, name="the chance of success", caller=caller)
-    chances = {k: math.comb(group_size, k) * p**k * (1 - p) ** (group_size - k) for k in range(1, group_size)}
-    mixed = math.fsum(chances.values())
-    if mixed == 0:
+    mixed = dict(enumerate(right_chances(p, group_size)[1:-1], start=1))
+    total = math.fsum(mixed.values())
+    if total == 0:
         return math.nan
-    return math.fsum(w * orthogonal_top1_fraction(k, group_size) for k, w in chances.items()) / mixed
+    return math.fsum(w * orthogonal_top1_fraction(k, group_size) for k, w in mixed.items()) / total
 
 
 def most_energy_outside_top_two(top1_fraction: float | int, effective_rank: float | int, max_rank: int) -> float:
