@@ -123,7 +123,7 @@ def test_adapters_with_a_frozen_base(options):
     assert gram.notes == () and "dropout" in trained.notes[0]
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "qwen3-moe", "gemma3"])
+@pytest.mark.parametrize("name", ["llama-tied", "qwen3-moe", "gpt2"])  # the last with dropout
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("width", ["narrow", "wide"])
 def test_gradient_checkpointing_changes_nothing(name, reentrant, width, request):

@@ -11,9 +11,9 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
 
 from scoregram.checks import fail, require_finite
+from scoregram.gram.backward import run_backward
 from scoregram.gram.batch import Batch, logits_of, make_batch, token_log_probs
 from scoregram.gram.collect import Collector
 from scoregram.gram.dropout import DropoutOff
@@ -344,15 +344,6 @@ class Measurement:
             else:
                 grad = torch.tensordot(factors.to(sums), sums, dims=1)
             parameter.grad = grad.to(parameter.dtype) if parameter.grad is None else parameter.grad.add_(grad)
-
-
-def run_backward(tensor: Tensor, grad: Tensor) -> None:
-    """The backward pass, inside whatever modes are active.
-
-    `torch.autograd.backward` is itself an operation that a mode sees, and while a mode deals with an operation it is
-    off: checkpointed layers would run again unseen. So the engine is called without that detour.
-    """
-    _engine_run_backward((tensor,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def is_active_dropout(module: nn.Module) -> bool:

@@ -83,16 +83,30 @@ class Interceptor(DropoutOff):
         return partial(self.layer, module.forward)
 
     def linear_layer(self, module: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002
-        """Forward pass of a plain linear layer."""
+        """Forward pass of a plain linear layer: the usual case without the questions that any product has to answer."""
         weight, bias = module.weight, module.bias
         with torch._C.DisableTorchFunction():
-            if self.head is not None and self.recording and weight is self.head:
+            if weight is self.head and self.recording:
                 return self.capture(input, weight, bias)
             result = None
             if torch.is_grad_enabled():
-                self.mark_inputs((input,))
-                result = self._streamed(input, weight, bias, transposed=False)
+                if not input.requires_grad:
+                    self.mark_inputs((input,))
+                is_usual = input.ndim == 3 and input.shape[0] == self.layout.rollouts and id(weight) in self._parameters
+                if is_usual and bias is None and self.owner_of(input) is None:
+                    result = self._usual_product(input, weight)
+                else:
+                    result = self._streamed(input, weight, bias, transposed=False)
             return F.linear(input, weight, bias) if result is None else result
+
+    def _usual_product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`x Wᵀ` with a trained weight and one block of tokens per rollout."""
+        if self.keeps(weight):
+            return self._leafed(x, weight, None, transposed=False)
+        x, low_weight, _ = under_autocast(x, weight, None)
+        slot = self.collector.expect(weight, weight) if self.recording else None
+        call = Call(self.layout, self.collector, None, False, (weight, weight), None, slot)
+        return StreamedProduct.apply(x, weight, low_weight, None, None, call)
 
     def layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Forward pass of any other module, under the mode."""

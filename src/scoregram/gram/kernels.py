@@ -44,7 +44,12 @@ def is_half_on_gpu(tensor: Tensor) -> bool:
 
 def serves(rows: Tensor, out: Tensor | None) -> bool:
     """Whether the kernel takes these rows: half precision on a GPU, few enough of them, sums in the same dtype."""
-    return is_half_on_gpu(rows) and len(rows) <= MOST_ROLLOUTS and (out is None or out.dtype == rows.dtype)
+    return (
+        is_half_on_gpu(rows)
+        and rows.stride(1) == 1
+        and len(rows) <= MOST_ROLLOUTS
+        and (out is None or out.dtype == rows.dtype)
+    )
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,7 @@ def gram_and_sums(rows: Tensor, tile: Tile, out: Tensor | None) -> Tensor:
         partial if tile.low is None else tile.low,
         partial,
         width,
+        rows.stride(0),
         width if out is None else out.stride(0),
         rollouts,
         COUNT=0 if out is None else len(out),

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
+from scoregram.gram.backward import gradients
 from scoregram.gram.batch import Batch, logits_of, token_log_probs
 
 
@@ -34,7 +35,4 @@ def loss_gradients(
         total = (token_log_probs(logits, batch) * batch.coefficients).sum()
         if not total.requires_grad:
             return [torch.zeros_like(parameter) for parameter in parameters]
-        grads = torch.autograd.grad(total, parameters, allow_unused=True)
-    return [
-        torch.zeros_like(parameter) if grad is None else grad for parameter, grad in zip(parameters, grads, strict=True)
-    ]
+        return gradients(total, parameters)

@@ -13,6 +13,7 @@ def gram_and_sums(
     low_ptr,
     partial_ptr,
     width,
+    rows_stride,
     sums_stride,
     rollouts,
     COUNT: tl.constexpr,
@@ -29,7 +30,7 @@ def gram_and_sums(
     within = ((row // PADDED) * COLUMNS)[:, None] + tl.arange(0, COLUMNS)[None, :]
     square = row[:, None] * TILE + row[None, :]
     read = rollout < rollouts
-    offset = rollout.to(tl.int64) * width
+    offset = rollout.to(tl.int64) * rows_stride
     sums_offset = rollout.to(tl.int64) * sums_stride
     gram = tl.zeros((TILE, TILE), dtype=tl.float32)
     if COUNT > 0:

@@ -1,0 +1,33 @@
+"""Backward passes inside whatever modes are active.
+
+`torch.autograd.backward` and `grad` are themselves operations that a mode sees, and while a mode deals with an
+operation it is off: checkpointed layers would run again unseen, with their dropout. So the engine is called without
+that detour.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+
+
+def run_backward(tensor: Tensor, grad: Tensor) -> None:
+    """Add the gradients of `⟨tensor, grad⟩` to `.grad` of all leaves."""
+    _engine_run_backward((tensor,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def gradients(total: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Gradient of a scalar for each parameter, zeros for one that it does not depend on."""
+    grads = _engine_run_backward(
+        (total,),
+        (torch.ones_like(total),),
+        False,
+        False,
+        tuple(parameters),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    return [
+        torch.zeros_like(parameter) if grad is None else grad for parameter, grad in zip(parameters, grads, strict=True)
+    ]

@@ -1,0 +1,67 @@
+"""The kernels against their plain twins, and the engine in half precision on a GPU against float32 on the CPU."""
+
+import copy
+
+import pytest
+import torch
+
+from scoregram.gram import backward_with_gram, head, kernels, measure_gram, outer
+from tests.cases import ARCHITECTURES, rollouts
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 16, 24, 64])
+@pytest.mark.parametrize("width", [100, 8192, 100_003])
+@pytest.mark.parametrize("vectors", [0, 1, 2])
+def test_gram_and_sums_match_float64(count, width, vectors):
+    torch.manual_seed(0)
+    held = torch.randn(count, width + 40, device="cuda").bfloat16()
+    rows = held[:, :width]  # rows that do not follow each other in memory
+    weights = torch.randn(vectors, count, device="cuda") if vectors else None
+    out = torch.full((vectors, width), torch.nan, device="cuda", dtype=torch.bfloat16) if vectors else None
+    contractor = outer.Contractor(count, 1, weights)
+    gram = contractor.grams({0: [contractor.contract(rows, out)]})[0][0]
+    exact = (rows.double() @ rows.double().T).cpu()
+    assert float((gram - exact).norm() / exact.norm()) < 5e-5
+    if weights is not None and out is not None:
+        sums = weights.double() @ rows.double()
+        assert float((out.double() - sums).norm() / sums.norm()) < 3e-3
+
+
+def test_softmax_gradient_matches_its_twin():
+    torch.manual_seed(0)
+    logits = torch.randn(300, 50_257, device="cuda").bfloat16()
+    tokens = torch.randint(0, 50_257, (300,), device="cuda")
+    factors = torch.randn(300, device="cuda")
+    expected = head.softmax_gradient(logits.float(), tokens, factors, 0.7)
+    kept = logits.clone()
+    found = head.softmax_gradient(logits, tokens, factors, 0.7)
+    for value, reference in zip(found, expected, strict=True):
+        assert float((value.float() - reference).norm() / reference.norm()) < 3e-3
+    part = kept[:, 1000:3000].contiguous()
+    kernels.logit_gradient_(part, 1000, tokens, factors, found[2], 0.7)
+    torch.testing.assert_close(part, found[0][:, 1000:3000])
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "llama-bias", "nemotron", "gpt2"])
+@pytest.mark.parametrize("checkpointing", [None, True, False])
+def test_half_precision_stays_at_its_noise_floor(name, checkpointing, monkeypatch):
+    monkeypatch.setattr("scoregram.gram.leaves.KEPT_ELEMENTS", 0)
+    low = ARCHITECTURES[name]().bfloat16()
+    exact = copy.deepcopy(low).float()
+    batch = rollouts(8, 48)
+    weights = torch.linspace(-1.0, 2.0, 8)
+    expected = backward_with_gram(exact, *batch.arguments, weights=weights)
+    low = low.cuda()
+    if checkpointing is not None:
+        low.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        low.train()
+    on_gpu = [tensor.cuda() for tensor in batch.arguments]
+    gram = backward_with_gram(low, *on_gpu, weights=weights.cuda())
+    measure_gram(low, *on_gpu, verify=True)
+    assert float((gram.matrix - expected.matrix).norm() / expected.matrix.norm()) < 3e-2
+    for (parameter_name, parameter), reference in zip(low.named_parameters(), exact.parameters(), strict=True):
+        assert parameter.grad is not None and reference.grad is not None
+        error = (parameter.grad.float().cpu() - reference.grad).norm() / reference.grad.norm()
+        assert float(error) < 8e-2, parameter_name
