@@ -387,9 +387,7 @@ def test_estimators(name, cases):
             assert answered(estimate, name, at.rewards, **given, observed=at.rewards.isfinite())
 
 
-COMPONENTS = [
-    NoiseComponents(*row) for row in itertools.product((0.0, 1e-12, 1.0, 1e12, -1.0), repeat=4) if sum(row) < 1e13
-]
+COMPONENTS = [NoiseComponents(*row) for row in itertools.product((0.0, 1e-12, 1e12, -1.0), repeat=4)]
 
 
 @pytest.mark.parametrize("name", ["batch_mse", "signal_to_noise", "noise_scale", "optimal_group_size", "mse_curve"])

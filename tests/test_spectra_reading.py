@@ -88,6 +88,11 @@ def test_a_noisy_gram_is_read_with_a_named_tolerance():
     assert shown.measured == shown.common_cosine == shown.shuffled.mean == pytest.approx(1)
 
 
+def test_a_cosine_that_is_no_number_is_refused():
+    with pytest.raises(ScoregramError, match="common cosine .* got nan"):
+        spectrum_with_nulls(torch.eye(2), torch.ones(2), cosine=float("nan"))
+
+
 def test_unknown_metric_lists_the_choices():
     with pytest.raises(ScoregramError, match="one of effective_rank"):
         spectrum_with_nulls(torch.eye(2), torch.ones(2)).metric("rank")

@@ -102,7 +102,7 @@ def common_cosine_null(
     return spectrum_summary(alike + torch.diag(k.diagonal() - alike.diagonal()), a, centred=centred)
 
 
-def mean_pairwise_cosine(gram: GramMatrix) -> float:
+def mean_pairwise_cosine(gram: GramMatrix, *, rtol: float = PSD_RTOL) -> float:
     """Mean cosine between two different scores of the group.
 
     `Σ_{i≠j} K_ij / √(K_ii K_jj)` over the number of ordered pairs, zero scores left out. Reads: `1` all parallel, `0`
@@ -110,7 +110,7 @@ def mean_pairwise_cosine(gram: GramMatrix) -> float:
     for fewer than two.
 
     Raises:
-        ScoregramError: If an entry exceeds `√(K_ii K_jj)` by more than a millionth: K is then no Gram.
+        ScoregramError: If an entry exceeds `√(K_ii K_jj)` by more than a share `rtol`: K is then no Gram.
 
     Example:
         >>> mean_pairwise_cosine(torch.tensor([[4.0, 1.0], [1.0, 1.0]]))
@@ -124,7 +124,7 @@ def mean_pairwise_cosine(gram: GramMatrix) -> float:
     unit = torch.where(nonzero, k.diagonal().rsqrt(), 0.0)
     cosines = unit[:, None] * k * unit[None, :]
     worst = float(cosines.abs().max())
-    if worst > 1 + PSD_RTOL:
+    if worst > 1 + rtol:
         remedy = "Pass K = ΨΨᵀ, in float32 or better."
         fail("mean_pairwise_cosine", "cosines must lie in [-1, 1]", f"{worst:g}", remedy)
     mean = float(cosines.sum() - cosines.diagonal().sum()) / (count * (count - 1))

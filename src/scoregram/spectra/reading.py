@@ -101,13 +101,15 @@ def spectrum_with_nulls(
             f"a numerical rank of {measured.numerical_rank}",
             "Leave max_rank out, or check which scores went into K.",
         )
+    shared = mean_pairwise_cosine(k, rtol=psd_rtol) if cosine is None else float(cosine)
+    known = None if cosine is None and math.isnan(shared) else shared
     return SpectrumReading(
         measured=measured,
         max_rank=most,
         feasible=_intervals(measured, most),
         orthogonal=orthogonal_null(k, a, centred=centred),
-        common_cosine=common_cosine_null(k, a, cosine=cosine, centred=centred),
-        cosine=mean_pairwise_cosine(k) if cosine is None else float(cosine),
+        common_cosine=common_cosine_null(k, a, cosine=known, centred=centred),
+        cosine=shared,
         shuffled=shuffled_null(
             gram, advantages, centred=centred, draws=draws, seed=seed, exact_up_to=exact_up_to, psd_rtol=psd_rtol
         ),
