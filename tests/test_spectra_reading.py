@@ -89,7 +89,7 @@ def test_a_noisy_gram_is_read_with_a_named_tolerance():
 
 
 def test_a_cosine_that_is_no_number_is_refused():
-    with pytest.raises(ScoregramError, match="common cosine .* got nan"):
+    with pytest.raises(ScoregramError, match=r"common cosine .* got nan"):
         spectrum_with_nulls(torch.eye(2), torch.ones(2), cosine=float("nan"))
 
 
