@@ -81,7 +81,8 @@ def gram_and_sums(rows: Tensor, tile: Tile, out: Tensor | None) -> Tensor:
     """`GGᵀ` of rows `(N, D)`, as `unfolded` expects it, and `wG` written into `out` `(M, D)`, from one read."""
     rollouts, width = rows.shape
     size = tile.padded * tile.stack
-    programs = -(-width // (COLUMNS * tile.stack * BLOCKS))
+    columns = max(64, COLUMNS * 16 // size)  # tiles of one size, whatever the number of rollouts
+    programs = -(-width // (columns * tile.stack * BLOCKS))
     partial = torch.empty(programs, size, size, dtype=torch.float32, device=rows.device)
     kernel("gram_and_sums")[(programs,)](
         rows,
@@ -97,7 +98,7 @@ def gram_and_sums(rows: Tensor, tile: Tile, out: Tensor | None) -> Tensor:
         PADDED=tile.padded,
         STACK=tile.stack,
         TILE=size,
-        COLUMNS=COLUMNS,
+        COLUMNS=columns,
         BLOCKS=BLOCKS,
         num_warps=WARPS if size <= 32 else 2 * WARPS,
         num_stages=STAGES,
