@@ -1,0 +1,57 @@
+"""The benchmark runs, agrees with itself, and the README shows what was recorded."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from scoregram.bench.gram import build as build_shape
+from scoregram.bench.gram import compared, run_gram_bench
+from scoregram.checks import ScoregramError
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+def test_every_way_gives_the_same_gram_and_gradient():
+    model = build_shape("llama-tiny", "float32", torch.device("cpu"), 0)
+    rows = {
+        row.way: row for row in compared(model, 3, 16, ["plain", "gram+gradient", "gram", "n-backwards", "vmap"], 1)
+    }
+    assert not any(row.skipped for row in rows.values())
+    assert all(error < 1e-5 for row in rows.values() if (error := row.gram_error) is not None)
+    assert all(error < 1e-5 for row in rows.values() if (error := row.gradient_error) is not None)
+    assert rows["plain"].ratio == 1.0
+
+
+def test_the_record_is_strict_json(tmp_path, capsys):
+    path = tmp_path / "record.json"
+    status = run_gram_bench(
+        shape="llama-tiny", rollouts=(2,), tokens=(16,), dtype="float32", device="cpu", lora=2, ways=("gram+gradient",),
+        repeats=1, threads=1, as_json=True, out=path, plot=tmp_path / "ratios.svg",
+    )  # fmt: skip
+    record = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert status == 0 and json.loads(capsys.readouterr().out) == record
+    assert record["settings"]["trained"] < record["settings"]["parameters"]
+    assert {row["way"] for row in record["rows"]} == {"plain", "gram+gradient"}
+    assert (tmp_path / "ratios.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(("option", "value"), [("shape", "llama-9000"), ("dtype", "float8"), ("ways", ("guess",))])
+def test_an_unknown_choice_is_named(option, value):
+    options = {"shape": "llama-tiny", "dtype": "float32", "ways": ("gram",)} | {option: value}
+    with pytest.raises(ScoregramError, match="must be one of"):
+        run_gram_bench(
+            rollouts=(2,), tokens=(16,), device="cpu", lora=0, repeats=1, threads=1,
+            as_json=True, out=None, plot=None, **options,
+        )  # fmt: skip
+
+
+def test_the_readme_shows_the_recorded_table():
+    spec = importlib.util.spec_from_file_location("table", ROOT / "benchmarks" / "table.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.table() in (ROOT / "README.md").read_text()
