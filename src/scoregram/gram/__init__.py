@@ -3,3 +3,4 @@
 from scoregram.gram.engine import backward_with_gram as backward_with_gram
 from scoregram.gram.engine import measure_gram as measure_gram
 from scoregram.gram.result import Gram as Gram
+from scoregram.gram.sketch import Sketch as Sketch

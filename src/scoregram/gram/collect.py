@@ -6,7 +6,6 @@ factors are flushed when their number is complete, or at the end if a use never 
 """
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from scoregram.gram.outer import Contractor, Lookup, Use, row_gram
+from scoregram.gram.sketch import Sketcher
 
 Slot = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 """A region of a parameter: its id, and offset, shape and strides of the view that was used."""
@@ -33,8 +33,8 @@ class Collector:
     groups: int
     weights: Tensor | None
     """`(M, N)` weight vectors of the training gradients, or None."""
-    sketch: Callable[[Tensor, list[Use] | Tensor], None] | None = None
-    """Called with a parameter and its factors or rows, before they are dropped."""
+    sketcher: Sketcher | None = None
+    """Shown the uses or the rows of every parameter before they are dropped, if sketches are wanted."""
     uses: dict[Slot, int] = field(default_factory=lambda: defaultdict(int))
     pending: dict[Slot, list[Use]] = field(default_factory=lambda: defaultdict(list))
     looked_up: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
@@ -85,9 +85,9 @@ class Collector:
 
     def contract(self, parameter: Tensor, view: Tensor, uses: list[Use]) -> None:
         """Add the Gram and the weighted sums of the summed uses of a region."""
+        if self.sketcher is not None:
+            self.sketcher.add_uses(parameter, view, uses)
         rows, uses = compressed(uses)
-        if self.sketch is not None:
-            self.sketch(view, uses)
         height = view.shape[0] if rows is None else len(rows)
         raw, sums = self.contractor.stream(uses, height, out_dtype=parameter.dtype)
         self.raw[id(parameter)] += raw
@@ -125,8 +125,8 @@ class Collector:
         stacked = torch.stack([rows for _, rows in alike])  # (n, N, D)
         for (parameter, rows), gram in zip(alike, row_gram(stacked, self.groups), strict=True):
             self.raw[id(parameter)].append(gram)
-            if self.sketch is not None:
-                self.sketch(parameter, rows)
+            if self.sketcher is not None:
+                self.sketcher.add_rows(parameter, rows)
         if self.weights is not None:
             wide = torch.promote_types(stacked.dtype, torch.float32)
             sums = (self.weights.to(wide) @ stacked.to(wide)).to(alike[0][0].dtype)  # (n, M, D)
@@ -139,6 +139,8 @@ class Collector:
             del self.pending[slot]
         for known in (self.raw, self.sums, self.rows):
             known.pop(id(parameter), None)
+        if self.sketcher is not None:
+            self.sketcher.forget(parameter)
 
     def grams(self) -> dict[int, Tensor]:
         """The Gram `(P, R, R)` of every parameter that took part, by its id, on the CPU."""

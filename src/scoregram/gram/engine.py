@@ -23,6 +23,7 @@ from scoregram.gram.layout import Layout
 from scoregram.gram.replay import score_rows
 from scoregram.gram.restore import in_evaluation, left_as_it_was, modules_of, random_state, trained_parameters
 from scoregram.gram.result import Gram
+from scoregram.gram.sketch import Sketch, Sketcher
 from scoregram.gram.streamed import under_autocast
 from scoregram.gram.verify import verify_gram
 
@@ -42,6 +43,7 @@ def measure_gram(
     rollout_ids: Tensor | None = None,
     group_size: int | None = None,
     temperature: float = 1.0,
+    sketch: Sketch | None = None,
     verify: bool = False,
 ) -> Gram:
     """The Gram `K_ij = ⟨ψ_i, ψ_j⟩` of the scores of `N` rollouts, over every trainable parameter.
@@ -59,6 +61,7 @@ def measure_gram(
         rollout_ids: For packed rollouts: the rollout `0 … N-1` of every token, negative for padding.
         group_size: Only the blocks within groups of this many consecutive rollouts; `nan` elsewhere.
         temperature: Logits are divided by it, for a policy that is sampled so.
+        sketch: Also sketch every score, so that it can be compared with those of other calls.
         verify: Compare with independent plain backward passes and raise if they disagree.
 
     Raises:
@@ -73,7 +76,7 @@ def measure_gram(
         rollout_ids=rollout_ids,
         temperature=temperature,
     )
-    measurement = Measurement(model, batch, group_size=group_size, weights=None)
+    measurement = Measurement(model, batch, group_size=group_size, weights=None, sketch=sketch)
     gram = measurement.run(shape=tuple(input_ids.shape), rollout_ids=rollout_ids)
     if verify:
         with measurement.as_it_was():
@@ -93,6 +96,7 @@ def backward_with_gram(
     rollout_ids: Tensor | None = None,
     group_size: int | None = None,
     temperature: float = 1.0,
+    sketch: Sketch | None = None,
 ) -> Gram:
     """The Gram as `measure_gram` gives it, and `Σ_i w_i ψ_i` added to `.grad`, from the same single backward pass.
 
@@ -110,6 +114,7 @@ def backward_with_gram(
         rollout_ids: `(B, T)` or None.
         group_size: Blocks within groups only.
         temperature: Divides the logits.
+        sketch: Also sketch every score.
     """
     batch = make_batch(
         input_ids,
@@ -135,7 +140,7 @@ def backward_with_gram(
             "Pass a function from the Gram to one factor for each.",
         )
     require_finite(vectors, name="weights", caller="backward_with_gram")
-    measurement = Measurement(model, batch, group_size=group_size, weights=vectors)
+    measurement = Measurement(model, batch, group_size=group_size, weights=vectors, sketch=sketch)
     gram = measurement.run(shape=tuple(input_ids.shape), rollout_ids=rollout_ids)
     factors = torch.ones(1) if combine is None else combine(gram)
     measurement.write_gradients(factors)
@@ -145,7 +150,15 @@ def backward_with_gram(
 class Measurement:
     """One forward and backward pass over a batch, and everything it leaves behind."""
 
-    def __init__(self, model: nn.Module, batch: Batch, *, group_size: int | None, weights: Tensor | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        *,
+        group_size: int | None,
+        weights: Tensor | None,
+        sketch: Sketch | None = None,
+    ) -> None:
         self.model = getattr(model, "_orig_mod", model)  # a compiled model's own forward pass
         self.batch = batch
         self.modules = modules_of(self.model)
@@ -167,6 +180,7 @@ class Measurement:
             )
         self.groups = batch.rollouts // size
         self.weights = weights
+        self.sketch = sketch
         self.targets = targets_of(batch.input_ids, batch.completion_mask, batch.coefficients)
         self.notes: list[str] = []
         self.replayed: list[str] = []
@@ -176,7 +190,8 @@ class Measurement:
         """Begin with nothing collected."""
         layout = Layout(self.batch.rollouts, self.batch.input_ids.shape[1])
         parameters = list(self.parameters.values())
-        self.collector = Collector(self.batch.rollouts, self.groups, self.weights)
+        sketcher = None if self.sketch is None else Sketcher(self.sketch, self.parameters, self.batch.rollouts)
+        self.collector = Collector(self.batch.rollouts, self.groups, self.weights, sketcher)
         given = (self.batch.input_ids, self.batch.attention_mask, self.batch.position_ids)
         self.interceptor = Interceptor(parameters, layout, self.collector, *given)
 
@@ -310,7 +325,8 @@ class Measurement:
         rows = score_rows(self.model, self.batch, left, DropoutOff())
         for parameter, row in zip(left, rows, strict=True):
             self.collector.rows_arrived(parameter, row)
-        self.notes.append(f"{len(left)} parameters took one backward pass per rollout: {', '.join(self.replayed[:3])}…")
+        shown = ", ".join(self.replayed[:3]) + (", …" if len(left) > 3 else "")
+        self.notes.append(f"rows of {shown} came from one backward pass per rollout")
 
     def result(self, log_probs: Tensor, shape: tuple[int, ...], rollout_ids: Tensor | None) -> Gram:
         """The record, or an error that names what is not finite."""
@@ -331,7 +347,8 @@ class Measurement:
         if rollout_ids is not None:
             log_probs = repacked(log_probs, self.batch, rollout_ids)
         assert log_probs.shape == shape
-        return Gram(matrix, by_layer, log_probs, tuple(self.replayed), tuple(self.notes))
+        sketch = None if self.collector.sketcher is None else self.collector.sketcher.total()
+        return Gram(matrix, by_layer, log_probs, tuple(self.replayed), tuple(self.notes), sketch)
 
     def write_gradients(self, factors: Tensor) -> None:
         """Add `Σ_m f_m Σ_i w_mi ψ_i` to `.grad`."""
