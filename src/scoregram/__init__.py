@@ -14,8 +14,11 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for readers that do not run the c
     from scoregram.advantages import estimate as estimate
     from scoregram.errors import ScoregramError as ScoregramError
     from scoregram.gram import Gram as Gram
+    from scoregram.gram import Sketch as Sketch
     from scoregram.gram import backward_with_gram as backward_with_gram
+    from scoregram.gram import cross_gram as cross_gram
     from scoregram.gram import measure_gram as measure_gram
+    from scoregram.gram import segment_rows as segment_rows
     from scoregram.objectives import AGGREGATIONS as AGGREGATIONS
     from scoregram.objectives import KL_TERMS as KL_TERMS
     from scoregram.objectives import OBJECTIVES as OBJECTIVES
@@ -56,11 +59,13 @@ _HOME = {
     "Objective": "scoregram.objectives",
     "SPECTRUM_METRICS": "scoregram.spectra",
     "ScoregramError": "scoregram.errors",
+    "Sketch": "scoregram.gram",
     "SpectrumReading": "scoregram.spectra",
     "SpectrumSummary": "scoregram.spectra",
     "backward_with_gram": "scoregram.gram",
     "baseline_saving": "scoregram.statistics",
     "cosine_matrix": "scoregram.statistics",
+    "cross_gram": "scoregram.gram",
     "estimate": "scoregram.advantages",
     "feasible_interval": "scoregram.spectra",
     "group_outcomes": "scoregram.statistics",
@@ -74,6 +79,7 @@ _HOME = {
     "prompt_conflict": "scoregram.statistics",
     "prompt_shares": "scoregram.statistics",
     "rollout_shares": "scoregram.statistics",
+    "segment_rows": "scoregram.gram",
     "signal_to_noise": "scoregram.statistics",
     "singular_values": "scoregram.spectra",
     "spectrum_summary": "scoregram.spectra",
@@ -95,12 +101,14 @@ __all__ = [
     "NoiseComponents",
     "Objective",
     "ScoregramError",
+    "Sketch",
     "SpectrumReading",
     "SpectrumSummary",
     "__version__",
     "backward_with_gram",
     "baseline_saving",
     "cosine_matrix",
+    "cross_gram",
     "estimate",
     "feasible_interval",
     "group_outcomes",
@@ -114,6 +122,7 @@ __all__ = [
     "prompt_conflict",
     "prompt_shares",
     "rollout_shares",
+    "segment_rows",
     "signal_to_noise",
     "singular_values",
     "spectrum_summary",
