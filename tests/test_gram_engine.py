@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from scoregram.gram import backward_with_gram, head, leaves, measure_gram, outer
-from scoregram.gram.engine import Measurement
+from scoregram.gram.engine import NEEDS_WIDE, Measurement
 from tests.cases import ARCHITECTURES, KeepDouble, build, rollouts
 from tests.naive import score_rows
 
@@ -342,3 +342,40 @@ def test_autocast_is_as_good_as_plain_autocast():
     assert distance(gram.matrix, rows @ rows.T) < 2 * distance(plain @ plain.T, rows @ rows.T) + 1e-3
     assert distance(flat, weights.double() @ rows) < 2 * distance(weights.double() @ plain, weights.double() @ rows)
     assert all(gradient_of(parameter).dtype is torch.float32 for parameter in model.parameters())
+
+
+def test_a_layer_whose_forward_was_replaced_is_measured_as_it_is():
+    model, batch = build("Llama"), rollouts()
+    layer = model.model.layers[0].mlp.up_proj
+    plain = layer.forward
+    layer.forward = lambda x: 2 * plain(x)
+    with KeepDouble():
+        expected = reference(model, batch)
+        gram = measure_gram(model, *batch.arguments)
+    assert distance(gram.matrix, expected) < 1e-12
+    assert not gram.replayed
+
+
+class Borrowing(nn.Module):
+    """A model that uses the weight of a layer without calling the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 8)
+        self.layer = nn.Linear(8, 8, bias=False)
+        self.head = nn.Linear(8, 61, bias=False)
+
+    def forward(self, input_ids):  # noqa: D102
+        x = self.embedding(input_ids).cumsum(1)
+        return self.head(torch.tanh(nn.functional.linear(x, self.layer.weight) + self.layer(x)))
+
+
+@pytest.mark.parametrize("kept", [0, 1 << 20])
+def test_a_weight_used_outside_its_module_is_seen_from_outside(kept, monkeypatch):
+    monkeypatch.setattr(leaves, "KEPT_ELEMENTS", kept)
+    torch.manual_seed(0)
+    model, batch = Borrowing().double(), rollouts()
+    first = measure_gram(model, *batch.arguments, verify=True)
+    assert not first.replayed
+    assert model in NEEDS_WIDE, "it is not tried the narrow way again"
+    torch.testing.assert_close(measure_gram(model, *batch.arguments).matrix, first.matrix)

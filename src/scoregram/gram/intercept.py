@@ -78,7 +78,7 @@ class Interceptor(DropoutOff):
 
     def seen_forward(self, module: nn.Module) -> Callable[..., Any]:
         """A forward pass of `module` that is seen; products and lookups of plain layers need no mode for that."""
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and "forward" not in vars(module):  # nobody else has changed what it does
             return partial(self.linear_layer, module)
         return partial(self.layer, module.forward)
 
