@@ -74,6 +74,18 @@ def test_a_sketch_is_the_map_applied_to_the_score(name, route, request):
     assert bool((gram.sketch[3] == 0).all()), "a rollout without a completion token has a zero sketch"
 
 
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_a_padding_row_of_the_embedding_receives_nothing(name):
+    model, batch = ARCHITECTURES[name](), rollouts()
+    assert model.get_input_embeddings().padding_idx == 0
+    batch.input_ids[:, 1] = 0  # in the prompt, and real
+    with KeepDouble():
+        gram = measure_gram(model, *batch.arguments, sketch=SMALL)
+        expected = sketched_by_definition(model, batch, SMALL)
+    assert gram.sketch is not None
+    assert distance(gram.sketch, expected) < 1e-12
+
+
 def test_the_training_form_and_adapters_give_the_same_map():
     import peft
 
