@@ -1,5 +1,6 @@
 """Sketches against the map written out element by element, and their errors against the stated bound."""
 
+import copy
 import hashlib
 import math
 import struct
@@ -319,3 +320,15 @@ def test_a_wide_pass_sketches_alike(monkeypatch):
         wide = measure_gram(model, *batch.arguments, sketch=SMALL).sketch
     assert narrow is not None and wide is not None
     assert distance(wide, narrow) < 1e-12
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("dtype", "floor"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
+@pytest.mark.usefixtures("streamed")
+def test_the_device_changes_nothing_but_rounding(dtype, floor):
+    model, batch = ARCHITECTURES["llama-tied"]().to(dtype), rollouts()
+    here = measure_gram(copy.deepcopy(model).float(), *batch.arguments, sketch=SMALL).sketch
+    there = measure_gram(model.cuda(), *(tensor.cuda() for tensor in batch.arguments), sketch=SMALL).sketch
+    assert here is not None and there is not None
+    assert distance(there, here.double()) < floor
