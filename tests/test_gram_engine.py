@@ -150,24 +150,24 @@ class Reentrant(nn.Module):
         self.layer = nn.Linear(8, 8)
         self.scale = nn.Parameter(torch.ones(8))
         self.head = nn.Linear(8, 61)
-        self.nested = True
+        self.nested = "none"
 
     def forward(self, input_ids):  # noqa: D102
         x = self.embedding(input_ids).cumsum(1)
-        for _ in range(2):
-            x = checkpoint(self.step, x, use_reentrant=True) if self.nested else self.step(x)
+        for turn in range(2):
+            is_nested = self.nested == "both" or (self.nested, turn) in {("first", 0), ("second", 1)}
+            x = checkpoint(self.step, x, use_reentrant=True) if is_nested else self.step(x)
         return self.head(x)
 
     def step(self, x):  # noqa: D102
         return torch.tanh(self.layer(x) * self.scale.exp())
 
 
-@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("nested", ["none", "first", "second", "both"])
 @pytest.mark.usefixtures("streamed")
 def test_layers_used_twice_and_nested_checkpointing(nested):
     torch.manual_seed(0)
     model, batch = Reentrant().double(), rollouts()
-    model.nested = False
     rows = []
     for i in range(5):
         real = batch.attention_mask[i].bool()
@@ -179,7 +179,7 @@ def test_layers_used_twice_and_nested_checkpointing(nested):
     gram = measure_gram(model, *batch.arguments)
     stacked = torch.stack(rows)
     assert distance(gram.matrix, stacked @ stacked.T) < 1e-12
-    assert not gram.replayed
+    assert bool(gram.replayed) == (nested == "first"), "its second use was contracted before the first ran again"
 
 
 def test_any_parameter_has_an_exact_route():
@@ -379,3 +379,39 @@ def test_a_weight_used_outside_its_module_is_seen_from_outside(kept, monkeypatch
     assert not first.replayed
     assert model in NEEDS_WIDE, "it is not tried the narrow way again"
     torch.testing.assert_close(measure_gram(model, *batch.arguments).matrix, first.matrix)
+
+
+class TwiceHeaded(nn.Module):
+    """A model that multiplies with its head's weight before the head, too."""
+
+    def __init__(self, *, where: str, tied: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 8)
+        self.head = nn.Linear(8, 61, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.where = where
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The head, as Hugging Face models tell it."""
+        return self.head
+
+    def forward(self, input_ids):  # noqa: D102
+        x = self.embedding(input_ids).cumsum(1)
+        if self.where == "layer":
+            guess = self.head(x)
+        elif self.where == "weight":
+            guess = nn.functional.linear(x, self.head.weight)
+        else:
+            guess = x.sum(-1, keepdim=True).expand(-1, -1, 61)
+        return self.head(x + guess.softmax(-1) @ self.embedding.weight)
+
+
+@pytest.mark.parametrize("where", ["layer", "weight", "embedding only"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kept", [0, 1 << 20])
+def test_a_head_that_is_used_before_the_head(where, tied, kept, monkeypatch):
+    monkeypatch.setattr(leaves, "KEPT_ELEMENTS", kept)
+    torch.manual_seed(0)
+    model, batch = TwiceHeaded(where=where, tied=tied).double(), rollouts()
+    measure_gram(model, *batch.arguments, verify=True)

@@ -18,16 +18,13 @@ def run_backward(tensor: Tensor, grad: Tensor) -> None:
 
 
 def gradients(total: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Gradient of a scalar for each parameter, zeros for one that it does not depend on."""
-    grads = _engine_run_backward(
-        (total,),
-        (torch.ones_like(total),),
-        False,
-        False,
-        tuple(parameters),
-        allow_unreachable=True,
-        accumulate_grad=False,
-    )
-    return [
-        torch.zeros_like(parameter) if grad is None else grad for parameter, grad in zip(parameters, grads, strict=True)
-    ]
+    """Gradient of a scalar for each of all the parameters it may depend on, whose `.grad` is empty before and after.
+
+    Asked for the gradients of chosen parameters, autograd goes only where they are inputs, and passes by layers that
+    are checkpointed through a nested backward pass. So everything is accumulated, and taken away again.
+    """
+    run_backward(total, torch.ones_like(total))
+    found = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return found

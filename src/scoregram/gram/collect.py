@@ -41,6 +41,8 @@ class Collector:
     """Rows looked up in an embedding, by parameter."""
     regions: dict[Slot, tuple[Tensor, Tensor]] = field(default_factory=dict)
     rows: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    contracted: set[Slot] = field(default_factory=set)
+    torn: dict[int, Tensor] = field(default_factory=dict)
     raw: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     """Raw Grams of each parameter, to be added up by the contractor."""
     sums: dict[int, Tensor] = field(default_factory=dict)
@@ -60,6 +62,10 @@ class Collector:
         self.looked_up[id(parameter)].append(rows)
         return self.expect(parameter, parameter)
 
+    def announced(self, parameter: Tensor) -> int:
+        """Uses of a parameter announced so far."""
+        return sum(count for slot, count in self.uses.items() if slot[0] == id(parameter))
+
     def use_arrived(self, slot: Slot, use: Use) -> None:
         """Take one use; contract as soon as the last use of the region has arrived."""
         self.pending[slot].append(use)
@@ -67,8 +73,14 @@ class Collector:
             self.flush(slot)
 
     def late_use_arrived(self, parameter: Tensor, view: Tensor, use: Use) -> None:
-        """Take a use that was not announced; it waits for the end, since nobody knows how many are to come."""
+        """Take a use that was not announced; it waits for the end, since nobody knows how many are to come.
+
+        If the announced uses of the region were contracted already, its cross terms with them are lost, and the
+        parameter is torn: it has to be replayed.
+        """
         slot = slot_of(parameter, view)
+        if slot in self.contracted:
+            self.torn[id(parameter)] = parameter
         self.regions[slot] = (parameter, view)
         self.uses[slot] = -1
         self.pending[slot].append(use)
@@ -81,6 +93,7 @@ class Collector:
 
     def flush(self, slot: Slot) -> None:
         """Contract the pending uses of a region, and drop them."""
+        self.contracted.add(slot)
         self.contract(*self.regions[slot], self.pending.pop(slot))
 
     def contract(self, parameter: Tensor, view: Tensor, uses: list[Use]) -> None:
@@ -147,11 +160,11 @@ class Collector:
         return self.contractor.grams({key: parts for key, parts in self.raw.items() if parts})
 
     def overlapping(self) -> list[Tensor]:
-        """Parameters of which two different regions overlap, or that were used both as a matrix and as a vector."""
+        """Parameters whose uses were not added up: regions that overlap, a matrix used as a vector too, a late use."""
         by_parameter: dict[int, list[Slot]] = defaultdict(list)
         for slot in self.regions:
             by_parameter[slot[0]].append(slot)
-        found = []
+        found = list(self.torn.values())
         for parameter_id, slots in by_parameter.items():
             parameter = self.regions[slots[0]][0]
             spans = sorted(span(slot) for slot in slots)
@@ -173,6 +186,8 @@ def compressed(uses: list[Use]) -> tuple[Tensor | None, list[Use]]:
     An embedding touches only the rows that were looked up; a tied head that has dealt with all other rows already
     speaks of the same rows.
     """
+    if len(uses) == 1 and uses[0].rows is None:
+        return None, uses
     lookups = [use for use in uses if isinstance(use, Lookup)]
     products = [use for use in uses if not isinstance(use, Lookup)]
     if any(use.rows is None for use in products):

@@ -247,15 +247,9 @@ class Measurement:
     def forward_and_backward(self) -> Tensor:
         """Log-probabilities `(N, T)`; Grams and sums go to the collector."""
         self.interceptor.head = self.fusable_head()
-        logits = logits_of(self.model, self.batch)
-        captured = self.interceptor.captured
-        if captured is not None and not is_same(logits, captured[1]):
-            # the model goes on from the head's product: run again, with the logits in autograd
-            self.interceptor.head = self.interceptor.captured = captured = None
-            self.collector.uses.clear()
-            self.collector.looked_up.clear()
-            self.interceptor.leaves.made.clear()
-            logits = logits_of(self.model, self.batch)
+        logits, captured = self.forward()
+        if captured is not None and (self.interceptor.captures > 1 or not is_same(logits, captured[1])):
+            logits, captured = self.forward_without_capture()
         self.interceptor.recording = captured is not None
         self.interceptor.captured = None  # or the graph would hold itself through it
         if captured is not None:
@@ -266,6 +260,24 @@ class Measurement:
         if total.requires_grad:
             run_backward(total, torch.ones_like(total))
         return log_probs
+
+    def forward(self) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor | None] | None]:
+        """Logits, and what was captured at the head."""
+        try:
+            return logits_of(self.model, self.batch), self.interceptor.captured
+        except Exception:
+            if not self.interceptor.captures:
+                raise
+        return self.forward_without_capture()  # the model could not go on with what it was given at the head
+
+    def forward_without_capture(self) -> tuple[Tensor, None]:
+        """Logits in autograd, for a model that does more with its head than return the product."""
+        self.interceptor.head = self.interceptor.captured = None
+        self.interceptor.captures = 0
+        self.collector.uses.clear()
+        self.collector.looked_up.clear()
+        self.interceptor.leaves.made.clear()
+        return logits_of(self.model, self.batch), None
 
     def fusable_head(self) -> Tensor | None:
         """The weight of the output head, if nothing is known to change the logits after it."""
@@ -305,8 +317,8 @@ class Measurement:
 
     def collect_head(self, weight: Tensor, use: HeadUse) -> None:
         """Hand the head's use to the collector; a tied embedding's rows wait for the embedding."""
-        looked_up = self.collector.looked_up.get(id(weight))
-        if not looked_up:
+        looked_up = self.collector.looked_up.get(id(weight), [])
+        if not looked_up or len(looked_up) != self.collector.announced(weight):  # some product needs the other rows too
             self.collector.use_arrived(self.collector.expect(weight, weight), use)
             return
         rest, shared = use.split(looked_up[0] if len(looked_up) == 1 else torch.cat(looked_up).unique())
@@ -322,6 +334,8 @@ class Measurement:
         for parameter in left:
             self.collector.give_up(parameter)
         self.replayed = [names[id(parameter)] for parameter in left]
+        for parameter in self.parameters.values():
+            parameter.grad = None
         rows = score_rows(self.model, self.batch, left, DropoutOff())
         for parameter, row in zip(left, rows, strict=True):
             self.collector.rows_arrived(parameter, row)

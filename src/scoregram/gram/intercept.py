@@ -56,6 +56,8 @@ class Interceptor(DropoutOff):
         """The head's weight, if its product is to be captured instead of computed."""
         self.captured: tuple[Tensor, Tensor, Tensor | None] | None = None
         """Input, first-position output and bias of the head's product."""
+        self.captures = 0
+        """How often that weight was multiplied with; more than once means that it is more than the head."""
         self._parameters = {id(parameter) for parameter in parameters}
         self._marked_inputs: list[Any] = []
         for given in (input_ids, *others):
@@ -169,6 +171,7 @@ class Interceptor(DropoutOff):
         """Keep the input of the head, and give the model the logits of the first position to go on with."""
         first = F.linear(input[:, :1], weight, bias).detach()
         self.captured = (input, first, bias)
+        self.captures += 1
         return first
 
     def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

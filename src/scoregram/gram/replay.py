@@ -20,19 +20,20 @@ def score_rows(
     """Per-rollout gradients `(N, *shape)` of each parameter, by one forward and backward pass for each rollout."""
     rows: list[list[Tensor]] = [[] for _ in parameters]
     for index in range(batch.rollouts):
-        grads = loss_gradients(model, batch.only(index), parameters, mode)
-        for collected, grad in zip(rows, grads, strict=True):
-            collected.append(grad)
+        grads = loss_gradients(model, batch.only(index), mode)
+        for collected, parameter in zip(rows, parameters, strict=True):
+            collected.append(grads[id(parameter)])
     return [torch.stack(collected) for collected in rows]
 
 
-def loss_gradients(
-    model: nn.Module, batch: Batch, parameters: Sequence[Tensor], mode: AbstractContextManager
-) -> list[Tensor]:
-    """Gradient of `Σ c log π` over the whole batch for each parameter, by plain autograd."""
+def loss_gradients(model: nn.Module, batch: Batch, mode: AbstractContextManager) -> dict[int, Tensor]:
+    """Gradient of `Σ c log π` over the whole batch for each trained parameter, by its id, by plain autograd.
+
+    `.grad` of the parameters must be empty (see `restore.gradients_put_aside`), and is afterwards.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with mode, torch.enable_grad():
         logits = logits_of(model, batch)
         total = (token_log_probs(logits, batch) * batch.coefficients).sum()
-        if not total.requires_grad:
-            return [torch.zeros_like(parameter) for parameter in parameters]
-        return gradients(total, parameters)
+        found = gradients(total, parameters) if total.requires_grad else [torch.zeros_like(p) for p in parameters]
+    return {id(parameter): grad for parameter, grad in zip(parameters, found, strict=True)}

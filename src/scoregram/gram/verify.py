@@ -24,8 +24,8 @@ def verify_gram(model: nn.Module, batch: Batch, gram: Gram, group_size: int | No
     for start in range(0, batch.rollouts, size):
         weights = torch.zeros(batch.rollouts, dtype=torch.float64)
         weights[start : start + size] = torch.randn(size, generator=generator, dtype=torch.float64)
-        grads = loss_gradients(model, batch.weighted(weights), parameters, DropoutOff())
-        plain = sum(float(grad.double().square().sum()) for grad in grads)
+        grads = loss_gradients(model, batch.weighted(weights), DropoutOff())
+        plain = sum(float(grad.double().square().sum()) for grad in grads.values())
         block = gram.matrix[start : start + size, start : start + size]
         w = weights[start : start + size]
         disagree_at = abs(float(w @ block @ w) - plain) / max(float(w.abs() @ block.abs() @ w.abs()), 1e-300)
