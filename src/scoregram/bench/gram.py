@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import nn
 
 from scoregram import __version__
-from scoregram.bench.clock import Reading, timed
+from scoregram.bench.clock import peak_bytes, seconds
 from scoregram.bench.shapes import SHAPES
 from scoregram.bench.ways import WAYS, Work
 from scoregram.checks import ScoregramError, fail, lookup
@@ -118,7 +118,8 @@ def compared(model: nn.Module, rollouts: int, tokens: int, names: Sequence[str],
     """Every way at one size: one call of each to warm up and compare answers, then the repeats in turns."""
     work = make_work(model, rollouts, tokens)
     device = work.input_ids.device
-    readings: dict[str, list[Reading]] = {name: [] for name in names}
+    times: dict[str, list[float]] = {name: [] for name in names}
+    peaks: dict[str, float] = {}
     skipped: dict[str, str] = {}
     grams, gradients = {}, {}
     for name in names:
@@ -130,13 +131,15 @@ def compared(model: nn.Module, rollouts: int, tokens: int, names: Sequence[str],
             gradients[name] = flat_gradient(work) if name != "gram" else None
         except (ScoregramError, ImportError, RuntimeError, torch.cuda.OutOfMemoryError) as error:
             skipped[name] = str(error).splitlines()[0][:160]
+    ran = [name for name in names if name not in skipped]
     for _ in range(repeats):
-        for name in names:
-            if name not in skipped:
-                work.forget()
-                readings[name].append(timed(lambda name=name: WAYS[name](work), device))
+        for name in ran:
+            work.forget()
+            times[name].append(seconds(lambda name=name: WAYS[name](work), device))
+    for name in ran:
+        work.forget()
+        peaks[name] = peak_bytes(lambda name=name: WAYS[name](work), device)
     work.forget()
-    floor = [reading.seconds for reading in readings["plain"]]
     exact, step = grams.get("n-backwards"), gradients.get("plain")
     return [
         Row(name, rollouts, tokens, None, None, None, None, None, skipped[name])
@@ -145,9 +148,9 @@ def compared(model: nn.Module, rollouts: int, tokens: int, names: Sequence[str],
             way=name,
             rollouts=rollouts,
             tokens=tokens,
-            seconds=statistics.median(reading.seconds for reading in readings[name]),
-            ratio=statistics.median(r.seconds / f for r, f in zip(readings[name], floor, strict=True)),
-            peak_gib=max(reading.peak_bytes for reading in readings[name]) / GIB,
+            seconds=statistics.median(times[name]),
+            ratio=statistics.median(own / floor for own, floor in zip(times[name], times["plain"], strict=True)),
+            peak_gib=peaks[name] / GIB,
             gram_error=distance(grams[name], exact),
             gradient_error=distance(gradients[name], step),
         )
