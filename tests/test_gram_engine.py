@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from scoregram.gram import backward_with_gram, head, leaves, measure_gram, outer
-from scoregram.gram.engine import NEEDS_WIDE, Measurement
+from scoregram.gram.measurement import NEEDS_WIDE, Measurement
 from tests.cases import ARCHITECTURES, KeepDouble, build, rollouts
 from tests.naive import score_rows
 

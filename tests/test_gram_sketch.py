@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from scoregram.checks import ScoregramError
 from scoregram.gram import Sketch, backward_with_gram, head, leaves, measure_gram, outer
-from scoregram.gram.engine import Measurement
+from scoregram.gram.measurement import Measurement
 from scoregram.gram.sketch import Sketcher, flat_index
 from tests.cases import ARCHITECTURES, KeepDouble, build, rollouts
 from tests.naive import score_rows

@@ -1,0 +1,307 @@
+"""One measurement: a forward and a backward pass over a batch, and everything they leave behind."""
+
+import warnings
+from contextlib import AbstractContextManager
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from scoregram.checks import fail
+from scoregram.gram.backward import run_backward
+from scoregram.gram.batch import Batch, logits_of, token_log_probs
+from scoregram.gram.collect import Collector
+from scoregram.gram.dropout import DropoutOff
+from scoregram.gram.head import HeadUse, fused_head, targets_of
+from scoregram.gram.intercept import Interceptor
+from scoregram.gram.layout import Layout
+from scoregram.gram.replay import score_rows
+from scoregram.gram.restore import in_evaluation, left_as_it_was, modules_of, random_state, trained_parameters
+from scoregram.gram.result import Gram
+from scoregram.gram.sketch import Sketch, Sketcher
+from scoregram.gram.streamed import under_autocast
+
+NEEDS_WIDE: WeakSet[nn.Module] = WeakSet()
+"""Models of which a narrow pass did not see enough; they are not tried again."""
+POSTPROCESSED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Settings with which a model changes its logits after the head's product."""
+
+
+class Measurement:
+    """One forward and backward pass over a batch, and everything it leaves behind."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        *,
+        group_size: int | None,
+        weights: Tensor | None,
+        sketch: Sketch | None = None,
+    ) -> None:
+        self.model = getattr(model, "_orig_mod", model)  # a compiled model's own forward pass
+        self.batch = batch
+        self.modules = modules_of(self.model)
+        self.parameters = trained_parameters(self.modules)
+        if not self.parameters:
+            fail(
+                "measure_gram",
+                "the model needs trainable parameters",
+                "none that requires gradients",
+                "Set requires_grad on what is trained.",
+            )
+        size = batch.rollouts if group_size is None else group_size
+        if size < 1 or batch.rollouts % size:
+            fail(
+                "measure_gram",
+                f"group_size must divide the number of rollouts {batch.rollouts}",
+                group_size,
+                "Pass whole groups.",
+            )
+        self.groups = batch.rollouts // size
+        self.weights = weights
+        self.sketch = sketch
+        self.targets = targets_of(batch.input_ids, batch.completion_mask, batch.coefficients)
+        self.notes: list[str] = []
+        self.replayed: list[str] = []
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Begin with nothing collected."""
+        layout = Layout(self.batch.rollouts, self.batch.input_ids.shape[1])
+        parameters = list(self.parameters.values())
+        sketcher = None if self.sketch is None else Sketcher(self.sketch, self.parameters, self.batch.rollouts)
+        self.collector = Collector(self.batch.rollouts, self.groups, self.weights, sketcher)
+        given = (self.batch.input_ids, self.batch.attention_mask, self.batch.position_ids)
+        self.interceptor = Interceptor(parameters, layout, self.collector, *given)
+
+    def as_it_was(self) -> AbstractContextManager[None]:
+        """The model prepared inside, and as it was outside."""
+        return left_as_it_was(list(self.modules.values()), list(self.parameters.values()))
+
+    def run(self, *, shape: tuple[int, ...], rollout_ids: Tensor | None) -> Gram:
+        """Measure, and put the result together."""
+        with self.as_it_was(), torch.enable_grad():
+            log_probs = None if self.model in NEEDS_WIDE else self.narrow_pass()
+            if log_probs is None:
+                NEEDS_WIDE.add(self.model)
+                log_probs = self.wide_pass()
+            for tensor, rows in self.interceptor.leaves.rows():
+                self.collector.rows_arrived(tensor, rows)
+            self.replay(self.not_seen() + self.collector.overlapping())
+            self.collector.finish()
+        if self.interceptor.dropped:
+            self.notes.append("active dropout was switched off for the measurement")
+            warnings.warn("scoregram: " + self.notes[-1], stacklevel=4)
+        return self.result(log_probs.detach(), shape, rollout_ids)
+
+    def narrow_pass(self) -> Tensor | None:
+        """Log-probabilities from a pass that sees into the modules that own parameters.
+
+        None if that did not suffice: a parameter was used elsewhere, or something random happened elsewhere.
+        """
+        modules = list(self.modules.values())
+        device = self.batch.input_ids.device
+        before = random_state(device)
+        head = getattr(self.model, "get_output_embeddings", lambda: None)()
+        self.interceptor.dropped = any(is_active_dropout(module) for module in modules)
+        with in_evaluation(modules), self.interceptor.narrowed(modules, head):
+            log_probs = self.forward_and_backward()
+        drawn = any(not torch.equal(a, b) for a, b in zip(before, random_state(device), strict=True))
+        if not drawn and not self.not_seen():
+            return log_probs
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        self.prepare()
+        return None
+
+    def wide_pass(self) -> Tensor:
+        """Log-probabilities from a pass that sees every operation of the model."""
+        with self.interceptor:
+            return self.forward_and_backward()
+
+    def not_seen(self) -> list[Tensor]:
+        """Parameters that got an ordinary gradient: some use of them was not split by rollout."""
+        return [parameter for parameter in self.parameters.values() if parameter.grad is not None]
+
+    def forward_and_backward(self) -> Tensor:
+        """Log-probabilities `(N, T)`; Grams and sums go to the collector."""
+        self.interceptor.head = self.fusable_head()
+        logits, captured = self.forward()
+        if captured is not None and (self.interceptor.captures > 1 or not is_same(logits, captured[1])):
+            logits, captured = self.forward_without_capture()
+        self.interceptor.recording = captured is not None
+        self.interceptor.captured = None  # or the graph would hold itself through it
+        if captured is not None:
+            del logits
+            return self.backward_through_head(*captured)
+        log_probs = token_log_probs(logits, self.batch)
+        total = (log_probs * self.batch.coefficients.to(log_probs.dtype)).sum()
+        if total.requires_grad:
+            run_backward(total, torch.ones_like(total))
+        return log_probs
+
+    def forward(self) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor | None] | None]:
+        """Logits, and what was captured at the head."""
+        try:
+            return logits_of(self.model, self.batch), self.interceptor.captured
+        except Exception:
+            if not self.interceptor.captures:
+                raise
+        return self.forward_without_capture()  # the model could not go on with what it was given at the head
+
+    def forward_without_capture(self) -> tuple[Tensor, None]:
+        """Logits in autograd, for a model that does more with its head than return the product."""
+        self.interceptor.head = self.interceptor.captured = None
+        self.interceptor.captures = 0
+        self.collector.uses.clear()
+        self.collector.looked_up.clear()
+        self.interceptor.leaves.made.clear()
+        return logits_of(self.model, self.batch), None
+
+    def fusable_head(self) -> Tensor | None:
+        """The weight of the output head, if nothing is known to change the logits after it."""
+        embeddings = getattr(self.model, "get_output_embeddings", lambda: None)()
+        config = getattr(self.model, "config", None)
+        if not isinstance(embeddings, nn.Linear) or any(getattr(config, name, None) for name in POSTPROCESSED):
+            return None
+        return embeddings.weight
+
+    def backward_through_head(self, hidden: Tensor, _: Tensor, bias: Tensor | None) -> Tensor:
+        """Fused head, then the rest of the backward pass."""
+        weight = self.interceptor.head
+        assert weight is not None
+        targets = self.targets
+        every = torch.arange(len(hidden), device=hidden.device).unsqueeze(1)
+        picked = hidden.detach()[every, targets.position]  # (N, C, h)
+        trained = weight.requires_grad or (bias is not None and bias.requires_grad)
+        with torch.no_grad():
+            low_hidden, low_weight, low_bias = under_autocast(picked, weight, bias)
+            passed = fused_head(
+                low_hidden, low_weight, low_bias, targets, temperature=self.batch.temperature, keep=trained
+            )
+            if weight.requires_grad:
+                self.collect_head(weight, passed.use)
+            if bias is not None and bias.requires_grad:
+                self.collector.rows_arrived(bias, passed.use.bias_rows())
+            rollout, place, position = targets.real_at
+            grad = torch.zeros_like(hidden)
+            grad[rollout, position] = passed.grad_hidden[rollout, place].to(hidden.dtype)
+            log_probs = torch.zeros(self.batch.input_ids.shape, dtype=passed.log_probs.dtype, device=hidden.device)
+            log_probs[rollout, position + 1] = passed.log_probs[rollout, place]
+        del passed
+        self.interceptor.recording = False
+        if hidden.requires_grad:
+            run_backward(hidden, grad)
+        return log_probs
+
+    def collect_head(self, weight: Tensor, use: HeadUse) -> None:
+        """Hand the head's use to the collector; a tied embedding's rows wait for the embedding."""
+        looked_up = self.collector.looked_up.get(id(weight), [])
+        if not looked_up or len(looked_up) != self.collector.announced(weight):  # some product needs the other rows too
+            self.collector.use_arrived(self.collector.expect(weight, weight), use)
+            return
+        rest, shared = use.split(looked_up[0] if len(looked_up) == 1 else torch.cat(looked_up).unique())
+        self.collector.contract(weight, weight, [rest])
+        self.collector.use_arrived(self.collector.expect(weight, weight), shared)
+
+    def replay(self, parameters: list[Tensor]) -> None:
+        """One backward pass per rollout for what the rules could not split."""
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        left = list({id(parameter): parameter for parameter in parameters}.values())
+        if not left:
+            return
+        for parameter in left:
+            self.collector.give_up(parameter)
+        self.replayed = [names[id(parameter)] for parameter in left]
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        rows = score_rows(self.model, self.batch, left, DropoutOff())
+        for parameter, row in zip(left, rows, strict=True):
+            self.collector.rows_arrived(parameter, row)
+        shown = ", ".join(self.replayed[:3]) + (", …" if len(left) > 3 else "")
+        self.notes.append(f"rows of {shown} came from one backward pass per rollout")
+
+    def result(self, log_probs: Tensor, shape: tuple[int, ...], rollout_ids: Tensor | None) -> Gram:
+        """The record, or an error that names what is not finite."""
+        grams = self.collector.grams()
+        taking_part = {name: grams[id(p)] for name, p in self.parameters.items() if id(p) in grams}  # others are zero
+        layers = {name: name.rpartition(".")[0] or name for name in taking_part}
+        order = {layer: index for index, layer in enumerate(dict.fromkeys(layers.values()))}
+        n, size = self.batch.rollouts, self.batch.rollouts // self.groups
+        stacked = torch.zeros(len(order), self.groups, size, size, dtype=torch.float64)
+        if order:
+            index = torch.tensor([order[layer] for layer in layers.values()])
+            stacked.index_add_(0, index, torch.stack(list(taking_part.values())))
+        if not bool(stacked.isfinite().all()):
+            refuse_not_finite(self.parameters, dict(zip(order, stacked, strict=True)))
+        stacked = spread((stacked + stacked.mT) / 2)
+        by_layer = dict(zip(order, stacked.unbind(), strict=True))
+        matrix = stacked.sum(0) if order else torch.zeros(n, n, dtype=torch.float64)
+        if rollout_ids is not None:
+            log_probs = repacked(log_probs, self.batch, rollout_ids)
+        assert log_probs.shape == shape
+        sketch = None if self.collector.sketcher is None else self.collector.sketcher.total()
+        return Gram(matrix, by_layer, log_probs, tuple(self.replayed), tuple(self.notes), sketch)
+
+    def write_gradients(self, factors: Tensor) -> None:
+        """Add `Σ_m f_m Σ_i w_mi ψ_i` to `.grad`."""
+        for parameter in self.parameters.values():
+            sums = self.collector.sums.pop(id(parameter), None)
+            if sums is None:
+                continue
+            if factors.numel() == 1 and float(factors) == 1.0:
+                grad = sums[0]
+            else:
+                grad = torch.tensordot(factors.to(sums), sums, dims=1)
+            parameter.grad = grad.to(parameter.dtype) if parameter.grad is None else parameter.grad.add_(grad)
+
+
+def is_active_dropout(module: nn.Module) -> bool:
+    """Whether a module drops activations while it trains: a dropout layer, or an attention with its own rate."""
+    if not module.training:
+        return False
+    rate = module.__dict__.get("p" if isinstance(module, nn.modules.dropout._DropoutNd) else "attention_dropout", 0.0)
+    return isinstance(rate, float) and rate > 0
+
+
+def is_same(logits: Tensor, raw: Tensor) -> bool:
+    """Whether the model returned the head's product as it was, up to a change of dtype."""
+    return logits is raw or (logits.shape == raw.shape and bool(torch.equal(logits.detach().to(raw.dtype), raw)))
+
+
+def spread(blocks: Tensor) -> Tensor:
+    """Blocks `(L, P, R, R)` on the diagonals of `(L, N, N)` matrices, `nan` between groups."""
+    layers, groups, size, _ = blocks.shape
+    if groups == 1:
+        return blocks[:, 0]
+    matrices = blocks.new_full((layers, groups, size, groups, size), torch.nan)
+    for group in range(groups):
+        matrices[:, group, :, group] = blocks[:, group]
+    return matrices.reshape(layers, groups * size, groups * size)
+
+
+def repacked(log_probs: Tensor, batch: Batch, rollout_ids: Tensor) -> Tensor:
+    """Log-probabilities of unpacked rollouts back at their places in the packed sequences."""
+    owner = rollout_ids.reshape(-1)
+    order = (owner >= 0).nonzero().squeeze(1)
+    order = order[owner[order].argsort(stable=True)]
+    packed = log_probs.new_zeros(owner.shape)
+    packed[order] = log_probs[batch.attention_mask.bool()]
+    return packed.reshape(rollout_ids.shape)
+
+
+def refuse_not_finite(parameters: dict[str, Tensor], by_layer: dict[str, Tensor]) -> None:
+    """Raise with the first parameter, or else the rollouts and the layer, that is not finite."""
+    broken = {layer: gram for layer, gram in by_layer.items() if not bool(gram.isfinite().all())}
+    for name, parameter in parameters.items():
+        if not bool(parameter.isfinite().all()):
+            fail("measure_gram", "parameters must be finite", f"nan or inf in {name}", "Restore a checkpoint.")
+    layer, gram = list(broken.items())[-1]
+    rows = (~gram.diagonal(dim1=1, dim2=2).reshape(-1).isfinite()).nonzero().squeeze(1).tolist()
+    fail(
+        "measure_gram",
+        "gradients must be finite",
+        f"nan or inf for rollout {', '.join(map(str, rows))} in {layer} and {len(broken) - 1} other layers",
+        "Look at these rollouts; a lower precision may overflow.",
+    )
