@@ -20,7 +20,7 @@ NOT_SPLIT = {"gpt-oss": 6}
 
 
 def distance(measured: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((measured.double() - reference).norm() / reference.norm())
+    return float((measured.detach().double() - reference.detach()).norm() / reference.detach().norm())
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
