@@ -49,6 +49,20 @@ def test_an_unknown_choice_is_named(option, value):
         )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("rollouts", (0,)), ("tokens", (1,)), ("repeats", 0), ("threads", 0), ("lora", -1), ("device", "abacus")],
+)
+def test_a_size_that_leaves_nothing_to_measure_is_named(option, value):
+    options = {"rollouts": (2,), "tokens": (16,), "repeats": 1, "threads": 1, "lora": 0, "device": "cpu"} | {
+        option: value
+    }
+    with pytest.raises(ScoregramError, match=f"bench gram --{option}: must be .*, got"):
+        run_gram_bench(
+            shape="llama-tiny", dtype="float32", ways=("gram",), as_json=True, out=None, plot=None, **options
+        )  # fmt: skip
+
+
 def test_the_readme_shows_the_recorded_table():
     spec = importlib.util.spec_from_file_location("table", ROOT / "benchmarks" / "table.py")
     assert spec is not None and spec.loader is not None

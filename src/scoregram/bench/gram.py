@@ -62,7 +62,8 @@ def run_gram_bench(
     plot: Path | None,
 ) -> int:
     """Measure, print a table or JSON, and write the record and the plot if asked for."""
-    place = torch.device(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    refuse_sizes(rollouts=rollouts, tokens=tokens, repeats=repeats, threads=threads, lora=lora)
+    place = chosen_device(device)
     if place.type == "cpu":
         torch.set_num_threads(threads)
     model = build(shape, dtype, place, lora)
@@ -89,6 +90,24 @@ def run_gram_bench(
     else:
         print_rows(rows, record["settings"])
     return 0
+
+
+def refuse_sizes(*, rollouts: Sequence[int], tokens: Sequence[int], repeats: int, threads: int, lora: int) -> None:
+    """Raise for the first size that leaves nothing to measure; a prompt is a quarter of the tokens, and not empty."""
+    least = {"rollouts": (1, rollouts), "tokens": (4, tokens), "repeats": (1, [repeats]), "threads": (1, [threads])}
+    for name, (smallest, values) in (least | {"lora": (0, [lora])}).items():
+        for value in values or [0]:
+            if value < smallest:
+                fail(f"bench gram --{name}", f"must be at least {smallest}", value, "Choose a larger number.")
+
+
+def chosen_device(device: str) -> torch.device:
+    """The device to measure on; `auto` is a GPU if there is one."""
+    if device not in {"auto", "cpu", "cuda"}:
+        fail("bench gram --device", "must be auto, cpu or cuda", repr(device), "Check the spelling.")
+    if device == "cuda" and not torch.cuda.is_available():
+        fail("bench gram --device", "cuda needs a GPU that torch can see", "none", "Pass --device cpu.")
+    return torch.device(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def build(shape: str, dtype: str, device: torch.device, lora: int) -> nn.Module:
