@@ -15,8 +15,9 @@ FILES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in 
 
 FLOORS = (
     {"errors", "types", "checks"},
-    {"spectra", "statistics", "advantages", "objectives"},
-    {"theory", "gram"},
+    {"spectra", "statistics", "advantages", "objectives", "tasks", "runs"},
+    {"theory", "gram", "policy"},
+    {"training"},
     {"bench"},
     {"cli"},
 )
