@@ -1,0 +1,71 @@
+"""What a policy is loaded from and how rollouts are drawn, as settings. Nothing heavy is imported here."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """Where a policy comes from and how it is held."""
+
+    model: str = "tiny"
+    """A hub id, a local folder, a `.gguf` file, or `tiny`: the small policy that is built and warm-started here."""
+    dtype: str = "float32"
+    """Of the weights: float32, bfloat16, float16 or float64."""
+    device: str = "auto"
+    """auto (a GPU if there is one), cpu, cuda or cuda:N."""
+    attention: str = "sdpa"
+    """Attention implementation of transformers: sdpa, eager, flash_attention_2, …"""
+    lora_rank: int = 0
+    """Train adapters of this rank on a frozen base; 0 trains every weight."""
+    lora_alpha: float = 32.0
+    """Adapters are scaled by `lora_alpha / lora_rank`."""
+    lora_targets: tuple[str, ...] = ()
+    """Names of the modules that get an adapter; none given: every linear layer but the head."""
+    prompt: Literal["auto", "plain", "chat"] = "auto"
+    """How a prompt is written: `chat` through the tokenizer's chat template, `plain` as it is; `auto` is `chat` where
+    the tokenizer has a template and the task brings no prompt format of its own."""
+    seed: int = 0
+    """Of everything random in loading: fresh adapters, the tiny policy."""
+
+    def __post_init__(self) -> None:
+        if self.lora_rank < 0:
+            refuse("PolicyConfig", "lora_rank must be 0 or more", self.lora_rank, "0 trains every weight.")
+        if self.prompt not in {"auto", "plain", "chat"}:
+            refuse("PolicyConfig", "prompt must be auto, plain or chat", repr(self.prompt), "Check the spelling.")
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How completions are drawn."""
+
+    max_new_tokens: int
+    """Tokens after which a rollout is cut off."""
+    temperature: float = 1.0
+    """Logits are divided by it; 0 takes the most probable token."""
+    top_k: int = 0
+    """Draw among this many most probable tokens (and those tied with the last of them); 0 keeps all."""
+    top_p: float = 1.0
+    """Draw among the fewest most probable tokens whose probabilities sum to at least this; 1 keeps all."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            refuse("SamplingConfig", "max_new_tokens must be at least 1", self.max_new_tokens, "Ask for a token.")
+        if not 0 <= self.temperature < float("inf"):
+            refuse("SamplingConfig", "temperature must be 0 or more, and finite", self.temperature, "0 is greedy.")
+        if self.top_k < 0:
+            refuse("SamplingConfig", "top_k must be 0 or more", self.top_k, "0 keeps every token.")
+        if not 0 < self.top_p <= 1:
+            refuse("SamplingConfig", "top_p must lie in (0, 1]", self.top_p, "1 keeps every token.")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are never drawn although the policy gives them probability."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+
+
+def refuse(caller: str, requirement: str, got: object, remedy: str) -> None:
+    """Raise in the wording of `scoregram.checks`, which is heavy to import and needed only here."""
+    from scoregram.checks import fail
+
+    fail(caller, requirement, got, remedy)
