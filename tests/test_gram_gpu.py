@@ -21,7 +21,8 @@ def test_gram_and_sums_match_float64(count, width, vectors):
     weights = torch.randn(vectors, count, device="cuda") if vectors else None
     out = torch.full((vectors, width), torch.nan, device="cuda", dtype=torch.bfloat16) if vectors else None
     contractor = outer.Contractor(count, 1, weights)
-    gram = contractor.grams({0: [contractor.contract(rows, out)]})[0][0]
+    contractor.contract(rows, out, owner=7)
+    gram = contractor.grams({7: 0}, 1)[0, 0]
     exact = (rows.double() @ rows.double().T).cpu()
     assert float((gram - exact).norm() / exact.norm()) < 5e-5
     if weights is not None and out is not None:

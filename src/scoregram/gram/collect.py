@@ -43,8 +43,6 @@ class Collector:
     rows: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     contracted: set[Slot] = field(default_factory=set)
     torn: dict[int, Tensor] = field(default_factory=dict)
-    raw: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-    """Raw Grams of each parameter, to be added up by the contractor."""
     sums: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -102,8 +100,7 @@ class Collector:
             self.sketcher.add_uses(parameter, view, uses)
         rows, uses = compressed(uses)
         height = view.shape[0] if rows is None else len(rows)
-        raw, sums = self.contractor.stream(uses, height, out_dtype=parameter.dtype)
-        self.raw[id(parameter)] += raw
+        sums = self.contractor.stream(uses, height, owner=id(parameter), out_dtype=parameter.dtype)
         if sums is not None:
             self.add_sums(parameter, view, sums, rows)
 
@@ -126,38 +123,36 @@ class Collector:
         """Contract whatever is left: regions of which some use got no gradient, and the rows of small parameters."""
         for slot in [slot for slot, uses in self.pending.items() if uses]:
             self.flush(slot)
-        by_kind: dict[tuple[int, torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        by_kind: dict[tuple[torch.Size, torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for parameter, rows in self.rows.values():
-            by_kind[rows.shape[1], rows.dtype, parameter.dtype].append((parameter, rows))
+            by_kind[parameter.shape, rows.dtype, parameter.dtype].append((parameter, rows))
         for alike in by_kind.values():
             self.contract_rows(alike)
         self.rows.clear()
 
     def contract_rows(self, alike: list[tuple[Tensor, Tensor]]) -> None:
-        """Contract the rows `(N, D)` of parameters of one size together."""
+        """Contract the rows `(N, D)` of parameters of one shape together."""
         stacked = torch.stack([rows for _, rows in alike])  # (n, N, D)
-        for (parameter, rows), gram in zip(alike, row_gram(stacked, self.groups), strict=True):
-            self.raw[id(parameter)].append(gram)
-            if self.sketcher is not None:
+        self.contractor.keep([id(parameter) for parameter, _ in alike], row_gram(stacked, self.groups))
+        if self.sketcher is not None:
+            for parameter, rows in alike:
                 self.sketcher.add_rows(parameter, rows)
         if self.weights is not None:
             wide = torch.promote_types(stacked.dtype, torch.float32)
             sums = (self.weights.to(wide) @ stacked.to(wide)).to(alike[0][0].dtype)  # (n, M, D)
-            for (parameter, _), part in zip(alike, sums, strict=True):
-                self.add_sums(parameter, parameter, part.unflatten(1, parameter.shape))
+            shaped = sums.view(*sums.shape[:2], *alike[0][0].shape)
+            for (parameter, _), part in zip(alike, shaped.unbind(), strict=True):
+                self.add_sums(parameter, parameter, part)
 
     def give_up(self, parameter: Tensor) -> None:
         """Forget what is known of a parameter, pending uses included; it is to be replayed."""
         for slot in [slot for slot in self.pending if slot[0] == id(parameter)]:
             del self.pending[slot]
-        for known in (self.raw, self.sums, self.rows):
+        self.contractor.forget(id(parameter))
+        for known in (self.sums, self.rows):
             known.pop(id(parameter), None)
         if self.sketcher is not None:
             self.sketcher.forget(parameter)
-
-    def grams(self) -> dict[int, Tensor]:
-        """The Gram `(P, R, R)` of every parameter that took part, by its id, on the CPU."""
-        return self.contractor.grams({key: parts for key, parts in self.raw.items() if parts})
 
     def overlapping(self) -> list[Tensor]:
         """Parameters whose uses were not added up: regions that overlap, a matrix used as a vector too, a late use."""

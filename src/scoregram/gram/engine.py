@@ -61,7 +61,8 @@ def measure_gram(
         temperature=temperature,
     )
     measurement = Measurement(model, batch, group_size=group_size, weights=None, sketch=sketch)
-    gram = measurement.run(shape=tuple(input_ids.shape), rollout_ids=rollout_ids)
+    measurement.run()
+    gram = measurement.result(rollout_ids)
     if verify:
         with measurement.as_it_was():
             verify_gram(measurement.model, batch, gram, group_size)
@@ -125,7 +126,9 @@ def backward_with_gram(
         )
     require_finite(vectors, name="weights", caller="backward_with_gram")
     measurement = Measurement(model, batch, group_size=group_size, weights=vectors, sketch=sketch)
-    gram = measurement.run(shape=tuple(input_ids.shape), rollout_ids=rollout_ids)
-    factors = torch.ones(1) if combine is None else combine(gram)
-    measurement.write_gradients(factors)
+    measurement.run()
+    if combine is None:
+        return measurement.result_and_gradients(rollout_ids)
+    gram = measurement.result(rollout_ids)
+    measurement.write_gradients(combine(gram))
     return gram

@@ -64,13 +64,8 @@ class Interceptor(DropoutOff):
             mark(given, ACTIVATION)
 
     @contextmanager
-    def narrowed(self, modules: Sequence[nn.Module], head: nn.Module | None) -> Iterator[None]:
+    def narrowed(self, owners: Sequence[nn.Module]) -> Iterator[None]:
         """The forward pass of every module that owns trained parameters seen inside, and nothing else."""
-        owners = [
-            module
-            for module in modules
-            if module is head or any(id(parameter) in self._parameters for parameter in module._parameters.values())
-        ]
         try:
             with attributes(owners, "forward", self.seen_forward):
                 yield

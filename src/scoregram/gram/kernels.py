@@ -3,7 +3,7 @@
 The per-rollout gradients `G` of a weight are `N` rows of millions of elements. Stock routines form `GGᵀ` and `wG` at a
 fifth of the memory's speed; here both are formed in one read of `G`. A tile of `16` rows feeds the tensor cores: with
 fewer rollouts several column blocks are stacked to fill it, and only the diagonal blocks of the product are kept.
-Partial Grams cover 8192 columns and are added in float64. `outer` holds the plain twin of every function here.
+No product in float32 is longer than 8192 columns; they are added in float64. `outer` holds the plain twins.
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,10 @@ from torch import Tensor
 MOST_ROLLOUTS = 64
 COLUMNS, BLOCKS, WARPS, STAGES = 512, 16, 2, 4
 """Best of 144 settings on an H200: 2.45 TB/s of gradients read."""
+PROGRAMS_PER_PROCESSOR = 3
+"""As many as the shared memory of one multiprocessor holds at these settings: all run at once, with equal shares."""
+PARTIAL_BYTES = 1 << 25
+"""Partial Grams that wait to be added up together."""
 
 
 @cache
@@ -77,33 +81,56 @@ class Tile:
         return Tile(padded, stack, high, (whole - high).to(dtype))
 
 
-def gram_and_sums(rows: Tensor, tile: Tile, out: Tensor | None) -> Tensor:
-    """`GGᵀ` of rows `(N, D)`, as `unfolded` expects it, and `wG` written into `out` `(M, D)`, from one read."""
-    rollouts, width = rows.shape
-    size = tile.padded * tile.stack
-    columns = max(64, COLUMNS * 16 // size)  # tiles of one size, whatever the number of rollouts
-    programs = -(-width // (columns * tile.stack * BLOCKS))
-    partial = torch.empty(programs, size, size, dtype=torch.float32, device=rows.device)
-    kernel("gram_and_sums")[(programs,)](
-        rows,
-        rows if out is None else out,
-        partial if tile.high is None else tile.high,
-        partial if tile.low is None else tile.low,
-        partial,
-        width,
-        rows.stride(0),
-        width if out is None else out.stride(0),
-        rollouts,
-        COUNT=0 if out is None else len(out),
-        PADDED=tile.padded,
-        STACK=tile.stack,
-        TILE=size,
-        COLUMNS=columns,
-        BLOCKS=BLOCKS,
-        num_warps=WARPS if size <= 32 else 2 * WARPS,
-        num_stages=STAGES,
-    )
-    return partial.sum(0, dtype=torch.float64)
+class Partials:
+    """Grams of one row matrix after another, one partial Gram a program, added up many at a time."""
+
+    def __init__(self, tile: Tile, device: torch.device) -> None:
+        """Take the tile of all the matrices to come."""
+        self.tile = tile
+        self.programs = PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+        self._size = tile.padded * tile.stack
+        slots = max(1, PARTIAL_BYTES // (8 * self.programs * self._size**2))
+        self._waiting = torch.empty(slots, self.programs, self._size, self._size, dtype=torch.float64, device=device)
+        self._used = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `take` has to be called before the next matrix."""
+        return self._used == len(self._waiting)
+
+    def add(self, rows: Tensor, out: Tensor | None) -> None:
+        """Launch `GGᵀ` of rows `(N, D)`, and `wG` written into `out` `(M, D)`, from one read."""
+        rollouts, width = rows.shape
+        tile, size = self.tile, self._size
+        columns = max(64, COLUMNS * 16 // size)  # tiles of one size, whatever the number of rollouts
+        partial = self._waiting[self._used]
+        self._used += 1
+        kernel("gram_and_sums")[(self.programs,)](
+            rows,
+            rows if out is None else out,
+            partial if tile.high is None else tile.high,
+            partial if tile.low is None else tile.low,
+            partial,
+            width,
+            rows.stride(0),
+            width if out is None else out.stride(0),
+            rollouts,
+            -(-width // (columns * tile.stack * self.programs)),
+            COUNT=0 if out is None else len(out),
+            PADDED=tile.padded,
+            STACK=tile.stack,
+            TILE=size,
+            COLUMNS=columns,
+            BLOCKS=BLOCKS,
+            num_warps=WARPS if size <= 32 else 2 * WARPS,
+            num_stages=STAGES,
+        )
+
+    def take(self) -> Tensor:
+        """Grams `(n, padded, padded)` of the matrices added since the last time, in order."""
+        summed = self._waiting[: self._used].sum(1)
+        self._used = 0
+        return unfolded(summed, self.tile)
 
 
 def unfolded(folded: Tensor, tile: Tile) -> Tensor:

@@ -7,7 +7,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from scoregram.checks import fail
+from scoregram.checks import ScoregramError, fail
 from scoregram.gram.backward import run_backward
 from scoregram.gram.batch import Batch, logits_of, token_log_probs
 from scoregram.gram.collect import Collector
@@ -16,10 +16,11 @@ from scoregram.gram.head import HeadUse, fused_head, targets_of
 from scoregram.gram.intercept import Interceptor
 from scoregram.gram.layout import Layout
 from scoregram.gram.replay import score_rows
-from scoregram.gram.restore import in_evaluation, left_as_it_was, modules_of, random_state, trained_parameters
+from scoregram.gram.restore import in_evaluation, left_as_it_was, random_state
 from scoregram.gram.result import Gram
 from scoregram.gram.sketch import Sketch, Sketcher
 from scoregram.gram.streamed import under_autocast
+from scoregram.gram.survey import survey
 
 NEEDS_WIDE: WeakSet[nn.Module] = WeakSet()
 """Models of which a narrow pass did not see enough; they are not tried again."""
@@ -41,8 +42,8 @@ class Measurement:
     ) -> None:
         self.model = getattr(model, "_orig_mod", model)  # a compiled model's own forward pass
         self.batch = batch
-        self.modules = modules_of(self.model)
-        self.parameters = trained_parameters(self.modules)
+        self.survey = survey(self.model)
+        self.parameters = self.survey.parameters
         if not self.parameters:
             fail(
                 "measure_gram",
@@ -77,10 +78,10 @@ class Measurement:
 
     def as_it_was(self) -> AbstractContextManager[None]:
         """The model prepared inside, and as it was outside."""
-        return left_as_it_was(list(self.modules.values()), list(self.parameters.values()))
+        return left_as_it_was(self.survey)
 
-    def run(self, *, shape: tuple[int, ...], rollout_ids: Tensor | None) -> Gram:
-        """Measure, and put the result together."""
+    def run(self) -> None:
+        """Forward and backward pass; what they leave behind waits for `result` and `write_gradients`."""
         with self.as_it_was(), torch.enable_grad():
             log_probs = None if self.model in NEEDS_WIDE else self.narrow_pass()
             if log_probs is None:
@@ -90,22 +91,24 @@ class Measurement:
                 self.collector.rows_arrived(tensor, rows)
             self.replay(self.not_seen() + self.collector.overlapping())
             self.collector.finish()
+        self.log_probs = log_probs.detach()
         if self.interceptor.dropped:
             self.notes.append("active dropout was switched off for the measurement")
-            warnings.warn("scoregram: " + self.notes[-1], stacklevel=4)
-        return self.result(log_probs.detach(), shape, rollout_ids)
+            warnings.warn("scoregram: " + self.notes[-1], stacklevel=3)
 
     def narrow_pass(self) -> Tensor | None:
         """Log-probabilities from a pass that sees into the modules that own parameters.
 
         None if that did not suffice: a parameter was used elsewhere, or something random happened elsewhere.
         """
-        modules = list(self.modules.values())
         device = self.batch.input_ids.device
         before = random_state(device)
         head = getattr(self.model, "get_output_embeddings", lambda: None)()
-        self.interceptor.dropped = any(is_active_dropout(module) for module in modules)
-        with in_evaluation(modules), self.interceptor.narrowed(modules, head):
+        owners = self.survey.owners
+        if isinstance(head, nn.Module) and not any(module is head for module in owners):
+            owners = [*owners, head]
+        self.interceptor.dropped = bool(self.survey.dropping)
+        with in_evaluation(self.survey.in_training), self.interceptor.narrowed(owners):
             log_probs = self.forward_and_backward()
         drawn = any(not torch.equal(a, b) for a, b in zip(before, random_state(device), strict=True))
         if not drawn and not self.not_seen():
@@ -222,47 +225,51 @@ class Measurement:
         shown = ", ".join(self.replayed[:3]) + (", …" if len(left) > 3 else "")
         self.notes.append(f"rows of {shown} came from one backward pass per rollout")
 
-    def result(self, log_probs: Tensor, shape: tuple[int, ...], rollout_ids: Tensor | None) -> Gram:
-        """The record, or an error that names what is not finite."""
-        grams = self.collector.grams()
-        taking_part = {name: grams[id(p)] for name, p in self.parameters.items() if id(p) in grams}  # others are zero
-        layers = {name: name.rpartition(".")[0] or name for name in taking_part}
+    def result(self, rollout_ids: Tensor | None) -> Gram:
+        """The record, or an error that names what is not finite; the first thing here that waits for the device."""
+        contractor = self.collector.contractor
+        taking_part = contractor.owners()  # the scores of others are zero
+        layers = {id(p): layer_of(name) for name, p in self.parameters.items() if id(p) in taking_part}
         order = {layer: index for index, layer in enumerate(dict.fromkeys(layers.values()))}
-        n, size = self.batch.rollouts, self.batch.rollouts // self.groups
-        stacked = torch.zeros(len(order), self.groups, size, size, dtype=torch.float64)
-        if order:
-            index = torch.tensor([order[layer] for layer in layers.values()])
-            stacked.index_add_(0, index, torch.stack(list(taking_part.values())))
+        stacked = contractor.grams({owner: order[layer] for owner, layer in layers.items()}, len(order))
         if not bool(stacked.isfinite().all()):
             refuse_not_finite(self.parameters, dict(zip(order, stacked, strict=True)))
         stacked = spread((stacked + stacked.mT) / 2)
         by_layer = dict(zip(order, stacked.unbind(), strict=True))
-        matrix = stacked.sum(0) if order else torch.zeros(n, n, dtype=torch.float64)
+        log_probs = self.log_probs
         if rollout_ids is not None:
             log_probs = repacked(log_probs, self.batch, rollout_ids)
-        assert log_probs.shape == shape
         sketch = None if self.collector.sketcher is None else self.collector.sketcher.total()
-        return Gram(matrix, by_layer, log_probs, tuple(self.replayed), tuple(self.notes), sketch)
+        return Gram(stacked.sum(0), by_layer, log_probs, tuple(self.replayed), tuple(self.notes), sketch)
 
-    def write_gradients(self, factors: Tensor) -> None:
-        """Add `Σ_m f_m Σ_i w_mi ψ_i` to `.grad`."""
+    def result_and_gradients(self, rollout_ids: Tensor | None) -> Gram:
+        """The record, and `.grad` as `write_gradients(None)` leaves it, written while the device is still at work."""
+        parameters = self.parameters.values()
+        if any(parameter.grad is not None for parameter in parameters):  # what is added to cannot be taken back
+            gram = self.result(rollout_ids)
+            self.write_gradients(None)
+            return gram
+        self.write_gradients(None)
+        try:
+            return self.result(rollout_ids)
+        except ScoregramError:
+            for parameter in parameters:
+                parameter.grad = None
+            raise
+
+    def write_gradients(self, factors: Tensor | None) -> None:
+        """Add `Σ_m f_m Σ_i w_mi ψ_i` to `.grad`; None for the one vector as it is."""
         for parameter in self.parameters.values():
             sums = self.collector.sums.pop(id(parameter), None)
             if sums is None:
                 continue
-            if factors.numel() == 1 and float(factors) == 1.0:
-                grad = sums[0]
-            else:
-                grad = torch.tensordot(factors.to(sums), sums, dims=1)
+            grad = sums[0] if factors is None else torch.tensordot(factors.to(sums), sums, dims=1)
             parameter.grad = grad.to(parameter.dtype) if parameter.grad is None else parameter.grad.add_(grad)
 
 
-def is_active_dropout(module: nn.Module) -> bool:
-    """Whether a module drops activations while it trains: a dropout layer, or an attention with its own rate."""
-    if not module.training:
-        return False
-    rate = module.__dict__.get("p" if isinstance(module, nn.modules.dropout._DropoutNd) else "attention_dropout", 0.0)
-    return isinstance(rate, float) and rate > 0
+def layer_of(name: str) -> str:
+    """The module that a parameter belongs to; a parameter of the model itself stands for itself."""
+    return name.rpartition(".")[0] or name
 
 
 def is_same(logits: Tensor, raw: Tensor) -> bool:

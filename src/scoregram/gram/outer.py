@@ -91,68 +91,101 @@ class Lookup:
 
 
 class Contractor:
-    """Contracts rows into Grams and weighted sums, in the same way for a whole measurement."""
+    """Contracts rows into Grams and weighted sums, in the same way for a whole measurement.
+
+    Every Gram has an owner, any number that its caller knows it by; what belongs to one owner is added up at the end.
+    """
 
     def __init__(self, rollouts: int, groups: int, weights: Tensor | None) -> None:
         """Take the number of rollouts, of groups of them, and the `(M, N)` weight vectors or None."""
         self.rollouts = rollouts
         self.groups = groups
         self.weights = weights
-        self._tiles: dict[torch.dtype, kernels.Tile] = {}
+        self._owners: list[int | None] = []
+        self._grams: list[Tensor] = []  # each (n, P, N/P, N/P) float64; together one for each owner
+        self._partials: dict[torch.dtype, tuple[kernels.Partials, list[int | None]]] = {}
 
-    def stream(self, uses: Sequence[Use], rows: int, *, out_dtype: torch.dtype) -> tuple[list[Tensor], Tensor | None]:
-        """Grams and weighted sums of the per-rollout gradients of one weight, chunk by chunk over its rows.
+    def stream(self, uses: Sequence[Use], rows: int, *, owner: int, out_dtype: torch.dtype) -> Tensor | None:
+        """Weighted sums of the per-rollout gradients of one weight, chunk by chunk over its rows; its Gram is kept.
 
         The uses of the weight are added *before* the Gram is taken: cross terms between uses belong to it.
 
         Args:
             uses: Every use of the weight; all with the same `N` and `q`. Factors come first.
             rows: The number `p` of rows.
+            owner: To whom the Gram belongs.
             out_dtype: dtype of the sums.
 
         Returns:
-            One raw Gram a chunk, for `grams`, and the sums `(M, p, q)`, or None if there are no weight vectors.
+            The sums `(M, p, q)`, or None if there are no weight vectors.
         """
         sample = uses[0].columns
         q = sample.shape[2]
         sums = None
         if self.weights is not None:
             sums = torch.empty(len(self.weights), rows, q, dtype=out_dtype, device=sample.device)
-        raw = []
         step = rows_at_a_time(self.rollouts * q, sample.device)
         for start in range(0, rows, step):
             stop = min(start + step, rows)
             chunk = gradient_rows(uses, start, stop)  # (N, stop - start, q)
-            raw.append(self.contract(chunk.flatten(1), None if sums is None else sums[:, start:stop].flatten(1)))
-        return raw, sums
+            self.contract(chunk.flatten(1), None if sums is None else sums[:, start:stop].flatten(1), owner=owner)
+        return sums
 
-    def contract(self, rows: Tensor, out: Tensor | None) -> Tensor:
-        """Raw Gram of rows `(N, D)`; their weighted sums are written into `out` `(M, D)`."""
+    def contract(self, rows: Tensor, out: Tensor | None, *, owner: int) -> None:
+        """Keep the Gram of rows `(N, D)`; their weighted sums are written into `out` `(M, D)`."""
         if kernels.serves(rows, out):
-            if rows.dtype not in self._tiles:
-                self._tiles[rows.dtype] = kernels.Tile.of(self.rollouts, self.weights, rows.dtype)
-            return kernels.gram_and_sums(rows, self._tiles[rows.dtype], out)
+            self._contract_by_kernel(rows, out, owner)
+            return
         if out is not None and self.weights is not None:
             wide = torch.promote_types(rows.dtype, torch.float32)
             out.copy_(self.weights.to(wide) @ rows.to(wide))
-        return row_gram(rows, self.groups)
+        self.keep([owner], row_gram(rows, self.groups).unsqueeze(0))
 
-    def grams(self, raw: Mapping[int, Sequence[Tensor]]) -> dict[int, Tensor]:
-        """Sums of raw Grams as `(P, N/P, N/P)` float64 on the CPU, all of them brought there in one piece."""
-        owners = [key for key, parts in raw.items() for _ in parts]
-        parts = [part for parts in raw.values() for part in parts]
-        made: dict[int, Tensor] = {}
-        for is_folded in (True, False):
-            chosen = [(owner, part) for owner, part in zip(owners, parts, strict=True) if (part.ndim == 2) == is_folded]
-            if not chosen:
-                continue
-            stacked = torch.stack([part for _, part in chosen])
-            if is_folded:
-                whole = kernels.unfolded(stacked, next(iter(self._tiles.values())))
-                stacked = blocks_of(whole[:, : self.rollouts, : self.rollouts], self.groups)
-            for (owner, _), gram in zip(chosen, stacked.cpu(), strict=True):
-                made[owner] = made[owner] + gram if owner in made else gram
-        return made
+    def _contract_by_kernel(self, rows: Tensor, out: Tensor | None, owner: int) -> None:
+        if rows.dtype not in self._partials:
+            tile = kernels.Tile.of(self.rollouts, self.weights, rows.dtype)
+            self._partials[rows.dtype] = (kernels.Partials(tile, rows.device), [])
+        partials, owners = self._partials[rows.dtype]
+        if partials.is_full:
+            self._take(partials, owners)
+        partials.add(rows, out)
+        owners.append(owner)
+
+    def _take(self, partials: kernels.Partials, owners: list[int | None]) -> None:
+        if owners:
+            grams = partials.take()[:, : self.rollouts, : self.rollouts]
+            self.keep(owners.copy(), blocks_of(grams, self.groups))
+            owners.clear()
+
+    def keep(self, owners: Sequence[int | None], grams: Tensor) -> None:
+        """Keep Grams `(n, P, N/P, N/P)` of `n` owners."""
+        self._owners += owners
+        self._grams.append(grams)
+
+    def forget(self, owner: int) -> None:
+        """Drop every Gram of an owner."""
+        for owners in (self._owners, *(owners for _, owners in self._partials.values())):
+            owners[:] = [None if other == owner else other for other in owners]
+
+    def owners(self) -> set[int]:
+        """Everybody who has a Gram."""
+        kept = {*self._owners, *(owner for _, owners in self._partials.values() for owner in owners)}
+        return {owner for owner in kept if owner is not None}
+
+    def grams(self, place: Mapping[int, int], count: int) -> Tensor:
+        """Sums `(count, P, N/P, N/P)` float64 on the CPU of the Grams of all owners with the same place below `count`.
+
+        They are added where they are and brought over in one piece.
+        """
+        for partials, owners in self._partials.values():
+            self._take(partials, owners)
+        size = self.rollouts // self.groups
+        if not self._grams:
+            return torch.zeros(count, self.groups, size, size, dtype=torch.float64)
+        grams = torch.cat(self._grams)
+        index = [count if owner is None else place[owner] for owner in self._owners]  # one row more for the forgotten
+        totals = grams.new_zeros(count + 1, *grams.shape[1:])
+        return totals.index_add_(0, torch.tensor(index, device=grams.device), grams)[:count].cpu()
 
 
 def rows_at_a_time(elements: int, device: torch.device) -> int:

@@ -1,6 +1,6 @@
 """What a measurement changes about a model while it runs, and how it is put back, also after an exception."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -9,44 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-
-def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Every module once, by its first path, parents before children; `named_modules` without its nested generators."""
-    found: dict[str, nn.Module] = {}
-    seen: set[int] = set()
-    stack: list[tuple[str, nn.Module]] = [("", model)]
-    while stack:
-        path, module = stack.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        found[path] = module
-        prefix = path and path + "."
-        children = [(prefix + name, child) for name, child in module._modules.items() if child is not None]
-        stack.extend(reversed(children))
-    return found
-
-
-def trained_parameters(modules: dict[str, nn.Module]) -> dict[str, Tensor]:
-    """Every parameter that requires gradients once, by its first name."""
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for path, module in modules.items():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.requires_grad and id(parameter) not in seen:
-                seen.add(id(parameter))
-                found[f"{path}.{name}" if path else name] = parameter
-    return found
+from scoregram.gram.survey import Survey
 
 
 @contextmanager
-def left_as_it_was(modules: Sequence[nn.Module], parameters: Sequence[Tensor]) -> Iterator[None]:
+def left_as_it_was(model: Survey) -> Iterator[None]:
     """The model prepared for a measurement inside, and exactly as it was outside, random state included."""
+    parameters = list(model.parameters.values())
     with ExitStack() as stack:
         stack.enter_context(random_state_kept(parameters[0].device))
         stack.enter_context(gradients_put_aside(parameters))
-        stack.enter_context(checkpointing_without_reentry(modules))
-        stack.enter_context(experts_one_by_one(modules))
+        stack.enter_context(checkpointing_without_reentry(model.checkpointing))
+        stack.enter_context(experts_one_by_one(model.configs.values()))
         yield
 
 
@@ -71,13 +45,16 @@ def random_state(device: torch.device) -> list[Tensor]:
 @contextmanager
 def gradients_put_aside(parameters: Sequence[Tensor]) -> Iterator[None]:
     """`.grad` empty inside: what appears there tells which parameters the rules have not seen."""
-    saved = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
+    saved = [(parameter, grad) for parameter in parameters if (grad := parameter.grad) is not None]
+    for parameter, _ in saved:
         parameter.grad = None
     try:
         yield
     finally:
-        for parameter, grad in zip(parameters, saved, strict=True):
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad = None
+        for parameter, grad in saved:
             parameter.grad = grad
 
 
@@ -87,32 +64,30 @@ def checkpointing_without_reentry(modules: Sequence[nn.Module]) -> Iterator[None
 
     A nested pass cannot be asked for the gradients of chosen parameters, which `replay` needs.
     """
-    name = "_gradient_checkpointing_func"
-    found = [module for module in modules if name in module.__dict__]
-    with attributes(found, name, lambda module: partial(checkpoint, use_reentrant=False)):
+    with attributes(modules, "_gradient_checkpointing_func", lambda module: partial(checkpoint, use_reentrant=False)):
         yield
 
 
 @contextmanager
-def experts_one_by_one(modules: Sequence[nn.Module]) -> Iterator[None]:
+def experts_one_by_one(configs: Iterable[Any]) -> Iterator[None]:
     """Mixtures of experts multiply one expert at a time: the products that the rules know."""
     name = "_experts_implementation_internal"
-    configs = {id(config): config for module in modules if (config := module.__dict__.get("config")) is not None}
-    found = [config for config in configs.values() if name in vars(config)]
+    found = [config for config in configs if name in vars(config)]
     with attributes(found, name, lambda config: "eager"):
         yield
 
 
 @contextmanager
 def in_evaluation(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Modules that are in training mode evaluate inside, but for those that checkpoint only when they train."""
-    found = [
-        module
-        for module in modules
-        if module.__dict__["training"] and not module.__dict__.get("gradient_checkpointing", False)
-    ]
-    with attributes(found, "training", lambda module: False):
+    """Modules that are in training mode evaluate inside."""
+    insides = [module.__dict__ for module in modules]
+    for inside in insides:
+        inside["training"] = False
+    try:
         yield
+    finally:
+        for inside in insides:
+            inside["training"] = True
 
 
 @contextmanager

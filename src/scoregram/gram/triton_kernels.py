@@ -16,6 +16,7 @@ def gram_and_sums(
     rows_stride,
     sums_stride,
     rollouts,
+    blocks,
     COUNT: tl.constexpr,
     PADDED: tl.constexpr,
     STACK: tl.constexpr,
@@ -23,7 +24,7 @@ def gram_and_sums(
     COLUMNS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Products of a tile of rows with itself, summed over `BLOCKS` column blocks, and its weighted sums."""
+    """Products of a tile of rows with itself, summed over `blocks` column blocks, and its weighted sums."""
     program = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, TILE)
     rollout = (row % PADDED)[:, None]
@@ -32,19 +33,22 @@ def gram_and_sums(
     read = rollout < rollouts
     offset = rollout.to(tl.int64) * rows_stride
     sums_offset = rollout.to(tl.int64) * sums_stride
-    gram = tl.zeros((TILE, TILE), dtype=tl.float32)
+    total = tl.zeros((TILE, TILE), dtype=tl.float64)
     if COUNT > 0:
         high = tl.load(high_ptr + square)
         low = tl.load(low_ptr + square)
-    for block in range(BLOCKS):
-        column = (program * BLOCKS + block) * (COLUMNS * STACK) + within
-        tile = tl.load(rows_ptr + offset + column, mask=read & (column < width), other=0.0)
-        gram = tl.dot(tile, tl.trans(tile), gram)
-        if COUNT > 0:
-            total = tl.dot(high, tile)
-            total = tl.dot(low, tile, total)
-            tl.store(sums_ptr + sums_offset + column, total.to(tile.dtype), mask=(rollout < COUNT) & (column < width))
-    tl.store(partial_ptr + program * TILE * TILE + square, gram)
+    for start in range(0, blocks, BLOCKS):
+        gram = tl.zeros((TILE, TILE), dtype=tl.float32)
+        for block in range(start, tl.minimum(start + BLOCKS, blocks)):
+            column = (program * blocks + block) * (COLUMNS * STACK) + within
+            tile = tl.load(rows_ptr + offset + column, mask=read & (column < width), other=0.0)
+            gram = tl.dot(tile, tl.trans(tile), gram)
+            if COUNT > 0:
+                mixed = tl.dot(high, tile)
+                mixed = tl.dot(low, tile, mixed).to(tile.dtype)
+                tl.store(sums_ptr + sums_offset + column, mixed, mask=(rollout < COUNT) & (column < width))
+        total += gram.to(tl.float64)
+    tl.store(partial_ptr + program * TILE * TILE + square, total)
 
 
 @triton.jit
