@@ -29,11 +29,18 @@ from scoregram.gram.dropout import DropoutOff
 from scoregram.gram.layout import Layout
 from scoregram.gram.leaves import Leaves, per_rollout
 from scoregram.gram.marks import ACTIVATION, Activation, Derived, mark, mark_of
+from scoregram.gram.norms import BROADCASTING, CASTS, LAYER_NORMS, Watch, class_path, layer_norm, with_copies
 from scoregram.gram.restore import attributes
-from scoregram.gram.streamed import Call, StreamedLookup, StreamedProduct, under_autocast
+from scoregram.gram.streamed import (
+    Call,
+    StreamedLookup,
+    StreamedProduct,
+    has_saved_tensor_hooks,
+    hooked_product,
+    under_autocast,
+)
 
 MATMULS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
-CASTS = {Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.type, Tensor.type_as}
 PICKS = {Tensor.__getitem__, torch.index_select, Tensor.index_select}
 
 
@@ -56,6 +63,8 @@ class Interceptor(DropoutOff):
         """The head's weight, if its product is to be captured instead of computed."""
         self.captured: tuple[Tensor, Tensor, Tensor | None] | None = None
         """Input, first-position output and bias of the head's product."""
+        self.watch = Watch()
+        """What the module that runs does with its parameters."""
         self.captures = 0
         """How often that weight was multiplied with; more than once means that it is more than the head."""
         self._parameters = {id(parameter) for parameter in parameters}
@@ -74,10 +83,25 @@ class Interceptor(DropoutOff):
                 del tensor._scoregram
 
     def seen_forward(self, module: nn.Module) -> Callable[..., Any]:
-        """A forward pass of `module` that is seen; products and lookups of plain layers need no mode for that."""
-        if type(module) is nn.Linear and "forward" not in vars(module):  # nobody else has changed what it does
+        """A forward pass of `module` that is seen; that of plain layers and known norms needs no mode for that."""
+        if "forward" in vars(module):  # somebody else has changed what it does
+            return partial(self.layer, module, module.forward)
+        if type(module) is nn.Linear:
             return partial(self.linear_layer, module)
-        return partial(self.layer, module.forward)
+        if class_path(module) in LAYER_NORMS or module in BROADCASTING:
+            return partial(self.norm, module, module.forward)
+        return partial(self.layer, module, module.forward)
+
+    def norm(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Forward pass of a module that only scales and shifts by its parameters."""
+        result = None
+        if len(args) == 1 and not kwargs and torch.is_grad_enabled():
+            shift = LAYER_NORMS.get(class_path(module))
+            if shift is not None:
+                result = layer_norm(module, shift, args[0], self.leaves)
+            elif module in BROADCASTING:
+                result = with_copies(module, forward, args[0], self.leaves)
+        return self.layer(module, forward, *args, **kwargs) if result is None else result
 
     def linear_layer(self, module: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002
         """Forward pass of a plain linear layer: the usual case without the questions that any product has to answer."""
@@ -103,13 +127,19 @@ class Interceptor(DropoutOff):
         x, low_weight, _ = under_autocast(x, weight, None)
         slot = self.collector.expect(weight, weight) if self.recording else None
         call = Call(self.layout, self.collector, None, False, (weight, weight), None, slot)
+        if x.requires_grad and not has_saved_tensor_hooks():
+            return hooked_product(x, low_weight, call)
         return StreamedProduct.apply(x, weight, low_weight, None, None, call)
 
-    def layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def layer(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Forward pass of any other module, under the mode."""
         self.mark_inputs(tensors_in(args, kwargs))
+        self.watch = Watch()
         with self:
-            return forward(*args, **kwargs)
+            result = forward(*args, **kwargs)
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and torch.is_grad_enabled():
+            self.watch.remember(module, args[0])
+        return result
 
     def mark_inputs(self, tensors: Iterable[Tensor]) -> None:
         """What a module is given depends on the rollouts."""
@@ -156,11 +186,19 @@ class Interceptor(DropoutOff):
             result = self.meet(func, args, kwargs)
         else:
             result = func(*args, **kwargs)
+        if parameters:
+            self.watch.saw(func, tensors, result, meets=meets)
         if meets:
             self.mark_activations(result, func, args, tensors)
         elif parameters:
             self.mark_derived(result, func, parameters)
         return result
+
+    def read(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Read an attribute; of a parameter, the shape is not that of its copies."""
+        if self.is_parameter_side(args[0]):
+            self.watch.read(func)
+        return super().read(func, args)
 
     def capture(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
         """Keep the input of the head, and give the model the logits of the first position to go on with."""
