@@ -1,0 +1,199 @@
+"""A writer that is really killed (SIGKILL), at every operation on the disk and at random moments.
+
+One process imports everything once and forks a writer for each kill; the writer resumes as the trainer does: from the
+latest checkpoint, or from the beginning.
+"""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from scoregram.runs import open_run
+from tests.run_cases import create, resume, tree, write_step
+
+KEEP = {"keep_checkpoints": 1}
+
+STEPS = 3
+"""Checkpoints after the first and the last; a run keeps one."""
+ROOT = Path(__file__).parent.parent
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+def run_writer(folder: Path, steps: int) -> None:
+    """What a trainer does: go on from the latest checkpoint if there is a run, begin one if not."""
+    if (folder / "config.yaml").exists():
+        latest = open_run(folder).latest_checkpoint
+        done = latest[0] if latest else -1
+        writer = resume(folder, done, **KEEP)
+    else:
+        done = -1
+        writer = create(folder, **KEEP)
+    with writer:
+        for step in range(done + 1, steps):
+            write_step(writer, step)
+
+
+def forked(work: Callable[[], object]) -> int:
+    """Process id of a fork that does the work and ends."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException as error:  # a fork must never return into the caller
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
+            os._exit(1)
+    return child
+
+
+def ended_well(child: int) -> bool:
+    """Whether the fork ended by itself; a failure that is not the kill is an error."""
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the writer failed"
+    return not os.WIFSIGNALED(status)
+
+
+def kill_at(operation: int) -> None:
+    """Make this process kill itself at its n-th operation on the disk, before it or, for a write, halfway through."""
+    done = 0
+
+    def deadly(real: Callable, halfway: bool) -> Callable:
+        def call(*arguments, **options):
+            nonlocal done
+            done += 1
+            if done == operation:
+                if halfway:
+                    real(arguments[0], arguments[1][: len(arguments[1]) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments, **options)
+
+        return call
+
+    for name in ("open", "write", "fsync", "replace", "mkdir", "unlink", "rmdir", "truncate", "ftruncate"):
+        setattr(os, name, deadly(getattr(os, name), halfway=name == "write"))
+
+
+def assert_readable(folder: Path) -> None:
+    """Whatever was killed: what is complete can be read, and it is consistent up to the latest checkpoint."""
+    if not (folder / "config.yaml").exists():
+        assert all(path.name.startswith(".partial-") for path in (folder.iterdir() if folder.exists() else ()))
+        return
+    run = open_run(folder)
+    steps = [line["step"] for line in run.metrics()]
+    assert steps == list(range(len(steps)))
+    assert all(group.gram is not None for group in run.groups())
+    assert all(len(rollout.log_probs) == len(rollout.token_ids) for rollout in run.rollouts())
+    if run.latest_checkpoint:
+        step, path = run.latest_checkpoint
+        assert len(steps) > step
+        assert len(list(run.groups(range(step + 1)))) == len(list(run.rollouts(range(step + 1)))) == 2 * (step + 1)
+        assert (path / "inner" / "more.txt").read_text() == f"step {step}"
+        assert len((path / "state.bin").read_bytes()) == 1000
+
+
+def kill_at_operations(work: Path, whole: dict, stride: int, second_kill: bool) -> int:
+    """Kill a new writer at each operation, or each few; then one that resumes, if asked; the next finishes the run."""
+    for operation in count(1, stride):
+        folder = work / str(operation)
+        finished = ended_well(forked(lambda: (kill_at(operation), run_writer(folder, STEPS))))  # noqa: B023
+        assert_readable(folder)
+        if finished:
+            return operation
+        if second_kill:
+            ended_well(forked(lambda: (kill_at(1 + operation % 29), run_writer(folder, STEPS))))  # noqa: B023
+            assert_readable(folder)
+        run_writer(folder, STEPS)
+        assert tree(folder) == whole, f"killed at operation {operation}"
+        shutil.rmtree(folder)
+    raise AssertionError("a run has an end")
+
+
+def kill_at_random_moments(work: Path, whole: dict, kills: int, steps: int) -> int:
+    """Kill writers of one folder again and again; start over whenever one finishes."""
+    chance, finished = random.Random(0), 0
+    folder = work / "random"
+    for _ in range(kills):
+        child = forked(lambda: run_writer(folder, steps))
+        time.sleep(chance.uniform(0.0, 0.2))
+        os.kill(child, signal.SIGKILL)
+        if ended_well(child):
+            assert tree(folder) == whole
+            shutil.rmtree(folder)
+            finished += 1
+        else:
+            assert_readable(folder)
+    run_writer(folder, steps)
+    assert tree(folder) == whole
+    return finished
+
+
+def kill_writers(folder: Path, *what: str) -> str:
+    """What the process that forks and kills says at its end."""
+    command = [sys.executable, "-m", "tests.test_runs_kill", folder, *what]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_killed_at_every_third_operation(tmp_path):
+    assert int(kill_writers(tmp_path, "third")) > 50  # the deadly operations are really on the way
+
+
+def test_killed_at_random_moments(tmp_path):
+    assert kill_writers(tmp_path, "random", "25")
+
+
+@pytest.mark.slow
+def test_killed_again_and_again(tmp_path):
+    assert int(kill_writers(tmp_path / "a", "each")) > 50
+    assert kill_writers(tmp_path / "b", "random", "400")
+
+
+def test_a_forked_worker_that_outlives_its_writer_does_not_keep_the_folder(tmp_path):
+    command = [sys.executable, "-c", ORPHAN, tmp_path / "r"]
+    writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert writer.stdout is not None
+    worker = int(writer.stdout.readline())
+    try:
+        writer.kill()
+        writer.wait()
+        os.kill(worker, 0)  # still there
+        resume(tmp_path / "r", None).close()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        writer.stdout.close()
+
+
+ORPHAN = """
+import os, sys, time
+from pathlib import Path
+from tests.run_cases import create
+
+writer = create(Path(sys.argv[1]))
+worker = os.fork()
+if worker:
+    print(worker, flush=True)
+time.sleep(60)
+"""
+
+
+if __name__ == "__main__":
+    work, what = Path(sys.argv[1]), sys.argv[2]
+    steps = 10 if what == "random" else STEPS
+    run_writer(work / "whole", steps)
+    whole = tree(work / "whole")
+    if what == "random":
+        reached = kill_at_random_moments(work, whole, kills=int(sys.argv[3]), steps=steps)
+    else:
+        reached = kill_at_operations(work, whole, stride=3 if what == "third" else 1, second_kill=what == "each")
+    sys.stdout.write(str(reached))

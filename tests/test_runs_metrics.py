@@ -1,0 +1,104 @@
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scoregram.checks import ScoregramError
+from scoregram.runs.metrics import metrics_line, read_metrics
+
+names = st.text(min_size=1).filter(lambda name: name != "step")
+scalars = st.dictionaries(names, st.one_of(st.none(), st.booleans(), st.integers(-(2**60), 2**60), st.floats()))
+
+
+def refuse(constant: str):
+    raise AssertionError(f"not strict JSON: {constant}")
+
+
+@given(scalars=scalars, step=st.integers(0, 10**9 - 1))
+def test_a_line_is_strict_json_and_comes_back(tmp_path_factory, scalars, step):
+    line = metrics_line(step, scalars)
+    assert line.count(b"\n") == 1 and line.endswith(b"\n")
+    parsed = json.loads(line, parse_constant=refuse)
+    expected = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in scalars.items()
+    }
+    assert parsed == {"step": step} | expected
+    path = tmp_path_factory.mktemp("m") / "metrics.jsonl"
+    path.write_bytes(line)
+    (read,) = read_metrics(path).lines
+    np.testing.assert_equal(
+        read, {"step": step} | {name: math.nan if value is None else value for name, value in expected.items()}
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "stored"),
+    [
+        (torch.tensor(0.5), 0.5),
+        (torch.tensor([3]), 3),
+        (torch.tensor(math.inf), None),
+        (torch.tensor(True), True),
+        (np.float32(0.25), 0.25),
+        (np.int64(4), 4),
+        (np.float64("nan"), None),
+        (np.bool_(False), False),
+    ],
+)
+def test_numbers_of_torch_and_numpy_are_numbers(value, stored):
+    assert (
+        json.loads(metrics_line(0, {"x": value}))["x"] is stored
+        or json.loads(metrics_line(0, {"x": value}))["x"] == stored
+    )
+
+
+@pytest.mark.parametrize("value", ["text", [1.0], torch.zeros(2), np.zeros(0), torch.zeros(0), 1j, object()])
+def test_what_is_not_one_number_is_refused(value):
+    with pytest.raises(ScoregramError, match="loss must be one number"):
+        metrics_line(0, {"loss": value})
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("name", ["step", 3])
+def test_a_name_must_be_free(name):
+    with pytest.raises(ScoregramError, match="name of its own"):
+        metrics_line(0, {name: 1.0})
+
+
+LINES = [metrics_line(step, {"reward": step / 7, "rank": math.nan}) for step in (0, 2, 10)]
+
+
+def test_every_torn_end_leaves_the_lines_before_it(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    whole = b"".join(LINES)
+    for size in range(len(whole) + 1):  # a kill can cut the file anywhere
+        path.write_bytes(whole[:size])
+        complete = whole[:size].count(b"\n")
+        read = read_metrics(path)
+        assert [line["step"] for line in read.lines] == [0, 2, 10][:complete]
+        assert read.ends == tuple(len(b"".join(LINES[: i + 1])) for i in range(complete))
+        assert read.torn_bytes == size - len(b"".join(LINES[:complete]))
+
+
+@pytest.mark.parametrize(
+    "tail", [b"\0" * 40, b"\0\n\0\n", b'{"step": 1', b"[]\n", b'{"step": 10, "x": 1}\n', b"\xff\n"]
+)
+def test_a_spoilt_end_is_ignored(tmp_path, tail):
+    (tmp_path / "m").write_bytes(b"".join(LINES) + tail)
+    read = read_metrics(tmp_path / "m")
+    assert len(read.lines) == 3 and read.torn_bytes == len(tail)
+
+
+@pytest.mark.parametrize("spoilt", [b"{\n", b"\n", b'{"step": true}\n', b'{"reward": 1}\n', LINES[0]])
+def test_a_spoilt_line_in_the_middle_is_named(tmp_path, spoilt):
+    (tmp_path / "m").write_bytes(LINES[0] + spoilt + LINES[1])
+    with pytest.raises(ScoregramError, match="got line 2"):
+        read_metrics(tmp_path / "m")
+
+
+def test_an_absent_file_has_no_lines(tmp_path):
+    assert read_metrics(tmp_path / "m").lines == ()
