@@ -85,7 +85,6 @@ class Collector:
 
     def rows_arrived(self, parameter: Tensor, rows: Tensor) -> None:
         """Add per-rollout gradients `(N, *shape)` of a small parameter."""
-        rows = rows.reshape(self.rollouts, -1)
         known = self.rows.get(id(parameter))
         self.rows[id(parameter)] = (parameter, rows if known is None else known[1] + rows)
 
@@ -131,17 +130,17 @@ class Collector:
         self.rows.clear()
 
     def contract_rows(self, alike: list[tuple[Tensor, Tensor]]) -> None:
-        """Contract the rows `(N, D)` of parameters of one shape together."""
-        stacked = torch.stack([rows for _, rows in alike])  # (n, N, D)
+        """Contract the rows `(N, *shape)` of parameters of one shape together."""
+        shape = alike[0][0].shape
+        stacked = torch.stack([rows for _, rows in alike]).view(len(alike), self.rollouts, -1)  # (n, N, D)
         self.contractor.keep([id(parameter) for parameter, _ in alike], row_gram(stacked, self.groups))
         if self.sketcher is not None:
-            for parameter, rows in alike:
+            for (parameter, _), rows in zip(alike, stacked.unbind(), strict=True):
                 self.sketcher.add_rows(parameter, rows)
         if self.weights is not None:
             wide = torch.promote_types(stacked.dtype, torch.float32)
             sums = (self.weights.to(wide) @ stacked.to(wide)).to(alike[0][0].dtype)  # (n, M, D)
-            shaped = sums.view(*sums.shape[:2], *alike[0][0].shape)
-            for (parameter, _), part in zip(alike, shaped.unbind(), strict=True):
+            for (parameter, _), part in zip(alike, sums.view(*sums.shape[:2], *shape).unbind(), strict=True):
                 self.add_sums(parameter, parameter, part)
 
     def give_up(self, parameter: Tensor) -> None:

@@ -21,6 +21,9 @@ CHUNK_ELEMENTS_CUDA = 1 << 28
 DOT_LENGTH = 1 << 13
 """Longest dot product taken in float32 before partial sums are added in float64."""
 
+STRIP = 8
+"""Rows of a strip of a Gram on a CPU."""
+
 
 @runtime_checkable
 class Use(Protocol):
@@ -219,8 +222,26 @@ def row_gram(rows: Tensor, groups: int = 1) -> Tensor:
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32)).unflatten(-2, (groups, -1))  # (…, P, R, D)
     whole = rows.shape[-1] - rows.shape[-1] % DOT_LENGTH
     rest = rows[..., whole:]
-    gram = (rest @ rest.mT).double()
+    gram = products(rest).double()
     if whole:
         blocks = rows[..., :whole].unflatten(-1, (-1, DOT_LENGTH)).movedim(-2, 0)  # (blocks, …, P, R, DOT_LENGTH)
-        gram = gram + (blocks @ blocks.mT).sum(0, dtype=torch.float64)
+        gram = gram + products(blocks).sum(0, dtype=torch.float64)
     return gram
+
+
+def products(rows: Tensor) -> Tensor:
+    """`rows @ rowsᵀ`, `(…, R, D)` to `(…, R, R)`.
+
+    On a CPU, products of 16 and more rows run at a third of the speed of those of 8: strips of 8 rows are taken there,
+    and only what lies right of the diagonal.
+    """
+    size = rows.shape[-2]
+    if rows.is_cuda or size < 2 * STRIP:
+        return rows @ rows.mT
+    made = rows.new_empty(*rows.shape[:-1], size)
+    for start in range(0, size, STRIP):
+        here = slice(start, start + STRIP)
+        strip = rows[..., here, :] @ rows[..., start:, :].mT
+        made[..., here, start:] = strip
+        made[..., start:, here] = strip.mT
+    return made

@@ -24,6 +24,10 @@ class Survey:
     """Modules that drop activations in the mode they are in."""
 
 
+HOLDERS = frozenset({nn.ModuleDict, nn.ModuleList, nn.Identity, nn.Sequential})
+"""Modules that hold others and do nothing of their own; with adapters most modules are of these."""
+
+
 def survey(model: nn.Module) -> Survey:
     """Walk over every module once, parents before children."""
     found = Survey()
@@ -36,21 +40,28 @@ def survey(model: nn.Module) -> Survey:
             continue
         seen.add(id(module))
         inside = module.__dict__
-        if inside["_parameters"]:
-            note_parameters(found, prefix, module, known)
-        if inside["training"]:
-            if not inside.get("gradient_checkpointing", False):
-                found.in_training.append(module)
-            if drops(module):
-                found.dropping.append(module)
-        if "_gradient_checkpointing_func" in inside:
-            found.checkpointing.append(module)
-        if (config := inside.get("config")) is not None:
-            found.configs[id(config)] = config
+        if type(module) not in HOLDERS or inside["_parameters"]:
+            note_module(found, prefix, module, known)
         children = inside["_modules"]
         if children:
             stack += [(f"{prefix}{name}.", child) for name, child in reversed(children.items()) if child is not None]
     return found
+
+
+def note_module(found: Survey, prefix: str, module: nn.Module, known: set[int]) -> None:
+    """Note everything about one module."""
+    inside = module.__dict__
+    if inside["_parameters"]:
+        note_parameters(found, prefix, module, known)
+    if inside["training"]:
+        if not inside.get("gradient_checkpointing", False):
+            found.in_training.append(module)
+        if drops(module):
+            found.dropping.append(module)
+    if "_gradient_checkpointing_func" in inside:
+        found.checkpointing.append(module)
+    if (config := inside.get("config")) is not None:
+        found.configs[id(config)] = config
 
 
 def note_parameters(found: Survey, prefix: str, module: nn.Module, known: set[int]) -> None:

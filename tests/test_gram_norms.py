@@ -1,0 +1,92 @@
+"""Norms that are remembered after one look, and modules that must not be."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scoregram.checks import ScoregramError
+from scoregram.gram import backward_with_gram, measure_gram, norms, outer
+from tests.cases import ARCHITECTURES, KeepDouble, build, rollouts
+from tests.naive import score_rows
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+def error_of(model: Any, batch: Any) -> float:
+    with KeepDouble():
+        rows = score_rows(model, *batch.arguments)
+        gram = measure_gram(model, *batch.arguments)
+    reference = rows @ rows.T
+    return float((gram.matrix - reference).norm() / reference.norm())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "olmoe", "nemotron", "gpt2"])
+def test_the_second_measurement_is_as_exact_as_the_first(name):
+    model: Any = ARCHITECTURES[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))  # no norm of all ones
+    for parameter_padding in ("right", "left"):
+        assert error_of(model, rollouts(padding=parameter_padding)) < 1e-12
+
+
+def test_a_norm_is_remembered_and_the_copies_are_gone():
+    model = build("Qwen3", head_dim=8)
+    measure_gram(model, *rollouts().arguments)
+    assert norms.BROADCASTING[model.model.layers[0].input_layernorm] == 3
+    assert norms.BROADCASTING[model.model.layers[0].self_attn.q_norm] == 4
+    measure_gram(model, *rollouts().arguments)
+    assert "weight" not in vars(model.model.norm)
+
+
+class ByShape(nn.Module):
+    """Scales by its weight, and reads the shape of it: a copy per rollout has another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32, dtype=torch.float64) * 1.1)
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        return x * self.weight * (self.weight.shape[0] / 32)
+
+
+class Centred(ByShape):
+    """Mixes the elements of its weight before it scales by them."""
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        return x * (self.weight - self.weight.mean() + 1)
+
+
+class Stretched(ByShape):
+    """Broadcasts its weight against something narrower than itself."""
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        return x + x.mean(-1, keepdim=True) * self.weight
+
+
+@pytest.mark.parametrize("kind", [ByShape, Centred, Stretched])
+def test_a_module_that_does_more_than_broadcast_is_not_remembered(kind):
+    model: Any = ARCHITECTURES["llama"]()
+    model.model.layers[1].input_layernorm = module = kind()
+    for _ in range(2):
+        assert error_of(model, rollouts()) < 1e-12
+        assert module not in norms.BROADCASTING
+
+
+@pytest.mark.parametrize("rows", [15, 16, 21, 40])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_strips_give_the_whole_gram(rows, groups):
+    values = torch.randn(rows * groups, 9000, dtype=torch.float64)
+    blocks = values.view(groups, rows, -1)
+    torch.testing.assert_close(outer.row_gram(values, groups), torch.einsum("gid,gjd->gij", blocks, blocks))
+
+
+def test_gradients_are_taken_back_when_they_are_not_finite():
+    model: Any = ARCHITECTURES["llama"]()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1e200)
+    with pytest.raises(ScoregramError, match="must be finite"):
+        backward_with_gram(model, *rollouts().arguments, weights=torch.ones(5))
+    assert all(parameter.grad is None for parameter in model.parameters())
