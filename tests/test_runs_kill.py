@@ -137,26 +137,26 @@ def kill_at_random_moments(work: Path, whole: dict, kills: int, steps: int) -> i
     return finished
 
 
-def kill_writers(folder: Path, *what: str) -> str:
-    """What the process that forks and kills says at its end."""
-    command = [sys.executable, "-m", "tests.test_runs_kill", folder, *what]
+def kill_writers(folder: Path, *, stride: int, second_kill: bool, kills: int) -> tuple[int, int]:
+    """Operations reached and runs finished, as the process that forks and kills reports them at its end."""
+    command = [sys.executable, "-m", "tests.test_runs_kill", folder, str(stride), str(int(second_kill)), str(kills)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    operations, finished = map(int, done.stdout.split())
+    return operations, finished
 
 
-def test_killed_at_every_third_operation(tmp_path):
-    assert int(kill_writers(tmp_path, "third")) > 50  # the deadly operations are really on the way
-
-
-def test_killed_at_random_moments(tmp_path):
-    assert kill_writers(tmp_path, "random", "25")
+def test_killed_at_every_third_operation_and_at_random_moments(tmp_path):
+    operations, finished = kill_writers(tmp_path, stride=3, second_kill=False, kills=20)
+    assert operations > 50  # the deadly operations are really on the way
+    assert finished < 20  # and some of the random kills hit
 
 
 @pytest.mark.slow
 def test_killed_again_and_again(tmp_path):
-    assert int(kill_writers(tmp_path / "a", "each")) > 50
-    assert kill_writers(tmp_path / "b", "random", "400")
+    operations, finished = kill_writers(tmp_path, stride=1, second_kill=True, kills=300)
+    assert operations > 50
+    assert finished < 300
 
 
 def test_a_forked_worker_that_outlives_its_writer_does_not_keep_the_folder(tmp_path):
@@ -188,12 +188,9 @@ time.sleep(60)
 
 
 if __name__ == "__main__":
-    work, what = Path(sys.argv[1]), sys.argv[2]
-    steps = 10 if what == "random" else STEPS
-    run_writer(work / "whole", steps)
-    whole = tree(work / "whole")
-    if what == "random":
-        reached = kill_at_random_moments(work, whole, kills=int(sys.argv[3]), steps=steps)
-    else:
-        reached = kill_at_operations(work, whole, stride=3 if what == "third" else 1, second_kill=what == "each")
-    sys.stdout.write(str(reached))
+    work, (stride, second_kill, kills) = Path(sys.argv[1]), map(int, sys.argv[2:])
+    run_writer(work / "whole", STEPS)
+    operations = kill_at_operations(work, tree(work / "whole"), stride, bool(second_kill))
+    run_writer(work / "longer", 10)
+    finished = kill_at_random_moments(work, tree(work / "longer"), kills, steps=10)
+    sys.stdout.write(f"{operations} {finished}")

@@ -30,9 +30,14 @@ def plain(value: Any, name: str = "config") -> Any:
         return [plain(inner, f"{name}[{i}]") for i, inner in enumerate(value)]
     if isinstance(value, PurePath):
         return str(value)
-    if value is None or type(value) in (bool, int, float, str):
+    if value is None or type(value) in (bool, int, float) or (isinstance(value, str) and _is_unicode(value)):
         return value
     return fail("RunWriter", f"{name} must be plain", f"{type(value).__name__} {value!r}", "Pass numbers and text.")
+
+
+def _is_unicode(text: str) -> bool:
+    """Lone surrogates are not: no file can hold them."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _key(key: Any, name: str) -> str:
@@ -46,13 +51,22 @@ def config_text(config: Mapping[str, Any], environment: Mapping[str, Any], resum
     stored = {"schema": SCHEMA, "config": plain(config), "environment": plain(environment, "environment")}
     if resumed:
         stored["resumed"] = plain(list(resumed), "resumed")
-    # flow style and aliases off: every value in one place, on a line of its own
-    return yaml.dump(stored, Dumper=_NoAliases, sort_keys=False, allow_unicode=True).encode()
+    return yaml.dump(stored, Dumper=_Dumper, sort_keys=False, allow_unicode=True).encode()
 
 
-class _NoAliases(yaml.SafeDumper):
+class _Dumper(yaml.SafeDumper):
+    """Every value in one place, without references between them; odd characters escaped, so that they come back."""
+
     def ignore_aliases(self, data: Any) -> bool:
         return True
+
+
+def _write_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    odd = not all(character.isprintable() or character == "\n" for character in text)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if odd else None)
+
+
+_Dumper.add_representer(str, _write_text)
 
 
 def differences(stored: Mapping[str, Any], asked: Mapping[str, Any], may_differ: Collection[str] = ()) -> list[str]:

@@ -1,0 +1,138 @@
+import math
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import yaml
+
+from scoregram.checks import ScoregramError
+from scoregram.runs import GroupRecord, open_run
+from tests.run_cases import CONFIG, ENVIRONMENT, create, make_group, make_rollout, tree, write
+
+
+def test_what_was_written_is_read(tmp_path):
+    write(tmp_path / "r", range(3))
+    run = open_run(tmp_path / "r")
+    assert run.config == CONFIG and run.environment == ENVIRONMENT and run.resumed == () and run.notes == ()
+    np.testing.assert_equal(
+        run.metrics(), [{"step": step, "reward": step / 3, "undefined": math.nan} for step in range(3)]
+    )
+    assert [(group.step, len(group.rewards)) for group in run.groups()] == [(s, r) for s in range(3) for r in (2, 3)]
+    assert [len(rollout.token_ids) for rollout in run.rollouts()] == [6, 4] * 3
+    before = tree(tmp_path / "r")
+    list(run.groups())
+    assert tree(tmp_path / "r") == before
+
+
+def test_only_the_steps_asked_for(tmp_path):
+    write(tmp_path / "r", range(5))
+    run = open_run(str(tmp_path / "r"))
+    assert {group.step for group in run.groups(range(3, sys.maxsize))} == {3, 4}
+    assert {rollout.step for rollout in run.rollouts({0, 4, 9})} == {0, 4}
+    assert set(run.groups_table([2])["step"].to_pylist()) == {2}
+    assert set(run.rollouts_table(range(2))["step"].to_pylist()) == {0, 1}
+
+
+def test_one_part_at_a_time(tmp_path):
+    write(tmp_path / "r", range(3))
+    groups = open_run(tmp_path / "r").groups()
+    next(groups)
+    for path in sorted((tmp_path / "r/groups").iterdir())[1:]:
+        path.write_bytes(b"damaged")  # not read yet, so not noticed yet
+    next(groups)
+    with pytest.raises(ScoregramError, match="must be a complete Parquet file"):
+        next(groups)
+
+
+def test_groups_without_layers(tmp_path):
+    write(tmp_path / "r", range(1))
+    run = open_run(tmp_path / "r")
+    assert all(group.by_layer == {} and group.gram is not None for group in run.groups(layers=False))
+    assert all(len(group.by_layer) == 2 for group in run.groups())
+    assert "layer_grams" in run.groups_table(layers=True).column_names
+    assert "layer_grams" not in run.groups_table().column_names
+
+
+def test_tables_join_parts_with_other_columns(tmp_path):
+    def with_statistics(step: int, **statistics: float) -> GroupRecord:
+        return GroupRecord(**{**vars(make_group(step, 2)), "statistics": statistics})
+
+    with create(tmp_path / "r") as writer:
+        writer.write_groups(0, [with_statistics(0, a=1.0)])
+        writer.write_groups(1, [with_statistics(1, b=2.0), with_statistics(1, a=math.nan)])
+        writer.write_rollouts(0, [make_rollout(0, 0, 0)])
+    run = open_run(tmp_path / "r")
+    table = run.groups_table()
+    np.testing.assert_equal(table["statistics/a"].to_pylist(), [1.0, None, math.nan])
+    assert table["statistics/b"].to_pylist() == [None, 2.0, None]
+    np.testing.assert_equal([group.statistics for group in run.groups()], [{"a": 1.0}, {"b": 2.0}, {"a": math.nan}])
+    assert run.rollouts_table()["completion"].to_pylist() == [" 2 é\n"]
+
+
+def test_a_run_that_has_only_begun(tmp_path):
+    create(tmp_path / "r").close()
+    run = open_run(tmp_path / "r")
+    assert run.metrics() == [] and list(run.groups()) == [] and list(run.rollouts()) == []
+    assert run.checkpoints == {} and run.latest_checkpoint is None
+    assert run.groups_table().num_rows == 0 and "gram" in run.groups_table().column_names
+    assert isinstance(run.rollouts_table(), pa.Table)
+
+
+def test_a_series(tmp_path):
+    with create(tmp_path / "r") as writer:
+        for step in range(4):
+            writer.write_metrics(step, {"reward": 0.5} | ({"eval/accuracy": step / 4} if step % 2 else {}))
+    run = open_run(tmp_path / "r")
+    steps, values = run.series("eval/accuracy")
+    assert steps.tolist() == [1, 3] and values.tolist() == [0.25, 0.75]
+    with pytest.raises(ScoregramError, match=r"must have logged loss, got eval/accuracy, reward, step\. Check"):
+        run.series("loss")
+
+
+def test_leftovers_are_noted_and_ignored(tmp_path):
+    write(tmp_path / "r", range(2))
+    with (tmp_path / "r/metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 2, "re')
+    (tmp_path / "r/rollouts/.partial-step-000000002-000.parquet").write_bytes(b"PAR1")
+    (tmp_path / "r/checkpoints/.partial-step-2").mkdir()
+    (tmp_path / "r/groups/README").write_text("not a part")
+    (tmp_path / "r/checkpoints/mine").mkdir()
+    run = open_run(tmp_path / "r")
+    assert len(run.metrics()) == 2 and len(list(run.rollouts())) == 4 and list(run.checkpoints) == [0]
+    assert [note.partition(":")[0] for note in run.notes] == [
+        "metrics.jsonl",
+        "rollouts/.partial-step-000000002-000.parquet",
+        "checkpoints/.partial-step-2",
+    ]
+    assert "15 bytes" in run.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"schema": 2, "config": {}}, r"schema 1 or older, got 2\. Update scoregram"),
+        ({"schema": "x", "config": {}}, "must be written by scoregram, got schema 'x'"),
+        ({"config": {}}, "must be written by scoregram, got schema None"),
+        ({"schema": 1}, "must be written by scoregram, got something else"),
+        ([], "must be written by scoregram, got something else"),
+    ],
+)
+def test_configs_that_are_not_ours_are_refused(tmp_path, content, message):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(ScoregramError, match=message):
+        open_run(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"a: [", b"a: \xff"])
+def test_a_damaged_config_is_named(tmp_path, content):
+    (tmp_path / "config.yaml").write_bytes(content)
+    with pytest.raises(ScoregramError, match=r"config\.yaml must be YAML"):
+        open_run(tmp_path)
+
+
+def test_what_is_not_a_run(tmp_path):
+    for path, got in ((tmp_path, "one without"), (tmp_path / "absent", "no such folder"), (tmp_path / "f", "a file")):
+        (tmp_path / "f").touch()
+        with pytest.raises(ScoregramError, match=f"must be a run folder with a config.yaml, got {got}"):
+            open_run(path)
