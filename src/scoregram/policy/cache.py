@@ -1,0 +1,89 @@
+"""Keys and values of plain attention layers in one block per layer, filled once per prompt for all its rollouts."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache
+
+
+class SharedCache(Cache):
+    """A fixed block `(rows, heads, capacity, width)` of keys and of values for every layer, written column by column.
+
+    A prompt goes through the model once, into a cache of its own; `fill` copies what it left there into the rows of all
+    its rollouts. From then on every forward pass adds one column. The column is a number, or, for a step that is
+    captured and replayed, a tensor on the device; then all of `visible` columns are returned and the mask decides.
+    """
+
+    def __init__(self, rows: int, capacity: int) -> None:
+        super().__init__(layers=[])
+        self.rows, self.capacity = rows, capacity
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.length = 0
+        """Columns written so far."""
+        self.column: Tensor | None = None
+        self.visible = capacity
+
+    def fill(self, prefilled: DynamicCache, first_row: int, repeats: int) -> None:
+        """Copy a prefilled cache, each of its rows `repeats` times, from `first_row` on."""
+        layers: list[Any] = prefilled.layers
+        for index, layer in enumerate(layers):
+            keys, values = layer.keys, layer.values
+            if index == len(self.keys):
+                for blocks, part in ((self.keys, keys), (self.values, values)):
+                    shape = (self.rows, part.shape[1], self.capacity, part.shape[3])
+                    blocks.append(torch.zeros(shape, dtype=dtype_used(part), device=part.device))
+            last_row = first_row + len(keys) * repeats
+            for block, part in ((self.keys[index], keys), (self.values[index], values)):
+                block[first_row:last_row, :, : part.shape[2]] = part.repeat_interleave(repeats, 0)
+            self.length = keys.shape[2]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write the next column of a layer and return what its queries may see."""
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        if self.column is not None:
+            keys.index_copy_(2, self.column, key_states.to(keys.dtype))
+            values.index_copy_(2, self.column, value_states.to(values.dtype))
+            return keys[:, :, : self.visible], values[:, :, : self.visible]
+        end = self.length + 1
+        keys[:, :, self.length : end] = key_states
+        values[:, :, self.length : end] = value_states
+        return keys[:, :, :end], values[:, :, :end]
+
+    @property
+    def seen(self) -> int:
+        """Columns that the next token sees."""
+        return self.visible if self.column is not None else self.length + 1
+
+    def advance(self) -> None:
+        """The column that every layer has written is complete."""
+        if self.column is not None:
+            self.column += 1
+        else:
+            self.length += 1
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop every other row; only columns in use are copied."""
+        for blocks in (self.keys, self.values):
+            for index, block in enumerate(blocks):
+                kept = block.new_empty(len(rows), *block.shape[1:])
+                torch.index_select(block[:, :, : self.length], 0, rows, out=kept[:, :, : self.length])
+                blocks[index] = kept
+        self.rows = len(rows)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns written so far."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Columns that a mask has to cover, and the first of them."""
+        return (self.visible if self.column is not None else self.length + query_length), 0
+
+
+def dtype_used(part: Tensor) -> torch.dtype:
+    """What attention will compute with: autocast would turn every key and value into its own dtype at every step."""
+    kind = part.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else part.dtype

@@ -1,0 +1,96 @@
+"""Which way of decoding is right for a model: found once for every model, by comparing logits."""
+
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from scoregram.policy.fused import Fused, is_fusible
+from scoregram.policy.modes import base_of
+from scoregram.policy.ways import Grown, Recomputed, Shared, Way, takes
+
+PROBES = ((1, 2, 3), (4, 5, 6, 7, 8, 9, 1, 2), (9, 8, 7, 6, 5))
+"""Prompts of unequal lengths to compare on; ids are taken modulo the vocabulary."""
+FORCED = (3, 1, 2)
+"""Tokens put behind each of them."""
+ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Differences between logits, relative to the largest, that rounding explains; many models round to float32 inside."""
+
+_agrees: WeakKeyDictionary[nn.Module, dict[tuple[type, bool], bool]] = WeakKeyDictionary()
+
+
+def fastest_way(model: nn.Module, capacity: int) -> type[Way]:
+    """The first of the ways that this model can go, for texts of up to `capacity` tokens.
+
+    A way is gone if nothing in the model's description speaks against it and, in a trial of a few tokens that is made
+    once for every model, its logits agree with those of a plain forward pass over each text alone.
+    """
+    known = _agrees.setdefault(model, {})
+    is_cast = torch.is_autocast_enabled(next(model.parameters()).device.type)
+    for way in candidates(model, capacity):
+        if (way, is_cast) not in known:
+            known[way, is_cast] = agrees(way, model)
+        if known[way, is_cast]:
+            return way
+    return Recomputed
+
+
+def candidates(model: nn.Module, capacity: int) -> list[type[Way]]:
+    """Ways that the model's description admits, fastest first."""
+    if not is_plain_attention(model, capacity):
+        return [Grown]
+    return [Fused, Shared, Grown] if is_fusible(model) else [Shared, Grown]
+
+
+def is_plain_attention(model: nn.Module, capacity: int) -> bool:
+    """Whether every layer attends to all tokens of a text this long, keeps its own keys and values, and no more."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    config = base_of(model).config
+    if not takes(model, "position_ids") or not takes(model, "past_key_values"):
+        return False
+    text = config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    if getattr(text, "alibi", False) or getattr(text, "num_kv_shared_layers", 0):
+        return False
+    layers = DynamicCache(config=config).layers  # pyright: ignore[reportArgumentType]
+    return all(
+        type(layer) is DynamicLayer or (type(layer) is DynamicSlidingWindowLayer and window_of(layer) >= capacity)
+        for layer in layers
+    )
+
+
+def window_of(layer: object) -> int:
+    """Tokens that a sliding layer sees."""
+    return int(getattr(layer, "sliding_window", 0))
+
+
+def agrees(way: type[Way], model: nn.Module) -> bool:
+    """Whether the logits of `way` are those of a plain forward pass, up to rounding."""
+    vocabulary = int(base_of(model).get_input_embeddings().num_embeddings)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    prompts = [[token % vocabulary for token in prompt] for prompt in PROBES]
+    forced = [token % vocabulary for token in FORCED]
+    expected = torch.stack([plain_logits(model, [*prompt, *forced])[-len(forced) - 1 :] for prompt in prompts])
+    try:
+        found = trial(way, model, prompts, forced)
+    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return False
+    return bool((found - expected).abs().max() <= ROUNDING[expected.dtype] * expected.abs().max())
+
+
+def plain_logits(model: nn.Module, ids: list[int]) -> Tensor:
+    """Logits at every position of one text."""
+    device = next(model.parameters()).device
+    return model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0]
+
+
+def trial(way: type[Way], model: nn.Module, prompts: list[list[int]], forced: list[int]) -> Tensor:
+    """`(prompts, forced + 1, V)` logits as the way computes them."""
+    batches = [prompts] if way.any_lengths else [[prompt] for prompt in prompts]
+    parts = []
+    for batch in batches:
+        run = way(model, max(map(len, batch)) + len(forced))
+        logits = [run.start(batch, 2)]
+        with run.decoding():
+            logits += [run.step(torch.full((2 * len(batch),), token, device=logits[0].device)) for token in forced]
+        parts.append(torch.stack(logits, 1)[1::2])
+    return torch.cat(parts)
