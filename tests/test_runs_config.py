@@ -55,6 +55,8 @@ def test_what_yaml_cannot_hold_is_refused(value):
         ({"a": 1}, {"a": 1.0}, []),
         ({"a": float("nan")}, {"a": float("nan")}, []),
         ({"a": (1, 2)}, {"a": [1, 2]}, []),
+        ({"a": [{"b": float("nan")}]}, {"a": [{"b": float("nan")}]}, []),
+        ({"a": [1, 2]}, {"a": [1]}, ["a: [1, 2] in the run, [1] asked for"]),
         ({"a": 1}, {"a": 2}, ["a: 1 in the run, 2 asked for"]),
         ({"a": {"b": {"c": None}}}, {"a": {"b": {}}}, ["a.b", "a.b.c"]),
         ({}, {"a": 1}, ["a: nothing in the run, 1 asked for"]),

@@ -93,5 +93,9 @@ def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(map(_same, left, right))
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
     both_undefined = all(isinstance(each, float) and math.isnan(each) for each in (left, right))
     return both_undefined or left == right

@@ -1,0 +1,146 @@
+"""Progress of a run for people: one live line on a terminal, plain lines now and then anywhere else."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+DASH = "–"
+"""What stands for an undefined number."""
+
+SHORTER = {"live groups": "live", "effective rank": "rank", "tokens/s": "tok/s"}
+"""Words for a narrow terminal."""
+
+RECENT = 20
+"""Updates that the remaining time is estimated from; the first steps of a run are slower than the others."""
+
+
+class Progress:
+    """Shows where a run stands; a `with` block around the loop.
+
+    The line reads `step 12/200 · ETA 1:23 · reward 0.43 · live groups 5/8 · effective rank 2.91 (null 4.10) · 1,234
+    tokens/s`. On a terminal it stays in its place, in shorter words where it is narrow; elsewhere a new one is printed
+    for the first and the last update, and in between at most one every `every_seconds`.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        first_step: int = 0,
+        console: Console | None = None,
+        every_seconds: float | int = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            total_steps: Number of the last step.
+            first_step: Steps that were done before, by the run that is resumed.
+            console: Where to show it; standard output if not given.
+            every_seconds: Shortest time between plain lines.
+            clock: Seconds that only grow.
+        """
+        self.total_steps = total_steps
+        self._console = console or Console()
+        self._every = every_seconds
+        self._clock = clock
+        self._times = deque([(first_step, clock())], maxlen=RECENT + 1)
+        self._shown_at = -math.inf
+        self._waiting: str | None = None
+        self._live: Live | None = None
+
+    def __enter__(self) -> "Progress":
+        if self._console.is_terminal:
+            # refreshed by updates alone: no thread of its own that a fork could catch in the middle
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Show the last update, also when the loop ends by an error or Ctrl-C."""
+        if self._live is not None:
+            self._live.stop()
+        elif self._waiting is not None:
+            self._print(self._waiting)
+
+    def update(self, step: int, scalars: Mapping[str, Any]) -> None:
+        """Show that `step` is done.
+
+        Args:
+            step: Its number.
+            scalars: Any of `reward`, `live_groups`, `groups`, `effective_rank`, `effective_rank_null` and
+                `tokens_per_second`. What is absent, None or `nan` is shown as a dash; other names are not shown.
+        """
+        now = self._clock()
+        self._times.append((step, now))
+        line = progress_line(step, self.total_steps, scalars, self._seconds_left())
+        if self._live is not None and len(line) > self._console.width:
+            for long, short in SHORTER.items():
+                line = line.replace(long, short)
+        if self._live is not None:
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+        elif step >= self.total_steps or now - self._shown_at >= self._every:
+            self._print(line)
+            self._shown_at = now
+        else:
+            self._waiting = line
+
+    def note(self, text: str) -> None:
+        """A line of its own, above the live one."""
+        self._console.print(Text(text), soft_wrap=True)
+
+    def _print(self, line: str) -> None:
+        self._waiting = None
+        self._console.print(Text(line), soft_wrap=True)
+        self._console.file.flush()
+
+    def _seconds_left(self) -> float:
+        (old_step, then), (step, now) = self._times[0], self._times[-1]
+        return (now - then) / (step - old_step) * (self.total_steps - step) if step > old_step else math.nan
+
+
+def progress_line(step: int, total_steps: int, scalars: Mapping[str, Any], seconds_left: float) -> str:
+    """The line that a person reads.
+
+    Example:
+        >>> progress_line(12, 200, {"reward": 0.43, "effective_rank": 2.91, "effective_rank_null": 4.1}, 83.0)
+        'step  12/200 · ETA 1:23 · reward 0.43 · live groups – · effective rank 2.91 (null 4.10) · – tokens/s'
+    """
+    width = len(str(total_steps))
+    groups = f"/{_number(scalars['groups'], '.0f')}" if "groups" in scalars else ""
+    null = _number(scalars.get("effective_rank_null"), ".2f")
+    return " · ".join(
+        [
+            f"step {step:>{width}}/{total_steps}",
+            f"ETA {duration(seconds_left)}",
+            f"reward {_number(scalars.get('reward'), '.3g')}",
+            f"live groups {_number(scalars.get('live_groups'), '.3g')}{groups}",
+            f"effective rank {_number(scalars.get('effective_rank'), '.2f')} (null {null})",
+            f"{_number(scalars.get('tokens_per_second'), ',.0f')} tokens/s",
+        ]
+    )
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds, as a clock shows them.
+
+    Example:
+        >>> duration(3723.4), duration(9.0), duration(float("nan"))
+        ('1:02:03', '0:09', '–')
+    """
+    if not math.isfinite(seconds):
+        return DASH
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _number(value: Any, form: str) -> str:
+    if value is None or not math.isfinite(value):
+        return DASH
+    return format(float(value), form)
