@@ -1,8 +1,25 @@
 """Prompts with verifiable rewards: one small file per task, and one table of them.
 
-`task` what a task is · `table` every task by name · `reward` a user's own reward function as `module:function`.
+`task` what a task is · `table` every task by name · `arithmetic`, `gsm8k`, `reasoning_gym`, `jsonl` the tasks ·
+`answers` when two answers are the same · `reward` a user's own function · `mistakes` what a warm start gets wrong.
 """
 
+from scoregram.tasks.arithmetic import first_wrong_character
+from scoregram.tasks.reward import load_reward
+from scoregram.tasks.table import TASKS, TaskRow, load_task
 from scoregram.tasks.task import LazyProblems, Problem, RewardFunction, Step, Task, first_error, reward_columns
 
-__all__ = ["LazyProblems", "Problem", "RewardFunction", "Step", "Task", "first_error", "reward_columns"]
+__all__ = [
+    "TASKS",
+    "LazyProblems",
+    "Problem",
+    "RewardFunction",
+    "Step",
+    "Task",
+    "TaskRow",
+    "first_error",
+    "first_wrong_character",
+    "load_reward",
+    "load_task",
+    "reward_columns",
+]
