@@ -8,6 +8,7 @@ from typing import NoReturn, TypeVar
 
 from torch import Tensor
 
+from scoregram.errors import NotFiniteError as NotFiniteError
 from scoregram.errors import ScoregramError as ScoregramError
 
 Row = TypeVar("Row")
@@ -19,6 +20,11 @@ ROUNDING_STEPS = 4
 def fail(caller: str, requirement: str, got: object, remedy: str) -> NoReturn:
     """Raise a `ScoregramError` in the one wording of this library."""
     raise ScoregramError(f"{caller}: {requirement}, got {got}. {remedy}")
+
+
+def not_finite(caller: str, requirement: str, got: object, remedy: str) -> NoReturn:
+    """Raise a `NotFiniteError` in the same wording."""
+    raise NotFiniteError(f"{caller}: {requirement}, got {got}. {remedy}")
 
 
 def require_group_size(rewards: Tensor, *, at_least: int, caller: str) -> int:
@@ -38,7 +44,7 @@ def require_finite(values: Tensor, *, name: str, caller: str, remedy: str = "Rep
     """`values` unchanged, provided that every element is finite; the error names the first one that is not."""
     if values.is_floating_point() and not bool(values.isfinite().all()):
         at = tuple(int(i) for i in (~values.isfinite()).nonzero()[0])
-        fail(caller, f"{name} must be finite", f"{values[at].item()} at index {at}", remedy)
+        not_finite(caller, f"{name} must be finite", f"{values[at].item()} at index {at}", remedy)
     return values
 
 

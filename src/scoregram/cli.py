@@ -12,6 +12,8 @@ import tyro
 
 from scoregram import __version__
 from scoregram.errors import ScoregramError
+from scoregram.training.config import TrainConfig
+from scoregram.training.methods import METHODS
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,22 @@ class Lab:
         from scoregram.theory.lab.show import show_comparison
 
         return show_comparison(world=self.world, budget=self.budget, group_size=self.group_size, as_json=self.json)
+
+
+@dataclass(frozen=True)
+class Train(TrainConfig):  # noqa: D101
+    __doc__ = f"""{TrainConfig.__doc__}
+
+    Methods: {"; ".join(f"{name} ({row.about})" for name, row in METHODS.items())}.
+    """
+
+    def run(self) -> int:
+        """Train, and say where the run is."""
+        from scoregram.training.loop import train
+
+        trained = train(self)
+        print(f"{trained.folder}: step {trained.step} of {self.steps}")
+        return 130 if trained.interrupted else 0
 
 
 @dataclass(frozen=True)
@@ -117,6 +135,7 @@ class Version:
 Command = (
     Annotated[Claims, tyro.conf.subcommand("claims")]
     | Annotated[Lab, tyro.conf.subcommand("lab")]
+    | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Version, tyro.conf.subcommand("version")]
 )

@@ -7,7 +7,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from scoregram.checks import ScoregramError, fail
+from scoregram.checks import ScoregramError, fail, not_finite
 from scoregram.gram.backward import run_backward
 from scoregram.gram.batch import Batch, logits_of, token_log_probs
 from scoregram.gram.collect import Collector
@@ -303,10 +303,10 @@ def refuse_not_finite(parameters: dict[str, Tensor], by_layer: dict[str, Tensor]
     broken = {layer: gram for layer, gram in by_layer.items() if not bool(gram.isfinite().all())}
     for name, parameter in parameters.items():
         if not bool(parameter.isfinite().all()):
-            fail("measure_gram", "parameters must be finite", f"nan or inf in {name}", "Restore a checkpoint.")
+            not_finite("measure_gram", "parameters must be finite", f"nan or inf in {name}", "Restore a checkpoint.")
     layer, gram = list(broken.items())[-1]
     rows = (~gram.diagonal(dim1=1, dim2=2).reshape(-1).isfinite()).nonzero().squeeze(1).tolist()
-    fail(
+    not_finite(
         "measure_gram",
         "gradients must be finite",
         f"nan or inf for rollout {', '.join(map(str, rows))} in {layer} and {len(broken) - 1} other layers",

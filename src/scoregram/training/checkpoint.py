@@ -1,0 +1,75 @@
+"""What a run needs to go on after a kill: weights, optimiser, position in the data.
+
+Random numbers are functions of the seed and the step, so there is no state of them to keep. The weights are stored as
+transformers stores them, so that anybody can load a checkpoint.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from scoregram.checks import fail
+from scoregram.policy.load import Policy
+
+STATE = "state.pt"
+MODEL = "model"
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands."""
+
+    step: int
+    """Steps that are done."""
+    problems: int
+    """Problems that were drawn."""
+
+
+def save_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, position: Position) -> None:
+    """Write a checkpoint into an empty folder."""
+    policy.model.save_pretrained(folder / MODEL)
+    policy.tokenizer.save_pretrained(folder / MODEL)
+    state = {"step": position.step, "problems": position.problems, "optimizer": optimizer.state_dict()}
+    torch.save(state, folder / STATE)
+
+
+def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> Position:
+    """Put the weights and the optimiser of a checkpoint in place.
+
+    Raises:
+        ScoregramError: If it does not fit the policy.
+    """
+    device = next(policy.model.parameters()).device
+    load_weights(policy.model, folder / MODEL)
+    state: dict[str, Any] = torch.load(folder / STATE, map_location=device, weights_only=True)
+    optimizer.load_state_dict(state["optimizer"])
+    return Position(state["step"], state["problems"])
+
+
+def load_weights(model: Any, folder: Path) -> None:
+    """Copy saved weights, of a whole model or of its adapters, into a model of the same shape."""
+    from safetensors.torch import load_file
+
+    saved = {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
+    if not saved:
+        fail("train --resume", f"{folder} must hold safetensors", "none", "Start the run again.")
+    if hasattr(model, "peft_config"):
+        from peft import set_peft_model_state_dict
+
+        set_peft_model_state_dict(model, saved)
+        return
+    own: nn.Module = model
+    result = own.load_state_dict(saved, strict=False)
+    tied = {name for name in result.missing_keys if is_tied(own, name, saved)}
+    if result.unexpected_keys or set(result.missing_keys) - tied:
+        got = f"{len(result.unexpected_keys)} unknown and {len(set(result.missing_keys) - tied)} missing weights"
+        fail("train --resume", f"{folder} must fit the model", got, "Resume with the model that the run began with.")
+
+
+def is_tied(model: nn.Module, name: str, saved: dict[str, Any]) -> bool:
+    """Whether a weight that was not saved is the same tensor as one that was."""
+    everything = model.state_dict(keep_vars=True)
+    return any(everything[name] is everything[other] for other in saved if other in everything)

@@ -1,0 +1,223 @@
+"""Everything that decides a training run, in one frozen record. Nothing heavy is imported here."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from scoregram.policy.config import PolicyConfig, SamplingConfig, refuse
+from scoregram.training.methods import METHODS, Method
+
+MAY_DIFFER = ("steps", "out", "resume", "overwrite", "report_to", "checkpoint_every", "keep_checkpoints")
+"""What a resumed run may have otherwise than the run it continues, and still give the same numbers.
+
+`steps` only where the learning rate does not depend on it.
+"""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a policy on a task with verifiable rewards, and measure what every update is made of."""
+
+    out: Path = Path("runs/train")
+    """Folder of the run."""
+    resume: bool = False
+    """Go on with the run in `out` from its last checkpoint."""
+    overwrite: bool = False
+    """Replace the run in `out`."""
+
+    model: str = "tiny"
+    """Hub id, folder, `.gguf` file, or `tiny`: a small Llama that is built and warm-started here."""
+    dtype: str = "float32"
+    """Precision of the weights: float32, bfloat16, float16 or float64."""
+    autocast: bool = False
+    """Run matrix products in bfloat16; the weights stay in `dtype`."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    attention: str = "sdpa"
+    """Attention implementation of transformers."""
+    lora_rank: int = 0
+    """Train adapters of this rank on a frozen base; 0 trains everything."""
+    lora_alpha: float = 32.0
+    """Scale of the adapters."""
+    lora_targets: tuple[str, ...] = ()
+    """Modules that get adapters; all linear layers if not given."""
+    prompt: Literal["auto", "plain", "chat"] = "auto"
+    """Whether prompts go through the tokenizer's chat template."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+
+    task: str = "arithmetic"
+    """arithmetic[:TERMS], gsm8k[:FOLDER], reasoning-gym:NAME or jsonl:FILE."""
+    reward: str | None = None
+    """`module:function` with TRL's signature, in place of the task's reward."""
+
+    method: str = "grpo"
+    """A row of the table of methods; `scoregram train --help` lists them."""
+    estimator: str | None = None
+    """Another advantage estimator than the method's."""
+    objective: str | None = None
+    """Another loss than the method's."""
+
+    steps: int = 200
+    """Updates of the policy, inner ones not counted."""
+    batch_size: int = 64
+    """Rollouts of one step."""
+    group_size: int = 8
+    """Rollouts of one prompt."""
+    micro_batch_size: int = 0
+    """Rollouts in one pass, whole groups; 0 for all at once. Gradients are accumulated."""
+    inner_updates: int = 1
+    """Updates on the same rollouts; from the second on the ratio is no longer 1."""
+    dynamic_rounds: int = 4
+    """Most times that a step with dynamic sampling draws prompts."""
+
+    max_new_tokens: int = 0
+    """Longest completion; 0 for what the task suggests."""
+    temperature: float = 1.0
+    """Of the policy: sampled, scored and trained at it."""
+    top_k: int = 0
+    """Sample among so many likeliest tokens; 0 for all."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens that hold this probability."""
+
+    beta: float = 0.0
+    """Strength of the KL term to the policy of the start; 0 for none."""
+    kl: str = "k3"
+    """Form of that term: a key of `KL_TERMS`."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """Optimiser."""
+    learning_rate: float = 1e-3
+    """Largest learning rate."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after the warm-up; linear and cosine end at 0."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises from 0."""
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of AdamW."""
+    momentum: float = 0.0
+    """Of SGD."""
+    weight_decay: float = 0.0
+    """Decoupled for AdamW."""
+    max_grad_norm: float = 1.0
+    """Longer gradients are scaled to this length; 0 for never."""
+
+    measure_every: int = 1
+    """Measure the Gram every so many steps; 0 for never."""
+    layers: Literal["float64", "float32", "none"] = "float32"
+    """Precision in which the Grams of single layers are stored; none leaves them out."""
+    rollouts_every: int = 10
+    """Store the rollouts themselves every so many steps; 0 for never."""
+    eval_every: int = 20
+    """Evaluate on test problems every so many steps, and before the first and after the last; 0 for never."""
+    eval_problems: int = 200
+    """Test problems of an evaluation."""
+    checkpoint_every: int = 50
+    """Write a checkpoint every so many steps and after the last; 0 for the last alone."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that are kept; 0 for all."""
+    on_not_finite: Literal["stop", "skip"] = "stop"
+    """What to do when a loss, an advantage or a gradient is not finite."""
+    report_to: tuple[str, ...] = ()
+    """Trackers that get the metrics: tensorboard, wandb, trackio."""
+    seed: int = 0
+    """Of everything that is drawn."""
+    threads: int = 0
+    """Threads of torch on a CPU; 0 leaves them as they are."""
+
+    def __post_init__(self) -> None:
+        for name, least in LEAST.items():
+            if getattr(self, name) < least:
+                refuse(f"train --{dashed(name)}", f"must be at least {least}", getattr(self, name), "Choose another.")
+        if self.group_size > self.batch_size or self.batch_size % self.group_size:
+            got = f"group_size {self.group_size} and batch_size {self.batch_size}"
+            refuse("train --group-size", "a batch must hold whole groups", got, "Make batch_size a multiple of it.")
+        if self.micro_batch_size % self.group_size:
+            got = f"micro_batch_size {self.micro_batch_size} and group_size {self.group_size}"
+            refuse("train --micro-batch-size", "a pass must take whole groups", got, "Make it a multiple, or 0.")
+        if not self.temperature > 0:
+            remedy = "Greedy rollouts have nothing to learn from each other."
+            refuse("train --temperature", "must be positive", self.temperature, remedy)
+        if self.method not in METHODS:
+            refuse("train --method", f"must be one of {', '.join(METHODS)}", repr(self.method), "Check the spelling.")
+        if self.resume and self.overwrite:
+            refuse("train", "resume or overwrite, not both", "both", "Leave one of them out.")
+
+    @property
+    def chosen(self) -> Method:
+        """The method, with estimator and objective as asked for."""
+        row = METHODS[self.method]
+        return Method(
+            estimator=self.estimator or row.estimator,
+            objective=self.objective or row.objective,
+            dynamic_sampling=row.dynamic_sampling,
+            about=row.about,
+        )
+
+    @property
+    def prompts(self) -> int:
+        """Groups of one step."""
+        return self.batch_size // self.group_size
+
+    @property
+    def policy(self) -> PolicyConfig:
+        """What the policy is loaded with."""
+        return PolicyConfig(
+            model=self.model,
+            dtype=self.dtype,
+            device=self.device,
+            attention=self.attention,
+            lora_rank=self.lora_rank,
+            lora_alpha=self.lora_alpha,
+            lora_targets=self.lora_targets,
+            prompt=self.prompt,
+            seed=self.seed,
+        )
+
+    def sampling(self, max_new_tokens: int) -> SamplingConfig:
+        """How rollouts are drawn, with what the task suggests where nothing was asked for."""
+        return SamplingConfig(
+            max_new_tokens=self.max_new_tokens or max_new_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+        )
+
+    def record(self) -> Mapping[str, Any]:
+        """The config as plain values for `config.yaml`."""
+        plain = asdict(self) | {"out": str(self.out)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
+
+    def may_differ(self) -> tuple[str, ...]:
+        """Keys that a run resumed with this config may have otherwise."""
+        return MAY_DIFFER if self.lr_schedule == "constant" else tuple(key for key in MAY_DIFFER if key != "steps")
+
+
+LEAST = {
+    "steps": 1,
+    "batch_size": 1,
+    "group_size": 1,
+    "micro_batch_size": 0,
+    "inner_updates": 1,
+    "dynamic_rounds": 1,
+    "max_new_tokens": 0,
+    "lora_rank": 0,
+    "beta": 0,
+    "learning_rate": 0,
+    "warmup_steps": 0,
+    "weight_decay": 0,
+    "max_grad_norm": 0,
+    "measure_every": 0,
+    "rollouts_every": 0,
+    "eval_every": 0,
+    "eval_problems": 1,
+    "checkpoint_every": 0,
+    "keep_checkpoints": 0,
+    "threads": 0,
+}
+"""Smallest sensible value of each number."""
+
+
+def dashed(name: str) -> str:
+    """A field as it is written on the command line."""
+    return name.replace("_", "-")

@@ -1,0 +1,119 @@
+"""From rewards to the weight of every token: the estimator and the loss of a method, in that order."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scoregram.advantages.table import ESTIMATORS, estimate
+from scoregram.checks import fail, listed, lookup
+from scoregram.objectives.coefficients import token_coefficients
+from scoregram.objectives.kl import KL_TERMS, kl_penalty
+from scoregram.objectives.table import OBJECTIVES
+from scoregram.training.collecting import Collected
+from scoregram.training.methods import Method
+from scoregram.types import Advantages, LogProbs, Mask, PerPrompt, TokenWeights
+
+SUPPLIED = frozenset({"lengths", "outcomes", "greedy_rewards", "score_energies"})
+"""What the trainer can give to an estimator besides the rewards."""
+KNOWN_TO_LOSS = frozenset({"log_probs", "old_log_probs", "advantages", "mask", "length"})
+"""What the trainer can give to a loss."""
+
+
+def require_method(method: Method, *, group_size: int, kl: str) -> None:
+    """Raise before any work if the trainer cannot run this estimator or this loss."""
+    row = lookup(ESTIMATORS, method.estimator, kind="train --estimator")
+    if row.level != "group" or not set(row.needs) <= SUPPLIED:
+        able = listed(sorted(name for name, r in ESTIMATORS.items() if r.level == "group" and set(r.needs) <= SUPPLIED))
+        fail("train --estimator", f"must be one of {able}", repr(method.estimator), "Others need more than rollouts.")
+    if group_size < row.min_group:
+        got = f"group_size {group_size}"
+        fail("train --group-size", f"{method.estimator} needs at least {row.min_group} rollouts", got, "Raise it.")
+    objective = lookup(OBJECTIVES, method.objective, kind="train --objective")
+    if not set(objective.needs) <= KNOWN_TO_LOSS:
+        able = listed(sorted(name for name, r in OBJECTIVES.items() if set(r.needs) <= KNOWN_TO_LOSS))
+        fail("train --objective", f"must be one of {able}", repr(method.objective), "Others need more than rollouts.")
+    lookup(KL_TERMS, kl, kind="train --kl")
+
+
+def needs(estimator: str) -> tuple[str, ...]:
+    """What an estimator needs besides rewards."""
+    return ESTIMATORS[estimator].needs
+
+
+def advantages_of(
+    estimator: str, collected: Collected, *, energies: Tensor | None = None, greedy: PerPrompt | None = None
+) -> Advantages:
+    """`(P, R)` advantages in float64; 0 for a rollout without a reward.
+
+    Args:
+        estimator: A group-level row of `ESTIMATORS`.
+        collected: The rollouts of a step.
+        energies: `(P, R)` squared score norms, for the rows that need them.
+        greedy: `(P,)` rewards of greedy rollouts, likewise.
+    """
+    inputs: dict[str, Tensor | None] = {
+        "lengths": collected.lengths,
+        "outcomes": collected.rewards,
+        "score_energies": energies,
+        "greedy_rewards": greedy,
+    }
+    observed = None if bool(collected.observed.all()) else collected.observed
+    found = estimate(estimator, collected.rewards, observed=observed, **inputs)
+    if not bool(found.isfinite().all()):
+        fail("train", "advantages must be finite", f"{found.tolist()}", "Look at the rewards of this step.")
+    return found
+
+
+def rollout_weights(objective: str, advantages: Advantages, mask: Mask, *, length: int) -> Tensor:
+    """`(N,)` weight of each rollout's score in an on-policy update: `ĝ = Σ_i w_i ψ_i`.
+
+    At `π = π_old` every loss here weights all tokens of a rollout alike. 0 for a rollout without tokens.
+    """
+    row = OBJECTIVES[objective]
+    given: Mapping[str, Any] = {"advantages": advantages.flatten().to(mask.device), "mask": mask, "length": length}
+    weights = row.weight(**{name: given[name] for name in row.weight_needs})  # (N, T)
+    return weights.sum(1) / mask.sum(1).clamp(min=1)
+
+
+def loss_value(
+    objective: str, log_probs: LogProbs, old_log_probs: LogProbs, advantages: Advantages, mask: Mask, *, length: int
+) -> Tensor:
+    """The loss of all rollouts, a scalar."""
+    row = OBJECTIVES[objective]
+    given: Mapping[str, Any] = {
+        "log_probs": log_probs,
+        "old_log_probs": old_log_probs,
+        "advantages": advantages.flatten().to(log_probs),
+        "mask": mask,
+        "length": length,
+    }
+    return row.fn(**{name: given[name] for name in row.needs})
+
+
+def loss_coefficients(
+    log_probs: LogProbs,
+    mask: Mask,
+    loss: Callable[[LogProbs], Tensor],
+    *,
+    beta: float,
+    kl: str,
+    reference: Tensor | None,
+) -> tuple[float, TokenWeights]:
+    """Value of the whole loss, KL term included, and `c_it = ∂L/∂log π_it`, `(N, T)`.
+
+    Args:
+        log_probs: `(N, T)`; their history is not followed.
+        mask: `(N, T)` completion tokens.
+        loss: From log-probabilities to the method's loss.
+        beta: Strength of the KL term.
+        kl: Its form.
+        reference: `(N, T)` log-probabilities of the reference; None for no KL term.
+    """
+    leaf = log_probs.detach().requires_grad_()
+    with torch.enable_grad():
+        total = loss(leaf)
+        if reference is not None:
+            total = total + beta * kl_penalty(leaf, reference, mask, term=kl)
+    return float(total.detach()), token_coefficients(total, leaf)
