@@ -55,6 +55,7 @@ def test_first_last_and_one_every_few_seconds():
         for step in range(1, 101):
             clock.now += 1.0
             progress.update(step, SCALARS)
+        assert "step 100/100" in output.getvalue()  # before whatever comes after the last step
     shown = [int(line.split("/")[0].removeprefix("step")) for line in output.getvalue().splitlines()]
     assert shown == [*range(1, 101, 10), 100]
 

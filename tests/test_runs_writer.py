@@ -164,7 +164,7 @@ def test_a_folder_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
 def test_one_writer_at_a_time(tmp_path):
     with create(tmp_path / "r"):
         for again in (lambda: resume(tmp_path / "r", 0), lambda: create(tmp_path / "r", overwrite=True)):
-            with pytest.raises(ScoregramError, match="one writer, got another process"):
+            with pytest.raises(ScoregramError, match="one writer, got another one at work"):
                 again()
     resume(tmp_path / "r", 0).close()
 
@@ -187,6 +187,7 @@ def test_resume_wants_the_same_config(tmp_path):
     assert "optimiser.name: adamw in the run, sgd asked for; steps: nothing in the run, 9 asked for" in message
     assert tree(tmp_path / "r") == before
     resume(tmp_path / "r", 1, config={**CONFIG, "steps": 9}, may_differ=["steps"]).close()
+    assert open_run(tmp_path / "r").config == {**CONFIG, "steps": 9}
 
 
 def test_resume_wants_a_run(tmp_path):
@@ -279,6 +280,13 @@ def test_a_failed_checkpoint_is_no_checkpoint(tmp_path, error):
         assert caught.value is error
         assert [path.name for path in (tmp_path / "r/checkpoints").iterdir()] == ["step-1"]
         checkpoint(writer, 2)
+
+
+def test_a_checkpoint_where_nothing_may_be_written(tmp_path):
+    with create(tmp_path / "r") as writer:
+        (tmp_path / "r/checkpoints").touch()
+        with pytest.raises(ScoregramError, match=r"step-2 must be writable, got File exists\. Choose a path"):
+            checkpoint(writer, 2)
 
 
 def wrapped_full_disk() -> Exception:

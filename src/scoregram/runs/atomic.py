@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from scoregram.checks import fail
-from scoregram.runs.layout import TEMPORARY, temporary_name
+from scoregram.runs.layout import temporary_name
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -141,8 +141,6 @@ def remove(path: Path) -> None:
     """Remove a file or a folder; a folder vanishes at once, under a temporary name, before it is emptied."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
-    elif path.name.startswith(TEMPORARY):
-        shutil.rmtree(path)
     else:
         vanishing = temporary_name(path)
         shutil.rmtree(vanishing, ignore_errors=True)

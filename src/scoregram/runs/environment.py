@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-import scoregram
+from scoregram import __version__
 
 PACKAGES = (
     "torch",
@@ -41,7 +41,7 @@ def environment() -> dict[str, Any]:
     commit, dirty = source_commit()
     return {
         "python": platform.python_version(),
-        "scoregram": scoregram.__version__,
+        "scoregram": __version__,
         "commit": commit,
         "dirty": dirty,
         "packages": {name: found for name in PACKAGES if (found := _version(name))},
@@ -53,7 +53,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def source_commit(package: Path = Path(scoregram.__file__).parent) -> tuple[str | None, bool | None]:
+def source_commit(package: Path = Path(__file__).parent.parent) -> tuple[str | None, bool | None]:
     """Commit that the source of `package` stands at, and whether it differs from it; None where git does not keep it.
 
     A package that is installed beside or inside somebody's repository is not part of it: the file must be tracked.

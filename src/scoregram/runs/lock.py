@@ -32,7 +32,7 @@ class FolderLock:
             fail(
                 caller,
                 f"{folder} must have one writer",
-                "another process that is writing to it",
+                "another one at work",
                 "Wait until it has ended, or choose another folder.",
             )
         except OSError:  # a file system without locks: better an unlocked run than none

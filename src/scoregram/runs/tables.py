@@ -4,7 +4,7 @@ The same rows give the same bytes: no time, no path and no random name enters a 
 """
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -145,7 +145,7 @@ def _text_columns(schema: pa.Schema) -> list[str]:
     return text + [f"{name}.list.element" for name in lists]
 
 
-def read_part(path: Path, columns: Iterable[str] | None = None, without: Sequence[str] = ()) -> pa.Table:
+def read_part(path: Path, without: Sequence[str] = ()) -> pa.Table:
     """One part file, all columns but those in `without`.
 
     Raises:
@@ -155,7 +155,7 @@ def read_part(path: Path, columns: Iterable[str] | None = None, without: Sequenc
         with pq.ParquetFile(path) as file:
             version = (file.schema_arrow.metadata or {}).get(_VERSION, b"0")
             require_known_schema(int(version), path)
-            wanted = [name for name in columns or file.schema_arrow.names if name not in without]
+            wanted = [name for name in file.schema_arrow.names if name not in without]
             return file.read(columns=wanted).replace_schema_metadata(None)
     except (pa.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]

@@ -105,7 +105,7 @@ class RunWriter:
         Args:
             folder: Folder of the run.
             step: Last step to keep, usually that of the latest checkpoint; -1 keeps none, None all that is complete.
-            config: If given, must equal the config of the run.
+            config: If given, must equal the config of the run, and is the one that stands in it from now on.
             may_differ: Top-level keys of the config that may differ, such as the number of steps.
             layers: As in `create`.
             keep_checkpoints: As in `create`.
@@ -123,7 +123,7 @@ class RunWriter:
                 _require_config(root, config, may_differ)
                 _cut(root, step)
                 _prune(root, keep_checkpoints)  # a kill may have come between a checkpoint and this
-                _note_environment(root, step, asked_environment)
+                _rewrite_config(root, step, config, asked_environment)
                 return cls(root, lock, layers=layers, keep_checkpoints=keep_checkpoints)
             except BaseException:
                 lock.release()
@@ -183,14 +183,16 @@ class RunWriter:
             fail("checkpoint", f"{path} must be new", "one that exists", "Write one checkpoint a step.")
         temporary = layout.temporary_name(path)
         try:
-            make_folder(path.parent)
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
+            with disk_errors(path, caller="checkpoint"):
+                make_folder(path.parent)
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir()
             yield temporary
-            os.fsync(self._metrics)
-            sync_tree(temporary)
-            temporary.replace(path)
-            sync_folder(path.parent)
+            with disk_errors(path, caller="checkpoint"):
+                os.fsync(self._metrics)
+                sync_tree(temporary)
+                temporary.replace(path)
+                sync_folder(path.parent)
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
             full = disk_is_full(error)
@@ -292,15 +294,17 @@ def _cut_metrics(path: Path, last: int) -> None:
         sync_file(path)
 
 
-def _note_environment(root: Path, step: int | None, environment: Mapping[str, Any]) -> None:
-    """Later steps made by other versions or on another machine than the ones before are told apart in the config."""
+def _rewrite_config(
+    root: Path, step: int | None, config: Mapping[str, Any] | None, environment: Mapping[str, Any]
+) -> None:
+    """The config asked for now; steps made by other versions or on another machine than those before are told apart."""
     stored = read_config(root)
     last = layout.LARGEST_STEP if step is None else step
     resumed = [each for each in stored.get("resumed", []) if each["step"] < last]
     before = resumed[-1]["environment"] if resumed else stored["environment"]
     if environment != before:
         resumed.append({"step": _last_step(root) if step is None else step, "environment": environment})
-    text = config_text(stored["config"], stored["environment"], resumed)
+    text = config_text(config or stored["config"], stored["environment"], resumed)
     if text != (root / layout.CONFIG).read_bytes():
         write_atomically(root / layout.CONFIG, text)
 
