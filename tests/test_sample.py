@@ -10,6 +10,7 @@ from torch import Tensor
 from scoregram.checks import ScoregramError
 from scoregram.policy import Rollouts, SamplingConfig, sample, sampler, token_log_probs
 from scoregram.policy import choice as choice_of_way
+from scoregram.policy.draw import draw, uniform_numbers
 from scoregram.policy.fused import Fused
 from scoregram.policy.graph import advance_captured
 from scoregram.policy.record import Record, assembled
@@ -114,17 +115,18 @@ def test_every_way_draws_the_same(way, monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
-def test_a_captured_step_is_the_step(family):
+def test_a_captured_step_is_the_step(family, monkeypatch):
     """The path of a GPU, with every replay computed: columns by tensor, masks of growing width."""
     model, count, most = build(family, head_dim=8), 8, 20
     settings = SamplingConfig(most)
     stops = torch.tensor([STOP])
-    uniforms = torch.rand(most, count, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    uniforms = uniform_numbers(most, count, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(torch, "empty", torch.zeros)  # as on a GPU, where columns are read before they are written
     for way in (Shared, Fused):
         record = Record(count, most, stops, has_behaviour=False)
         run = way(model, max(map(len, PROMPTS)) + most)
         with torch.no_grad():
-            first = sampler.draw(run.start(PROMPTS, 2), uniforms[0], settings)
+            first = draw(run.start(PROMPTS, 2), uniforms[0], settings)
             record.write(first)
             with run.decoding():
                 advance_captured(

@@ -31,6 +31,11 @@ SHAPES: MappingProxyType[str, Shape] = MappingProxyType(
             {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
             | {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
         ),
+        "tiny": Shape(  # of the embedded policy
+            "Llama",
+            {"vocab_size": 99, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 2}
+            | {"num_attention_heads": 6, "num_key_value_heads": 6, "tie_word_embeddings": True},
+        ),
         "llama-25m": Shape(
             "Llama",
             {"vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 6}

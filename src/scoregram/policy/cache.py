@@ -29,15 +29,24 @@ class SharedCache(Cache):
         """Copy a prefilled cache, each of its rows `repeats` times, from `first_row` on."""
         layers: list[Any] = prefilled.layers
         for index, layer in enumerate(layers):
-            keys, values = layer.keys, layer.values
             if index == len(self.keys):
-                for blocks, part in ((self.keys, keys), (self.values, values)):
-                    shape = (self.rows, part.shape[1], self.capacity, part.shape[3])
-                    blocks.append(torch.zeros(shape, dtype=dtype_used(part), device=part.device))
-            last_row = first_row + len(keys) * repeats
-            for block, part in ((self.keys[index], keys), (self.values[index], values)):
-                block[first_row:last_row, :, : part.shape[2]] = part.repeat_interleave(repeats, 0)
-            self.length = keys.shape[2]
+                self.keys.append(self.block_like(layer.keys))
+                self.values.append(self.block_like(layer.values))
+            for block, part in ((self.keys[index], layer.keys), (self.values[index], layer.values)):
+                rows = block[first_row : first_row + len(part) * repeats, :, : part.shape[2]]
+                rows.unflatten(0, (len(part), repeats)).copy_(part[:, None])
+            self.length = layer.keys.shape[2]
+
+    def block_like(self, part: Tensor) -> Tensor:
+        """Room for every row, in the dtype that attention will compute with.
+
+        Autocast would turn every key and value into its own dtype at every step. A captured step reads columns before
+        they are written, behind a mask, and there a number that is none would spoil the sum: hence zeros on a GPU.
+        """
+        kind = part.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else part.dtype
+        make = torch.zeros if part.is_cuda else torch.empty
+        return make(self.rows, part.shape[1], self.capacity, part.shape[3], dtype=dtype, device=part.device)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
@@ -81,9 +90,3 @@ class SharedCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Columns that a mask has to cover, and the first of them."""
         return (self.visible if self.column is not None else self.length + query_length), 0
-
-
-def dtype_used(part: Tensor) -> torch.dtype:
-    """What attention will compute with: autocast would turn every key and value into its own dtype at every step."""
-    kind = part.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else part.dtype

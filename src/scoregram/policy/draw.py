@@ -10,8 +10,6 @@ from torch import Tensor
 
 from scoregram.policy.config import SamplingConfig
 
-BELOW_ONE = 1 - 2**-52
-"""Largest factor by which a positive float64 surely becomes smaller."""
 SHORT = 2048
 """Vocabularies up to this size are searched in one go, longer ones block by block."""
 BLOCK = 256
@@ -33,28 +31,41 @@ def draw(
 ) -> Drawn:
     """The token at which the cumulative distribution first exceeds the row's uniform number.
 
-    Log-probabilities are computed in float32, or in the dtype of the logits if that is wider.
+    Log-probabilities are computed in float32, or in the dtype of the logits if that is wider; sums in float64. A token
+    of probability 0 is never drawn.
 
     Args:
         logits: `(N, V)`, of any floating dtype.
-        uniforms: `(N,)` float64 in `[0, 1)`; read by no one at temperature 0.
+        uniforms: `(N,)` float64 of `uniform_numbers`; not read at temperature 0.
         sampling: Temperature and truncation.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sampling.temperature == 0:
         token = scores.argmax(-1)
-        log_prob = chosen(scores, token) - scores.logsumexp(-1)
+        log_prob = chosen(scores.log_softmax(-1), token)
         return Drawn(token, log_prob, torch.zeros_like(log_prob))
     if sampling.temperature != 1:
         scores = scores / sampling.temperature
+    log_probs = scores.log_softmax(-1)
     if not sampling.truncates:
-        token, log_normaliser = invert(scores, uniforms)
-        log_prob = chosen(scores, token) - log_normaliser
+        token = invert(log_probs.exp(), uniforms)
+        log_prob = chosen(log_probs, token)
         return Drawn(token, log_prob, log_prob)
-    kept = scores.masked_fill(~truncation(scores, sampling.top_k, sampling.top_p), -torch.inf)
-    token, log_normaliser = invert(kept, uniforms)
-    score = chosen(scores, token)
-    return Drawn(token, score - scores.logsumexp(-1), score - log_normaliser)
+    kept = truncation(scores, sampling.top_k, sampling.top_p)
+    behaviour = scores.masked_fill(~kept, -torch.inf).log_softmax(-1)
+    token = invert(behaviour.exp(), uniforms)
+    return Drawn(token, chosen(log_probs, token), chosen(behaviour, token))
+
+
+def uniform_numbers(
+    *shape: int, generator: torch.Generator | None, device: torch.device | None = None
+) -> Float[Tensor, "..."]:
+    """Numbers in `[0, 1)` for `draw`, far enough below 1 that their product with any sum is below that sum.
+
+    The same on every device for a generator on the CPU.
+    """
+    source = torch.device("cpu") if generator is None else generator.device
+    return torch.rand(shape, dtype=torch.float64, generator=generator, device=source).mul_(1 - 2**-52).to(device)
 
 
 def chosen(scores: Tensor, token: Tensor) -> Tensor:
@@ -80,41 +91,34 @@ def truncation(scores: Float[Tensor, "batch vocabulary"], top_k: int, top_p: flo
     return keep
 
 
-def invert(scores: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """The token whose share of the cumulative distribution `u` falls into, and `log Σ exp(scores)`, per row.
-
-    Sums run in float64, and a token of probability 0 is never returned.
-    """
-    highest = scores.amax(1, keepdim=True)
-    weights = (scores - highest).exp_()
-    size = scores.shape[1]
+def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """The token whose share of the cumulative distribution `u` falls into, one per row of `(N, V)` weights."""
+    size = weights.shape[1]
     if size <= SHORT:
-        token, total = first_above(weights.cumsum(1, dtype=torch.float64), uniforms)
-    else:
-        padded = F.pad(weights, (0, -size % BLOCK)) if size % BLOCK else weights
-        token, total = invert_blocks(padded.view(len(scores), ceil(size / BLOCK), BLOCK), uniforms)
-    return token, highest[:, 0] + total.log().to(scores.dtype)
+        return first_above(weights.cumsum(1, dtype=torch.float64), uniforms)
+    padded = F.pad(weights, (0, -size % BLOCK)) if size % BLOCK else weights
+    return invert_blocks(padded.view(len(weights), ceil(size / BLOCK), BLOCK), uniforms)
 
 
-def invert_blocks(blocks: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Index into each row of `(N, blocks, size)` weights, and the row's sum.
+def invert_blocks(blocks: Tensor, uniforms: Tensor) -> Tensor:
+    """The same over `(N, blocks, size)` weights: first the block, then the place in it.
 
-    First the block, then the place in it: one scan over a long vocabulary would be slow on a GPU.
+    One scan over a long vocabulary would be slow on a GPU.
     """
-    cumulative = F.pad(blocks.sum(2).cumsum(1, dtype=torch.float64), (1, 0))
-    block, total = first_above(cumulative[:, 1:].contiguous(), uniforms)
-    start, end = (cumulative.gather(1, (block + shift)[:, None])[:, 0] for shift in (0, 1))
-    # where in its block the uniform number points, itself uniform in [0, 1)
-    inside = ((uniforms * BELOW_ONE * total - start) / (end - start)).clamp(0, 1)
-    picked = blocks.gather(1, block[:, None, None].expand(-1, 1, blocks.shape[2]))[:, 0]
-    place, _ = first_above(picked.cumsum(1, dtype=torch.float64), inside)
-    return block * blocks.shape[2] + place, total
+    ends = blocks.sum(2).cumsum(1, dtype=torch.float64)
+    block = first_above(ends, uniforms)[:, None]
+    end = ends.gather(1, block)[:, 0]
+    start = F.pad(ends, (1, 0)).gather(1, block)[:, 0]
+    # where in its block the uniform number points, itself uniform in [0, 1), and short of 1 by as much as before
+    inside = ((uniforms * ends[:, -1] - start) / (end - start)).clamp(0, 1 - 2**-52)
+    picked = blocks.gather(1, block[:, :, None].expand(-1, 1, blocks.shape[2]))[:, 0]
+    return block[:, 0] * blocks.shape[2] + first_above(picked.cumsum(1, dtype=torch.float64), inside)
 
 
-def first_above(cumulative: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """First index at which each row of `(N, V)` exceeds the given share of its last entry, and that entry."""
-    total = cumulative[:, -1]
-    # below the total after rounding too, so that an entry above it exists, and the first of them has weight
-    target = (uniforms * BELOW_ONE * total)[:, None]
-    index = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    return index.clamp(max=cumulative.shape[1] - 1), total  # beyond the end only where weights are not numbers
+def first_above(cumulative: Tensor, uniforms: Tensor) -> Tensor:
+    """First index at which each row of `(N, V)` sums exceeds the given share of the last; a share of weight ends there.
+
+    Rows that are no numbers give the last index.
+    """
+    targets = (uniforms * cumulative[:, -1])[:, None]
+    return torch.searchsorted(cumulative, targets, right=True)[:, 0].clamp_(max=cumulative.shape[1] - 1)

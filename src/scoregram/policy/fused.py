@@ -50,25 +50,29 @@ class Joined:
     """One linear map, possibly of several side by side, in the dtype of the products."""
 
     weight: Tensor
+    """`(inputs, outputs)`"""
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`x Wᵀ + b`."""
-        return F.linear(x, self.weight, self.bias)
+        """`x W + b`."""
+        return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
 
     def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """`residual + x Wᵀ + b`, in one product where dtypes allow."""
+        """`residual + x W + b`, in one product where dtypes allow."""
         if residual.dtype == x.dtype and self.bias is None:
-            return torch.addmm(residual, x, self.weight.T)
+            return torch.addmm(residual, x, self.weight)
         return residual + self(x)
 
 
 def joined(parts: Sequence[Any], dtype: torch.dtype) -> Joined:
-    """Linear layers of one input as a single map; a single layer is not copied."""
+    """Linear layers of one input as a single map.
+
+    On a CPU the weights are laid out by inputs, which is faster for few rows; on a GPU a single layer is not copied.
+    """
     weights = [part.weight.to(dtype) for part in parts]
     biases = [part.bias for part in parts if part.bias is not None]
-    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-    return Joined(weight, torch.cat(biases).to(dtype) if biases else None)
+    weight = (weights[0] if len(weights) == 1 else torch.cat(weights)).T
+    return Joined(weight if weight.is_cuda else weight.contiguous(), torch.cat(biases).to(dtype) if biases else None)
 
 
 @dataclass(frozen=True)
@@ -102,15 +106,18 @@ class Fused(Shared):
         cosine, sine = inner.model.rotary_emb(self.embedding.weight[:1, :1].to(kind), places)
         half = sine.shape[2] // 2
         # the halves of a head swap places, the first with its sign changed: put that sign into the sine
-        self.turns = torch.stack([cosine[0], torch.cat([-sine[0, :, :half], sine[0, :, half:]], 1)], 1)
+        signed = torch.cat([-sine[0, :, :half], sine[0, :, half:]], 1)
+        self.turns = torch.stack([cosine[0], signed], 1)  # (capacity, 2, d)
         return logits
 
     def logits(self, token: Tensor, mask: Tensor) -> Tensor:
         """`(N, V)` logits behind `token`, by the forward pass of this file."""
-        hidden = self.embedding.weight[token]
-        turn = self.turns[self.position[:, 0]].unsqueeze(2)  # (N, 2, 1, d)
-        cosine, sine = turn[:, 0], turn[:, 1]
-        hides = mask if self.is_padded or self.cache.column is not None else None
+        hidden = F.embedding(token, self.embedding.weight)
+        # where no row is padded, all are at one position and see every column
+        together = not self.is_padded and self.cache.column is None
+        hides = None if together else mask
+        turn = self.turns[self.cache.length] if together else self.turns[self.position[:, 0]]
+        cosine, sine = turn.unsqueeze(-2).unbind(-3)  # (N, 1, d) or (1, d)
         for index, layer in enumerate(self.layers):
             mixed = self.attention(index, layer, normed(hidden, layer.before_attention), cosine, sine, hides)
             hidden = layer.output.added_to(hidden, mixed)

@@ -36,6 +36,8 @@ class Record:
         dtypes = (torch.int64, torch.float32, torch.float32)[: 2 + has_behaviour]
         self._all = [torch.zeros(most, rollouts, device=device, dtype=dtype) for dtype in dtypes]
         self._live = self._all
+        self._ended = torch.zeros(rollouts, dtype=torch.bool, device=device)
+        self._looked_at = 0
 
     def write(self, drawn: Drawn) -> None:
         """One token more for every row that is written."""
@@ -50,13 +52,16 @@ class Record:
 
     def open_places(self) -> Tensor:
         """Places among `rows` of the rollouts that have drawn no stop token."""
-        return (~torch.isin(self._live[0][: self.steps], self.stop_ids).any(0)).nonzero()[:, 0]
+        since, self._looked_at = self._looked_at, self.steps
+        self._ended |= torch.isin(self._live[0][since : self.steps], self.stop_ids).any(0)
+        return (~self._ended).nonzero()[:, 0]
 
     def keep(self, places: Tensor) -> None:
         """From now on write only the rollouts at these places among `rows`."""
         self._store()
         self.rows = self.rows[places]
         self._live = [block[:, places] for block in self._live]
+        self._ended = self._ended[places]
 
     def _store(self) -> None:
         if self._live is not self._all:

@@ -14,7 +14,7 @@ from scoregram.checks import fail
 from scoregram.policy.bias import warn_of_bias
 from scoregram.policy.choice import fastest_way
 from scoregram.policy.config import SamplingConfig
-from scoregram.policy.draw import draw
+from scoregram.policy.draw import draw, uniform_numbers
 from scoregram.policy.graph import advance_captured
 from scoregram.policy.modes import context_of, evaluating
 from scoregram.policy.record import Completions, Record, assembled, merged
@@ -63,7 +63,10 @@ def sample(
     warn_of_bias(sampling)
     device = next(model.parameters()).device
     count, most = len(prompts) * rollouts_per_prompt, sampling.max_new_tokens
-    uniforms = uniform_numbers(most, count, sampling, generator, device)
+    if sampling.temperature == 0:
+        uniforms = torch.zeros(most, count, dtype=torch.float64, device=device)
+    else:
+        uniforms = uniform_numbers(most, count, generator=generator, device=device)
     stops = torch.tensor(sorted(set(stop_ids)), dtype=torch.int64, device=device)
     with evaluating(model):
         capacity = max(map(len, prompts)) + most
@@ -77,16 +80,6 @@ def sample(
             advance(way(model, capacity), *request, record, uniforms[:, rows], sampling)
             parts.append((rows, record.finish()))
     return assembled(prompts, merged(parts, count), stops, pad_id)
-
-
-def uniform_numbers(
-    most: int, count: int, sampling: SamplingConfig, generator: torch.Generator | None, device: torch.device
-) -> Tensor:
-    """`(M, N)` numbers in `[0, 1)`, the same on every device for a generator on the CPU; none are drawn for greedy."""
-    if sampling.temperature == 0:
-        return torch.zeros(most, count, dtype=torch.float64, device=device)
-    source = torch.device("cpu") if generator is None else generator.device
-    return torch.rand(most, count, dtype=torch.float64, generator=generator, device=source).to(device)
 
 
 def refuse_request(
