@@ -9,7 +9,6 @@ from torch import Tensor
 from scoregram.spectra import mean_pairwise_cosine, orthogonal_null, spectrum_summary
 from scoregram.statistics import (
     baseline_saving,
-    group_blocks,
     group_outcomes,
     noise_components,
     noise_scale,
@@ -65,7 +64,7 @@ def step_reading(gram: BatchGram, weights: BatchWeights, rewards: Rewards) -> di
     """
     prompts, size = rewards.shape
     whole = bool(gram.isfinite().all())
-    blocks = group_blocks(gram, prompts) if whole else diagonal_blocks(gram, size)
+    blocks = diagonal_blocks(gram, size)
     reading = {
         "gram/score_norm": float(blocks.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().mean()),
         "gram/baseline_saving": baseline_saving(blocks, rewards).fraction if size > 1 else math.nan,

@@ -1,0 +1,269 @@
+"""Real short runs: every method, the same numbers for the same seed, stops, failures and resumption."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from scipy.stats import binomtest
+
+from scoregram.checks import NotFiniteError, ScoregramError
+from scoregram.runs import open_run
+from scoregram.tasks.table import load_task
+from scoregram.training.config import TrainConfig
+from scoregram.training.evaluating import Evaluation
+from scoregram.training.loop import train
+from scoregram.training.methods import METHODS
+from scoregram.training.optimizing import learning_rate
+from scoregram.training.order import drawn_problems, generator
+from tests.training_cases import JUDGE, config_for, save_policy, without_times
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> Path:
+    return save_policy(tmp_path_factory.mktemp("policy"))
+
+
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    latest = open_run(run).latest_checkpoint
+    assert latest is not None
+    return load_file(latest[1] / "model" / "model.safetensors")
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    first, second = weights_of(one), weights_of(other)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_every_method_trains_and_writes_a_valid_run(method, policy, tmp_path):
+    config = config_for(policy, tmp_path / "run", method=method, inner_updates=2)
+    trained = train(config)
+    assert trained.step == 3 and not trained.interrupted
+    run = open_run(tmp_path / "run")
+    assert not run.notes
+    metrics = list(run.metrics())
+    assert [line["step"] for line in metrics] == [0, 1, 2, 3]
+    assert {line["step"] for line in metrics if "eval/accuracy" in line} == {0, 2, 3}
+    groups = list(run.groups())
+    assert {group.step for group in groups} == {1, 2, 3}
+    for group in groups:
+        assert group.gram is not None and group.by_layer
+        torch.testing.assert_close(sum(group.by_layer.values()).double(), group.gram, rtol=1e-5, atol=1e-5)  # pyright: ignore[reportAttributeAccessIssue]
+    assert {rollout.step for rollout in run.rollouts()} == {2}
+    assert set(run.checkpoints) == {2, 3}
+    assert run.config["method"] == method
+
+
+def test_the_first_update_has_the_norm_that_the_gram_predicts(policy, tmp_path):
+    train(config_for(policy, tmp_path / "run", method="rloo"))
+    for line in list(open_run(tmp_path / "run").metrics())[1:]:
+        assert line["gram/update_norm"] == pytest.approx(line["grad_norm"], rel=1e-4)
+        assert line["sampler_gap"] < 1e-4
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_one_does_not(policy, tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        train(config_for(policy, tmp_path / name, seed=seed, inner_updates=2, beta=0.1))
+    a, b, c = (without_times(list(open_run(tmp_path / name).metrics())) for name in "abc")
+    assert a == b and a != c
+    assert same_weights(tmp_path / "a", tmp_path / "b") and not same_weights(tmp_path / "a", tmp_path / "c")
+
+
+@pytest.mark.parametrize("changes", [{}, {"optimizer": "sgd", "momentum": 0.9}, {"lora_rank": 2}])
+def test_a_resumed_run_is_as_if_never_interrupted(changes, policy, tmp_path):
+    settings = {"steps": 4, "method": "dapo"} | changes
+    train(config_for(policy, tmp_path / "whole", **settings))
+    train(config_for(policy, tmp_path / "halves", **(settings | {"steps": 2})))
+    train(config_for(policy, tmp_path / "halves", **settings, resume=True))
+    whole, halves = open_run(tmp_path / "whole"), open_run(tmp_path / "halves")
+    assert (
+        without_times(list(whole.metrics()))
+        == without_times(list(halves.metrics()))[:3] + without_times(list(halves.metrics()))[3:]
+    )
+    assert set(whole.checkpoints) == set(halves.checkpoints)
+    if not changes.get("lora_rank"):
+        assert same_weights(tmp_path / "whole", tmp_path / "halves")
+
+
+RUN = """
+import sys
+from pathlib import Path
+from tests.training_cases import config_for
+from scoregram.training.loop import train
+train(config_for(Path(sys.argv[1]), Path(sys.argv[2]), steps=6, resume=sys.argv[3] == "resume"))
+"""
+
+
+def start(policy: Path, out: Path, how: str) -> "subprocess.Popen[str]":
+    root = Path(__file__).parent.parent
+    settings: dict[str, Any] = {"cwd": root, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    environment = os.environ | {"PYTHONPATH": str(root), "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen([sys.executable, "-c", RUN, str(policy), str(out), how], env=environment, **settings)
+
+
+def wait_for_step(process: "subprocess.Popen[str]", out: Path, step: int, patience: float = 120.0) -> None:
+    metrics, end = out / "metrics.jsonl", time.monotonic() + patience
+    while process.poll() is None and time.monotonic() < end:
+        if metrics.exists() and metrics.read_text().count("\n") > step:
+            return
+        time.sleep(0.005)
+
+
+def test_a_run_killed_at_any_moment_goes_on_to_the_same_numbers(policy, tmp_path):
+    train(config_for(policy, tmp_path / "whole", steps=6))
+    out, how = tmp_path / "killed", "new"
+    for step, delay in ((0, 0.0), (2, 0.03), (4, 0.01)):
+        process = start(policy, out, how)
+        wait_for_step(process, out, step)
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        how = "resume" if (out / "config.yaml").exists() else "new"
+        if how == "resume":
+            open_run(out)
+    process = start(policy, out, how)
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    whole, killed = open_run(tmp_path / "whole"), open_run(out)
+    assert without_times(list(whole.metrics())) == without_times(list(killed.metrics()))
+    assert same_weights(tmp_path / "whole", out)
+    for one, other in zip(whole.groups(), killed.groups(), strict=True):
+        assert one.gram is not None and other.gram is not None and torch.equal(one.gram, other.gram)
+
+
+def test_ctrl_c_ends_after_the_step_with_a_checkpoint(policy, tmp_path):
+    process = start(policy, tmp_path / "run", "new")
+    wait_for_step(process, tmp_path / "run", 1)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    run = open_run(tmp_path / "run")
+    last = list(run.metrics())[-1]["step"]
+    latest = run.latest_checkpoint
+    assert latest is not None and latest[0] == last
+    assert last == 6 or "go on with --resume" in said
+
+
+def test_a_step_that_is_not_finite_stops_and_is_kept(policy, tmp_path):
+    broken = save_policy(tmp_path / "broken", fill={"model.layers.1.mlp.up_proj.weight": float("nan")})
+    with pytest.raises(ScoregramError, match="finite"):
+        train(config_for(broken, tmp_path / "run", eval_every=0))
+
+
+def test_an_infinite_reward_is_refused_and_a_broken_gradient_can_be_passed_over(policy, tmp_path, monkeypatch):
+    from scoregram.training import loop
+
+    real = loop.apply_gradient
+    seen = []
+
+    def once_broken(optimizer, model, rate, max_norm):
+        seen.append(rate)
+        if len(seen) == 2:
+            next(p for p in model.parameters() if p.grad is not None).grad.fill_(float("nan"))
+        return real(optimizer, model, rate, max_norm)
+
+    monkeypatch.setattr(loop, "apply_gradient", once_broken)
+    with pytest.raises(NotFiniteError, match=r"step 2: .*embed_tokens.*failures"):
+        train(config_for(policy, tmp_path / "stop"))
+    kept = torch.load(tmp_path / "stop" / "failures" / "step-2" / "step.pt", weights_only=True)
+    assert "must be finite" in kept["message"] and kept["input_ids"].shape[0] == 12
+    seen.clear()
+    trained = train(config_for(policy, tmp_path / "skip", on_not_finite="skip"))
+    assert trained.step == 3
+    assert [line.get("skipped") for line in open_run(tmp_path / "skip").metrics()] == [None, None, 1, None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"group_size": 24}, "whole groups"),
+        ({"group_size": 5}, "whole groups"),
+        ({"micro_batch_size": 6}, "whole groups"),
+        ({"method": "ppo"}, "must be one of"),
+        ({"temperature": 0.0}, "positive"),
+        ({"steps": 0}, "at least 1"),
+        ({"resume": True, "overwrite": True}, "not both"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_at_once(changes, says, policy, tmp_path):
+    with pytest.raises(ScoregramError, match=says):
+        config_for(policy, tmp_path / "run", **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"estimator": "gae"}, "must be one of"),
+        ({"objective": "dpo"}, "must be one of"),
+        ({"group_size": 1, "method": "rloo"}, "at least 2 rollouts"),
+        ({"max_new_tokens": 600}, "context"),
+        ({"kl": "k9"}, "k1"),
+        ({"report_to": ("paper",)}, "tensorboard"),
+        ({"attention": "no_such_attention"}, "causal language model"),
+        ({"resume": True}, "run"),
+    ],
+)
+def test_what_cannot_work_is_said_before_work_is_lost(changes, says, policy, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ScoregramError, match=says):
+        train(config_for(policy, tmp_path / "run", **changes))
+
+
+def test_a_run_is_not_written_over_unasked(policy, tmp_path):
+    config = config_for(policy, tmp_path / "run", steps=1, eval_every=0)
+    train(config)
+    with pytest.raises(ScoregramError, match="Resume it, overwrite it"):
+        train(config)
+    train(config_for(policy, tmp_path / "run", steps=1, eval_every=0, overwrite=True, seed=3))
+    assert open_run(tmp_path / "run").config["seed"] == 3
+
+
+def test_another_config_cannot_resume_a_run(policy, tmp_path):
+    train(config_for(policy, tmp_path / "run", steps=1))
+    with pytest.raises(ScoregramError, match="learning_rate"):
+        train(config_for(policy, tmp_path / "run", steps=2, learning_rate=0.5, resume=True))
+
+
+def test_problems_are_drawn_in_whole_epochs_whatever_the_split():
+    problems = load_task("arithmetic:3", seed=0).train[:7]
+    whole = drawn_problems(problems, 0, 21, seed=4)
+    parts = [problem for start in (0, 5, 13) for problem in drawn_problems(problems, start, 8 if start else 5, seed=4)]
+    assert whole == parts
+    epochs = [{problem.id for problem in whole[start : start + 7]} for start in (0, 7, 14)]
+    assert all(len(epoch) == 7 for epoch in epochs)
+    assert whole[:7] != whole[7:14] and whole != drawn_problems(problems, 0, 21, seed=5)
+
+
+def test_streams_of_random_numbers_differ_by_purpose_step_and_seed():
+    streams = [generator(*key) for key in ((0, "a", 1), (0, "b", 1), (0, "a", 2), (1, "a", 1))]
+    assert len({float(torch.rand(1, generator=stream)) for stream in streams}) == 4
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_the_learning_rate_rises_then_keeps_its_shape(schedule, tmp_path):
+    config = TrainConfig(out=tmp_path, steps=10, warmup_steps=3, learning_rate=1.0, lr_schedule=schedule)
+    rates = [learning_rate(step, config) for step in range(1, 11)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    falls = [late - early for early, late in pairwise(rates[3:])]
+    assert all(fall == 0 for fall in falls) if schedule == "constant" else all(fall < 0 for fall in falls)
+    assert rates[-1] > 0
+
+
+@pytest.mark.parametrize(("right", "n"), [(0, 20), (7, 20), (20, 20), (130, 512)])
+def test_the_interval_of_an_accuracy_is_wilsons(right, n):
+    found = Evaluation(tuple([1.0] * right + [0.0] * (n - right)))
+    expected = binomtest(right, n).proportion_ci(method="wilson")
+    assert found.accuracy == right / n
+    assert found.interval == pytest.approx((expected.low, expected.high), abs=1e-12)
+
+
+def test_the_judge_is_found_by_name():
+    assert load_task("arithmetic:3", reward=JUDGE).rewards(load_task("arithmetic:3").train[:1], ["a"]) == [1.0]
