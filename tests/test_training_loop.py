@@ -120,12 +120,12 @@ def wait_for_step(process: "subprocess.Popen[str]", out: Path, step: int, patien
 def test_a_run_killed_at_any_moment_goes_on_to_the_same_numbers(policy, tmp_path):
     train(config_for(policy, tmp_path / "whole", steps=6))
     out, how = tmp_path / "killed", "new"
-    for step, delay in ((0, 0.0), (2, 0.03), (4, 0.01)):
+    for step, delay in ((0, 0.0), (3, 0.03)):
         process = start(policy, out, how)
         wait_for_step(process, out, step)
         time.sleep(delay)
         process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.communicate()
         how = "resume" if (out / "config.yaml").exists() else "new"
         if how == "resume":
             open_run(out)

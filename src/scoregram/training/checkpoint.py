@@ -30,10 +30,23 @@ class Position:
 
 def save_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, position: Position) -> None:
     """Write a checkpoint into an empty folder."""
-    policy.model.save_pretrained(folder / MODEL)
-    policy.tokenizer.save_pretrained(folder / MODEL)
+    save_policy(folder / MODEL, policy)
     state = {"step": position.step, "problems": position.problems, "optimizer": optimizer.state_dict()}
     torch.save(state, folder / STATE)
+
+
+def save_policy(folder: Path, policy: Policy) -> None:
+    """Write the weights, or the adapters, and the tokenizer as transformers does, without its progress bars."""
+    from transformers.utils import logging
+
+    was_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        policy.model.save_pretrained(folder)
+        policy.tokenizer.save_pretrained(folder)
+    finally:
+        if was_shown:
+            logging.enable_progress_bar()
 
 
 def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> Position:

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from scoregram.policy.load import Policy
-from scoregram.training.checkpoint import MODEL
+from scoregram.training.checkpoint import MODEL, save_policy
 from scoregram.training.collecting import Collected
 
 FOLDER = "failures"
@@ -30,6 +30,6 @@ def write_failure(run: Path, step: int, policy: Policy, collected: Collected, er
         },
         folder / "step.pt",
     )
-    policy.model.save_pretrained(folder / MODEL)
+    save_policy(folder / MODEL, policy)
     (folder / "message.txt").write_text(f"{error}\n")
     return folder
