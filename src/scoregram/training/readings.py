@@ -62,7 +62,7 @@ def step_reading(gram: BatchGram, weights: BatchWeights, rewards: Rewards) -> di
 
     Where the Gram is known only within passes (`nan` between them), so is nothing that needs it whole: `nan`.
     """
-    prompts, size = rewards.shape
+    size = rewards.shape[1]
     whole = bool(gram.isfinite().all())
     blocks = diagonal_blocks(gram, size)
     reading = {
