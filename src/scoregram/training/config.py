@@ -59,7 +59,7 @@ class TrainConfig:
     objective: str | None = None
     """Another loss than the method's."""
 
-    steps: int = 200
+    steps: int = 100
     """Updates of the policy, inner ones not counted."""
     batch_size: int = 64
     """Rollouts of one step."""
@@ -87,7 +87,7 @@ class TrainConfig:
     """Form of that term: a key of `KL_TERMS`."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """Optimiser."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 1e-4
     """Largest learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warm-up; linear and cosine end at 0."""
