@@ -115,5 +115,5 @@ def equal_by_algebra(stated: str, answer: str) -> bool:
 
 
 def as_expression(text: str) -> str:
-    r"""LaTeX inside dollars, as math-verify expects it; other text unchanged."""
-    return f"${text}$" if "\\" in text and "$" not in text else text
+    r"""What looks like LaTeX set inside dollars, as math-verify expects it; other text unchanged."""
+    return f"${text}$" if re.search(r"[\\^]", text) and "$" not in text else text
