@@ -305,6 +305,7 @@ def test_the_model_is_left_as_it_was(name, fails, monkeypatch):
     frozen.eval()  # a mixed state must come back as it was
     modes = [module.training for module in model.modules()]
     wants = [parameter.requires_grad for parameter in model.parameters()]
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
     config = model.config.to_dict()
     attention = model.config._attn_implementation
     if fails:
@@ -313,10 +314,12 @@ def test_the_model_is_left_as_it_was(name, fails, monkeypatch):
             drawn(model)
     else:
         found = drawn(model)
-        assert not found.log_probs.requires_grad and not found.log_probs.is_inference()
+        tensors = [value for value in vars(found).values() if isinstance(value, Tensor)]
+        assert not any(value.requires_grad or value.is_inference() for value in tensors)
     assert [module.training for module in model.modules()] == modes
     assert [parameter.requires_grad for parameter in model.parameters()] == wants
     assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
     assert model.config.to_dict() == config and model.config._attn_implementation == attention
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert torch.is_grad_enabled()

@@ -177,13 +177,13 @@ def stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 def pad_token(model: Any, tokenizer: Any, end: int) -> int:
     """The token that fills shorter rollouts; the end token where a tokenizer has none, which is said."""
-    if tokenizer.pad_token_id is None:
+    pad_id = tokenizer.pad_token_id
+    if pad_id is None:
         name = tokenizer.convert_ids_to_tokens(end)
         warnings.warn(f"{CALLER}: the tokenizer has no pad token; {name!r} is used, and masked.", PolicyWarning, 3)
-        tokenizer.pad_token = name
+        tokenizer.pad_token, pad_id = name, end
     if model.config.pad_token_id is None:
-        model.config.pad_token_id = tokenizer.pad_token_id
-    pad_id: int = tokenizer.pad_token_id
+        model.config.pad_token_id = pad_id
     return pad_id
 
 

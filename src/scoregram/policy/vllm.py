@@ -109,7 +109,7 @@ def scored(
 def installed() -> Any:
     """The package, or an error that says how to get it."""
     try:
-        import vllm
+        import vllm  # pyright: ignore[reportMissingImports]
     except ImportError as missing:
         fail("sample_with_vllm", "needs vllm", str(missing), "Install it: pip install vllm, or use sample.")
     return vllm

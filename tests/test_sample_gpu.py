@@ -1,0 +1,61 @@
+"""The sampler on a GPU: captured steps draw what the CPU draws."""
+
+import pytest
+import torch
+
+from scoregram.policy import SamplingConfig, sample, token_log_probs
+from tests.cases import ARCHITECTURES, build
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+PROMPTS = [[5, 9, 11], [7], [3, 4, 5, 6, 7, 8, 9], [12, 13, 14]]
+
+
+def drawn(model, *, most: int = 40, stop_ids=(17,), **settings):
+    request = {
+        "rollouts_per_prompt": 4,
+        "sampling": SamplingConfig(most, **settings),
+        "stop_ids": stop_ids,
+        "pad_id": 0,
+    }
+    return sample(model, PROMPTS, generator=torch.Generator().manual_seed(0), **request)
+
+
+@pytest.mark.filterwarnings("ignore::scoregram.policy.bias.BiasedSamplingWarning")
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0.0}, {}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9}], ids=str
+)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gemma3", "mamba"])
+def test_a_gpu_draws_what_a_cpu_draws(name, settings):
+    model = ARCHITECTURES[name]()
+    expected = drawn(model, **settings)
+    found = drawn(model.cuda(), **settings)
+    assert found.completion_ids() == expected.completion_ids()
+    torch.testing.assert_close(found.log_probs.cpu(), expected.log_probs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.behaviour_log_probs.cpu(), expected.behaviour_log_probs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_half_precision_and_autocast(cast):
+    model = build("Llama", vocab_size=5000).float().cuda()
+    model = model if cast else model.bfloat16()
+    with torch.autocast("cuda", torch.bfloat16, enabled=cast):
+        found = drawn(model)
+        again = token_log_probs(model, found.input_ids, found.attention_mask, found.completion_mask)
+    torch.testing.assert_close(found.log_probs, again.detach().float(), atol=0.05, rtol=0)
+
+
+def test_weights_may_change_between_calls():
+    model = build("Llama").cuda()
+    drawn(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    found = drawn(model)
+    again = token_log_probs(model, found.input_ids, found.attention_mask, found.completion_mask)
+    torch.testing.assert_close(found.log_probs, again.detach().float(), atol=1e-5, rtol=0)
+
+
+def test_everything_ends_when_all_have_ended():
+    found = drawn(build("Llama").cuda(), stop_ids=range(0, 61, 2), most=50)
+    assert found.finished.all() and int(found.lengths.max()) < 50
