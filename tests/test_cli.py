@@ -1,9 +1,12 @@
 """The commands as a user meets them: status, what goes to which stream, and strict JSON."""
 
+import importlib
+import inspect
 import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -45,7 +48,7 @@ def ledger_of(monkeypatch):
 def test_help_lists_the_commands():
     done = scoregram("--help")
     assert done.returncode == 0 and not done.stderr
-    assert all(command in done.stdout for command in ("claims", "lab", "version"))
+    assert all(command in done.stdout for command in ("claims", "lab", "train", "bench", "version"))
 
 
 def test_version():
@@ -140,3 +143,40 @@ def test_a_wrong_question_to_the_lab_is_one_sentence_and_status_two(options, say
     assert cli.main(["lab", *options]) == 2
     out, err = capsys.readouterr()
     assert not out and re.fullmatch(f"scoregram: {says}\n", err)
+
+
+@pytest.mark.parametrize(
+    ("what", "room", "runs", "options", "asked"),
+    [
+        ("gram", "gram", "run_gram_bench", ["--tokens", "8", "16", "--lora", "2"], {"tokens": (8, 16), "lora": 2}),
+        ("train", "train", "run_train_bench", ["--batch-sizes", "16"], {"batch_sizes": (16,), "group_size": 8}),
+        (
+            "sample",
+            "sample",
+            "run_sample_bench",
+            ["--json", "--out", "a.json"],
+            {"as_json": True, "out": Path("a.json")},
+        ),
+    ],
+)
+def test_every_benchmark_has_options_of_its_own(what, room, runs, options, asked, monkeypatch):
+    given = {}
+    real = getattr(importlib.import_module(f"scoregram.bench.{room}"), runs)
+    monkeypatch.setattr(f"scoregram.bench.{room}.{runs}", lambda **settings: given.update(settings) or 0)
+    assert cli.main(["bench", what, *options]) == 0
+    assert asked.items() <= given.items()
+    assert given.keys() == inspect.signature(real).parameters.keys()
+
+
+def test_the_defaults_of_a_benchmark_are_those_of_its_function(monkeypatch):
+    for room in ("train", "sample"):
+        given = {}
+        real = getattr(importlib.import_module(f"scoregram.bench.{room}"), f"run_{room}_bench")
+        monkeypatch.setattr(f"scoregram.bench.{room}.run_{room}_bench", lambda given=given, **s: given.update(s) or 0)
+        cli.main(["bench", room])
+        assert given == {name: p.default for name, p in inspect.signature(real).parameters.items()}
+
+
+def test_a_benchmark_must_be_named():
+    done = scoregram("bench")
+    assert done.returncode == 2 and "{gram, train, sample}" in done.stdout + done.stderr

@@ -6,7 +6,7 @@ Nothing heavy is imported here; a command imports what it runs, so that `scoregr
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
@@ -72,11 +72,9 @@ class Train(TrainConfig):  # noqa: D101
 
 
 @dataclass(frozen=True)
-class Bench:
+class BenchGram:
     """Measure what the exact Gram costs, beside a plain step and the other ways to get it, in one process."""
 
-    what: tyro.conf.Positional[Literal["gram"]]
-    """What to measure."""
     shape: str = "llama-25m"
     """llama-tiny, llama-25m, smollm2-135m, llama-1b or nemotron-4b; weights are random."""
     rollouts: tuple[int, ...] = (8,)
@@ -120,6 +118,123 @@ class Bench:
             out=self.out,
             plot=self.plot,
         )
+
+
+@dataclass(frozen=True)
+class BenchTrain:
+    """Compare the steps per second of the trainer with those of TRL's GRPOTrainer, in a process each, on a CPU."""
+
+    model: str = "tiny"
+    """Hub id, folder, `.gguf` file or `tiny`."""
+    task: str = "arithmetic"
+    """arithmetic[:TERMS], gsm8k[:FOLDER], reasoning-gym:NAME or jsonl:FILE; prompts are plain text."""
+    reward: str | None = None
+    """`module:function` with TRL's signature, in place of the task's reward."""
+    group_size: int = 8
+    """Rollouts of one prompt."""
+    batch_sizes: tuple[int, ...] = (8, 64)
+    """Rollouts of one update."""
+    max_new_tokens: int = 0
+    """Longest completion; 0 for what the task suggests."""
+    learning_rate: float = 1e-4
+    """Of AdamW, constant."""
+    steps: int = 30
+    """Updates that are timed."""
+    warmup: int = 5
+    """Updates before them."""
+    ways: tuple[str, ...] = ("trl", "scoregram", "unmeasured")
+    """Trainers: TRL's, and scoregram's with every step measured and with none."""
+    repeats: int = 5
+    """Processes of each, in turns."""
+    threads: int = 1
+    """Threads of torch."""
+    json: bool = False
+    """Print strict JSON instead of a table."""
+    out: Path | None = None
+    """Also write the JSON here."""
+
+    def run(self) -> int:
+        """Measure and print."""
+        from scoregram.bench.train import run_train_bench
+
+        return run_train_bench(
+            model=self.model,
+            task=self.task,
+            reward=self.reward,
+            group_size=self.group_size,
+            batch_sizes=self.batch_sizes,
+            max_new_tokens=self.max_new_tokens,
+            learning_rate=self.learning_rate,
+            steps=self.steps,
+            warmup=self.warmup,
+            ways=self.ways,
+            repeats=self.repeats,
+            threads=self.threads,
+            as_json=self.json,
+            out=self.out,
+        )
+
+
+@dataclass(frozen=True)
+class BenchSample:
+    """Compare the tokens per second of the sampler with those of transformers' `generate`, in one process."""
+
+    shape: str = "tiny"
+    """tiny, llama-tiny, llama-25m, smollm2-135m, llama-1b or nemotron-4b; weights are random."""
+    rollouts: int = 64
+    """Rollouts in all, whole groups."""
+    group_size: int = 8
+    """Rollouts of one prompt."""
+    prompt_tokens: int = 16
+    """Length of every prompt."""
+    tokens: int = 48
+    """New tokens of every rollout; none stops before."""
+    dtype: str = "float32"
+    """float32, bfloat16 or float16."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    repeats: int = 5
+    """Timed calls of each, in turns."""
+    threads: int = 1
+    """Threads on a CPU."""
+    json: bool = False
+    """Print strict JSON instead of a table."""
+    out: Path | None = None
+    """Also write the JSON here."""
+
+    def run(self) -> int:
+        """Measure and print."""
+        from scoregram.bench.sample import run_sample_bench
+
+        return run_sample_bench(
+            shape=self.shape,
+            rollouts=self.rollouts,
+            group_size=self.group_size,
+            prompt_tokens=self.prompt_tokens,
+            tokens=self.tokens,
+            dtype=self.dtype,
+            device=self.device,
+            repeats=self.repeats,
+            threads=self.threads,
+            as_json=self.json,
+            out=self.out,
+        )
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Measure what the Gram costs, how fast training is, or how fast sampling is."""
+
+    what: Annotated[
+        Annotated[BenchGram, tyro.conf.subcommand("gram", prefix_name=False)]
+        | Annotated[BenchTrain, tyro.conf.subcommand("train", prefix_name=False)]
+        | Annotated[BenchSample, tyro.conf.subcommand("sample", prefix_name=False)],
+        tyro.conf.arg(name=""),
+    ]
+
+    def run(self) -> int:
+        """Measure and print."""
+        return self.what.run()
 
 
 @dataclass(frozen=True)
