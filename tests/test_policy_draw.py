@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scoregram.policy import draw as drawing
@@ -91,6 +91,7 @@ def naive_kept(scores: list[float], top_k: int, top_p: float) -> set[int]:
     top_k=st.integers(0, 14),
     top_p=st.sampled_from([0.05, 0.31, 0.5, 0.77, 0.93, 1.0]),
 )
+@example(scores=[0.0, 0.0], top_k=0, top_p=0.5)
 def test_truncation_keeps_what_its_definition_keeps(scores, top_k, top_p):
     kept = truncation(torch.tensor([scores], dtype=torch.float64), top_k, top_p)[0]
     assert set(kept.nonzero()[:, 0].tolist()) == naive_kept(scores, top_k, top_p)

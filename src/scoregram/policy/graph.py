@@ -63,7 +63,7 @@ def advance_captured(
     written = run.use_columns()
     visible, repeat = 0, None
     while record.steps < record.most:
-        if written == visible:
+        if written >= visible:
             visible = min(run.capacity, (written // columns + 1) * columns)
             run.cache.visible, repeat = visible, None
         if repeat is None:
