@@ -137,7 +137,7 @@ def test_trl_beside_scoregram_in_processes_of_their_own(policy, capsys):
         ("batch_sizes", (8, 6), "bench train --batch-sizes: a batch must hold whole groups, got 6 rollouts"),
         ("steps", 0, "bench train --steps: must be at least 1, got 0"),
         ("warmup", -1, "bench train --warmup: must be at least 0, got -1"),
-        ("ways", ("abacus",), "bench train --ways: the name must be one of .*trl, got 'abacus'"),
+        ("ways", ("abacus",), "bench train --ways: the name must be one of scoregram, trl, .*got 'abacus'"),
     ],
 )
 def test_a_choice_that_leaves_nothing_to_measure_is_named(option, value, says):
