@@ -140,7 +140,7 @@ class BenchTrain:
     """Of AdamW, constant."""
     steps: int = 30
     """Updates that are timed."""
-    warmup: int = 5
+    warmup: int = 10
     """Updates before them."""
     ways: tuple[str, ...] = ("trl", "scoregram", "unmeasured")
     """Trainers: TRL's, and scoregram's with every step measured and with none."""

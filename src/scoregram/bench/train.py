@@ -72,7 +72,7 @@ def run_train_bench(
     max_new_tokens: int = 0,
     learning_rate: float = 1e-4,
     steps: int = 30,
-    warmup: int = 5,
+    warmup: int = 10,
     ways: Sequence[str] = tuple(TRAINERS),
     repeats: int = 5,
     threads: int = 1,
@@ -90,7 +90,7 @@ def run_train_bench(
         max_new_tokens: Longest completion; 0 for what the task suggests.
         learning_rate: Of AdamW, constant.
         steps: Updates that are timed.
-        warmup: Updates before them.
+        warmup: Updates before them; by default as many as it takes until everything was written once.
         ways: Keys of `TRAINERS`.
         repeats: Processes of each trainer, in turns.
         threads: Of torch, in every process.
@@ -100,7 +100,7 @@ def run_train_bench(
     refuse_sizes(group_size, batch_sizes, {"steps": steps, "repeats": repeats, "threads": threads}, warmup)
     refuse_ways(ways)
     loaded = load_task(task, reward=reward)
-    load_before = os.getloadavg()
+    around, load_before = surroundings(), os.getloadavg()
     job = Job(
         model="",
         task=task,
@@ -129,7 +129,7 @@ def run_train_bench(
     record = {
         "settings": {"bench": "train", "parameters": parameters, "repeats": repeats}
         | asked
-        | surroundings()
+        | around
         | {"load_average": {"before": load_before, "after": os.getloadavg()}},
         "rows": [asdict(row) for row in rows],
     }
