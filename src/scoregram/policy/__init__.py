@@ -7,6 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what `__getattr__` finds, for readers that do not run the code
+    from scoregram.policy.bias import BiasedSamplingWarning as BiasedSamplingWarning
+    from scoregram.policy.bias import score_mean_bias as score_mean_bias
     from scoregram.policy.config import PolicyConfig as PolicyConfig
     from scoregram.policy.config import SamplingConfig as SamplingConfig
     from scoregram.policy.load import Policy as Policy
@@ -16,17 +18,29 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for readers that do not run the c
     from scoregram.policy.sampler import sample as sample
 
 _HOME = {
+    "BiasedSamplingWarning": "bias",
     "Policy": "load",
     "PolicyConfig": "config",
     "Rollouts": "rollouts",
     "SamplingConfig": "config",
     "load_policy": "load",
     "sample": "sampler",
+    "score_mean_bias": "bias",
     "token_log_probs": "log_probs",
 }
 """Where each public name lives."""
 
-__all__ = ["Policy", "PolicyConfig", "Rollouts", "SamplingConfig", "load_policy", "sample", "token_log_probs"]
+__all__ = [
+    "BiasedSamplingWarning",
+    "Policy",
+    "PolicyConfig",
+    "Rollouts",
+    "SamplingConfig",
+    "load_policy",
+    "sample",
+    "score_mean_bias",
+    "token_log_probs",
+]
 
 
 def __getattr__(name: str) -> object:
