@@ -1,12 +1,13 @@
 """Which way of decoding is right for a model: found once for every model, by comparing logits."""
 
+import warnings
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from scoregram.policy.fused import Fused, is_fusible
-from scoregram.policy.modes import base_of
+from scoregram.policy.modes import PolicyWarning, base_of
 from scoregram.policy.ways import Grown, Recomputed, Shared, Way, takes
 
 PROBES = ((1, 2, 3), (4, 5, 6, 7, 8, 9, 1, 2), (9, 8, 7, 6, 5))
@@ -15,6 +16,9 @@ FORCED = (3, 1, 2)
 """Tokens put behind each of them."""
 ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Differences between logits, relative to the largest, that rounding explains; many models round to float32 inside."""
+
+SHORT_PRODUCTS = 1e-2
+"""The same for float32 on a GPU whose matrix products are allowed to round to fewer digits (TF32)."""
 
 _agrees: WeakKeyDictionary[nn.Module, dict[tuple[type, bool], bool]] = WeakKeyDictionary()
 
@@ -29,9 +33,19 @@ def fastest_way(model: nn.Module, capacity: int) -> type[Way]:
     is_cast = torch.is_autocast_enabled(next(model.parameters()).device.type)
     for way in candidates(model, capacity):
         if (way, is_cast) not in known:
-            known[way, is_cast] = agrees(way, model)
+            verdict = agrees(way, model)
+            if verdict is None:
+                return way  # nothing can be told of a broken model; the sampler will name it
+            known[way, is_cast] = verdict
         if known[way, is_cast]:
             return way
+    if (Recomputed, is_cast) not in known:
+        known[Recomputed, is_cast] = True
+        warnings.warn(
+            "sample: no way that keeps keys and values gives this model's logits; every token reads its text again",
+            PolicyWarning,
+            stacklevel=3,
+        )
     return Recomputed
 
 
@@ -64,17 +78,25 @@ def window_of(layer: object) -> int:
     return int(getattr(layer, "sliding_window", 0))
 
 
-def agrees(way: type[Way], model: nn.Module) -> bool:
-    """Whether the logits of `way` are those of a plain forward pass, up to rounding."""
+def agrees(way: type[Way], model: nn.Module) -> bool | None:
+    """Whether the logits of `way` are those of a plain forward pass, up to rounding; None if those are not finite."""
     vocabulary = int(base_of(model).get_input_embeddings().num_embeddings)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     prompts = [[token % vocabulary for token in prompt] for prompt in PROBES]
     forced = [token % vocabulary for token in FORCED]
     expected = torch.stack([plain_logits(model, [*prompt, *forced])[-len(forced) - 1 :] for prompt in prompts])
+    if not bool(expected.isfinite().all()):
+        return None
     try:
         found = trial(way, model, prompts, forced)
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return False
-    return bool((found - expected).abs().max() <= ROUNDING[expected.dtype] * expected.abs().max())
+    return bool((found - expected).abs().max() <= rounding_of(expected) * expected.abs().max())
+
+
+def rounding_of(logits: Tensor) -> float:
+    """Relative differences between logits that rounding explains, where they are and as products are taken now."""
+    rounds_short = logits.is_cuda and torch.get_float32_matmul_precision() != "highest"
+    return SHORT_PRODUCTS if rounds_short and logits.dtype is torch.float32 else ROUNDING[logits.dtype]
 
 
 def plain_logits(model: nn.Module, ids: list[int]) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 
 from scoregram.checks import ScoregramError, fail, lookup
 from scoregram.policy.config import PolicyConfig
+from scoregram.policy.modes import PolicyWarning as PolicyWarning
 from scoregram.policy.modes import context_of
 from scoregram.tasks.task import Task
 
@@ -24,10 +25,6 @@ QUANTISED = ("quantization_config", "_is_quantized", "quantization_method", "is_
 """What a quantised file leaves on a model and on its config."""
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError)
 """What transformers raises for a model that it cannot load."""
-
-
-class PolicyWarning(UserWarning):
-    """Something a policy lacked was chosen for it."""
 
 
 @dataclass(frozen=True)
@@ -162,12 +159,12 @@ def forget_quantisation(model: Any) -> None:
 def stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """Every token that ends a completion, the tokenizer's own first."""
     found: list[int] = []
+    if tokenizer.eos_token_id is None:  # a config may be wrong where the tokenizer says nothing: ask by name first
+        vocabulary = tokenizer.get_vocab()
+        found = [vocabulary[name] for name in END_TOKENS if name in vocabulary][:1]
     generation = getattr(model, "generation_config", None)
     for given in (tokenizer.eos_token_id, getattr(generation, "eos_token_id", None), model.config.eos_token_id):
         found += [] if given is None else [given] if isinstance(given, int) else list(given)
-    if not found:
-        vocabulary = tokenizer.get_vocab()
-        found = [vocabulary[name] for name in END_TOKENS if name in vocabulary][:1]
     if not found:
         fail(CALLER, "the tokenizer must have a token that ends a completion", "none", "Set its eos_token and save it.")
     if tokenizer.eos_token_id is None:

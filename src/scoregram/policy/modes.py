@@ -7,6 +7,10 @@ import torch
 from torch import nn
 
 
+class PolicyWarning(UserWarning):
+    """Something a policy lacked was chosen for it, or it cannot be sampled from as fast as others."""
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Inside, dropout is off and no graph is kept; on leaving, also by an exception, every module has its mode back.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from scoregram.checks import fail
+from scoregram.checks import not_finite
 from scoregram.policy.draw import Drawn
 from scoregram.policy.rollouts import Rollouts
 
@@ -125,4 +125,4 @@ def refuse_not_finite(log_probs: Tensor, prompt_lengths: Tensor) -> None:
         row, column = wrong[0].tolist()
         at = f"{log_probs[row, column].item()} at rollout {row}, token {column - int(prompt_lengths[row])}"
         remedy = "Look for infinite weights, or for a dtype too narrow for this model."
-        fail("sample", "the log-probabilities of sampled tokens must be finite", at, remedy)
+        not_finite("sample", "the log-probabilities of sampled tokens must be finite", at, remedy)
