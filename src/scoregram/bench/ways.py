@@ -16,6 +16,9 @@ from torch import Tensor
 from scoregram.gram import backward_with_gram, measure_gram
 from scoregram.gram.outer import row_gram
 
+COLUMNS = 1 << 26
+"""Columns of kept gradients multiplied at a time: batched products over rows of a billion elements fail on a GPU."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -113,7 +116,8 @@ def from_rows(work: Work, rows: Tensor) -> Tensor:
         stop = start + parameter.numel()
         parameter.grad = total[start:stop].view_as(parameter)
         start = stop
-    return row_gram(rows)[0].cpu()
+    parts = [row_gram(rows[:, start : start + COLUMNS])[0] for start in range(0, rows.shape[1], COLUMNS)]
+    return torch.stack(parts).sum(0).cpu()
 
 
 def gram_only(work: Work) -> Tensor:
