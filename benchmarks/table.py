@@ -1,16 +1,16 @@
-"""The README's performance table, made from the records in `benchmarks/results`.
+"""The README's performance tables, made from the records in `benchmarks/results`.
 
-python benchmarks/table.py            print it
-python benchmarks/table.py --write    put it into README.md
+python benchmarks/table.py            print them
+python benchmarks/table.py --write    put them into README.md
 """
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
-BEGIN, END = "<!-- performance: begin -->", "<!-- performance: end -->"
 
 
 def table(results: Path = HERE / "results") -> str:
@@ -19,30 +19,77 @@ def table(results: Path = HERE / "results") -> str:
         "| machine | model | N | T | time / plain step | peak memory / plain step |",
         "|---|---|---|---|---|---|",
     ]
-    for path in sorted(results.glob("*.json")):
-        record = json.loads(path.read_text())
-        about = record["settings"]
+    for about, rows in records(results, "ratio"):
         model = f"{about['shape']} {about['dtype']}" + (f", LoRA {about['lora']}" if about["lora"] else "")
-        machine = "1 CPU core" if about["threads"] else about["device"].removeprefix("NVIDIA ")
-        floor = {(row["rollouts"], row["tokens"]): row for row in record["rows"] if row["way"] == "plain"}
-        for row in record["rows"]:
+        floor = {(row["rollouts"], row["tokens"]): row for row in rows if row["way"] == "plain"}
+        for row in rows:
             if row["way"] != "gram+gradient" or row["skipped"]:
                 continue
             memory = row["peak_gib"] / floor[row["rollouts"], row["tokens"]]["peak_gib"]
             sizes = f"{row['rollouts']} | {row['tokens']}"
-            lines.append(f"| {machine} | {model} | {sizes} | {row['ratio']:.2f} | {memory:.2f} |")
+            lines.append(f"| {machine(about)} | {model} | {sizes} | {row['ratio']:.2f} | {memory:.2f} |")
     return "\n".join(lines)
 
 
+def training_table(results: Path = HERE / "results") -> str:
+    """Steps per second of both trainers, and what their rollouts were like."""
+    lines = [
+        "| machine | policy and task | N | trainer | steps/s | speedup | sampling | updating | tokens | reward |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    names = {"trl": "TRL", "scoregram": "scoregram, measuring", "unmeasured": "scoregram, not measuring"}
+    for about, rows in records(results, "steps_per_second"):
+        for row in rows:
+            speed = f"{row['steps_per_second']:.2f} | {row['speedup']:.2f}"
+            shares = f"{row['sampling']:.0%} | {row['updating']:.0%}"
+            seen = f"{row['completion_tokens']:.1f} | {row['reward']:.2f}"
+            what = f"{machine(about)} | {about['model']}, {about['task']} | {row['batch_size']}"
+            lines.append(f"| {what} | {names[row['way']]} | {speed} | {shares} | {seen} |")
+    return "\n".join(lines)
+
+
+def sampling_table(results: Path = HERE / "results") -> str:
+    """Tokens per second of the sampler beside `generate`."""
+    lines = [
+        "| machine | model | rollouts × tokens | sampler | tokens/s | speedup |",
+        "|---|---|---|---|---|---|",
+    ]
+    for about, rows in records(results, "tokens_per_second"):
+        for row in rows:
+            what = f"{machine(about)} | {about['shape']} {about['dtype']} | {about['rollouts']} × {about['tokens']}"
+            lines.append(f"| {what} | {row['way']} | {row['tokens_per_second']:,.0f} | {row['speedup']:.2f} |")
+    return "\n".join(lines)
+
+
+TABLES = {"performance": table, "training": training_table, "sampling": sampling_table}
+"""By the name of the marks between which they stand in the README."""
+
+
+def records(results: Path, figure: str) -> Iterator[tuple[dict, list[dict]]]:
+    """Settings and rows of every record whose rows have this figure."""
+    for path in sorted(results.glob("*.json")):
+        record = json.loads(path.read_text())
+        if figure in record["rows"][0]:
+            yield record["settings"], record["rows"]
+
+
+def machine(about: dict) -> str:
+    """Where a record was made."""
+    cores = about["threads"]
+    return f"{cores} CPU core{'s' * (cores > 1)}" if cores else about["device"].removeprefix("NVIDIA ")
+
+
 def main() -> None:
-    """Print the table, or write it into the README."""
-    if "--write" not in sys.argv:
-        print(table())
-        return
+    """Print the tables, or write them into the README."""
     text = README.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    README.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
+    for name, made in TABLES.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{made()}\n{end}{rest.partition(end)[2]}"
+        if "--write" not in sys.argv:
+            print(f"{made()}\n")
+    if "--write" in sys.argv:
+        README.write_text(text)
 
 
 if __name__ == "__main__":
