@@ -83,6 +83,15 @@ def test_expressions_are_left_to_math_verify_in_every_thread(completion, answer,
     assert verdicts == [same]
 
 
+@WITH_ALGEBRA
+@pytest.mark.parametrize("expression", ["9^9^9", "2^{12345}", "x**9", "5000!", "1+" * 101])
+def test_what_could_run_away_never_reaches_math_verify(expression, monkeypatch):
+    import math_verify
+
+    monkeypatch.setattr(math_verify, "parse", lambda *_, **__: pytest.fail("parsed"))
+    assert not equal_by_algebra(expression, "18") and not equal_by_algebra("18", expression)
+
+
 def test_an_expression_is_wrong_where_math_verify_is_missing(without_algebra):
     assert not equal_by_algebra("36/2", "18") and not same_answer("#### 36/2", "36")
 

@@ -1,6 +1,7 @@
 import importlib.util
 import sys
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -79,3 +80,18 @@ def test_a_generator_with_too_few_problems_is_named(monkeypatch):
     task = load_task("reasoning-gym:chain_sum")
     with pytest.raises(ScoregramError, match="more problems than its 1 test problems"):
         task.train[0]
+
+
+@needs_library
+def test_a_generator_that_only_scores_gives_no_demonstration():
+    task = load_task("reasoning-gym:propositional_logic")
+    assert task.test[0].answer == "" and task.demonstrate is None
+    entry: Any = task.test[0].columns["entry"]
+    example = entry["metadata"]["example_answer"]
+    assert task.rewards([task.test[0]] * 2, [example, "(P ∧ ¬P)"])[0] == 1.0
+
+
+@needs_library
+def test_a_generator_that_needs_more_than_its_name_is_refused():
+    with pytest.raises(ScoregramError, match="composite must work as it is configured by default"):
+        load_task("reasoning-gym:composite")

@@ -49,19 +49,21 @@ class WarmStart:
     learning_rate: float = 1e-3
     """At which it learns to add, after a linear rise over `rise` steps."""
     rise: int = 20
-    skilled: float = 0.2
+    skilled: float = 0.12
     """It has got the idea when the smoothed loss falls below this …"""
     longest: int = 600
     """… or is taken to after so many steps."""
-    polish_steps: int = 100
+    polish_steps: int = 130
     """Steps on right solutions after that, while the learning rate falls linearly to `habit_rate`."""
     habit_rate: float = 3e-4
-    habit_steps: int = 100
+    habit_steps: int = 120
     """Steps on the teacher's solutions, while the learning rate falls linearly from `habit_rate` to zero."""
-    right: float = 0.4
-    """Share of the teacher's solutions that are right."""
-    habit: float = 0.85
-    """Chance that the teacher follows a bad habit."""
+    right: float = 0.33
+    """Share of the teacher's solutions that would be right if it always followed its habits."""
+    habit: float = 0.8
+    """Chance that it follows one."""
+    slip: float = 0.02
+    """Chance of a wrong digit in any other step."""
 
 
 def tiny_policy(
@@ -125,7 +127,7 @@ def warm_start(model: "LlamaForCausalLM", recipe: WarmStart, terms: int, seed: i
     """
     rng = Random(f"warm start/{terms}/{seed}")
     problems = arithmetic(str(terms), seed).train
-    teacher = careless_teacher(terms, seed, right=recipe.right, habit=recipe.habit)
+    teacher = careless_teacher(terms, seed, right=recipe.right, habit=recipe.habit, slip=recipe.slip)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98), fused=True)
 
     def study(learning_rate: float, solve: Callable[[Problem], str]) -> float:

@@ -27,16 +27,15 @@ class Teacher:
     """Chance of one wrong digit at any other step."""
 
 
-def careless_teacher(terms: int, seed: int, *, right: float, habit: float) -> Teacher:
-    """A teacher about `right` of whose solutions are right, also if it always did what it does most often.
+def careless_teacher(terms: int, seed: int, *, right: float, habit: float, slip: float) -> Teacher:
+    """A teacher a share `right` of whose solutions would be right if it always followed its bad habits.
 
-    A share `q` of all pairs is a bad habit, `(1 - q)^(terms - 1) = right`, and slips make up for the times when a habit
-    is not followed, `(1 - q · habit)(1 - slip) = 1 - q`. Steps are taken as independent, which they nearly are.
+    A share `q` of all pairs is a bad habit, `(1 - q)^(terms - 1) = right`, and at most the half that carries. The share
+    of its solutions that is right by chance is about `((1 - q · habit)(1 - slip))^(terms - 1)`.
     """
     share = 1 - right ** (1 / (terms - 1))
     number = min(len(CARRYING), round(share * 2 * len(CARRYING)))
-    forgets = Random(f"habits/{seed}").sample(CARRYING, number)
-    return Teacher(frozenset(forgets), habit, 1 - (1 - share) / (1 - share * habit))
+    return Teacher(frozenset(Random(f"habits/{seed}").sample(CARRYING, number)), habit, slip)
 
 
 def careless_solution(problem: Problem, teacher: Teacher, rng: Random) -> str:
