@@ -48,7 +48,7 @@ def test_softmax_gradient_matches_its_twin():
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "llama-bias", "nemotron", "gpt2"])
 @pytest.mark.parametrize("checkpointing", [None, True, False])
 def test_half_precision_stays_at_its_noise_floor(name, checkpointing, monkeypatch):
-    monkeypatch.setattr("scoregram.gram.leaves.KEPT_ELEMENTS", 0)
+    monkeypatch.setattr("scoregram.gram.leaves.KEPT_ELEMENTS_CUDA", 0)
     low = ARCHITECTURES[name]().bfloat16()
     exact = copy.deepcopy(low).float()
     batch = rollouts(8, 48)

@@ -62,6 +62,12 @@ def test_every_method_trains_and_writes_a_valid_run(method, policy, tmp_path):
     assert run.config["method"] == method
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_small_groups_are_measured_too(size, policy, tmp_path):
+    train(config_for(policy, tmp_path / "run", method="reinforce", group_size=size, batch_size=6, steps=1))
+    assert "gram/update_norm" in list(open_run(tmp_path / "run").metrics())[1]
+
+
 def test_the_first_update_has_the_norm_that_the_gram_predicts(policy, tmp_path):
     train(config_for(policy, tmp_path / "run", method="rloo"))
     for line in list(open_run(tmp_path / "run").metrics())[1:]:

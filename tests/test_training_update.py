@@ -34,7 +34,7 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def collected() -> Collected:
+def collected(model) -> Collected:
     draw = torch.Generator().manual_seed(0)
     count = PROMPTS * SIZE
     lengths = torch.randint(1, LENGTH + 1, (count, 1), generator=draw)
@@ -52,7 +52,9 @@ def collected() -> Collected:
     )
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0, 0.0]], dtype=torch.float64)
     problems = [Problem(f"p{i}", "?", "!") for i in range(PROMPTS)]
-    return Collected(problems, rollouts, ["x"] * count, rewards, torch.ones(PROMPTS, SIZE, dtype=torch.bool))
+    drawn = Collected(problems, rollouts, ["x"] * count, rewards, torch.ones(PROMPTS, SIZE, dtype=torch.bool))
+    with KeepDouble(), torch.no_grad():  # what a sampler would have found
+        return replace(drawn, rollouts=replace(rollouts, log_probs=plain_log_probs(model, drawn)))
 
 
 def updater_for(model: Any, method: Method, **changes: Any) -> Updater:

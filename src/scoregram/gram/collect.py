@@ -25,6 +25,10 @@ def slot_of(parameter: Tensor, view: Tensor) -> Slot:
     return id(parameter), offset, tuple(view.shape), tuple(view.stride())
 
 
+STACKED_ELEMENTS = 1 << 12
+"""Largest parameter whose rows are stacked with those of others on a CPU; a GPU is spared launches at any size."""
+
+
 @dataclass
 class Collector:
     """Grams and weighted gradients of one measurement, by parameter."""
@@ -124,7 +128,10 @@ class Collector:
             self.flush(slot)
         by_kind: dict[tuple[torch.Size, torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for parameter, rows in self.rows.values():
-            by_kind[parameter.shape, rows.dtype, parameter.dtype].append((parameter, rows))
+            if not rows.is_cuda and parameter.numel() > STACKED_ELEMENTS:
+                self.contract_rows([(parameter, rows)])
+            else:
+                by_kind[parameter.shape, rows.dtype, parameter.dtype].append((parameter, rows))
         for alike in by_kind.values():
             self.contract_rows(alike)
         self.rows.clear()
@@ -132,7 +139,9 @@ class Collector:
     def contract_rows(self, alike: list[tuple[Tensor, Tensor]]) -> None:
         """Contract the rows `(N, *shape)` of parameters of one shape together."""
         shape = alike[0][0].shape
-        stacked = torch.stack([rows for _, rows in alike]).view(len(alike), self.rollouts, -1)  # (n, N, D)
+        parts = [rows for _, rows in alike]
+        stacked = torch.stack(parts) if len(parts) > 1 else parts[0].unsqueeze(0)
+        stacked = stacked.reshape(len(parts), self.rollouts, -1)  # (n, N, D)
         self.contractor.keep([id(parameter) for parameter, _ in alike], row_gram(stacked, self.groups))
         if self.sketcher is not None:
             for (parameter, _), rows in zip(alike, stacked.unbind(), strict=True):

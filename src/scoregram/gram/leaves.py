@@ -22,8 +22,10 @@ BROADCASTS = {
     *(Tensor.mul, Tensor.add, Tensor.sub, Tensor.div, Tensor.__mul__, Tensor.__rmul__, Tensor.__add__),
     *(Tensor.__radd__, Tensor.__sub__, Tensor.__rsub__, Tensor.__truediv__),
 }
-KEPT_ELEMENTS = 3 << 19
+KEPT_ELEMENTS = 1 << 17
 """Largest `N · numel` of a weight in a matrix product that takes this route rather than being streamed."""
+KEPT_ELEMENTS_CUDA = 3 << 19
+"""The same on a GPU, where the route spares host time."""
 MOST_ELEMENTS = 1 << 26
 """Largest `N · numel` for which a parameter gets one leaf per rollout."""
 
@@ -45,7 +47,7 @@ class Leaves:
 
     def keeps(self, weight: Tensor) -> bool:
         """Whether the per-rollout gradients of a weight are small enough to be kept to the end."""
-        return weight.numel() * self.layout.rollouts <= KEPT_ELEMENTS
+        return weight.numel() * self.layout.rollouts <= (KEPT_ELEMENTS_CUDA if weight.is_cuda else KEPT_ELEMENTS)
 
     def of(self, tensor: Tensor, *, transposed: bool = False) -> Tensor:
         """The leaf of `tensor`, made when first asked for: its copies share their values, not their gradients."""

@@ -17,7 +17,7 @@ def make_optimizer(model: Any, config: TrainConfig) -> torch.optim.Optimizer:
             parameters, lr=config.learning_rate, momentum=config.momentum, weight_decay=config.weight_decay
         )
     return torch.optim.AdamW(
-        parameters, lr=config.learning_rate, betas=config.adam_betas, weight_decay=config.weight_decay
+        parameters, lr=config.learning_rate, betas=config.adam_betas, weight_decay=config.weight_decay, fused=True
     )
 
 

@@ -5,6 +5,7 @@ So a run that is resumed at a position goes on with the very problems and draws 
 
 import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -22,9 +23,10 @@ def drawn_problems(problems: Sequence[Problem], position: int, count: int, seed:
     return [problems[orders[place // size][place % size]] for place in places]
 
 
-def epoch_order(size: int, epoch: int, seed: int) -> list[int]:
+@lru_cache(maxsize=4)
+def epoch_order(size: int, epoch: int, seed: int) -> tuple[int, ...]:
     """A permutation of `0 … size-1`, the same for one epoch and seed."""
-    return torch.randperm(size, generator=generator(seed, "order", epoch)).tolist()
+    return tuple(torch.randperm(size, generator=generator(seed, "order", epoch)).tolist())
 
 
 def generator(seed: int, purpose: str, number: int, device: torch.device | str = "cpu") -> torch.Generator:

@@ -67,7 +67,7 @@ def step_reading(gram: BatchGram, weights: BatchWeights, rewards: Rewards) -> di
     blocks = diagonal_blocks(gram, size)
     reading = {
         "gram/score_norm": float(blocks.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().mean()),
-        "gram/baseline_saving": baseline_saving(blocks, rewards).fraction if size > 1 else math.nan,
+        "gram/baseline_saving": baseline_saving(blocks, rewards).fraction if size > 3 else math.nan,
     }
     names = (
         "update_norm",
@@ -99,7 +99,7 @@ def whole_reading(gram: BatchGram, weights: BatchWeights, rewards: Rewards) -> d
         return reading
     conflict = prompt_conflict(gram, weights, prompt_of)
     reading |= {"gram/conflicting_prompts": conflict.conflicting, "gram/cancelled": conflict.cancelled}
-    if size < 2:
+    if size < 4:  # the unbiased estimates compare two disjoint pairs of rollouts
         return reading
     noise = noise_components(gram, rewards)
     return reading | {

@@ -11,7 +11,7 @@ from torch import Tensor
 from scoregram.gram import Gram, backward_with_gram, measure_gram
 from scoregram.policy.log_probs import token_log_probs
 from scoregram.policy.rollouts import Rollouts
-from scoregram.training.collecting import Collected
+from scoregram.training.collecting import Collected, rollouts_at
 from scoregram.training.credit import advantages_of, loss_coefficients, loss_value, needs, rollout_weights
 from scoregram.training.methods import Method
 from scoregram.types import Advantages, PerPrompt
@@ -88,21 +88,15 @@ class Updater:
             measured = self._measure(collected) if measure else None
             loss, log_probs = self._backward_of_loss(collected, advantages, None, mask, reference)
             return Gradient(advantages, weights.cpu(), log_probs, loss, measured)
-        grams, parts = [], []
-        for here in self.passes(collected):
-            if measure:
+        grams: list[Gram] = []
+        if measure:
+            for here in self.passes(collected):
                 with self.context():
-                    grams.append(
-                        backward_with_gram(
-                            self.model, *inputs(rollouts, here), weights=-weights[here], temperature=self.temperature
-                        )
-                    )
-                parts.append(grams[-1].log_probs)
-            else:
-                log_probs = self.log_probs(rollouts, here)
-                (log_probs * -weights[here, None]).sum().backward()
-                parts.append(log_probs.detach())
-        log_probs = torch.cat(parts)
+                    given = {"weights": -weights[here], "temperature": self.temperature}
+                    grams.append(backward_with_gram(self.model, *inputs(rollouts, here), **given))
+            log_probs = torch.cat([gram.log_probs for gram in grams])
+        else:
+            log_probs = self._backward_of_pulling(collected, weights)
         return Gradient(
             advantages=advantages,
             weights=weights.cpu(),
@@ -110,6 +104,28 @@ class Updater:
             loss=self._loss(log_probs, log_probs, advantages, mask),
             measured=assembled(grams) if measure else None,
         )
+
+    def _backward_of_pulling(self, collected: Collected, weights: Tensor) -> Tensor:
+        """Log-probabilities `(N, T)`; only rollouts that pull go through the model, others keep what the sampler found.
+
+        In a group whose rewards are all alike nobody pulls: nothing of it would reach the gradient.
+        """
+        wide = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
+        log_probs = collected.rollouts.log_probs.to(wide, copy=True)
+        pulling = (weights != 0).nonzero().squeeze(1)
+        if len(pulling) == 0:
+            for parameter in self.model.parameters():  # a zero gradient, not an absent one: momentum goes on
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            return log_probs
+        rollouts = rollouts_at(collected.rollouts, weights != 0)
+        size = self.rollouts_per_pass or len(pulling)
+        for start in range(0, len(pulling), size):
+            here = slice(start, start + size)
+            found = self.log_probs(rollouts, here)
+            (found * -weights[pulling[here], None]).sum().backward()
+            log_probs[pulling[here], : found.shape[1]] = found.detach()
+        return log_probs
 
     def _with_energies(self, collected: Collected, reference: Tensor | None) -> Gradient:
         """For baselines that depend on the Gram: one backward pass where a baseline is one number a group."""
