@@ -1,5 +1,6 @@
 """Real short runs: every method, the same numbers for the same seed, stops, failures and resumption."""
 
+import math
 import os
 import signal
 import subprocess
@@ -66,6 +67,16 @@ def test_every_method_trains_and_writes_a_valid_run(method, policy, tmp_path):
 def test_small_groups_are_measured_too(size, policy, tmp_path):
     train(config_for(policy, tmp_path / "run", method="reinforce", group_size=size, batch_size=6, steps=1))
     assert "gram/update_norm" in list(open_run(tmp_path / "run").metrics())[1]
+
+
+def test_without_blocks_between_prompts_the_groups_are_the_same(policy, tmp_path):
+    for name, between in (("whole", True), ("groups", False)):
+        train(config_for(policy, tmp_path / name, steps=1, between_prompts=between))
+    whole, groups = open_run(tmp_path / "whole"), open_run(tmp_path / "groups")
+    for one, other in zip(whole.groups(), groups.groups(), strict=True):
+        torch.testing.assert_close(one.gram, other.gram, rtol=1e-4, atol=1e-4)
+    line = list(groups.metrics())[1]
+    assert math.isnan(line["gram/snr"]) and not math.isnan(line["group/effective_rank"])
 
 
 def test_the_first_update_has_the_norm_that_the_gram_predicts(policy, tmp_path):

@@ -132,6 +132,19 @@ def test_passes_of_whole_groups_add_up(model, collected, name, measure):
         torch.testing.assert_close(parts.measured.matrix[known], whole.measured.matrix[known])
 
 
+@pytest.mark.parametrize("name", ["rloo", "optimal", "optimal-loo"])
+def test_blocks_within_groups_suffice_for_the_update(model, collected, name):
+    one = updater_for(model, METHODS[name])
+    whole = one.first(collected, measure=True, greedy=None, reference=None)
+    expected = taken(model)
+    blocks = replace(one, group_size=SIZE).first(collected, measure=True, greedy=None, reference=None)
+    torch.testing.assert_close(taken(model), expected, rtol=1e-9, atol=1e-12)
+    assert blocks.measured is not None and whole.measured is not None
+    known = blocks.measured.matrix.isfinite()
+    assert int(known.sum()) == PROMPTS * SIZE**2
+    torch.testing.assert_close(blocks.measured.matrix[known], whole.measured.matrix[known])
+
+
 @pytest.mark.parametrize("passes", [0, SIZE])
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "tic"])
 def test_a_second_update_follows_the_ratio(model, collected, name, passes):

@@ -104,6 +104,8 @@ class TrainConfig:
 
     measure_every: int = 1
     """Measure the Gram every so many steps; 0 for never."""
+    between_prompts: bool = True
+    """Measure the Gram between prompts too, which noise and conflict need; without, a large step costs much less."""
     layers: Literal["float64", "float32", "none"] = "float32"
     """Precision in which the Grams of single layers are stored; none leaves them out."""
     rollouts_every: int = 10

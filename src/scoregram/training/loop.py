@@ -73,6 +73,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
         autocast=config.autocast,
         beta=config.beta,
         kl=config.kl,
+        group_size=None if config.between_prompts else config.group_size,
     )
     reference = Reference(updater) if config.beta > 0 else None
     require_space(config.out, bytes_for_checkpoint(policy) * 2)

@@ -57,6 +57,8 @@ class Updater:
     autocast: bool
     beta: float
     kl: str
+    group_size: int | None = None
+    """Measure only the blocks within groups of so many rollouts; None for all."""
 
     def first(
         self, collected: Collected, *, measure: bool, greedy: PerPrompt | None, reference: Tensor | None
@@ -92,8 +94,10 @@ class Updater:
         if measure:
             for here in self.passes(collected):
                 with self.context():
-                    given = {"weights": -weights[here], "temperature": self.temperature}
-                    grams.append(backward_with_gram(self.model, *inputs(rollouts, here), **given))
+                    gram = backward_with_gram(
+                        self.model, *inputs(rollouts, here), weights=-weights[here], **self.measuring
+                    )
+                    grams.append(gram)
             log_probs = torch.cat([gram.log_probs for gram in grams])
         else:
             log_probs = self._backward_of_pulling(collected, weights)
@@ -161,7 +165,7 @@ class Updater:
                 *inputs(rollouts, everything),
                 weights=-vectors,
                 combine=factors,
-                temperature=self.temperature,
+                **self.measuring,
             )
         advantages = self._advantages_from(gram.matrix, collected)
         return Gradient(
@@ -180,8 +184,13 @@ class Updater:
         grams = []
         for here in self.passes(collected):
             with self.context():
-                grams.append(measure_gram(self.model, *inputs(collected.rollouts, here), temperature=self.temperature))
+                grams.append(measure_gram(self.model, *inputs(collected.rollouts, here), **self.measuring))
         return assembled(grams)
+
+    @property
+    def measuring(self) -> dict[str, Any]:
+        """What every measurement of the run is told."""
+        return {"temperature": self.temperature, "group_size": self.group_size}
 
     def _loss(self, log_probs: Tensor, old: Tensor, advantages: Advantages, mask: Tensor) -> float:
         return float(loss_value(self.method.objective, log_probs, old, advantages, mask, length=self.length))
