@@ -221,6 +221,8 @@ def row_gram(rows: Tensor, groups: int = 1) -> Tensor:
     No float32 dot product is longer than `DOT_LENGTH`: over millions of terms it would lose three digits; cut into
     blocks whose partial sums are added in float64 it keeps the precision of the rows.
     """
+    if groups > 1 and rows.ndim == 2 and not rows.is_cuda:  # blocks of several groups at once would be copied first
+        return torch.cat([row_gram(group) for group in rows.unflatten(0, (groups, -1))])
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32)).unflatten(-2, (groups, -1))  # (…, P, R, D)
     whole = rows.shape[-1] - rows.shape[-1] % DOT_LENGTH
     rest = rows[..., whole:]
