@@ -32,7 +32,7 @@ def test_an_unknown_generator_lists_the_choices():
 
 @needs_library
 def test_problems_are_the_library_s_and_repeatable():
-    import reasoning_gym
+    import reasoning_gym  # pyright: ignore[reportMissingImports]
 
     task, again = load_task("reasoning-gym:chain_sum", seed=3), load_task("reasoning-gym:chain_sum", seed=3)
     entry = reasoning_gym.create_dataset("chain_sum", seed=3, size=1)[0]
@@ -54,7 +54,7 @@ def test_the_library_scores():
 
 @needs_library
 def test_a_scorer_that_raises_scores_zero(monkeypatch):
-    from reasoning_gym.arithmetic.chain_sum import ChainSumDataset
+    from reasoning_gym.arithmetic.chain_sum import ChainSumDataset  # pyright: ignore[reportMissingImports]
 
     task = load_task("reasoning-gym:chain_sum")
     monkeypatch.setattr(ChainSumDataset, "score_answer", lambda *_: 1 / 0)
@@ -73,7 +73,7 @@ def test_no_test_question_is_trained_on_even_where_problems_repeat(monkeypatch):
 @pytest.mark.usefixtures("unchecked_shapes")  # a check of the types would itself look at a problem
 @needs_library
 def test_a_generator_with_too_few_problems_is_named(monkeypatch):
-    from reasoning_gym.arithmetic.chain_sum import ChainSumDataset
+    from reasoning_gym.arithmetic.chain_sum import ChainSumDataset  # pyright: ignore[reportMissingImports]
 
     entry = {"question": "always this", "answer": "1", "metadata": {}}
     monkeypatch.setattr(ChainSumDataset, "__getitem__", lambda *_: entry)

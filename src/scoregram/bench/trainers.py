@@ -83,9 +83,9 @@ def by_scoregram(job: Job, task: Task, out: Path, *, measure_every: int) -> Time
 
 def by_trl(job: Job, task: Task, out: Path) -> Timed:
     """TRL's GRPOTrainer with its defaults, but in float32 without recomputation, and with nothing logged or saved."""
-    import datasets
-    from trl.trainer.grpo_config import GRPOConfig
-    from trl.trainer.grpo_trainer import GRPOTrainer
+    import datasets  # pyright: ignore[reportMissingImports]
+    from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingImports]
+    from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     problems = drawn_problems(task.train, 0, job.all_steps * (job.batch_size // job.group_size), job.seed)
     rows = [{"prompt": task.prompt(problem), "place": place} for place, problem in enumerate(problems)]

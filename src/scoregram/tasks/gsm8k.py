@@ -56,7 +56,7 @@ def folder_rows(folder: Path) -> dict[str, Iterable[Mapping[str, Any]]]:
 def hub_rows() -> dict[str, Iterable[Mapping[str, Any]]]:
     """Rows of both splits, from the hub or its cache on this machine."""
     try:
-        from datasets import load_dataset
+        from datasets import load_dataset  # pyright: ignore[reportMissingImports]
     except ImportError as missing:
         fail("gsm8k", "needs datasets to read from the hub", missing, f"pip install 'scoregram[data]'. {FOLDER_REMEDY}")
     try:

@@ -30,7 +30,7 @@ def reasoning_gym(argument: str, seed: int = 0) -> Task:
         Stojanovski et al. 2025, arXiv:2505.24760.
     """
     try:
-        from reasoning_gym.factory import DATASETS, create_dataset
+        from reasoning_gym.factory import DATASETS, create_dataset  # pyright: ignore[reportMissingImports]
     except ImportError as missing:
         fail("reasoning-gym", "needs the library", missing, "Install it: pip install 'scoregram[reasoning-gym]'.")
     lookup(DATASETS, argument, kind="reasoning-gym")
