@@ -207,6 +207,7 @@ def test_an_infinite_reward_is_refused_and_a_broken_gradient_can_be_passed_over(
         ({"method": "ppo"}, "must be one of"),
         ({"temperature": 0.0}, "positive"),
         ({"steps": 0}, "at least 1"),
+        ({"learning_rate": float("nan")}, "finite"),
         ({"resume": True, "overwrite": True}, "not both"),
     ],
 )
@@ -223,6 +224,7 @@ def test_settings_that_cannot_work_are_refused_at_once(changes, says, policy, tm
         ({"group_size": 1, "method": "rloo"}, "at least 2 rollouts"),
         ({"max_new_tokens": 600}, "context"),
         ({"kl": "k9"}, "k1"),
+        ({"optimizer": "adamw", "adam_betas": (2.0, 0.9)}, "accept its settings"),
         ({"report_to": ("paper",)}, "tensorboard"),
         ({"attention": "no_such_attention"}, "causal language model"),
         ({"resume": True}, "run"),
@@ -232,6 +234,7 @@ def test_what_cannot_work_is_said_before_work_is_lost(changes, says, policy, tmp
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ScoregramError, match=says):
         train(config_for(policy, tmp_path / "run", **changes))
+    assert not (tmp_path / "run" / "config.yaml").exists(), "no run is begun that cannot go on"
 
 
 def test_a_run_is_not_written_over_unasked(policy, tmp_path):

@@ -75,7 +75,7 @@ def collect(
         ScoregramError: A prompt that leaves no room for a completion, or a reward that is not a number.
     """
     prompts = [policy.encode_prompt(task.prompt(problem)) for problem in problems]
-    refuse_long(prompts, problems, sampling.max_new_tokens, policy.context)
+    refuse_long(prompts, problems, sampling, policy)
     rollouts = sample(
         policy.model,
         prompts,
@@ -152,8 +152,11 @@ def padded(value: Tensor, longest: int, fill: int) -> Tensor:
     return torch.nn.functional.pad(value, (0, longest - value.shape[1]), value=fill) if value.ndim == 2 else value
 
 
-def refuse_long(prompts: Sequence[Sequence[int]], problems: Sequence[Problem], new: int, context: int) -> None:
+def refuse_long(
+    prompts: Sequence[Sequence[int]], problems: Sequence[Problem], sampling: SamplingConfig, policy: Policy
+) -> None:
     """Raise for the first prompt that leaves no room for a whole completion."""
+    new, context = sampling.max_new_tokens, policy.context
     for prompt, problem in zip(prompts, problems, strict=True):
         if len(prompt) + new > context:
             fail(

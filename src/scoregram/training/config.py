@@ -129,17 +129,18 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
-            if getattr(self, name) < least:
-                refuse(f"train --{dashed(name)}", f"must be at least {least}", getattr(self, name), "Choose another.")
+            value = getattr(self, name)
+            if not least <= value < float("inf"):
+                refuse(f"train --{dashed(name)}", f"must be finite and at least {least}", value, "Choose another.")
         if self.group_size > self.batch_size or self.batch_size % self.group_size:
             got = f"group_size {self.group_size} and batch_size {self.batch_size}"
             refuse("train --group-size", "a batch must hold whole groups", got, "Make batch_size a multiple of it.")
         if self.micro_batch_size % self.group_size:
             got = f"micro_batch_size {self.micro_batch_size} and group_size {self.group_size}"
             refuse("train --micro-batch-size", "a pass must take whole groups", got, "Make it a multiple, or 0.")
-        if not self.temperature > 0:
+        if not 0 < self.temperature < float("inf"):
             remedy = "Greedy rollouts have nothing to learn from each other."
-            refuse("train --temperature", "must be positive", self.temperature, remedy)
+            refuse("train --temperature", "must be positive and finite", self.temperature, remedy)
         if self.method not in METHODS:
             refuse("train --method", f"must be one of {', '.join(METHODS)}", repr(self.method), "Check the spelling.")
         if self.resume and self.overwrite:

@@ -23,7 +23,7 @@ from scoregram.runs import RunWriter, open_run, require_space
 from scoregram.tasks.table import load_task
 from scoregram.tasks.task import Task
 from scoregram.training.checkpoint import Position, load_checkpoint, save_checkpoint
-from scoregram.training.collecting import Collected, collect, greedy_rewards, joined, mixed
+from scoregram.training.collecting import Collected, collect, greedy_rewards, joined, mixed, refuse_long
 from scoregram.training.config import TrainConfig
 from scoregram.training.credit import needs, require_method
 from scoregram.training.evaluating import evaluate
@@ -34,7 +34,7 @@ from scoregram.training.progress import Progress
 from scoregram.training.readings import over_groups, reward_reading, step_reading
 from scoregram.training.recording import group_records, rollout_records, statistics_of
 from scoregram.training.reference import Reference
-from scoregram.training.trackers import open_trackers
+from scoregram.training.trackers import open_trackers, require_trackers
 from scoregram.training.update import Gradient, Updater
 
 
@@ -77,8 +77,10 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
     )
     reference = Reference(updater) if config.beta > 0 else None
     require_space(config.out, bytes_for_checkpoint(policy) * 2)
-    writer, position = opened(config, policy, optimizer)
     tests = task.test[: config.eval_problems]
+    refuse_long([policy.encode_prompt(task.prompt(problem)) for problem in tests], tests, sampling, policy)
+    require_trackers(config.report_to)
+    writer, position = opened(config, policy, optimizer)
     resumed = position.step if config.resume and position.step else None
     interrupted = False
     with (

@@ -5,20 +5,20 @@ from typing import Any
 
 import torch
 
-from scoregram.checks import not_finite
+from scoregram.checks import fail, not_finite
 from scoregram.training.config import TrainConfig
 
 
 def make_optimizer(model: Any, config: TrainConfig) -> torch.optim.Optimizer:
     """The optimiser of everything that requires gradients."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(
-            parameters, lr=config.learning_rate, momentum=config.momentum, weight_decay=config.weight_decay
-        )
-    return torch.optim.AdamW(
-        parameters, lr=config.learning_rate, betas=config.adam_betas, weight_decay=config.weight_decay, fused=True
-    )
+    shared: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    try:
+        if config.optimizer == "sgd":
+            return torch.optim.SGD(parameters, momentum=config.momentum, **shared)
+        return torch.optim.AdamW(parameters, betas=config.adam_betas, fused=True, **shared)
+    except ValueError as error:
+        fail("train --optimizer", f"{config.optimizer} must accept its settings", error, "Choose others.")
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:

@@ -189,9 +189,7 @@ def open_trackers(
     Raises:
         ScoregramError: If a name is unknown, or its package is absent or does not start.
     """
-    rows = {name: lookup(TRACKERS, name, kind="report_to") for name in report_to}
-    for name, row in rows.items():  # all of them before the first is opened
-        _require_package(name, row.package)
+    rows = require_trackers(report_to)  # all of them before the first is opened
     opening = Opening(Path(run_folder), config, resume_step)
     opened: dict[str, Tracker] = {}
     for name, row in rows.items():
@@ -202,6 +200,14 @@ def open_trackers(
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             fail("report_to", f"{name} must start", reason, "Repair it, or leave it out.")
     return Trackers(opened)
+
+
+def require_trackers(report_to: Sequence[str]) -> dict[str, TrackerRow]:
+    """The rows that `report_to` names, provided that all are known and their packages are installed."""
+    rows = {name: lookup(TRACKERS, name, kind="report_to") for name in report_to}
+    for name, row in rows.items():
+        _require_package(name, row.package)
+    return rows
 
 
 def _require_package(name: str, package: str) -> ModuleType:
