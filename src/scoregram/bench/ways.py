@@ -4,7 +4,7 @@ Every way takes the same model and rollouts and returns the Gram it found, None 
 Gram alone leave the training gradient `Σ_i w_i ψ_i` in `.grad`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +17,7 @@ from scoregram.gram import backward_with_gram, measure_gram
 from scoregram.gram.outer import row_gram
 
 COLUMNS = 1 << 26
-"""Columns of kept gradients multiplied at a time: batched products over rows of a billion elements fail on a GPU."""
+"""Columns of kept gradients multiplied at a time: products over rows a billion elements apart read astray on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ def plain(work: Work) -> None:
 
 def one_backward_each(work: Work) -> Tensor:
     """One backward pass per rollout, all gradients kept: `N × D`."""
-    rows = []
+    kept = []
     for index in range(len(work.input_ids)):
         total = work.log_probs(slice(index, index + 1)).sum()
-        rows.append(torch.cat([grad.flatten() for grad in torch.autograd.grad(total, work.parameters)]))
-    return from_rows(work, torch.stack(rows))
+        kept.append(torch.autograd.grad(total, work.parameters))
+    return from_rows(work, (torch.stack([grad.flatten() for grad in grads]) for grads in zip(*kept, strict=True)))
 
 
 def vmapped(work: Work) -> Tensor:
@@ -87,7 +87,7 @@ def vmapped(work: Work) -> Tensor:
         grads: Any = torch.func.vmap(torch.func.grad(total), in_dims=(None, 0))(named, work.input_ids)
     finally:
         config._attn_implementation = implementation
-    return from_rows(work, torch.cat([grads[name].flatten(1) for name in named], 1))
+    return from_rows(work, (grads[name].flatten(1) for name in named))
 
 
 def opacus(work: Work) -> Tensor:
@@ -100,7 +100,7 @@ def opacus(work: Work) -> Tensor:
         logits = wrapped(input_ids=work.input_ids, position_ids=positions, use_cache=False).logits
         predicted = logits[:, work.prompt - 1 : -1].flatten(0, 1).float()
         (-F.cross_entropy(predicted, work.input_ids[:, work.prompt :].flatten(), reduction="sum")).backward()
-        rows = torch.cat([getattr(parameter, "grad_sample").flatten(1) for parameter in work.parameters], 1)  # noqa: B009
+        rows = [getattr(parameter, "grad_sample").flatten(1) for parameter in work.parameters]  # noqa: B009
     finally:
         wrapped.remove_hooks()
         for parameter in work.parameters:
@@ -108,16 +108,15 @@ def opacus(work: Work) -> Tensor:
     return from_rows(work, rows)
 
 
-def from_rows(work: Work, rows: Tensor) -> Tensor:
-    """Gram of kept gradients `(N, D)`; their weighted sum goes to `.grad`."""
-    total = work.weights.to(rows.dtype) @ rows
-    start = 0
-    for parameter in work.parameters:
-        stop = start + parameter.numel()
-        parameter.grad = total[start:stop].view_as(parameter)
-        start = stop
-    parts = [row_gram(rows[:, start : start + COLUMNS])[0] for start in range(0, rows.shape[1], COLUMNS)]
-    return torch.stack(parts).sum(0).cpu()
+def from_rows(work: Work, rows: Iterable[Tensor]) -> Tensor:
+    """Gram of kept gradients, `(N, d)` for every parameter in turn; their weighted sums go to `.grad`."""
+    grams = []
+    for parameter, whole in zip(work.parameters, rows, strict=True):
+        weights = work.weights.to(whole.dtype)
+        pieces = [whole[:, start : start + COLUMNS].contiguous() for start in range(0, whole.shape[1], COLUMNS)]
+        parameter.grad = torch.cat([weights @ piece for piece in pieces]).view_as(parameter)
+        grams += [row_gram(piece)[0] for piece in pieces]
+    return torch.stack(grams).sum(0).cpu()
 
 
 def gram_only(work: Work) -> Tensor:
