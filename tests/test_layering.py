@@ -15,9 +15,11 @@ FILES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in 
 
 FLOORS = (
     {"errors", "types", "checks"},
-    {"spectra", "statistics", "advantages", "objectives", "tasks", "runs"},
+    {"spectra", "statistics", "advantages", "objectives", "tasks", "runs", "exhibits"},
     {"theory", "gram", "policy"},
     {"training"},
+    {"replication", "integrations"},
+    {"report"},
     {"bench"},
     {"cli"},
 )

@@ -1,0 +1,148 @@
+"""Tables and figures as plain data: computed once, then shown in a terminal, on a page, or checked against a record.
+
+An exhibit knows what it says and how to read it, and nothing about how it is drawn. Undefined numbers are `nan` here
+and `null` in JSON.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from scoregram.checks import fail
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its interval; the ends are `nan` where there is none."""
+
+    value: float
+    low: float = math.nan
+    high: float = math.nan
+
+
+Cell = Estimate | float | int | str | None
+"""One entry of a table; None is left blank."""
+
+Role = Literal["measured", "null", "bound", "paper"]
+"""What a series is: seen here, predicted by a null model, the edge of what is possible, or printed in the paper."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Named columns and rows of cells."""
+
+    id: str
+    title: str
+    caption: str
+    """How to read it."""
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                got = f"a row of {len(row)} in {self.id}"
+                fail("Table", f"every row must have {len(self.columns)} cells", got, "Fill it with None.")
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line or cloud of points of a figure; `low` and `high` are empty, or as long as `y`."""
+
+    name: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+    role: Role = "measured"
+    points: bool = False
+    """Drawn as points that are not joined."""
+
+    def __post_init__(self) -> None:
+        if len({len(self.x), len(self.y)} | {len(ends) for ends in (self.low, self.high) if ends}) > 1:
+            got = f"{len(self.x)}, {len(self.y)}, {len(self.low)} and {len(self.high)} in {self.name}"
+            fail("Series", "x, y, low and high must be equally long", got, "Leave low and high empty, or fill them.")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Series over a common axis."""
+
+    id: str
+    title: str
+    caption: str
+    """How to read it."""
+    x_title: str
+    y_title: str
+    series: tuple[Series, ...]
+    x_log: bool = False
+    y_log: bool = False
+
+
+Exhibit = Table | Figure
+
+
+def to_plain(exhibits: Sequence[Exhibit]) -> list[dict[str, Any]]:
+    """Exhibits as JSON takes them, in order."""
+    return [_plain_table(one) if isinstance(one, Table) else _plain_figure(one) for one in exhibits]
+
+
+def from_plain(plain: Sequence[Mapping[str, Any]]) -> tuple[Exhibit, ...]:
+    """What `to_plain` made, as exhibits.
+
+    Raises:
+        ScoregramError: If something is neither a table nor a figure, or lacks a part.
+    """
+    return tuple(_exhibit(one) for one in plain)
+
+
+def _plain_table(table: Table) -> dict[str, Any]:
+    rows = [[_plain_cell(cell) for cell in row] for row in table.rows]
+    return {"kind": "table"} | vars(table) | {"columns": list(table.columns), "rows": rows}
+
+
+def _plain_figure(figure: Figure) -> dict[str, Any]:
+    series = [vars(one) | {name: _plain_numbers(getattr(one, name)) for name in NUMBERS} for one in figure.series]
+    return {"kind": "figure"} | vars(figure) | {"series": series}
+
+
+NUMBERS = ("x", "y", "low", "high")
+
+
+def _plain_cell(cell: Cell) -> Any:
+    if isinstance(cell, Estimate):
+        return {name: _plain_number(value) for name, value in vars(cell).items()}
+    return _plain_number(cell) if isinstance(cell, float) else cell
+
+
+def _plain_number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _plain_numbers(values: Sequence[float]) -> list[float | None]:
+    return [_plain_number(value) for value in values]
+
+
+def _exhibit(plain: Mapping[str, Any]) -> Exhibit:
+    given = {name: value for name, value in plain.items() if name != "kind"}
+    try:
+        if plain["kind"] == "table":
+            rows = tuple(tuple(_cell(cell) for cell in row) for row in plain["rows"])
+            return Table(**given | {"columns": tuple(plain["columns"]), "rows": rows})
+        if plain["kind"] == "figure":
+            return Figure(**given | {"series": tuple(_series(one) for one in plain["series"])})
+    except (KeyError, TypeError, AttributeError) as error:
+        fail("from_plain", "an exhibit must have all its parts", repr(error), "Write it again with this scoregram.")
+    return fail("from_plain", "an exhibit must be a table or a figure", plain["kind"], "Check the file.")
+
+
+def _cell(plain: Any) -> Cell:
+    if not isinstance(plain, Mapping):
+        return plain
+    return Estimate(**{name: math.nan if value is None else float(value) for name, value in plain.items()})
+
+
+def _series(plain: Mapping[str, Any]) -> Series:
+    numbers = {name: tuple(math.nan if v is None else float(v) for v in plain[name]) for name in NUMBERS}
+    return Series(**dict(plain) | numbers)
