@@ -125,13 +125,13 @@ def _plain_numbers(values: Sequence[float]) -> list[float | None]:
 
 
 def _exhibit(plain: Mapping[str, Any]) -> Exhibit:
-    given = {name: value for name, value in plain.items() if name != "kind"}
+    given: dict[str, Any] = {name: value for name, value in plain.items() if name != "kind"}
     try:
         if plain["kind"] == "table":
             rows = tuple(tuple(_cell(cell) for cell in row) for row in plain["rows"])
-            return Table(**given | {"columns": tuple(plain["columns"]), "rows": rows})
+            return Table(**{**given, "columns": tuple(plain["columns"]), "rows": rows})
         if plain["kind"] == "figure":
-            return Figure(**given | {"series": tuple(_series(one) for one in plain["series"])})
+            return Figure(**{**given, "series": tuple(_series(one) for one in plain["series"])})
     except (KeyError, TypeError, AttributeError) as error:
         fail("from_plain", "an exhibit must have all its parts", repr(error), "Write it again with this scoregram.")
     return fail("from_plain", "an exhibit must be a table or a figure", plain["kind"], "Check the file.")
@@ -144,5 +144,7 @@ def _cell(plain: Any) -> Cell:
 
 
 def _series(plain: Mapping[str, Any]) -> Series:
-    numbers = {name: tuple(math.nan if v is None else float(v) for v in plain[name]) for name in NUMBERS}
-    return Series(**dict(plain) | numbers)
+    numbers: dict[str, Any] = {
+        name: tuple(math.nan if v is None else float(v) for v in plain[name]) for name in NUMBERS
+    }
+    return Series(**{**plain, **numbers})
