@@ -12,7 +12,7 @@ import transformers
 from scoregram.checks import ScoregramError
 from scoregram.policy import PolicyConfig, SamplingConfig, load_policy, sample, token_log_probs
 from scoregram.policy.characters import VOCABULARY, character_tokenizer
-from scoregram.policy.load import PolicyWarning, forget_quantisation, stop_tokens
+from scoregram.policy.load import PolicyWarning, believe_file, forget_quantisation, stop_tokens
 from scoregram.tasks.task import Problem, Task
 from tests.cases import build
 
@@ -121,6 +121,14 @@ def test_end_tokens_are_looked_for_wherever_they_may_be():
     tokenizer.add_tokens(["</s>", "<|im_end|>"])
     chosen = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert stop_tokens(model, tokenizer) == (chosen,) and tokenizer.eos_token_id == chosen
+
+
+def test_a_file_knows_its_end_token_better_than_the_tokenizer_made_from_it():
+    tokenizer = character_tokenizer(8)
+    believe_file(SimpleNamespace(config=SimpleNamespace(eos_token_id=None)), tokenizer)
+    assert tokenizer.eos_token_id == 1
+    believe_file(SimpleNamespace(config=SimpleNamespace(eos_token_id=2)), tokenizer)
+    assert tokenizer.eos_token_id == 2
 
 
 def test_the_mark_of_a_quantised_file_is_taken_off(tmp_path):

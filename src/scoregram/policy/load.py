@@ -121,7 +121,19 @@ def sources(config: PolicyConfig, task: Task | None, dtype: torch.dtype) -> tupl
     load = transformers.AutoModelForCausalLM.from_pretrained
     model = refused(config, lambda: load(**where, dtype=dtype, attn_implementation=config.attention))
     forget_quantisation(model)
+    if "gguf_file" in where:
+        believe_file(model, tokenizer)
     return model, tokenizer
+
+
+def believe_file(model: Any, tokenizer: Any) -> None:
+    """Give a tokenizer read from a `.gguf` file the end token that the file names.
+
+    The model's config has it from there; some versions of transformers build the tokenizer with another one.
+    """
+    end = model.config.eos_token_id
+    if isinstance(end, int) and tokenizer.eos_token_id != end:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
 
 
 def refused(config: PolicyConfig, load: Any) -> Any:
