@@ -238,6 +238,30 @@ class Bench:
 
 
 @dataclass(frozen=True)
+class Verify:
+    """Check a replication record: its hash, number and signature, every file, and that tables follow from the Grams.
+
+    Exit status 1 if anything failed, or could not be checked though it should have been.
+    """
+
+    path: Annotated[Path, tyro.conf.Positional]
+    """replication.json, or the folder that holds it."""
+    recompute: bool = True
+    """Compute tables and verdicts anew from the stored Grams, and compare."""
+
+    def run(self) -> int:
+        """Print a line for each check."""
+        from scoregram.replication.verify import verify
+
+        recompute = None
+        if self.recompute:
+            from scoregram.replication.evidence import recompute  # pyright: ignore[reportMissingImports]
+        verification = verify(self.path, recompute=recompute)
+        print(*verification.lines(), sep="\n")
+        return 0 if verification.passed else 1
+
+
+@dataclass(frozen=True)
 class Version:
     """Print the version."""
 
@@ -252,6 +276,7 @@ Command = (
     | Annotated[Lab, tyro.conf.subcommand("lab")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Version, tyro.conf.subcommand("version")]
 )
 
