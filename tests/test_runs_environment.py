@@ -53,3 +53,8 @@ def test_commit_and_dirt_of_the_source(tmp_path, monkeypatch):
     assert source_commit(package) == (commit, True)
     monkeypatch.setenv("PATH", "")
     assert source_commit(package) == (None, None)  # no git
+
+
+def test_a_source_without_its_history_may_be_told_its_commit(monkeypatch):
+    monkeypatch.setenv("SCOREGRAM_COMMIT", "abc123")
+    assert source_commit() == ("abc123", None)

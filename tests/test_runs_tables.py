@@ -1,5 +1,5 @@
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scoregram.checks import ScoregramError
-from scoregram.runs import GroupRecord, RolloutRecord, tables
+from scoregram.runs import BatchRecord, GroupRecord, RolloutRecord, tables
 from scoregram.runs.tables import (
+    batches_to_table,
     group_schema,
     groups_to_table,
     read_part,
     rollouts_to_table,
+    table_to_batches,
     table_to_bytes,
     table_to_groups,
     table_to_rollouts,
@@ -196,3 +198,40 @@ def test_a_damaged_file_is_named(tmp_path, keep):
     (tmp_path / "x.parquet").write_bytes(content[:keep])
     with pytest.raises(ScoregramError, match=r"x\.parquet must be a complete Parquet file"):
         read_part(tmp_path / "x.parquet")
+
+
+def make_batch(sizes: list[int], seed: int = 0) -> BatchRecord:
+    count, stream = sum(sizes), torch.Generator().manual_seed(seed)
+    rows = torch.randn(count, 7, generator=stream)
+    return BatchRecord(
+        step=3,
+        prompt_ids=tuple(f"p/{place}" for place in range(len(sizes))),
+        sizes=torch.tensor(sizes),
+        rewards=torch.rand(count, generator=stream, dtype=torch.float64),
+        lengths=torch.arange(count),
+        weights=torch.randn(count, generator=stream, dtype=torch.float64),
+        gram=(rows @ rows.T).double(),
+    )
+
+
+def test_batches_come_back_with_a_gram_of_single_precision(tmp_path):
+    batches = [make_batch([2, 3]), make_batch([4], seed=1)]
+    after = list(table_to_batches(through_a_file(batches_to_table(batches), tmp_path)))
+    for one, other in zip(batches, after, strict=True):
+        torch.testing.assert_close(one.gram, other.gram, rtol=1e-7, atol=0)
+        assert torch.equal(other.gram, other.gram.T)
+        assert_same(replace(one, gram=other.gram), other)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"sizes": torch.tensor([2, 2])}, "hold all rollouts"),
+        ({"gram": torch.zeros(4, 4)}, "gram of the batch of step 3 must have shape"),
+        ({"gram": torch.arange(25.0).view(5, 5)}, "must be symmetric"),
+        ({"prompt_ids": ("a",)}, "sizes"),
+    ],
+)
+def test_batches_that_do_not_fit_are_refused(change, said, unchecked_shapes):
+    with pytest.raises(ScoregramError, match=said):
+        batches_to_table([replace(make_batch([2, 3]), **change)])

@@ -287,3 +287,44 @@ def test_the_interval_of_an_accuracy_is_wilsons(right, n):
 
 def test_the_judge_is_found_by_name():
     assert load_task("arithmetic:3", reward=JUDGE).rewards(load_task("arithmetic:3").train[:1], ["a"]) == [1.0]
+
+
+def test_probes_measure_the_same_problems_and_change_nothing(policy, tmp_path):
+    train(config_for(policy, tmp_path / "plain", final_checkpoint=True))
+    probing = {"probe_every": 2, "probe_problems": 3, "probe_temperatures": (1.0, 0.7), "batches_every": 2}
+    train(config_for(policy, tmp_path / "probed", merge_layers=True, keep_prompts=False, **probing))
+    plain, probed = open_run(tmp_path / "plain"), open_run(tmp_path / "probed")
+    assert same_weights(tmp_path / "plain", tmp_path / "probed")
+    groups = [group for group in probed.groups() if group.kind != "train"]
+    kinds = ["fixed", "fixed, sampled at 0.7, scored at 0.7", "fixed, sampled at 0.7, scored at 1"]
+    assert [(group.step, group.kind) for group in groups[::3]] == [(step, kind) for step in (0, 2) for kind in kinds]
+    asked = [problem.id for problem in load_task("arithmetic:3", seed=0).test[-3:]]
+    assert [group.prompt_id for group in groups] == asked * 6
+    sharp, flat = groups[3:6], groups[6:9]
+    assert all(torch.equal(one.rewards, other.rewards) for one, other in zip(sharp, flat, strict=True))
+    assert not any(torch.allclose(a.gram, b.gram) for a, b in zip(sharp, flat, strict=True) if a.gram is not None)
+    for group in probed.groups():
+        assert group.prompt is None and "model.layers.*.mlp.up_proj" in group.by_layer
+        torch.testing.assert_close(sum(group.by_layer.values()).double(), group.gram, rtol=1e-5, atol=1e-5)  # pyright: ignore[reportAttributeAccessIssue]
+    for one, other in zip(plain.groups(), (g for g in probed.groups() if g.kind == "train"), strict=True):
+        assert torch.equal(one.gram, other.gram)
+    assert "probe/effective_rank" in probed.metrics()[0]
+    assert [(batch.step, batch.kind) for batch in probed.batches()][-4:] == [
+        (2, "train"),
+        *((2, kind) for kind in kinds),
+    ]
+    batch = next(batch for batch in probed.batches() if batch.kind == "train")
+    blocks = [group.gram for group in probed.groups([2]) if group.kind == "train"]
+    for place, block in enumerate(blocks):
+        here = slice(4 * place, 4 * place + 4)
+        torch.testing.assert_close(batch.gram[here, here], block, rtol=1e-6, atol=1e-6)
+
+
+def test_a_run_may_end_without_a_checkpoint(policy, tmp_path):
+    train(config_for(policy, tmp_path / "run", steps=1, checkpoint_every=0, final_checkpoint=False))
+    assert not open_run(tmp_path / "run").checkpoints
+
+
+def test_rollouts_are_drawn_in_the_precision_that_is_trained(policy, tmp_path):
+    train(config_for(policy, tmp_path / "run", autocast=True, steps=1))
+    assert list(open_run(tmp_path / "run").metrics())[1]["sampler_gap"] < 0.05

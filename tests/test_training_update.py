@@ -1,5 +1,6 @@
 """The gradient of a step against autograd on the loss itself, for every method; one pass against many."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -58,7 +59,7 @@ def collected(model) -> Collected:
 
 
 def updater_for(model: Any, method: Method, **changes: Any) -> Updater:
-    settings = {"temperature": 0.8, "length": LENGTH, "rollouts_per_pass": 0, "autocast": False, "beta": 0.0}
+    settings = {"temperature": 0.8, "length": LENGTH, "rollouts_per_pass": 0, "computing": nullcontext, "beta": 0.0}
     return Updater(model=model, method=method, kl="k3", **(settings | changes))
 
 

@@ -12,6 +12,8 @@ class PolicyConfig:
     """A hub id, a local folder, a `.gguf` file, or `tiny`: the small policy that is built and warm-started here."""
     dtype: str = "float32"
     """Of the weights: float32, bfloat16, float16 or float64."""
+    autocast: bool = False
+    """Products in bfloat16 wherever the policy computes; the weights stay in `dtype`."""
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda or cuda:N."""
     attention: str = "sdpa"

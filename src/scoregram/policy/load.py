@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -54,6 +55,12 @@ class Policy:
         said = [{"role": "user", "content": text}]
         written = self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
         return list(self.tokenizer(written, add_special_tokens=False)["input_ids"])
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """The precision that the policy computes in; sampling and training belong inside alike."""
+        if not self.config.autocast:
+            return nullcontext()
+        return torch.autocast(next(self.model.parameters()).device.type, dtype=torch.bfloat16)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of completion tokens, without special tokens."""

@@ -4,6 +4,7 @@ from scoregram.runs.atomic import require_space as require_space
 from scoregram.runs.environment import environment as environment
 from scoregram.runs.reader import Run as Run
 from scoregram.runs.reader import open_run as open_run
+from scoregram.runs.records import BatchRecord as BatchRecord
 from scoregram.runs.records import GroupRecord as GroupRecord
 from scoregram.runs.records import RolloutRecord as RolloutRecord
 from scoregram.runs.verify import changed_files as changed_files

@@ -10,11 +10,14 @@ SCHEMA = 1
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 GROUPS = "groups"
+BATCHES = "batches"
 ROLLOUTS = "rollouts"
 CHECKPOINTS = "checkpoints"
 TRACKERS = "trackers"
 REPORT = "report.html"
-OWN = (CONFIG, METRICS, GROUPS, ROLLOUTS, CHECKPOINTS, TRACKERS, REPORT)
+TABLES = (GROUPS, BATCHES, ROLLOUTS)
+"""Folders of part files."""
+OWN = (CONFIG, METRICS, *TABLES, CHECKPOINTS, TRACKERS, REPORT)
 """All that scoregram puts into a run folder, and all that overwriting a run removes. The config stands first."""
 
 TEMPORARY = ".partial-"
@@ -49,7 +52,7 @@ def part_step(path: Path) -> int | None:
 
 
 def parts(folder: Path) -> list[tuple[int, Path]]:
-    """Step and path of every complete part file in `groups/` or `rollouts/`, in order of step, then part."""
+    """Step and path of every complete part file in one of `TABLES`, in order of step, then part."""
     found = [(part_step(path), path) for path in (folder.iterdir() if folder.is_dir() else ())]
     return sorted((step, path) for step, path in found if step is not None)
 
@@ -68,6 +71,6 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 
 def temporaries(folder: Path) -> Iterator[Path]:
     """Everything unfinished that a killed writer left behind."""
-    for inside in (folder, folder / GROUPS, folder / ROLLOUTS, folder / CHECKPOINTS):
+    for inside in (folder, *(folder / name for name in TABLES), folder / CHECKPOINTS):
         if inside.is_dir():
             yield from sorted(inside.glob(f"{TEMPORARY}*"))

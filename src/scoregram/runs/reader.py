@@ -12,13 +12,14 @@ import yaml
 from scoregram.checks import fail
 from scoregram.runs import layout
 from scoregram.runs.metrics import Scalar, read_metrics
-from scoregram.runs.records import GroupRecord, RolloutRecord
+from scoregram.runs.records import BatchRecord, GroupRecord, RolloutRecord
 from scoregram.runs.tables import (
     LAYER_COLUMNS,
     group_schema,
     read_part,
     require_known_schema,
     rollout_schema,
+    table_to_batches,
     table_to_groups,
     table_to_rollouts,
 )
@@ -65,6 +66,11 @@ class Run:
         """
         for table in self._tables(layout.GROUPS, steps, without=() if layers else LAYER_COLUMNS):
             yield from table_to_groups(table)
+
+    def batches(self, steps: Container[int] | None = None) -> Iterator[BatchRecord]:
+        """Whole batches in order of step, as written. One part file is in memory at a time."""
+        for table in self._tables(layout.BATCHES, steps):
+            yield from table_to_batches(table)
 
     def rollouts(self, steps: Container[int] | None = None) -> Iterator[RolloutRecord]:
         """Rollouts in order of step, as written. One part file is in memory at a time."""

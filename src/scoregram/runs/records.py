@@ -36,6 +36,27 @@ class GroupRecord:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class BatchRecord:
+    """All rollouts of one step with the Gram between them, across prompts too: noise and conflict are read from it."""
+
+    step: int
+    kind: str = "train"
+    """As in `GroupRecord`."""
+    prompt_ids: tuple[str, ...]
+    """One per group, in the order of the rollouts."""
+    sizes: Int[Tensor, " groups"]
+    """`(P,)`. Rollouts of each group; they add up to `N`."""
+    rewards: Float[Tensor, " rollouts"]
+    """`(N,)`. `nan` for a rollout without a reward."""
+    lengths: Int[Tensor, " rollouts"]
+    """`(N,)`. Completion tokens."""
+    weights: Float[Tensor, " rollouts"]
+    """`(N,)`. Weight of each score in the update `Σ_i w_i ψ_i`; stored as float64."""
+    gram: Float[Tensor, "rollouts rollouts"]
+    """`(N, N)`. Stored symmetrised, in float32: half a megabyte for 512 rollouts."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class RolloutRecord:
     """One rollout at one step: text, tokens, reward and what each token was worth.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from scoregram.checks import fail
 from scoregram.runs.layout import SCHEMA
-from scoregram.runs.records import GroupRecord, RolloutRecord
+from scoregram.runs.records import BatchRecord, GroupRecord, RolloutRecord
 
 LayerPrecision = Literal["float32", "float64", "none"]
 """How per-layer Grams are stored; `none` leaves them out."""
@@ -55,6 +55,23 @@ def group_schema(layers: LayerPrecision = "float32") -> pa.Schema:
 
 
 @cache
+def batch_schema() -> pa.Schema:
+    """Columns of `batches/*.parquet`; `gram` is the lower triangle row by row, `N(N+1)/2` values."""
+    return pa.schema(
+        [
+            ("step", pa.int64()),
+            ("kind", pa.string()),
+            ("prompt_ids", pa.list_(pa.string())),
+            ("sizes", pa.list_(pa.int64())),
+            ("rewards", pa.list_(pa.float64())),
+            ("lengths", pa.list_(pa.int64())),
+            ("weights", pa.list_(pa.float64())),
+            ("gram", pa.list_(pa.float32())),
+        ]
+    )
+
+
+@cache
 def rollout_schema() -> pa.Schema:
     """Columns of `rollouts/*.parquet`, before one `rewards/NAME` for each reward function."""
     return pa.schema(
@@ -87,6 +104,13 @@ def groups_to_table(groups: Sequence[GroupRecord], layers: LayerPrecision = "flo
     return _table(rows, group_schema(layers), STATISTIC, [group.statistics for group in groups])
 
 
+def batches_to_table(batches: Sequence[BatchRecord]) -> pa.Table:
+    """One row per batch."""
+    for batch in batches:
+        _check_batch(batch)
+    return _table([_batch_row(batch) for batch in batches], batch_schema(), STATISTIC, [])
+
+
 def rollouts_to_table(rollouts: Sequence[RolloutRecord]) -> pa.Table:
     """One row per rollout."""
     for rollout in rollouts:
@@ -112,6 +136,18 @@ def table_to_groups(table: pa.Table) -> Iterator[GroupRecord]:
             gram=None if gram is None else _tensor(gram).reshape(size, size),
             by_layer=_unpacked(row.get("layers"), row.get("layer_grams"), size),
             statistics=_present(row, names, STATISTIC),
+        )
+
+
+def table_to_batches(table: pa.Table) -> Iterator[BatchRecord]:
+    """The batches of a table, tensors again."""
+    for row in _rows(table):
+        yield BatchRecord(
+            step=row["step"],
+            kind=row["kind"],
+            prompt_ids=tuple(row["prompt_ids"]),
+            gram=_unpacked(["gram"], row["gram"], len(row["rewards"]))["gram"],
+            **{name: _tensor(row[name]) for name in ("sizes", "rewards", "lengths", "weights")},
         )
 
 
@@ -183,6 +219,16 @@ def _check_group(group: GroupRecord) -> None:
     _check_shapes("write_groups", f"group {group.prompt_id}", shapes)
 
 
+def _check_batch(batch: BatchRecord) -> None:
+    size = tuple(batch.rewards.shape)
+    shapes = {"lengths": (batch.lengths, size), "weights": (batch.weights, size), "gram": (batch.gram, size * 2)}
+    shapes |= {"sizes": (batch.sizes, (len(batch.prompt_ids),))}
+    _check_shapes("write_batches", f"the batch of step {batch.step}", shapes)
+    if int(batch.sizes.sum()) != size[0]:
+        got = f"{int(batch.sizes.sum())} of {size[0]}"
+        fail("write_batches", "the groups must hold all rollouts", got, "Record the size of every group.")
+
+
 def _check_rollout(rollout: RolloutRecord) -> None:
     size = tuple(rollout.token_ids.shape)
     per_token = ("log_probs", "completion_mask", "behaviour_log_probs", "advantages")
@@ -209,8 +255,24 @@ def _group_row(group: GroupRecord, layers: LayerPrecision) -> dict[str, Any]:
         "gram": None if group.gram is None else _array(group.gram, np.float64),
     }
     if layers != "none":
-        row |= {"layers": list(group.by_layer), "layer_grams": _packed(group, np.dtype(layers))}
+        row |= {
+            "layers": list(group.by_layer),
+            "layer_grams": _packed(group.by_layer, np.dtype(layers), caller="write_groups"),
+        }
     return row
+
+
+def _batch_row(batch: BatchRecord) -> dict[str, Any]:
+    return {
+        "step": batch.step,
+        "kind": batch.kind,
+        "prompt_ids": list(batch.prompt_ids),
+        "sizes": _array(batch.sizes, np.int64),
+        "rewards": _array(batch.rewards, np.float64),
+        "lengths": _array(batch.lengths, np.int64),
+        "weights": _array(batch.weights, np.float64),
+        "gram": _packed({"the batch": batch.gram}, np.dtype(np.float32), caller="write_batches"),
+    }
 
 
 def _rollout_row(rollout: RolloutRecord) -> dict[str, Any]:
@@ -247,20 +309,21 @@ def _array(values: Tensor, dtype: Any) -> np.ndarray:
     return widened.numpy().astype(dtype).ravel()
 
 
-def _packed(group: GroupRecord, dtype: np.dtype) -> np.ndarray:
-    """Lower triangles of all per-layer Grams, one after the other."""
-    if not group.by_layer:
+def _packed(named: Mapping[str, Tensor], dtype: np.dtype, *, caller: str) -> np.ndarray:
+    """Lower triangles of some Grams, one after the other."""
+    if not named:
         return np.empty(0, dtype)
-    grams = torch.stack(tuple(group.by_layer.values())).detach().cpu().double().numpy()  # (L, R, R)
+    grams = torch.stack(tuple(named.values())).detach().cpu().double().numpy()  # (L, R, R)
     with np.errstate(invalid="ignore", over="ignore"):
         largest = np.abs(grams).max(axis=(1, 2), keepdims=True, initial=0.0)
         uneven = np.abs(grams - grams.transpose(0, 2, 1)) > _SYMMETRY * largest
         packed = ((grams + grams.transpose(0, 2, 1)) / 2)[:, *np.tril_indices(grams.shape[1])].astype(dtype)
     if uneven.any():
-        name = list(group.by_layer)[int(uneven.any(axis=(1, 2)).argmax())]
-        fail("write_groups", f"the Gram of {name} must be symmetric", "one that is not", "Pass K = ΨΨᵀ.")
+        name = list(named)[int(uneven.any(axis=(1, 2)).argmax())]
+        fail(caller, f"the Gram of {name} must be symmetric", "one that is not", "Pass K = ΨΨᵀ.")
     if np.isinf(packed).any() and not np.isinf(grams).any():
-        fail("write_groups", f"per-layer Grams must fit {dtype}", f"{largest.max():g}", 'Create with layers="float64".')
+        remedy = 'Scale the loss; for layers, create the run with layers="float64".'
+        fail(caller, f"Grams must fit {dtype}", f"{largest.max():g}", remedy)
     return packed.ravel()
 
 

@@ -4,19 +4,19 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from scoregram.runs.layout import CHECKPOINTS, CONFIG, GROUPS, METRICS, ROLLOUTS, checkpoints, parts
+from scoregram.runs.layout import CHECKPOINTS, CONFIG, METRICS, TABLES, checkpoints, parts
 from scoregram.runs.reader import require_run
 
 
 def file_hashes(folder: Path | str, *, with_checkpoints: bool = False) -> dict[str, str]:
     """Path inside the run → sha256, for every data file, sorted by path.
 
-    The config, the metrics, groups and rollouts; checkpoints if asked for. Temporary files, reports and the logs of
-    trackers are not data.
+    The config, the metrics, groups, batches and rollouts; checkpoints if asked for. Temporary files, reports and the
+    logs of trackers are not data.
     """
     root = require_run(folder)
     files = [path for name in (CONFIG, METRICS) if (path := root / name).exists()]
-    files += [path for name in (GROUPS, ROLLOUTS) for _, path in parts(root / name)]
+    files += [path for name in TABLES for _, path in parts(root / name)]
     if with_checkpoints:
         files += [path for kept in checkpoints(root).values() for path in kept.rglob("*") if path.is_file()]
     return {name: _sha256(root / name) for name in sorted(path.relative_to(root).as_posix() for path in files)}

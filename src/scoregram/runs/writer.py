@@ -29,8 +29,14 @@ from scoregram.runs.environment import environment as this_environment
 from scoregram.runs.lock import FolderLock
 from scoregram.runs.metrics import metrics_line, read_metrics
 from scoregram.runs.reader import read_config, require_run
-from scoregram.runs.records import GroupRecord, RolloutRecord
-from scoregram.runs.tables import LayerPrecision, groups_to_table, rollouts_to_table, table_to_bytes
+from scoregram.runs.records import BatchRecord, GroupRecord, RolloutRecord
+from scoregram.runs.tables import (
+    LayerPrecision,
+    batches_to_table,
+    groups_to_table,
+    rollouts_to_table,
+    table_to_bytes,
+)
 
 
 class RunWriter:
@@ -47,7 +53,7 @@ class RunWriter:
         self._lock = lock
         self._metrics = os.open(folder / layout.METRICS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._last_step = _last_step(folder)
-        written = ((name, step) for name in (layout.GROUPS, layout.ROLLOUTS) for step, _ in layout.parts(folder / name))
+        written = ((name, step) for name in layout.TABLES for step, _ in layout.parts(folder / name))
         self._parts = Counter(written)
 
     @classmethod
@@ -162,6 +168,12 @@ class RunWriter:
         if groups:
             self._write_part(layout.GROUPS, step, groups_to_table(groups, self.layers))
 
+    def write_batches(self, step: int, batches: Sequence[BatchRecord]) -> None:
+        """Write a part file with the whole batches of `step`; each further call for one step writes a further part."""
+        self._require_step(step, batches, caller="write_batches")
+        if batches:
+            self._write_part(layout.BATCHES, step, batches_to_table(batches))
+
     def write_rollouts(self, step: int, rollouts: Sequence[RolloutRecord]) -> None:
         """Write a part file with the rollouts of `step`; each further call for one step writes a further part."""
         self._require_step(step, rollouts, caller="write_rollouts")
@@ -213,7 +225,9 @@ class RunWriter:
                     self._metrics = -1
                     self._lock.release()
 
-    def _require_step(self, step: int, records: Sequence[GroupRecord | RolloutRecord] = (), *, caller: str) -> None:
+    def _require_step(
+        self, step: int, records: Sequence[GroupRecord | BatchRecord | RolloutRecord] = (), *, caller: str
+    ) -> None:
         if self._metrics < 0:
             fail(caller, f"{self.folder} must be open", "a writer that was closed", "Resume the run.")
         if not 0 <= step <= layout.LARGEST_STEP:
@@ -277,7 +291,7 @@ def _cut(root: Path, step: int | None) -> None:
         remove(path)
     for path in list(layout.temporaries(root)):
         remove(path)
-    for folder in (root / layout.GROUPS, root / layout.ROLLOUTS):
+    for folder in (root / name for name in layout.TABLES):
         for path in [path for at, path in layout.parts(folder) if at > last]:
             path.unlink()
         if folder.is_dir():

@@ -76,15 +76,16 @@ def collect(
     """
     prompts = [policy.encode_prompt(task.prompt(problem)) for problem in problems]
     refuse_long(prompts, problems, sampling, policy)
-    rollouts = sample(
-        policy.model,
-        prompts,
-        rollouts_per_prompt=group_size,
-        sampling=sampling,
-        stop_ids=policy.stop_ids,
-        pad_id=policy.pad_id,
-        generator=generator,
-    )
+    with policy.computing():
+        rollouts = sample(
+            policy.model,
+            prompts,
+            rollouts_per_prompt=group_size,
+            sampling=sampling,
+            stop_ids=policy.stop_ids,
+            pad_id=policy.pad_id,
+            generator=generator,
+        )
     ids = rollouts.completion_ids()
     completions = [policy.decode(row) for row in ids]
     each = [problem for problem in problems for _ in range(group_size)]

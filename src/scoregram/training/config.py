@@ -108,6 +108,18 @@ class TrainConfig:
     """Measure the Gram between prompts too, which noise and conflict need; without, a large step costs much less."""
     layers: Literal["float64", "float32", "none"] = "float32"
     """Precision in which the Grams of single layers are stored; none leaves them out."""
+    merge_layers: bool = False
+    """Store one Gram for each kind of layer, added up over depth."""
+    batches_every: int = 0
+    """Store the Gram of all rollouts of a step, across prompts, every so many steps; 0 for never."""
+    keep_prompts: bool = True
+    """Store the text of a prompt with its group."""
+    probe_every: int = 0
+    """Measure groups of the same few test problems every so many steps, and before the first; 0 for never."""
+    probe_problems: int = 8
+    """How many; they are the last of the test problems."""
+    probe_temperatures: tuple[float, ...] = ()
+    """Temperatures to probe at; that of the policy if not given."""
     rollouts_every: int = 10
     """Store the rollouts themselves every so many steps; 0 for never."""
     eval_every: int = 20
@@ -115,7 +127,9 @@ class TrainConfig:
     eval_problems: int = 200
     """Test problems of an evaluation."""
     checkpoint_every: int = 50
-    """Write a checkpoint every so many steps and after the last; 0 for the last alone."""
+    """Write a checkpoint every so many steps; 0 for none on the way."""
+    final_checkpoint: bool = True
+    """Write a checkpoint after the last step; without one, a finished run cannot be continued."""
     keep_checkpoints: int = 2
     """Newest checkpoints that are kept; 0 for all."""
     on_not_finite: Literal["stop", "skip"] = "stop"
@@ -141,6 +155,9 @@ class TrainConfig:
         if not 0 < self.temperature < float("inf"):
             remedy = "Greedy rollouts have nothing to learn from each other."
             refuse("train --temperature", "must be positive and finite", self.temperature, remedy)
+        for temperature in self.probe_temperatures:
+            if not 0 < temperature < float("inf"):
+                refuse("train --probe-temperatures", "must be positive and finite", temperature, "Leave it out.")
         if self.method not in METHODS:
             refuse("train --method", f"must be one of {', '.join(METHODS)}", repr(self.method), "Check the spelling.")
         if self.resume and self.overwrite:
@@ -168,6 +185,7 @@ class TrainConfig:
         return PolicyConfig(
             model=self.model,
             dtype=self.dtype,
+            autocast=self.autocast,
             device=self.device,
             attention=self.attention,
             lora_rank=self.lora_rank,
@@ -176,6 +194,11 @@ class TrainConfig:
             prompt=self.prompt,
             seed=self.seed,
         )
+
+    @property
+    def recording(self) -> dict[str, Any]:
+        """What the records of groups leave out."""
+        return {"keep_prompts": self.keep_prompts, "merge_layers": self.merge_layers}
 
     def sampling(self, max_new_tokens: int) -> SamplingConfig:
         """How rollouts are drawn, with what the task suggests where nothing was asked for."""
@@ -214,6 +237,9 @@ LEAST = {
     "rollouts_every": 0,
     "eval_every": 0,
     "eval_problems": 1,
+    "batches_every": 0,
+    "probe_every": 0,
+    "probe_problems": 1,
     "checkpoint_every": 0,
     "keep_checkpoints": 0,
     "threads": 0,

@@ -7,7 +7,7 @@ checkpoint is: a run that is killed anywhere goes on from its last checkpoint to
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from scoregram.checks import NotFiniteError, fail
 from scoregram.policy.load import Policy, load_policy
 from scoregram.runs import RunWriter, open_run, require_space
 from scoregram.tasks.table import load_task
-from scoregram.tasks.task import Task
+from scoregram.tasks.task import Problem, Task
 from scoregram.training.checkpoint import Position, load_checkpoint, save_checkpoint
 from scoregram.training.collecting import Collected, collect, greedy_rewards, joined, mixed, refuse_long
 from scoregram.training.config import TrainConfig
@@ -30,9 +30,10 @@ from scoregram.training.evaluating import evaluate
 from scoregram.training.failures import write_failure
 from scoregram.training.optimizing import apply_gradient, learning_rate, make_optimizer
 from scoregram.training.order import drawn_problems, generator
+from scoregram.training.probing import probe
 from scoregram.training.progress import Progress
 from scoregram.training.readings import over_groups, reward_reading, step_reading
-from scoregram.training.recording import group_records, rollout_records, statistics_of
+from scoregram.training.recording import batch_record, group_records, rollout_records, statistics_of
 from scoregram.training.reference import Reference
 from scoregram.training.trackers import open_trackers, require_trackers
 from scoregram.training.update import Gradient, Updater
@@ -70,7 +71,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
         temperature=config.temperature,
         length=sampling.max_new_tokens,
         rollouts_per_pass=config.micro_batch_size,
-        autocast=config.autocast,
+        computing=policy.computing,
         beta=config.beta,
         kl=config.kl,
         group_size=None if config.between_prompts else config.group_size,
@@ -78,7 +79,9 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
     reference = Reference(updater) if config.beta > 0 else None
     require_space(config.out, bytes_for_checkpoint(policy) * 2)
     tests = task.test[: config.eval_problems]
-    refuse_long([policy.encode_prompt(task.prompt(problem)) for problem in tests], tests, sampling, policy)
+    probes = task.test[-config.probe_problems :] if config.probe_every else []
+    for problems in (tests, probes):
+        refuse_long([policy.encode_prompt(task.prompt(problem)) for problem in problems], problems, sampling, policy)
     require_trackers(config.report_to)
     writer, position = opened(config, policy, optimizer)
     resumed = position.step if config.resume and position.step else None
@@ -89,11 +92,15 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
         Progress(config.steps, first_step=position.step, console=console) as progress,
         stop_requests() as stop,
     ):
-        if position.step == 0 and config.eval_every:
-            scalars = evaluate(policy, task, tests, sampling).scalars()
+        if position.step == 0 and (config.eval_every or config.probe_every):
+            scalars: dict[str, Any] = {}
+            if config.eval_every:
+                scalars |= evaluate(policy, task, tests, sampling).scalars()
+                progress.note(f"step 0: test accuracy {scalars['eval/accuracy']:.3f}")
+            if config.probe_every:
+                scalars |= probed(config, policy, task, probes, writer, 0)
             writer.write_metrics(0, scalars)
             trackers.log(0, scalars)
-            progress.note(f"step 0: test accuracy {scalars['eval/accuracy']:.3f}")
 
         for step in range(position.step + 1, config.steps + 1):
             began = time.perf_counter()
@@ -119,10 +126,14 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
             updated = time.perf_counter()
 
             # write what it was made of
-            records = group_records(step, collected, gradient)
+            records = group_records(step, collected, gradient, **config.recording)
             scalars |= over_groups(statistics_of(records)) if measure else {}
             if measure:
                 writer.write_groups(step, records)
+            if is_due(step, config.batches_every):
+                writer.write_batches(step, batch_record(step, collected, gradient))
+            if is_due(step, config.probe_every):
+                scalars |= probed(config, policy, task, probes, writer, step)
             if is_due(step, config.rollouts_every):
                 writer.write_rollouts(step, rollout_records(step, policy, collected, gradient))
             if is_due(step, config.eval_every) or (step == config.steps and config.eval_every):
@@ -135,7 +146,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
 
             # keep
             interrupted = stop.asked and step < config.steps
-            if is_due(step, config.checkpoint_every) or step == config.steps or interrupted:
+            is_last = step == config.steps and config.final_checkpoint
+            if is_due(step, config.checkpoint_every) or is_last or interrupted:
                 with writer.checkpoint(step) as folder:
                     save_checkpoint(folder, policy, optimizer, position)
             if interrupted:
@@ -207,6 +219,16 @@ def update(
     if gradient.measured is not None:
         scalars |= step_reading(gradient.measured.matrix, gradient.weights.double(), collected.rewards)
     return gradient, scalars
+
+
+def probed(
+    config: TrainConfig, policy: Policy, task: Task, problems: Sequence[Problem], writer: RunWriter, step: int
+) -> Mapping[str, float]:
+    """Probe the fixed problems and write what was found; its scalars."""
+    found = probe(config, policy, task, problems, step)
+    writer.write_groups(step, found.groups)
+    writer.write_batches(step, found.batches)
+    return found.scalars
 
 
 def opened(config: TrainConfig, policy: Policy, optimizer: torch.optim.Optimizer) -> tuple[RunWriter, Position]:

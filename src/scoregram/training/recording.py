@@ -3,17 +3,28 @@
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from scoregram.policy.load import Policy
-from scoregram.runs.records import GroupRecord, RolloutRecord
+from scoregram.runs.records import BatchRecord, GroupRecord, RolloutRecord
 from scoregram.training.collecting import Collected
 from scoregram.training.readings import group_reading
 from scoregram.training.update import Gradient
 
 
-def group_records(step: int, collected: Collected, gradient: Gradient) -> list[GroupRecord]:
+def group_records(
+    step: int,
+    collected: Collected,
+    gradient: Gradient,
+    *,
+    kind: str = "train",
+    keep_prompts: bool = True,
+    merge_layers: bool = False,
+) -> list[GroupRecord]:
     """One record for every group of the step; with its Gram and what follows from it, if that was measured."""
     size = collected.group_size
+    layers = gradient.measured.by_layer if gradient.measured else {}
+    layers = merged_layers(layers) if merge_layers else layers
     records = []
     for place, problem in enumerate(collected.problems):
         here = slice(place * size, (place + 1) * size)
@@ -22,13 +33,14 @@ def group_records(step: int, collected: Collected, gradient: Gradient) -> list[G
         gram, by_layer, statistics = None, {}, {}
         if gradient.measured is not None:
             gram = gradient.measured.matrix[here, here]
-            by_layer = {layer: whole[here, here] for layer, whole in gradient.measured.by_layer.items()}
+            by_layer = {layer: whole[here, here] for layer, whole in layers.items()}
             statistics = group_reading(gram, collected.rewards[place], advantages)
         records.append(
             GroupRecord(
                 step=step,
+                kind=kind,
                 prompt_id=problem.id,
-                prompt=problem.prompt,
+                prompt=problem.prompt if keep_prompts else None,
                 rewards=rewards,
                 lengths=collected.lengths[place],
                 advantages=advantages,
@@ -38,6 +50,34 @@ def group_records(step: int, collected: Collected, gradient: Gradient) -> list[G
             )
         )
     return records
+
+
+def batch_record(step: int, collected: Collected, gradient: Gradient, *, kind: str = "train") -> list[BatchRecord]:
+    """The whole step in one record; none if its Gram is not known between all rollouts."""
+    if gradient.measured is None or not bool(gradient.measured.matrix.isfinite().all()):
+        return []
+    rewards = torch.where(collected.observed, collected.rewards, torch.nan)
+    return [
+        BatchRecord(
+            step=step,
+            kind=kind,
+            prompt_ids=tuple(problem.id for problem in collected.problems),
+            sizes=torch.full((len(rewards),), collected.group_size),
+            rewards=rewards.flatten(),
+            lengths=collected.lengths.flatten(),
+            weights=gradient.weights.double(),
+            gram=gradient.measured.matrix,
+        )
+    ]
+
+
+def merged_layers(by_layer: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Grams of layers that differ by their depth alone, added up: `layers.3.mlp` belongs to `layers.*.mlp`."""
+    merged: dict[str, Tensor] = {}
+    for name, gram in by_layer.items():
+        kind = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        merged[kind] = merged[kind] + gram if kind in merged else gram
+    return merged
 
 
 def rollout_records(step: int, policy: Policy, collected: Collected, gradient: Gradient) -> list[RolloutRecord]:

@@ -34,7 +34,6 @@ def warm_start(
     epochs: float,
     batch_size: int = 32,
     learning_rate: float = 3e-4,
-    autocast: bool = False,
     seed: int = 0,
     tell: Callable[[str], None] = print,
 ) -> None:
@@ -46,7 +45,6 @@ def warm_start(
         epochs: Passes over the training problems; may be a fraction.
         batch_size: Solutions of one step.
         learning_rate: At the start.
-        autocast: Matrix products in bfloat16.
         seed: Of the order of the problems.
         tell: Gets a line now and then.
 
@@ -64,7 +62,7 @@ def warm_start(
         problems = drawn_problems(task.train, step * batch_size, batch_size, seed)
         lessons = [lesson(policy, task, problem, task.demonstrate(problem, random)) for problem in problems]
         ids, attention, solution = padded(lessons, policy.pad_id, device)
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
+        with policy.computing():
             loss = -token_log_probs(model, ids, attention, solution).sum() / solution.sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

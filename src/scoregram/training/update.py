@@ -1,7 +1,7 @@
 """The gradient of one step, with the Gram from the same backward pass wherever the step is on-policy."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,7 +54,8 @@ class Updater:
     """Most tokens of a completion: the constant by which Dr.GRPO divides."""
     rollouts_per_pass: int
     """0 for all at once."""
-    autocast: bool
+    computing: Callable[[], AbstractContextManager[Any]]
+    """The precision that the policy computes in."""
     beta: float
     kl: str
     group_size: int | None = None
@@ -93,7 +94,7 @@ class Updater:
         grams: list[Gram] = []
         if measure:
             for here in self.passes(collected):
-                with self.context():
+                with self.computing():
                     gram = backward_with_gram(
                         self.model, *inputs(rollouts, here), weights=-weights[here], **self.measuring
                     )
@@ -159,7 +160,7 @@ class Updater:
             return torch.cat([torch.ones(1, dtype=torch.float64), -baselines])
 
         everything = slice(0, len(rollouts.input_ids))
-        with self.context():
+        with self.computing():
             gram = backward_with_gram(
                 self.model,
                 *inputs(rollouts, everything),
@@ -183,7 +184,7 @@ class Updater:
     def _measure(self, collected: Collected) -> Measured:
         grams = []
         for here in self.passes(collected):
-            with self.context():
+            with self.computing():
                 grams.append(measure_gram(self.model, *inputs(collected.rollouts, here), **self.measuring))
         return assembled(grams)
 
@@ -225,7 +226,7 @@ class Updater:
     def log_probs(self, rollouts: Rollouts, here: slice) -> Tensor:
         """`(n, T)` log-probabilities of the rollouts of one pass."""
         ids, completion, attention = inputs(rollouts, here)
-        with self.context():
+        with self.computing():
             return token_log_probs(self.model, ids, attention, completion, temperature=self.temperature)
 
     def passes(self, collected: Collected) -> Iterator[slice]:
@@ -233,11 +234,6 @@ class Updater:
         count = len(collected.rollouts.input_ids)
         size = self.rollouts_per_pass or count
         yield from (slice(start, min(start + size, count)) for start in range(0, count, size))
-
-    def context(self) -> AbstractContextManager[Any]:
-        """Autocast to bfloat16, if asked for."""
-        device = next(self.model.parameters()).device.type
-        return torch.autocast(device, dtype=torch.bfloat16) if self.autocast else nullcontext()
 
 
 def inputs(rollouts: Rollouts, here: slice) -> tuple[Tensor, Tensor, Tensor]:
