@@ -252,7 +252,11 @@ def _key(key: Any, name: str) -> str:
 
 
 def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+    """Lone surrogates are not: no file can hold them."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

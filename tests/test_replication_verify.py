@@ -1,0 +1,490 @@
+"""Whatever is changed in a replication is found and named."""
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scoregram import cli
+from scoregram.checks import ScoregramError
+from scoregram.replication import signing
+from scoregram.replication.differences import RTOL, differences
+from scoregram.replication.record import canonical, digest, number, record_text, short_number
+from scoregram.replication.verify import (
+    EXHIBITS_FOLLOW,
+    FILES,
+    FORM,
+    HASH,
+    NUMBER,
+    SIGNATURE,
+    VERDICTS_FOLLOW,
+    Check,
+    Verification,
+    verify,
+)
+from tests.replication_cases import put_record, recompute, replication, write_parts
+
+ALL = [FORM, HASH, NUMBER, SIGNATURE, FILES, EXHIBITS_FOLLOW, VERDICTS_FOLLOW]
+FOLLOW = {EXHIBITS_FOLLOW, VERDICTS_FOLLOW}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> dict[str, Path]:
+    """An unsigned and a signed replication, to be left as they are."""
+    pytest.importorskip("cryptography")
+    root = tmp_path_factory.mktemp("replications")
+    signing.new_key(root / "key.pem")
+    replication(root / "unsigned")
+    replication(root / "signed", key_file=root / "key.pem")
+    return {name: root / name for name in ("unsigned", "signed")}
+
+
+@pytest.fixture(params=["unsigned", "signed"])
+def folder(request, made, tmp_path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(made[request.param], tmp_path / request.param))
+
+
+def states(verification: Verification) -> dict[str, str]:
+    return {check.name: check.state for check in verification.checks}
+
+
+def faults(verification: Verification) -> dict[str, tuple[str, ...]]:
+    return {check.name: check.says for check in verification.checks if check.state == "failed"}
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Put another record in its place."""
+    path = folder / "replication.json"
+    record = json.loads(path.read_bytes())
+    change(record)
+    path.write_bytes(record_text(record))
+
+
+def forge(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the content, and make hash and numbers agree with it again, as somebody without the key could."""
+
+    def agree(record: dict[str, Any]) -> None:
+        change(record["content"])
+        sha256 = digest(canonical(record["content"]))
+        record |= {"sha256": sha256, "number": number(sha256, 2026), "short_number": short_number(sha256)}
+
+    rewrite(folder, agree)
+
+
+def test_an_intact_replication_passes(made):
+    for name, folder in made.items():
+        for path in (folder, folder / "replication.json", str(folder)):
+            verification = verify(path, recompute=recompute)
+            assert [check.name for check in verification.checks] == ALL
+            expected = dict.fromkeys(ALL, "passed") | ({SIGNATURE: "not checked"} if name == "unsigned" else {})
+            assert states(verification) == expected
+            assert verification.passed
+
+
+def test_without_recomputing_nothing_is_said_of_the_tables(made):
+    verification = verify(made["signed"])
+    assert states(verification) == dict.fromkeys(ALL, "passed") | dict.fromkeys(FOLLOW, "not checked")
+    assert verification.passed
+    assert verification.lines()[-1].endswith(f"verified. Not checked: {EXHIBITS_FOLLOW}; {VERDICTS_FOLLOW}.")
+
+
+def test_there_must_be_a_record(tmp_path):
+    for path in (tmp_path, tmp_path / "replication.json"):
+        with pytest.raises(ScoregramError, match="must be a record, got no such file"):
+            verify(path)
+
+
+def flipped(path: Path, at: int, mask: int) -> bytes:
+    """Change one byte of a file; returns what was there."""
+    content = path.read_bytes()
+    at %= len(content)
+    path.write_bytes(content[:at] + bytes([content[at] ^ mask]) + content[at + 1 :])
+    return content
+
+
+@given(data=st.data(), at=st.integers(0, 10**6), mask=st.integers(1, 255), kind=st.sampled_from(["unsigned", "signed"]))
+def test_a_flipped_byte_of_any_data_file_is_found_and_the_file_named(made, data, at, mask, kind):
+    folder = made[kind]
+    recorded = json.loads((folder / "replication.json").read_bytes())["content"]["files"]
+    name = data.draw(st.sampled_from(sorted(recorded)))
+    content = flipped(folder / name, at, mask)
+    try:
+        verification = verify(folder)
+    finally:
+        (folder / name).write_bytes(content)
+    assert not verification.passed
+    assert faults(verification)[FILES] == (f"{name} was changed",)
+    assert faults(verification).keys() <= {FILES, *FOLLOW}
+
+
+@pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["unsigned", "signed"])
+def test_every_byte_of_the_record_counts(made, kind, stride, tmp_path):
+    """One after another, in a folder without the data: what is left to find it are hash, number and signature."""
+    text = (made[kind] / "replication.json").read_bytes()
+    (tmp_path / "replication.json").write_bytes(text)
+    assert faults(verify(tmp_path)).keys() == {FILES, *FOLLOW}
+    for at in range(0, len(text), stride):
+        flipped(tmp_path / "replication.json", at, 1)
+        assert faults(verify(tmp_path)).keys() & {FORM, HASH, NUMBER, SIGNATURE}, at
+        (tmp_path / "replication.json").write_bytes(text)
+
+
+@given(at=st.integers(0, 10**6), mask=st.integers(1, 255), kind=st.sampled_from(["unsigned", "signed"]))
+def test_another_byte_in_the_record_is_found_unless_the_record_says_the_same(made, at, mask, kind):
+    path = made[kind] / "replication.json"
+    content = flipped(path, at, mask)
+    try:
+        verification, changed = verify(path), path.read_bytes()
+    finally:
+        path.write_bytes(content)
+    if verification.passed:  # a space for another
+        assert json.loads(changed) == json.loads(content)
+        assert "laid out anew" in verification.checks[0].says[0]
+
+
+def test_another_layout_passes_and_is_told(folder):
+    path = folder / "replication.json"
+    record = json.loads(path.read_bytes())
+    for text in (json.dumps(record), json.dumps(dict(reversed(record.items())), indent=1), json.dumps(record) + " "):
+        path.write_text(text)
+        verification = verify(path)
+        assert verification.passed
+        assert verification.checks[0] == Check(FORM, "passed", verification.checks[0].says)
+        assert "laid out anew" in verification.lines()[0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"about"', '"number": "x", "about"', "lacks|no record has"),
+        ('"seeds":', '"seeds": [9], "seeds":', "'seeds' stands there twice"),
+        ("{", '{"sha256": "0", ', "'sha256' stands there twice"),
+        ('"lr": 1e-06', '"lr": NaN', "NaN is not JSON"),
+        ('"lr": 1e-06', '"lr": 1e999', "inf"),
+        ('"about"', '"abouu"', "the content lacks about"),
+        ('"about"', '"about": 1, "more\\n"', "which no record has"),
+        ('"seeds": [', '"seeds": 0, "x": [', "seeds is of the wrong kind, int"),
+        ('"schema_version": 1', '"schema_version": true', "schema_version is of the wrong kind, bool"),
+        ('"schema_version": 1', '"schema_version": 2', "a newer scoregram wrote it"),
+        ('"schema_version": 1', '"schema_version": 0', "schema_version is 0, not 1$"),
+        ('"replication_record"', '"poem"', "record_type is poem"),
+        ('"2026-07-04"', '"2026-02-30"', "2026-02-30, which is no date"),
+        ('"2026-07-04"', '"20260704"', "20260704, which is no date"),
+        ('"exhibits.json": "', '"exhibits.json": null, "y": "', "files has no hash for exhibits.json"),
+    ],
+)
+def test_a_record_of_another_form_is_refused_in_words(folder, old, new, said):
+    path = folder / "replication.json"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    verification = verify(path)
+    (check, *rest) = verification.checks
+    assert check.state == "failed" and any(re.search(said, sentence) for sentence in check.says), check
+    assert {other.state for other in rest} == {"not checked"}
+    assert not verification.passed
+    assert all("\n" not in line for line in verification.lines())
+
+
+def test_a_cut_record_is_refused_wherever_it_ends(folder):
+    path = folder / "replication.json"
+    text = path.read_bytes()
+    for end in [*range(0, len(text) - 1, 97), len(text) - 2]:
+        path.write_bytes(text[:end])
+        assert faults(verify(path)).keys() == {FORM}
+    for value in (b"[]", b"null", b"1", b'"replication_record"'):
+        path.write_bytes(value)
+        assert faults(verify(path)) == {FORM: ("the record must be a mapping",)}
+
+
+def test_a_changed_field_is_found_by_the_hash_which_says_that_it_cannot_say_where(folder):
+    rewrite(folder, lambda record: record["content"]["config"].update(lr=1e-5))
+    found = faults(verify(folder, recompute=recompute))
+    assert "A hash cannot say which field" in found[HASH][0]
+    assert found.keys() == {HASH, NUMBER} | ({SIGNATURE} if folder.name == "signed" else set())
+
+
+def test_a_changed_hash_is_told_from_changed_content(folder):
+    rewrite(folder, lambda record: record.update(sha256="0" * 64))
+    found = faults(verify(folder))
+    assert found.keys() == {HASH}
+    assert found[HASH][0].startswith("the field sha256 was changed")
+
+
+@pytest.mark.parametrize("name", ["number", "short_number"])
+def test_a_changed_number_is_named(folder, name):
+    rewrite(folder, lambda record: record.update({name: record[name][:-1] + "0"}))
+    found = faults(verify(folder))
+    assert found.keys() == {NUMBER}
+    assert found[NUMBER][0].startswith(f"{name} is scoregram:")
+
+
+def test_a_number_of_another_year_is_found(folder):
+    rewrite(folder, lambda record: record.update(number=record["number"].replace(":2026:", ":2025:")))
+    assert faults(verify(folder)).keys() == {NUMBER}
+
+
+@pytest.mark.parametrize("folder", ["signed"], indirect=True)
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda signature: signature.pop("algorithm"), "must consist of"),
+        (lambda signature: signature.update(more=1), "must consist of"),
+        (lambda signature: signature.update(algorithm="rsa"), "algorithm must be ed25519"),
+        (lambda signature: signature.update(signature=""), "signature is not base64 of 64 bytes"),
+        (lambda signature: signature.update(signature=1), "signature is not base64 of 64 bytes"),
+        (lambda signature: signature.update(signature=signature["signature"] + " "), "not base64"),
+        (lambda signature: signature.update(public_key="é"), "public key is not base64 of 32 bytes"),
+        (lambda signature: signature.update(public_key="A" * 43 + "="), "but signed with A"),
+        (lambda signature: signature.update(signature="A" * 86 + "=="), "signature is not of this content"),
+    ],
+)
+def test_a_changed_signature_is_named(folder, change, said):
+    rewrite(folder, lambda record: change(record["signature"]))
+    found = faults(verify(folder))
+    assert found.keys() == {SIGNATURE}
+    assert said in found[SIGNATURE][0]
+
+
+@pytest.mark.parametrize("folder", ["signed"], indirect=True)
+def test_spare_bits_of_base64_are_not_free(folder):
+    """The last letter of 64 bytes holds 2 bits that count and 4 that do not; decoders pass over the latter."""
+    letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+
+    def change(record: dict[str, Any]) -> None:
+        text = record["signature"]["signature"]
+        record["signature"]["signature"] = text[:85] + letters[letters.index(text[85]) + 1] + "=="
+
+    rewrite(folder, change)
+    assert "not base64 of 64 bytes" in faults(verify(folder))[SIGNATURE][0]
+
+
+@pytest.mark.parametrize("folder", ["signed"], indirect=True)
+def test_a_signature_cannot_be_taken_off_or_replaced_unseen(folder, tmp_path):
+    rewrite(folder, lambda record: record.pop("signature"))
+    found = faults(verify(folder))
+    assert found.keys() == {SIGNATURE} and "its signature was removed" in found[SIGNATURE][0]
+
+    signing.new_key(tmp_path / "other.pem")
+    sha256 = json.loads((folder / "replication.json").read_bytes())["sha256"]
+    by_other = signing.sign(bytes.fromhex(sha256), tmp_path / "other.pem")
+    rewrite(folder, lambda record: record.update(signature=by_other))
+    found = faults(verify(folder))
+    assert found.keys() == {SIGNATURE} and f"but signed with {by_other['public_key']}" in found[SIGNATURE][0]
+
+
+@pytest.mark.parametrize("folder", ["unsigned"], indirect=True)
+def test_a_signature_cannot_be_added_unseen(folder, tmp_path):
+    signing.new_key(tmp_path / "other.pem")
+    sha256 = json.loads((folder / "replication.json").read_bytes())["sha256"]
+    rewrite(folder, lambda r: r.update(signature=signing.sign(bytes.fromhex(sha256), tmp_path / "other.pem")))
+    assert "the content is by no key" in faults(verify(folder))[SIGNATURE][0]
+
+
+@pytest.mark.parametrize("folder", ["signed"], indirect=True)
+def test_only_the_holder_of_the_key_can_change_a_signed_record(folder):
+    forge(folder, lambda content: content["seeds"].append(2))
+    found = faults(verify(folder, recompute=recompute))
+    assert found.keys() == {SIGNATURE}
+    assert "signature is not of this content" in found[SIGNATURE][0]
+
+
+@pytest.mark.parametrize("folder", ["signed"], indirect=True)
+def test_a_signature_that_cannot_be_checked_has_not_passed(folder, monkeypatch):
+    monkeypatch.setattr(signing, "can_verify", lambda: False)
+    verification = verify(folder, recompute=recompute)
+    (check,) = (check for check in verification.checks if check.name == SIGNATURE)
+    assert check.state == "not checked" and "pip install 'scoregram[sign]'" in check.says[0]
+    assert not verification.passed and not faults(verification)
+    rewrite(folder, lambda record: record["signature"].update(algorithm="rsa"))
+    assert faults(verify(folder)).keys() == {SIGNATURE}  # what is plainly wrong needs no package
+
+
+def test_files_that_went_and_came_are_named(folder):
+    part = folder / "runs/a/groups/step-000000001-000.parquet"
+    part.rename(part.with_name("step-000000009-000.parquet"))
+    (folder / "runs/a/groups/note.txt").write_text("")
+    (folder / "runs/c").mkdir()
+    (folder / "runs/c/config.yaml").write_text("")
+    (folder / "runs/b/config.yaml").unlink()
+    assert faults(verify(folder)) == {
+        FILES: (
+            "runs/a/groups/note.txt was added",
+            "runs/a/groups/step-000000001-000.parquet is missing",
+            "runs/a/groups/step-000000009-000.parquet was added",
+            "runs/b/config.yaml is missing",
+            "runs/c/config.yaml was added",
+        )
+    }
+
+
+def test_a_missing_list_or_folder_is_named(folder):
+    (folder / "exhibits.json").unlink()
+    shutil.rmtree(folder / "runs")
+    found = faults(verify(folder, recompute=recompute))
+    assert "exhibits.json is missing" in found[FILES] and "runs/b/metrics.jsonl is missing" in found[FILES]
+    assert "exhibits.json must be readable" in found[EXHIBITS_FOLLOW][0]
+    assert "nothing could be recomputed: FileNotFoundError" in found[VERDICTS_FOLLOW][0]
+
+
+def test_a_name_cannot_speak_for_the_program(folder):
+    (folder / "runs/a/groups/x\npassed       files").write_text("")
+    lines = verify(folder).lines()
+    assert sum(line.startswith("passed       files") for line in lines) == 0
+    assert any(r"'runs/a/groups/x\npassed       files' was added" in line for line in lines)
+
+
+def test_a_changed_file_hash_in_the_record_is_not_blamed_on_the_file_alone(folder):
+    rewrite(folder, lambda record: record["content"]["files"].update({"verdicts.json": "0" * 64}))
+    found = faults(verify(folder))
+    assert found[FILES] == ("verdicts.json was changed (or its hash in the record, which was changed too)",)
+    assert HASH in found
+
+
+def test_exhibits_that_do_not_follow_from_the_grams_are_found_though_all_hashes_agree(folder):
+    exhibits, verdicts = recompute(folder)
+    value = exhibits[0]["rows"][1][1]["value"]
+    exhibits[0]["rows"][1][1]["value"] = value * (1 + 1e-6)
+    exhibits[1]["series"][0]["y"][2] += 1.0
+    exhibits[1]["caption"] = "Read it otherwise."
+    write_parts(folder, exhibits, verdicts)
+    put_record(folder)
+    verification = verify(folder, recompute=recompute)
+    assert faults(verification).keys() == {EXHIBITS_FOLLOW}
+    cell, caption, point = faults(verification)[EXHIBITS_FOLLOW]
+    assert cell.startswith('table "traces", row 2 (run = "b"), column "trace of K", value: ')
+    assert cell.endswith(f"{value * (1 + 1e-6)} recorded, {value} recomputed")
+    assert caption.startswith('figure "over-steps", caption: "Read it otherwise." recorded, "One point')
+    assert point.startswith('figure "over-steps", series "a", y[2]: ')
+
+
+def test_verdicts_that_do_not_follow_are_found_though_all_hashes_agree(folder):
+    exhibits, verdicts = recompute(folder)
+    write_parts(folder, exhibits, [verdicts[0] | {"verdict": "not replicated"}])
+    put_record(folder)
+    assert faults(verify(folder, recompute=recompute)) == {
+        VERDICTS_FOLLOW: ('verdict "trace-positive", verdict: "not replicated" recorded, "replicated" recomputed',)
+    }
+
+
+def test_lists_beside_the_record_must_be_those_in_it(folder):
+    exhibits, _ = recompute(folder)
+    write_parts(folder, exhibits[:1], [])
+    found = faults(verify(folder))
+    assert found[FILES] == ("exhibits.json was changed", "verdicts.json was changed")
+    assert "does not hold the exhibits that the record was made of" in found[EXHIBITS_FOLLOW][0]
+    assert "are not the same" in found[VERDICTS_FOLLOW][0]
+    found = faults(verify(folder, recompute=recompute))
+    assert found[EXHIBITS_FOLLOW][1] == 'figure "over-steps": recomputed, but not recorded'
+    assert found[VERDICTS_FOLLOW][1] == 'verdict "trace-positive": recomputed, but not recorded'
+
+
+@pytest.mark.parametrize("text", ['{"exhibits": [], "exhibits": []}', '{"exhibits": [', "[]"])
+def test_exhibits_of_another_form_are_told(folder, text):
+    (folder / "exhibits.json").write_text(text)
+    found = faults(verify(folder, recompute=recompute))
+    assert found.keys() == {FILES, EXHIBITS_FOLLOW}
+    assert "exhibits.json must" in found[EXHIBITS_FOLLOW][0]
+
+
+def test_data_that_cannot_be_read_and_numbers_that_are_none_are_answers(folder):
+    part = folder / "runs/a/groups/step-000000000-000.parquet"
+    part.write_bytes(part.read_bytes()[:100])
+    found = faults(verify(folder, recompute=recompute))
+    assert found.keys() == {FILES, *FOLLOW}
+    assert all(found[name][0].startswith("nothing could be recomputed: ") for name in FOLLOW)
+    said = faults(verify(folder, recompute=lambda _: ([float("nan")], [])))[EXHIBITS_FOLLOW][0]
+    assert "value[0] must be fit for JSON, got float nan" in said
+
+
+def table(*rows: list[Any], columns: tuple[str, ...] = ("R", "rank")) -> dict[str, Any]:
+    return {"kind": "table", "id": "t", "columns": list(columns), "rows": list(rows)}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "recomputed", "said"),
+    [
+        ([table([2, 1.5])], [table([2, 1.5 * (1 + RTOL / 2)])], []),
+        ([table([2, 1.0], [4, 1e-17])], [table([2, 1.0], [4, -3e-17])], []),
+        ([table([2, 1e-17])], [table([2, 3e-17])], ['"t", row 1 (R = 2), column "rank": 1e-17 recorded, 3e-17 rec']),
+        ([table([2, 1.5])], [table([2, 1.5 * (1 + 2 * RTOL)])], ['"t", row 1 (R = 2), column "rank": 1.5 recorded']),
+        ([table([2, None])], [table([2, 0.0])], ["null recorded, 0.0 recomputed"]),
+        ([table([2, 1])], [table([2, True])], ["1 recorded, true recomputed"]),
+        ([table([2, 1])], [table([2, 1.0])], []),
+        ([table([10**12, 1])], [table([10**12 + 1, 1])], ["1000000000000 recorded, 1000000000001 recomputed"]),
+        ([table([2, 1])], [table([2, {"value": 1}])], ['1 recorded, {"value": 1} recomputed']),
+        ([table([2, 1], [4, 2])], [table([2, 1])], ['table "t": 2 rows recorded, 1 recomputed']),
+        ([table([2, 1])], [table([2])], ['table "t", rows[0]: 2 entries recorded, 1 recomputed']),
+        ([table([2, 1])], [table([2, 1], columns=("R", "x"))], ['"t", columns[1]: "rank" recorded, "x" recomputed']),
+        ([{"id": "a"}, {"id": "b"}], [{"id": "b"}, {"id": "a"}], ["every exhibit is there, but in another order"]),
+        ([{"id": "a"}, {"id": "a", "x": 1}], [{"id": "a"}, {"id": "a", "x": 2}], ['exhibit "a" (2), x: 1 recorded']),
+        ([{"id": "a", "x": 1}], [{"id": "a", "y": 1}], ['"a", x: recorded only', '"a", y: recomputed only']),
+        ([1, "x"], [1, "y"], ['exhibit 2: "x" recorded, "y" recomputed']),
+        ([{"id": "a", "x": "long" * 99}], [{"id": "a", "x": ""}], ['..., "" recomputed']),
+        (
+            [{"id": "f", "series": [{"name": "s", "x": [1.0]}]}],
+            [{"id": "f", "series": []}],
+            ['"f", series "s": recorded'],
+        ),
+    ],
+)
+def test_differences_are_named_and_rounding_is_not_one(recorded, recomputed, said):
+    found = differences(recorded, recomputed, "exhibit")
+    assert len(found) == len(said), found
+    for sentence, part in zip(found, said, strict=True):
+        assert part.replace("..., ", "... recorded, ") in sentence
+
+
+def test_many_faults_are_counted_not_printed():
+    lines = Verification(Path("r"), (Check(FILES, "failed", tuple(f"f{i} was changed" for i in range(99))),)).lines()
+    assert lines[0] == "failed       files: f0 was changed"
+    assert lines[-2].strip() == "and 78 more" and len(lines) == 23
+    assert lines[-1] == "r: NOT verified."
+
+
+@pytest.fixture
+def evidence(monkeypatch) -> None:
+    """What the command recomputes with."""
+    module = ModuleType("scoregram.replication.evidence")
+    module.recompute = recompute  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.usefixtures("evidence")
+def test_the_command_prints_a_line_for_each_check(folder, capsys):
+    assert cli.main(["verify", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(ALL) + 1
+    assert [line[13:].split(":")[0] for line in lines[:-1]] == ALL
+    assert lines[-1].startswith(f"{folder / 'replication.json'}: verified.")
+
+
+@pytest.mark.usefixtures("evidence")
+def test_the_command_recomputes_unless_told_not_to(folder, capsys):
+    exhibits, verdicts = recompute(folder)
+    exhibits[0]["rows"][0][2] += 1
+    write_parts(folder, exhibits, verdicts)
+    put_record(folder)
+    assert cli.main(["verify", str(folder / "replication.json")]) == 1
+    assert 'row 1 (run = "a"), column "groups": 5 recorded, 4 recomputed' in capsys.readouterr().out
+    assert cli.main(["verify", str(folder), "--no-recompute"]) == 0
+
+
+def test_the_command_ends_with_the_status_of_the_record(folder, capsys):
+    flipped(folder / "runs/b/metrics.jsonl", 3, 1)
+    assert cli.main(["verify", str(folder), "--no-recompute"]) == 1
+    assert "failed       files: runs/b/metrics.jsonl was changed\n" in capsys.readouterr().out
+    (folder / "replication.json").unlink()
+    assert cli.main(["verify", str(folder), "--no-recompute"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1
