@@ -292,7 +292,7 @@ def test_the_judge_is_found_by_name():
 def test_probes_measure_the_same_problems_and_change_nothing(policy, tmp_path):
     train(config_for(policy, tmp_path / "plain", final_checkpoint=True))
     probing = {"probe_every": 2, "probe_problems": 3, "probe_temperatures": (1.0, 0.7), "batches_every": 2}
-    train(config_for(policy, tmp_path / "probed", merge_layers=True, keep_prompts=False, **probing))
+    train(config_for(policy, tmp_path / "probed", layer_detail="kinds", keep_prompts=False, **probing))
     plain, probed = open_run(tmp_path / "plain"), open_run(tmp_path / "probed")
     assert same_weights(tmp_path / "plain", tmp_path / "probed")
     groups = [group for group in probed.groups() if group.kind != "train"]
@@ -309,15 +309,19 @@ def test_probes_measure_the_same_problems_and_change_nothing(policy, tmp_path):
     for one, other in zip(plain.groups(), (g for g in probed.groups() if g.kind == "train"), strict=True):
         assert torch.equal(one.gram, other.gram)
     assert "probe/effective_rank" in probed.metrics()[0]
-    assert [(batch.step, batch.kind) for batch in probed.batches()][-4:] == [
-        (2, "train"),
-        *((2, kind) for kind in kinds),
-    ]
+    written = [(batch.step, batch.kind) for batch in probed.batches()]
+    assert written == [(0, "fixed"), (2, "train"), (2, "fixed")]
     batch = next(batch for batch in probed.batches() if batch.kind == "train")
     blocks = [group.gram for group in probed.groups([2]) if group.kind == "train"]
     for place, block in enumerate(blocks):
         here = slice(4 * place, 4 * place + 4)
         torch.testing.assert_close(batch.gram[here, here], block, rtol=1e-6, atol=1e-6)
+
+
+def test_layers_may_be_kept_for_probes_alone(policy, tmp_path):
+    probing = {"probe_every": 1, "probe_temperatures": (1.0, 0.7), "layer_detail": "probes"}
+    train(config_for(policy, tmp_path / "run", steps=1, **probing))
+    assert {group.kind for group in open_run(tmp_path / "run").groups() if group.by_layer} == {"fixed"}
 
 
 def test_a_run_may_end_without_a_checkpoint(policy, tmp_path):

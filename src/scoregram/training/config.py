@@ -108,8 +108,8 @@ class TrainConfig:
     """Measure the Gram between prompts too, which noise and conflict need; without, a large step costs much less."""
     layers: Literal["float64", "float32", "none"] = "float32"
     """Precision in which the Grams of single layers are stored; none leaves them out."""
-    merge_layers: bool = False
-    """Store one Gram for each kind of layer, added up over depth."""
+    layer_detail: Literal["each", "kinds", "probes"] = "each"
+    """Grams of each layer, of each kind added up over depth, or the latter for probes alone."""
     batches_every: int = 0
     """Store the Gram of all rollouts of a step, across prompts, every so many steps; 0 for never."""
     keep_prompts: bool = True
@@ -195,10 +195,10 @@ class TrainConfig:
             seed=self.seed,
         )
 
-    @property
-    def recording(self) -> dict[str, Any]:
-        """What the records of groups leave out."""
-        return {"keep_prompts": self.keep_prompts, "merge_layers": self.merge_layers}
+    def recording(self, *, is_probe: bool = False) -> dict[str, Any]:
+        """How much the records of groups hold."""
+        layers = self.layer_detail if self.layer_detail != "probes" else "kinds" if is_probe else "none"
+        return {"keep_prompts": self.keep_prompts, "layers": layers}
 
     def sampling(self, max_new_tokens: int) -> SamplingConfig:
         """How rollouts are drawn, with what the task suggests where nothing was asked for."""

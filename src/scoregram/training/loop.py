@@ -126,7 +126,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
             updated = time.perf_counter()
 
             # write what it was made of
-            records = group_records(step, collected, gradient, **config.recording)
+            records = group_records(step, collected, gradient, **config.recording())
             scalars |= over_groups(statistics_of(records)) if measure else {}
             if measure:
                 writer.write_groups(step, records)

@@ -1,6 +1,7 @@
 """From a step to the records of its run folder."""
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,12 +20,12 @@ def group_records(
     *,
     kind: str = "train",
     keep_prompts: bool = True,
-    merge_layers: bool = False,
+    layers: Literal["each", "kinds", "none"] = "each",
 ) -> list[GroupRecord]:
     """One record for every group of the step; with its Gram and what follows from it, if that was measured."""
     size = collected.group_size
-    layers = gradient.measured.by_layer if gradient.measured else {}
-    layers = merged_layers(layers) if merge_layers else layers
+    whole_layers = gradient.measured.by_layer if gradient.measured and layers != "none" else {}
+    whole_layers = kinds_of_layers(whole_layers) if layers == "kinds" else whole_layers
     records = []
     for place, problem in enumerate(collected.problems):
         here = slice(place * size, (place + 1) * size)
@@ -33,7 +34,7 @@ def group_records(
         gram, by_layer, statistics = None, {}, {}
         if gradient.measured is not None:
             gram = gradient.measured.matrix[here, here]
-            by_layer = {layer: whole[here, here] for layer, whole in layers.items()}
+            by_layer = {layer: whole[here, here] for layer, whole in whole_layers.items()}
             statistics = group_reading(gram, collected.rewards[place], advantages)
         records.append(
             GroupRecord(
@@ -71,7 +72,7 @@ def batch_record(step: int, collected: Collected, gradient: Gradient, *, kind: s
     ]
 
 
-def merged_layers(by_layer: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def kinds_of_layers(by_layer: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Grams of layers that differ by their depth alone, added up: `layers.3.mlp` belongs to `layers.*.mlp`."""
     merged: dict[str, Tensor] = {}
     for name, gram in by_layer.items():

@@ -1,0 +1,187 @@
+"""What a replication trains and measures: three sizes of the same experiment. Nothing heavy is imported here."""
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from scoregram.training.config import TrainConfig
+
+RUNS = "runs"
+"""Folder of the runs inside that of a replication."""
+METHOD = "grpo-paper"
+"""Mean of the group as baseline, output-only reward, no clip, no KL, no standard deviation."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One experiment: a policy, a task, and the same number of rollouts for every group size."""
+
+    about: str
+    model: str
+    """As `scoregram train --model` takes it."""
+    task: str
+    sizes: tuple[int, ...]
+    """Group sizes `R`."""
+    seeds: int
+    """Runs for each of them, if not asked for otherwise."""
+    steps: int
+    batch_size: int
+    """Rollouts of a step, whatever the group size."""
+    learning_rate: float
+    max_new_tokens: int
+    measure_every: int
+    batches_every: int
+    """Steps between two Grams of whole batches, and between two probes of fixed prompts; a multiple of the former."""
+    eval_every: int
+    eval_problems: int
+    rivals: tuple[str, ...] = ()
+    """Other methods, trained at the largest group size of the paper beside GRPO."""
+    warm_epochs: float = 0.0
+    """Passes over written solutions before the first step; 0 takes the model as it is."""
+    warm_rate: float = 3e-4
+    warm_batch: int = 32
+    warmup_steps: int = 0
+    autocast: bool = False
+    gradient_checkpointing: bool = False
+    prompt: Literal["auto", "plain", "chat"] = "plain"
+    temperatures: tuple[float, ...] = (1.0, 0.7)
+    """Temperatures that fixed prompts are probed at; the first is the policy's own."""
+    workers: int = 1
+    """Processes that train side by side."""
+
+    def record(self) -> dict[str, Any]:
+        """The preset as plain values."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+
+PRESETS: MappingProxyType[str, Preset] = MappingProxyType(
+    {
+        "quick": Preset(
+            about="the embedded policy on arithmetic: minutes on two cores",
+            model="tiny",
+            task="arithmetic",
+            sizes=(2, 4, 8),
+            seeds=2,
+            steps=40,
+            batch_size=64,
+            learning_rate=1e-4,
+            max_new_tokens=0,
+            measure_every=2,
+            batches_every=10,
+            eval_every=10,
+            eval_problems=200,
+            rivals=("rloo", "grpo", "optimal"),
+            workers=2,
+        ),
+        "smollm2-gsm8k": Preset(
+            about="SmolLM2-135M on GSM8K, taught its format first: one GPU",
+            model="HuggingFaceTB/SmolLM2-135M-Instruct",
+            task="gsm8k",
+            sizes=(2, 4, 8, 16),
+            seeds=3,
+            steps=60,
+            batch_size=128,
+            learning_rate=2e-5,
+            max_new_tokens=200,
+            measure_every=5,
+            batches_every=20,
+            eval_every=60,
+            eval_problems=1319,
+            warm_epochs=3.0,
+            warm_rate=4e-4,
+            warm_batch=64,
+            warmup_steps=5,
+            autocast=True,
+        ),
+        "nemotron-4b-gsm8k": Preset(
+            about="the paper's own scale: one GPU with 140 GB, and the weights",
+            model="nvidia/Nemotron-Mini-4B-Instruct",
+            task="gsm8k",
+            sizes=(2, 4, 8),
+            seeds=3,
+            steps=200,
+            batch_size=64,
+            learning_rate=1e-6,
+            max_new_tokens=320,
+            measure_every=10,
+            batches_every=50,
+            eval_every=50,
+            eval_problems=1319,
+            warmup_steps=10,
+            autocast=True,
+            gradient_checkpointing=True,
+            prompt="chat",
+        ),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run of a replication."""
+
+    name: str
+    size: int
+    seed: int
+    method: str
+    config: TrainConfig
+
+
+def plan(preset: Preset, folder: Path, *, seeds: int, model: str, device: str) -> tuple[Planned, ...]:
+    """All runs, seed by seed, so that an interrupted replication has whole seeds.
+
+    Args:
+        preset: What to train.
+        folder: Of the replication; runs go to `runs/NAME` inside.
+        seeds: Seeds 0, 1, ….
+        model: The policy that all runs begin with.
+        device: As in `TrainConfig`.
+    """
+    largest = max(size for size in preset.sizes if size <= 8)
+    runs = []
+    for seed in range(seeds):
+        wanted = [(size, METHOD) for size in preset.sizes] + [(largest, rival) for rival in preset.rivals]
+        for size, method in wanted:
+            name = f"R{size}-seed{seed}" if method == METHOD else f"{method}-R{size}-seed{seed}"
+            common = config_of(preset, model, device)
+            config = replace(
+                common,
+                out=folder / RUNS / name,
+                group_size=size,
+                probe_problems=preset.batch_size // size,
+                method=method,
+                seed=seed,
+            )
+            runs.append(Planned(name, size, seed, method, config))
+    return tuple(runs)
+
+
+def config_of(preset: Preset, model: str, device: str) -> TrainConfig:
+    """What all runs have in common."""
+    return TrainConfig(
+        model=model,
+        device=device,
+        prompt=preset.prompt,
+        task=preset.task,
+        autocast=preset.autocast,
+        gradient_checkpointing=preset.gradient_checkpointing,
+        steps=preset.steps,
+        batch_size=preset.batch_size,
+        max_new_tokens=preset.max_new_tokens,
+        learning_rate=preset.learning_rate,
+        warmup_steps=preset.warmup_steps,
+        measure_every=preset.measure_every,
+        layers="float32",
+        layer_detail="probes",
+        keep_prompts=False,
+        batches_every=preset.batches_every,
+        probe_every=preset.batches_every,
+        probe_temperatures=preset.temperatures,
+        rollouts_every=0,
+        eval_every=preset.eval_every,
+        eval_problems=preset.eval_problems,
+        checkpoint_every=0,
+        final_checkpoint=False,
+        threads=1 if preset.workers > 1 else 0,
+    )

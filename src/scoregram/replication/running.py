@@ -1,0 +1,104 @@
+"""Train and measure everything a replication needs, in any number of attempts: what is complete is not done again."""
+
+import multiprocessing
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from scoregram.replication.presets import Planned, Preset, plan
+from scoregram.replication.start import prepared
+from scoregram.runs import open_run
+from scoregram.runs.layout import CONFIG, METRICS
+from scoregram.runs.metrics import read_metrics
+from scoregram.training.config import TrainConfig
+from scoregram.training.loop import Trained, train
+
+START = "start"
+"""Folder of the common start inside that of a replication."""
+LOOK_EVERY = 0.5
+"""Seconds between two looks at how far the runs have come."""
+PLAIN_EVERY = 20
+"""Looks between two lines where the output is no terminal."""
+
+
+def run_all(preset: Preset, folder: Path, *, seeds: int, device: str, console: Console) -> bool:
+    """Make the common start and train every run that is not complete; False if somebody stopped it.
+
+    Args:
+        preset: What to train.
+        folder: Of the replication.
+        seeds: Runs for each group size and method.
+        device: As in `TrainConfig`.
+        console: Where progress is shown.
+    """
+    start = prepared(preset, folder / START, device=device, tell=console.print)
+    planned = plan(preset, folder, seeds=seeds, model=str(start), device=device)
+    missing = [one for one in planned if steps_done(one) < one.config.steps]
+    with shown_progress(planned, console):
+        if preset.workers > 1:
+            return in_processes(missing, preset.workers)
+        return all(not attempt(resumable(one.config)).interrupted for one in missing)
+
+
+def in_processes(missing: Sequence[Planned], workers: int) -> bool:
+    """Train several runs at a time, one process each."""
+    context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        running: list[Future[Trained]] = [pool.submit(attempt, resumable(one.config)) for one in missing]
+        try:
+            return not any(future.result().interrupted for future in running)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def attempt(config: TrainConfig) -> Trained:
+    """One run, without a line of its own."""
+    return train(config, console=Console(quiet=True))
+
+
+def resumable(config: TrainConfig) -> TrainConfig:
+    """The config, set to go on from a checkpoint where an interrupted run left one, and to begin anew elsewhere."""
+    if not (config.out / CONFIG).is_file():
+        return config
+    goes_on = open_run(config.out).latest_checkpoint is not None
+    return replace(config, resume=goes_on, overwrite=not goes_on)
+
+
+def steps_done(one: Planned) -> int:
+    """The last step that a run has written."""
+    lines = read_metrics(one.config.out / METRICS).lines
+    return int(lines[-1]["step"]) if lines else 0
+
+
+@contextmanager
+def shown_progress(planned: Sequence[Planned], console: Console) -> Iterator[None]:
+    """Inside, a bar over the steps of all runs; a plain line now and then where the output is no terminal."""
+    total = sum(one.config.steps for one in planned)
+    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("steps ·"), TimeElapsedColumn())
+    bar = Progress(*columns, TextColumn("· left"), TimeRemainingColumn(), console=console, transient=True)
+    ended = threading.Event()
+
+    def watch() -> None:
+        task, looks = bar.add_task("training", total=total), 0
+        while not ended.wait(LOOK_EVERY):
+            done = sum(map(steps_done, planned))
+            bar.update(task, completed=done)
+            if not console.is_terminal and looks % PLAIN_EVERY == 0:
+                console.print(f"training: {done} of {total} steps")
+            looks += 1
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    with bar:
+        watcher.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watcher.join()

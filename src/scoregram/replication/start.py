@@ -1,0 +1,43 @@
+"""The policy that every run of a replication begins with, written once as a folder."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from scoregram.policy.config import PolicyConfig
+from scoregram.policy.load import load_policy
+from scoregram.replication.presets import Preset
+from scoregram.runs.atomic import write_atomically
+from scoregram.tasks.table import load_task
+from scoregram.training.supervised import warm_start, write_warm_start
+
+STAMP = "start.json"
+"""Written last: a folder without it, or with other settings in it, is made again."""
+
+
+def prepared(preset: Preset, folder: Path, *, device: str, tell: Callable[[str], None]) -> Path:
+    """The folder of the common start, made if it is not there: the model, taught by written solutions if asked for."""
+    settings: dict[str, Any] = {
+        name: getattr(preset, name) for name in ("model", "task", "warm_epochs", "warm_rate", "warm_batch", "autocast")
+    }
+    stamp = folder / STAMP
+    if stamp.is_file() and json.loads(stamp.read_text()) == settings:
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    task = load_task(preset.task)
+    config = PolicyConfig(model=preset.model, device=device, prompt=preset.prompt, autocast=preset.autocast)
+    policy = load_policy(config, task)
+    if preset.warm_epochs:
+        warm_start(
+            policy,
+            task,
+            epochs=preset.warm_epochs,
+            batch_size=preset.warm_batch,
+            learning_rate=preset.warm_rate,
+            tell=tell,
+        )
+    write_warm_start(policy, folder)
+    write_atomically(stamp, json.dumps(settings).encode())
+    return folder
