@@ -262,6 +262,23 @@ class Verify:
 
 
 @dataclass(frozen=True)
+class Report:
+    """Write one self-contained page for a run or a replication: tables, figures, and what to change."""
+
+    folder: tyro.conf.Positional[Path]
+    """Folder of the run, or of the replication."""
+    out: Path | None = None
+    """Write it here, in place of `report.html` in the folder."""
+
+    def run(self) -> int:
+        """Write the page and print its path."""
+        from scoregram.report import write_report
+
+        print(write_report(self.folder, self.out))
+        return 0
+
+
+@dataclass(frozen=True)
 class Version:
     """Print the version."""
 
@@ -277,6 +294,7 @@ Command = (
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
+    | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Version, tyro.conf.subcommand("version")]
 )
 

@@ -1,0 +1,53 @@
+"""Percentile bootstrap intervals, the same on every call."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from scoregram.exhibits import Estimate
+
+RESAMPLES = 1000
+LEVEL = 0.95
+BLOCK = 2**22
+"""Draws held in memory at a time."""
+
+
+def mean_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
+    """Mean of the defined values with a 95 % percentile bootstrap interval, the values being resampled.
+
+    `nan` without a defined value; no interval for fewer than two.
+    """
+    known = np.asarray(values, dtype=np.float64)
+    known = known[~np.isnan(known)]
+    if not len(known):
+        return Estimate(math.nan)
+    return estimate(len(known), lambda drawn: known[drawn].mean(axis=-1))
+
+
+def estimate(count: int, statistic: Callable[[np.ndarray], np.ndarray]) -> Estimate:
+    """A statistic of `count` observations, with its interval.
+
+    The ends are order statistics, since half-way to an infinite value is no number; resamples in which the statistic
+    is undefined are left out.
+
+    Args:
+        count: Observations.
+        statistic: Takes indices of observations `(…, count)` and gives one value for each row of them.
+    """
+    value = float(statistic(np.arange(count)))
+    if count < 2:
+        return Estimate(value)
+    rng = np.random.default_rng(0)
+    rows = max(1, BLOCK // count)
+    parts = [
+        np.atleast_1d(statistic(rng.integers(count, size=(min(rows, RESAMPLES - start), count))))
+        for start in range(0, RESAMPLES, rows)
+    ]
+    found = np.concatenate(parts)
+    found = found[~np.isnan(found)]
+    if not len(found):
+        return Estimate(value)
+    tail = (1 - LEVEL) / 2
+    low = np.quantile(found, tail, method="lower")
+    return Estimate(value, float(low), float(np.quantile(found, 1 - tail, method="higher")))

@@ -1,0 +1,276 @@
+"""A figure as plotly draws it: the role of a series decides its line, its partner decides its hue."""
+
+import html
+import math
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+from typing import Any
+
+from scoregram.checks import fail
+from scoregram.exhibits import Estimate, Figure, Series, Table
+from scoregram.report.numbers import cell_text
+
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+"""Okabe and Ito's colours that show on white and on black, told apart by colour-blind readers, best ones first."""
+
+GREY = "#808080"
+"""Hue of what has no measured partner, and what null models are mixed with."""
+
+NULL_DASHES = ("dash", "longdash", "dashdot", "longdashdot")
+"""Several null models of one measured series are told apart by these."""
+
+SYMBOLS = ("circle", "square", "triangle-up", "cross", "x", "star")
+"""Marks of the second and further rounds through the palette, and of points."""
+
+FEW = 60
+"""Up to so many points, each is marked on its line."""
+
+CONFIG = {
+    "displaylogo": False,
+    "modeBarButtons": [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
+    "plotlyServerURL": "",
+    "responsive": True,
+    "showSendToCloud": False,
+    "showTips": False,
+}
+"""How plotly behaves on the page; by default it has a button that would send the data away."""
+
+
+def drawn(figure: Figure) -> Any:
+    """The plotly figure, without title and caption, which the page shows as text.
+
+    Measured series are solid with a band, null models dashed and greyed, bounds dotted, the paper's numbers open
+    diamonds. A series named `R = 8, …` has the hue of the measured series `R = 8`. Text is escaped, since plotly reads
+    some HTML.
+
+    Raises:
+        ScoregramError: If plotly is not installed.
+    """
+    try:
+        import plotly.graph_objects as go  # pyright: ignore[reportMissingImports]
+    except ImportError as missing:
+        fail("report", "figures need plotly", missing, "Install it: pip install 'scoregram[report]'.")
+    hues = series_hues(figure.series)
+    dashes = _dashes(figure.series)
+    traces: list[Any] = []
+    for place, one in enumerate(figure.series):
+        shown = _positive(one, figure) if figure.y_log else one
+        colour, symbol = hues[place]
+        band = _band(shown, colour)
+        traces += [] if band is None else [go.Scatter(**band, legendgroup=str(place))]
+        style = _style(shown, colour, symbol, dashes[place])
+        points = _points(shown, one, figure.x_title)
+        traces.append(go.Scatter(**style, **points, name=html.escape(one.name), legendgroup=str(place)))
+    return go.Figure(traces, go.Layout(**_layout(figure), template=go.layout.Template()))
+
+
+def data_table(figure: Figure) -> Table:
+    """The numbers of a figure as a table: one row per `x`, or per point where a series has several at one `x`."""
+    if any(len(set(one.x)) < len(one.x) for one in figure.series):
+        columns: tuple[str, ...] = ("series", figure.x_title, figure.y_title)
+        rows = [
+            (one.name, _whole(x), cell) for one in figure.series for x, cell in zip(one.x, _cells(one), strict=True)
+        ]
+        return Table(f"{figure.id}-data", figure.title, "", columns, tuple(rows))
+    places = sorted({x for one in figure.series for x in one.x})
+    known = [dict(zip(one.x, _cells(one), strict=True)) for one in figure.series]
+    columns = (figure.x_title, *(one.name for one in figure.series))
+    return Table(
+        f"{figure.id}-data",
+        figure.title,
+        "",
+        columns,
+        tuple((_whole(x), *(cells.get(x) for cells in known)) for x in places),
+    )
+
+
+def series_hues(series: Sequence[Series]) -> list[tuple[str, str]]:
+    """Colour and mark of every series, in order: its measured partner's hue, greyed for null models and bounds."""
+    measured = [one.name for one in series if one.role == "measured"]
+    families = [_family(one.name, measured) for one in series]
+    coloured = dict.fromkeys(measured) | dict.fromkeys(
+        family for family, one in zip(families, series, strict=True) if one.role == "paper"
+    )
+    place = {family: number for number, family in enumerate(coloured)}
+    made = []
+    for family, one in zip(families, series, strict=True):
+        number = place.get(family)
+        hue = GREY if number is None else PALETTE[number % len(PALETTE)]
+        symbol = SYMBOLS[(number or 0) // len(PALETTE) % len(SYMBOLS)]
+        made.append((mixed(hue, GREY, 0.55) if one.role in ("null", "bound") else hue, symbol))
+    return made
+
+
+def mixed(colour: str, other: str, share: float) -> str:
+    """`colour` with a share of another one, both as `#RRGGBB`.
+
+    Example:
+        >>> mixed("#000000", "#ff8000", 0.5)
+        '#804000'
+    """
+    pairs = zip(_channels(colour), _channels(other), strict=True)
+    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
+
+
+def _channels(colour: str) -> list[int]:
+    return [int(colour[start : start + 2], 16) for start in (1, 3, 5)]
+
+
+def _family(name: str, measured: Sequence[str]) -> str:
+    partners = [one for one in measured if name == one or name.startswith(f"{one}, ")]
+    return max(partners, key=len) if partners else name.split(", ")[0]
+
+
+def _dashes(series: Sequence[Series]) -> list[str]:
+    measured = [one.name for one in series if one.role == "measured"]
+    seen: dict[str, int] = {}
+    made = []
+    for one in series:
+        if one.role != "null":
+            made.append({"measured": "solid", "bound": "dot", "paper": "dashdot"}[one.role])
+            continue
+        family = _family(one.name, measured)
+        number = seen[family if family in measured else ""] = seen.get(family if family in measured else "", -1) + 1
+        made.append(NULL_DASHES[number % len(NULL_DASHES)])
+    return made
+
+
+def _style(one: Series, colour: str, symbol: str, dash: str) -> dict[str, Any]:
+    if one.role == "paper":
+        marker = {"size": 10, "symbol": "diamond-open", "color": colour, "line": {"width": 2, "color": colour}}
+    elif one.points:
+        marker = {"size": 7, "symbol": symbol, "color": colour, "opacity": 0.85}
+    else:
+        marker = {"size": _mark_sizes(one), "symbol": symbol, "color": colour}
+    if one.points:
+        return {"mode": "markers", "marker": marker}
+    width = {"measured": 2.2, "null": 1.8, "bound": 1.6, "paper": 1.4}[one.role]
+    marked = marker["size"] if isinstance(marker["size"], list) else [marker["size"]]
+    mode = "lines+markers" if any(marked) else "lines"
+    return {"mode": mode, "marker": marker, "line": {"color": colour, "width": width, "dash": dash}}
+
+
+def _mark_sizes(one: Series) -> float | list[float]:
+    """Marks on a line: for few measured points all of them, else those between gaps, which no line would show."""
+    if one.role == "measured" and len(one.y) <= FEW:
+        return 5.0
+    return [5.0 if alone else 0.0 for alone in _alone(one.y)]
+
+
+def _alone(values: Sequence[float]) -> list[bool]:
+    there = [False, *map(math.isfinite, values), False]
+    return [there[i] and not there[i - 1] and not there[i + 1] for i in range(1, len(there) - 1)]
+
+
+def _points(shown: Series, original: Series, x_title: str) -> dict[str, Any]:
+    hover = [
+        f"{html.escape(x_title)}: {cell_text(_whole(x))}<br>{html.escape(cell_text(cell))}"
+        for x, cell in zip(original.x, _cells(original), strict=True)
+    ]
+    return {
+        "x": _plain(shown.x),
+        "y": _plain(shown.y),
+        "customdata": hover,
+        "hovertemplate": "%{customdata}<extra>%{fullData.name}</extra>",
+        "error_y": _error_bars(shown),
+    }
+
+
+def _error_bars(one: Series) -> dict[str, Any] | None:
+    """Intervals of points, and of a line's points that stand alone, where a band has no width."""
+    if not one.low or not one.high:
+        return None
+    wanted = [True] * len(one.y) if one.points else _alone(_band_values(one))
+    above = [high - y if want else math.nan for want, high, y in zip(wanted, one.high, one.y, strict=True)]
+    below = [y - low if want else math.nan for want, low, y in zip(wanted, one.low, one.y, strict=True)]
+    if not any(map(math.isfinite, above + below)):
+        return None
+    ends = {"array": [max(0.0, end) for end in _zero(above)], "arrayminus": [max(0.0, end) for end in _zero(below)]}
+    return {"type": "data", "symmetric": False, "thickness": 1.2, "width": 3} | ends
+
+
+def _zero(values: Sequence[float]) -> list[float]:
+    return [value if math.isfinite(value) else 0.0 for value in values]
+
+
+def _band_values(one: Series) -> list[float]:
+    return [low + high + y for low, high, y in zip(one.low, one.high, one.y, strict=True)]
+
+
+def _band(one: Series, colour: str) -> dict[str, Any] | None:
+    """The interval of a line as a shaded polygon, one for every stretch without a gap."""
+    if one.points or not one.low or not one.high:
+        return None
+    defined = [math.isfinite(value) for value in _band_values(one)]
+    xs: list[float | None] = []
+    ys: list[float | None] = []
+    for there, members in groupby(range(len(defined)), key=lambda i: defined[i]):
+        stretch = list(members)
+        if there and len(stretch) > 1:
+            xs += [*(one.x[i] for i in stretch), *(one.x[i] for i in reversed(stretch)), None]
+            ys += [*(one.high[i] for i in stretch), *(one.low[i] for i in reversed(stretch)), None]
+    if not xs:
+        return None
+    red, green, blue = _channels(colour)
+    fill = {"fill": "toself", "fillcolor": f"rgba({red},{green},{blue},0.18)"}
+    return {"x": xs, "y": ys, "mode": "lines", "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"} | fill
+
+
+def _positive(one: Series, figure: Figure) -> Series:
+    """The series on a logarithmic axis: ends at or below zero lie at the least positive number of the figure."""
+    seen = [v for each in figure.series for v in (*each.y, *each.low, *each.high) if math.isfinite(v) and v > 0]
+    least = min(seen, default=1.0)
+    y = tuple(v if v > 0 else math.nan for v in one.y)
+    low, high = (tuple(max(v, least) if math.isfinite(v) else v for v in ends) for ends in (one.low, one.high))
+    return Series(one.name, one.x, y, low, high, one.role, one.points)
+
+
+def _layout(figure: Figure) -> dict[str, Any]:
+    axis = {"automargin": True, "zeroline": False, "showline": True, "ticks": "outside", "gridcolor": "#dddddd"}
+    return {
+        "height": 400,
+        "margin": {"l": 10, "r": 14, "t": 10, "b": 10},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"family": "system-ui, sans-serif", "size": 13, "color": "#222222"},
+        "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom", "itemwidth": 46},
+        "showlegend": True,
+        "hovermode": "closest",
+        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "#808080", "activecolor": "#404040"},
+        "hoverlabel": {"bgcolor": "#ffffff", "font": {"color": "#222222"}, "namelength": -1},
+        "xaxis": axis | {"title": {"text": html.escape(figure.x_title)}} | _x_ticks(figure),
+        "yaxis": axis | {"title": {"text": html.escape(figure.y_title)}} | _y_ticks(figure),
+    }
+
+
+def _y_ticks(figure: Figure) -> dict[str, Any]:
+    """Whole powers of ten on a long logarithmic axis."""
+    if not figure.y_log:
+        return {"type": "linear"}
+    seen = [math.log10(y) for one in figure.series for y in one.y if math.isfinite(y) and y > 0]
+    long = seen and max(seen) - min(seen) > 1.5
+    return {"type": "log"} | ({"dtick": 1} if long else {})
+
+
+def _x_ticks(figure: Figure) -> dict[str, Any]:
+    """Ticks at the values themselves on a short logarithmic axis, at whole numbers on a short axis of counts."""
+    places = sorted({x for one in figure.series for x in one.x if math.isfinite(x)})
+    kind: dict[str, Any] = {"type": "log" if figure.x_log else "linear"}
+    if figure.x_log and 0 < len(places) <= 10:
+        return kind | {"tickmode": "array", "tickvals": places, "ticktext": [cell_text(_whole(x)) for x in places]}
+    whole = all(x == round(x) for x in places) and places and places[-1] - places[0] <= 20
+    close = whole and all(b - a >= 1 for a, b in pairwise(places))
+    return kind | ({"tick0": 0, "dtick": 1 if places[-1] - places[0] <= 12 else 2} if close else {})
+
+
+def _plain(values: Sequence[float]) -> list[float | int | None]:
+    return [_whole(value) if math.isfinite(value) else None for value in values]
+
+
+def _whole(value: float) -> float | int:
+    return int(value) if math.isfinite(value) and value == round(value) else value
+
+
+def _cells(one: Series) -> list[Estimate]:
+    nothing = (math.nan,) * len(one.y)
+    return [Estimate(*ends) for ends in zip(one.y, one.low or nothing, one.high or nothing, strict=True)]

@@ -1,0 +1,154 @@
+"""One HTML file that needs nothing else: it opens from disk, without a network, and says so to the browser.
+
+A content security policy lets the browser load nothing at all and run the two scripts of the page alone, by their
+hashes; what data may hold is escaped as well.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from scoregram import __version__
+from scoregram.exhibits import Exhibit, Figure
+from scoregram.report.figures import CONFIG, drawn
+from scoregram.report.markup import exhibit_block, identifier, paragraphs
+from scoregram.runs.atomic import disk_errors, write_atomically
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page: a title, some words, exhibits below each other."""
+
+    title: str
+    text: str = ""
+    """Plain text. Blank lines part paragraphs; lines that begin with `- ` make a list."""
+    exhibits: Sequence[Exhibit] = ()
+
+
+def write_page(path: Path, *, title: str, lead: str, sections: Sequence[Section], redo: str = "") -> Path:
+    """Write the page, whole or not at all; the same arguments give the same bytes.
+
+    Args:
+        path: Where to; its folder must exist.
+        title: Of the page.
+        lead: One sentence that says what was found, plain text.
+        sections: In order.
+        redo: The command that makes the page again, for its footer.
+
+    Returns:
+        `path`.
+
+    Raises:
+        ScoregramError: If the disk refuses, or there is a figure and plotly is not installed.
+    """
+    content = page(title=title, lead=lead, sections=sections, redo=redo).encode()
+    with disk_errors(path, caller="report"):
+        write_atomically(path, content)
+    return path
+
+
+def page(*, title: str, lead: str, sections: Sequence[Section], redo: str = "") -> str:
+    """The page as text."""
+    ids = _exhibit_ids(sections)
+    figures = [
+        (f"{anchor}-plot", exhibit)
+        for section, row in zip(sections, ids, strict=True)
+        for exhibit, anchor in zip(section.exhibits, row, strict=True)
+        if isinstance(exhibit, Figure)
+    ]
+    scripts = [_plotly(), _drawing(figures)] if figures else []
+    body = "\n".join(_section(section, number, ids[number]) for number, section in enumerate(sections))
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_policy(scripts)}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{(HERE / 'page.css').read_text(encoding='utf-8')}</style>\n</head>\n"
+        f'<body>\n<main>\n<header>\n<h1>{escape(title)}</h1>\n<p class="lead">{escape(lead)}</p>\n</header>\n'
+        f"{_contents(sections, ids)}\n{_without_scripts(figures)}{body}\n{_footer(redo)}\n</main>\n"
+        + "".join(f"<script>{script}</script>\n" for script in scripts)
+        + "</body>\n</html>\n"
+    )
+
+
+def _exhibit_ids(sections: Sequence[Section]) -> list[list[str]]:
+    """An id of its own for every exhibit, from its own id; taken ones are counted up."""
+    taken: set[str] = set()
+    made = []
+    for section in sections:
+        row = []
+        for exhibit in section.exhibits:
+            wanted = anchor = identifier(exhibit.id)
+            number = 1
+            while anchor in taken:
+                number += 1
+                anchor = f"{wanted}-{number}"
+            taken.add(anchor)
+            row.append(anchor)
+        made.append(row)
+    return made
+
+
+def _section(section: Section, number: int, ids: Sequence[str]) -> str:
+    exhibits = "\n".join(exhibit_block(exhibit, anchor) for exhibit, anchor in zip(section.exhibits, ids, strict=True))
+    head = f'<section aria-labelledby="section-{number}">\n<h2 id="section-{number}">{escape(section.title)}</h2>'
+    return f"{head}\n{paragraphs(section.text)}\n{exhibits}\n</section>"
+
+
+def _contents(sections: Sequence[Section], ids: Sequence[Sequence[str]]) -> str:
+    items = []
+    for number, (section, row) in enumerate(zip(sections, ids, strict=True)):
+        links = "".join(
+            f'<li><a href="#{anchor}">{escape(exhibit.title)}</a></li>'
+            for exhibit, anchor in zip(section.exhibits, row, strict=True)
+        )
+        below = f"<ul>{links}</ul>" if links else ""
+        items.append(f'<li><a href="#section-{number}">{escape(section.title)}</a>{below}</li>')
+    listed = "\n".join(items)
+    return f'<nav aria-labelledby="contents">\n<h2 id="contents">Contents</h2>\n<ol>\n{listed}\n</ol>\n</nav>'
+
+
+def _without_scripts(figures: Sequence[tuple[str, Figure]]) -> str:
+    if not figures:
+        return ""
+    return "<noscript><p>Figures are drawn by JavaScript; without it, open “Data as table” below each.</p></noscript>\n"
+
+
+def _footer(redo: str) -> str:
+    again = f" Make it again with <code>{escape(redo)}</code>." if redo else ""
+    return (
+        f"<footer><p>Written by scoregram {escape(__version__)}.{again} Nothing is loaded from a network.</p></footer>"
+    )
+
+
+def _plotly() -> str:
+    from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingImports]
+
+    return get_plotlyjs()
+
+
+def _drawing(figures: Sequence[tuple[str, Figure]]) -> str:
+    """The script that draws every figure; within it, data cannot close the script element."""
+    config = json.dumps(CONFIG)
+    specs = []
+    for anchor, figure in figures:
+        parts = drawn(figure).to_plotly_json()
+        plain = json.dumps({"id": anchor, "data": parts["data"], "layout": parts["layout"]}, allow_nan=False)
+        specs.append(plain[:-1] + f', "config": {config}}}')
+    data = "[\n" + ",\n".join(specs) + "\n]"
+    safe = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return f"const figures = {safe};\n{(HERE / 'page.js').read_text(encoding='utf-8')}"
+
+
+def _policy(scripts: Sequence[str]) -> str:
+    hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts) or "'none'"
+    return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'"
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

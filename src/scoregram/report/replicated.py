@@ -1,0 +1,135 @@
+"""The page of a replication: its verdict in a sentence, the verdicts claim by claim, its exhibits."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scoregram.checks import fail, listed
+from scoregram.exhibits import Cell, Estimate, Exhibit, Table, from_plain
+from scoregram.report.numbers import cell_text
+from scoregram.report.page import Section
+
+EXHIBITS, VERDICTS = "exhibits.json", "verdicts.json"
+
+
+@dataclass(frozen=True)
+class Replication:
+    """What the two files of a replication folder say."""
+
+    title: str
+    lead: str
+    sections: tuple[Section, ...]
+
+
+def read_replication(folder: Path) -> Replication:
+    """The page of a replication folder, from `exhibits.json` and `verdicts.json`.
+
+    Raises:
+        ScoregramError: If one of the files does not hold what it should; the error says which.
+    """
+    shown, judged = _read(folder / EXHIBITS, "exhibits"), _read(folder / VERDICTS, "verdicts")
+    exhibits = from_plain(shown["exhibits"])
+    verdicts = judged["verdicts"]
+    sections = _sections(shown.get("sections"), exhibits, folder / EXHIBITS)
+    return Replication(
+        title=str(judged.get("title") or shown.get("title") or f"Replication: {folder.resolve().name}"),
+        lead=str(judged.get("lead") or shown.get("lead") or tally(verdicts)),
+        sections=(Section("Verdicts", "", (verdict_table(verdicts),)), *sections),
+    )
+
+
+def tally(verdicts: Sequence[Mapping[str, Any]]) -> str:
+    """How many claims ended how, in one sentence.
+
+    Example:
+        >>> tally([{"verdict": "replicated"}, {"verdict": "not replicated"}, {"verdict": "not replicated"}])
+        'Of 3 claims: 2 not replicated, 1 replicated.'
+    """
+    if not verdicts:
+        return "No claim was judged."
+    counts = Counter(str(one.get("verdict", "no verdict")) for one in verdicts)
+    parts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items(), key=lambda pair: -pair[1]))
+    return f"Of {len(verdicts)} claim{'s' * (len(verdicts) != 1)}: {parts}."
+
+
+def verdict_table(verdicts: Sequence[Mapping[str, Any]]) -> Table:
+    """One row a claim: what the paper says, what was found, and the effect that decided."""
+    rows = [
+        (
+            " · ".join(str(one[name]) for name in ("claim", "place") if one.get(name)),
+            str(one.get("statement", "")),
+            str(one.get("verdict", "")),
+            str(one.get("sentence", "")),
+            _effect(one.get("effect")),
+            _setting(one),
+        )
+        for one in verdicts
+    ]
+    return Table(
+        id="verdicts",
+        title="Every empirical claim",
+        caption="A claim is called replicated only if it held, and not merely as its null model predicts.",
+        columns=("claim", "the paper says", "verdict", "measured", "effect", "where"),
+        rows=tuple(rows),
+    )
+
+
+def _effect(effect: Any) -> Cell:
+    """The effect as text: a value with its interval and name, or all its parts."""
+    if not isinstance(effect, Mapping):
+        return None if effect is None else str(effect)
+    if "value" not in effect:
+        return "; ".join(f"{name.replace('_', ' ')}: {_part(value)}" for name, value in effect.items())
+    ends = [_number(effect.get(name)) for name in ("value", "low", "high")]
+    rest = [str(effect[name]) for name in ("name", "unit") if effect.get(name)]
+    return " ".join([*rest, cell_text(Estimate(*ends))])
+
+
+def _part(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return str(_effect(value))
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(map(_part, value))
+    return cell_text(math.nan if value is None else value)
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _setting(one: Mapping[str, Any]) -> str:
+    seeds = one.get("seeds")
+    many = len(seeds) if isinstance(seeds, Sequence) and not isinstance(seeds, str) else seeds
+    said = [str(one[name]) for name in ("model", "task") if one.get(name)]
+    return ", ".join([*said, *([f"{many} seed{'s' * (many != 1)}"] if many else [])])
+
+
+def _sections(plain: Any, exhibits: Sequence[Exhibit], path: Path) -> list[Section]:
+    """As the file groups them; exhibits that no section names come last."""
+    if not plain:
+        return [Section("Tables and figures", "", tuple(exhibits))] if exhibits else []
+    known = {exhibit.id: exhibit for exhibit in exhibits}
+    made, named = [], set()
+    for one in plain:
+        wanted = list(one.get("exhibits", ()))
+        unknown = [name for name in wanted if name not in known]
+        if unknown:
+            fail("report", f"sections of {path} must name exhibits of {listed(known)}", unknown[0], "Write it again.")
+        named |= set(wanted)
+        made.append(Section(str(one.get("title", "")), str(one.get("text", "")), tuple(known[name] for name in wanted)))
+    rest = tuple(exhibit for exhibit in exhibits if exhibit.id not in named)
+    return [*made, *([Section("More", "", rest)] if rest else [])]
+
+
+def _read(path: Path, key: str) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        fail("report", f"{path} must be a file of JSON", error, "Run the replication again, or restore the file.")
+    if not isinstance(content, dict) or not isinstance(content.get(key), list):
+        fail("report", f"{path} must hold a list under {key!r}", type(content).__name__, "Restore the file.")
+    return content

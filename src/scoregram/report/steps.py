@@ -1,0 +1,279 @@
+"""Figures over the steps of a run."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+import torch
+
+from scoregram.checks import ScoregramError
+from scoregram.exhibits import Estimate, Figure, Role, Series
+from scoregram.report.bootstrap import mean_estimate
+from scoregram.report.facts import Facts, GroupFacts
+from scoregram.spectra import concentrated_energies, effective_rank, orthogonal_effective_rank, spread_energies
+
+MOST_POINTS = 400
+"""A line with more steps than this is averaged over neighbouring ones."""
+
+
+def learning(facts: Facts) -> Iterator[Figure]:
+    """Reward and accuracy; how many groups had something to teach."""
+    steps, accuracy = facts.series("eval/accuracy")
+    low, high = (facts.series(f"eval/accuracy_{end}")[1] for end in ("low", "high"))
+    bounded = len(low) == len(high) == len(steps)
+    tested = (
+        (Series("test accuracy", steps, accuracy, low if bounded else (), high if bounded else ()),) if steps else ()
+    )
+    yield from _figure(
+        "learning",
+        "Reward and test accuracy",
+        "Reward: mean over the rollouts of a step, sampled from the prompts of that step. Test accuracy: greedy, on "
+        "problems never trained on; the band is its 95 % Wilson interval.",
+        "mean reward, accuracy",
+        (*_scalar(facts, "reward", "reward"), *tested),
+    )
+    yield from _figure(
+        "groups",
+        "Groups that teach, and groups that do not",
+        "A group is live if its rewards differ. All right or all wrong, it has no group-relative advantage and adds "
+        "nothing to the update.",
+        "share of groups",
+        (
+            *_live(facts),
+            *_scalar(facts, "groups/all_right", "all right"),
+            *_scalar(facts, "groups/all_wrong", "all wrong"),
+        ),
+    )
+
+
+def spectrum(facts: Facts) -> Iterator[Figure]:
+    """Effective rank and top-1 fraction against their null and what is possible, over steps and by outcome."""
+    alive = [group for group in facts.groups if not math.isnan(group.reading.get("effective_rank", math.nan))]
+    ends = {id(group): feasible_ranks(group) for group in alive}
+    measured = _over_groups(alive, "effective rank", lambda group: group.reading["effective_rank"])
+    yield from _figure(
+        "effective-rank",
+        "Effective rank over steps",
+        "Mean over the live groups of a step, with a 95 % bootstrap interval over them. Dashed: what orthogonal scores "
+        "of the same lengths would give. Dotted: the least and the most that the measured top-1 fractions allow. "
+        "A value on the dashed line is no finding.",
+        "effective rank",
+        (
+            *measured,
+            *_over_groups(alive, "effective rank, orthogonal", _reading("effective_rank_orthogonal"), "null"),
+            *_over_groups(alive, "effective rank, least possible", lambda group: ends[id(group)][0], "bound"),
+            *_over_groups(alive, "effective rank, most possible", lambda group: ends[id(group)][1], "bound"),
+        ),
+    )
+    yield from _figure(
+        "top1-fraction",
+        "Top-1 fraction over steps",
+        "Share of the energy of a group's stacked gradients that lies in one direction. Dashed: orthogonal scores of "
+        "the same lengths. Dotted: 1/m, the least that m pulling rollouts can have.",
+        "top-1 fraction",
+        (
+            *_over_groups(alive, "top-1 fraction", _reading("top1_fraction")),
+            *_over_groups(alive, "top-1 fraction, orthogonal", _reading("top1_fraction_orthogonal"), "null"),
+            *_over_groups(alive, "top-1 fraction, least possible", _least_top1, "bound"),
+        ),
+    )
+    yield from _figure(
+        "rank-by-right",
+        "Effective rank by how many rollouts were right",
+        "All steps together. Where the scores are orthogonal and equally long, k right of R give 4k(R-k)/R under the "
+        "mean baseline: the effective rank then tells how even the group was, and nothing else.",
+        "effective rank",
+        tuple(_by_right(alive)),
+        x_title="right rollouts k",
+    )
+    yield from _figure(
+        "cosine",
+        "Cosine between the scores of a group",
+        "Mean over pairs of rollouts of one prompt, dead groups included. Zero: no common direction.",
+        "mean cosine",
+        _over_groups([group for group in facts.groups if group.reading], "cosine", _reading("cosine")),
+    )
+
+
+def update(facts: Facts) -> Iterator[Figure]:
+    """The update as a whole: its length, how much of it is signal, and who drives it."""
+    yield from _figure(
+        "update-norm",
+        "Norm of the update",
+        "Length of the gradient before clipping and before the optimiser.",
+        "norm",
+        _scalar(facts, "gram/update_norm", "update norm"),
+        y_log=True,
+    )
+    yield from _figure(
+        "coherence",
+        "Coherence of the update",
+        "Share of the rollouts' gradient energy that survives being summed. Dashed: 1/N, what orthogonal pulls of "
+        "equal size would leave.",
+        "coherence",
+        (
+            *_scalar(facts, "gram/coherence", "coherence"),
+            *_constant(facts, "gram/coherence", "coherence, orthogonal", 1 / facts.batch_size, "null"),
+        ),
+    )
+    yield from _figure(
+        "snr",
+        "Signal to noise of one step",
+        "Estimated power of the true gradient over the power of its error. At 1, half of the step is noise. One "
+        "step estimates it badly, hence points; below zero means that no signal was resolved. The table above pools "
+        "steps.",
+        "signal to noise",
+        (
+            *_scalar(facts, "gram/snr", "signal to noise", points=True),
+            *_constant(facts, "gram/snr", "half of the step is noise", 1.0, "bound"),
+        ),
+    )
+    yield from _figure(
+        "noise-scale",
+        "Noise scale beside the batch size",
+        "Rollouts at which error and signal have equal power. Points above the dotted line: the batch averages less "
+        "than that. Steps without a resolved signal have no point.",
+        "rollouts",
+        (
+            *_scalar(facts, "gram/noise_scale", "noise scale", points=True),
+            *_constant(facts, "gram/noise_scale", "batch size", facts.batch_size, "bound"),
+        ),
+        y_log=True,
+    )
+    yield from _figure(
+        "drivers",
+        "Who drives the update",
+        "Largest share: part of the squared update that one rollout accounts for. Conflicting prompts: share of pairs "
+        "of prompts whose updates oppose each other; independent noise gives one half.",
+        "share",
+        (
+            *_scalar(facts, "gram/largest_share", "largest share of a rollout"),
+            *_scalar(facts, "gram/conflicting_prompts", "conflicting prompts"),
+            *_constant(facts, "gram/conflicting_prompts", "conflicting prompts, independent", 0.5, "null"),
+        ),
+    )
+
+
+def feasible_ranks(group: GroupFacts) -> tuple[float, float]:
+    """Least and most effective rank that a group's top-1 fraction and its pulling rollouts allow; `nan` if unknown.
+
+    The ends of `feasible_intervals`, of this one metric alone: a run has many groups.
+    """
+    top1 = group.reading.get("top1_fraction", math.nan)
+    if math.isnan(top1) or not group.rows:
+        return math.nan, math.nan
+    try:
+        energies = torch.stack([concentrated_energies(top1, group.rows), spread_energies(top1, group.rows)])
+    except ScoregramError:  # stored statistics that do not belong to the stored advantages
+        return math.nan, math.nan
+    least, most = effective_rank(energies.sqrt()).tolist()
+    return least, most
+
+
+def chunks(places: Sequence[float]) -> list[range]:
+    """Neighbouring positions of a sorted sequence that make one point of a line: equal places, or more if many."""
+    starts = [i for i, place in enumerate(places) if i == 0 or place != places[i - 1]]
+    per_point = math.ceil(len(starts) / MOST_POINTS)
+    edges = [*starts[:: max(per_point, 1)], len(places)]
+    return [range(a, b) for a, b in pairwise(edges)]
+
+
+def _figure(
+    name: str,
+    title: str,
+    caption: str,
+    y_title: str,
+    series: tuple[Series, ...],
+    *,
+    x_title: str = "step",
+    y_log: bool = False,
+) -> Iterator[Figure]:
+    """The figure, if anything was measured for it."""
+    if any(one.role == "measured" for one in series):
+        yield Figure(name, title, caption, x_title, y_title, series, y_log=y_log)
+
+
+def _reading(name: str) -> Callable[[GroupFacts], float]:
+    return lambda group: group.reading.get(name, math.nan)
+
+
+def _least_top1(group: GroupFacts) -> float:
+    return 1 / group.rows if group.rows else math.nan
+
+
+def _scalar(facts: Facts, name: str, shown: str, *, points: bool = False) -> tuple[Series, ...]:
+    return _line(shown, *facts.series(name), points=points)
+
+
+def _live(facts: Facts) -> tuple[Series, ...]:
+    pairs = [
+        (float(line["step"]), line["live_groups"] / line["groups"])
+        for line in facts.lines
+        if line.get("groups", 0) > 0 and "live_groups" in line
+    ]
+    return _line("live", tuple(step for step, _ in pairs), tuple(share for _, share in pairs))
+
+
+def _line(
+    name: str, steps: tuple[float, ...], values: tuple[float, ...], *, points: bool = False
+) -> tuple[Series, ...]:
+    if not steps:
+        return ()
+    parts = chunks(steps)
+    x = tuple(sum(steps[i] for i in part) / len(part) for part in parts)
+    return (Series(name, x, tuple(_mean([values[i] for i in part]) for part in parts), points=points),)
+
+
+def _mean(values: Sequence[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def _constant(facts: Facts, beside: str, name: str, value: float, role: Role) -> tuple[Series, ...]:
+    """A level line as long as the scalar that it stands beside."""
+    steps, _ = facts.series(beside)
+    if not steps or not math.isfinite(value):
+        return ()
+    ends = tuple(dict.fromkeys((steps[0], steps[-1])))
+    return (Series(name, ends, (value,) * len(ends), role=role),)
+
+
+def _over_groups(
+    groups: Sequence[GroupFacts], name: str, quantity: Callable[[GroupFacts], float], role: Role = "measured"
+) -> tuple[Series, ...]:
+    """Mean of a quantity over the groups of each step; what was measured has an interval over them."""
+    values = [quantity(group) for group in groups]
+    if all(map(math.isnan, values)):
+        return ()
+    places = [float(group.record.step) for group in groups]
+    parts = chunks(places)
+    x = tuple(_mean([places[i] for i in part]) for part in parts)
+    return (_with_intervals(name, x, [[values[i] for i in part] for part in parts], role),)
+
+
+def _with_intervals(name: str, x: tuple[float, ...], values: Sequence[Sequence[float]], role: Role) -> Series:
+    if role != "measured":
+        return Series(name, x, tuple(map(_mean, values)), role=role)
+    made: list[Estimate] = [mean_estimate(part) for part in values]
+    y, low, high = (tuple(getattr(one, field) for one in made) for field in ("value", "low", "high"))
+    return Series(name, x, y, low, high)
+
+
+def _by_right(alive: Sequence[GroupFacts]) -> Iterator[Series]:
+    for size in sorted({group.size for group in alive if group.right is not None}):
+        here = [group for group in alive if group.size == size and group.right is not None and 0 < group.right < size]
+        counts = sorted({group.right for group in here if group.right is not None})
+        if not counts:
+            continue
+        x = tuple(map(float, counts))
+        shown: tuple[tuple[str, str, Role], ...] = (
+            (f"R = {size}", "effective_rank", "measured"),
+            (f"R = {size}, orthogonal", "effective_rank_orthogonal", "null"),
+        )
+        for name, key, role in shown:
+            values = [[group.reading.get(key, math.nan) for group in here if group.right == k] for k in counts]
+            if not all(math.isnan(value) for part in values for value in part):
+                yield _with_intervals(name, x, values, role)
+        every = tuple(range(1, size))
+        ranks = tuple(orthogonal_effective_rank(k, size) for k in every)
+        yield Series(f"R = {size}, 4k(R-k)/R", tuple(map(float, every)), ranks, role="null")
