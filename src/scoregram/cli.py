@@ -12,6 +12,7 @@ import tyro
 
 from scoregram import __version__
 from scoregram.errors import ScoregramError
+from scoregram.integrations.dumps.config import MeasureConfig
 from scoregram.training.config import TrainConfig
 from scoregram.training.methods import METHODS
 
@@ -69,6 +70,17 @@ class Train(TrainConfig):  # noqa: D101
         trained = train(self)
         print(f"{trained.folder}: step {trained.step} of {self.steps}")
         return 130 if trained.interrupted else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure(MeasureConfig):  # noqa: D101
+    __doc__ = MeasureConfig.__doc__
+
+    def run(self) -> int:
+        """Measure, and say where the run is."""
+        from scoregram.integrations.measure import measure
+
+        return 130 if measure(self).interrupted else 0
 
 
 @dataclass(frozen=True)
@@ -292,6 +304,7 @@ Command = (
     Annotated[Claims, tyro.conf.subcommand("claims")]
     | Annotated[Lab, tyro.conf.subcommand("lab")]
     | Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Measure, tyro.conf.subcommand("measure")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Report, tyro.conf.subcommand("report")]
