@@ -1,0 +1,374 @@
+"""`attach`: the methods of a trainer wrapped, its steps measured as they go by, and everything put back at the end."""
+
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scoregram.checks import fail
+from scoregram.exhibits import Table
+from scoregram.integrations.trl.estimating import (
+    OwnEstimator,
+    needs_energies,
+    own_advantages,
+    require_estimator,
+    show_advantages,
+)
+from scoregram.integrations.trl.folder import Folder
+from scoregram.integrations.trl.generation import Generation, RewardCall, generation_of
+from scoregram.integrations.trl.names import METHODS, require_supported
+from scoregram.integrations.trl.settings import Mode, Settings
+from scoregram.integrations.trl.step import StepReading, energies_of, measure_step
+from scoregram.integrations.trl.window import ROWS, MicroBatch, Window, rows_of
+from scoregram.runs.tables import LayerPrecision
+
+PREFIX = "scoregram/"
+"""Before the names of our scalars among the trainer's."""
+
+
+def attach(
+    trainer: Any,
+    every: int = 10,
+    out: str | Path | None = None,
+    *,
+    mode: Mode = "scores",
+    estimator: str | OwnEstimator | None = None,
+    tolerance: float | None = None,
+    memory_gb: float | int | None = None,
+    layers: LayerPrecision = "float32",
+    keep_rollouts: bool = True,
+    overwrite: bool = False,
+    resume: bool = False,
+) -> "Attachment":
+    """Measure the steps of a TRL trainer from now on, until the end of its training or `detach()`.
+
+    Call it once before `trainer.train()`. The first step and every `every`-th one are measured, after the trainer's
+    backward pass and before its update; its gradient, its random numbers and all other steps are left alone. Scalars
+    join the trainer's own metrics under `scoregram/…`, and so reach whatever `report_to` names.
+
+    Args:
+        trainer: A `GRPOTrainer` or `RLOOTrainer`, subclasses included.
+        every: Steps from one measurement to the next.
+        out: New folder for a run that everything else here can read; None for scalars only.
+        mode: `scores`: rows are the scores of all rollouts of the generation, at the policy that sampled them; a step
+            that comes later puts its measurement off to the next one that is on-policy. `loss`: rows are the gradients
+            of the trainer's own loss, exact for every loss, KL term, clipping and inner step.
+        estimator: Advantages to train with in the place of the trainer's: a group-level row of `ESTIMATORS`, or a
+            function from a `Generation` to `(N,)` or per-token `(N, C)` advantages.
+        tolerance: Largest relative error of the self-check that is accepted without a warning. By default 1e-3, and
+            5e-2 where the trainer computes in a lower precision than float32.
+        memory_gb: Most gigabytes that a measurement may take, by estimate; groups are measured in several passes if
+            they must, and a step of which not one group fits is passed over with a word. By default 80 % of what is
+            free at the time.
+        layers: Precision of the per-layer Grams in the run folder.
+        keep_rollouts: Write the rollouts of measured steps, token by token.
+        overwrite: Replace an older run in `out`.
+        resume: Go on with the run in `out`, for `trainer.train(resume_from_checkpoint=…)`.
+
+    Raises:
+        ScoregramError: For a trainer, version or setting with which it cannot work; nothing has been changed then.
+    """
+    version = require_supported(trainer)
+    require_alone(trainer)
+    if every < 1:
+        fail("attach", "every must be at least 1", every, "1 measures every step.")
+    if mode not in ("scores", "loss"):
+        fail("attach", "mode must be one of loss, scores", repr(mode), "Check the spelling.")
+    if memory_gb is not None and not memory_gb > 0:
+        fail("attach", "memory_gb must be positive", memory_gb, "Leave it out to use what is free.")
+    if estimator is not None:
+        require_estimator(estimator, int(trainer.num_generations))
+    settings = Settings(
+        every=every,
+        mode=mode,
+        estimator=estimator,
+        tolerance=default_tolerance(trainer) if tolerance is None else float(tolerance),
+        memory_gb=memory_gb,
+        keep_rollouts=keep_rollouts,
+    )
+    folder = None
+    if out is not None:
+        config = config_of(trainer, settings, version)
+        folder = Folder(Path(out), config, layers=layers, overwrite=overwrite, resume=resume)
+    return Attachment(trainer, settings, folder)
+
+
+class Attachment:
+    """A trainer that is being measured; also a context that detaches at its end."""
+
+    def __init__(self, trainer: Any, settings: Settings, folder: Folder | None) -> None:
+        self.trainer = trainer
+        self.settings = settings
+        self.folder = folder
+        self.readings: list[StepReading] = []
+        """What was measured, step by step: scalars, the error of the self-check, notes."""
+        self.failures: list[str] = []
+        """What went wrong in measurements; the training went on."""
+        self._generations: dict[int, Generation] = {}
+        self._made = 0
+        self._reward_call: RewardCall | None = None
+        self._window: Window | None = None
+        self._seen: list[Tensor] | None = None
+        self._is_owed = True
+        self._inner: dict[str, Callable[..., Any]] = {}
+        self._had: dict[str, Any] = {}
+        self._outer: dict[str, Callable[..., Any]] = {}
+        for name, wrapper in {
+            "_calculate_rewards": self._rewards,
+            "_generate_and_score_completions": self._generate,
+            "_get_per_token_logps_and_entropies": self._log_probs,
+            "_compute_loss": self._loss,
+            "training_step": self._training_step,
+        }.items():
+            self._wrap(name, wrapper)
+        self._callback = callback_for(self)
+        trainer.add_callback(self._callback)
+
+    def __enter__(self) -> "Attachment":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    def detach(self) -> None:
+        """Give the trainer its methods back and close the run folder; more than once does no harm."""
+        for name, outer in self._outer.items():
+            if vars(self.trainer).get(name) is not outer:
+                continue  # wrapped again by somebody else: what is ours hands everything on from now on
+            if name in self._had:
+                setattr(self.trainer, name, self._had[name])
+            else:
+                delattr(self.trainer, name)
+        if self._outer:
+            self.trainer.remove_callback(self._callback)
+        self._outer = {}
+        self._generations = {}
+        self._window = None
+        if self.folder is not None:
+            with self._without_harm():
+                self.folder.close()
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the trainer is being measured."""
+        return bool(self._outer)
+
+    def summary(self) -> Table:
+        """The measured scalars: first, last and mean over measured steps."""
+        names = dict.fromkeys(name for reading in self.readings for name in reading.scalars)
+        rows = []
+        for name in names:
+            values = [float(reading.scalars.get(name, math.nan)) for reading in self.readings]
+            defined = [value for value in values if math.isfinite(value)]
+            mean = sum(defined) / len(defined) if defined else math.nan
+            rows.append((name, values[0], values[-1], mean))
+        steps = ", ".join(str(reading.step) for reading in self.readings) or "none"
+        return Table(
+            id="trl",
+            title=f"Measured steps of {type(self.trainer).__name__}",
+            caption=f"Steps {steps}. Undefined where no group pulls, or a step has too few rollouts for it.",
+            columns=("scalar", "first", "last", "mean"),
+            rows=tuple(rows),
+        )
+
+    # what the trainer calls
+
+    def _rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids: Any, *args: Any, **kw: Any) -> Any:
+        rewards = self._inner["_calculate_rewards"](inputs, prompts, completions, completion_ids, *args, **kw)
+        self._reward_call = RewardCall(inputs, completion_ids, rewards)
+        return rewards
+
+    def _generate(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self._reward_call = None
+        output = self._inner["_generate_and_score_completions"](inputs, *args, **kwargs)
+        if not self.is_attached or not self.trainer.model.training:
+            return output
+        if self.settings.estimator is not None:  # whatever fails here must end the training
+            generation = generation_of(self.trainer, output, self._reward_call, self._made)
+            output = {**output, "advantages": self._own_advantages(generation)}
+        with self._without_harm():
+            generation = generation_of(self.trainer, output, self._reward_call, self._made)
+            self._generations[generation.serial] = generation
+            self._made += 1
+            return {**output, ROWS: rows_of(generation)}
+        return output
+
+    def _log_probs(self, *args: Any, **kwargs: Any) -> Any:
+        found = self._inner["_get_per_token_logps_and_entropies"](*args, **kwargs)
+        if self._seen is not None and found[0].requires_grad:
+            self._seen.append(found[0])
+        return found
+
+    def _loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = inputs.get(ROWS)
+        given = {name: value for name, value in inputs.items() if name != ROWS}
+        if rows is None or self._window is None or not torch.is_grad_enabled():
+            return self._inner["_compute_loss"](model, given, *args, **kwargs)
+        self._seen = []
+        try:
+            loss = self._inner["_compute_loss"](model, given, *args, **kwargs)
+        finally:
+            seen, self._seen = self._seen, None
+        with self._without_harm():
+            batch = MicroBatch(rows)
+            self._window.batches.append(batch)
+            if len(seen) == 1 and seen[0].shape == given["completion_ids"].shape:
+                seen[0].register_hook(batch.catch)
+        return loss
+
+    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_attached:
+            self._look_at_clock()
+        loss = self._inner["training_step"](*args, **kwargs)
+        if self._window is not None and self.trainer.accelerator.sync_gradients:
+            with self._without_harm():
+                self._measure(self._window)
+            self._window = None
+        if self.is_attached and self.trainer.accelerator.sync_gradients:
+            self._generations = {s: g for s, g in self._generations.items() if s == self._made - 1}
+        return loss
+
+    # what is done about it
+
+    def _look_at_clock(self) -> None:
+        """Begin to watch a step that is due, or to which a measurement was put off."""
+        step = int(self.trainer.state.global_step) + 1
+        self._is_owed = self._is_owed or step % self.settings.every == 0
+        if self._is_owed and (self._window is None or self._window.step != step):
+            self._window = Window(step)
+
+    def _own_advantages(self, generation: Generation) -> Tensor:
+        estimator = self.settings.estimator
+        assert estimator is not None
+        energies = energies_of(self.trainer, generation) if needs_energies(estimator) else None
+        found = own_advantages(estimator, generation, energies)
+        show_advantages(self.trainer, found)
+        return found
+
+    def _measure(self, window: Window) -> None:
+        if not window.batches:
+            return
+        generations = [self._generations[serial] for serial in window.serials]
+        is_on_policy = all(generation.policy_step == window.step - 1 for generation in generations)
+        if self.settings.mode == "scores" and not is_on_policy:
+            return  # put off to the next step that is
+        self._is_owed = False
+        began = time.perf_counter()
+        found = measure_step(self.trainer, window, generations, self.settings)
+        if found is None:
+            return
+        reading = replace(found, scalars={**found.scalars, "time/measure": time.perf_counter() - began})
+        self.readings.append(replace(reading, groups=(), batches=(), rollouts=()))
+        metrics = self.trainer._metrics["train"]
+        for name, value in reading.scalars.items():
+            if math.isfinite(value):
+                metrics[PREFIX + name].append(float(value))
+        if self.folder is not None:
+            self.folder.write(reading)
+
+    def _wrap(self, name: str, wrapper: Callable[..., Any]) -> None:
+        assert name in METHODS
+        inner = getattr(self.trainer, name)
+
+        @wraps(inner)
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(*args, **kwargs)
+
+        if name in vars(self.trainer):
+            self._had[name] = vars(self.trainer)[name]
+        self._inner[name], self._outer[name] = inner, outer
+        outer.__scoregram__ = self  # type: ignore[attr-defined]
+        setattr(self.trainer, name, outer)
+
+    @contextmanager
+    def _without_harm(self) -> Iterator[None]:
+        """Whatever goes wrong in a measurement is told once, and the training goes on."""
+        try:
+            yield
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+            is_new = message not in self.failures
+            self.failures.append(message)
+            if isinstance(error, torch.OutOfMemoryError):
+                torch.cuda.empty_cache()
+            if is_new:
+                text = f"scoregram: a measurement failed and was passed over, the training goes on. {message}"
+                warnings.warn(text, stacklevel=4)
+
+
+def require_alone(trainer: Any) -> None:
+    """Raise where a measurement would see only a part of the rollouts or of the parameters."""
+    accelerator = trainer.accelerator
+    if accelerator.num_processes > 1:
+        fail(
+            "attach",
+            "the trainer must run in one process",
+            f"{accelerator.num_processes}",
+            "Groups are spread over processes there; record rollouts and measure them in one process.",
+        )
+    kind = str(accelerator.distributed_type).rpartition(".")[2].upper()
+    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        fail("attach", "the model must be whole on one device", kind, "Train without sharding to measure.")
+    method = vars(trainer).get("training_step")
+    if getattr(method, "__scoregram__", None) is not None:
+        fail("attach", "the trainer must not be attached yet", "a second call", "Call detach() on the first one.")
+
+
+def default_tolerance(trainer: Any) -> float:
+    """1e-3 in float32; 5e-2 where rounding is that of a lower precision."""
+    low = trainer.accelerator.mixed_precision in ("bf16", "fp16", "fp8")
+    low = low or any(p.dtype in (torch.bfloat16, torch.float16) for p in trainer.model.parameters() if p.requires_grad)
+    return 5e-2 if low else 1e-3
+
+
+def config_of(trainer: Any, settings: Settings, version: str) -> dict[str, Any]:
+    """What the run folder says about how the run was made; secrets are masked by the trainer's own arguments."""
+    estimator = settings.estimator
+    model = getattr(trainer.model, "config", None)
+    return {
+        "integration": {"name": "trl", "version": version, "trainer": type(trainer).__name__},
+        "model": str(getattr(model, "_name_or_path", "") or type(trainer.model).__name__),
+        "group_size": int(trainer.num_generations),
+        "seed": int(trainer.args.seed),
+        "measure_every": settings.every,
+        "mode": settings.mode,
+        "estimator": estimator if isinstance(estimator, str | None) else getattr(estimator, "__name__", "own"),
+        "tolerance": settings.tolerance,
+        "reward_functions": [str(name) for name in trainer.reward_func_names],
+        "arguments": json.loads(json.dumps(trainer.args.to_dict(), default=str)),
+    }
+
+
+def callback_for(attachment: Attachment) -> Any:
+    """A callback of transformers by which the attachment hears of logs, and of the end."""
+    from transformers import TrainerCallback
+
+    class Listener(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if attachment.folder is not None:
+                attachment.folder.begin(int(state.global_step))
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            with attachment._without_harm():
+                if attachment.folder is not None:
+                    attachment.folder.flush()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            with attachment._without_harm():
+                if attachment.folder is not None and logs:
+                    others = {name: value for name, value in logs.items() if not name.startswith(PREFIX)}
+                    attachment.folder.note(int(state.global_step), others)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            attachment.detach()
+
+    return Listener()

@@ -1,0 +1,68 @@
+"""A TRL trainer small enough for a test: a random Llama that reads characters, and rewards that random text gets."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scoregram.policy.characters import character_tokenizer
+from tests.training_cases import judge, save_policy
+
+END_WEIGHT = 8.0
+"""How much larger the embedding of the end token is than others: so that some rollouts end early and some do not."""
+PROMPTS = ("1+2=", "10+3=", "7+7=", "2+25=", "9+1=", "30+4=")
+
+
+def dataset(repeats: int = 8) -> Any:
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
+
+    return Dataset.from_dict({"prompt": list(PROMPTS) * repeats})
+
+
+def arguments(kind: str, folder: Path, **changes: Any) -> Any:
+    """`GRPOConfig` or `RLOOConfig` in float32 on the CPU: two groups of four a step, two micro-batches."""
+    import trl  # pyright: ignore[reportMissingImports]
+
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "learning_rate": 1e-2,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "temperature": 0.9,
+        "beta": 0.0,
+    }
+    return getattr(trl, f"{kind}Config")(**(settings | changes))
+
+
+def trainer_for(
+    kind: str, folder: Path, *, rewards: Any = judge, peft: Any = None, cls: Any = None, **changes: Any
+) -> Any:
+    """A trainer of TRL, ready to train."""
+    import trl  # pyright: ignore[reportMissingImports]
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    policy = folder / "policy"
+    if not policy.exists():
+        save_policy(policy)
+    model: Any = AutoModelForCausalLM.from_pretrained(policy)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[1] *= END_WEIGHT
+    return (cls or getattr(trl, f"{kind}Trainer"))(
+        model=model,
+        reward_funcs=rewards,
+        args=arguments(kind, folder / "trainer", **changes),
+        train_dataset=dataset(),
+        processing_class=character_tokenizer(64),
+        peft_config=peft,
+    )
