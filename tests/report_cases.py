@@ -1,0 +1,136 @@
+"""Run folders for the tests of the report: real algebra on random scores, no model."""
+
+import math
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import torch
+
+from scoregram.runs import GroupRecord, RunWriter
+from scoregram.training.readings import group_reading, over_groups, reward_reading, step_reading
+
+CONFIG = {"model": "tiny", "task": "arithmetic", "group_size": 4, "batch_size": 12, "seed": 3}
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+
+Drawing = Callable[[int, int, torch.Generator], torch.Tensor]
+"""Step, prompt and generator → the rewards of the group."""
+
+
+def coin(step: int, prompt: int, generator: torch.Generator, size: int = 4) -> torch.Tensor:
+    return torch.randint(0, 2, (size,), generator=generator).double()
+
+
+def write_run(
+    folder: Path,
+    *,
+    steps: int = 6,
+    prompts: int = 3,
+    size: int = 4,
+    rewards: Drawing | None = None,
+    measured: bool = True,
+    statistics: bool = True,
+    evaluated: bool = True,
+    prompt_id: str = "p/{}",
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """A run of which everything is known; step → the whole Gram and the rewards."""
+    known = {}
+    with RunWriter.create(folder, CONFIG, environment={"python": "3"}) as writer:
+        if evaluated:
+            writer.write_metrics(0, evaluation(0.25))
+        for step in range(1, steps + 1):
+            generator = torch.Generator().manual_seed(step)
+            scores = torch.randn(prompts * size, 7, generator=generator, dtype=torch.float64)
+            gram = scores @ scores.mT
+            drawn = rewards or (lambda s, p, g: coin(s, p, g, size))
+            given = torch.stack([drawn(step, prompt, generator) for prompt in range(prompts)])
+            advantages = given - given.mean(dim=1, keepdim=True)
+            known[step] = gram, given
+            scalars = reward_reading(given, advantages) | {"finished": 1.0}
+            if measured:
+                records = groups_of(step, gram, given, advantages, statistics=statistics, prompt_id=prompt_id)
+                scalars |= step_reading(gram, advantages.flatten() / given.numel(), given)
+                scalars |= over_groups([record.statistics for record in records]) if statistics else {}
+                writer.write_groups(step, records)
+            if evaluated and step == steps:
+                scalars |= evaluation(0.75)
+            writer.write_metrics(step, scalars)
+    return known
+
+
+def groups_of(
+    step: int,
+    gram: torch.Tensor,
+    rewards: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    statistics: bool = True,
+    prompt_id: str = "p/{}",
+) -> list[GroupRecord]:
+    size = rewards.shape[1]
+    blocks = [gram[i : i + size, i : i + size] for i in range(0, len(gram), size)]
+    return [
+        GroupRecord(
+            step=step,
+            prompt_id=prompt_id.format(place),
+            rewards=rewards[place],
+            lengths=torch.full((size,), 5),
+            advantages=advantages[place],
+            gram=block,
+            statistics=group_reading(block, rewards[place], advantages[place]) if statistics else {},
+        )
+        for place, block in enumerate(blocks)
+    ]
+
+
+def evaluation(accuracy: float) -> dict[str, float]:
+    return {
+        "eval/accuracy": accuracy,
+        "eval/accuracy_low": accuracy - 0.1,
+        "eval/accuracy_high": accuracy + 0.1,
+        "eval/problems": 8,
+    }
+
+
+class Page(HTMLParser):
+    """What a browser would make of a page: elements with attributes and text; unbalanced tags are an error."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.texts: list[tuple[str, str]] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self._open, f"never closed: {self._open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append((self._open[-1] if self._open else "", data))
+
+    def named(self, tag: str) -> list[dict[str, str]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    def text(self, *tags: str) -> str:
+        """All text inside these elements, or all that a reader sees."""
+        hidden = {"script", "style"}
+        return "".join(text for tag, text in self.texts if (tag in tags if tags else tag not in hidden))
+
+
+def contrast(colour: str, other: str) -> float:
+    """Contrast of two colours as WCAG 2 defines it, from 1 to 21."""
+    light, dark = sorted((luminance(colour), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else math.pow((c + 0.055) / 1.055, 2.4) for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

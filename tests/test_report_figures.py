@@ -1,0 +1,141 @@
+import json
+import math
+
+import pytest
+
+from scoregram.checks import ScoregramError
+from scoregram.exhibits import Estimate, Figure, Series
+from scoregram.report.figures import CONFIG, PALETTE, data_table, drawn, series_hues
+from tests.report_cases import contrast
+
+pytest.importorskip("plotly")
+
+NAN = math.nan
+X = (1.0, 2.0, 3.0, 4.0)
+
+
+def figure(*series: Series, **changes) -> Figure:
+    return Figure("f", "Title", "Caption.", "step", "rank", series, **changes)
+
+
+def traces(*series: Series, **changes) -> list[dict]:
+    plain = json.loads(drawn(figure(*series, **changes)).to_json())
+    return plain["data"]
+
+
+def named(found: list[dict]) -> dict[str, dict]:
+    return {trace["name"]: trace for trace in found if "name" in trace}
+
+
+EIGHT = Series("R = 8", X, X)
+FOUR = Series("R = 4", X, X)
+
+
+def test_the_role_decides_the_line():
+    found = named(
+        traces(
+            EIGHT,
+            Series("R = 8, orthogonal", X, X, role="null"),
+            Series("R = 8, shuffled", X, X, role="null"),
+            Series("R = 8, least", X, X, role="bound"),
+            Series("R = 8, paper", X, X, role="paper"),
+        )
+    )
+    dash = {name: trace["line"]["dash"] for name, trace in found.items()}
+    assert dash["R = 8"] == "solid" and dash["R = 8, least"] == "dot" and "dash" in dash["R = 8, orthogonal"]
+    assert len({dash[name] for name in ("R = 8, orthogonal", "R = 8, shuffled", "R = 8, least")}) == 3
+    assert found["R = 8, paper"]["marker"]["symbol"] == "diamond-open"
+    assert found["R = 8, orthogonal"]["mode"] == "lines" and found["R = 8"]["mode"] == "lines+markers"
+
+
+def test_a_null_has_the_hue_of_its_measured_partner_and_others_are_grey():
+    series = (
+        Series("R = 8, orthogonal", X, X, role="null"),
+        EIGHT,
+        FOUR,
+        Series("R = 4, orthogonal", X, X, role="null"),
+        Series("elsewhere", X, X, role="null"),
+        Series("R = 80", X, X, role="null"),
+        Series("R = 4, paper", X, X, role="paper"),
+    )
+    eight_null, eight, four, four_null, elsewhere, eighty, paper = [hue for hue, _ in series_hues(series)]
+    assert (eight, four) == PALETTE[:2] and paper == four
+    assert eight_null not in (eight, four_null) and four_null != four
+    assert elsewhere == eighty == "#808080"  # R = 80 is no partner of R = 8
+
+
+def test_colours_show_on_white_and_on_black():
+    for colour in PALETTE:
+        assert contrast(colour, "#ffffff") > 2 and contrast(colour, "#14161a") > 2
+    for colour in PALETTE[:4]:  # as many as a figure usually has
+        assert contrast(colour, "#ffffff") > 3 and contrast(colour, "#14161a") > 3
+
+
+def test_further_rounds_of_the_palette_have_other_marks():
+    series = [Series(f"s{i}", X, X) for i in range(2 * len(PALETTE))]
+    assert len(set(series_hues(series))) == len(series)
+
+
+def test_the_band_is_the_interval_and_stops_at_gaps():
+    x, y = (0.0, 1.0, 2.0, 3.0, 4.0), (1.0, 2.0, NAN, 4.0, 5.0)
+    line = Series("a", x, y, (0.0, 1.0, 1.0, 3.0, 4.0), (2.0, 3.0, 3.0, 5.0, 6.0))
+    band, main = traces(line)
+    assert band["x"] == [0, 1, 1, 0, None, 3, 4, 4, 3, None]
+    assert band["y"] == [2, 3, 1, 0, None, 5, 6, 4, 3, None]
+    assert band["legendgroup"] == main["legendgroup"] and band["hoverinfo"] == "skip" and not band["showlegend"]
+    assert main["y"] == [1, 2, None, 4, 5] and "error_y" not in main
+
+
+def test_points_and_a_lonely_step_have_error_bars():
+    (cloud,) = traces(Series("a", (1.0, 2.0), (2.0, 3.0), (1.0, NAN), (4.0, NAN), points=True))
+    assert cloud["mode"] == "markers"
+    assert cloud["error_y"]["array"] == [2, 0] and cloud["error_y"]["arrayminus"] == [1, 0]
+    (lonely,) = traces(Series("a", (1.0,), (2.0,), (1.0,), (4.0,)))
+    assert lonely["error_y"]["array"] == [2] and lonely["error_y"]["arrayminus"] == [1]
+
+
+def test_a_point_between_gaps_is_marked_on_a_long_line():
+    y = [1.0] * 100
+    y[49] = y[51] = NAN
+    (main,) = traces(Series("a", tuple(map(float, range(100))), tuple(y)))
+    assert [i for i, size in enumerate(main["marker"]["size"]) if size] == [50]
+
+
+def test_hover_tells_value_and_interval_and_data_cannot_be_markup():
+    line = Series("<a href='javascript:1'>", (1.0, 2.0), (0.5, NAN), (0.25, NAN), (0.75, NAN))
+    main = traces(line)[-1]
+    assert main["customdata"] == ["step: 1<br>0.500 [0.250, 0.750]", "step: 2<br>–"]
+    assert main["name"] == "&lt;a href=&#x27;javascript:1&#x27;&gt;"
+
+
+def test_logarithmic_axes_keep_what_is_not_positive_off_the_drawing():
+    line = Series("a", (2.0, 8.0), (1.0, 0.1), (-1.0, 0.05), (2.0, 0.2))
+    plain = json.loads(drawn(figure(line, Series("b", (2.0,), (-1.0,)), x_log=True, y_log=True)).to_json())
+    assert plain["layout"]["xaxis"]["type"] == plain["layout"]["yaxis"]["type"] == "log"
+    assert plain["layout"]["xaxis"]["tickvals"] == [2, 8]
+    assert plain["data"][0]["y"] == [2, 0.2, 0.05, 0.05, None]  # the end below zero lies at the least positive number
+    assert plain["data"][2]["y"] == [None]
+
+
+def test_no_button_sends_data_away():
+    assert CONFIG["showSendToCloud"] is False and CONFIG["displaylogo"] is False and CONFIG["plotlyServerURL"] == ""
+    assert CONFIG["modeBarButtons"] == [["toImage", "zoom2d", "pan2d", "resetScale2d"]]
+
+
+def test_every_number_is_in_the_table():
+    other = Series("b", (2.0, 5.0), (7.0, 8.0))
+    table = data_table(figure(Series("a", (1.0, 2.0), (3.0, 4.0), (2.0, 3.0), (4.0, 5.0)), other))
+    assert table.columns == ("step", "a", "b")
+    assert table.rows[0][:2] == (1, Estimate(3.0, 2.0, 4.0)) and table.rows[0][2] is None
+    assert [row[0] for row in table.rows] == [1, 2, 5]
+
+
+def test_a_cloud_with_several_points_at_one_place_has_a_row_for_each():
+    table = data_table(figure(Series("a", (1.0, 1.0), (3.0, 4.0), points=True)))
+    assert table.columns == ("series", "step", "rank") and len(table.rows) == 2
+
+
+def test_without_plotly_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "plotly.graph_objects", None)
+    with pytest.raises(ScoregramError, match=r"pip install 'scoregram\[report\]'"):
+        drawn(figure(EIGHT))
