@@ -36,7 +36,8 @@ def require_supported(trainer: Any) -> str:
     except ImportError as missing:
         fail("attach", "needs TRL", missing, "Install it: pip install 'scoregram[trl]'.")
     version = str(trl.__version__)
-    if not isinstance(trainer, (trl.GRPOTrainer, trl.RLOOTrainer))  # pyright: ignore[reportPrivateImportUsage]:
+    known = tuple(getattr(trl, name) for name in ("GRPOTrainer", "RLOOTrainer"))
+    if not isinstance(trainer, known):
         got = type(trainer).__name__
         fail("attach", "trainer must be a GRPOTrainer or an RLOOTrainer of TRL", got, "Subclasses of them will do.")
     if order(version) < order(OLDEST_TESTED):
