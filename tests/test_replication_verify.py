@@ -220,17 +220,14 @@ def test_a_changed_hash_is_told_from_changed_content(folder):
     assert found[HASH][0].startswith("the field sha256 was changed")
 
 
-@pytest.mark.parametrize("name", ["number", "short_number"])
-def test_a_changed_number_is_named(folder, name):
-    rewrite(folder, lambda record: record.update({name: record[name][:-1] + "0"}))
+@pytest.mark.parametrize(
+    ("name", "old", "new"), [("number", ".$", "0"), ("number", ":2026:", ":2025:"), ("short_number", ".$", "0")]
+)
+def test_a_changed_number_is_named(folder, name, old, new):
+    rewrite(folder, lambda record: record.update({name: re.sub(old, new, record[name])}))
     found = faults(verify(folder))
     assert found.keys() == {NUMBER}
-    assert found[NUMBER][0].startswith(f"{name} is scoregram:")
-
-
-def test_a_number_of_another_year_is_found(folder):
-    rewrite(folder, lambda record: record.update(number=record["number"].replace(":2026:", ":2025:")))
-    assert faults(verify(folder)).keys() == {NUMBER}
+    assert len(found[NUMBER]) == 1 and found[NUMBER][0].startswith(f"{name} is scoregram:")
 
 
 @pytest.mark.parametrize("folder", ["signed"], indirect=True)
