@@ -4,7 +4,7 @@ Prompts are `1+1=` and `2+2=`, read one character a token; the ids are those of 
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -34,7 +34,7 @@ def log_probs(completion: str) -> list[float]:
     return [-0.5 - i for i in range(len(completion))]
 
 
-def lines(path: Path, records: list[Mapping[str, Any]]) -> Path:
+def lines(path: Path, records: Sequence[Mapping[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path

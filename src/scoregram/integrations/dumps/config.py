@@ -96,5 +96,11 @@ class MeasureConfig:
     def record(self, found: str, temperature: float) -> Mapping[str, Any]:
         """The config as plain values for `config.yaml`, with what was left to the dump filled in."""
         plain = asdict(self) | {"out": str(self.out), "rollouts": str(self.rollouts)}
-        plain |= {"format": found, "temperature": temperature, "command": "measure"}
+        plain |= {
+            "format": found,
+            "temperature": temperature,
+            "command": "measure",
+            "resume": False,
+            "overwrite": False,
+        }
         return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}

@@ -63,7 +63,7 @@ def digest(*parts: bytes) -> bytes:
 
 
 def grouped(rollouts: Iterable[DumpedRollout], *, adjacent: bool, window: int) -> Iterator[DumpedGroup]:
-    """Groups in the order in which they are closed.
+    """Groups in the order in which they are closed; those that a step leaves open, in the order in which they began.
 
     Args:
         rollouts: In the order of the dump.
@@ -89,16 +89,19 @@ class _Desk:
         self.window = window
         self.step = -1
         self.open: OrderedDict[bytes, list[DumpedRollout]] = OrderedDict()
+        self.begun: dict[bytes, int] = {}
         self.sizes: Counter[bytes] = Counter()
         self.closed: set[bytes] = set()
         self.positions: Counter[int] = Counter()
-        self.number = 0
+        self.number = self.taken = 0
         self.is_late_step = False
 
     def take(self, step: int, key: bytes, rollout: DumpedRollout) -> None:
         if step != self.step:
             self.step, self.closed = step, set()
             self.is_late_step = self.positions[step] > 0
+        self.taken += 1
+        self.begun.setdefault(key, self.taken)
         self.open.setdefault(key, []).append(rollout)
         self.open.move_to_end(key)
         self.sizes[key] += rollout.size
@@ -107,8 +110,11 @@ class _Desk:
         return len(self.open) > 1 and self.sizes.total() > self.window + self.sizes[next(reversed(self.open))]
 
     def close_oldest(self) -> DumpedGroup:
-        key, rollouts = self.open.popitem(last=False)
-        del self.sizes[key]
+        return self.close(next(iter(self.open)))
+
+    def close(self, key: bytes) -> DumpedGroup:
+        rollouts = self.open.pop(key)
+        del self.sizes[key], self.begun[key]
         late = key in self.closed or self.is_late_step
         self.closed.add(key)
         made = DumpedGroup(self.number, self.step, self.positions[self.step], tuple(rollouts), late)
@@ -117,8 +123,8 @@ class _Desk:
         return made
 
     def close_all(self) -> Iterator[DumpedGroup]:
-        while self.open:
-            yield self.close_oldest()
+        for key in sorted(self.open, key=self.begun.__getitem__):
+            yield self.close(key)
 
 
 def without_repeats(groups: Iterable[DumpedGroup]) -> Iterator[DumpedGroup]:

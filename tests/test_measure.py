@@ -1,0 +1,361 @@
+"""A dump measured offline: the same K as the run that wrote it, whatever the format, the order or an interruption."""
+
+import json
+import math
+import shutil
+import warnings
+from functools import cache
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from scoregram import cli
+from scoregram.advantages import leave_one_out, mean_centered
+from scoregram.checks import ScoregramError
+from scoregram.gram import measure_gram
+from scoregram.integrations.dumps import writing
+from scoregram.integrations.dumps.config import MeasureConfig
+from scoregram.integrations.dumps.table import FORMATS
+from scoregram.integrations.dumps.tally import Tally
+from scoregram.integrations.measure import MeasuredDump, measure
+from scoregram.policy.bias import BiasedSamplingWarning
+from scoregram.policy.load import load_policy
+from scoregram.policy.tiny import CONTEXT
+from scoregram.runs import Run, open_run
+from scoregram.training.loop import train
+from scoregram.training.readings import over_groups, reward_reading, step_reading, whole_reading
+from tests.dump_cases import ROLLOUTS, WRITERS, lines, plain_record
+from tests.run_cases import tree
+from tests.training_cases import config_for, save_policy
+
+LOADED = cache(load_policy)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_policy(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def trained(model, tmp_path_factory) -> Run:
+    """Two steps of a policy that does not move."""
+    out = tmp_path_factory.mktemp("runs") / "train"
+    settings = {"learning_rate": 0.0, "rollouts_every": 1, "steps": 2, "eval_every": 0, "temperature": 0.8}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BiasedSamplingWarning)
+        train(config_for(model, out, **settings), console=Console(file=StringIO()))
+    return open_run(out)
+
+
+@pytest.fixture(autouse=True)
+def loaded_once(monkeypatch):
+    """Loading is not what these tests are about, and measuring leaves a policy as it was."""
+    monkeypatch.setattr("scoregram.integrations.measure.load_policy", LOADED)
+
+
+def measured(model: Path, dump: Path, out: Path, **changes: Any) -> tuple[Run, MeasuredDump, str]:
+    said = StringIO()
+    config = MeasureConfig(**({"model": str(model), "rollouts": dump, "out": out, "device": "cpu"} | changes))
+    done = measure(config, console=Console(file=said, width=500))
+    return open_run(out), done, said.getvalue()
+
+
+def test_a_run_measured_again_has_the_same_gram_and_readings(model, trained, tmp_path):
+    run, done, said = measured(model, trained.folder, tmp_path / "out")
+    before, after = list(trained.groups()), list(run.groups())
+    assert done.groups == len(before) == len(after) == 6 and done.rollouts == 24
+    for one, other in zip(before, after, strict=True):
+        assert (one.step, one.prompt_id) == (other.step, other.prompt_id)
+        torch.testing.assert_close(other.gram, one.gram, rtol=1e-5, atol=1e-5 * float(one.gram.abs().max()))
+        assert other.by_layer.keys() == one.by_layer.keys()
+        assert torch.equal(one.rewards, other.rewards) and torch.equal(one.lengths, other.lengths)
+        torch.testing.assert_close(one.advantages, other.advantages)
+        for name, value in one.statistics.items():
+            assert other.statistics[name] == pytest.approx(value, rel=1e-3, nan_ok=True), name
+        assert other.statistics["exact"] == 1 and other.statistics["log_prob_gap"] < 1e-4
+    kept = {"reward", "reward_std", "live_groups", "groups", "length", "finished", "gram/score_norm"}
+    kept |= {name for name in trained.metrics()[0] if name.startswith("group/")} | {"gram/baseline_saving"}
+    for one, other in zip(trained.metrics(), run.metrics(), strict=True):
+        assert {name: other[name] for name in kept} == pytest.approx(
+            {name: one[name] for name in kept}, nan_ok=True, rel=1e-3
+        )
+    assert "approximate" not in said and run.config["temperature"] == 0.8
+
+
+def test_rollouts_come_through_unchanged(model, trained, tmp_path):
+    run, _, _ = measured(model, trained.folder, tmp_path / "out")
+    for one, other in zip(trained.rollouts(), run.rollouts(), strict=True):
+        for name in (
+            "step",
+            "prompt_id",
+            "group",
+            "index",
+            "prompt",
+            "completion",
+            "prompt_length",
+            "reward",
+            "finished",
+        ):
+            assert getattr(one, name) == getattr(other, name), name
+        assert torch.equal(one.token_ids, other.token_ids) and one.advantage == pytest.approx(other.advantage)
+        torch.testing.assert_close(one.log_probs, other.log_probs, atol=1e-4, rtol=0)
+
+
+def test_with_whole_steps_the_readings_between_prompts_are_those_of_the_trainer(model, trained, tmp_path):
+    run, _, _ = measured(model, trained.folder, tmp_path / "out", between_prompts=True)
+    for one, other, batch in zip(trained.metrics(), run.metrics(), run.batches(), strict=True):
+        for name in ("snr", "noise_scale", "gradient_squared", "within_prompt", "conflicting_prompts"):
+            assert other[f"gram/{name}"] == pytest.approx(one[f"gram/{name}"], rel=1e-3, nan_ok=True), name
+        assert batch.gram.shape == (12, 12) and batch.sizes.tolist() == [4, 4, 4]
+
+
+def scores_of(model: Path, prompts: list[str], completions: list[str]) -> torch.Tensor:
+    """Scores `(N, D)` by one plain backward pass each."""
+    policy = load_policy(MeasureConfig(model=str(model), rollouts=Path(), out=Path(), device="cpu").policy)
+    rows = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        start, ids = len(prompt), torch.tensor([policy.tokenizer(prompt + completion)["input_ids"]])
+        logits = policy.model(ids).logits[0, :-1].double().log_softmax(-1)
+        total = logits[torch.arange(len(ids[0]) - 1), ids[0, 1:]][start - 1 :].sum()
+        grads = torch.autograd.grad(total, list(policy.model.parameters()))
+        rows.append(torch.cat([grad.flatten() for grad in grads]).double())
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_every_format_gives_the_gram_of_the_scores(name, model, tmp_path):
+    run, done, said = measured(model, WRITERS[name](tmp_path / "dump"), tmp_path / "out")
+    assert done.format == name and (done.groups, done.rollouts, done.broken) == (2, 4, 0)
+    scores = scores_of(model, [one["prompt"] for one in ROLLOUTS], [one["completion"] for one in ROLLOUTS])
+    expected = {one["prompt"]: scores[i : i + 2] @ scores[i : i + 2].mT for i, one in enumerate(ROLLOUTS) if i % 2 == 0}
+    for group in run.groups():
+        truth = expected[group.prompt]
+        torch.testing.assert_close(group.gram, truth, rtol=1e-4, atol=1e-4 * float(truth.max()))
+        told = [one["advantage"] for one in ROLLOUTS if one["prompt"] == group.prompt]
+        assert group.advantages.tolist() == told  # of the dump; where it has none, of the paper, which are the same
+    assert ("approximate: 100.0% of the rollouts were tokenised again; 100.0%" in said) != FORMATS[name].token_ids
+    (line,) = run.metrics()
+    assert line["step"] == 7 and line["reward"] == 0.625 and line["groups"] == line["live_groups"] == 2
+    assert line["dump/exact"] == float(FORMATS[name].token_ids)
+    assert ("dump/log_prob_gap" in line) == FORMATS[name].token_ids
+    assert ("is this the policy that drew them?" in said) == FORMATS[name].token_ids  # invented log-probabilities
+
+
+@pytest.mark.parametrize(("estimator", "fn"), [("mean", mean_centered), ("rloo", leave_one_out)])
+def test_another_estimator_takes_the_place_of_the_dumps_advantages(estimator, fn, model, tmp_path):
+    run, _, _ = measured(model, WRITERS["open-instruct"](tmp_path / "dump"), tmp_path / "out", estimator=estimator)
+    for group in run.groups():
+        torch.testing.assert_close(group.advantages, fn(group.rewards[None])[0])
+
+
+def text_lines(*rows: tuple[str, str, float | None], **more: Any) -> list[dict[str, Any]]:
+    return [{"prompt": p, "completion": c, "reward": r, **more} for p, c, r in rows]
+
+
+def test_groups_of_any_size_missing_rewards_and_empty_completions(model, tmp_path):
+    rows = text_lines(("a", "1", 1.0), ("b", "1", 1.0), ("a", "", None), ("a", "23", 0.0), ("c", "1", None))
+    run, done, said = measured(model, lines(tmp_path / "x.jsonl", rows), tmp_path / "out")
+    groups: list[Any] = list(run.groups())
+    a, b, c = groups
+    assert a.rewards.tolist()[::2] == [1.0, 0.0] and math.isnan(a.rewards[1])
+    assert a.advantages.tolist() == [0.5, 0.0, -0.5] and a.lengths.tolist() == [1, 0, 2]
+    assert bool((a.gram[1] == 0).all()) and a.statistics["reward_mean"] == 0.5
+    assert b.advantages.tolist() == c.advantages.tolist() == [0.0] and float(b.gram) > 0
+    assert math.isnan(c.statistics["reward_mean"]) and math.isnan(b.statistics["effective_rank"])
+    (line,) = run.metrics()
+    assert line["dump/without_reward"] == 2 and line["dump/groups_of_one"] == 2 and line["groups"] == 3
+    assert line["reward"] == pytest.approx(2 / 3) and line["live_groups"] == 1
+    assert "2 rollouts have no reward" in said and "2 groups of one" in said
+    assert done.left_out == 0
+
+
+def test_what_does_not_fit_is_left_out_and_said(model, tmp_path):
+    rows = text_lines(("a", "1", 1.0), ("a", "2" * CONTEXT, 0.0), ("a", "3", 0.0), ("", "x", 0.0))
+    path = lines(tmp_path / "x.jsonl", rows)
+    run, done, said = measured(model, path, tmp_path / "out")
+    (group,) = run.groups()
+    assert group.lengths.tolist() == [1, 1] and group.statistics["rollouts_left_out"] == 1
+    assert done.left_out == 2
+    assert f"left out: {path} line 2 has {CONTEXT + 1} tokens, more than the context of {CONTEXT}." in said
+    assert f"left out: {path} line 4 has no prompt token before its completion." in said
+
+
+def test_text_that_does_not_come_back_counts_against_the_round_trip(model, tmp_path):
+    rows = text_lines(("a", "é", 1.0), ("a", "1", 0.0), tokens=1)
+    run, _, said = measured(model, lines(tmp_path / "x.jsonl", [*rows, rows[1] | {"tokens": 3}]), tmp_path / "out")
+    (line,) = run.metrics()
+    assert line["dump/round_trip"] == pytest.approx(2 / 3) and line["dump/count_agreement"] == pytest.approx(2 / 3)
+    assert "66.7% of these decode to their text" in said and "token counts agree for 66.7%" in said
+
+
+def test_the_end_token_is_added_only_when_asked_for(model, tmp_path):
+    path = lines(tmp_path / "x.jsonl", text_lines(("a", "1", 1.0)) + text_lines(("a", "2", 0.0), finished=False))
+    run, _, _ = measured(model, path, tmp_path / "with", append_end=True)
+    assert next(run.groups()).lengths.tolist() == [2, 1]
+    assert [rollout.token_ids[-1].item() == 1 for rollout in run.rollouts()] == [True, False]
+    run, _, _ = measured(model, path, tmp_path / "without")
+    assert next(run.groups()).lengths.tolist() == [1, 1]
+
+
+def test_advantages_of_single_tokens_are_kept(model, tmp_path):
+    tokens = {"prompt_ids": [5, 6], "token_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]}
+    record = tokens | {"inference_logprobs": [0.0] * 4, "advantages": [0.0, 0.0, 1.0, 3.0], "step": 1}
+    run, _, _ = measured(model, lines(tmp_path / "rank_0.jsonl", [record] * 2), tmp_path / "out")
+    assert next(run.groups()).advantages.tolist() == [2.0, 2.0]
+    assert next(run.rollouts()).advantage is None
+    kept: list[Any] = list(run.rollouts())
+    assert kept[0].advantages.tolist() == [0.0, 0.0, 1.0, 3.0]
+
+
+def test_some_reward_functions_alone(model, tmp_path):
+    dump = WRITERS["trl"](tmp_path / "dump")
+    run, _, _ = measured(model, dump, tmp_path / "out", reward_columns=("format_reward",), estimator="mean")
+    assert [group.rewards.tolist() for group in run.groups()] == [[0.0, 0.0], [0.0, 0.0]]
+    with pytest.raises(ScoregramError, match="a reward called style, got accuracy_reward, format_reward"):
+        measured(model, dump, tmp_path / "again", reward_columns=("style",))
+
+
+def test_a_run_that_was_cut_short_goes_on_to_the_same_run(model, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "PAGE_GROUPS", 1)
+    whole, _, _ = measured(model, trained.folder, tmp_path / "whole")
+    rows = [group.gram for group in whole.groups()]
+    for lost in ("group", "line"):
+        out = tmp_path / lost
+        shutil.copytree(tmp_path / "whole", out)
+        kept = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (out / "metrics.jsonl").write_text(kept[0])
+        if lost == "group":  # killed after its rollouts were written
+            max((out / "groups").iterdir()).unlink()
+            (out / "groups" / ".partial-x").touch()
+        run, done, said = measured(model, trained.folder, out, resume=True)
+        assert (done.groups, done.held) == ((1, 5) if lost == "group" else (0, 6))
+        for gram, group in zip(rows, run.groups(), strict=True):
+            torch.testing.assert_close(group.gram, gram)
+        assert len(list(run.rollouts())) == 24
+        assert [set(line) for line in run.metrics()] == [set(line) for line in whole.metrics()]
+        assert run.metrics()[1] == pytest.approx(whole.metrics()[1], nan_ok=True)
+    assert "were there" in said
+
+
+def test_an_error_in_the_middle_keeps_what_was_measured(model, tmp_path):
+    good = [plain_record(i, one) for i, one in enumerate(ROLLOUTS)]
+    far = [record | {"step": 8, "group": record["group"] + 5} for record in good]
+    path = lines(tmp_path / "x.jsonl", [*good, *far])
+    path.write_text(path.read_text() + "{broken\n")
+    with pytest.raises(ScoregramError, match=r"x\.jsonl line 9: must be readable"):
+        measured(model, path, tmp_path / "out", strict=True)
+    assert len(list(open_run(tmp_path / "out").groups())) == 2  # those of step 7; step 8 was still open
+    run, done, _ = measured(model, path, tmp_path / "out", resume=True)
+    assert (done.groups, done.held, done.broken) == (2, 2, 1)
+    assert [line["step"] for line in run.metrics()] == [7, 8]
+
+
+def test_resuming_twice_changes_nothing(model, trained, tmp_path):
+    measured(model, trained.folder, tmp_path / "out")
+    before = tree(tmp_path / "out")
+    _, done, _ = measured(model, trained.folder, tmp_path / "out", resume=True)
+    assert done.groups == 0 and done.held == 6
+    assert tree(tmp_path / "out") == before
+
+
+def test_only_so_many_groups_and_rollouts(model, trained, tmp_path):
+    run, done, _ = measured(model, trained.folder, tmp_path / "out", max_groups=2, group_size_limit=3)
+    assert done.groups == 2 and [len(group.rewards) for group in run.groups()] == [3, 3]
+    run, done, said = measured(model, trained.folder, tmp_path / "out", group_size_limit=3, resume=True)
+    assert (done.groups, done.held) == (4, 2) and len(list(run.groups())) == 6
+    assert "1 steps have groups that their line in the metrics does not tell of" in said
+
+
+def test_another_setting_is_not_a_resumption(model, trained, tmp_path):
+    measured(model, trained.folder, tmp_path / "out", max_groups=1)
+    with pytest.raises(ScoregramError, match=r"must have the same config, got .*estimator"):
+        measured(model, trained.folder, tmp_path / "out", resume=True, estimator="rloo")
+    with pytest.raises(ScoregramError, match="must be empty, got a run"):
+        measured(model, trained.folder, tmp_path / "out")
+
+
+def test_steps_out_of_order_are_measured_and_said(model, tmp_path):
+    rows = [row for step in (3, 5, 3) for row in text_lines(("a", "1", 1.0), ("a", "2", 0.0), step=step)]
+    run, done, said = measured(model, lines(tmp_path / "x.jsonl", rows), tmp_path / "out")
+    assert done.groups == 3 and [line["step"] for line in run.metrics()] == [3, 5]
+    assert "1 groups came late" in said and "1 steps have groups that their line" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"estimator": "gae"}, "measure --estimator: must be auto, dump or one of .*grpo.*, got 'gae'"),
+        ({"format": "tinker"}, "measure --format: the name must be one of"),
+        ({"rollouts": Path("nowhere")}, "measure --rollouts: the path must exist"),
+        ({"max_groups": -1}, "measure --max-groups: must be at least 0"),
+        ({"temperature": 0.0}, "measure --temperature: must be positive and finite"),
+        ({"resume": True, "overwrite": True}, "resume or overwrite, not both"),
+        ({"resume": True}, "must be a run folder"),
+    ],
+)
+def test_what_cannot_work_is_one_sentence_before_a_run_is_begun(changes, says, model, tmp_path):
+    path = lines(tmp_path / "x.jsonl", text_lines(("a", "1", 1.0)))
+    with pytest.raises(ScoregramError, match=says):
+        measured(model, path, tmp_path / "out", **changes)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_does_not_know_the_tokens_is_refused(model, tmp_path):
+    path = lines(tmp_path / "x.jsonl", [{"prompt_ids": [5], "completion_ids": [50_000], "reward": 1.0}])
+    with pytest.raises(
+        ScoregramError, match=r"x\.jsonl line 1: token ids must be below \d+.*, got 50000\. Pass the model"
+    ):
+        measured(model, path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_conversation_needs_a_template(model, tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": "a"}], "completion": "1", "reward": 1.0}]
+    with pytest.raises(ScoregramError, match="a prompt of messages needs a chat template"):
+        measured(model, lines(tmp_path / "x.jsonl", rows), tmp_path / "out")
+
+
+def test_a_dump_in_which_nothing_can_be_read(model, tmp_path):
+    path = lines(tmp_path / "x.jsonl", [{"prompt": "a", "completion": "b", "reward": "x"}])
+    with pytest.raises(ScoregramError, match="at least one rollout, got 1 records that cannot be read"):
+        measured(model, path, tmp_path / "out")
+
+
+def test_the_tally_of_a_step_is_what_the_trainer_would_log(trained):
+    groups = list(trained.groups([1]))
+    tally = Tally()
+    for group in groups:
+        tally.add(group)
+    found = tally.scalars()
+    rewards, advantages = (torch.stack([getattr(g, name) for g in groups]) for name in ("rewards", "advantages"))
+    expected = over_groups([group.statistics for group in groups]) | reward_reading(rewards, advantages)
+    whole = torch.block_diag(*[group.gram for group in groups if group.gram is not None])
+    steps = step_reading(whole, advantages.flatten() / 12, rewards)
+    expected |= {name: steps[name] for name in ("gram/score_norm", "gram/baseline_saving")}
+    assert {name: found[name] for name in expected} == pytest.approx(expected, nan_ok=True)
+    assert not whole_reading(whole, advantages.flatten(), rewards).keys() & found.keys()
+
+
+def test_the_command_measures_and_says_where(model, tmp_path, capsys):
+    path = lines(tmp_path / "mine.jsonl", text_lines(("a", "1", 1.0), ("a", "2", 0.0)))
+    asked = ["measure", "--model", str(model), "--rollouts", str(path), "--out", str(tmp_path / "out")]
+    assert cli.main([*asked, "--device", "cpu"]) == 0
+    assert "1 groups of 2 rollouts measured" in capsys.readouterr().out.replace("\n", " ")
+    assert cli.main(asked) == 2
+    assert "must be empty, got a run" in capsys.readouterr().err
+    stored = (tmp_path / "out" / "metrics.jsonl").read_text()
+    assert json.loads(stored)["dump/exact"] == 0.0
+
+
+def test_a_group_alone_is_measured_as_in_a_batch(model, trained):
+    """The reference that the others rest on: padding and company change nothing."""
+    policy = load_policy(MeasureConfig(model=str(model), rollouts=Path(), out=Path(), device="cpu").policy)
+    rollout = next(trained.rollouts())
+    ids = rollout.token_ids[None]
+    mask = torch.arange(ids.shape[1])[None] >= rollout.prompt_length
+    alone = measure_gram(policy.model, ids, mask, temperature=0.8).matrix
+    torch.testing.assert_close(alone[0, 0], next(trained.groups()).gram[0, 0], rtol=1e-5, atol=0)
