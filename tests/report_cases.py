@@ -104,18 +104,19 @@ class Page(HTMLParser):
         self.close()
         assert not self._open, f"never closed: {self._open}"
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:  # noqa: D102
         self.elements.append((tag, {name: value or "" for name, value in attrs}))
         if tag not in VOID:
             self._open.append(tag)
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag: str) -> None:  # noqa: D102
         assert self._open.pop() == tag
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data: str) -> None:  # noqa: D102
         self.texts.append((self._open[-1] if self._open else "", data))
 
     def named(self, tag: str) -> list[dict[str, str]]:
+        """Attributes of every element of a kind."""
         return [attributes for name, attributes in self.elements if name == tag]
 
     def text(self, *tags: str) -> str:

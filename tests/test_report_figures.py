@@ -1,5 +1,6 @@
 import json
 import math
+import sys
 
 import pytest
 
@@ -136,6 +137,6 @@ def test_a_cloud_with_several_points_at_one_place_has_a_row_for_each():
 
 
 def test_without_plotly_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "plotly.graph_objects", None)
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     with pytest.raises(ScoregramError, match=r"pip install 'scoregram\[report\]'"):
         drawn(figure(EIGHT))

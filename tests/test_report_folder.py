@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -24,7 +25,13 @@ VERDICTS = [
         "model": "tiny",
         "task": "arithmetic",
     },
-    {"claim": "c", "statement": "s", "verdict": "not replicated", "effect": {"R = 2": 1.5, "ends": [1, None]}, "seeds": 1},
+    {
+        "claim": "c",
+        "statement": "s",
+        "verdict": "not replicated",
+        "effect": {"R = 2": 1.5, "ends": [1, None]},
+        "seeds": 1,
+    },
 ]
 
 
@@ -102,5 +109,5 @@ def test_the_command_writes_a_run_and_prints_where(tmp_path, capsys):
 def test_anything_else_is_refused_with_what_was_found(make, found, tmp_path, capsys):
     make(tmp_path / "x")
     assert cli.main(["report", str(tmp_path / "x")]) == 2
-    expected = rf"scoregram: report: .*x must hold a run \(config.yaml\) or a replication .*, got {found}\. Choose such a folder\.\n"
-    assert __import__("re").fullmatch(expected, capsys.readouterr().err)
+    expected = rf"scoregram: report: .*x must hold a run .* or a replication .*, got {found}\. Choose such a folder\.\n"
+    assert re.fullmatch(expected, capsys.readouterr().err)

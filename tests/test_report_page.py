@@ -21,7 +21,12 @@ pytest.importorskip("plotly")
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;"
 TABLE = Table("t", "A table", "Read the table so.", ("R", "rank"), ((2, Estimate(1.5, 1.25, 1.75)), (4, math.nan)))
 FIGURE = Figure(
-    "f", "A figure", "Read the figure so.", "step", "rank", (Series("a", (1.0, 2.0), (1.0, 2.0), (0.5, 1.5), (1.5, 2.5)),)
+    "f",
+    "A figure",
+    "Read the figure so.",
+    "step",
+    "rank",
+    (Series("a", (1.0, 2.0), (1.0, 2.0), (0.5, 1.5), (1.5, 2.5)),),
 )
 EVIL_TABLE = Table(EVIL, EVIL, EVIL, (EVIL, "n"), ((EVIL, 1),))
 EVIL_FIGURE = Figure(EVIL, EVIL, EVIL, EVIL, EVIL, (Series(EVIL, (1.0,), (2.0,)), Series(EVIL, (1.0,), (2.0,))))
@@ -44,7 +49,7 @@ def test_nothing_is_loaded_from_anywhere(parsed):
     ids = {attributes["id"] for _, attributes in parsed.elements if "id" in attributes}
     for tag, attributes in parsed.elements:
         assert not loading & attributes.keys(), tag
-        assert "href" not in attributes or attributes["href"][1:] in ids and attributes["href"][0] == "#"
+        assert "href" not in attributes or (attributes["href"][1:] in ids and attributes["href"][0] == "#")
         assert not any(name.startswith("on") for name in attributes)
     assert not {"link", "iframe", "object", "embed", "base", "img"} & {tag for tag, _ in parsed.elements}
     assert not re.search(r"url\(|@import|@font-face", parsed.text("style"))
@@ -78,7 +83,11 @@ def test_what_is_wicked_is_shown_as_it_is():
 
 def test_ids_are_unique_though_exhibits_share_theirs():
     same = [Section("s", "", (FIGURE, TABLE, FIGURE)), Section("s", "", (FIGURE,))]
-    found = [attributes["id"] for _, attributes in Page(page(title="", lead="", sections=same)).elements if "id" in attributes]
+    found = [
+        attributes["id"]
+        for _, attributes in Page(page(title="", lead="", sections=same)).elements
+        if "id" in attributes
+    ]
     assert len(found) == len(set(found)) and {"f", "f-2", "f-3"} <= set(found)
 
 
@@ -119,7 +128,7 @@ def test_it_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_is_not_there_is_one_sentence(tmp_path):
-    with pytest.raises(ScoregramError, match="report: .*must be writable, got No such file"):
+    with pytest.raises(ScoregramError, match=r"report: .*must be writable, got No such file"):
         write_page(tmp_path / "no" / "page.html", title="", lead="", sections=[])
 
 

@@ -90,6 +90,9 @@ def _figures(facts: Facts) -> Iterator[tuple[str, str, tuple[Figure, ...]]]:
 def _missing(facts: Facts) -> Iterator[str]:
     if not facts.lines:
         yield "No step has been logged."
+    skipped = sum(bool(line.get("skipped", 0)) for line in facts.lines)
+    if skipped:
+        yield f"Steps passed over because a number was not finite: {skipped}."
     if not facts.series("eval/accuracy")[0]:
         yield "No test accuracy: nothing was evaluated."
     if not any(group.reading for group in facts.groups):
@@ -101,6 +104,3 @@ def _missing(facts: Facts) -> Iterator[str]:
         yield "No noise components and no baseline: their unbiased estimates need groups of at least 4."
     elif not facts.series("gram/gradient_squared")[0]:
         yield "No noise components: the Gram between prompts was not measured, or every step had one prompt."
-    skipped = sum(bool(line.get("skipped", 0)) for line in facts.lines)
-    if skipped:
-        yield f"{skipped} steps were passed over because a number was not finite."

@@ -160,8 +160,8 @@ def feasible_ranks(group: GroupFacts) -> tuple[float, float]:
     The ends of `feasible_intervals`, of this one metric alone: a run has many groups.
     """
     top1 = group.reading.get("top1_fraction", math.nan)
-    if math.isnan(top1) or not group.rows:
-        return math.nan, math.nan
+    if math.isnan(top1) or not group.rows or group.reading.get("numerical_rank", 0) > group.rows:
+        return math.nan, math.nan  # other weights than the stored advantages were read
     try:
         energies = torch.stack([concentrated_energies(top1, group.rows), spread_energies(top1, group.rows)])
     except ScoregramError:  # stored statistics that do not belong to the stored advantages

@@ -185,8 +185,9 @@ def _reward(facts: Facts) -> Estimate:
 
 
 def _dead(facts: Facts) -> Estimate:
-    if facts.last_groups:
-        return mean_estimate([float(not group.alive) for group in facts.last_groups])
+    judged = [group for group in facts.last_groups if bool(group.record.rewards.isfinite().any())]
+    if judged:
+        return mean_estimate([float(not group.alive) for group in judged])
     known = [line for line in facts.last_lines if line.get("groups", 0) > 0 and "live_groups" in line]
     return mean_estimate([1 - line["live_groups"] / line["groups"] for line in known])
 

@@ -1,0 +1,67 @@
+"""The page in a real browser, from disk, with every name of the network unknown to it."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from scoregram.exhibits import Estimate, Figure, Series, Table
+from scoregram.report import Section, write_page, write_report
+from tests.report_cases import write_run
+
+pytest.importorskip("plotly")
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")]
+
+EVIL = "<img src=x onerror=\"document.title='broken into'\"><script>document.title='broken into'</script>"
+
+
+def opened(path: Path, home: Path) -> tuple[str, str]:
+    """The document after its scripts have run, and what they said on the console."""
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={home}",
+        "--enable-logging=stderr",
+        "--v=0",
+    ]
+    offline = ["--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=10000", "--window-size=1000,1200"]
+    command = [str(CHROMIUM), *options, *offline, "--dump-dom", path.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    said = "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+    return done.stdout, said
+
+
+def body(document: str) -> str:
+    return re.sub(r"<script>.*?</script>", "", document, flags=re.DOTALL)
+
+
+def test_every_figure_of_a_run_is_drawn_and_nothing_is_complained_about(tmp_path):
+    write_run(tmp_path / "run")
+    document, said = opened(write_report(tmp_path / "run"), tmp_path / "home")
+    assert said == ""
+    drawn = body(document)
+    plots = re.findall(r'<div class="plot[^"]*" id="([^"]+)"', drawn)
+    assert len(plots) == 11 and drawn.count('class="scatterlayer') == len(plots)
+    assert 'class="js-line"' in drawn and "effective rank, orthogonal" in drawn
+
+
+def test_data_never_runs(tmp_path):
+    figure = Figure(EVIL, EVIL, EVIL, EVIL, EVIL, (Series(EVIL, (1.0, 2.0), (1.0, 2.0)),))
+    table = Table(EVIL, EVIL, EVIL, (EVIL,), ((EVIL,), (Estimate(1.0, 0.5, 2.0),)))
+    path = write_page(tmp_path / "p.html", title="Title", lead=EVIL, sections=[Section(EVIL, EVIL, [table, figure])])
+    document, said = opened(path, tmp_path / "home")
+    assert said == "" and "<title>Title</title>" in document
+    assert "<img" not in body(document) and 'class="js-line"' in document
+
+
+def test_the_policy_stops_what_would_slip_through(tmp_path):
+    path = write_page(tmp_path / "p.html", title="Title", lead="", sections=[])
+    smuggled = "<script>document.title='broken into'</script><img src='https://example.org/x.png'></main>"
+    path.write_text(path.read_text().replace("</main>", smuggled))
+    document, said = opened(path, tmp_path / "home")
+    assert "<title>Title</title>" in document and "Content Security Policy" in said

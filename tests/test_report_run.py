@@ -1,0 +1,238 @@
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from scoregram.exhibits import Estimate, Figure
+from scoregram.report import write_report
+from scoregram.report.bootstrap import LEVEL, estimate, mean_estimate
+from scoregram.report.facts import group_facts, read_facts
+from scoregram.report.run import run_page
+from scoregram.report.steps import MOST_POINTS, chunks, feasible_ranks
+from scoregram.report.summary import noise_rows, summarised, summary_table
+from scoregram.runs import GroupRecord, RunWriter, open_run
+from scoregram.spectra import feasible_intervals
+from scoregram.statistics import baseline_saving, group_blocks, mixed_probability, noise_components
+from tests.report_cases import CONFIG, Page, write_run
+
+pytest.importorskip("plotly")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    return folder, write_run(folder)
+
+
+@pytest.fixture(scope="module")
+def facts(run):
+    return read_facts(open_run(run[0]))
+
+
+def figures(folder) -> dict[str, Figure]:
+    page = run_page(open_run(folder))
+    return {one.id: one for section in page.sections for one in section.exhibits if isinstance(one, Figure)}
+
+
+def test_a_measured_run_shows_everything(run):
+    assert figures(run[0]).keys() == {
+        *("learning", "groups", "effective-rank", "top1-fraction", "rank-by-right", "cosine"),
+        *("update-norm", "coherence", "snr", "noise-scale", "drivers"),
+    }
+
+
+def test_lines_are_means_over_the_groups_of_a_step(run, facts):
+    (measured, null, least, most) = figures(run[0])["effective-rank"].series
+    for place, step in enumerate(measured.x):
+        live = [g for g in facts.groups if g.record.step == step and g.alive]
+        values = [g.record.statistics["effective_rank"] for g in live]
+        assert measured.y[place] == pytest.approx(sum(values) / len(values))
+        nulls = [g.record.statistics["effective_rank_orthogonal"] for g in live]
+        assert null.y[place] == pytest.approx(sum(nulls) / len(nulls))
+        assert least.y[place] - 1e-9 <= measured.y[place] <= most.y[place] + 1e-9
+        assert min(values) - 1e-9 <= measured.low[place] <= measured.high[place] <= max(values) + 1e-9 or len(live) == 1
+
+
+def test_the_possible_ranks_are_those_of_the_feasible_interval(facts):
+    for group in facts.groups:
+        if group.alive:
+            rows = int((group.record.advantages != 0).sum())
+            interval = feasible_intervals(group.reading["top1_fraction"], rows)["effective_rank"]
+            assert feasible_ranks(group) == pytest.approx((interval.low, interval.high), abs=1e-12)
+        else:
+            assert all(map(math.isnan, feasible_ranks(group)))
+
+
+def test_ranks_are_shown_by_how_many_were_right(run, facts):
+    measured, _, closed = figures(run[0])["rank-by-right"].series
+    assert closed.x == (1.0, 2.0, 3.0) and closed.y == (3.0, 4.0, 3.0)  # 4k(R-k)/R at R = 4
+    for k, y in zip(measured.x, measured.y, strict=True):
+        values = [g.reading["effective_rank"] for g in facts.groups if g.record.rewards.sum() == k]
+        assert y == pytest.approx(sum(values) / len(values))
+
+
+def test_the_last_third_is_averaged(run, facts):
+    assert facts.steps == [1, 2, 3, 4, 5, 6] and facts.ending == range(5, 7)
+    last = [g for g in facts.groups if g.record.step >= 5]
+    summary = summarised(facts)
+    dead = [float(g.record.rewards.unique().numel() == 1) for g in last]
+    assert summary.groups == len(last) == 6 and summary.dead.value == pytest.approx(sum(dead) / len(dead))
+    rewards = torch.cat([g.record.rewards for g in last])
+    chance = float(rewards.mean())
+    assert summary.reward.value == pytest.approx(chance)
+    assert summary.equally_hard_dead == pytest.approx(1 - mixed_probability(chance, 4))
+    pairs = [(g.reading["effective_rank"], g.reading["effective_rank_orthogonal"]) for g in last if g.alive]
+    assert summary.rank_difference.value == pytest.approx(sum(a - b for a, b in pairs) / len(pairs))
+    cosines = [g.reading["cosine"] for g in last]  # dead groups have angles too
+    assert summary.cosine.value == pytest.approx(sum(cosines) / len(cosines))
+
+
+def test_noise_is_pooled_over_steps_before_it_is_divided(run, facts):
+    known = [noise_components(*run[1][step]) for step in (5, 6)]
+    expected = np.array([list(vars(one).values()) for one in known])
+    np.testing.assert_allclose(noise_rows(facts), expected, rtol=1e-9)
+    pooled = dict(zip(vars(known[0]), expected.mean(axis=0), strict=True))
+    summary = summarised(facts)
+    c1, c3 = pooled["between_prompts"], pooled["group_baseline"]
+    best = 1 + math.sqrt(c3 / c1) if c1 > 0 else math.inf
+    assert summary.best_group_size.value == pytest.approx(best) and summary.noise_steps == 2
+
+
+def test_the_saving_of_the_baseline_is_that_of_all_groups_together(run, facts):
+    grams = torch.cat([group_blocks(run[1][step][0], 4) for step in (5, 6)])
+    rewards = torch.cat([run[1][step][1] for step in (5, 6)])
+    assert summarised(facts).baseline_saving.value == pytest.approx(baseline_saving(grams, rewards).fraction)
+
+
+def test_the_table_holds_each_number_beside_what_to_compare_it_with(run, facts):
+    rows = {row[0]: row for row in summary_table(facts, summarised(facts)).rows}
+    assert rows["best group size"][2] == 4 and rows["noise scale, in rollouts"][2] == 12
+    assert rows["test accuracy, last"][1:4] == (Estimate(0.75, 0.65, 0.85), 0.25, "at step 0")
+    assert isinstance(rows["effective rank"][2], Estimate) and rows["cosine between rollouts"][2] == 0
+
+
+def test_the_mean_has_the_interval_of_its_standard_error():
+    values = np.random.default_rng(1).normal(size=500)
+    found = mean_estimate(values)
+    error = values.std(ddof=1) / math.sqrt(len(values))
+    assert found.value == pytest.approx(values.mean())
+    assert (found.high - found.low) / 2 == pytest.approx(1.96 * error, rel=0.15)  # 1000 resamples: ends ± 5 % or so
+    assert found == mean_estimate(values) and LEVEL == 0.95
+
+
+def test_intervals_of_the_undefined_and_the_infinite():
+    assert math.isnan(mean_estimate([]).value) and math.isnan(mean_estimate([math.nan]).value)
+    one = mean_estimate([2.0, math.nan])
+    assert one.value == 2 and math.isnan(one.low)
+    jump = np.array([1.0, 1.0, math.inf])
+    found = estimate(3, lambda drawn: jump[drawn].max(axis=-1))
+    assert found.value == math.inf and found.low == 1 and found.high == math.inf
+    assert math.isnan(estimate(2, lambda drawn: np.full(drawn.shape[:-1], math.nan)).low)
+
+
+def test_long_runs_are_averaged_over_neighbours():
+    places = [float(step) for step in range(3 * MOST_POINTS + 1) for _ in range(2)]
+    parts = chunks(places)
+    assert len(parts) <= MOST_POINTS and [i for part in parts for i in part] == list(range(len(places)))
+    assert {len({places[i] for i in part}) for part in parts[:-1]} == {4}  # whole steps, equally many
+    assert chunks([1.0, 1.0, 2.0]) == [range(2), range(2, 3)] and chunks([]) == []
+
+
+def all_wrong(step, prompt, generator):
+    return torch.zeros(4, dtype=torch.float64)
+
+
+def graded(step, prompt, generator):
+    return torch.rand(4, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("options", "missing", "absent"),
+    [
+        ({"measured": False}, "No Gram was measured", {"effective-rank", "snr", "cosine"}),
+        ({"measured": False, "evaluated": False, "steps": 1}, "No test accuracy", {"effective-rank"}),
+        ({"rewards": all_wrong}, "No group was live", {"effective-rank", "rank-by-right", "coherence"}),
+        ({"steps": 1}, "", set()),
+        ({"prompts": 1}, "No noise components", {"snr", "noise-scale"}),
+        ({"size": 2}, "need groups of at least 4", {"snr", "noise-scale"}),
+        ({"size": 1}, "No group was live", {"effective-rank"}),
+        ({"rewards": graded}, "", {"rank-by-right"}),
+        ({"statistics": False}, "", set()),
+    ],
+)
+def test_a_run_may_lack_anything(options, missing, absent, tmp_path):
+    write_run(tmp_path / "run", **({"steps": 3} | options))
+    assert not absent & figures(tmp_path / "run").keys()
+    page = Page(write_report(tmp_path / "run").read_text())
+    assert missing in page.text("li") and "nan" not in page.text()
+
+
+def test_scalars_are_made_from_the_gram_where_the_run_did_not_store_them(tmp_path):
+    write_run(tmp_path / "with")
+    write_run(tmp_path / "without", statistics=False)
+    assert figures(tmp_path / "with")["effective-rank"] == figures(tmp_path / "without")["effective-rank"]
+
+
+def test_a_run_that_has_only_begun(tmp_path):
+    RunWriter.create(tmp_path / "run", CONFIG, environment={}).close()
+    text = Page(write_report(tmp_path / "run").read_text()).text()
+    assert "This run holds no step yet." in text and "No step has been logged." in text
+
+
+def test_a_run_that_was_killed_says_so(tmp_path):
+    write_run(tmp_path / "run", steps=2)
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rew')
+    (tmp_path / "run" / "groups" / ".partial-step-000000003-000.parquet").write_bytes(b"x")
+    text = Page(write_report(tmp_path / "run").read_text()).text("li")
+    assert "bytes after the last complete line are ignored" in text and "unfinished, ignored" in text
+
+
+def test_steps_passed_over_and_rollouts_without_a_reward(tmp_path):
+    with RunWriter.create(tmp_path / "run", {}, environment={}) as writer:
+        writer.write_metrics(1, {"skipped": 1})
+        writer.write_metrics(2, {"reward": 0.5, "groups": 0, "live_groups": 0})
+        rewards, zeros = torch.tensor([1.0, math.nan, 0.0]), torch.zeros(3, dtype=torch.float64)
+        record = GroupRecord(
+            step=2, prompt_id="<script>", rewards=rewards, lengths=torch.ones(3).long(), advantages=zeros
+        )
+        writer.write_groups(2, [record])
+        writer.write_groups(2, [dataclasses.replace(record, rewards=torch.full((3,), math.nan))])
+    (mixed, unknown) = read_facts(open_run(tmp_path / "run")).groups
+    assert mixed.alive and mixed.right is None and not unknown.alive
+    assert summarised(read_facts(open_run(tmp_path / "run"))).dead.value == 0  # who knows of the other
+    assert "not finite: 1." in Page(write_report(tmp_path / "run").read_text()).text("li")
+
+
+def test_probes_do_not_count_as_training(tmp_path):
+    rewards, zeros = torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.float64)
+    trained = GroupRecord(step=1, prompt_id="a", rewards=rewards, lengths=torch.ones(2).long(), advantages=zeros)
+    with RunWriter.create(tmp_path / "run", {}, environment={}) as writer:
+        writer.write_groups(1, [trained, dataclasses.replace(trained, prompt_id="b", kind="fixed")])
+    assert [g.record.prompt_id for g in read_facts(open_run(tmp_path / "run")).groups] == ["a"]
+
+
+def test_what_is_no_gram_has_no_reading():
+    gram = torch.tensor([[1.0, 5.0], [5.0, 1.0]], dtype=torch.float64)
+    rewards = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    record = GroupRecord(
+        step=1, prompt_id="p", rewards=rewards, lengths=torch.ones(2).long(), advantages=rewards - 0.5, gram=gram
+    )
+    assert group_facts(record).reading == {}
+
+
+def test_the_lead_is_one_sentence_of_what_is_known(run, tmp_path):
+    lead = run_page(open_run(run[0])).lead
+    assert lead.startswith("In the last third of 6 steps, the effective rank of a group's gradients was ")
+    assert "orthogonal scores would give" in lead and lead.endswith("went from 0.250 to 0.750 over the run.")
+    write_run(tmp_path / "bare", measured=False, evaluated=False)
+    assert "effective rank" not in run_page(open_run(tmp_path / "bare")).lead
+
+
+def test_names_from_data_are_text(tmp_path):
+    folder = tmp_path / "<script>alert(1)<"
+    write_run(folder, prompt_id="</script><script>alert({})</script>")
+    page = Page(write_report(folder).read_text())
+    assert len(page.named("script")) == 2 and "<script>alert(1)<" in page.text("h1")
