@@ -55,14 +55,16 @@ def trainer_for(
     policy = folder / "policy"
     if not policy.exists():
         save_policy(policy)
-    model: Any = AutoModelForCausalLM.from_pretrained(policy)
-    with torch.no_grad():
-        model.get_input_embeddings().weight[1] *= END_WEIGHT
+        made: Any = AutoModelForCausalLM.from_pretrained(policy)
+        with torch.no_grad():
+            made.get_input_embeddings().weight[1] *= END_WEIGHT
+        made.save_pretrained(policy)
     return (cls or getattr(trl, f"{kind}Trainer"))(
-        model=model,
+        model=AutoModelForCausalLM.from_pretrained(policy),
         reward_funcs=rewards,
         args=arguments(kind, folder / "trainer", **changes),
         train_dataset=dataset(),
+        eval_dataset=dataset(1).select(range(2)),
         processing_class=character_tokenizer(64),
         peft_config=peft,
     )

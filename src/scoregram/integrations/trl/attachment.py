@@ -221,8 +221,9 @@ class Attachment:
         with self._without_harm():
             batch = MicroBatch(rows)
             self._window.batches.append(batch)
-            if len(seen) == 1 and seen[0].shape == given["completion_ids"].shape:
-                seen[0].register_hook(batch.catch)
+            for log_probs in seen:
+                if log_probs.shape == given["completion_ids"].shape:
+                    log_probs.register_hook(batch.catch)
         return loss
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:

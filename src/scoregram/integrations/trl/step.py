@@ -57,7 +57,7 @@ def measure_step(
     if any(generation.has_pictures for generation in generations):
         return passed_over(window.step, "its prompts have images, which a measurement cannot give to the model")
     if is_loss and not window.is_caught:
-        return passed_over(window.step, "the trainer's loss did not go through its log-probabilities once per batch")
+        return passed_over(window.step, "the trainer's loss did not go through its log-probabilities")
     model = trainer.accelerator.unwrap_model(trainer.model)
     scale = loss_scale(trainer)
     whole = [torch.arange(generation.size) for generation in generations]

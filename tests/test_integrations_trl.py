@@ -1,0 +1,429 @@
+"""What `attach` sees of a TRL trainer, what it writes, and that the training stays what it was."""
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+from scoregram.advantages import ESTIMATORS
+from scoregram.checks import ScoregramError
+from scoregram.integrations.trl import attach, names, step
+from scoregram.runs import open_run
+from tests.training_cases import judge
+from tests.trl_cases import trainer_for
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.filterwarnings("error:scoregram"),
+]
+
+
+def trained(trainer: Any, **asked: Any) -> Any:
+    """The attachment after the training."""
+    attached = attach(trainer, asked.pop("every", 1), **asked)
+    trainer.train()
+    return attached
+
+
+def run_in(folder: Any) -> Any:
+    """The run, without asking which of its fields may be None."""
+    return open_run(folder)
+
+
+def weights_of(trainer: Any) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+
+
+def rows_one_by_one(trainer: Any, batch: dict[str, Any], coefficients: torch.Tensor) -> torch.Tensor:
+    """`(B, D)`: one backward pass per rollout through the trainer's own log-probabilities."""
+    parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    rows = []
+    for i in range(len(ids)):
+        one = slice(i, i + 1)
+        log_probs = trainer._get_per_token_logps_and_entropies(
+            trainer.model, ids[one], attention[one], batch["completion_ids"].shape[1]
+        )[0]
+        grads = torch.autograd.grad((log_probs * coefficients[one]).sum(), parameters)
+        rows.append(torch.cat([grad.flatten() for grad in grads]).double())
+    return torch.stack(rows)
+
+
+def test_gram_of_scores_is_that_of_single_backward_passes(tmp_path):
+    trainer = trainer_for("GRPO", tmp_path, max_steps=1)
+    seen = []
+    inner = trainer._generate_and_score_completions
+
+    def watched(inputs):
+        output = inner(inputs)
+        counted = output["completion_mask"].float()
+        seen.append(rows_one_by_one(trainer, output, counted))
+        return output
+
+    trainer._generate_and_score_completions = watched
+    trained(trainer, out=tmp_path / "run")
+    assert trainer._generate_and_score_completions is watched
+    records = list(run_in(tmp_path / "run").groups())
+    expected = seen[0] @ seen[0].T
+    for place, record in enumerate(records):
+        here = slice(4 * place, 4 * place + 4)
+        torch.testing.assert_close(record.gram, expected[here, here], rtol=1e-5, atol=1e-5 * float(expected.max()))
+        torch.testing.assert_close(
+            torch.stack([*record.by_layer.values()]).sum(0).double(), record.gram, rtol=1e-5, atol=1e-3
+        )
+    batch = next(run_in(tmp_path / "run").batches())
+    torch.testing.assert_close(batch.gram.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.max()))
+
+
+def test_gram_of_a_loss_is_that_of_single_backward_passes(tmp_path):
+    """The second inner step with a KL term; the derivative is taken here by autograd on the trainer's own loss."""
+    trainer = trainer_for("GRPO", tmp_path, max_steps=2, num_iterations=2, beta=0.1, gradient_accumulation_steps=1)
+    seen = []
+    inner = trainer._compute_loss
+
+    def watched(model, inputs):
+        caught = []
+        log_probs_of = trainer._get_per_token_logps_and_entropies
+
+        def catching(*args, **kwargs):
+            found = log_probs_of(*args, **kwargs)
+            caught.append(found[0])
+            return found
+
+        trainer._get_per_token_logps_and_entropies = catching
+        loss = inner(model, inputs)
+        trainer._get_per_token_logps_and_entropies = log_probs_of
+        (derivative,) = torch.autograd.grad(loss, caught[0], retain_graph=True)
+        seen.append(rows_one_by_one(trainer, inputs, derivative))
+        return loss
+
+    trainer._compute_loss = watched
+    attached = trained(trainer, mode="loss", out=tmp_path / "run")
+    assert [reading.step for reading in attached.readings] == [1, 2]
+    for batch, rows in zip(run_in(tmp_path / "run").batches(), seen, strict=True):
+        eigenvalues = torch.linalg.eigvalsh(rows @ rows.T)  # rows of a micro-batch are shuffled, records are not
+        tolerance = 1e-5 * float(eigenvalues.max())
+        torch.testing.assert_close(torch.linalg.eigvalsh(batch.gram.double()), eigenvalues, rtol=0, atol=tolerance)
+        assert batch.kind == "loss"
+
+
+def vowels(prompts, completions, **_):
+    """None for an empty text or one that begins with a digit: a rollout that this function does not judge."""
+    return [None if not text or text[0].isdigit() else float(sum(c in "aeiou" for c in text)) for text in completions]
+
+
+def test_records_hold_what_was_sampled_and_what_every_function_gave(tmp_path):
+    trainer = trainer_for("GRPO", tmp_path, rewards=[judge, vowels], reward_weights=[1.0, 0.5])
+    trained(trainer, out=tmp_path / "run")
+    run = run_in(tmp_path / "run")
+    rollouts = list(run.rollouts())
+    assert len(rollouts) == 16 and {rollout.step for rollout in rollouts} == {1, 2}
+    tokenizer = trainer.processing_class
+    for rollout in rollouts:
+        ids = rollout.token_ids[rollout.prompt_length :].tolist()
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        assert text == rollout.completion
+        given = judge([], [text])[0], vowels([], [text])[0]
+        assert (rollout.rewards["judge"], rollout.rewards.get("vowels")) == given
+        assert rollout.reward == pytest.approx(given[0] + 0.5 * (given[1] or 0.0))
+        assert rollout.finished == (ids[-1] == tokenizer.eos_token_id)
+        assert rollout.completion_mask.sum() == len(ids)
+        assert bool((rollout.log_probs[rollout.prompt_length :] < 0).all())
+        assert bool((rollout.log_probs[: rollout.prompt_length] == 0).all())
+    for record in run.groups():
+        own = [r for r in rollouts if (r.step, r.prompt_id) == (record.step, record.prompt_id)]
+        assert len({r.prompt for r in own}) == 1 and record.prompt == own[0].prompt
+        assert [r.reward for r in own] == record.rewards.tolist()
+        assert [r.advantage for r in own] == pytest.approx(record.advantages.tolist())
+        expected = ESTIMATORS["grpo-trl"].fn(record.rewards[None])[0]
+        torch.testing.assert_close(record.advantages, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_scalars_reach_the_trainers_log_and_the_run(tmp_path):
+    trainer = trainer_for("GRPO", tmp_path, max_steps=3, max_grad_norm=0.0)
+    trained(trainer, every=2, out=tmp_path / "run")
+    logged = {line["step"]: line for line in trainer.state.log_history if "loss" in line}
+    written = {line["step"]: line for line in run_in(tmp_path / "run").metrics()}
+    assert [step for step, line in logged.items() if "scoregram/gram/update_norm" in line] == [1, 2]
+    assert sorted(written) == [1, 2, 3]
+    for number in (1, 2):
+        assert logged[number]["scoregram/gram/update_norm"] == written[number]["gram/update_norm"]
+        assert written[number]["gram/update_norm"] == pytest.approx(logged[number]["grad_norm"], rel=1e-5)
+        assert written[number]["check/relative_error"] < 1e-5
+    assert written[3]["loss"] == logged[3]["loss"] and "gram/update_norm" not in written[3]
+
+
+@pytest.mark.parametrize("mode", ["scores", "loss"])
+def test_training_is_the_same_with_and_without(mode, tmp_path):
+    plain, measured = (trainer_for("GRPO", tmp_path, max_steps=3, beta=0.05) for _ in range(2))
+    torch.manual_seed(7)
+    plain.train()
+    torch.manual_seed(7)
+    trained(measured, mode=mode, out=tmp_path / "run", tolerance=1.0)
+    assert torch.equal(weights_of(plain), weights_of(measured))
+
+
+def test_methods_are_given_back(tmp_path):
+    trainer = trainer_for("RLOO", tmp_path, max_steps=1)
+    attached = attach(trainer)
+    assert names.METHODS.keys() <= vars(trainer).keys()
+    with pytest.raises(ScoregramError, match="must not be attached yet"):
+        attach(trainer)
+    attached.detach()
+    attached.detach()
+    assert not names.METHODS.keys() & vars(trainer).keys()
+    trained(trainer)
+    assert not names.METHODS.keys() & vars(trainer).keys()
+
+
+def test_somebody_who_wrapped_later_is_left_alone(tmp_path):
+    trainer = trainer_for("GRPO", tmp_path, max_steps=1)
+    attached = attach(trainer)
+    inner, calls = trainer._compute_loss, []
+    trainer._compute_loss = lambda *args: calls.append(1) or inner(*args)
+    attached.detach()
+    trainer.train()
+    assert len(calls) == 2 and attached.readings == []
+
+
+def test_subclasses_and_tokens_of_tools(tmp_path):
+    import trl
+
+    class WithTools(trl.GRPOTrainer):  # pyright: ignore[reportPrivateImportUsage]
+        """Every second completion token comes from a tool; a weight for every token."""
+
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            tool_mask = torch.ones_like(output["completion_mask"])
+            tool_mask[:, 1::2] = 0
+            return {**output, "tool_mask": tool_mask}
+
+    trainer = trainer_for("GRPO", tmp_path, cls=WithTools, max_steps=2)
+    attached = trained(trainer, out=tmp_path / "run")
+    assert max(reading.error for reading in attached.readings) <= 1e-5
+    for rollout in run_in(tmp_path / "run").rollouts():
+        chosen = rollout.completion_mask[rollout.prompt_length :]
+        assert chosen.tolist() == [i % 2 == 0 for i in range(len(chosen))]
+
+
+def test_truncated_rollouts_that_the_trainer_masks(tmp_path):
+    trainer = trainer_for("GRPO", tmp_path, mask_truncated_completions=True, max_completion_length=4)
+    attached = trained(trainer, out=tmp_path / "run")
+    rollouts = list(run_in(tmp_path / "run").rollouts({1}))
+    finished = torch.tensor([rollout.finished for rollout in rollouts])
+    assert 0 < finished.sum() < len(finished)
+    assert attached.readings[0].scalars["masked_out"] == 1 - float(finished.double().mean())
+    gram = next(run_in(tmp_path / "run").batches()).gram
+    assert torch.equal(gram.diagonal() > 0, finished)
+    for rollout in rollouts:
+        assert bool(rollout.completion_mask.any()) == rollout.finished
+        assert len(rollout.token_ids) > rollout.prompt_length
+
+
+def test_absolute_positions_are_counted_as_the_trainer_counts_them(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=99, n_positions=64, n_embd=16, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=1,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "policy")
+    attached = trained(trainer_for("GRPO", tmp_path, max_steps=2), out=tmp_path / "run")
+    assert max(reading.error for reading in attached.readings) <= 1e-5
+    layers = next(run_in(tmp_path / "run").groups()).by_layer
+    assert "transformer.h.0.attn.c_attn" in layers
+
+
+def test_dropout_is_told_and_the_measurement_marked(tmp_path):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, lora_alpha=64, lora_dropout=0.3, target_modules=["q_proj", "down_proj"])
+    trainer = trainer_for("GRPO", tmp_path, peft=lora, max_steps=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        attached = trained(trainer, out=tmp_path / "run")
+    said = [str(one.message) for one in caught]
+    assert any(text.startswith("scoregram: at step 2 ") and "cause: active dropout" in text for text in said)
+    assert not attached.readings[1].passed
+    assert {record.statistics["check_passed"] for record in run_in(tmp_path / "run").groups({2})} == {0.0}
+    assert run_in(tmp_path / "run").series("check/passed")[1][-1] == 0
+
+
+def test_scores_do_not_explain_a_kl_term(tmp_path):
+    trainer = trainer_for("GRPO", tmp_path, max_steps=2, beta=5.0, learning_rate=0.1)
+    with pytest.warns(UserWarning, match=r"scoregram: at step 2 .*mode='loss' is exact there"):
+        attached = trained(trainer)
+    assert [reading.passed for reading in attached.readings] == [True, False]
+
+
+def test_autocast_is_told_where_it_is_not_tolerated(tmp_path):
+    trainer = trainer_for("GRPO", tmp_path, max_steps=1, bf16=True)
+    with pytest.warns(UserWarning, match="autocast to bf16"):
+        attached = trained(trainer, tolerance=1e-7)
+    assert 1e-7 < attached.readings[0].error < 5e-2
+    assert trained(trainer_for("GRPO", tmp_path, max_steps=1, bf16=True)).readings[0].passed
+
+
+def test_a_failing_measurement_harms_nothing(tmp_path, monkeypatch):
+    plain, measured = (trainer_for("GRPO", tmp_path, max_steps=3) for _ in range(2))
+    torch.manual_seed(7)
+    plain.train()
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(step, "measure_beside", broken)
+    torch.manual_seed(7)
+    with pytest.warns(UserWarning, match="passed over, the training goes on. RuntimeError: no such kernel") as caught:
+        attached = trained(measured)
+    assert sum("passed over" in str(one.message) for one in caught) == 1
+    assert len(attached.failures) == 3 and attached.readings == []
+    assert torch.equal(weights_of(plain), weights_of(measured))
+
+
+def test_memory_is_bounded(tmp_path, monkeypatch):
+    whole = trained(trainer_for("GRPO", tmp_path, max_steps=1), out=tmp_path / "whole")
+    monkeypatch.setattr(
+        "scoregram.integrations.trl.memory.bytes_of_pass", lambda model, rollouts, tokens: rollouts * 1e9
+    )
+    with pytest.warns(UserWarning, match="step 1 was not measured: one group alone would take more than 3.5 GB"):
+        none = trained(trainer_for("GRPO", tmp_path, max_steps=1), memory_gb=3.5)
+    assert none.readings == [] and none.failures == []
+    split = trained(trainer_for("GRPO", tmp_path, max_steps=1), memory_gb=5, out=tmp_path / "split")
+    assert split.readings[0].error <= 1e-5
+    assert math.isnan(split.readings[0].scalars["gram/update_norm"]) != math.isnan(
+        whole.readings[0].scalars["gram/update_norm"]
+    )
+    pairs = zip(run_in(tmp_path / "whole").groups(), run_in(tmp_path / "split").groups(), strict=True)
+    for one, other in pairs:
+        torch.testing.assert_close(one.gram, other.gram, rtol=1e-5, atol=1e-5 * float(one.gram.max()))
+
+
+def test_a_run_goes_on_after_a_checkpoint(tmp_path):
+    changes = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    trained(trainer_for("GRPO", tmp_path, **changes), out=tmp_path / "run")
+    first = run_in(tmp_path / "run").metrics()
+    resumed = trainer_for("GRPO", tmp_path, **changes)
+    attach(resumed, every=1, out=tmp_path / "run", resume=True)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "trainer" / "checkpoint-2"))
+    again = run_in(tmp_path / "run").metrics()
+    assert [line["step"] for line in again] == [1, 2, 3, 4]
+    assert again[:2] == first[:2] and "gram/update_norm" in again[3]
+
+
+def test_evaluation_is_not_touched(tmp_path):
+    trainer = trainer_for(
+        "GRPO", tmp_path, max_steps=1, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4
+    )
+    attached = trained(trainer, estimator="rloo")
+    assert len(attached.readings) == 1 and attached.failures == []
+    assert any("eval_reward" in line for line in trainer.state.log_history)
+
+
+@pytest.mark.parametrize("name", ["rloo", "mean", "dapo", "opo-loo", "optimal-loo", "reinforce++"])
+def test_estimators_of_the_table_replace_the_advantages(name, tmp_path):
+    trainer = trainer_for("GRPO", tmp_path, max_steps=1)
+    attached = trained(trainer, estimator=name, out=tmp_path / "run")
+    records = list(run_in(tmp_path / "run").groups())
+    rewards = torch.stack([record.rewards for record in records])
+    row = ESTIMATORS[name]
+    known = {
+        "lengths": torch.stack([record.lengths for record in records]),
+        "outcomes": rewards,
+        "score_energies": torch.stack([record.gram.diagonal() for record in records]),
+    }
+    expected = row.fn(rewards, **{need: known[need] for need in row.needs})
+    used = torch.stack([record.advantages for record in records])
+    torch.testing.assert_close(used, expected, rtol=1e-5, atol=1e-6)
+    assert attached.readings[0].error <= 1e-5
+    assert list(trainer._logs["advantages"]) == pytest.approx(used.flatten().tolist())
+
+
+def test_advantages_of_ones_own_may_differ_from_token_to_token(tmp_path):
+    def falling(generation):
+        steps = torch.arange(generation.completion_ids.shape[1])
+        return (generation.rewards - generation.rewards.mean())[:, None] * 0.5**steps
+
+    trainer = trainer_for("GRPO", tmp_path, max_steps=2)
+    attached = trained(trainer, estimator=falling, mode="loss", out=tmp_path / "run")
+    assert max(reading.error for reading in attached.readings) <= 1e-5
+    rollout = next(run_in(tmp_path / "run").rollouts())
+    assert rollout.advantage is None
+    values = rollout.advantages[rollout.prompt_length :]
+    torch.testing.assert_close(values[1:], values[:-1] / 2)
+
+
+def test_an_estimator_that_fails_ends_the_training(tmp_path):
+    trainer = trainer_for("GRPO", tmp_path, max_steps=1)
+    attach(trainer, estimator=lambda generation: generation.rewards[:3])
+    with pytest.raises(ScoregramError, match=r"advantages must be a tensor of shape \(8,\) or \(8, \d\), got \(3,\)"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"every": 0}, "every must be at least 1, got 0"),
+        ({"mode": "psi"}, "mode must be one of loss, scores, got 'psi'"),
+        ({"memory_gb": 0}, "memory_gb must be positive"),
+        ({"estimator": "gae"}, r"estimator=….: must be one of dapo, .*, got 'gae'"),
+        ({"estimator": "grpoo"}, "the name must be one of"),
+    ],
+)
+def test_settings_that_cannot_work(asked, message, tmp_path, unchecked_shapes):
+    trainer = trainer_for("GRPO", tmp_path, max_steps=1)
+    with pytest.raises(ScoregramError, match=message):
+        attach(trainer, **asked)
+    assert not names.METHODS.keys() & vars(trainer).keys()
+
+
+def test_trainers_that_cannot_be_measured(tmp_path, monkeypatch):
+    import trl
+
+    with pytest.raises(ScoregramError, match="must be a GRPOTrainer or an RLOOTrainer of TRL, got object"):
+        attach(object())
+    trainer = trainer_for("GRPO", tmp_path, max_steps=1)
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    with pytest.raises(ScoregramError, match="the trainer must run in one process, got 2"):
+        attach(trainer)
+    monkeypatch.undo()
+    monkeypatch.setattr(trl, "__version__", "0.19.1")
+    with pytest.raises(ScoregramError, match=f"needs TRL {names.OLDEST_TESTED} or newer, got 0.19.1"):
+        attach(trainer)
+    monkeypatch.setattr(trl, "__version__", "7.0.0")
+    with pytest.warns(UserWarning, match=f"TRL 7.0.0 is newer than {names.NEWEST_TESTED}"):
+        attach(trainer).detach()
+    with monkeypatch.context() as changed:
+        changed.delattr(trl.GRPOTrainer, "_compute_loss")  # pyright: ignore[reportPrivateImportUsage]
+        with pytest.raises(
+            ScoregramError, match=r"tested with .* got TRL 7.0.0, in which _compute_loss changed or is ab"
+        ):
+            attach(trainer)
+    with monkeypatch.context() as changed:
+        changed.setattr(trainer, "_calculate_rewards", lambda rollouts: None)
+        with pytest.raises(ScoregramError, match="in which _calculate_rewards changed or is absent"):
+            attach(trainer)
+
+
+def test_an_older_run_is_not_overwritten(tmp_path):
+    with attach(trainer_for("GRPO", tmp_path), out=tmp_path / "run"):
+        pass
+    trainer = trainer_for("GRPO", tmp_path)
+    with pytest.raises(ScoregramError, match="overwrite"):
+        attach(trainer, out=tmp_path / "run")
+    attach(trainer, out=tmp_path / "run", overwrite=True).detach()
+
+
+def test_the_summary_tells_first_last_and_mean(tmp_path):
+    attached = trained(trainer_for("GRPO", tmp_path, max_steps=2))
+    table = attached.summary()
+    row = next(row for row in table.rows if row[0] == "gram/update_norm")
+    values = [reading.scalars["gram/update_norm"] for reading in attached.readings]
+    assert row[1:] == (values[0], values[1], sum(values) / 2)
+    assert "Steps 1, 2." in table.caption
