@@ -302,12 +302,13 @@ def test_probes_measure_the_same_problems_and_change_nothing(policy, tmp_path):
     assert [group.prompt_id for group in groups] == asked * 6
     sharp, flat = groups[3:6], groups[6:9]
     assert all(torch.equal(one.rewards, other.rewards) for one, other in zip(sharp, flat, strict=True))
-    assert not any(torch.allclose(a.gram, b.gram) for a, b in zip(sharp, flat, strict=True) if a.gram is not None)
+    for one, other in zip(sharp, flat, strict=True):
+        assert one.gram is not None and other.gram is not None and not torch.allclose(one.gram, other.gram)
     for group in probed.groups():
         assert group.prompt is None and "model.layers.*.mlp.up_proj" in group.by_layer
         torch.testing.assert_close(sum(group.by_layer.values()).double(), group.gram, rtol=1e-5, atol=1e-5)  # pyright: ignore[reportAttributeAccessIssue]
     for one, other in zip(plain.groups(), (g for g in probed.groups() if g.kind == "train"), strict=True):
-        assert torch.equal(one.gram, other.gram)
+        assert one.gram is not None and other.gram is not None and torch.equal(one.gram, other.gram)
     assert "probe/effective_rank" in probed.metrics()[0]
     written = [(batch.step, batch.kind) for batch in probed.batches()]
     assert written == [(0, "fixed"), (2, "train"), (2, "fixed")]
@@ -332,3 +333,16 @@ def test_a_run_may_end_without_a_checkpoint(policy, tmp_path):
 def test_rollouts_are_drawn_in_the_precision_that_is_trained(policy, tmp_path):
     train(config_for(policy, tmp_path / "run", autocast=True, steps=1))
     assert list(open_run(tmp_path / "run").metrics())[1]["sampler_gap"] < 0.05
+
+
+def test_test_problems_may_be_sampled_too(policy, tmp_path):
+    train(config_for(policy, tmp_path / "run", steps=1, eval_every=1, eval_samples=3, learning_rate=0.0))
+    run = open_run(tmp_path / "run")
+    tests = [problem.id for problem in load_task("arithmetic:3", seed=0).test[:6]]
+    for step, line in ((0, run.metrics()[0]), (1, run.metrics()[1])):
+        greedy = [group for group in run.groups([step]) if group.kind == "test, greedy"]
+        sampled = [group for group in run.groups([step]) if group.kind == "test"]
+        assert [group.prompt_id for group in greedy] == [group.prompt_id for group in sampled] == tests
+        assert line["eval/accuracy"] == pytest.approx(sum(float(group.rewards) for group in greedy) / 6)
+        rewards = torch.stack([group.rewards for group in sampled])
+        assert rewards.shape == (6, 3) and line["eval/sampled_accuracy"] == pytest.approx(float(rewards.mean()))

@@ -126,6 +126,8 @@ class TrainConfig:
     """Evaluate on test problems every so many steps, and before the first and after the last; 0 for never."""
     eval_problems: int = 200
     """Test problems of an evaluation."""
+    eval_samples: int = 0
+    """Rollouts sampled for each of them besides the greedy one; their rewards are stored as groups of kind `test`."""
     checkpoint_every: int = 50
     """Write a checkpoint every so many steps; 0 for none on the way."""
     final_checkpoint: bool = True
@@ -237,6 +239,7 @@ LEAST = {
     "rollouts_every": 0,
     "eval_every": 0,
     "eval_problems": 1,
+    "eval_samples": 0,
     "batches_every": 0,
     "probe_every": 0,
     "probe_problems": 1,

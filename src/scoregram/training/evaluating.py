@@ -1,24 +1,29 @@
-"""Accuracy of the greedy policy on test problems."""
+"""Accuracy on test problems: of the greedy policy, and of the policy that is trained, which samples."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from scoregram.policy.config import SamplingConfig
 from scoregram.policy.load import Policy
+from scoregram.runs.records import GroupRecord
 from scoregram.tasks.task import Problem, Task
-from scoregram.training.collecting import collect
+from scoregram.training.collecting import Collected, collect
 
-BATCH = 256
-"""Test problems sampled at a time."""
+BATCH = 512
+"""Rollouts sampled at a time."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Greedy rewards on test problems."""
+    """Rewards on test problems."""
 
     rewards: tuple[float, ...]
-    """One per problem, in the order of the problems; `nan` without a reward."""
+    """Greedy, one per problem, in the order of the problems; `nan` without a reward."""
+    sampled: tuple[tuple[float, ...], ...] = ()
+    """Of the rollouts sampled for each problem; empty if there are none."""
 
     @property
     def accuracy(self) -> float:
@@ -36,6 +41,8 @@ class Evaluation:
     def scalars(self) -> dict[str, float]:
         """What goes to the metrics."""
         low, high = self.interval
+        drawn = [reward for group in self.sampled for reward in group]
+        sampled = {"eval/sampled_accuracy": sum(reward >= 1 for reward in drawn) / len(drawn)} if drawn else {}
         rewards = [reward for reward in self.rewards if not math.isnan(reward)]
         return {
             "eval/accuracy": self.accuracy,
@@ -43,16 +50,52 @@ class Evaluation:
             "eval/accuracy_high": high,
             "eval/reward": sum(rewards) / len(rewards) if rewards else math.nan,
             "eval/problems": len(self.rewards),
+            **sampled,
         }
 
 
-def evaluate(policy: Policy, task: Task, problems: Sequence[Problem], sampling: SamplingConfig) -> Evaluation:
-    """Greedy rollouts of the problems, rewarded."""
+def evaluate(
+    policy: Policy,
+    task: Task,
+    problems: Sequence[Problem],
+    sampling: SamplingConfig,
+    *,
+    samples: int = 0,
+    generator: torch.Generator | None = None,
+) -> Evaluation:
+    """Greedy rollouts of the problems, rewarded, and `samples` more of each, drawn as in training."""
     greedy = replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
     rewards: list[float] = []
+    sampled: list[tuple[float, ...]] = []
     for start in range(0, len(problems), BATCH):
         here = problems[start : start + BATCH]
-        found = collect(policy, task, here, group_size=1, sampling=greedy, generator=None)
-        pairs = zip(found.rewards[:, 0].tolist(), found.observed[:, 0].tolist(), strict=True)
-        rewards += [reward if observed else math.nan for reward, observed in pairs]
-    return Evaluation(tuple(rewards))
+        rewards += [
+            one for (one,) in rewards_of(collect(policy, task, here, group_size=1, sampling=greedy, generator=None))
+        ]
+        for first in range(0, len(here) if samples else 0, max(1, BATCH // max(samples, 1))):
+            part = here[first : first + max(1, BATCH // samples)]
+            drawn = collect(policy, task, part, group_size=samples, sampling=sampling, generator=generator)
+            sampled += rewards_of(drawn)
+    return Evaluation(tuple(rewards), tuple(sampled))
+
+
+def rewards_of(found: Collected) -> list[tuple[float, ...]]:
+    """Rewards of every group, `nan` where there is none."""
+    return [tuple(row) for row in torch.where(found.observed, found.rewards, torch.nan).tolist()]
+
+
+def evaluation_records(step: int, problems: Sequence[Problem], evaluation: Evaluation) -> list[GroupRecord]:
+    """Groups of kind `test` and `test, greedy` with the rewards of an evaluation; nothing without sampled rollouts."""
+    kinds = {"test": evaluation.sampled, "test, greedy": tuple((reward,) for reward in evaluation.rewards)}
+    return [
+        GroupRecord(
+            step=step,
+            kind=kind,
+            prompt_id=problem.id,
+            rewards=torch.tensor(rewards, dtype=torch.float64),
+            lengths=torch.zeros(len(rewards), dtype=torch.int64),
+            advantages=torch.zeros(len(rewards), dtype=torch.float64),
+        )
+        for kind, each in (kinds if evaluation.sampled else {}).items()
+        for problem, rewards in zip(problems, each, strict=True)
+    ]

@@ -26,7 +26,7 @@ from scoregram.training.checkpoint import Position, load_checkpoint, save_checkp
 from scoregram.training.collecting import Collected, collect, greedy_rewards, joined, mixed, refuse_long
 from scoregram.training.config import TrainConfig
 from scoregram.training.credit import needs, require_method
-from scoregram.training.evaluating import evaluate
+from scoregram.training.evaluating import evaluate, evaluation_records
 from scoregram.training.failures import write_failure
 from scoregram.training.optimizing import apply_gradient, learning_rate, make_optimizer
 from scoregram.training.order import drawn_problems, generator
@@ -95,7 +95,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
         if position.step == 0 and (config.eval_every or config.probe_every):
             scalars: dict[str, Any] = {}
             if config.eval_every:
-                scalars |= evaluate(policy, task, tests, sampling).scalars()
+                scalars |= evaluated(config, policy, task, tests, writer, 0)
                 progress.note(f"step 0: test accuracy {scalars['eval/accuracy']:.3f}")
             if config.probe_every:
                 scalars |= probed(config, policy, task, probes, writer, 0)
@@ -137,7 +137,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
             if is_due(step, config.rollouts_every):
                 writer.write_rollouts(step, rollout_records(step, policy, collected, gradient))
             if is_due(step, config.eval_every) or (step == config.steps and config.eval_every):
-                scalars |= evaluate(policy, task, tests, sampling).scalars()
+                scalars |= evaluated(config, policy, task, tests, writer, step)
                 progress.note(f"step {step}: test accuracy {scalars['eval/accuracy']:.3f}")
             scalars |= timing(collected.tokens, began, sampled, updated)
             writer.write_metrics(step, scalars)
@@ -219,6 +219,16 @@ def update(
     if gradient.measured is not None:
         scalars |= step_reading(gradient.measured.matrix, gradient.weights.double(), collected.rewards)
     return gradient, scalars
+
+
+def evaluated(
+    config: TrainConfig, policy: Policy, task: Task, problems: Sequence[Problem], writer: RunWriter, step: int
+) -> Mapping[str, float]:
+    """Evaluate on the test problems and write what was found; its scalars."""
+    sampling, stream = config.sampling(task.max_new_tokens), generator(config.seed, "test", step)
+    found = evaluate(policy, task, problems, sampling, samples=config.eval_samples, generator=stream)
+    writer.write_groups(step, evaluation_records(step, problems, found))
+    return found.scalars()
 
 
 def probed(
