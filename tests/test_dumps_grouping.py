@@ -80,6 +80,14 @@ def test_adjacent_groups_end_where_another_begins():
     assert [group.late for group in found] == [False, False, True]
 
 
+@pytest.mark.parametrize("adjacent", [False, True])
+def test_a_known_size_closes_groups_and_tells_two_of_one_prompt_apart(adjacent):
+    found = list(grouped(stream("aaaabba"), adjacent=adjacent, window=WIDE, size=2))
+    assert written(found) == ["aa", "aa", "bb", "a"] and not any(group.late for group in found)
+    scattered = list(grouped(stream("abab"), adjacent=False, window=WIDE, size=2))
+    assert written(scattered) == ["aa", "bb"]
+
+
 def test_a_step_that_comes_back_is_late_and_goes_on_counting():
     found = list(grouped([*stream("a", 1), *stream("b", 2), *stream("c", 1)], adjacent=False, window=WIDE))
     assert [(g.step, g.position, g.late) for g in found] == [(1, 0, False), (2, 0, False), (1, 1, True)]

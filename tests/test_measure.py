@@ -4,11 +4,14 @@ import json
 import math
 import shutil
 import warnings
+from contextlib import nullcontext
 from functools import cache
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from rich.console import Console
@@ -26,7 +29,7 @@ from scoregram.policy.bias import BiasedSamplingWarning
 from scoregram.policy.load import load_policy
 from scoregram.policy.tiny import CONTEXT
 from scoregram.runs import Run, open_run
-from scoregram.training.loop import train
+from scoregram.training.loop import StopRequest, train
 from scoregram.training.readings import over_groups, reward_reading, step_reading, whole_reading
 from tests.dump_cases import ROLLOUTS, WRITERS, lines, plain_record
 from tests.run_cases import tree
@@ -209,6 +212,30 @@ def test_advantages_of_single_tokens_are_kept(model, tmp_path):
     assert next(run.rollouts()).advantage is None
     kept: list[Any] = list(run.rollouts())
     assert kept[0].advantages.tolist() == [0.0, 0.0, 1.0, 3.0]
+
+
+@pytest.mark.parametrize("name", ["trl", "plain"])
+def test_a_batch_that_is_written_again_under_the_next_step(name, model, tmp_path):
+    WRITERS[name](tmp_path / "dump")
+    (path,) = [file for file in (tmp_path / "dump").rglob("*.*") if file.is_file()]
+    if name == "trl":
+        table = pq.read_table(path)
+        again = table.set_column(0, "step", pa.array([8] * len(table)))
+        pq.write_table(again, path.with_name("completions_00008.parquet"))
+    else:
+        path.write_text(path.read_text() + path.read_text().replace('"step": 7', '"step": 8'))
+    _, done, _ = measured(model, tmp_path / "dump", tmp_path / "out")
+    assert done.groups == (2 if FORMATS[name].repeats else 4)
+
+
+def test_a_request_to_stop_ends_after_a_group_and_can_be_resumed(model, trained, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("scoregram.integrations.measure.stop_requests", lambda: nullcontext(StopRequest(asked=True)))
+        run, done, said = measured(model, trained.folder, tmp_path / "out")
+    assert done.interrupted and done.groups == 1 and "go on with --resume" in said
+    assert len(list(run.groups())) == 1 and run.metrics() == []
+    run, done, _ = measured(model, trained.folder, tmp_path / "out", resume=True)
+    assert (done.groups, done.held) == (5, 1) and [line["groups"] for line in run.metrics()] == [3, 3]
 
 
 def test_some_reward_functions_alone(model, tmp_path):

@@ -112,7 +112,8 @@ def measure(config: MeasureConfig, *, console: Console | None = None) -> Measure
 
 def groups_of(dump: Dump, config: MeasureConfig) -> Iterator[DumpedGroup]:
     """Groups of a dump, read as they are asked for."""
-    groups = grouped(dump, adjacent=dump.format.adjacent, window=config.window_mb << 20)
+    window, size = config.window_mb << 20, config.group_size
+    groups = grouped(dump, adjacent=dump.format.adjacent, window=window, size=size)
     return without_repeats(groups) if dump.format.repeats else groups
 
 

@@ -49,6 +49,8 @@ class MeasureConfig:
     """Measure all groups of a step at once, which noise and conflict need; a whole step must fit into memory."""
     max_groups: int = 0
     """Measure so many groups at most; 0 for all."""
+    group_size: int = 0
+    """Rollouts of a complete group, if all have as many: it tells two groups of one prompt apart. 0 if not known."""
     group_size_limit: int = 0
     """Measure so many rollouts of a group at most, the first ones; 0 for all."""
     window_mb: int = 256
@@ -72,7 +74,13 @@ class MeasureConfig:
     """Threads of torch on a CPU; 0 leaves them as they are."""
 
     def __post_init__(self) -> None:
-        for name, least in (("max_groups", 0), ("group_size_limit", 0), ("window_mb", 1), ("threads", 0)):
+        for name, least in (
+            ("max_groups", 0),
+            ("group_size", 0),
+            ("group_size_limit", 0),
+            ("window_mb", 1),
+            ("threads", 0),
+        ):
             if getattr(self, name) < least:
                 flag = f"measure --{name.replace('_', '-')}"
                 refuse(flag, f"must be at least {least}", getattr(self, name), "Choose another.")

@@ -62,13 +62,15 @@ def digest(*parts: bytes) -> bytes:
     return made.digest()
 
 
-def grouped(rollouts: Iterable[DumpedRollout], *, adjacent: bool, window: int) -> Iterator[DumpedGroup]:
+def grouped(rollouts: Iterable[DumpedRollout], *, adjacent: bool, window: int, size: int = 0) -> Iterator[DumpedGroup]:
     """Groups in the order in which they are closed; those that a step leaves open, in the order in which they began.
 
     Args:
         rollouts: In the order of the dump.
         adjacent: Whether the rollouts of a group stand next to each other.
         window: Bytes of rollouts that are held at most, the group that is being read not counted.
+        size: Rollouts of a complete group, if that is known: it is closed at once, and a further rollout of the same
+            prompt begins another.
     """
     desk = _Desk(window)
     for rollout in rollouts:
@@ -77,6 +79,8 @@ def grouped(rollouts: Iterable[DumpedRollout], *, adjacent: bool, window: int) -
         if step != desk.step or (adjacent and key not in desk.open):
             yield from desk.close_all()
         desk.take(step, key, rollout)
+        if size and len(desk.open[key]) >= size:
+            yield desk.close(key, complete=True)
         while desk.is_full():
             yield desk.close_oldest()
     yield from desk.close_all()
@@ -112,11 +116,12 @@ class _Desk:
     def close_oldest(self) -> DumpedGroup:
         return self.close(next(iter(self.open)))
 
-    def close(self, key: bytes) -> DumpedGroup:
+    def close(self, key: bytes, *, complete: bool = False) -> DumpedGroup:
         rollouts = self.open.pop(key)
         del self.sizes[key], self.begun[key]
         late = key in self.closed or self.is_late_step
-        self.closed.add(key)
+        if not complete:
+            self.closed.add(key)
         made = DumpedGroup(self.number, self.step, self.positions[self.step], tuple(rollouts), late)
         self.positions[self.step] += 1
         self.number += 1

@@ -1,6 +1,6 @@
 """The literal table of formats: what each is, how its files are called, and what is claimed about them.
 
-Every boolean is checked in `tests/test_dumps_table.py` on an example of that format.
+Every boolean is checked in `tests/test_dumps_formats.py` on an example of that format.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

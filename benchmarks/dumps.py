@@ -1,0 +1,109 @@
+"""Peak memory while a generated dump is read and grouped, with nothing in place of the measurement.
+
+python benchmarks/dumps.py --gigabytes 1
+
+Each format is read in a process of its own; what is reported is the highest resident memory of that process, beside
+what it held before it opened the file. `--shuffled` scatters the rollouts of every step.
+"""
+
+import argparse
+import json
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+TOKENS = 1024
+GROUP = 8
+GROUPS_PER_STEP = 64
+
+
+def records(name: str, shuffled: bool) -> Iterator[str]:
+    """Lines without end: groups of `GROUP` rollouts of `TOKENS` tokens, `GROUPS_PER_STEP` of them in a step."""
+    draw = random.Random(0)
+    step = 0
+    while True:
+        lines = []
+        for group in range(GROUPS_PER_STEP):
+            prompt = [draw.randrange(50_000) for _ in range(TOKENS // 4)]
+            for i in range(GROUP):
+                reply = [draw.randrange(50_000) for _ in range(TOKENS * 3 // 4)]
+                lines.append(json.dumps(record(name, step, group, i, prompt, reply)) + "\n")
+        if shuffled:
+            draw.shuffle(lines)
+        yield from lines
+        step += 1
+
+
+def record(name: str, step: int, group: int, i: int, prompt: list[int], reply: list[int]) -> dict[str, object]:
+    """One rollout in the layout of a format."""
+    reward = float(i % 2)
+    if name == "open-instruct":
+        ids = {"prompt_tokens": prompt, "response_tokens": reply, "logprobs": [-0.5] * len(reply)}
+        return {"step": step, "sample_idx": i, "prompt_idx": group, **ids, "reward": reward, "advantage": reward}
+    said, answered = (" ".join(map(str, ids)) for ids in (prompt, reply))
+    return {"prompt": said, "completion": answered, "reward": reward, "step": step}
+
+
+def write(path: Path, name: str, size: float, shuffled: bool) -> int:
+    """Write at least `size` bytes; the number of lines."""
+    written = count = 0
+    with path.open("w") as file:
+        for line in records(name, shuffled):
+            written += file.write(line)
+            count += 1
+            if written >= size:
+                return count
+    return count
+
+
+def read(path: Path, window: int) -> dict[str, float]:
+    """Read and group a dump in this process."""
+    from scoregram.integrations.dumps.grouping import grouped
+    from scoregram.integrations.dumps.stream import open_dump
+
+    dump = open_dump(path)
+    before, start = peak(), time.perf_counter()
+    groups = [len(group.rollouts) for group in grouped(dump, adjacent=dump.format.adjacent, window=window)]
+    seconds = time.perf_counter() - start
+    return {"groups": len(groups), "rollouts": sum(groups), "before": before, "peak": peak(), "seconds": seconds}
+
+
+def peak() -> float:
+    """Highest resident memory of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def main() -> None:
+    """Write, read in a fresh process, and print one line for each format."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--window-mb", type=int, default=256)
+    parser.add_argument("--shuffled", action="store_true")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--read", type=Path)
+    asked = parser.parse_args()
+    if asked.read is not None:
+        print(json.dumps(read(asked.read, asked.window_mb << 20)))
+        return
+    for name, shuffled in (("open-instruct", False), ("plain", asked.shuffled)):
+        path = asked.folder / f"scoregram-bench-{name}.jsonl"
+        try:
+            lines = write(path, name, asked.gigabytes * 1e9, shuffled)
+            command = [sys.executable, __file__, "--read", str(path), "--window-mb", str(asked.window_mb)]
+            made = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            size = path.stat().st_size
+        finally:
+            path.unlink(missing_ok=True)
+        print(
+            f"{name}: {size / 1e9:.2f} GB, {lines:,} rollouts in {made['groups']:,} groups, {made['seconds']:.0f} s; "
+            f"peak {made['peak'] / 1e6:.0f} MB, {(made['peak'] - made['before']) / 1e6:.0f} MB above the start"
+        )
+
+
+if __name__ == "__main__":
+    main()
