@@ -339,6 +339,7 @@ def config_of(trainer: Any, settings: Settings, version: str) -> dict[str, Any]:
         "integration": {"name": "trl", "version": version, "trainer": type(trainer).__name__},
         "model": str(getattr(model, "_name_or_path", "") or type(trainer.model).__name__),
         "group_size": int(trainer.num_generations),
+        "temperature": float(trainer.temperature),
         "seed": int(trainer.args.seed),
         "measure_every": settings.every,
         "mode": settings.mode,
