@@ -68,6 +68,7 @@ def test_the_browser_is_told_to_load_nothing_and_run_these_scripts_alone(parsed)
 def test_data_is_text_wherever_it_stands(parsed):
     assert len(parsed.named("script")) == 2 and not parsed.named("img")
     drawing = [text for tag, text in parsed.texts if tag == "script"][1]
+    assert not re.search("[<>&]", drawing.split(";\n")[0])  # nothing there could close the element
     figures = json.loads(drawing.removeprefix("const figures = ").split(";\n")[0])
     ids = [attributes.get("id") for attributes in parsed.named("div")]
     assert [one["id"] for one in figures] == [one for one in ids if one and one.endswith("-plot")]

@@ -10,7 +10,7 @@ from scoregram.report import write_report
 from scoregram.report.bootstrap import LEVEL, estimate, mean_estimate
 from scoregram.report.facts import group_facts, read_facts
 from scoregram.report.run import run_page
-from scoregram.report.steps import MOST_POINTS, chunks, feasible_ranks
+from scoregram.report.steps import MOST_POINTS, chunks
 from scoregram.report.summary import noise_rows, summarised, summary_table
 from scoregram.runs import GroupRecord, RunWriter, open_run
 from scoregram.spectra import feasible_intervals
@@ -60,9 +60,9 @@ def test_the_possible_ranks_are_those_of_the_feasible_interval(facts):
         if group.alive:
             rows = int((group.record.advantages != 0).sum())
             interval = feasible_intervals(group.reading["top1_fraction"], rows)["effective_rank"]
-            assert feasible_ranks(group) == pytest.approx((interval.low, interval.high), abs=1e-12)
+            assert group.possible_ranks == pytest.approx((interval.low, interval.high), abs=1e-12)
         else:
-            assert all(map(math.isnan, feasible_ranks(group)))
+            assert all(map(math.isnan, group.possible_ranks))
 
 
 def test_ranks_are_shown_by_how_many_were_right(run, facts):
@@ -221,6 +221,16 @@ def test_what_is_no_gram_has_no_reading():
         step=1, prompt_id="p", rewards=rewards, lengths=torch.ones(2).long(), advantages=rewards - 0.5, gram=gram
     )
     assert group_facts(record).reading == {}
+
+
+def test_a_reading_needs_advantages_and_no_rewards():
+    rewards = torch.tensor([1.0, math.nan], dtype=torch.float64)
+    advantages, gram = torch.tensor([0.5, -0.5], dtype=torch.float64), torch.eye(2, dtype=torch.float64)
+    record = GroupRecord(
+        step=1, prompt_id="p", rewards=rewards, lengths=torch.ones(2).long(), advantages=advantages, gram=gram
+    )
+    assert group_facts(record).reading["effective_rank"] == pytest.approx(2)
+    assert group_facts(dataclasses.replace(record, advantages=rewards)).reading == {}
 
 
 def test_the_lead_is_one_sentence_of_what_is_known(run, tmp_path):

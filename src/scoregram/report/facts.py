@@ -14,6 +14,7 @@ import torch
 
 from scoregram.checks import ScoregramError
 from scoregram.runs import GroupRecord, Run
+from scoregram.spectra import concentrated_energies, effective_rank, spread_energies
 from scoregram.statistics import group_outcomes
 from scoregram.training.readings import group_reading
 
@@ -34,12 +35,28 @@ class GroupFacts:
         """Rollouts of the group."""
         return len(self.record.rewards)
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Rollouts that pull: the largest rank that the stacked matrix could have."""
         if self.record.gram is None:
             return 0
         return int(((self.record.advantages != 0) & (self.record.gram.diagonal() > 0)).sum())
+
+    @cached_property
+    def possible_ranks(self) -> tuple[float, float]:
+        """Least and most effective rank that the top-1 fraction and the pulling rollouts allow; `nan` if unknown.
+
+        The ends of `feasible_intervals`, of this one metric alone: a run has many groups.
+        """
+        top1 = self.reading.get("top1_fraction", math.nan)
+        if math.isnan(top1) or not self.rows or self.reading.get("numerical_rank", 0) > self.rows:
+            return math.nan, math.nan  # other weights than the stored advantages were read
+        try:
+            energies = torch.stack([concentrated_energies(top1, self.rows), spread_energies(top1, self.rows)])
+        except ScoregramError:  # stored statistics that do not belong to the stored advantages
+            return math.nan, math.nan
+        least, most = effective_rank(energies.sqrt()).tolist()
+        return least, most
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,9 +149,9 @@ def group_facts(record: GroupRecord) -> GroupFacts:
 def _reading(record: GroupRecord) -> Mapping[str, float]:
     if "effective_rank" in record.statistics:
         return {name: float(value) for name, value in record.statistics.items()}
-    if record.gram is None or not bool(torch.cat([record.rewards, record.advantages]).isfinite().all()):
+    if record.gram is None:
         return {}
     try:
         return group_reading(record.gram, record.rewards, record.advantages)
-    except ScoregramError:  # not a Gram: the run's own error, and no reading
+    except ScoregramError:  # no Gram, or advantages that are not finite: no reading
         return {}

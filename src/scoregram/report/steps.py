@@ -4,13 +4,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
-import torch
-
-from scoregram.checks import ScoregramError
 from scoregram.exhibits import Estimate, Figure, Role, Series
 from scoregram.report.bootstrap import mean_estimate
 from scoregram.report.facts import Facts, GroupFacts
-from scoregram.spectra import concentrated_energies, effective_rank, orthogonal_effective_rank, spread_energies
+from scoregram.spectra import orthogonal_effective_rank
 
 MOST_POINTS = 400
 """A line with more steps than this is averaged over neighbouring ones."""
@@ -49,7 +46,6 @@ def learning(facts: Facts) -> Iterator[Figure]:
 def spectrum(facts: Facts) -> Iterator[Figure]:
     """Effective rank and top-1 fraction against their null and what is possible, over steps and by outcome."""
     alive = [group for group in facts.groups if not math.isnan(group.reading.get("effective_rank", math.nan))]
-    ends = {id(group): feasible_ranks(group) for group in alive}
     measured = _over_groups(alive, "effective rank", lambda group: group.reading["effective_rank"])
     yield from _figure(
         "effective-rank",
@@ -61,8 +57,8 @@ def spectrum(facts: Facts) -> Iterator[Figure]:
         (
             *measured,
             *_over_groups(alive, "effective rank, orthogonal", _reading("effective_rank_orthogonal"), "null"),
-            *_over_groups(alive, "effective rank, least possible", lambda group: ends[id(group)][0], "bound"),
-            *_over_groups(alive, "effective rank, most possible", lambda group: ends[id(group)][1], "bound"),
+            *_over_groups(alive, "effective rank, least possible", lambda group: group.possible_ranks[0], "bound"),
+            *_over_groups(alive, "effective rank, most possible", lambda group: group.possible_ranks[1], "bound"),
         ),
     )
     yield from _figure(
@@ -152,22 +148,6 @@ def update(facts: Facts) -> Iterator[Figure]:
             *_constant(facts, "gram/conflicting_prompts", "conflicting prompts, independent", 0.5, "null"),
         ),
     )
-
-
-def feasible_ranks(group: GroupFacts) -> tuple[float, float]:
-    """Least and most effective rank that a group's top-1 fraction and its pulling rollouts allow; `nan` if unknown.
-
-    The ends of `feasible_intervals`, of this one metric alone: a run has many groups.
-    """
-    top1 = group.reading.get("top1_fraction", math.nan)
-    if math.isnan(top1) or not group.rows or group.reading.get("numerical_rank", 0) > group.rows:
-        return math.nan, math.nan  # other weights than the stored advantages were read
-    try:
-        energies = torch.stack([concentrated_energies(top1, group.rows), spread_energies(top1, group.rows)])
-    except ScoregramError:  # stored statistics that do not belong to the stored advantages
-        return math.nan, math.nan
-    least, most = effective_rank(energies.sqrt()).tolist()
-    return least, most
 
 
 def chunks(places: Sequence[float]) -> list[range]:

@@ -10,7 +10,6 @@ import torch
 from scoregram.exhibits import Cell, Estimate, Table
 from scoregram.report.bootstrap import estimate, mean_estimate
 from scoregram.report.facts import Facts, GroupFacts
-from scoregram.report.steps import feasible_ranks
 from scoregram.statistics import (
     NoiseComponents,
     baseline_saving,
@@ -58,7 +57,7 @@ def summarised(facts: Facts) -> Summary:
     groups = facts.last_groups
     live = [group for group in groups if not math.isnan(group.reading.get("effective_rank", math.nan))]
     rank, null = _column(live, "effective_rank"), _column(live, "effective_rank_orthogonal")
-    ends = np.array([feasible_ranks(group) for group in live]).reshape(-1, 2)
+    ends = np.array([group.possible_ranks for group in live]).reshape(-1, 2)
     rows = noise_rows(facts)
     size, prompts = facts.group_size or 0, _prompts(facts)
     return Summary(
