@@ -59,9 +59,13 @@ def own_advantages(estimator: str | OwnEstimator, generation: Generation, energi
 
 
 def from_table(name: str, generation: Generation, energies: Tensor | None) -> Tensor:
-    """`(N,)` by a row of `ESTIMATORS`; 0 for a rollout that no reward function judged."""
+    """`(N,)` by a row of `ESTIMATORS`; 0 for a rollout that no reward function judged.
+
+    A group in which too few were judged to compare them is left out as a whole, as TRL does.
+    """
     shape = (-1, generation.group_size)
-    observed = ~generation.rewards.isnan()
+    observed = ~generation.rewards.isnan().view(shape)
+    observed &= observed.sum(1, keepdim=True) >= ESTIMATORS[name].min_group
     rewards = generation.rewards.nan_to_num(0.0).view(shape)
     return estimate(
         name,
@@ -69,7 +73,7 @@ def from_table(name: str, generation: Generation, energies: Tensor | None) -> Te
         lengths=generation.token_lengths.view(shape),
         outcomes=rewards,
         score_energies=None if energies is None else energies.view(shape),
-        observed=None if bool(observed.all()) else observed.view(shape),
+        observed=None if bool(observed.all()) else observed,
     ).flatten()
 
 
