@@ -16,7 +16,7 @@ FILES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in 
 FLOORS = (
     {"errors", "types", "checks"},
     {"spectra", "statistics", "advantages", "objectives", "tasks", "runs", "exhibits"},
-    {"theory", "gram", "policy"},
+    {"theory", "gram", "policy", "bootstrap"},
     {"training"},
     {"replication", "integrations"},
     {"report"},

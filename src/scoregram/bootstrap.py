@@ -1,7 +1,7 @@
 """Percentile bootstrap intervals, the same on every call."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
@@ -23,6 +23,24 @@ def mean_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
     if not len(known):
         return Estimate(math.nan)
     return estimate(len(known), lambda drawn: known[drawn].mean(axis=-1))
+
+
+def clustered_mean(values: Sequence[float] | np.ndarray, clusters: Sequence[Hashable]) -> Estimate:
+    """Mean of the defined values with a 95 % percentile bootstrap interval, whole clusters being resampled.
+
+    For values that belong together, such as groups of one prompt at several steps. `nan` without a defined value; no
+    interval for fewer than two clusters.
+    """
+    known = np.asarray(values, dtype=np.float64)
+    names = {name: place for place, name in enumerate(dict.fromkeys(clusters))}
+    owner = np.array([names[name] for name in clusters], dtype=np.int64)
+    defined = ~np.isnan(known)
+    totals = np.bincount(owner[defined], known[defined], minlength=len(names))
+    counts = np.bincount(owner[defined], minlength=len(names))
+    totals, counts = totals[counts > 0], counts[counts > 0]
+    if not len(counts):
+        return Estimate(math.nan)
+    return estimate(len(counts), lambda drawn: totals[drawn].sum(axis=-1) / counts[drawn].sum(axis=-1))
 
 
 def estimate(count: int, statistic: Callable[[np.ndarray], np.ndarray]) -> Estimate:
