@@ -1,18 +1,22 @@
 """Every format on a small dump in the layout of its framework: what is read, and what a broken record says."""
 
+import copy
 import json
 import math
 import pickle
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from scoregram.checks import ScoregramError
-from scoregram.integrations.dumps.grouping import grouped
+from scoregram.integrations.dumps.grouping import group_key, grouped
 from scoregram.integrations.dumps.record import DumpedRollout, Where
 from scoregram.integrations.dumps.stream import open_dump
 from scoregram.integrations.dumps.table import FORMATS
@@ -203,6 +207,40 @@ def test_a_first_line_that_is_broken_does_not_hide_the_format(tmp_path):
     (rollout,) = dump
     assert dump.name == "plain" and dump.broken == 1
     assert math.isnan(rollout.reward) and rollout.group is None and rollout.step is None
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=6,
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a record that something else could stand in."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in inside:
+        yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+@given(data=st.data(), name=st.sampled_from(sorted(RECORDS)), value=JSON)
+def test_whatever_stands_in_a_record_it_is_read_or_refused(data, name, value):
+    record = copy.deepcopy(RECORDS[name](0, ROLLOUTS[3]))
+    *path, last = data.draw(st.sampled_from(list(places(record))))
+    holder: Any = record
+    for key in path:
+        holder = holder[key]
+    holder[last] = value
+    try:
+        rollouts = list(FORMATS[name].parse(record, Where(Path("x.jsonl"), 1)))
+    except ScoregramError as error:
+        refusal = str(error)
+        assert refusal.startswith("x.jsonl line 1: ") and refusal.endswith("Repair or remove this record.")
+    else:
+        for rollout in rollouts:
+            group_key(rollout)
+            assert rollout.has_tokens or rollout.completion is not None
 
 
 def test_nemo_rl_reads_masks_and_filtered_rewards():

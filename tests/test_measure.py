@@ -106,6 +106,7 @@ def test_rollouts_come_through_unchanged(model, trained, tmp_path):
             assert getattr(one, name) == getattr(other, name), name
         assert torch.equal(one.token_ids, other.token_ids) and one.advantage == pytest.approx(other.advantage)
         torch.testing.assert_close(one.log_probs, other.log_probs, atol=1e-4, rtol=0)
+        torch.testing.assert_close(one.behaviour_log_probs, other.behaviour_log_probs, atol=1e-6, rtol=0)
 
 
 def test_with_whole_steps_the_readings_between_prompts_are_those_of_the_trainer(model, trained, tmp_path):
@@ -212,6 +213,18 @@ def test_advantages_of_single_tokens_are_kept(model, tmp_path):
     assert next(run.rollouts()).advantage is None
     kept: list[Any] = list(run.rollouts())
     assert kept[0].advantages.tolist() == [0.0, 0.0, 1.0, 3.0]
+
+
+def test_log_probabilities_are_compared_where_the_policy_chose(model, tmp_path):
+    record = {"prompt_ids": [5, 6], "completion_ids": [7, 8, 9], "completion_mask": [1, 0, 1], "log_probs": [0.0] * 3}
+    run, _, _ = measured(model, lines(tmp_path / "a.jsonl", [record] * 2), tmp_path / "a")
+    found = next(run.rollouts()).log_probs[2:].tolist()
+    assert found[1] == 0 and next(run.groups()).lengths.tolist() == [2, 2]
+    for name, told, gap in (("b", [found[0], -50.0, found[2]], 0.0), ("c", [found[0] - 1, None, found[2] + 0.5], 0.75)):
+        run, _, _ = measured(model, lines(tmp_path / f"{name}.jsonl", [record | {"log_probs": told}]), tmp_path / name)
+        (line,) = run.metrics()
+        assert line["dump/log_prob_gap"] == pytest.approx(gap, abs=1e-5)
+        assert line["dump/log_prob_gap_max"] == pytest.approx(2 * gap / 1.5, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["trl", "plain"])
@@ -376,6 +389,26 @@ def test_the_command_measures_and_says_where(model, tmp_path, capsys):
     assert "must be empty, got a run" in capsys.readouterr().err
     stored = (tmp_path / "out" / "metrics.jsonl").read_text()
     assert json.loads(stored)["dump/exact"] == 0.0
+
+
+def test_a_terminal_sees_a_bar_with_the_time_that_is_left(model, tmp_path):
+    said = StringIO()
+    path = lines(tmp_path / "x.jsonl", text_lines(("a", "1", 1.0), ("b", "2", 0.0)))
+    config = MeasureConfig(model=str(model), rollouts=path, out=tmp_path / "out", device="cpu")
+    measure(config, console=Console(file=said, force_terminal=True, width=100))
+    assert "2 groups" in said.getvalue() and "100 %" in said.getvalue() and "ETA" in said.getvalue()
+
+
+def test_the_order_of_rollouts_does_not_change_a_group(model, tmp_path):
+    rows = text_lines(("a", "1", 1.0), ("b", "23", 0.0), ("a", "4", 0.0), ("b", "5", 1.0))
+    found: list[dict[str, Any]] = []
+    for name, order in (("one", rows), ("two", rows[::-1])):
+        run, _, _ = measured(model, lines(tmp_path / f"{name}.jsonl", order), tmp_path / name)
+        found.append({group.prompt_id: group for group in run.groups()})
+    assert found[0].keys() == found[1].keys()
+    for prompt, group in found[0].items():
+        torch.testing.assert_close(found[1][prompt].gram.flip(0, 1), group.gram, rtol=1e-5, atol=1e-4)
+        assert found[1][prompt].rewards.tolist() == group.rewards.tolist()[::-1]
 
 
 def test_a_group_alone_is_measured_as_in_a_batch(model, trained):

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import numpy as np
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor
 
 from scoregram.checks import fail
 from scoregram.integrations.dumps.record import Messages, Where
+
+LARGEST = 10**300
+"""Whole numbers from here on are not what a trainer writes, and beyond what a float can hold."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Source:
         value = self.record.get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
+        if isinstance(value, bool) or not is_number(value) or value != value // 1:
             self.refuse(f"{name} must be a whole number", value)
         return int(value)
 
@@ -62,7 +65,7 @@ class Source:
         value = self.record.get(name)
         if value is None:
             return math.nan
-        if not isinstance(value, int | float):
+        if not is_number(value):
             self.refuse(f"{name} must be a number", value)
         return float(value)
 
@@ -94,7 +97,7 @@ class Source:
             return None
         try:
             values = np.asarray(self.record[name], dtype=np.float64)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             self.refuse(f"{name} must be a list of numbers", self.record[name])
         self._require_length(name, values, length)
         return torch.from_numpy(values) if np.isfinite(values).any() else None
@@ -104,7 +107,7 @@ class Source:
         return {
             name: float(value)
             for name, value in self.record.items()
-            if name not in without and isinstance(value, int | float) and math.isfinite(value)
+            if name not in without and is_number(value) and math.isfinite(value)
         }
 
     def _array(self, name: str) -> np.ndarray:
@@ -124,6 +127,11 @@ class Source:
     def _require_length(self, name: str, values: np.ndarray, length: int) -> None:
         if values.shape != (length,):
             self.refuse(f"{name} must have one value for each of {length} tokens", values.size)
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether a value is a number that a float can hold, if only as `nan` or infinity."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < LARGEST)
 
 
 def _first_wrong(values: np.ndarray) -> object:
