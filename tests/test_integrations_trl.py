@@ -1,7 +1,5 @@
 """What `attach` sees of a TRL trainer, what it writes, and that the training stays what it was."""
 
-import math
-import warnings
 from typing import Any
 
 import pytest
@@ -11,32 +9,15 @@ pytest.importorskip("trl")
 
 from scoregram.advantages import ESTIMATORS
 from scoregram.checks import ScoregramError
-from scoregram.integrations.trl import attach, names, step
-from scoregram.runs import open_run
+from scoregram.integrations.trl import attach, names
 from tests.training_cases import judge
-from tests.trl_cases import trainer_for
+from tests.trl_cases import run_in, trained, trainer_for, weights_of
 
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.filterwarnings("error:scoregram"),
 ]
-
-
-def trained(trainer: Any, **asked: Any) -> Any:
-    """The attachment after the training."""
-    attached = attach(trainer, asked.pop("every", 1), **asked)
-    trainer.train()
-    return attached
-
-
-def run_in(folder: Any) -> Any:
-    """The run, without asking which of its fields may be None."""
-    return open_run(folder)
-
-
-def weights_of(trainer: Any) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
 
 
 def rows_one_by_one(trainer: Any, batch: dict[str, Any], coefficients: torch.Tensor) -> torch.Tensor:
@@ -182,6 +163,22 @@ def test_methods_are_given_back(tmp_path):
     assert not names.METHODS.keys() & vars(trainer).keys()
 
 
+def test_callbacks_that_come_after_hear_of_the_end(tmp_path):
+    from transformers import TrainerCallback
+
+    class Listener(TrainerCallback):
+        ends = 0
+
+        def on_train_end(self, args, state, control, **_):
+            Listener.ends += 1
+
+    trainer = trainer_for("GRPO", tmp_path, max_steps=1)
+    attach(trainer)
+    trainer.add_callback(Listener())
+    trainer.train()
+    assert Listener.ends == 1
+
+
 def test_somebody_who_wrapped_later_is_left_alone(tmp_path):
     trainer = trainer_for("GRPO", tmp_path, max_steps=1)
     attached = attach(trainer)
@@ -241,70 +238,6 @@ def test_absolute_positions_are_counted_as_the_trainer_counts_them(tmp_path):
     assert "transformer.h.0.attn.c_attn" in layers
 
 
-def test_dropout_is_told_and_the_measurement_marked(tmp_path):
-    peft = pytest.importorskip("peft")
-    lora = peft.LoraConfig(r=4, lora_alpha=64, lora_dropout=0.3, target_modules=["q_proj", "down_proj"])
-    trainer = trainer_for("GRPO", tmp_path, peft=lora, max_steps=2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        attached = trained(trainer, out=tmp_path / "run")
-    said = [str(one.message) for one in caught]
-    assert any(text.startswith("scoregram: at step 2 ") and "cause: active dropout" in text for text in said)
-    assert not attached.readings[1].passed
-    assert {record.statistics["check_passed"] for record in run_in(tmp_path / "run").groups({2})} == {0.0}
-    assert run_in(tmp_path / "run").series("check/passed")[1][-1] == 0
-
-
-def test_scores_do_not_explain_a_kl_term(tmp_path):
-    trainer = trainer_for("GRPO", tmp_path, max_steps=2, beta=5.0, learning_rate=0.1)
-    with pytest.warns(UserWarning, match=r"scoregram: at step 2 .*mode='loss' is exact there"):
-        attached = trained(trainer)
-    assert [reading.passed for reading in attached.readings] == [True, False]
-
-
-def test_autocast_is_told_where_it_is_not_tolerated(tmp_path):
-    trainer = trainer_for("GRPO", tmp_path, max_steps=1, bf16=True)
-    with pytest.warns(UserWarning, match="autocast to bf16"):
-        attached = trained(trainer, tolerance=1e-7)
-    assert 1e-7 < attached.readings[0].error < 5e-2
-    assert trained(trainer_for("GRPO", tmp_path, max_steps=1, bf16=True)).readings[0].passed
-
-
-def test_a_failing_measurement_harms_nothing(tmp_path, monkeypatch):
-    plain, measured = (trainer_for("GRPO", tmp_path, max_steps=3) for _ in range(2))
-    torch.manual_seed(7)
-    plain.train()
-
-    def broken(*_: Any, **__: Any) -> None:
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr(step, "measure_beside", broken)
-    torch.manual_seed(7)
-    with pytest.warns(UserWarning, match="passed over, the training goes on. RuntimeError: no such kernel") as caught:
-        attached = trained(measured)
-    assert sum("passed over" in str(one.message) for one in caught) == 1
-    assert len(attached.failures) == 3 and attached.readings == []
-    assert torch.equal(weights_of(plain), weights_of(measured))
-
-
-def test_memory_is_bounded(tmp_path, monkeypatch):
-    whole = trained(trainer_for("GRPO", tmp_path, max_steps=1), out=tmp_path / "whole")
-    monkeypatch.setattr(
-        "scoregram.integrations.trl.memory.bytes_of_pass", lambda model, rollouts, tokens: rollouts * 1e9
-    )
-    with pytest.warns(UserWarning, match="step 1 was not measured: one group alone would take more than 3.5 GB"):
-        none = trained(trainer_for("GRPO", tmp_path, max_steps=1), memory_gb=3.5)
-    assert none.readings == [] and none.failures == []
-    split = trained(trainer_for("GRPO", tmp_path, max_steps=1), memory_gb=5, out=tmp_path / "split")
-    assert split.readings[0].error <= 1e-5
-    assert math.isnan(split.readings[0].scalars["gram/update_norm"]) != math.isnan(
-        whole.readings[0].scalars["gram/update_norm"]
-    )
-    pairs = zip(run_in(tmp_path / "whole").groups(), run_in(tmp_path / "split").groups(), strict=True)
-    for one, other in pairs:
-        torch.testing.assert_close(one.gram, other.gram, rtol=1e-5, atol=1e-5 * float(one.gram.max()))
-
-
 def test_a_run_goes_on_after_a_checkpoint(tmp_path):
     changes = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     trained(trainer_for("GRPO", tmp_path, **changes), out=tmp_path / "run")
@@ -357,67 +290,6 @@ def test_advantages_of_ones_own_may_differ_from_token_to_token(tmp_path):
     assert rollout.advantage is None
     values = rollout.advantages[rollout.prompt_length :]
     torch.testing.assert_close(values[1:], values[:-1] / 2)
-
-
-def test_an_estimator_that_fails_ends_the_training(tmp_path):
-    trainer = trainer_for("GRPO", tmp_path, max_steps=1)
-    attach(trainer, estimator=lambda generation: generation.rewards[:3])
-    with pytest.raises(ScoregramError, match=r"advantages must be a tensor of shape \(8,\) or \(8, \d\), got \(3,\)"):
-        trainer.train()
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"every": 0}, "every must be at least 1, got 0"),
-        ({"mode": "psi"}, "mode must be one of loss, scores, got 'psi'"),
-        ({"memory_gb": 0}, "memory_gb must be positive"),
-        ({"estimator": "gae"}, r"estimator=….: must be one of dapo, .*, got 'gae'"),
-        ({"estimator": "grpoo"}, "the name must be one of"),
-    ],
-)
-def test_settings_that_cannot_work(asked, message, tmp_path, unchecked_shapes):
-    trainer = trainer_for("GRPO", tmp_path, max_steps=1)
-    with pytest.raises(ScoregramError, match=message):
-        attach(trainer, **asked)
-    assert not names.METHODS.keys() & vars(trainer).keys()
-
-
-def test_trainers_that_cannot_be_measured(tmp_path, monkeypatch):
-    import trl
-
-    with pytest.raises(ScoregramError, match="must be a GRPOTrainer or an RLOOTrainer of TRL, got object"):
-        attach(object())
-    trainer = trainer_for("GRPO", tmp_path, max_steps=1)
-    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
-    with pytest.raises(ScoregramError, match="the trainer must run in one process, got 2"):
-        attach(trainer)
-    monkeypatch.undo()
-    monkeypatch.setattr(trl, "__version__", "0.19.1")
-    with pytest.raises(ScoregramError, match=f"needs TRL {names.OLDEST_TESTED} or newer, got 0.19.1"):
-        attach(trainer)
-    monkeypatch.setattr(trl, "__version__", "7.0.0")
-    with pytest.warns(UserWarning, match=f"TRL 7.0.0 is newer than {names.NEWEST_TESTED}"):
-        attach(trainer).detach()
-    with monkeypatch.context() as changed:
-        changed.delattr(trl.GRPOTrainer, "_compute_loss")  # pyright: ignore[reportPrivateImportUsage]
-        with pytest.raises(
-            ScoregramError, match=r"tested with .* got TRL 7.0.0, in which _compute_loss changed or is ab"
-        ):
-            attach(trainer)
-    with monkeypatch.context() as changed:
-        changed.setattr(trainer, "_calculate_rewards", lambda rollouts: None)
-        with pytest.raises(ScoregramError, match="in which _calculate_rewards changed or is absent"):
-            attach(trainer)
-
-
-def test_an_older_run_is_not_overwritten(tmp_path):
-    with attach(trainer_for("GRPO", tmp_path), out=tmp_path / "run"):
-        pass
-    trainer = trainer_for("GRPO", tmp_path)
-    with pytest.raises(ScoregramError, match="overwrite"):
-        attach(trainer, out=tmp_path / "run")
-    attach(trainer, out=tmp_path / "run", overwrite=True).detach()
 
 
 def test_the_summary_tells_first_last_and_mean(tmp_path):

@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 
+from scoregram.integrations.trl import attach
 from scoregram.policy.characters import character_tokenizer
+from scoregram.runs import open_run
 from tests.training_cases import judge, save_policy
 
 END_WEIGHT = 8.0
@@ -68,3 +70,19 @@ def trainer_for(
         processing_class=character_tokenizer(64),
         peft_config=peft,
     )
+
+
+def trained(trainer: Any, **asked: Any) -> Any:
+    """The attachment after the training."""
+    attached = attach(trainer, asked.pop("every", 1), **asked)
+    trainer.train()
+    return attached
+
+
+def run_in(folder: Any) -> Any:
+    """The run, without asking which of its fields may be None."""
+    return open_run(folder)
+
+
+def weights_of(trainer: Any) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])

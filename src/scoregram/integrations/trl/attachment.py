@@ -93,7 +93,7 @@ def attach(
         estimator=estimator,
         tolerance=default_tolerance(trainer) if tolerance is None else float(tolerance),
         memory_gb=memory_gb,
-        keep_rollouts=keep_rollouts,
+        keep_rollouts=keep_rollouts and out is not None,
     )
     folder = None
     if out is not None:
@@ -141,6 +141,11 @@ class Attachment:
 
     def detach(self) -> None:
         """Give the trainer its methods back and close the run folder; more than once does no harm."""
+        if self._outer:
+            self.trainer.remove_callback(self._callback)
+        self._end()
+
+    def _end(self) -> None:
         for name, outer in self._outer.items():
             if vars(self.trainer).get(name) is not outer:
                 continue  # wrapped again by somebody else: what is ours hands everything on from now on
@@ -148,8 +153,6 @@ class Attachment:
                 setattr(self.trainer, name, self._had[name])
             else:
                 delattr(self.trainer, name)
-        if self._outer:
-            self.trainer.remove_callback(self._callback)
         self._outer = {}
         self._generations = {}
         self._window = None
@@ -251,14 +254,13 @@ class Attachment:
         estimator = self.settings.estimator
         assert estimator is not None
         energies = energies_of(self.trainer, generation) if needs_energies(estimator) else None
-        found = own_advantages(estimator, generation, energies)
+        is_rloo = any(base.__name__ == "RLOOTrainer" for base in type(self.trainer).__mro__)
+        found = own_advantages(estimator, generation, energies, per_token=not is_rloo)
         show_advantages(self.trainer, found)
         return found
 
     def _measure(self, window: Window) -> None:
-        if not window.batches:
-            return
-        generations = [self._generations[serial] for serial in window.serials]
+        generations = self._generations_of(window)
         is_on_policy = all(generation.policy_step == window.step - 1 for generation in generations)
         if self.settings.mode == "scores" and not is_on_policy:
             return  # put off to the next step that is
@@ -275,6 +277,13 @@ class Attachment:
                 metrics[PREFIX + name].append(float(value))
         if self.folder is not None:
             self.folder.write(reading)
+
+    def _generations_of(self, window: Window) -> list[Generation]:
+        """Those that the loss saw; for a loss that cannot be seen into, those that were made for the step."""
+        if window.batches:
+            return [self._generations[serial] for serial in window.serials]
+        made = [one for one in self._generations.values() if one.policy_step == window.step - 1]
+        return made or list(self._generations.values())
 
     def _wrap(self, name: str, wrapper: Callable[..., Any]) -> None:
         assert name in METHODS
@@ -356,21 +365,21 @@ def callback_for(attachment: Attachment) -> Any:
 
     class Listener(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if attachment.folder is not None:
+            if attachment.is_attached and attachment.folder is not None:
                 attachment.folder.begin(int(state.global_step))
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             with attachment._without_harm():
-                if attachment.folder is not None:
+                if attachment.is_attached and attachment.folder is not None:
                     attachment.folder.flush()
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             with attachment._without_harm():
-                if attachment.folder is not None and logs:
+                if attachment.is_attached and attachment.folder is not None and logs:
                     others = {name: value for name, value in logs.items() if not name.startswith(PREFIX)}
                     attachment.folder.note(int(state.global_step), others)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            attachment.detach()
+            attachment._end()  # who removes itself from a list that is being walked takes the next one along
 
     return Listener()

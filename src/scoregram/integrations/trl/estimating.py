@@ -35,24 +35,30 @@ def needs_energies(estimator: str | OwnEstimator | None) -> bool:
     return isinstance(estimator, str) and "score_energies" in ESTIMATORS[estimator].needs
 
 
-def own_advantages(estimator: str | OwnEstimator, generation: Generation, energies: Tensor | None) -> Tensor:
+def own_advantages(
+    estimator: str | OwnEstimator, generation: Generation, energies: Tensor | None, *, per_token: bool = True
+) -> Tensor:
     """`(N,)` or `(N, C)` advantages for the trainer, on its device and in its dtype.
 
     Args:
         estimator: A row of `ESTIMATORS`, or a function.
         generation: The rollouts.
         energies: `(N,)` squared norms of the scores, where the row needs them.
+        per_token: Whether the trainer's loss takes one advantage for every token.
 
     Raises:
         ScoregramError: If the result has another shape, or is not finite. The trainer's own advantages are no
             substitute for what was asked for, so this ends the training.
     """
     found = from_table(estimator, generation, energies) if isinstance(estimator, str) else estimator(generation)
-    shapes = ((generation.size,), tuple(generation.completion_ids.shape))
+    shapes = [(generation.size,), tuple(generation.completion_ids.shape)][: 1 + per_token]
     if not isinstance(found, Tensor) or tuple(found.shape) not in shapes:
         got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         fail(
-            "attach(estimator=…)", f"advantages must be a tensor of shape {shapes[0]} or {shapes[1]}", got, "Check it."
+            "attach(estimator=…)",
+            f"advantages must be a tensor of shape {' or '.join(map(str, shapes))}",
+            got,
+            "Check it.",
         )
     require_finite(found, name="advantages", caller="attach(estimator=…)")
     return found.to(generation.advantages)
@@ -66,6 +72,8 @@ def from_table(name: str, generation: Generation, energies: Tensor | None) -> Te
     shape = (-1, generation.group_size)
     observed = ~generation.rewards.isnan().view(shape)
     observed &= observed.sum(1, keepdim=True) >= ESTIMATORS[name].min_group
+    if not bool(observed.any()):
+        return torch.zeros_like(generation.rewards)
     rewards = generation.rewards.nan_to_num(0.0).view(shape)
     return estimate(
         name,

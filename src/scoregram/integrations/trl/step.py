@@ -54,6 +54,8 @@ def measure_step(
 ) -> StepReading | None:
     """Measure the step whose gradient is in `.grad`; None, with a word, if that is not possible."""
     is_loss = settings.mode == "loss"
+    if not generations:
+        return passed_over(window.step, "no rollouts of it were seen")
     if any(generation.has_pictures for generation in generations):
         return passed_over(window.step, "its prompts have images, which a measurement cannot give to the model")
     if is_loss and not window.is_caught:
@@ -71,6 +73,8 @@ def measure_step(
         [part.at(chosen.to(part.input_ids.device)) for part, chosen in zip(parts, rows.chosen, strict=True)]
     )
     means, unevenness = mean_derivatives(rows, generations, derivatives)
+    if not window.is_caught:
+        means = -rows.advantages / len(means)  # the likeliest weights; there is nothing to check them with
     weights = torch.ones_like(means) if is_loss else means
     limit = free_bytes(model) * SHARE if settings.memory_gb is None else settings.memory_gb * 1e9
     passes = passes_within(limit, model, rows.bounds, laid.input_ids.shape[1])
@@ -85,7 +89,7 @@ def measure_step(
         precision=trainer.accelerator.autocast(),
         scale=scale,
     )
-    if not window.is_caught:  # there were no weights to add the scores up with
+    if not window.is_caught:
         beside = Beside(beside.measured, beside.log_probs, math.nan)
     passed = judge(trainer, window.step, beside, unevenness, settings)
     return reading_of(trainer, window.step, rows, laid, beside, -means, passed, settings)

@@ -1,0 +1,172 @@
+"""What a measurement says when it cannot be trusted, and that nothing it does harms a training."""
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+from scoregram.checks import ScoregramError
+from scoregram.integrations.trl import attach, names, step
+from tests.trl_cases import run_in, trained, trainer_for, weights_of
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.filterwarnings("error:scoregram"),
+]
+
+
+def test_dropout_is_told_and_the_measurement_marked(tmp_path):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, lora_alpha=64, lora_dropout=0.3, target_modules=["q_proj", "down_proj"])
+    trainer = trainer_for("GRPO", tmp_path, peft=lora, max_steps=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        attached = trained(trainer, out=tmp_path / "run")
+    said = [str(one.message) for one in caught]
+    assert any(text.startswith("scoregram: at step 2 ") and "cause: active dropout" in text for text in said)
+    assert not attached.readings[1].passed
+    assert {record.statistics["check_passed"] for record in run_in(tmp_path / "run").groups({2})} == {0.0}
+    assert run_in(tmp_path / "run").series("check/passed")[1][-1] == 0
+
+
+def test_scores_do_not_explain_a_kl_term(tmp_path):
+    trainer = trainer_for("GRPO", tmp_path, max_steps=2, beta=5.0, learning_rate=0.1)
+    with pytest.warns(UserWarning, match=r"scoregram: at step 2 .*mode='loss' is exact there"):
+        attached = trained(trainer)
+    assert [reading.passed for reading in attached.readings] == [True, False]
+
+
+def test_autocast_is_told_where_it_is_not_tolerated(tmp_path):
+    trainer = trainer_for("GRPO", tmp_path, max_steps=1, bf16=True)
+    with pytest.warns(UserWarning, match="autocast to bf16"):
+        attached = trained(trainer, tolerance=1e-7)
+    assert 1e-7 < attached.readings[0].error < 5e-2
+    assert trained(trainer_for("GRPO", tmp_path, max_steps=1, bf16=True)).readings[0].passed
+
+
+def test_a_failing_measurement_harms_nothing(tmp_path, monkeypatch):
+    plain, measured = (trainer_for("GRPO", tmp_path, max_steps=3) for _ in range(2))
+    torch.manual_seed(7)
+    plain.train()
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(step, "measure_beside", broken)
+    torch.manual_seed(7)
+    with pytest.warns(UserWarning, match="passed over, the training goes on. RuntimeError: no such kernel") as caught:
+        attached = trained(measured)
+    assert sum("passed over" in str(one.message) for one in caught) == 1
+    assert len(attached.failures) == 3 and attached.readings == []
+    assert torch.equal(weights_of(plain), weights_of(measured))
+
+
+def test_memory_is_bounded(tmp_path, monkeypatch):
+    whole = trained(trainer_for("GRPO", tmp_path, max_steps=1), out=tmp_path / "whole")
+    monkeypatch.setattr(
+        "scoregram.integrations.trl.memory.bytes_of_pass", lambda model, rollouts, tokens: rollouts * 1e9
+    )
+    with pytest.warns(UserWarning, match="step 1 was not measured: one group alone would take more than 3.5 GB"):
+        none = trained(trainer_for("GRPO", tmp_path, max_steps=1), memory_gb=3.5)
+    assert none.readings == [] and none.failures == []
+    split = trained(trainer_for("GRPO", tmp_path, max_steps=1), memory_gb=5, out=tmp_path / "split")
+    assert split.readings[0].error <= 1e-5
+    assert math.isnan(split.readings[0].scalars["gram/update_norm"]) != math.isnan(
+        whole.readings[0].scalars["gram/update_norm"]
+    )
+    pairs = zip(run_in(tmp_path / "whole").groups(), run_in(tmp_path / "split").groups(), strict=True)
+    for one, other in pairs:
+        torch.testing.assert_close(one.gram, other.gram, rtol=1e-5, atol=1e-5 * float(one.gram.max()))
+
+
+def test_a_loss_that_cannot_be_seen_into_is_measured_without_a_check(tmp_path):
+    import trl
+
+    class Fused(trl.GRPOTrainer):  # pyright: ignore[reportPrivateImportUsage]
+        """Its loss goes past the methods that are wrapped, as that of a fused kernel does."""
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return trl.GRPOTrainer._compute_loss(self, model, inputs)  # pyright: ignore[reportPrivateImportUsage]
+
+    trainer = trainer_for("GRPO", tmp_path, cls=Fused, max_steps=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        attached = trained(trainer)
+    assert any("step 2 could not be checked against the trainer's gradient" in str(one.message) for one in caught)
+    assert [math.isnan(reading.error) for reading in attached.readings] == [True, True]
+    assert all(reading.scalars["gram/update_norm"] > 0 and not reading.passed for reading in attached.readings)
+    with pytest.warns(UserWarning, match="step 1 was not measured: the trainer's loss did not go through"):
+        assert trained(trainer_for("GRPO", tmp_path, cls=Fused, max_steps=1), mode="loss").readings == []
+
+
+def test_rloo_takes_no_advantages_per_token(tmp_path):
+    trainer = trainer_for("RLOO", tmp_path, max_steps=1)
+    attach(trainer, estimator=lambda generation: generation.loss_mask.double())
+    with pytest.raises(ScoregramError, match=r"must be a tensor of shape \(8,\), got"):
+        trainer.train()
+
+
+def test_an_estimator_that_fails_ends_the_training(tmp_path):
+    trainer = trainer_for("GRPO", tmp_path, max_steps=1)
+    attach(trainer, estimator=lambda generation: generation.rewards[:3])
+    with pytest.raises(ScoregramError, match=r"advantages must be a tensor of shape \(8,\) or \(8, \d\), got \(3,\)"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"every": 0}, "every must be at least 1, got 0"),
+        ({"mode": "psi"}, "mode must be one of loss, scores, got 'psi'"),
+        ({"memory_gb": 0}, "memory_gb must be positive"),
+        ({"estimator": "gae"}, r"estimator=….: must be one of dapo, .*, got 'gae'"),
+        ({"estimator": "grpoo"}, "the name must be one of"),
+    ],
+)
+def test_settings_that_cannot_work(asked, message, tmp_path, unchecked_shapes):
+    trainer = trainer_for("GRPO", tmp_path, max_steps=1)
+    with pytest.raises(ScoregramError, match=message):
+        attach(trainer, **asked)
+    assert not names.METHODS.keys() & vars(trainer).keys()
+
+
+def test_trainers_that_cannot_be_measured(tmp_path, monkeypatch):
+    import trl
+
+    with pytest.raises(ScoregramError, match="must be a GRPOTrainer or an RLOOTrainer of TRL, got object"):
+        attach(object())
+    trainer = trainer_for("GRPO", tmp_path, max_steps=1)
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    with pytest.raises(ScoregramError, match="the trainer must run in one process, got 2"):
+        attach(trainer)
+    monkeypatch.undo()
+    monkeypatch.setattr(trl, "__version__", "0.19.1")
+    with pytest.raises(ScoregramError, match=f"needs TRL {names.OLDEST_TESTED} or newer, got 0.19.1"):
+        attach(trainer)
+    monkeypatch.setattr(trl, "__version__", "7.0.0")
+    with pytest.warns(UserWarning, match=f"TRL 7.0.0 is newer than {names.NEWEST_TESTED}"):
+        attach(trainer).detach()
+    with monkeypatch.context() as changed:
+        changed.delattr(trl.GRPOTrainer, "_compute_loss")  # pyright: ignore[reportPrivateImportUsage]
+        with pytest.raises(
+            ScoregramError, match=r"tested with .* got TRL 7.0.0, in which _compute_loss changed or is ab"
+        ):
+            attach(trainer)
+    with monkeypatch.context() as changed:
+        changed.setattr(trainer, "_calculate_rewards", lambda rollouts: None)
+        with pytest.raises(ScoregramError, match="in which _calculate_rewards changed or is absent"):
+            attach(trainer)
+
+
+def test_an_older_run_is_not_overwritten(tmp_path):
+    with attach(trainer_for("GRPO", tmp_path), out=tmp_path / "run"):
+        pass
+    trainer = trainer_for("GRPO", tmp_path)
+    with pytest.raises(ScoregramError, match="overwrite"):
+        attach(trainer, out=tmp_path / "run")
+    attach(trainer, out=tmp_path / "run", overwrite=True).detach()
