@@ -299,3 +299,17 @@ def test_the_summary_tells_first_last_and_mean(tmp_path):
     values = [reading.scalars["gram/update_norm"] for reading in attached.readings]
     assert row[1:] == (values[0], values[1], sum(values) / 2)
     assert "Steps 1, 2." in table.caption
+
+
+def test_rollouts_that_were_recorded_give_the_same_gram_when_measured_offline(tmp_path):
+    from scoregram.integrations.dumps.config import MeasureConfig
+    from scoregram.integrations.measure import measure
+    from scoregram.policy.characters import character_tokenizer
+
+    trained(trainer_for("GRPO", tmp_path, max_steps=1), out=tmp_path / "run")
+    character_tokenizer(64).save_pretrained(tmp_path / "policy")
+    settings: dict[str, Any] = {"model": str(tmp_path / "policy"), "device": "cpu", "between_prompts": True}
+    measure(MeasureConfig(rollouts=tmp_path / "run", out=tmp_path / "again", **settings))
+    recorded, again = (next(run_in(tmp_path / name).batches()) for name in ("run", "again"))
+    torch.testing.assert_close(again.gram, recorded.gram, rtol=1e-5, atol=1e-5 * float(recorded.gram.max()))
+    assert again.rewards.tolist() == recorded.rewards.tolist()
