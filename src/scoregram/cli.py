@@ -234,13 +234,60 @@ class BenchSample:
 
 
 @dataclass(frozen=True)
+class BenchTrl:
+    """Compare measured with plain optimisation steps of TRL's GRPOTrainer, in turns, on a CPU."""
+
+    shape: str = "llama-25m"
+    """tiny, llama-tiny, llama-25m, smollm2-135m, llama-1b or nemotron-4b; weights are random."""
+    rollouts: int = 16
+    """Rollouts of one update, whole groups."""
+    group_size: int = 8
+    """Rollouts of one prompt."""
+    micro_batch_size: int = 8
+    """Rollouts of one backward pass of the trainer."""
+    tokens: int = 128
+    """Completion tokens of every rollout."""
+    modes: tuple[str, ...] = ("scores", "loss")
+    """What is measured."""
+    checkpointing: tuple[bool, ...] = (False, True)
+    """Without and with gradient checkpointing."""
+    repeats: int = 5
+    """Timed steps of each kind, in turns."""
+    threads: int = 1
+    """Threads of torch."""
+    json: bool = False
+    """Print strict JSON instead of a table."""
+    out: Path | None = None
+    """Also write the JSON here."""
+
+    def run(self) -> int:
+        """Measure and print."""
+        from scoregram.bench.trl import run_trl_bench
+
+        return run_trl_bench(
+            shape=self.shape,
+            rollouts=self.rollouts,
+            group_size=self.group_size,
+            micro_batch_size=self.micro_batch_size,
+            tokens=self.tokens,
+            modes=self.modes,
+            checkpointing=self.checkpointing,
+            repeats=self.repeats,
+            threads=self.threads,
+            as_json=self.json,
+            out=self.out,
+        )
+
+
+@dataclass(frozen=True)
 class Bench:
-    """Measure what the Gram costs, how fast training is, or how fast sampling is."""
+    """Measure what the Gram costs, how fast training is, how fast sampling is, or what a step of TRL costs measured."""
 
     what: Annotated[
         Annotated[BenchGram, tyro.conf.subcommand("gram", prefix_name=False)]
         | Annotated[BenchTrain, tyro.conf.subcommand("train", prefix_name=False)]
-        | Annotated[BenchSample, tyro.conf.subcommand("sample", prefix_name=False)],
+        | Annotated[BenchSample, tyro.conf.subcommand("sample", prefix_name=False)]
+        | Annotated[BenchTrl, tyro.conf.subcommand("trl", prefix_name=False)],
         tyro.conf.arg(name=""),
     ]
 

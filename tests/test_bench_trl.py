@@ -1,0 +1,40 @@
+"""The cost of a measured step of TRL is measured, and says what it found."""
+
+import json
+
+import pytest
+
+from scoregram.bench.trl import run_trl_bench
+from scoregram.checks import ScoregramError
+
+SMALL = {"shape": "llama-tiny", "rollouts": 8, "group_size": 4, "micro_batch_size": 4, "tokens": 8, "repeats": 1}
+
+
+@pytest.mark.integration
+@pytest.mark.filterwarnings("ignore")
+def test_measured_and_plain_steps_take_turns(tmp_path, capsys):
+    pytest.importorskip("trl")
+    run_trl_bench(**SMALL, checkpointing=(False,), out=tmp_path / "record.json")
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["settings"]["rollouts"] == 8
+    assert [row["mode"] for row in record["rows"]] == ["scores", "loss"]
+    for row in record["rows"]:
+        assert len(row["seconds"][0]) == len(row["seconds"][1]) == 1
+        assert row["overhead"] == pytest.approx(row["measured_seconds"] / row["plain_seconds"] - 1)
+        assert row["error"] <= 1e-5
+    assert "Overhead" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shape": "llama-9t"}, "--shape"),
+        ({"rollouts": 6}, "multiple of --group-size 4, got 6"),
+        ({"group_size": 1}, "--group-size: must be at least 2"),
+        ({"repeats": 0}, "--repeats: must be at least 1"),
+        ({"modes": ("psi",)}, "must be among scores, loss"),
+    ],
+)
+def test_what_leaves_nothing_to_measure_is_refused(changes, message):
+    with pytest.raises(ScoregramError, match=message):
+        run_trl_bench(**(SMALL | changes))
