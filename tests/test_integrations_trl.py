@@ -126,6 +126,25 @@ def test_records_hold_what_was_sampled_and_what_every_function_gave(tmp_path):
         torch.testing.assert_close(record.advantages, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("estimator", [None, "rloo"])
+def test_rollouts_that_nobody_judged(estimator, tmp_path):
+    """A whole group and a single rollout without a reward: no pull, no harm, and said."""
+
+    def undecided(completions, **_):
+        return [None] * 4 + [None, 1.0, 0.0, 0.0]
+
+    trainer = trainer_for("GRPO", tmp_path, rewards=undecided, max_steps=1)
+    attached = trained(trainer, estimator=estimator, out=tmp_path / "run")
+    reading = attached.readings[0]
+    assert reading.error <= 1e-5 and attached.failures == []
+    assert reading.scalars["without_reward"] == 5 / 8
+    first, second = run_in(tmp_path / "run").groups()
+    assert first.rewards.isnan().all() and second.rewards.isnan().tolist() == [True, False, False, False]
+    if estimator is not None:
+        torch.testing.assert_close(first.advantages, torch.zeros(4, dtype=torch.float64))
+        torch.testing.assert_close(second.advantages, torch.tensor([0.0, 1.0, -0.5, -0.5], dtype=torch.float64))
+
+
 def test_scalars_reach_the_trainers_log_and_the_run(tmp_path):
     trainer = trainer_for("GRPO", tmp_path, max_steps=3, max_grad_norm=0.0)
     trained(trainer, every=2, out=tmp_path / "run")

@@ -41,6 +41,16 @@ def test_scores_do_not_explain_a_kl_term(tmp_path):
     assert [reading.passed for reading in attached.readings] == [True, False]
 
 
+def test_an_entropy_bonus_is_told(tmp_path):
+    try:
+        trainer = trainer_for("GRPO", tmp_path, max_steps=1, entropy_coef=1.0)
+    except TypeError:
+        pytest.skip("this version of TRL has no entropy bonus")
+    with pytest.warns(UserWarning, match="scoregram: at step 1 .* Likely cause: an entropy bonus"):
+        attached = trained(trainer, mode="loss")
+    assert attached.readings[0].error > 1e-3
+
+
 def test_autocast_is_told_where_it_is_not_tolerated(tmp_path):
     trainer = trainer_for("GRPO", tmp_path, max_steps=1, bf16=True)
     with pytest.warns(UserWarning, match="autocast to bf16"):
