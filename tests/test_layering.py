@@ -20,7 +20,7 @@ FLOORS = (
     {"training"},
     {"replication", "integrations"},
     {"report"},
-    {"bench"},
+    {"bench", "replicate"},
     {"cli"},
 )
 """Rooms from the ground up. A room may import itself and every floor below it, never its neighbours."""

@@ -6,7 +6,7 @@ Nothing heavy is imported here; a command imports what it runs, so that `scoregr
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -297,6 +297,37 @@ class Bench:
 
 
 @dataclass(frozen=True)
+class Replicate:
+    """Run the paper's experiment, with null models beside every number, and judge each empirical claim.
+
+    Interrupted, the same command goes on where it was.
+    """
+
+    preset: Literal["quick", "smollm2-gsm8k", "nemotron-4b-gsm8k"] = "quick"
+    """quick: the embedded policy, minutes on two cores. The others need a GPU."""
+    out: Path | None = None
+    """Folder of the replication; `runs/PRESET` if not given."""
+    seeds: int | None = None
+    """Runs for each group size and method; the preset's own number if not given."""
+    model: str | None = None
+    """Another model than the preset's, such as a folder or a `.gguf` file."""
+    task: str | None = None
+    """Another task than the preset's, such as gsm8k:FOLDER."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    sign_with: Path | None = None
+    """Sign the record with the ed25519 key in this PEM file."""
+
+    def run(self) -> int:
+        """Train, measure, judge, record and report."""
+        from scoregram.replicate import replicate
+
+        folder = self.out or Path("runs") / self.preset
+        given = {"seeds": self.seeds, "model": self.model, "task": self.task, "device": self.device}
+        return replicate(self.preset, folder, sign_with=self.sign_with, **given)
+
+
+@dataclass(frozen=True)
 class Verify:
     """Check a replication record: its hash, number and signature, every file, and that tables follow from the Grams.
 
@@ -314,7 +345,7 @@ class Verify:
 
         recompute = None
         if self.recompute:
-            from scoregram.replication.evidence import recompute  # pyright: ignore[reportMissingImports]
+            from scoregram.replication.evidence import recompute
         verification = verify(self.path, recompute=recompute)
         print(*verification.lines(), sep="\n")
         return 0 if verification.passed else 1
@@ -353,6 +384,7 @@ Command = (
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Measure, tyro.conf.subcommand("measure")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[Replicate, tyro.conf.subcommand("replicate")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Version, tyro.conf.subcommand("version")]

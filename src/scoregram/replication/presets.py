@@ -1,14 +1,19 @@
 """What a replication trains and measures: three sizes of the same experiment. Nothing heavy is imported here."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from scoregram.checks import fail
 from scoregram.training.config import TrainConfig
 
 RUNS = "runs"
 """Folder of the runs inside that of a replication."""
+SETTING = "setting.json"
+"""What a replication is: its preset and seeds."""
 METHOD = "grpo-paper"
 """Mean of the group as baseline, output-only reward, no clip, no KL, no standard deviation."""
 
@@ -185,3 +190,34 @@ def config_of(preset: Preset, model: str, device: str) -> TrainConfig:
         final_checkpoint=False,
         threads=1 if preset.workers > 1 else 0,
     )
+
+
+def write_setting(folder: Path, name: str, preset: Preset, *, seeds: int) -> Mapping[str, Any]:
+    """Write what a replication is into its folder, or see that the same one is there.
+
+    Raises:
+        ScoregramError: If the folder holds another replication; only the number of seeds may have grown.
+    """
+    path = folder / SETTING
+    setting = {"preset": name, **preset.record(), "seeds": seeds}
+    if path.is_file():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        other = [key for key in setting if before.get(key) != setting[key] and key != "seeds"]
+        if other:
+            got = ", ".join(f"{key} {before.get(key)!r}" for key in other)
+            fail("replicate", f"{folder} must hold the same replication", got, "Choose another folder for this one.")
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(setting, indent=1) + "\n", encoding="utf-8")
+    return setting
+
+
+def read_setting(folder: Path) -> Mapping[str, Any]:
+    """What the replication in a folder is.
+
+    Raises:
+        ScoregramError: If there is none.
+    """
+    path = folder / SETTING
+    if not path.is_file():
+        fail("replicate", f"{folder} must be the folder of a replication", f"no {SETTING}", "Check the path.")
+    return json.loads(path.read_text(encoding="utf-8"))

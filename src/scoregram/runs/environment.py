@@ -56,7 +56,8 @@ def environment() -> dict[str, Any]:
 def source_commit(package: Path = Path(__file__).parent.parent) -> tuple[str | None, bool | None]:
     """Commit that the source of `package` stands at, and whether it differs from it; None where git does not keep it.
 
-    `SCOREGRAM_COMMIT` in the environment names the commit of a source that was copied without its history. A package that is installed beside or inside somebody's repository is not part of it: the file must be tracked.
+    `SCOREGRAM_COMMIT` in the environment names the commit of a source that was copied without its history. A package
+    that is installed beside or inside somebody's repository is not part of it: the file must be tracked.
     """
     if given := os.environ.get("SCOREGRAM_COMMIT"):
         return given, None

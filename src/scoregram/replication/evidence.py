@@ -1,0 +1,81 @@
+"""From the runs of a replication to its exhibits and verdicts, the same every time."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scoregram.exhibits import Exhibit, to_plain
+from scoregram.replication import learning, reasons, spectra, turns
+from scoregram.replication.presets import read_setting
+from scoregram.replication.readings import Evidence, read_evidence
+from scoregram.replication.record import EXHIBITS, VERDICTS
+from scoregram.replication.verdicts import judge
+from scoregram.runs.atomic import write_atomically
+
+SECTIONS = (
+    ("The paper's table and figures", "", ("table-1", "figure-1", "figure-2", "figure-3")),
+    ("Spread and dead groups", "", ("figure-spread", "figure-dead")),
+    ("Why the rank is what it is", "", ("accounting", "conditions", "figure-cosine", "by-right", "at-fixed-k")),
+    ("Temperature and layers", "", ("by-temperature", "by-layer")),
+    ("Other baselines", "", ("by-estimator", "variance", "methods")),
+    ("Saturation and group size", "", ("prediction", "group-size")),
+    ("Several turns", "", ("turn-offset", "turn-credit")),
+)
+"""Title, text and exhibits of each section of the report."""
+
+
+def exhibits_of(evidence: Evidence) -> tuple[Exhibit, ...]:
+    """All tables and figures."""
+    return (
+        spectra.table_1(evidence),
+        spectra.figure_1(evidence),
+        spectra.figure_2(evidence),
+        learning.figure_3(evidence),
+        learning.figure_spread(evidence),
+        learning.figure_dead(evidence),
+        reasons.accounting(evidence),
+        reasons.conditions(evidence),
+        reasons.figure_cosine(evidence),
+        spectra.by_right(evidence),
+        reasons.at_fixed_right(evidence),
+        spectra.by_temperature(evidence),
+        spectra.by_layer(evidence),
+        learning.by_estimator(evidence),
+        learning.variance_table(evidence),
+        learning.methods_table(evidence),
+        reasons.prediction(evidence),
+        learning.group_size_table(evidence),
+        turns.offsets_table(),
+        turns.credit_table(),
+    )
+
+
+def recompute(folder: Path) -> tuple[list[Any], list[Any]]:
+    """Exhibits and verdicts as plain values, from the stored Grams, rewards and metrics alone."""
+    evidence = read_evidence(folder)
+    exhibits = exhibits_of(evidence)
+    setting = read_setting(folder)
+    verdicts = judge(exhibits, seeds=evidence.seeds, model=setting["model"], task=setting["task"])
+    return to_plain(exhibits), verdicts
+
+
+def lead(verdicts: Sequence[Mapping[str, Any]]) -> str:
+    """The verdict on the paper's headline, in one sentence with its numbers."""
+    headline = next(one for one in verdicts if one["claim"] == "abstract-effective-rank")
+    return f"“Effective rank about 2 whatever the group size” is {headline['verdict']} here. {headline['sentence']}"
+
+
+def write_evidence(folder: Path) -> tuple[list[Any], list[Any]]:
+    """Compute exhibits and verdicts and write them into the folder of a replication."""
+    exhibits, verdicts = recompute(folder)
+    sections = [{"title": title, "text": text, "exhibits": list(ids)} for title, text, ids in SECTIONS]
+    title = f"Is the effective rank of GRPO's gradients 2? {read_setting(folder)['about']}"
+    contents = {
+        EXHIBITS: {"exhibits": exhibits, "sections": sections},
+        VERDICTS: {"verdicts": verdicts, "lead": lead(verdicts), "title": title},
+    }
+    for name, content in contents.items():
+        text = json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False)
+        write_atomically(folder / name, (text + "\n").encode())
+    return exhibits, verdicts

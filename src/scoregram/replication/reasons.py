@@ -1,0 +1,193 @@
+"""Why the effective rank is what it is: an exact accounting, and what foretells learning."""
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from statistics import fmean
+
+import numpy as np
+from scipy.stats import rankdata
+
+from scoregram.bootstrap import estimate
+from scoregram.exhibits import Cell, Estimate, Figure, Series, Table
+from scoregram.replication.learning import ACCURACY
+from scoregram.replication.readings import Evidence, Reading
+from scoregram.replication.spectra import mean_of, plain_mean
+
+LADDER: tuple[tuple[str, Callable[[Reading], float]], ...] = (
+    ("advantages", lambda r: r.shape),
+    ("norms", lambda r: r.orthogonal),
+    ("mean cosine", lambda r: r.alike),
+    ("right against wrong", lambda r: r.two_kinds),
+    ("which are alike", lambda r: r.rank),
+)
+"""Null models from the crudest to the measurement itself; each knows one thing more than the one before."""
+
+NEAR_TWO = (1.75, 2.25)
+"""What counts as an effective rank of about 2."""
+
+
+def accounting(evidence: Evidence) -> Table:
+    """Factors whose product takes the group size to the effective rank, group by group, averaged in logarithms."""
+    rows: list[tuple[Cell, ...]] = []
+    for size in evidence.sizes:
+        live = evidence.live(size=size)
+        if not live:
+            continue
+        steps = [[math.log(size), *(math.log(value(r)) for _, value in LADDER)] for r in live]
+        factors = [math.exp(fmean(b - a for a, b in pairs)) for pairs in zip(*map(pairwise, steps), strict=True)]
+        measured = np.array([step[-1] for step in steps])
+        explained = [share_explained(measured, np.array([step[place] for step in steps])) for place in (1, 2, 4)]
+        rows.append((size, *factors, mean_of(live, lambda r: r.rank), *explained))
+    return Table(
+        "accounting",
+        "From the group size to the effective rank",
+        "Each factor says what one more piece of knowledge does to the rank of a group: R × shape of |A| × unequal "
+        "norms × mean cosine × cosines among right, among wrong and between × everything else = effective rank "
+        "(geometric means). 1: that piece does not matter. The last columns: share of the variance between groups, "
+        "in logarithms, that advantages explain, then with norms, then with the cosines of right and wrong; below 0, "
+        "worse than a constant.",
+        (
+            "R",
+            *(f"× {name}" for name, _ in LADDER),
+            "effective rank",
+            "explained: advantages",
+            "+ norms",
+            "+ right against wrong",
+        ),
+        tuple(rows),
+    )
+
+
+def share_explained(measured: np.ndarray, predicted: np.ndarray) -> float:
+    """`1 - Σ(m - p - shift)²/Σ(m - mean)²`: variance left after a prediction that may be off by a constant factor."""
+    spread = float(((measured - measured.mean()) ** 2).sum())
+    left = measured - predicted
+    return 1 - float(((left - left.mean()) ** 2).sum()) / spread if spread > 1e-12 else math.nan
+
+
+def conditions(evidence: Evidence) -> Table:
+    """How rank, norms and cosine go together over groups: rank correlations with the rank relative to its shape."""
+    rows: list[tuple[Cell, ...]] = []
+    things: tuple[tuple[str, Callable[[Reading], float]], ...] = (
+        ("mean cosine between rollouts", lambda r: abs(r.cosine)),
+        ("unequal norms: null over shape", lambda r: r.orthogonal / r.shape),
+        ("share of directions: rank/R", lambda r: r.numerical_rank / r.trial.size),
+        ("mean length", lambda r: r.length),
+        ("share right: |k/R - 1/2|", lambda r: abs(r.right / r.trial.size - 0.5)),
+        ("step", lambda r: float(r.step)),
+    )
+    for size in evidence.sizes:
+        live = evidence.live(size=size)
+        deficit = np.array([math.log(r.rank / r.shape) for r in live])
+        found = [spearman(np.array([value(r) for r in live]), deficit) for _, value in things]
+        near = [NEAR_TWO[0] <= r.rank <= NEAR_TWO[1] for r in live]
+        rows.append((size, len(live), fmean(near) if near else math.nan, *found))
+    return Table(
+        "conditions",
+        "What goes with a low effective rank",
+        "Spearman correlations over groups with the logarithm of the rank relative to what |A| alone would give; "
+        "intervals over groups. Negative: the more of it, the lower the rank. Near 2: share of groups between 1.75 and "
+        "2.25.",
+        ("R", "groups", "near 2", *(name for name, _ in things)),
+        tuple(rows),
+    )
+
+
+def spearman(x: np.ndarray, y: np.ndarray) -> Estimate:
+    """Rank correlation with a bootstrap interval; `nan` where one of the two does not vary."""
+    if len(x) < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
+        return Estimate(math.nan)
+    a, b = rankdata(x), rankdata(y)  # ranks are kept in a resample: cheap, and close to ranking anew
+
+    def correlation(drawn: np.ndarray) -> np.ndarray:
+        u, v = a[drawn], b[drawn]
+        u, v = u - u.mean(-1, keepdims=True), v - v.mean(-1, keepdims=True)
+        with np.errstate(invalid="ignore"):
+            return (u * v).sum(-1) / np.sqrt((u * u).sum(-1) * (v * v).sum(-1))
+
+    return estimate(len(a), correlation)
+
+
+PREDICTORS = (
+    ("effective rank", "group/effective_rank"),
+    ("signal to noise", "gram/snr"),
+    ("share of live groups", "live"),
+    ("mean reward", "reward"),
+)
+
+
+def prediction(evidence: Evidence) -> Table:
+    """Whether the effective rank, or signal to noise, foretells how much accuracy is still to be gained."""
+    spans = [span for trial in evidence.of_paper() for span in spans_of(trial.run.metrics())]
+    gains = np.array([gain for gain, _ in spans])
+    rows: list[tuple[Cell, ...]] = []
+    for title, name in PREDICTORS:
+        values = np.array([means[name] for _, means in spans])
+        known = ~np.isnan(values)
+        rows.append((title, int(known.sum()), spearman(values[known], gains[known])))
+    return Table(
+        "prediction",
+        "What foretells the next gain in accuracy",
+        "Over spans between two evaluations, all runs: Spearman correlation of a quantity in the first half of the "
+        "span with the gain over the span. To be of use, the rank must beat the mean reward and the share of live "
+        "groups.",
+        ("quantity", "spans", "correlation with the gain"),
+        tuple(rows),
+    )
+
+
+def spans_of(metrics: list[dict[str, float]]) -> list[tuple[float, dict[str, float]]]:
+    """Between each two evaluations: the gain, and the means of the predictors over the first half of the steps."""
+    evaluated = [line for line in metrics if ACCURACY in line]
+    spans = []
+    for before, after in pairwise(evaluated):
+        middle = before["step"] + max(1, (after["step"] - before["step"]) // 2)
+        inside = [line for line in metrics if before["step"] < line["step"] <= middle]
+        means = {name: plain_mean([line.get(name, math.nan) for line in inside]) for _, name in PREDICTORS}
+        means["live"] = plain_mean([line["live_groups"] / line["groups"] for line in inside if "groups" in line])
+        spans.append((after[ACCURACY] - before[ACCURACY], means))
+    return spans
+
+
+def at_fixed_right(evidence: Evidence) -> Table:
+    """Effective rank early and late in training, at the same number of right rollouts."""
+    last = max((r.step for r in evidence.live()), default=0)
+    rows: list[tuple[Cell, ...]] = []
+    for size in evidence.sizes:
+        for right in range(1, size):
+            here = [r for r in evidence.live(size=size) if r.right == right]
+            early, late = [r for r in here if r.step <= last / 2], [r for r in here if r.step > last / 2]
+            if len(early) >= 5 and len(late) >= 5:
+                shown = [mean_of(half, lambda r: r.rank) for half in (early, late)]
+                over_null = [mean_of(half, lambda r: r.rank / r.orthogonal) for half in (early, late)]
+                rows.append((size, right, len(early), len(late), *shown, *over_null))
+    return Table(
+        "at-fixed-k",
+        "Does the rank fall while the policy learns, at the same k?",
+        "The mean over all groups also moves because k moves; here k is held, and with it σ_r. Over null: relative to "
+        "orthogonal scores of the same norms.",
+        ("R", "k right", "groups", "later", "first half", "second half", "over null, first", "over null, second"),
+        tuple(rows),
+    )
+
+
+def figure_cosine(evidence: Evidence) -> Figure:
+    """Effective rank relative to its shape, against the mean cosine between rollouts."""
+    series = tuple(
+        Series(
+            f"R = {size}",
+            tuple(r.cosine for r in evidence.live(size=size)),
+            tuple(r.rank / r.shape for r in evidence.live(size=size)),
+            points=True,
+        )
+        for size in evidence.sizes
+    )
+    return Figure(
+        "figure-cosine",
+        "Effective rank against the cosine between rollouts",
+        "One point a group: effective rank over what |A| alone gives. 1: scores are orthogonal and of equal norms.",
+        "mean cosine between rollouts of the group",
+        "effective rank / (4k(R-k)/R)",
+        series,
+    )
