@@ -3,7 +3,8 @@
 python benchmarks/dumps.py --gigabytes 1
 
 Each format is read in a process of its own; what is reported is the highest resident memory of that process, beside
-what it held before it opened the file. `--shuffled` scatters the rollouts of every step.
+what it held before it opened the file. The third dump is the second one without steps: its groups stay open until the
+window is full. `--shuffled` scatters the rollouts of every step.
 """
 
 import argparse
@@ -25,13 +26,19 @@ GROUPS_PER_STEP = 64
 def records(name: str, shuffled: bool) -> Iterator[str]:
     """Lines without end: groups of `GROUP` rollouts of `TOKENS` tokens, `GROUPS_PER_STEP` of them in a step."""
     draw = random.Random(0)
+    pool = [draw.randrange(50_000) for _ in range(1 << 17)]
+
+    def some(count: int) -> list[int]:
+        start = draw.randrange(len(pool) - count)
+        return pool[start : start + count]
+
     step = 0
     while True:
         lines = []
         for group in range(GROUPS_PER_STEP):
-            prompt = [draw.randrange(50_000) for _ in range(TOKENS // 4)]
+            prompt = some(TOKENS // 4)
             for i in range(GROUP):
-                reply = [draw.randrange(50_000) for _ in range(TOKENS * 3 // 4)]
+                reply = some(TOKENS * 3 // 4)
                 lines.append(json.dumps(record(name, step, group, i, prompt, reply)) + "\n")
         if shuffled:
             draw.shuffle(lines)
@@ -46,7 +53,8 @@ def record(name: str, step: int, group: int, i: int, prompt: list[int], reply: l
         ids = {"prompt_tokens": prompt, "response_tokens": reply, "logprobs": [-0.5] * len(reply)}
         return {"step": step, "sample_idx": i, "prompt_idx": group, **ids, "reward": reward, "advantage": reward}
     said, answered = (" ".join(map(str, ids)) for ids in (prompt, reply))
-    return {"prompt": said, "completion": answered, "reward": reward, "step": step}
+    told: dict[str, object] = {"prompt": said, "completion": answered, "reward": reward}
+    return told | {"step": step} if name == "plain" else told
 
 
 def write(path: Path, name: str, size: float, shuffled: bool) -> int:
@@ -90,7 +98,7 @@ def main() -> None:
     if asked.read is not None:
         print(json.dumps(read(asked.read, asked.window_mb << 20)))
         return
-    for name, shuffled in (("open-instruct", False), ("plain", asked.shuffled)):
+    for name, shuffled in (("open-instruct", False), ("plain", asked.shuffled), ("plain-stepless", asked.shuffled)):
         path = asked.folder / f"scoregram-bench-{name}.jsonl"
         try:
             lines = write(path, name, asked.gigabytes * 1e9, shuffled)
@@ -101,7 +109,8 @@ def main() -> None:
             path.unlink(missing_ok=True)
         print(
             f"{name}: {size / 1e9:.2f} GB, {lines:,} rollouts in {made['groups']:,} groups, {made['seconds']:.0f} s; "
-            f"peak {made['peak'] / 1e6:.0f} MB, {(made['peak'] - made['before']) / 1e6:.0f} MB above the start"
+            f"peak {made['peak'] / 1e6:.0f} MB, {(made['peak'] - made['before']) / 1e6:.0f} MB above the start",
+            flush=True,
         )
 
 

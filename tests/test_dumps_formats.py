@@ -200,6 +200,16 @@ def test_files_are_read_in_the_order_of_their_numbers(tmp_path):
     assert [(rollout.step, rollout.reward) for rollout in open_dump(tmp_path)] == [(2, 2.0), (9, 9.0), (10, 10.0)]
 
 
+def test_bytes_are_counted_as_they_are_read(tmp_path):
+    records = [{"prompt": "a", "completion": "b" * i} for i in range(5)]
+    for name in ("1", "2"):
+        lines(tmp_path / f"{name}.jsonl", records)
+    dump = open_dump(tmp_path)
+    ends = [sum(len(json.dumps(one)) + 1 for one in records[: i + 1]) for i in range(5)]
+    assert [dump.bytes_read for _ in dump] == ends + [ends[-1] + end for end in ends]
+    assert dump.total_bytes == 2 * ends[-1]
+
+
 def test_a_first_line_that_is_broken_does_not_hide_the_format(tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"\n{"prompt": "a", "completion": "b"}')

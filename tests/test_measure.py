@@ -161,7 +161,7 @@ def text_lines(*rows: tuple[str, str, float | None], **more: Any) -> list[dict[s
 
 
 def test_groups_of_any_size_missing_rewards_and_empty_completions(model, tmp_path):
-    rows = text_lines(("a", "1", 1.0), ("b", "1", 1.0), ("a", "", None), ("a", "23", 0.0), ("c", "1", None))
+    rows = text_lines(("a", "1", 1.0), ("b", "1", 1.0), ("a", "", None), ("a", "23", 0.0), ("c", "1", math.inf))
     run, done, said = measured(model, lines(tmp_path / "x.jsonl", rows), tmp_path / "out")
     groups: list[Any] = list(run.groups())
     a, b, c = groups
@@ -169,7 +169,8 @@ def test_groups_of_any_size_missing_rewards_and_empty_completions(model, tmp_pat
     assert a.advantages.tolist() == [0.5, 0.0, -0.5] and a.lengths.tolist() == [1, 0, 2]
     assert bool((a.gram[1] == 0).all()) and a.statistics["reward_mean"] == 0.5
     assert b.advantages.tolist() == c.advantages.tolist() == [0.0] and float(b.gram) > 0
-    assert math.isnan(c.statistics["reward_mean"]) and math.isnan(b.statistics["effective_rank"])
+    assert math.isnan(c.rewards[0]) and math.isnan(c.statistics["reward_mean"])
+    assert math.isnan(b.statistics["effective_rank"])
     (line,) = run.metrics()
     assert line["dump/without_reward"] == 2 and line["dump/groups_of_one"] == 2 and line["groups"] == 3
     assert line["reward"] == pytest.approx(2 / 3) and line["live_groups"] == 1
