@@ -6,7 +6,7 @@ STAMP := .venv/.built
 .PHONY: run test test-all check format clean
 
 run: $(STAMP)
-	$(BIN)/scoregram claims
+	$(BIN)/scoregram replicate --preset quick --out runs/quick
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto -q

@@ -28,12 +28,15 @@ class Claims:
     """Print strict JSON instead of a table."""
     id: tuple[str, ...] = ()
     """Only the claims with these ids."""
+    measured: tuple[Path, ...] = ()
+    """Replication records whose verdicts are shown beside the empirical claims; the shipped ones if not given."""
 
     def run(self) -> int:
         """Print the ledger."""
+        from scoregram.replication.measured import measured_verdicts
         from scoregram.theory.claims.show import show_claims
 
-        return show_claims(ids=self.id, as_json=self.json)
+        return show_claims(ids=self.id, as_json=self.json, measured=measured_verdicts(self.measured))
 
 
 @dataclass(frozen=True)

@@ -82,5 +82,5 @@ def show(exhibits: list[Any], verdicts: list[Any], console: Console) -> None:
     console.print()
     console.print(lead(verdicts), style="bold")
     for one in verdicts:
-        if not one["claim"].startswith("table-1-") and one["claim"] != "abstract-effective-rank":
+        if not one["claim"].startswith("table-1-r") and one["claim"] != "abstract-effective-rank":
             console.print(f"  {one['claim']}: {one['verdict']}. {one['sentence']}", highlight=False)

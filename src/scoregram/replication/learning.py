@@ -42,13 +42,12 @@ def figure_3(evidence: Evidence) -> Figure:
         lines = [trial.metrics(ACCURACY) for trial in evidence.of_paper(size=size)]
         steps = sorted({step for found, _ in lines for step in found})
         at = [[dict(zip(*line, strict=True))[step] for line in lines if step in line[0]] for step in steps]
-        means = [over_seeds(values) for values in at]
-        low, high = tuple(mean.low for mean in means), tuple(mean.high for mean in means)
-        series.append(Series(f"R = {size}", tuple(map(float, steps)), tuple(m.value for m in means), low, high))
+        low, high = tuple(map(min, at)), tuple(map(max, at))
+        series.append(Series(f"R = {size}", tuple(map(float, steps)), tuple(map(fmean, at)), low, high))
     return Figure(
         "figure-3",
         "Figure 3: test accuracy by group size",
-        "Greedy accuracy on test problems, mean over seeds with Student's 95 % interval. All group sizes use the same "
+        "Greedy accuracy on test problems, mean over seeds; bands from lowest to highest. All group sizes use the same "
         "number of rollouts a step, so larger groups see fewer prompts.",
         "step",
         "accuracy",

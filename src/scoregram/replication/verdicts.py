@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from scoregram.exhibits import Cell, Estimate, Exhibit, Table
+from scoregram.theory.claims import CLAIMS
 
 
 class Outcome(StrEnum):
@@ -63,7 +64,15 @@ def judge(exhibits: Sequence[Exhibit], *, seeds: Sequence[int], model: str, task
         gradient_error(tables["variance"]),
     ]
     where = {"seeds": list(seeds), "model": model, "task": task}
-    return [plain(one) | where for one in judged]
+    return [plain(one) | said_in_paper(one.claim) | where for one in judged]
+
+
+def said_in_paper(claim: str) -> dict[str, str]:
+    """Where and what the paper says, in our words, from the ledger."""
+    found = next((one for one in CLAIMS if one.id == claim), None)
+    if found is None:  # a group size that the paper does not have
+        return {"place": "Table 1, extended", "statement": "The effective rank is about 2 whatever the group size."}
+    return {"place": found.place, "statement": found.statement}
 
 
 def plain(judged: Judged) -> dict[str, Any]:
@@ -108,7 +117,7 @@ def rank_at(table: Table, size: int) -> Judged:
         outcome = Outcome.AS_NULL
     tautology = " With two rows the rank follows from the top-1 fraction alone." if size == 2 else ""
     said = f"R = {size}: effective rank {cell.value:.2f}, orthogonal scores of the same norms {null:.2f}.{tautology}"
-    return Judged(f"table-1-rank-{size}", outcome, said, effect("effective rank", cell, null))
+    return Judged(f"table-1-r{size}", outcome, said, effect("effective rank", cell, null))
 
 
 def effective_rank(table: Table) -> Judged:
