@@ -127,6 +127,7 @@ class Facts:
 def read_facts(run: Run) -> Facts:
     """Everything that the report needs, in one pass over the folder."""
     records = list(run.groups(layers=False))
+    records = [record for record in records if not record.kind.startswith("test")]
     trained = [record for record in records if record.kind == "train"] or records
     return Facts(
         config=run.config,

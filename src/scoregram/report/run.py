@@ -8,6 +8,7 @@ from scoregram.exhibits import Estimate, Figure
 from scoregram.report import steps
 from scoregram.report.advice import advice_text
 from scoregram.report.facts import Facts, read_facts
+from scoregram.report.gains import gain_table
 from scoregram.report.numbers import cell_text
 from scoregram.report.page import Section
 from scoregram.report.summary import Summary, summarised, summary_table
@@ -27,9 +28,9 @@ def run_page(run: Run) -> RunPage:
     """Everything that the run in a folder shows, whatever it lacks; a run in progress shows what is complete."""
     facts = read_facts(run)
     summary = summarised(facts)
-    table = summary_table(facts, summary)
+    tables = (summary_table(facts, summary), gain_table(run))
     sections = [
-        Section("What this run says", _about(facts), (table,) if table.rows else ()),
+        Section("What this run says", _about(facts), tuple(table for table in tables if table.rows)),
         Section("What to change", advice_text(facts, summary)),
     ]
     for title, text, figures in _figures(facts):

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
-from scoregram.exhibits import Estimate, Figure, Role, Series
 from scoregram.bootstrap import mean_estimate
+from scoregram.exhibits import Estimate, Figure, Role, Series
 from scoregram.report.facts import Facts, GroupFacts
 from scoregram.spectra import orthogonal_effective_rank
 

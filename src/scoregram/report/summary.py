@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from scoregram.exhibits import Cell, Estimate, Table
 from scoregram.bootstrap import estimate, mean_estimate
+from scoregram.exhibits import Cell, Estimate, Table
 from scoregram.report.facts import Facts, GroupFacts
 from scoregram.statistics import (
     NoiseComponents,
