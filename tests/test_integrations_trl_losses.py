@@ -65,6 +65,7 @@ def run(tmp_path: Any, changes: dict[str, Any], **asked: Any) -> Any:
     assert attachment.failures == []
     lengths = {length for record in open_run(tmp_path / "run").groups() for length in record.lengths.tolist()}
     assert len(lengths) > 1, "rollouts of one length would hide how a loss weights them"
+    assert sum(reading.scalars["gram/update_norm"] > 0 for reading in attachment.readings) > 1, "nothing pulls"
     return attachment
 
 

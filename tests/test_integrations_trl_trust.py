@@ -35,7 +35,7 @@ def test_dropout_is_told_and_the_measurement_marked(tmp_path):
 
 
 def test_scores_do_not_explain_a_kl_term(tmp_path):
-    trainer = trainer_for("GRPO", tmp_path, max_steps=2, beta=5.0, learning_rate=0.1)
+    trainer = trainer_for("GRPO", tmp_path, max_steps=2, beta=2.0)
     with pytest.warns(UserWarning, match=r"scoregram: at step 2 .*mode='loss' is exact there"):
         attached = trained(trainer)
     assert [reading.passed for reading in attached.readings] == [True, False]

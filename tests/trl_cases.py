@@ -8,11 +8,16 @@ import torch
 from scoregram.integrations.trl import attach
 from scoregram.policy.characters import character_tokenizer
 from scoregram.runs import open_run
-from tests.training_cases import judge, save_policy
+from tests.training_cases import save_policy
 
 END_WEIGHT = 8.0
 """How much larger the embedding of the end token is than others: so that some rollouts end early and some do not."""
 PROMPTS = ("1+2=", "10+3=", "7+7=", "2+25=", "9+1=", "30+4=")
+
+
+def graded(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """A reward of many values, so that hardly a group is without a pull, and no test is about nothing."""
+    return [sum(map(ord, text)) % 7 / 6 for text in completions]
 
 
 def dataset(repeats: int = 8) -> Any:
@@ -47,7 +52,7 @@ def arguments(kind: str, folder: Path, **changes: Any) -> Any:
 
 
 def trainer_for(
-    kind: str, folder: Path, *, rewards: Any = judge, peft: Any = None, cls: Any = None, **changes: Any
+    kind: str, folder: Path, *, rewards: Any = graded, peft: Any = None, cls: Any = None, **changes: Any
 ) -> Any:
     """A trainer of TRL, ready to train."""
     import trl  # pyright: ignore[reportMissingImports]
@@ -76,6 +81,7 @@ def trained(trainer: Any, **asked: Any) -> Any:
     """The attachment after the training."""
     attached = attach(trainer, asked.pop("every", 1), **asked)
     trainer.train()
+    assert not attached.readings or max(reading.scalars["gram/update_norm"] for reading in attached.readings) != 0
     return attached
 
 

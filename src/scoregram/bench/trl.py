@@ -165,7 +165,7 @@ def trainer_of_random_tokens(job: Job, folder: str, checkpointing: bool, steps: 
     """A GRPOTrainer that need not sample, and notes the processor time of every step less that of its generation."""
     import trl  # pyright: ignore[reportMissingImports]
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
-    from transformers import TrainerCallback
+    from transformers import PrinterCallback, TrainerCallback
 
     torch.manual_seed(0)
     model: Any = SHAPES[job.shape].build()
@@ -212,6 +212,7 @@ def trainer_of_random_tokens(job: Job, folder: str, checkpointing: bool, steps: 
 
     trainer._generate_single_turn = not_sampled
     trainer._generate_and_score_completions = off_the_clock
+    trainer.remove_callback(PrinterCallback)  # the standard output is for the table, or for JSON alone
     trainer.add_callback(Watch())
     return trainer
 
