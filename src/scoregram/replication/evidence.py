@@ -67,15 +67,16 @@ def lead(verdicts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def write_evidence(folder: Path) -> tuple[list[Any], list[Any]]:
-    """Compute exhibits and verdicts and write them into the folder of a replication."""
+    """Compute exhibits and verdicts and write them into the folder of a replication: what was computed, no more."""
     exhibits, verdicts = recompute(folder)
-    sections = [{"title": title, "text": text, "exhibits": list(ids)} for title, text, ids in SECTIONS]
-    title = f"Is the effective rank of GRPO's gradients 2? {read_setting(folder)['about']}"
-    contents = {
-        EXHIBITS: {"exhibits": exhibits, "sections": sections},
-        VERDICTS: {"verdicts": verdicts, "lead": lead(verdicts), "title": title},
-    }
-    for name, content in contents.items():
+    for name, content in ((EXHIBITS, {"exhibits": exhibits}), (VERDICTS, {"verdicts": verdicts})):
         text = json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False)
         write_atomically(folder / name, (text + "\n").encode())
     return exhibits, verdicts
+
+
+def page_of(folder: Path, verdicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Title, lead and sections of the report. They are made from the verdicts, so that nothing unverified is shown."""
+    sections = [{"title": title, "text": text, "exhibits": list(ids)} for title, text, ids in SECTIONS]
+    title = f"Is the effective rank of GRPO's gradients 2? {read_setting(folder)['about']}"
+    return {"title": title, "lead": lead(verdicts), "sections": sections}

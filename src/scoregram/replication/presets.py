@@ -54,6 +54,8 @@ class Preset:
     """Temperatures that fixed prompts are probed at; the first is the policy's own."""
     workers: int = 1
     """Processes that train side by side."""
+    reward: str | None = None
+    """`module:function` in place of the task's reward."""
 
     def record(self) -> dict[str, Any]:
         """The preset as plain values."""
@@ -169,6 +171,7 @@ def config_of(preset: Preset, model: str, device: str) -> TrainConfig:
         device=device,
         prompt=preset.prompt,
         task=preset.task,
+        reward=preset.reward,
         autocast=preset.autocast,
         gradient_checkpointing=preset.gradient_checkpointing,
         steps=preset.steps,

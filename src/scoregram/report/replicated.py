@@ -10,6 +10,8 @@ from typing import Any
 
 from scoregram.checks import fail, listed
 from scoregram.exhibits import Cell, Estimate, Exhibit, Table, from_plain
+from scoregram.replication.evidence import page_of
+from scoregram.replication.presets import SETTING
 from scoregram.report.numbers import cell_text
 from scoregram.report.page import Section
 
@@ -34,10 +36,13 @@ def read_replication(folder: Path) -> Replication:
     shown, judged = _read(folder / EXHIBITS, "exhibits"), _read(folder / VERDICTS, "verdicts")
     exhibits = from_plain(shown["exhibits"])
     verdicts = judged["verdicts"]
-    sections = _sections(shown.get("sections"), exhibits, folder / EXHIBITS)
+    own = page_of(folder, verdicts) if (folder / SETTING).is_file() else {}
+    sections = _sections(shown.get("sections") or own.get("sections"), exhibits, folder / EXHIBITS)
+    titles = (page.get("title") for page in (judged, shown, own))
+    leads = (page.get("lead") for page in (judged, shown, own))
     return Replication(
-        title=str(judged.get("title") or shown.get("title") or f"Replication: {folder.resolve().name}"),
-        lead=str(judged.get("lead") or shown.get("lead") or tally(verdicts)),
+        title=str(next(filter(None, titles), f"Replication: {folder.resolve().name}")),
+        lead=str(next(filter(None, leads), tally(verdicts))),
         sections=(Section("Verdicts", "", (verdict_table(verdicts),)), *sections),
     )
 
