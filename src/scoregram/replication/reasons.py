@@ -23,6 +23,9 @@ LADDER: tuple[tuple[str, Callable[[Reading], float]], ...] = (
 )
 """Null models from the crudest to the measurement itself; each knows one thing more than the one before."""
 
+ROUNDING = 1e-12
+"""Differences of logarithms below this are none."""
+
 NEAR_TWO = (1.75, 2.25)
 """What counts as an effective rank of about 2."""
 
@@ -61,9 +64,11 @@ def accounting(evidence: Evidence) -> Table:
 
 def share_explained(measured: np.ndarray, predicted: np.ndarray) -> float:
     """`1 - Σ(m - p - shift)²/Σ(m - mean)²`: variance left after a prediction that may be off by a constant factor."""
+    if np.ptp(predicted) < ROUNDING:
+        return 0.0  # what does not vary explains nothing
     spread = float(((measured - measured.mean()) ** 2).sum())
     left = measured - predicted
-    return 1 - float(((left - left.mean()) ** 2).sum()) / spread if spread > 1e-12 else math.nan
+    return 1 - float(((left - left.mean()) ** 2).sum()) / spread if spread > ROUNDING else math.nan
 
 
 def conditions(evidence: Evidence) -> Table:

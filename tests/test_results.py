@@ -1,0 +1,57 @@
+"""The committed results: their tables stand in the pages, their records verify, and what is shipped is what is there."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from scoregram.replication.evidence import recompute
+from scoregram.replication.measured import SHIPPED, measured_verdicts
+from scoregram.replication.record import RECORD
+from scoregram.replication.verify import verify
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "results"
+RECORDS = sorted(RESULTS.glob(f"*/{RECORD}"))
+
+
+def load_script():
+    spec = importlib.util.spec_from_file_location("result_tables", RESULTS / "table.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_there_are_records():
+    assert RECORDS
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/replication.md"])
+def test_pages_show_the_recorded_tables(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert "<!-- smollm2 table-1: begin -->" in text
+    assert load_script().filled(text) == text, "run python results/table.py --write"
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.parent.name)
+def test_records_verify_down_to_the_grams(record):
+    found = verify(record, recompute=recompute)
+    assert found.passed, "\n".join(found.lines())
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.parent.name)
+def test_the_shipped_copy_is_the_record(record):
+    assert (SHIPPED / f"{record.parent.name}.json").read_bytes() == record.read_bytes()
+    claims = {one["claim"] for one in json.loads(record.read_text())["content"]["verdicts"]}
+    assert claims <= measured_verdicts().keys()
+
+
+def test_no_text_of_the_data_set_is_there():
+    from scoregram.runs import open_run
+
+    for folder in [path.parent for path in RESULTS.rglob("config.yaml")]:
+        run = open_run(folder)
+        assert all(group.prompt is None for group in run.groups(layers=False))
+        assert not list(run.rollouts())
