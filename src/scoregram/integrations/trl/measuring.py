@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -82,6 +82,10 @@ def measure_beside(
     for parameter in parameters:
         parameter.grad = None
     counted = model if counts_distances(model) else AsTheTrainerCalls(model)
+    # rows of the size of scores, whatever a loss weights them with: its smallest weights are beyond float32
+    sizes = laid.coefficients.abs().amax(1).double().cpu()
+    even = torch.where(sizes > 0, sizes, 1.0).to(laid.coefficients)
+    laid = replace(laid, coefficients=laid.coefficients / even[:, None])
     grams: list[Gram] = []
     try:
         with precision:
@@ -92,7 +96,7 @@ def measure_beside(
                     part.input_ids,
                     part.completion_mask,
                     part.attention_mask,
-                    weights=weights[here],
+                    weights=(weights * sizes)[here],
                     coefficients=part.coefficients,
                     temperature=temperature,
                 )
@@ -102,9 +106,11 @@ def measure_beside(
         for parameter, grad in zip(parameters, theirs, strict=True):
             parameter.grad = grad
     whole = assembled(grams)
-    by_layer = {name.removeprefix("model.") if counted is not model else name: k for name, k in whole.by_layer.items()}
+    by_size = sizes[:, None] * sizes
+    prefix = "" if counted is model else "model."
+    by_layer = {name.removeprefix(prefix): gram * by_size for name, gram in whole.by_layer.items()}
     log_probs = torch.cat([gram.log_probs for gram in grams])
-    return Beside(Measured(whole.matrix, by_layer, whole.notes), log_probs, error)
+    return Beside(Measured(whole.matrix * by_size, by_layer, whole.notes), log_probs, error)
 
 
 def relative_error(ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None], scale: float = 1.0) -> float:
