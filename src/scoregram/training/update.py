@@ -11,6 +11,7 @@ from torch import Tensor
 from scoregram.gram import Gram, backward_with_gram, measure_gram
 from scoregram.policy.log_probs import token_log_probs
 from scoregram.policy.rollouts import Rollouts
+from scoregram.policy.shared_prefix import group_log_probs
 from scoregram.training.collecting import Collected, rollouts_at
 from scoregram.training.credit import advantages_of, loss_coefficients, loss_value, needs, rollout_weights
 from scoregram.training.methods import Method
@@ -127,7 +128,9 @@ class Updater:
         size = self.rollouts_per_pass or len(pulling)
         for start in range(0, len(pulling), size):
             here = slice(start, start + size)
-            found = self.log_probs(rollouts, here)
+            ids, completion, attention = inputs(rollouts, here)
+            with self.computing():
+                found = group_log_probs(self.model, ids, attention, completion, temperature=self.temperature)
             (found * -weights[pulling[here], None]).sum().backward()
             log_probs[pulling[here], : found.shape[1]] = found.detach()
         return log_probs

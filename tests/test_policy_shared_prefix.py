@@ -1,0 +1,105 @@
+"""Packed groups against one row per rollout: numbers, gradients, and when they are not used."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from scoregram.policy.log_probs import token_log_probs
+from scoregram.policy.shared_prefix import (
+    PADDING,
+    group_log_probs,
+    is_contiguous,
+    is_right,
+    packed,
+    packed_log_probs,
+    pays,
+)
+from tests.cases import KeepDouble, build
+
+
+def batch(prompts: list[int], size: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Groups of `size` rollouts behind prompts of the given lengths: ids, attention mask, completion mask."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = []
+    for length in prompts:
+        prompt = torch.randint(2, 60, (length,), generator=draw).tolist()
+        for _ in range(size):
+            count = int(torch.randint(1, 7, (), generator=draw))
+            rows.append((prompt, torch.randint(2, 60, (count,), generator=draw).tolist()))
+    width = max(len(prompt) + len(rest) for prompt, rest in rows) + 1
+    ids = torch.tensor([[*prompt, *rest, *[0] * (width - len(prompt) - len(rest))] for prompt, rest in rows])
+    ends = torch.tensor([[len(prompt), len(prompt) + len(rest)] for prompt, rest in rows])
+    place = torch.arange(width)
+    return ids, place < ends[:, 1:], (place >= ends[:, :1]) & (place < ends[:, 1:])
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "GPT2", "GPTNeoX", "Phi"])
+def test_numbers_and_gradients_are_those_of_single_rows(name):
+    model: Any = build(name, model="GPT2LMHeadModel" if name == "GPT2" else "")
+    ids, attention, completion = batch([5, 3, 9], 4)
+    together = packed(ids, completion)
+    assert together is not None and together.ids.shape[0] == 3
+    weights = torch.randn(ids.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with KeepDouble():
+        expected = token_log_probs(model, ids, attention, completion, temperature=0.8)
+        plain = torch.autograd.grad((expected * weights).sum(), list(model.parameters()), allow_unused=True)
+        found = packed_log_probs(model, together, ids, 0.8)
+        shared = torch.autograd.grad((found * weights).sum(), list(model.parameters()), allow_unused=True)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    for one, other in zip(plain, shared, strict=True):
+        if one is not None:
+            torch.testing.assert_close(other, one, rtol=1e-8, atol=1e-10)
+
+
+def test_a_completion_sees_its_prompt_and_itself_alone():
+    ids, _, completion = batch([4, 2], 3)
+    together = packed(ids, completion)
+    assert together is not None
+    visible = together.visible[:, 0]
+    for row in range(len(visible)):
+        owners = together.owners[row].tolist()
+        for seer, own in enumerate(owners):
+            for seen, other in enumerate(owners):
+                allowed = seen <= seer and other in (-1, own)
+                assert bool(visible[row, seer, seen]) == (allowed or seer == seen)
+    assert (together.owners == PADDING).any()
+
+
+def test_what_cannot_be_packed_goes_row_by_row():
+    ids, attention, completion = batch([4, 4, 3], 1)
+    assert packed(ids, completion) is None  # no two rollouts share a prompt
+    model: Any = build("Llama")
+    expected = token_log_probs(model, ids, attention, completion)
+    assert torch.equal(group_log_probs(model, ids, attention, completion), expected)
+    ids, attention, completion = batch([4], 3)
+    left = attention.flip(1)
+    assert is_contiguous(attention, completion) and not is_contiguous(left, completion.flip(1))
+    assert not is_contiguous(attention, ~completion & attention)  # tokens behind the completion
+
+
+def test_models_that_would_mix_rollouts_are_found_out():
+    assert is_right(build("Llama")) and is_right(build("Qwen3"))
+    mixing: Any = build("Mamba")
+    assert not is_right(mixing)
+
+
+def test_long_prompts_are_read_once():
+    model: Any = build("Llama")
+    ids, attention, completion = batch([20], 4)
+    assert is_right(model)
+    seen = []
+    handle = model.get_input_embeddings().register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
+    found = group_log_probs(model, ids, attention, completion)
+    handle.remove()
+    assert seen == [1]
+    torch.testing.assert_close(found, token_log_probs(model, ids, attention, completion), rtol=1e-5, atol=1e-6)
+
+
+def test_long_completions_behind_a_short_prompt_stay_apart():
+    ids = torch.randint(2, 60, (8, 301), generator=torch.Generator().manual_seed(0))
+    ids[:, 0] = 5
+    attention = torch.ones_like(ids, dtype=torch.bool)
+    together = packed(ids, torch.arange(301).expand(8, -1) > 0)
+    assert together is not None and together.ids.shape == (1, 2401)
+    assert not pays(build("Llama"), ids, attention, together)
