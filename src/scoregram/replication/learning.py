@@ -11,18 +11,19 @@ from scoregram.advantages import estimate as advantages_by
 from scoregram.bootstrap import clustered_mean, mean_estimate
 from scoregram.exhibits import Cell, Estimate, Figure, Series, Table
 from scoregram.replication.presets import METHOD
-from scoregram.replication.readings import TRAIN, Census, Evidence, Reading, stacked_spectra
+from scoregram.replication.readings import TRAIN, Census, Evidence, Reading, Trial, stacked_spectra
 from scoregram.replication.spectra import mean_of, plain_mean
 from scoregram.spectra import effective_rank, top1_fraction
 from scoregram.statistics import (
     NoiseComponents,
+    group_blocks,
+    group_moments,
     leave_one_out_mse,
     mean_baseline_mse,
+    noise_components,
     optimal_group_size,
-    prompt_estimates,
     vanilla_mse,
 )
-from scoregram.statistics.noise import squared_distances
 
 ACCURACY = "eval/accuracy"
 
@@ -33,6 +34,12 @@ def over_seeds(values: Sequence[float]) -> Estimate:
         return Estimate(fmean(values)) if values else Estimate(math.nan)
     half = float(student.ppf(0.975, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
     return Estimate(fmean(values), fmean(values) - half, fmean(values) + half)
+
+
+def accuracies(trials: Sequence[Trial]) -> list[list[float]]:
+    """Accuracies of each run in order of step; runs that were never evaluated are left out."""
+    found = ([value for value in trial.metrics(ACCURACY)[1] if not math.isnan(value)] for trial in trials)
+    return [values for values in found if values]
 
 
 def figure_3(evidence: Evidence) -> Figure:
@@ -121,8 +128,7 @@ def other_advantages(name: str, reading: Reading) -> torch.Tensor:
     """Advantages of one group under another estimator."""
     rewards = reading.advantages[None]  # shifted by the mean, which no baseline here notices
     energies = reading.gram.diagonal()[None]
-    lengths = torch.full_like(rewards, reading.length).long()
-    return advantages_by(name, rewards, score_energies=energies, lengths=lengths, outcomes=rewards)[0]
+    return advantages_by(name, rewards, score_energies=energies, lengths=reading.lengths[None], outcomes=rewards)[0]
 
 
 def methods_table(evidence: Evidence) -> Table:
@@ -132,8 +138,8 @@ def methods_table(evidence: Evidence) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for name in sorted(names, key=lambda name: (name != METHOD, name)):
         trials = [t for t in evidence.trials if t.method == name and t.size == size]
-        ends = [trial.metrics(ACCURACY)[1][-1] for trial in trials]
-        areas = [fmean(trial.metrics(ACCURACY)[1]) for trial in trials]
+        evaluated = accuracies(trials)
+        ends, areas = [values[-1] for values in evaluated], [fmean(values) for values in evaluated]
         live = evidence.live(size=size, method=name)
         rank, null = mean_of(live, lambda r: r.rank), plain_mean([r.orthogonal for r in live])
         rows.append((name, len(trials), over_seeds(ends), over_seeds(areas), rank, null))
@@ -152,17 +158,12 @@ def pooled_noise(evidence: Evidence) -> dict[int, tuple[list[NoiseComponents], l
     found: dict[int, tuple[list[NoiseComponents], list[float], list[float], list[float]]] = {}
     for trial, batch in evidence.batches(kinds=(TRAIN,)):
         size, prompts = trial.size, len(batch.sizes)
-        if size < 4 or prompts < 2 or bool(batch.rewards.isnan().any()):
+        whole = bool(batch.rewards.isfinite().all()) and bool(batch.gram.isfinite().all())
+        if size < 4 or prompts < 2 or not whole:
             continue
-        estimates = prompt_estimates(batch.gram, batch.rewards.view(prompts, size))
-        moments, inner = estimates.moments, estimates.gradient_gram
-        pairs = prompts * (prompts - 1)
-        components = NoiseComponents(
-            gradient_squared=float(inner.sum() - inner.diagonal().sum()) / pairs,
-            between_prompts=float(squared_distances(inner).sum()) / (2 * pairs),
-            within_prompt=float(moments.oracle_trace.mean()),
-            group_baseline=float((moments.variance_fisher_trace + moments.gradient_squared).mean()),
-        )
+        rewards = batch.rewards.view(prompts, size)
+        components = noise_components(batch.gram, rewards)
+        moments = group_moments(group_blocks(batch.gram, size), rewards)
         noise, none, mean, others = found.setdefault(size, ([], [], [], []))
         noise.append(components)
         none.append(float(vanilla_mse(moments, size).mean()))
@@ -176,9 +177,8 @@ def group_size_table(evidence: Evidence) -> Table:
     noise = pooled_noise(evidence)
     rows: list[tuple[Cell, ...]] = []
     for size in evidence.sizes:
-        trials = evidence.of_paper(size=size)
-        ends = [trial.metrics(ACCURACY)[1][-1] for trial in trials]
-        gains = [values[-1] - values[0] for values in (trial.metrics(ACCURACY)[1] for trial in trials)]
+        evaluated = accuracies(evidence.of_paper(size=size))
+        ends, gains = [values[-1] for values in evaluated], [values[-1] - values[0] for values in evaluated]
         components = noise.get(size, ([], [], [], []))[0]
         best = optimal_group_size(mean_components(components)).exact if components else math.nan
         c1 = mean_estimate([one.between_prompts for one in components])

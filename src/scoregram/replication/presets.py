@@ -145,7 +145,7 @@ def plan(preset: Preset, folder: Path, *, seeds: int, model: str, device: str) -
         model: The policy that all runs begin with.
         device: As in `TrainConfig`.
     """
-    largest = max(size for size in preset.sizes if size <= 8)
+    largest = max((size for size in preset.sizes if size <= 8), default=min(preset.sizes))
     runs = []
     for seed in range(seeds):
         wanted = [(size, METHOD) for size in preset.sizes] + [(largest, rival) for rival in preset.rivals]
@@ -201,6 +201,8 @@ def write_setting(folder: Path, name: str, preset: Preset, *, seeds: int) -> Map
     Raises:
         ScoregramError: If the folder holds another replication; only the number of seeds may have grown.
     """
+    from scoregram.runs.atomic import write_atomically  # its room loads torch
+
     path = folder / SETTING
     setting = {"preset": name, **preset.record(), "seeds": seeds}
     if path.is_file():
@@ -209,8 +211,11 @@ def write_setting(folder: Path, name: str, preset: Preset, *, seeds: int) -> Map
         if other:
             got = ", ".join(f"{key} {before.get(key)!r}" for key in other)
             fail("replicate", f"{folder} must hold the same replication", got, "Choose another folder for this one.")
+        if before["seeds"] > seeds:
+            there = before["seeds"]
+            fail("replicate --seeds", f"{folder} has runs of {there} seeds", seeds, f"Ask for {there} or more.")
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(setting, indent=1) + "\n", encoding="utf-8")
+    write_atomically(path, (json.dumps(setting, indent=1) + "\n").encode())
     return setting
 
 

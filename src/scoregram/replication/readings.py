@@ -58,8 +58,8 @@ class Reading:
     """`k`: rollouts with the full reward."""
     deviation: float
     """`σ_r` of the group."""
-    length: float
-    """Mean completion tokens."""
+    lengths: Tensor
+    """`(R,)`. Completion tokens."""
     gram: Tensor
     advantages: Tensor
     by_layer: Mapping[str, Tensor]
@@ -82,6 +82,22 @@ class Reading:
     shuffled_top: float
     cosine: float
     """Mean over pairs of rollouts."""
+
+    @property
+    def length(self) -> float:
+        """Mean completion tokens."""
+        return float(self.lengths.double().mean())
+
+    @property
+    def is_binary(self) -> bool:
+        """Whether rewards are right or wrong, one apart, so that `k` fixes `σ_r` and the shape of `|A|`."""
+        two = len(set(self.advantages.tolist())) == 2
+        return two and math.isclose(self.deviation, math.sqrt(self.right * (self.size - self.right)) / self.size)
+
+    @property
+    def size(self) -> int:
+        """`R`."""
+        return len(self.advantages)
 
     @property
     def cluster(self) -> tuple[str, str]:
@@ -137,10 +153,12 @@ class Evidence:
 
 
 def read_evidence(folder: Path) -> Evidence:
-    """Everything in `folder/runs`.
+    """Everything in `folder/runs`; a run that is still being written counts with what is there.
+
+    Groups with a rollout that nobody judged are left out.
 
     Raises:
-        ScoregramError: If there is no run, or one of them has no step.
+        ScoregramError: If there is no run, or something in there is not a run of training.
     """
     folders = sorted(path for path in (folder / RUNS).iterdir() if path.is_dir()) if (folder / RUNS).is_dir() else []
     if not folders:
@@ -152,11 +170,11 @@ def read_evidence(folder: Path) -> Evidence:
         counted: dict[tuple[int, str], list[tuple[bool, float]]] = {}
         live: list[GroupRecord] = []
         for group in trial.run.groups():
-            if group.kind.startswith(TEST):
+            if group.kind.startswith(TEST) or bool(group.rewards.isnan().any()):
                 continue
             alive = bool(group.rewards.max() > group.rewards.min())
             counted.setdefault((group.step, group.kind), []).append((alive, float(group.rewards.std(correction=0))))
-            if alive and group.gram is not None:
+            if alive and has_spectrum(group):
                 live.append(group)
         readings += readings_of(trial, live)
         census += [
@@ -170,7 +188,18 @@ def trial_of(path: Path) -> Trial:
     """One run by its config."""
     run = open_run(path)
     config: Mapping[str, Any] = run.config
+    missing = [name for name in ("group_size", "seed", "method") if name not in config]
+    if missing:
+        fail("read_evidence", f"{path} must be a run of training", f"no {missing[0]} in its config", "Remove it.")
     return Trial(path.name, int(config["group_size"]), int(config["seed"]), str(config["method"]), run)
+
+
+def has_spectrum(group: GroupRecord) -> bool:
+    """Whether a group was measured and some rollout of it pulls at something."""
+    if group.gram is None:
+        return False
+    advantages = group.rewards - group.rewards.mean()
+    return bool(((advantages != 0) & (group.gram.diagonal() > 0)).any())
 
 
 def readings_of(trial: Trial, groups: Sequence[GroupRecord]) -> list[Reading]:
@@ -184,7 +213,7 @@ def readings_of(trial: Trial, groups: Sequence[GroupRecord]) -> list[Reading]:
     rows = torch.stack(advantages).abs()
     orthogonal = (rows * torch.stack([gram.diagonal() for gram in grams]).sqrt()).sort(descending=True).values
     kinds = [two_kinds_gram(gram, group.rewards) for gram, group in zip(grams, groups, strict=True)]
-    cosines = [mean_pairwise_cosine(gram) for gram in grams]
+    cosines = [mean_pairwise_cosine(gram, rtol=PSD_RTOL) for gram in grams]
     alike = [equal_cosine_gram(gram, cosine) for gram, cosine in zip(grams, cosines, strict=True)]
     columns: dict[str, list[float]] = {
         "rank": ranks.tolist(),
@@ -207,7 +236,7 @@ def readings_of(trial: Trial, groups: Sequence[GroupRecord]) -> list[Reading]:
                 prompt_id=group.prompt_id,
                 right=int((group.rewards >= 1).sum()),
                 deviation=float(group.rewards.std(correction=0)),
-                length=float(group.lengths.double().mean()),
+                lengths=group.lengths,
                 gram=gram,
                 advantages=advantages[place],
                 by_layer=group.by_layer,
@@ -233,7 +262,7 @@ def is_shuffled(trial: Trial, group: GroupRecord) -> bool:
 
 def shuffled_means(gram: Tensor, advantages: Tensor) -> tuple[float, float]:
     """Mean effective rank and top-1 fraction over reassignments of the advantages."""
-    metrics = shuffled_null(gram, advantages, draws=SHUFFLES, exact_up_to=SHUFFLES).metrics
+    metrics = shuffled_null(gram, advantages, draws=SHUFFLES, exact_up_to=SHUFFLES, psd_rtol=PSD_RTOL).metrics
     return metrics["effective_rank"].mean, metrics["top1_fraction"].mean
 
 
@@ -248,16 +277,16 @@ def two_kinds_gram(gram: Tensor, rewards: Tensor) -> Tensor:
     """The Gram of a group that knows of each rollout only its norm and whether its reward is above the mean.
 
     Cosines are replaced by their means among the rollouts above, among those below, and between the two. That is the
-    average of the matrix of cosines over all orders within either kind, so it is a Gram again. A zero score has the
-    cosine 0 with everything.
+    average of the matrix of cosines over all orders within either kind, so it is a Gram again. Zero scores have no
+    cosine and stay out of it.
     """
     norms = gram.diagonal().clamp(min=0).sqrt()
     unit = torch.where(norms > 0, 1 / norms, 0.0)
     cosines = unit[:, None] * gram * unit[None, :]
-    above = rewards > rewards.mean()
+    above, below = (rewards > rewards.mean()) & (norms > 0), (rewards <= rewards.mean()) & (norms > 0)
     other = ~torch.eye(len(gram), dtype=torch.bool)
     made = torch.diag(cosines.diagonal())
-    for one, two in ((above, above), (~above, ~above), (above, ~above), (~above, above)):
+    for one, two in ((above, above), (below, below), (above, below), (below, above)):
         pairs = one[:, None] & two[None, :] & other
         if bool(pairs.any()):
             made[pairs] = cosines[pairs].mean()

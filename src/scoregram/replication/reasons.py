@@ -1,7 +1,7 @@
 """Why the effective rank is what it is: an exact accounting, and what foretells learning."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
 from statistics import fmean
 
@@ -28,6 +28,8 @@ ROUNDING = 1e-12
 
 NEAR_TWO = (1.75, 2.25)
 """What counts as an effective rank of about 2."""
+FEWEST_CLUSTERS = 5
+"""Clusters that an interval is resampled from at least."""
 
 
 def accounting(evidence: Evidence) -> Table:
@@ -84,34 +86,71 @@ def conditions(evidence: Evidence) -> Table:
     )
     for size in evidence.sizes:
         live = evidence.live(size=size)
-        deficit = np.array([math.log(r.rank / r.shape) for r in live])
-        found = [spearman(np.array([value(r) for r in live]), deficit) for _, value in things]
+        deficit = [math.log(r.rank / r.shape) for r in live]
+        clusters = [r.cluster for r in live]
+        found = [spearman([value(r) for r in live], deficit, clusters=clusters) for _, value in things]
         near = [NEAR_TWO[0] <= r.rank <= NEAR_TWO[1] for r in live]
         rows.append((size, len(live), fmean(near) if near else math.nan, *found))
     return Table(
         "conditions",
         "What goes with a low effective rank",
         "Spearman correlations over groups with the logarithm of the rank relative to what |A| alone would give; "
-        "intervals over groups. Negative: the more of it, the lower the rank. Near 2: share of groups between 1.75 and "
-        "2.25.",
+        "intervals over prompts. Negative: the more of it, the lower the rank. Near 2: share of groups between 1.75 "
+        "and 2.25.",
         ("R", "groups", "near 2", *(name for name, _ in things)),
         tuple(rows),
     )
 
 
-def spearman(x: np.ndarray, y: np.ndarray) -> Estimate:
-    """Rank correlation with a bootstrap interval; `nan` where one of the two does not vary."""
-    if len(x) < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
+def spearman(
+    x: Sequence[float],
+    y: Sequence[float],
+    *,
+    clusters: Sequence[Hashable] | None = None,
+    strata: Sequence[Hashable] | None = None,
+) -> Estimate:
+    """Rank correlation of the pairs that are defined, with a bootstrap interval.
+
+    Ranks are kept in a resample: cheap, and close to ranking anew.
+
+    Args:
+        x: One quantity.
+        y: The other.
+        clusters: What belongs together and is resampled as a whole; every pair for itself if not given. Fewer than
+            `FEWEST_CLUSTERS` give no interval: so few resamples would make it too narrow.
+        strata: What is only compared with its like: ranks are taken within each, so that a difference between
+            strata, such as between group sizes, is not taken for a correlation.
+
+    Returns:
+        `nan` for fewer than three pairs, or where one of the two does not vary.
+    """
+    known = [place for place, pair in enumerate(zip(x, y, strict=True)) if not any(map(math.isnan, pair))]
+    owners = [place if clusters is None else clusters[place] for place in known]
+    layers = [None if strata is None else strata[place] for place in known]
+    u, v = (ranks_within([values[place] for place in known], layers) for values in (x, y))
+    if len(known) < 3 or not u.any() or not v.any():
         return Estimate(math.nan)
-    a, b = rankdata(x), rankdata(y)  # ranks are kept in a resample: cheap, and close to ranking anew
+    names = {name: place for place, name in enumerate(dict.fromkeys(owners))}
+    sums = np.zeros((len(names), 6))
+    np.add.at(sums, [names[name] for name in owners], np.stack([np.ones_like(u), u, v, u * u, v * v, u * v], axis=1))
 
     def correlation(drawn: np.ndarray) -> np.ndarray:
-        u, v = a[drawn], b[drawn]
-        u, v = u - u.mean(-1, keepdims=True), v - v.mean(-1, keepdims=True)
-        with np.errstate(invalid="ignore"):
-            return (u * v).sum(-1) / np.sqrt((u * u).sum(-1) * (v * v).sum(-1))
+        n, a, b, aa, bb, ab = np.moveaxis(sums[drawn].sum(-2), -1, 0)
+        spread = (aa - a * a / n) * (bb - b * b / n)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.where(spread > 1e-12, (ab - a * b / n) / np.sqrt(spread), math.nan)
 
-    return estimate(len(a), correlation)
+    found = estimate(len(names), correlation)
+    return found if len(names) >= FEWEST_CLUSTERS else Estimate(found.value)
+
+
+def ranks_within(values: Sequence[float], strata: Sequence[Hashable]) -> np.ndarray:
+    """Ranks of values among those of their stratum, spread evenly around 0 between -1/2 and 1/2."""
+    made = np.zeros(len(values))
+    for stratum in dict.fromkeys(strata):
+        places = [place for place, other in enumerate(strata) if other == stratum]
+        made[places] = rankdata([values[place] for place in places]) / (len(places) + 1) - 0.5
+    return made
 
 
 PREDICTORS = (
@@ -124,19 +163,20 @@ PREDICTORS = (
 
 def prediction(evidence: Evidence) -> Table:
     """Whether the effective rank, or signal to noise, foretells how much accuracy is still to be gained."""
-    spans = [span for trial in evidence.of_paper() for span in spans_of(trial.run.metrics())]
-    gains = np.array([gain for gain, _ in spans])
+    spans = [(trial, *span) for trial in evidence.of_paper() for span in spans_of(trial.run.metrics())]
+    gains = [gain for _, gain, _ in spans]
+    together = {"clusters": [trial.name for trial, *_ in spans], "strata": [trial.size for trial, *_ in spans]}
     rows: list[tuple[Cell, ...]] = []
     for title, name in PREDICTORS:
-        values = np.array([means[name] for _, means in spans])
-        known = ~np.isnan(values)
-        rows.append((title, int(known.sum()), spearman(values[known], gains[known])))
+        values = [means[name] for *_, means in spans]
+        known = sum(not math.isnan(value + gain) for value, gain in zip(values, gains, strict=True))
+        rows.append((title, known, spearman(values, gains, **together)))
     return Table(
         "prediction",
         "What foretells the next gain in accuracy",
         "Over spans between two evaluations, all runs: Spearman correlation of a quantity in the first half of the "
-        "span with the gain over the span. To be of use, the rank must beat the mean reward and the share of live "
-        "groups.",
+        "span with the gain over the span, ranked among spans of the same R; intervals over runs. To be of use, the "
+        "rank must beat the mean reward and the share of live groups.",
         ("quantity", "spans", "correlation with the gain"),
         tuple(rows),
     )
@@ -150,7 +190,7 @@ def spans_of(metrics: list[dict[str, float]]) -> list[tuple[float, dict[str, flo
         middle = before["step"] + max(1, (after["step"] - before["step"]) // 2)
         inside = [line for line in metrics if before["step"] < line["step"] <= middle]
         means = {name: plain_mean([line.get(name, math.nan) for line in inside]) for _, name in PREDICTORS}
-        means["live"] = plain_mean([line["live_groups"] / line["groups"] for line in inside if "groups" in line])
+        means["live"] = plain_mean([line["live_groups"] / line["groups"] for line in inside if line.get("groups")])
         spans.append((after[ACCURACY] - before[ACCURACY], means))
     return spans
 
@@ -161,7 +201,7 @@ def at_fixed_right(evidence: Evidence) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for size in evidence.sizes:
         for right in range(1, size):
-            here = [r for r in evidence.live(size=size) if r.right == right]
+            here = [r for r in evidence.live(size=size) if r.right == right and r.is_binary]
             early, late = [r for r in here if r.step <= last / 2], [r for r in here if r.step > last / 2]
             if len(early) >= 5 and len(late) >= 5:
                 shown = [mean_of(half, lambda r: r.rank) for half in (early, late)]

@@ -37,9 +37,12 @@ def run_all(preset: Preset, folder: Path, *, seeds: int, device: str, console: C
         device: As in `TrainConfig`.
         console: Where progress is shown.
     """
-    start = prepared(preset, folder / START, device=device, tell=console.print)
+    start = folder / START
     planned = plan(preset, folder, seeds=seeds, model=str(start), device=device)
     missing = [one for one in planned if steps_done(one) < one.config.steps]
+    if not missing:
+        return True
+    prepared(preset, start, device=device, tell=console.print)
     with shown_progress(planned, console):
         if preset.workers > 1:
             return in_processes(missing, preset.workers)
@@ -47,15 +50,16 @@ def run_all(preset: Preset, folder: Path, *, seeds: int, device: str, console: C
 
 
 def in_processes(missing: Sequence[Planned], workers: int) -> bool:
-    """Train several runs at a time, one process each."""
+    """Train several runs at a time, one process each; what has not begun when one of them ends early does not begin."""
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         running: list[Future[Trained]] = [pool.submit(attempt, resumable(one.config)) for one in missing]
         try:
             return not any(future.result().interrupted for future in running)
-        except BaseException:
+        except KeyboardInterrupt:  # the runs got it too, and end after their step
+            return False
+        finally:
             pool.shutdown(cancel_futures=True)
-            raise
 
 
 def attempt(config: TrainConfig) -> Trained:

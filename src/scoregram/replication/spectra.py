@@ -14,6 +14,7 @@ from scoregram.spectra import (
     concentrated_energies,
     effective_rank,
     mean_pairwise_cosine,
+    orthogonal_effective_rank,
     spread_energies,
     top1_fraction,
 )
@@ -134,7 +135,7 @@ def null_line(evidence: Evidence, size: int, value: Callable[[Reading], float], 
 
 def figure_1(evidence: Evidence) -> Figure:
     """Effective rank over training steps."""
-    steps = [reading.step for reading in evidence.live()] or [0]
+    steps = [float(reading.step) for reading in evidence.live()] or [0.0]
     series = [over_steps(evidence, size, lambda r: r.rank) for size in evidence.sizes]
     series += [null_line(evidence, size, lambda r: r.orthogonal, "orthogonal") for size in evidence.sizes]
     series.append(Series("paper, every R", (min(steps), max(steps)), (2.0, 2.0), role="paper"))
@@ -167,7 +168,7 @@ def by_right(evidence: Evidence) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for size in evidence.sizes:
         for right in range(1, size):
-            here = [r for r in evidence.live(size=size) if r.right == right]
+            here = [r for r in evidence.live(size=size) if r.right == right and r.is_binary]
             if here:
                 rows.append(
                     (
@@ -175,17 +176,17 @@ def by_right(evidence: Evidence) -> Table:
                         right,
                         len(here),
                         mean_of(here, lambda r: r.rank),
-                        plain_mean([r.shape for r in here]),
+                        orthogonal_effective_rank(right, size),
                         plain_mean([r.orthogonal for r in here]),
                         plain_mean([r.cosine for r in here]),
-                        here[0].deviation,
+                        plain_mean([r.deviation for r in here]),
                     )
                 )
     return Table(
         "by-right",
         "Effective rank by the number of right rollouts",
-        "For right-or-wrong rewards, orthogonal scores of equal norms give 4k(R-k)/R: the shape of |A| alone. At a "
-        "fixed k the reward's deviation is fixed too, so the rank cannot follow it except through k.",
+        "Groups of right-or-wrong rewards: orthogonal scores of equal norms give 4k(R-k)/R, the shape of |A| alone. "
+        "At a fixed k the reward's deviation is fixed too, so the rank cannot follow it except through k.",
         ("R", "k right", "groups", "effective rank", "4k(R-k)/R", "null: orthogonal", "mean cosine", "σ_r"),
         tuple(rows),
     )
@@ -224,11 +225,12 @@ def by_temperature(evidence: Evidence) -> Table:
 def by_layer(evidence: Evidence) -> Table:
     """Effective rank of what each kind of layer adds to the stack, at the largest group size of the paper."""
     size = max((s for s in evidence.sizes if s <= 8), default=0)
-    here = [r for r in evidence.live(size=size, kind=FIXED) if r.by_layer]
-    names = list(dict.fromkeys(name for r in here for name in r.by_layer))
+    probed = [r for r in evidence.live(size=size, kind=FIXED) if r.by_layer]
+    names = list(dict.fromkeys(name for r in probed for name in r.by_layer))
     rows: list[tuple[Cell, ...]] = []
     for name in names:
-        grams, advantages = [r.by_layer[name].double() for r in here], [r.advantages for r in here]
+        here = [r for r in probed if name in r.by_layer]
+        grams, advantages = [r.by_layer[name] for r in here], [r.advantages for r in here]
         energy = [float(gram.trace() / r.gram.trace()) for gram, r in zip(grams, here, strict=True)]
         ranks = effective_rank(stacked_spectra(grams, advantages)).tolist()
         nulls = effective_rank(stacked_spectra([gram.diagonal().diag() for gram in grams], advantages)).tolist()
