@@ -1,5 +1,6 @@
 """What `attach` sees of a TRL trainer, what it writes, and that the training stays what it was."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -332,3 +333,13 @@ def test_rollouts_that_were_recorded_give_the_same_gram_when_measured_offline(tm
     recorded, again = (next(run_in(tmp_path / name).batches()) for name in ("run", "again"))
     torch.testing.assert_close(again.gram, recorded.gram, rtol=1e-5, atol=1e-5 * float(recorded.gram.max()))
     assert again.rewards.tolist() == recorded.rewards.tolist()
+
+
+def test_the_example_ends_with_a_table_and_a_run_folder(tmp_path):
+    script = Path(__file__).parent.parent / "examples" / "trl_grpo.py"
+    command = [sys.executable, str(script), "--steps", "2", "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"CI": "1"})
+    assert done.returncode == 0, done.stderr
+    assert "check/relative_error" in done.stdout
+    assert done.stdout.rstrip().endswith(f"run folder: {tmp_path / 'run'}")
+    assert len(list(run_in(tmp_path / "run").groups({1}))) == 4
