@@ -78,7 +78,7 @@ def share_of_digits(completions: list[str], **_: object) -> list[float]:
 def main() -> None:
     """Train, measure, show."""
     parser = argparse.ArgumentParser(description="GRPO with TRL, measured by scoregram")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", type=Path, default=None, help="run folder; a new temporary one by default")
     options = parser.parse_args()
     torch.manual_seed(0)

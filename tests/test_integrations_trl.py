@@ -1,5 +1,8 @@
 """What `attach` sees of a TRL trainer, what it writes, and that the training stays what it was."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
