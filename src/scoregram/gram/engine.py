@@ -13,6 +13,7 @@ from scoregram.checks import fail, require_finite
 from scoregram.gram.batch import make_batch
 from scoregram.gram.measurement import Measurement
 from scoregram.gram.result import Gram
+from scoregram.gram.sharding import is_spread
 from scoregram.gram.sketch import Sketch
 from scoregram.gram.verify import verify_gram
 
@@ -65,7 +66,7 @@ def measure_gram(
     gram = measurement.result(rollout_ids)
     if verify:
         with measurement.as_it_was():
-            verify_gram(measurement.model, batch, gram, group_size)
+            verify_gram(measurement.model, batch, gram, group_size, measurement.survey)
     return gram
 
 
@@ -109,6 +110,13 @@ def backward_with_gram(
         rollout_ids=rollout_ids,
         temperature=temperature,
     )
+    if is_spread(model):
+        fail(
+            "backward_with_gram",
+            "the model must lie whole in one process",
+            "one whose gradients are averaged over processes",
+            "Use measure_gram, and take the step as before.",
+        )
     vectors = torch.atleast_2d(weights).to(input_ids.device)
     if vectors.ndim != 2 or vectors.shape[1] != batch.rollouts:
         fail(

@@ -18,6 +18,7 @@ from scoregram.gram.layout import Layout
 from scoregram.gram.replay import score_rows
 from scoregram.gram.restore import in_evaluation, left_as_it_was, random_state
 from scoregram.gram.result import Gram
+from scoregram.gram.sharding import here, model_inside
 from scoregram.gram.sketch import Sketch, Sketcher
 from scoregram.gram.streamed import under_autocast
 from scoregram.gram.survey import survey
@@ -40,7 +41,7 @@ class Measurement:
         weights: Tensor | None,
         sketch: Sketch | None = None,
     ) -> None:
-        self.model = getattr(model, "_orig_mod", model)  # a compiled model's own forward pass
+        self.model = model_inside(model)
         self.batch = batch
         self.survey = survey(self.model)
         self.parameters = self.survey.parameters
@@ -141,7 +142,7 @@ class Measurement:
         log_probs = token_log_probs(logits, self.batch)
         total = (log_probs * self.batch.coefficients.to(log_probs.dtype)).sum()
         if total.requires_grad:
-            run_backward(total, torch.ones_like(total))
+            self.backward(total, torch.ones_like(total))
         return log_probs
 
     def forward(self) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor | None] | None]:
@@ -151,6 +152,7 @@ class Measurement:
         except Exception:
             if not self.interceptor.captures:
                 raise
+            self.survey.shards.begin_again()
         return self.forward_without_capture()  # the model could not go on with what it was given at the head
 
     def forward_without_capture(self) -> tuple[Tensor, None]:
@@ -168,13 +170,14 @@ class Measurement:
         config = getattr(self.model, "config", None)
         if not isinstance(embeddings, nn.Linear) or any(getattr(config, name, None) for name in POSTPROCESSED):
             return None
-        return embeddings.weight
+        return self.survey.shards.whole.get(id(embeddings.weight), embeddings.weight)
 
     def backward_through_head(self, hidden: Tensor, _: Tensor, bias: Tensor | None) -> Tensor:
         """Fused head, then the rest of the backward pass."""
         weight = self.interceptor.head
         assert weight is not None
         targets = self.targets
+        self.survey.shards.gather_around(self.model.get_output_embeddings)  # pyright: ignore[reportArgumentType]
         every = torch.arange(len(hidden), device=hidden.device).unsqueeze(1)
         picked = hidden.detach()[every, targets.position]  # (N, C, h)
         trained = weight.requires_grad or (bias is not None and bias.requires_grad)
@@ -195,8 +198,12 @@ class Measurement:
         del passed
         self.interceptor.recording = False
         if hidden.requires_grad:
-            run_backward(hidden, grad)
+            self.backward(hidden, grad)
         return log_probs
+
+    def backward(self, tensor: Tensor, grad: Tensor) -> None:
+        """The backward pass; ordinary gradients stay where autograd puts them, also in a sharded model."""
+        run_backward(tensor, grad, list(self.parameters.values()) if self.survey.shards.modules else ())
 
     def collect_head(self, weight: Tensor, use: HeadUse) -> None:
         """Hand the head's use to the collector; a tied embedding's rows wait for the embedding."""
@@ -219,7 +226,7 @@ class Measurement:
         self.replayed = [names[id(parameter)] for parameter in left]
         for parameter in self.parameters.values():
             parameter.grad = None
-        rows = score_rows(self.model, self.batch, left, DropoutOff())
+        rows = score_rows(self.model, self.batch, left, DropoutOff(), self.survey)
         for parameter, row in zip(left, rows, strict=True):
             self.collector.rows_arrived(parameter, row)
         shown = ", ".join(self.replayed[:3]) + (", …" if len(left) > 3 else "")
@@ -233,7 +240,7 @@ class Measurement:
         order = {layer: index for index, layer in enumerate(dict.fromkeys(layers.values()))}
         stacked = contractor.grams({owner: order[layer] for owner, layer in layers.items()}, len(order))
         if not bool(stacked.isfinite().all()):
-            refuse_not_finite(self.parameters, dict(zip(order, stacked, strict=True)))
+            refuse_not_finite(self.survey.shards.sharded or self.parameters, dict(zip(order, stacked, strict=True)))
         stacked = spread((stacked + stacked.mT) / 2)
         by_layer = dict(zip(order, stacked.unbind(), strict=True))
         log_probs = self.log_probs
@@ -302,7 +309,7 @@ def refuse_not_finite(parameters: dict[str, Tensor], by_layer: dict[str, Tensor]
     """Raise with the first parameter, or else the rollouts and the layer, that is not finite."""
     broken = {layer: gram for layer, gram in by_layer.items() if not bool(gram.isfinite().all())}
     for name, parameter in parameters.items():
-        if not bool(parameter.isfinite().all()):
+        if not bool(here(parameter).isfinite().all()):
             not_finite("measure_gram", "parameters must be finite", f"nan or inf in {name}", "Restore a checkpoint.")
     layer, gram = list(broken.items())[-1]
     rows = (~gram.diagonal(dim1=1, dim2=2).reshape(-1).isfinite()).nonzero().squeeze(1).tolist()

@@ -12,26 +12,30 @@ from torch import Tensor, nn
 
 from scoregram.gram.backward import gradients
 from scoregram.gram.batch import Batch, logits_of, token_log_probs
+from scoregram.gram.survey import Survey
 
 
 def score_rows(
-    model: nn.Module, batch: Batch, parameters: Sequence[Tensor], mode: AbstractContextManager
+    model: nn.Module, batch: Batch, wanted: Sequence[Tensor], mode: AbstractContextManager, survey: Survey
 ) -> list[Tensor]:
-    """Per-rollout gradients `(N, *shape)` of each parameter, by one forward and backward pass for each rollout."""
-    rows: list[list[Tensor]] = [[] for _ in parameters]
-    for index in range(batch.rollouts):
-        grads = loss_gradients(model, batch.only(index), mode)
-        for collected, parameter in zip(rows, parameters, strict=True):
+    """Per-rollout gradients `(N, *shape)` of the wanted parameters, by one pass forth and back for each rollout.
+
+    A sharded model needs all processes for a pass: one with fewer rollouts repeats its last one, for the others.
+    """
+    rows: list[list[Tensor]] = [[] for _ in wanted]
+    for index in range(survey.shards.most(batch.rollouts)):
+        grads = loss_gradients(model, batch.only(min(index, batch.rollouts - 1)), mode, survey)
+        for collected, parameter in zip(rows, wanted, strict=True):
             collected.append(grads[id(parameter)])
-    return [torch.stack(collected) for collected in rows]
+    return [torch.stack(collected[: batch.rollouts]) for collected in rows]
 
 
-def loss_gradients(model: nn.Module, batch: Batch, mode: AbstractContextManager) -> dict[int, Tensor]:
+def loss_gradients(model: nn.Module, batch: Batch, mode: AbstractContextManager, survey: Survey) -> dict[int, Tensor]:
     """Gradient of `Σ c log π` over the whole batch for each trained parameter, by its id, by plain autograd.
 
     `.grad` of the parameters must be empty (see `restore.gradients_put_aside`), and is afterwards.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = list(survey.parameters.values())
     with mode, torch.enable_grad():
         logits = logits_of(model, batch)
         total = (token_log_probs(logits, batch) * batch.coefficients).sum()

@@ -18,7 +18,8 @@ def left_as_it_was(model: Survey) -> Iterator[None]:
     parameters = list(model.parameters.values())
     with ExitStack() as stack:
         stack.enter_context(random_state_kept(parameters[0].device))
-        stack.enter_context(gradients_put_aside(parameters))
+        stack.enter_context(gradients_put_aside([*parameters, *model.shards.sharded.values()]))
+        stack.enter_context(model.shards.put_back())
         stack.enter_context(checkpointing_without_reentry(model.checkpointing))
         stack.enter_context(experts_one_by_one(model.configs.values()))
         yield

@@ -1,9 +1,11 @@
 """What there is to know of a model before it is measured, found in one walk over its modules."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
+
+from scoregram.gram.sharding import Shards, sharded_modules, shards_of
 
 
 @dataclass(frozen=True)
@@ -11,7 +13,7 @@ class Survey:
     """The modules of a model by what a measurement does with them."""
 
     parameters: dict[str, Tensor] = field(default_factory=dict)
-    """Every parameter that requires gradients once, by its first name."""
+    """Every parameter that requires gradients once, by its first name; of a sharded one, its gathered form."""
     owners: list[nn.Module] = field(default_factory=list)
     """Modules that own such parameters."""
     in_training: list[nn.Module] = field(default_factory=list)
@@ -22,6 +24,8 @@ class Survey:
     """Configurations of the modules, each once, by id."""
     dropping: list[nn.Module] = field(default_factory=list)
     """Modules that drop activations in the mode they are in."""
+    shards: Shards = field(default_factory=Shards)
+    """What is sharded over several processes."""
 
 
 HOLDERS = frozenset({nn.ModuleDict, nn.ModuleList, nn.Identity, nn.Sequential})
@@ -31,6 +35,7 @@ HOLDERS = frozenset({nn.ModuleDict, nn.ModuleList, nn.Identity, nn.Sequential})
 def survey(model: nn.Module) -> Survey:
     """Walk over every module once, parents before children."""
     found = Survey()
+    spread = sharded_modules(model)
     seen: set[int] = set()
     known: set[int] = set()
     stack: list[tuple[str, nn.Module]] = [("", model)]
@@ -45,7 +50,7 @@ def survey(model: nn.Module) -> Survey:
         children = inside["_modules"]
         if children:
             stack += [(f"{prefix}{name}.", child) for name, child in reversed(children.items()) if child is not None]
-    return found
+    return replace(found, shards=shards_of(spread, found.parameters)) if spread else found
 
 
 def note_module(found: Survey, prefix: str, module: nn.Module, known: set[int]) -> None:
