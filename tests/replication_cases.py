@@ -1,15 +1,19 @@
 """A small replication: real run folders, a table and a verdict that are computed from their Grams, and its record."""
 
 import json
+from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from scoregram.exhibits import Estimate, Figure, Series, Table, to_plain
+from scoregram.replication.presets import METHOD
+from scoregram.replication.readings import Evidence, read_evidence
 from scoregram.replication.record import EXHIBITS, RUNS, VERDICTS, write_record
-from scoregram.runs import open_run
+from scoregram.runs import BatchRecord, GroupRecord, RunWriter, open_run
 from tests.run_cases import ENVIRONMENT, write
 
 CREATED = date(2026, 7, 4)
@@ -49,3 +53,107 @@ def replication(folder: Path, **options: Any) -> Path:
     (folder / "report.html").write_text("a view of the data, not data")
     (folder / RUNS / "a" / "report.html").write_text("likewise")
     return put_record(folder, **options)
+
+
+PROBED = ("fixed", "fixed, sampled at 0.7, scored at 0.7", "fixed, sampled at 0.7, scored at 1")
+LAYERS = ("mlp", "attention")
+
+
+def stream(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def draw_scores(size: int, generator: torch.Generator, dimensions: int = 6) -> Tensor:
+    """Random scores that share a direction and differ in length."""
+    scores = torch.randn(size, dimensions, generator=generator, dtype=torch.float64)
+    lengths = 0.5 + torch.rand(size, 1, generator=generator, dtype=torch.float64)
+    return (scores + 0.5) * lengths
+
+
+def draw_group(
+    step: int, size: int, generator: torch.Generator, *, rewards: Sequence[float] | Tensor | None = None, **more: Any
+) -> GroupRecord:
+    """A measured group with random scores, split over two layers; its rewards are right or wrong unless given."""
+    scores = draw_scores(size, generator)
+    drawn = torch.randint(0, 2, (size,), generator=generator).double()
+    given = drawn if rewards is None else torch.as_tensor(rewards, dtype=torch.float64)
+    parts = (scores[:, :3], scores[:, 3:])
+    named: dict[str, Any] = {
+        "prompt_id": f"p/{int(torch.randint(0, 10**6, (), generator=generator))}",
+        "lengths": torch.randint(1, 9, (size,), generator=generator),
+        "gram": scores @ scores.mT,
+        "by_layer": {name: part @ part.mT for name, part in zip(LAYERS, parts, strict=True)},
+    }
+    return GroupRecord(step=step, rewards=given, advantages=given - given.mean(), **(named | more))
+
+
+def draw_batch(step: int, prompts: int, size: int, generator: torch.Generator, **more: Any) -> BatchRecord:
+    """A whole batch with random scores."""
+    count = prompts * size
+    scores = draw_scores(count, generator, dimensions=count)
+    named: dict[str, Any] = {
+        "prompt_ids": tuple(f"p/{place}" for place in range(prompts)),
+        "sizes": torch.full((prompts,), size),
+        "rewards": torch.randint(0, 2, (count,), generator=generator).double(),
+        "lengths": torch.randint(1, 9, (count,), generator=generator),
+        "weights": torch.zeros(count, dtype=torch.float64),
+        "gram": scores @ scores.mT,
+    }
+    return BatchRecord(step=step, **(named | more))
+
+
+def write_trial(
+    folder: Path,
+    *,
+    size: int,
+    seed: int = 0,
+    method: str = METHOD,
+    groups: Sequence[GroupRecord] = (),
+    batches: Sequence[BatchRecord] = (),
+    metrics: Mapping[int, Mapping[str, Any]] | None = None,
+) -> None:
+    """A run of a replication with exactly this in it."""
+    config = {"group_size": size, "seed": seed, "method": method}
+    with RunWriter.create(folder, config, environment=ENVIRONMENT, layers="float64") as writer:
+        for step in sorted({one.step for one in (*groups, *batches)} | set(metrics or {})):
+            writer.write_groups(step, [group for group in groups if group.step == step])
+            writer.write_batches(step, [batch for batch in batches if batch.step == step])
+            if metrics and step in metrics:
+                writer.write_metrics(step, metrics[step])
+
+
+def toy_metrics(steps: int, generator: torch.Generator) -> dict[int, dict[str, Any]]:
+    """Something for every scalar that exhibits read; an evaluation every second step."""
+    made: dict[int, dict[str, Any]] = {0: {"eval/accuracy": 0.1}}
+    for step in range(1, steps + 1):
+        rank, snr, reward, accuracy = torch.rand(4, generator=generator).tolist()
+        made[step] = {"group/effective_rank": 1 + rank, "gram/snr": snr, "reward": reward}
+        made[step] |= {"live_groups": 1 + step % 3, "groups": 4}
+        made[step] |= {"eval/accuracy": accuracy} if step % 2 == 0 else {}
+    return made
+
+
+def toy_evidence(folder: Path, *, sizes: Sequence[int] = (2, 4, 8), seeds: int = 2, steps: int = 4) -> Evidence:
+    """A replication made of random numbers, with every kind of group and batch, and one other method."""
+    for seed in range(seeds):
+        for size in sizes:
+            generator = stream(100 * seed + size)
+            groups = [draw_group(step, size, generator) for step in range(1, steps + 1) for _ in range(6)]
+            groups += [draw_group(step, size, generator, kind=kind) for step in (0, 2) for kind in PROBED]
+            groups += [draw_group(2, size, generator, kind="test", gram=None, by_layer={})]
+            batches = [draw_batch(step, 4, size, generator) for step in (2, 4)]
+            batches += [draw_batch(2, 4, size, generator, kind="fixed")]
+            write_trial(
+                folder / RUNS / f"R{size}-seed{seed}",
+                size=size,
+                seed=seed,
+                groups=groups,
+                batches=batches,
+                metrics=toy_metrics(steps, generator),
+            )
+        generator = stream(1000 + seed)
+        rival = max(sizes)
+        groups = [draw_group(1, rival, generator) for _ in range(4)]
+        name = folder / RUNS / f"rloo-R{rival}-seed{seed}"
+        write_trial(name, size=rival, seed=seed, method="rloo", groups=groups, metrics=toy_metrics(steps, generator))
+    return read_evidence(folder)

@@ -1,7 +1,7 @@
 """Why the effective rank is what it is: an exact accounting, and what foretells learning."""
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
 
@@ -182,7 +182,7 @@ def prediction(evidence: Evidence) -> Table:
     )
 
 
-def spans_of(metrics: list[dict[str, float]]) -> list[tuple[float, dict[str, float]]]:
+def spans_of(metrics: Sequence[Mapping[str, float | int]]) -> list[tuple[float, dict[str, float]]]:
     """Between each two evaluations: the gain, and the means of the predictors over the first half of the steps."""
     evaluated = [line for line in metrics if ACCURACY in line]
     spans = []

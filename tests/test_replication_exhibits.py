@@ -1,0 +1,456 @@
+"""Every exhibit of a replication is what its caption says, on runs made of random numbers, and none fails for want of
+data.
+"""
+
+import json
+import math
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from scoregram.exhibits import Estimate, Exhibit, Figure, Table, from_plain, to_plain
+from scoregram.replication.evidence import exhibits_of
+from scoregram.replication.learning import (
+    by_estimator,
+    figure_3,
+    figure_dead,
+    group_size_table,
+    methods_table,
+    other_advantages,
+    over_seeds,
+    variance_table,
+)
+from scoregram.replication.readings import Evidence, read_evidence
+from scoregram.replication.reasons import (
+    LADDER,
+    accounting,
+    at_fixed_right,
+    conditions,
+    prediction,
+    share_explained,
+    spans_of,
+    spearman,
+)
+from scoregram.replication.spectra import by_layer, by_right, by_temperature, figure_1, mean_of, possible, table_1
+from scoregram.replication.turns import credit_table, offsets_table
+from scoregram.replication.verdicts import judge
+from scoregram.runs import GroupRecord
+from scoregram.spectra import (
+    SpectrumSummary,
+    feasible_interval,
+    mean_pairwise_cosine,
+    orthogonal_null,
+    spectrum_summary,
+)
+from scoregram.statistics import (
+    batch_mse,
+    group_blocks,
+    group_moments,
+    leave_one_out_mse,
+    mean_baseline_mse,
+    noise_components,
+    optimal_group_size,
+    vanilla_mse,
+)
+from tests.replication_cases import draw_batch, draw_group, stream, toy_evidence, write_trial
+
+CLOSE: dict[str, Any] = {"rel": 1e-9, "abs": 1e-12}
+
+
+@pytest.fixture(scope="module")
+def evidence(tmp_path_factory) -> Evidence:
+    """Three group sizes, two seeds, one other method."""
+    return toy_evidence(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def exhibits(evidence) -> dict[str, Exhibit]:
+    return {one.id: one for one in exhibits_of(evidence)}
+
+
+def cells(table: Exhibit, name: str) -> list[Any]:
+    assert isinstance(table, Table)
+    return [row[table.columns.index(name)] for row in table.rows]
+
+
+def summary(group: GroupRecord) -> SpectrumSummary:
+    """The spectrum of a group, mean-centred."""
+    assert group.gram is not None
+    return spectrum_summary(group.gram, group.rewards - group.rewards.mean())
+
+
+def survives(made: tuple[Exhibit, ...]) -> list[Any]:
+    """Exhibits and verdicts can be written, read and written again."""
+    plain = to_plain(made)
+    assert json.loads(json.dumps(plain, allow_nan=False)) == plain
+    assert to_plain(from_plain(plain)) == plain
+    verdicts = judge(made, seeds=(0,), model="m", task="t")
+    json.dumps(verdicts, allow_nan=False)
+    return verdicts
+
+
+def test_every_exhibit_survives_the_file(exhibits):
+    survives(tuple(exhibits.values()))
+
+
+def test_table_1_counts_and_averages_live_training_groups_of_the_paper(evidence, exhibits):
+    table = exhibits["table-1"]
+    assert cells(table, "R") == [2, 4, 8]
+    for size, live, rank, null, largest in zip(
+        *(cells(table, name) for name in ("R", "live groups", "effective rank", "null: orthogonal")),
+        cells(table, "largest rank seen"),
+        strict=True,
+    ):
+        groups = [g for t in evidence.of_paper(size=size) for g in t.run.groups() if g.kind == "train"]
+        mixed = [g for g in groups if g.rewards.max() > g.rewards.min()]
+        spectra = list(map(summary, mixed))
+        assert live == f"{len(mixed)} of {len(groups)}"
+        assert rank.value == pytest.approx(fmean(one.effective_rank for one in spectra), **CLOSE)
+        assert rank.low < rank.value < rank.high
+        nulls = [orthogonal_null(g.gram, g.rewards - g.rewards.mean()).effective_rank for g in mixed]
+        assert null == pytest.approx(fmean(nulls), **CLOSE)
+        assert largest == max(one.numerical_rank for one in spectra) == min(size, 6)
+
+
+def test_possible_is_the_mean_of_the_feasible_intervals(evidence):
+    for size in evidence.sizes:
+        live = evidence.live(size=size)
+        ends = [feasible_interval("effective_rank", r.top, size) for r in live]
+        least, most = possible(live, size)
+        assert least == pytest.approx(fmean(end.low for end in ends), **CLOSE)
+        assert most == pytest.approx(fmean(end.high for end in ends), **CLOSE)
+        assert least - 1e-6 <= mean_of(live, lambda r: r.rank).value <= most + 1e-6
+    assert all(map(math.isnan, possible([], 4)))
+
+
+def test_by_right_stands_beside_the_closed_form(exhibits, evidence):
+    table = exhibits["by-right"]
+    for size, right, groups, shape, deviation in zip(
+        *(cells(table, name) for name in ("R", "k right", "groups", "4k(R-k)/R", "σ_r")), strict=True
+    ):
+        assert shape == pytest.approx(4 * right * (size - right) / size)
+        assert deviation == pytest.approx(math.sqrt(right * (size - right)) / size)
+        here = [r for r in evidence.live(size=size) if r.right == right]
+        assert len(here) == groups > 0
+        assert all(r.shape == pytest.approx(shape) for r in here)
+    assert sum(cells(table, "groups")) == len(evidence.live())
+
+
+def test_other_rewards_than_right_or_wrong_are_not_sorted_by_right(tmp_path):
+    rewards = ([1.0, 0.0, 0.0, 0.0], [1.0, 0.5, 0.0, 0.0], [0.5, 0.25, 0.0, 0.0])
+    groups = [draw_group(1, 4, stream(place), rewards=given) for place, given in enumerate(rewards)]
+    write_trial(tmp_path / "runs/a", size=4, groups=groups)
+    found = read_evidence(tmp_path)
+    assert len(found.live()) == 3
+    assert cells(by_right(found), "groups") == [1]
+    survives(exhibits_of(found))
+
+
+def test_the_factors_take_the_group_size_to_the_rank(exhibits, evidence):
+    table = exhibits["accounting"]
+    names = [name for name in table.columns if name.startswith("× ")]  # type: ignore[union-attr]
+    assert len(names) == len(LADDER)
+    for row, size in enumerate(evidence.sizes):
+        product = size * math.prod(cells(table, name)[row] for name in names)
+        ranks = [r.rank for r in evidence.live(size=size)]
+        assert product == pytest.approx(math.exp(fmean(map(math.log, ranks))), **CLOSE)
+        norms, shapes = (fmean(math.log(getattr(r, name)) for r in evidence.live(size=size)) for name in NULLS)
+        assert cells(table, "× norms")[row] == pytest.approx(math.exp(norms - shapes), **CLOSE)
+
+
+NULLS = ("orthogonal", "shape")
+
+
+def test_a_share_is_one_for_an_exact_prediction_up_to_a_factor():
+    measured = np.log([1.5, 2.0, 3.0])
+    assert share_explained(measured, measured + math.log(2)) == pytest.approx(1)
+    assert share_explained(measured, np.zeros(3)) == pytest.approx(0)
+    assert share_explained(measured, -measured) == pytest.approx(-3)
+    assert math.isnan(share_explained(np.ones(3), measured))
+
+
+@given(
+    pairs=st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5)), min_size=3, max_size=30),
+    gap=st.booleans(),
+)
+def test_spearman_is_that_of_scipy_over_defined_pairs(pairs, gap):
+    x, y = [float(a) for a, _ in pairs], [float(b) for _, b in pairs]
+    found = spearman([*x, math.nan, 1.0] if gap else x, [*y, 1.0, math.nan] if gap else y)
+    if len(set(x)) == 1 or len(set(y)) == 1:
+        assert math.isnan(found.value)
+        return
+    assert found.value == pytest.approx(stats.spearmanr(x, y)[0], abs=1e-12)
+    if len(pairs) >= 5:
+        assert -1 - 1e-12 <= found.low <= found.high <= 1 + 1e-12
+    else:
+        assert math.isnan(found.low)
+
+
+def test_spearman_of_too_little_is_undefined():
+    for x, y in (([], []), ([1.0, 2.0], [1.0, 2.0]), ([1.0, 2.0, math.nan], [1.0, 2.0, 3.0])):
+        assert math.isnan(spearman(x, y).value)
+
+
+def test_a_difference_between_strata_is_no_correlation():
+    x, y = [1.0, 2.0, 3.0, 11.0, 12.0, 13.0], [3.0, 2.0, 1.0, 13.0, 12.0, 11.0]
+    assert spearman(x, y).value > 0
+    assert spearman(x, y, strata=[0, 0, 0, 1, 1, 1]).value == pytest.approx(-1)
+
+
+def test_clusters_are_resampled_whole():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=12)
+    y = x + rng.normal(size=12)
+    names = [place for place in range(12) for _ in range(20)]
+    copied = spearman(np.repeat(x, 20).tolist(), np.repeat(y, 20).tolist(), clusters=names)
+    alone, naive = spearman(x.tolist(), y.tolist()), spearman(np.repeat(x, 20).tolist(), np.repeat(y, 20).tolist())
+    assert copied.value == pytest.approx(alone.value)
+    assert copied.high - copied.low == pytest.approx(alone.high - alone.low, rel=0.02)
+    assert naive.high - naive.low < (alone.high - alone.low) / 2
+    few = spearman(x.tolist(), y.tolist(), clusters=[place % 4 for place in range(12)])
+    assert few.value == pytest.approx(alone.value) and math.isnan(few.low)
+
+
+@given(values=st.lists(st.floats(0, 1), min_size=2, max_size=6).filter(lambda v: np.ptp(v) > 1e-6))
+def test_over_seeds_is_students_interval(values):
+    found = over_seeds(values)
+    low, high = stats.t.interval(0.95, len(values) - 1, loc=np.mean(values), scale=stats.sem(values))
+    assert (found.value, found.low, found.high) == pytest.approx((np.mean(values), low, high))
+
+
+def test_over_seeds_without_seeds():
+    (one, low, high) = vars(over_seeds([0.5])).values()
+    assert one == 0.5 and math.isnan(low) and math.isnan(high)
+    assert math.isnan(over_seeds([]).value)
+    assert over_seeds([0.5, 0.5]) == Estimate(0.5, 0.5, 0.5)
+
+
+def test_estimators_that_only_scale_have_the_spectrum_of_the_mean(exhibits, evidence):
+    table = exhibits["by-estimator"]
+    ranks = dict(zip(cells(table, "baseline"), cells(table, "effective rank"), strict=True))
+    assert ranks["mean"].value == pytest.approx(mean_of(evidence.live(size=8), lambda r: r.rank).value, **CLOSE)
+    for name in ("rloo", "grpo"):
+        assert vars(ranks[name]) == pytest.approx(vars(ranks["mean"]), **CLOSE)
+    for name in ("opo", "optimal", "optimal-loo"):
+        assert abs(ranks[name].value - ranks["mean"].value) > 1e-3
+
+
+def test_baselines_weigh_by_the_lengths_and_norms_of_the_group(tmp_path):
+    lengths, gram = torch.tensor([1, 3]), torch.diag(torch.tensor([1.0, 4.0])).double()
+    group = draw_group(1, 2, stream(0), rewards=[1.0, 0.0], lengths=lengths, gram=gram)
+    write_trial(tmp_path / "runs/a", size=2, groups=[group])
+    (reading,) = read_evidence(tmp_path).live()
+    assert other_advantages("opo", reading).tolist() == pytest.approx([3 / 4, -1 / 4])
+    assert other_advantages("optimal", reading).tolist() == pytest.approx([4 / 5, -1 / 5])
+
+
+def test_group_size_and_variance_follow_from_the_whole_batches(exhibits, evidence):
+    table, errors = exhibits["group-size"], exhibits["variance"]
+    assert cells(table, "R") == [2, 4, 8] and cells(errors, "R") == [4, 8]
+    assert cells(table, "batches") == [0, 4, 4] and math.isnan(cells(table, "estimated R*")[0])
+    for row, size in enumerate((4, 8)):
+        batches = [b for t in evidence.of_paper(size=size) for b in t.run.batches() if b.kind == "train"]
+        noise = [noise_components(b.gram, b.rewards.view(4, size)) for b in batches]
+        moments = [group_moments(group_blocks(b.gram, size), b.rewards.view(4, size)) for b in batches]
+        c1, c3 = fmean(n.between_prompts for n in noise), fmean(n.group_baseline for n in noise)
+        assert cells(table, "c1")[row + 1].value == pytest.approx(c1, **CLOSE)
+        assert cells(table, "c3")[row + 1].value == pytest.approx(c3, **CLOSE)
+        best = 1 + math.sqrt(max(c3, 0) / c1) if c1 > 0 else math.inf
+        assert cells(table, "estimated R*")[row + 1] == pytest.approx(best)
+        base = fmean(float(leave_one_out_mse(m, size).mean()) for m in moments)
+        for name, error in (("no baseline", vanilla_mse), ("group mean", mean_baseline_mse)):
+            wanted = fmean(float(error(m, size).mean()) for m in moments) / base
+            assert cells(errors, name)[row] == pytest.approx(wanted, **CLOSE)
+        oracle = fmean(float(m.oracle_trace.mean()) for m in moments) / size / base
+        assert cells(errors, "oracle")[row] == pytest.approx(oracle, **CLOSE)
+
+
+def test_leave_one_out_of_the_variance_table_is_the_noise_of_one_prompt():
+    """The error within a prompt is that of a batch less what prompts differ by."""
+    batch = draw_batch(1, 5, 4, stream(0))
+    rewards = batch.rewards.view(5, 4)
+    noise = noise_components(batch.gram, rewards)
+    moments = group_moments(group_blocks(batch.gram, 4), rewards)
+    within = batch_mse(noise, 1, 4) - noise.between_prompts
+    assert float(leave_one_out_mse(moments, 4).mean()) == pytest.approx(within)
+    assert optimal_group_size(noise).exact > 1
+
+
+def test_batches_that_are_not_whole_are_left_out(tmp_path):
+    whole, torn = draw_batch(1, 3, 4, stream(0)), draw_batch(2, 3, 4, stream(1))
+    torn.rewards[0] = math.nan
+    single, dead = draw_batch(3, 1, 4, stream(2)), draw_batch(4, 3, 4, stream(3), rewards=torch.ones(12).double())
+    write_trial(tmp_path / "runs/a", size=4, batches=[whole, torn, single, dead])
+    found = read_evidence(tmp_path)
+    assert cells(group_size_table(found), "batches") == [2]
+    assert cells(variance_table(found), "batches") == [2]
+    survives(exhibits_of(found))
+
+
+def test_methods_stand_side_by_side_at_the_largest_size(exhibits, evidence):
+    table = exhibits["methods"]
+    assert cells(table, "method") == ["grpo-paper", "rloo"] and cells(table, "seeds") == [2, 2]
+    trials = [t for t in evidence.trials if t.method == "rloo"]
+    ends = [t.metrics("eval/accuracy")[1][-1] for t in trials]
+    assert cells(table, "final accuracy")[1].value == pytest.approx(fmean(ends))
+    areas = [fmean(t.metrics("eval/accuracy")[1]) for t in trials]
+    assert cells(table, "mean accuracy")[1].value == pytest.approx(fmean(areas))
+
+
+def test_figure_3_averages_seeds_step_by_step(exhibits, evidence):
+    figure = exhibits["figure-3"]
+    assert isinstance(figure, Figure)
+    runs = [dict(zip(*t.metrics("eval/accuracy"), strict=True)) for t in evidence.of_paper(size=4)]
+    assert figure.series[1].x == (0.0, 2.0, 4.0)
+    assert figure.series[1].y == pytest.approx([fmean(run[step] for run in runs) for step in (0, 2, 4)])
+
+
+def test_dead_groups_and_spread_are_averaged_over_runs(exhibits, evidence):
+    dead, spread = exhibits["figure-dead"], exhibits["figure-spread"]
+    assert isinstance(dead, Figure) and isinstance(spread, Figure)
+    groups = [g for t in evidence.of_paper(size=2) for g in t.run.groups([1]) if g.kind == "train"]
+    assert dead.series[0].x[0] == 1.0
+    assert dead.series[0].y[0] == pytest.approx(fmean(bool(g.rewards.min() == g.rewards.max()) for g in groups))
+    assert spread.series[0].y[0] == pytest.approx(fmean(float(g.rewards.std(correction=0)) for g in groups))
+
+
+def test_layers_are_read_from_the_probes(exhibits, evidence):
+    table = exhibits["by-layer"]
+    here = evidence.live(size=8, kind="fixed")
+    assert here and sorted(cells(table, "layer")) == ["attention", "mlp"]
+    assert sum(cells(table, "energy")) == pytest.approx(1)
+    assert cells(table, "energy") == sorted(cells(table, "energy"), reverse=True)
+    row = cells(table, "layer").index("mlp")
+    ranks = [spectrum_summary(r.by_layer["mlp"], r.advantages).effective_rank for r in here]
+    assert cells(table, "effective rank")[row].value == pytest.approx(fmean(ranks), rel=1e-6)
+    assert fmean(ranks) <= 3 + 1e-9  # three dimensions
+    cosines = [mean_pairwise_cosine(r.by_layer["mlp"]) for r in here]
+    assert cells(table, "mean cosine")[row] == pytest.approx(fmean(cosines))
+
+
+def test_temperatures_are_told_apart(exhibits, evidence):
+    table = exhibits["by-temperature"]
+    labels = ["as trained", "sampled at 0.7, scored at 1", "sampled at 0.7, scored at 0.7"]
+    here = [label for size, label in zip(cells(table, "R"), cells(table, "rollouts"), strict=True) if size == 8]
+    assert here == labels
+    assert sum(cells(table, "groups")) == sum(
+        r.kind.startswith("fixed") and r.trial.method != "rloo" for r in evidence.readings
+    )
+
+
+def test_spans_between_evaluations_by_hand():
+    metrics: list[dict[str, float | int]] = [
+        {"step": 0, "eval/accuracy": 0.1},
+        {"step": 1, "reward": 0.2, "group/effective_rank": 2.0, "live_groups": 1, "groups": 4},
+        {"step": 2, "reward": 0.4, "group/effective_rank": math.nan, "live_groups": 3, "groups": 4},
+        {"step": 3, "reward": 9.0, "group/effective_rank": 9.0, "live_groups": 4, "groups": 4},
+        {"step": 4, "reward": 9.0, "eval/accuracy": 0.5, "live_groups": 4, "groups": 4},
+        {"step": 5, "skipped": 1},
+        {"step": 6, "eval/accuracy": 0.25},
+    ]
+    (gain, means), (loss, empty) = spans_of(metrics)
+    assert (gain, loss) == pytest.approx((0.4, -0.25))
+    assert means["reward"] == pytest.approx(0.3) and means["group/effective_rank"] == 2.0
+    assert means["live"] == pytest.approx(0.5) and math.isnan(means["gram/snr"])
+    assert all(map(math.isnan, empty.values()))
+    assert spans_of(metrics[:3]) == [] and spans_of([]) == []
+
+
+def test_prediction_ranks_spans_within_a_group_size(evidence, exhibits):
+    table = exhibits["prediction"]
+    assert cells(table, "spans") == [12] * 4  # three sizes, two seeds, two spans
+    spans = [(t, *span) for t in evidence.of_paper() for span in spans_of(t.run.metrics())]
+    strata, clusters = [t.size for t, *_ in spans], [t.name for t, *_ in spans]
+    wanted = spearman([m["reward"] for *_, m in spans], [g for _, g, _ in spans], strata=strata, clusters=clusters)
+    assert cells(table, "correlation with the gain")[3] == wanted
+
+
+def test_halves_are_compared_at_the_same_number_of_right_rollouts(tmp_path):
+    groups = [draw_group(step, 2, stream(step), rewards=[1.0, 0.0]) for step in range(1, 11)]
+    groups += [draw_group(step, 2, stream(99 + step), rewards=[1.0, 1.0]) for step in range(1, 11)]
+    write_trial(tmp_path / "runs/a", size=2, groups=groups)
+    table = at_fixed_right(read_evidence(tmp_path))
+    assert [cells(table, name)[0] for name in ("R", "k right", "groups", "later")] == [2, 1, 5, 5]
+    spectra = [summary(group).effective_rank for group in groups[:5]]
+    assert cells(table, "first half")[0].value == pytest.approx(fmean(spectra))
+
+
+def test_turns_are_exact_and_free_of_rounding():
+    offsets, credit = offsets_table(), credit_table()
+    assert set(cells(offsets, "mean offset")) == {0.0}
+    spread = cells(offsets, "standard deviation")
+    assert spread[0] == 0.0 and spread == sorted(spread)
+    numbers = [cell for table in (offsets, credit) for row in table.rows for cell in row if isinstance(cell, float)]
+    assert all(number == 0 or abs(number) > 1e-12 for number in numbers)
+
+
+def shrink(folder: Path, change: str) -> Evidence:
+    """Replications that lack something."""
+    metrics = {0: {"eval/accuracy": 0.1}, 1: {"reward": 0.5, "live_groups": 0, "groups": 2}}
+    live = [draw_group(1, 4, stream(place), rewards=[1.0, 0.0, 0.0, 0.0]) for place in range(3)]
+    dead = [draw_group(1, 4, stream(place), rewards=[1.0] * 4) for place in range(3)]
+    cases: dict[str, dict[str, Any]] = {
+        "nothing at all": {},
+        "one evaluation": {"groups": live, "metrics": metrics},
+        "no evaluation": {"groups": live, "metrics": {1: metrics[1]}},
+        "no metrics": {"groups": live},
+        "no groups": {"metrics": metrics},
+        "no live group": {"groups": dead, "metrics": metrics, "batches": [draw_batch(1, 2, 4, stream(0))]},
+        "one group": {"groups": live[:1], "metrics": metrics},
+        "no gram": {"groups": [draw_group(1, 4, stream(0), rewards=[1.0, 0, 0, 0], gram=None, by_layer={})]},
+        "undefined numbers": {"metrics": {0: {"eval/accuracy": math.nan}, 2: {"eval/accuracy": math.nan}}},
+        "dead batches": {"batches": [draw_batch(1, 2, 4, stream(0), rewards=torch.zeros(8).double())]},
+    }
+    write_trial(folder / "runs/R4-seed0", size=4, **cases[change])
+    return read_evidence(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "nothing at all",
+        "one evaluation",
+        "no evaluation",
+        "no metrics",
+        "no groups",
+        "no live group",
+        "one group",
+        "no gram",
+        "undefined numbers",
+        "dead batches",
+    ],
+)
+def test_what_is_missing_is_blank_and_nothing_fails(change, tmp_path):
+    found = shrink(tmp_path, change)
+    verdicts = survives(exhibits_of(found))
+    assert {one["verdict"] for one in verdicts} <= {"not measured", "undecided", "not replicated"}
+    if change not in ("one evaluation", "no evaluation", "no metrics", "one group"):
+        assert math.isnan(cells(table_1(found), "effective rank")[0].value)
+
+
+def test_one_size_of_several_without_live_groups(tmp_path):
+    live = [draw_group(1, 2, stream(place), rewards=[1.0, 0.0]) for place in range(3)]
+    write_trial(tmp_path / "runs/R2-seed0", size=2, groups=live)
+    write_trial(tmp_path / "runs/R4-seed0", size=4, groups=[draw_group(1, 4, stream(0), rewards=[0.0] * 4)])
+    found = read_evidence(tmp_path)
+    assert cells(table_1(found), "live groups") == ["3 of 3", "0 of 1"]
+    for make in (
+        accounting,
+        conditions,
+        figure_1,
+        figure_3,
+        figure_dead,
+        by_layer,
+        by_temperature,
+        by_estimator,
+        methods_table,
+    ):
+        make(found)
+    survives(exhibits_of(found))
