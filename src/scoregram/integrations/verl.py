@@ -17,7 +17,7 @@ from torch import Tensor
 from scoregram.checks import fail
 from scoregram.integrations.labelled_groups import SERVED, token_advantages
 
-TESTED = ("0.9.0", "0.9.1")
+TESTED = ("0.7.1", "0.8.0", "0.9.0", "0.9.1")
 """Versions of verl whose own registry and functions these estimators were compared with."""
 
 
@@ -70,7 +70,7 @@ def register() -> str:
             remedy = "Register one estimator under a name."
             fail("scoregram.integrations.verl", f"the name {name} must be free in verl", taken, remedy)
     if version not in TESTED:
-        warnings.warn(f"scoregram: tested with verl {' and '.join(TESTED)}, this is {version}.", stacklevel=2)
+        warnings.warn(f"scoregram: tested with verl {', '.join(TESTED)}, this is {version}.", stacklevel=2)
     return version
 
 
