@@ -1,13 +1,13 @@
 """Models spread over several processes: what to measure of them, and their parameters while these are gathered.
 
 `DistributedDataParallel` wraps a whole model: the model inside is measured, and nothing is sent. `fully_shard` (FSDP2)
-leaves a part of every parameter on each process. Outside a pass a module holds that part, a `DTensor`; while it runs, it
-holds a gathered parameter in its place: the same object every time, whose memory is given back in between. A measurement
-knows a sharded parameter by its gathered form, so that everything else works as on one process. Three things are
-different:
+leaves a part of every parameter on each process. Outside a pass a module holds that part, a `DTensor`; while it runs,
+it holds a gathered parameter in its place: the same object every time, whose memory is given back in between. A
+measurement knows a sharded parameter by its gathered form, so that everything else works as on one process. Three
+things are different:
 
-- A sharded model takes every ordinary gradient away and averages it over the processes. Scores belong to the rollouts of
-  one process, so their gradients are kept from it (`backward.run_backward`).
+- A sharded model takes every ordinary gradient away and averages it over the processes. Scores belong to the rollouts
+  of one process, so their gradients are kept from it (`backward.run_backward`).
 - The head is applied outside the forward pass, and what the model returns in its place has no gradient: the modules
   around the head would not be gathered again for the backward pass. They are gathered before.
 - Gathering is done by all processes together, so each of them must run the same passes.
@@ -89,11 +89,11 @@ def sharded_modules(model: nn.Module) -> list[Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:  # nobody can have sharded anything
         return []
-    found = []
+    found: list[Any] = []
     for name, module in model.named_modules():
         if isinstance(module, fsdp.FSDPModule):
             found.append(module)
-            module.reshard()
+            found[-1].reshard()
         elif isinstance(module, fsdp.FullyShardedDataParallel):
             got = f"FullyShardedDataParallel around {name or 'the model'}"
             fail("measure_gram", "parameters must be whole, or sharded one by one", got, "Use fully_shard (FSDP2).")

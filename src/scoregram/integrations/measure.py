@@ -1,13 +1,15 @@
 """`scoregram measure`: the Gram of every group in a dump of rollouts, written as a run folder.
 
 Top to bottom: find the dump, load the policy, group the rollouts as they are read, measure group after group, write.
-Nothing depends on groups that were measured before, so groups can be dealt out to several processes by their number
-(`rank_of_group`) and gathered in any order.
+Nothing depends on groups that were measured before, so they are dealt out in turn to all processes that `torchrun` has
+started (`rank_of_group`), and the first process writes them in the order of the dump: the same run folder as from one.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,9 @@ from scoregram.checks import fail
 from scoregram.integrations.dumps.advantages import require_estimator
 from scoregram.integrations.dumps.bar import Bar
 from scoregram.integrations.dumps.config import MAY_DIFFER, MeasureConfig
-from scoregram.integrations.dumps.grouping import DumpedGroup, grouped, without_repeats
-from scoregram.integrations.dumps.measuring import Candidate, Measurer
+from scoregram.integrations.dumps.grouping import DumpedGroup, grouped, rank_of_group, without_repeats
+from scoregram.integrations.dumps.measuring import Candidate, MeasuredGroups, Measurer
+from scoregram.integrations.dumps.processes import Processes, all_processes, sharded_policy
 from scoregram.integrations.dumps.stream import Dump, open_dump
 from scoregram.integrations.dumps.tally import Tally
 from scoregram.integrations.dumps.tokens import tokenised, unmeasurable
@@ -31,6 +34,8 @@ from scoregram.training.loop import stop_requests
 
 FAR = 0.1
 """A mean distance between log-probabilities beyond which the policy is hardly the one that drew the rollouts."""
+LONGEST_TURN = 256
+"""Units that are passed over at most, for each process, before the processes meet."""
 
 
 @dataclass(frozen=True)
@@ -62,52 +67,119 @@ def measure(config: MeasureConfig, *, console: Console | None = None) -> Measure
     require_estimator(config.estimator)
     if config.threads:
         torch.set_num_threads(config.threads)
+    with all_processes() as processes:
+        return measure_together(config, processes, console if processes.is_first else Console(quiet=True))
+
+
+def measure_together(config: MeasureConfig, processes: Processes, console: Console | None) -> MeasuredDump:
+    """Measure this process's share of a dump; the first process writes what all have measured."""
     dump = open_dump(config.rollouts, name=config.format, allow_pickle=config.allow_pickle, strict=config.strict)
     temperature = config.temperature or dumped_temperature(dump) or 1.0
-    policy = load_policy(config.policy)
+    settings = processes.here(config.policy)
+    policy = sharded_policy(load_policy, settings, processes) if config.fsdp else load_policy(settings)
     measurer = Measurer(policy, temperature, config.estimator, config.reward_columns)
-    groups, total = groups_of(dump, config), Tally()
-    measured = held = left_out = 0
-    with Bar(dump.total_bytes, console=console) as bar, stop_requests() as stop:
+    groups, total, counts = groups_of(dump, config), Tally(), Counts()
+    with Bar(dump.total_bytes, console=console) as bar, stop_requests() as stop, ExitStack() as folder:
         bar.say(f"{dump.name}: {dump.format.about}, {len(dump.files)} files, {dump.total_bytes / 1e6:,.1f} MB")
         dump.on_broken = lambda message: bar.note("broken", f"passed over: {message}")
         first = first_of(groups, dump)
         tokenised(first.rollouts[0], policy)  # a model that does not know the tokens is refused before a run is begun
-        with opened(config, dump.name, temperature) as writer, Pages(writer) as pages:
-            for together in units(chain([first], groups), whole_steps=config.between_prompts):
-                # leave out what is there already, and what cannot be measured
-                fresh = [group for group in together if not pages.holds(group)]
-                held += len(together) - len(fresh)
-                pages.begin(together[0].step)
-                candidates = [made for group in fresh if (made := candidate(group, policy, config, bar)) is not None]
-                left_out += sum(len(group.rollouts) for group in fresh)
-                left_out -= sum(len(made.rollouts) for made in candidates)
+        pages: list[Pages] = []
 
-                # measure and write
-                if candidates:
-                    made = measurer.measure(candidates, between_prompts=config.between_prompts)
-                    pages.add(made)
-                    for record in made.groups:
+        def begin() -> Mapping[int, set[int]]:
+            writer = folder.enter_context(opened(config, dump.name, temperature))
+            pages.append(folder.enter_context(Pages(writer)))
+            return pages[0].groups_written
+
+        held, stopped = processes.from_first(begin), False
+        together = units(chain([first], groups), whole_steps=config.between_prompts)
+        for turn in turns(planned(together, held, policy, config, bar, counts), processes.count):
+            # measure what falls to this process, and write what fell to all
+            made = iter(processes.gathered(partial(share, turn, measurer, config, processes)))
+            for unit in turn if pages else ():
+                pages[0].begin(unit.step)
+                measured = next(made) if unit.candidates else None
+                if measured is not None:
+                    pages[0].add(measured)
+                    for record in measured.groups:
                         total.add(record)
-                    measured += len(made.groups)
-                bar.update(dump.bytes_read, measured)
-                if stop.asked or (config.max_groups and measured + held >= config.max_groups):
-                    break
-            if not stop.asked:
-                pages.end_step()
+            bar.update(dump.bytes_read, counts.groups)
+            stopped = processes.any(stop.asked)
+            if stopped:
+                break
+        if pages and not stopped:
+            pages[0].end_step()
+        folder.close()
         done = MeasuredDump(
-            folder=config.out,
-            format=dump.name,
-            groups=measured,
-            held=held,
-            rollouts=int(total.sums["dump/rollouts"]),
-            left_out=left_out,
-            broken=dump.broken,
-            interrupted=stop.asked,
+            folder=config.out, format=dump.name, broken=dump.broken, interrupted=stopped, **asdict(counts)
         )
-        for line in summary(done, total.scalars(), len(pages.incomplete_lines)):
+        for line in summary(done, total.scalars(), sum(len(page.incomplete_lines) for page in pages)):
             bar.say(line)
     return done
+
+
+@dataclass
+class Counts:
+    """What was found while reading; the same in all processes."""
+
+    groups: int = 0
+    held: int = 0
+    rollouts: int = 0
+    left_out: int = 0
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What goes through the policy in one pass: a group, or all groups of a step."""
+
+    step: int
+    candidates: list[Candidate]
+    """Empty where everything is there already, or cannot be measured."""
+
+
+def planned(
+    together: Iterable[list[DumpedGroup]],
+    held: Mapping[int, set[int]],
+    policy: Policy,
+    config: MeasureConfig,
+    bar: Bar,
+    counts: Counts,
+) -> Iterator[Unit]:
+    """Units in the order of the dump, less what is there already and what cannot be measured, up to the limit."""
+    for groups in together:
+        fresh = [group for group in groups if group.position not in held.get(group.step, ())]
+        candidates = [made for group in fresh if (made := candidate(group, policy, config, bar)) is not None]
+        rollouts = sum(len(made.rollouts) for made in candidates)
+        counts.held += len(groups) - len(fresh)
+        counts.left_out += sum(len(group.rollouts) for group in fresh) - rollouts
+        counts.groups += len(candidates)
+        counts.rollouts += rollouts
+        yield Unit(groups[0].step, candidates)
+        if config.max_groups and counts.groups + counts.held >= config.max_groups:
+            return
+
+
+def turns(together: Iterable[Unit], processes: int) -> Iterator[list[Unit]]:
+    """Units with work for each process once, and those without work between them."""
+    turn: list[Unit] = []
+    for unit in together:
+        turn.append(unit)
+        if sum(bool(one.candidates) for one in turn) == processes or len(turn) >= LONGEST_TURN * processes:
+            yield turn
+            turn = []
+    if turn:
+        yield turn
+
+
+def share(turn: list[Unit], measurer: Measurer, config: MeasureConfig, processes: Processes) -> MeasuredGroups | None:
+    """What falls to this process in a turn; a sharded policy needs it for the others' passes even if nothing does."""
+    work = [unit for unit in turn if unit.candidates]
+    mine = [unit for number, unit in enumerate(work) if rank_of_group(number, processes.count) == processes.rank]
+    if mine:
+        return measurer.measure(mine[0].candidates, between_prompts=config.between_prompts)
+    if work and config.fsdp:
+        measurer.measure(work[0].candidates, between_prompts=config.between_prompts)
+    return None
 
 
 def groups_of(dump: Dump, config: MeasureConfig) -> Iterator[DumpedGroup]:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from scoregram.policy.config import PolicyConfig, refuse
 
-MAY_DIFFER = ("out", "resume", "overwrite", "max_groups", "device", "threads", "strict", "allow_pickle")
+MAY_DIFFER = ("out", "resume", "overwrite", "max_groups", "device", "threads", "strict", "allow_pickle", "fsdp")
 """What a resumed measurement may have otherwise than the one it continues."""
 PAPER = "mean"
 """The estimator of the paper, for dumps that do not tell their advantages."""
@@ -66,6 +66,8 @@ class MeasureConfig:
     """Run matrix products in bfloat16; the weights stay in `dtype`."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
+    fsdp: bool = False
+    """Shard the model over the processes of `torchrun`, for one that does not fit into one GPU; see docs/scale.md."""
     attention: str = "sdpa"
     """Attention implementation of transformers."""
     layers: Literal["float64", "float32", "none"] = "float32"

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from scoregram.integrations.dumps.grouping import DumpedGroup
 from scoregram.integrations.dumps.measuring import MeasuredGroups
 from scoregram.integrations.dumps.tally import Tally
 from scoregram.runs import RunWriter, open_run
@@ -48,10 +47,6 @@ class Pages:
     def __exit__(self, *_: object) -> None:
         """Write what was measured, also when the loop ends by an error."""
         self.flush()
-
-    def holds(self, group: DumpedGroup) -> bool:
-        """Whether a group was measured before."""
-        return group.position in self.groups_written[group.step]
 
     def begin(self, step: int) -> None:
         """Say that the next group is of this step; the step before, if it is another, is complete."""

@@ -1,0 +1,160 @@
+"""What each of two processes does in the tests of several processes; it writes what it found into a file."""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from tests.cases import ARCHITECTURES, Rollouts, rollouts
+
+PROCESSES = 2
+
+
+def in_processes(work: Callable[[int, Path], dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """What `work` found in each of two connected processes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mp.spawn(connected, (work, folder), nprocs=PROCESSES)
+    return [torch.load(folder / f"found-{rank}.pt") for rank in range(PROCESSES)]
+
+
+def connected(rank: int, work: Callable[[int, Path], dict[str, Any]], folder: Path) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=PROCESSES)
+    torch.save(work(rank, folder), folder / f"found-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def model_of(name: str, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    return ARCHITECTURES[name]().to(dtype).eval()
+
+
+def batch_of(rank: int) -> Rollouts:
+    """Rollouts of a process: others than those of the other, and not as many."""
+    return rollouts(3 + rank, tokens=9, seed=rank)
+
+
+def sharded(model: Any, *, head: bool = False, reshard_root: bool | None = None) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    model = copy.deepcopy(model)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    if head:
+        fully_shard(model.lm_head)
+    return fully_shard(model, reshard_after_forward=reshard_root)
+
+
+SHARDINGS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
+    "untied": ("llama", torch.float64, {}),
+    "untied float32": ("llama", torch.float32, {}),
+    "tied": ("llama-tied", torch.float64, {}),
+    "tied float32": ("llama-tied", torch.float32, {}),
+    "head of its own": ("llama", torch.float64, {"head": True}),
+    "root sharded after the forward pass": ("llama-tied", torch.float64, {"reshard_root": True}),
+    "logits in autograd": ("gemma2", torch.float64, {}),
+    "mixture": ("qwen3-moe", torch.float64, {}),
+    "replayed": ("gpt-oss", torch.float64, {}),
+}
+
+
+def measure_sharded(rank: int, folder: Path) -> dict[str, Any]:
+    """Grams of sharded models, of a data-parallel one, and what else they do."""
+    from scoregram.gram import measure_gram
+
+    found: dict[str, Any] = {}
+    batch = batch_of(rank)
+    for case, (name, dtype, how) in SHARDINGS.items():
+        gram = measure_gram(sharded(model_of(name, dtype), **how), *batch.arguments, verify=True)
+        found[case] = {"matrix": gram.matrix, "by_layer": dict(gram.by_layer), "replayed": gram.replayed}
+    found["left"] = dict(left_as_it_was(batch))
+    found["failures"] = list(failures(batch))
+    parallel = nn.parallel.DistributedDataParallel(model_of("llama", torch.float64))
+    for _ in range(1 + rank):  # nobody waits for the other
+        found["data parallel"] = measure_gram(parallel, *batch.arguments).matrix
+    found["data parallel grads"] = [p.grad is None for p in parallel.parameters()]
+    return found
+
+
+def left_as_it_was(batch: Rollouts) -> Iterator[tuple[str, bool]]:
+    """Whether a sharded model trains after a measurement as it would have without."""
+    from scoregram.gram import measure_gram
+
+    plain, measured = (sharded(model_of("llama-tied", torch.float64)) for _ in range(2))
+    for step in range(2):
+        for model in (plain, measured):
+            model(batch.input_ids).logits.double().square().mean().backward()
+        kept = [parameter.grad for parameter in measured.parameters()]
+        measure_gram(measured, *batch.arguments)
+        after = list(measured.parameters())
+        yield f"grad kept {step}", all(p.grad is grad for p, grad in zip(after, kept, strict=True))
+        pairs = zip(plain.parameters(), after, strict=True)
+        yield f"same {step}", all(torch.equal(a.grad.to_local(), b.grad.to_local()) for a, b in pairs)
+    yield "no hooks", not any(p._post_accumulate_grad_hooks for p in measured.parameters())
+
+
+def failures(batch: Rollouts) -> Iterator[str]:
+    """What is refused, and that it can be measured afterwards."""
+    from scoregram.checks import ScoregramError
+    from scoregram.gram import backward_with_gram, measure_gram
+
+    model = sharded(model_of("llama", torch.float64))
+    right = measure_gram(model, *batch.arguments).matrix
+    beyond = batch.input_ids.clone()
+    beyond[:, 3] = 1000
+    weights = torch.ones(len(beyond))
+    trials: list[Callable[[], Any]] = [
+        lambda: measure_gram(model, beyond, *batch.arguments[1:]),
+        lambda: backward_with_gram(model, *batch.arguments, weights=weights),
+        lambda: backward_with_gram(
+            nn.parallel.DistributedDataParallel(model_of("llama", torch.float64)), *batch.arguments, weights=weights
+        ),
+    ]
+    for trial in trials:
+        try:
+            trial()
+        except (ScoregramError, IndexError) as error:
+            yield str(error)
+        assert torch.equal(measure_gram(model, *batch.arguments).matrix, right)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)
+    try:
+        measure_gram(model, *batch.arguments)
+    except ScoregramError as error:
+        yield str(error)
+
+
+def measure_dumps(rank: int, folder: Path) -> dict[str, Any]:
+    """Run folders of one dump, measured by two processes in several ways."""
+    from rich.console import Console
+
+    from scoregram.checks import ScoregramError
+    from scoregram.integrations.dumps.config import MeasureConfig
+    from scoregram.integrations.measure import measure
+
+    def measured(out: str, **settings: Any) -> dict[str, Any]:
+        said = StringIO()
+        paths = {"model": str(folder / "model"), "rollouts": folder / "dump.jsonl", "out": folder / out}
+        done = measure(MeasureConfig(**paths, device="cpu", **settings), console=Console(file=said, width=500))
+        return {"said": said.getvalue(), "counts": (done.groups, done.held, done.rollouts, done.left_out, done.broken)}
+
+    found = {
+        "whole": measured("whole"),
+        "fsdp": measured("fsdp", fsdp=True),
+        "steps": measured("steps", between_prompts=True),
+        "first": measured("resumed", max_groups=3),
+        "rest": measured("resumed", resume=True),
+    }
+    try:
+        measured("whole")
+    except ScoregramError as error:
+        found["taken"] = str(error)
+    return found

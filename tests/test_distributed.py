@@ -1,0 +1,142 @@
+"""Several processes: the same Gram, and the same run folder, as from one."""
+
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from scoregram.gram import measure_gram
+from scoregram.integrations.dumps.config import MeasureConfig
+from scoregram.integrations.measure import measure
+from scoregram.runs import open_run
+from tests.distributed_cases import (
+    PROCESSES,
+    SHARDINGS,
+    batch_of,
+    in_processes,
+    measure_dumps,
+    measure_sharded,
+    model_of,
+)
+from tests.dump_cases import lines
+from tests.training_cases import save_policy
+
+RANKS = range(PROCESSES)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> list[dict[str, Any]]:
+    return in_processes(measure_sharded, tmp_path_factory.mktemp("gram"))
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("case", SHARDINGS)
+def test_a_sharded_model_has_the_gram_of_the_whole_one(case, rank, found):
+    name, dtype, _ = SHARDINGS[case]
+    truth = measure_gram(model_of(name, dtype), *batch_of(rank).arguments)
+    got, scale = found[rank][case], float(truth.matrix.abs().max())
+    allowed = 1e-6 if dtype is torch.float32 else 1e-12
+    torch.testing.assert_close(got["matrix"], truth.matrix, rtol=0, atol=allowed * scale)
+    assert list(got["by_layer"]) == list(truth.by_layer)
+    for layer, gram in truth.by_layer.items():
+        torch.testing.assert_close(got["by_layer"][layer], gram, rtol=0, atol=allowed * scale)
+    assert got["replayed"] == truth.replayed
+    assert bool(truth.replayed) == (case == "replayed")
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_the_model_inside_a_data_parallel_one_is_measured_and_nothing_is_sent(rank, found):
+    truth = measure_gram(model_of("llama", torch.float64), *batch_of(rank).arguments)
+    torch.testing.assert_close(found[rank]["data parallel"], truth.matrix, rtol=1e-12, atol=0)
+    assert all(found[rank]["data parallel grads"])
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_a_sharded_model_trains_on_as_if_nothing_had_happened(rank, found):
+    assert found[rank]["left"] == dict.fromkeys(found[rank]["left"], True)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_what_is_refused_of_a_sharded_model_leaves_it_ready(rank, found):
+    beyond, sharded, parallel, broken = found[rank]["failures"]
+    assert "index out of range" in beyond
+    assert sharded == parallel
+    assert sharded.startswith("backward_with_gram: the model must lie whole in one process, got")
+    assert "parameters must be finite, got nan or inf in model.norm.weight" in broken
+
+
+@pytest.fixture(scope="module")
+def dumped(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("dump")
+    save_policy(folder / "model")
+    lines(folder / "dump.jsonl", list(records()))
+    return folder, in_processes(measure_dumps, folder)
+
+
+def records():
+    """Seven groups of one to three rollouts in three steps, one of them too long to be measured."""
+    for group in range(7):
+        for index in range(1 + (group + 1) % 3):
+            long = "1" * 100 if (group, index) == (3, 0) else ""
+            yield {
+                "prompt": f"{group}+{group}=",
+                "completion": f"{2 * group + index}{long}",
+                "reward": float(index == 0),
+                "step": group // 3,
+            }
+
+
+def alone(folder: Path, out: Path, **settings: Any):
+    config = MeasureConfig(
+        model=str(folder / "model"), rollouts=folder / "dump.jsonl", out=out, device="cpu", **settings
+    )
+    measure(config, console=Console(file=StringIO()))
+    return open_run(out)
+
+
+@pytest.mark.parametrize(
+    ("out", "settings"),
+    [("whole", {}), ("fsdp", {}), ("resumed", {}), ("steps", {"between_prompts": True})],
+)
+def test_several_processes_write_the_run_of_one(out, settings, dumped, tmp_path):
+    folder, _ = dumped
+    one, several = alone(folder, tmp_path / "alone", **settings), open_run(folder / out)
+    groups = list(zip(one.groups(), several.groups(), strict=True))
+    assert len(groups) == 7
+    for a, b in groups:
+        assert (a.step, a.prompt_id, a.statistics.keys()) == (b.step, b.prompt_id, b.statistics.keys())
+        torch.testing.assert_close(b.gram, a.gram, rtol=1e-5, atol=1e-6 * float(a.gram.abs().max()))
+        assert a.by_layer.keys() == b.by_layer.keys() and torch.equal(a.rewards, b.rewards)
+    for a, b in zip(one.rollouts(), several.rollouts(), strict=True):
+        assert (a.step, a.group, a.index, a.completion) == (b.step, b.group, b.index, b.completion)
+        torch.testing.assert_close(a.log_probs, b.log_probs, rtol=0, atol=1e-5)
+    for a, b in zip(one.metrics(), several.metrics(), strict=True):
+        assert a.keys() == b.keys()
+        same = {name for name in a if not name.startswith("time")}
+        assert {n: b[n] for n in same} == pytest.approx({n: a[n] for n in same}, rel=1e-4, abs=1e-6, nan_ok=True)
+    for a, b in zip(one.batches(), several.batches(), strict=True):
+        torch.testing.assert_close(a.gram, b.gram, rtol=1e-4, atol=1e-6 * float(a.gram.abs().max()))
+
+
+def test_every_process_counts_alike_and_the_first_one_speaks(dumped):
+    _, (first, second) = dumped
+    for name in ("whole", "fsdp", "steps", "first", "rest"):
+        assert first[name]["counts"] == second[name]["counts"]
+        assert first[name]["said"] and not second[name]["said"]
+    assert first["whole"]["counts"] == (7, 0, 13, 1, 0)
+    assert first["first"]["counts"][:2] == (3, 0) and first["rest"]["counts"][:2] == (4, 3)
+
+
+def test_a_folder_that_is_taken_is_refused_in_every_process(dumped):
+    _, (first, second) = dumped
+    assert first["taken"] == second["taken"] and "overwrite" in first["taken"]
+
+
+def test_one_process_cannot_shard(tmp_path):
+    save_policy(tmp_path / "model")
+    lines(tmp_path / "dump.jsonl", list(records()))
+    with pytest.raises(ValueError, match="measure --fsdp: a model is sharded over several processes, got one process"):
+        alone(tmp_path, tmp_path / "out", fsdp=True)
