@@ -33,7 +33,6 @@ from scoregram.replication.reasons import (
     accounting,
     at_fixed_right,
     conditions,
-    prediction,
     share_explained,
     spans_of,
     spearman,
