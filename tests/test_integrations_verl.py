@@ -5,6 +5,7 @@ table applied to one group after another.
 """
 
 import importlib
+import importlib.machinery
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType

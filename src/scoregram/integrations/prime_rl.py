@@ -21,6 +21,7 @@ from torch import Tensor
 from scoregram.checks import fail, listed, lookup
 from scoregram.objectives.coefficients import token_coefficients
 from scoregram.objectives.table import OBJECTIVES, Objective
+from scoregram.types import LogProbs, Loss
 
 INTERFACE = ("trainer_logprobs", "inference_logprobs", "advantages", "loss_mask")
 """Fields of prime-rl's `LossInputs` that are relied on; `loss_weights` is used where it is there."""
@@ -63,8 +64,9 @@ def recorded_loss(
             log-probabilities or gradients that are not finite.
     """
     output = loss_outputs(inputs)
-    loss = sequence_loss(inputs, objective, aggregation, options)
-    c = token_coefficients(loss, inputs.trainer_logprobs)
+    log_probs = inputs.trainer_logprobs.unsqueeze(0)  # (1, T)
+    loss = sequence_loss(log_probs, inputs, objective, aggregation, options)
+    c = token_coefficients(loss, log_probs)[0]
     trained = inputs.loss_mask.bool()
     if record is not None and bool(trained.any()):
         write_line(Path(record), line_of(inputs, c, objective), limit_mb)
@@ -72,7 +74,9 @@ def recorded_loss(
     return output(loss=loss, metrics={"scoregram/mean_abs_coefficient": size})
 
 
-def sequence_loss(inputs: Any, objective: str, aggregation: str, options: Mapping[str, float | int]) -> Tensor:
+def sequence_loss(
+    log_probs: LogProbs, inputs: Any, objective: str, aggregation: str, options: Mapping[str, float | int]
+) -> Loss:
     """The objective on a batch of one sequence; its sum over sequences is what prime-rl divides."""
     row = lookup(LOSSES, objective, kind="recorded_loss(objective=…)")
     if aggregation not in AGGREGATIONS:
@@ -85,12 +89,12 @@ def sequence_loss(inputs: Any, objective: str, aggregation: str, options: Mappin
             fail("recorded_loss", "weights of tokens must not be negative", float(weights[mask].min()), "Check them.")
         advantages = advantages * weights
     known = {
-        "log_probs": inputs.trainer_logprobs,
-        "old_log_probs": inputs.inference_logprobs,
-        "advantages": advantages,
-        "mask": mask,
+        "log_probs": log_probs,
+        "old_log_probs": inputs.inference_logprobs[None],
+        "advantages": advantages[None],
+        "mask": mask[None],
     }
-    return row.fn(**{name: known[name].unsqueeze(0) for name in row.needs}, aggregation=aggregation, **options)
+    return row.fn(**{name: known[name] for name in row.needs}, aggregation=aggregation, **options)
 
 
 def loss_outputs(inputs: Any) -> Any:
@@ -191,10 +195,12 @@ def coefficients_of(
     weights = export.get("rl_weights")
     if weights is not None and any(weight is not None for weight in weights):
         mask &= torch.tensor([bool(weight) for weight in weights])
+    coefficients = torch.zeros(len(mask), dtype=torch.float64)
+    if not bool(mask.any()):
+        return coefficients
     found = recorded.get(digest(mask, floats(export["inference_logprobs"]), floats(export["advantages"])))
     if found is None:
         return None
-    coefficients = torch.zeros(len(mask), dtype=torch.float64)
     coefficients[mask] = found
     return coefficients
 
