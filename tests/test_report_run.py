@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
+from scoregram.bootstrap import LEVEL, estimate, mean_estimate
 from scoregram.exhibits import Estimate, Figure
 from scoregram.report import write_report
-from scoregram.report.bootstrap import LEVEL, estimate, mean_estimate
 from scoregram.report.facts import group_facts, read_facts
 from scoregram.report.run import run_page
 from scoregram.report.steps import MOST_POINTS, chunks
