@@ -6,8 +6,11 @@ table applied to one group after another.
 
 import importlib
 import importlib.machinery
+import re
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -144,6 +147,18 @@ def test_what_cannot_be_used_is_refused(change, message):
 def test_a_reward_that_is_not_finite_is_refused():
     with pytest.raises(NotFiniteError):
         token_advantages("rloo", torch.tensor([[float("nan")], [1.0]]), torch.ones(2, 1), ["a", "a"])
+
+
+def test_verl_is_told_where_to_look():
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["verl.plugins"] == {"scoregram": verl.__name__}
+
+
+def test_the_documented_estimators_are_the_registered_ones():
+    page = (Path(__file__).parent.parent / "docs" / "verl.md").read_text()
+    section = page.split("## The estimators")[1].split(". What each is")[0]
+    assert set(re.findall(r"`([a-z+-]+)`", section)) - {"scoregram-"} == set(SERVED)
+    assert f"{len(SERVED)} advantage estimators" in page
 
 
 def fake_verl(version: str, *, registry: bool = True) -> dict[str, ModuleType]:
