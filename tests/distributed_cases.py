@@ -10,8 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import transformers.models.llama.modeling_llama  # noqa: F401
+from rich.console import Console
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+from scoregram.checks import ScoregramError
+from scoregram.gram import backward_with_gram, measure_gram
+from scoregram.integrations.dumps.config import MeasureConfig
+from scoregram.integrations.measure import measure
 from tests.cases import ARCHITECTURES, Rollouts, rollouts
 
 PROCESSES = 2
@@ -20,7 +27,8 @@ PROCESSES = 2
 def in_processes(work: Callable[[int, Path], dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """What `work` found in each of two connected processes."""
     folder.mkdir(parents=True, exist_ok=True)
-    mp.spawn(connected, (work, folder), nprocs=PROCESSES)
+    mp.set_forkserver_preload([__name__])  # what is slow to import is imported once, for all processes
+    mp.start_processes(connected, (work, folder), nprocs=PROCESSES, start_method="forkserver")
     return [torch.load(folder / f"found-{rank}.pt") for rank in range(PROCESSES)]
 
 
@@ -43,8 +51,6 @@ def batch_of(rank: int) -> Rollouts:
 
 
 def sharded(model: Any, *, head: bool = False, reshard_root: bool | None = None) -> Any:
-    from torch.distributed.fsdp import fully_shard
-
     model = copy.deepcopy(model)
     for layer in model.model.layers:
         fully_shard(layer)
@@ -58,6 +64,9 @@ SHARDINGS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "untied float32": ("llama", torch.float32, {}),
     "tied": ("llama-tied", torch.float64, {}),
     "tied float32": ("llama-tied", torch.float32, {}),
+}
+"""Architecture, precision and way of sharding."""
+OTHERS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "head of its own": ("llama", torch.float64, {"head": True}),
     "root sharded after the forward pass": ("llama-tied", torch.float64, {"reshard_root": True}),
     "logits in autograd": ("gemma2", torch.float64, {}),
@@ -66,17 +75,28 @@ SHARDINGS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
 }
 
 
-def measure_sharded(rank: int, folder: Path) -> dict[str, Any]:
-    """Grams of sharded models, of a data-parallel one, and what else they do."""
-    from scoregram.gram import measure_gram
+def everything(rank: int, folder: Path) -> dict[str, Any]:
+    """All that the quick tests look at: processes take longer to start than to do it."""
+    return measure_sharded(rank, folder) | {"left": dict(left_as_it_was(batch_of(rank)))} | measure_dumps(rank, folder)
 
+
+def the_rest(rank: int, folder: Path) -> dict[str, Any]:
+    """All that the slow tests look at."""
+    return grams_of(OTHERS, rank) | {"failures": list(failures(batch_of(rank)))}
+
+
+def grams_of(cases: dict[str, tuple[str, torch.dtype, dict[str, Any]]], rank: int) -> dict[str, Any]:
+    """Grams of sharded models, checked by plain backward passes too."""
     found: dict[str, Any] = {}
-    batch = batch_of(rank)
-    for case, (name, dtype, how) in SHARDINGS.items():
-        gram = measure_gram(sharded(model_of(name, dtype), **how), *batch.arguments, verify=True)
+    for case, (name, dtype, how) in cases.items():
+        gram = measure_gram(sharded(model_of(name, dtype), **how), *batch_of(rank).arguments, verify=True)
         found[case] = {"matrix": gram.matrix, "by_layer": dict(gram.by_layer), "replayed": gram.replayed}
-    found["left"] = dict(left_as_it_was(batch))
-    found["failures"] = list(failures(batch))
+    return found
+
+
+def measure_sharded(rank: int, folder: Path) -> dict[str, Any]:
+    """Grams of sharded models and of a data-parallel one."""
+    found, batch = grams_of(SHARDINGS, rank), batch_of(rank)
     parallel = nn.parallel.DistributedDataParallel(model_of("llama", torch.float64))
     for _ in range(1 + rank):  # nobody waits for the other
         found["data parallel"] = measure_gram(parallel, *batch.arguments).matrix
@@ -86,8 +106,6 @@ def measure_sharded(rank: int, folder: Path) -> dict[str, Any]:
 
 def left_as_it_was(batch: Rollouts) -> Iterator[tuple[str, bool]]:
     """Whether a sharded model trains after a measurement as it would have without."""
-    from scoregram.gram import measure_gram
-
     plain, measured = (sharded(model_of("llama-tied", torch.float64)) for _ in range(2))
     for step in range(2):
         for model in (plain, measured):
@@ -103,9 +121,6 @@ def left_as_it_was(batch: Rollouts) -> Iterator[tuple[str, bool]]:
 
 def failures(batch: Rollouts) -> Iterator[str]:
     """What is refused, and that it can be measured afterwards."""
-    from scoregram.checks import ScoregramError
-    from scoregram.gram import backward_with_gram, measure_gram
-
     model = sharded(model_of("llama", torch.float64))
     right = measure_gram(model, *batch.arguments).matrix
     beyond = batch.input_ids.clone()
@@ -134,11 +149,6 @@ def failures(batch: Rollouts) -> Iterator[str]:
 
 def measure_dumps(rank: int, folder: Path) -> dict[str, Any]:
     """Run folders of one dump, measured by two processes in several ways."""
-    from rich.console import Console
-
-    from scoregram.checks import ScoregramError
-    from scoregram.integrations.dumps.config import MeasureConfig
-    from scoregram.integrations.measure import measure
 
     def measured(out: str, **settings: Any) -> dict[str, Any]:
         said = StringIO()
@@ -146,7 +156,7 @@ def measure_dumps(rank: int, folder: Path) -> dict[str, Any]:
         done = measure(MeasureConfig(**paths, device="cpu", **settings), console=Console(file=said, width=500))
         return {"said": said.getvalue(), "counts": (done.groups, done.held, done.rollouts, done.left_out, done.broken)}
 
-    found = {
+    found: dict[str, Any] = {
         "whole": measured("whole"),
         "fsdp": measured("fsdp", fsdp=True),
         "steps": measured("steps", between_prompts=True),

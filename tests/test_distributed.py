@@ -13,13 +13,14 @@ from scoregram.integrations.dumps.config import MeasureConfig
 from scoregram.integrations.measure import measure
 from scoregram.runs import open_run
 from tests.distributed_cases import (
+    OTHERS,
     PROCESSES,
     SHARDINGS,
     batch_of,
+    everything,
     in_processes,
-    measure_dumps,
-    measure_sharded,
     model_of,
+    the_rest,
 )
 from tests.dump_cases import lines
 from tests.training_cases import save_policy
@@ -28,23 +29,46 @@ RANKS = range(PROCESSES)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> list[dict[str, Any]]:
-    return in_processes(measure_sharded, tmp_path_factory.mktemp("gram"))
+def folder(tmp_path_factory) -> Path:
+    made = tmp_path_factory.mktemp("shared")
+    save_policy(made / "model")
+    lines(made / "dump.jsonl", list(records()))
+    return made
+
+
+@pytest.fixture(scope="module")
+def found(folder) -> list[dict[str, Any]]:
+    return in_processes(everything, folder)
+
+
+@pytest.fixture(scope="module")
+def found_more(tmp_path_factory) -> list[dict[str, Any]]:
+    return in_processes(the_rest, tmp_path_factory.mktemp("more"))
 
 
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("case", SHARDINGS)
 def test_a_sharded_model_has_the_gram_of_the_whole_one(case, rank, found):
-    name, dtype, _ = SHARDINGS[case]
+    check(found[rank][case], *SHARDINGS[case][:2], rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("case", OTHERS)
+def test_so_it_has_whatever_is_sharded_and_however_it_is_measured(case, rank, found_more):
+    check(found_more[rank][case], *OTHERS[case][:2], rank)
+    assert bool(found_more[rank][case]["replayed"]) == (case == "replayed")
+
+
+def check(got: dict[str, Any], name: str, dtype: torch.dtype, rank: int) -> None:
     truth = measure_gram(model_of(name, dtype), *batch_of(rank).arguments)
-    got, scale = found[rank][case], float(truth.matrix.abs().max())
+    scale = float(truth.matrix.abs().max())
     allowed = 1e-6 if dtype is torch.float32 else 1e-12
     torch.testing.assert_close(got["matrix"], truth.matrix, rtol=0, atol=allowed * scale)
     assert list(got["by_layer"]) == list(truth.by_layer)
     for layer, gram in truth.by_layer.items():
         torch.testing.assert_close(got["by_layer"][layer], gram, rtol=0, atol=allowed * scale)
     assert got["replayed"] == truth.replayed
-    assert bool(truth.replayed) == (case == "replayed")
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -59,28 +83,21 @@ def test_a_sharded_model_trains_on_as_if_nothing_had_happened(rank, found):
     assert found[rank]["left"] == dict.fromkeys(found[rank]["left"], True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", RANKS)
-def test_what_is_refused_of_a_sharded_model_leaves_it_ready(rank, found):
-    beyond, sharded, parallel, broken = found[rank]["failures"]
+def test_what_is_refused_of_a_sharded_model_leaves_it_ready(rank, found_more):
+    beyond, sharded, parallel, broken = found_more[rank]["failures"]
     assert "index out of range" in beyond
     assert sharded == parallel
     assert sharded.startswith("backward_with_gram: the model must lie whole in one process, got")
     assert "parameters must be finite, got nan or inf in model.norm.weight" in broken
 
 
-@pytest.fixture(scope="module")
-def dumped(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("dump")
-    save_policy(folder / "model")
-    lines(folder / "dump.jsonl", list(records()))
-    return folder, in_processes(measure_dumps, folder)
-
-
 def records():
     """Seven groups of one to three rollouts in three steps, one of them too long to be measured."""
     for group in range(7):
         for index in range(1 + (group + 1) % 3):
-            long = "1" * 100 if (group, index) == (3, 0) else ""
+            long = "1" * 1000 if (group, index) == (3, 0) else ""
             yield {
                 "prompt": f"{group}+{group}=",
                 "completion": f"{2 * group + index}{long}",
@@ -101,8 +118,7 @@ def alone(folder: Path, out: Path, **settings: Any):
     ("out", "settings"),
     [("whole", {}), ("fsdp", {}), ("resumed", {}), ("steps", {"between_prompts": True})],
 )
-def test_several_processes_write_the_run_of_one(out, settings, dumped, tmp_path):
-    folder, _ = dumped
+def test_several_processes_write_the_run_of_one(out, settings, found, folder, tmp_path):
     one, several = alone(folder, tmp_path / "alone", **settings), open_run(folder / out)
     groups = list(zip(one.groups(), several.groups(), strict=True))
     assert len(groups) == 7
@@ -121,8 +137,8 @@ def test_several_processes_write_the_run_of_one(out, settings, dumped, tmp_path)
         torch.testing.assert_close(a.gram, b.gram, rtol=1e-4, atol=1e-6 * float(a.gram.abs().max()))
 
 
-def test_every_process_counts_alike_and_the_first_one_speaks(dumped):
-    _, (first, second) = dumped
+def test_every_process_counts_alike_and_the_first_one_speaks(found):
+    first, second = found
     for name in ("whole", "fsdp", "steps", "first", "rest"):
         assert first[name]["counts"] == second[name]["counts"]
         assert first[name]["said"] and not second[name]["said"]
@@ -130,8 +146,8 @@ def test_every_process_counts_alike_and_the_first_one_speaks(dumped):
     assert first["first"]["counts"][:2] == (3, 0) and first["rest"]["counts"][:2] == (4, 3)
 
 
-def test_a_folder_that_is_taken_is_refused_in_every_process(dumped):
-    _, (first, second) = dumped
+def test_a_folder_that_is_taken_is_refused_in_every_process(found):
+    first, second = found
     assert first["taken"] == second["taken"] and "overwrite" in first["taken"]
 
 

@@ -1,4 +1,4 @@
-"""The committed results: their tables stand in the pages, their records verify, and what is shipped is what is there."""
+"""The committed results: their tables stand in the pages, their records verify, and the shipped copies are the same."""
 
 import importlib.util
 import json
