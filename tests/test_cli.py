@@ -48,7 +48,10 @@ def ledger_of(monkeypatch):
 def test_help_lists_the_commands():
     done = scoregram("--help")
     assert done.returncode == 0 and not done.stderr
-    assert all(command in done.stdout for command in ("claims", "lab", "train", "bench", "version"))
+    assert all(
+        command in done.stdout
+        for command in ("claims", "lab", "train", "measure", "replicate", "verify", "report", "bench")
+    )
 
 
 def test_version():
