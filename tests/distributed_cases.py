@@ -28,7 +28,7 @@ def in_processes(work: Callable[[int, Path], dict[str, Any]], folder: Path) -> l
     """What `work` found in each of two connected processes."""
     folder.mkdir(parents=True, exist_ok=True)
     mp.set_forkserver_preload([__name__])  # what is slow to import is imported once, for all processes
-    mp.start_processes(connected, (work, folder), nprocs=PROCESSES, start_method="forkserver")
+    mp.start_processes(connected, (work, folder), nprocs=PROCESSES, start_method="forkserver")  # pyright: ignore[reportPrivateImportUsage]
     return [torch.load(folder / f"found-{rank}.pt") for rank in range(PROCESSES)]
 
 

@@ -124,6 +124,7 @@ def test_several_processes_write_the_run_of_one(out, settings, found, folder, tm
     assert len(groups) == 7
     for a, b in groups:
         assert (a.step, a.prompt_id, a.statistics.keys()) == (b.step, b.prompt_id, b.statistics.keys())
+        assert a.gram is not None
         torch.testing.assert_close(b.gram, a.gram, rtol=1e-5, atol=1e-6 * float(a.gram.abs().max()))
         assert a.by_layer.keys() == b.by_layer.keys() and torch.equal(a.rewards, b.rewards)
     for a, b in zip(one.rollouts(), several.rollouts(), strict=True):
