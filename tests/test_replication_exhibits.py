@@ -39,6 +39,7 @@ from scoregram.replication.reasons import (
 )
 from scoregram.replication.spectra import by_layer, by_right, by_temperature, figure_1, mean_of, possible, table_1
 from scoregram.replication.turns import credit_table, offsets_table
+from scoregram.replication.unrelated import unrelated_groups
 from scoregram.replication.verdicts import judge
 from scoregram.runs import GroupRecord
 from scoregram.spectra import (
@@ -116,6 +117,14 @@ def test_table_1_counts_and_averages_live_training_groups_of_the_paper(evidence,
         nulls = [orthogonal_null(g.gram, g.rewards - g.rewards.mean()).effective_rank for g in mixed]
         assert null == pytest.approx(fmean(nulls), **CLOSE)
         assert largest == max(one.numerical_rank for one in spectra) == min(size, 6)
+
+
+def test_unrelated_prompts_are_taken_from_the_training_batches(evidence, exhibits):
+    for row, size in enumerate(evidence.sizes):
+        batches = [(t, b) for t in evidence.of_paper(size=size) for b in t.run.batches() if b.kind == "train"]
+        made = [group for trial, batch in batches for group in unrelated_groups(batch, seed=trial.seed)]
+        ranks = [spectrum_summary(gram, advantages, psd_rtol=1e-5).effective_rank for gram, advantages in made]
+        assert cells(exhibits["table-1"], "null: unrelated")[row] == pytest.approx(fmean(ranks), **CLOSE)
 
 
 def test_possible_is_the_mean_of_the_feasible_intervals(evidence):
@@ -374,6 +383,7 @@ def test_prediction_ranks_spans_within_a_group_size(evidence, exhibits):
 def test_halves_are_compared_at_the_same_number_of_right_rollouts(tmp_path):
     groups = [draw_group(step, 2, stream(step), rewards=[1.0, 0.0]) for step in range(1, 11)]
     groups += [draw_group(step, 2, stream(99 + step), rewards=[1.0, 1.0]) for step in range(1, 11)]
+    groups += [draw_group(step, 2, stream(199 + step), rewards=[1.0, 0.5]) for step in range(1, 11)]
     write_trial(tmp_path / "runs/a", size=2, groups=groups)
     table = at_fixed_right(read_evidence(tmp_path))
     assert [cells(table, name)[0] for name in ("R", "k right", "groups", "later")] == [2, 1, 5, 5]
