@@ -158,7 +158,7 @@ def measure_dumps(rank: int, folder: Path) -> dict[str, Any]:
 
     found: dict[str, Any] = {
         "whole": measured("whole"),
-        "fsdp": measured("fsdp", fsdp=True),
+        "fsdp": measured("fsdp", fsdp=True, checkpointing=True),
         "steps": measured("steps", between_prompts=True),
         "first": measured("resumed", max_groups=3),
         "rest": measured("resumed", resume=True),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from torch.utils.checkpoint import checkpoint
 
 from scoregram.gram import measure_gram
 from scoregram.integrations.dumps.config import MeasureConfig
@@ -150,6 +151,25 @@ def test_every_process_counts_alike_and_the_first_one_speaks(found):
 def test_a_folder_that_is_taken_is_refused_in_every_process(found):
     first, second = found
     assert first["taken"] == second["taken"] and "overwrite" in first["taken"]
+
+
+def test_layers_that_run_again_give_the_same_run(tmp_path, monkeypatch):
+    save_policy(tmp_path / "model")
+    lines(tmp_path / "dump.jsonl", list(records()))
+    calls = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return checkpoint(*args, **kwargs)
+
+    monkeypatch.setattr("scoregram.gram.restore.checkpoint", counted)
+    plain = alone(tmp_path, tmp_path / "plain")
+    assert not calls
+    again = alone(tmp_path, tmp_path / "again", checkpointing=True)
+    assert calls
+    for a, b in zip(plain.groups(), again.groups(), strict=True):
+        assert a.gram is not None
+        torch.testing.assert_close(b.gram, a.gram, rtol=1e-5, atol=1e-6 * float(a.gram.abs().max()))
 
 
 def test_one_process_cannot_shard(tmp_path):

@@ -7,7 +7,18 @@ from typing import Any, Literal
 
 from scoregram.policy.config import PolicyConfig, refuse
 
-MAY_DIFFER = ("out", "resume", "overwrite", "max_groups", "device", "threads", "strict", "allow_pickle", "fsdp")
+MAY_DIFFER = (
+    "out",
+    "resume",
+    "overwrite",
+    "max_groups",
+    "device",
+    "threads",
+    "strict",
+    "allow_pickle",
+    "fsdp",
+    "checkpointing",
+)
 """What a resumed measurement may have otherwise than the one it continues."""
 PAPER = "mean"
 """The estimator of the paper, for dumps that do not tell their advantages."""
@@ -68,6 +79,8 @@ class MeasureConfig:
     """auto, cpu, cuda or cuda:N."""
     fsdp: bool = False
     """Shard the model over the processes of `torchrun`, for one that does not fit into one GPU; see docs/scale.md."""
+    checkpointing: bool = False
+    """Keep the input of each layer only and run the layer again for the backward pass: less memory, more time."""
     attention: str = "sdpa"
     """Attention implementation of transformers."""
     layers: Literal["float64", "float32", "none"] = "float32"
