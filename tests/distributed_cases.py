@@ -13,7 +13,9 @@ import torch.multiprocessing as mp
 import transformers.models.llama.modeling_llama  # noqa: F401
 from rich.console import Console
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from scoregram.checks import ScoregramError
 from scoregram.gram import backward_with_gram, measure_gram
@@ -119,6 +121,17 @@ def left_as_it_was(batch: Rollouts) -> Iterator[tuple[str, bool]]:
     yield "no hooks", not any(p._post_accumulate_grad_hooks for p in measured.parameters())
 
 
+def flattened(model: Any) -> Any:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def split(model: Any) -> Any:
+    """A head whose rows lie in different processes, as tensor parallelism leaves it."""
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    model.lm_head.weight = nn.Parameter(distribute_tensor(model.lm_head.weight.detach(), mesh, [Shard(0)]))
+    return model
+
+
 def failures(batch: Rollouts) -> Iterator[str]:
     """What is refused, and that it can be measured afterwards."""
     model = sharded(model_of("llama", torch.float64))
@@ -139,6 +152,11 @@ def failures(batch: Rollouts) -> Iterator[str]:
         except (ScoregramError, IndexError) as error:
             yield str(error)
         assert torch.equal(measure_gram(model, *batch.arguments).matrix, right)
+    for other in (flattened, split):
+        try:
+            measure_gram(other(model_of("llama", torch.float64)), *batch.arguments)
+        except ScoregramError as error:
+            yield str(error)
     with torch.no_grad():
         model.model.norm.weight.fill_(torch.nan)
     try:

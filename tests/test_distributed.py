@@ -87,10 +87,12 @@ def test_a_sharded_model_trains_on_as_if_nothing_had_happened(rank, found):
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", RANKS)
 def test_what_is_refused_of_a_sharded_model_leaves_it_ready(rank, found_more):
-    beyond, sharded, parallel, broken = found_more[rank]["failures"]
+    beyond, sharded, parallel, flattened, split, broken = found_more[rank]["failures"]
     assert "index out of range" in beyond
     assert sharded == parallel
     assert sharded.startswith("backward_with_gram: the model must lie whole in one process, got")
+    assert "got FullyShardedDataParallel around the model. Use fully_shard (FSDP2)." in flattened
+    assert "gathered parameters must be whole, got lm_head.weight with placements (Shard(dim=0),)" in split
     assert "parameters must be finite, got nan or inf in model.norm.weight" in broken
 
 

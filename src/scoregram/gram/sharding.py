@@ -107,7 +107,7 @@ def shards_of(modules: Sequence[Any], parameters: dict[str, Tensor]) -> Shards:
         ScoregramError: If a parameter is not whole when gathered, as with tensor parallelism.
     """
     gathered = {id(part): whole for module in modules for part, whole in gathered_in(module)}
-    shards = Shards(modules, dict(parameters), gathered)
+    shards = Shards(modules, dict(parameters) if modules else {}, gathered)
     for name, parameter in parameters.items():
         whole = gathered.get(id(parameter), parameter)
         if is_distributed(whole):

@@ -50,7 +50,7 @@ def survey(model: nn.Module) -> Survey:
         children = inside["_modules"]
         if children:
             stack += [(f"{prefix}{name}.", child) for name, child in reversed(children.items()) if child is not None]
-    return replace(found, shards=shards_of(spread, found.parameters)) if spread else found
+    return replace(found, shards=shards_of(spread, found.parameters))
 
 
 def note_module(found: Survey, prefix: str, module: nn.Module, known: set[int]) -> None:
