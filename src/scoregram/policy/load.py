@@ -1,8 +1,8 @@
 """Load a language model and its tokenizer as a policy: from a hub, a folder, a `.gguf` file, or the embedded one."""
 
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -124,13 +124,28 @@ def sources(config: PolicyConfig, task: Task | None, dtype: torch.dtype) -> tupl
             refused(config, lambda: built[0].set_attn_implementation(config.attention))
         return built[0].to(dtype), built[1]
     where = located(config.model)
-    tokenizer = refused(config, lambda: transformers.AutoTokenizer.from_pretrained(**where))
     load = transformers.AutoModelForCausalLM.from_pretrained
-    model = refused(config, lambda: load(**where, dtype=dtype, attn_implementation=config.attention))
+    with without_bars():
+        tokenizer = refused(config, lambda: transformers.AutoTokenizer.from_pretrained(**where))
+        model = refused(config, lambda: load(**where, dtype=dtype, attn_implementation=config.attention))
     forget_quantisation(model)
     if "gguf_file" in where:
         believe_file(model, tokenizer)
     return model, tokenizer
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Inside, transformers shows no progress bars of its own."""
+    from transformers.utils import logging
+
+    was_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_shown:
+            logging.enable_progress_bar()
 
 
 def believe_file(model: Any, tokenizer: Any) -> None:

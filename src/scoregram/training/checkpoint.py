@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from scoregram.checks import fail
-from scoregram.policy.load import Policy
+from scoregram.policy.load import Policy, without_bars
 
 STATE = "state.pt"
 MODEL = "model"
@@ -37,16 +37,9 @@ def save_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimiz
 
 def save_policy(folder: Path, policy: Policy) -> None:
     """Write the weights, or the adapters, and the tokenizer as transformers does, without its progress bars."""
-    from transformers.utils import logging
-
-    was_shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
+    with without_bars():
         policy.model.save_pretrained(folder)
         policy.tokenizer.save_pretrained(folder)
-    finally:
-        if was_shown:
-            logging.enable_progress_bar()
 
 
 def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> Position:
