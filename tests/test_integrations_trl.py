@@ -213,7 +213,7 @@ def test_somebody_who_wrapped_later_is_left_alone(tmp_path):
 
 
 def test_subclasses_and_tokens_of_tools(tmp_path):
-    import trl
+    import trl  # pyright: ignore[reportMissingImports]
 
     class WithTools(trl.GRPOTrainer):  # pyright: ignore[reportPrivateImportUsage]
         """Every second completion token comes from a tool; a weight for every token."""

@@ -95,7 +95,7 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
 
 
 def test_a_loss_that_cannot_be_seen_into_is_measured_without_a_check(tmp_path):
-    import trl
+    import trl  # pyright: ignore[reportMissingImports]
 
     class Fused(trl.GRPOTrainer):  # pyright: ignore[reportPrivateImportUsage]
         """Its loss goes past the methods that are wrapped, as that of a fused kernel does."""
@@ -146,7 +146,7 @@ def test_settings_that_cannot_work(asked, message, tmp_path, unchecked_shapes):
 
 
 def test_trainers_that_cannot_be_measured(tmp_path, monkeypatch):
-    import trl
+    import trl  # pyright: ignore[reportMissingImports]
 
     with pytest.raises(ScoregramError, match="must be a GRPOTrainer or an RLOOTrainer of TRL, got object"):
         attach(object())
