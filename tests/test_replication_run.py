@@ -317,3 +317,9 @@ def test_steps_are_counted_from_what_was_written(made, mini, tmp_path):
     runs = plan(mini, made, seeds=SEEDS, model="m", device="cpu")
     assert {steps_done(run) for run in runs} == {4}
     assert {steps_done(run) for run in plan(mini, tmp_path, seeds=1, model="m", device="cpu")} == {0}
+
+
+def test_a_key_that_cannot_be_read_is_told_of_before_anything_is_trained(tmp_path):
+    with pytest.raises(ScoregramError, match=r"absent\.pem"):
+        replicate("quick", tmp_path / "out", sign_with=tmp_path / "absent.pem")
+    assert not (tmp_path / "out").exists()

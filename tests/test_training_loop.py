@@ -346,3 +346,9 @@ def test_test_problems_may_be_sampled_too(policy, tmp_path):
         assert line["eval/accuracy"] == pytest.approx(sum(float(group.rewards) for group in greedy) / 6)
         rewards = torch.stack([group.rewards for group in sampled])
         assert rewards.shape == (6, 3) and line["eval/sampled_accuracy"] == pytest.approx(float(rewards.mean()))
+
+
+@pytest.mark.parametrize("measured", [0, 2])
+def test_batches_of_steps_that_are_not_measured_are_refused(measured, tmp_path):
+    with pytest.raises(ScoregramError, match=f"batches_every 3 and measure_every {measured}. Make it a multiple"):
+        TrainConfig(out=tmp_path / "run", batches_every=3, measure_every=measured)

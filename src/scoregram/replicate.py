@@ -14,6 +14,7 @@ from scoregram.replication.evidence import lead, write_evidence
 from scoregram.replication.presets import PRESETS, Preset, write_setting
 from scoregram.replication.record import write_record
 from scoregram.replication.running import run_all
+from scoregram.replication.signing import public_key
 from scoregram.report import show_table, write_report
 from scoregram.theory.claims.ledger import PAPER
 
@@ -52,6 +53,8 @@ def replicate(
     count = chosen.seeds if seeds is None else seeds
     if count < 1:
         fail("replicate --seeds", "must be at least 1", count, "Leave it out for the preset's own.")
+    if sign_with is not None:
+        public_key(sign_with)  # a key that cannot be read is told of before work is lost
     began = time.perf_counter()
     setting = write_setting(out, preset, chosen, seeds=count)
     console.print(f"Replicating {PAPER}: {chosen.about}.")

@@ -157,6 +157,9 @@ class TrainConfig:
         if not 0 < self.temperature < float("inf"):
             remedy = "Greedy rollouts have nothing to learn from each other."
             refuse("train --temperature", "must be positive and finite", self.temperature, remedy)
+        if self.batches_every and (not self.measure_every or self.batches_every % self.measure_every):
+            got = f"batches_every {self.batches_every} and measure_every {self.measure_every}"
+            refuse("train --batches-every", "a batch is stored where a step is measured", got, "Make it a multiple.")
         for temperature in self.probe_temperatures:
             if not 0 < temperature < float("inf"):
                 refuse("train --probe-temperatures", "must be positive and finite", temperature, "Leave it out.")
