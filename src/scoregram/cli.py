@@ -318,6 +318,8 @@ class Replicate:
     """Another task than the preset's, such as gsm8k:FOLDER."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
+    workers: int | None = None
+    """Processes that train side by side; the preset's own number if not given."""
     sign_with: Path | None = None
     """Sign the record with the ed25519 key in this PEM file."""
 
@@ -327,7 +329,7 @@ class Replicate:
 
         folder = self.out or Path("runs") / self.preset
         given = {"seeds": self.seeds, "model": self.model, "task": self.task, "device": self.device}
-        return replicate(self.preset, folder, sign_with=self.sign_with, **given)
+        return replicate(self.preset, folder, workers=self.workers, sign_with=self.sign_with, **given)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ def replicate(
     model: str | None = None,
     task: str | None = None,
     device: str = "auto",
+    workers: int | None = None,
     sign_with: Path | None = None,
     console: Console | None = None,
 ) -> int:
@@ -42,6 +43,7 @@ def replicate(
         model: Another model than the preset's.
         task: Another task, such as `gsm8k:FOLDER`.
         device: auto, cpu, cuda or cuda:N.
+        workers: Processes that train side by side; the preset's number if not given. Numbers do not depend on it.
         sign_with: PEM file with the ed25519 key to sign the record with.
         console: Where to print; standard output if not given.
 
@@ -53,12 +55,14 @@ def replicate(
     count = chosen.seeds if seeds is None else seeds
     if count < 1:
         fail("replicate --seeds", "must be at least 1", count, "Leave it out for the preset's own.")
+    if workers is not None and workers < 1:
+        fail("replicate --workers", "must be at least 1", workers, "Leave it out for the preset's own.")
     if sign_with is not None:
         public_key(sign_with)  # a key that cannot be read is told of before work is lost
     began = time.perf_counter()
     setting = write_setting(out, preset, chosen, seeds=count)
     console.print(f"Replicating {PAPER}: {chosen.about}.")
-    if not run_all(chosen, out, seeds=count, device=device, console=console):
+    if not run_all(chosen, out, seeds=count, device=device, console=console, workers=workers):
         console.print(f"Stopped. The same command goes on where it was: {out}")
         return 130
     exhibits, verdicts = write_evidence(out)

@@ -40,6 +40,10 @@ class Preset:
     """Steps between two Grams of whole batches, and between two probes of fixed prompts; a multiple of the former."""
     eval_every: int
     eval_problems: int
+    eval_samples: int = 0
+    """Rollouts sampled for each test problem besides the greedy one."""
+    micro_batch_size: int = 0
+    """Rollouts in one pass; 0 for all at once."""
     rivals: tuple[str, ...] = ()
     """Other methods, trained at the largest group size of the paper beside GRPO."""
     warm_epochs: float = 0.0
@@ -93,8 +97,9 @@ PRESETS: MappingProxyType[str, Preset] = MappingProxyType(
             max_new_tokens=200,
             measure_every=5,
             batches_every=20,
-            eval_every=60,
+            eval_every=20,
             eval_problems=1319,
+            eval_samples=2,
             warm_epochs=3.0,
             warm_rate=4e-4,
             warm_batch=64,
@@ -176,6 +181,7 @@ def config_of(preset: Preset, model: str, device: str) -> TrainConfig:
         gradient_checkpointing=preset.gradient_checkpointing,
         steps=preset.steps,
         batch_size=preset.batch_size,
+        micro_batch_size=preset.micro_batch_size,
         max_new_tokens=preset.max_new_tokens,
         learning_rate=preset.learning_rate,
         warmup_steps=preset.warmup_steps,
@@ -189,6 +195,7 @@ def config_of(preset: Preset, model: str, device: str) -> TrainConfig:
         rollouts_every=0,
         eval_every=preset.eval_every,
         eval_problems=preset.eval_problems,
+        eval_samples=preset.eval_samples,
         checkpoint_every=0,
         final_checkpoint=False,
         threads=1 if preset.workers > 1 else 0,

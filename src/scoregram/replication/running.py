@@ -1,6 +1,8 @@
 """Train and measure everything a replication needs, in any number of attempts: what is complete is not done again."""
 
 import multiprocessing
+import os
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -27,7 +29,9 @@ PLAIN_EVERY = 20
 """Looks between two lines where the output is no terminal."""
 
 
-def run_all(preset: Preset, folder: Path, *, seeds: int, device: str, console: Console) -> bool:
+def run_all(
+    preset: Preset, folder: Path, *, seeds: int, device: str, console: Console, workers: int | None = None
+) -> bool:
     """Make the common start and train every run that is not complete; False if somebody stopped it.
 
     Args:
@@ -36,6 +40,7 @@ def run_all(preset: Preset, folder: Path, *, seeds: int, device: str, console: C
         seeds: Runs for each group size and method.
         device: As in `TrainConfig`.
         console: Where progress is shown.
+        workers: Processes that train side by side; the preset's number if not given.
     """
     start = folder / START
     planned = plan(preset, folder, seeds=seeds, model=str(start), device=device)
@@ -44,15 +49,15 @@ def run_all(preset: Preset, folder: Path, *, seeds: int, device: str, console: C
         return True
     prepared(preset, start, device=device, tell=console.print)
     with shown_progress(planned, console):
-        if preset.workers > 1:
-            return in_processes(missing, preset.workers)
+        if (workers or preset.workers) > 1:
+            return in_processes(missing, workers or preset.workers)
         return all(not attempt(resumable(one.config)).interrupted for one in missing)
 
 
 def in_processes(missing: Sequence[Planned], workers: int) -> bool:
     """Train several runs at a time, one process each; what has not begun when one of them ends early does not begin."""
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=end_with_parent) as pool:
         running: list[Future[Trained]] = [pool.submit(attempt, resumable(one.config)) for one in missing]
         try:
             return not any(future.result().interrupted for future in running)
@@ -62,9 +67,26 @@ def in_processes(missing: Sequence[Planned], workers: int) -> bool:
             pool.shutdown(cancel_futures=True)
 
 
+def end_with_parent() -> None:
+    """Have this process end its run after the step, and itself, when the process that started it is gone."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)  # a run takes it as a request to end after its step
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def attempt(config: TrainConfig) -> Trained:
     """One run, without a line of its own."""
-    return train(config, console=Console(quiet=True))
+    done = train(config, console=Console(quiet=True))
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():
+        os._exit(1)  # nobody is left to ask for the next one
+    return done
 
 
 def resumable(config: TrainConfig) -> TrainConfig:

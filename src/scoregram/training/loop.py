@@ -77,7 +77,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
         group_size=None if config.between_prompts else config.group_size,
     )
     reference = Reference(updater) if config.beta > 0 else None
-    require_space(config.out, bytes_for_checkpoint(policy) * 2)
+    require_space(config.out, bytes_for_checkpoint(policy) * checkpoints_on_disk(config))
     tests = task.test[: config.eval_problems]
     probes = task.test[-config.probe_problems :] if config.probe_every else []
     for problems in (tests, probes):
@@ -95,10 +95,14 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
         if position.step == 0 and (config.eval_every or config.probe_every):
             scalars: dict[str, Any] = {}
             if config.eval_every:
+                began = time.perf_counter()
                 scalars |= evaluated(config, policy, task, tests, writer, 0)
+                scalars["time/eval"] = time.perf_counter() - began
                 progress.note(f"step 0: test accuracy {scalars['eval/accuracy']:.3f}")
             if config.probe_every:
+                began = time.perf_counter()
                 scalars |= probed(config, policy, task, probes, writer, 0)
+                scalars["time/probe"] = time.perf_counter() - began
             writer.write_metrics(0, scalars)
             trackers.log(0, scalars)
 
@@ -287,6 +291,11 @@ def stop_requests() -> Iterator[StopRequest]:
 def is_due(step: int, every: int) -> bool:
     """Whether something that happens every so many steps happens at this one; 0 is never."""
     return every > 0 and step % every == 0
+
+
+def checkpoints_on_disk(config: TrainConfig) -> int:
+    """Most checkpoints that must fit on the disk: one is written before the one that it replaces is removed."""
+    return 2 if config.checkpoint_every else int(config.final_checkpoint)
 
 
 def bytes_for_checkpoint(policy: Policy) -> int:
