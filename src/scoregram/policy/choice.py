@@ -1,6 +1,7 @@
 """Which way of decoding is right for a model: found once for every model, by comparing logits."""
 
 import warnings
+from contextlib import suppress
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,9 +17,13 @@ FORCED = (3, 1, 2)
 """Tokens put behind each of them."""
 ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Differences between logits, relative to the largest, that rounding explains; many models round to float32 inside."""
-
 SHORT_PRODUCTS = 1e-2
 """The same for float32 on a GPU whose matrix products are allowed to round to fewer digits (TF32)."""
+FLOORS = 4
+"""Differences that rounding explains in a model that rounds worse, as a multiple of what another batch changes."""
+
+IMPOSSIBLE = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+"""What a model raises that cannot go a way."""
 
 _agrees: WeakKeyDictionary[nn.Module, dict[tuple[type, bool], bool]] = WeakKeyDictionary()
 
@@ -37,6 +42,13 @@ def fastest_way(model: nn.Module, capacity: int) -> type[Way]:
             if verdict is None:
                 return way  # nothing can be told of a broken model; the sampler will name it
             known[way, is_cast] = verdict
+            if way is Shared and not verdict:
+                warnings.warn(
+                    "sample: this model's logits change when prompts of unequal lengths share a batch; "
+                    "each length is drawn on its own, which is slower",
+                    PolicyWarning,
+                    stacklevel=3,
+                )
         if known[way, is_cast]:
             return way
     if (Recomputed, is_cast) not in known:
@@ -79,18 +91,34 @@ def window_of(layer: object) -> int:
 
 
 def agrees(way: type[Way], model: nn.Module) -> bool | None:
-    """Whether the logits of `way` are those of a plain forward pass, up to rounding; None if those are not finite."""
+    """Whether the logits of `way` are those of a plain forward pass, up to rounding; None if those are not finite.
+
+    Under autocast they must also be without it, where rounding hides less.
+    """
+    kind = next(model.parameters()).device.type
+    if torch.is_autocast_enabled(kind) and next(model.parameters()).dtype in {torch.float32, torch.float64}:
+        with torch.autocast(kind, enabled=False), suppress(*IMPOSSIBLE):
+            if agrees(way, model) is False:
+                return False
     vocabulary = int(base_of(model).get_input_embeddings().num_embeddings)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     prompts = [[token % vocabulary for token in prompt] for prompt in PROBES]
     forced = [token % vocabulary for token in FORCED]
-    expected = torch.stack([plain_logits(model, [*prompt, *forced])[-len(forced) - 1 :] for prompt in prompts])
+    texts = [[*prompt, *forced] for prompt in prompts]
+    expected = torch.cat([plain_logits(model, [text], len(forced) + 1) for text in texts])
     if not bool(expected.isfinite().all()):
         return None
     try:
         found = trial(way, model, prompts, forced)
-    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
+    except IMPOSSIBLE:
         return False
-    return bool((found - expected).abs().max() <= rounding_of(expected) * expected.abs().max())
+    together = plain_logits(model, texts, len(forced) + 1)
+    allowed = max(rounding_of(expected) * float(expected.abs().max()), FLOORS * largest(together - expected))
+    return largest(found - expected) <= allowed
+
+
+def largest(differences: Tensor) -> float:
+    """The largest of them, whatever their sign."""
+    return float(differences.abs().max())
 
 
 def rounding_of(logits: Tensor) -> float:
@@ -99,10 +127,15 @@ def rounding_of(logits: Tensor) -> float:
     return SHORT_PRODUCTS if rounds_short and logits.dtype is torch.float32 else ROUNDING[logits.dtype]
 
 
-def plain_logits(model: nn.Module, ids: list[int]) -> Tensor:
-    """Logits at every position of one text."""
-    device = next(model.parameters()).device
-    return model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0]
+def plain_logits(model: nn.Module, texts: list[list[int]], count: int) -> Tensor:
+    """`(texts, count, V)` logits at the last positions of every text, all in one forward pass.
+
+    Shorter texts are filled on the right, where no token of theirs looks.
+    """
+    device, longest = next(model.parameters()).device, max(map(len, texts))
+    ids = torch.tensor([text + text[:1] * (longest - len(text)) for text in texts], device=device)
+    logits = model(input_ids=ids, use_cache=False).logits
+    return torch.stack([row[len(text) - count : len(text)] for row, text in zip(logits, texts, strict=True)])
 
 
 def trial(way: type[Way], model: nn.Module, prompts: list[list[int]], forced: list[int]) -> Tensor:
