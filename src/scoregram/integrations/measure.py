@@ -22,13 +22,14 @@ from scoregram.integrations.dumps.advantages import require_estimator
 from scoregram.integrations.dumps.bar import Bar
 from scoregram.integrations.dumps.config import MAY_DIFFER, MeasureConfig
 from scoregram.integrations.dumps.grouping import DumpedGroup, grouped, rank_of_group, without_repeats
-from scoregram.integrations.dumps.measuring import Candidate, MeasuredGroups, Measurer, checkpoint_layers
+from scoregram.integrations.dumps.measuring import Candidate, MeasuredGroups, Measurer
 from scoregram.integrations.dumps.processes import Processes, all_processes, sharded_policy
 from scoregram.integrations.dumps.stream import Dump, open_dump
 from scoregram.integrations.dumps.tally import Tally
 from scoregram.integrations.dumps.tokens import tokenised, unmeasurable
 from scoregram.integrations.dumps.writing import Pages
 from scoregram.policy.load import Policy, load_policy
+from scoregram.policy.modes import recompute_layers
 from scoregram.runs import RunWriter, open_run, require_space
 from scoregram.training.loop import stop_requests
 
@@ -78,7 +79,7 @@ def measure_together(config: MeasureConfig, processes: Processes, console: Conso
     settings = processes.here(config.policy)
     policy = sharded_policy(load_policy, settings, processes) if config.fsdp else load_policy(settings)
     if config.checkpointing:
-        checkpoint_layers(policy)
+        recompute_layers(policy.model, caller="measure --checkpointing")
     measurer = Measurer(policy, temperature, config.estimator, config.reward_columns)
     groups, total, counts = groups_of(dump, config), Tally(), Counts()
     with Bar(dump.total_bytes, console=console) as bar, stop_requests() as stop, ExitStack() as folder:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from scoregram.policy.fused import Fused, is_fusible
-from scoregram.policy.modes import PolicyWarning, base_of
+from scoregram.policy.modes import PolicyWarning, base_of, hides_precision, without_autocast
 from scoregram.policy.ways import Grown, Recomputed, Shared, Way, takes
 
 PROBES = ((1, 2, 3), (4, 5, 6, 7, 8, 9, 1, 2), (9, 8, 7, 6, 5))
@@ -95,9 +95,8 @@ def agrees(way: type[Way], model: nn.Module) -> bool | None:
 
     Under autocast they must also be without it, where rounding hides less.
     """
-    kind = next(model.parameters()).device.type
-    if torch.is_autocast_enabled(kind) and next(model.parameters()).dtype in {torch.float32, torch.float64}:
-        with torch.autocast(kind, enabled=False), suppress(*IMPOSSIBLE):
+    if hides_precision(model):
+        with without_autocast(model), suppress(*IMPOSSIBLE):
             if agrees(way, model) is False:
                 return False
     vocabulary = int(base_of(model).get_input_embeddings().num_embeddings)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]

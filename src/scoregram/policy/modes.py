@@ -1,10 +1,12 @@
 """What sampling needs to know of a model, and the mode it needs it in."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
+
+from scoregram.checks import fail
 
 
 class PolicyWarning(UserWarning):
@@ -28,6 +30,39 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
         if torch.is_autocast_enabled(next(model.parameters()).device.type):
             torch.clear_autocast_cache()  # casts made without a graph would be reused by a training pass
+
+
+def hides_precision(model: nn.Module) -> bool:
+    """Whether autocast makes a model compute with fewer digits than its weights have."""
+    weight = next(model.parameters())
+    return torch.is_autocast_enabled(weight.device.type) and weight.dtype in {torch.float32, torch.float64}
+
+
+def without_autocast(model: nn.Module) -> AbstractContextManager[object]:
+    """Inside, a model computes in the precision of its weights."""
+    return torch.autocast(next(model.parameters()).device.type, enabled=False)
+
+
+def recompute_layers(model: nn.Module, *, caller: str) -> None:
+    """Let the layers of a model run again in the backward pass instead of keeping their activations.
+
+    transformers does so for layers in training mode alone, so they are put into it, and nothing inside them is: dropout
+    stays off. Sampling takes them out of it for its time.
+
+    Raises:
+        ScoregramError: If the model does not know how, or a layer would drop activations of its own.
+    """
+    base = base_of(model)
+    if not getattr(base, "supports_gradient_checkpointing", False):
+        fail(caller, "the model must support it", type(base).__name__, "Leave it out.")
+    base.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
+    for name, module in base.named_modules():
+        if not vars(module).get("gradient_checkpointing", False):
+            continue
+        rates = {key: rate for key, rate in vars(module).items() if "drop" in key and isinstance(rate, float) and rate}
+        if rates:
+            fail(caller, "layers must not drop activations", f"{rates} in {name}", "Set them to 0 in its config.")
+        module.training = True
 
 
 def base_of(model: nn.Module) -> nn.Module:

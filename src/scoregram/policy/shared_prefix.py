@@ -7,7 +7,7 @@ tokens.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from scoregram.policy.choice import FORCED, PROBES, is_plain_attention, rounding_of
+from scoregram.policy.choice import FLOORS, FORCED, IMPOSSIBLE, PROBES, is_plain_attention, largest, rounding_of
 from scoregram.policy.log_probs import token_log_probs
-from scoregram.policy.modes import base_of, evaluating
+from scoregram.policy.modes import base_of, evaluating, hides_precision, without_autocast
 from scoregram.types import LogProbs, Mask, TokenIds
 
 PROMPT, PADDING = -1, -2
@@ -167,10 +167,14 @@ def trial_agrees(model: Any) -> bool:
     ids, attention, completion = (ids % vocabulary).to(device), attention.to(device), completion.to(device)
     together = packed(ids, completion)
     assert together is not None
-    with evaluating(model):
+    with evaluating(model), without_autocast(model) if hides_precision(model) else nullcontext():
         try:
             found = packed_log_probs(model, together, ids, 1.0)
-        except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        except IMPOSSIBLE:
             return False
         expected = token_log_probs(model, ids, attention, completion)
-    return bool((found - expected).abs().max() <= rounding_of(expected) * expected.abs().max().clamp(min=1))
+        alone = torch.cat(
+            [token_log_probs(model, ids[[row]], attention[[row]], completion[[row]]) for row in range(len(ids))]
+        )
+    rounding = rounding_of(next(model.parameters())) * max(largest(expected), 1.0)
+    return largest(found - expected) <= max(rounding, FLOORS * largest(alone - expected))

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from scoregram.checks import NotFiniteError, fail
 from scoregram.policy.load import Policy, load_policy
+from scoregram.policy.modes import recompute_layers
 from scoregram.runs import RunWriter, open_run, require_space
 from scoregram.tasks.table import load_task
 from scoregram.tasks.task import Problem, Task
@@ -62,7 +63,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
     task = load_task(config.task, seed=config.seed, reward=config.reward)
     policy = load_policy(config.policy, task)
     if config.gradient_checkpointing:
-        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_layers(policy.model, caller="train --gradient-checkpointing")
     optimizer = make_optimizer(policy.model, config)
     sampling = config.sampling(task.max_new_tokens)
     updater = Updater(

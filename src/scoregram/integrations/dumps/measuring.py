@@ -154,19 +154,6 @@ class Measurer:
         )
 
 
-def checkpoint_layers(policy: Policy) -> None:
-    """Let the layers of a policy run again in the backward pass, which transformers does in training mode alone.
-
-    Raises:
-        ScoregramError: If the model does not know how.
-    """
-    if not getattr(policy.model, "supports_gradient_checkpointing", False):
-        got = type(policy.model).__name__
-        fail("measure --checkpointing", "the model must support it", got, "Leave it out.")
-    policy.model.gradient_checkpointing_enable()
-    policy.model.train()
-
-
 def after(start: int, values: Tensor | None) -> Tensor | None:
     """Values of the completion behind zeros for the prompt; None stays None."""
     return None if values is None else torch.cat([values.new_zeros(start), values]).float()
