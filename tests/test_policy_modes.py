@@ -65,7 +65,8 @@ def test_a_run_with_layers_that_run_again_has_the_same_numbers(tmp_path):
         out = tmp_path / str(again)
         train(config_for(model, out, steps=2, measure_every=2, gradient_checkpointing=again))
         lines.append(without_times(open_run(out).metrics()))
-    assert lines[0] == lines[1]
+    for kept, again in zip(*lines, strict=True):
+        assert again == pytest.approx(kept, rel=1e-4, abs=1e-6, nan_ok=True)
 
 
 def test_precision_is_hidden_by_autocast_over_wide_weights_alone():
