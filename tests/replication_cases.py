@@ -111,9 +111,10 @@ def write_trial(
     groups: Sequence[GroupRecord] = (),
     batches: Sequence[BatchRecord] = (),
     metrics: Mapping[int, Mapping[str, Any]] | None = None,
+    **more: Any,
 ) -> None:
     """A run of a replication with exactly this in it."""
-    config = {"group_size": size, "seed": seed, "method": method}
+    config = {"group_size": size, "seed": seed, "method": method, **more}
     with RunWriter.create(folder, config, environment=ENVIRONMENT, layers="float64") as writer:
         for step in sorted({one.step for one in (*groups, *batches)} | set(metrics or {})):
             writer.write_groups(step, [group for group in groups if group.step == step])

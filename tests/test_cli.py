@@ -182,4 +182,4 @@ def test_the_defaults_of_a_benchmark_are_those_of_its_function(monkeypatch):
 
 def test_a_benchmark_must_be_named():
     done = scoregram("bench")
-    assert done.returncode == 2 and "{gram, train, sample, trl}" in done.stdout + done.stderr
+    assert done.returncode == 2 and "{gram, train, sample, trl, preset}" in done.stdout + done.stderr

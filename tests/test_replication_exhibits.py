@@ -4,6 +4,7 @@ data.
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -11,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
+from scoregram.bootstrap import ratio_of_means
 from scoregram.exhibits import Exhibit, Figure, Table, from_plain, to_plain
 from scoregram.replication.evidence import exhibits_of
 from scoregram.replication.learning import (
     by_estimator,
     figure_3,
     figure_dead,
-    group_size_table,
     methods_table,
     other_advantages,
-    variance_table,
 )
+from scoregram.replication.noise import Noise, best_size, group_size_table, pooled_noise, variance_table
 from scoregram.replication.readings import Evidence, read_evidence
 from scoregram.replication.reasons import (
     LADDER,
@@ -192,7 +193,7 @@ def test_baselines_weigh_by_the_lengths_and_norms_of_the_group(tmp_path):
 def test_group_size_and_variance_follow_from_the_whole_batches(exhibits, evidence):
     table, errors = exhibits["group-size"], exhibits["variance"]
     assert cells(table, "R") == [2, 4, 8] and cells(errors, "R") == [4, 8]
-    assert cells(table, "batches") == [0, 4, 4] and math.isnan(cells(table, "estimated R*")[0])
+    assert cells(table, "batches") == [0, 4, 4] and math.isnan(cells(table, "estimated R*")[0].value)
     for row, size in enumerate((4, 8)):
         batches = [b for t in evidence.of_paper(size=size) for b in t.run.batches() if b.kind == "train"]
         noise = [noise_components(b.gram, b.rewards.view(4, size)) for b in batches]
@@ -201,13 +202,55 @@ def test_group_size_and_variance_follow_from_the_whole_batches(exhibits, evidenc
         assert cells(table, "c1")[row + 1].value == pytest.approx(c1, **CLOSE)
         assert cells(table, "c3")[row + 1].value == pytest.approx(c3, **CLOSE)
         best = 1 + math.sqrt(max(c3, 0) / c1) if c1 > 0 else math.inf
-        assert cells(table, "estimated R*")[row + 1] == pytest.approx(best)
+        found = cells(table, "estimated R*")[row + 1]
+        assert found.value == pytest.approx(best) and found.low <= found.value <= found.high
         base = fmean(float(leave_one_out_mse(m, size).mean()) for m in moments)
         for name, error in (("no baseline", vanilla_mse), ("group mean", mean_baseline_mse)):
             wanted = fmean(float(error(m, size).mean()) for m in moments) / base
-            assert cells(errors, name)[row] == pytest.approx(wanted, **CLOSE)
+            assert cells(errors, name)[row].value == pytest.approx(wanted, **CLOSE)
         oracle = fmean(float(m.oracle_trace.mean()) for m in moments) / size / base
-        assert cells(errors, "oracle")[row] == pytest.approx(oracle, **CLOSE)
+        assert cells(errors, "oracle")[row].value == pytest.approx(oracle, **CLOSE)
+
+
+def test_a_reward_independent_of_the_scores_has_the_share_of_its_null():
+    """Many batches of random scores, rewards drawn apart from them: oracle over leave-one-out is (R-1)/R."""
+    noise = Noise()
+    for seed in range(60):
+        rewards = torch.rand(40, 4, generator=stream(seed)).gt(0.5).double()
+        scores = torch.randn(160, 50, generator=stream(1000 + seed)).double()
+        moments = group_moments(group_blocks(scores @ scores.T, 4), rewards)
+        noise.oracle.append(float(moments.oracle_trace.mean()) / 4)
+        noise.others.append(float(leave_one_out_mse(moments, 4).mean()))
+    found = ratio_of_means(noise.oracle, noise.others)
+    assert found.low <= 3 / 4 <= found.high and found.high - found.low < 0.1
+
+
+def test_the_best_size_is_open_above_where_prompts_do_not_differ():
+    assert best_size(Noise([1.0, 1.0], [4.0, 4.0])).value == 3.0
+    found = best_size(Noise([1.0, -3.0], [4.0, 4.0]))
+    assert math.isinf(found.value) and found.low == 3.0 and math.isinf(found.high)
+    assert math.isnan(best_size(Noise([-1.0], [-1.0])).value) and math.isnan(best_size(Noise()).value)
+
+
+def test_probes_stand_in_for_batches_that_a_run_does_not_store(tmp_path):
+    batch = draw_batch(1, 3, 4, stream(0))
+    probe = replace(batch, kind="fixed")
+    write_trial(tmp_path / "runs/a", size=4, batches=[batch, probe])
+    assert [one.kind for _, one in read_evidence(tmp_path).batches()] == ["train"]
+    write_trial(tmp_path / "split/runs/a", size=4, batches=[probe], batches_every=0)
+    found = read_evidence(tmp_path / "split")
+    assert [one.kind for _, one in found.batches()] == ["fixed"] and len(pooled_noise(found)[4].others) == 1
+
+
+def test_sampled_accuracy_is_preferred_where_every_run_has_it(tmp_path):
+    both = {step: {"eval/accuracy": 0.5, "eval/sampled_accuracy": 0.25 + step / 4} for step in (0, 1)}
+    write_trial(tmp_path / "runs/a", size=4, metrics=both)
+    found = read_evidence(tmp_path)
+    assert cells(group_size_table(found), "gain")[0].value == 0.25 and "sampled" in figure_3(found).caption
+    write_trial(tmp_path / "runs/b", size=4, seed=1, metrics={0: {"eval/accuracy": 0.5}, 1: {"eval/accuracy": 0.6}})
+    found = read_evidence(tmp_path)
+    assert cells(group_size_table(found), "final accuracy")[0].value == pytest.approx(0.55)
+    assert "greedy" in figure_3(found).caption
 
 
 def test_leave_one_out_of_the_variance_table_is_the_noise_of_one_prompt():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scoregram.exhibits import Cell, Estimate, Table
-from scoregram.replication import learning, reasons, spectra
+from scoregram.replication import noise, reasons, spectra
 from scoregram.replication.evidence import lead
 from scoregram.replication.readings import Evidence
 from scoregram.replication.verdicts import (
@@ -222,7 +222,7 @@ def test_fig_2_needs_all_three_sizes():
 
 def accuracy_table(ends: dict[int, Estimate]) -> Table:
     rows: list[dict[str, Cell]] = [{"R": size, "final accuracy": end} for size, end in ends.items()]
-    return table(learning.group_size_table(NONE).columns, rows)
+    return table(noise.group_size_table(NONE).columns, rows)
 
 
 def test_fig_3_needs_the_largest_surely_above_and_nothing_the_other_way_round():
@@ -317,22 +317,47 @@ def test_without_cells_nothing_was_measured_about_the_fall():
     assert falls_with_spread(single).verdict is Outcome.UNDECIDED
 
 
-def test_the_error_of_the_gradient_is_told_but_not_decided():
-    columns = learning.variance_table(NONE).columns
-    row: dict[str, Cell] = {"R": 8, "no baseline": 1.2, "oracle": 0.9}
-    found = gradient_error(table(columns, [row]))
-    assert found.verdict is Outcome.UNDECIDED and found.effect.value == 0.9
-    assert gradient_error(table(columns, [{**row, "R": 4}])).verdict is Outcome.NOT_MEASURED
-    json.dumps(plain(gradient_error(table(columns, [{**row, "oracle": NAN}]))), allow_nan=False)
+ORACLE = {
+    "near": (Estimate(0.9, 0.89, 0.95), Outcome.REPLICATED),
+    "as independent": (Estimate(0.9, 0.86, 0.95), Outcome.AS_NULL),
+    "open": (Estimate(0.9, 0.7, 0.95), Outcome.UNDECIDED),
+    "far": (Estimate(0.5, 0.4, 0.6), Outcome.NOT),
+    "no interval": (Estimate(0.9), Outcome.UNDECIDED),
+    "missing": (Estimate(NAN), Outcome.NOT_MEASURED),
+}
+UNAIDED = {
+    "worst": (Estimate(1.2, 1.1, 1.3), Outcome.REPLICATED),
+    "open": (Estimate(1.2, 0.9, 1.3), Outcome.UNDECIDED),
+    "better": (Estimate(0.8, 0.7, 0.9), Outcome.NOT),
+}
+
+
+@pytest.mark.parametrize("unaided", UNAIDED)
+@pytest.mark.parametrize("oracle", ORACLE)
+def test_the_error_of_the_gradient_is_near_the_oracle_and_largest_without_a_baseline(oracle, unaided):
+    """Both must hold; a share that an independent reward gives too is no finding."""
+    cell, near = ORACLE[oracle]
+    none, largest = UNAIDED[unaided]
+    row: dict[str, Cell] = {"R": 8, "no baseline": none, "oracle": cell, "null: independent reward": 7 / 8}
+    found = gradient_error(table(noise.variance_table(NONE).columns, [row]))
+    worst = [one for one in (Outcome.NOT, Outcome.NOT_MEASURED, Outcome.UNDECIDED) if one in (near, largest)]
+    assert found.verdict is (worst[0] if worst else near)
+    assert found.effect.null == 7 / 8 and json.dumps(plain(found), allow_nan=False)
+
+
+def test_the_error_of_the_gradient_needs_eight_rollouts():
+    row: dict[str, Cell] = {"R": 4, "no baseline": Estimate(1.0), "oracle": Estimate(1.0)}
+    found = gradient_error(table(noise.variance_table(NONE).columns, [row]))
+    assert found.verdict is Outcome.NOT_MEASURED and found.effect.value is None
 
 
 def test_judging_says_where_and_what_and_fits_json():
     exhibits = [
         spectra.table_1(NONE),
-        learning.group_size_table(NONE),
+        noise.group_size_table(NONE),
         reasons.prediction(NONE),
         reasons.at_fixed_right(NONE),
-        learning.variance_table(NONE),
+        noise.variance_table(NONE),
     ]
     exhibits[0] = table_1({2: INSIDE, 4: OUTSIDE, 8: UNKNOWN, 16: OPEN})
     exhibits[0] = Table("table-1", "", "", exhibits[0].columns, exhibits[0].rows)

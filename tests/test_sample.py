@@ -416,38 +416,3 @@ def test_logits_that_are_not_numbers_are_named():
 def test_settings_without_meaning(settings, match):
     with pytest.raises(ScoregramError, match=match):
         SamplingConfig(**({"max_new_tokens": 4} | settings))
-
-
-@pytest.mark.parametrize("fault", ["none", "raises", "differs"])
-def test_a_trial_that_fails_sends_the_model_another_way(fault, monkeypatch):
-    model, right = build("Llama"), Fused.logits
-    if fault == "raises":
-        monkeypatch.setattr(Fused, "logits", lambda *_: (_ for _ in ()).throw(RuntimeError("no")))
-    if fault == "differs":
-        monkeypatch.setattr(Fused, "logits", lambda self, *given: right(self, *given) * 1.01)
-    with torch.no_grad():
-        assert choice_of_way.fastest_way(model, 20) is (Fused if fault == "none" else Shared)
-
-
-@pytest.mark.parametrize("is_cast", [False, True])
-def test_a_model_that_rounds_badly_goes_no_slower_way(is_cast):
-    """What another batch changes in a plain forward pass is not held against a way."""
-    model = build("Llama").float()
-    model.lm_head.register_forward_hook(lambda _, given, out: out * (1 + 0.1 * math.sin(len(given[0]))))
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_cast):
-        assert choice_of_way.fastest_way(model, 20) is Shared  # not fused, because of the hook
-
-
-def test_a_fault_that_autocast_would_hide_is_seen_without_it(monkeypatch):
-    model, right = build("Llama").float(), Fused.logits
-    monkeypatch.setattr(Fused, "logits", lambda self, *given: right(self, *given) * 1.001)
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        assert choice_of_way.fastest_way(model, 20) is Shared
-
-
-def test_prompts_that_cannot_share_a_batch_are_said(monkeypatch):
-    model = ARCHITECTURES["gpt2"]()
-    right = Shared.logits
-    monkeypatch.setattr(Shared, "logits", lambda self, *given: right(self, *given) * 1.01)
-    with torch.no_grad(), pytest.warns(PolicyWarning, match="each length is drawn on its own"):
-        assert choice_of_way.fastest_way(model, 20) is Grown

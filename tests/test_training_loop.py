@@ -348,6 +348,12 @@ def test_test_problems_may_be_sampled_too(policy, tmp_path):
         assert rewards.shape == (6, 3) and line["eval/sampled_accuracy"] == pytest.approx(float(rewards.mean()))
 
 
+@pytest.mark.parametrize("changes", [{"micro_batch_size": 8, "batch_size": 16}, {"between_prompts": False}])
+def test_batches_that_are_not_measured_in_one_pass_are_refused(changes, tmp_path):
+    with pytest.raises(ScoregramError, match="a batch must be measured in one pass, across prompts"):
+        TrainConfig(out=tmp_path / "run", batches_every=1, measure_every=1, **changes)
+
+
 @pytest.mark.parametrize("measured", [0, 2])
 def test_batches_of_steps_that_are_not_measured_are_refused(measured, tmp_path):
     with pytest.raises(ScoregramError, match=f"batches_every 3 and measure_every {measured}. Make it a multiple"):

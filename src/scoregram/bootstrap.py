@@ -43,6 +43,23 @@ def clustered_mean(values: Sequence[float] | np.ndarray, clusters: Sequence[Hash
     return estimate(len(counts), lambda drawn: totals[drawn].sum(axis=-1) / counts[drawn].sum(axis=-1))
 
 
+def ratio_of_means(above: Sequence[float], below: Sequence[float]) -> Estimate:
+    """Mean of one quantity relative to that of another, with a 95 % interval, pairs being resampled.
+
+    `nan` where there is no pair, or where the mean below is not positive.
+    """
+    over, under = np.asarray(above, dtype=np.float64), np.asarray(below, dtype=np.float64)
+    if not len(over):
+        return Estimate(math.nan)
+
+    def ratio(drawn: np.ndarray) -> np.ndarray:
+        base = under[drawn].mean(axis=-1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(base > 0, over[drawn].mean(axis=-1) / base, math.nan)
+
+    return estimate(len(over), ratio)
+
+
 def estimate(count: int, statistic: Callable[[np.ndarray], np.ndarray]) -> Estimate:
     """A statistic of `count` observations, with its interval.
 

@@ -1,9 +1,7 @@
 """`scoregram bench gram`: what the exact Gram costs, against a plain step and against the other ways to get it."""
 
-import json
 import platform
 import statistics
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -18,6 +16,7 @@ from torch import nn
 
 from scoregram import __version__
 from scoregram.bench.clock import peak_bytes, seconds
+from scoregram.bench.record import publish, short_commit
 from scoregram.bench.shapes import SHAPES
 from scoregram.bench.ways import WAYS, Work
 from scoregram.checks import ScoregramError, fail, lookup
@@ -78,17 +77,11 @@ def run_gram_bench(
                 rows += compared(model, count, length, names, repeats)
                 progress.advance(task)
     record = {"settings": settings(shape, dtype, place, lora, repeats, model), "rows": [asdict(row) for row in rows]}
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
     if plot is not None:
         from scoregram.bench.plot import plot_ratios
 
         plot_ratios(rows, plot)
-    if as_json:
-        print(json.dumps(record, indent=1, allow_nan=False))
-    else:
-        print_rows(rows, record["settings"])
+    publish(record, as_json=as_json, out=out, show=lambda: print_rows(rows, record["settings"]))
     return 0
 
 
@@ -217,7 +210,6 @@ def settings(
     shape: str, dtype: str, device: torch.device, lora: int, repeats: int, model: nn.Module
 ) -> dict[str, object]:
     """Everything needed to read the numbers: machine, versions, commit."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "shape": shape,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -228,7 +220,7 @@ def settings(
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "repeats": repeats,
         "scoregram": __version__,
-        "commit": commit.stdout.strip() or None,
+        "commit": short_commit(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "python": platform.python_version(),

@@ -19,13 +19,16 @@ from rich.table import Table
 
 from scoregram.bench.clock import peak_bytes
 from scoregram.bench.gram import GIB, settings
+from scoregram.bench.record import publish
 from scoregram.bench.sample import built, chosen_device
 from scoregram.checks import fail, lookup
 from scoregram.policy.characters import character_tokenizer
+from scoregram.policy.load import without_bars
 from scoregram.policy.modes import context_of
 from scoregram.replication.presets import PRESETS, Preset, config_of
 from scoregram.runs.layout import METRICS
 from scoregram.runs.metrics import read_metrics
+from scoregram.tasks.jsonl import MAX_NEW_TOKENS
 from scoregram.training.config import TrainConfig
 from scoregram.training.loop import train
 
@@ -82,7 +85,7 @@ def run_preset_bench(
         out: Where to write the record.
     """
     chosen = lookup(PRESETS, preset, kind=f"{CALLER} --preset")
-    least = {"prompt_tokens": (prompt_tokens, 1), "steps": (steps, 4), "eval_problems": (eval_problems, 1)}
+    least = {"prompt_tokens": (prompt_tokens, 1), "steps": (steps, 5), "eval_problems": (eval_problems, 1)}
     for name, (value, smallest) in least.items():
         if value < smallest:
             remedy = "Choose a larger number."
@@ -99,13 +102,7 @@ def run_preset_bench(
     asked |= {"prompt_tokens": prompt_tokens, "tokens": config.max_new_tokens, "eval_problems": eval_problems}
     asked |= {"steps": steps, "autocast": config.autocast, "gradient_checkpointing": config.gradient_checkpointing}
     record = {"settings": about | asked, "rows": [asdict(row) for row in rows]}
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
-    if as_json:
-        print(json.dumps(record, indent=1, allow_nan=False))
-    else:
-        print_rows(rows, record["settings"])
+    publish(record, as_json=as_json, out=out, show=lambda: print_rows(rows, record["settings"]))
     return 0
 
 
@@ -117,7 +114,8 @@ def every_other(completions: Sequence[str], **_: object) -> list[float]:
 def written(shape: str, device: torch.device, folder: Path) -> Any:
     """The model, which is in the folder by now, with a tokenizer that reads one character as one token."""
     model = built(shape, "float32", device)
-    model.save_pretrained(folder)
+    with without_bars():
+        model.save_pretrained(folder)
     character_tokenizer(context_of(model)).save_pretrained(folder)
     return model
 
@@ -143,11 +141,12 @@ def config_for(preset: Preset, folder: Path, device: str, steps: int, eval_probl
         prompt="plain",
         task=f"jsonl:{folder / 'problems'}",
         reward=REWARD,
+        max_new_tokens=preset.max_new_tokens or MAX_NEW_TOKENS,
         group_size=size,
         probe_problems=preset.batch_size // size,
         steps=steps,
         measure_every=2,
-        batches_every=2,
+        batches_every=0,
         probe_every=2 * steps,  # before the first step alone
         eval_every=2 * steps,
         eval_problems=eval_problems,

@@ -4,7 +4,6 @@ Both draw rollouts of one length from the same prompts, in turns; `generate` is 
 the sampler returns in any case.
 """
 
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from rich.table import Table
 
 from scoregram.bench.clock import peak_bytes, seconds
 from scoregram.bench.gram import GIB, settings
+from scoregram.bench.record import publish
 from scoregram.bench.shapes import SHAPES
 from scoregram.checks import fail, lookup
 from scoregram.policy.choice import fastest_way
@@ -83,13 +83,7 @@ def run_sample_bench(
     rows, way = compared(model, rollouts, group_size, prompt_tokens, tokens, repeats)
     about = settings(shape, dtype, place, 0, repeats, model) | sizes | {"rollouts": rollouts, "decoding": way}
     record = {"settings": about, "rows": [asdict(row) for row in rows]}
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
-    if as_json:
-        print(json.dumps(record, indent=1, allow_nan=False))
-    else:
-        print_rows(rows, about)
+    publish(record, as_json=as_json, out=out, show=lambda: print_rows(rows, about))
     return 0
 
 

@@ -4,7 +4,6 @@ Measured and plain steps of one training take turns. Generation is left out of b
 length, so that nothing but forward pass, backward pass, update and measurement is on the clock.
 """
 
-import json
 import os
 import statistics
 import tempfile
@@ -19,6 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from scoregram.bench.record import publish
 from scoregram.bench.shapes import SHAPES
 from scoregram.bench.train import surroundings
 from scoregram.checks import fail, lookup
@@ -101,13 +101,7 @@ def run_trl_bench(
         | {"load_average": {"before": load_before, "after": os.getloadavg()}},
         "rows": [asdict(row) for row in rows],
     }
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
-    if as_json:
-        print(json.dumps(record, indent=1, allow_nan=False))
-    else:
-        print_rows(rows, job)
+    publish(record, as_json=as_json, out=out, show=lambda: print_rows(rows, job))
     return 0
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from scoregram.exhibits import Exhibit, to_plain
-from scoregram.replication import learning, reasons, spectra, turns
+from scoregram.replication import learning, noise, reasons, spectra, turns
 from scoregram.replication.presets import read_setting
 from scoregram.replication.readings import Evidence, read_evidence
 from scoregram.replication.record import EXHIBITS, VERDICTS
@@ -42,10 +42,10 @@ def exhibits_of(evidence: Evidence) -> tuple[Exhibit, ...]:
         spectra.by_temperature(evidence),
         spectra.by_layer(evidence),
         learning.by_estimator(evidence),
-        learning.variance_table(evidence),
+        noise.variance_table(evidence),
         learning.methods_table(evidence),
         reasons.prediction(evidence),
-        learning.group_size_table(evidence),
+        noise.group_size_table(evidence),
         turns.offsets_table(),
         turns.credit_table(),
     )

@@ -24,6 +24,8 @@ from scoregram.training.probing import FIXED
 
 TRAIN = "train"
 TEST = "test"
+GREEDY, SAMPLED = "eval/accuracy", "eval/sampled_accuracy"
+"""Metrics of test accuracy."""
 PSD_RTOL = 1e-5
 """What single precision leaves of a Gram below zero, at most."""
 SHUFFLES = 200
@@ -136,6 +138,17 @@ class Evidence:
         """Seeds of the runs."""
         return tuple(sorted({trial.seed for trial in self.trials}))
 
+    @property
+    def accuracy(self) -> str:
+        """Metric that stands for accuracy: of sampled rollouts where every run has them, else of greedy ones."""
+        has_samples = [any(SAMPLED in line for line in trial.run.metrics()) for trial in self.trials]
+        return SAMPLED if has_samples and all(has_samples) else GREEDY
+
+    @property
+    def decoding(self) -> str:
+        """How the rollouts of that accuracy were decoded."""
+        return "sampled as in training" if self.accuracy == SAMPLED else "greedy"
+
     def of_paper(self, *, size: int | None = None) -> tuple[Trial, ...]:
         """Runs of the paper's method, of one group size or all."""
         return tuple(t for t in self.trials if t.method == METHOD and size in (None, t.size))
@@ -146,10 +159,11 @@ class Evidence:
             r for r in self.readings if r.kind == kind and r.trial.method == method and size in (None, r.trial.size)
         ]
 
-    def batches(self, *, kinds: tuple[str, ...] = (TRAIN, FIXED)) -> Iterator[tuple[Trial, BatchRecord]]:
-        """Whole batches of the paper's runs, one at a time."""
+    def batches(self) -> Iterator[tuple[Trial, BatchRecord]]:
+        """Whole batches of the paper's runs, one at a time: those trained on, or, of a run that stores none, probes."""
         for trial in self.of_paper():
-            yield from ((trial, batch) for batch in trial.run.batches() if batch.kind in kinds)
+            kind = TRAIN if trial.run.config.get("batches_every", 1) else FIXED
+            yield from ((trial, batch) for batch in trial.run.batches() if batch.kind == kind)
 
 
 def read_evidence(folder: Path) -> Evidence:

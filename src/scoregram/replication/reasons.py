@@ -10,8 +10,7 @@ from scipy.stats import rankdata
 
 from scoregram.bootstrap import estimate
 from scoregram.exhibits import Cell, Estimate, Figure, Series, Table
-from scoregram.replication.learning import ACCURACY
-from scoregram.replication.readings import Evidence, Reading
+from scoregram.replication.readings import GREEDY, Evidence, Reading
 from scoregram.replication.spectra import mean_of, plain_mean
 
 LADDER: tuple[tuple[str, Callable[[Reading], float]], ...] = (
@@ -163,7 +162,9 @@ PREDICTORS = (
 
 def prediction(evidence: Evidence) -> Table:
     """Whether the effective rank, or signal to noise, foretells how much accuracy is still to be gained."""
-    spans = [(trial, *span) for trial in evidence.of_paper() for span in spans_of(trial.run.metrics())]
+    spans = [
+        (trial, *span) for trial in evidence.of_paper() for span in spans_of(trial.run.metrics(), evidence.accuracy)
+    ]
     gains = [gain for _, gain, _ in spans]
     together = {"clusters": [trial.name for trial, *_ in spans], "strata": [trial.size for trial, *_ in spans]}
     rows: list[tuple[Cell, ...]] = []
@@ -182,16 +183,18 @@ def prediction(evidence: Evidence) -> Table:
     )
 
 
-def spans_of(metrics: Sequence[Mapping[str, float | int]]) -> list[tuple[float, dict[str, float]]]:
+def spans_of(
+    metrics: Sequence[Mapping[str, float | int]], accuracy: str = GREEDY
+) -> list[tuple[float, dict[str, float]]]:
     """Between each two evaluations: the gain, and the means of the predictors over the first half of the steps."""
-    evaluated = [line for line in metrics if ACCURACY in line]
+    evaluated = [line for line in metrics if accuracy in line]
     spans = []
     for before, after in pairwise(evaluated):
         middle = before["step"] + max(1, (after["step"] - before["step"]) // 2)
         inside = [line for line in metrics if before["step"] < line["step"] <= middle]
         means = {name: plain_mean([line.get(name, math.nan) for line in inside]) for _, name in PREDICTORS}
         means["live"] = plain_mean([line["live_groups"] / line["groups"] for line in inside if line.get("groups")])
-        spans.append((after[ACCURACY] - before[ACCURACY], means))
+        spans.append((after[accuracy] - before[accuracy], means))
     return spans
 
 

@@ -102,7 +102,7 @@ def possible(live: Sequence[Reading], size: int) -> tuple[float, float]:
 def unrelated_spectra(evidence: Evidence) -> dict[int, list[tuple[float, float]]]:
     """Effective rank and top-1 fraction of groups whose scores come from different prompts, by group size."""
     found: dict[int, list[tuple[float, float]]] = {}
-    for trial, batch in evidence.batches(kinds=(TRAIN,)):
+    for trial, batch in evidence.batches():
         groups = unrelated_groups(batch, seed=trial.seed)
         if groups:
             spectra = stacked_spectra([gram for gram, _ in groups], [advantages for _, advantages in groups])

@@ -32,6 +32,8 @@ NEAR = 0.25
 PRINTED_TOP = MappingProxyType({2: (0.6, 0.7), 4: (0.7, 0.8), 8: (0.5, 0.6)})
 """Group sizes of the paper's Table 1, and the top-1 fractions that it prints."""
 HALF_DIGIT = 0.05
+CLOSE = 0.8
+"""An error is close to another one from this share of it on."""
 MODELS = ("orthogonal", "shuffled", "unrelated")
 RANK_NULLS = MappingProxyType({name: f"null: {name}" for name in MODELS})
 TOP_NULLS = MappingProxyType({name: f"top-1 {name}" for name in MODELS})
@@ -304,18 +306,32 @@ def falls_with_spread(table: Table) -> Judged:
 
 
 def gradient_error(table: Table) -> Judged:
-    """Whether the error at R = 8 is near the oracle's, and largest without a baseline."""
+    """Whether the error at R = 8 is near the oracle's, and largest without a baseline.
+
+    As the null predicts: where the oracle's share is that of a reward which has nothing to do with the scores.
+    """
+    name = "oracle / leave-one-out"
     sizes = column(table, "R")
     if 8 not in sizes:
-        return Judged(
-            "ustat-experiment-mse", Outcome.NOT_MEASURED, "Needs batches at R = 8.", Effect("error", None, None, None)
-        )
+        empty = Effect(name, None, None, None)
+        return Judged("ustat-experiment-mse", Outcome.NOT_MEASURED, "Needs batches at R = 8.", empty)
     place = sizes.index(8)
-    none, oracle = column(table, "no baseline")[place], column(table, "oracle")[place]
-    said = f"At R = 8, relative to leave-one-out: oracle {oracle:.2f}, no baseline {none:.2f}; no interval yet."
-    return Judged(
-        "ustat-experiment-mse",
-        Outcome.UNDECIDED,
-        said,
-        Effect("oracle / leave-one-out", known(oracle), None, None, 1.0),
+    none: Estimate = column(table, "no baseline")[place]
+    oracle: Estimate = column(table, "oracle")[place]
+    null: float = column(table, "null: independent reward")[place]
+    largest = Outcome.NOT if none.high < 1 else Outcome.REPLICATED if none.low > 1 else Outcome.UNDECIDED
+    near = within(oracle, CLOSE, 1 / CLOSE)
+    outcome = both(near, largest)
+    if outcome is Outcome.REPLICATED and oracle.low <= null <= oracle.high:
+        outcome = Outcome.AS_NULL
+    said = (
+        f"At R = 8, relative to leave-one-out: oracle {interval(oracle)}, {number(null)} for a reward independent of "
+        f"the scores; no baseline {interval(none)}."
     )
+    details = {"near the oracle": str(near), "largest without a baseline": str(largest)}
+    return Judged("ustat-experiment-mse", outcome, said, effect(name, oracle, null), details)
+
+
+def interval(cell: Estimate) -> str:
+    """A number with its interval for people."""
+    return f"{number(cell.value)} [{number(cell.low)}, {number(cell.high)}]"

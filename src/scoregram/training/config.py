@@ -160,6 +160,11 @@ class TrainConfig:
         if self.batches_every and (not self.measure_every or self.batches_every % self.measure_every):
             got = f"batches_every {self.batches_every} and measure_every {self.measure_every}"
             refuse("train --batches-every", "a batch is stored where a step is measured", got, "Make it a multiple.")
+        is_split = 0 < self.micro_batch_size < self.batch_size
+        if self.batches_every and (is_split or not self.between_prompts):
+            got = f"micro_batch_size {self.micro_batch_size} and between_prompts {self.between_prompts}"
+            remedy = "Leave --batches-every out; probes store whole batches of their own."
+            refuse("train --batches-every", "a batch must be measured in one pass, across prompts", got, remedy)
         for temperature in self.probe_temperatures:
             if not 0 < temperature < float("inf"):
                 refuse("train --probe-temperatures", "must be positive and finite", temperature, "Leave it out.")
