@@ -61,7 +61,21 @@ def sampling_table(results: Path = HERE / "results") -> str:
     return "\n".join(lines)
 
 
-TABLES = {"performance": table, "training": training_table, "sampling": sampling_table}
+def preset_table(results: Path = HERE / "results") -> str:
+    """Time and memory of a replication's steps on random weights."""
+    lines = [
+        "| machine | preset | rollouts × tokens | per pass | plain step | measured step | sampling | peak memory |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for about, rows in records(results, "probe_seconds"):
+        for row in rows:
+            what = f"{machine(about)} | {about['preset']} | {about['batch_size']} × {about['tokens']}"
+            times = (f"{row[f'{name}_seconds']:.1f} s" for name in ("plain", "measured", "sample"))
+            lines.append(f"| {what} | {row['micro_batch_size']} | {' | '.join(times)} | {row['peak_gib']:.0f} GiB |")
+    return "\n".join(lines)
+
+
+TABLES = {"performance": table, "training": training_table, "sampling": sampling_table, "preset": preset_table}
 """By the name of the marks between which they stand in the README."""
 
 
