@@ -203,7 +203,7 @@ def test_group_size_and_variance_follow_from_the_whole_batches(exhibits, evidenc
         assert cells(table, "c3")[row + 1].value == pytest.approx(c3, **CLOSE)
         best = 1 + math.sqrt(max(c3, 0) / c1) if c1 > 0 else math.inf
         found = cells(table, "estimated R*")[row + 1]
-        assert found.value == pytest.approx(best) and found.low <= found.value <= found.high
+        assert found.value == pytest.approx(best) and math.isnan(found.low)  # too few batches for an interval
         base = fmean(float(leave_one_out_mse(m, size).mean()) for m in moments)
         for name, error in (("no baseline", vanilla_mse), ("group mean", mean_baseline_mse)):
             wanted = fmean(float(error(m, size).mean()) for m in moments) / base
@@ -227,7 +227,7 @@ def test_a_reward_independent_of_the_scores_has_the_share_of_its_null():
 
 def test_the_best_size_is_open_above_where_prompts_do_not_differ():
     assert best_size(Noise([1.0, 1.0], [4.0, 4.0])).value == 3.0
-    found = best_size(Noise([1.0, -3.0], [4.0, 4.0]))
+    found = best_size(Noise([1.0, 1.0, 1.0, 1.0, -30.0], [4.0] * 5))
     assert math.isinf(found.value) and found.low == 3.0 and math.isinf(found.high)
     assert math.isnan(best_size(Noise([-1.0], [-1.0])).value) and math.isnan(best_size(Noise()).value)
 
@@ -239,7 +239,7 @@ def test_probes_stand_in_for_batches_that_a_run_does_not_store(tmp_path):
     assert [one.kind for _, one in read_evidence(tmp_path).batches()] == ["train"]
     write_trial(tmp_path / "split/runs/a", size=4, batches=[probe], batches_every=0)
     found = read_evidence(tmp_path / "split")
-    assert [one.kind for _, one in found.batches()] == ["fixed"] and len(pooled_noise(found)[4].others) == 1
+    assert [one.kind for _, one in found.batches()] == ["fixed"] and len(pooled_noise(found)[4].others) == 3
 
 
 def test_sampled_accuracy_is_preferred_where_every_run_has_it(tmp_path):

@@ -9,6 +9,8 @@ from scoregram.exhibits import Estimate
 
 RESAMPLES = 1000
 LEVEL = 0.95
+FEWEST = 5
+"""Observations below which resampling would make an interval too narrow to decide by."""
 BLOCK = 2**22
 """Draws held in memory at a time."""
 
@@ -58,6 +60,11 @@ def ratio_of_means(above: Sequence[float], below: Sequence[float]) -> Estimate:
             return np.where(base > 0, over[drawn].mean(axis=-1) / base, math.nan)
 
     return estimate(len(over), ratio)
+
+
+def if_enough(found: Estimate, count: int) -> Estimate:
+    """An estimate as it is, or without its interval if that was resampled from fewer than `FEWEST` observations."""
+    return found if count >= FEWEST else Estimate(found.value)
 
 
 def estimate(count: int, statistic: Callable[[np.ndarray], np.ndarray]) -> Estimate:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scoregram.bootstrap import estimate, mean_estimate, ratio_of_means
+from scoregram.bootstrap import estimate, if_enough, mean_estimate, ratio_of_means
 from scoregram.exhibits import Cell, Estimate, Table
 from scoregram.replication.learning import accuracies, over_seeds
 from scoregram.replication.readings import Evidence
@@ -21,16 +21,16 @@ from scoregram.statistics import (
 
 @dataclass(frozen=True)
 class Noise:
-    """One number a batch of each kind, all of them unbiased, so that means are taken before anything is divided."""
+    """Unbiased numbers, so that means are taken before anything is divided; the first two one a batch."""
 
     between_prompts: list[float] = field(default_factory=list)
     """`c1`, what prompts differ by."""
     group_baseline: list[float] = field(default_factory=list)
     """`c3`, the noise that a group's own baseline brings in."""
     oracle: list[float] = field(default_factory=list)
-    """Error of a prompt's gradient with its value known exactly."""
+    """Error of each prompt's gradient with its value known exactly, …"""
     none: list[float] = field(default_factory=list)
-    """The same without a baseline, …"""
+    """… without a baseline, …"""
     mean: list[float] = field(default_factory=list)
     """… with the mean of the group, …"""
     others: list[float] = field(default_factory=list)
@@ -51,15 +51,18 @@ def pooled_noise(evidence: Evidence) -> dict[int, Noise]:
         noise = found.setdefault(size, Noise())
         noise.between_prompts.append(components.between_prompts)
         noise.group_baseline.append(components.group_baseline)
-        noise.oracle.append(components.within_prompt / size)
-        noise.none.append(float(vanilla_mse(moments, size).mean()))
-        noise.mean.append(float(mean_baseline_mse(moments, size).mean()))
-        noise.others.append(float(leave_one_out_mse(moments, size).mean()))
+        noise.oracle.extend((moments.oracle_trace / size).tolist())
+        noise.none.extend(vanilla_mse(moments, size).tolist())
+        noise.mean.extend(mean_baseline_mse(moments, size).tolist())
+        noise.others.extend(leave_one_out_mse(moments, size).tolist())
     return found
 
 
 def best_size(noise: Noise) -> Estimate:
-    """`R* = 1 + √(c3/c1)` of the mean components, batches being resampled; infinite where `c1` is not above zero."""
+    """`R* = 1 + √(c3/c1)` of the mean components, batches being resampled; infinite where `c1` is not above zero.
+
+    No interval for fewer than `bootstrap.FEWEST` batches.
+    """
     c1, c3 = np.array(noise.between_prompts), np.array(noise.group_baseline)
 
     def optimum(drawn: np.ndarray) -> np.ndarray:
@@ -68,7 +71,7 @@ def best_size(noise: Noise) -> Estimate:
             found = 1 + np.sqrt(np.where(between > 0, baseline / between, math.inf))
         return np.where((between <= 0) & (baseline <= 0), math.nan, found)
 
-    return estimate(len(c1), optimum) if len(c1) else Estimate(math.nan)
+    return if_enough(estimate(len(c1), optimum), len(c1)) if len(c1) else Estimate(math.nan)
 
 
 def group_size_table(evidence: Evidence) -> Table:
@@ -79,8 +82,8 @@ def group_size_table(evidence: Evidence) -> Table:
         evaluated = accuracies(evidence.of_paper(size=size), evidence.accuracy)
         ends, gains = [values[-1] for values in evaluated], [values[-1] - values[0] for values in evaluated]
         noise = pooled.get(size, Noise())
-        c1, c3 = mean_estimate(noise.between_prompts), mean_estimate(noise.group_baseline)
-        counted = len(noise.others)
+        counted = len(noise.between_prompts)
+        c1, c3 = (if_enough(mean_estimate(each), counted) for each in (noise.between_prompts, noise.group_baseline))
         rows.append((size, over_seeds(ends), over_seeds(gains), counted, c1, c3, best_size(noise)))
     return Table(
         "group-size",
@@ -97,14 +100,16 @@ def variance_table(evidence: Evidence) -> Table:
     """Error of a prompt's gradient under three baselines, from the stored batches."""
     rows: list[tuple[Cell, ...]] = []
     for size, noise in sorted(pooled_noise(evidence).items()):
-        ratios = [ratio_of_means(error, noise.others) for error in (noise.none, noise.mean, noise.oracle)]
-        rows.append((size, len(noise.others), *ratios, (size - 1) / size))
+        count = len(noise.others)
+        errors = (noise.none, noise.mean, noise.oracle)
+        ratios = [if_enough(ratio_of_means(error, noise.others), count) for error in errors]
+        rows.append((size, len(noise.between_prompts), count, *ratios, (size - 1) / size))
     return Table(
         "variance",
         "Error of a prompt's gradient relative to leave-one-out",
         "Expected squared error from unbiased estimates over whole batches, averaged before dividing; intervals over "
-        "batches. The mean of the whole group shortens the gradient by (R-1)/R, which alone lowers this error. Oracle: "
+        "prompts. The mean of the whole group shortens the gradient by (R-1)/R, which alone lowers this error. Oracle: "
         "the value known exactly; beside it what a reward that is independent of the scores gives.",
-        ("R", "batches", "no baseline", "group mean", "oracle", "null: independent reward"),
+        ("R", "batches", "prompts", "no baseline", "group mean", "oracle", "null: independent reward"),
         tuple(rows),
     )

@@ -8,7 +8,7 @@ from statistics import fmean
 import numpy as np
 from scipy.stats import rankdata
 
-from scoregram.bootstrap import estimate
+from scoregram.bootstrap import estimate, if_enough
 from scoregram.exhibits import Cell, Estimate, Figure, Series, Table
 from scoregram.replication.readings import GREEDY, Evidence, Reading
 from scoregram.replication.spectra import mean_of, plain_mean
@@ -27,8 +27,6 @@ ROUNDING = 1e-12
 
 NEAR_TWO = (1.75, 2.25)
 """What counts as an effective rank of about 2."""
-FEWEST_CLUSTERS = 5
-"""Clusters that an interval is resampled from at least."""
 
 
 def accounting(evidence: Evidence) -> Table:
@@ -116,7 +114,7 @@ def spearman(
         x: One quantity.
         y: The other.
         clusters: What belongs together and is resampled as a whole; every pair for itself if not given. Fewer than
-            `FEWEST_CLUSTERS` give no interval: so few resamples would make it too narrow.
+            `bootstrap.FEWEST` give no interval: so few resamples would make it too narrow.
         strata: What is only compared with its like: ranks are taken within each, so that a difference between
             strata, such as between group sizes, is not taken for a correlation.
 
@@ -139,8 +137,7 @@ def spearman(
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.where(spread > 1e-12, (ab - a * b / n) / np.sqrt(spread), math.nan)
 
-    found = estimate(len(names), correlation)
-    return found if len(names) >= FEWEST_CLUSTERS else Estimate(found.value)
+    return if_enough(estimate(len(names), correlation), len(names))
 
 
 def ranks_within(values: Sequence[float], strata: Sequence[Hashable]) -> np.ndarray:
