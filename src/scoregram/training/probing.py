@@ -60,7 +60,7 @@ def probe(config: TrainConfig, policy: Policy, task: Task, problems: Sequence[Pr
             kind = kind_of(config, temperature, scored_at)
             gradient = measured_only(config, policy, found, scored_at)
             groups += group_records(step, found, gradient, kind=kind, **config.recording(is_probe=kind == FIXED))
-            if config.batches_every and kind == FIXED:
+            if config.between_prompts and kind == FIXED:
                 batches += batch_record(step, found, gradient, kind=kind)
             if not scalars:
                 reading = over_groups(statistics_of(groups)) | reward_reading(found.rewards, gradient.advantages)
