@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,9 +153,23 @@ def test_trainers_that_cannot_be_measured(tmp_path, monkeypatch):
         attach(object())
     trainer = trainer_for("GRPO", tmp_path, max_steps=1)
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
-    with pytest.raises(ScoregramError, match="the trainer must run in one process, got 2"):
+    with pytest.raises(ScoregramError, match="several processes must be connected, got 2 processes without torch"):
         attach(trainer)
     monkeypatch.undo()
+    for kind, message in {
+        "DEEPSPEED": "whole in every process, or sharded by FSDP2, got DEEPSPEED",
+        "FSDP": "must be sharded by FSDP2, got FSDP of version 1",
+    }.items():
+        with monkeypatch.context() as changed:
+            changed.setattr(type(trainer.accelerator), "distributed_type", f"DistributedType.{kind}")
+            changed.setattr(type(trainer.accelerator), "is_fsdp2", False)
+            with pytest.raises(ScoregramError, match=message):
+                attach(trainer)
+    with monkeypatch.context() as changed:
+        split = SimpleNamespace(tp_enabled=True)
+        changed.setattr(type(trainer.accelerator), "parallelism_config", split)
+        with pytest.raises(ScoregramError, match="whole rollouts of its own, got a parallelism_config with tp"):
+            attach(trainer)
     monkeypatch.setattr(trl, "__version__", "0.19.1")
     with pytest.raises(ScoregramError, match=f"needs TRL {names.OLDEST_TESTED} or newer, got 0.19.1"):
         attach(trainer)

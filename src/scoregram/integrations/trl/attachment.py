@@ -2,11 +2,9 @@
 
 import json
 import math
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,10 @@ from scoregram.integrations.trl.estimating import (
     show_advantages,
 )
 from scoregram.integrations.trl.folder import Folder
+from scoregram.integrations.trl.gathering import merged
 from scoregram.integrations.trl.generation import Generation, RewardCall, generation_of
 from scoregram.integrations.trl.names import METHODS, require_supported
+from scoregram.integrations.trl.processes import ALONE, Processes, processes_of
 from scoregram.integrations.trl.settings import Mode, Settings
 from scoregram.integrations.trl.step import StepReading, energies_of, measure_step
 from scoregram.integrations.trl.window import ROWS, MicroBatch, Window, rows_of
@@ -48,12 +48,14 @@ def attach(
     keep_rollouts: bool = True,
     overwrite: bool = False,
     resume: bool = False,
+    between_prompts: bool = False,
 ) -> "Attachment":
     """Measure the steps of a TRL trainer from now on, until the end of its training or `detach()`.
 
-    Call it once before `trainer.train()`. The first step and every `every`-th one are measured, after the trainer's
-    backward pass and before its update; its gradient, its random numbers and all other steps are left alone. Scalars
-    join the trainer's own metrics under `scoregram/…`, and so reach whatever `report_to` names.
+    Call it once before `trainer.train()`; in every process, if there are several. The first step and every `every`-th
+    one are measured, after the trainer's backward pass and before its update; its gradient, its random numbers and all
+    other steps are left alone. Scalars join the trainer's own metrics under `scoregram/…`, and so reach whatever
+    `report_to` names.
 
     Args:
         trainer: A `GRPOTrainer` or `RLOOTrainer`, subclasses included.
@@ -73,12 +75,16 @@ def attach(
         keep_rollouts: Write the rollouts of measured steps, token by token.
         overwrite: Replace an older run in `out`.
         resume: Go on with the run in `out`, for `trainer.train(resume_from_checkpoint=…)`.
+        between_prompts: Where several processes train, let one of them measure all groups, so that the Gram between
+            prompts is known, and all that follows from it. Otherwise each measures its share of the groups, which is
+            faster. One process knows it anyway, if all groups fit into one pass.
 
     Raises:
         ScoregramError: For a trainer, version or setting with which it cannot work; nothing has been changed then.
     """
     version = require_supported(trainer)
-    require_alone(trainer)
+    processes = processes_of(trainer)
+    require_unattached(trainer)
     if every < 1:
         fail("attach", "every must be at least 1", every, "1 measures every step.")
     if mode not in ("scores", "loss"):
@@ -94,21 +100,28 @@ def attach(
         tolerance=default_tolerance(trainer) if tolerance is None else float(tolerance),
         memory_gb=memory_gb,
         keep_rollouts=keep_rollouts and out is not None,
+        between_prompts=between_prompts,
     )
-    folder = None
-    if out is not None:
-        config = config_of(trainer, settings, version)
-        folder = Folder(Path(out), config, layers=layers, overwrite=overwrite, resume=resume)
-    return Attachment(trainer, settings, folder)
+    folders: list[Folder] = []
+
+    def make_folder() -> None:
+        if out is not None:
+            config = config_of(trainer, settings, version, processes)
+            folders.append(Folder(Path(out), config, layers=layers, overwrite=overwrite, resume=resume))
+
+    processes.from_first(make_folder)
+    return Attachment(trainer, settings, folders[0] if folders else None, processes)
 
 
 class Attachment:
     """A trainer that is being measured; also a context that detaches at its end."""
 
-    def __init__(self, trainer: Any, settings: Settings, folder: Folder | None) -> None:
+    def __init__(self, trainer: Any, settings: Settings, folder: Folder | None, processes: Processes = ALONE) -> None:
         self.trainer = trainer
         self.settings = settings
         self.folder = folder
+        """Where the run is written; None in every process but the first."""
+        self.processes = processes
         self.readings: list[StepReading] = []
         """What was measured, step by step: scalars, the error of the self-check, notes."""
         self.failures: list[str] = []
@@ -196,10 +209,9 @@ class Attachment:
         if not self.is_attached or not self.trainer.model.training:
             return output
         if self.settings.estimator is not None:  # whatever fails here must end the training
-            generation = generation_of(self.trainer, output, self._reward_call, self._made)
-            output = {**output, "advantages": self._own_advantages(generation)}
+            output = {**output, "advantages": self._own_advantages(output)}
         with self._without_harm():
-            generation = generation_of(self.trainer, output, self._reward_call, self._made)
+            generation = self._seen_in(output)
             self._generations[generation.serial] = generation
             self._made += 1
             return {**output, ROWS: rows_of(generation)}
@@ -250,33 +262,43 @@ class Attachment:
         if self._is_owed and (self._window is None or self._window.step != step):
             self._window = Window(step)
 
-    def _own_advantages(self, generation: Generation) -> Tensor:
+    def _seen_in(self, output: Mapping[str, Any]) -> Generation:
+        return generation_of(self.trainer, output, self._reward_call, self._made, self.processes)
+
+    def _own_advantages(self, output: Mapping[str, Any]) -> Tensor:
+        """Those of this process: every process makes all of them from the rollouts of all."""
         estimator = self.settings.estimator
         assert estimator is not None
-        energies = energies_of(self.trainer, generation) if needs_energies(estimator) else None
+        slices = self.processes.everyones(lambda: self._sendable(self._seen_in(output)))
+        whole = merged(slices).on(self.trainer.accelerator.device)
+        energies = energies_of(self.trainer, whole, slices, self.processes) if needs_energies(estimator) else None
         is_rloo = any(base.__name__ == "RLOOTrainer" for base in type(self.trainer).__mro__)
-        found = own_advantages(estimator, generation, energies, per_token=not is_rloo)
-        show_advantages(self.trainer, found)
-        return found
+        made = own_advantages(estimator, whole, energies, per_token=not is_rloo)
+        show_advantages(self.trainer, made)
+        size, tokens = output["completion_ids"].shape
+        own = made[size * self.processes.rank : size * (self.processes.rank + 1)]
+        return own if own.ndim == 1 else own[:, :tokens]
+
+    def _sendable(self, generation: Generation) -> Generation:
+        return generation if self.processes.count == 1 else generation.on(torch.device("cpu"))
 
     def _measure(self, window: Window) -> None:
-        generations = self._generations_of(window)
-        is_on_policy = all(generation.policy_step == window.step - 1 for generation in generations)
-        if self.settings.mode == "scores" and not is_on_policy:
+        if self.settings.mode == "scores" and not all(self.processes.everyones(lambda: self._is_on_policy(window))):
             return  # put off to the next step that is
         self._is_owed = False
-        began = time.perf_counter()
-        found = measure_step(self.trainer, window, generations, self.settings)
-        if found is None:
+        reading = measure_step(self.trainer, window, self._generations_of, self.settings, self.processes)
+        if reading is None:
             return
-        reading = replace(found, scalars={**found.scalars, "time/measure": time.perf_counter() - began})
-        self.readings.append(replace(reading, groups=(), batches=(), rollouts=()))
+        self.readings.append(reading.bare)
         metrics = self.trainer._metrics["train"]
         for name, value in reading.scalars.items():
             if math.isfinite(value):
                 metrics[PREFIX + name].append(float(value))
         if self.folder is not None:
             self.folder.write(reading)
+
+    def _is_on_policy(self, window: Window) -> bool:
+        return all(one.policy_step == window.step - 1 for one in self._generations_of(window))
 
     def _generations_of(self, window: Window) -> list[Generation]:
         """Those that the loss saw; for a loss that cannot be seen into, those that were made for the step."""
@@ -315,19 +337,8 @@ class Attachment:
                 warnings.warn(text, stacklevel=4)
 
 
-def require_alone(trainer: Any) -> None:
-    """Raise where a measurement would see only a part of the rollouts or of the parameters."""
-    accelerator = trainer.accelerator
-    if accelerator.num_processes > 1:
-        fail(
-            "attach",
-            "the trainer must run in one process",
-            f"{accelerator.num_processes}",
-            "Groups are spread over processes there; record rollouts and measure them in one process.",
-        )
-    kind = str(accelerator.distributed_type).rpartition(".")[2].upper()
-    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        fail("attach", "the model must be whole on one device", kind, "Train without sharding to measure.")
+def require_unattached(trainer: Any) -> None:
+    """Raise if the trainer is being measured already."""
     method = vars(trainer).get("training_step")
     if getattr(method, "__scoregram__", None) is not None:
         fail("attach", "the trainer must not be attached yet", "a second call", "Call detach() on the first one.")
@@ -340,7 +351,7 @@ def default_tolerance(trainer: Any) -> float:
     return 5e-2 if low else 1e-3
 
 
-def config_of(trainer: Any, settings: Settings, version: str) -> dict[str, Any]:
+def config_of(trainer: Any, settings: Settings, version: str, processes: Processes) -> dict[str, Any]:
     """What the run folder says about how the run was made; secrets are masked by the trainer's own arguments."""
     estimator = settings.estimator
     model = getattr(trainer.model, "config", None)
@@ -350,6 +361,7 @@ def config_of(trainer: Any, settings: Settings, version: str) -> dict[str, Any]:
         "group_size": int(trainer.num_generations),
         "temperature": float(trainer.temperature),
         "seed": int(trainer.args.seed),
+        "processes": processes.count,
         "measure_every": settings.every,
         "mode": settings.mode,
         "estimator": estimator if isinstance(estimator, str | None) else getattr(estimator, "__name__", "own"),

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from scoregram.checks import fail
+from scoregram.integrations.trl.processes import Processes
 
 PICTURES = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_sizes", "spatial_shapes")
 """What a batch holds when its prompts have images."""
@@ -26,12 +27,15 @@ class RewardCall:
     completion_ids: Sequence[Sequence[int]]
     """Completion tokens of every rollout, before truncated ones were masked."""
     rewards: Tensor
-    """`(N, F)`, one column for each reward function; `nan` where it gave None."""
+    """`(N, F)`, one column for each reward function, rollouts of all processes; `nan` where it gave None."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """`N = P·R` rollouts that were generated together, before the trainer shuffled them."""
+    """`N = P·R` rollouts that were generated together, before the trainer shuffled them.
+
+    Several processes have a slice of it each, which may begin and end within a group.
+    """
 
     serial: int
     """Number of the generation since `attach`."""
@@ -72,6 +76,19 @@ class Generation:
         counted = self.loss_mask.sum(1).cpu()
         return torch.where(counted > 0, counted, torch.tensor([len(ids) for ids in self.sampled]))
 
+    def on(self, device: torch.device) -> "Generation":
+        """The same with its tensors on a device; rewards are on the CPU always."""
+        return replace(
+            self,
+            prompt_ids=self.prompt_ids.to(device),
+            prompt_mask=self.prompt_mask.to(device),
+            completion_ids=self.completion_ids.to(device),
+            completion_mask=self.completion_mask.to(device),
+            loss_mask=self.loss_mask.to(device),
+            advantages=self.advantages.detach().to(device),
+            behaviour=None if self.behaviour is None else self.behaviour.to(device),
+        )
+
     def prompt_of(self, row: int) -> list[int]:
         """Prompt tokens of one rollout."""
         return self.prompt_ids[row][self.prompt_mask[row].bool()].tolist()
@@ -90,24 +107,29 @@ class Generation:
         return ((self.advantages.double() * counted).sum(1) / counted.sum(1).clamp(min=1)).detach().cpu()
 
 
-def generation_of(trainer: Any, output: Mapping[str, Any], call: RewardCall | None, serial: int) -> Generation:
-    """What the trainer has just generated.
+def generation_of(
+    trainer: Any, output: Mapping[str, Any], call: RewardCall | None, serial: int, processes: Processes
+) -> Generation:
+    """What the trainer has just generated in this process.
 
     Args:
         trainer: The trainer.
         output: What its `_generate_and_score_completions` returned.
         call: The call of its reward functions in between.
         serial: Number of the generation.
+        processes: Which slice it is; rewards come from all processes.
 
     Raises:
         ScoregramError: If the reward functions were not called, or the rollouts are not whole groups.
     """
     size, group_size = len(output["prompt_ids"]), int(trainer.num_generations)
-    if call is None or len(call.rewards) != size:
-        got = "no call" if call is None else f"{len(call.rewards)} rewards for {size} rollouts"
+    everywhere = size * processes.count
+    if call is None or len(call.rewards) != everywhere:
+        got = "no call" if call is None else f"{len(call.rewards)} rewards for {everywhere} rollouts"
         fail("attach", "_calculate_rewards must give one reward per rollout", got, "Let the trainer call it.")
-    if size % group_size:
-        fail("attach", f"a generation must hold whole groups of {group_size}", size, "Change the batch size.")
+    if everywhere % group_size:
+        fail("attach", f"a generation must hold whole groups of {group_size}", everywhere, "Change the batch size.")
+    rewards = call.rewards[size * processes.rank : size * (processes.rank + 1)]
     completion_mask = output["completion_mask"]
     counted = completion_mask * output["tool_mask"] if "tool_mask" in output else completion_mask
     return Generation(
@@ -120,10 +142,10 @@ def generation_of(trainer: Any, output: Mapping[str, Any], call: RewardCall | No
         completion_mask=completion_mask,
         loss_mask=counted.bool(),
         advantages=output["advantages"],
-        rewards=weighted_rewards(trainer, call.rewards),
-        by_function=dict(zip(trainer.reward_func_names, call.rewards.detach().double().cpu().unbind(1), strict=True)),
+        rewards=weighted_rewards(trainer, rewards),
+        by_function=dict(zip(trainer.reward_func_names, rewards.detach().double().cpu().unbind(1), strict=True)),
         sampled=call.completion_ids,
-        prompt_names=prompt_names(call.inputs, output["prompt_ids"], output["prompt_mask"], group_size),
+        prompt_names=prompt_names(call.inputs, output["prompt_ids"], output["prompt_mask"]),
         behaviour=output.get("sampling_per_token_logps"),
         has_pictures=any(output.get(name) is not None for name in PICTURES),
     )
@@ -136,21 +158,14 @@ def weighted_rewards(trainer: Any, rewards: Tensor) -> Tensor:
     return torch.where(given.isnan().all(1), torch.nan, total)
 
 
-def prompt_names(
-    inputs: Sequence[Mapping[str, Any]], prompt_ids: Tensor, prompt_mask: Tensor, group_size: int
-) -> list[str]:
+def prompt_names(inputs: Sequence[Mapping[str, Any]], prompt_ids: Tensor, prompt_mask: Tensor) -> list[str]:
     """`N` names of prompts: what the dataset calls them, or else a hash of their tokens."""
     column = next((name for name in NAMES if name in inputs[0]), None)
-    ids, mask = prompt_ids.cpu(), prompt_mask.cpu().bool()
-    names = []
-    for row in range(0, len(ids), group_size):
-        if column is not None:
-            name = str(inputs[row][column])
-        else:
-            tokens = ids[row][mask[row]].tolist()
-            name = "prompt/" + hashlib.sha1(repr(tokens).encode()).hexdigest()[:12]
-        names += [name] * group_size
-    return names
+    if column is not None:
+        return [str(given[column]) for given in inputs]
+    rows = zip(prompt_ids.cpu(), prompt_mask.cpu().bool(), strict=True)
+    tokens = [repr(ids[mask].tolist()) for ids, mask in rows]
+    return ["prompt/" + hashlib.sha1(prompt.encode()).hexdigest()[:12] for prompt in tokens]
 
 
 @dataclass(frozen=True)
@@ -165,6 +180,15 @@ class Laid:
     """`(n, T)`"""
     coefficients: Tensor
     """`(n, T)`: `∂L/∂log π` of every token; 1 where none are known."""
+
+    def on(self, device: torch.device) -> "Laid":
+        """The same on a device."""
+        return Laid(
+            self.input_ids.to(device),
+            self.completion_mask.to(device),
+            self.attention_mask.to(device),
+            self.coefficients.to(device),
+        )
 
     def at(self, rows: slice | Tensor) -> "Laid":
         """Some of the rows."""

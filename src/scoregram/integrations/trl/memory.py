@@ -9,6 +9,7 @@ from torch import nn
 
 from scoregram.gram.head import STORE_BYTES
 from scoregram.gram.outer import CHUNK_ELEMENTS, CHUNK_ELEMENTS_CUDA
+from scoregram.gram.sharding import sharded_modules
 
 SHARE = 0.8
 """Part of the free memory that a measurement may take where no limit is given."""
@@ -20,7 +21,8 @@ def bytes_of_pass(model: nn.Module, rollouts: int, tokens: int) -> int:
     """Estimate of what one measuring pass allocates at its peak, the copy of the gradient included.
 
     Activations of every layer (of one layer and the borders of the others under gradient checkpointing), the kept
-    gradients of the logits, one chunk of per-rollout gradients. Generous for the usual decoder, and no more than an
+    gradients of the logits, one chunk of per-rollout gradients. Of a sharded model no gradient is kept; what is
+    gathered of its parameters counts in its place. Generous for the usual decoder, and no more than an
     estimate: a pass that runs out of memory all the same is given up without harm.
     """
     config = text_config(model)
@@ -37,20 +39,34 @@ def bytes_of_pass(model: nn.Module, rollouts: int, tokens: int) -> int:
     kept = layer + 2 * layers * hidden if is_checkpointed else layers * layer
     on_gpu = bool(parameters) and parameters[0].is_cuda
     logits = min(rollouts * tokens * int(getattr(config, "vocab_size", 0) or 0) * width, STORE_BYTES)
-    gradient = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    gradient = gathered_bytes(model) or sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     chunk = (CHUNK_ELEMENTS_CUDA if on_gpu else CHUNK_ELEMENTS) * 4
     return rollouts * tokens * kept * width + 2 * logits + gradient + chunk
 
 
-def free_bytes(model: nn.Module) -> int:
-    """Memory that is free where the model is."""
+def gathered_bytes(model: nn.Module) -> int:
+    """What a sharded model gathers at a time: its largest parts, five of them; 0 for a model in one piece.
+
+    The layer that runs, the next one and the buffer of its gathering, the embedding and the head.
+    """
+    sizes: list[int] = []
+    seen: set[int] = set()
+    for module in reversed(sharded_modules(model)):  # those inside first
+        own = [parameter for parameter in module.parameters() if id(parameter) not in seen]
+        seen |= {id(parameter) for parameter in own}
+        sizes.append(sum(parameter.numel() * parameter.element_size() for parameter in own))
+    return sum(sorted(sizes)[-5:])
+
+
+def free_bytes(model: nn.Module, processes: int = 1) -> float:
+    """Memory that is free where the model is, for each of several processes that begin at once."""
     device = next(model.parameters()).device
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
     import psutil  # comes with accelerate
 
-    return int(psutil.virtual_memory().available)
+    return psutil.virtual_memory().available / processes
 
 
 def passes_within(limit: float, model: nn.Module, bounds: Sequence[int], tokens: int) -> list[slice] | None:
@@ -59,18 +75,18 @@ def passes_within(limit: float, model: nn.Module, bounds: Sequence[int], tokens:
     Args:
         limit: Bytes.
         model: The model.
-        bounds: Where groups begin, and the number of rows at the end: `0, 8, 16`.
+        bounds: Where groups begin, and where the last one ends: `0, 8, 16`; one number if there is no group.
         tokens: Length of the rows.
     """
     passes: list[slice] = []
-    start = 0
+    start = bounds[0]
     for before, here in pairwise(bounds):
         if bytes_of_pass(model, here - before, tokens) > limit:
             return None
         if bytes_of_pass(model, here - start, tokens) > limit:
             passes.append(slice(start, before))
             start = before
-    return [*passes, slice(start, bounds[-1])]
+    return [*passes, slice(start, bounds[-1])] if bounds[-1] > start else passes
 
 
 def text_config(model: nn.Module) -> Any:

@@ -19,3 +19,5 @@ class Settings:
     memory_gb: float | int | None
     """None: most of what is free when a step is measured."""
     keep_rollouts: bool
+    between_prompts: bool = False
+    """One of several processes measures all groups, so that the Gram between them is known too."""

@@ -1,25 +1,27 @@
 """One step of the trainer, measured: which rows, with which weights, in how many passes, and what came of it."""
 
 import math
+import time
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from scoregram.gram import measure_gram
-from scoregram.integrations.trl.generation import Generation, Laid, laid_out, together
+from scoregram.integrations.trl.gathering import Part, dealt, gathered, laid_together, part_of
+from scoregram.integrations.trl.generation import Generation, Laid, together
 from scoregram.integrations.trl.measuring import (
     AsTheTrainerCalls,
     Beside,
     counts_distances,
     likely_causes,
     measure_beside,
-    rollout_weights,
 )
 from scoregram.integrations.trl.memory import SHARE, free_bytes, passes_within
+from scoregram.integrations.trl.processes import ALONE, Processes
 from scoregram.integrations.trl.recording import (
     LOSS,
     Rows,
@@ -48,59 +50,109 @@ class StepReading:
     batches: Sequence[BatchRecord] = field(default=(), repr=False)
     rollouts: Sequence[RolloutRecord] = field(default=(), repr=False)
 
+    @property
+    def bare(self) -> "StepReading":
+        """The same without its records."""
+        return replace(self, groups=(), batches=(), rollouts=())
+
+    def with_scalars(self, more: Mapping[str, float]) -> "StepReading":
+        """The same with more scalars."""
+        return replace(self, scalars={**self.scalars, **more})
+
 
 def measure_step(
-    trainer: Any, window: Window, generations: Sequence[Generation], settings: Settings
+    trainer: Any,
+    window: Window,
+    generations_of: Callable[[Window], Sequence[Generation]],
+    settings: Settings,
+    processes: Processes = ALONE,
 ) -> StepReading | None:
-    """Measure the step whose gradient is in `.grad`; None, with a word, if that is not possible."""
+    """Measure the step whose gradient is in `.grad`; None, with a word, if that is not possible.
+
+    All processes call it together. Each measures whole groups, wherever their rollouts were made, and the first one
+    makes the records; scalars, error and notes are the same in all.
+
+    Args:
+        trainer: The trainer.
+        window: The step, as this process saw it.
+        generations_of: The generations of the step, as this process has them.
+        settings: What was asked for.
+        processes: Those that train together.
+    """
+    began = time.perf_counter()
     is_loss = settings.mode == "loss"
-    if not generations:
-        return passed_over(window.step, "no rollouts of it were seen")
-    if any(generation.has_pictures for generation in generations):
-        return passed_over(window.step, "its prompts have images, which a measurement cannot give to the model")
-    if is_loss and not window.is_caught:
-        return passed_over(window.step, "the trainer's loss did not go through its log-probabilities")
     model = trainer.accelerator.unwrap_model(trainer.model)
     scale = loss_scale(trainer)
-    whole = [torch.arange(generation.size) for generation in generations]
-    rows = Rows(generations, [window.chosen(generation).cpu() for generation in generations] if is_loss else whole)
-    derivatives = [window.coefficients(generation, scale) for generation in generations]
-    parts = [
-        laid_out(generation, c if is_loss else None, compact=counts_distances(model))
-        for generation, c in zip(generations, derivatives, strict=True)
-    ]
-    laid = together(
-        [part.at(chosen.to(part.input_ids.device)) for part, chosen in zip(parts, rows.chosen, strict=True)]
+    parts = processes.everyones(
+        lambda: part_of(
+            generations_of(window),
+            window,
+            scale=scale,
+            limit=memory_limit(model, settings, processes),
+            processes=processes.count,
+            only_chosen=is_loss,
+        )
     )
-    means, unevenness = mean_derivatives(rows, generations, derivatives)
-    if not window.is_caught:
+    if (reason := reason_against(parts, is_loss=is_loss)) is not None:
+        return passed_over(window.step, reason, processes)
+    found = gathered(parts)
+    rows = Rows([one.generation for one in found], [one.chosen for one in found])
+    batches = [one.laid(with_derivatives=is_loss, compact=counts_distances(model)) for one in found]
+    laid = together(
+        [batch.at(chosen.to(batch.input_ids.device)) for batch, chosen in zip(batches, rows.chosen, strict=True)]
+    ).on(trainer.accelerator.device)
+    derivatives = [one.mean_derivatives() for one in found]
+    means, unevenness = rows.of([mean for mean, _ in derivatives]), max(uneven for _, uneven in derivatives)
+    is_caught = all(part.is_caught for part in parts)
+    if not is_caught:
         means = -rows.advantages / len(means)  # the likeliest weights; there is nothing to check them with
-    weights = torch.ones_like(means) if is_loss else means
-    limit = free_bytes(model) * SHARE if settings.memory_gb is None else settings.memory_gb * 1e9
-    passes = passes_within(limit, model, rows.bounds, laid.input_ids.shape[1])
-    if passes is None:
-        return passed_over(window.step, f"one group alone would take more than {limit / 1e9:.3g} GB by estimate")
+    limit = min(part.limit for part in parts)
+    shares = dealt(rows.bounds, processes.count, between_prompts=settings.between_prompts)
+    plans = [passes_within(limit, model, share, laid.input_ids.shape[1]) for share in shares]
+    if any(plan is None for plan in plans):
+        reason = f"one group alone would take more than {limit / 1e9:.3g} GB by estimate"
+        return passed_over(window.step, reason, processes)
     beside = measure_beside(
         model,
         laid,
-        weights=weights,
-        passes=passes,
+        weights=torch.ones_like(means) if is_loss else means,
+        plans=[plan for plan in plans if plan is not None],
         temperature=float(trainer.temperature),
         precision=trainer.accelerator.autocast(),
         scale=scale,
+        processes=processes,
     )
-    if not window.is_caught:
-        beside = Beside(beside.measured, beside.log_probs, math.nan)
-    passed = judge(trainer, window.step, beside, unevenness, settings)
-    return reading_of(trainer, window.step, rows, laid, beside, -means, passed, settings)
+    if not is_caught:
+        beside = replace(beside, error=math.nan)
+    made: list[StepReading] = []
+
+    def read() -> StepReading:
+        passed = judge(trainer, window.step, beside, unevenness, settings)
+        reading = reading_of(trainer, window.step, rows, laid, beside, -means, passed, settings)
+        made.append(reading.with_scalars({"time/measure": time.perf_counter() - began}))
+        return made[0].bare
+
+    told = processes.from_first(read)
+    return made[0] if made else told
 
 
-def mean_derivatives(
-    rows: Rows, generations: Sequence[Generation], derivatives: Sequence[Tensor]
-) -> tuple[Tensor, float]:
-    """`(n,)` mean derivative of each row over its tokens, and how uneven it is within rows."""
-    found = [rollout_weights(c, g.loss_mask) for c, g in zip(derivatives, generations, strict=True)]
-    return rows.of([mean.cpu() for mean, _ in found]), max(uneven for _, uneven in found)
+def reason_against(parts: Sequence[Part], *, is_loss: bool) -> str | None:
+    """Why a step cannot be measured, None if it can."""
+    slices = [one for part in parts for one in part.slices]
+    if not slices:
+        return "no rollouts of it were seen"
+    if any(one.has_pictures for one in slices):
+        return "its prompts have images, which a measurement cannot give to the model"
+    if is_loss and not all(part.is_caught for part in parts):
+        return "the trainer's loss did not go through its log-probabilities"
+    return None
+
+
+def memory_limit(model: nn.Module, settings: Settings, processes: Processes) -> float:
+    """Bytes that a measurement may take in this process."""
+    if settings.memory_gb is not None:
+        return settings.memory_gb * 1e9
+    return free_bytes(model, processes.count) * SHARE
 
 
 def judge(trainer: Any, step: int, beside: Beside, unevenness: float, settings: Settings) -> bool:
@@ -133,7 +185,7 @@ def reading_of(
     scalars |= {"check/relative_error": beside.error, "check/passed": float(passed)}
     rollouts: list[RolloutRecord] = []
     if settings.keep_rollouts:
-        log_probs = [row[mask] for row, mask in zip(beside.log_probs, laid.completion_mask, strict=True)]
+        log_probs = [row[mask] for row, mask in zip(beside.log_probs, laid.completion_mask.cpu(), strict=True)]
         rollouts = rollout_records(step, rows, log_probs, tokenizer, stop_ids(trainer, tokenizer), kind)
     return StepReading(
         step=step,
@@ -147,22 +199,40 @@ def reading_of(
     )
 
 
-def energies_of(trainer: Any, generation: Generation) -> Tensor:
-    """`(N,)` squared norms of the scores, for the baselines that need them: a pass of its own at every generation."""
+def energies_of(trainer: Any, whole: Generation, slices: Sequence[Generation], processes: Processes = ALONE) -> Tensor:
+    """`(N,)` squared norms of the scores, for the baselines that need them: a pass of its own at every generation.
+
+    Each process measures its share of the groups, or the first group once more if there are too few.
+
+    Args:
+        trainer: The trainer.
+        whole: The generation.
+        slices: The same as each process has it.
+        processes: Those that train together.
+    """
     model: nn.Module = trainer.accelerator.unwrap_model(trainer.model)
     is_relative = counts_distances(model)
-    laid = laid_out(generation, None, compact=is_relative)
+    laid = laid_together(slices, None, compact=is_relative).on(trainer.accelerator.device)
     counted = model if is_relative else AsTheTrainerCalls(model)
-    with trainer.accelerator.autocast():
-        gram = measure_gram(
-            counted,
-            laid.input_ids,
-            laid.completion_mask,
-            laid.attention_mask,
-            group_size=generation.group_size,
-            temperature=float(trainer.temperature),
-        )
-    return gram.matrix.diagonal()
+    size = whole.group_size
+    bounds = list(range(0, whole.size + 1, size))
+    share = dealt(bounds, processes.count, between_prompts=False)[processes.rank]
+    own = len(share) > 1
+    part = laid.at(slice(share[0], share[-1]) if own else slice(0, size))
+
+    def diagonal() -> Tensor:
+        with trainer.accelerator.autocast():
+            gram = measure_gram(
+                counted,
+                part.input_ids,
+                part.completion_mask,
+                part.attention_mask,
+                group_size=size,
+                temperature=float(trainer.temperature),
+            )
+        return gram.matrix.diagonal() if own else gram.matrix.new_zeros(0)
+
+    return torch.cat(processes.everyones(diagonal))
 
 
 def loss_scale(trainer: Any) -> float:
@@ -186,6 +256,7 @@ def stop_ids(trainer: Any, tokenizer: Any) -> set[int]:
     return found
 
 
-def passed_over(step: int, reason: str) -> None:
+def passed_over(step: int, reason: str, processes: Processes) -> None:
     """Say why a step is not measured."""
-    warnings.warn(f"scoregram: step {step} was not measured: {reason}.", stacklevel=5)
+    if processes.is_first:
+        warnings.warn(f"scoregram: step {step} was not measured: {reason}.", stacklevel=5)
