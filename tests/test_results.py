@@ -16,8 +16,8 @@ RESULTS = ROOT / "results"
 RECORDS = sorted(RESULTS.glob(f"*/{RECORD}"))
 
 
-def load_script():
-    spec = importlib.util.spec_from_file_location("result_tables", RESULTS / "table.py")
+def load_script(name: str = "table"):
+    spec = importlib.util.spec_from_file_location(f"results_{name}", RESULTS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -33,6 +33,14 @@ def test_pages_show_the_recorded_tables(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     assert "<!-- smollm2 table-1: begin -->" in text
     assert load_script().filled(text) == text, "run python results/table.py --write"
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.parent.name)
+def test_every_figure_is_drawn_from_the_recorded_data(record):
+    script = load_script("figures")
+    for figure in script.figures(record.parent):
+        drawn = (record.parent / "figures" / f"{figure['id']}.svg").read_text(encoding="utf-8")
+        assert script.digest(figure) in drawn, "run python results/figures.py"
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.parent.name)

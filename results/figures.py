@@ -1,0 +1,65 @@
+"""Figures of the committed replications as SVG, drawn from `results/*/exhibits.json`.
+
+python results/figures.py    draw them into results/*/figures
+
+A figure carries the hash of the data that it shows, so that one which has fallen behind is noticed.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("agg")
+import matplotlib.pyplot as plt
+
+HERE = Path(__file__).parent
+STYLES = {"measured": "-", "null": ":", "bound": "--", "paper": "-."}
+"""Line of a series, by what it is."""
+
+
+def figures(folder: Path) -> list[dict[str, Any]]:
+    """The figures among the exhibits of a replication."""
+    exhibits = json.loads((folder / "exhibits.json").read_text(encoding="utf-8"))["exhibits"]
+    return [one for one in exhibits if one["kind"] == "figure"]
+
+
+def digest(figure: dict[str, Any]) -> str:
+    """Hash of everything that a figure shows."""
+    return hashlib.sha256(json.dumps(figure, sort_keys=True).encode()).hexdigest()
+
+
+def draw(figure: dict[str, Any], path: Path) -> None:
+    """One file: series of one name and its null in one colour, intervals as bands."""
+    shown, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    names = list(dict.fromkeys(one["name"].partition(",")[0] for one in figure["series"]))
+    for one in figure["series"]:
+        colour = f"C{names.index(one['name'].partition(',')[0])}"
+        x, y = numbers(one["x"]), numbers(one["y"])
+        if one["points"]:
+            axes.scatter(x, y, s=10, color=colour, alpha=0.6, label=one["name"])
+            continue
+        axes.plot(x, y, STYLES[one["role"]], color=colour, label=one["name"])
+        if one["low"]:
+            axes.fill_between(x, numbers(one["low"]), numbers(one["high"]), color=colour, alpha=0.12, linewidth=0)
+    axes.set(title=figure["title"], xlabel=figure["x_title"], ylabel=figure["y_title"])
+    if figure["y_log"]:
+        axes.set_yscale("log")
+    shown.legend(loc="outside right upper", fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shown.savefig(path, metadata={"Date": None, "Description": digest(figure)})
+    plt.close(shown)
+
+
+def numbers(values: list[float | None]) -> list[float]:
+    """Undefined numbers as matplotlib leaves them out."""
+    return [float("nan") if value is None else value for value in values]
+
+
+if __name__ == "__main__":
+    mpl.rcParams["svg.hashsalt"] = "scoregram"
+    for exhibits in sorted(HERE.glob("*/exhibits.json")):
+        for figure in figures(exhibits.parent):
+            draw(figure, exhibits.parent / "figures" / f"{figure['id']}.svg")
