@@ -29,14 +29,14 @@ class Record:
 
     def __init__(self, rollouts: int, most: int, stop_ids: Tensor, *, has_behaviour: bool) -> None:
         device = stop_ids.device
-        self.stop_ids = stop_ids
         self.most = most
         self.rows = torch.arange(rollouts, device=device)
         self.steps = 0
         dtypes = (torch.int64, torch.float32, torch.float32)[: 2 + has_behaviour]
         self._all = [torch.zeros(most, rollouts, device=device, dtype=dtype) for dtype in dtypes]
         self._live = self._all
-        self._ended = torch.zeros(rollouts, dtype=torch.bool, device=device)
+        self._stops = frozenset(stop_ids.tolist())
+        self._ended: set[int] = set()
         self._looked_at = 0
 
     def write(self, drawn: Drawn) -> None:
@@ -50,18 +50,19 @@ class Record:
         for block, values in zip(self._live, (drawn.token, drawn.log_prob, drawn.behaviour), strict=False):
             block.index_copy_(0, step, values.to(block.dtype)[None])
 
-    def open_places(self) -> Tensor:
+    def open_places(self) -> list[int]:
         """Places among `rows` of the rollouts that have drawn no stop token."""
         since, self._looked_at = self._looked_at, self.steps
-        self._ended |= torch.isin(self._live[0][since : self.steps], self.stop_ids).any(0)
-        return (~self._ended).nonzero()[:, 0]
+        for tokens in self._live[0][since : self.steps].tolist():
+            self._ended.update(place for place, token in enumerate(tokens) if token in self._stops)
+        return [place for place in range(len(self.rows)) if place not in self._ended]
 
     def keep(self, places: Tensor) -> None:
-        """From now on write only the rollouts at these places among `rows`."""
+        """From now on write only the rollouts at these places among `rows`, all of them open."""
         self._store()
         self.rows = self.rows[places]
         self._live = [block[:, places] for block in self._live]
-        self._ended = self._ended[places]
+        self._ended = set()
 
     def _store(self) -> None:
         if self._live is not self._all:

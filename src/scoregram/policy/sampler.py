@@ -22,7 +22,7 @@ from scoregram.policy.rollouts import Rollouts
 from scoregram.policy.ways import Shared, Way
 
 LOOK_EVERY = 4
-"""Steps between two looks at which rollouts have ended."""
+"""Steps between two looks at which rollouts have ended, where the host has to wait for a device to see it."""
 WORTH_DROPPING = 0.25
 """Share of rows that must have ended before the rest is copied into a smaller batch."""
 
@@ -124,6 +124,7 @@ def advance(
 ) -> None:
     """Draw until every rollout has ended."""
     logits = run.start(prompts, repeats)
+    look_every = 1 if logits.device.type == "cpu" else LOOK_EVERY
     with run.decoding():
         while True:
             drawn = draw(logits, uniforms[record.steps], sampling)
@@ -134,11 +135,12 @@ def advance(
             if token.is_cuda and isinstance(run, Shared):
                 advance_captured(run, token, record, uniforms, sampling)
                 return
-            if record.steps % LOOK_EVERY == 0:
-                places = record.open_places()
-                if len(places) == 0:
+            if record.steps % look_every == 0:
+                still_open = record.open_places()
+                if not still_open:
                     return
-                if len(places) <= (1 - WORTH_DROPPING) * len(token):
+                if len(still_open) <= (1 - WORTH_DROPPING) * len(token):
+                    places = torch.tensor(still_open, device=token.device)
                     record.keep(places)
                     run.keep(places)
                     token, uniforms = token[places], uniforms[:, places]
