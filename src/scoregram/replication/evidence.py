@@ -14,13 +14,49 @@ from scoregram.replication.verdicts import judge
 from scoregram.runs.atomic import write_atomically
 
 SECTIONS = (
-    ("The paper's table and figures", "", ("table-1", "figure-1", "figure-2", "figure-3")),
-    ("Spread and dead groups", "", ("figure-spread", "figure-dead")),
-    ("Why the rank is what it is", "", ("accounting", "conditions", "figure-cosine", "by-right", "at-fixed-k")),
-    ("Temperature and layers", "", ("by-temperature", "by-layer")),
-    ("Other baselines", "", ("by-estimator", "variance", "methods")),
-    ("Saturation and group size", "", ("prediction", "group-size")),
-    ("Several turns", "", ("turn-offset", "turn-credit")),
+    (
+        "The paper's table and figures",
+        "Rows are A_i ψ_i, the pull of each rollout; the effective rank (Σσ)²/Σσ² says over how many directions a "
+        "group's pulls are spread. A number means something only as far as it differs from its nulls: orthogonal "
+        "scores have no directions in common at all, and still give a rank far below R when few rollouts are right.",
+        ("table-1", "figure-1", "figure-2", "figure-3"),
+    ),
+    (
+        "Spread and dead groups",
+        "A group whose rewards are all alike has zero advantages: it costs rollouts and moves nothing. Everything "
+        "about spectra here is said of the other groups alone.",
+        ("figure-spread", "figure-dead"),
+    ),
+    (
+        "Why the rank is what it is",
+        "The rank of a group is taken apart exactly, factor by factor; then what it goes with, and whether it moves "
+        "when the number of right rollouts does not.",
+        ("accounting", "conditions", "figure-cosine", "by-right", "at-fixed-k"),
+    ),
+    (
+        "Temperature and layers",
+        "The same test prompts at several temperatures, and the same groups layer by layer: whether the finding hangs "
+        "on either.",
+        ("by-temperature", "by-layer"),
+    ),
+    (
+        "Other baselines",
+        "What other group baselines make of the same rollouts, of the gradient's error, and, where they were trained, "
+        "of the accuracy.",
+        ("by-estimator", "variance", "methods"),
+    ),
+    (
+        "Saturation and group size",
+        "Whether anything measured on the way foretells the next gain, and which group size the Gram asks for beside "
+        "the one that did best.",
+        ("prediction", "group-size"),
+    ),
+    (
+        "Several turns",
+        "Computed exactly in a small world, not measured on a model: what one advantage for a whole rollout misses "
+        "when a task has turns.",
+        ("turn-offset", "turn-credit"),
+    ),
 )
 """Title, text and exhibits of each section of the report."""
 
