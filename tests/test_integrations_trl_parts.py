@@ -1,12 +1,15 @@
 """The parts of the TRL integration that need no TRL."""
 
 import math
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 
 from scoregram.checks import ScoregramError
 from scoregram.integrations.trl.estimating import own_advantages
+from scoregram.integrations.trl.gathering import dealt, gathered, laid_together, merged, part_of
 from scoregram.integrations.trl.generation import Generation, laid_out, together
 from scoregram.integrations.trl.measuring import relative_error, rollout_weights
 from scoregram.integrations.trl.memory import bytes_of_pass, passes_within
@@ -51,6 +54,79 @@ def test_compact_rows_hold_the_same_tokens_in_order():
         assert there.int().diff().le(0).all(), "padding is on the right"
     both = together([compact, padded])
     assert both.input_ids.shape == (8, 6) and torch.equal(both.input_ids[4:], padded.input_ids)
+
+
+def cut(made: Generation, rows: slice, prompt: slice, completion: slice) -> Generation:
+    """What one process has of a generation, padded as its own rollouts need it."""
+    return replace(
+        made,
+        prompt_ids=made.prompt_ids[rows, prompt],
+        prompt_mask=made.prompt_mask[rows, prompt],
+        completion_ids=made.completion_ids[rows, completion],
+        completion_mask=made.completion_mask[rows, completion],
+        loss_mask=made.loss_mask[rows, completion],
+        advantages=made.advantages[rows],
+        rewards=made.rewards[rows],
+        by_function={name: values[rows] for name, values in made.by_function.items()},
+        sampled=made.sampled[rows],
+        prompt_names=made.prompt_names[rows],
+        behaviour=None if made.behaviour is None else made.behaviour[rows, completion],
+    )
+
+
+def test_slices_of_processes_are_put_together_again():
+    made = replace(generation(), by_function={"f": torch.arange(4.0)}, behaviour=torch.arange(12.0).view(4, 3))
+    first = cut(made, slice(0, 1), slice(0, 3), slice(0, 2))
+    rest = cut(made, slice(1, 4), slice(0, 3), slice(0, 3))
+    whole = merged([first, rest])
+    for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "loss_mask", "advantages"):
+        assert torch.equal(getattr(whole, name), getattr(made, name))
+    assert torch.equal(whole.by_function["f"], made.by_function["f"])
+    assert whole.behaviour is not None and made.behaviour is not None
+    assert torch.equal(whole.behaviour * whole.loss_mask, made.behaviour * made.loss_mask)
+    assert (whole.sampled, whole.prompt_names) == (made.sampled, made.prompt_names)
+    short = cut(made, slice(2, 4), slice(2, 3), slice(0, 3))
+    whole = merged([cut(made, slice(0, 2), slice(0, 3), slice(0, 2)), short])
+    assert [whole.prompt_of(row) for row in range(4)] == [made.prompt_of(row) for row in range(4)]
+    with pytest.raises(ScoregramError, match="must hold whole groups of 2, got 3 rollouts"):
+        merged([rest])
+
+
+def test_padding_of_a_slice_stays_where_positions_depend_on_it():
+    made = generation()
+    slices = [cut(made, slice(0, 2), slice(0, 3), slice(0, 2)), cut(made, slice(2, 4), slice(2, 3), slice(0, 3))]
+    laid = laid_together(slices, None, compact=False)
+    assert laid.input_ids.shape == (4, 5)
+    assert laid.attention_mask[2:].tolist() == [[1, 1, 1, 1, 0], [1, 0, 0, 0, 0]]
+
+
+def test_a_step_that_processes_saw_differently_is_refused():
+    window = Window(step=1)
+    parts = [
+        part_of([generation(serial)], window, scale=1.0, limit=1.0, processes=2, only_chosen=False) for serial in (0, 1)
+    ]
+    with pytest.raises(ScoregramError, match=r"same generations, got \[\[0\], \[1\]\]"):
+        gathered(parts)
+
+
+def test_derivatives_are_those_of_the_mean_over_processes():
+    made, window = generation(), Window(step=1)
+    batch = MicroBatch(rows_of(made)[:2])
+    batch.catch(torch.ones(2, 3))
+    window.batches.append(batch)
+    part = part_of([made], window, scale=4.0, limit=1.0, processes=2, only_chosen=True)
+    assert part.chosen[0].tolist() == [True, True, False, False]
+    assert torch.equal(part.derivatives[0][:2], made.loss_mask[:2].double() / 8)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 5])
+def test_every_group_is_dealt_to_one_process(processes):
+    bounds = [0, 4, 6, 12]
+    shares = dealt(bounds, processes, between_prompts=False)
+    assert len(shares) == processes
+    assert [pair for share in shares for pair in pairwise(share)] == list(pairwise(bounds))
+    whole = dealt(bounds, processes, between_prompts=True)
+    assert whole[0] == bounds and all(share == [0] for share in whole[1:])
 
 
 def test_lengths_of_masked_rollouts_are_those_of_what_was_sampled():
@@ -105,6 +181,8 @@ def test_passes_hold_as_many_groups_as_fit(monkeypatch):
     assert passes_within(10.0, model, bounds, 8) == [slice(0, 6), slice(6, 16)]
     assert passes_within(6.0, model, bounds, 8) == [slice(0, 6), slice(6, 12), slice(12, 16)]
     assert passes_within(5.0, model, bounds, 8) is None
+    assert passes_within(10.0, model, bounds[1:], 8) == [slice(4, 12), slice(12, 16)]
+    assert passes_within(1.0, model, [4], 8) == []
 
 
 def test_the_estimate_grows_with_rollouts_and_tokens_and_shrinks_with_checkpointing():

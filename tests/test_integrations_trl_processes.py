@@ -1,5 +1,6 @@
 """A TRL trainer in two processes: the Gram of every group by single backward passes, one run folder, one self-check."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,12 @@ import pytest
 import torch
 
 pytest.importorskip("trl")
+pytest.importorskip("peft")
 
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from scoregram.advantages import ESTIMATORS as TABLE
+from scoregram.gram.sketch import Sketch
 from tests.distributed_cases import in_processes
 from tests.trl_cases import run_in, trainer_for
 from tests.trl_processes import CASES, ESTIMATORS, LOSSES, SCORES, everything
@@ -58,8 +61,13 @@ def rows_one_by_one(model: Any, batch: dict[str, torch.Tensor], coefficients: to
     return torch.stack(rows)
 
 
+@cache
+def policy_in(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder / "policy").eval()
+
+
 def model_with(weights: dict[str, torch.Tensor], folder: Path) -> Any:
-    model: Any = AutoModelForCausalLM.from_pretrained(folder / "policy").eval()
+    model = policy_in(folder)
     assert weights.keys() == dict(model.named_parameters()).keys()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -167,6 +175,14 @@ def test_sharded_and_parallel_processes_measure_the_same(found, folder):
         assert a.gram is not None and b.gram is not None
         assert (a.step, a.prompt_id, a.rewards.tolist()) == (b.step, b.prompt_id, b.rewards.tolist())
         close(b.gram, a.gram)
+
+
+def test_what_the_scores_do_not_explain_is_seen_alike(found):
+    """Gradients parameter by parameter, and sketches of them: the same error, within what a sketch promises."""
+    parallel, sharded = (found[0][f"{kind}, unexplained"]["errors"] for kind in ("parallel", "sharded"))
+    assert max(parallel[0], sharded[0]) <= 1e-5 < 0.1 < parallel[1]
+    assert sharded[1] == pytest.approx(parallel[1], rel=3 * Sketch().relative_error_bound)
+    assert found[0]["sharded, unexplained"]["errors"] == found[1]["sharded, unexplained"]["errors"]
 
 
 def test_what_fails_in_one_process_fails_in_all_and_the_next_step_is_measured(found):

@@ -1,5 +1,6 @@
 """TRL trainers in two connected processes, data parallel and sharded: what each of them saw."""
 
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,22 +27,22 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)
     """Of the trainer's arguments."""
     policy: str = "tied"
+    lora: bool = False
 
 
 UNEVEN = {"beta": 0.1, "num_iterations": 2, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 6}
 """A KL term and a second step on the same rollouts."""
 ONE_GROUP = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+AGAIN = {"gradient_checkpointing": True}
 SCORES: dict[str, Case] = {
     "parallel": Case(),
-    "parallel, rloo": Case(kind="RLOO"),
-    "parallel, one group": Case(changes=ONE_GROUP),
+    "parallel, rloo": Case(kind="RLOO", changes=AGAIN),
     "parallel, between prompts": Case(asked={"between_prompts": True}),
     "parallel, absolute positions": Case(policy="absolute"),
     "sharded": Case(sharded=True),
-    "sharded, untied": Case(sharded=True, policy="untied"),
-    "sharded, one group": Case(sharded=True, changes=ONE_GROUP),
+    "sharded, one group": Case(sharded=True, changes=ONE_GROUP | AGAIN),
     "sharded, between prompts": Case(sharded=True, asked={"between_prompts": True}),
-    "sharded, several passes": Case(sharded=True, asked={"memory_gb": 5}),
+    "sharded, several passes": Case(sharded=True, asked={"memory_gb": 5}, policy="untied"),
 }
 LOSSES: dict[str, Case] = {
     "parallel, loss": Case(asked={"mode": "loss"}, changes=UNEVEN),
@@ -51,14 +52,21 @@ ESTIMATORS: dict[str, Case] = {
     "parallel, estimator": Case(asked={"estimator": "optimal-loo"}),
     "sharded, estimator": Case(sharded=True, asked={"estimator": "optimal-loo"}),
 }
-CASES = SCORES | LOSSES | ESTIMATORS
+ADAPTERS: dict[str, Case] = {"sharded, lora": Case(sharded=True, lora=True)}
+CASES = SCORES | LOSSES | ESTIMATORS | ADAPTERS
+UNEXPLAINED: dict[str, Case] = {
+    "parallel, unexplained": Case(changes={"beta": 2.0}),
+    "sharded, unexplained": Case(sharded=True, changes={"beta": 2.0}),
+}
+"""A KL term, which the scores of the second step do not explain."""
 
 
 def everything(rank: int, folder: Path) -> dict[str, Any]:
     """All that the tests look at: processes take longer to start than to do it."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     os.environ |= {"WORLD_SIZE": str(PROCESSES), "LOCAL_WORLD_SIZE": str(PROCESSES), "ACCELERATE_USE_CPU": "true"}
-    found: dict[str, Any] = {name: run(name, case, folder) for name, case in CASES.items()}
+    gc.freeze()  # or each training would walk over everything that was imported, at its beginning
+    found: dict[str, Any] = {name: run(name, case, folder) for name, case in (CASES | UNEXPLAINED).items()}
     found["plain"] = run("plain", Case(), folder, attached=False)
     found["failing"] = run("failing", Case(), folder, before=lambda: fails_once(rank))
     found["too large for one"] = run("too large", Case(), folder, before=lambda: is_small(rank))
@@ -74,6 +82,7 @@ def run(
     trainer = trainer_for(
         case.kind,
         folder / case.policy,
+        peft=lora() if case.lora else None,
         **({"per_device_train_batch_size": 3, "max_grad_norm": 0.0} | case.changes),
     )
     if case.sharded:
@@ -109,6 +118,12 @@ def run(
     return (
         told | seen | {"weights": weights_of(trainer), "logged": logged, "kind": type(trainer.model_wrapped).__name__}
     )
+
+
+def lora() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, lora_alpha=16, lora_dropout=0.0, target_modules=["q_proj", "down_proj"])
 
 
 def forget_the_last_trainer() -> None:

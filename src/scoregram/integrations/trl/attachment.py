@@ -210,10 +210,10 @@ class Attachment:
             return output
         if self.settings.estimator is not None:  # whatever fails here must end the training
             output = {**output, "advantages": self._own_advantages(output)}
+        serial, self._made = self._made, self._made + 1  # also where this fails: all processes count alike
         with self._without_harm():
-            generation = self._seen_in(output)
-            self._generations[generation.serial] = generation
-            self._made += 1
+            generation = self._seen_in(output, serial)
+            self._generations[serial] = generation
             return {**output, ROWS: rows_of(generation)}
         return output
 
@@ -262,14 +262,14 @@ class Attachment:
         if self._is_owed and (self._window is None or self._window.step != step):
             self._window = Window(step)
 
-    def _seen_in(self, output: Mapping[str, Any]) -> Generation:
-        return generation_of(self.trainer, output, self._reward_call, self._made, self.processes)
+    def _seen_in(self, output: Mapping[str, Any], serial: int) -> Generation:
+        return generation_of(self.trainer, output, self._reward_call, serial, self.processes)
 
     def _own_advantages(self, output: Mapping[str, Any]) -> Tensor:
         """Those of this process: every process makes all of them from the rollouts of all."""
         estimator = self.settings.estimator
         assert estimator is not None
-        slices = self.processes.everyones(lambda: self._sendable(self._seen_in(output)))
+        slices = self.processes.everyones(lambda: self._sendable(self._seen_in(output, self._made)))
         whole = merged(slices).on(self.trainer.accelerator.device)
         energies = energies_of(self.trainer, whole, slices, self.processes) if needs_energies(estimator) else None
         is_rloo = any(base.__name__ == "RLOOTrainer" for base in type(self.trainer).__mro__)
