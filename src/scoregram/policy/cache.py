@@ -1,17 +1,17 @@
 """Keys and values of plain attention layers in one block per layer, filled once per prompt for all its rollouts."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
+
+from scoregram.policy.modes import computed_in
 
 
 class SharedCache(Cache):
     """A fixed block `(rows, heads, capacity, width)` of keys and of values for every layer, written column by column.
 
-    A prompt goes through the model once, into a cache of its own; `fill` copies what it left there into the rows of all
-    its rollouts. From then on every forward pass adds one column. The column is a number, or, for a step that is
+    A prompt goes through the model once; `fill` copies the keys and values that it leaves into the rows of all its
+    rollouts. From then on every forward pass adds one column. The column is a number, or, for a step that is
     captured and replayed, a tensor on the device; then all of `visible` columns are returned and the mask decides.
     """
 
@@ -25,17 +25,15 @@ class SharedCache(Cache):
         self.column: Tensor | None = None
         self.visible = capacity
 
-    def fill(self, prefilled: DynamicCache, first_row: int, repeats: int) -> None:
-        """Copy a prefilled cache, each of its rows `repeats` times, from `first_row` on."""
-        layers: list[Any] = prefilled.layers
-        for index, layer in enumerate(layers):
-            if index == len(self.keys):
-                self.keys.append(self.block_like(layer.keys))
-                self.values.append(self.block_like(layer.values))
-            for block, part in ((self.keys[index], layer.keys), (self.values[index], layer.values)):
-                rows = block[first_row : first_row + len(part) * repeats, :, : part.shape[2]]
-                rows.unflatten(0, (len(part), repeats)).copy_(part[:, None])
-            self.length = layer.keys.shape[2]
+    def fill(self, index: int, keys: Tensor, values: Tensor, first_row: int, repeats: int) -> None:
+        """Copy what prompts left in a layer, `(P, heads, columns, width)`, each row `repeats` times in a row."""
+        if index == len(self.keys):
+            self.keys.append(self.block_like(keys))
+            self.values.append(self.block_like(values))
+        for block, part in ((self.keys[index], keys), (self.values[index], values)):
+            rows = block[first_row : first_row + len(part) * repeats, :, : part.shape[2]]
+            rows.unflatten(0, (len(part), repeats)).copy_(part[:, None])
+        self.length = keys.shape[2]
 
     def block_like(self, part: Tensor) -> Tensor:
         """Room for every row, in the dtype that attention will compute with.
@@ -43,10 +41,8 @@ class SharedCache(Cache):
         Autocast would turn every key and value into its own dtype at every step. A captured step reads columns before
         they are written, behind a mask, and there a number that is none would spoil the sum: hence zeros on a GPU.
         """
-        kind = part.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else part.dtype
         make = torch.zeros if part.is_cuda else torch.empty
-        return make(self.rows, part.shape[1], self.capacity, part.shape[3], dtype=dtype, device=part.device)
+        return make(self.rows, part.shape[1], self.capacity, part.shape[3], dtype=computed_in(part), device=part.device)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object

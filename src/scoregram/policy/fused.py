@@ -1,4 +1,4 @@
-"""A decoding step of Llama-like models in a third of the operations.
+"""The forward pass of Llama-like models in a third of the operations, for sampling.
 
 For one token per row, most of a forward pass through transformers is the cost of starting small operations. Here the
 three projections of attention are one product, as are the two of the gated MLP; norms are single calls, residuals are
@@ -6,7 +6,7 @@ added inside products, and keys are turned together with queries. The numbers ar
 and `choice` verifies that before this is used.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from scoregram.policy.gathered import gathered
-from scoregram.policy.modes import base_of
+from scoregram.policy.modes import base_of, computed_in
 from scoregram.policy.ways import Shared
 
 FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
@@ -125,64 +125,105 @@ class Layer:
     down: Joined
 
 
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""What tokens gather, `(n, Hq d)`, from the number of a layer, their queries, keys and values, `(n, heads, d)` each."""
+
+
 class Fused(Shared):
-    """`Shared` with a forward pass of its own for everything after the prompts."""
+    """`Shared` with a forward pass of its own."""
 
     def start(self, prompts: Sequence[Sequence[int]], repeats: int) -> Tensor:
-        """As `Shared`, and the weights as they are now, joined."""
-        logits = super().start(prompts, repeats)
+        """As `Shared`, by the weights as they are now, joined."""
         inner: Any = base_of(self.model)
-        kind = self.cache.keys[0].dtype  # what products are computed in
+        kind = computed_in(inner.lm_head.weight)
         self.heads = inner.config.num_attention_heads, inner.config.num_key_value_heads
         self.layers = [joined_layer(layer, kind) for layer in inner.model.layers]
         self.embedding, self.norm = inner.model.embed_tokens, norm_of(inner.model.norm, kind)
         self.head = joined([inner.lm_head], kind, self.norm)
-        places = torch.arange(self.capacity, device=logits.device)[None]
+        places = torch.arange(self.capacity, device=self.embedding.weight.device)[None]
         cosine, sine = inner.model.rotary_emb(self.embedding.weight[:1, :1].to(kind), places)
         half = sine.shape[2] // 2
         # the halves of a head swap places, the first with its sign changed: put that sign into the sine
         signed = torch.cat([-sine[0, :, :half], sine[0, :, half:]], 1)
         self.turns = torch.stack([cosine[0], signed], 1)  # (capacity, 2, d)
-        return logits
+        return super().start(prompts, repeats)
 
     def decoding(self) -> AbstractContextManager[None]:
         """Inference mode, cheaper than the absence of gradients: here nothing the model keeps is made or changed."""
         return torch.inference_mode()
 
+    def prefill(self, ids: Tensor, positions: Tensor, first_row: int, repeats: int) -> Tensor:
+        """As `Shared`, on a CPU by the forward pass of this file; a GPU runs ahead of Python over so many tokens."""
+        if ids.is_cuda:
+            return super().prefill(ids, positions, first_row, repeats)
+        rows, length = ids.shape
+        visible = seen_by_prompts(positions) if self.is_padded else None
+
+        def attend(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            query, key, value = (heads.unflatten(0, ids.shape).transpose(1, 2) for heads in (query, key, value))
+            self.cache.fill(index, key, value, first_row, repeats)
+            key, value = (heads.repeat_interleave(query.shape[1] // heads.shape[1], 1) for heads in (key, value))
+            scale = self.layers[index].scale
+            found = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=visible, is_causal=visible is None, scale=scale
+            )
+            return found.transpose(1, 2).reshape(rows * length, -1)
+
+        hidden = self.hidden(ids.flatten(), self.turns[positions.clamp(min=0).flatten()], attend)
+        return self.scores(hidden.view(rows, length, -1)[:, -1])
+
     def logits(self, token: Tensor, mask: Tensor) -> Tensor:
         """`(N, V)` logits behind `token`, by the forward pass of this file."""
-        hidden = F.embedding(token, self.embedding.weight)
         # where no row is padded, all are at one position and see every column
         together = not self.is_padded and self.cache.column is None
         hides = None if together else mask
+
+        def attend(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            key, value = self.cache.update(key[:, :, None], value[:, :, None], index)
+            query = query.reshape(len(query), key.shape[1], -1, query.shape[2])
+            return gathered(query, key, value, hides, self.layers[index].scale).reshape(len(query), -1)
+
         turn = self.turns[self.cache.length] if together else self.turns[self.position[:, 0]]
-        cosine, sine = turn.unsqueeze(-2).unbind(-3)  # (N, 1, d) or (1, d)
+        return self.scores(self.hidden(token, turn, attend))
+
+    def hidden(self, token: Tensor, turn: Tensor, attend: Attend) -> Tensor:
+        """`(n, D)` last hidden states of `n` tokens, whose positions are in `turn` and which gather by `attend`."""
+        hidden = F.embedding(token, self.embedding.weight)
+        kind = self.head.weight.dtype
+        cosine, sine = turn.unsqueeze(-2).unbind(-3)  # (n, 1, d) or (1, d)
         for index, layer in enumerate(self.layers):
-            mixed = self.attention(index, layer, layer.before_attention(hidden), cosine, sine, hides)
+            flat = layer.queries_keys_values(layer.before_attention(hidden).to(kind))
+            mixed = attend(index, *self.turned(flat, layer, cosine, sine))
             hidden = layer.output.added_to(hidden, mixed)
-            both = layer.gate_and_up(layer.before_mlp(hidden).to(mixed.dtype))
+            both = layer.gate_and_up(layer.before_mlp(hidden).to(kind))
             gate, up = both.chunk(2, 1)
             hidden = layer.down.added_to(hidden, layer.activation(gate).mul_(up))
-        return self.head(self.norm(hidden).to(self.head.weight.dtype))
+        return hidden
 
-    def attention(
-        self, index: int, layer: Layer, x: Tensor, cosine: Tensor, sine: Tensor, mask: Tensor | None
-    ) -> Tensor:
-        """`(N, Hq d)`: what the new token gathers from all columns so far, its own included."""
+    def turned(self, flat: Tensor, layer: Layer, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys turned to their positions, and values, `(n, heads, d)` each."""
         queries, keys = self.heads
-        rows = len(x)
-        flat = layer.queries_keys_values(x.to(self.head.weight.dtype))
-        split = flat.view(rows, queries + 2 * keys, -1)
-        turned, value = split[:, : queries + keys], split[:, queries + keys :]
+        split = flat.view(len(flat), queries + 2 * keys, -1)
+        both, value = split[:, : queries + keys], split[:, queries + keys :]
         if layer.head_norms is not None:
             for_query, for_key = layer.head_norms
-            turned = torch.cat([normed(turned[:, :queries], for_query), normed(turned[:, queries:], for_key)], 1)
-        half = turned.shape[2] // 2
-        swapped = torch.cat([turned[..., half:], turned[..., :half]], 2)
-        turned = torch.addcmul(turned * cosine, swapped, sine)
-        key, values = self.cache.update(turned[:, queries:, None], value[:, :, None], index)
-        query = turned[:, :queries].reshape(rows, keys, queries // keys, -1)
-        return gathered(query, key, values, mask, layer.scale).reshape(rows, -1)
+            both = torch.cat([normed(both[:, :queries], for_query), normed(both[:, queries:], for_key)], 1)
+        half = both.shape[2] // 2
+        swapped = torch.cat([both[..., half:], both[..., :half]], 2)
+        both = torch.addcmul(both * cosine, swapped, sine)
+        return both[:, :queries], both[:, queries:], value
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """`(n, V)` logits behind hidden states."""
+        return self.head(self.norm(hidden).to(self.head.weight.dtype))
+
+
+def seen_by_prompts(positions: Tensor) -> Tensor:
+    """`(P, 1, T, T)`: whether a token of a prompt (third axis) sees another (fourth axis); padding sees itself."""
+    width = positions.shape[1]
+    before = torch.ones(width, width, dtype=torch.bool, device=positions.device).tril()
+    itself = torch.eye(width, dtype=torch.bool, device=positions.device)
+    return ((positions >= 0)[:, None, :] & before | itself)[:, None]
 
 
 def joined_layer(layer: Any, dtype: torch.dtype) -> Layer:

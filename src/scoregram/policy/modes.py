@@ -38,6 +38,12 @@ def hides_precision(model: nn.Module) -> bool:
     return torch.is_autocast_enabled(weight.device.type) and weight.dtype in {torch.float32, torch.float64}
 
 
+def computed_in(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype that products with a tensor are computed in: its own, unless autocast has another."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+
+
 def without_autocast(model: nn.Module) -> AbstractContextManager[object]:
     """Inside, a model computes in the precision of its weights."""
     return torch.autocast(next(model.parameters()).device.type, enabled=False)

@@ -64,8 +64,6 @@ class Shared(Way):
         self.last_only = {"logits_to_keep": 1} if takes(model, "logits_to_keep") else {}
 
     def start(self, prompts: Sequence[Sequence[int]], repeats: int) -> Tensor:  # noqa: D102
-        from transformers.cache_utils import DynamicCache
-
         from scoregram.policy.cache import SharedCache
 
         device = next(self.model.parameters()).device
@@ -74,22 +72,11 @@ class Shared(Way):
         ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
         positions = torch.arange(longest, device=device) - pads[:, None]
         self.is_padded = len(set(map(len, prompts))) > 1
-        mask = (positions >= 0).long() if self.is_padded else None
         self.cache = SharedCache(len(prompts) * repeats, self.capacity)
         logits, chunk = [], max(1, PREFILL_TOKENS // longest)
         for first in range(0, len(prompts), chunk):
             here = slice(first, first + chunk)
-            prefilled = DynamicCache()
-            out = self.model(
-                input_ids=ids[here],
-                attention_mask=None if mask is None else mask[here],
-                position_ids=positions[here].clamp(min=0),
-                past_key_values=prefilled,
-                use_cache=True,
-                **self.last_only,
-            )
-            self.cache.fill(prefilled, first * repeats, repeats)
-            logits.append(out.logits[:, -1])
+            logits.append(self.prefill(ids[here], positions[here], first * repeats, repeats))
         pads = pads.repeat_interleave(repeats)
         self.position = (longest - pads)[:, None]  # of the next token
         hidden = torch.arange(self.capacity, device=device) < pads[:, None]
@@ -97,6 +84,31 @@ class Shared(Way):
         lowest = torch.finfo(open_everywhere.dtype).min
         self.mask = open_everywhere.masked_fill(hidden, lowest)[:, None, None]  # (N, 1, 1, capacity)
         return torch.cat(logits).repeat_interleave(repeats, 0)
+
+    def prefill(self, ids: Tensor, positions: Tensor, first_row: int, repeats: int) -> Tensor:
+        """`(P, V)` logits behind prompts, whose keys and values go into the rows of their rollouts.
+
+        Args:
+            ids: `(P, T)`, padded on the left.
+            positions: `(P, T)`, negative for padding.
+            first_row: Of the first rollout.
+            repeats: Rollouts of each prompt.
+        """
+        from transformers.cache_utils import DynamicCache
+
+        prefilled = DynamicCache()
+        out = self.model(
+            input_ids=ids,
+            attention_mask=(positions >= 0).long() if self.is_padded else None,
+            position_ids=positions.clamp(min=0),
+            past_key_values=prefilled,
+            use_cache=True,
+            **self.last_only,
+        )
+        layers: list[Any] = prefilled.layers
+        for index, layer in enumerate(layers):
+            self.cache.fill(index, layer.keys, layer.values, first_row, repeats)
+        return out.logits[:, -1]
 
     def step(self, token: Tensor) -> Tensor:  # noqa: D102
         if self.cache.column is not None:
