@@ -3,7 +3,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 BIN := .venv/bin
 STAMP := .venv/.built
 
-.PHONY: run test test-all check format clean
+TRL_TESTS := $(wildcard tests/test_integrations_trl*.py)
+
+.PHONY: run test test-all test-trl check format clean
 
 run: $(STAMP)
 	$(BIN)/scoregram replicate --preset quick --out runs/quick
@@ -13,6 +15,13 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n auto -q -m "not gpu"
+
+# The newest version of TRL that was tested, then the oldest.
+test-trl: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,trl]'
+	$(BIN)/python -m pytest -n auto -q -m "integration or not slow" $(TRL_TESTS)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .trl/oldest trl==1.0.0
+	PYTHONPATH=.trl/oldest $(BIN)/python -m pytest -n auto -q -m "integration or not slow" $(TRL_TESTS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -31,4 +40,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .trl build dist .pytest_cache .ruff_cache .hypothesis
