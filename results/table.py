@@ -20,7 +20,11 @@ WANTED = {
     "smollm2 by-temperature": ("smollm2-gsm8k", "by-temperature", None),
     "smollm2 by-layer": ("smollm2-gsm8k", "by-layer", None),
     "smollm2 by-estimator": ("smollm2-gsm8k", "by-estimator", None),
+    "smollm2 variance": ("smollm2-gsm8k", "variance", None),
     "smollm2 verdicts": ("smollm2-gsm8k", None, None),
+    "tiny settings": ("tiny-settings", "settings", None),
+    "tiny variables": ("tiny-settings", "variables", None),
+    "tiny explained": ("tiny-settings", "explained", None),
 }
 """Mark → folder, exhibit (None for the verdicts), columns (None for all)."""
 

@@ -56,6 +56,12 @@ def test_the_shipped_copy_is_the_record(record):
     assert claims <= measured_verdicts().keys()
 
 
+def test_the_tables_of_many_settings_follow_from_their_grams():
+    script = load_script("tiny_settings")
+    stored = json.loads((script.HERE / "exhibits.json").read_text(encoding="utf-8"))["exhibits"]
+    assert json.loads(json.dumps(script.tables())) == stored
+
+
 def test_no_text_of_the_data_set_is_there():
     from scoregram.runs import open_run
 
