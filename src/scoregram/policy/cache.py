@@ -53,10 +53,9 @@ class SharedCache(Cache):
             keys.index_copy_(2, self.column, key_states.to(keys.dtype))
             values.index_copy_(2, self.column, value_states.to(values.dtype))
             return keys[:, :, : self.visible], values[:, :, : self.visible]
-        end = self.length + 1
-        keys[:, :, self.length : end] = key_states
-        values[:, :, self.length : end] = value_states
-        return keys[:, :, :end], values[:, :, :end]
+        for block, states in ((keys, key_states), (values, value_states)):
+            block.narrow(2, self.length, 1).copy_(states)
+        return keys.narrow(2, 0, self.length + 1), values.narrow(2, 0, self.length + 1)
 
     @property
     def seen(self) -> int:

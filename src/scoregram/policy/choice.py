@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from scoregram.policy.fused import Fused, is_fusible
-from scoregram.policy.modes import PolicyWarning, base_of, hides_precision, without_autocast
+from scoregram.policy.modes import UNBOUNDED, PolicyWarning, base_of, hides_precision, without_autocast
 from scoregram.policy.ways import Grown, Recomputed, Shared, Way, takes
 
 PROBES = ((1, 2, 3), (4, 5, 6, 7, 8, 9, 1, 2), (9, 8, 7, 6, 5))
@@ -26,6 +26,7 @@ IMPOSSIBLE = (AttributeError, IndexError, KeyError, NotImplementedError, Runtime
 """What a model raises that cannot go a way."""
 
 _agrees: WeakKeyDictionary[nn.Module, dict[tuple[type, bool], bool]] = WeakKeyDictionary()
+_reaches: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 def fastest_way(model: nn.Module, capacity: int) -> type[Way]:
@@ -70,19 +71,24 @@ def candidates(model: nn.Module, capacity: int) -> list[type[Way]]:
 
 def is_plain_attention(model: nn.Module, capacity: int) -> bool:
     """Whether every layer attends to all tokens of a text this long, keeps its own keys and values, and no more."""
+    if model not in _reaches:
+        _reaches[model] = reach_of(model)
+    return capacity <= _reaches[model]
+
+
+def reach_of(model: nn.Module) -> int:
+    """Tokens that the narrowest layer attends to; 0 for a model whose layers keep anything but keys and values."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     config = base_of(model).config
     if not takes(model, "position_ids") or not takes(model, "past_key_values"):
-        return False
+        return 0
     text = config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     if getattr(text, "alibi", False) or getattr(text, "num_kv_shared_layers", 0):
-        return False
+        return 0
     layers = DynamicCache(config=config).layers  # pyright: ignore[reportArgumentType]
-    return all(
-        type(layer) is DynamicLayer or (type(layer) is DynamicSlidingWindowLayer and window_of(layer) >= capacity)
-        for layer in layers
-    )
+    reaches = {DynamicLayer: lambda _: UNBOUNDED, DynamicSlidingWindowLayer: window_of}
+    return min((reaches.get(type(layer), lambda _: 0)(layer) for layer in layers), default=UNBOUNDED)
 
 
 def window_of(layer: object) -> int:

@@ -157,12 +157,13 @@ class Fused(Shared):
         if ids.is_cuda:
             return super().prefill(ids, positions, first_row, repeats)
         rows, length = ids.shape
-        visible = seen_by_prompts(positions) if self.is_padded else None
+        visible, shared = seen_by_prompts(positions) if self.is_padded else None, self.heads[0] // self.heads[1]
 
         def attend(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             query, key, value = (heads.unflatten(0, ids.shape).transpose(1, 2) for heads in (query, key, value))
             self.cache.fill(index, key, value, first_row, repeats)
-            key, value = (heads.repeat_interleave(query.shape[1] // heads.shape[1], 1) for heads in (key, value))
+            if shared > 1:
+                key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
             scale = self.layers[index].scale
             found = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=visible, is_causal=visible is None, scale=scale
@@ -179,7 +180,7 @@ class Fused(Shared):
         hides = None if together else mask
 
         def attend(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            key, value = self.cache.update(key[:, :, None], value[:, :, None], index)
+            key, value = self.cache.update(key.unsqueeze(2), value.unsqueeze(2), index)
             query = query.reshape(len(query), key.shape[1], -1, query.shape[2])
             return gathered(query, key, value, hides, self.layers[index].scale).reshape(len(query), -1)
 
@@ -208,8 +209,7 @@ class Fused(Shared):
         if layer.head_norms is not None:
             for_query, for_key = layer.head_norms
             both = torch.cat([normed(both[:, :queries], for_query), normed(both[:, queries:], for_key)], 1)
-        half = both.shape[2] // 2
-        swapped = torch.cat([both[..., half:], both[..., :half]], 2)
+        swapped = both.roll(both.shape[2] // 2, 2)
         both = torch.addcmul(both * cosine, swapped, sine)
         return both[:, :queries], both[:, queries:], value
 
@@ -238,7 +238,7 @@ def joined_layer(layer: Any, dtype: torch.dtype) -> Layer:
         output=joined([attention.o_proj], dtype),
         before_mlp=second,
         gate_and_up=joined([mlp.gate_proj, mlp.up_proj], dtype, second),
-        activation=mlp.act_fn,
+        activation=mlp.act_fn.forward,
         down=joined([mlp.down_proj], dtype),
     )
 

@@ -33,5 +33,6 @@ class Rollouts:
 
     def completion_ids(self) -> list[list[int]]:
         """The sampled tokens of every rollout, without padding."""
-        ids, mask = self.input_ids.cpu(), self.completion_mask.cpu()
-        return [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
+        starts, lengths = self.prompt_lengths.tolist(), self.lengths.tolist()
+        rows = zip(self.input_ids.tolist(), starts, lengths, strict=True)
+        return [row[start : start + length] for row, start, length in rows]

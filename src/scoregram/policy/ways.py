@@ -61,7 +61,6 @@ class Shared(Way):
     def __init__(self, model: nn.Module, capacity: int) -> None:
         super().__init__(model, capacity)
         self.capacity = -(-capacity // 16) * 16  # rows of a mask must be aligned for some kernels
-        self.last_only = {"logits_to_keep": 1} if takes(model, "logits_to_keep") else {}
 
     def start(self, prompts: Sequence[Sequence[int]], repeats: int) -> Tensor:  # noqa: D102
         from scoregram.policy.cache import SharedCache
@@ -96,6 +95,7 @@ class Shared(Way):
         """
         from transformers.cache_utils import DynamicCache
 
+        last_only = {"logits_to_keep": 1} if takes(self.model, "logits_to_keep") else {}
         prefilled = DynamicCache()
         out = self.model(
             input_ids=ids,
@@ -103,7 +103,7 @@ class Shared(Way):
             position_ids=positions.clamp(min=0),
             past_key_values=prefilled,
             use_cache=True,
-            **self.last_only,
+            **last_only,
         )
         layers: list[Any] = prefilled.layers
         for index, layer in enumerate(layers):
