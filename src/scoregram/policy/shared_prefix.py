@@ -25,6 +25,7 @@ PROMPT, PADDING = -1, -2
 """Owners of tokens that belong to no completion."""
 
 _agrees: WeakKeyDictionary[nn.Module, dict[bool, bool]] = WeakKeyDictionary()
+_sizes: WeakKeyDictionary[nn.Module, tuple[int, int]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,7 @@ class Packed:
         width = self.ids.shape[1]
         before = torch.ones(width, width, dtype=torch.bool, device=self.ids.device).tril()
         seen, seer = self.owners[:, None, :], self.owners[:, :, None]
-        itself = torch.eye(width, dtype=torch.bool, device=self.ids.device)  # padding must see something
-        return (((seen == PROMPT) | (seen == seer)) & before | itself)[:, None]
+        return (((seen == PROMPT) | (seen == seer)) & before)[:, None]  # padding sees padding: it must see something
 
 
 def packed(input_ids: TokenIds, completion_mask: Mask) -> Packed | None:
@@ -65,18 +65,18 @@ def packed(input_ids: TokenIds, completion_mask: Mask) -> Packed | None:
     groups = [(prompt, [place for _, place in same]) for prompt, same in groupby(named, key=lambda pair: pair[0])]
     if len(groups) == len(rows) or min(starts) == 0:
         return None
-    wide = max(len(prompt) + sum(lengths[place] for place in members) for prompt, members in groups)
+    wide = max(len(prompt) + sum(max(lengths[place] - 1, 0) for place in members) for prompt, members in groups)
     ids, positions, owners, predictors, places = [], [], [], [], []
     for number, (prompt, members) in enumerate(groups):
         row, at, owned = list(prompt), list(range(len(prompt))), [PROMPT] * len(prompt)
         for member, place in enumerate(members):
             start, length = starts[place], lengths[place]
-            first = number * wide + len(row)
-            predictors += [number * wide + len(prompt) - 1, *range(first, first + length - 1)][:length]
+            first, read = number * wide + len(row), max(length - 1, 0)  # the last token predicts nothing
+            predictors += [number * wide + len(prompt) - 1, *range(first, first + read)][:length]
             places += range(place * width + start, place * width + start + length)
-            row += rows[place][start : start + length]
-            at += range(len(prompt), len(prompt) + length)
-            owned += [member] * length
+            row += rows[place][start : start + read]
+            at += range(len(prompt), len(prompt) + read)
+            owned += [member] * read
         spare = wide - len(row)
         ids.append(row + [0] * spare)
         positions.append(at + [0] * spare)
@@ -133,13 +133,20 @@ def pays(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, together: 
 
     A token costs two operations per weight outside the embeddings; a pair of tokens four per hidden unit and layer.
     """
-    config = base_of(model).config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-    hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
-    vocabulary = int(base_of(model).get_input_embeddings().weight.numel())  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-    weights = max(sum(parameter.numel() for parameter in model.parameters()) - vocabulary, 1)
+    if model not in _sizes:
+        _sizes[model] = sizes_of(model)
+    weights, units = _sizes[model]
     apart, joined = input_ids.numel(), together.ids.numel()
     pairs = together.ids.shape[1] * joined - input_ids.shape[1] * apart
-    return 2 * weights * (apart - joined) > 4 * hidden * layers * pairs
+    return 2 * weights * (apart - joined) > 4 * units * pairs
+
+
+def sizes_of(model: nn.Module) -> tuple[int, int]:
+    """Weights outside the embeddings, and hidden units of all layers."""
+    config = base_of(model).config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    vocabulary = int(base_of(model).get_input_embeddings().weight.numel())  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    weights = max(sum(parameter.numel() for parameter in model.parameters()) - vocabulary, 1)
+    return weights, int(config.hidden_size) * int(config.num_hidden_layers)
 
 
 def is_right(model: nn.Module) -> bool:
