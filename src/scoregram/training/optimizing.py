@@ -37,22 +37,24 @@ def apply_gradient(optimizer: torch.optim.Optimizer, model: Any, rate: float, ma
     Raises:
         NotFiniteError: If the gradient is not finite; nothing is updated then, and it names the parameters.
     """
-    named = {name: p for name, p in model.named_parameters() if p.grad is not None}
-    norm = torch.nn.utils.get_total_norm([p.grad for p in named.values() if p.grad is not None])
-    if not bool(norm.isfinite()):
-        refuse_gradient(named)
-    if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(named.values(), max_norm, norm)
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in trained])
+    length = float(norm)
+    if not math.isfinite(length):
+        refuse_gradient(model)
+    if 0 < max_norm < length:
+        torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return float(norm)
+    return length
 
 
-def refuse_gradient(named: dict[str, Any]) -> None:
+def refuse_gradient(model: Any) -> None:
     """Raise with the parameters whose gradient is not finite."""
-    broken = [name for name, p in named.items() if not bool(p.grad.isfinite().all())]
+    named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    broken = [name for name, gradient in named.items() if not bool(gradient.isfinite().all())]
     shown = ", ".join(broken[:3]) + (f" and {len(broken) - 3} more" if len(broken) > 3 else "")
     not_finite(
         "train", "gradients must be finite", f"nan or inf in {shown or 'their norm'}", "Lower the learning rate."
