@@ -55,11 +55,11 @@ def test_a_killed_parent_takes_its_runs_along_after_their_step(tmp_path):
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     wait_for(lambda: not any(map(is_alive, workers)))
-    for path in lines:
-        done = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    ends = [json.loads(path.read_text().splitlines()[-1])["step"] for path in lines]
+    for path, end in zip(lines, ends, strict=True):
         latest = open_run(path.parent).latest_checkpoint
-        assert done[-1] < STEPS and latest is not None and latest[0] == done[-1]
-    steps = done[-1] + 2
+        assert end < STEPS and latest is not None and latest[0] == end
+    steps = ends[-1] + 2
     settings = {"checkpoint_every": 0, "eval_every": 0}
     train(resumable(config_for(model, tmp_path / "b", steps=steps, **settings)))
     train(config_for(model, tmp_path / "whole", steps=steps, **settings))
