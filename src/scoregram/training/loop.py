@@ -131,9 +131,9 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
             updated = time.perf_counter()
 
             # write what it was made of
-            records = group_records(step, collected, gradient, **config.recording())
-            scalars |= over_groups(statistics_of(records)) if measure else {}
             if measure:
+                records = group_records(step, collected, gradient, **config.recording())
+                scalars |= over_groups(statistics_of(records))
                 writer.write_groups(step, records)
             if is_due(step, config.batches_every):
                 writer.write_batches(step, batch_record(step, collected, gradient))

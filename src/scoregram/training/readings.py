@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from scoregram.spectra import mean_pairwise_cosine, orthogonal_null, spectrum_summary
+from scoregram.spectra import SPECTRUM_METRICS, mean_pairwise_cosine, singular_values
 from scoregram.statistics import (
     baseline_saving,
     group_outcomes,
@@ -30,9 +30,11 @@ def group_reading(gram: GramMatrix, rewards: GroupRewards, advantages: GroupAdva
 
     Every spectral metric comes with `…_orthogonal`: what scores of the same norms at right angles would give.
     """
-    measured, null = spectrum_summary(gram, advantages), orthogonal_null(gram, advantages)
-    reading = {name: float(getattr(measured, name)) for name in SPECTRAL}
-    reading |= {f"{name}_orthogonal": float(getattr(null, name)) for name in SPECTRAL}
+    orthogonal = torch.diag(gram.diagonal())
+    spectra = torch.stack([singular_values(gram, advantages), singular_values(orthogonal, advantages)])  # (2, R)
+    found = {name: SPECTRUM_METRICS[name].fn(spectra).tolist() for name in SPECTRAL}
+    reading = {name: float(measured) for name, (measured, _) in found.items()}
+    reading |= {f"{name}_orthogonal": float(null) for name, (_, null) in found.items()}
     return reading | {
         "cosine": mean_pairwise_cosine(gram),
         "coherence": update_coherence(gram, advantages),

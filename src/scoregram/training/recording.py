@@ -23,7 +23,7 @@ def group_records(
     layers: Literal["each", "kinds", "none"] = "each",
 ) -> list[GroupRecord]:
     """One record for every group of the step; with its Gram and what follows from it, if that was measured."""
-    size = collected.group_size
+    size, lengths = collected.group_size, collected.lengths
     whole_layers = gradient.measured.by_layer if gradient.measured and layers != "none" else {}
     whole_layers = kinds_of_layers(whole_layers) if layers == "kinds" else whole_layers
     records = []
@@ -43,7 +43,7 @@ def group_records(
                 prompt_id=problem.id,
                 prompt=problem.prompt if keep_prompts else None,
                 rewards=rewards,
-                lengths=collected.lengths[place],
+                lengths=lengths[place],
                 advantages=advantages,
                 gram=gram,
                 by_layer=by_layer,
