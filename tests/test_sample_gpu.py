@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from scoregram.policy import SamplingConfig, sample, token_log_probs
+from scoregram.policy.choice import fastest_way, plain_logits, trial
+from scoregram.policy.launched import Launched
 from tests.cases import ARCHITECTURES, build
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -59,3 +61,38 @@ def test_weights_may_change_between_calls():
 def test_everything_ends_when_all_have_ended():
     found = drawn(build("Llama").cuda(), stop_ids=range(0, 61, 2), most=50)
     assert found.finished.all() and int(found.lengths.max()) < 50
+
+
+WIDE = {
+    "max_position_embeddings": 256,
+    "hidden_size": 192,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 5000,
+}
+"""A shape that the kernels take: heads as wide as a power of two, three queries to a key."""
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "autocast"])
+def test_kernels_of_our_own_give_the_logits_of_the_model(name, kind):
+    prompts = [[(7 * place + length) % 5000 for place in range(length)] for length in (1, 3, 64, 129, 200)]
+    forced = [11, 12, 13, 14]
+    model = build(name, **WIDE).float().cuda().eval()
+    model = model.bfloat16() if kind == "bfloat16" else model
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=kind == "autocast"):
+        assert fastest_way(model, 256) is Launched
+        found = trial(Launched, model, prompts, forced).float()
+        expected = torch.cat([plain_logits(model, [[*prompt, *forced]], 5) for prompt in prompts]).float()
+    bound = 1e-5 if kind == "float32" else 3e-2
+    assert float((found - expected).abs().max()) <= bound * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {}], ids=str)
+def test_kernels_of_our_own_draw_what_a_cpu_draws(settings):
+    model = build("Llama", **WIDE).float()
+    expected = drawn(model, most=100, **settings)
+    found = drawn(model.cuda(), most=100, **settings)
+    assert found.completion_ids() == expected.completion_ids()
+    torch.testing.assert_close(found.log_probs.cpu(), expected.log_probs, atol=1e-4, rtol=1e-4)

@@ -7,13 +7,13 @@ No product in float32 is longer than 8192 columns; they are added in float64. `o
 """
 
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from scoregram import launch
+from scoregram.launch import power_of_two
 
 MOST_ROLLOUTS = 64
 COLUMNS, BLOCKS, WARPS, STAGES = 512, 16, 2, 4
@@ -24,26 +24,14 @@ PARTIAL_BYTES = 1 << 25
 """Partial Grams that wait to be added up together."""
 
 
-@cache
-def available() -> bool:
-    """Whether kernels can run here at all."""
-    return torch.cuda.is_available() and find_spec("triton") is not None
-
-
-@cache
 def kernel(name: str) -> Any:
-    """A kernel by its name; a CPU build of torch comes without Triton, so they are loaded when first launched."""
-    return getattr(import_module("scoregram.gram.triton_kernels"), name)
-
-
-def power_of_two(count: int) -> int:
-    """The least power of two that is at least `count`."""
-    return 1 << max(count - 1, 0).bit_length()
+    """A kernel of this room by its name."""
+    return launch.kernel("scoregram.gram.triton_kernels", name)
 
 
 def is_half_on_gpu(tensor: Tensor) -> bool:
     """Whether a tensor is of the kind the kernels are made for."""
-    return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16) and available()
+    return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16) and launch.can_launch()
 
 
 def serves(rows: Tensor, out: Tensor | None) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from scoregram.policy.fused import Fused, is_fusible
+from scoregram.policy.launched import Launched, is_launchable
 from scoregram.policy.modes import UNBOUNDED, PolicyWarning, base_of, hides_precision, without_autocast
 from scoregram.policy.ways import Grown, Recomputed, Shared, Way, takes
 
@@ -66,7 +67,8 @@ def candidates(model: nn.Module, capacity: int) -> list[type[Way]]:
     """Ways that the model's description admits, fastest first."""
     if not is_plain_attention(model, capacity):
         return [Grown]
-    return [Fused, Shared, Grown] if is_fusible(model) else [Shared, Grown]
+    own = [Launched] if is_launchable(model) else []
+    return [*own, Fused, Shared, Grown] if is_fusible(model) else [Shared, Grown]
 
 
 def is_plain_attention(model: nn.Module, capacity: int) -> bool:

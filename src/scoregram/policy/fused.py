@@ -140,13 +140,17 @@ class Fused(Shared):
         self.layers = [joined_layer(layer, kind) for layer in inner.model.layers]
         self.embedding, self.norm = inner.model.embed_tokens, norm_of(inner.model.norm, kind)
         self.head = joined([inner.lm_head], kind, self.norm)
+        self.turns = self.turns_in(inner, kind)
+        return super().start(prompts, repeats)
+
+    def turns_in(self, inner: Any, dtype: torch.dtype) -> Tensor:
+        """`(capacity, 2, d)` cosine and sine of every position, as the model's own embedding gives them in a dtype."""
         places = torch.arange(self.capacity, device=self.embedding.weight.device)[None]
-        cosine, sine = inner.model.rotary_emb(self.embedding.weight[:1, :1].to(kind), places)
+        cosine, sine = inner.model.rotary_emb(self.embedding.weight[:1, :1].to(dtype), places)
         half = sine.shape[2] // 2
         # the halves of a head swap places, the first with its sign changed: put that sign into the sine
         signed = torch.cat([-sine[0, :, :half], sine[0, :, half:]], 1)
-        self.turns = torch.stack([cosine[0], signed], 1)  # (capacity, 2, d)
-        return super().start(prompts, repeats)
+        return torch.stack([cosine[0], signed], 1)
 
     def decoding(self) -> AbstractContextManager[None]:
         """Inference mode, cheaper than the absence of gradients: here nothing the model keeps is made or changed."""
@@ -245,4 +249,4 @@ def joined_layer(layer: Any, dtype: torch.dtype) -> Layer:
 
 def normed(x: Tensor, norm: Any) -> Tensor:
     """A norm of single heads."""
-    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+    return F.rms_norm(x.to(norm.weight.dtype), norm.weight.shape, norm.weight, norm.variance_epsilon).to(x.dtype)
