@@ -152,3 +152,11 @@ def token_log_probs(logits: Tensor, batch: Batch) -> Tensor:
     chosen = predicted.gather(2, batch.input_ids[:, 1:, None]).squeeze(2) - predicted.logsumexp(2)
     chosen = torch.where(batch.completion_mask[:, 1:], chosen, 0.0)
     return torch.nn.functional.pad(chosen, (1, 0))
+
+
+def token_entropies(logits: Tensor, batch: Batch) -> Tensor:
+    """`(N, T)`: entropy of the distribution that every completion token was drawn from, 0 elsewhere."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    predicted = torch.log_softmax(logits[:, :-1].to(wide) / batch.temperature, 2)
+    entropies = torch.where(batch.completion_mask[:, 1:], -(predicted.exp() * predicted).sum(2), 0.0)
+    return torch.nn.functional.pad(entropies, (1, 0))

@@ -52,6 +52,12 @@ class Collector:
     def __post_init__(self) -> None:
         self.contractor = Contractor(self.rollouts, self.groups, self.weights)
 
+    def weigh(self, weights: Tensor) -> None:
+        """Take `(M, N)` weight vectors that were not known before; nothing may have arrived yet."""
+        assert not self.contractor.owners() and not self.pending and not self.rows
+        self.weights = weights
+        self.contractor = Contractor(self.rollouts, self.groups, weights)
+
     def expect(self, parameter: Tensor, view: Tensor) -> Slot:
         """Announce one more use of a region of `parameter`; called once per use, in the forward pass."""
         slot = slot_of(parameter, view)

@@ -133,6 +133,67 @@ class HeadPass:
     use: HeadUse
 
 
+@dataclass(frozen=True)
+class HeadLook:
+    """What the head says before anybody knows what becomes of it: no coefficients yet, and no gradients."""
+
+    log_probs: Tensor
+    """`(N, C)` log-probability of each completion token, 0 where the block is padding."""
+    entropies: Tensor
+    """`(N, C)` entropy of the distribution that the token was drawn from, 0 where the block is padding."""
+    normaliser: Tensor
+    """`(N·C,)`"""
+    kept: Tensor | None
+    """`(N·C, V)` for `fused_head`, which writes over it: probabilities, in lower precision than float32 logits."""
+
+
+def first_look(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, *, temperature: float
+) -> HeadLook:
+    """Log-probabilities and entropies, and what the backward pass will need again, if it is not too large.
+
+    Args:
+        hidden: `(N, C, h)` hidden states that predict the completion tokens, detached.
+        weight: `(V, h)`.
+        bias: `(V,)` or None.
+        targets: What is predicted; coefficients are not read.
+        temperature: Logits are divided by it.
+    """
+    rows, tokens = hidden.reshape(-1, hidden.shape[-1]), targets.token.reshape(-1)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    fits = rows.shape[0] * len(weight) * hidden.element_size() <= STORE_BYTES
+    kept = hidden.new_empty(rows.shape[0], len(weight)) if fits else None
+    chosen, entropies, normaliser = (torch.empty(len(rows), dtype=wide, device=rows.device) for _ in range(3))
+    step = chunk_rows(rows, weight)
+    for start in range(0, len(rows), step):
+        here = slice(start, start + step)
+        logits = rows[here] @ weight.mT
+        if bias is not None:
+            logits += bias
+        is_wide = logits.dtype == wide
+        if kept is not None and not is_wide:
+            kept[here] = logits
+        work = logits.to(wide)
+        if temperature != 1.0:
+            work /= temperature
+        probabilities = torch.softmax(work, 1, out=kept[here] if kept is not None and is_wide else None)
+        normaliser[here] = work.amax(1) - probabilities.amax(1).log()  # one pass over exponentials, not two
+        chosen[here] = work.gather(1, tokens[here].unsqueeze(1)).squeeze(1) - normaliser[here]
+        entropies[here] = normaliser[here] - torch.linalg.vecdot(probabilities, work)
+    shape = targets.token.shape
+    return HeadLook(
+        log_probs=torch.where(targets.real, chosen.view(shape), 0.0),
+        entropies=torch.where(targets.real, entropies.view(shape), 0.0),
+        normaliser=normaliser,
+        kept=kept,
+    )
+
+
+def chunk_rows(rows: Tensor, weight: Tensor) -> int:
+    """Tokens whose logits are alive at a time."""
+    return max(1, (CHUNK_ELEMENTS_CUDA if rows.is_cuda else CHUNK_ELEMENTS) // len(weight))
+
+
 def fused_head(
     hidden: Tensor,
     weight: Tensor,
@@ -141,6 +202,7 @@ def fused_head(
     *,
     temperature: float,
     keep: bool,
+    look: HeadLook | None = None,
 ) -> HeadPass:
     """Log-probabilities and the gradient of `Σ c log π`, in one pass over token chunks.
 
@@ -151,27 +213,36 @@ def fused_head(
         targets: What is predicted, with coefficients.
         temperature: Logits are divided by it.
         keep: Whether the head's weight or bias is trained, so that logit gradients are worth keeping.
+        look: What `first_look` saw at the same arguments, so that it need not be made again; used up.
     """
     rollouts, longest, width = hidden.shape
     wide = torch.promote_types(hidden.dtype, torch.float32)
     rows, tokens = hidden.reshape(-1, width), targets.token.reshape(-1)
     factors = (targets.coefficient / temperature).to(wide).reshape(-1)
     fits = keep and rows.shape[0] * len(weight) * hidden.element_size() <= STORE_BYTES
-    kept = hidden.new_empty(rows.shape[0], len(weight)) if fits else None
+    known = None if look is None else look.kept
+    kept = known if known is not None else hidden.new_empty(rows.shape[0], len(weight)) if fits else None
     log_probs, normaliser = (torch.empty(len(rows), dtype=wide, device=rows.device) for _ in range(2))
     grad = torch.empty_like(rows)
-    budget = CHUNK_ELEMENTS_CUDA if rows.is_cuda else CHUNK_ELEMENTS
-    step = max(1, budget // len(weight))
+    step = chunk_rows(rows, weight)
     for start in range(0, len(rows), step):
         here = slice(start, start + step)
-        logits = torch.mm(rows[here], weight.mT, out=None if kept is None else kept[here])
-        if bias is not None:
-            logits += bias
+        if known is not None and known.dtype == wide:
+            grad[here] = gradient_of_probabilities_(known[here], tokens[here], factors[here]) @ weight
+            continue
+        if known is not None:
+            logits = known[here]
+        else:
+            logits = torch.mm(rows[here], weight.mT, out=None if kept is None else kept[here])
+            if bias is not None:
+                logits += bias
         gradient, log_probs[here], normaliser[here] = softmax_gradient(logits, tokens[here], factors[here], temperature)
         if kept is not None and gradient is not logits:
             kept[here] = gradient
         grad[here] = gradient @ weight
     shape = (rollouts, longest)
+    if look is not None:
+        log_probs, normaliser = look.log_probs.flatten(), look.normaliser
     use = HeadUse(
         hidden=hidden,
         weight=weight,
@@ -179,10 +250,17 @@ def fused_head(
         targets=targets,
         log_normaliser=normaliser.view(shape),
         temperature=temperature,
-        kept=None if kept is None else kept.view(*shape, -1),
+        kept=kept.view(*shape, -1) if kept is not None and keep else None,
     )
     real_log_probs = torch.where(targets.real, log_probs.view(shape), 0.0)
     return HeadPass(real_log_probs, grad.view_as(hidden), use)
+
+
+def gradient_of_probabilities_(probabilities: Tensor, tokens: Tensor, factors: Tensor) -> Tensor:
+    """`f (onehot - p)` `(n, V)`, written over the probabilities."""
+    gradient = probabilities.neg_()
+    gradient.scatter_add_(1, tokens.unsqueeze(1), torch.ones_like(gradient[:, :1]))
+    return gradient.mul_(factors.unsqueeze(1))
 
 
 def softmax_gradient(

@@ -79,8 +79,8 @@ class Interceptor(DropoutOff):
             with attributes(owners, "forward", self.seen_forward):
                 yield
         finally:
-            for tensor in self._marked_inputs:  # a buffer may be among them
-                del tensor._scoregram
+            while self._marked_inputs:  # a buffer may be among them
+                del self._marked_inputs.pop()._scoregram
 
     def seen_forward(self, module: nn.Module) -> Callable[..., Any]:
         """A forward pass of `module` that is seen; that of plain layers and known norms needs no mode for that."""

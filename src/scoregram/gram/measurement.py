@@ -1,7 +1,8 @@
 """One measurement: a forward and a backward pass over a batch, and everything they leave behind."""
 
 import warnings
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from weakref import WeakSet
 
 import torch
@@ -12,7 +13,7 @@ from scoregram.gram.backward import run_backward
 from scoregram.gram.batch import Batch, logits_of, token_log_probs
 from scoregram.gram.collect import Collector
 from scoregram.gram.dropout import DropoutOff
-from scoregram.gram.head import HeadUse, fused_head, targets_of
+from scoregram.gram.head import HeadLook, HeadUse, fused_head, targets_of
 from scoregram.gram.intercept import Interceptor
 from scoregram.gram.layout import Layout
 from scoregram.gram.replay import score_rows
@@ -25,6 +26,8 @@ from scoregram.gram.survey import survey
 
 NEEDS_WIDE: WeakSet[nn.Module] = WeakSet()
 """Models of which a narrow pass did not see enough; they are not tried again."""
+Captured = tuple[Tensor, Tensor, Tensor | None]
+"""Input of the head, its logits at the first position, its bias."""
 POSTPROCESSED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Settings with which a model changes its logits after the head's product."""
 
@@ -70,6 +73,7 @@ class Measurement:
 
     def prepare(self) -> None:
         """Begin with nothing collected."""
+        self.look: HeadLook | None = None
         layout = Layout(self.batch.rollouts, self.batch.input_ids.shape[1])
         parameters = list(self.parameters.values())
         sketcher = None if self.sketch is None else Sketcher(self.sketch, self.parameters, self.batch.rollouts)
@@ -88,36 +92,60 @@ class Measurement:
             if log_probs is None:
                 NEEDS_WIDE.add(self.model)
                 log_probs = self.wide_pass()
-            for tensor, rows in self.interceptor.leaves.rows():
-                self.collector.rows_arrived(tensor, rows)
-            self.replay(self.not_seen() + self.collector.overlapping())
-            self.collector.finish()
+            self.account_for_all()
         self.log_probs = log_probs.detach()
+        self.tell_of_dropout()
+
+    def account_for_all(self) -> None:
+        """After the backward pass: what the leaves received, what has to be replayed, and what is left of the rest."""
+        for tensor, rows in self.interceptor.leaves.rows():
+            self.collector.rows_arrived(tensor, rows)
+        self.replay(self.not_seen() + self.collector.overlapping())
+        self.collector.finish()
+
+    def tell_of_dropout(self) -> None:
+        """Note and warn that dropout was active."""
         if self.interceptor.dropped:
             self.notes.append("active dropout was switched off for the measurement")
-            warnings.warn("scoregram: " + self.notes[-1], stacklevel=3)
+            warnings.warn("scoregram: " + self.notes[-1], stacklevel=4)
 
     def narrow_pass(self) -> Tensor | None:
         """Log-probabilities from a pass that sees into the modules that own parameters.
 
         None if that did not suffice: a parameter was used elsewhere, or something random happened elsewhere.
         """
-        device = self.batch.input_ids.device
-        before = random_state(device)
+        before = self.random_state()
+        with self.narrowly():
+            log_probs = self.forward_and_backward()
+        if not self.has_drawn(before) and not self.not_seen():
+            return log_probs
+        self.begin_again()
+        return None
+
+    @contextmanager
+    def narrowly(self) -> Iterator[None]:
+        """The modules that own parameters seen inside, and everything in evaluation."""
         head = getattr(self.model, "get_output_embeddings", lambda: None)()
         owners = self.survey.owners
         if isinstance(head, nn.Module) and not any(module is head for module in owners):
             owners = [*owners, head]
         self.interceptor.dropped = bool(self.survey.dropping)
         with in_evaluation(self.survey.in_training), self.interceptor.narrowed(owners):
-            log_probs = self.forward_and_backward()
-        drawn = any(not torch.equal(a, b) for a, b in zip(before, random_state(device), strict=True))
-        if not drawn and not self.not_seen():
-            return log_probs
+            yield
+
+    def random_state(self) -> list[Tensor]:
+        """Of the generators that a forward pass would draw from."""
+        return random_state(self.batch.input_ids.device)
+
+    def has_drawn(self, before: list[Tensor]) -> bool:
+        """Whether something random has happened since."""
+        return any(not torch.equal(a, b) for a, b in zip(before, self.random_state(), strict=True))
+
+    def begin_again(self) -> None:
+        """Forget a pass that did not see enough."""
         for parameter in self.parameters.values():
             parameter.grad = None
         self.prepare()
-        return None
 
     def wide_pass(self) -> Tensor:
         """Log-probabilities from a pass that sees every operation of the model."""
@@ -130,22 +158,31 @@ class Measurement:
 
     def forward_and_backward(self) -> Tensor:
         """Log-probabilities `(N, T)`; Grams and sums go to the collector."""
+        logits, captured = self.forward_to_the_head()
+        if captured is not None:
+            del logits
+            return self.backward_through_head(*captured)
+        log_probs = token_log_probs(logits, self.batch)
+        self.backward_through_log_probs(log_probs)
+        return log_probs
+
+    def forward_to_the_head(self) -> tuple[Tensor, Captured | None]:
+        """Logits in autograd; or those of the first position, and what was captured at the head."""
         self.interceptor.head = self.fusable_head()
         logits, captured = self.forward()
         if captured is not None and (self.interceptor.captures > 1 or not is_same(logits, captured[1])):
             logits, captured = self.forward_without_capture()
         self.interceptor.recording = captured is not None
         self.interceptor.captured = None  # or the graph would hold itself through it
-        if captured is not None:
-            del logits
-            return self.backward_through_head(*captured)
-        log_probs = token_log_probs(logits, self.batch)
+        return logits, captured
+
+    def backward_through_log_probs(self, log_probs: Tensor) -> None:
+        """The backward pass of `Σ c log π`, for log-probabilities that are in autograd."""
         total = (log_probs * self.batch.coefficients.to(log_probs.dtype)).sum()
         if total.requires_grad:
             self.backward(total, torch.ones_like(total))
-        return log_probs
 
-    def forward(self) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor | None] | None]:
+    def forward(self) -> tuple[Tensor, Captured | None]:
         """Logits, and what was captured at the head."""
         try:
             return logits_of(self.model, self.batch), self.interceptor.captured
@@ -178,13 +215,14 @@ class Measurement:
         assert weight is not None
         targets = self.targets
         self.survey.shards.gather_around(self.model.get_output_embeddings)  # pyright: ignore[reportArgumentType]
-        every = torch.arange(len(hidden), device=hidden.device).unsqueeze(1)
-        picked = hidden.detach()[every, targets.position]  # (N, C, h)
         trained = weight.requires_grad or (bias is not None and bias.requires_grad)
         with torch.no_grad():
-            low_hidden, low_weight, low_bias = under_autocast(picked, weight, bias)
             passed = fused_head(
-                low_hidden, low_weight, low_bias, targets, temperature=self.batch.temperature, keep=trained
+                *self.at_the_head(hidden, weight, bias),
+                targets,
+                temperature=self.batch.temperature,
+                keep=trained,
+                look=self.look,
             )
             if weight.requires_grad:
                 self.collect_head(weight, passed.use)
@@ -196,10 +234,16 @@ class Measurement:
             log_probs = torch.zeros(self.batch.input_ids.shape, dtype=passed.log_probs.dtype, device=hidden.device)
             log_probs[rollout, position + 1] = passed.log_probs[rollout, place]
         del passed
+        self.look = None
         self.interceptor.recording = False
         if hidden.requires_grad:
             self.backward(hidden, grad)
         return log_probs
+
+    def at_the_head(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states `(N, C, h)` that predict completion tokens, weight and bias, as the head multiplies them."""
+        every = torch.arange(len(hidden), device=hidden.device).unsqueeze(1)
+        return under_autocast(hidden.detach()[every, self.targets.position], weight, bias)
 
     def backward(self, tensor: Tensor, grad: Tensor) -> None:
         """The backward pass; ordinary gradients stay where autograd puts them, also in a sharded model."""
