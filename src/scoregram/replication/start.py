@@ -1,10 +1,13 @@
 """The policy that every run of a replication begins with, written once as a folder."""
 
+import gc
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from scoregram.policy.config import PolicyConfig
 from scoregram.policy.load import load_policy
@@ -40,4 +43,13 @@ def prepared(preset: Preset, folder: Path, *, device: str, tell: Callable[[str],
         )
     write_warm_start(policy, folder)
     write_atomically(stamp, json.dumps(settings).encode())
+    del policy
+    give_memory_back()
     return folder
+
+
+def give_memory_back() -> None:
+    """Leave a GPU to the processes that train next: torch keeps the memory of what is gone for its own process."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
