@@ -1,10 +1,9 @@
 """`attach`: the methods of a trainer wrapped, its steps measured as they go by, and everything put back at the end."""
 
-import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,19 @@ from scoregram.integrations.trl.estimating import (
     show_advantages,
 )
 from scoregram.integrations.trl.folder import Folder
+from scoregram.integrations.trl.fusing import Fusing
 from scoregram.integrations.trl.gathering import merged
 from scoregram.integrations.trl.generation import Generation, RewardCall, generation_of
 from scoregram.integrations.trl.names import METHODS, require_supported
 from scoregram.integrations.trl.processes import ALONE, Processes, processes_of
-from scoregram.integrations.trl.settings import Mode, Settings
-from scoregram.integrations.trl.step import StepReading, energies_of, measure_step
+from scoregram.integrations.trl.settings import (
+    Mode,
+    Settings,
+    computes_in_low_precision,
+    config_of,
+    default_tolerance,
+)
+from scoregram.integrations.trl.step import StepReading, energies_of, measure_step, memory_limit
 from scoregram.integrations.trl.window import ROWS, MicroBatch, Window, rows_of
 from scoregram.runs.tables import LayerPrecision
 
@@ -49,13 +55,14 @@ def attach(
     overwrite: bool = False,
     resume: bool = False,
     between_prompts: bool = False,
+    fused: bool = True,
 ) -> "Attachment":
     """Measure the steps of a TRL trainer from now on, until the end of its training or `detach()`.
 
     Call it once before `trainer.train()`; in every process, if there are several. The first step and every `every`-th
-    one are measured, after the trainer's backward pass and before its update; its gradient, its random numbers and all
-    other steps are left alone. Scalars join the trainer's own metrics under `scoregram/…`, and so reach whatever
-    `report_to` names.
+    one are measured, after the trainer's backward pass and before its update, or in one backward pass with it; its
+    gradient (in one pass: but for rounding), its random numbers and all other steps are left alone. Scalars join the
+    trainer's own metrics under `scoregram/…`, and so reach whatever `report_to` names.
 
     Args:
         trainer: A `GRPOTrainer` or `RLOOTrainer`, subclasses included.
@@ -78,6 +85,9 @@ def attach(
         between_prompts: Where several processes train, let one of them measure all groups, so that the Gram between
             prompts is known, and all that follows from it. Otherwise each measures its share of the groups, which is
             faster. One process knows it anyway, if all groups fit into one pass.
+        fused: Take Gram and gradient from one backward pass wherever that gives the trainer's gradient but for
+            rounding: in one process, where one micro-batch is the whole step, and after a step at which the whole
+            gradient was seen to agree. False leaves every gradient to the trainer, bit for bit.
 
     Raises:
         ScoregramError: For a trainer, version or setting with which it cannot work; nothing has been changed then.
@@ -93,14 +103,17 @@ def attach(
         fail("attach", "memory_gb must be positive", memory_gb, "Leave it out to use what is free.")
     if estimator is not None:
         require_estimator(estimator, int(trainer.num_generations))
+    low = computes_in_low_precision(trainer)
     settings = Settings(
         every=every,
         mode=mode,
         estimator=estimator,
-        tolerance=default_tolerance(trainer) if tolerance is None else float(tolerance),
+        tolerance=default_tolerance(low) if tolerance is None else float(tolerance),
         memory_gb=memory_gb,
         keep_rollouts=keep_rollouts and out is not None,
         between_prompts=between_prompts,
+        fused=fused,
+        is_low_precision=low,
     )
     folders: list[Folder] = []
 
@@ -143,6 +156,7 @@ class Attachment:
             "training_step": self._training_step,
         }.items():
             self._wrap(name, wrapper)
+        self._fusing = Fusing(trainer, settings, processes, self._inner)
         self._callback = callback_for(self)
         trainer.add_callback(self._callback)
 
@@ -177,6 +191,11 @@ class Attachment:
     def is_attached(self) -> bool:
         """Whether the trainer is being measured."""
         return bool(self._outer)
+
+    @property
+    def not_fused(self) -> str | None:
+        """Why no measured step will have its Gram and gradient from one backward pass; None if some may."""
+        return self._fusing.reason
 
     def summary(self) -> Table:
         """The measured scalars: first, last and mean over measured steps."""
@@ -218,9 +237,14 @@ class Attachment:
         return output
 
     def _log_probs(self, *args: Any, **kwargs: Any) -> Any:
-        found = self._inner["_get_per_token_logps_and_entropies"](*args, **kwargs)
+        found = self._fusing.answered(*args, **kwargs) if self._seen == [] and torch.is_grad_enabled() else None
+        is_own = found is None
+        if is_own:
+            found = self._inner["_get_per_token_logps_and_entropies"](*args, **kwargs)
         if self._seen is not None and found[0].requires_grad:
             self._seen.append(found[0])
+            if is_own and len(self._seen) == 1:
+                self._fusing.heard(found)
         return found
 
     def _loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -228,27 +252,41 @@ class Attachment:
         given = {name: value for name, value in inputs.items() if name != ROWS}
         if rows is None or self._window is None or not torch.is_grad_enabled():
             return self._inner["_compute_loss"](model, given, *args, **kwargs)
-        self._seen = []
-        try:
-            loss = self._inner["_compute_loss"](model, given, *args, **kwargs)
-        finally:
-            seen, self._seen = self._seen, None
+        batch = MicroBatch(rows)
         with self._without_harm():
-            batch = MicroBatch(rows)
+            self._begin_to_fuse(model, given, batch, self._window)
+        try:
+            loss, seen = self._seen_loss(model, given, *args, **kwargs)
+        except Exception as error:
+            if not self._fusing.gave_up(error):
+                raise
+            loss, seen = self._seen_loss(model, given, *args, **kwargs)
+        with self._without_harm():
             self._window.batches.append(batch)
             for log_probs in seen:
                 if log_probs.shape == given["completion_ids"].shape:
                     log_probs.register_hook(batch.catch)
         return loss
 
+    def _seen_loss(self, *args: Any, **kwargs: Any) -> tuple[Any, list[Tensor]]:
+        """The trainer's loss, and the log-probabilities that it asked for."""
+        self._seen = seen = []
+        try:
+            return self._inner["_compute_loss"](*args, **kwargs), seen
+        finally:
+            self._seen = None
+
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_attached:
             self._look_at_clock()
-        loss = self._inner["training_step"](*args, **kwargs)
+        with self._fusing.around() if self._window is not None else nullcontext():
+            loss = self._inner["training_step"](*args, **kwargs)
+        if (failure := self._fusing.failure) is not None:
+            self._tell_of(failure)
         if self._window is not None and self.trainer.accelerator.sync_gradients:
             with self._without_harm():
                 self._measure(self._window)
-            self._window = None
+            self._window = self._fusing.step = None
         if self.is_attached and self.trainer.accelerator.sync_gradients:
             self._generations = {s: g for s, g in self._generations.items() if s == self._made - 1}
         return loss
@@ -286,7 +324,7 @@ class Attachment:
         if self.settings.mode == "scores" and not all(self.processes.everyones(lambda: self._is_on_policy(window))):
             return  # put off to the next step that is
         self._is_owed = False
-        reading = measure_step(self.trainer, window, self._generations_of, self.settings, self.processes)
+        reading = measure_step(self.trainer, window, self._generations_of, self.settings, self.processes, self._fusing)
         if reading is None:
             return
         self.readings.append(reading.bare)
@@ -296,6 +334,26 @@ class Attachment:
                 metrics[PREFIX + name].append(float(value))
         if self.folder is not None:
             self.folder.write(reading)
+
+    def _begin_to_fuse(self, model: Any, inputs: Mapping[str, Any], batch: MicroBatch, window: Window) -> None:
+        """Let a step be fused of which this loss is all: in `scores` with all rollouts of its generation."""
+        serials = set(batch.rows[:, 0].tolist())
+        generation = self._generations.get(serials.pop())
+        if generation is None or generation.has_pictures or serials or window.batches:
+            return
+        is_loss = self.settings.mode == "loss"
+        if is_loss or generation.policy_step == window.step - 1:
+            limit = memory_limit(self.trainer.model, self.settings, self.processes)
+            whole = len(batch.rows) if is_loss else generation.size
+            self._fusing.begin(model, inputs, batch, whole, limit)
+
+    def _tell_of(self, failure: Exception) -> None:
+        message = f"{type(failure).__name__}: {failure}"
+        self.failures.append(message)
+        text = (
+            "a step could not be fused; the trainer's own pass was made in its place, and no more steps will be fused"
+        )
+        warnings.warn(f"scoregram: {text}. {message}", stacklevel=4)
 
     def _is_on_policy(self, window: Window) -> bool:
         return all(one.policy_step == window.step - 1 for one in self._generations_of(window))
@@ -342,33 +400,6 @@ def require_unattached(trainer: Any) -> None:
     method = vars(trainer).get("training_step")
     if getattr(method, "__scoregram__", None) is not None:
         fail("attach", "the trainer must not be attached yet", "a second call", "Call detach() on the first one.")
-
-
-def default_tolerance(trainer: Any) -> float:
-    """1e-3 in float32; 5e-2 where rounding is that of a lower precision."""
-    low = trainer.accelerator.mixed_precision in ("bf16", "fp16", "fp8")
-    low = low or any(p.dtype in (torch.bfloat16, torch.float16) for p in trainer.model.parameters() if p.requires_grad)
-    return 5e-2 if low else 1e-3
-
-
-def config_of(trainer: Any, settings: Settings, version: str, processes: Processes) -> dict[str, Any]:
-    """What the run folder says about how the run was made; secrets are masked by the trainer's own arguments."""
-    estimator = settings.estimator
-    model = getattr(trainer.model, "config", None)
-    return {
-        "integration": {"name": "trl", "version": version, "trainer": type(trainer).__name__},
-        "model": str(getattr(model, "_name_or_path", "") or type(trainer.model).__name__),
-        "group_size": int(trainer.num_generations),
-        "temperature": float(trainer.temperature),
-        "seed": int(trainer.args.seed),
-        "processes": processes.count,
-        "measure_every": settings.every,
-        "mode": settings.mode,
-        "estimator": estimator if isinstance(estimator, str | None) else getattr(estimator, "__name__", "own"),
-        "tolerance": settings.tolerance,
-        "reward_functions": [str(name) for name in trainer.reward_func_names],
-        "arguments": json.loads(json.dumps(trainer.args.to_dict(), default=str)),
-    }
 
 
 def callback_for(attachment: Attachment) -> Any:

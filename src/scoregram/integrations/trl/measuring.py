@@ -31,6 +31,8 @@ class Beside:
     """`(n, T)` of the tokens that count, 0 elsewhere."""
     error: float
     """`|g − ĝ| / |g|` of the trainer's gradient `g` and the sum `ĝ` of the weighted rows; `nan` without `g`."""
+    rollouts: int = 0
+    """Number of rollouts whose gradient was compared."""
 
 
 class AsTheTrainerCalls(nn.Module):
@@ -119,7 +121,7 @@ def measure_beside(
     prefix = "" if counted is model else "model."
     by_layer = {name.removeprefix(prefix): gram * by_size for name, gram in whole.by_layer.items()}
     log_probs = torch.cat([gram.log_probs for gram in grams])
-    return Beside(Measured(whole.matrix * by_size, by_layer, whole.notes), log_probs, error)
+    return Beside(Measured(whole.matrix * by_size, by_layer, whole.notes), log_probs, error, rollouts=len(weights))
 
 
 def beside_a_whole_model(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from scoregram.gram import measure_gram
+from scoregram.integrations.trl.fusing import Fusing
 from scoregram.integrations.trl.gathering import Part, dealt, gathered, laid_together, part_of
 from scoregram.integrations.trl.generation import Generation, Laid, together
 from scoregram.integrations.trl.measuring import (
@@ -66,6 +67,7 @@ def measure_step(
     generations_of: Callable[[Window], Sequence[Generation]],
     settings: Settings,
     processes: Processes = ALONE,
+    fusing: Fusing | None = None,
 ) -> StepReading | None:
     """Measure the step whose gradient is in `.grad`; None, with a word, if that is not possible.
 
@@ -78,6 +80,7 @@ def measure_step(
         generations_of: The generations of the step, as this process has them.
         settings: What was asked for.
         processes: Those that train together.
+        fusing: Has the measurement of a step that was fused, and hears of the comparison of one that was not.
     """
     began = time.perf_counter()
     is_loss = settings.mode == "loss"
@@ -106,24 +109,21 @@ def measure_step(
     is_caught = all(part.is_caught for part in parts)
     if not is_caught:
         means = -rows.advantages / len(means)  # the likeliest weights; there is nothing to check them with
-    limit = min(part.limit for part in parts)
-    shares = dealt(rows.bounds, processes.count, between_prompts=settings.between_prompts)
-    plans = [passes_within(limit, model, share, laid.input_ids.shape[1]) for share in shares]
-    if any(plan is None for plan in plans):
-        reason = f"one group alone would take more than {limit / 1e9:.3g} GB by estimate"
-        return passed_over(window.step, reason, processes)
-    beside = measure_beside(
-        model,
-        laid,
-        weights=torch.ones_like(means) if is_loss else means,
-        plans=[plan for plan in plans if plan is not None],
-        temperature=float(trainer.temperature),
-        precision=trainer.accelerator.autocast(),
-        scale=scale,
-        processes=processes,
-    )
-    if not is_caught:
-        beside = replace(beside, error=math.nan)
+    step = None if fusing is None else fusing.step
+    if step is not None and step.ours is not None:
+        (generation,) = rows.generations
+        order = step.batch.rows[:, 1].argsort().cpu()
+        counted = generation.loss_mask[rows.chosen[0].to(generation.loss_mask.device)]
+        beside = step.ours.beside(order, counted, laid)
+        began -= step.ours.seconds
+    else:
+        beside = measured_beside(trainer, model, laid, rows.bounds, means, parts, settings, processes)
+        if isinstance(beside, str):
+            return passed_over(window.step, beside, processes)
+        if not is_caught:
+            beside = replace(beside, error=math.nan)
+        if fusing is not None:
+            fusing.compared(beside.error, unevenness, pulls=bool(means.any()))
     made: list[StepReading] = []
 
     def read() -> StepReading:
@@ -134,6 +134,34 @@ def measure_step(
 
     told = processes.from_first(read)
     return made[0] if made else told
+
+
+def measured_beside(
+    trainer: Any,
+    model: nn.Module,
+    laid: Laid,
+    bounds: Sequence[int],
+    means: Tensor,
+    parts: Sequence[Part],
+    settings: Settings,
+    processes: Processes,
+) -> Beside | str:
+    """A measurement by passes of its own, or why there is no room for one."""
+    limit = min(part.limit for part in parts)
+    shares = dealt(bounds, processes.count, between_prompts=settings.between_prompts)
+    plans = [passes_within(limit, model, share, laid.input_ids.shape[1]) for share in shares]
+    if any(plan is None for plan in plans):
+        return f"one group alone would take more than {limit / 1e9:.3g} GB by estimate"
+    return measure_beside(
+        model,
+        laid,
+        weights=torch.ones_like(means) if settings.mode == "loss" else means,
+        plans=[plan for plan in plans if plan is not None],
+        temperature=float(trainer.temperature),
+        precision=trainer.accelerator.autocast(),
+        scale=loss_scale(trainer),
+        processes=processes,
+    )
 
 
 def reason_against(parts: Sequence[Part], *, is_loss: bool) -> str | None:
@@ -182,7 +210,8 @@ def reading_of(
     groups = group_records(step, rows, measured, passed, kind, tokenizer)
     pulls = torch.ones_like(weights) if kind == LOSS else weights
     scalars = scalars_of(rows, measured, pulls, groups, kind)
-    scalars |= {"check/relative_error": beside.error, "check/passed": float(passed)}
+    checked = {"check/relative_error": beside.error, "check/passed": float(passed), "check/rollouts": beside.rollouts}
+    scalars |= checked
     rollouts: list[RolloutRecord] = []
     if settings.keep_rollouts:
         log_probs = [row[mask] for row, mask in zip(beside.log_probs, laid.completion_mask.cpu(), strict=True)]

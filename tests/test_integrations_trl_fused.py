@@ -1,0 +1,436 @@
+"""Gram and gradient from one backward pass of a TRL trainer: the same training, checked, and only where it is right."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+from scoregram.integrations.trl import attach, fused, fusing
+from tests.test_integrations_trl_losses import LOSSES, UNEVEN
+from tests.trl_cases import run_in, trained, trainer_for, weights_of
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.filterwarnings("error:scoregram"),
+]
+
+WHOLE = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "max_steps": 4,
+    "learning_rate": 1e-3,
+}
+"""Two groups of four, all in one micro-batch: the shape of a step that can be fused."""
+
+
+def trainer_of(tmp_path: Path, kind: str = "GRPO", **changes: Any) -> Any:
+    try:
+        return trainer_for(kind, tmp_path, **(WHOLE | changes))
+    except (TypeError, ValueError) as error:
+        pytest.skip(f"this version of TRL: {error}")
+
+
+def train(trainer: Any, **asked: Any) -> Any:
+    """The attachment, or None without one, after a training from the same random numbers."""
+    torch.manual_seed(7)
+    try:
+        return trained(trainer, **asked) if asked else trainer.train() and None
+    except ValueError as error:
+        if "Unknown loss type" in str(error):
+            pytest.skip(f"this version of TRL: {error}")
+        raise
+
+
+def compared(attached: Any) -> list[int]:
+    """Rollouts whose gradient was compared at every measured step: 1 at those that were fused."""
+    return [int(reading.scalars["check/rollouts"]) for reading in attached.readings]
+
+
+def assert_same_training(tmp_path: Path, mode: str, kind: str = "GRPO", rtol: float = 1e-6, **changes: Any) -> Any:
+    """Weights after four steps, three of them fused, as without any attachment, but for rounding; the attachment."""
+    plain, measured = (trainer_of(tmp_path, kind, **changes) for _ in range(2))
+    start = weights_of(plain)
+    train(plain)
+    attached = train(measured, mode=mode)
+    apart, way = (weights_of(plain) - weights_of(measured)).norm(), (weights_of(plain) - start).norm()
+    assert float(way) > 0 and float(apart / weights_of(plain).norm()) <= rtol
+    assert attached.failures == []
+    assert max(reading.error for reading in attached.readings) <= 1e-5
+    logs = list(zip(plain.state.log_history, measured.state.log_history, strict=True))[:-1]
+    for one, other in logs:
+        for key in {"loss", "grad_norm", "entropy", "kl", "clip_ratio/region_mean", "reward"} & one.keys():
+            assert one[key] == pytest.approx(other[key], rel=1e-4, abs=1e-6)
+    return attached
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_scores_are_fused_and_the_training_is_the_same(name, tmp_path):
+    attached = assert_same_training(tmp_path, "scores", **LOSSES[name])
+    assert compared(attached) == [8, 1, 1, 1]
+    logs = attached.trainer.state.log_history[1:4]
+    lengths = [(line["completions/min_length"], line["completions/max_length"]) for line in logs]
+    assert any(shortest < longest for shortest, longest in lengths), "one length would hide how a loss weights rollouts"
+
+
+INNER = {name: changes for name, changes in UNEVEN.items() if "gradient_accumulation_steps" not in changes}
+
+
+@pytest.mark.parametrize("name", [*LOSSES, *INNER])
+def test_losses_are_fused_and_the_training_is_the_same(name, tmp_path):
+    attached = assert_same_training(tmp_path, "loss", **(LOSSES | INNER)[name])
+    assert compared(attached)[1:] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("mode", ["scores", "loss"])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_rloo_is_fused(mode, beta, tmp_path):
+    assert compared(assert_same_training(tmp_path, mode, "RLOO", beta=beta)) == [8, 1, 1, 1]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("mode", ["scores", "loss"])
+def test_lora_is_fused(mode, checkpointing, tmp_path):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, lora_alpha=16, lora_dropout=0.0, target_modules=["q_proj", "v_proj", "down_proj"])
+    attached = assert_same_training(tmp_path, mode, peft=lora, gradient_checkpointing=checkpointing)
+    assert compared(attached) == [8, 1, 1, 1]
+
+
+def test_clipped_gradients_and_a_few_other_arguments(tmp_path):
+    changes = {"max_grad_norm": 0.01, "weight_decay": 0.1, "scale_rewards": "none", "temperature": 1.0}
+    assert compared(assert_same_training(tmp_path, "scores", **changes)) == [8, 1, 1, 1]
+
+
+@pytest.mark.parametrize("mode", ["scores", "loss"])
+def test_gram_of_a_fused_step_is_that_of_a_pass_of_its_own(mode, tmp_path):
+    for name, asked in (("fused", True), ("beside", False)):
+        torch.manual_seed(7)
+        attached = trained(trainer_of(tmp_path, beta=0.0), mode=mode, fused=asked, out=tmp_path / name)
+        assert compared(attached) == ([8, 1, 1, 1] if asked else [8, 8, 8, 8])
+    one, other = run_in(tmp_path / "fused"), run_in(tmp_path / "beside")
+    for ours, theirs in zip(one.groups(), other.groups(), strict=True):
+        size = float(theirs.gram.max())
+        torch.testing.assert_close(ours.gram, theirs.gram, rtol=1e-5, atol=1e-5 * size)
+        assert ours.by_layer.keys() == theirs.by_layer.keys() and ours.prompt_id == theirs.prompt_id
+        for layer, gram in ours.by_layer.items():
+            torch.testing.assert_close(gram, theirs.by_layer[layer], rtol=1e-4, atol=1e-5 * size)
+        torch.testing.assert_close(ours.advantages, theirs.advantages)
+    for ours, theirs in zip(one.batches(), other.batches(), strict=True):
+        torch.testing.assert_close(ours.gram, theirs.gram, rtol=1e-5, atol=1e-5 * float(theirs.gram.max()))
+    for ours, theirs in zip(one.rollouts(), other.rollouts(), strict=True):
+        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+        torch.testing.assert_close(ours.log_probs, theirs.log_probs, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(one.metrics(), other.metrics(), strict=True):
+        for scalar in ("gram/update_norm", "gram/coherence", "group/effective_rank", "grad_norm"):
+            assert ours.get(scalar) == pytest.approx(theirs.get(scalar), rel=1e-4)
+
+
+def test_steps_that_are_not_measured_are_left_alone(tmp_path, monkeypatch):
+    began = []
+    begin = fusing.Fusing.begin
+    monkeypatch.setattr(fusing.Fusing, "begin", lambda self, *args: began.append(1) or begin(self, *args))
+    attached = train(trainer_of(tmp_path, max_steps=6), every=3)
+    assert [reading.step for reading in attached.readings] == [1, 3, 6] and len(began) == 3
+    assert "backward" not in vars(attached.trainer.accelerator)
+
+
+def test_the_whole_gradient_is_compared_again_and_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(fusing, "WHOLE_EVERY", 3)
+    assert compared(train(trainer_of(tmp_path, max_steps=7), every=1)) == [8, 1, 1, 8, 1, 1, 8]
+
+
+def test_tools_and_truncated_rollouts(tmp_path):
+    import trl  # pyright: ignore[reportMissingImports]
+
+    class WithTools(trl.GRPOTrainer):  # pyright: ignore[reportPrivateImportUsage]
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            tool_mask = torch.ones_like(output["completion_mask"])
+            tool_mask[:, 1::2] = 0
+            return {**output, "tool_mask": tool_mask}
+
+    for mode in ("scores", "loss"):
+        assert compared(assert_same_training(tmp_path, mode, cls=WithTools)) == [8, 1, 1, 1]
+
+
+def test_absolute_positions_and_a_head_that_is_not_tied(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=99, n_positions=64, n_embd=16, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=1,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=False,
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "policy")
+    assert compared(assert_same_training(tmp_path, "scores")) == [8, 1, 1, 1]
+
+
+# what is not fused, or not to the end
+
+
+def test_accumulated_steps_and_parts_of_generations_are_not_fused(tmp_path):
+    pieces = trainer_of(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    assert compared(train(pieces, every=1)) == [8] * 4
+    halves = trainer_of(tmp_path, per_device_train_batch_size=4, steps_per_generation=2)
+    assert set(compared(train(halves, every=1))) == {8}  # the rows are those of the generation, the step has half of it
+
+
+def test_a_loss_that_weights_tokens_unevenly_gets_the_trainers_own_pass(tmp_path):
+    """At the first step the KL term has no gradient, and nothing warns of what comes."""
+    plain, measured = (trainer_of(tmp_path, beta=0.5) for _ in range(2))
+    train(plain)
+    attached = train(measured, mode="scores", tolerance=10.0)
+    assert compared(attached) == [8] * 4 and attached.failures == [] and attached.readings[1].error > 1e-3
+    assert float((weights_of(plain) - weights_of(measured)).norm() / weights_of(plain).norm()) <= 1e-6
+
+
+def test_it_can_be_left_to_the_trainer(tmp_path):
+    plain, measured = (trainer_of(tmp_path) for _ in range(2))
+    train(plain)
+    attached = train(measured, fused=False)
+    assert compared(attached) == [8] * 4 and attached.not_fused == "it was not asked for"
+    assert torch.equal(weights_of(plain), weights_of(measured))
+
+
+def test_active_dropout_is_not_fused(tmp_path):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, lora_alpha=64, lora_dropout=0.3, target_modules=["q_proj"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        attached = train(trainer_of(tmp_path, peft=lora), every=1)
+    assert compared(attached) == [8] * 4 and not attached.readings[-1].passed
+    assert fusing.reason_against(attached.trainer.model, attached.trainer.model) == "dropout is active"
+
+
+def test_an_entropy_bonus_is_not_fused(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        attached = train(trainer_of(tmp_path, entropy_coef=1.0), mode="loss")
+    assert compared(attached) == [8] * 4 and attached.readings[-1].error > 1e-3
+
+
+def test_a_gradient_through_entropies_is_found_where_it_appears_late(tmp_path):
+    """A loss that takes to the entropies after the whole gradient was seen to agree."""
+    import trl  # pyright: ignore[reportMissingImports]
+
+    class Late(trl.GRPOTrainer):  # pyright: ignore[reportPrivateImportUsage]
+        def _compute_loss(self, model, inputs):
+            kept = []
+            ask = self._get_per_token_logps_and_entropies
+
+            def asked(*args, **kwargs):
+                kept.append(ask(*args, **kwargs))
+                return kept[-1]
+
+            self._get_per_token_logps_and_entropies = asked
+            try:
+                loss = super()._compute_loss(model, inputs)
+            finally:
+                self._get_per_token_logps_and_entropies = ask
+            return loss if self.state.global_step < 2 else loss - (kept[0][1] * inputs["completion_mask"]).mean()
+
+    plain, measured = (trainer_of(tmp_path, cls=Late, max_steps=3) for _ in range(2))
+    train(plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        attached = train(measured, mode="loss")
+    if not plain._get_per_token_logps_and_entropies(
+        plain.model, torch.ones(1, 4).long(), torch.ones(1, 4).long(), 2, compute_entropy=True
+    )[1].requires_grad:
+        pytest.skip("entropies have no gradient in this version of TRL")
+    assert compared(attached) == [8, 1, 8] and attached.readings[2].error > 1e-3
+    torch.testing.assert_close(weights_of(plain), weights_of(measured), rtol=1e-5, atol=1e-6)
+
+
+def test_other_gradients_of_a_loss_are_kept_and_told(tmp_path):
+    """A penalty on the weights themselves, which does not go through log-probabilities, from the third step on."""
+    import trl  # pyright: ignore[reportMissingImports]
+
+    class Penalised(trl.GRPOTrainer):  # pyright: ignore[reportPrivateImportUsage]
+        def _compute_loss(self, model, inputs):
+            late = 0.0 if self.state.global_step < 2 else 3e-4
+            return super()._compute_loss(model, inputs) + late * sum(p.square().sum() for p in model.parameters())
+
+    plain, measured = (trainer_of(tmp_path, cls=Penalised) for _ in range(2))
+    train(plain)
+    attached = train(measured, mode="scores", tolerance=1.0)
+    assert compared(attached) == [8, 1, 8, 8] and attached.readings[2].error > 1e-4
+    assert float((weights_of(plain) - weights_of(measured)).norm() / weights_of(plain).norm()) <= 1e-6
+
+
+def test_a_pass_that_fails_is_made_by_the_trainer(tmp_path, monkeypatch):
+    plain, measured = (trainer_of(tmp_path) for _ in range(2))
+    train(plain)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(fused.DeferredGram, "finish", broken)
+    with pytest.warns(UserWarning, match="the trainer's own pass was made in its place.*no such kernel") as caught:
+        attached = train(measured, every=1)
+    assert sum("no such kernel" in str(one.message) for one in caught) == 1
+    assert compared(attached) == [8] * 4 and attached.not_fused == "no such kernel"
+    assert torch.equal(weights_of(plain), weights_of(measured))
+
+
+def test_a_forward_pass_that_fails_is_left_to_the_trainer(tmp_path, monkeypatch):
+    plain, measured = (trainer_of(tmp_path) for _ in range(2))
+    train(plain)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(fused, "DeferredGram", broken)
+    with pytest.warns(UserWarning, match="could not be fused.*no room"):
+        attached = train(measured, every=1)
+    assert compared(attached) == [8] * 4
+    assert torch.equal(weights_of(plain), weights_of(measured))
+
+
+def test_wrong_rows_are_found_and_never_trained_with(tmp_path, monkeypatch):
+    """Sums that are off by a hundredth in one layer: the check of the very step sees it."""
+    plain, measured = (trainer_of(tmp_path) for _ in range(2))
+    train(plain)
+    finish = fused.DeferredGram.finish
+
+    def off(self, *args):
+        gram, sums = finish(self, *args)
+        chosen = next(parameter for parameter in sums if parameter.ndim == 2)
+        return gram, {**sums, chosen: sums[chosen] * 1.01}
+
+    monkeypatch.setattr(fused.DeferredGram, "finish", off)
+    with pytest.warns(UserWarning, match="must agree with the trainer's own pass to 1e-05, got 0.0"):
+        attached = train(measured, every=1)
+    assert compared(attached) == [8] * 4 and len(attached.failures) == 1
+    assert torch.equal(weights_of(plain), weights_of(measured))
+
+
+def test_a_loss_that_asks_for_gradients_of_its_own_is_taken_again(tmp_path):
+    import trl  # pyright: ignore[reportMissingImports]
+
+    class Curious(trl.GRPOTrainer):  # pyright: ignore[reportPrivateImportUsage]
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            torch.autograd.grad(loss, [model.lm_head.weight], retain_graph=True)
+            return loss
+
+    plain, measured = (trainer_of(tmp_path, cls=Curious) for _ in range(2))
+    train(plain)
+    with pytest.warns(UserWarning, match="could not be fused"):
+        attached = train(measured, every=1)
+    assert compared(attached) == [8] * 4
+    assert torch.equal(weights_of(plain), weights_of(measured))
+
+
+@pytest.mark.parametrize("what", ["log-probabilities", "step", "hook", "module hook", "compiled", "wrapped", "lomo"])
+def test_what_speaks_against_it(what, tmp_path, monkeypatch):
+    trainer = trainer_of(tmp_path, max_steps=2)
+    if what in ("log-probabilities", "step"):
+        name = "_get_per_token_logps_and_entropies" if what == "log-probabilities" else "training_step"
+        inner = getattr(trainer, name)
+        setattr(trainer, name, lambda *args, **kwargs: inner(*args, **kwargs))
+    if what == "hook":
+        next(trainer.model.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
+    if what == "module hook":
+        trainer.model.model.norm.register_full_backward_hook(lambda *_: None)
+    if what == "compiled":
+        monkeypatch.setattr(trainer.model.model.norm, "_compiled_call_impl", trainer.model.model.norm.forward)
+    if what == "wrapped":
+        assert fusing.reason_against(torch.nn.DataParallel(trainer.model), trainer.model) is not None
+        return
+    if what == "lomo":
+        monkeypatch.setattr(trainer.accelerator, "has_lomo_optimizer", True, raising=False)
+    attached = train(trainer, every=1)
+    assert compared(attached) == [8, 8] and attached.not_fused is not None
+
+
+@pytest.mark.parametrize("mode", ["scores", "loss"])
+def test_autocast_is_fused_to_its_own_precision(mode, tmp_path):
+    plain, measured = (trainer_of(tmp_path, bf16=True, learning_rate=1e-4) for _ in range(2))
+    start = weights_of(plain)
+    train(plain)
+    attached = train(measured, mode=mode)
+    assert compared(attached) == [8, 1, 1, 1] and all(0 < r.error < 5e-2 for r in attached.readings)
+    way = float((weights_of(plain) - start).norm())
+    assert float((weights_of(plain) - weights_of(measured)).norm()) < 0.2 * way
+
+
+@pytest.mark.parametrize("mode", ["scores", "loss"])
+def test_a_scaled_loss_leaves_a_scaled_gradient(mode, tmp_path, monkeypatch):
+    """What float16 does against underflow: `.grad` is that of the scaled loss, the Gram that of the loss."""
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    class Scaler:
+        def get_scale(self) -> float:
+            return 1024.0
+
+        def scale(self, loss: torch.Tensor) -> torch.Tensor:
+            return loss * 1024.0
+
+    norms: dict[bool, list[torch.Tensor]] = {}
+    readings = {}
+    # no update: an optimiser would ask the scaler for more than this one knows
+    monkeypatch.setattr(AcceleratedOptimizer, "step", lambda self, closure=None: None)
+    for scaled in (False, True):
+        trainer = trainer_of(tmp_path, max_steps=2, max_grad_norm=0.0)
+        attached = attach(trainer, every=1, mode=mode)
+
+        def noted(window: Any, measure: Any = attached._measure, trainer: Any = trainer, scaled: bool = scaled) -> None:
+            norms[scaled] = [p.grad.norm() for p in trainer.model.parameters() if p.grad is not None]
+            measure(window)
+
+        monkeypatch.setattr(attached, "_measure", noted)
+        if scaled:
+            trainer.accelerator.scaler = Scaler()
+        torch.manual_seed(7)
+        trainer.train()
+        assert compared(attached) == [8, 1]
+        readings[scaled] = attached.readings[-1]
+    torch.testing.assert_close(torch.stack(norms[True]), 1024 * torch.stack(norms[False]), rtol=1e-5, atol=1e-4)
+    names = ("gram/update_norm", "group/score_norm", "advantage_abs")
+    assert [readings[True].scalars[n] for n in names] == pytest.approx(
+        [readings[False].scalars[n] for n in names], 1e-5
+    )
+
+
+@pytest.mark.parametrize("what", ["nothing", "row", "sum", "gram"])
+def test_every_part_of_a_fused_gradient_is_held_against_another(what):
+    """The row against the trainer's, the sum against row and Gram: whichever is off by a hundredth is found."""
+    torch.manual_seed(0)
+    rows = torch.randn(4, 30).double()
+    weights = torch.tensor([0.5, -0.3, 0.0, 0.2]).double()
+    theirs = (weights[1] * rows[1]).split(10)
+    gram, whole, row = rows @ rows.T, weights @ rows, rows[1].clone()
+    whole[:5] *= 1.01 if what == "sum" else 1.0
+    row[:5] *= 1.01 if what == "row" else 1.0
+    gram[1] *= 1.01 if what == "gram" else 1.0
+    sums = torch.stack([whole, row]).split(10, 1)
+    error = fused.distance(sums, theirs, gram, weights, 1)
+    assert error < 1e-12 if what == "nothing" else 1e-4 < error < 2e-2
+
+
+def test_an_overflow_is_left_to_the_trainer_and_fused_steps_go_on(tmp_path):
+    """As float16 has it now and then: a loss that is not finite at one step."""
+    import trl  # pyright: ignore[reportMissingImports]
+
+    class Overflowing(trl.GRPOTrainer):  # pyright: ignore[reportPrivateImportUsage]
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            return loss * torch.inf if self.state.global_step == 2 else loss
+
+        def _clip_grad_norm(self, model):
+            if self.state.global_step == 2:
+                model.zero_grad(set_to_none=False)  # as a scaler does: no update
+            return super()._clip_grad_norm(model)
+
+    trainer = trainer_of(tmp_path, cls=Overflowing, max_steps=6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        attached = train(trainer, every=1)
+    steps = {reading.step: int(reading.scalars["check/rollouts"]) for reading in attached.readings}
+    assert steps == {1: 8, 2: 1, 4: 8, 5: 1, 6: 1} and attached.not_fused is None
