@@ -18,8 +18,10 @@ def test_measured_and_plain_steps_take_turns(tmp_path, capsys):
     record = json.loads((tmp_path / "record.json").read_text())
     assert json.loads(capsys.readouterr().out) == record
     assert record["settings"]["rollouts"] == 8
-    assert [row["mode"] for row in record["rows"]] == ["scores", "loss"]
+    ways = ["fused", "beside", "accumulated"]
+    assert [(row["mode"], row["way"]) for row in record["rows"]] == [(m, w) for m in ("scores", "loss") for w in ways]
     for row in record["rows"]:
+        assert row["compared"] == ([8, 1, 1] if row["way"] == "fused" else [8, 8, 8])
         assert len(row["seconds"][0]) == len(row["seconds"][1]) == 1
         assert row["overhead"] == pytest.approx(row["measured_seconds"] / row["plain_seconds"] - 1)
         assert row["error"] <= 1e-5
@@ -33,6 +35,8 @@ def test_measured_and_plain_steps_take_turns(tmp_path, capsys):
         ({"group_size": 1}, "--group-size: must be at least 2"),
         ({"repeats": 0}, "--repeats: must be at least 1"),
         ({"modes": ("psi",)}, "must be among scores, loss"),
+        ({"ways": ("twice",)}, "must be among fused, beside, accumulated"),
+        ({"micro_batch_size": 8}, "--micro-batch-size: must be less than --rollouts to accumulate"),
     ],
 )
 def test_what_leaves_nothing_to_measure_is_refused(changes, message):

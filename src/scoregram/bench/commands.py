@@ -133,9 +133,11 @@ class BenchTrl:
     group_size: int = 8
     """Rollouts of one prompt."""
     micro_batch_size: int = 8
-    """Rollouts of one backward pass of the trainer."""
+    """Rollouts of one backward pass of the trainer where it accumulates."""
     tokens: int = 128
     """Completion tokens of every rollout."""
+    ways: tuple[str, ...] = ("fused", "beside", "accumulated")
+    """In one backward pass, in one of its own, in one of its own where the trainer accumulates."""
     modes: tuple[str, ...] = ("scores", "loss")
     """What is measured."""
     checkpointing: tuple[bool, ...] = (False, True)

@@ -27,12 +27,16 @@ from scoregram.policy.characters import character_tokenizer
 
 CALLER = "bench trl"
 MODES = ("scores", "loss")
+WAYS = ("fused", "beside", "accumulated")
+"""Gram and gradient from one backward pass; a pass of its own after the trainer's; the same where the trainer's step is
+made of several micro-batches, which cannot be fused."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One mode, with or without gradient checkpointing."""
+    """One way and mode, with or without gradient checkpointing."""
 
+    way: str
     mode: str
     checkpointing: bool
     plain_seconds: float
@@ -43,6 +47,8 @@ class Row:
     """What the measurement adds, in units of a plain step."""
     error: float
     """Largest relative error of the self-check."""
+    compared: tuple[int, ...]
+    """Rollouts whose gradient the self-check compared, at every measured step: all, or one if it was fused."""
     seconds: tuple[tuple[float, ...], tuple[float, ...]]
     """Of every plain and of every measured step."""
 
@@ -66,6 +72,7 @@ def run_trl_bench(
     group_size: int = 8,
     micro_batch_size: int = 8,
     tokens: int = 128,
+    ways: Sequence[str] = WAYS,
     modes: Sequence[str] = MODES,
     checkpointing: Sequence[bool] = (False, True),
     repeats: int = 5,
@@ -79,8 +86,9 @@ def run_trl_bench(
         shape: A row of `SHAPES`; weights are random.
         rollouts: Of one update, whole groups.
         group_size: Rollouts of one prompt.
-        micro_batch_size: Rollouts of one backward pass of the trainer.
+        micro_batch_size: Rollouts of one backward pass of the trainer where it accumulates.
         tokens: Completion tokens of every rollout; prompts have 32 or so.
+        ways: Some of `fused`, `beside` and `accumulated`.
         modes: `scores`, `loss` or both.
         checkpointing: Without and with gradient checkpointing, TRL's default.
         repeats: Timed steps of each kind, in turns.
@@ -88,11 +96,11 @@ def run_trl_bench(
         as_json: Print strict JSON instead of a table.
         out: Where to write the record.
     """
-    refuse(shape, rollouts, group_size, micro_batch_size, tokens, modes, repeats, threads)
+    refuse(shape, rollouts, group_size, micro_batch_size, tokens, ways, modes, repeats, threads)
     torch.set_num_threads(threads)
     job = Job(shape, rollouts, group_size, micro_batch_size, tokens, repeats)
     around, load_before = surroundings(), os.getloadavg()
-    rows = [timed(job, mode, checkpointed) for checkpointed in checkpointing for mode in modes]
+    rows = [timed(job, way, mode, recomputed) for recomputed in checkpointing for mode in modes for way in ways]
     record = {
         "settings": {"bench": "trl", "threads": threads}
         | asdict(job)
@@ -111,6 +119,7 @@ def refuse(
     group_size: int,
     micro_batch_size: int,
     tokens: int,
+    ways: Sequence[str],
     modes: Sequence[str],
     repeats: int,
     threads: int,
@@ -124,38 +133,48 @@ def refuse(
     for name, size in (("group-size", group_size), ("micro-batch-size", micro_batch_size)):
         if rollouts % size or rollouts < 1:
             fail(f"{CALLER} --rollouts", f"must be a multiple of --{name} {size}", rollouts, "Choose another number.")
-    for mode in modes or ("",):
-        if mode not in MODES:
-            fail(f"{CALLER} --modes", f"must be among {', '.join(MODES)}", repr(mode), "Check the spelling.")
+    for name, asked, known in (("modes", modes, MODES), ("ways", ways, WAYS)):
+        for one in asked or ("",):
+            if one not in known:
+                fail(f"{CALLER} --{name}", f"must be among {', '.join(known)}", repr(one), "Check the spelling.")
+    if "accumulated" in ways and micro_batch_size == rollouts:
+        fail(f"{CALLER} --micro-batch-size", "must be less than --rollouts to accumulate", rollouts, "Choose less.")
     if find_spec("trl") is None:
         fail(CALLER, "trl must be installed", "no such package", "pip install 'scoregram[trl]'")
 
 
-def timed(job: Job, mode: str, checkpointing: bool) -> Row:
+def timed(job: Job, way: str, mode: str, checkpointing: bool) -> Row:
     """Train for as many plain and measured steps as asked for, in turns, after two that warm up."""
     steps: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of_random_tokens(job, folder, checkpointing, steps)
-        attached = attach(trainer, every=2, mode="scores" if mode == "scores" else "loss")
+        size = job.micro_batch_size if way == "accumulated" else job.rollouts
+        trainer = trainer_of_random_tokens(job, folder, size, checkpointing, steps)
+        attached = attach(trainer, every=2, mode="scores" if mode == "scores" else "loss", fused=way != "beside")
         trainer.train()
     if attached.failures:
         fail(CALLER, "every measurement must succeed", attached.failures[0], "Please report it.")
     warm = {step: seconds for step, seconds in steps.items() if step > 2}
     plain = tuple(seconds for step, seconds in warm.items() if step % 2)
-    measured = tuple(seconds for step, seconds in warm.items() if step % 2 == 0)
+    compared = {reading.step: int(reading.scalars["check/rollouts"]) for reading in attached.readings}
+    expected = 1 if way == "fused" else job.rollouts
+    measured = tuple(seconds for step, seconds in warm.items() if compared.get(step) == expected)
+    if not measured:
+        fail(CALLER, f"steps must be measured as asked for, {way}", attached.readings, "Please report it.")
     own, whole = statistics.median(plain), statistics.median(measured)
     return Row(
+        way=way,
         mode=mode,
         checkpointing=checkpointing,
         plain_seconds=own,
         measured_seconds=whole,
         overhead=(whole - own) / own,
         error=max(reading.error for reading in attached.readings),
+        compared=tuple(compared.values()),
         seconds=(plain, measured),
     )
 
 
-def trainer_of_random_tokens(job: Job, folder: str, checkpointing: bool, steps: dict[int, float]) -> Any:
+def trainer_of_random_tokens(job: Job, folder: str, size: int, checkpointing: bool, steps: dict[int, float]) -> Any:
     """A GRPOTrainer that need not sample, and notes the processor time of every step less that of its generation."""
     import trl  # pyright: ignore[reportMissingImports]
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
@@ -165,8 +184,8 @@ def trainer_of_random_tokens(job: Job, folder: str, checkpointing: bool, steps: 
     model: Any = SHAPES[job.shape].build()
     arguments = {
         "output_dir": folder,
-        "per_device_train_batch_size": job.micro_batch_size,
-        "gradient_accumulation_steps": job.rollouts // job.micro_batch_size,
+        "per_device_train_batch_size": size,
+        "gradient_accumulation_steps": job.rollouts // size,
         "num_generations": job.group_size,
         "max_completion_length": job.tokens,
         "max_steps": 2 + 2 * job.repeats,
@@ -219,12 +238,12 @@ def even_sum(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
 def print_rows(rows: Sequence[Row], job: Job) -> None:
     """A table for a terminal."""
     table = Table(
-        title=f"{job.shape}: {job.rollouts} rollouts of {job.tokens} tokens, {job.micro_batch_size} at a time",
+        title=f"{job.shape}: {job.rollouts} rollouts of {job.tokens} tokens; accumulated: {job.micro_batch_size} each",
         caption="Processor time without generation. Overhead: what a measurement adds, in units of a plain step.",
     )
-    for column in ("mode", "checkpointing", "plain s", "measured s", "overhead", "self-check"):
-        table.add_column(column, justify="left" if column == "mode" else "right", no_wrap=True)
+    for column in ("way", "mode", "checkpointing", "plain s", "measured s", "overhead", "self-check"):
+        table.add_column(column, justify="left" if column in ("way", "mode") else "right", no_wrap=True)
     for row in rows:
         times = (f"{row.plain_seconds:.3g}", f"{row.measured_seconds:.3g}", f"{row.overhead:.2f}")
-        table.add_row(row.mode, "yes" if row.checkpointing else "no", *times, f"{row.error:.1e}")
+        table.add_row(row.way, row.mode, "yes" if row.checkpointing else "no", *times, f"{row.error:.1e}")
     Console().print(table)
