@@ -17,10 +17,10 @@ from scoregram.checks import ScoregramError
 from scoregram.exhibits import from_plain, to_plain
 from scoregram.replicate import replicate
 from scoregram.replication.evidence import SECTIONS, lead, recompute, write_evidence
-from scoregram.replication.presets import PRESETS, Preset, plan, read_setting, write_setting
+from scoregram.replication.presets import PRESETS, START, Preset, plan, read_setting, start_of, write_setting
 from scoregram.replication.readings import read_evidence
 from scoregram.replication.record import write_record
-from scoregram.replication.running import START, attempt, in_processes, run_all, steps_done
+from scoregram.replication.running import attempt, in_processes, run_all, steps_done
 from scoregram.replication.verify import EXHIBITS_FOLLOW, FILES, VERDICTS_FOLLOW, verify
 from scoregram.report import write_report
 from scoregram.runs import GroupRecord, open_run
@@ -96,23 +96,41 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def test_the_plan_is_every_size_and_rival_for_every_seed_at_equal_rollouts(mini, tmp_path):
-    runs = plan(mini, tmp_path, seeds=3, model="m", device="cpu")
+    runs = plan(mini, tmp_path, seeds=3, device="cpu")
     assert [run.name for run in runs[:3]] == ["R2-seed0", "R4-seed0", "rloo-R4-seed0"]
     assert len(runs) == len({run.config.out for run in runs}) == 9
     for run in runs:
         config = run.config
-        assert (config.group_size, config.seed, config.method, config.model) == (run.size, run.seed, run.method, "m")
+        assert (config.group_size, config.seed, config.method) == (run.size, run.seed, run.method)
+        assert config.model == str(tmp_path / START)
         assert config.batch_size == 8 and config.probe_problems * run.size == 8 and config.reward == JUDGE
-    assert {run.config.reward for run in plan(PRESETS["quick"], tmp_path, seeds=1, model="m", device="cpu")} == {None}
-    large = plan(replace(mini, sizes=(16,), batch_size=16), tmp_path, seeds=1, model="m", device="cpu")
+    assert {run.config.reward for run in plan(PRESETS["quick"], tmp_path, seeds=1, device="cpu")} == {None}
+    large = plan(replace(mini, sizes=(16,), batch_size=16), tmp_path, seeds=1, device="cpu")
     assert [run.name for run in large] == ["R16-seed0", "rloo-R16-seed0"]
+
+
+def test_a_policy_that_is_taught_is_taught_anew_for_every_seed_that_is_missing(mini, tmp_path):
+    taught = replace(mini, warm_epochs=0.02, warm_batch=4, sizes=(2,), rivals=(), steps=1)
+    assert run_all(taught, tmp_path, seeds=2, device="cpu", console=QUIET)
+    first, second = (start_of(taught, tmp_path, seed) for seed in (0, 1))
+    assert [run.config.model for run in plan(taught, tmp_path, seeds=2, device="cpu")] == [str(first), str(second)]
+    assert weights_of(first) != weights_of(second)
+    before = weights_of(first)
+    shutil.rmtree(tmp_path / START)
+    shutil.rmtree(tmp_path / "runs" / "R2-seed0")
+    assert run_all(taught, tmp_path, seeds=2, device="cpu", console=QUIET)
+    assert weights_of(first) == before and not second.exists()
+
+
+def weights_of(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_can_be_planned(name, tmp_path):
     preset = PRESETS[name]
     assert preset.batches_every % preset.measure_every == 0
-    assert plan(preset, tmp_path, seeds=preset.seeds, model="m", device="cpu")
+    assert plan(preset, tmp_path, seeds=preset.seeds, device="cpu")
 
 
 def test_the_record_verifies_with_everything_computed_anew_to_the_same_text(made):
@@ -229,7 +247,7 @@ def test_a_stop_between_processes_leaves_the_rest_undone(mini, tmp_path, monkeyp
             self.cancelled = cancel_futures
 
     monkeypatch.setattr("scoregram.replication.running.ProcessPoolExecutor", Pool)
-    planned = plan(mini, tmp_path, seeds=1, model="m", device="cpu")
+    planned = plan(mini, tmp_path, seeds=1, device="cpu")
     assert not in_processes(planned, 2)
     assert len(futures) == 3
 
@@ -314,9 +332,9 @@ def test_the_command_refuses_what_cannot_be(tmp_path):
 
 
 def test_steps_are_counted_from_what_was_written(made, mini, tmp_path):
-    runs = plan(mini, made, seeds=SEEDS, model="m", device="cpu")
+    runs = plan(mini, made, seeds=SEEDS, device="cpu")
     assert {steps_done(run) for run in runs} == {4}
-    assert {steps_done(run) for run in plan(mini, tmp_path, seeds=1, model="m", device="cpu")} == {0}
+    assert {steps_done(run) for run in plan(mini, tmp_path, seeds=1, device="cpu")} == {0}
 
 
 def test_a_key_that_cannot_be_read_is_told_of_before_anything_is_trained(tmp_path):

@@ -6,6 +6,8 @@ them. Here a whole step, from the last token to the next one written down, is ca
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -76,16 +78,43 @@ def advance_captured(
             return
 
 
+@dataclass(frozen=True)
+class Ground:
+    """What every capture on a device takes place in: one stream, one pool of memory.
+
+    torch keeps memory apart by stream and by pool: with a stream and a pool for each capture, what earlier ones have
+    left would fill the device. A pool lives as long as a graph in it does, hence one that is never replayed.
+    """
+
+    stream: torch.cuda.Stream
+    anchor: torch.cuda.CUDAGraph
+
+    @staticmethod
+    @cache
+    def of(device: int) -> "Ground":
+        """That of a device, by its number."""
+        with torch.cuda.device(device):
+            stream, anchor = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+            with torch.cuda.stream(stream):
+                anchor.capture_begin(capture_error_mode="thread_local")
+                torch.zeros(1, device="cuda")
+                anchor.capture_end()
+        return Ground(stream, anchor)
+
+
 def cuda_graph(step: Callable[[], None]) -> Callable[[], None]:
-    """Run `step`, capture it as a CUDA graph and return its replay; `step` itself where it cannot be captured."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    """Run `step`, capture it as a CUDA graph and return its replay; `step` itself where it cannot be captured.
+
+    Graphs share their memory, so that only the last one captured on a device may be replayed.
+    """
+    ground = Ground.of(torch.cuda.current_device())
+    ground.stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     repeat: Callable[[], None] = graph.replay
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(ground.stream):
         step()  # also loads what may not be loaded during a capture
         try:
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(ground.anchor.pool(), "thread_local")
             try:
                 step()
             finally:
@@ -94,5 +123,5 @@ def cuda_graph(step: Callable[[], None]) -> Callable[[], None]:
             reason = str(error).splitlines()[0]
             warnings.warn(f"sample: decoding without a CUDA graph, which is slower. {reason}", CaptureWarning, 2)
             repeat = step
-    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.current_stream().wait_stream(ground.stream)
     return repeat

@@ -12,6 +12,8 @@ from scoregram.training.config import TrainConfig
 
 RUNS = "runs"
 """Folder of the runs inside that of a replication."""
+START = "start"
+"""Folder of the policies that runs begin with."""
 SETTING = "setting.json"
 """What a replication is: its preset and seeds."""
 METHOD = "grpo-paper"
@@ -142,14 +144,21 @@ class Planned:
     config: TrainConfig
 
 
-def plan(preset: Preset, folder: Path, *, seeds: int, model: str, device: str) -> tuple[Planned, ...]:
+def start_of(preset: Preset, folder: Path, seed: int) -> Path:
+    """Where the policy is that the runs of a seed begin with: one for all seeds, or, where it is taught, one for each.
+
+    So the spread over seeds is that of the whole experiment, and seeds may come from different machines.
+    """
+    return folder / START / f"seed{seed}" if preset.warm_epochs else folder / START
+
+
+def plan(preset: Preset, folder: Path, *, seeds: int, device: str) -> tuple[Planned, ...]:
     """All runs, seed by seed, so that an interrupted replication has whole seeds.
 
     Args:
         preset: What to train.
         folder: Of the replication; runs go to `runs/NAME` inside.
         seeds: Seeds 0, 1, ….
-        model: The policy that all runs begin with.
         device: As in `TrainConfig`.
     """
     largest = max((size for size in preset.sizes if size <= 8), default=min(preset.sizes))
@@ -158,7 +167,7 @@ def plan(preset: Preset, folder: Path, *, seeds: int, model: str, device: str) -
         wanted = [(size, METHOD) for size in preset.sizes] + [(largest, rival) for rival in preset.rivals]
         for size, method in wanted:
             name = f"R{size}-seed{seed}" if method == METHOD else f"{method}-R{size}-seed{seed}"
-            common = config_of(preset, model, device)
+            common = config_of(preset, str(start_of(preset, folder, seed)), device)
             config = replace(
                 common,
                 out=folder / RUNS / name,

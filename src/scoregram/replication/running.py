@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from scoregram.replication.presets import Planned, Preset, plan
+from scoregram.replication.presets import Planned, Preset, plan, start_of
 from scoregram.replication.start import prepared
 from scoregram.runs import open_run
 from scoregram.runs.layout import CONFIG, METRICS
@@ -21,18 +22,18 @@ from scoregram.runs.metrics import read_metrics
 from scoregram.training.config import TrainConfig
 from scoregram.training.loop import Trained, train
 
-START = "start"
-"""Folder of the common start inside that of a replication."""
 LOOK_EVERY = 0.5
 """Seconds between two looks at how far the runs have come."""
 PLAIN_EVERY = 20
 """Looks between two lines where the output is no terminal."""
+SHARED_MEMORY = 0.92
+"""Part of a GPU's memory that workers share; the rest is taken by what each process needs besides tensors."""
 
 
 def run_all(
     preset: Preset, folder: Path, *, seeds: int, device: str, console: Console, workers: int | None = None
 ) -> bool:
-    """Make the common start and train every run that is not complete; False if somebody stopped it.
+    """Make what runs begin with and train every run that is not complete; False if somebody stopped it.
 
     Args:
         preset: What to train.
@@ -42,12 +43,12 @@ def run_all(
         console: Where progress is shown.
         workers: Processes that train side by side; the preset's number if not given.
     """
-    start = folder / START
-    planned = plan(preset, folder, seeds=seeds, model=str(start), device=device)
+    planned = plan(preset, folder, seeds=seeds, device=device)
     missing = [one for one in planned if steps_done(one) < one.config.steps]
     if not missing:
         return True
-    prepared(preset, start, device=device, tell=console.print)
+    for start, seed in {start_of(preset, folder, one.seed): one.seed for one in missing}.items():
+        prepared(preset, start, seed=seed, device=device, tell=console.print)
     with shown_progress(planned, console):
         if (workers or preset.workers) > 1:
             return in_processes(missing, workers or preset.workers)
@@ -57,7 +58,7 @@ def run_all(
 def in_processes(missing: Sequence[Planned], workers: int) -> bool:
     """Train several runs at a time, one process each; what has not begun when one of them ends early does not begin."""
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=end_with_parent) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=settle, initargs=(workers,)) as pool:
         running: list[Future[Trained]] = [pool.submit(attempt, resumable(one.config)) for one in missing]
         try:
             return not any(future.result().interrupted for future in running)
@@ -65,6 +66,17 @@ def in_processes(missing: Sequence[Planned], workers: int) -> bool:
             return False
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def settle(workers: int) -> None:
+    """Make this process one of several: it ends with its parent and keeps to its share of a GPU's memory.
+
+    Without a share, memory that torch keeps for later in one process is missing in another.
+    """
+    end_with_parent()
+    if torch.cuda.is_available():
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.set_per_process_memory_fraction(SHARED_MEMORY / workers, device)
 
 
 def end_with_parent() -> None:

@@ -1,4 +1,4 @@
-"""The policy that every run of a replication begins with, written once as a folder."""
+"""The policy that runs of a replication begin with, written once as a folder."""
 
 import gc
 import json
@@ -20,11 +20,14 @@ STAMP = "start.json"
 """Written last: a folder without it, or with other settings in it, is made again."""
 
 
-def prepared(preset: Preset, folder: Path, *, device: str, tell: Callable[[str], None]) -> Path:
-    """The folder of the common start, made if it is not there: the model, taught by written solutions if asked for."""
+def prepared(preset: Preset, folder: Path, *, seed: int, device: str, tell: Callable[[str], None]) -> Path:
+    """The folder of a start, made if it is not there: the model, taught by written solutions if asked for.
+
+    A seed is the order of those solutions.
+    """
     settings: dict[str, Any] = {
         name: getattr(preset, name) for name in ("model", "task", "warm_epochs", "warm_rate", "warm_batch", "autocast")
-    }
+    } | ({"seed": seed} if preset.warm_epochs else {})
     stamp = folder / STAMP
     if stamp.is_file() and json.loads(stamp.read_text()) == settings:
         return folder
@@ -39,6 +42,7 @@ def prepared(preset: Preset, folder: Path, *, device: str, tell: Callable[[str],
             epochs=preset.warm_epochs,
             batch_size=preset.warm_batch,
             learning_rate=preset.warm_rate,
+            seed=seed,
             tell=tell,
         )
     write_warm_start(policy, folder)
