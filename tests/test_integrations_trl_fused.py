@@ -434,3 +434,11 @@ def test_an_overflow_is_left_to_the_trainer_and_fused_steps_go_on(tmp_path):
         attached = train(trainer, every=1)
     steps = {reading.step: int(reading.scalars["check/rollouts"]) for reading in attached.readings}
     assert steps == {1: 8, 2: 1, 4: 8, 5: 1, 6: 1} and attached.not_fused is None
+
+
+def test_answers_that_could_not_be_given():
+    """An auxiliary loss goes back through the router, and has no place in a fused step."""
+    one = torch.zeros(2, 3, requires_grad=True)
+    assert fused.Answer.of((one, one.detach())) == fused.Answer(2, (torch.float32, torch.float32), False)
+    assert fused.Answer.of((one, None, None)) == fused.Answer(3, (torch.float32, None), False)
+    assert fused.Answer.of((one, one, one.sum())) is None and fused.Answer.of({"logps": one}) is None

@@ -5,7 +5,6 @@ somebody else's takes the log-probabilities first, and what its loss makes of th
 arrives there. In between the graph of the model is held, as in any training step.
 """
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -89,7 +88,7 @@ class DeferredGram(Measurement):
         self.log_probs, self.entropies = log_probs.detach(), token_entropies(logits.detach(), self.batch)
         return log_probs
 
-    def finish(self, coefficients: Tensor, weights: Tensor) -> tuple[Gram, Mapping[Tensor, Tensor]]:
+    def finish(self, coefficients: Tensor, weights: Tensor) -> tuple[Gram, dict[Tensor, Tensor]]:
         """The Gram of `ψ_i = Σ_t c_it ∇ log π(y_it)`, and for every parameter `(M, …)` the sums `Σ_i w_mi ψ_i`.
 
         Can be called once. A parameter that took no part has no sums.

@@ -107,8 +107,6 @@ class FusedStep:
     """What the loss is multiplied with before its backward pass."""
     close: float
     """Error of the check up to which our gradient is the trainer's."""
-    expected: Sequence[Tensor]
-    """Parameters that a step of the trainer's gives gradients, if only zeros."""
     told: dict[str, Any] | None = None
     """Arguments of the trainer's question; None before it was asked."""
     deferred: DeferredGram | None = None
@@ -228,9 +226,10 @@ class FusedStep:
         if not error <= self.close:
             remedy = "The trainer's own pass was made in its place."
             fail("a fused step", f"must agree with the trainer's own pass to {self.close:g}", f"{error:.2g}", remedy)
-        made = [(p, sums[p][0].to(p.dtype)) for p in parameters if p in sums]
-        made += [(p, torch.zeros_like(p)) for p in self.expected if p not in sums]
-        for parameter, grad in made:  # nothing can go wrong any more
+        made = {}
+        for parameter in [p for p in parameters if p in sums]:  # its row is let go, one after the other
+            made[parameter] = sums.pop(parameter)[0].to(parameter.dtype, copy=True)
+        for parameter, grad in made.items():  # nothing can go wrong any more
             parameter.grad = grad
         sizes = weights / self.scale if self.mode == "loss" else torch.ones_like(weights)
         return Ours(gram, sizes, log_probs, error, seconds)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as modules
 
 from scoregram.checks import listed
@@ -39,7 +39,6 @@ class Fusing:
         self.reason: str | None = None
         """Why no step of this trainer will be fused; None if one may."""
         self.answer: Answer | None = None
-        self.expected: list[Tensor] = []
         self.since: int | None = None
         """Fused steps since the whole gradient was compared; None if it was not, or did not agree."""
         self.step: FusedStep | None = None
@@ -66,7 +65,6 @@ class Fusing:
         agrees = pulls and error <= self.settings.close
         even = self.settings.mode == "loss" or unevenness <= EVEN
         self.since = 0 if agrees and even else None
-        self.expected = [p for p in self.trainer.model.parameters() if p.requires_grad and p.grad is not None]
 
     # the next step
 
@@ -85,7 +83,7 @@ class Fusing:
             return
         inside = self.trainer.accelerator.unwrap_model(self.trainer.model)
         tokens = inputs["prompt_ids"].shape[1] + inputs["completion_ids"].shape[1]
-        if len(batch.rows) != whole or not is_one_step(self.trainer) or bytes_of_pass(inside, whole, tokens) > limit:
+        if len(batch.rows) != whole or not is_one_step(self.trainer) or bytes_of(inside, whole, tokens) > limit:
             return
         if getattr(self.trainer.accelerator, "has_lomo_optimizer", False):
             self.reason = "the optimiser makes its update within the backward pass"
@@ -107,7 +105,6 @@ class Fusing:
             draw=self.draw,
             scale=1.0 if scaler is None else float(scaler.get_scale()),
             close=self.settings.close,
-            expected=self.expected,
         )
 
     def answered(self, *args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
@@ -166,6 +163,12 @@ class Fusing:
             self.since = None  # the whole gradient is compared before this is tried again
         elif self.since is not None:
             self.since += 1
+
+
+def bytes_of(model: nn.Module, rollouts: int, tokens: int) -> int:
+    """Estimate of what a fused pass allocates: any pass, and two gradients more than the trainer's, not one."""
+    gradient = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return bytes_of_pass(model, rollouts, tokens) + gradient
 
 
 def is_of_trl(method: Callable[..., Any]) -> bool:
