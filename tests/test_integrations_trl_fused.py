@@ -263,7 +263,8 @@ def test_other_gradients_of_a_loss_are_kept_and_told(tmp_path):
     assert float((weights_of(plain) - weights_of(measured)).norm() / weights_of(plain).norm()) <= 1e-6
 
 
-def test_a_pass_that_fails_is_made_by_the_trainer(tmp_path, monkeypatch):
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_pass_that_fails_is_made_by_the_trainer(every, tmp_path, monkeypatch):
     plain, measured = (trainer_of(tmp_path) for _ in range(2))
     train(plain)
 
@@ -272,9 +273,11 @@ def test_a_pass_that_fails_is_made_by_the_trainer(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fused.DeferredGram, "finish", broken)
     with pytest.warns(UserWarning, match="the trainer's own pass was made in its place.*no such kernel") as caught:
-        attached = train(measured, every=1)
+        attached = train(measured, every=every)
     assert sum("no such kernel" in str(one.message) for one in caught) == 1
-    assert compared(attached) == [8] * 4 and attached.not_fused == "no such kernel"
+    assert attached.not_fused == "RuntimeError: no such kernel" and attached.failures == [attached.not_fused]
+    assert [reading.step for reading in attached.readings] == ([1, 2, 3, 4] if every == 1 else [1, 2, 4])
+    assert set(compared(attached)) == {8}
     assert torch.equal(weights_of(plain), weights_of(measured))
 
 

@@ -281,8 +281,8 @@ class Attachment:
             self._look_at_clock()
         with self._fusing.around() if self._window is not None else nullcontext():
             loss = self._inner["training_step"](*args, **kwargs)
-        if (failure := self._fusing.failure) is not None:
-            self._tell_of(failure)
+        if self._fusing.failure is not None:
+            self._tell_of_failure()
         if self._window is not None and self.trainer.accelerator.sync_gradients:
             with self._without_harm():
                 self._measure(self._window)
@@ -347,8 +347,8 @@ class Attachment:
             whole = len(batch.rows) if is_loss else generation.size
             self._fusing.begin(model, inputs, batch, whole, limit)
 
-    def _tell_of(self, failure: Exception) -> None:
-        message = f"{type(failure).__name__}: {failure}"
+    def _tell_of_failure(self) -> None:
+        message, self._fusing.failure = str(self._fusing.reason), None
         self.failures.append(message)
         text = (
             "a step could not be fused; the trainer's own pass was made in its place, and no more steps will be fused"

@@ -21,8 +21,6 @@ from scoregram.integrations.trl.window import MicroBatch
 
 WHOLE_EVERY = 10
 """Of so many measured steps one is not fused, so that the whole gradient is compared."""
-
-
 TRLS_OWN = ("_get_per_token_logps_and_entropies", "training_step")
 """Methods between the model and its gradient that a fused step stands in for; the loss in between may be anybody's."""
 
@@ -114,18 +112,23 @@ class Fusing:
         try:
             found = self.step.log_probs(*args, **kwargs)
         except Exception as error:
-            found, self.failure, self.reason = None, error.with_traceback(None), str(error)
+            self.stop(error)
+            return None
         if found is None:
-            self.reason = self.reason or self.step.declined
-            self.step = None
+            self.reason, self.step = self.step.declined, None
         return found
 
     def gave_up(self, error: Exception) -> bool:
         """Whether a loss that failed is to be tried again, because it was given our log-probabilities."""
         if self.step is None or not self.step.is_begun:
             return False
-        self.failure, self.reason, self.step = error.with_traceback(None), str(error), None
+        self.stop(error)
         return True
+
+    def stop(self, error: Exception) -> None:
+        """Fuse no more: something went wrong though nothing spoke against it."""
+        self.failure, self.reason = error.with_traceback(None), f"{type(error).__name__}: {error}"
+        self.step = None
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -158,7 +161,7 @@ class Fusing:
             return
         step.finish()
         if step.failure is not None:
-            self.failure, self.reason = step.failure, str(step.failure)
+            self.stop(step.failure)
         if step.ours is None:
             self.since = None  # the whole gradient is compared before this is tried again
         elif self.since is not None:
