@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scoregram.replication.differences import differences
 from scoregram.replication.evidence import recompute
 from scoregram.replication.measured import SHIPPED, measured_verdicts
 from scoregram.replication.record import RECORD
@@ -59,7 +60,7 @@ def test_the_shipped_copy_is_the_record(record):
 def test_the_tables_of_many_settings_follow_from_their_grams():
     script = load_script("tiny_settings")
     stored = json.loads((script.HERE / "exhibits.json").read_text(encoding="utf-8"))["exhibits"]
-    assert json.loads(json.dumps(script.tables())) == stored
+    assert differences(stored, json.loads(json.dumps(script.tables())), "table") == []
 
 
 def test_no_text_of_the_data_set_is_there():
