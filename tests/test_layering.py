@@ -14,7 +14,7 @@ TESTS = Path(__file__).parent
 FILES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 FLOORS = (
-    {"errors", "types", "checks", "launch"},
+    {"errors", "types", "checks", "machine"},
     {"spectra", "statistics", "advantages", "objectives", "tasks", "runs", "exhibits"},
     {"theory", "gram", "policy", "bootstrap"},
     {"training"},
@@ -25,7 +25,7 @@ FLOORS = (
 )
 """Rooms from the ground up. A room may import itself and every floor below it, never its neighbours."""
 
-GROUND = ("errors", "types", "checks", "launch")
+GROUND = ("errors", "types", "checks", "machine")
 """The order on the ground floor, whose rooms are single files."""
 
 HEAVY = ("torch", "transformers", "datasets", "trl", "peft", "plotly", "matplotlib", "flask", "uvicorn")

@@ -1,5 +1,7 @@
 """The sampler on a GPU: captured steps draw what the CPU draws."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -63,7 +65,7 @@ def test_everything_ends_when_all_have_ended():
     assert found.finished.all() and int(found.lengths.max()) < 50
 
 
-WIDE = {
+WIDE: dict[str, Any] = {
     "max_position_embeddings": 256,
     "hidden_size": 192,
     "num_attention_heads": 6,

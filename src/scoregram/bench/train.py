@@ -24,6 +24,7 @@ from rich.table import Table
 
 from scoregram import __version__
 from scoregram.bench.laps import CALLER, Timed
+from scoregram.bench.record import publish, short_commit
 from scoregram.bench.trainers import METHOD, TRAINERS, Job
 from scoregram.checks import fail, lookup
 from scoregram.policy.config import PolicyConfig
@@ -133,13 +134,7 @@ def run_train_bench(
         | {"load_average": {"before": load_before, "after": os.getloadavg()}},
         "rows": [asdict(row) for row in rows],
     }
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
-    if as_json:
-        print(json.dumps(record, indent=1, allow_nan=False))
-    else:
-        print_rows(rows, asked)
+    publish(record, as_json=as_json, out=out, show=lambda: print_rows(rows, asked))
     return 0
 
 
@@ -221,7 +216,6 @@ def compared(found: dict[str, list[Timed]], batch_size: int) -> list[Row]:
 
 def surroundings() -> dict[str, Any]:
     """Everything else that is needed to read the numbers: machine, versions, commit."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     packages = [name for name in ("torch", "transformers", "trl") if find_spec(name) is not None]
     return {
         "method": METHOD,
@@ -232,7 +226,7 @@ def surroundings() -> dict[str, Any]:
         "trl_differs_from_its_defaults_in": "float32, no gradient checkpointing, constant learning rate, "
         "prompts not shuffled, nothing logged or saved",
         "scoregram": __version__,
-        "commit": commit.stdout.strip() or None,
+        "commit": short_commit(),
         "python": platform.python_version(),
     } | {name: version(name) for name in packages}
 

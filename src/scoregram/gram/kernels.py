@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scoregram import launch
-from scoregram.launch import power_of_two
+from scoregram import machine
+from scoregram.machine import power_of_two
 
 MOST_ROLLOUTS = 64
 COLUMNS, BLOCKS, WARPS, STAGES = 512, 16, 2, 4
@@ -26,12 +26,12 @@ PARTIAL_BYTES = 1 << 25
 
 def kernel(name: str) -> Any:
     """A kernel of this room by its name."""
-    return launch.kernel("scoregram.gram.triton_kernels", name)
+    return machine.kernel("scoregram.gram.triton_kernels", name)
 
 
 def is_half_on_gpu(tensor: Tensor) -> bool:
     """Whether a tensor is of the kind the kernels are made for."""
-    return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16) and launch.can_launch()
+    return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16) and machine.can_launch()
 
 
 def serves(rows: Tensor, out: Tensor | None) -> bool:

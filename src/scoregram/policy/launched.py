@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from scoregram import launch
-from scoregram.launch import power_of_two
+from scoregram import machine
+from scoregram.machine import power_of_two
 from scoregram.policy.fused import Fused, Layer, Norm, is_fusible, normed
 from scoregram.policy.modes import base_of, computed_in
 
@@ -27,13 +27,13 @@ GATED = 1024
 
 def kernel(name: str) -> Any:
     """A kernel of this room by its name."""
-    return launch.kernel("scoregram.policy.triton_kernels", name)
+    return machine.kernel("scoregram.policy.triton_kernels", name)
 
 
 def is_launchable(model: nn.Module) -> bool:
     """Whether a model is fusible, on a GPU, of a kind and shape that the kernels take, with the gate that they know."""
     weight = next(model.parameters())
-    if not weight.is_cuda or not launch.can_launch() or not is_fusible(model) or computed_in(weight) not in KINDS:
+    if not weight.is_cuda or not machine.can_launch() or not is_fusible(model) or computed_in(weight) not in KINDS:
         return False
     inner: Any = base_of(model)
     width = inner.model.layers[0].self_attn.head_dim

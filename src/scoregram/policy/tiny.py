@@ -11,8 +11,7 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from scoregram.checks import fail
+from scoregram.machine import one_thread
 from scoregram.policy.characters import VOCABULARY, character_tokenizer
 from scoregram.tasks.arithmetic import arithmetic, number_of_terms, solution
 from scoregram.tasks.mistakes import careless_solution, careless_teacher
@@ -180,17 +180,6 @@ def supervised_step(
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return loss.item()
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """One thread for the length of a block: sums over several threads would depend on how many there are."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def cache_folder() -> Path:

@@ -11,9 +11,10 @@ from rich.text import Text
 
 from scoregram import __version__
 from scoregram.checks import fail, listed
+from scoregram.machine import one_thread
 from scoregram.theory.claims import CLAIMS
 from scoregram.theory.claims.ledger import Claim, Entry, Number, Verdict, run
-from scoregram.theory.lab.show import one_thread, plain
+from scoregram.theory.lab.show import plain
 
 COLOURS = {
     Verdict.HOLDS: "green",

@@ -2,8 +2,6 @@
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 
 import torch
@@ -13,6 +11,7 @@ from rich.text import Text
 
 from scoregram import __version__
 from scoregram.checks import fail, lookup
+from scoregram.machine import one_thread
 from scoregram.theory.lab.comparison import Comparison, Row, comparison
 from scoregram.theory.lab.exact import GroundTruth, ground_truth
 from scoregram.theory.lab.listing import listing
@@ -87,17 +86,6 @@ def marked(row: Row, found: Comparison) -> Text:
     """The name of an estimator with its marks."""
     marks = "★" * (row == found.least_error) + "☆" * (row == found.highest_snr) + "°" * row.given_values
     return Text(f"{row.estimator} {marks}".strip())
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Arithmetic in one thread inside the block: the lab's tensors are tiny, and threads would wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def plain(value: object) -> object:

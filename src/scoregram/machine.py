@@ -1,5 +1,7 @@
-"""Kernels of our own on a GPU: whether they can run here, and how one is had by its name."""
+"""What several rooms ask of the machine: kernels of our own on a GPU, and one thread on a CPU."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -23,3 +25,17 @@ def kernel(module: str, name: str) -> Any:
 def power_of_two(count: int) -> int:
     """The least power of two that is at least `count`."""
     return 1 << max(count - 1, 0).bit_length()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One thread inside the block.
+
+    Sums over several depend on how many there are, and over tiny tensors they wait for each other.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
