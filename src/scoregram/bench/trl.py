@@ -241,7 +241,7 @@ def print_rows(rows: Sequence[Row], job: Job) -> None:
         title=f"{job.shape}: {job.rollouts} rollouts of {job.tokens} tokens; accumulated: {job.micro_batch_size} each",
         caption="Processor time without generation. Overhead: what a measurement adds, in units of a plain step.",
     )
-    for column in ("way", "mode", "checkpointing", "plain s", "measured s", "overhead", "self-check"):
+    for column in ("way", "mode", "recomputed", "plain s", "measured", "overhead", "check"):
         table.add_column(column, justify="left" if column in ("way", "mode") else "right", no_wrap=True)
     for row in rows:
         times = (f"{row.plain_seconds:.3g}", f"{row.measured_seconds:.3g}", f"{row.overhead:.2f}")
