@@ -18,11 +18,11 @@ def test_measured_and_plain_steps_take_turns(tmp_path, capsys):
     record = json.loads((tmp_path / "record.json").read_text())
     assert json.loads(capsys.readouterr().out) == record
     assert record["settings"]["rollouts"] == 8
-    ways = ["fused", "beside", "accumulated"]
+    ways = ["fused", "beside", "accumulated", "idle"]
     assert [(row["mode"], row["way"]) for row in record["rows"]] == [(m, w) for m in ("scores", "loss") for w in ways]
     for row in record["rows"]:
-        assert row["compared"] == ([8, 1, 1] if row["way"] == "fused" else [8, 8, 8])
-        assert len(row["seconds"][0]) == len(row["seconds"][1]) == 1
+        assert row["compared"] == {"fused": [8, 1, 1], "idle": []}.get(row["way"], [8, 8, 8])
+        assert len(row["seconds"][0]) == len(row["seconds"][1]) == (2 if row["way"] == "idle" else 1)
         assert row["overhead"] == pytest.approx(row["measured_seconds"] / row["plain_seconds"] - 1)
         assert row["error"] <= 1e-5
 

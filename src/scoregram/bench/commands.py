@@ -136,8 +136,8 @@ class BenchTrl:
     """Rollouts of one backward pass of the trainer where it accumulates."""
     tokens: int = 128
     """Completion tokens of every rollout."""
-    ways: tuple[str, ...] = ("fused", "beside", "accumulated")
-    """In one backward pass, in one of its own, in one of its own where the trainer accumulates."""
+    ways: tuple[str, ...] = ("fused", "beside", "accumulated", "idle")
+    """In one backward pass, in one of its own, in one of its own where the trainer accumulates, at steps between."""
     modes: tuple[str, ...] = ("scores", "loss")
     """What is measured."""
     checkpointing: tuple[bool, ...] = (False, True)

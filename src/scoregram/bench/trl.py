@@ -27,9 +27,10 @@ from scoregram.policy.characters import character_tokenizer
 
 CALLER = "bench trl"
 MODES = ("scores", "loss")
-WAYS = ("fused", "beside", "accumulated")
+WAYS = ("fused", "beside", "accumulated", "idle")
 """Gram and gradient from one backward pass; a pass of its own after the trainer's; the same where the trainer's step is
-made of several micro-batches, which cannot be fused."""
+made of several micro-batches, which cannot be fused; nothing at all, at the steps between, beside a trainer to which
+nothing is attached."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Row:
     plain_seconds: float
     """Median processor time of an optimisation step that is not measured, all its micro-batches and the update."""
     measured_seconds: float
-    """The same for a measured step, the measurement included."""
+    """The same for a measured step, the measurement included; for `idle`, of a step between, in a measured training."""
     overhead: float
     """What the measurement adds, in units of a plain step."""
     error: float
@@ -88,7 +89,7 @@ def run_trl_bench(
         group_size: Rollouts of one prompt.
         micro_batch_size: Rollouts of one backward pass of the trainer where it accumulates.
         tokens: Completion tokens of every rollout; prompts have 32 or so.
-        ways: Some of `fused`, `beside` and `accumulated`.
+        ways: Some of `fused`, `beside`, `accumulated` and `idle`.
         modes: `scores`, `loss` or both.
         checkpointing: Without and with gradient checkpointing, TRL's default.
         repeats: Timed steps of each kind, in turns.
@@ -145,6 +146,8 @@ def refuse(
 
 def timed(job: Job, way: str, mode: str, checkpointing: bool) -> Row:
     """Train for as many plain and measured steps as asked for, in turns, after two that warm up."""
+    if way == "idle":
+        return between(job, mode, checkpointing)
     steps: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         size = job.micro_batch_size if way == "accumulated" else job.rollouts
@@ -160,6 +163,34 @@ def timed(job: Job, way: str, mode: str, checkpointing: bool) -> Row:
     measured = tuple(seconds for step, seconds in warm.items() if compared.get(step) == expected)
     if not measured:
         fail(CALLER, f"steps must be measured as asked for, {way}", attached.readings, "Please report it.")
+    error = max(reading.error for reading in attached.readings)
+    return row_of(way, mode, checkpointing, plain, measured, error, tuple(compared.values()))
+
+
+def between(job: Job, mode: str, checkpointing: bool) -> Row:
+    """Train twice, with nothing attached and with measurements at the first step alone, for the steps after it."""
+    found: dict[bool, tuple[float, ...]] = {}
+    for is_attached in (False, True):
+        steps: dict[int, float] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = trainer_of_random_tokens(job, folder, job.rollouts, checkpointing, steps)
+            if is_attached:
+                attach(trainer, every=10**6, mode="scores" if mode == "scores" else "loss")
+            trainer.train()
+        found[is_attached] = tuple(seconds for step, seconds in steps.items() if step > 2)
+    return row_of("idle", mode, checkpointing, found[False], found[True], 0.0, ())
+
+
+def row_of(
+    way: str,
+    mode: str,
+    checkpointing: bool,
+    plain: tuple[float, ...],
+    measured: tuple[float, ...],
+    error: float,
+    compared: tuple[int, ...],
+) -> Row:
+    """Medians, and what they say."""
     own, whole = statistics.median(plain), statistics.median(measured)
     return Row(
         way=way,
@@ -168,8 +199,8 @@ def timed(job: Job, way: str, mode: str, checkpointing: bool) -> Row:
         plain_seconds=own,
         measured_seconds=whole,
         overhead=(whole - own) / own,
-        error=max(reading.error for reading in attached.readings),
-        compared=tuple(compared.values()),
+        error=error,
+        compared=compared,
         seconds=(plain, measured),
     )
 
