@@ -18,3 +18,11 @@ def unchecked_shapes() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(autouse=True)
+def same_products_for_every_test() -> Iterator[None]:
+    """A product in bfloat16 on a processor that has none changes how torch takes all others, until told otherwise."""
+    yield
+    if not torch.backends.mkldnn.enabled:
+        torch.backends.mkldnn.set_flags(True)
