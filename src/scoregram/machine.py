@@ -1,4 +1,4 @@
-"""What several rooms ask of the machine: kernels of our own on a GPU, and one thread on a CPU."""
+"""What several rooms ask of the machine: kernels of our own on a GPU, one thread or plain products on a CPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,3 +39,18 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def plain_products() -> Iterator[None]:
+    """Matrix products on a CPU by BLAS inside the block.
+
+    torch hands those of 16 rows and more to oneDNN on some processors, which takes three times as long for few rows of
+    many columns. The switch is one for all threads of the process.
+    """
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from scoregram.gram import kernels
+from scoregram.machine import plain_products
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements of `G` alive at a time on a CPU: a few megabytes, so that a chunk stays in cache."""
@@ -20,11 +21,6 @@ CHUNK_ELEMENTS_CUDA = 1 << 28
 """The same on a GPU without our kernels: large, because the stock skinny products are bound by launches."""
 DOT_LENGTH = 1 << 11
 """Longest dot product taken in float32 before partial sums are added in float64."""
-
-STRIP = 12
-"""Rows of a strip of a Gram on a CPU."""
-MOST_WHOLE = 15
-"""Most rows that are multiplied without strips."""
 
 
 @runtime_checkable
@@ -234,18 +230,6 @@ def row_gram(rows: Tensor, groups: int = 1) -> Tensor:
 
 
 def products(rows: Tensor) -> Tensor:
-    """`rows @ rowsᵀ`, `(…, R, D)` to `(…, R, R)`.
-
-    On a CPU, products of 16 and more rows run at a third of the speed of those of fewer: strips of 12 rows are taken
-    there, and only what lies right of the diagonal.
-    """
-    size = rows.shape[-2]
-    if rows.is_cuda or size <= MOST_WHOLE:
+    """`rows @ rowsᵀ`, `(…, R, D)` to `(…, R, R)`."""
+    with plain_products():
         return rows @ rows.mT
-    made = rows.new_empty(*rows.shape[:-1], size)
-    for start in range(0, size, STRIP):
-        here = slice(start, start + STRIP)
-        strip = rows[..., here, :] @ rows[..., start:, :].mT
-        made[..., here, start:] = strip
-        made[..., start:, here] = strip.mT
-    return made
