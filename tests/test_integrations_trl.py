@@ -15,7 +15,7 @@ from scoregram.advantages import ESTIMATORS
 from scoregram.checks import ScoregramError
 from scoregram.integrations.trl import attach, names
 from tests.training_cases import judge
-from tests.trl_cases import run_in, trained, trainer_for, weights_of
+from tests.trl_cases import run_in, trained, trainer_for, weights_of, with_tools
 
 pytestmark = [
     pytest.mark.integration,
@@ -213,18 +213,7 @@ def test_somebody_who_wrapped_later_is_left_alone(tmp_path):
 
 
 def test_subclasses_and_tokens_of_tools(tmp_path):
-    import trl  # pyright: ignore[reportMissingImports]
-
-    class WithTools(trl.GRPOTrainer):  # pyright: ignore[reportPrivateImportUsage]
-        """Every second completion token comes from a tool; a weight for every token."""
-
-        def _generate_and_score_completions(self, inputs):
-            output = super()._generate_and_score_completions(inputs)
-            tool_mask = torch.ones_like(output["completion_mask"])
-            tool_mask[:, 1::2] = 0
-            return {**output, "tool_mask": tool_mask}
-
-    trainer = trainer_for("GRPO", tmp_path, cls=WithTools, max_steps=2)
+    trainer = trainer_for("GRPO", tmp_path, cls=with_tools(), max_steps=2)
     attached = trained(trainer, out=tmp_path / "run")
     assert max(reading.error for reading in attached.readings) <= 1e-5
     for rollout in run_in(tmp_path / "run").rollouts():

@@ -11,7 +11,7 @@ pytest.importorskip("trl")
 
 from scoregram.integrations.trl import attach, fused, fusing
 from tests.test_integrations_trl_losses import LOSSES, UNEVEN
-from tests.trl_cases import run_in, trained, trainer_for, weights_of
+from tests.trl_cases import run_in, trained, trainer_for, weights_of, with_tools
 
 pytestmark = [
     pytest.mark.integration,
@@ -144,18 +144,12 @@ def test_the_whole_gradient_is_compared_again_and_again(tmp_path, monkeypatch):
     assert compared(train(trainer_of(tmp_path, max_steps=7), every=1)) == [8, 1, 1, 8, 1, 1, 8]
 
 
-def test_tools_and_truncated_rollouts(tmp_path):
-    import trl  # pyright: ignore[reportMissingImports]
-
-    class WithTools(trl.GRPOTrainer):  # pyright: ignore[reportPrivateImportUsage]
-        def _generate_and_score_completions(self, inputs):
-            output = super()._generate_and_score_completions(inputs)
-            tool_mask = torch.ones_like(output["completion_mask"])
-            tool_mask[:, 1::2] = 0
-            return {**output, "tool_mask": tool_mask}
-
-    for mode in ("scores", "loss"):
-        assert compared(assert_same_training(tmp_path, mode, cls=WithTools)) == [8, 1, 1, 1]
+@pytest.mark.parametrize("mode", ["scores", "loss"])
+def test_tools_and_truncated_rollouts(mode, tmp_path):
+    tools = assert_same_training(tmp_path, mode, cls=with_tools())
+    truncated = assert_same_training(tmp_path, mode, mask_truncated_completions=True)
+    assert compared(tools) == compared(truncated) == [8, 1, 1, 1]
+    assert any(reading.scalars["masked_out"] for reading in truncated.readings)
 
 
 def test_absolute_positions_and_a_head_that_is_not_tied(tmp_path):

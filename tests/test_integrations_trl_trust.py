@@ -135,6 +135,7 @@ def test_an_estimator_that_fails_ends_the_training(tmp_path):
         ({"every": 0}, "every must be at least 1, got 0"),
         ({"mode": "psi"}, "mode must be one of loss, scores, got 'psi'"),
         ({"memory_gb": 0}, "memory_gb must be positive"),
+        ({"fused": "no"}, "fused must be True or False, got 'no'"),
         ({"estimator": "gae"}, r"estimator=….: must be one of dapo, .*, got 'gae'"),
         ({"estimator": "grpoo"}, "the name must be one of"),
     ],

@@ -92,3 +92,17 @@ def run_in(folder: Any) -> Any:
 
 def weights_of(trainer: Any) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+
+
+def with_tools() -> Any:
+    """A GRPOTrainer in whose completions every second token comes from a tool."""
+    import trl  # pyright: ignore[reportMissingImports]
+
+    class WithTools(trl.GRPOTrainer):  # pyright: ignore[reportPrivateImportUsage]
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            output = super()._generate_and_score_completions(inputs)
+            tool_mask = torch.ones_like(output["completion_mask"])
+            tool_mask[:, 1::2] = 0
+            return {**output, "tool_mask": tool_mask}
+
+    return WithTools

@@ -46,8 +46,8 @@ class Row:
     """The same for a measured step, the measurement included; for `idle`, of a step between, in a measured training."""
     overhead: float
     """What the measurement adds, in units of a plain step."""
-    error: float
-    """Largest relative error of the self-check."""
+    error: float | None
+    """Largest relative error of the self-check; None where nothing was measured."""
     compared: tuple[int, ...]
     """Rollouts whose gradient the self-check compared, at every measured step: all, or one if it was fused."""
     seconds: tuple[tuple[float, ...], tuple[float, ...]]
@@ -178,7 +178,7 @@ def between(job: Job, mode: str, checkpointing: bool) -> Row:
                 attach(trainer, every=10**6, mode="scores" if mode == "scores" else "loss")
             trainer.train()
         found[is_attached] = tuple(seconds for step, seconds in steps.items() if step > 2)
-    return row_of("idle", mode, checkpointing, found[False], found[True], 0.0, ())
+    return row_of("idle", mode, checkpointing, found[False], found[True], None, ())
 
 
 def row_of(
@@ -187,7 +187,7 @@ def row_of(
     checkpointing: bool,
     plain: tuple[float, ...],
     measured: tuple[float, ...],
-    error: float,
+    error: float | None,
     compared: tuple[int, ...],
 ) -> Row:
     """Medians, and what they say."""
@@ -276,5 +276,6 @@ def print_rows(rows: Sequence[Row], job: Job) -> None:
         table.add_column(column, justify="left" if column in ("way", "mode") else "right", no_wrap=True)
     for row in rows:
         times = (f"{row.plain_seconds:.3g}", f"{row.measured_seconds:.3g}", f"{row.overhead:.2f}")
-        table.add_row(row.way, row.mode, "yes" if row.checkpointing else "no", *times, f"{row.error:.1e}")
+        check = "" if row.error is None else f"{row.error:.1e}"
+        table.add_row(row.way, row.mode, "yes" if row.checkpointing else "no", *times, check)
     Console().print(table)

@@ -75,13 +75,6 @@ class DeferredGram(Measurement):
             self.log_probs, self.entropies = (self.in_place(value) for value in (look.log_probs, look.entropies))
         return captured
 
-    def in_place(self, blocks: Tensor) -> Tensor:
-        """What is known of every target `(N, C)`, at the place of its token `(N, T)`."""
-        rollout, place, position = self.targets.real_at
-        whole = torch.zeros(self.batch.input_ids.shape, dtype=blocks.dtype, device=blocks.device)
-        whole[rollout, position + 1] = blocks[rollout, place]
-        return whole
-
     def seen_without_head(self, logits: Tensor) -> Tensor:
         """Log-probabilities in autograd, of a model that does more with its head than return the product."""
         log_probs = token_log_probs(logits, self.batch)

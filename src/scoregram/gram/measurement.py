@@ -231,14 +231,20 @@ class Measurement:
             rollout, place, position = targets.real_at
             grad = torch.zeros_like(hidden)
             grad[rollout, position] = passed.grad_hidden[rollout, place].to(hidden.dtype)
-            log_probs = torch.zeros(self.batch.input_ids.shape, dtype=passed.log_probs.dtype, device=hidden.device)
-            log_probs[rollout, position + 1] = passed.log_probs[rollout, place]
+            log_probs = self.in_place(passed.log_probs)
         del passed
         self.look = None
         self.interceptor.recording = False
         if hidden.requires_grad:
             self.backward(hidden, grad)
         return log_probs
+
+    def in_place(self, blocks: Tensor) -> Tensor:
+        """What is known of every target `(N, C)`, at the place of its token `(N, T)`."""
+        rollout, place, position = self.targets.real_at
+        whole = torch.zeros(self.batch.input_ids.shape, dtype=blocks.dtype, device=blocks.device)
+        whole[rollout, position + 1] = blocks[rollout, place]
+        return whole
 
     def at_the_head(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Hidden states `(N, C, h)` that predict completion tokens, weight and bias, as the head multiplies them."""

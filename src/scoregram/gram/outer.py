@@ -6,6 +6,7 @@ operations. Row chunks of `G` are made, contracted into `K_ij = ⟨G_i, G_j⟩` 
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -231,5 +232,5 @@ def row_gram(rows: Tensor, groups: int = 1) -> Tensor:
 
 def products(rows: Tensor) -> Tensor:
     """`rows @ rowsᵀ`, `(…, R, D)` to `(…, R, R)`."""
-    with plain_products():
+    with nullcontext() if rows.is_cuda else plain_products():
         return rows @ rows.mT

@@ -140,10 +140,10 @@ class Fused(Shared):
         self.layers = [joined_layer(layer, kind) for layer in inner.model.layers]
         self.embedding, self.norm = inner.model.embed_tokens, norm_of(inner.model.norm, kind)
         self.head = joined([inner.lm_head], kind, self.norm)
-        self.turns = self.turns_in(inner, kind)
+        self.turns = self.turns_of(inner, kind)
         return super().start(prompts, repeats)
 
-    def turns_in(self, inner: Any, dtype: torch.dtype) -> Tensor:
+    def turns_of(self, inner: Any, dtype: torch.dtype) -> Tensor:
         """`(capacity, 2, d)` cosine and sine of every position, as the model's own embedding gives them in a dtype."""
         places = torch.arange(self.capacity, device=self.embedding.weight.device)[None]
         cosine, sine = inner.model.rotary_emb(self.embedding.weight[:1, :1].to(dtype), places)

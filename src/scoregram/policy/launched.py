@@ -46,11 +46,12 @@ class Launched(Fused):
     def start(self, prompts: Sequence[Sequence[int]], repeats: int) -> Tensor:
         """As `Fused`; a tensor says which column is written from the first step on."""
         logits = super().start(prompts, repeats)
-        inner: Any = base_of(self.model)
-        # as the model turns them: in the dtype of its hidden states, which autocast leaves alone
-        self.turns = self.turns_in(inner, self.embedding.weight.dtype)
         self.use_columns()
         return logits
+
+    def turns_of(self, inner: Any, dtype: torch.dtype) -> Tensor:
+        """As the model turns them: in the dtype of its hidden states, which autocast leaves alone."""
+        return super().turns_of(inner, self.embedding.weight.dtype)
 
     def step(self, token: Tensor) -> Tensor:
         """As `Shared`, without a mask: a row sees the columns from its first to the one it writes."""

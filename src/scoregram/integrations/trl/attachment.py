@@ -101,6 +101,8 @@ def attach(
         fail("attach", "mode must be one of loss, scores", repr(mode), "Check the spelling.")
     if memory_gb is not None and not memory_gb > 0:
         fail("attach", "memory_gb must be positive", memory_gb, "Leave it out to use what is free.")
+    if not isinstance(fused, bool):
+        fail("attach", "fused must be True or False", repr(fused), "False leaves every gradient to the trainer.")
     if estimator is not None:
         require_estimator(estimator, int(trainer.num_generations))
     low = computes_in_low_precision(trainer)
