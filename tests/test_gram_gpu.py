@@ -45,6 +45,18 @@ def test_softmax_gradient_matches_its_twin():
     torch.testing.assert_close(part, found[0][:, 1000:3000])
 
 
+def test_log_probs_of_a_million_rows():
+    """No thread of a row writes a gradient over the token's logit before another has read it."""
+    torch.manual_seed(0)
+    rows, width = 16_384, 49_152
+    logits = 20 + torch.randn(rows, width, device="cuda").bfloat16()
+    tokens, factors = torch.randint(0, width, (rows,), device="cuda"), torch.rand(rows, device="cuda")
+    expected = logits.gather(1, tokens[:, None])[:, 0].float() - logits.float().logsumexp(1)
+    for _ in range(64):
+        found, _ = kernels.softmax_gradient_(logits.clone(), tokens, factors, 1.0)
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "llama-bias", "nemotron", "gpt2"])
 @pytest.mark.parametrize("checkpointing", [None, True, False])
 def test_half_precision_stays_at_its_noise_floor(name, checkpointing, monkeypatch):

@@ -55,23 +55,28 @@ def gram_and_sums(
 def softmax_gradient(
     logits_ptr, tokens_ptr, factors_ptr, log_probs_ptr, normaliser_ptr, width, inverse, BLOCK: tl.constexpr
 ):
-    """One row of logits: normaliser, log-probability of the token, then the gradient over the logits."""
+    """One row of logits: normaliser, log-probability of the token, then the gradient over the logits.
+
+    A thread reads the places that it will write over and no others, since threads do not wait for each other: the
+    token's logit is picked in the first loop, where it passes by.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * width
     lane = tl.arange(0, BLOCK)
+    token = tl.load(tokens_ptr + row)
+    factor = tl.load(factors_ptr + row)
     highest = -float("inf")
     total = 0.0
+    picked = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, width, BLOCK):
         value = tl.load(logits_ptr + start + lane, mask=start + lane < width, other=-float("inf"))
         value = value.to(tl.float32) * inverse
         top = tl.maximum(highest, tl.max(value, 0))
         total = total * tl.exp(highest - top) + tl.sum(tl.exp(value - top), 0)
         highest = top
+        picked += tl.where(start + lane == token, value, 0.0)
     normaliser = highest + tl.log(total)
-    token = tl.load(tokens_ptr + row)
-    factor = tl.load(factors_ptr + row)
-    chosen = tl.load(logits_ptr + token).to(tl.float32) * inverse
-    tl.store(log_probs_ptr + row, chosen - normaliser)
+    tl.store(log_probs_ptr + row, tl.sum(picked, 0) - normaliser)
     tl.store(normaliser_ptr + row, normaliser)
     for start in range(0, width, BLOCK):
         here = start + lane < width
