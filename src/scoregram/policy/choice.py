@@ -1,6 +1,8 @@
 """Which way of decoding is right for a model: found once for every model, by comparing logits."""
 
+import math
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from weakref import WeakKeyDictionary
 
@@ -13,9 +15,11 @@ from scoregram.policy.modes import UNBOUNDED, PolicyWarning, base_of, hides_prec
 from scoregram.policy.ways import Grown, Recomputed, Shared, Way, takes
 
 PROBES = ((1, 2, 3), (4, 5, 6, 7, 8, 9, 1, 2), (9, 8, 7, 6, 5))
-"""Prompts of unequal lengths to compare on; ids are taken modulo the vocabulary."""
+"""Prompts of unequal lengths to compare on, as numbers of tokens; `spread` says which tokens they are."""
 FORCED = (3, 1, 2)
 """Tokens put behind each of them."""
+GOLDEN = (5**0.5 - 1) / 2
+"""Multiples of it, taken modulo 1, lie all over the unit interval."""
 ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Differences between logits, relative to the largest, that rounding explains; many models round to float32 inside."""
 SHORT_PRODUCTS = 1e-2
@@ -26,7 +30,15 @@ FLOORS = 4
 IMPOSSIBLE = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """What a model raises that cannot go a way."""
 
-_agrees: WeakKeyDictionary[nn.Module, dict[tuple[type, bool], bool]] = WeakKeyDictionary()
+REFUSED = {
+    Launched: "the kernels for decoding give other logits than this model; it decodes without them, which is slower",
+    Fused: "the short forward pass gives other logits than this model; its own is used, which is slower",
+    Shared: "this model's logits change when prompts of unequal lengths share a batch; "
+    "each length is drawn on its own, which is slower",
+}
+"""What is said when a model may not go a way that its description admits."""
+
+_misfits: WeakKeyDictionary[nn.Module, dict[tuple[type, bool], float]] = WeakKeyDictionary()
 _reaches: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
@@ -36,25 +48,25 @@ def fastest_way(model: nn.Module, capacity: int) -> type[Way]:
     A way is gone if nothing in the model's description speaks against it and, in a trial of a few tokens that is made
     once for every model, its logits agree with those of a plain forward pass over each text alone.
     """
-    known = _agrees.setdefault(model, {})
+    known = _misfits.setdefault(model, {})
     is_cast = torch.is_autocast_enabled(next(model.parameters()).device.type)
     for way in candidates(model, capacity):
         if (way, is_cast) not in known:
-            verdict = agrees(way, model)
-            if verdict is None:
+            misfit = misfit_of(way, model)
+            if misfit is None:
                 return way  # nothing can be told of a broken model; the sampler will name it
-            known[way, is_cast] = verdict
-            if way is Shared and not verdict:
-                warnings.warn(
-                    "sample: this model's logits change when prompts of unequal lengths share a batch; "
-                    "each length is drawn on its own, which is slower",
-                    PolicyWarning,
-                    stacklevel=3,
+            known[way, is_cast] = misfit
+            if misfit > 1 and way in REFUSED:
+                seen = (
+                    f"off by {misfit:,.1f} times what rounding explains"
+                    if math.isfinite(misfit)
+                    else "no finite logits"
                 )
-        if known[way, is_cast]:
+                warnings.warn(f"sample: {REFUSED[way]} ({seen})", PolicyWarning, stacklevel=3)
+        if known[way, is_cast] <= 1:
             return way
     if (Recomputed, is_cast) not in known:
-        known[Recomputed, is_cast] = True
+        known[Recomputed, is_cast] = 0.0
         warnings.warn(
             "sample: no way that keeps keys and values gives this model's logits; every token reads its text again",
             PolicyWarning,
@@ -98,18 +110,19 @@ def window_of(layer: object) -> int:
     return int(getattr(layer, "sliding_window", 0))
 
 
-def agrees(way: type[Way], model: nn.Module) -> bool | None:
-    """Whether the logits of `way` are those of a plain forward pass, up to rounding; None if those are not finite.
+def misfit_of(way: type[Way], model: nn.Module) -> float | None:
+    """The largest difference between the logits of `way` and of a plain forward pass, over what rounding explains.
 
-    Under autocast they must also be without it, where rounding hides less.
+    At most 1 for a way that is right; infinite for one that raises or whose logits are not finite; None if those of the
+    model itself are not. Under autocast it is the larger of those with it and without, where rounding hides less.
     """
     if hides_precision(model):
         with without_autocast(model), suppress(*IMPOSSIBLE):
-            if agrees(way, model) is False:
-                return False
+            wide = misfit_of(way, model)
+            if wide is not None and wide > 1:
+                return wide
     vocabulary = int(base_of(model).get_input_embeddings().num_embeddings)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-    prompts = [[token % vocabulary for token in prompt] for prompt in PROBES]
-    forced = [token % vocabulary for token in FORCED]
+    prompts, forced = [spread(prompt, vocabulary) for prompt in PROBES], spread(FORCED, vocabulary)
     texts = [[*prompt, *forced] for prompt in prompts]
     expected = torch.cat([plain_logits(model, [text], len(forced) + 1) for text in texts])
     if not bool(expected.isfinite().all()):
@@ -117,10 +130,23 @@ def agrees(way: type[Way], model: nn.Module) -> bool | None:
     try:
         found = trial(way, model, prompts, forced)
     except IMPOSSIBLE:
-        return False
+        return math.inf
     together = plain_logits(model, texts, len(forced) + 1)
-    allowed = max(rounding_of(expected) * float(expected.abs().max()), FLOORS * largest(together - expected))
-    return largest(found - expected) <= allowed
+    allowed = max(rounding_of(expected) * largest(expected), FLOORS * largest(together - expected))
+    if not allowed:  # every logit is 0
+        return math.inf if found.any() else 0.0
+    misfit = largest(found - expected) / allowed
+    return misfit if math.isfinite(misfit) else math.inf
+
+
+def spread(numbers: Sequence[int], vocabulary: int) -> list[int]:
+    """Ids of tokens from all over a vocabulary, one for each number.
+
+    The first ids of many vocabularies mark files and turns, and a text of such marks is none that a model has learned.
+    Rounding alone decides what it answers: where every product is off by up to a thousandth, less than bfloat16 rounds,
+    a logit behind SmolLM2's id 6, `<filename>`, changes by 10, and by 0.3 or less behind tokens from all over.
+    """
+    return [int(number * GOLDEN % 1 * vocabulary) for number in numbers]
 
 
 def largest(differences: Tensor) -> float:

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from scoregram.policy.choice import FLOORS, FORCED, IMPOSSIBLE, PROBES, is_plain_attention, largest, rounding_of
+from scoregram.policy.choice import FLOORS, FORCED, IMPOSSIBLE, PROBES, is_plain_attention, largest, rounding_of, spread
 from scoregram.policy.log_probs import token_log_probs
 from scoregram.policy.modes import base_of, evaluating, hides_precision, without_autocast
 from scoregram.types import LogProbs, Mask, TokenIds
@@ -165,13 +165,13 @@ def trial_agrees(model: Any) -> bool:
     vocabulary = int(base_of(model).get_input_embeddings().num_embeddings)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     device = next(model.parameters()).device
     endings = (FORCED, FORCED[::-1], FORCED[:1])
-    texts = [([*prompt], [*ending]) for prompt in PROBES for ending in endings]
+    texts = [(spread(prompt, vocabulary), spread(ending, vocabulary)) for prompt in PROBES for ending in endings]
     width = max(len(prompt) + len(ending) for prompt, ending in texts)
     place = torch.arange(width)
     sizes = torch.tensor([[len(prompt), len(prompt) + len(ending)] for prompt, ending in texts])
     ids = torch.tensor([[*prompt, *ending, *[0] * (width - len(prompt) - len(ending))] for prompt, ending in texts])
     attention, completion = place < sizes[:, 1:], (place >= sizes[:, :1]) & (place < sizes[:, 1:])
-    ids, attention, completion = (ids % vocabulary).to(device), attention.to(device), completion.to(device)
+    ids, attention, completion = ids.to(device), attention.to(device), completion.to(device)
     together = packed(ids, completion)
     assert together is not None
     with evaluating(model), without_autocast(model) if hides_precision(model) else nullcontext():
