@@ -276,7 +276,9 @@ def saturation(table: Table) -> Judged:
     outcome = Outcome.NOT_MEASURED if math.isnan(rank.value) else Outcome.UNDECIDED
     if least > 0:
         outcome = Outcome.REPLICATED if beats else Outcome.AS_NULL
-    known_ones = [f"{name} {cell.value:+.2f}" for name, cell in found.items() if not math.isnan(cell.value)]
+    known_ones = [
+        f"{name} {round(cell.value, 2) + 0.0:+.2f}" for name, cell in found.items() if not math.isnan(cell.value)
+    ]
     said = f"Correlation with the next gain in accuracy: {', '.join(known_ones) or 'none is defined'}."
     return Judged("sec-8-future-2", outcome, said, effect("correlation of the rank", rank, 0.0))
 
