@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from scoregram.exhibits import Estimate
 from scoregram.replication.learning import over_seeds
 from scoregram.replication.reasons import share_explained, spearman
 
@@ -70,8 +69,18 @@ def test_over_seeds_is_students_interval(values):
     assert (found.value, found.low, found.high) == pytest.approx((np.mean(values), low, high))
 
 
+def test_seeds_that_agree_to_the_last_problem_say_nothing_of_their_spread():
+    (mean, low, high) = vars(over_seeds([0.985, 0.985])).values()
+    assert mean == 0.985 and math.isnan(low) and math.isnan(high)
+
+
+def test_an_interval_ends_where_values_do():
+    found = over_seeds([0.98, 0.99], least=0.0, most=1.0)
+    assert found.low == pytest.approx(0.985 - 12.706 * 0.005, abs=1e-4) and found.high == 1
+    assert over_seeds([0.01, 0.02], least=0.0, most=1.0).low == 0
+
+
 def test_over_seeds_without_seeds():
     (one, low, high) = vars(over_seeds([0.5])).values()
     assert one == 0.5 and math.isnan(low) and math.isnan(high)
     assert math.isnan(over_seeds([]).value)
-    assert over_seeds([0.5, 0.5]) == Estimate(0.5, 0.5, 0.5)

@@ -1,4 +1,4 @@
-"""What several rooms ask of the machine: kernels of our own on a GPU, one thread or plain products on a CPU."""
+"""What several rooms ask of the machine: kernels of our own on a GPU, threads and plain products on a CPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,13 +28,13 @@ def power_of_two(count: int) -> int:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """One thread inside the block.
+def threads(count: int) -> Iterator[None]:
+    """That many threads inside the block, whatever the machine has.
 
     Sums over several depend on how many there are, and over tiny tensors they wait for each other.
     """
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
         yield
     finally:

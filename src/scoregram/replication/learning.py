@@ -16,12 +16,17 @@ from scoregram.replication.spectra import mean_of, plain_mean
 from scoregram.spectra import effective_rank, top1_fraction
 
 
-def over_seeds(values: Sequence[float]) -> Estimate:
-    """Mean over seeds with the 95 % interval of Student's t; no interval for one seed."""
-    if len(values) < 2:
+def over_seeds(values: Sequence[float], *, least: float = -math.inf, most: float = math.inf) -> Estimate:
+    """Mean over seeds with the 95 % interval of Student's t, cut at the least and the largest value there can be.
+
+    No interval for one seed, nor for several that agree exactly: accuracies are counts of problems, and a spread below
+    one of them is not known to be zero.
+    """
+    spread = stdev(values) if len(values) > 1 else 0.0
+    if not spread:
         return Estimate(fmean(values)) if values else Estimate(math.nan)
-    half = float(student.ppf(0.975, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
-    return Estimate(fmean(values), fmean(values) - half, fmean(values) + half)
+    half = float(student.ppf(0.975, len(values) - 1)) * spread / math.sqrt(len(values))
+    return Estimate(fmean(values), max(fmean(values) - half, least), min(fmean(values) + half, most))
 
 
 def accuracies(trials: Sequence[Trial], name: str) -> list[list[float]]:
@@ -130,7 +135,16 @@ def methods_table(evidence: Evidence) -> Table:
         ends, areas = [values[-1] for values in evaluated], [fmean(values) for values in evaluated]
         live = evidence.live(size=size, method=name)
         rank, null = mean_of(live, lambda r: r.rank), plain_mean([r.orthogonal for r in live])
-        rows.append((name, len(trials), over_seeds(ends), over_seeds(areas), rank, null))
+        rows.append(
+            (
+                name,
+                len(trials),
+                over_seeds(ends, least=0.0, most=1.0),
+                over_seeds(areas, least=0.0, most=1.0),
+                rank,
+                null,
+            )
+        )
     return Table(
         "methods",
         f"Methods trained side by side, R = {size}",

@@ -84,7 +84,8 @@ def group_size_table(evidence: Evidence) -> Table:
         noise = pooled.get(size, Noise())
         counted = len(noise.between_prompts)
         c1, c3 = (if_enough(mean_estimate(each), counted) for each in (noise.between_prompts, noise.group_baseline))
-        rows.append((size, over_seeds(ends), over_seeds(gains), counted, c1, c3, best_size(noise)))
+        end, gain = over_seeds(ends, least=0.0, most=1.0), over_seeds(gains, least=-1.0, most=1.0)
+        rows.append((size, end, gain, counted, c1, c3, best_size(noise)))
     return Table(
         "group-size",
         "Best group size: from the Gram, and by accuracy",

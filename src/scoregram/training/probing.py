@@ -58,9 +58,10 @@ def probe(config: TrainConfig, policy: Policy, task: Task, problems: Sequence[Pr
             found = collect(policy, task, problems, group_size=config.group_size, sampling=sampling, generator=stream)
         for scored_at in dict.fromkeys((temperature, config.temperature)):
             kind = kind_of(config, temperature, scored_at)
-            gradient = measured_only(config, policy, found, scored_at)
+            is_whole = config.between_prompts and kind == FIXED
+            gradient = measured_only(policy, found, scored_at, None if is_whole else config.group_size)
             groups += group_records(step, found, gradient, kind=kind, **config.recording(is_probe=kind == FIXED))
-            if config.between_prompts and kind == FIXED:
+            if is_whole:
                 batches += batch_record(step, found, gradient, kind=kind)
             if not scalars:
                 reading = over_groups(statistics_of(groups)) | reward_reading(found.rewards, gradient.advantages)
@@ -68,19 +69,21 @@ def probe(config: TrainConfig, policy: Policy, task: Task, problems: Sequence[Pr
     return Probed(groups, batches, scalars)
 
 
-def measured_only(config: TrainConfig, policy: Policy, found: Collected, temperature: float) -> Gradient:
-    """Advantages and Gram of some rollouts, all in one pass, without an update."""
+def measured_only(policy: Policy, found: Collected, temperature: float, group_size: int | None) -> Gradient:
+    """Advantages and Gram of some rollouts, all in one pass, without an update.
+
+    Args:
+        policy: Whose scores they are.
+        found: Rollouts with their rewards.
+        temperature: That scores are taken at.
+        group_size: Of the blocks that are wanted of the Gram; None for all of it.
+    """
     advantages = advantages_of("mean", found)
     mask = found.rollouts.completion_mask
     weights = rollout_weights("reinforce", advantages, mask, length=mask.shape[1])
     with policy.computing():
         gram = measure_gram(
-            policy.model, *inputs(found.rollouts, slice(None)), temperature=temperature, group_size=blocks_of(config)
+            policy.model, *inputs(found.rollouts, slice(None)), temperature=temperature, group_size=group_size
         )
     measured = Measured(gram.matrix, gram.by_layer, gram.notes)
     return Gradient(advantages, weights.cpu(), torch.zeros(()), math.nan, measured)
-
-
-def blocks_of(config: TrainConfig) -> int | None:
-    """Size of the blocks to measure; None for everything between all rollouts."""
-    return None if config.between_prompts else config.group_size

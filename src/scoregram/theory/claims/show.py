@@ -11,7 +11,7 @@ from rich.text import Text
 
 from scoregram import __version__
 from scoregram.checks import fail, listed
-from scoregram.machine import one_thread
+from scoregram.machine import threads
 from scoregram.theory.claims import CLAIMS
 from scoregram.theory.claims.ledger import Claim, Entry, Number, Verdict, run
 from scoregram.theory.lab.show import plain
@@ -43,7 +43,7 @@ def show_claims(*, ids: Sequence[str] = (), as_json: bool = False, measured: Mea
     progress = track(
         run(claims), total=len(claims), description="Checking claims", console=Console(stderr=True), transient=True
     )
-    with one_thread():
+    with threads(1):
         entries = list(progress)
     if as_json:
         print(json.dumps(as_record(entries, measured), indent=2, allow_nan=False, ensure_ascii=False))

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from scoregram import __version__
 from scoregram.checks import fail, lookup
-from scoregram.machine import one_thread
+from scoregram.machine import threads
 from scoregram.theory.lab.comparison import Comparison, Row, comparison
 from scoregram.theory.lab.exact import GroundTruth, ground_truth
 from scoregram.theory.lab.listing import listing
@@ -38,7 +38,7 @@ def show_comparison(*, world: str, budget: int, group_size: int, as_json: bool =
     rows = listing(lookup(WORLDS, world, kind="lab"))
     if group_size < 1:
         fail("lab", "a group must have at least 1 rollout", group_size, "Raise --group-size.")
-    with one_thread():
+    with threads(1):
         truth = ground_truth(rows, network_policy(rows, generator=torch.Generator().manual_seed(0)))
         found = comparison(truth, budget=budget, group_size=group_size)
     if as_json:
