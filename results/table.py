@@ -21,6 +21,11 @@ WANTED = {
     "smollm2 by-layer": ("smollm2-gsm8k", "by-layer", None),
     "smollm2 by-estimator": ("smollm2-gsm8k", "by-estimator", None),
     "smollm2 variance": ("smollm2-gsm8k", "variance", None),
+    "smollm2 group-size": ("smollm2-gsm8k", "group-size", None),
+    "smollm2 prediction": ("smollm2-gsm8k", "prediction", None),
+    "smollm2 at-fixed-k": ("smollm2-gsm8k", "at-fixed-k", None),
+    "smollm2 turn-offset": ("smollm2-gsm8k", "turn-offset", None),
+    "smollm2 turn-credit": ("smollm2-gsm8k", "turn-credit", None),
     "smollm2 verdicts": ("smollm2-gsm8k", None, None),
     "tiny settings": ("tiny-settings", "settings", None),
     "tiny variables": ("tiny-settings", "variables", None),
@@ -58,10 +63,11 @@ def cell_text(cell: object) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three digits; nothing for an undefined number."""
+    """Three digits behind the point below 1, two below 1000, none above; nothing for an undefined number."""
     if value is None:
         return ""
-    return f"{value:.2f}" if 0.9995 <= abs(value) < 1e4 else f"{value:.3f}"
+    digits = 3 if abs(value) < 0.9995 else 2 if abs(value) < 1000 else 0
+    return f"{round(value, digits) + 0.0:.{digits}f}"  # a zero has no sign
 
 
 def filled(text: str) -> str:
