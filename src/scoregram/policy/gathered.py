@@ -8,8 +8,9 @@ from torch import Tensor
 def gathered(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
     """`softmax(s q kᵀ + mask) v`, `(N, H, G, d)`, for `G` query heads that share a key head.
 
-    On a CPU two batched products beat the fused kernel, which starts a task for every row and head; half precision
-    keeps to the kernel, which sums in float32.
+    On a CPU two batched products beat the fused kernel, which starts a task for every row and head, where there is MKL
+    to compute them together: elsewhere they are one product after another. Half precision keeps to the kernel, which
+    sums in float32.
 
     Args:
         query: `(N, H, G, d)`.
@@ -18,7 +19,7 @@ def gathered(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sca
         mask: `(N, 1, 1, L)`, added to the scores; None lets every column be seen.
         scale: `s`, by default `d**-0.5`.
     """
-    if query.is_cuda or query.dtype in (torch.float16, torch.bfloat16):
+    if query.is_cuda or query.dtype in (torch.float16, torch.bfloat16) or not torch.backends.mkl.is_available():
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     rows, heads, shared, width = query.shape
     factor = width**-0.5 if scale is None else scale
