@@ -70,8 +70,9 @@ def test_over_seeds_is_students_interval(values):
 
 
 def test_seeds_that_agree_to_the_last_problem_say_nothing_of_their_spread():
-    (mean, low, high) = vars(over_seeds([0.985, 0.985])).values()
-    assert mean == 0.985 and math.isnan(low) and math.isnan(high)
+    for values in ([0.985, 0.985], [0.3, 0.1 + 0.2]):
+        found = over_seeds(values)
+        assert found.value == pytest.approx(values[0]) and math.isnan(found.low) and math.isnan(found.high)
 
 
 def test_an_interval_ends_where_values_do():

@@ -15,6 +15,9 @@ from scoregram.replication.readings import TRAIN, Census, Evidence, Reading, Tri
 from scoregram.replication.spectra import mean_of, plain_mean
 from scoregram.spectra import effective_rank, top1_fraction
 
+SAME = 1e-9
+"""Spread below which values differ by their rounding alone: gains are differences of counts."""
+
 
 def over_seeds(values: Sequence[float], *, least: float = -math.inf, most: float = math.inf) -> Estimate:
     """Mean over seeds with the 95 % interval of Student's t, cut at the least and the largest value there can be.
@@ -23,7 +26,7 @@ def over_seeds(values: Sequence[float], *, least: float = -math.inf, most: float
     one of them is not known to be zero.
     """
     spread = stdev(values) if len(values) > 1 else 0.0
-    if not spread:
+    if spread < SAME:
         return Estimate(fmean(values)) if values else Estimate(math.nan)
     half = float(student.ppf(0.975, len(values) - 1)) * spread / math.sqrt(len(values))
     return Estimate(fmean(values), max(fmean(values) - half, least), min(fmean(values) + half, most))
@@ -135,16 +138,8 @@ def methods_table(evidence: Evidence) -> Table:
         ends, areas = [values[-1] for values in evaluated], [fmean(values) for values in evaluated]
         live = evidence.live(size=size, method=name)
         rank, null = mean_of(live, lambda r: r.rank), plain_mean([r.orthogonal for r in live])
-        rows.append(
-            (
-                name,
-                len(trials),
-                over_seeds(ends, least=0.0, most=1.0),
-                over_seeds(areas, least=0.0, most=1.0),
-                rank,
-                null,
-            )
-        )
+        end, area = (over_seeds(each, least=0.0, most=1.0) for each in (ends, areas))
+        rows.append((name, len(trials), end, area, rank, null))
     return Table(
         "methods",
         f"Methods trained side by side, R = {size}",
