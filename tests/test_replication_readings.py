@@ -14,7 +14,6 @@ from torch import Tensor
 from scoregram.checks import ScoregramError
 from scoregram.replication.presets import METHOD
 from scoregram.replication.readings import (
-    PSD_RTOL,
     SHUFFLES,
     Trial,
     equal_cosine_gram,
@@ -26,6 +25,7 @@ from scoregram.replication.readings import (
 from scoregram.replication.unrelated import DRAWS, stand_ins, unrelated_groups
 from scoregram.runs import GroupRecord, Run
 from scoregram.spectra import (
+    MEASURED_RTOL,
     common_cosine_null,
     orthogonal_null,
     shuffled_null,
@@ -70,7 +70,7 @@ def gram_of(group: GroupRecord) -> Tensor:
 def test_a_reading_is_what_the_definitions_give(group):
     (reading,) = readings_of(trial(len(group.rewards)), [group])
     gram, advantages = gram_of(group), group.rewards - group.rewards.mean()
-    full = spectrum_with_nulls(gram, advantages, draws=SHUFFLES, exact_up_to=SHUFFLES, psd_rtol=PSD_RTOL)
+    full = spectrum_with_nulls(gram, advantages, draws=SHUFFLES, exact_up_to=SHUFFLES, psd_rtol=MEASURED_RTOL)
     assert reading.rank == pytest.approx(full.measured.effective_rank, **CLOSE)
     assert reading.top == pytest.approx(full.measured.top1_fraction, **CLOSE)
     assert reading.numerical_rank == full.measured.numerical_rank
@@ -83,7 +83,7 @@ def test_a_reading_is_what_the_definitions_give(group):
     assert reading.shuffled_top == pytest.approx(shuffled["top1_fraction"].mean, **CLOSE)
     equal = spectrum_summary(torch.eye(len(gram), dtype=torch.float64), advantages)
     assert reading.shape == pytest.approx(equal.effective_rank, **CLOSE)
-    kinds = spectrum_summary(two_kinds_gram(gram, group.rewards), advantages, psd_rtol=PSD_RTOL)
+    kinds = spectrum_summary(two_kinds_gram(gram, group.rewards), advantages, psd_rtol=MEASURED_RTOL)
     assert reading.two_kinds == pytest.approx(kinds.effective_rank, **CLOSE)
 
 

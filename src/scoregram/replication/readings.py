@@ -13,6 +13,7 @@ from scoregram.checks import fail
 from scoregram.replication.presets import METHOD, RUNS
 from scoregram.runs import BatchRecord, GroupRecord, Run, open_run
 from scoregram.spectra import (
+    MEASURED_RTOL,
     effective_rank,
     mean_pairwise_cosine,
     numerical_rank,
@@ -26,8 +27,6 @@ TRAIN = "train"
 TEST = "test"
 GREEDY, SAMPLED = "eval/accuracy", "eval/sampled_accuracy"
 """Metrics of test accuracy."""
-PSD_RTOL = 1e-5
-"""What single precision leaves of a Gram below zero, at most."""
 SHUFFLES = 200
 """Permutations drawn for groups with too many distinct ones to list."""
 
@@ -227,7 +226,7 @@ def readings_of(trial: Trial, groups: Sequence[GroupRecord]) -> list[Reading]:
     rows = torch.stack(advantages).abs()
     orthogonal = (rows * torch.stack([gram.diagonal() for gram in grams]).sqrt()).sort(descending=True).values
     kinds = [two_kinds_gram(gram, group.rewards) for gram, group in zip(grams, groups, strict=True)]
-    cosines = [mean_pairwise_cosine(gram, rtol=PSD_RTOL) for gram in grams]
+    cosines = [mean_pairwise_cosine(gram, rtol=MEASURED_RTOL) for gram in grams]
     alike = [equal_cosine_gram(gram, cosine) for gram, cosine in zip(grams, cosines, strict=True)]
     columns: dict[str, list[float]] = {
         "rank": ranks.tolist(),
@@ -266,7 +265,7 @@ def readings_of(trial: Trial, groups: Sequence[GroupRecord]) -> list[Reading]:
 def stacked_spectra(grams: Sequence[Tensor], advantages: Sequence[Tensor]) -> Tensor:
     """`(n, R)` singular values of the stacks of `n` groups of one size."""
     pairs = zip(grams, advantages, strict=True)
-    return torch.stack([singular_values(gram, advantage, psd_rtol=PSD_RTOL) for gram, advantage in pairs])
+    return torch.stack([singular_values(gram, advantage, psd_rtol=MEASURED_RTOL) for gram, advantage in pairs])
 
 
 def is_shuffled(trial: Trial, group: GroupRecord) -> bool:
@@ -276,7 +275,7 @@ def is_shuffled(trial: Trial, group: GroupRecord) -> bool:
 
 def shuffled_means(gram: Tensor, advantages: Tensor) -> tuple[float, float]:
     """Mean effective rank and top-1 fraction over reassignments of the advantages."""
-    metrics = shuffled_null(gram, advantages, draws=SHUFFLES, exact_up_to=SHUFFLES, psd_rtol=PSD_RTOL).metrics
+    metrics = shuffled_null(gram, advantages, draws=SHUFFLES, exact_up_to=SHUFFLES, psd_rtol=MEASURED_RTOL).metrics
     return metrics["effective_rank"].mean, metrics["top1_fraction"].mean
 
 

@@ -8,9 +8,10 @@ import torch
 
 from scoregram.bootstrap import clustered_mean
 from scoregram.exhibits import Cell, Estimate, Figure, Series, Table
-from scoregram.replication.readings import PSD_RTOL, TRAIN, Evidence, Reading, stacked_spectra
+from scoregram.replication.readings import TRAIN, Evidence, Reading, stacked_spectra
 from scoregram.replication.unrelated import unrelated_groups
 from scoregram.spectra import (
+    MEASURED_RTOL,
     concentrated_energies,
     effective_rank,
     mean_pairwise_cosine,
@@ -234,7 +235,7 @@ def by_layer(evidence: Evidence) -> Table:
         energy = [float(gram.trace() / r.gram.trace()) for gram, r in zip(grams, here, strict=True)]
         ranks = effective_rank(stacked_spectra(grams, advantages)).tolist()
         nulls = effective_rank(stacked_spectra([gram.diagonal().diag() for gram in grams], advantages)).tolist()
-        cosines = [mean_pairwise_cosine(gram, rtol=PSD_RTOL) for gram in grams]
+        cosines = [mean_pairwise_cosine(gram, rtol=MEASURED_RTOL) for gram in grams]
         values = clustered_mean(ranks, [r.cluster for r in here])
         rows.append((name, plain_mean(energy), values, plain_mean(nulls), plain_mean(cosines)))
     return Table(

@@ -39,6 +39,7 @@ from scoregram.spectra.nulls import (
 )
 from scoregram.spectra.reading import MetricReading, SpectrumReading, spectrum_with_nulls
 from scoregram.spectra.stacked import (
+    MEASURED_RTOL,
     PSD_RTOL,
     SpectrumSummary,
     centred_gram,
@@ -48,6 +49,7 @@ from scoregram.spectra.stacked import (
 )
 
 __all__ = [
+    "MEASURED_RTOL",
     "PSD_RTOL",
     "RANK_RTOL",
     "SPECTRUM_METRICS",

@@ -125,7 +125,7 @@ def mean_pairwise_cosine(gram: GramMatrix, *, rtol: float = PSD_RTOL) -> float:
     cosines = unit[:, None] * k * unit[None, :]
     worst = float(cosines.abs().max())
     if worst > 1 + rtol:
-        remedy = "Pass K = ΨΨᵀ, in float32 or better."
+        remedy = "Pass K = ΨΨᵀ, or raise rtol if K was measured with that much noise."
         fail("mean_pairwise_cosine", "cosines must lie in [-1, 1]", f"{worst:g}", remedy)
     mean = float(cosines.sum() - cosines.diagonal().sum()) / (count * (count - 1))
     return min(max(mean, _least_common_cosine(count)), 1.0)

@@ -32,7 +32,8 @@ def update_norm(gram: BatchGram, weights: BatchWeights, *, rtol: float = 1e-6) -
     """
     form = _quadratic_form(gram, weights, caller="update_norm")
     if form.energy < -rtol * form.magnitude:
-        fail("update_norm", "wᵀKw must not be negative", f"{form.energy:g}", "Pass K = ΨΨᵀ, in float32 or better.")
+        remedy = "Pass K = ΨΨᵀ, or raise rtol if K was measured with that much noise."
+        fail("update_norm", "wᵀKw must not be negative", f"{form.energy:g}", remedy)
     return math.sqrt(max(form.energy, 0.0))
 
 
@@ -46,14 +47,14 @@ def update_cancellation(gram: BatchGram, weights: BatchWeights) -> float:
     return form.energy / form.magnitude if form.magnitude > 0 else math.nan
 
 
-def cosine_matrix(gram: BatchGram) -> BatchGram:
+def cosine_matrix(gram: BatchGram, *, rtol: float = 1e-6) -> BatchGram:
     """Cosine between every two scores: `K_ij / sqrt(K_ii K_jj)`.
 
     Reads: `1` on the diagonal; in `[-1, 1]` elsewhere (held there against rounding); `nan` in the row and column of
     a zero score, which has no direction.
 
     Raises:
-        ScoregramError: If an entry exceeds `sqrt(K_ii K_jj)` by more than a millionth: K is then no Gram.
+        ScoregramError: If an entry exceeds `sqrt(K_ii K_jj)` by more than a share `rtol`: K is then no Gram.
 
     Example:
         >>> cosine_matrix(torch.tensor([[4.0, 1.0], [1.0, 1.0]]))[0, 1]
@@ -61,8 +62,9 @@ def cosine_matrix(gram: BatchGram) -> BatchGram:
     """
     cosines = cosines_unchecked(require_gram(gram, caller="cosine_matrix"))
     worst = float(cosines.abs().nan_to_num().max())
-    if worst > 1 + 1e-6:
-        fail("cosine_matrix", "cosines must lie in [-1, 1]", f"{worst:g}", "Pass K = ΨΨᵀ, in float32 or better.")
+    if worst > 1 + rtol:
+        remedy = "Pass K = ΨΨᵀ, or raise rtol if K was measured with that much noise."
+        fail("cosine_matrix", "cosines must lie in [-1, 1]", f"{worst:g}", remedy)
     return cosines.clamp(-1.0, 1.0)
 
 

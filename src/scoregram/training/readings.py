@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from scoregram.spectra import SPECTRUM_METRICS, mean_pairwise_cosine, singular_values
+from scoregram.spectra import MEASURED_RTOL, SPECTRUM_METRICS, mean_pairwise_cosine, singular_values
 from scoregram.statistics import (
     baseline_saving,
     group_outcomes,
@@ -30,15 +30,15 @@ def group_reading(gram: GramMatrix, rewards: GroupRewards, advantages: GroupAdva
 
     Every spectral metric comes with `…_orthogonal`: what scores of the same norms at right angles would give.
     """
-    orthogonal = torch.diag(gram.diagonal())
-    spectra = torch.stack([singular_values(gram, advantages), singular_values(orthogonal, advantages)])  # (2, R)
+    both = gram, torch.diag(gram.diagonal())
+    spectra = torch.stack([singular_values(k, advantages, psd_rtol=MEASURED_RTOL) for k in both])  # (2, R)
     found = {name: SPECTRUM_METRICS[name].fn(spectra).tolist() for name in SPECTRAL}
     reading = {name: float(measured) for name, (measured, _) in found.items()}
     reading |= {f"{name}_orthogonal": float(null) for name, (_, null) in found.items()}
     return reading | {
-        "cosine": mean_pairwise_cosine(gram),
+        "cosine": mean_pairwise_cosine(gram, rtol=MEASURED_RTOL),
         "coherence": update_coherence(gram, advantages),
-        "update_norm": update_norm(gram, advantages / len(advantages)),
+        "update_norm": update_norm(gram, advantages / len(advantages), rtol=MEASURED_RTOL),
         "score_norm": float(gram.diagonal().clamp(min=0).sqrt().mean()),
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std(correction=0)),
@@ -93,7 +93,7 @@ def whole_reading(gram: BatchGram, weights: BatchWeights, rewards: Rewards) -> d
     prompts, size = rewards.shape
     prompt_of = torch.arange(prompts).repeat_interleave(size)
     reading = {
-        "gram/update_norm": update_norm(gram, weights),
+        "gram/update_norm": update_norm(gram, weights, rtol=MEASURED_RTOL),
         "gram/coherence": update_coherence(gram, weights),
         "gram/largest_share": float(rollout_shares(gram, weights).max()),
     }

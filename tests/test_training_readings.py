@@ -1,0 +1,39 @@
+"""What is read from a measured group survives the rounding of the pass, and still tells a wrong matrix from a Gram."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from scoregram.checks import ScoregramError
+from scoregram.training.readings import group_reading
+
+REWARDS = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+ADVANTAGES = REWARDS - REWARDS.mean()
+
+
+def measured(excess: float) -> Tensor:
+    """Four scores of which two short ones are one text twice; their product is off by `excess` of their norms."""
+    scores = torch.randn(4, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    scores[2] *= 0.1
+    scores[3] = scores[2]
+    gram = scores @ scores.mT
+    gram[2, 3] *= 1 + excess
+    gram[3, 2] *= 1 + excess
+    return gram
+
+
+@pytest.mark.parametrize("excess", [2e-4, 5e-3])
+def test_rounding_of_half_precision_is_read(excess: float) -> None:
+    """Equal texts whose product exceeds their norms, as bfloat16 leaves them on a GPU, change hardly a number."""
+    exact, noisy = (group_reading(measured(e), REWARDS, ADVANTAGES) for e in (0.0, excess))
+    assert not math.isnan(noisy["effective_rank"])
+    assert noisy == {name: pytest.approx(value, rel=excess, abs=excess) for name, value in exact.items()}
+
+
+@pytest.mark.parametrize("excess", [0.05, 1.0])
+def test_a_wrong_matrix_is_refused(excess: float) -> None:
+    """What no precision explains is said, with how to go on."""
+    with pytest.raises(ScoregramError, match=r"raise (psd_)?rtol if K was measured with that much noise"):
+        group_reading(measured(excess), REWARDS, ADVANTAGES)
