@@ -17,6 +17,7 @@ SILENT = Summary(
     live=0,
     noise_steps=0,
     reward=NAN,
+    tested=NAN,
     dead=NAN,
     equally_hard_dead=math.nan,
     effective_rank=NAN,
@@ -128,6 +129,14 @@ def test_the_baseline_the_limit_on_length_and_a_single_driver():
     assert "save about 40%" in baseline and "50% of the rollouts were cut off" in limit and "75%" in driver
     fine = facts("1000", lines={"finished": 0.95, "gram/largest_share": 0.2})
     assert said(fine, baseline_saving=Estimate(0.4, 0.01, 0.7)) == []
+
+
+def test_prompts_that_are_known_by_heart():
+    (sentence,) = said(facts(), reward=Estimate(0.195, 0.178, 0.213), tested=Estimate(0.111, 0.097, 0.125))
+    assert sentence.startswith("Bring more prompts: sampled alike")
+    assert "0.195 [0.178, 0.213]" in sentence and "0.111 [0.097, 0.125]" in sentence
+    assert said(facts(), reward=Estimate(0.195, 0.12, 0.25), tested=Estimate(0.111, 0.097, 0.125)) == []
+    assert said(facts(), reward=Estimate(0.15, 0.14, 0.16), tested=Estimate(0.111, 0.097, 0.125)) == []
 
 
 def test_a_rank_on_its_null_is_no_redundancy():

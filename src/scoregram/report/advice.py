@@ -156,6 +156,17 @@ def _truncated(facts: Facts, summary: Summary) -> Iterator[Advice]:
         )
 
 
+def _prompts(facts: Facts, summary: Summary) -> Iterator[Advice]:
+    trained, tested = summary.reward, summary.tested
+    if trained.low > tested.high and trained.value - tested.value >= LEAST_GAIN:
+        yield Advice(
+            f"Bring more prompts: sampled alike, the policy earns {cell_text(trained)} on the prompts "
+            f"that it trains on and {cell_text(tested)} on test problems.",
+            "said if the 95 % intervals leave each other out and the means differ by at least "
+            f"{LEAST_GAIN:g}; it supposes that test problems are no harder.",
+        )
+
+
 def _driver(facts: Facts, summary: Summary) -> Iterator[Advice]:
     shares = facts.last("gram/largest_share")
     share = sum(shares) / len(shares) if shares else math.nan
@@ -185,6 +196,7 @@ RULES: Mapping[str, Callable[[Facts, Summary], Iterator[Advice]]] = MappingProxy
         "batch size": _batch_size,
         "baseline": _baseline,
         "length limit": _truncated,
+        "prompts seen again": _prompts,
         "single rollouts": _driver,
         "effective rank": _rank,
     }

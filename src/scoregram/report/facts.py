@@ -69,6 +69,8 @@ class Facts:
     """One mapping a step, from `metrics.jsonl`."""
     groups: Sequence[GroupFacts]
     """Groups that were trained on, in order of step; those of probes only if there are no others."""
+    tests: Sequence[GroupRecord] = ()
+    """Rewards of evaluations: kinds `test` and `test, greedy`."""
 
     @cached_property
     def steps(self) -> list[int]:
@@ -126,14 +128,16 @@ class Facts:
 
 def read_facts(run: Run) -> Facts:
     """Everything that the report needs, in one pass over the folder."""
-    records = list(run.groups(layers=False))
-    records = [record for record in records if not record.kind.startswith("test")]
+    tests, records = [], []
+    for record in run.groups(layers=False):
+        (tests if record.kind.startswith("test") else records).append(record)
     trained = [record for record in records if record.kind == "train"] or records
     return Facts(
         config=run.config,
         notes=run.notes,
         lines=run.metrics(),
         groups=[group_facts(record) for record in trained],
+        tests=tests,
     )
 
 

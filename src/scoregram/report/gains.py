@@ -1,24 +1,24 @@
 """What a run gained on its test problems, problem by problem."""
 
-from scoregram.bootstrap import mean_estimate
-from scoregram.exhibits import Cell, Table
-from scoregram.runs import Run
+import math
+from collections.abc import Iterable
 
-KINDS = {"test": "sampled, as trained", "test, greedy": "greedy"}
+from scoregram.bootstrap import mean_estimate
+from scoregram.exhibits import Cell, Estimate, Table
+from scoregram.runs import GroupRecord
+
+SAMPLED = "test"
+KINDS = {SAMPLED: "sampled, as trained", "test, greedy": "greedy"}
 """Kinds of groups that hold the rewards of an evaluation, and what they are called."""
 
 
-def gain_table(run: Run) -> Table:
+def gain_table(tests: Iterable[GroupRecord]) -> Table:
     """Mean reward on test problems at the first and the last evaluation, and the difference with its interval.
 
     Needs a run that kept the rewards of its evaluations (`eval_samples`); without rows otherwise.
     """
-    found: dict[str, dict[int, dict[str, float]]] = {kind: {} for kind in KINDS}
-    for group in run.groups(layers=False):
-        if group.kind in found:
-            found[group.kind].setdefault(group.step, {})[group.prompt_id] = float(group.rewards.nanmean())
     rows: list[tuple[Cell, ...]] = []
-    for kind, by_step in found.items():
+    for kind, by_step in rewards_by_step(tests).items():
         if len(by_step) > 1:
             first, last = by_step[min(by_step)], by_step[max(by_step)]
             both = sorted(first.keys() & last.keys())
@@ -33,3 +33,18 @@ def gain_table(run: Run) -> Table:
         ("rollouts", "problems", "before", "after", "gain"),
         tuple(rows),
     )
+
+
+def last_tested(tests: Iterable[GroupRecord]) -> Estimate:
+    """Mean reward of sampled rollouts on test problems at the last evaluation, with its interval over problems."""
+    by_step = rewards_by_step(tests)[SAMPLED]
+    return mean_estimate(list(by_step[max(by_step)].values())) if by_step else Estimate(math.nan)
+
+
+def rewards_by_step(tests: Iterable[GroupRecord]) -> dict[str, dict[int, dict[str, float]]]:
+    """Mean reward of every test problem, by kind of rollouts and step of the evaluation."""
+    found: dict[str, dict[int, dict[str, float]]] = {kind: {} for kind in KINDS}
+    for group in tests:
+        if group.kind in found:
+            found[group.kind].setdefault(group.step, {})[group.prompt_id] = float(group.rewards.nanmean())
+    return found

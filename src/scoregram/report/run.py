@@ -28,7 +28,7 @@ def run_page(run: Run) -> RunPage:
     """Everything that the run in a folder shows, whatever it lacks; a run in progress shows what is complete."""
     facts = read_facts(run)
     summary = summarised(facts)
-    tables = (summary_table(facts, summary), gain_table(run))
+    tables = (summary_table(facts, summary), gain_table(facts.tests))
     sections = [
         Section("What this run says", _about(facts), tuple(table for table in tables if table.rows)),
         Section("What to change", advice_text(facts, summary)),

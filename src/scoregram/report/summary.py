@@ -10,6 +10,7 @@ import torch
 from scoregram.bootstrap import estimate, mean_estimate
 from scoregram.exhibits import Cell, Estimate, Table
 from scoregram.report.facts import Facts, GroupFacts
+from scoregram.report.gains import last_tested
 from scoregram.statistics import (
     NoiseComponents,
     baseline_saving,
@@ -32,6 +33,8 @@ class Summary:
     noise_steps: int
     """Steps from which noise components were pooled."""
     reward: Estimate
+    tested: Estimate
+    """Of rollouts sampled as in training for test problems, at the last evaluation."""
     dead: Estimate
     equally_hard_dead: float
     """Chance of a dead group if every prompt had the success rate of all together; `nan` unless rewards are 0 or 1."""
@@ -65,6 +68,7 @@ def summarised(facts: Facts) -> Summary:
         live=len(live),
         noise_steps=len(rows),
         reward=_reward(facts),
+        tested=last_tested(facts.tests),
         dead=_dead(facts),
         equally_hard_dead=_equally_hard_dead(facts),
         effective_rank=mean_estimate(rank),
@@ -89,7 +93,7 @@ def summary_table(facts: Facts, summary: Summary) -> Table:
     groups, live, steps = f"{summary.groups} groups", f"{summary.live} live groups", f"{summary.noise_steps} steps"
     rewarded = groups if summary.groups else f"{len(facts.last('reward'))} steps"
     rows: list[tuple[str, Cell, Cell, str, str]] = [
-        ("mean reward", summary.reward, None, "", rewarded),
+        ("mean reward", summary.reward, *_beside(summary.tested, "on test problems, last"), rewarded),
         *([("test accuracy, last", *accuracy)] if accuracy else []),
         ("share of dead groups", summary.dead, summary.equally_hard_dead, "if all prompts were equally hard", rewarded),
         ("effective rank", summary.effective_rank, summary.effective_rank_null, "orthogonal scores", live),
@@ -213,6 +217,10 @@ def _accuracy(facts: Facts) -> tuple[Cell, Cell, str, str] | None:
         f"at step {first['step']}" if before is not None else "",
         problems,
     )
+
+
+def _beside(known: Estimate, what: str) -> tuple[Cell, str]:
+    return (None, "") if math.isnan(known.value) else (known, what)
 
 
 def _prompts(facts: Facts) -> int:
