@@ -30,16 +30,15 @@ class Batch:
         """Number of rollouts."""
         return len(self.input_ids)
 
-    def only(self, index: int) -> "Batch":
-        """The rollout `index` alone."""
-        here = slice(index, index + 1)
+    def at(self, rows: Tensor | slice) -> "Batch":
+        """Some of the rollouts."""
         return replace(
             self,
-            input_ids=self.input_ids[here],
-            attention_mask=self.attention_mask[here],
-            completion_mask=self.completion_mask[here],
-            coefficients=self.coefficients[here],
-            position_ids=self.position_ids[here],
+            input_ids=self.input_ids[rows],
+            attention_mask=self.attention_mask[rows],
+            completion_mask=self.completion_mask[rows],
+            coefficients=self.coefficients[rows],
+            position_ids=self.position_ids[rows],
         )
 
     def weighted(self, weights: Tensor) -> "Batch":
@@ -97,6 +96,16 @@ def unpacked(rollout_ids: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
         block[owner[order], place] = value.reshape(-1)[order]
         made.append(block)
     return tuple(made)
+
+
+def repacked(values: Tensor, batch: Batch, rollout_ids: Tensor) -> Tensor:
+    """What is known of the tokens of unpacked rollouts, back at their places in the packed sequences."""
+    owner = rollout_ids.reshape(-1)
+    order = (owner >= 0).nonzero().squeeze(1)
+    order = order[owner[order].argsort(stable=True)]
+    packed = values.new_zeros(owner.shape)
+    packed[order] = values[batch.attention_mask.bool()]
+    return packed.reshape(rollout_ids.shape)
 
 
 def refuse_unpredicted(mask: Tensor, attention: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from scoregram.checks import fail
 from scoregram.gram.batch import make_batch, token_entropies, token_log_probs
+from scoregram.gram.distinct import apart
 from scoregram.gram.head import first_look, targets_of
 from scoregram.gram.measurement import NEEDS_WIDE, Captured, Measurement
 from scoregram.gram.result import Gram
@@ -50,7 +51,7 @@ class DeferredGram(Measurement):
             got = "one whose gradients are averaged over processes"
             fail("DeferredGram", "the model must lie whole in one process", got, "Use measure_gram.")
         batch = make_batch(input_ids, completion_mask, attention_mask, temperature=temperature)
-        super().__init__(model, batch, group_size=None, weights=None)
+        super().__init__(model, apart(batch), weights=None)  # equal texts may be given different coefficients
         self.is_narrow = self.model not in NEEDS_WIDE
         self.held: Captured | Tensor | None
         with self.as_it_was(), torch.enable_grad():
@@ -111,7 +112,7 @@ class DeferredGram(Measurement):
                 self.wide_pass()
             self.account_for_all()
         self.tell_of_dropout()
-        gram = self.result(None)
+        gram = self.result()
         sums = {p: made for p in self.parameters.values() if (made := self.collector.sums.pop(id(p), None)) is not None}
         return gram, sums
 

@@ -5,12 +5,14 @@ single backward pass gives the Gram and leaves `Σ_i w_i ψ_i` in `.grad`. `docs
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from scoregram.checks import fail, require_finite
-from scoregram.gram.batch import make_batch
+from scoregram.gram.batch import Batch, make_batch, repacked
+from scoregram.gram.distinct import distinct
 from scoregram.gram.measurement import Measurement
 from scoregram.gram.result import Gram
 from scoregram.gram.sharding import is_spread
@@ -61,9 +63,9 @@ def measure_gram(
         rollout_ids=rollout_ids,
         temperature=temperature,
     )
-    measurement = Measurement(model, batch, group_size=group_size, weights=None, sketch=sketch)
+    measurement = Measurement(model, distinct(batch, group_size), weights=None, sketch=sketch)
     measurement.run()
-    gram = measurement.result(rollout_ids)
+    gram = as_given(measurement.result(), batch, rollout_ids)
     if verify:
         with measurement.as_it_was():
             verify_gram(measurement.model, batch, gram, group_size, measurement.survey)
@@ -133,10 +135,17 @@ def backward_with_gram(
             "Pass a function from the Gram to one factor for each.",
         )
     require_finite(vectors, name="weights", caller="backward_with_gram")
-    measurement = Measurement(model, batch, group_size=group_size, weights=vectors, sketch=sketch)
+    measurement = Measurement(model, distinct(batch, group_size), weights=vectors, sketch=sketch)
     measurement.run()
     if combine is None:
-        return measurement.result_and_gradients(rollout_ids)
-    gram = measurement.result(rollout_ids)
+        return as_given(measurement.result_and_gradients(), batch, rollout_ids)
+    gram = as_given(measurement.result(), batch, rollout_ids)
     measurement.write_gradients(combine(gram))
     return gram
+
+
+def as_given(gram: Gram, batch: Batch, rollout_ids: Tensor | None) -> Gram:
+    """The record with log-probabilities at the places of packed rollouts, if they were packed."""
+    if rollout_ids is None:
+        return gram
+    return replace(gram, log_probs=repacked(gram.log_probs, batch, rollout_ids))

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from scoregram.checks import ScoregramError, fail, not_finite
 from scoregram.gram.backward import run_backward
-from scoregram.gram.batch import Batch, logits_of, token_log_probs
+from scoregram.gram.batch import logits_of, token_log_probs
 from scoregram.gram.collect import Collector
+from scoregram.gram.distinct import Distinct
 from scoregram.gram.dropout import DropoutOff
 from scoregram.gram.head import HeadLook, HeadUse, fused_head, targets_of
 from scoregram.gram.intercept import Interceptor
@@ -38,14 +39,14 @@ class Measurement:
     def __init__(
         self,
         model: nn.Module,
-        batch: Batch,
+        rollouts: Distinct,
         *,
-        group_size: int | None,
         weights: Tensor | None,
         sketch: Sketch | None = None,
     ) -> None:
         self.model = model_inside(model)
-        self.batch = batch
+        self.rollouts = rollouts
+        self.batch = batch = rollouts.batch
         self.survey = survey(self.model)
         self.parameters = self.survey.parameters
         if not self.parameters:
@@ -55,16 +56,8 @@ class Measurement:
                 "none that requires gradients",
                 "Set requires_grad on what is trained.",
             )
-        size = batch.rollouts if group_size is None else group_size
-        if size < 1 or batch.rollouts % size:
-            fail(
-                "measure_gram",
-                f"group_size must divide the number of rollouts {batch.rollouts}",
-                group_size,
-                "Pass whole groups.",
-            )
-        self.groups = batch.rollouts // size
-        self.weights = weights
+        self.groups = 1 if rollouts.group_size is None else batch.rollouts // rollouts.group_size
+        self.weights = None if weights is None else rollouts.summed(weights)
         self.sketch = sketch
         self.targets = targets_of(batch.input_ids, batch.completion_mask, batch.coefficients)
         self.notes: list[str] = []
@@ -282,7 +275,7 @@ class Measurement:
         shown = ", ".join(self.replayed[:3]) + (", …" if len(left) > 3 else "")
         self.notes.append(f"rows of {shown} came from one backward pass per rollout")
 
-    def result(self, rollout_ids: Tensor | None) -> Gram:
+    def result(self) -> Gram:
         """The record, or an error that names what is not finite; the first thing here that waits for the device."""
         contractor = self.collector.contractor
         taking_part = contractor.owners()  # the scores of others are zero
@@ -290,25 +283,25 @@ class Measurement:
         order = {layer: index for index, layer in enumerate(dict.fromkeys(layers.values()))}
         stacked = contractor.grams({owner: order[layer] for owner, layer in layers.items()}, len(order))
         if not bool(stacked.isfinite().all()):
-            refuse_not_finite(self.survey.shards.sharded or self.parameters, dict(zip(order, stacked, strict=True)))
+            refuse_not_finite(
+                self.survey.shards.sharded or self.parameters, dict(zip(order, stacked, strict=True)), self.rollouts
+            )
         stacked = spread((stacked + stacked.mT) / 2)
         by_layer = dict(zip(order, stacked.unbind(), strict=True))
-        log_probs = self.log_probs
-        if rollout_ids is not None:
-            log_probs = repacked(log_probs, self.batch, rollout_ids)
         sketch = None if self.collector.sketcher is None else self.collector.sketcher.total()
-        return Gram(stacked.sum(0), by_layer, log_probs, tuple(self.replayed), tuple(self.notes), sketch)
+        gram = Gram(stacked.sum(0), by_layer, self.log_probs, tuple(self.replayed), tuple(self.notes), sketch)
+        return self.rollouts.expanded(gram)
 
-    def result_and_gradients(self, rollout_ids: Tensor | None) -> Gram:
+    def result_and_gradients(self) -> Gram:
         """The record, and `.grad` as `write_gradients(None)` leaves it, written while the device is still at work."""
         parameters = self.parameters.values()
         if any(parameter.grad is not None for parameter in parameters):  # what is added to cannot be taken back
-            gram = self.result(rollout_ids)
+            gram = self.result()
             self.write_gradients(None)
             return gram
         self.write_gradients(None)
         try:
-            return self.result(rollout_ids)
+            return self.result()
         except ScoregramError:
             for parameter in parameters:
                 parameter.grad = None
@@ -345,17 +338,7 @@ def spread(blocks: Tensor) -> Tensor:
     return matrices.reshape(layers, groups * size, groups * size)
 
 
-def repacked(log_probs: Tensor, batch: Batch, rollout_ids: Tensor) -> Tensor:
-    """Log-probabilities of unpacked rollouts back at their places in the packed sequences."""
-    owner = rollout_ids.reshape(-1)
-    order = (owner >= 0).nonzero().squeeze(1)
-    order = order[owner[order].argsort(stable=True)]
-    packed = log_probs.new_zeros(owner.shape)
-    packed[order] = log_probs[batch.attention_mask.bool()]
-    return packed.reshape(rollout_ids.shape)
-
-
-def refuse_not_finite(parameters: dict[str, Tensor], by_layer: dict[str, Tensor]) -> None:
+def refuse_not_finite(parameters: dict[str, Tensor], by_layer: dict[str, Tensor], rollouts: Distinct) -> None:
     """Raise with the first parameter, or else the rollouts and the layer, that is not finite."""
     broken = {layer: gram for layer, gram in by_layer.items() if not bool(gram.isfinite().all())}
     for name, parameter in parameters.items():
@@ -363,9 +346,10 @@ def refuse_not_finite(parameters: dict[str, Tensor], by_layer: dict[str, Tensor]
             not_finite("measure_gram", "parameters must be finite", f"nan or inf in {name}", "Restore a checkpoint.")
     layer, gram = list(broken.items())[-1]
     rows = (~gram.diagonal(dim1=1, dim2=2).reshape(-1).isfinite()).nonzero().squeeze(1).tolist()
+    names = sorted(member for row in rows for member in rollouts.members(row))
     not_finite(
         "measure_gram",
         "gradients must be finite",
-        f"nan or inf for rollout {', '.join(map(str, rows))} in {layer} and {len(broken) - 1} other layers",
+        f"nan or inf for rollout {', '.join(map(str, names))} in {layer} and {len(broken) - 1} other layers",
         "Look at these rollouts; a lower precision may overflow.",
     )

@@ -24,7 +24,8 @@ def score_rows(
     """
     rows: list[list[Tensor]] = [[] for _ in wanted]
     for index in range(survey.shards.most(batch.rollouts)):
-        grads = loss_gradients(model, batch.only(min(index, batch.rollouts - 1)), mode, survey)
+        here = min(index, batch.rollouts - 1)
+        grads = loss_gradients(model, batch.at(slice(here, here + 1)), mode, survey)
         for collected, parameter in zip(rows, wanted, strict=True):
             collected.append(grads[id(parameter)])
     return [torch.stack(collected[: batch.rollouts]) for collected in rows]
