@@ -7,18 +7,20 @@ import torch
 
 from scoregram.policy.log_probs import token_log_probs
 from scoregram.policy.shared_prefix import (
-    PADDING,
     group_log_probs,
     is_contiguous,
     is_right,
     packed,
     packed_log_probs,
     pays,
+    tree_of,
 )
 from tests.cases import KeepDouble, build
 
 
-def batch(prompts: list[int], size: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def batch(
+    prompts: list[int], size: int, *, seed: int = 0, alphabet: int = 58
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Groups of `size` rollouts behind prompts of the given lengths: ids, attention mask, completion mask."""
     draw = torch.Generator().manual_seed(seed)
     rows = []
@@ -26,7 +28,7 @@ def batch(prompts: list[int], size: int, *, seed: int = 0) -> tuple[torch.Tensor
         prompt = torch.randint(2, 60, (length,), generator=draw).tolist()
         for _ in range(size):
             count = int(torch.randint(1, 7, (), generator=draw))
-            rows.append((prompt, torch.randint(2, 60, (count,), generator=draw).tolist()))
+            rows.append((prompt, torch.randint(2, 2 + alphabet, (count,), generator=draw).tolist()))
     width = max(len(prompt) + len(rest) for prompt, rest in rows) + 1
     ids = torch.tensor([[*prompt, *rest, *[0] * (width - len(prompt) - len(rest))] for prompt, rest in rows])
     ends = torch.tensor([[len(prompt), len(prompt) + len(rest)] for prompt, rest in rows])
@@ -34,10 +36,11 @@ def batch(prompts: list[int], size: int, *, seed: int = 0) -> tuple[torch.Tensor
     return ids, place < ends[:, 1:], (place >= ends[:, :1]) & (place < ends[:, 1:])
 
 
+@pytest.mark.parametrize("alphabet", [2, 58])
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "GPT2", "GPTNeoX", "Phi"])
-def test_numbers_and_gradients_are_those_of_single_rows(name):
+def test_numbers_and_gradients_are_those_of_single_rows(name, alphabet):
     model: Any = build(name, model="GPT2LMHeadModel" if name == "GPT2" else "")
-    ids, attention, completion = batch([5, 3, 9], 4)
+    ids, attention, completion = batch([5, 3, 9], 4, alphabet=alphabet)
     together = packed(ids, completion)
     assert together is not None and together.ids.shape[0] == 3
     weights = torch.randn(ids.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -52,18 +55,50 @@ def test_numbers_and_gradients_are_those_of_single_rows(name):
             torch.testing.assert_close(other, one, rtol=1e-8, atol=1e-10)
 
 
-def test_a_completion_sees_its_prompt_and_itself_alone():
+@pytest.mark.parametrize("alphabet", [2, 60])
+def test_every_completion_token_is_predicted_by_its_own_text(alphabet):
+    """What a predicting token sees, in order of positions, is the text before the token that it predicts."""
+    ids, attention, completion = batch([4, 2, 4], 6, alphabet=alphabet)
+    together = packed(ids, completion)
+    assert together is not None
+    width, visible = together.ids.shape[1], together.visible[:, 0]
+    for chosen, place in zip(together.chosen.tolist(), together.places.tolist(), strict=True):
+        row, at = divmod(int(together.predictors[chosen]), width)
+        seen = visible[row, at].nonzero().squeeze(1)
+        rollout, token = divmod(place, ids.shape[1])
+        assert together.ids[row, seen].tolist() == ids[rollout, :token].tolist()
+        assert together.positions[row, seen].tolist() == list(range(token))
+    assert sorted(together.places.tolist()) == completion.flatten().nonzero().squeeze(1).tolist()
+    read = {(row // 6, *ids[row, :end].tolist()) for row in range(18) for end in range(1, int(attention[row].sum()))}
+    real = (together.ends > torch.arange(width) + 1) | torch.zeros_like(together.ids).index_put(
+        (together.predictors // width, together.predictors % width), torch.tensor(1)
+    ).bool()
+    assert int(real.sum()) == len(read)  # every beginning is there once
+
+
+def test_padding_sees_itself_alone_and_nobody_sees_it():
     ids, _, completion = batch([4, 2], 3)
     together = packed(ids, completion)
     assert together is not None
-    visible = together.visible[:, 0]
-    for row in range(len(visible)):
-        owners = together.owners[row].tolist()
-        for seer, own in enumerate(owners):
-            for seen, other in enumerate(owners):
-                allowed = seen <= seer and other in (-1, own)
-                assert bool(visible[row, seer, seen]) == (allowed or seer == seen)
-    assert (together.owners == PADDING).any()
+    visible, width = together.visible[:, 0], together.ids.shape[1]
+    (short,) = [row for row in range(2) if int(together.ends[row].sort().values[-2]) < width] or [0]
+    last = torch.arange(width) == width - 1
+    assert torch.equal(visible[short, -1], last) and torch.equal(visible[short, :, -1], last)
+
+
+def test_rollouts_that_begin_alike_are_read_once():
+    prompt, texts = [5, 6, 7], [[9, 9, 8, 2], [9, 9, 3], [9, 9, 8, 2], [4], [9, 9, 8, 4, 4], []]
+    tree = tree_of(prompt, texts)
+    assert tree.tokens == [5, 6, 7, 9, 9, 8, 4]
+    assert [[tree.tokens[place] for place in path] for path in tree.paths] == [
+        [7, 9, 9, 8],
+        [7, 9, 9],
+        [7, 9, 9, 8],
+        [7],
+        [7, 9, 9, 8, 4],
+        [],
+    ]
+    assert tree.ends == [7] * 7 and tree.positions == list(range(7))
 
 
 def test_what_cannot_be_packed_goes_row_by_row():
@@ -98,7 +133,7 @@ def test_long_prompts_are_read_once():
 
 def test_long_completions_behind_a_short_prompt_stay_apart():
     ids = torch.randint(2, 60, (8, 301), generator=torch.Generator().manual_seed(0))
-    ids[:, 0] = 5
+    ids[:, 0], ids[:, 1] = 5, torch.arange(2, 10)  # no two go on alike
     attention = torch.ones_like(ids, dtype=torch.bool)
     together = packed(ids, torch.arange(301).expand(8, -1) > 0)
     assert together is not None and together.ids.shape == (1, 1 + 8 * 299)  # the last token of each predicts nothing
