@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -88,9 +89,9 @@ def test_padding_sees_itself_alone_and_nobody_sees_it():
 
 def test_rollouts_that_begin_alike_are_read_once():
     prompt, texts = [5, 6, 7], [[9, 9, 8, 2], [9, 9, 3], [9, 9, 8, 2], [4], [9, 9, 8, 4, 4], []]
-    tree = tree_of(prompt, texts)
-    assert tree.tokens == [5, 6, 7, 9, 9, 8, 4]
-    assert [[tree.tokens[place] for place in path] for path in tree.paths] == [
+    tree = tree_of(np.array(prompt), [np.array(text, dtype=np.int64) for text in texts])
+    assert tree.tokens.tolist() == [5, 6, 7, 9, 9, 8, 4]
+    assert [tree.tokens[path].tolist() for path in tree.paths] == [
         [7, 9, 9, 8],
         [7, 9, 9],
         [7, 9, 9, 8],
@@ -98,7 +99,9 @@ def test_rollouts_that_begin_alike_are_read_once():
         [7, 9, 9, 8, 4],
         [],
     ]
-    assert tree.ends == [7] * 7 and tree.positions == list(range(7))
+    assert tree.ends.tolist() == [7] * 7 and tree.positions.tolist() == list(range(7))
+    forked = tree_of(np.array([7]), [np.array(text) for text in ([1, 2, 9], [1, 3, 9], [1, 2, 8])])
+    assert (forked.tokens.tolist(), forked.ends.tolist()) == ([7, 1, 2, 3], [4, 4, 3, 4])
 
 
 def test_what_cannot_be_packed_goes_row_by_row():
