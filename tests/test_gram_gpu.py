@@ -78,3 +78,17 @@ def test_half_precision_stays_at_its_noise_floor(name, checkpointing, monkeypatc
         assert parameter.grad is not None and reference.grad is not None
         error = (parameter.grad.float().cpu() - reference.grad).norm() / reference.grad.norm()
         assert float(error) < 8e-2, parameter_name
+
+
+@pytest.mark.parametrize("group_size", [None, 4])
+def test_equal_rollouts_are_measured_once(group_size):
+    model = ARCHITECTURES["llama-tied"]().float().cuda()
+    order = torch.tensor([0, 1, 0, 0, 2, 2, 4, 1])
+    given = [tensor[order].cuda() for tensor in rollouts().arguments]
+    few = measure_gram(model, *(tensor.cuda() for tensor in rollouts().arguments))
+    gram = backward_with_gram(model, *given, weights=torch.linspace(-1.0, 2.0, 8), group_size=group_size)
+    expected = few.matrix[order][:, order]
+    if group_size is not None:
+        expected[:4, 4:] = expected[4:, :4] = torch.nan
+    torch.testing.assert_close(gram.matrix, expected, equal_nan=True, rtol=1e-4, atol=1e-4 * float(few.matrix.max()))
+    torch.testing.assert_close(gram.log_probs, few.log_probs[order.cuda()])

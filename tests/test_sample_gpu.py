@@ -8,6 +8,7 @@ import torch
 from scoregram.policy import SamplingConfig, sample, token_log_probs
 from scoregram.policy.choice import fastest_way, plain_logits, trial
 from scoregram.policy.launched import Launched
+from scoregram.policy.shared_prefix import packed, packed_log_probs
 from tests.cases import ARCHITECTURES, build
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -98,3 +99,13 @@ def test_kernels_of_our_own_draw_what_a_cpu_draws(settings):
     found = drawn(model.cuda(), most=100, **settings)
     assert found.completion_ids() == expected.completion_ids()
     torch.testing.assert_close(found.log_probs.cpu(), expected.log_probs, atol=1e-4, rtol=1e-4)
+
+
+def test_rollouts_as_trees_have_the_log_probabilities_of_rows():
+    model = ARCHITECTURES["llama"]().cuda()
+    rollouts = drawn(model, most=6)
+    given = rollouts.input_ids, rollouts.attention_mask, rollouts.completion_mask
+    together = packed(rollouts.input_ids, rollouts.completion_mask)
+    assert together is not None and together.visible.is_cuda
+    found = packed_log_probs(model, together, rollouts.input_ids, 1.0)
+    torch.testing.assert_close(found, token_log_probs(model, *given), atol=1e-5, rtol=1e-5)
