@@ -119,13 +119,14 @@ def _labelled_scores(
 
     # From the lowest value up: a constant group is then exactly zero, whatever its value.
     raised = values - over_group(values, "amin")
-    deviations = raised - over_group(counts * raised, "sum") / over_group(counts, "sum")
+    total = over_group(counts, "sum")
+    deviations = raised - over_group(counts * raised, "sum") / total
     # In units of the largest deviation: the squares of 1e-200 do not vanish.
     peak = over_group(deviations.abs(), "amax")
     peak = torch.where(peak > 0, peak, 1.0)
     squares = over_group(counts * (deviations / peak).square(), "sum")
     spread = over_group(raised, "amax") > ROUNDING_STEPS * torch.finfo(dtype).eps * over_group(sizes, "amax")
-    std = peak * torch.where(spread, squares / (over_group(counts, "sum") - ddof), 1.0).sqrt()
+    std = peak * torch.where(spread, squares / (total - ddof), 1.0).sqrt()
     return torch.where(spread, deviations / (std + eps), 0.0)
 
 

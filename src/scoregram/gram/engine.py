@@ -37,7 +37,8 @@ def measure_gram(
 
     `ψ_i = Σ_t c_it ∇ log π(y_it)` over the completion tokens of rollout `i`, summed, never averaged; `c = 1` gives the
     score itself, and the `c = ∂L/∂log π` of a loss gives that loss's per-rollout gradients. One forward and one
-    backward pass; nothing about the model changes. A rollout with no completion token has a zero row.
+    backward pass, equal rollouts once; nothing about the model changes. A rollout with no completion token has a zero
+    row.
 
     Args:
         model: A causal language model; only parameters that require gradients count.
