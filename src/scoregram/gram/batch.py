@@ -85,9 +85,7 @@ def unpacked(rollout_ids: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
         rollout_ids: Rollout `0 … N-1` of every token, negative for padding; the tokens of a rollout are in order.
         values: Tensors `(B, T)`; padded with zeros.
     """
-    owner = rollout_ids.reshape(-1)
-    order = (owner >= 0).nonzero().squeeze(1)
-    order = order[owner[order].argsort(stable=True)]
+    owner, order = rollout_ids.reshape(-1), by_rollout(rollout_ids)
     counts = torch.bincount(owner[order])
     place = torch.arange(len(order), device=owner.device) - (counts.cumsum(0) - counts)[owner[order]]
     made = []
@@ -100,12 +98,16 @@ def unpacked(rollout_ids: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
 
 def repacked(values: Tensor, batch: Batch, rollout_ids: Tensor) -> Tensor:
     """What is known of the tokens of unpacked rollouts, back at their places in the packed sequences."""
+    packed = values.new_zeros(rollout_ids.numel())
+    packed[by_rollout(rollout_ids)] = values[batch.attention_mask.bool()]
+    return packed.reshape(rollout_ids.shape)
+
+
+def by_rollout(rollout_ids: Tensor) -> Tensor:
+    """Places of all real tokens in the flattened sequences, one rollout after another."""
     owner = rollout_ids.reshape(-1)
     order = (owner >= 0).nonzero().squeeze(1)
-    order = order[owner[order].argsort(stable=True)]
-    packed = values.new_zeros(owner.shape)
-    packed[order] = values[batch.attention_mask.bool()]
-    return packed.reshape(rollout_ids.shape)
+    return order[owner[order].argsort(stable=True)]
 
 
 def refuse_unpredicted(mask: Tensor, attention: Tensor) -> None:

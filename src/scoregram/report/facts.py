@@ -6,13 +6,14 @@ A run may lack any part: steps without a Gram, no evaluation, no groups, an end 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from scoregram.checks import ScoregramError
+from scoregram.report.gains import TestRewards, rewards_by_step
 from scoregram.runs import GroupRecord, Run
 from scoregram.spectra import concentrated_energies, effective_rank, spread_energies
 from scoregram.statistics import group_outcomes
@@ -69,8 +70,8 @@ class Facts:
     """One mapping a step, from `metrics.jsonl`."""
     groups: Sequence[GroupFacts]
     """Groups that were trained on, in order of step; those of probes only if there are no others."""
-    tests: Sequence[GroupRecord] = ()
-    """Rewards of evaluations: kinds `test` and `test, greedy`."""
+    tests: TestRewards = field(default_factory=dict)
+    """Rewards of evaluations."""
 
     @cached_property
     def steps(self) -> list[int]:
@@ -137,7 +138,7 @@ def read_facts(run: Run) -> Facts:
         notes=run.notes,
         lines=run.metrics(),
         groups=[group_facts(record) for record in trained],
-        tests=tests,
+        tests=rewards_by_step(tests),
     )
 
 
