@@ -14,7 +14,7 @@ TESTS = Path(__file__).parent
 FILES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 FLOORS = (
-    {"errors", "types", "checks", "machine"},
+    {"lazy", "errors", "types", "checks", "machine"},
     {"spectra", "statistics", "advantages", "objectives", "tasks", "runs", "exhibits"},
     {"theory", "gram", "policy", "bootstrap"},
     {"training"},
@@ -25,7 +25,7 @@ FLOORS = (
 )
 """Rooms from the ground up. A room may import itself and every floor below it, never its neighbours."""
 
-GROUND = ("errors", "types", "checks", "machine")
+GROUND = ("lazy", "errors", "types", "checks", "machine")
 """The order on the ground floor, whose rooms are single files."""
 
 HEAVY = ("torch", "transformers", "datasets", "trl", "peft", "plotly", "matplotlib", "flask", "uvicorn")
@@ -69,10 +69,26 @@ def test_every_room_has_a_floor():
     assert rooms <= set().union(*FLOORS)
 
 
-def test_the_package_itself_imports_its_rooms_for_type_checkers_only():
-    body = ast.parse(FILES["__init__"].read_text()).body
-    run = [node for node in body if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")]
-    assert imported_modules(ast.unparse(ast.Module(run, []))) == set()
+def test_the_package_itself_imports_no_room():
+    assert imported_modules(FILES["__init__"].read_text()) == {"scoregram.lazy"}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_other_rooms_are_imported_through_their_front_door(name):
+    room = name.split("/")[0]
+    doors = [module.split(".") for module in imported_modules(FILES[name].read_text())]
+    assert [door for door in doors if len(door) > 2 and door[1] != room] == []
+
+
+@pytest.mark.parametrize("stub", sorted(PACKAGE.rglob("__init__.pyi")), ids=lambda path: path.parent.name)
+def test_no_lazy_name_is_that_of_a_submodule(stub):
+    names = {
+        alias.name
+        for node in ast.parse(stub.read_text()).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert names & {path.stem for path in stub.parent.iterdir()} == set()
 
 
 @pytest.mark.parametrize(

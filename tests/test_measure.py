@@ -22,9 +22,9 @@ from scoregram.checks import ScoregramError
 from scoregram.gram import measure_gram
 from scoregram.integrations.dumps import writing
 from scoregram.integrations.dumps.config import MeasureConfig
+from scoregram.integrations.dumps.loop import MeasuredDump, measure
 from scoregram.integrations.dumps.table import FORMATS
 from scoregram.integrations.dumps.tally import Tally
-from scoregram.integrations.measure import MeasuredDump, measure
 from scoregram.policy.bias import BiasedSamplingWarning
 from scoregram.policy.load import load_policy
 from scoregram.policy.tiny import CONTEXT
@@ -57,7 +57,7 @@ def trained(model, tmp_path_factory) -> Run:
 @pytest.fixture(autouse=True)
 def loaded_once(monkeypatch):
     """Loading is not what these tests are about, and measuring leaves a policy as it was."""
-    monkeypatch.setattr("scoregram.integrations.measure.load_policy", LOADED)
+    monkeypatch.setattr("scoregram.integrations.dumps.loop.load_policy", LOADED)
 
 
 def measured(model: Path, dump: Path, out: Path, **changes: Any) -> tuple[Run, MeasuredDump, str]:
@@ -244,7 +244,7 @@ def test_a_batch_that_is_written_again_under_the_next_step(name, model, tmp_path
 
 def test_a_request_to_stop_ends_after_a_group_and_can_be_resumed(model, trained, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("scoregram.integrations.measure.stop_requests", lambda: nullcontext(StopRequest(asked=True)))
+        patch.setattr("scoregram.integrations.dumps.loop.stop_requests", lambda: nullcontext(StopRequest(asked=True)))
         run, done, said = measured(model, trained.folder, tmp_path / "out")
     assert done.interrupted and done.groups == 1 and "go on with --resume" in said
     assert len(list(run.groups())) == 1 and run.metrics() == []

@@ -21,7 +21,7 @@ from scoregram.replication.presets import PRESETS, START, Preset, plan, read_set
 from scoregram.replication.readings import read_evidence
 from scoregram.replication.record import write_record
 from scoregram.replication.running import attempt, in_processes, run_all, steps_done
-from scoregram.replication.verify import EXHIBITS_FOLLOW, FILES, VERDICTS_FOLLOW, verify
+from scoregram.replication.verification import EXHIBITS_FOLLOW, FILES, VERDICTS_FOLLOW, verify
 from scoregram.report import write_report
 from scoregram.runs import GroupRecord, open_run
 from scoregram.runs.layout import METRICS, parts

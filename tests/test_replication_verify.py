@@ -17,7 +17,7 @@ from scoregram import cli
 from scoregram.checks import ScoregramError
 from scoregram.replication import signing
 from scoregram.replication.record import canonical, digest, number, record_text, short_number
-from scoregram.replication.verify import (
+from scoregram.replication.verification import (
     EXHIBITS_FOLLOW,
     FILES,
     FORM,

@@ -10,7 +10,7 @@ from scoregram.replication.differences import differences
 from scoregram.replication.evidence import recompute
 from scoregram.replication.measured import SHIPPED, measured_verdicts
 from scoregram.replication.record import RECORD
-from scoregram.replication.verify import verify
+from scoregram.replication.verification import verify
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"

@@ -11,11 +11,10 @@ from typing import Annotated, Literal
 import tyro
 
 from scoregram import __version__
-from scoregram.bench.commands import Bench
+from scoregram.bench import Bench
 from scoregram.errors import ScoregramError
-from scoregram.integrations.dumps.config import MeasureConfig
-from scoregram.training.config import TrainConfig
-from scoregram.training.methods import METHODS
+from scoregram.integrations import MeasureConfig
+from scoregram.training import METHODS, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,8 @@ class Claims:
 
     def run(self) -> int:
         """Print the ledger."""
-        from scoregram.replication.measured import measured_verdicts
-        from scoregram.theory.claims.show import show_claims
+        from scoregram.replication import measured_verdicts
+        from scoregram.theory import show_claims
 
         return show_claims(ids=self.id, as_json=self.json, measured=measured_verdicts(self.measured))
 
@@ -55,7 +54,7 @@ class Lab:
 
     def run(self) -> int:
         """Print the comparison."""
-        from scoregram.theory.lab.show import show_comparison
+        from scoregram.theory import show_comparison
 
         return show_comparison(world=self.world, budget=self.budget, group_size=self.group_size, as_json=self.json)
 
@@ -69,7 +68,7 @@ class Train(TrainConfig):  # noqa: D101
 
     def run(self) -> int:
         """Train, and say where the run is."""
-        from scoregram.training.loop import train
+        from scoregram.training import train
 
         trained = train(self)
         print(f"{trained.folder}: step {trained.step} of {self.steps}")
@@ -82,7 +81,7 @@ class Measure(MeasureConfig):  # noqa: D101
 
     def run(self) -> int:
         """Measure, and say where the run is."""
-        from scoregram.integrations.measure import measure
+        from scoregram.integrations import measure
 
         return 130 if measure(self).interrupted else 0
 
@@ -134,11 +133,11 @@ class Verify:
 
     def run(self) -> int:
         """Print a line for each check."""
-        from scoregram.replication.verify import verify
+        from scoregram.replication import verify
 
         recompute = None
         if self.recompute:
-            from scoregram.replication.evidence import recompute
+            from scoregram.replication import recompute
         verification = verify(self.path, recompute=recompute)
         print(*verification.lines(), sep="\n")
         return 0 if verification.passed else 1

@@ -10,13 +10,18 @@ from rich.console import Console
 
 from scoregram.checks import fail, lookup
 from scoregram.exhibits import Table, from_plain
-from scoregram.replication.evidence import lead, write_evidence
-from scoregram.replication.presets import PRESETS, Preset, write_setting
-from scoregram.replication.record import write_record
-from scoregram.replication.running import run_all
-from scoregram.replication.signing import public_key
+from scoregram.replication import (
+    PRESETS,
+    Preset,
+    lead,
+    public_key,
+    run_all,
+    write_evidence,
+    write_record,
+    write_setting,
+)
 from scoregram.report import show_table, write_report
-from scoregram.theory.claims.ledger import PAPER
+from scoregram.theory import PAPER
 
 SHOWN = ("R", "rank, paper", "effective rank", "null: orthogonal", "top-1, paper", "top-1 fraction", "top-1 orthogonal")
 """Columns of Table 1 that fit on a terminal."""

@@ -31,7 +31,7 @@ from scoregram.advantages.group import (
     no_baseline,
     standardized,
 )
-from scoregram.advantages.table import ESTIMATORS, estimate
+from scoregram.advantages.table import ALWAYS, ESTIMATORS, estimate
 from scoregram.advantages.token import (
     generalized_advantage,
     monte_carlo_critic,
@@ -49,6 +49,7 @@ from scoregram.advantages.turn import (
 )
 
 __all__ = [
+    "ALWAYS",
     "ESTIMATORS",
     "Estimator",
     "batch_whitened",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scoregram.checks import fail
-from scoregram.tasks.task import RewardFunction
+from scoregram.tasks import RewardFunction
 
 CALLER = "bench train"
 

@@ -22,15 +22,11 @@ from scoregram.bench.gram import GIB, settings
 from scoregram.bench.record import publish
 from scoregram.bench.sample import built, chosen_device
 from scoregram.checks import fail, lookup
-from scoregram.policy.characters import character_tokenizer
-from scoregram.policy.load import without_bars
-from scoregram.policy.modes import context_of
-from scoregram.replication.presets import PRESETS, Preset, config_of
-from scoregram.runs.layout import METRICS
-from scoregram.runs.metrics import read_metrics
-from scoregram.tasks.jsonl import MAX_NEW_TOKENS
-from scoregram.training.config import TrainConfig
-from scoregram.training.loop import train
+from scoregram.policy import character_tokenizer, context_of, without_bars
+from scoregram.replication import PRESETS, Preset, config_of
+from scoregram.runs import METRICS, read_metrics
+from scoregram.tasks import MAX_NEW_TOKENS
+from scoregram.training import TrainConfig, train
 
 CALLER = "bench preset"
 REWARD = "scoregram.bench.preset:every_other"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scoregram.runs.environment import source_commit
+from scoregram.runs import source_commit
 
 
 def publish(record: dict[str, Any], *, as_json: bool, out: Path | None, show: Callable[[], None]) -> None:

@@ -19,11 +19,7 @@ from scoregram.bench.gram import GIB, settings
 from scoregram.bench.record import publish
 from scoregram.bench.shapes import SHAPES
 from scoregram.checks import fail, lookup
-from scoregram.policy.choice import fastest_way
-from scoregram.policy.config import SamplingConfig
-from scoregram.policy.load import DTYPES
-from scoregram.policy.modes import evaluating
-from scoregram.policy.sampler import sample
+from scoregram.policy import DTYPES, SamplingConfig, evaluating, fastest_way, sample
 
 CALLER = "bench sample"
 

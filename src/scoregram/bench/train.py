@@ -27,10 +27,8 @@ from scoregram.bench.laps import CALLER, Timed
 from scoregram.bench.record import publish, short_commit
 from scoregram.bench.trainers import METHOD, TRAINERS, Job
 from scoregram.checks import fail, lookup
-from scoregram.policy.config import PolicyConfig
-from scoregram.policy.load import load_policy
-from scoregram.tasks.table import load_task
-from scoregram.tasks.task import Task
+from scoregram.policy import PolicyConfig, load_policy
+from scoregram.tasks import Task, load_task
 
 BESIDE = "trl"
 """The trainer that the others are compared with."""

@@ -17,11 +17,8 @@ import torch
 
 from scoregram.bench.laps import CLOCK, Timed, require_laps, timed
 from scoregram.runs import open_run
-from scoregram.tasks.table import load_task
-from scoregram.tasks.task import Task, reward_columns
-from scoregram.training.config import TrainConfig
-from scoregram.training.loop import train
-from scoregram.training.order import drawn_problems
+from scoregram.tasks import Task, load_task, reward_columns
+from scoregram.training import TrainConfig, drawn_problems, train
 
 METHOD = "grpo-trl"
 """The advantages and the loss that TRL has by default."""

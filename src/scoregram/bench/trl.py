@@ -22,8 +22,8 @@ from scoregram.bench.record import publish
 from scoregram.bench.shapes import SHAPES
 from scoregram.bench.train import surroundings
 from scoregram.checks import fail, lookup
-from scoregram.integrations.trl import attach
-from scoregram.policy.characters import character_tokenizer
+from scoregram.integrations import attach
+from scoregram.policy import character_tokenizer
 
 CALLER = "bench trl"
 MODES = ("scores", "loss")

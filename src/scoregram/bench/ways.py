@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from scoregram.gram import backward_with_gram, measure_gram
-from scoregram.gram.outer import row_gram
+from scoregram.gram import backward_with_gram, measure_gram, row_gram
 
 COLUMNS = 1 << 26
 """Columns of kept gradients multiplied at a time: products over rows a billion elements apart read astray on a GPU."""

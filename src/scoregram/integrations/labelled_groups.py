@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from scoregram.advantages.table import ESTIMATORS, estimate
+from scoregram.advantages import ESTIMATORS, estimate
 from scoregram.checks import fail, require_same_shape
 
 SUPPLIED = frozenset({"lengths", "outcomes"})

@@ -19,8 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from scoregram.checks import fail, listed, lookup
-from scoregram.objectives.coefficients import token_coefficients
-from scoregram.objectives.table import OBJECTIVES, Objective
+from scoregram.objectives import OBJECTIVES, Objective, token_coefficients
 from scoregram.types import LogProbs, Loss
 
 INTERFACE = ("trainer_logprobs", "inference_logprobs", "advantages", "loss_mask")

@@ -14,7 +14,7 @@ from scoregram.checks import ScoregramError, fail, lookup
 from scoregram.policy.config import PolicyConfig
 from scoregram.policy.modes import PolicyWarning as PolicyWarning
 from scoregram.policy.modes import context_of
-from scoregram.tasks.task import Task
+from scoregram.tasks import Task
 
 CALLER = "load_policy"
 DTYPES = MappingProxyType(

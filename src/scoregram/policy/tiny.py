@@ -23,9 +23,7 @@ from torch import Tensor
 from scoregram.checks import fail
 from scoregram.machine import threads
 from scoregram.policy.characters import VOCABULARY, character_tokenizer
-from scoregram.tasks.arithmetic import arithmetic, number_of_terms, solution
-from scoregram.tasks.mistakes import careless_solution, careless_teacher
-from scoregram.tasks.task import Problem, Task
+from scoregram.tasks import Problem, Task, arithmetic, careless_solution, careless_teacher, number_of_terms, solution
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast

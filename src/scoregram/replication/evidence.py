@@ -11,7 +11,7 @@ from scoregram.replication.presets import read_setting
 from scoregram.replication.readings import Evidence, read_evidence
 from scoregram.replication.record import EXHIBITS, VERDICTS
 from scoregram.replication.verdicts import judge
-from scoregram.runs.atomic import write_atomically
+from scoregram.runs import write_atomically
 
 SECTIONS = (
     (

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from scoregram.checks import fail
-from scoregram.training.config import TrainConfig
+from scoregram.training import TrainConfig
 
 RUNS = "runs"
 """Folder of the runs inside that of a replication."""
@@ -219,7 +219,7 @@ def write_setting(folder: Path, name: str, preset: Preset, *, seeds: int) -> Map
     Raises:
         ScoregramError: If the folder holds another replication; only the number of seeds may have grown.
     """
-    from scoregram.runs.atomic import write_atomically  # its room loads torch
+    from scoregram.runs import write_atomically  # its room loads torch
 
     path = folder / SETTING
     setting = {"preset": name, **preset.record(), "seeds": seeds}

@@ -21,7 +21,7 @@ from scoregram.spectra import (
     singular_values,
     top1_fraction,
 )
-from scoregram.training.probing import FIXED
+from scoregram.training import FIXED
 
 TRAIN = "train"
 TEST = "test"

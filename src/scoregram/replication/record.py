@@ -19,10 +19,8 @@ from typing import Any
 
 from scoregram.checks import fail
 from scoregram.replication import signing
+from scoregram.runs import CHECKPOINTS, REPORT, TEMPORARY, TRACKERS, disk_errors, require_run, write_atomically
 from scoregram.runs import environment as this_environment
-from scoregram.runs.atomic import disk_errors, write_atomically
-from scoregram.runs.layout import CHECKPOINTS, REPORT, TEMPORARY, TRACKERS
-from scoregram.runs.reader import require_run
 
 RECORD = "replication.json"
 EXHIBITS = "exhibits.json"

@@ -16,11 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from scoregram.replication.presets import Planned, Preset, plan, start_of
 from scoregram.replication.start import prepared
-from scoregram.runs import open_run
-from scoregram.runs.layout import CONFIG, METRICS
-from scoregram.runs.metrics import read_metrics
-from scoregram.training.config import TrainConfig
-from scoregram.training.loop import Trained, train
+from scoregram.runs import CONFIG, METRICS, open_run, read_metrics
+from scoregram.training import TrainConfig, Trained, train
 
 LOOK_EVERY = 0.5
 """Seconds between two looks at how far the runs have come."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from scoregram.checks import fail
-from scoregram.runs.atomic import disk_errors, write_all
+from scoregram.runs import disk_errors, write_all
 
 ALGORITHM = "ed25519"
 LENGTHS = {"public_key": 32, "signature": 64}

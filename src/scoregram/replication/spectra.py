@@ -19,7 +19,7 @@ from scoregram.spectra import (
     spread_energies,
     top1_fraction,
 )
-from scoregram.training.probing import FIXED
+from scoregram.training import FIXED
 
 PAPER = {2: ("~2", "0.6–0.7"), 4: ("~2", "0.7–0.8"), 8: ("~2", "0.5–0.6")}
 """Effective rank and top-1 fraction that the paper's Table 1 prints, by group size; its largest rank is R - 1."""

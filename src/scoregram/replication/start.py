@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from scoregram.policy.config import PolicyConfig
-from scoregram.policy.load import load_policy
+from scoregram.policy import PolicyConfig, load_policy
 from scoregram.replication.presets import Preset
-from scoregram.runs.atomic import write_atomically
-from scoregram.tasks.table import load_task
-from scoregram.training.supervised import warm_start, write_warm_start
+from scoregram.runs import write_atomically
+from scoregram.tasks import load_task
+from scoregram.training import warm_start, write_warm_start
 
 STAMP = "start.json"
 """Written last: a folder without it, or with other settings in it, is made again."""

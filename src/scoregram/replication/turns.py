@@ -3,11 +3,7 @@
 import torch
 
 from scoregram.exhibits import Cell, Table
-from scoregram.theory.lab.exact import GroundTruth, ground_truth
-from scoregram.theory.lab.listing import listing
-from scoregram.theory.lab.multiturn import credit_costs, offsets_by_turn
-from scoregram.theory.lab.policies import network_policy
-from scoregram.theory.lab.worlds import WORLDS
+from scoregram.theory import WORLDS, GroundTruth, credit_costs, ground_truth, listing, network_policy, offsets_by_turn
 
 WORLD = "user_turns"
 GROUP_SIZE = 4

@@ -5,7 +5,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from scoregram.runs import BatchRecord
-from scoregram.training.order import generator
+from scoregram.training import generator
 
 DRAWS = 4
 """Groups assembled for every live group of a batch."""

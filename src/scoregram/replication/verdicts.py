@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from scoregram.exhibits import Cell, Estimate, Exhibit, Table
-from scoregram.theory.claims import CLAIMS
+from scoregram.theory import CLAIMS
 
 
 class Outcome(StrEnum):

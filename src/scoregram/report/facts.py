@@ -17,7 +17,7 @@ from scoregram.report.gains import TestRewards, rewards_by_step
 from scoregram.runs import GroupRecord, Run
 from scoregram.spectra import concentrated_energies, effective_rank, spread_energies
 from scoregram.statistics import group_outcomes
-from scoregram.training.readings import group_reading
+from scoregram.training import group_reading
 
 
 @dataclass(frozen=True, eq=False)

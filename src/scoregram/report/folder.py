@@ -6,8 +6,7 @@ from scoregram.checks import fail
 from scoregram.report.page import write_page
 from scoregram.report.replicated import EXHIBITS, VERDICTS, read_replication
 from scoregram.report.run import run_page
-from scoregram.runs import open_run
-from scoregram.runs.layout import CONFIG, REPORT
+from scoregram.runs import CONFIG, REPORT, open_run
 
 NAMED = 8
 """Names of a folder's content that an error lists."""

@@ -16,7 +16,7 @@ from scoregram import __version__
 from scoregram.exhibits import Exhibit, Figure
 from scoregram.report.figures import CONFIG, drawn
 from scoregram.report.markup import exhibit_block, identifier, paragraphs
-from scoregram.runs.atomic import disk_errors, write_atomically
+from scoregram.runs import disk_errors, write_atomically
 
 HERE = Path(__file__).parent
 

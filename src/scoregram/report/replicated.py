@@ -10,8 +10,7 @@ from typing import Any
 
 from scoregram.checks import fail, listed
 from scoregram.exhibits import Cell, Estimate, Exhibit, Table, from_plain
-from scoregram.replication.evidence import page_of
-from scoregram.replication.presets import SETTING
+from scoregram.replication import SETTING, page_of
 from scoregram.report.numbers import cell_text
 from scoregram.report.page import Section
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from scoregram.checks import fail
-from scoregram.policy.load import Policy, without_bars
+from scoregram.policy import Policy, without_bars
 
 STATE = "state.pt"
 MODEL = "model"

@@ -7,13 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scoregram.advantages.batch import mixed_groups
+from scoregram.advantages import mixed_groups
 from scoregram.checks import fail
-from scoregram.policy.config import SamplingConfig
-from scoregram.policy.load import Policy
-from scoregram.policy.rollouts import Rollouts
-from scoregram.policy.sampler import sample
-from scoregram.tasks.task import Problem, Task
+from scoregram.policy import Policy, Rollouts, SamplingConfig, sample
+from scoregram.tasks import Problem, Task
 from scoregram.types import Observed, PerPrompt, Rewards
 
 

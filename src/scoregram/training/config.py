@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from scoregram.policy.config import PolicyConfig, SamplingConfig, refuse
+from scoregram.policy import PolicyConfig, SamplingConfig, refuse
 from scoregram.training.methods import METHODS, Method
 
 MAY_DIFFER = ("steps", "out", "resume", "overwrite", "report_to", "checkpoint_every", "keep_checkpoints")

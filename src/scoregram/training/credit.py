@@ -6,11 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scoregram.advantages.table import ESTIMATORS, estimate
+from scoregram.advantages import ESTIMATORS, estimate
 from scoregram.checks import fail, listed, lookup
-from scoregram.objectives.coefficients import token_coefficients
-from scoregram.objectives.kl import KL_TERMS, kl_penalty
-from scoregram.objectives.table import OBJECTIVES
+from scoregram.objectives import KL_TERMS, OBJECTIVES, kl_penalty, token_coefficients
 from scoregram.training.collecting import Collected
 from scoregram.training.methods import Method
 from scoregram.types import Advantages, LogProbs, Mask, PerPrompt, TokenWeights

@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from scoregram.policy.config import SamplingConfig
-from scoregram.policy.load import Policy
-from scoregram.runs.records import GroupRecord
-from scoregram.tasks.task import Problem, Task
+from scoregram.policy import Policy, SamplingConfig
+from scoregram.runs import GroupRecord
+from scoregram.tasks import Problem, Task
 from scoregram.training.collecting import Collected, collect
 
 BATCH = 512

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from scoregram.policy.load import Policy
+from scoregram.policy import Policy
 from scoregram.training.checkpoint import MODEL, save_policy
 from scoregram.training.collecting import Collected
 

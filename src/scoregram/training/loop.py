@@ -18,11 +18,9 @@ import torch
 from rich.console import Console
 
 from scoregram.checks import NotFiniteError, fail
-from scoregram.policy.load import Policy, load_policy
-from scoregram.policy.modes import recompute_layers
+from scoregram.policy import Policy, load_policy, recompute_layers
 from scoregram.runs import RunWriter, open_run, require_space
-from scoregram.tasks.table import load_task
-from scoregram.tasks.task import Problem, Task
+from scoregram.tasks import Problem, Task, load_task
 from scoregram.training.checkpoint import Position, load_checkpoint, save_checkpoint
 from scoregram.training.collecting import Collected, collect, greedy_rewards, joined, mixed, refuse_long
 from scoregram.training.config import TrainConfig

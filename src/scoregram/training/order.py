@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import torch
 
-from scoregram.tasks.task import Problem
+from scoregram.tasks import Problem
 
 
 def drawn_problems(problems: Sequence[Problem], position: int, count: int, seed: int) -> list[Problem]:

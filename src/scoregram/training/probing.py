@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from scoregram.gram import measure_gram
-from scoregram.policy.bias import BiasedSamplingWarning
-from scoregram.policy.load import Policy
-from scoregram.runs.records import BatchRecord, GroupRecord
-from scoregram.tasks.task import Problem, Task
+from scoregram.policy import BiasedSamplingWarning, Policy
+from scoregram.runs import BatchRecord, GroupRecord
+from scoregram.tasks import Problem, Task
 from scoregram.training.collecting import Collected, collect
 from scoregram.training.config import TrainConfig
 from scoregram.training.credit import advantages_of, rollout_weights

@@ -6,8 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from scoregram.policy.load import Policy
-from scoregram.runs.records import BatchRecord, GroupRecord, RolloutRecord
+from scoregram.policy import Policy
+from scoregram.runs import BatchRecord, GroupRecord, RolloutRecord
 from scoregram.training.collecting import Collected
 from scoregram.training.readings import group_reading
 from scoregram.training.update import Gradient

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from scoregram.checks import fail
-from scoregram.policy.load import Policy
-from scoregram.policy.log_probs import token_log_probs
-from scoregram.tasks.task import Problem, Task
+from scoregram.policy import Policy, token_log_probs
+from scoregram.tasks import Problem, Task
 from scoregram.training.checkpoint import save_policy
 from scoregram.training.order import drawn_problems
 

@@ -15,7 +15,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 from scoregram.checks import fail, lookup
-from scoregram.runs.layout import TRACKERS as FOLDER
+from scoregram.runs import TRACKERS as FOLDER
 
 PROJECT = "scoregram"
 """Project that runs are listed under, where the tracker's own environment variable names no other."""

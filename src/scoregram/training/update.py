@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from scoregram.gram import Gram, backward_with_gram, measure_gram
-from scoregram.policy.log_probs import token_log_probs
-from scoregram.policy.rollouts import Rollouts
-from scoregram.policy.shared_prefix import group_log_probs
+from scoregram.policy import Rollouts, group_log_probs, token_log_probs
 from scoregram.training.collecting import Collected, rollouts_at
 from scoregram.training.credit import advantages_of, loss_coefficients, loss_value, needs, rollout_weights
 from scoregram.training.methods import Method

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from scoregram.advantages.table import ESTIMATORS, estimate
+from scoregram.advantages import ESTIMATORS, estimate
 from scoregram.checks import fail, listed
 from scoregram.integrations.dumps.config import PAPER
 from scoregram.integrations.dumps.tokens import Tokenised

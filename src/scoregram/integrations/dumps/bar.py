@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from scoregram.training.progress import duration
+from scoregram.training import duration
 
 EVERY_SECONDS = 10.0
 """Shortest time between plain lines, where there is no terminal."""

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from scoregram.policy.config import PolicyConfig, refuse
+from scoregram.policy import PolicyConfig, refuse
 
 MAY_DIFFER = (
     "out",

@@ -13,9 +13,9 @@ from scoregram.gram import Gram, measure_gram
 from scoregram.integrations.dumps.advantages import group_advantages, group_rewards
 from scoregram.integrations.dumps.grouping import DumpedGroup, prompt_digest
 from scoregram.integrations.dumps.tokens import Tokenised, padded
-from scoregram.policy.load import Policy
-from scoregram.runs.records import BatchRecord, GroupRecord, RolloutRecord
-from scoregram.training.readings import group_reading, whole_reading
+from scoregram.policy import Policy
+from scoregram.runs import BatchRecord, GroupRecord, RolloutRecord
+from scoregram.training import group_reading, whole_reading
 
 
 @dataclass(frozen=True)

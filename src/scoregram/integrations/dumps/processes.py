@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from scoregram.checks import ScoregramError, fail
-from scoregram.policy.config import PolicyConfig
-from scoregram.policy.load import Policy, chosen_device
+from scoregram.policy import Policy, PolicyConfig, chosen_device
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from scoregram.integrations.dumps.fields import Source
 from scoregram.integrations.dumps.record import DumpedRollout, Where
-from scoregram.runs.tables import REWARD
+from scoregram.runs import REWARD
 
 
 def scoregram_run(record: Mapping[str, Any], where: Where) -> Iterator[DumpedRollout]:

@@ -11,7 +11,7 @@ from scoregram.checks import ScoregramError, fail, lookup
 from scoregram.integrations.dumps.containers import CONTAINERS
 from scoregram.integrations.dumps.record import DumpedRollout, Where
 from scoregram.integrations.dumps.table import FORMATS, Format
-from scoregram.runs.layout import LARGEST_STEP
+from scoregram.runs import LARGEST_STEP
 
 CALLER = "measure --rollouts"
 PICKLES = (".pkl", ".pickle")

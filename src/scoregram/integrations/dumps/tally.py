@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from scoregram.runs.records import GroupRecord
-from scoregram.statistics import baseline_saving
-from scoregram.statistics.moments import group_moments
-from scoregram.training.readings import reward_reading
+from scoregram.runs import GroupRecord
+from scoregram.statistics import baseline_saving, group_moments
+from scoregram.training import reward_reading
 
 MARKS = ("group", "rollouts_left_out", "late")
 """Statistics of a group that are counts or names, not readings."""

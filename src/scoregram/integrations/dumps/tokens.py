@@ -9,7 +9,7 @@ from torch import Tensor
 
 from scoregram.checks import fail
 from scoregram.integrations.dumps.record import DumpedRollout
-from scoregram.policy.load import Policy
+from scoregram.policy import Policy
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,10 +13,7 @@ import pyarrow.parquet as pq
 
 from scoregram.integrations.dumps.measuring import MeasuredGroups
 from scoregram.integrations.dumps.tally import Tally
-from scoregram.runs import RunWriter, open_run
-from scoregram.runs.layout import GROUPS, ROLLOUTS, parts
-from scoregram.runs.records import GroupRecord, RolloutRecord
-from scoregram.runs.tables import STATISTIC
+from scoregram.runs import GROUPS, ROLLOUTS, STATISTIC, GroupRecord, RolloutRecord, RunWriter, open_run, parts
 
 PAGE_GROUPS = 64
 PAGE_SECONDS = 60.0

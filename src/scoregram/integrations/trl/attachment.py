@@ -35,7 +35,7 @@ from scoregram.integrations.trl.settings import (
 )
 from scoregram.integrations.trl.step import StepReading, energies_of, measure_step, memory_limit
 from scoregram.integrations.trl.window import ROWS, MicroBatch, Window, rows_of
-from scoregram.runs.tables import LayerPrecision
+from scoregram.runs import LayerPrecision
 
 PREFIX = "scoregram/"
 """Before the names of our scalars among the trainer's."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scoregram.advantages.table import ESTIMATORS, estimate
+from scoregram.advantages import ESTIMATORS, estimate
 from scoregram.checks import fail, listed, lookup, require_finite
 from scoregram.integrations.trl.generation import Generation
 

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from scoregram.integrations.trl.step import StepReading
-from scoregram.runs import RunWriter, open_run
-from scoregram.runs.tables import LayerPrecision
+from scoregram.runs import LayerPrecision, RunWriter, open_run
 
 
 class Folder:

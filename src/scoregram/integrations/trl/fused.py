@@ -17,15 +17,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from scoregram.checks import fail, listed
-from scoregram.gram.backward import gradients
-from scoregram.gram.deferred import DeferredGram
-from scoregram.gram.restore import gradients_put_aside, random_state_kept
-from scoregram.gram.result import Gram
+from scoregram.gram import DeferredGram, Gram, gradients, gradients_put_aside, random_state_kept
 from scoregram.integrations.trl.generation import Laid
 from scoregram.integrations.trl.measuring import Beside, relative_error, squared_norm
 from scoregram.integrations.trl.settings import Mode
 from scoregram.integrations.trl.window import MicroBatch
-from scoregram.training.update import Measured
+from scoregram.training import Measured
 
 EVEN = 1e-6
 """Largest `|c − w| / |c|` with which the tokens of a rollout count as weighted alike: rounding of float32."""

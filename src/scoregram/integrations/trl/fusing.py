@@ -9,9 +9,7 @@ from torch import nn
 from torch.nn.modules import module as modules
 
 from scoregram.checks import listed
-from scoregram.gram.restore import attributes
-from scoregram.gram.sharding import model_inside
-from scoregram.gram.survey import survey
+from scoregram.gram import attributes, model_inside, survey
 from scoregram.integrations.trl.fused import EVEN, Answer, FusedStep
 from scoregram.integrations.trl.measuring import AsTheTrainerCalls
 from scoregram.integrations.trl.memory import bytes_of_pass

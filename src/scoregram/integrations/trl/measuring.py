@@ -9,14 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scoregram.gram import Gram, backward_with_gram, measure_gram
-from scoregram.gram.sharding import is_distributed, model_inside, sharded_modules
-from scoregram.gram.sketch import Sketch, Sketcher
-from scoregram.gram.survey import survey
+from scoregram.gram import (
+    Gram,
+    Sketch,
+    Sketcher,
+    backward_with_gram,
+    is_distributed,
+    measure_gram,
+    model_inside,
+    sharded_modules,
+    survey,
+)
 from scoregram.integrations.trl.generation import Laid
 from scoregram.integrations.trl.memory import text_config
 from scoregram.integrations.trl.processes import ALONE, Processes
-from scoregram.training.update import Measured, assembled
+from scoregram.training import Measured, assembled
 
 RELATIVE_POSITIONS = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_pct", "alibi")
 """Settings of models to which only the distance between tokens matters."""

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from scoregram.gram.head import STORE_BYTES
-from scoregram.gram.outer import CHUNK_ELEMENTS, CHUNK_ELEMENTS_CUDA
-from scoregram.gram.sharding import sharded_modules
+from scoregram.gram import CHUNK_ELEMENTS, CHUNK_ELEMENTS_CUDA, STORE_BYTES, sharded_modules
 
 SHARE = 0.8
 """Part of the free memory that a measurement may take where no limit is given."""

@@ -12,8 +12,7 @@ from torch import Tensor
 from scoregram.integrations.trl.generation import Generation
 from scoregram.runs import BatchRecord, GroupRecord, RolloutRecord
 from scoregram.statistics import prompt_conflict, rollout_shares, update_coherence, update_norm
-from scoregram.training.readings import group_reading, over_groups, reward_reading, step_reading
-from scoregram.training.update import Measured
+from scoregram.training import Measured, group_reading, over_groups, reward_reading, step_reading
 
 LOSS = "loss"
 """Kind of groups whose rows are gradients of the trainer's loss, weights included, and not scores."""

@@ -4,8 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from scoregram.advantages import ESTIMATORS
-from scoregram.advantages.table import ALWAYS
+from scoregram.advantages import ALWAYS, ESTIMATORS
 from scoregram.checks import ScoregramError, fail, lookup
 from scoregram.theory.lab.exact import GroundTruth
 from scoregram.theory.lab.moments import UpdateMoments, across_prompts, group_moments

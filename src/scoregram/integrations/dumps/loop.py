@@ -28,10 +28,9 @@ from scoregram.integrations.dumps.stream import Dump, open_dump
 from scoregram.integrations.dumps.tally import Tally
 from scoregram.integrations.dumps.tokens import tokenised, unmeasurable
 from scoregram.integrations.dumps.writing import Pages
-from scoregram.policy.load import Policy, load_policy
-from scoregram.policy.modes import recompute_layers
+from scoregram.policy import Policy, load_policy, recompute_layers
 from scoregram.runs import RunWriter, open_run, require_space
-from scoregram.training.loop import stop_requests
+from scoregram.training import stop_requests
 
 FAR = 0.1
 """A mean distance between log-probabilities beyond which the policy is hardly the one that drew the rollouts."""

@@ -1,0 +1,14 @@
+from .evidence import lead as lead
+from .evidence import page_of as page_of
+from .evidence import recompute as recompute
+from .evidence import write_evidence as write_evidence
+from .measured import measured_verdicts as measured_verdicts
+from .presets import PRESETS as PRESETS
+from .presets import SETTING as SETTING
+from .presets import Preset as Preset
+from .presets import config_of as config_of
+from .presets import write_setting as write_setting
+from .record import write_record as write_record
+from .running import run_all as run_all
+from .signing import public_key as public_key
+from .verification import verify as verify

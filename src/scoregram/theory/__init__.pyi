@@ -1,0 +1,11 @@
+from .claims import CLAIMS as CLAIMS
+from .claims.ledger import PAPER as PAPER
+from .claims.show import show_claims as show_claims
+from .lab.exact import GroundTruth as GroundTruth
+from .lab.exact import ground_truth as ground_truth
+from .lab.listing import listing as listing
+from .lab.multiturn import credit_costs as credit_costs
+from .lab.multiturn import offsets_by_turn as offsets_by_turn
+from .lab.policies import network_policy as network_policy
+from .lab.show import show_comparison as show_comparison
+from .lab.worlds import WORLDS as WORLDS
