@@ -14,6 +14,5 @@ from .log_probs import token_log_probs as token_log_probs
 from .modes import context_of as context_of
 from .modes import evaluating as evaluating
 from .modes import recompute_layers as recompute_layers
-from .rollouts import Rollouts as Rollouts
 from .sampler import sample as sample
 from .shared_prefix import group_log_probs as group_log_probs

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from scoregram.checks import not_finite
 from scoregram.policy.draw import Drawn
-from scoregram.policy.rollouts import Rollouts
+from scoregram.rollouts import Rollouts
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,7 @@ def assembled(prompts: Sequence[Sequence[int]], drawn: Completions, stop_ids: Te
         log_probs=log_probs,
         behaviour_log_probs=log_probs if same else torch.where(completion, drawn.behaviour.gather(1, place), 0.0),
         prompt_lengths=starts,
+        group_ids=torch.arange(len(prompts)).repeat_interleave(repeats),
         finished=finished,
     )
 

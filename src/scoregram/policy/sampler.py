@@ -18,8 +18,8 @@ from scoregram.policy.draw import draw, uniform_numbers
 from scoregram.policy.graph import advance_captured
 from scoregram.policy.modes import context_of, evaluating
 from scoregram.policy.record import Completions, Record, assembled, merged
-from scoregram.policy.rollouts import Rollouts
 from scoregram.policy.ways import Shared, Way
+from scoregram.rollouts import Rollouts
 
 LOOK_EVERY = 4
 """Steps between two looks at which rollouts have ended, where the host has to wait for a device to see it."""

@@ -17,8 +17,8 @@ from scoregram.policy.config import SamplingConfig
 from scoregram.policy.log_probs import token_log_probs
 from scoregram.policy.modes import evaluating
 from scoregram.policy.record import Completions, assembled
-from scoregram.policy.rollouts import Rollouts
 from scoregram.policy.sampler import refuse_request
+from scoregram.rollouts import Rollouts
 
 
 def vllm_engine(folder: str, *, dtype: str = "bfloat16", memory: float = 0.3, context: int | None = None) -> Any:

@@ -13,6 +13,7 @@ from torch import nn
 
 from scoregram.checks import fail
 from scoregram.policy import Policy, without_bars
+from scoregram.rollouts import Rollouts
 
 STATE = "state.pt"
 MODEL = "model"
@@ -79,3 +80,26 @@ def is_tied(model: nn.Module, name: str, saved: dict[str, Any]) -> bool:
     """Whether a weight that was not saved is the same tensor as one that was."""
     everything = model.state_dict(keep_vars=True)
     return any(everything[name] is everything[other] for other in saved if other in everything)
+
+
+def write_failure(run: Path, step: int, policy: Policy, rollouts: Rollouts, error: Exception) -> Path:
+    """Keep a step that could not be finished: rollouts, rewards, weights before it, and the message; the folder."""
+    folder = run / "failures" / f"step-{step}"
+    folder.mkdir(parents=True, exist_ok=True)
+    assert rollouts.log_probs is not None
+    torch.save(
+        {
+            "message": str(error),
+            "problems": list(rollouts.prompt_names),
+            "completions": list(rollouts.completions),
+            "rewards": rollouts.reward_grid,
+            "input_ids": rollouts.input_ids.cpu(),
+            "attention_mask": rollouts.attention_mask.cpu(),
+            "completion_mask": rollouts.completion_mask.cpu(),
+            "log_probs": rollouts.log_probs.cpu(),
+        },
+        folder / "step.pt",
+    )
+    save_policy(folder / MODEL, policy)
+    (folder / "message.txt").write_text(f"{error}\n")
+    return folder

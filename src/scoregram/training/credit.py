@@ -9,69 +9,70 @@ from torch import Tensor
 from scoregram.advantages import ESTIMATORS, estimate
 from scoregram.checks import fail, listed, lookup
 from scoregram.objectives import KL_TERMS, OBJECTIVES, kl_penalty, token_coefficients
-from scoregram.training.collecting import Collected
-from scoregram.training.methods import Method
+from scoregram.rollouts import Rollouts
+from scoregram.training.config import Method
 from scoregram.types import Advantages, LogProbs, Mask, PerPrompt, TokenWeights
 
-SUPPLIED = frozenset({"lengths", "outcomes", "greedy_rewards", "score_energies"})
+TRAINER_INPUTS = frozenset({"lengths", "outcomes", "greedy_rewards", "score_energies"})
 """What the trainer can give to an estimator besides the rewards."""
-KNOWN_TO_LOSS = frozenset({"log_probs", "old_log_probs", "advantages", "mask", "length"})
+LOSS_INPUTS = frozenset({"log_probs", "old_log_probs", "advantages", "mask", "length"})
 """What the trainer can give to a loss."""
 
 
 def require_method(method: Method, *, group_size: int, kl: str) -> None:
     """Raise before any work if the trainer cannot run this estimator or this loss."""
     row = lookup(ESTIMATORS, method.estimator, kind="train --estimator")
-    if row.level != "group" or not set(row.needs) <= SUPPLIED:
-        able = listed(sorted(name for name, r in ESTIMATORS.items() if r.level == "group" and set(r.needs) <= SUPPLIED))
-        fail("train --estimator", f"must be one of {able}", repr(method.estimator), "Others need more than rollouts.")
+    if row.level != "group" or not set(row.needs) <= TRAINER_INPUTS:
+        rows = ESTIMATORS.items()
+        able = listed(name for name, r in rows if r.level == "group" and set(r.needs) <= TRAINER_INPUTS)
+        remedy = "The other estimators need more than rollouts and their rewards."
+        fail("train --estimator", f"must be one of {able}", repr(method.estimator), remedy)
     if group_size < row.min_group:
         got = f"group_size {group_size}"
         fail("train --group-size", f"{method.estimator} needs at least {row.min_group} rollouts", got, "Raise it.")
     objective = lookup(OBJECTIVES, method.objective, kind="train --objective")
-    if not set(objective.needs) <= KNOWN_TO_LOSS:
-        able = listed(sorted(name for name, r in OBJECTIVES.items() if set(r.needs) <= KNOWN_TO_LOSS))
-        fail("train --objective", f"must be one of {able}", repr(method.objective), "Others need more than rollouts.")
+    if not set(objective.needs) <= LOSS_INPUTS:
+        able = listed(name for name, r in OBJECTIVES.items() if set(r.needs) <= LOSS_INPUTS)
+        remedy = "The other losses need more than rollouts and their advantages."
+        fail("train --objective", f"must be one of {able}", repr(method.objective), remedy)
     lookup(KL_TERMS, kl, kind="train --kl")
 
 
-def needs(estimator: str) -> tuple[str, ...]:
-    """What an estimator needs besides rewards."""
-    return ESTIMATORS[estimator].needs
-
-
 def advantages_of(
-    estimator: str, collected: Collected, *, energies: Tensor | None = None, greedy: PerPrompt | None = None
+    estimator: str, rollouts: Rollouts, *, energies: Tensor | None = None, greedy: PerPrompt | None = None
 ) -> Advantages:
     """`(P, R)` advantages in float64; 0 for a rollout without a reward.
 
     Args:
         estimator: A group-level row of `ESTIMATORS`.
-        collected: The rollouts of a step.
-        energies: `(P, R)` squared score norms, for the rows that need them.
-        greedy: `(P,)` rewards of greedy rollouts, likewise.
+        rollouts: The rollouts of a step.
+        energies: `(P, R)` squared score norms, for the estimators that need them.
+        greedy: `(P,)` rewards of greedy rollouts, for the estimator that needs them.
+
+    Raises:
+        ScoregramError: If an advantage is not finite.
     """
+    rewards = rollouts.reward_grid
     inputs: dict[str, Tensor | None] = {
-        "lengths": collected.lengths,
-        "outcomes": collected.rewards,
+        "lengths": rollouts.lengths.cpu().view_as(rewards),
+        "outcomes": rewards,
         "score_energies": energies,
         "greedy_rewards": greedy,
     }
-    observed = None if bool(collected.observed.all()) else collected.observed
-    found = estimate(estimator, collected.rewards, observed=observed, **inputs)
-    if not bool(found.isfinite().all()):
-        fail("train", "advantages must be finite", f"{found.tolist()}", "Look at the rewards of this step.")
-    return found
+    advantages = estimate(estimator, rewards, **inputs)
+    if not bool(advantages.isfinite().all()):
+        fail("train", "advantages must be finite", f"{advantages.tolist()}", "Look at the rewards of this step.")
+    return advantages
 
 
-def rollout_weights(objective: str, advantages: Advantages, mask: Mask, *, length: int) -> Tensor:
+def score_weights(objective: str, advantages: Advantages, mask: Mask, *, length: int) -> Tensor:
     """`(N,)` weight of each rollout's score in an on-policy update: `ĝ = Σ_i w_i ψ_i`.
 
-    At `π = π_old` every loss here weights all tokens of a rollout alike. 0 for a rollout without tokens.
+    At `π = π_old` every loss here gives all tokens of a rollout the same weight. 0 for a rollout without tokens.
     """
     row = OBJECTIVES[objective]
-    given: Mapping[str, Any] = {"advantages": advantages.flatten().to(mask.device), "mask": mask, "length": length}
-    weights = row.weight(**{name: given[name] for name in row.weight_needs})  # (N, T)
+    inputs: Mapping[str, Any] = {"advantages": advantages.flatten().to(mask.device), "mask": mask, "length": length}
+    weights = row.weight(**{name: inputs[name] for name in row.weight_needs})  # (N, T)
     return weights.sum(1) / mask.sum(1).clamp(min=1)
 
 
@@ -80,14 +81,14 @@ def loss_value(
 ) -> Tensor:
     """The loss of all rollouts, a scalar."""
     row = OBJECTIVES[objective]
-    given: Mapping[str, Any] = {
+    inputs: Mapping[str, Any] = {
         "log_probs": log_probs,
         "old_log_probs": old_log_probs,
         "advantages": advantages.flatten().to(log_probs),
         "mask": mask,
         "length": length,
     }
-    return row.fn(**{name: given[name] for name in row.needs})
+    return row.fn(**{name: inputs[name] for name in row.needs})
 
 
 def loss_coefficients(
@@ -102,7 +103,7 @@ def loss_coefficients(
     """Value of the whole loss, KL term included, and `c_it = ∂L/∂log π_it`, `(N, T)`.
 
     Args:
-        log_probs: `(N, T)`; their history is not followed.
+        log_probs: `(N, T)`; detached from their graph.
         mask: `(N, T)` completion tokens.
         loss: From log-probabilities to the method's loss.
         beta: Strength of the KL term.

@@ -8,7 +8,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -17,25 +17,23 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from scoregram.advantages import ESTIMATORS
 from scoregram.checks import NotFiniteError, fail
+from scoregram.machine import threads
 from scoregram.policy import Policy, load_policy, recompute_layers
+from scoregram.reading import Step, batch_records, group_records, outcomes_of, read_step, rollout_records
+from scoregram.rollouts import Rollouts, concatenated_rollouts
 from scoregram.runs import RunWriter, open_run, require_space
 from scoregram.tasks import Problem, Task, load_task
-from scoregram.training.checkpoint import Position, load_checkpoint, save_checkpoint
-from scoregram.training.collecting import Collected, collect, greedy_rewards, joined, mixed, refuse_long
+from scoregram.training.checkpoint import Position, load_checkpoint, save_checkpoint, write_failure
+from scoregram.training.collect import collect, drawn_problems, greedy_rewards, refuse_long_prompts, seeded_generator
 from scoregram.training.config import TrainConfig
-from scoregram.training.credit import needs, require_method
-from scoregram.training.evaluating import evaluate, evaluation_records
-from scoregram.training.failures import write_failure
-from scoregram.training.optimizing import apply_gradient, learning_rate, make_optimizer
-from scoregram.training.order import drawn_problems, generator
-from scoregram.training.probing import probe
+from scoregram.training.credit import require_method
+from scoregram.training.evaluate import evaluate, evaluation_records
+from scoregram.training.probe import run_probe
 from scoregram.training.progress import Progress
-from scoregram.training.readings import over_groups, reward_reading, step_reading
-from scoregram.training.recording import batch_record, group_records, rollout_records, statistics_of
-from scoregram.training.reference import Reference
 from scoregram.training.trackers import open_trackers, require_trackers
-from scoregram.training.update import Gradient, Updater
+from scoregram.training.update import Reference, Updater, apply_gradient, learning_rate, make_optimizer
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,11 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
             not finite and the config says to stop.
     """
     require_method(config.chosen, group_size=config.group_size, kl=config.kl)
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    with threads(config.threads) if config.threads else nullcontext():
+        return _train(config, console)
+
+
+def _train(config: TrainConfig, console: Console | None) -> Trained:
     task = load_task(config.task, seed=config.seed, reward=config.reward)
     policy = load_policy(config.policy, task)
     if config.gradient_checkpointing:
@@ -80,9 +81,10 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
     tests = task.test[: config.eval_problems]
     probes = task.test[-config.probe_problems :] if config.probe_every else []
     for problems in (tests, probes):
-        refuse_long([policy.encode_prompt(task.prompt(problem)) for problem in problems], problems, sampling, policy)
+        prompts = [policy.encode_prompt(task.prompt(problem)) for problem in problems]
+        refuse_long_prompts(prompts, problems, sampling, policy)
     require_trackers(config.report_to)
-    writer, position = opened(config, policy, optimizer)
+    writer, position = open_writer(config, policy, optimizer)
     resumed = position.step if config.resume and position.step else None
     interrupted = False
     with (
@@ -95,156 +97,141 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
             scalars: dict[str, Any] = {}
             if config.eval_every:
                 began = time.perf_counter()
-                scalars |= evaluated(config, policy, task, tests, writer, 0)
+                scalars |= evaluation_scalars(config, policy, task, tests, writer, 0)
                 scalars["time/eval"] = time.perf_counter() - began
                 progress.note(f"step 0: test accuracy {scalars['eval/accuracy']:.3f}")
             if config.probe_every:
                 began = time.perf_counter()
-                scalars |= probed(config, policy, task, probes, writer, 0)
+                scalars |= probe_scalars(config, policy, task, probes, writer, 0)
                 scalars["time/probe"] = time.perf_counter() - began
             writer.write_metrics(0, scalars)
             trackers.log(0, scalars)
 
-        for step in range(position.step + 1, config.steps + 1):
+        for number in range(position.step + 1, config.steps + 1):
             began = time.perf_counter()
             # draw and reward
-            collected, position = draw(config, policy, task, position, step)
+            rollouts, problems, position = draw_rollouts(config, policy, task, position, number)
             sampled = time.perf_counter()
 
             # update, and measure in the same pass
-            measure = is_due(step, config.measure_every)
-            rate = learning_rate(step, config)
+            measure = is_due(number, config.measure_every)
+            rate = learning_rate(number, config)
             try:
-                gradient, scalars = update(
-                    config, policy, task, updater, optimizer, reference, collected, rate, measure
-                )
+                needs_greedy = "greedy_rewards" in ESTIMATORS[config.chosen.estimator].needs
+                greedy = greedy_rewards(policy, task, problems, sampling) if needs_greedy else None
+                known = None if reference is None else reference.log_probs(rollouts)
+                step, loss = updater.first(number, rollouts, measure=measure, greedy=greedy, reference=known)
+                norm = apply_gradient(optimizer, policy.model, rate, config.max_grad_norm)
+                for _ in range(config.inner_updates - 1):
+                    loss = updater.again(step, reference=known)
+                    apply_gradient(optimizer, policy.model, rate, config.max_grad_norm)
+                reading = read_step(step)
             except NotFiniteError as error:
-                where = write_failure(config.out, step, policy, collected, error)
+                where = write_failure(config.out, number, policy, rollouts, error)
                 optimizer.zero_grad(set_to_none=True)
                 if config.on_not_finite == "stop":
-                    raise NotFiniteError(f"step {step}: {error} The step is kept in {where}.") from error
-                progress.note(f"step {step} was passed over: {error}")
-                writer.write_metrics(step, {"skipped": 1})
+                    raise NotFiniteError(f"step {number}: {error} The step is kept in {where}.") from error
+                progress.note(f"step {number} was skipped: {error}")
+                writer.write_metrics(number, {"skipped": 1})
                 continue
             updated = time.perf_counter()
 
             # write what it was made of
+            scalars = reading.scalars | {"loss": loss, "grad_norm": norm, "learning_rate": rate} | policy_scalars(step)
             if measure:
-                records = group_records(step, collected, gradient, **config.recording())
-                scalars |= over_groups(statistics_of(records))
-                writer.write_groups(step, records)
-            if is_due(step, config.batches_every):
-                writer.write_batches(step, batch_record(step, collected, gradient))
-            if is_due(step, config.probe_every):
-                scalars |= probed(config, policy, task, probes, writer, step)
-            if is_due(step, config.rollouts_every):
-                writer.write_rollouts(step, rollout_records(step, policy, collected, gradient))
-            if is_due(step, config.eval_every) or (step == config.steps and config.eval_every):
-                scalars |= evaluated(config, policy, task, tests, writer, step)
-                progress.note(f"step {step}: test accuracy {scalars['eval/accuracy']:.3f}")
-            scalars |= timing(collected.tokens, began, sampled, updated)
-            writer.write_metrics(step, scalars)
-            trackers.log(step, scalars)
-            progress.update(step, shown(scalars))
+                writer.write_groups(number, group_records(step, reading.groups, **config.recording()))
+            if is_due(number, config.batches_every):
+                writer.write_batches(number, batch_records(step))
+            if is_due(number, config.probe_every):
+                scalars |= probe_scalars(config, policy, task, probes, writer, number)
+            if is_due(number, config.rollouts_every):
+                writer.write_rollouts(number, rollout_records(step, policy.decode))
+            if is_due(number, config.eval_every) or (number == config.steps and config.eval_every):
+                scalars |= evaluation_scalars(config, policy, task, tests, writer, number)
+                progress.note(f"step {number}: test accuracy {scalars['eval/accuracy']:.3f}")
+            scalars |= timing(int(rollouts.completion_mask.sum()), began, sampled, updated)
+            writer.write_metrics(number, scalars)
+            trackers.log(number, scalars)
+            progress.update(number, progress_scalars(scalars))
 
             # keep
-            interrupted = stop.asked and step < config.steps
-            is_last = step == config.steps and config.final_checkpoint
-            if is_due(step, config.checkpoint_every) or is_last or interrupted:
-                with writer.checkpoint(step) as folder:
+            interrupted = stop.asked and number < config.steps
+            is_last = number == config.steps and config.final_checkpoint
+            if is_due(number, config.checkpoint_every) or is_last or interrupted:
+                with writer.checkpoint(number) as folder:
                     save_checkpoint(folder, policy, optimizer, position)
             if interrupted:
-                progress.note(f"stopped after step {step}; go on with --resume")
+                progress.note(f"stopped after step {number}; continue with --resume")
                 break
     return Trained(config.out, position.step, interrupted)
 
 
-def draw(config: TrainConfig, policy: Policy, task: Task, position: Position, step: int) -> tuple[Collected, Position]:
-    """The groups of a step, and the position after it.
+def draw_rollouts(
+    config: TrainConfig, policy: Policy, task: Task, position: Position, number: int
+) -> tuple[Rollouts, Sequence[Problem], Position]:
+    """The groups of a step, their problems, and the position after it.
 
-    With dynamic sampling, further prompts are drawn until the step is full of groups whose rewards differ, or the
-    rounds are used up; a step in which no group differs keeps its first round, and its update is zero.
+    With dynamic sampling, further prompts are drawn until the step is full of live groups or the rounds are used up; a
+    step without a live group keeps its first round, and its update is zero.
     """
     sampling = config.sampling(task.max_new_tokens)
     rounds = config.dynamic_rounds if config.chosen.dynamic_sampling else 1
-    stream = generator(config.seed, "rollouts", step)
-    problems, parts, found = position.problems, [], 0
+    stream = seeded_generator(config.seed, "rollouts", number)
+    drawn: list[Problem] = []
+    parts: list[Rollouts] = []
+    live: list[bool] = []
     for _ in range(rounds):
-        chosen = drawn_problems(task.train, problems, config.prompts, config.seed)
-        problems += len(chosen)
-        parts.append(collect(policy, task, chosen, group_size=config.group_size, sampling=sampling, generator=stream))
-        found += int(mixed(parts[-1]).sum())
-        if found >= config.prompts:
+        problems = drawn_problems(task.train, position.problems + len(drawn), config.prompts, config.seed)
+        drawn += problems
+        size = config.group_size
+        parts.append(collect(policy, task, problems, group_size=size, sampling=sampling, generator=stream))
+        live += [outcome == "live" for outcome in outcomes_of(parts[-1].reward_grid)]
+        if sum(live) >= config.prompts:
             break
-    after = Position(step, problems)
-    if not config.chosen.dynamic_sampling or found == 0:
-        return parts[0], after
-    everything = joined(parts, policy.pad_id)
-    alive = mixed(everything)
-    first = alive & (alive.cumsum(0) <= config.prompts)
-    return everything.kept(first), after
+    after = Position(number, position.problems + len(drawn))
+    if not config.chosen.dynamic_sampling or not any(live):
+        return parts[0], drawn[: config.prompts], after
+    places = [place for place, is_live in enumerate(live) if is_live][: config.prompts]
+    everything = concatenated_rollouts(parts, policy.pad_id)
+    kept = torch.isin(everything.group_ids, torch.tensor(places))
+    return everything.select(kept), [drawn[place] for place in places], after
 
 
-def update(
-    config: TrainConfig,
-    policy: Policy,
-    task: Task,
-    updater: Updater,
-    optimizer: torch.optim.Optimizer,
-    reference: Reference | None,
-    collected: Collected,
-    rate: float,
-    measure: bool,
-) -> tuple[Gradient, dict[str, Any]]:
-    """Update the policy on the rollouts of a step; its scalars."""
-    greedy = None
-    if "greedy_rewards" in needs(config.chosen.estimator):
-        greedy = greedy_rewards(policy, task, collected.problems, config.sampling(task.max_new_tokens))
-    known = None if reference is None else reference.log_probs(collected)
-    gradient = updater.first(collected, measure=measure, greedy=greedy, reference=known)
-    norm = apply_gradient(optimizer, policy.model, rate, config.max_grad_norm)
-    loss = gradient.loss
-    for _ in range(config.inner_updates - 1):
-        loss = updater.again(collected, gradient, reference=known)
-        apply_gradient(optimizer, policy.model, rate, config.max_grad_norm)
-    mask = collected.rollouts.completion_mask
-    gap = (gradient.log_probs - collected.rollouts.log_probs)[mask].abs()
-    scalars: dict[str, Any] = reward_reading(collected.rewards, gradient.advantages)
-    scalars |= {
-        "loss": loss,
-        "grad_norm": norm,
-        "learning_rate": rate,
-        "length": float(collected.lengths.double().mean()),
-        "finished": float(collected.rollouts.finished.double().mean()),
-        "token_log_prob": float(gradient.log_probs[mask].double().mean()) if bool(mask.any()) else math.nan,
+def policy_scalars(step: Step) -> dict[str, float]:
+    """Scalars of the policy's tokens: length, share of finished rollouts, log-probability, gap to the sampler's."""
+    rollouts, log_probs = step.rollouts, step.log_probs
+    assert log_probs is not None and rollouts.log_probs is not None and rollouts.finished is not None
+    mask = rollouts.completion_mask
+    gap = (log_probs - rollouts.log_probs)[mask].abs()
+    return {
+        "length": float(rollouts.lengths.double().mean()),
+        "finished": float(rollouts.finished.double().mean()),
+        "token_log_prob": float(log_probs[mask].double().mean()) if bool(mask.any()) else math.nan,
         "sampler_gap": float(gap.max()) if bool(mask.any()) else math.nan,
     }
-    if gradient.measured is not None:
-        scalars |= step_reading(gradient.measured.matrix, gradient.weights.double(), collected.rewards)
-    return gradient, scalars
 
 
-def evaluated(
+def evaluation_scalars(
     config: TrainConfig, policy: Policy, task: Task, problems: Sequence[Problem], writer: RunWriter, step: int
 ) -> Mapping[str, float]:
-    """Evaluate on the test problems and write what was found; its scalars."""
-    sampling, stream = config.sampling(task.max_new_tokens), generator(config.seed, "test", step)
-    found = evaluate(policy, task, problems, sampling, samples=config.eval_samples, generator=stream)
-    writer.write_groups(step, evaluation_records(step, problems, found))
-    return found.scalars()
+    """Evaluate on the test problems and write their groups; the scalars `eval/…`."""
+    sampling, stream = config.sampling(task.max_new_tokens), seeded_generator(config.seed, "test", step)
+    evaluation = evaluate(policy, task, problems, sampling, samples=config.eval_samples, generator=stream)
+    writer.write_groups(step, evaluation_records(step, problems, evaluation))
+    return evaluation.scalars()
 
 
-def probed(
+def probe_scalars(
     config: TrainConfig, policy: Policy, task: Task, problems: Sequence[Problem], writer: RunWriter, step: int
 ) -> Mapping[str, float]:
-    """Probe the fixed problems and write what was found; its scalars."""
-    found = probe(config, policy, task, problems, step)
-    writer.write_groups(step, found.groups)
-    writer.write_batches(step, found.batches)
-    return found.scalars
+    """Measure the fixed problems and write their groups; the scalars `probe/…`."""
+    result = run_probe(config, policy, task, problems, step)
+    writer.write_groups(step, result.groups)
+    writer.write_batches(step, result.batches)
+    return result.scalars
 
 
-def opened(config: TrainConfig, policy: Policy, optimizer: torch.optim.Optimizer) -> tuple[RunWriter, Position]:
+def open_writer(config: TrainConfig, policy: Policy, optimizer: torch.optim.Optimizer) -> tuple[RunWriter, Position]:
     """The writer of the run folder and where the run stands."""
     settings: dict[str, Any] = {"layers": config.layers, "keep_checkpoints": config.keep_checkpoints or None}
     if not config.resume:
@@ -253,7 +240,9 @@ def opened(config: TrainConfig, policy: Policy, optimizer: torch.optim.Optimizer
     latest = open_run(config.out).latest_checkpoint
     position = Position(0, 0) if latest is None else load_checkpoint(latest[1], policy, optimizer)
     if position.step > config.steps:
-        fail("train --resume", f"steps must be at least {position.step}", config.steps, "The run has come further.")
+        fail(
+            "train --resume", f"steps must be at least {position.step}, which are done", config.steps, "Raise --steps."
+        )
     kept = position.step if latest is not None else -1
     writer = RunWriter.resume(config.out, kept, config=config.record(), may_differ=config.may_differ(), **settings)
     return writer, position
@@ -261,7 +250,7 @@ def opened(config: TrainConfig, policy: Policy, optimizer: torch.optim.Optimizer
 
 @dataclass
 class StopRequest:
-    """Whether somebody pressed Ctrl-C, or asked the process to end."""
+    """Whether the process received Ctrl-C or SIGTERM."""
 
     asked: bool = False
 
@@ -315,7 +304,7 @@ def timing(tokens: int, began: float, sampled: float, updated: float) -> dict[st
     }
 
 
-def shown(scalars: dict[str, Any]) -> dict[str, Any]:
+def progress_scalars(scalars: dict[str, Any]) -> dict[str, Any]:
     """What the progress line shows."""
     return {
         "reward": scalars["reward"],

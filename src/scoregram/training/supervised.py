@@ -13,7 +13,7 @@ from scoregram.checks import fail
 from scoregram.policy import Policy, token_log_probs
 from scoregram.tasks import Problem, Task
 from scoregram.training.checkpoint import save_policy
-from scoregram.training.order import drawn_problems
+from scoregram.training.collect import drawn_problems
 
 
 @dataclass(frozen=True)

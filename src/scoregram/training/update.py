@@ -1,45 +1,27 @@
-"""The gradient of one step, with the Gram from the same backward pass wherever the step is on-policy."""
+"""The update of one step, with the Gram from the same backward pass wherever the step is on-policy."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from scoregram.advantages import ESTIMATORS
+from scoregram.checks import fail, not_finite
 from scoregram.gram import Gram, backward_with_gram, measure_gram
-from scoregram.policy import Rollouts, group_log_probs, token_log_probs
-from scoregram.training.collecting import Collected, rollouts_at
-from scoregram.training.credit import advantages_of, loss_coefficients, loss_value, needs, rollout_weights
-from scoregram.training.methods import Method
-from scoregram.types import Advantages, PerPrompt
+from scoregram.policy import group_log_probs, token_log_probs
+from scoregram.reading import Step, gram_of_passes
+from scoregram.rollouts import Rollouts
+from scoregram.training.config import Method, TrainConfig
+from scoregram.training.credit import advantages_of, loss_coefficients, loss_value, score_weights
+from scoregram.types import Advantages, LogProbs, PerPrompt
 
 VECTOR_BYTES = 1 << 30
 """Most memory for the weighted gradients of an optimal baseline that comes out of the same backward pass."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The Gram of a step; `nan` between rollouts of different passes."""
-
-    matrix: Tensor
-    """`(N, N)` float64."""
-    by_layer: Mapping[str, Tensor]
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Gradient:
-    """What a step left besides `.grad`."""
-
-    advantages: Advantages
-    weights: Tensor
-    """`(N,)` weight of each score in the on-policy update `Σ_i w_i ψ_i`."""
-    log_probs: Tensor
-    """`(N, T)` under the policy before the update."""
-    loss: float
-    measured: Measured | None
 
 
 @dataclass(frozen=True)
@@ -58,161 +40,179 @@ class Updater:
     beta: float
     kl: str
     group_size: int | None = None
-    """Measure only the blocks within groups of so many rollouts; None for all."""
+    """Measure only the blocks within groups of this size; None for the whole Gram."""
 
     def first(
-        self, collected: Collected, *, measure: bool, greedy: PerPrompt | None, reference: Tensor | None
-    ) -> Gradient:
-        """Gradient at the policy that the rollouts came from, added to `.grad`.
+        self, number: int, rollouts: Rollouts, *, measure: bool, greedy: PerPrompt | None, reference: Tensor | None
+    ) -> tuple[Step, float]:
+        """The step and its loss, at the policy that the rollouts came from; the gradient is added to `.grad`.
 
         Args:
-            collected: The rollouts of the step.
+            number: Number of the step.
+            rollouts: Its rollouts.
             measure: Whether the Gram is wanted.
             greedy: `(P,)` greedy rewards, for the estimator that needs them.
             reference: `(N, T)` log-probabilities of the reference, None without a KL term.
         """
-        if "score_energies" in needs(self.method.estimator):
-            return self._with_energies(collected, reference)
-        advantages = advantages_of(self.method.estimator, collected, greedy=greedy)
-        return self._known_advantages(collected, advantages, measure=measure, reference=reference)
+        if "score_energies" in ESTIMATORS[self.method.estimator].needs:
+            return self._with_energies(number, rollouts, reference)
+        advantages = advantages_of(self.method.estimator, rollouts, greedy=greedy)
+        return self._known_advantages(number, rollouts, advantages, measure=measure, reference=reference)
 
-    def again(self, collected: Collected, before: Gradient, *, reference: Tensor | None) -> float:
+    def again(self, step: Step, *, reference: Tensor | None) -> float:
         """Loss of a further update on the same rollouts; its gradient is added to `.grad`."""
-        mask = collected.rollouts.completion_mask
-        return self._backward_of_loss(collected, before.advantages, before.log_probs, mask, reference)[0]
+        advantages = step.rollouts.by_group(step.advantages)
+        return self._backward_of_loss(step.rollouts, advantages, step.log_probs, reference)[0]
 
     def _known_advantages(
-        self, collected: Collected, advantages: Advantages, *, measure: bool, reference: Tensor | None
-    ) -> Gradient:
-        rollouts, mask = collected.rollouts, collected.rollouts.completion_mask
-        weights = rollout_weights(self.method.objective, advantages, mask, length=self.length)
+        self, number: int, rollouts: Rollouts, advantages: Advantages, *, measure: bool, reference: Tensor | None
+    ) -> tuple[Step, float]:
+        weights = self._weights(rollouts, advantages)
         if reference is not None:
-            measured = self._measure(collected) if measure else None
-            loss, log_probs = self._backward_of_loss(collected, advantages, None, mask, reference)
-            return Gradient(advantages, weights.cpu(), log_probs, loss, measured)
-        grams: list[Gram] = []
+            gram = self._measure(rollouts) if measure else None
+            loss, log_probs = self._backward_of_loss(rollouts, advantages, None, reference)
+            return self._step(number, rollouts, advantages, weights, gram, log_probs), loss
+        gram = None
         if measure:
-            for here in self.passes(collected):
+            grams = []
+            for here in self.passes(rollouts):
                 with self.computing():
-                    gram = backward_with_gram(
-                        self.model, *inputs(rollouts, here), weights=-weights[here], **self.measuring
+                    grams.append(
+                        backward_with_gram(
+                            self.model, *gram_inputs(rollouts, here), weights=-weights[here], **self.gram_options
+                        )
                     )
-                    grams.append(gram)
-            log_probs = torch.cat([gram.log_probs for gram in grams])
+            gram = gram_of_passes(grams)
+            log_probs = gram.log_probs
         else:
-            log_probs = self._backward_of_pulling(collected, weights)
-        return Gradient(
-            advantages=advantages,
-            weights=weights.cpu(),
-            log_probs=log_probs,
-            loss=self._loss(log_probs, log_probs, advantages, mask),
-            measured=assembled(grams) if measure else None,
-        )
+            log_probs = self._backward_of_nonzero_weights(rollouts, weights)
+        loss = self._loss(log_probs, advantages, rollouts)
+        return self._step(number, rollouts, advantages, weights, gram, log_probs), loss
 
-    def _backward_of_pulling(self, collected: Collected, weights: Tensor) -> Tensor:
-        """Log-probabilities `(N, T)`; only rollouts that pull go through the model, others keep what the sampler found.
+    def _backward_of_nonzero_weights(self, rollouts: Rollouts, weights: Tensor) -> Tensor:
+        """Log-probabilities `(N, T)`, after a backward pass over the rollouts whose weight is not zero.
 
-        In a group whose rewards are all alike nobody pulls: nothing of it would reach the gradient.
+        The others, such as those of a dead group, cannot reach the gradient: they do not go through the model and keep
+        the log-probabilities of the sampler.
         """
+        assert rollouts.log_probs is not None
         wide = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
-        log_probs = collected.rollouts.log_probs.to(wide, copy=True)
-        pulling = (weights != 0).nonzero().squeeze(1)
-        if len(pulling) == 0:
-            for parameter in self.model.parameters():  # a zero gradient, not an absent one: momentum goes on
+        log_probs = rollouts.log_probs.to(wide, copy=True)
+        places = (weights != 0).nonzero().squeeze(1)
+        if len(places) == 0:
+            # a zero gradient, not an absent one: the optimiser's momentum goes on
+            for parameter in self.model.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             return log_probs
-        rollouts = rollouts_at(collected.rollouts, weights != 0)
-        size = self.rollouts_per_pass or len(pulling)
-        for start in range(0, len(pulling), size):
+        chosen = rollouts.select(weights != 0)
+        size = self.rollouts_per_pass or len(places)
+        for start in range(0, len(places), size):
             here = slice(start, start + size)
-            ids, completion, attention = inputs(rollouts, here)
+            ids, completion, attention = gram_inputs(chosen, here)
             with self.computing():
-                found = group_log_probs(self.model, ids, attention, completion, temperature=self.temperature)
-            (found * -weights[pulling[here], None]).sum().backward()
-            log_probs[pulling[here], : found.shape[1]] = found.detach()
+                current = group_log_probs(self.model, ids, attention, completion, temperature=self.temperature)
+            (current * -weights[places[here], None]).sum().backward()
+            log_probs[places[here], : current.shape[1]] = current.detach()
         return log_probs
 
-    def _with_energies(self, collected: Collected, reference: Tensor | None) -> Gradient:
-        """For baselines that depend on the Gram: one backward pass where a baseline is one number a group."""
-        vectors = 1 + len(collected.problems)
+    def _with_energies(self, number: int, rollouts: Rollouts, reference: Tensor | None) -> tuple[Step, float]:
+        """For baselines that depend on the Gram: one backward pass where the baseline is one number a group."""
+        vectors = 1 + len(rollouts.group_sizes)
         size = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
-        is_single = len(list(self.passes(collected))) == 1 and bool(collected.observed.all())
+        is_single = len(list(self.passes(rollouts))) == 1 and not bool(rollouts.rewards.isnan().any())
         if reference is None and self.method.estimator == "optimal" and is_single and vectors * size <= VECTOR_BYTES:
-            return self._one_baseline_a_group(collected)
-        measured = self._measure(collected)
-        advantages = self._advantages_from(measured.matrix, collected)
-        return replace(
-            self._known_advantages(collected, advantages, measure=False, reference=reference), measured=measured
-        )
+            return self._one_baseline_a_group(number, rollouts)
+        gram = self._measure(rollouts)
+        advantages = self._advantages_from(gram.matrix, rollouts)
+        step, loss = self._known_advantages(number, rollouts, advantages, measure=False, reference=reference)
+        return replace(step, gram=gram), loss
 
-    def _one_baseline_a_group(self, collected: Collected) -> Gradient:
-        rollouts, mask = collected.rollouts, collected.rollouts.completion_mask
-        rewards = collected.rewards
+    def _one_baseline_a_group(self, number: int, rollouts: Rollouts) -> tuple[Step, float]:
+        """The gradient is linear in the baselines, which are known only after the Gram.
 
-        def weights_for(advantages: Advantages) -> Tensor:
-            return rollout_weights(self.method.objective, advantages, mask, length=self.length)
-
+        So the backward pass sums `1 + P` weighted gradients, of the rewards and of each group's ones, and `factors`
+        combines them once the Gram has given the baselines.
+        """
+        rewards = rollouts.reward_grid
         ones = torch.eye(len(rewards), dtype=rewards.dtype).unsqueeze(-1).expand(-1, -1, rewards.shape[1])
-        vectors = torch.stack([weights_for(rewards), *(weights_for(one) for one in ones)])  # (1 + P, N)
+        vectors = torch.stack([self._weights(rollouts, each) for each in (rewards, *ones)])  # (1 + P, N)
 
         def factors(gram: Gram) -> Tensor:
-            baselines = (rewards - self._advantages_from(gram.matrix, collected))[:, 0]
+            baselines = (rewards - self._advantages_from(gram.matrix, rollouts))[:, 0]
             return torch.cat([torch.ones(1, dtype=torch.float64), -baselines])
 
-        everything = slice(0, len(rollouts.input_ids))
         with self.computing():
             gram = backward_with_gram(
                 self.model,
-                *inputs(rollouts, everything),
+                *gram_inputs(rollouts, slice(0, rollouts.count)),
                 weights=-vectors,
                 combine=factors,
-                **self.measuring,
+                **self.gram_options,
             )
-        advantages = self._advantages_from(gram.matrix, collected)
-        return Gradient(
-            advantages=advantages,
-            weights=weights_for(advantages).cpu(),
-            log_probs=gram.log_probs,
-            loss=self._loss(gram.log_probs, gram.log_probs, advantages, mask),
-            measured=assembled([gram]),
+        advantages = self._advantages_from(gram.matrix, rollouts)
+        loss = self._loss(gram.log_probs, advantages, rollouts)
+        weights = self._weights(rollouts, advantages)
+        return self._step(number, rollouts, advantages, weights, gram, gram.log_probs), loss
+
+    def _advantages_from(self, matrix: Tensor, rollouts: Rollouts) -> Advantages:
+        energies = rollouts.by_group(matrix.diagonal())
+        return advantages_of(self.method.estimator, rollouts, energies=energies)
+
+    def _weights(self, rollouts: Rollouts, advantages: Advantages) -> Tensor:
+        return score_weights(self.method.objective, advantages, rollouts.completion_mask, length=self.length)
+
+    def _step(
+        self,
+        number: int,
+        rollouts: Rollouts,
+        advantages: Advantages,
+        weights: Tensor,
+        gram: Gram | None,
+        log_probs: Tensor,
+    ) -> Step:
+        return Step(
+            number=number,
+            rollouts=rollouts,
+            advantages=advantages.flatten().double(),
+            weights=weights.cpu(),
+            gram=gram,
+            log_probs=log_probs,
         )
 
-    def _advantages_from(self, matrix: Tensor, collected: Collected) -> Advantages:
-        energies = matrix.diagonal().view_as(collected.rewards)
-        return advantages_of(self.method.estimator, collected, energies=energies)
-
-    def _measure(self, collected: Collected) -> Measured:
+    def _measure(self, rollouts: Rollouts) -> Gram:
         grams = []
-        for here in self.passes(collected):
+        for here in self.passes(rollouts):
             with self.computing():
-                grams.append(measure_gram(self.model, *inputs(collected.rollouts, here), **self.measuring))
-        return assembled(grams)
+                grams.append(measure_gram(self.model, *gram_inputs(rollouts, here), **self.gram_options))
+        return gram_of_passes(grams)
 
     @property
-    def measuring(self) -> dict[str, Any]:
-        """What every measurement of the run is told."""
+    def gram_options(self) -> dict[str, Any]:
+        """Arguments that every measurement of the run shares."""
         return {"temperature": self.temperature, "group_size": self.group_size}
 
-    def _loss(self, log_probs: Tensor, old: Tensor, advantages: Advantages, mask: Tensor) -> float:
-        return float(loss_value(self.method.objective, log_probs, old, advantages, mask, length=self.length))
+    def _loss(self, log_probs: Tensor, advantages: Advantages, rollouts: Rollouts) -> float:
+        """Value of the loss on-policy, where old and new log-probabilities are the same."""
+        mask = rollouts.completion_mask
+        return float(loss_value(self.method.objective, log_probs, log_probs, advantages, mask, length=self.length))
 
     def _backward_of_loss(
-        self, collected: Collected, advantages: Advantages, old: Tensor | None, mask: Tensor, reference: Tensor | None
+        self, rollouts: Rollouts, advantages: Advantages, old: Tensor | None, reference: Tensor | None
     ) -> tuple[float, Tensor]:
         """Loss and log-probabilities `(N, T)`; without `old` the policy is the one that the rollouts came from.
 
-        The loss sees all rollouts at once, whatever a pass holds: its coefficients are taken first, and the passes
-        add up `Σ_it c_it ∇log π_it`.
+        The loss sees all rollouts at once, however many go through the model together: its coefficients are taken
+        first, and the passes add up `Σ_it c_it ∇log π_it`.
         """
-        passes = list(self.passes(collected))
+        passes, mask = list(self.passes(rollouts)), rollouts.completion_mask
         kept = None
         if len(passes) == 1:
-            kept = self.log_probs(collected.rollouts, passes[0])
+            kept = self.log_probs(rollouts, passes[0])
             log_probs = kept.detach()
         else:
             with torch.no_grad():
-                log_probs = torch.cat([self.log_probs(collected.rollouts, here) for here in passes])
+                log_probs = torch.cat([self.log_probs(rollouts, here) for here in passes])
         before = log_probs if old is None else old
 
         def loss(leaf: Tensor) -> Tensor:
@@ -220,48 +220,92 @@ class Updater:
 
         value, coefficients = loss_coefficients(log_probs, mask, loss, beta=self.beta, kl=self.kl, reference=reference)
         for here in passes:
-            found = self.log_probs(collected.rollouts, here) if kept is None else kept
-            found.backward(coefficients[here])
+            current = self.log_probs(rollouts, here) if kept is None else kept
+            current.backward(coefficients[here])
         return value, log_probs
 
     def log_probs(self, rollouts: Rollouts, here: slice) -> Tensor:
         """`(n, T)` log-probabilities of the rollouts of one pass."""
-        ids, completion, attention = inputs(rollouts, here)
+        ids, completion, attention = gram_inputs(rollouts, here)
         with self.computing():
             return token_log_probs(self.model, ids, attention, completion, temperature=self.temperature)
 
-    def passes(self, collected: Collected) -> Iterator[slice]:
-        """Whole groups that go through the model together."""
-        count = len(collected.rollouts.input_ids)
-        size = self.rollouts_per_pass or count
-        yield from (slice(start, min(start + size, count)) for start in range(0, count, size))
+    def passes(self, rollouts: Rollouts) -> Iterator[slice]:
+        """Rows of whole groups that go through the model together."""
+        size = self.rollouts_per_pass or rollouts.count
+        yield from (slice(start, min(start + size, rollouts.count)) for start in range(0, rollouts.count, size))
 
 
-def inputs(rollouts: Rollouts, here: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, completion mask and attention mask of some rollouts, as `measure_gram` takes them."""
+def gram_inputs(rollouts: Rollouts, here: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids, completion mask and attention mask of some rollouts, in the order that `measure_gram` takes them."""
     return rollouts.input_ids[here], rollouts.completion_mask[here], rollouts.attention_mask[here]
 
 
-def assembled(grams: list[Gram]) -> Measured:
-    """The Grams of several passes as one, `nan` between passes."""
-    notes = tuple(dict.fromkeys(note for gram in grams for note in gram.notes))
-    if len(grams) == 1:
-        return Measured(grams[0].matrix, grams[0].by_layer, notes)
-    layers = dict.fromkeys(layer for gram in grams for layer in gram.by_layer)
-    absent = [torch.zeros_like(gram.matrix) for gram in grams]
-    by_layer = {
-        layer: block_diagonal([gram.by_layer.get(layer, zero) for gram, zero in zip(grams, absent, strict=True)])
-        for layer in layers
-    }
-    return Measured(block_diagonal([gram.matrix for gram in grams]), by_layer, notes)
+class Reference:
+    """Log-probabilities under the policy that a run began with: a frozen copy, or the base under the adapters."""
+
+    def __init__(self, updater: Updater) -> None:
+        """Compute log-probabilities the way `updater` does."""
+        self._has_adapters = hasattr(updater.model, "disable_adapter")
+        self._model: Any = updater.model if self._has_adapters else copy.deepcopy(updater.model).requires_grad_(False)
+        self._updater = updater
+
+    @torch.no_grad()
+    def log_probs(self, rollouts: Rollouts) -> LogProbs:
+        """`(N, T)` log-probabilities of the completion tokens, 0 elsewhere."""
+        own = replace(self._updater, model=self._model)
+        without = self._model.disable_adapter() if self._has_adapters else nullcontext()
+        with without:
+            return torch.cat([own.log_probs(rollouts, here) for here in own.passes(rollouts)])
 
 
-def block_diagonal(blocks: list[Tensor]) -> Tensor:
-    """Square blocks on the diagonal of one matrix, `nan` elsewhere."""
-    whole = blocks[0].new_full((sum(map(len, blocks)),) * 2, torch.nan)
-    start = 0
-    for block in blocks:
-        here = slice(start, start + len(block))
-        whole[here, here] = block
-        start += len(block)
-    return whole
+def make_optimizer(model: Any, config: TrainConfig) -> torch.optim.Optimizer:
+    """The optimiser of everything that requires gradients."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    shared: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    try:
+        if config.optimizer == "sgd":
+            return torch.optim.SGD(parameters, momentum=config.momentum, **shared)
+        return torch.optim.AdamW(parameters, betas=config.adam_betas, fused=True, **shared)
+    except ValueError as error:
+        fail("train --optimizer", f"{config.optimizer} must accept its settings", error, "Choose others.")
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Learning rate of step `1 … steps`: a linear rise over the warm-up, then constant or falling to 0."""
+    if step <= config.warmup_steps:
+        return config.learning_rate * step / (config.warmup_steps + 1)
+    after = config.steps - config.warmup_steps
+    done = (step - config.warmup_steps - 1) / max(after, 1)
+    shape = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}
+    return config.learning_rate * shape[config.lr_schedule]
+
+
+def apply_gradient(optimizer: torch.optim.Optimizer, model: Any, rate: float, max_norm: float) -> float:
+    """Update the policy with its gradient, clipped to `max_norm` if that is positive; the norm before clipping.
+
+    Raises:
+        NotFiniteError: If the gradient is not finite; nothing is updated then, and the error names the parameters.
+    """
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in trained])
+    length = float(norm)
+    if not math.isfinite(length):
+        refuse_gradient(model)
+    if 0 < max_norm < length:
+        torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return length
+
+
+def refuse_gradient(model: Any) -> None:
+    """Raise with the names of the parameters whose gradient is not finite."""
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    broken = [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
+    shown = ", ".join(broken[:3]) + (f" and {len(broken) - 3} more" if len(broken) > 3 else "")
+    not_finite(
+        "train", "gradients must be finite", f"nan or inf in {shown or 'their norm'}", "Lower the learning rate."
+    )

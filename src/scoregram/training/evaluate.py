@@ -1,4 +1,4 @@
-"""Accuracy on test problems: of the greedy policy, and of the policy that is trained, which samples."""
+"""Accuracy on test problems: of greedy rollouts, and of rollouts sampled as in training."""
 
 import math
 from collections.abc import Sequence
@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from scoregram.policy import Policy, SamplingConfig
+from scoregram.reading import GREEDY_TEST, SAMPLED_TEST
 from scoregram.runs import GroupRecord
 from scoregram.tasks import Problem, Task
-from scoregram.training.collecting import Collected, collect
+from scoregram.training.collect import collect
 
-BATCH = 512
+EVALUATION_BATCH = 512
 """Rollouts sampled at a time."""
 
 
@@ -22,7 +23,7 @@ class Evaluation:
     rewards: tuple[float, ...]
     """Greedy, one per problem, in the order of the problems; `nan` without a reward."""
     sampled: tuple[tuple[float, ...], ...] = ()
-    """Of the rollouts sampled for each problem; empty if there are none."""
+    """Of the rollouts sampled for each problem; empty if none were sampled."""
 
     @property
     def accuracy(self) -> float:
@@ -38,7 +39,7 @@ class Evaluation:
         return centre - half, centre + half
 
     def scalars(self) -> dict[str, float]:
-        """What goes to the metrics."""
+        """The scalars `eval/…` of the metrics."""
         low, high = self.interval
         drawn = [reward for group in self.sampled for reward in group]
         sampled = {"eval/sampled_accuracy": sum(reward >= 1 for reward in drawn) / len(drawn)} if drawn else {}
@@ -62,30 +63,24 @@ def evaluate(
     samples: int = 0,
     generator: torch.Generator | None = None,
 ) -> Evaluation:
-    """Greedy rollouts of the problems, rewarded, and `samples` more of each, drawn as in training."""
+    """Rewards of one greedy rollout of each problem, and of `samples` more drawn as in training."""
     greedy = replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
     rewards: list[float] = []
     sampled: list[tuple[float, ...]] = []
-    for start in range(0, len(problems), BATCH):
-        here = problems[start : start + BATCH]
-        rewards += [
-            one for (one,) in rewards_of(collect(policy, task, here, group_size=1, sampling=greedy, generator=None))
-        ]
-        for first in range(0, len(here) if samples else 0, max(1, BATCH // max(samples, 1))):
-            part = here[first : first + max(1, BATCH // samples)]
-            drawn = collect(policy, task, part, group_size=samples, sampling=sampling, generator=generator)
-            sampled += rewards_of(drawn)
+    for start in range(0, len(problems), EVALUATION_BATCH):
+        here = problems[start : start + EVALUATION_BATCH]
+        rewards += collect(policy, task, here, group_size=1, sampling=greedy, generator=None).rewards.tolist()
+        per_batch = max(1, EVALUATION_BATCH // max(samples, 1))
+        for first in range(0, len(here) if samples else 0, per_batch):
+            part = here[first : first + per_batch]
+            rollouts = collect(policy, task, part, group_size=samples, sampling=sampling, generator=generator)
+            sampled += map(tuple, rollouts.reward_grid.tolist())
     return Evaluation(tuple(rewards), tuple(sampled))
-
-
-def rewards_of(found: Collected) -> list[tuple[float, ...]]:
-    """Rewards of every group, `nan` where there is none."""
-    return [tuple(row) for row in torch.where(found.observed, found.rewards, torch.nan).tolist()]
 
 
 def evaluation_records(step: int, problems: Sequence[Problem], evaluation: Evaluation) -> list[GroupRecord]:
     """Groups of kind `test` and `test, greedy` with the rewards of an evaluation; nothing without sampled rollouts."""
-    kinds = {"test": evaluation.sampled, "test, greedy": tuple((reward,) for reward in evaluation.rewards)}
+    kinds = {SAMPLED_TEST: evaluation.sampled, GREEDY_TEST: tuple((reward,) for reward in evaluation.rewards)}
     return [
         GroupRecord(
             step=step,

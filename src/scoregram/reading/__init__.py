@@ -1,0 +1,35 @@
+"""The only room in which rewards and Grams become numbers and records.
+
+```
+Rollouts + advantages + Gram = Step ──► read_step ──► StepReading (scalars of metrics.jsonl) ─┐
+                                └─────► read_group ─► GroupReading (one prompt's numbers)    ─┼─► records ─► run folder
+run folder ──► read_run ──► RunReading: groups, series, and the last third with intervals  ◄──┘
+```
+
+Trainer, TRL and dumps end in a `Step`; report, advice, trackers and studies start from a reading and compute nothing.
+Live, dead, tied and unjudged groups are defined once, in `group`; a missing reward is `nan` throughout.
+"""
+
+from scoregram.reading.group import GroupReading as GroupReading
+from scoregram.reading.group import Outcome as Outcome
+from scoregram.reading.group import StoredGroup as StoredGroup
+from scoregram.reading.group import mean_over_groups as mean_over_groups
+from scoregram.reading.group import outcomes_of as outcomes_of
+from scoregram.reading.group import read_group as read_group
+from scoregram.reading.run import GREEDY_TEST as GREEDY_TEST
+from scoregram.reading.run import SAMPLED_TEST as SAMPLED_TEST
+from scoregram.reading.run import EvaluationRewards as EvaluationRewards
+from scoregram.reading.run import RunReading as RunReading
+from scoregram.reading.run import RunSummary as RunSummary
+from scoregram.reading.run import read_run as read_run
+from scoregram.reading.step import LayerDetail as LayerDetail
+from scoregram.reading.step import Step as Step
+from scoregram.reading.step import StepReading as StepReading
+from scoregram.reading.step import batch_records as batch_records
+from scoregram.reading.step import gram_of_passes as gram_of_passes
+from scoregram.reading.step import group_readings as group_readings
+from scoregram.reading.step import group_records as group_records
+from scoregram.reading.step import outcome_scalars as outcome_scalars
+from scoregram.reading.step import read_step as read_step
+from scoregram.reading.step import reward_scalars as reward_scalars
+from scoregram.reading.step import rollout_records as rollout_records

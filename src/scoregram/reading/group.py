@@ -1,0 +1,198 @@
+"""What one group shows: which kind it is, its rewards, and its spectrum beside its null model."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from scoregram.checks import ScoregramError
+from scoregram.runs import GroupRecord
+from scoregram.spectra import (
+    MEASURED_RTOL,
+    SPECTRUM_METRICS,
+    concentrated_energies,
+    effective_rank,
+    mean_pairwise_cosine,
+    singular_values,
+    spread_energies,
+)
+from scoregram.statistics import group_outcomes, update_coherence, update_norm
+from scoregram.types import GramMatrix, GroupAdvantages, GroupRewards, Rewards
+
+Outcome = Literal["live", "all right", "all wrong", "tied", "unjudged"]
+"""The one kind that a group is of.
+
+`live`: the rewards that were given differ by more than rounding. Dead groups: `all right`, `all wrong`, or `tied` at
+another reward. `unjudged`: no rollout has a reward. A rollout without a reward takes no part in the decision.
+"""
+
+SPECTRAL = ("effective_rank", "top1_fraction", "stable_rank", "participation_ratio", "numerical_rank")
+"""Metrics of a group's spectrum that are stored for every measured group, each beside its orthogonal null."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupReading:
+    """The numbers of one measured group; `nan` where they are undefined, as the rank of a dead group is.
+
+    The stacked matrix has the rows `A_i ψ_i`. `…_orthogonal` is the same number for scores of the same norms at right
+    angles: the null model, which no similarity between rollouts can exceed.
+    """
+
+    effective_rank: float
+    """`(Σσ)² / Σσ²` of the stacked matrix: over how many directions its rows spread."""
+    top1_fraction: float
+    """Share of the energy in the strongest direction."""
+    stable_rank: float
+    participation_ratio: float
+    numerical_rank: float
+    effective_rank_orthogonal: float
+    top1_fraction_orthogonal: float
+    stable_rank_orthogonal: float
+    participation_ratio_orthogonal: float
+    numerical_rank_orthogonal: float
+    cosine: float
+    """Mean cosine between the scores of two rollouts."""
+    coherence: float
+    """Share of the rollouts' gradient energy that survives being summed."""
+    update_norm: float
+    """`|Σ A_i ψ_i / R|`."""
+    score_norm: float
+    """Mean of `|ψ_i|`."""
+    reward_mean: float
+    """Over the rollouts that have a reward."""
+    reward_std: float
+    """Population standard deviation over the rollouts that have a reward."""
+
+    def scalars(self) -> dict[str, float]:
+        """Name → number, as stored with a group."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+
+def read_group(gram: GramMatrix, rewards: GroupRewards, advantages: GroupAdvantages) -> GroupReading:
+    """The numbers of one measured group.
+
+    Args:
+        gram: `(R, R)`. Score Gram `K`, or the Gram of rows that carry their weights already (then `advantages` are 1).
+        rewards: `(R,)`. `nan` for a rollout without a reward.
+        advantages: `(R,)`. 0 for a rollout that adds nothing to the update.
+
+    Raises:
+        ScoregramError: If `gram` is not a Gram up to the rounding of a measurement.
+    """
+    both = gram, torch.diag(gram.diagonal())
+    spectra = torch.stack([singular_values(k, advantages, psd_rtol=MEASURED_RTOL) for k in both])  # (2, R)
+    pairs = {name: SPECTRUM_METRICS[name].fn(spectra).tolist() for name in SPECTRAL}
+    judged = rewards[~rewards.isnan()]
+    return GroupReading(
+        **{name: float(measured) for name, (measured, _) in pairs.items()},
+        **{f"{name}_orthogonal": float(null) for name, (_, null) in pairs.items()},
+        cosine=mean_pairwise_cosine(gram, rtol=MEASURED_RTOL),
+        coherence=update_coherence(gram, advantages),
+        update_norm=update_norm(gram, advantages / len(advantages), rtol=MEASURED_RTOL),
+        score_norm=float(gram.diagonal().clamp(min=0).sqrt().mean()),
+        reward_mean=float(judged.mean()) if len(judged) else math.nan,
+        reward_std=float(judged.std(correction=0)) if len(judged) else math.nan,
+    )
+
+
+def outcomes_of(rewards: Rewards) -> list[Outcome]:
+    """The kind of every group, from `(P, R)` rewards that are `nan` where missing."""
+    outcomes = group_outcomes(rewards)
+    masks: Mapping[Outcome, Tensor] = {
+        "live": outcomes.alive,
+        "all right": outcomes.all_right,
+        "all wrong": outcomes.all_wrong,
+        "tied": outcomes.tied,
+        "unjudged": outcomes.unjudged,
+    }
+    return [next(name for name, mask in masks.items() if bool(mask[group])) for group in range(len(rewards))]
+
+
+@dataclass(frozen=True, eq=False)
+class StoredGroup:
+    """A group of a run folder with all that follows from its record; computed when first asked for."""
+
+    record: GroupRecord
+
+    @property
+    def size(self) -> int:
+        """Rollouts of the group."""
+        return len(self.record.rewards)
+
+    @cached_property
+    def outcome(self) -> Outcome:
+        """Its kind."""
+        return outcomes_of(self.record.rewards.double()[None])[0]
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the rewards that were given differ."""
+        return self.outcome == "live"
+
+    @cached_property
+    def right(self) -> int | None:
+        """Rollouts with reward 1; None unless every rollout has a reward of 0 or 1."""
+        rewards = self.record.rewards
+        is_binary = len(rewards) > 0 and bool(((rewards == 0) | (rewards == 1)).all())
+        return int(rewards.sum()) if is_binary else None
+
+    @cached_property
+    def is_complete(self) -> bool:
+        """Whether it was measured and every rollout has a reward: unbiased moments need both."""
+        return self.record.gram is not None and bool(self.record.rewards.isfinite().all())
+
+    @cached_property
+    def reading(self) -> GroupReading | None:
+        """Its numbers, as stored or else from its Gram; None if it was not measured or cannot be read."""
+        record, names = self.record, [one.name for one in fields(GroupReading)]
+        if all(name in record.statistics for name in names):
+            return GroupReading(**{name: float(record.statistics[name]) for name in names})
+        if record.gram is None:
+            return None
+        try:
+            return read_group(record.gram, record.rewards, record.advantages)
+        except ScoregramError:  # advantages that are not finite, or no Gram
+            return None
+
+    @property
+    def has_spectrum(self) -> bool:
+        """Whether it was measured and some rollout of it has a nonzero row."""
+        return self.reading is not None and not math.isnan(self.reading.effective_rank)
+
+    @cached_property
+    def nonzero_rows(self) -> int:
+        """Rollouts with a nonzero row `A_i ψ_i`: the largest rank that the stacked matrix can have."""
+        if self.record.gram is None:
+            return 0
+        return int(((self.record.advantages != 0) & (self.record.gram.diagonal() > 0)).sum())
+
+    @cached_property
+    def possible_ranks(self) -> tuple[float, float]:
+        """Least and most effective rank that the top-1 fraction and the number of nonzero rows allow; `nan` if unknown.
+
+        The ends of `feasible_intervals`, of this one metric alone: a run has many groups.
+        """
+        reading, rows = self.reading, self.nonzero_rows
+        if reading is None or math.isnan(reading.top1_fraction) or not rows or reading.numerical_rank > rows:
+            return math.nan, math.nan  # other weights than the stored advantages were read
+        top1 = reading.top1_fraction
+        try:
+            energies = torch.stack([concentrated_energies(top1, rows), spread_energies(top1, rows)])
+        except ScoregramError:  # stored statistics that do not belong to the stored advantages
+            return math.nan, math.nan
+        least, most = effective_rank(energies.sqrt()).tolist()
+        return least, most
+
+
+def mean_over_groups(readings: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """`group/NAME` → mean over the groups in which the number is defined, `nan` if there is none."""
+    names = dict.fromkeys(name for reading in readings for name in reading)
+    means = {}
+    for name in names:
+        values = [reading[name] for reading in readings if not math.isnan(reading.get(name, math.nan))]
+        means[f"group/{name}"] = sum(values) / len(values) if values else math.nan
+    return means

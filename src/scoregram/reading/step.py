@@ -1,0 +1,372 @@
+"""What one step shows, and the records it leaves in a run folder.
+
+Whoever brings rollouts (the trainer, TRL, a dump) ends in a `Step`. Its numbers and its records are made here, so that
+one and the same step reads the same through every door.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from scoregram.gram import Gram
+from scoregram.reading.group import GroupReading, mean_over_groups, read_group
+from scoregram.rollouts import Rollouts
+from scoregram.runs import BatchRecord, GroupRecord, RolloutRecord
+from scoregram.spectra import MEASURED_RTOL
+from scoregram.statistics import (
+    baseline_saving,
+    group_outcomes,
+    noise_components,
+    noise_scale,
+    optimal_group_size,
+    prompt_conflict,
+    rollout_shares,
+    signal_to_noise,
+    update_coherence,
+    update_norm,
+)
+from scoregram.types import Advantages, BatchGram, BatchWeights, PerPrompt, Rewards
+
+LayerDetail = Literal["each", "kinds", "none"]
+"""Which Grams of layers a group record keeps: of each layer, of each kind added up over depth, or none."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Step:
+    """One update of a policy: its rollouts, the credit that they were given, and the Gram of their scores."""
+
+    number: int
+    """Step of the run."""
+    rollouts: Rollouts
+    advantages: Float[Tensor, " batch"]
+    """`(N,)` float64 on the CPU: what multiplies the score of each rollout; the mean over its tokens where they differ.
+    0 for a rollout without a reward."""
+    weights: Float[Tensor, " batch"]
+    """`(N,)` on the CPU: the update is `Σ_i w_i ψ_i`."""
+    gram: Gram | None = None
+    """Of all rollouts, in their order; `nan` between rollouts that were not measured in one pass. None if the step was
+    not measured."""
+    rows: Literal["scores", "loss"] = "scores"
+    """What the Gram is of: scores `ψ_i`, or gradients of a loss, which carry their weights already."""
+    kind: str = "train"
+    """What the rollouts were sampled for: `train`, `loss` (trained on, rows of a loss), or the name of a probe."""
+    log_probs: Float[Tensor, "batch tokens"] | None = None
+    """Under the policy before the update; None if nothing needed them."""
+    token_advantages: Float[Tensor, "batch tokens"] | None = None
+    """Where the tokens of a rollout differ in their advantage."""
+    group_marks: Sequence[Mapping[str, float]] = ()
+    """Facts about each group that do not follow from its rewards and its Gram, such as whether a self-check passed;
+    stored with the group."""
+
+    @property
+    def row_weights(self) -> Float[Tensor, " batch"]:
+        """`(N,)` float64: the update is the sum of the rows of `gram` with these weights."""
+        return torch.ones(len(self.weights), dtype=torch.float64) if self.rows == "loss" else self.weights.double()
+
+    @property
+    def row_advantages(self) -> Float[Tensor, " batch"]:
+        """`(N,)` float64: the factor of each row in the stacked matrix of its group."""
+        return torch.ones_like(self.advantages) if self.rows == "loss" else self.advantages
+
+
+@dataclass(frozen=True)
+class StepReading:
+    """The numbers of a step."""
+
+    scalars: dict[str, float]
+    """Name → number, as in `metrics.jsonl`."""
+    groups: Sequence[GroupReading]
+    """One for every group; empty if the step was not measured."""
+
+
+def read_step(step: Step) -> StepReading:
+    """All numbers of a step that follow from its rewards, advantages and Gram.
+
+    Rollouts without a reward take no part in means of rewards and in deciding which groups are live. Estimates of noise
+    and of baselines, which need every reward of a prompt, are made from the prompts that have them all.
+    """
+    scalars = reward_scalars(step)
+    if step.gram is None:
+        return StepReading(scalars, ())
+    groups = group_readings(step)
+    scalars |= gram_scalars(step) | mean_over_groups([reading.scalars() for reading in groups])
+    return StepReading(scalars, groups)
+
+
+def group_readings(step: Step) -> list[GroupReading]:
+    """The numbers of every group of a measured step."""
+    if step.gram is None:
+        return []
+    matrix, rewards, advantages = step.gram.matrix, step.rollouts.rewards, step.row_advantages
+    return [read_group(matrix[here, here], rewards[here], advantages[here]) for here in step.rollouts.group_slices()]
+
+
+def reward_scalars(step: Step) -> dict[str, float]:
+    """Scalars of a step that need no Gram."""
+    rewards = step.rollouts.rewards
+    advantages = step.rollouts.by_group(step.advantages, fill=0.0)
+    if step.rows == "loss":  # a step of a loss may hold parts of groups, whose kind is unknown
+        return {"reward": _mean(rewards), "advantage_abs": float(step.advantages.abs().mean())}
+    return outcome_scalars(step.rollouts.reward_grid, advantages)
+
+
+def outcome_scalars(rewards: Rewards, advantages: Advantages) -> dict[str, float]:
+    """Means of rewards and advantages, and how many groups are live, all right and all wrong.
+
+    Args:
+        rewards: `(P, R)`, `nan` where missing.
+        advantages: `(P, R)`.
+    """
+    outcomes, judged = group_outcomes(rewards), ~rewards.isnan()
+    return {
+        "reward": _mean(rewards[judged]),
+        "reward_std": _mean(reward_deviations(rewards)),
+        "live_groups": int(outcomes.alive.sum()),
+        "groups": len(rewards),
+        "groups/all_right": float(outcomes.all_right.double().mean()),
+        "groups/all_wrong": float(outcomes.all_wrong.double().mean()),
+        "advantage_abs": _mean(advantages[judged].abs()),
+    }
+
+
+def reward_deviations(rewards: Rewards) -> PerPrompt:
+    """`(P,)` population standard deviation of each group over its judged rollouts; `nan` where nothing was judged."""
+    missing = rewards.isnan()
+    if not bool(missing.any()):
+        return rewards.std(dim=1, correction=0)
+    judged = [row[~gap] for row, gap in zip(rewards, missing, strict=True)]
+    return torch.stack([row.std(correction=0) if len(row) else row.new_tensor(math.nan) for row in judged])
+
+
+def _mean(values: Tensor) -> float:
+    """Mean of the defined values, `nan` if there is none."""
+    known = values[~values.isnan()]
+    return float(known.mean()) if len(known) else math.nan
+
+
+WHOLE_GRAM = (
+    "update_norm",
+    "coherence",
+    "largest_share",
+    "conflicting_prompts",
+    "cancelled",
+    "gradient_squared",
+    "between_prompts",
+    "within_prompt",
+    "snr",
+    "noise_scale",
+    "optimal_group_size",
+)
+"""Scalars that need the Gram between all rollouts of a step."""
+OF_WEIGHTS = WHOLE_GRAM[:5]
+"""Those of them that need no rewards."""
+
+
+def gram_scalars(step: Step) -> dict[str, float]:
+    """Scalars of a measured step, from the Gram of its rollouts and their weights in the update.
+
+    `nan` for what needs the Gram between prompts where that was not measured.
+    """
+    assert step.gram is not None
+    matrix, rollouts = step.gram.matrix, step.rollouts
+    is_whole = bool(matrix.isfinite().all())
+    if step.rows == "loss":  # rows carry their weights: nothing that is defined through scores and rewards
+        scalars = dict.fromkeys((f"gram/{name}" for name in OF_WEIGHTS), math.nan)
+        return scalars | (update_scalars(matrix, step.row_weights, rollouts.group_ids) if is_whole else {})
+    norms = matrix.diagonal().clamp(min=0).sqrt()
+    scalars = {"gram/score_norm": float(norms.mean()), "gram/baseline_saving": _saved_fraction(step)}
+    scalars |= dict.fromkeys((f"gram/{name}" for name in WHOLE_GRAM), math.nan)
+    return scalars | (whole_gram_scalars(matrix, step.row_weights, rollouts) if is_whole else {})
+
+
+def whole_gram_scalars(gram: BatchGram, weights: BatchWeights, rollouts: Rollouts) -> dict[str, float]:
+    """The part of `gram_scalars` that needs the Gram between prompts."""
+    scalars = update_scalars(gram, weights, rollouts.group_ids)
+    size, prompts = rollouts.group_size, len(rollouts.group_sizes)
+    if size is None or size < 4:  # the unbiased estimates compare two disjoint pairs of rollouts of a prompt
+        return scalars
+    rewards = rollouts.reward_grid
+    complete = rewards.isfinite().all(1)
+    if int(complete.sum()) < 2:
+        return scalars
+    rows = complete.repeat_interleave(size)
+    noise = noise_components(gram[rows][:, rows], rewards[complete])
+    return scalars | {
+        "gram/gradient_squared": noise.gradient_squared,
+        "gram/between_prompts": noise.between_prompts,
+        "gram/within_prompt": noise.within_prompt,
+        "gram/snr": signal_to_noise(noise, prompts, size),
+        "gram/noise_scale": noise_scale(noise, size),
+        "gram/optimal_group_size": optimal_group_size(noise).exact,
+    }
+
+
+def update_scalars(gram: BatchGram, weights: BatchWeights, group_ids: Tensor) -> dict[str, float]:
+    """Length, coherence, largest share and conflict of the update `Σ_i w_i ψ_i`."""
+    scalars = {
+        "gram/update_norm": update_norm(gram, weights, rtol=MEASURED_RTOL),
+        "gram/coherence": update_coherence(gram, weights),
+        "gram/largest_share": float(rollout_shares(gram, weights).max()),
+    }
+    if len(group_ids.unique()) > 1:
+        conflict = prompt_conflict(gram, weights, group_ids.cpu())
+        scalars |= {"gram/conflicting_prompts": conflict.conflicting, "gram/cancelled": conflict.cancelled}
+    return scalars
+
+
+def _saved_fraction(step: Step) -> float:
+    """Share of the variance within prompts that the best baseline would save; `nan` without complete groups of 4."""
+    assert step.gram is not None
+    size, rewards = step.rollouts.group_size, step.rollouts.reward_grid
+    complete = rewards.isfinite().all(1)
+    if size is None or size < 4 or not bool(complete.any()):
+        return math.nan
+    blocks = diagonal_blocks(step.gram.matrix, size)[complete]
+    return baseline_saving(blocks, rewards[complete]).fraction
+
+
+def diagonal_blocks(gram: Tensor, size: int) -> Tensor:
+    """The blocks `(P, R, R)` on the diagonal of `(N, N)`; everything else may be `nan`."""
+    return torch.stack([gram[start : start + size, start : start + size] for start in range(0, len(gram), size)])
+
+
+def gram_of_passes(grams: Sequence[Gram]) -> Gram:
+    """The Gram of rollouts that were measured in several passes, `nan` between rollouts of different passes."""
+    if len(grams) == 1:
+        return grams[0]
+    layers = dict.fromkeys(layer for gram in grams for layer in gram.by_layer)
+    absent = [torch.zeros_like(gram.matrix) for gram in grams]
+    by_layer = {
+        layer: _block_diagonal([gram.by_layer.get(layer, zero) for gram, zero in zip(grams, absent, strict=True)])
+        for layer in layers
+    }
+    return Gram(
+        matrix=_block_diagonal([gram.matrix for gram in grams]),
+        by_layer=by_layer,
+        log_probs=torch.cat([gram.log_probs for gram in grams]),
+        replayed=tuple(dict.fromkeys(name for gram in grams for name in gram.replayed)),
+        notes=tuple(dict.fromkeys(note for gram in grams for note in gram.notes)),
+    )
+
+
+def _block_diagonal(blocks: Sequence[Tensor]) -> Tensor:
+    """Square blocks on the diagonal of one matrix, `nan` elsewhere."""
+    whole = blocks[0].new_full((sum(map(len, blocks)),) * 2, torch.nan)
+    start = 0
+    for block in blocks:
+        here = slice(start, start + len(block))
+        whole[here, here] = block
+        start += len(block)
+    return whole
+
+
+def group_records(
+    step: Step, readings: Sequence[GroupReading], *, keep_prompts: bool = True, layers: LayerDetail = "each"
+) -> list[GroupRecord]:
+    """One record for every group of a step; with its Gram and its numbers, if that was measured."""
+    rollouts, lengths, advantages = step.rollouts, step.rollouts.lengths.cpu(), step.advantages.double()
+    by_layer = step.gram.by_layer if step.gram is not None and layers != "none" else {}
+    by_layer = layer_kinds(by_layer) if layers == "kinds" else by_layer
+    records = []
+    for place, here in enumerate(rollouts.group_slices()):
+        marks = step.group_marks[place] if step.group_marks else {}
+        records.append(
+            GroupRecord(
+                step=step.number,
+                kind=step.kind,
+                prompt_id=rollouts.prompt_names[place],
+                prompt=rollouts.prompts[place] if keep_prompts and rollouts.prompts else None,
+                rewards=rollouts.rewards[here],
+                lengths=lengths[here],
+                advantages=advantages[here],
+                gram=None if step.gram is None else step.gram.matrix[here, here],
+                by_layer={layer: gram[here, here] for layer, gram in by_layer.items()},
+                statistics=({} if step.gram is None else readings[place].scalars()) | dict(marks),
+            )
+        )
+    return records
+
+
+def batch_records(step: Step) -> list[BatchRecord]:
+    """The whole step in one record; none if its Gram is not known between all rollouts."""
+    if step.gram is None or not bool(step.gram.matrix.isfinite().all()):
+        return []
+    rollouts = step.rollouts
+    return [
+        BatchRecord(
+            step=step.number,
+            kind=step.kind,
+            prompt_ids=tuple(rollouts.prompt_names),
+            sizes=torch.tensor(rollouts.group_sizes),
+            rewards=rollouts.rewards,
+            lengths=rollouts.lengths.cpu(),
+            weights=step.row_weights,
+            gram=step.gram.matrix,
+        )
+    ]
+
+
+def rollout_records(step: Step, decode: Callable[[list[int]], str] | None = None) -> list[RolloutRecord]:
+    """One record for every rollout of a step; everything per token aligned with its tokens, padding left out.
+
+    Args:
+        step: Its log-probabilities must be known.
+        decode: From token ids to text, for prompts as the policy saw them; the texts of the prompts if not given.
+    """
+    rollouts = step.rollouts
+    assert step.log_probs is not None
+    columns = {
+        "log_probs": step.log_probs.detach().float().cpu(),
+        "behaviour_log_probs": None
+        if rollouts.behaviour_log_probs is None
+        else rollouts.behaviour_log_probs.float().cpu(),
+        "advantages": None if step.token_advantages is None else step.token_advantages.float().cpu(),
+    }
+    ids, real, credited = (t.cpu() for t in (rollouts.input_ids, rollouts.attention_mask, rollouts.completion_mask))
+    prompt_lengths, rewards, advantages = rollouts.prompt_lengths.tolist(), rollouts.rewards, step.advantages.tolist()
+    records: list[RolloutRecord] = []
+    for group, here in enumerate(rollouts.group_slices()):
+        prompt = rollouts.prompts[group] if rollouts.prompts else None
+        if decode is not None:
+            prompt = decode(ids[here.start][real[here.start]][: prompt_lengths[here.start]].tolist())
+        for row in range(here.start, here.stop):
+            tokens, mask = real[row], credited[row][real[row]]
+            is_plain = bool(mask[prompt_lengths[row] :].all())
+            records.append(
+                RolloutRecord(
+                    step=step.number,
+                    kind=step.kind,
+                    prompt_id=rollouts.prompt_names[group],
+                    group=group,
+                    index=row - here.start,
+                    prompt=prompt,
+                    completion=rollouts.completions[row] if rollouts.completions else None,
+                    token_ids=ids[row][tokens],
+                    prompt_length=prompt_lengths[row],
+                    completion_mask=None if is_plain else mask,
+                    reward=float(rewards[row]),
+                    rewards={name: _given(values[row]) for name, values in rollouts.reward_parts.items()},
+                    advantage=None if step.token_advantages is not None else advantages[row],
+                    finished=bool(rollouts.finished[row]) if rollouts.finished is not None else True,
+                    **{name: None if value is None else value[row][tokens] for name, value in columns.items()},  # type: ignore[arg-type]
+                )
+            )
+    return records
+
+
+def _given(reward: Tensor) -> float | None:
+    return None if bool(reward.isnan()) else float(reward)
+
+
+def layer_kinds(by_layer: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Grams of layers that differ by their depth alone, added up: `layers.3.mlp` belongs to `layers.*.mlp`."""
+    merged: dict[str, Tensor] = {}
+    for name, gram in by_layer.items():
+        kind = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        merged[kind] = merged[kind] + gram if kind in merged else gram
+    return merged

@@ -1,0 +1,101 @@
+"""The rollouts of one step: problems drawn, rollouts sampled and rewarded, in whole groups.
+
+Which problems a step sees, and with which random numbers, are functions of the seed and of a position, not of history:
+a run that is resumed at a position goes on with the same problems and draws as one that was never interrupted.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from scoregram.checks import fail
+from scoregram.policy import Policy, SamplingConfig, sample
+from scoregram.rollouts import Rollouts
+from scoregram.tasks import Problem, Task
+from scoregram.types import PerPrompt
+
+
+def collect(
+    policy: Policy,
+    task: Task,
+    problems: Sequence[Problem],
+    *,
+    group_size: int,
+    sampling: SamplingConfig,
+    generator: torch.Generator | None,
+) -> Rollouts:
+    """`group_size` rollouts of every problem, with texts and rewards.
+
+    Raises:
+        ScoregramError: A prompt that leaves no room for a completion, or a reward that is not a number.
+    """
+    prompts = [policy.encode_prompt(task.prompt(problem)) for problem in problems]
+    refuse_long_prompts(prompts, problems, sampling, policy)
+    with policy.computing():
+        rollouts = sample(
+            policy.model,
+            prompts,
+            rollouts_per_prompt=group_size,
+            sampling=sampling,
+            stop_ids=policy.stop_ids,
+            pad_id=policy.pad_id,
+            generator=generator,
+        )
+    ids = rollouts.completion_ids()
+    completions = [policy.decode(row) for row in ids]
+    each = [problem for problem in problems for _ in range(group_size)]
+    rewards = task.rewards(each, completions, completion_ids=ids)
+    return replace(
+        rollouts,
+        prompt_names=[problem.id for problem in problems],
+        prompts=[problem.prompt for problem in problems],
+        completions=completions,
+        rewards=torch.tensor([torch.nan if value is None else value for value in rewards], dtype=torch.float64),
+    )
+
+
+def greedy_rewards(policy: Policy, task: Task, problems: Sequence[Problem], sampling: SamplingConfig) -> PerPrompt:
+    """`(P,)` reward of the greedy rollout of every problem, `nan` without one."""
+    greedy = replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
+    return collect(policy, task, problems, group_size=1, sampling=greedy, generator=None).rewards
+
+
+def refuse_long_prompts(
+    prompts: Sequence[Sequence[int]], problems: Sequence[Problem], sampling: SamplingConfig, policy: Policy
+) -> None:
+    """Raise for the first prompt that leaves no room for a whole completion."""
+    new, context = sampling.max_new_tokens, policy.context
+    for prompt, problem in zip(prompts, problems, strict=True):
+        if len(prompt) + new > context:
+            fail(
+                "train",
+                f"prompt and completion must fit into the context of {context} tokens",
+                f"{len(prompt)} tokens of prompt {problem.id} and {new} of completion",
+                "Lower max_new_tokens, or leave such prompts out.",
+            )
+
+
+def drawn_problems(problems: Sequence[Problem], position: int, count: int, seed: int) -> list[Problem]:
+    """The problems at places `position … position + count - 1` of an endless sequence of shuffled epochs.
+
+    Every epoch holds every problem once, in an order of its own.
+    """
+    size = len(problems)
+    places = range(position, position + count)
+    orders = {epoch: epoch_order(size, epoch, seed) for epoch in {place // size for place in places}}
+    return [problems[orders[place // size][place % size]] for place in places]
+
+
+@lru_cache(maxsize=4)
+def epoch_order(size: int, epoch: int, seed: int) -> tuple[int, ...]:
+    """A permutation of `0 … size-1`, the same for one epoch and seed."""
+    return tuple(torch.randperm(size, generator=seeded_generator(seed, "order", epoch)).tolist())
+
+
+def seeded_generator(seed: int, purpose: str, number: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """A fresh generator for one purpose and one number, such as a step; no two of them share a stream."""
+    digest = hashlib.sha256(f"{seed}/{purpose}/{number}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
