@@ -177,7 +177,12 @@ def test_an_observed_reward_must_be_finite(name, bad):
     rewards = torch.tensor([[1.0, bad, 0.0]])
     extra = inputs_for(name, torch.zeros(1, 3))
     with pytest.raises(ScoregramError, match=r"must be finite.*\(0, 1\).*observed=rewards.isfinite\(\)"):
-        estimate(name, rewards, **extra)
+        ESTIMATORS[name].fn(rewards, **extra)
+    if math.isinf(bad):
+        with pytest.raises(ScoregramError, match=r"must be finite.*\(0, 1\)\. Pass NaN where a reward is missing"):
+            estimate(name, rewards, **extra)
+        with pytest.raises(ScoregramError, match="must be finite"):  # too few judged rollouts do not hide it
+            estimate(name, torch.tensor([[math.nan, bad, math.nan]]), **extra)
 
 
 @pytest.mark.parametrize("name", GROUP_ROWS)
@@ -185,13 +190,90 @@ def test_too_few_observed_is_an_error_and_none_is_zero(name):
     row, rewards = ESTIMATORS[name], torch.tensor([[1.0, 0.0, 2.0], [1.0, 2.0, 0.0]])
     extra = inputs_for(name, rewards)
     none = torch.tensor([[False, False, False], [True, True, True]])
-    assert bool((estimate(name, rewards, observed=none, **extra)[0] == 0).all())
+    assert bool((row.fn(rewards, observed=none, **extra)[0] == 0).all())
     one = torch.tensor([[True, True, True], [False, True, False]])
     if row.min_group == 1:
-        assert bool(estimate(name, rewards, observed=one, **extra).isfinite().all())
+        assert bool(row.fn(rewards, observed=one, **extra).isfinite().all())
     else:
         with pytest.raises(ScoregramError, match="at least 2 observed rollouts in a group, got 1 in prompt 1"):
-            estimate(name, rewards, observed=one, **extra)
+            row.fn(rewards, observed=one, **extra)
+        assert bool((estimate(name, rewards, observed=one, **extra)[1] == 0).all())
+
+
+def by_hand_where_judged(name: str, rewards: list[list[float]], extra: dict[str, Tensor]) -> list[list[float]]:
+    """The formula on the judged rollouts of each group alone, 0 elsewhere; a loop."""
+    result = [[0.0] * len(row) for row in rewards]
+    kept = [[i for i, r in enumerate(row) if not math.isnan(r)] for row in rewards]
+    kept = [here if len(here) >= ESTIMATORS[name].min_group else [] for here in kept]
+    if name.startswith("reinforce++"):
+        tiled, places = [], [(p, i) for p, here in enumerate(kept) for i in here]
+        for p, i in places:
+            mean = statistics.fmean(rewards[p][j] for j in kept[p]) if name.endswith("baseline") else 0.0
+            tiled += [(p, i, rewards[p][i] - mean)] * int(extra["lengths"][p, i])
+        values = [value for _, _, value in tiled]
+        if len(places) > 1 and max(values) - min(values) > 1e-12:
+            for p, i, value in tiled:
+                result[p][i] = (value - statistics.fmean(values)) / statistics.stdev(values)
+        return result
+    for p, here in enumerate(kept):
+        inputs = {key: [float(value[p, i]) for i in here] for key, value in extra.items() if value.ndim == 2}
+        alone = [rewards[p][i] for i in here]
+        advantages = by_hand(name, alone, inputs) if alone else []
+        if name == "grpo-verl" and len(alone) == 1:
+            advantages = [alone[0] / (1 + 1e-6)]
+        for i, advantage in zip(here, advantages, strict=True):
+            result[p][i] = advantage
+    return result
+
+
+@pytest.mark.parametrize("name", GROUP_ROWS)
+def test_every_pattern_of_missing_rewards_equals_the_loop(name):
+    """Two groups of three, each of the 64 patterns; the deprecated mask says the same as NaN, bit for bit."""
+    full = torch.tensor([[1.0, 0.25, -0.5], [0.0, 0.75, 0.75]], dtype=torch.float64)
+    for pattern in itertools.product([True, False], repeat=6):
+        seen = torch.tensor(pattern).view(2, 3)
+        holes = torch.where(seen, full, math.nan)
+        extra = inputs_for(name, full)
+        given = extra | ({"outcomes": holes} if "outcomes" in extra else {})
+        actual = estimate(name, holes, **given)
+        expected = torch.tensor(by_hand_where_judged(name, holes.tolist(), extra), dtype=torch.float64)
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
+        assert bool((actual[~seen] == 0).all())
+        assert torch.equal(actual, estimate(name, full, observed=seen, **extra))
+        assert torch.equal(actual, estimate(name, torch.where(seen, full, 77.0), observed=seen, **given))
+        if bool(seen.all()):
+            assert torch.equal(actual, ESTIMATORS[name].fn(full, **extra))
+
+
+@pytest.mark.parametrize("name", GROUP_ROWS)
+@given(data=st.data())
+def test_a_missing_rollout_is_as_if_it_had_not_been_sampled(name, data):
+    """A column of NaN changes nothing, wherever it stands and however wide the groups are; a group of one included."""
+    size, prompts = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    rewards = torch.tensor(
+        data.draw(st.lists(st.lists(grid, min_size=size, max_size=size), min_size=prompts, max_size=prompts)),
+        dtype=torch.float64,
+    )
+    extra = inputs_for(name, rewards)
+    at = data.draw(st.integers(0, size))
+
+    def padded(table: Tensor, value: float) -> Tensor:
+        return torch.cat([table[:, :at], torch.full_like(table[:, :1], value), table[:, at:]], dim=1)
+
+    wide = {key: padded(value, 3) if value.ndim == 2 else value for key, value in extra.items()}
+    wide |= {"outcomes": padded(rewards, math.nan)} if "outcomes" in extra else {}
+    actual = estimate(name, padded(rewards, math.nan), **wide)
+    torch.testing.assert_close(actual, padded(estimate(name, rewards, **extra), 0), rtol=1e-12, atol=1e-12)
+
+
+def test_a_missing_outcome_leaves_its_rollout_out():
+    rewards = torch.tensor([[1.0, 0.0, 0.5], [1.0, 0.0, 0.5]], dtype=torch.float64)
+    outcomes = torch.tensor([[1.0, 0.0, math.nan], [1.0, 1.0, math.nan]], dtype=torch.float64)
+    half = math.sqrt(0.5)
+    expected = torch.tensor([[half, -half, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(estimate("dapo", rewards, outcomes=outcomes), expected)
+    with pytest.raises(ScoregramError, match="outcomes must be finite, got inf at index"):
+        estimate("dapo", rewards, outcomes=torch.full_like(rewards, math.inf))
 
 
 @pytest.mark.parametrize("name", GROUP_ROWS)
@@ -233,6 +315,7 @@ def test_mixed_groups_and_phantom_advantages():
     outcomes = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.1, 0.1, 0.1]])
     assert adv.mixed_groups(outcomes).tolist() == [True, False, False, False]
     assert adv.mixed_groups(outcomes, observed=torch.zeros(4, 3).bool()).tolist() == [False] * 4
+    assert adv.mixed_groups(outcomes, observed=torch.tensor([[True, False, True]] * 4)).tolist() == [False] * 4
     shaped = outcomes + torch.tensor([0.0, -0.5, -1.0])
     result = adv.mixed_groups_standardized(shaped, outcomes=outcomes)
     assert bool((result[1:] == 0).all())
@@ -259,6 +342,11 @@ def test_overlong_penalty_is_piecewise_linear():
             lambda: adv.leave_one_out(torch.zeros(2, 2), observed=torch.ones(2, 3).bool()),
             "observed must have the shape",
         ),
+        (lambda: estimate("rloo", torch.zeros(2, 2), observed=torch.ones(2, 3).bool()), "observed must have the shape"),
+        (lambda: estimate("dapo", torch.zeros(2, 2), outcomes=torch.zeros(2, 3)), "outcomes must have the shape"),
+        (lambda: estimate("rloo", torch.zeros(2, 2).long()), "floating point"),
+        (lambda: adv.mixed_groups(torch.zeros(2, 2), observed=torch.ones(2, 3).bool()), "observed must have the shape"),
+        (lambda: adv.mixed_groups(torch.zeros(2, 0)), "group of 0"),
         (lambda: adv.length_weighted(torch.zeros(2, 2), lengths=torch.ones(2)), "lengths must have the shape"),
         (lambda: adv.greedy_baseline(torch.zeros(2, 2), greedy_rewards=torch.ones(3)), "greedy_rewards must have"),
         (

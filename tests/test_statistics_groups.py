@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scoregram.advantages import mixed_groups, standardized
+from scoregram.advantages import estimate, mixed_groups, standardized
 from scoregram.checks import ScoregramError
+from scoregram.groups import live_groups
 from scoregram.statistics import (
     effective_fraction,
     effective_fraction_bound,
@@ -29,17 +30,66 @@ def binary_groups(success: float, size: int):
 
 
 def test_each_group_is_of_exactly_one_kind():
-    rewards = torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [0.1, 0.1, 0.1], [1.0, 0.0, 1.0]])
+    rewards = torch.tensor([[1.0] * 3, [0.0] * 3, [0.1] * 3, [1.0, 0.0, 1.0], [math.nan] * 3])
     outcomes = group_outcomes(rewards)
-    kinds = torch.stack([outcomes.all_right, outcomes.all_wrong, outcomes.tied, outcomes.alive])
-    assert torch.equal(kinds, torch.eye(4, dtype=torch.bool))
+    kinds = torch.stack([outcomes.all_right, outcomes.all_wrong, outcomes.tied, outcomes.alive, outcomes.unjudged])
+    assert torch.equal(kinds, torch.eye(5, dtype=torch.bool))
     fractions = (
         outcomes.fraction_all_right,
         outcomes.fraction_all_wrong,
         outcomes.fraction_tied,
         outcomes.fraction_alive,
+        outcomes.fraction_unjudged,
     )
-    assert fractions == (0.25,) * 4
+    assert fractions == (0.2,) * 5
+
+
+def kind_by_hand(group: tuple[float, ...]) -> str:
+    judged = [r for r in group if not math.isnan(r)]
+    if not judged:
+        return "unjudged"
+    if len(set(judged)) > 1:
+        return "alive"
+    return {1.0: "all_right", 0.0: "all_wrong"}.get(judged[0], "tied")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_group_with_missing_rewards_is_what_the_loop_says(size):
+    """All groups over right, wrong, another value and missing."""
+    groups = list(product([1.0, 0.0, 0.1, math.nan], repeat=size))
+    rewards = torch.tensor(groups, dtype=torch.float64)
+    outcomes = group_outcomes(rewards)
+    for kind in ("alive", "all_right", "all_wrong", "tied", "unjudged"):
+        assert getattr(outcomes, kind).tolist() == [kind_by_hand(group) == kind for group in groups]
+    assert torch.equal(outcomes.alive, mixed_groups(rewards))
+    assert torch.equal(outcomes.alive, mixed_groups(rewards.nan_to_num(7.0), observed=~rewards.isnan()))
+    assert torch.equal(outcomes.alive, estimate("grpo", rewards).any(dim=1))
+
+
+def test_an_all_right_group_with_one_missing_reward_is_all_right():
+    outcomes = group_outcomes(torch.tensor([[1.0, 1.0, math.nan, 1.0], [math.nan, 0.0, 0.0, math.nan]]))
+    assert outcomes.all_right.tolist() == [True, False]
+    assert outcomes.all_wrong.tolist() == [False, True]
+    assert not outcomes.alive.any() and not outcomes.unjudged.any()
+
+
+@given(
+    group=st.lists(st.one_of(st.just(math.nan), st.floats(-1e3, 1e3)), min_size=1, max_size=6),
+    steps=st.integers(0, 9),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_live_is_a_spread_beyond_rounding_among_the_judged(group, steps, dtype):
+    """`max − min > rtol · max|r|` over what is not NaN, in exact arithmetic, down to a spread of a few rounding steps."""
+    rewards = torch.tensor([[*group, math.nan, group[0] * (1 + steps * torch.finfo(dtype).eps)]], dtype=dtype)
+    judged = [Fraction(r) for r in rewards[0].double().tolist() if not math.isnan(r)]
+    spread = max(judged) - min(judged) if judged else Fraction(0)
+    live = bool(judged) and spread > Fraction(4 * torch.finfo(dtype).eps) * max(map(abs, judged))
+    assert bool(live_groups(rewards)) == bool(mixed_groups(rewards)) == bool(group_outcomes(rewards).alive) == live
+
+
+def test_the_tolerance_of_a_live_group_can_be_set():
+    rewards = torch.tensor([[1.0, 0.5, math.nan], [1.0, 0.25, 0.5]])
+    assert live_groups(rewards, rtol=0.5).tolist() == group_outcomes(rewards, rtol=0.5).alive.tolist() == [False, True]
 
 
 @given(
@@ -125,8 +175,8 @@ def test_ends_of_the_chance_of_success():
     ("call", "part"),
     [
         (lambda: group_outcomes(torch.zeros(2, 0)), "at least 1 rollout"),
-        (lambda: group_outcomes(torch.tensor([[1.0, math.nan]])), "rewards must be finite"),
         (lambda: group_outcomes(torch.tensor([[1.0, -math.inf]])), "rewards must be finite"),
+        (lambda: group_outcomes(torch.tensor([[math.nan, math.inf]])), "got inf at index (0, 1)"),
         (lambda: group_outcomes(torch.ones(1, 2), right=1, wrong=1), "two finite rewards"),
         (lambda: group_outcomes(torch.ones(1, 2), right=math.nan), "two finite rewards"),
         (lambda: effective_fraction(torch.tensor([[math.nan]]), epsilon=0.1), "advantages must be finite"),

@@ -12,12 +12,13 @@ from scoregram.advantages.comparisons import (
     by_group,
     differences,
     everyone,
-    flat,
+    require_reward_table,
     require_spread_options,
     standard_scores,
 )
 from scoregram.advantages.group import require_weights
-from scoregram.checks import fail
+from scoregram.checks import fail, require_same_shape
+from scoregram.groups import live_groups
 from scoregram.types import Advantages, Observed, PerRollout, Rewards
 
 
@@ -78,10 +79,14 @@ def centered_batch_whitened(
 
 
 def mixed_groups(rewards: Rewards, *, observed: Observed | None = None) -> Bool[Tensor, " prompts"]:
-    """Which groups hold more than one reward: the ones DAPO keeps.
+    """Mask of the live groups, whose rewards differ by more than rounding: the groups that DAPO keeps.
 
-    `True` where the observed rewards are not constant (up to rounding, relative to their size). A group of one, or
-    without observed rollouts, is not mixed. For right-or-wrong rewards: `0 < #right < R`.
+    `max − min > rtol · max|r|` over the rewards that are not missing (`scoregram.groups.live_groups`). A group in
+    which one rollout or none has a reward is not mixed. For right-or-wrong rewards: `0 < #right < R`.
+
+    Args:
+        rewards: `(P, R)`, NaN where a reward is missing.
+        observed: `(P, R)` bool. `False` has the same meaning as a reward of NaN.
 
     Reference:
         DAPO, dynamic sampling. Yu et al. 2025, arXiv:2503.14476.
@@ -90,8 +95,11 @@ def mixed_groups(rewards: Rewards, *, observed: Observed | None = None) -> Bool[
         >>> mixed_groups(torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
         tensor([ True, False])
     """
-    values, members = admitted(rewards, observed, at_least=1, caller="mixed_groups")
-    return (members & ~flat(values, everyone(members), dtype=rewards.dtype)).any(dim=-1)
+    require_reward_table(rewards, caller="mixed_groups")
+    if observed is not None:
+        require_same_shape(observed, rewards, name="observed", like_name="rewards", caller="mixed_groups")
+        rewards = torch.where(observed.bool(), rewards, torch.nan)
+    return live_groups(rewards, caller="mixed_groups")
 
 
 def mixed_groups_standardized(

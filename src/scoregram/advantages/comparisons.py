@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from scoregram.checks import ROUNDING_STEPS, fail, require_finite, require_group_size, require_same_shape
+from scoregram.checks import fail, require_finite, require_group_size, require_same_shape
+from scoregram.groups import differ_beyond_rounding, rounding_tolerance
 
 Values = Float[Tensor, "*batch members"]
 Members = Bool[Tensor, "*batch members"]
@@ -25,14 +26,12 @@ def admitted(
     A group without any observed rollout passes: all of its advantages are 0. A group with some, but fewer than
     `at_least`, does not.
     """
-    if rewards.ndim != 2 or not rewards.is_floating_point():
-        got = f"shape {tuple(rewards.shape)} of {rewards.dtype}"
-        fail(caller, "rewards must be floating point of shape (P, R)", got, "Pass one row per prompt.")
+    require_reward_table(rewards, caller=caller)
     require_group_size(rewards, at_least=at_least, caller=caller)
     present = torch.ones_like(rewards, dtype=torch.bool) if observed is None else observed.bool()
     require_same_shape(present, rewards, name="observed", like_name="rewards", caller=caller)
     values = torch.where(present, rewards.detach(), 0).double()
-    remedy = "Pass observed=rewards.isfinite() if these rewards are missing."
+    remedy = "If they are missing, pass NaN to estimate, or observed=rewards.isfinite() to this function."
     require_finite(values, name="rewards", caller=caller, remedy=remedy)
     counts = present.sum(dim=-1)  # (P,)
     short = (counts > 0) & (counts < at_least)
@@ -42,6 +41,13 @@ def admitted(
         remedy = "Sample more rollouts, or mark the whole group as unobserved."
         fail(caller, requirement, f"{int(counts[prompt])} in prompt {prompt}", remedy)
     return values, present
+
+
+def require_reward_table(rewards: Tensor, *, caller: str) -> None:
+    """Raise unless `rewards` is floating point of shape `(P, R)`."""
+    if rewards.ndim != 2 or not rewards.is_floating_point():
+        got = f"shape {tuple(rewards.shape)} of {rewards.dtype}"
+        fail(caller, "rewards must be floating point of shape (P, R)", got, "Pass one row per prompt.")
 
 
 def require_spread_options(eps: float | int, ddof: int, *, caller: str) -> None:
@@ -77,11 +83,7 @@ def differences(values: Values, pairs: Pairs) -> Values:
 
 def flat(values: Values, pairs: Pairs, *, dtype: torch.dtype) -> Bool[Tensor, "*batch members"]:
     """Where the rewards compared with are constant up to the rounding of `dtype`, relative to their own size."""
-    compared, row = pairs > 0, values.unsqueeze(-2)
-    top = torch.where(compared, row, -torch.inf).amax(dim=-1)
-    low = torch.where(compared, row, torch.inf).amin(dim=-1)
-    size = torch.where(compared, row.abs(), 0).amax(dim=-1)
-    return ~(top - low > ROUNDING_STEPS * torch.finfo(dtype).eps * size)
+    return ~differ_beyond_rounding(values.unsqueeze(-2), pairs > 0, rtol=rounding_tolerance(dtype))
 
 
 def standard_scores(
@@ -125,7 +127,7 @@ def _labelled_scores(
     peak = over_group(deviations.abs(), "amax")
     peak = torch.where(peak > 0, peak, 1.0)
     squares = over_group(counts * (deviations / peak).square(), "sum")
-    spread = over_group(raised, "amax") > ROUNDING_STEPS * torch.finfo(dtype).eps * over_group(sizes, "amax")
+    spread = over_group(raised, "amax") > rounding_tolerance(dtype) * over_group(sizes, "amax")
     std = peak * torch.where(spread, squares / (total - ddof), 1.0).sqrt()
     return torch.where(spread, deviations / (std + eps), 0.0)
 

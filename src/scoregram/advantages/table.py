@@ -6,9 +6,11 @@ every case listed there, what is denied is seen to fail.
 
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
 from scoregram.advantages.batch import batch_whitened, centered_batch_whitened, mixed_groups_standardized
+from scoregram.advantages.comparisons import require_reward_table
 from scoregram.advantages.conventions import (
     nemo_rl_standardized,
     openrlhf_standardized,
@@ -43,7 +45,8 @@ from scoregram.advantages.turn import (
     turn_leave_one_out,
     turn_mean_centered,
 )
-from scoregram.checks import fail, listed, lookup
+from scoregram.checks import fail, listed, lookup, require_same_shape
+from scoregram.groups import judged_rollouts
 
 ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
     {
@@ -393,18 +396,36 @@ OPTIONAL = MappingProxyType({"group": ("observed",), "token": (), "turn": ()})
 
 
 def estimate(name: str, rewards: Tensor, **inputs: Tensor | None) -> Tensor:
-    """Advantages by the estimator called `name`, which takes what it needs from `inputs` and leaves the rest.
+    """Advantages by the estimator called `name`, which takes what it needs from `inputs` and ignores the rest.
 
     One call with everything that is known (`lengths`, `score_energies`, `mask`, …) serves every row of a level.
     `None` means not known. Options such as `eps` keep their defaults; call `ESTIMATORS[name].fn` to set them.
 
+    **Missing rewards.** In a group-level row a reward of NaN, or an `outcomes` of NaN, means that the rollout was not
+    judged. Its advantage is 0 and the judged rollouts are compared among themselves, as if it had not been sampled. A
+    group with fewer judged rollouts than the row's `min_group` gets zeros, as in TRL, and takes no part in statistics
+    over the batch; so does a batch without two judged rollouts, if the row compares rollouts across prompts. Rows for
+    tokens and turns leave a rollout out by an empty mask instead; NaN inside the mask is an error.
+
+    Args:
+        name: A row of `ESTIMATORS`.
+        rewards: `(P, R)` for a group-level row, `(P, R, T)` or `(P, R, H)` for tokens and turns.
+        inputs: Tensors by name. `observed`, `(P, R)` bool, is deprecated: `False` has the same meaning as a reward of
+            NaN.
+
+    Returns:
+        Shape and dtype of `rewards`.
+
     Raises:
-        ScoregramError: If the name is unknown, an input it needs is missing, or no estimator takes an input so called.
+        ScoregramError: If the name is unknown, an input it needs is missing, no estimator takes an input so called, or
+            a reward is infinite.
 
     Example:
-        >>> import torch
         >>> estimate("rloo", torch.tensor([[1.0, 0.0, 0.0]]), lengths=torch.tensor([[3, 5, 4]]))
         tensor([[ 1.0000, -0.5000, -0.5000]])
+        >>> estimate("rloo", torch.tensor([[1.0, 0.0, torch.nan], [1.0, torch.nan, torch.nan]]))
+        tensor([[ 1., -1.,  0.],
+                [ 0.,  0.,  0.]])
     """
     row = lookup(ESTIMATORS, name, kind="estimate")
     known = {n for other in ESTIMATORS.values() for n in (*other.needs, *ALWAYS[other.level], *OPTIONAL[other.level])}
@@ -416,5 +437,24 @@ def estimate(name: str, rewards: Tensor, **inputs: Tensor | None) -> Tensor:
     required = (*row.needs, *ALWAYS[row.level])
     if missing := [need for need in required if need not in given]:
         fail("estimate", f"{name!r} needs {listed(required)}", listed(given) or "none", f"Pass {listed(missing)}.")
-    taken = {key: given[key] for key in (*required, *OPTIONAL[row.level]) if key in given}
-    return row.fn(rewards, **taken)
+    taken = {key: given[key] for key in required}
+    if row.level != "group":
+        return row.fn(rewards, **taken)
+    compared = _compared_rollouts(row, rewards, taken.get("outcomes"), given.get("observed"))
+    if int(compared.sum()) < (2 if row.couples_prompts else 1):
+        return torch.zeros_like(rewards)
+    return row.fn(rewards, **taken, observed=None if bool(compared.all()) else compared)
+
+
+def _compared_rollouts(row: Estimator, rewards: Tensor, outcomes: Tensor | None, observed: Tensor | None) -> Tensor:
+    """`(P, R)` bool: rollouts that were judged, in a group with at least `min_group` of them."""
+    caller = row.fn.__name__
+    require_reward_table(rewards, caller=caller)
+    if observed is not None:  # deprecated: the same as NaN
+        require_same_shape(observed, rewards, name="observed", like_name="rewards", caller=caller)
+        rewards = torch.where(observed.bool(), rewards, torch.nan)
+    judged = judged_rollouts(rewards, caller=caller)
+    if outcomes is not None:
+        require_same_shape(outcomes, rewards, name="outcomes", like_name="rewards", caller=caller)
+        judged &= judged_rollouts(torch.where(judged, outcomes, torch.nan), name="outcomes", caller=caller)
+    return judged & (judged.sum(dim=-1, keepdim=True) >= row.min_group)

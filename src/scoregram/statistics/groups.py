@@ -5,24 +5,29 @@ import sys
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from scoregram.checks import ROUNDING_STEPS, fail, require_finite, require_group_size, require_in_range
+from scoregram.checks import fail, require_finite, require_in_range
+from scoregram.groups import judged_rollouts, live_groups, rounding_tolerance
 from scoregram.types import Advantages, PromptMask, Rewards
 
 
 @dataclass(frozen=True)
 class GroupOutcomes:
-    """Every group in exactly one of four kinds, as masks over prompts."""
+    """Five masks over prompts; every group is in exactly one of them.
+
+    A rollout without a reward (NaN) does not count: an all-right group with one missing reward is all right.
+    """
 
     alive: PromptMask
-    """Rewards differ inside the group."""
+    """Live: rewards differ inside the group."""
     all_right: PromptMask
-    """Dead: every rollout has the reward that means right."""
+    """Dead: every judged rollout has the reward that means right."""
     all_wrong: PromptMask
-    """Dead: every rollout has the reward that means wrong."""
+    """Dead: every judged rollout has the reward that means wrong."""
     tied: PromptMask
     """Dead: all rewards are equal, at another value."""
+    unjudged: PromptMask
+    """Dead: no rollout has a reward."""
 
     @property
     def fraction_alive(self) -> float:
@@ -44,42 +49,49 @@ class GroupOutcomes:
         """Share of groups whose rewards are equal at another value; `nan` without a group."""
         return float(self.tied.double().mean())
 
+    @property
+    def fraction_unjudged(self) -> float:
+        """Share of groups without a single reward; `nan` without a group."""
+        return float(self.unjudged.double().mean())
+
 
 def group_outcomes(
     rewards: Rewards, *, right: float | int = 1.0, wrong: float | int = 0.0, rtol: float | None = None
 ) -> GroupOutcomes:
-    """Groups alive, and the dead ones split into all right, all wrong and tied.
+    """Masks of the live groups, and of the dead ones: all right, all wrong, tied, unjudged.
 
-    A group is dead if `max r - min r <= rtol · max |r|`, the spread that rounding alone can make; such a group has
-    zero group-relative advantages. All-right groups ask for harder prompts, all-wrong ones for easier prompts or
-    more rollouts, tied ones for a finer reward. A group of one is always dead.
+    A group is dead if `max r - min r <= rtol · max |r|` over its judged rollouts, the spread that rounding alone can
+    cause (`scoregram.groups.live_groups`); such a group has zero group-relative advantages. All-right groups call for
+    harder prompts, all-wrong ones for easier prompts or more rollouts, tied ones for a finer reward, unjudged ones for
+    a reward function that answers. A group with one judged rollout is always dead.
 
     Args:
-        rewards: `(P, R)`.
+        rewards: `(P, R)`, NaN where a reward is missing.
         right: The reward that means right.
         wrong: The reward that means wrong.
-        rtol: Default: `ROUNDING_STEPS` times the machine epsilon of the dtype of `rewards`, which is what advantages go
-            by; a spread at scale 1e-6 is a spread. A dead group is right (wrong) if it is within
+        rtol: Default: `ROUNDING_STEPS` times the machine epsilon of the dtype of `rewards`, the tolerance of the
+            estimators; a spread at scale 1e-6 is a spread. A dead group is right (wrong) if its mean reward is within
             `rtol · max(|right|, |wrong|)` of that value.
 
     Raises:
-        ScoregramError: If a reward is not finite, a group is empty, or `right` equals `wrong`.
+        ScoregramError: If a reward is infinite, a group is empty, or `right` equals `wrong`.
 
     Example:
         >>> outcomes = group_outcomes(torch.tensor([[1.0, 1.0], [0.0, 0.0], [0.1, 0.1], [1.0, 0.0]]))
         >>> outcomes.fraction_alive, outcomes.tied
         (0.25, tensor([False, False,  True, False]))
     """
-    require_group_size(rewards, at_least=1, caller="group_outcomes")
-    r = require_finite(rewards.detach(), name="rewards", caller="group_outcomes").double()
     if not (math.isfinite(right) and math.isfinite(wrong)) or right == wrong:
         fail("group_outcomes", "right and wrong must be two finite rewards", f"{right} and {wrong}", "Pass both.")
-    tolerance = _rounding(rewards) if rtol is None else rtol
-    alive = r.amax(dim=1) - r.amin(dim=1) > tolerance * r.abs().amax(dim=1)
-    value, near = r.mean(dim=1), tolerance * max(abs(right), abs(wrong))
+    tolerance = rounding_tolerance(rewards.dtype) if rtol is None else rtol
+    alive = live_groups(rewards, rtol=tolerance, caller="group_outcomes")
+    judged = judged_rollouts(rewards, caller="group_outcomes")
+    value = torch.where(judged, rewards.detach().double(), 0).sum(dim=1) / judged.sum(dim=1)  # NaN without a reward
+    near = tolerance * max(abs(right), abs(wrong))
     all_right = ~alive & ((value - right).abs() <= near)
     all_wrong = ~alive & ((value - wrong).abs() <= near)
-    return GroupOutcomes(alive, all_right, all_wrong, tied=~alive & ~all_right & ~all_wrong)
+    unjudged = ~judged.any(dim=1)
+    return GroupOutcomes(alive, all_right, all_wrong, ~(alive | all_right | all_wrong | unjudged), unjudged)
 
 
 def effective_fraction(advantages: Advantages, *, epsilon: float | int) -> float:
@@ -95,7 +107,7 @@ def effective_fraction(advantages: Advantages, *, epsilon: float | int) -> float
     """
     a = require_finite(advantages.detach(), name="advantages", caller="effective_fraction").double()
     _require_threshold(epsilon, caller="effective_fraction", zero_allowed=True)
-    return float((a.abs() > epsilon * (1 + _rounding(advantages))).double().mean())
+    return float((a.abs() > epsilon * (1 + rounding_tolerance(advantages.dtype))).double().mean())
 
 
 def effective_fraction_bound(reward_variance: float | int, group_size: int, *, epsilon: float | int) -> float:
@@ -199,10 +211,6 @@ def expected_success_given_mixed(success: float | int, group_size: int) -> float
         return math.nan
     share = rare * -math.expm1((group_size - 1) * math.log(rare)) / mixed_probability(rare, group_size)
     return share if success <= 0.5 else 1 - share  # right and wrong change places under p → 1-p
-
-
-def _rounding(values: Tensor) -> float:
-    return ROUNDING_STEPS * torch.finfo(values.dtype).eps
 
 
 def _require_threshold(epsilon: float | int, *, caller: str, zero_allowed: bool) -> None:
