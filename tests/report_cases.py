@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import torch
 
-from scoregram.runs import GroupRecord, RunWriter
-from scoregram.training.readings import group_reading, over_groups, reward_reading, step_reading
+from scoregram.gram import Gram
+from scoregram.reading import Step, group_records, read_step
+from scoregram.rollouts import Rollouts
+from scoregram.runs import RunWriter
 
 CONFIG = {"model": "tiny", "task": "arithmetic", "group_size": 4, "batch_size": 12, "seed": 3}
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -46,11 +49,14 @@ def write_run(
             given = torch.stack([drawn(step, prompt, generator) for prompt in range(prompts)])
             advantages = given - given.mean(dim=1, keepdim=True)
             known[step] = gram, given
-            scalars = reward_reading(given, advantages) | {"finished": 1.0}
+            made = step_of(step, given, advantages, gram if measured else None, prompt_id=prompt_id)
+            reading = read_step(made)
+            scalars = reading.scalars | {"finished": 1.0}
             if measured:
-                records = groups_of(step, gram, given, advantages, statistics=statistics, prompt_id=prompt_id)
-                scalars |= step_reading(gram, advantages.flatten() / given.numel(), given)
-                scalars |= over_groups([record.statistics for record in records]) if statistics else {}
+                records = group_records(made, reading.groups)
+                if not statistics:
+                    records = [replace(record, statistics={}) for record in records]
+                    scalars = {name: value for name, value in scalars.items() if not name.startswith("group/")}
                 writer.write_groups(step, records)
             if evaluated and step == steps:
                 scalars |= evaluation(0.75)
@@ -58,29 +64,28 @@ def write_run(
     return known
 
 
-def groups_of(
-    step: int,
-    gram: torch.Tensor,
-    rewards: torch.Tensor,
-    advantages: torch.Tensor,
-    *,
-    statistics: bool = True,
-    prompt_id: str = "p/{}",
-) -> list[GroupRecord]:
-    size = rewards.shape[1]
-    blocks = [gram[i : i + size, i : i + size] for i in range(0, len(gram), size)]
-    return [
-        GroupRecord(
-            step=step,
-            prompt_id=prompt_id.format(place),
-            rewards=rewards[place],
-            lengths=torch.full((size,), 5),
-            advantages=advantages[place],
-            gram=block,
-            statistics=group_reading(block, rewards[place], advantages[place]) if statistics else {},
-        )
-        for place, block in enumerate(blocks)
-    ]
+def step_of(
+    number: int, rewards: torch.Tensor, advantages: torch.Tensor, gram: torch.Tensor | None, *, prompt_id: str = "p/{}"
+) -> Step:
+    """A step of `(P, R)` rewards whose rollouts have one prompt token and five of completion each."""
+    prompts, size = rewards.shape
+    ids = torch.zeros(rewards.numel(), 6, dtype=torch.int64)
+    rollouts = Rollouts(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids, dtype=torch.bool),
+        completion_mask=(torch.arange(6) > 0).expand(ids.shape),
+        prompt_lengths=torch.ones(len(ids), dtype=torch.int64),
+        group_ids=torch.arange(prompts).repeat_interleave(size),
+        prompt_names=[prompt_id.format(place) for place in range(prompts)],
+        rewards=rewards.flatten(),
+    )
+    return Step(
+        number=number,
+        rollouts=rollouts,
+        advantages=advantages.flatten(),
+        weights=advantages.flatten() / rewards.numel(),
+        gram=None if gram is None else Gram(gram, {}, torch.zeros(ids.shape)),
+    )
 
 
 def evaluation(accuracy: float) -> dict[str, float]:

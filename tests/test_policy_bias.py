@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from scoregram.checks import ScoregramError
-from scoregram.policy import Rollouts, SamplingConfig, sample
+from scoregram.policy import SamplingConfig, sample
 from scoregram.policy.bias import BiasedSamplingWarning, score_mean_bias, warn_of_bias
+from scoregram.rollouts import Rollouts
 from tests.cases import build
 
 PROMPTS = [[5, 9, 11], [7]]

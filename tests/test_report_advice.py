@@ -4,15 +4,14 @@ import math
 import pytest
 import torch
 
+from scoregram.advice import RULES, advice_text, findings, group_size_for
 from scoregram.exhibits import Estimate
-from scoregram.report.advice import RULES, advice, advice_text, group_size_for, success_rates
-from scoregram.report.facts import Facts, group_facts
-from scoregram.report.summary import Summary
+from scoregram.reading import RunReading, RunSummary, StoredGroup
 from scoregram.runs import GroupRecord
 from scoregram.statistics import NoiseComponents, mixed_probability
 
 NAN = Estimate(math.nan)
-SILENT = Summary(
+SILENT = RunSummary(
     groups=0,
     live=0,
     noise_steps=0,
@@ -36,7 +35,7 @@ SILENT = Summary(
 )
 
 
-def facts(*outcomes: str, lines=(), prompts: list[str] | None = None) -> Facts:
+def run_of(*outcomes: str, lines=(), prompts: list[str] | None = None) -> RunReading:
     """One step with a group for each outcome, such as `1000`."""
     records = [
         GroupRecord(
@@ -48,17 +47,23 @@ def facts(*outcomes: str, lines=(), prompts: list[str] | None = None) -> Facts:
         )
         for place, outcome in enumerate(outcomes)
     ]
-    return Facts({}, (), [{"step": 1, "reward": 0.5, **dict(lines)}], [group_facts(record) for record in records])
+    return RunReading({}, (), [{"step": 1, "reward": 0.5, **dict(lines)}], [StoredGroup(record) for record in records])
 
 
-def said(known: Facts, **changes) -> list[str]:
-    return [one.sentence for one in advice(known, dataclasses.replace(SILENT, **changes))]
+def with_summary(run: RunReading, **changes) -> RunReading:
+    """The run as if its last third had these numbers."""
+    vars(run)["summary"] = dataclasses.replace(SILENT, **changes)
+    return run
+
+
+def said(run: RunReading, **changes) -> list[str]:
+    return [one.sentence for one in findings(with_summary(run, **changes))]
 
 
 def test_nothing_is_said_where_nothing_is_known():
-    assert said(facts()) == said(facts("1000", "1111")) == []
-    text = advice_text(facts(), SILENT)
-    assert text.startswith("Nothing is said about ") and all(name in text for name in RULES)
+    assert said(run_of()) == said(run_of("1000", "1111")) == []
+    text = advice_text(with_summary(run_of()))
+    assert text.startswith("No advice on ") and all(name in text for name in RULES)
 
 
 def test_the_group_size_is_the_least_that_mixes_enough():
@@ -71,29 +76,29 @@ def test_the_group_size_is_the_least_that_mixes_enough():
 
 
 def test_prompts_seen_twice_count_once():
-    assert success_rates(facts("1000", "0000", "1111", prompts=["a", "a", "b"])) == [1.5 / 9, 4.5 / 5]
-    assert success_rates(facts("1000", "2000")) == []  # neither right nor wrong
+    assert run_of("1000", "0000", "1111", prompts=["a", "a", "b"]).success_rates() == [1.5 / 9, 4.5 / 5]
+    assert run_of("1000", "2000").success_rates() == []  # neither right nor wrong
 
 
 def test_dead_groups_call_for_other_prompts_and_larger_groups():
-    known = facts("0000", "0000", "0000", "1000")
+    known = run_of("0000", "0000", "0000", "1000")
     easier, larger = said(known, dead=Estimate(0.75))
     assert easier == "Draw easier prompts: 3 of the 3 dead groups are all wrong."
     size = group_size_for([0.1, 0.1, 0.1, 0.3])
     assert larger == f"A group size of {size} in place of 4 would make 80% of the groups live."
-    assert "harder" in said(facts("1111", "1111", "0111"), dead=Estimate(2 / 3))[0]
+    assert "harder" in said(run_of("1111", "1111", "0111"), dead=Estimate(2 / 3))[0]
     assert said(known, dead=Estimate(0.5)) == []
-    mixed = said(facts("1111", "0000"), dead=Estimate(1.0))
+    mixed = said(run_of("1111", "0000"), dead=Estimate(1.0))
     assert len(mixed) == 1 and mixed[0].startswith("A group size of ")  # neither kind has two thirds
 
 
 def test_no_group_size_is_named_for_other_rewards():
-    assert said(facts("2222", "2222"), dead=Estimate(1.0)) == []
+    assert said(run_of("2222", "2222"), dead=Estimate(1.0)) == []
 
 
 def test_the_group_size_changes_only_when_its_interval_says_so():
     noise = NoiseComponents(1.0, 1.0, 1.0, 100.0)  # best at 11
-    known = facts("1000")
+    known = run_of("1000")
     decided = said(known, best_group_size=Estimate(11.0, 8.0, 15.0), components=noise)
     # c1 R + c2 + c3/(R-1): 4 + 1 + 100/3 at 4, 11 + 1 + 10 at 11
     gain = 1 - 22 / (5 + 100 / 3)
@@ -112,43 +117,42 @@ def test_the_group_size_changes_only_when_its_interval_says_so():
     [
         (Estimate(100.0, 40.0, math.inf), "Take more rollouts a step, towards 40 or more"),
         (Estimate(math.inf, math.inf, math.inf), "Take more rollouts a step, well beyond"),
-        (Estimate(1.0, 0.5, 1.5), "Fewer rollouts a step would do, towards 2"),
+        (Estimate(1.0, 0.5, 1.5), "Fewer rollouts a step would be enough, towards 2"),
         (Estimate(100.0, 20.0, math.inf), None),
         (Estimate(1.0, 0.5, 30.0), None),
         (Estimate(100.0), None),
     ],
 )
 def test_the_batch_is_judged_by_the_whole_interval_of_the_noise_scale(scale, told):
-    found = said(facts("1000", "1100"), noise_scale=scale)  # a batch of 8
+    found = said(run_of("1000", "1100"), noise_scale=scale)  # a batch of 8
     assert [sentence[: len(told or "")] for sentence in found] == ([told] if told else [])
 
 
 def test_the_baseline_the_limit_on_length_and_a_single_driver():
-    known = facts("1000", lines={"finished": 0.5, "gram/largest_share": 0.75})
+    known = run_of("1000", lines={"finished": 0.5, "gram/largest_share": 0.75})
     baseline, limit, driver = said(known, baseline_saving=Estimate(0.4, 0.1, 0.7))
     assert "save about 40%" in baseline and "50% of the rollouts were cut off" in limit and "75%" in driver
-    fine = facts("1000", lines={"finished": 0.95, "gram/largest_share": 0.2})
+    fine = run_of("1000", lines={"finished": 0.95, "gram/largest_share": 0.2})
     assert said(fine, baseline_saving=Estimate(0.4, 0.01, 0.7)) == []
 
 
 def test_prompts_that_are_known_by_heart():
-    (sentence,) = said(facts(), reward=Estimate(0.195, 0.178, 0.213), tested=Estimate(0.111, 0.097, 0.125))
-    assert sentence.startswith("Bring more prompts: sampled alike")
+    (sentence,) = said(run_of(), reward=Estimate(0.195, 0.178, 0.213), tested=Estimate(0.111, 0.097, 0.125))
+    assert sentence.startswith("Train on more prompts: sampled alike")
     assert "0.195 [0.178, 0.213]" in sentence and "0.111 [0.097, 0.125]" in sentence
-    assert said(facts(), reward=Estimate(0.195, 0.12, 0.25), tested=Estimate(0.111, 0.097, 0.125)) == []
-    assert said(facts(), reward=Estimate(0.15, 0.14, 0.16), tested=Estimate(0.111, 0.097, 0.125)) == []
+    assert said(run_of(), reward=Estimate(0.195, 0.12, 0.25), tested=Estimate(0.111, 0.097, 0.125)) == []
+    assert said(run_of(), reward=Estimate(0.15, 0.14, 0.16), tested=Estimate(0.111, 0.097, 0.125)) == []
 
 
 def test_a_rank_on_its_null_is_no_redundancy():
     rank = {"effective_rank": Estimate(2.4), "effective_rank_null": Estimate(2.5), "live": 9}
-    (sentence,) = said(facts(), **rank, rank_difference=Estimate(-0.1, -0.3, 0.1))
+    (sentence,) = said(run_of(), **rank, rank_difference=Estimate(-0.1, -0.3, 0.1))
     assert sentence.startswith("Do not read redundancy into the effective rank of 2.40")
-    assert said(facts(), **rank, rank_difference=Estimate(-0.2, -0.3, -0.1)) == []
+    assert said(run_of(), **rank, rank_difference=Estimate(-0.2, -0.3, -0.1)) == []
 
 
 def test_every_sentence_carries_its_rule_and_number():
-    (one,) = advice(facts("1000"), dataclasses.replace(SILENT, baseline_saving=Estimate(0.4, 0.1, 0.7)))
-    assert one.rule.startswith("said if ") and "0.400 [0.100, 0.700]" in one.rule
-    assert f"- {one.sentence} Rule: {one.rule}" in advice_text(
-        facts("1000"), dataclasses.replace(SILENT, baseline_saving=Estimate(0.4, 0.1, 0.7))
-    )
+    run = with_summary(run_of("1000"), baseline_saving=Estimate(0.4, 0.1, 0.7))
+    (one,) = findings(run)
+    assert one.rule.startswith("given if ") and "0.400 [0.100, 0.700]" in one.rule
+    assert f"- {one.sentence} Rule: {one.rule}" in advice_text(run)

@@ -3,8 +3,8 @@ import math
 import torch
 
 from scoregram.exhibits import Estimate
-from scoregram.report.facts import read_facts
-from scoregram.report.gains import gain_table, last_tested
+from scoregram.reading import read_run
+from scoregram.report.run_page import gain_table
 from scoregram.runs import GroupRecord, RunWriter, open_run
 
 
@@ -30,9 +30,9 @@ def test_gains_are_paired_by_problem(tmp_path):
         writer.write_groups(3, evaluated(3, "test", {"p0": [0.0, 0.0]}))
         writer.write_groups(7, evaluated(7, "test", {**after, "new": [1.0, 1.0]}))
         writer.write_groups(7, evaluated(7, "test, greedy", {"p0": [1.0]}))
-    tests = read_facts(open_run(tmp_path / "run")).tests
-    assert last_tested(tests).value == (5 * 1.0 + 5 * 0.5 + 1.0) / 11
-    table = gain_table(tests)
+    run = read_run(open_run(tmp_path / "run"))
+    assert run.summary.tested.value == (5 * 1.0 + 5 * 0.5 + 1.0) / 11
+    table = gain_table(run.tests)
     assert len(table.rows) == 1  # one greedy evaluation alone says nothing
     name, problems, start, end, gain = table.rows[0]
     assert (name, problems) == ("sampled, as trained", 10)
@@ -43,5 +43,5 @@ def test_gains_are_paired_by_problem(tmp_path):
 
 def test_a_run_without_evaluations_has_no_rows(tmp_path):
     RunWriter.create(tmp_path / "run", {"seed": 0}, environment={}).close()
-    tests = read_facts(open_run(tmp_path / "run")).tests
-    assert not gain_table(tests).rows and math.isnan(last_tested(tests).value)
+    run = read_run(open_run(tmp_path / "run"))
+    assert not gain_table(run.tests).rows and math.isnan(run.summary.tested.value)

@@ -7,11 +7,11 @@ import torch
 
 from scoregram.bootstrap import LEVEL, estimate, mean_estimate
 from scoregram.exhibits import Estimate, Figure
+from scoregram.reading import StoredGroup, read_run
+from scoregram.reading.run import noise_rows
 from scoregram.report import write_report
-from scoregram.report.facts import group_facts, read_facts
-from scoregram.report.run import run_page
-from scoregram.report.steps import MOST_POINTS, chunks
-from scoregram.report.summary import noise_rows, summarised, summary_table
+from scoregram.report.run_page import run_page, summary_table
+from scoregram.report.step_figures import MOST_POINTS, chunks
 from scoregram.runs import GroupRecord, RunWriter, open_run
 from scoregram.spectra import feasible_intervals
 from scoregram.statistics import baseline_saving, group_blocks, mixed_probability, noise_components
@@ -28,7 +28,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def facts(run):
-    return read_facts(open_run(run[0]))
+    return read_run(open_run(run[0]))
 
 
 def figures(folder) -> dict[str, Figure]:
@@ -46,7 +46,7 @@ def test_a_measured_run_shows_everything(run):
 def test_lines_are_means_over_the_groups_of_a_step(run, facts):
     (measured, null, least, most) = figures(run[0])["effective-rank"].series
     for place, step in enumerate(measured.x):
-        live = [g for g in facts.groups if g.record.step == step and g.alive]
+        live = [g for g in facts.groups if g.record.step == step and g.is_live]
         values = [g.record.statistics["effective_rank"] for g in live]
         assert measured.y[place] == pytest.approx(sum(values) / len(values))
         nulls = [g.record.statistics["effective_rank_orthogonal"] for g in live]
@@ -57,9 +57,9 @@ def test_lines_are_means_over_the_groups_of_a_step(run, facts):
 
 def test_the_possible_ranks_are_those_of_the_feasible_interval(facts):
     for group in facts.groups:
-        if group.alive:
+        if group.is_live:
             rows = int((group.record.advantages != 0).sum())
-            interval = feasible_intervals(group.reading["top1_fraction"], rows)["effective_rank"]
+            interval = feasible_intervals(group.reading.top1_fraction, rows)["effective_rank"]
             assert group.possible_ranks == pytest.approx((interval.low, interval.high), abs=1e-12)
         else:
             assert all(map(math.isnan, group.possible_ranks))
@@ -69,23 +69,23 @@ def test_ranks_are_shown_by_how_many_were_right(run, facts):
     measured, _, closed = figures(run[0])["rank-by-right"].series
     assert closed.x == (1.0, 2.0, 3.0) and closed.y == (3.0, 4.0, 3.0)  # 4k(R-k)/R at R = 4
     for k, y in zip(measured.x, measured.y, strict=True):
-        values = [g.reading["effective_rank"] for g in facts.groups if g.record.rewards.sum() == k]
+        values = [g.reading.effective_rank for g in facts.groups if g.record.rewards.sum() == k]
         assert y == pytest.approx(sum(values) / len(values))
 
 
 def test_the_last_third_is_averaged(run, facts):
-    assert facts.steps == [1, 2, 3, 4, 5, 6] and facts.ending == range(5, 7)
+    assert facts.steps == [1, 2, 3, 4, 5, 6] and facts.last_third == range(5, 7)
     last = [g for g in facts.groups if g.record.step >= 5]
-    summary = summarised(facts)
+    summary = facts.summary
     dead = [float(g.record.rewards.unique().numel() == 1) for g in last]
     assert summary.groups == len(last) == 6 and summary.dead.value == pytest.approx(sum(dead) / len(dead))
     rewards = torch.cat([g.record.rewards for g in last])
     chance = float(rewards.mean())
     assert summary.reward.value == pytest.approx(chance)
     assert summary.equally_hard_dead == pytest.approx(1 - mixed_probability(chance, 4))
-    pairs = [(g.reading["effective_rank"], g.reading["effective_rank_orthogonal"]) for g in last if g.alive]
+    pairs = [(g.reading.effective_rank, g.reading.effective_rank_orthogonal) for g in last if g.is_live]
     assert summary.rank_difference.value == pytest.approx(sum(a - b for a, b in pairs) / len(pairs))
-    cosines = [g.reading["cosine"] for g in last]  # dead groups have angles too
+    cosines = [g.reading.cosine for g in last]  # dead groups have angles too
     assert summary.cosine.value == pytest.approx(sum(cosines) / len(cosines))
 
 
@@ -94,7 +94,7 @@ def test_noise_is_pooled_over_steps_before_it_is_divided(run, facts):
     expected = np.array([list(vars(one).values()) for one in known])
     np.testing.assert_allclose(noise_rows(facts), expected, rtol=1e-9)
     pooled = dict(zip(vars(known[0]), expected.mean(axis=0), strict=True))
-    summary = summarised(facts)
+    summary = facts.summary
     c1, c3 = pooled["between_prompts"], pooled["group_baseline"]
     best = 1 + math.sqrt(c3 / c1) if c1 > 0 else math.inf
     assert summary.best_group_size.value == pytest.approx(best) and summary.noise_steps == 2
@@ -103,11 +103,11 @@ def test_noise_is_pooled_over_steps_before_it_is_divided(run, facts):
 def test_the_saving_of_the_baseline_is_that_of_all_groups_together(run, facts):
     grams = torch.cat([group_blocks(run[1][step][0], 4) for step in (5, 6)])
     rewards = torch.cat([run[1][step][1] for step in (5, 6)])
-    assert summarised(facts).baseline_saving.value == pytest.approx(baseline_saving(grams, rewards).fraction)
+    assert facts.summary.baseline_saving.value == pytest.approx(baseline_saving(grams, rewards).fraction)
 
 
 def test_the_table_holds_each_number_beside_what_to_compare_it_with(run, facts):
-    rows = {row[0]: row for row in summary_table(facts, summarised(facts)).rows}
+    rows = {row[0]: row for row in summary_table(facts).rows}
     assert rows["best group size"][2] == 4 and rows["noise scale, in rollouts"][2] == 12
     assert rows["test accuracy, last"][1:4] == (Estimate(0.75, 0.65, 0.85), 0.25, "at step 0")
     assert isinstance(rows["effective rank"][2], Estimate) and rows["cosine between rollouts"][2] == 0
@@ -200,9 +200,9 @@ def test_steps_passed_over_and_rollouts_without_a_reward(tmp_path):
         )
         writer.write_groups(2, [record])
         writer.write_groups(2, [dataclasses.replace(record, rewards=torch.full((3,), math.nan))])
-    (mixed, unknown) = read_facts(open_run(tmp_path / "run")).groups
-    assert mixed.alive and mixed.right is None and not unknown.alive
-    assert summarised(read_facts(open_run(tmp_path / "run"))).dead.value == 0  # who knows of the other
+    (mixed, unknown) = read_run(open_run(tmp_path / "run")).groups
+    assert mixed.is_live and mixed.right is None and not unknown.is_live
+    assert read_run(open_run(tmp_path / "run")).summary.dead.value == 0  # who knows of the other
     assert "not finite: 1." in Page(write_report(tmp_path / "run").read_text()).text("li")
 
 
@@ -211,7 +211,7 @@ def test_probes_do_not_count_as_training(tmp_path):
     trained = GroupRecord(step=1, prompt_id="a", rewards=rewards, lengths=torch.ones(2).long(), advantages=zeros)
     with RunWriter.create(tmp_path / "run", {}, environment={}) as writer:
         writer.write_groups(1, [trained, dataclasses.replace(trained, prompt_id="b", kind="fixed")])
-    assert [g.record.prompt_id for g in read_facts(open_run(tmp_path / "run")).groups] == ["a"]
+    assert [g.record.prompt_id for g in read_run(open_run(tmp_path / "run")).groups] == ["a"]
 
 
 def test_what_is_no_gram_has_no_reading():
@@ -220,7 +220,7 @@ def test_what_is_no_gram_has_no_reading():
     record = GroupRecord(
         step=1, prompt_id="p", rewards=rewards, lengths=torch.ones(2).long(), advantages=rewards - 0.5, gram=gram
     )
-    assert group_facts(record).reading == {}
+    assert StoredGroup(record).reading is None
 
 
 def test_a_reading_needs_advantages_and_no_rewards():
@@ -229,8 +229,8 @@ def test_a_reading_needs_advantages_and_no_rewards():
     record = GroupRecord(
         step=1, prompt_id="p", rewards=rewards, lengths=torch.ones(2).long(), advantages=advantages, gram=gram
     )
-    assert group_facts(record).reading["effective_rank"] == pytest.approx(2)
-    assert group_facts(dataclasses.replace(record, advantages=rewards)).reading == {}
+    assert getattr(StoredGroup(record).reading, "effective_rank", None) == pytest.approx(2)
+    assert StoredGroup(dataclasses.replace(record, advantages=rewards)).reading is None
 
 
 def test_the_lead_is_one_sentence_of_what_is_known(run, tmp_path):

@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from scoregram.exhibits import Estimate, Table
+from scoregram.exhibits import Estimate, Table, cell_text, number_text
 from scoregram.report import show_table
-from scoregram.report.numbers import cell_text, number_text
 
 TABLE = Table(
     "t",

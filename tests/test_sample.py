@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from scoregram.checks import ScoregramError
-from scoregram.policy import Rollouts, SamplingConfig, sample, sampler, token_log_probs
+from scoregram.policy import SamplingConfig, sample, sampler, token_log_probs
 from scoregram.policy import choice as choice_of_way
 from scoregram.policy.draw import draw, uniform_numbers
 from scoregram.policy.fused import Fused
@@ -17,6 +17,7 @@ from scoregram.policy.graph import advance_captured
 from scoregram.policy.modes import PolicyWarning
 from scoregram.policy.record import Record, assembled
 from scoregram.policy.ways import Grown, Recomputed, Shared
+from scoregram.rollouts import Rollouts
 from tests.cases import ARCHITECTURES, VOCABULARY, build
 
 PROMPTS = [[5, 9, 11], [7], [3, 4, 5, 6, 7, 8, 9], [12, 13, 14]]

@@ -18,12 +18,11 @@ from scipy.stats import binomtest
 from scoregram.checks import NotFiniteError, ScoregramError
 from scoregram.runs import open_run
 from scoregram.tasks.table import load_task
-from scoregram.training.config import TrainConfig
-from scoregram.training.evaluating import Evaluation
+from scoregram.training.collect import drawn_problems, seeded_generator
+from scoregram.training.config import METHODS, TrainConfig
+from scoregram.training.evaluate import Evaluation
 from scoregram.training.loop import train
-from scoregram.training.methods import METHODS
-from scoregram.training.optimizing import learning_rate
-from scoregram.training.order import drawn_problems, generator
+from scoregram.training.update import learning_rate
 from tests.training_cases import JUDGE, config_for, save_policy, without_times
 
 
@@ -166,7 +165,7 @@ def test_ctrl_c_ends_after_the_step_with_a_checkpoint(policy, tmp_path):
     last = list(run.metrics())[-1]["step"]
     latest = run.latest_checkpoint
     assert latest is not None and latest[0] == last
-    assert last == 6 or "go on with --resume" in said
+    assert last == 6 or "continue with --resume" in said
 
 
 def test_a_step_that_is_not_finite_stops_and_is_kept(policy, tmp_path):
@@ -263,7 +262,7 @@ def test_problems_are_drawn_in_whole_epochs_whatever_the_split():
 
 
 def test_streams_of_random_numbers_differ_by_purpose_step_and_seed():
-    streams = [generator(*key) for key in ((0, "a", 1), (0, "b", 1), (0, "a", 2), (1, "a", 1))]
+    streams = [seeded_generator(*key) for key in ((0, "a", 1), (0, "b", 1), (0, "a", 2), (1, "a", 1))]
     assert len({float(torch.rand(1, generator=stream)) for stream in streams}) == 4
 
 

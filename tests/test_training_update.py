@@ -11,13 +11,11 @@ from torch import Tensor
 from scoregram.advantages import ESTIMATORS, estimate
 from scoregram.gram import measure_gram
 from scoregram.objectives import OBJECTIVES
-from scoregram.policy.rollouts import Rollouts
-from scoregram.tasks.task import Problem
-from scoregram.training.collecting import Collected, joined, mixed
-from scoregram.training.credit import advantages_of, rollout_weights
-from scoregram.training.methods import METHODS, Method
-from scoregram.training.reference import Reference
-from scoregram.training.update import Updater
+from scoregram.reading import outcomes_of
+from scoregram.rollouts import Rollouts, concatenated_rollouts
+from scoregram.training.config import METHODS, Method
+from scoregram.training.credit import advantages_of, score_weights
+from scoregram.training.update import Reference, Updater
 from tests.cases import KeepDouble, build
 
 PROMPTS, SIZE, TOKENS, LENGTH = 3, 4, 9, 6
@@ -35,27 +33,26 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def collected(model) -> Collected:
+def rollouts(model) -> Rollouts:
     draw = torch.Generator().manual_seed(0)
     count = PROMPTS * SIZE
     lengths = torch.randint(1, LENGTH + 1, (count, 1), generator=draw)
     place = torch.arange(TOKENS)
     mask = (place >= 3) & (place < 3 + lengths)
-    zeros = torch.zeros(count, TOKENS)
-    rollouts = Rollouts(
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0, 0.0]], dtype=torch.float64)
+    drawn = Rollouts(
         input_ids=torch.randint(2, 60, (count, TOKENS), generator=draw),
         attention_mask=place < 3 + lengths,
         completion_mask=mask,
-        log_probs=zeros,
-        behaviour_log_probs=zeros,
         prompt_lengths=torch.full((count,), 3),
+        group_ids=torch.arange(PROMPTS).repeat_interleave(SIZE),
+        prompt_names=[f"p{i}" for i in range(PROMPTS)],
+        completions=["x"] * count,
+        rewards=rewards.flatten(),
         finished=torch.ones(count, dtype=torch.bool),
     )
-    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0, 0.0]], dtype=torch.float64)
-    problems = [Problem(f"p{i}", "?", "!") for i in range(PROMPTS)]
-    drawn = Collected(problems, rollouts, ["x"] * count, rewards, torch.ones(PROMPTS, SIZE, dtype=torch.bool))
     with KeepDouble(), torch.no_grad():  # what a sampler would have found
-        return replace(drawn, rollouts=replace(rollouts, log_probs=plain_log_probs(model, drawn)))
+        return replace(drawn, log_probs=plain_log_probs(model, drawn))
 
 
 def updater_for(model: Any, method: Method, **changes: Any) -> Updater:
@@ -63,12 +60,12 @@ def updater_for(model: Any, method: Method, **changes: Any) -> Updater:
     return Updater(model=model, method=method, kl="k3", **(settings | changes))
 
 
-def plain_log_probs(model: Any, collected: Collected, temperature: float = 0.8) -> Tensor:
+def plain_log_probs(model: Any, rollouts: Rollouts, temperature: float = 0.8) -> Tensor:
     """Log-probabilities by the definition: all logits, one softmax."""
-    ids = collected.rollouts.input_ids
-    logits = model(input_ids=ids, attention_mask=collected.rollouts.attention_mask.long()).logits / temperature
+    ids = rollouts.input_ids
+    logits = model(input_ids=ids, attention_mask=rollouts.attention_mask.long()).logits / temperature
     chosen = logits[:, :-1].log_softmax(2).gather(2, ids[:, 1:, None]).squeeze(2)
-    return torch.nn.functional.pad(chosen, (1, 0)) * collected.rollouts.completion_mask
+    return torch.nn.functional.pad(chosen, (1, 0)) * rollouts.completion_mask
 
 
 def taken(model: Any) -> Tensor:
@@ -77,21 +74,20 @@ def taken(model: Any) -> Tensor:
     return flat
 
 
-def gradient_by_definition(model: Any, collected: Collected, method: Method, greedy: Tensor) -> Tensor:
+def gradient_by_definition(model: Any, rollouts: Rollouts, method: Method, greedy: Tensor) -> Tensor:
     """Autograd on the method's loss, the old policy being the same one."""
-    rollouts = collected.rollouts
     rows = measure_gram(
         model, rollouts.input_ids, rollouts.completion_mask, rollouts.attention_mask, temperature=0.8
     ).matrix.diagonal()
     given = {
-        "lengths": collected.lengths,
-        "outcomes": collected.rewards,
+        "lengths": rollouts.lengths.view(PROMPTS, SIZE),
+        "outcomes": rollouts.reward_grid,
         "greedy_rewards": greedy,
         "score_energies": rows.view(PROMPTS, SIZE),
     }
     inputs: Any = {name: given[name] for name in ESTIMATORS[method.estimator].needs}
-    advantages = estimate(method.estimator, collected.rewards, **inputs).flatten()
-    log_probs = plain_log_probs(model, collected)
+    advantages = estimate(method.estimator, rollouts.reward_grid, **inputs).flatten()
+    log_probs = plain_log_probs(model, rollouts)
     known = {
         "log_probs": log_probs,
         "old_log_probs": log_probs.detach(),
@@ -106,70 +102,70 @@ def gradient_by_definition(model: Any, collected: Collected, method: Method, gre
 
 @pytest.mark.parametrize("measure", [True, False])
 @pytest.mark.parametrize("name", sorted(METHODS))
-def test_the_gradient_is_that_of_the_loss(model, collected, name, measure):
+def test_the_gradient_is_that_of_the_loss(model, rollouts, name, measure):
     method, greedy = METHODS[name], torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
-    expected = gradient_by_definition(model, collected, method, greedy)
-    gradient = updater_for(model, method).first(collected, measure=measure, greedy=greedy, reference=None)
+    expected = gradient_by_definition(model, rollouts, method, greedy)
+    step, _ = updater_for(model, method).first(1, rollouts, measure=measure, greedy=greedy, reference=None)
     torch.testing.assert_close(taken(model), expected, rtol=1e-9, atol=1e-12)
-    measured = gradient.measured
-    assert (measured is not None) == (measure or "optimal" in name)
-    if measured is not None:
-        w = gradient.weights.double()
-        torch.testing.assert_close(w @ measured.matrix @ w, expected.square().sum(), rtol=1e-9, atol=1e-12)
+    gram = step.gram
+    assert (gram is not None) == (measure or "optimal" in name)
+    if gram is not None:
+        w = step.weights.double()
+        torch.testing.assert_close(w @ gram.matrix @ w, expected.square().sum(), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["rloo", "dapo", "optimal", "dr-grpo"])
 @pytest.mark.parametrize("measure", [True, False])
-def test_passes_of_whole_groups_add_up(model, collected, name, measure):
+def test_passes_of_whole_groups_add_up(model, rollouts, name, measure):
     one = updater_for(model, METHODS[name])
-    whole = one.first(collected, measure=measure, greedy=None, reference=None)
+    whole, _ = one.first(1, rollouts, measure=measure, greedy=None, reference=None)
     expected = taken(model)
-    parts = replace(one, rollouts_per_pass=SIZE).first(collected, measure=measure, greedy=None, reference=None)
+    parts, _ = replace(one, rollouts_per_pass=SIZE).first(1, rollouts, measure=measure, greedy=None, reference=None)
     torch.testing.assert_close(taken(model), expected, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(parts.log_probs, whole.log_probs)
-    if parts.measured is not None and whole.measured is not None:
-        known = parts.measured.matrix.isfinite()
+    if parts.gram is not None and whole.gram is not None:
+        known = parts.gram.matrix.isfinite()
         assert int(known.sum()) == PROMPTS * SIZE**2
-        torch.testing.assert_close(parts.measured.matrix[known], whole.measured.matrix[known])
+        torch.testing.assert_close(parts.gram.matrix[known], whole.gram.matrix[known])
 
 
 @pytest.mark.parametrize("name", ["rloo", "optimal", "optimal-loo"])
-def test_blocks_within_groups_suffice_for_the_update(model, collected, name):
+def test_blocks_within_groups_suffice_for_the_update(model, rollouts, name):
     one = updater_for(model, METHODS[name])
-    whole = one.first(collected, measure=True, greedy=None, reference=None)
+    whole, _ = one.first(1, rollouts, measure=True, greedy=None, reference=None)
     expected = taken(model)
-    blocks = replace(one, group_size=SIZE).first(collected, measure=True, greedy=None, reference=None)
+    blocks, _ = replace(one, group_size=SIZE).first(1, rollouts, measure=True, greedy=None, reference=None)
     torch.testing.assert_close(taken(model), expected, rtol=1e-9, atol=1e-12)
-    assert blocks.measured is not None and whole.measured is not None
-    known = blocks.measured.matrix.isfinite()
+    assert blocks.gram is not None and whole.gram is not None
+    known = blocks.gram.matrix.isfinite()
     assert int(known.sum()) == PROMPTS * SIZE**2
-    torch.testing.assert_close(blocks.measured.matrix[known], whole.measured.matrix[known])
+    torch.testing.assert_close(blocks.gram.matrix[known], whole.gram.matrix[known])
 
 
 @pytest.mark.parametrize("passes", [0, SIZE])
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "tic"])
-def test_a_second_update_follows_the_ratio(model, collected, name, passes):
+def test_a_second_update_follows_the_ratio(model, rollouts, name, passes):
     method = METHODS[name]
     updater = updater_for(model, method, rollouts_per_pass=passes)
-    before = updater.first(collected, measure=False, greedy=None, reference=None)
+    before, _ = updater.first(1, rollouts, measure=False, greedy=None, reference=None)
     model.zero_grad(set_to_none=True)
     saved = [p.detach().clone() for p in model.parameters()]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    log_probs = plain_log_probs(model, collected)
+    log_probs = plain_log_probs(model, rollouts)
     known = {
         "log_probs": log_probs,
         "old_log_probs": before.log_probs,
         "advantages": before.advantages.flatten(),
-        "mask": collected.rollouts.completion_mask,
+        "mask": rollouts.completion_mask,
         "length": LENGTH,
     }
     row = OBJECTIVES[method.objective]
     expected_loss = row.fn(**{key: known[key] for key in row.needs})
     expected_loss.backward()
     expected = taken(model)
-    loss = updater.again(collected, before, reference=None)
+    loss = updater.again(before, reference=None)
     found = taken(model)
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), saved, strict=True):
@@ -179,27 +175,27 @@ def test_a_second_update_follows_the_ratio(model, collected, name, passes):
 
 
 @pytest.mark.parametrize("passes", [0, SIZE])
-def test_a_kl_term_pulls_towards_the_reference(model, collected, passes):
+def test_a_kl_term_pulls_towards_the_reference(model, rollouts, passes):
     method = METHODS["rloo"]
     updater = updater_for(model, method, beta=0.3, rollouts_per_pass=passes)
-    plain_log_probs(model, collected)
-    reference = Reference(updater).log_probs(collected)
-    torch.testing.assert_close(reference, plain_log_probs(model, collected).detach())
-    shifted = reference - 0.1 * collected.rollouts.completion_mask
-    log_probs = plain_log_probs(model, collected)
-    advantages = advantages_of("rloo", collected).flatten()
-    mask = collected.rollouts.completion_mask
+    plain_log_probs(model, rollouts)
+    reference = Reference(updater).log_probs(rollouts)
+    torch.testing.assert_close(reference, plain_log_probs(model, rollouts).detach())
+    shifted = reference - 0.1 * rollouts.completion_mask
+    log_probs = plain_log_probs(model, rollouts)
+    advantages = advantages_of("rloo", rollouts).flatten()
+    mask = rollouts.completion_mask
     distance = shifted - log_probs
     kl = ((distance.exp() - 1 - distance) * mask).sum(1) / mask.sum(1)
     (-(advantages * log_probs.sum(1)).mean() + 0.3 * kl.mean()).backward()
     expected = taken(model)
-    gradient = updater.first(collected, measure=True, greedy=None, reference=shifted)
+    step, _ = updater.first(1, rollouts, measure=True, greedy=None, reference=shifted)
     torch.testing.assert_close(taken(model), expected, rtol=1e-9, atol=1e-12)
-    assert gradient.measured is not None
+    assert step.gram is not None
 
 
-def test_weights_of_rollouts_are_those_of_the_table(collected):
-    mask = collected.rollouts.completion_mask
+def test_weights_of_rollouts_are_those_of_the_table(rollouts):
+    mask = rollouts.completion_mask
     advantages = torch.randn(PROMPTS, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     lengths, count = mask.sum(1), PROMPTS * SIZE
     flat = advantages.flatten()
@@ -211,21 +207,20 @@ def test_weights_of_rollouts_are_those_of_the_table(collected):
         "cispo": flat / lengths.sum(),
     }
     for objective, expected in formulas.items():
-        torch.testing.assert_close(rollout_weights(objective, advantages, mask, length=LENGTH), expected)
+        torch.testing.assert_close(score_weights(objective, advantages, mask, length=LENGTH), expected)
 
 
-def test_groups_can_be_picked_and_joined(collected):
-    alive = mixed(collected)
-    assert alive.tolist() == [True, False, True]
-    kept = collected.kept(alive)
-    assert [problem.id for problem in kept.problems] == ["p0", "p2"]
-    assert torch.equal(kept.rewards, collected.rewards[alive])
-    again = joined([collected.kept(~alive), kept], pad_id=0)
+def test_groups_can_be_selected_and_concatenated(rollouts):
+    live = torch.tensor([outcome == "live" for outcome in outcomes_of(rollouts.reward_grid)])
+    assert live.tolist() == [True, False, True]
+    rows = live.repeat_interleave(SIZE)
+    kept = rollouts.select(rows)
+    assert kept.prompt_names == ["p0", "p2"] and kept.group_ids.tolist() == [0] * SIZE + [1] * SIZE
+    assert torch.equal(kept.reward_grid, rollouts.reward_grid[live])
+    again = concatenated_rollouts([rollouts.select(~rows), kept], pad_id=0)
+    assert again.prompt_names == ["p1", "p0", "p2"] and again.group_sizes == [SIZE] * PROMPTS
     order = torch.cat([torch.arange(4, 8), torch.arange(0, 4), torch.arange(8, 12)])
     for row, place in enumerate(order.tolist()):
-        real = collected.rollouts.attention_mask[place]
-        assert torch.equal(
-            again.rollouts.input_ids[row][again.rollouts.attention_mask[row]],
-            collected.rollouts.input_ids[place][real],
-        )
-        assert int(again.rollouts.completion_mask[row].sum()) == int(collected.rollouts.completion_mask[place].sum())
+        real = rollouts.attention_mask[place]
+        assert torch.equal(again.input_ids[row][again.attention_mask[row]], rollouts.input_ids[place][real])
+        assert int(again.completion_mask[row].sum()) == int(rollouts.completion_mask[place].sum())

@@ -6,6 +6,7 @@ in `scoregram.reading`, and a missing reward stays `nan` until an estimator deci
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ class Rollouts:
     def group_slices(self) -> list[slice]:
         """Rows of each prompt."""
         stops = torch.tensor([0, *self.group_sizes]).cumsum(0).tolist()
-        return [slice(start, stop) for start, stop in zip(stops[:-1], stops[1:], strict=True)]
+        return [slice(start, stop) for start, stop in pairwise(stops)]
 
     def by_group(
         self, values: Float[Tensor, " batch"], *, fill: float = torch.nan

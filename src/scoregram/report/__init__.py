@@ -1,6 +1,7 @@
-"""Showing exhibits: tables in a terminal, figures, and one self-contained page for a run or a replication."""
+"""Showing results: tables in a terminal, figures, and one self-contained page for a run."""
 
-from scoregram.report.folder import write_report as write_report
 from scoregram.report.page import Section as Section
 from scoregram.report.page import write_page as write_page
+from scoregram.report.run_page import folder_content as folder_content
+from scoregram.report.run_page import write_report as write_report
 from scoregram.report.terminal import show_table as show_table

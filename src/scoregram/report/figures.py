@@ -7,8 +7,7 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from scoregram.checks import fail
-from scoregram.exhibits import Estimate, Figure, Series, Table
-from scoregram.report.numbers import cell_text
+from scoregram.exhibits import Estimate, Figure, Series, Table, cell_text
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Okabe and Ito's colours that show on white and on black, told apart by colour-blind readers, best ones first."""

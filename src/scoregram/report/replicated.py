@@ -11,7 +11,7 @@ from typing import Any
 from scoregram.checks import fail, listed
 from scoregram.exhibits import Cell, Estimate, Exhibit, Table, from_plain
 from scoregram.replication import SETTING, page_of
-from scoregram.report.numbers import cell_text
+from scoregram.exhibits import cell_text
 from scoregram.report.page import Section
 
 EXHIBITS, VERDICTS = "exhibits.json", "verdicts.json"

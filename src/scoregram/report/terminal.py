@@ -7,8 +7,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from scoregram.exhibits import Cell, Estimate, Table
-from scoregram.report.numbers import cell_text, estimate_parts
+from scoregram.exhibits import Cell, Estimate, Table, cell_text, estimate_parts
 
 TEXT_WIDTH = 16
 """A column of words is not made narrower than this."""

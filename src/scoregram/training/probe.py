@@ -56,14 +56,8 @@ def run_probe(config: TrainConfig, policy: Policy, task: Task, problems: Sequenc
         for scored_at in dict.fromkeys((temperature, config.temperature)):
             kind = probe_kind(config, temperature, scored_at)
             is_whole = config.between_prompts and kind == FIXED_PROBE
-            probed = probe_step(
-                policy,
-                rollouts,
-                number=step,
-                kind=kind,
-                temperature=scored_at,
-                blocks=None if is_whole else config.group_size,
-            )
+            blocks = None if is_whole else config.group_size
+            probed = probe_step(policy, rollouts, number=step, kind=kind, temperature=scored_at, blocks=blocks)
             readings = group_readings(probed)
             groups += group_records(probed, readings, **config.recording(is_probe=kind == FIXED_PROBE))
             if is_whole:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from scoregram.checks import ScoregramError
-from scoregram.training.readings import group_reading
+from scoregram.reading import read_group
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
 ADVANTAGES = REWARDS - REWARDS.mean()
@@ -27,13 +27,15 @@ def measured(excess: float) -> Tensor:
 @pytest.mark.parametrize("excess", [2e-5, 2e-4])
 def test_rounding_of_half_precision_is_read(excess: float) -> None:
     """Equal texts whose product exceeds their norms, as bfloat16 leaves them on a GPU, change hardly a number."""
-    exact, noisy = (group_reading(measured(e), REWARDS, ADVANTAGES) for e in (0.0, excess))
-    assert not math.isnan(noisy["effective_rank"])
-    assert noisy == {name: pytest.approx(value, rel=excess, abs=excess) for name, value in exact.items()}
+    exact, noisy = (read_group(measured(e), REWARDS, ADVANTAGES) for e in (0.0, excess))
+    assert not math.isnan(noisy.effective_rank)
+    assert noisy.scalars() == {
+        name: pytest.approx(value, rel=excess, abs=excess) for name, value in exact.scalars().items()
+    }
 
 
 @pytest.mark.parametrize("excess", [5e-3, 0.05, 1.0])
 def test_a_wrong_matrix_is_refused(excess: float) -> None:
     """What no precision explains is said, with how to go on."""
     with pytest.raises(ScoregramError, match=r"raise (psd_)?rtol if K was measured with that much noise"):
-        group_reading(measured(excess), REWARDS, ADVANTAGES)
+        read_group(measured(excess), REWARDS, ADVANTAGES)

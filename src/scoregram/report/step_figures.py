@@ -6,17 +6,17 @@ from itertools import pairwise
 
 from scoregram.bootstrap import mean_estimate
 from scoregram.exhibits import Estimate, Figure, Role, Series
-from scoregram.report.facts import Facts, GroupFacts
+from scoregram.reading import RunReading, StoredGroup
 from scoregram.spectra import orthogonal_effective_rank
 
 MOST_POINTS = 400
 """A line with more steps than this is averaged over neighbouring ones."""
 
 
-def learning(facts: Facts) -> Iterator[Figure]:
+def learning(run: RunReading) -> Iterator[Figure]:
     """Reward and accuracy; how many groups had something to teach."""
-    steps, accuracy = facts.series("eval/accuracy")
-    low, high = (facts.series(f"eval/accuracy_{end}")[1] for end in ("low", "high"))
+    steps, accuracy = run.series("eval/accuracy")
+    low, high = (run.series(f"eval/accuracy_{end}")[1] for end in ("low", "high"))
     bounded = len(low) == len(high) == len(steps)
     tested = (
         (Series("test accuracy", steps, accuracy, low if bounded else (), high if bounded else ()),) if steps else ()
@@ -27,7 +27,7 @@ def learning(facts: Facts) -> Iterator[Figure]:
         "Reward: mean over the rollouts of a step, sampled from the prompts of that step. Test accuracy: greedy, on "
         "problems never trained on; the band is its 95 % Wilson interval.",
         "mean reward, accuracy",
-        (*_scalar(facts, "reward", "reward"), *tested),
+        (*_scalar(run, "reward", "reward"), *tested),
     )
     yield from _figure(
         "groups",
@@ -36,17 +36,17 @@ def learning(facts: Facts) -> Iterator[Figure]:
         "nothing to the update.",
         "share of groups",
         (
-            *_live(facts),
-            *_scalar(facts, "groups/all_right", "all right"),
-            *_scalar(facts, "groups/all_wrong", "all wrong"),
+            *_line("live", *run.live_share),
+            *_scalar(run, "groups/all_right", "all right"),
+            *_scalar(run, "groups/all_wrong", "all wrong"),
         ),
     )
 
 
-def spectrum(facts: Facts) -> Iterator[Figure]:
+def spectrum(run: RunReading) -> Iterator[Figure]:
     """Effective rank and top-1 fraction against their null and what is possible, over steps and by outcome."""
-    alive = [group for group in facts.groups if not math.isnan(group.reading.get("effective_rank", math.nan))]
-    measured = _over_groups(alive, "effective rank", lambda group: group.reading["effective_rank"])
+    live = [group for group in run.groups if group.has_spectrum]
+    measured = _over_groups(live, "effective rank", _reading("effective_rank"))
     yield from _figure(
         "effective-rank",
         "Effective rank over steps",
@@ -56,9 +56,9 @@ def spectrum(facts: Facts) -> Iterator[Figure]:
         "effective rank",
         (
             *measured,
-            *_over_groups(alive, "effective rank, orthogonal", _reading("effective_rank_orthogonal"), "null"),
-            *_over_groups(alive, "effective rank, least possible", lambda group: group.possible_ranks[0], "bound"),
-            *_over_groups(alive, "effective rank, most possible", lambda group: group.possible_ranks[1], "bound"),
+            *_over_groups(live, "effective rank, orthogonal", _reading("effective_rank_orthogonal"), "null"),
+            *_over_groups(live, "effective rank, least possible", lambda group: group.possible_ranks[0], "bound"),
+            *_over_groups(live, "effective rank, most possible", lambda group: group.possible_ranks[1], "bound"),
         ),
     )
     yield from _figure(
@@ -68,9 +68,9 @@ def spectrum(facts: Facts) -> Iterator[Figure]:
         "the same lengths. Dotted: 1/m, the least that m pulling rollouts can have.",
         "top-1 fraction",
         (
-            *_over_groups(alive, "top-1 fraction", _reading("top1_fraction")),
-            *_over_groups(alive, "top-1 fraction, orthogonal", _reading("top1_fraction_orthogonal"), "null"),
-            *_over_groups(alive, "top-1 fraction, least possible", _least_top1, "bound"),
+            *_over_groups(live, "top-1 fraction", _reading("top1_fraction")),
+            *_over_groups(live, "top-1 fraction, orthogonal", _reading("top1_fraction_orthogonal"), "null"),
+            *_over_groups(live, "top-1 fraction, least possible", _least_top1, "bound"),
         ),
     )
     yield from _figure(
@@ -79,7 +79,7 @@ def spectrum(facts: Facts) -> Iterator[Figure]:
         "All steps together. Where the scores are orthogonal and equally long, k right of R give 4k(R-k)/R under the "
         "mean baseline: the effective rank then tells how even the group was, and nothing else.",
         "effective rank",
-        tuple(_by_right(alive)),
+        tuple(_by_right(live)),
         x_title="right rollouts k",
     )
     yield from _figure(
@@ -87,18 +87,18 @@ def spectrum(facts: Facts) -> Iterator[Figure]:
         "Cosine between the scores of a group",
         "Mean over pairs of rollouts of one prompt, dead groups included. Zero: no common direction.",
         "mean cosine",
-        _over_groups([group for group in facts.groups if group.reading], "cosine", _reading("cosine")),
+        _over_groups([group for group in run.groups if group.reading is not None], "cosine", _reading("cosine")),
     )
 
 
-def update(facts: Facts) -> Iterator[Figure]:
+def update_figures(run: RunReading) -> Iterator[Figure]:
     """The update as a whole: its length, how much of it is signal, and who drives it."""
     yield from _figure(
         "update-norm",
         "Norm of the update",
         "Length of the gradient before clipping and before the optimiser.",
         "norm",
-        _scalar(facts, "gram/update_norm", "update norm"),
+        _scalar(run, "gram/update_norm", "update norm"),
         y_log=True,
     )
     yield from _figure(
@@ -108,8 +108,8 @@ def update(facts: Facts) -> Iterator[Figure]:
         "equal size would leave.",
         "coherence",
         (
-            *_scalar(facts, "gram/coherence", "coherence"),
-            *_constant(facts, "gram/coherence", "coherence, orthogonal", 1 / facts.batch_size, "null"),
+            *_scalar(run, "gram/coherence", "coherence"),
+            *_constant(run, "gram/coherence", "coherence, orthogonal", 1 / run.batch_size, "null"),
         ),
     )
     yield from _figure(
@@ -120,8 +120,8 @@ def update(facts: Facts) -> Iterator[Figure]:
         "steps.",
         "signal to noise",
         (
-            *_scalar(facts, "gram/snr", "signal to noise", points=True),
-            *_constant(facts, "gram/snr", "half of the step is noise", 1.0, "bound"),
+            *_scalar(run, "gram/snr", "signal to noise", points=True),
+            *_constant(run, "gram/snr", "half of the step is noise", 1.0, "bound"),
         ),
     )
     yield from _figure(
@@ -131,8 +131,8 @@ def update(facts: Facts) -> Iterator[Figure]:
         "than that. Steps without a resolved signal have no point.",
         "rollouts",
         (
-            *_scalar(facts, "gram/noise_scale", "noise scale", points=True),
-            *_constant(facts, "gram/noise_scale", "batch size", facts.batch_size, "bound"),
+            *_scalar(run, "gram/noise_scale", "noise scale", points=True),
+            *_constant(run, "gram/noise_scale", "batch size", run.batch_size, "bound"),
         ),
         y_log=True,
     )
@@ -143,9 +143,9 @@ def update(facts: Facts) -> Iterator[Figure]:
         "of prompts whose updates oppose each other; independent noise gives one half.",
         "share",
         (
-            *_scalar(facts, "gram/largest_share", "largest share of a rollout"),
-            *_scalar(facts, "gram/conflicting_prompts", "conflicting prompts"),
-            *_constant(facts, "gram/conflicting_prompts", "conflicting prompts, independent", 0.5, "null"),
+            *_scalar(run, "gram/largest_share", "largest share of a rollout"),
+            *_scalar(run, "gram/conflicting_prompts", "conflicting prompts"),
+            *_constant(run, "gram/conflicting_prompts", "conflicting prompts, independent", 0.5, "null"),
         ),
     )
 
@@ -173,25 +173,16 @@ def _figure(
         yield Figure(name, title, caption, x_title, y_title, series, y_log=y_log)
 
 
-def _reading(name: str) -> Callable[[GroupFacts], float]:
-    return lambda group: group.reading.get(name, math.nan)
+def _reading(name: str) -> Callable[[StoredGroup], float]:
+    return lambda group: getattr(group.reading, name, math.nan)
 
 
-def _least_top1(group: GroupFacts) -> float:
-    return 1 / group.rows if group.rows else math.nan
+def _least_top1(group: StoredGroup) -> float:
+    return 1 / group.nonzero_rows if group.nonzero_rows else math.nan
 
 
-def _scalar(facts: Facts, name: str, shown: str, *, points: bool = False) -> tuple[Series, ...]:
-    return _line(shown, *facts.series(name), points=points)
-
-
-def _live(facts: Facts) -> tuple[Series, ...]:
-    pairs = [
-        (float(line["step"]), line["live_groups"] / line["groups"])
-        for line in facts.lines
-        if line.get("groups", 0) > 0 and "live_groups" in line
-    ]
-    return _line("live", tuple(step for step, _ in pairs), tuple(share for _, share in pairs))
+def _scalar(run: RunReading, name: str, shown: str, *, points: bool = False) -> tuple[Series, ...]:
+    return _line(shown, *run.series(name), points=points)
 
 
 def _line(
@@ -209,9 +200,9 @@ def _mean(values: Sequence[float]) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-def _constant(facts: Facts, beside: str, name: str, value: float, role: Role) -> tuple[Series, ...]:
+def _constant(run: RunReading, beside: str, name: str, value: float, role: Role) -> tuple[Series, ...]:
     """A level line as long as the scalar that it stands beside."""
-    steps, _ = facts.series(beside)
+    steps, _ = run.series(beside)
     if not steps or not math.isfinite(value):
         return ()
     ends = tuple(dict.fromkeys((steps[0], steps[-1])))
@@ -219,7 +210,7 @@ def _constant(facts: Facts, beside: str, name: str, value: float, role: Role) ->
 
 
 def _over_groups(
-    groups: Sequence[GroupFacts], name: str, quantity: Callable[[GroupFacts], float], role: Role = "measured"
+    groups: Sequence[StoredGroup], name: str, quantity: Callable[[StoredGroup], float], role: Role = "measured"
 ) -> tuple[Series, ...]:
     """Mean of a quantity over the groups of each step; what was measured has an interval over them."""
     values = [quantity(group) for group in groups]
@@ -239,9 +230,9 @@ def _with_intervals(name: str, x: tuple[float, ...], values: Sequence[Sequence[f
     return Series(name, x, y, low, high)
 
 
-def _by_right(alive: Sequence[GroupFacts]) -> Iterator[Series]:
-    for size in sorted({group.size for group in alive if group.right is not None}):
-        here = [group for group in alive if group.size == size and group.right is not None and 0 < group.right < size]
+def _by_right(live: Sequence[StoredGroup]) -> Iterator[Series]:
+    for size in sorted({group.size for group in live if group.right is not None}):
+        here = [group for group in live if group.size == size and group.right is not None and 0 < group.right < size]
         counts = sorted({group.right for group in here if group.right is not None})
         if not counts:
             continue
@@ -251,7 +242,7 @@ def _by_right(alive: Sequence[GroupFacts]) -> Iterator[Series]:
             (f"R = {size}, orthogonal", "effective_rank_orthogonal", "null"),
         )
         for name, key, role in shown:
-            values = [[group.reading.get(key, math.nan) for group in here if group.right == k] for k in counts]
+            values = [[getattr(group.reading, key, math.nan) for group in here if group.right == k] for k in counts]
             if not all(math.isnan(value) for part in values for value in part):
                 yield _with_intervals(name, x, values, role)
         every = tuple(range(1, size))

@@ -1,0 +1,191 @@
+"""What to change in a run, by stated rules from its reading; silent where the numbers do not decide."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from scoregram.exhibits import cell_text
+from scoregram.reading import RunReading
+from scoregram.statistics import mixed_probability, mse_curve
+
+DEAD_SHARE = 0.5
+"""Share of dead groups above which prompts or group size are questioned."""
+WANTED_LIVE = 0.8
+"""Share of live groups that a suggested group size aims at."""
+LARGEST_ADVISED_GROUP = 1024
+NOISE_FACTOR = 4.0
+"""How far the noise scale must lie from the batch size."""
+LEAST_GAIN = 0.05
+DRIVER_SHARE = 0.5
+FINISHED_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One thing to change, and why."""
+
+    sentence: str
+    rule: str
+    """When the advice is given, with the number that led to it."""
+
+
+def findings(run: RunReading) -> list[Advice]:
+    """What every rule advises for a run, the most important first; empty where nothing is decided."""
+    return [one for rule in RULES.values() for one in rule(run)]
+
+
+def advice_text(run: RunReading) -> str:
+    """The advice as a list for a section of the page, and the subjects without advice."""
+    by_subject = {name: list(rule(run)) for name, rule in RULES.items()}
+    given = "\n".join(f"- {one.sentence} Rule: {one.rule}" for several in by_subject.values() for one in several)
+    silent = ", ".join(name for name, several in by_subject.items() if not several)
+    rest = f"No advice on {silent}: there is nothing to change, or these numbers do not decide it."
+    return "\n\n".join(part for part in (given, rest if silent else "") if part)
+
+
+def group_size_for(chances: list[float], wanted: float = WANTED_LIVE) -> int | None:
+    """Least group size at which a share `wanted` of groups is expected to be live, over prompts with these success rates.
+
+    None if no size up to 1024 reaches it.
+
+    Example:
+        >>> group_size_for([0.5], 0.8), group_size_for([0.0, 0.5], 0.8)
+        (4, None)
+    """
+    for size in range(2, LARGEST_ADVISED_GROUP + 1):
+        if sum(mixed_probability(chance, size) for chance in chances) >= wanted * len(chances):
+            return size
+    return None
+
+
+def _dead_groups(run: RunReading) -> Iterator[Advice]:
+    if not run.summary.dead.value > DEAD_SHARE:
+        return
+    rule = f"given if more than {DEAD_SHARE:.0%} of the groups of the last third are dead; {cell_text(run.summary.dead)} are."
+    dead = [group for group in run.last_groups if not group.is_live]
+    kinds = {"right": sum(g.right == g.size for g in dead), "wrong": sum(g.right == 0 for g in dead)}
+    most = max(kinds, key=lambda kind: kinds[kind])
+    if dead and kinds[most] > 2 / 3 * len(dead):
+        which = "harder" if most == "right" else "easier"
+        yield Advice(
+            f"Draw {which} prompts: {kinds[most]} of the {len(dead)} dead groups are all {most}.",
+            f"{rule} Of these, more than two thirds are of one kind.",
+        )
+    rates = run.success_rates()
+    if not rates:
+        return
+    size = group_size_for(rates)
+    how = f"each of the {len(rates)} prompts has the success rate (right + ½) / (rollouts + 1)"
+    if size is None:
+        sentence = f"No group size up to {LARGEST_ADVISED_GROUP} would make {WANTED_LIVE:.0%} of the groups live: change the prompts."
+    elif size <= (run.group_size or 0):
+        return
+    else:
+        sentence = f"A group size of {size} in place of {run.group_size} would make {WANTED_LIVE:.0%} of the groups live."
+    yield Advice(sentence, f"{rule} The size is the least whose mean chance of a mixed group is {WANTED_LIVE}, if {how}.")
+
+
+def _group_size(run: RunReading) -> Iterator[Advice]:
+    best, used, noise = run.summary.best_group_size, run.group_size, run.summary.components
+    if used is None or noise is None or math.isnan(best.low) or best.low <= used <= best.high:
+        return
+    if not math.isfinite(best.value):
+        return
+    wanted = max(2, round(best.value))
+    error = mse_curve(noise, 1, torch.tensor([used, wanted])).tolist() if used >= 2 else [math.nan, math.nan]
+    gain = 1 - error[1] / error[0] if error[0] > 0 else math.nan
+    if not gain >= LEAST_GAIN:
+        return
+    yield Advice(
+        f"Use groups of about {wanted} in place of {used}: at the same number of rollouts the error of the update "
+        f"would fall by about {gain:.0%}.",
+        f"given if the 95 % interval of the best group size excludes the one used, and the estimated gain is at least "
+        f"{LEAST_GAIN:.0%}; the best is {cell_text(best)}.",
+    )
+
+
+def _batch_size(run: RunReading) -> Iterator[Advice]:
+    scale, batch = run.summary.noise_scale, run.batch_size
+    if math.isnan(scale.low) or not math.isfinite(batch):
+        return
+    seen = f"it is {cell_text(scale)} against {batch:g} rollouts."
+    if scale.low > NOISE_FACTOR * batch:
+        target = f"towards {scale.low:.0f} or more" if math.isfinite(scale.low) else "well beyond"
+        yield Advice(
+            f"Take more rollouts a step, {target}, or a smaller learning rate: steps of {batch:g} are mostly noise.",
+            f"given if the whole 95 % interval of the noise scale lies above {NOISE_FACTOR:g} times the batch; {seen}",
+        )
+    elif scale.high < batch / NOISE_FACTOR:
+        yield Advice(
+            f"Fewer rollouts a step would be enough, towards {scale.high:.0f}: steps of {batch:g} average more than needed.",
+            f"given if the whole 95 % interval of the noise scale lies below the batch divided by {NOISE_FACTOR:g}; {seen}",
+        )
+
+
+def _baseline(run: RunReading) -> Iterator[Advice]:
+    saving = run.summary.baseline_saving
+    if saving.low > LEAST_GAIN:
+        yield Advice(
+            f"Try the variance-minimising baseline: it would save about {saving.value:.0%} of the variance within "
+            "prompts, before the cost of estimating it.",
+            f"given if the whole 95 % interval of the saving lies above {LEAST_GAIN:.0%}; it is {cell_text(saving)}.",
+        )
+
+
+def _truncated(run: RunReading) -> Iterator[Advice]:
+    share = run.last_mean("finished")
+    if share < FINISHED_SHARE:
+        yield Advice(
+            f"Allow longer completions: {1 - share:.0%} of the rollouts were cut off at the limit on tokens.",
+            f"given if less than {FINISHED_SHARE:.0%} of the rollouts of the last third ended with a stop token; {share:.1%} did.",
+        )
+
+
+def _prompts(run: RunReading) -> Iterator[Advice]:
+    trained, tested = run.summary.reward, run.summary.tested
+    if trained.low > tested.high and trained.value - tested.value >= LEAST_GAIN:
+        yield Advice(
+            f"Train on more prompts: sampled alike, the policy earns {cell_text(trained)} on the prompts "
+            f"that it trains on and {cell_text(tested)} on test problems.",
+            "given if the 95 % intervals do not overlap and the means differ by at least "
+            f"{LEAST_GAIN:g}; this assumes that test problems are no harder.",
+        )
+
+
+def _driver(run: RunReading) -> Iterator[Advice]:
+    share = run.last_mean("gram/largest_share")
+    if share > DRIVER_SHARE:
+        yield Advice(
+            f"Look at the rollouts with the largest share: one alone accounts for {share:.0%} of the squared update of "
+            "a step on average. More rollouts a step, or a limit on length, would spread it.",
+            f"given if the mean largest share of the last third is above {DRIVER_SHARE:.0%}.",
+        )
+
+
+def _rank(run: RunReading) -> Iterator[Advice]:
+    difference = run.summary.rank_difference
+    if difference.low <= 0 <= difference.high:
+        yield Advice(
+            f"Do not read redundancy into the effective rank of {cell_text(run.summary.effective_rank)}: orthogonal scores "
+            f"of the same lengths would give {cell_text(run.summary.effective_rank_null)}.",
+            "given if the 95 % interval of measured less null contains zero; it is "
+            f"{cell_text(difference)} over {run.summary.live} live groups.",
+        )
+
+
+RULES: Mapping[str, Callable[[RunReading], Iterator[Advice]]] = MappingProxyType(
+    {
+        "dead groups": _dead_groups,
+        "group size": _group_size,
+        "batch size": _batch_size,
+        "baseline": _baseline,
+        "length limit": _truncated,
+        "prompts seen again": _prompts,
+        "single rollouts": _driver,
+        "effective rank": _rank,
+    }
+)
+"""Every rule by its subject, the most important first."""

@@ -1,0 +1,224 @@
+"""The page of one run: what it shows, what to change, how it went, and what it does not hold."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from scoregram.advice import advice_text
+from scoregram.bootstrap import mean_estimate
+from scoregram.checks import fail
+from scoregram.exhibits import Cell, Estimate, Figure, Table, cell_text
+from scoregram.reading import GREEDY_TEST, SAMPLED_TEST, EvaluationRewards, RunReading, read_run
+from scoregram.report import step_figures
+from scoregram.report.page import Section, write_page
+from scoregram.runs import CONFIG, REPORT, Run, open_run
+
+SHOWN_NAMES = 8
+"""Names of a folder's content that an error lists."""
+EVALUATIONS = {SAMPLED_TEST: "sampled, as trained", GREEDY_TEST: "greedy"}
+"""Kinds of test groups, and what the page calls them."""
+
+
+@dataclass(frozen=True)
+class RunPage:
+    """What `write_page` needs."""
+
+    title: str
+    lead: str
+    sections: tuple[Section, ...]
+
+
+def write_report(folder: Path | str, out: Path | str | None = None) -> Path:
+    """Write the page of a run folder; its path.
+
+    Args:
+        folder: Of the run.
+        out: The file to write; `report.html` in the folder if not given.
+
+    Raises:
+        ScoregramError: If the folder holds no run, with what it does hold; or as `write_page`.
+    """
+    root = Path(folder)
+    if not (root / CONFIG).is_file():
+        fail("report", f"{root} must hold a run ({CONFIG})", folder_content(root), "Choose the folder of a run.")
+    page = run_page(open_run(root))
+    path = root / REPORT if out is None else Path(out)
+    redo = f"scoregram report {root.resolve().name}"
+    return write_page(path, title=page.title, lead=page.lead, sections=page.sections, redo=redo)
+
+
+def folder_content(root: Path) -> str:
+    """What a folder holds, in a few words for an error."""
+    if not root.is_dir():
+        return "a file" if root.exists() else "no such folder"
+    names = sorted(path.name for path in root.iterdir())
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return ", ".join(names[:SHOWN_NAMES]) + more if names else "an empty folder"
+
+
+def run_page(folder: Run) -> RunPage:
+    """The page of a run, whatever it lacks; a run in progress shows what is complete."""
+    run = read_run(folder)
+    tables = (summary_table(run), gain_table(run.tests))
+    sections = [
+        Section("What this run shows", _settings(run), tuple(table for table in tables if table.rows)),
+        Section("What to change", advice_text(run)),
+    ]
+    for title, text, figures in _figures(run):
+        if figures:
+            sections.append(Section(title, text, figures))
+    missing = "\n".join(f"- {line}" for line in (*_missing(run), *run.notes))
+    sections += [Section("What this run does not hold", missing)] if missing else []
+    return RunPage(page_title(folder), lead_sentence(run), tuple(sections))
+
+
+def page_title(run: Run) -> str:
+    """Name of the folder, and which model was trained on which task, where the config has them."""
+    subject = [str(run.config[name]) for name in ("model", "task") if name in run.config]
+    return f"{run.folder.resolve().name}: {' on '.join(subject)}" if subject else run.folder.resolve().name
+
+
+def lead_sentence(run: RunReading) -> str:
+    """One sentence: the rank beside its null, the dead groups, the accuracy, as far as they are known."""
+    parts, summary = [], run.summary
+    if not math.isnan(summary.effective_rank.value):
+        rank, null = cell_text(summary.effective_rank), cell_text(summary.effective_rank_null)
+        parts.append(f"the effective rank of a group's gradients was {rank} where orthogonal scores would give {null}")
+    if not math.isnan(summary.dead.value):
+        parts.append(f"{summary.dead.value:.0%} of the groups taught nothing")
+    _, accuracy = run.series("eval/accuracy")
+    if len(accuracy) > 1:
+        first, last = (cell_text(Estimate(value)) for value in (accuracy[0], accuracy[-1]))
+        parts.append(f"test accuracy went from {first} to {last} over the run")
+    elif not math.isnan(summary.reward.value):
+        parts.append(f"the mean reward was {cell_text(summary.reward)}")
+    if not parts:
+        return "This run holds no step yet."
+    return f"In the last third of {len(run.steps)} step{'s' * (len(run.steps) != 1)}, " + "; ".join(parts) + "."
+
+
+def _settings(run: RunReading) -> str:
+    names = ("model", "task", "method", "estimator", "objective", "group_size", "batch_size", "learning_rate", "seed")
+    known = [f"{name.replace('_', ' ')} {run.config[name]}" for name in names if run.config.get(name) is not None]
+    text = f"Settings: {', '.join(known)}." if known else ""
+    if len(run.steps) > step_figures.MOST_POINTS:
+        text += (
+            f" Figures over steps average neighbouring ones, so that a line has at most {step_figures.MOST_POINTS} "
+            "points."
+        )
+    return text
+
+
+def _figures(run: RunReading) -> Iterator[tuple[str, str, tuple[Figure, ...]]]:
+    yield "Learning", "", tuple(step_figures.learning(run))
+    text = "The spectrum of each group's stacked gradients, rows A_i ψ_i, from its score Gram."
+    yield "The spectrum of a group", text, tuple(step_figures.spectrum(run))
+    text = "From the Gram between all rollouts of a step and their weights in the update."
+    yield "The update", text, tuple(step_figures.update_figures(run))
+
+
+def _missing(run: RunReading) -> Iterator[str]:
+    if not run.lines:
+        yield "No step has been logged."
+    skipped = sum(bool(line.get("skipped", 0)) for line in run.lines)
+    if skipped:
+        yield f"Steps skipped because a number was not finite: {skipped}."
+    if not run.series("eval/accuracy")[0]:
+        yield "No test accuracy: nothing was evaluated."
+    if not any(group.reading for group in run.groups):
+        yield "No Gram was measured, so nothing is known about spectrum, noise or baseline."
+        return
+    if not any(group.is_live for group in run.groups):
+        yield "No group was live: where rewards do not differ, every advantage is 0 and the spectrum is undefined."
+    if (run.group_size or 0) < 4:
+        yield "No noise components and no baseline: their unbiased estimates need groups of at least 4."
+    elif not run.series("gram/gradient_squared")[0]:
+        yield "No noise components: the Gram between prompts was not measured, or every step had one prompt."
+
+
+def summary_table(run: RunReading) -> Table:
+    """The numbers of the last third, each beside what to compare it with; unknown rows are left out."""
+    summary, accuracy = run.summary, _accuracy(run)
+    groups, live, steps = f"{summary.groups} groups", f"{summary.live} live groups", f"{summary.noise_steps} steps"
+    rewarded = groups if summary.groups else f"{len(run.last_values('reward'))} steps"
+    tested = (None, "") if math.isnan(summary.tested.value) else (summary.tested, "on test problems, last")
+    rows: list[tuple[str, Cell, Cell, str, str]] = [
+        ("mean reward", summary.reward, *tested, rewarded),
+        *([("test accuracy, last", *accuracy)] if accuracy else []),
+        ("share of dead groups", summary.dead, summary.equally_hard_dead, "if all prompts were equally hard", rewarded),
+        ("effective rank", summary.effective_rank, summary.effective_rank_null, "orthogonal scores", live),
+        ("effective rank less its null", summary.rank_difference, 0, "no structure between scores", live),
+        ("effective rank, least possible", summary.least_rank, None, "given the top-1 fractions", live),
+        ("effective rank, most possible", summary.most_rank, None, "given the top-1 fractions", live),
+        ("top-1 fraction", summary.top1, summary.top1_null, "orthogonal scores", live),
+        ("cosine between rollouts", summary.cosine, 0, "orthogonal scores", groups),
+        ("variance saved by the best baseline", summary.baseline_saving, 0, "the mean is as good", groups),
+        ("signal to noise of a step", summary.snr, 1, "half of the power is noise", steps),
+        ("noise scale, in rollouts", summary.noise_scale, _as_integer(run.batch_size), "rollouts of a step", steps),
+        ("best group size", summary.best_group_size, run.group_size, "group size used", steps),
+    ]
+    return Table(
+        id="summary",
+        title="The last third in numbers",
+        caption=f"Last third of the run, {_step_range(run.last_third)}: means with 95 % bootstrap intervals over "
+        "groups. Signal, noise scale and group size come from noise components averaged over steps, and their intervals "
+        "resample steps; ∞ means that no signal, or no difference between prompts, was resolved. Intervals over few "
+        "groups or steps are too narrow, and groups of the same prompt are treated as independent.",
+        columns=("quantity", "last third", "beside", "which is", "from"),
+        rows=tuple(row for row in rows if not _is_unknown(row[1])),
+    )
+
+
+def gain_table(tests: EvaluationRewards) -> Table:
+    """Mean reward on test problems at the first and the last evaluation, and the difference with its interval.
+
+    Needs a run that kept the rewards of its evaluations (`eval_samples`); without rows otherwise.
+    """
+    rows: list[tuple[Cell, ...]] = []
+    for kind, by_step in tests.items():
+        if len(by_step) > 1:
+            first, last = by_step[min(by_step)], by_step[max(by_step)]
+            both = sorted(first.keys() & last.keys())
+            gain = mean_estimate([last[name] - first[name] for name in both])
+            before, after = (mean_estimate([each[name] for name in both]) for each in (first, last))
+            rows.append((EVALUATIONS[kind], len(both), before, after, gain))
+    return Table(
+        "test-gain",
+        "Gain on test problems",
+        "Mean reward at the first and the last evaluation; the gain is taken problem by problem, and its 95 % interval "
+        "is over problems. One run: the spread between seeds is not in it.",
+        ("rollouts", "problems", "before", "after", "gain"),
+        tuple(rows),
+    )
+
+
+def _accuracy(run: RunReading) -> tuple[Cell, Cell, str, str] | None:
+    tested = [line for line in run.lines if not math.isnan(line.get("eval/accuracy", math.nan))]
+    if not tested:
+        return None
+    last, first = tested[-1], tested[0]
+    ends = (float(last.get(f"eval/accuracy_{end}", math.nan)) for end in ("low", "high"))
+    problems = f"{int(last['eval/problems'])} problems" if "eval/problems" in last else ""
+    before = float(first["eval/accuracy"]) if first is not last else None
+    return (
+        Estimate(float(last["eval/accuracy"]), *ends),
+        before,
+        f"at step {first['step']}" if before is not None else "",
+        problems,
+    )
+
+
+def _as_integer(value: float) -> Cell:
+    return int(value) if math.isfinite(value) and value == round(value) else value
+
+
+def _step_range(steps: range) -> str:
+    if not steps:
+        return "no step"
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+
+
+def _is_unknown(cell: Cell) -> bool:
+    value = cell.value if isinstance(cell, Estimate) else cell
+    return isinstance(value, float) and math.isnan(value)
