@@ -15,9 +15,10 @@ FILES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in 
 
 FLOORS = (
     {"lazy", "errors", "types", "checks", "groups", "machine"},
-    {"spectra", "statistics", "advantages", "objectives", "tasks", "runs", "exhibits"},
+    {"rollouts", "spectra", "statistics", "advantages", "objectives", "tasks", "runs", "exhibits"},
     {"theory", "gram", "policy", "bootstrap"},
-    {"training"},
+    {"reading"},
+    {"training", "advice"},
     {"replication", "integrations"},
     {"report"},
     {"bench", "replicate"},

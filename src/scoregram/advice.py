@@ -84,8 +84,12 @@ def _dead_groups(run: RunReading) -> Iterator[Advice]:
     elif size <= (run.group_size or 0):
         return
     else:
-        sentence = f"A group size of {size} in place of {run.group_size} would make {WANTED_LIVE:.0%} of the groups live."
-    yield Advice(sentence, f"{rule} The size is the least whose mean chance of a mixed group is {WANTED_LIVE}, if {how}.")
+        sentence = (
+            f"A group size of {size} in place of {run.group_size} would make {WANTED_LIVE:.0%} of the groups live."
+        )
+    yield Advice(
+        sentence, f"{rule} The size is the least whose mean chance of a mixed group is {WANTED_LIVE}, if {how}."
+    )
 
 
 def _group_size(run: RunReading) -> Iterator[Advice]:

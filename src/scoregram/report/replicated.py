@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from scoregram.checks import fail, listed
-from scoregram.exhibits import Cell, Estimate, Exhibit, Table, from_plain
+from scoregram.exhibits import Cell, Estimate, Exhibit, Table, cell_text, from_plain
 from scoregram.replication import SETTING, page_of
-from scoregram.exhibits import cell_text
 from scoregram.report.page import Section
 
 EXHIBITS, VERDICTS = "exhibits.json", "verdicts.json"

@@ -162,8 +162,8 @@ def summary_table(run: RunReading) -> Table:
         id="summary",
         title="The last third in numbers",
         caption=f"Last third of the run, {_step_range(run.last_third)}: means with 95 % bootstrap intervals over "
-        "groups. Signal, noise scale and group size come from noise components averaged over steps, and their intervals "
-        "resample steps; ∞ means that no signal, or no difference between prompts, was resolved. Intervals over few "
+        "groups. Signal, noise scale and group size come from noise components averaged over steps; their intervals "
+        "resample steps. ∞ means that no signal, or no difference between prompts, was resolved. Intervals over few "
         "groups or steps are too narrow, and groups of the same prompt are treated as independent.",
         columns=("quantity", "last third", "beside", "which is", "from"),
         rows=tuple(row for row in rows if not _is_unknown(row[1])),
