@@ -1,7 +1,7 @@
-"""What a run needs to go on after a kill: weights, optimiser, position in the data.
+"""What a run needs to continue after a kill: weights, optimiser, position in the data.
 
-Random numbers are functions of the seed and the step, so there is no state of them to keep. The weights are stored as
-transformers stores them, so that anybody can load a checkpoint.
+Random numbers are functions of the seed and the step, so no generator state is stored. The weights are stored with
+`save_pretrained`, so that `from_pretrained` loads a checkpoint.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ MODEL = "model"
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands."""
+    """How far a run has come."""
 
     step: int
     """Steps that are done."""
@@ -44,7 +44,7 @@ def save_policy(folder: Path, policy: Policy) -> None:
 
 
 def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> Position:
-    """Put the weights and the optimiser of a checkpoint in place.
+    """Load the weights and the optimiser state of a checkpoint into the policy and the optimiser.
 
     Raises:
         ScoregramError: If it does not fit the policy.

@@ -1,4 +1,4 @@
-"""Everything that decides a training run, in one frozen record. Nothing heavy is imported here."""
+"""Everything that decides a training run: the table of methods and one frozen config, without heavy imports."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -11,14 +11,14 @@ from scoregram.policy import PolicyConfig, SamplingConfig, refuse
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One way to train, as a pair from the tables of estimators and objectives."""
+    """A training method: an advantage estimator, a loss, and how a step is filled."""
 
     estimator: str
     """Key of `ESTIMATORS`."""
     objective: str
     """Key of `OBJECTIVES`."""
     dynamic_sampling: bool = False
-    """Sample further prompts until the step is full of groups whose rewards differ."""
+    """Sample further prompts until the step is full of live groups."""
     about: str
 
 
@@ -68,7 +68,7 @@ METHODS: MappingProxyType[str, Method] = MappingProxyType(
 )
 
 MAY_DIFFER = ("steps", "out", "resume", "overwrite", "report_to", "checkpoint_every", "keep_checkpoints")
-"""What a resumed run may have otherwise than the run it continues, and still give the same numbers.
+"""Settings that a resumed run may change without changing its numbers.
 
 `steps` only where the learning rate does not depend on it.
 """
@@ -79,162 +79,167 @@ class TrainConfig:
     """Train a policy on a task with verifiable rewards, and measure what every update is made of."""
 
     out: Path = Path("runs/train")
-    """Folder of the run."""
+    """Run folder to write."""
     resume: bool = False
-    """Go on with the run in `out` from its last checkpoint."""
+    """Continue the run in `out` from its last checkpoint."""
     overwrite: bool = False
-    """Replace the run in `out`."""
+    """Replace an older run in `out`."""
 
     model: str = "tiny"
-    """Hub id, folder, `.gguf` file, or `tiny`: a small Llama that is built and warm-started here."""
+    """Hub id, folder, `.gguf` file, or `tiny`: a small embedded Llama, built and warm-started on first use."""
     dtype: str = "float32"
-    """Precision of the weights: float32, bfloat16, float16 or float64."""
+    """Dtype of the weights: float32, bfloat16, float16 or float64."""
     autocast: bool = False
-    """Run matrix products in bfloat16; the weights stay in `dtype`."""
+    """Compute under bfloat16 autocast; the weights stay in `dtype`."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     attention: str = "sdpa"
-    """Attention implementation of transformers."""
+    """Attention implementation of transformers, such as sdpa or eager."""
     lora_rank: int = 0
-    """Train adapters of this rank on a frozen base; 0 trains everything."""
+    """Rank of LoRA adapters on a frozen base; 0 trains all parameters."""
     lora_alpha: float = 32.0
-    """Scale of the adapters."""
+    """LoRA alpha."""
     lora_targets: tuple[str, ...] = ()
-    """Modules that get adapters; all linear layers if not given."""
+    """Modules that get adapters; all linear layers by default."""
     prompt: Literal["auto", "plain", "chat"] = "auto"
-    """Whether prompts go through the tokenizer's chat template."""
+    """Whether prompts go through the tokenizer's chat template; auto: if it has one."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
 
     task: str = "arithmetic"
     """arithmetic[:TERMS], gsm8k[:FOLDER], reasoning-gym:NAME or jsonl:FILE."""
     reward: str | None = None
-    """`module:function` with TRL's signature, in place of the task's reward."""
+    """`module:function` with TRL's reward signature, instead of the task's reward."""
 
     method: str = "grpo"
-    """A row of the table of methods; `scoregram train --help` lists them."""
+    """Training method; the list is above."""
     estimator: str | None = None
-    """Another advantage estimator than the method's."""
+    """Replace the advantage estimator of the method."""
     objective: str | None = None
-    """Another loss than the method's."""
+    """Replace the loss of the method."""
 
     steps: int = 100
-    """Updates of the policy, inner ones not counted."""
+    """Training steps, inner updates not counted."""
     batch_size: int = 64
-    """Rollouts of one step."""
+    """Rollouts per step."""
     group_size: int = 8
-    """Rollouts of one prompt."""
+    """Rollouts per prompt."""
     micro_batch_size: int = 0
-    """Rollouts in one pass, whole groups; 0 for all at once. Gradients are accumulated."""
+    """Rollouts per forward and backward pass, whole groups; 0 for all at once. Gradients are accumulated."""
     inner_updates: int = 1
-    """Updates on the same rollouts; from the second on the ratio is no longer 1."""
+    """Updates on the same rollouts; from the second one on the importance ratio is not 1."""
     dynamic_rounds: int = 4
-    """Most times that a step with dynamic sampling draws prompts."""
+    """Most rounds in which a step with dynamic sampling draws prompts."""
 
     max_new_tokens: int = 0
-    """Longest completion; 0 for what the task suggests."""
+    """Most tokens of a completion; 0 for the task's default."""
     temperature: float = 1.0
-    """Of the policy: sampled, scored and trained at it."""
+    """Temperature of the policy: rollouts are sampled, scored and trained at it."""
     top_k: int = 0
-    """Sample among so many likeliest tokens; 0 for all."""
+    """Sample among this many of the likeliest tokens; 0 for all."""
     top_p: float = 1.0
-    """Sample among the likeliest tokens that hold this probability."""
+    """Sample among the likeliest tokens that together have this probability."""
 
     beta: float = 0.0
-    """Strength of the KL term to the policy of the start; 0 for none."""
+    """Coefficient of the KL term to the initial policy; 0 for none."""
     kl: str = "k3"
-    """Form of that term: a key of `KL_TERMS`."""
+    """KL estimator: k1, k2 or k3, as a value or as a loss (keys of `KL_TERMS`)."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """Optimiser."""
     learning_rate: float = 1e-4
-    """Largest learning rate."""
+    """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after the warm-up; linear and cosine end at 0."""
+    """Learning rate after the warm-up; linear and cosine decay to 0."""
     warmup_steps: int = 0
-    """Steps over which the learning rate rises from 0."""
+    """Steps of linear warm-up."""
     adam_betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates of AdamW."""
+    """Betas of AdamW."""
     momentum: float = 0.0
-    """Of SGD."""
+    """Momentum of SGD."""
     weight_decay: float = 0.0
-    """Decoupled for AdamW."""
+    """Weight decay; decoupled for AdamW."""
     max_grad_norm: float = 1.0
-    """Longer gradients are scaled to this length; 0 for never."""
+    """Clip the gradient to this norm; 0 for no clipping."""
 
     measure_every: int = 1
-    """Measure the Gram every so many steps; 0 for never."""
+    """Measure the Gram at every N-th step; 0 for never."""
     between_prompts: bool = True
-    """Measure the Gram between prompts too, which noise and conflict need; without, a large step costs much less."""
+    """Measure the Gram between prompts too, which noise and conflict need. Without it a large step costs much less."""
     layers: Literal["float64", "float32", "none"] = "float32"
-    """Precision in which the Grams of single layers are stored; none leaves them out."""
+    """Dtype in which per-layer Grams are stored; none leaves them out."""
     layer_detail: Literal["each", "kinds", "probes"] = "each"
-    """Grams of each layer, of each kind added up over depth, or the latter for probes alone."""
+    """Store the Gram of each layer, of each kind of layer summed over depth, or of each kind for probes only."""
     batches_every: int = 0
-    """Store the Gram of all rollouts of a step, across prompts, every so many steps; 0 for never."""
+    """Store the whole Gram of a step, across prompts, at every N-th step; 0 for never."""
     keep_prompts: bool = True
-    """Store the text of a prompt with its group."""
+    """Store the text of each prompt with its group."""
     probe_every: int = 0
-    """Measure groups of the same few test problems every so many steps, and before the first; 0 for never."""
+    """Measure groups of the same few test problems at every N-th step and before the first; 0 for never."""
     probe_problems: int = 8
-    """How many; they are the last of the test problems."""
+    """Test problems of a probe: the last ones of the test set."""
     probe_temperatures: tuple[float, ...] = ()
-    """Temperatures to probe at; that of the policy if not given."""
+    """Temperatures to probe at; the policy's own by default."""
     rollouts_every: int = 10
-    """Store the rollouts themselves every so many steps; 0 for never."""
+    """Store rollouts, token by token, at every N-th step; 0 for never."""
     eval_every: int = 20
-    """Evaluate on test problems every so many steps, and before the first and after the last; 0 for never."""
+    """Evaluate on test problems at every N-th step, before the first and after the last; 0 for never."""
     eval_problems: int = 200
-    """Test problems of an evaluation."""
+    """Test problems per evaluation."""
     eval_samples: int = 0
-    """Rollouts sampled for each of them besides the greedy one; their rewards are stored as groups of kind `test`."""
+    """Rollouts sampled per test problem besides the greedy one; their rewards are stored as groups of kind `test`."""
     checkpoint_every: int = 50
-    """Write a checkpoint every so many steps; 0 for none on the way."""
+    """Write a checkpoint at every N-th step; 0 for none before the last step."""
     final_checkpoint: bool = True
-    """Write a checkpoint after the last step; without one, a finished run cannot be continued."""
+    """Write a checkpoint after the last step; a finished run without one cannot be continued."""
     keep_checkpoints: int = 2
-    """Newest checkpoints that are kept; 0 for all."""
+    """Number of newest checkpoints to keep; 0 keeps all."""
     on_not_finite: Literal["stop", "skip"] = "stop"
-    """What to do when a loss, an advantage or a gradient is not finite."""
+    """Stop or skip the step when a loss, an advantage or a gradient is not finite."""
     report_to: tuple[str, ...] = ()
-    """Trackers that get the metrics: tensorboard, wandb, trackio."""
+    """Trackers to log to: tensorboard, wandb, trackio."""
     seed: int = 0
-    """Of everything that is drawn."""
+    """Seed of prompts, rollouts and initial weights."""
     threads: int = 0
-    """Threads of torch on a CPU; 0 leaves them as they are."""
+    """Threads of torch on a CPU while the run lasts; 0 leaves the number as it is."""
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
             value = getattr(self, name)
             if not least <= value < float("inf"):
-                refuse(f"train --{dashed(name)}", f"must be finite and at least {least}", value, "Choose another.")
+                remedy = "Choose a larger value." if value < least else "Choose a finite value."
+                refuse(f"train --{dashed(name)}", f"must be finite and at least {least}", value, remedy)
         if self.group_size > self.batch_size or self.batch_size % self.group_size:
             got = f"group_size {self.group_size} and batch_size {self.batch_size}"
-            refuse("train --group-size", "a batch must hold whole groups", got, "Make batch_size a multiple of it.")
+            remedy = "Make batch_size a multiple of group_size."
+            refuse("train --group-size", "a batch must hold whole groups", got, remedy)
         if self.micro_batch_size % self.group_size:
             got = f"micro_batch_size {self.micro_batch_size} and group_size {self.group_size}"
-            refuse("train --micro-batch-size", "a pass must take whole groups", got, "Make it a multiple, or 0.")
+            remedy = "Make it a multiple of group_size, or 0."
+            refuse("train --micro-batch-size", "a pass must hold whole groups", got, remedy)
         if not 0 < self.temperature < float("inf"):
-            remedy = "Greedy rollouts have nothing to learn from each other."
+            remedy = "Greedy rollouts of a prompt are all the same, so their advantages are 0."
             refuse("train --temperature", "must be positive and finite", self.temperature, remedy)
         if self.batches_every and (not self.measure_every or self.batches_every % self.measure_every):
             got = f"batches_every {self.batches_every} and measure_every {self.measure_every}"
-            refuse("train --batches-every", "a batch is stored where a step is measured", got, "Make it a multiple.")
+            remedy = "Make it a multiple of measure_every."
+            refuse("train --batches-every", "only measured steps can be stored", got, remedy)
         is_split = 0 < self.micro_batch_size < self.batch_size
         if self.batches_every and (is_split or not self.between_prompts):
             got = f"micro_batch_size {self.micro_batch_size} and between_prompts {self.between_prompts}"
-            remedy = "Leave --batches-every out; probes store whole batches of their own."
-            refuse("train --batches-every", "a batch must be measured in one pass, across prompts", got, remedy)
+            remedy = "Leave out --batches-every; probes store their whole Gram anyway."
+            refuse("train --batches-every", "a stored batch must be measured in one pass, across prompts", got, remedy)
         for temperature in self.probe_temperatures:
             if not 0 < temperature < float("inf"):
-                refuse("train --probe-temperatures", "must be positive and finite", temperature, "Leave it out.")
+                remedy = "Leave it out to probe at the policy's temperature."
+                refuse("train --probe-temperatures", "must be positive and finite", temperature, remedy)
         if self.method not in METHODS:
             refuse("train --method", f"must be one of {', '.join(METHODS)}", repr(self.method), "Check the spelling.")
         if self.resume and self.overwrite:
-            refuse("train", "resume or overwrite, not both", "both", "Leave one of them out.")
+            refuse("train", "resume or overwrite must be chosen, not both", "both", "Leave one of them out.")
 
     @property
     def chosen(self) -> Method:
-        """The method, with estimator and objective as asked for."""
+        """The method, with estimator and objective replaced where the config replaces them."""
         row = METHODS[self.method]
         return Method(
             estimator=self.estimator or row.estimator,
@@ -245,12 +250,12 @@ class TrainConfig:
 
     @property
     def prompts(self) -> int:
-        """Groups of one step."""
+        """Prompts per step."""
         return self.batch_size // self.group_size
 
     @property
     def policy(self) -> PolicyConfig:
-        """What the policy is loaded with."""
+        """The part of the config that loads the policy."""
         return PolicyConfig(
             model=self.model,
             dtype=self.dtype,
@@ -265,12 +270,12 @@ class TrainConfig:
         )
 
     def recording(self, *, is_probe: bool = False) -> dict[str, Any]:
-        """How much the records of groups hold."""
+        """Options of `group_records`: which texts and layers are stored."""
         layers = self.layer_detail if self.layer_detail != "probes" else "kinds" if is_probe else "none"
         return {"keep_prompts": self.keep_prompts, "layers": layers}
 
     def sampling(self, max_new_tokens: int) -> SamplingConfig:
-        """How rollouts are drawn, with what the task suggests where nothing was asked for."""
+        """How rollouts are sampled; `max_new_tokens` is the task's default."""
         return SamplingConfig(
             max_new_tokens=self.max_new_tokens or max_new_tokens,
             temperature=self.temperature,
@@ -279,12 +284,12 @@ class TrainConfig:
         )
 
     def record(self) -> Mapping[str, Any]:
-        """The config as plain values for `config.yaml`."""
+        """The config as plain values, for `config.yaml`."""
         plain = asdict(self) | {"out": str(self.out)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
     def may_differ(self) -> tuple[str, ...]:
-        """Keys that a run resumed with this config may have otherwise."""
+        """Keys in which a run resumed with this config may differ."""
         return MAY_DIFFER if self.lr_schedule == "constant" else tuple(key for key in MAY_DIFFER if key != "steps")
 
 
@@ -314,9 +319,9 @@ LEAST = {
     "keep_checkpoints": 0,
     "threads": 0,
 }
-"""Smallest sensible value of each number."""
+"""Smallest allowed value of each number."""
 
 
 def dashed(name: str) -> str:
-    """A field as it is written on the command line."""
+    """The command-line spelling of a field."""
     return name.replace("_", "-")

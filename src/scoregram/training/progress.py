@@ -1,4 +1,4 @@
-"""Progress of a run for people: one live line on a terminal, plain lines now and then anywhere else."""
+"""Progress of a run: one live line on a terminal, plain lines at intervals anywhere else."""
 
 import math
 import time
@@ -11,21 +11,21 @@ from rich.live import Live
 from rich.text import Text
 
 DASH = "–"
-"""What stands for an undefined number."""
+"""Shown for an undefined number."""
 
 SHORTER = {"live groups": "live", "effective rank": "rank", "tokens/s": "tok/s"}
 """Words for a narrow terminal."""
 
 RECENT = 20
-"""Updates that the remaining time is estimated from; the first steps of a run are slower than the others."""
+"""Recent updates from which the remaining time is estimated; the first steps of a run are slower than the others."""
 
 
 class Progress:
-    """Shows where a run stands; a `with` block around the loop.
+    """Shows the progress of a run; a `with` block around the loop.
 
     The line reads `step 12/200 · ETA 1:23 · reward 0.43 · live groups 5/8 · effective rank 2.91 (null 4.10) · 1,234
-    tokens/s`. On a terminal it stays in its place, in shorter words where it is narrow; elsewhere a new one is printed
-    for the first and the last update, and in between at most one every `every_seconds`.
+    tokens/s`. A terminal shows one line that is updated, in shorter words if the terminal is narrow. Anywhere else a
+    line is printed for the first and the last update, and in between at most one every `every_seconds`.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class Progress:
         """
         Args:
             total_steps: Number of the last step.
-            first_step: Steps that were done before, by the run that is resumed.
-            console: Where to show it; standard output if not given.
+            first_step: Steps done before, when a run is resumed.
+            console: Standard output by default.
             every_seconds: Shortest time between plain lines.
-            clock: Seconds that only grow.
+            clock: Monotonic seconds.
         """
         self.total_steps = total_steps
         self._console = console or Console()
@@ -56,20 +56,20 @@ class Progress:
 
     def __enter__(self) -> "Progress":
         if self._console.is_terminal:
-            # refreshed by updates alone: no thread of its own that a fork could catch in the middle
+            # no refresh thread: a fork could happen while that thread holds a lock
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Show the last update, also when the loop ends by an error or Ctrl-C."""
+        """Show the last update, even if the loop ends with an error or Ctrl-C."""
         if self._live is not None:
             self._live.stop()
         elif self._waiting is not None:
             self._print(self._waiting)
 
     def update(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """Show that `step` is done.
+        """Show `step` as done.
 
         Args:
             step: Its number.
@@ -105,7 +105,7 @@ class Progress:
 
 
 def progress_line(step: int, total_steps: int, scalars: Mapping[str, Any], seconds_left: float) -> str:
-    """The line that a person reads.
+    """The progress line.
 
     Example:
         >>> progress_line(12, 200, {"reward": 0.43, "effective_rank": 2.91, "effective_rank_null": 4.1}, 83.0)
@@ -127,7 +127,7 @@ def progress_line(step: int, total_steps: int, scalars: Mapping[str, Any], secon
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds, as a clock shows them.
+    """Hours, minutes and seconds, as on a clock.
 
     Example:
         >>> duration(3723.4), duration(9.0), duration(float("nan"))

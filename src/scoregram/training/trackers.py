@@ -1,4 +1,4 @@
-"""Scalars of a run sent on to the trackers that people watch: TensorBoard, Weights & Biases, trackio.
+"""Scalars of a run, forwarded to TensorBoard, Weights & Biases or trackio.
 
 `metrics.jsonl` has everything; a tracker that fails during a run is dropped with a warning, never the run.
 """
@@ -23,7 +23,7 @@ PROJECT = "scoregram"
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Somewhere that scalars go."""
+    """A destination for scalars."""
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Take the scalars of a step, all of them finite."""
@@ -36,7 +36,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class Opening:
-    """What a tracker is opened with."""
+    """Arguments for opening a tracker."""
 
     run_folder: Path
     config: Mapping[str, Any]
@@ -141,7 +141,7 @@ TRACKERS: Mapping[str, TrackerRow] = MappingProxyType(
 
 
 class Trackers:
-    """Any number of trackers as one; none at all is fine."""
+    """Any number of trackers as one; possibly none."""
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         self._open = dict(trackers)
@@ -219,7 +219,7 @@ def _require_package(name: str, package: str) -> ModuleType:
 
 
 def _stable_id(folder: Path, *, fresh: bool) -> str:
-    """Name that a resumed run finds itself by."""
+    """Id of the run, stored in its folder so that a resumed run continues under it."""
     path = folder / "id"
     if fresh or not path.exists():
         path.write_text(uuid.uuid4().hex[:12])
