@@ -6,7 +6,7 @@ from scoregram.checks import fail
 from scoregram.report.page import write_page
 from scoregram.report.replicated import EXHIBITS, VERDICTS, read_replication
 from scoregram.report.run import run_page
-from scoregram.runs import CONFIG, REPORT, open_run
+from scoregram.runs import CONFIG_FILE, REPORT, open_run
 
 NAMED = 8
 """Names of a folder's content that an error lists."""
@@ -31,10 +31,10 @@ def write_report(folder: Path | str, out: Path | str | None = None) -> Path:
     shown, judged = ((root / name).is_file() for name in (EXHIBITS, VERDICTS))
     if shown and judged:
         page = read_replication(root)
-    elif (root / CONFIG).is_file():
+    elif (root / CONFIG_FILE).is_file():
         page = run_page(open_run(root))
     else:
-        expected = f"{root} must hold a run ({CONFIG}) or a replication ({EXHIBITS} and {VERDICTS})"
+        expected = f"{root} must hold a run ({CONFIG_FILE}) or a replication ({EXHIBITS} and {VERDICTS})"
         fail("report", expected, _found(root), "Choose such a folder.")
     return write_page(path, title=page.title, lead=page.lead, sections=page.sections, redo=redo)
 
