@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from scoregram.bootstrap import estimate, mean_estimate
+from scoregram.bootstrap import bootstrap_estimate, mean_estimate
 from scoregram.exhibits import Cell, Estimate, Table
 from scoregram.report.facts import Facts, GroupFacts
 from scoregram.report.gains import last_tested
@@ -147,7 +147,7 @@ def _pooled(rows: np.ndarray, quantity: Callable[[NoiseComponents], float]) -> E
         values = [quantity(NoiseComponents(*mean)) for mean in means.reshape(-1, 4).tolist()]
         return np.array(values).reshape(means.shape[:-1])
 
-    return estimate(len(rows), of)
+    return bootstrap_estimate(len(rows), of)
 
 
 def _saving(facts: Facts) -> Estimate:
@@ -162,7 +162,7 @@ def _saving(facts: Facts) -> Estimate:
         total = variance[drawn].sum(axis=-1)
         return np.where(total > 0, saved[drawn].sum(axis=-1) / np.where(total > 0, total, 1.0), math.nan)
 
-    return estimate(len(groups), of)
+    return bootstrap_estimate(len(groups), of)
 
 
 def _complete(groups: Sequence[GroupFacts], size: int) -> list[GroupFacts]:
