@@ -17,7 +17,7 @@ from scipy.stats import binomtest
 
 from scoregram.checks import NotFiniteError, ScoregramError
 from scoregram.runs import open_run
-from scoregram.tasks.table import load_task
+from scoregram.tasks import load_task
 from scoregram.training.config import TrainConfig
 from scoregram.training.evaluating import Evaluation
 from scoregram.training.loop import train

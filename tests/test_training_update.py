@@ -12,7 +12,7 @@ from scoregram.advantages import ESTIMATORS, estimate
 from scoregram.gram import measure_gram
 from scoregram.objectives import OBJECTIVES
 from scoregram.policy.rollouts import Rollouts
-from scoregram.tasks.task import Problem
+from scoregram.tasks import Problem
 from scoregram.training.collecting import Collected, joined, mixed
 from scoregram.training.credit import advantages_of, rollout_weights
 from scoregram.training.methods import METHODS, Method
