@@ -35,7 +35,7 @@ def test_undefined_numbers_are_null_in_json_and_nan_again_after():
         (lambda: Series("s", (0.0, 1.0), (1.0,)), "equally long"),
         (lambda: Series("s", (0.0,), (1.0,), low=(0.0, 0.0)), "equally long"),
         (lambda: from_plain([{"kind": "poem"}]), "table or a figure"),
-        (lambda: from_plain([{"kind": "table", "rows": []}]), "all its parts"),
+        (lambda: from_plain([{"kind": "table", "rows": []}]), "all its fields"),
     ],
 )
 def test_what_is_no_exhibit_is_refused(make, said):

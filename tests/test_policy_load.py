@@ -13,7 +13,7 @@ from scoregram.checks import ScoregramError
 from scoregram.policy import PolicyConfig, SamplingConfig, load_policy, sample, token_log_probs
 from scoregram.policy.characters import VOCABULARY, character_tokenizer
 from scoregram.policy.load import PolicyWarning, believe_file, forget_quantisation, stop_tokens
-from scoregram.tasks.task import Problem, Task
+from scoregram.tasks import Problem, Task
 from tests.cases import build
 
 TEMPLATE = (

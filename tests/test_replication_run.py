@@ -24,8 +24,8 @@ from scoregram.replication.running import attempt, in_processes, run_all, steps_
 from scoregram.replication.verification import EXHIBITS_FOLLOW, FILES, VERDICTS_FOLLOW, verify
 from scoregram.report import write_report
 from scoregram.runs import GroupRecord, open_run
-from scoregram.runs.layout import METRICS, parts
-from scoregram.runs.tables import groups_to_table, read_part, table_to_bytes, table_to_groups
+from scoregram.runs.disk import METRICS, parts
+from scoregram.runs.records import groups_to_table, read_part, table_to_bytes, table_to_groups
 from scoregram.training.loop import Trained
 from tests.run_cases import ENVIRONMENT
 from tests.training_cases import JUDGE, save_policy, without_times

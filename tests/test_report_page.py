@@ -122,7 +122,7 @@ def test_it_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     def refused(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("scoregram.runs.atomic.write_all", refused)
+    monkeypatch.setattr("scoregram.runs.disk.write_all", refused)
     with pytest.raises(ScoregramError, match="Free some space"):
         write_page(path, title="Other", lead="", sections=[])
     assert path.read_text() == page(**PLAIN) and [one.name for one in tmp_path.iterdir()] == ["page.html"]

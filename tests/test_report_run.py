@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from scoregram.bootstrap import LEVEL, estimate, mean_estimate
+from scoregram.bootstrap import LEVEL, bootstrap_estimate, mean_estimate
 from scoregram.exhibits import Estimate, Figure
 from scoregram.reading import StoredGroup, read_run
 from scoregram.reading.run import noise_rows
@@ -127,9 +127,9 @@ def test_intervals_of_the_undefined_and_the_infinite():
     one = mean_estimate([2.0, math.nan])
     assert one.value == 2 and math.isnan(one.low)
     jump = np.array([1.0, 1.0, math.inf])
-    found = estimate(3, lambda drawn: jump[drawn].max(axis=-1))
+    found = bootstrap_estimate(3, lambda drawn: jump[drawn].max(axis=-1))
     assert found.value == math.inf and found.low == 1 and found.high == math.inf
-    assert math.isnan(estimate(2, lambda drawn: np.full(drawn.shape[:-1], math.nan)).low)
+    assert math.isnan(bootstrap_estimate(2, lambda drawn: np.full(drawn.shape[:-1], math.nan)).low)
 
 
 def test_long_runs_are_averaged_over_neighbours():

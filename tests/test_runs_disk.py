@@ -11,7 +11,7 @@ import pytest
 
 from scoregram.checks import ScoregramError
 from scoregram.runs import RunWriter, open_run, require_space
-from scoregram.runs.atomic import disk_is_full, make_folder, remove, write_atomically
+from scoregram.runs.disk import disk_is_full, make_folder, remove, write_atomically
 from tests.run_cases import create, make_group, resume, tree, write, write_step
 
 

@@ -9,7 +9,7 @@ import yaml
 
 import scoregram
 from scoregram.runs import environment
-from scoregram.runs.environment import source_commit
+from scoregram.runs.config import source_commit
 
 
 def test_versions_and_machine():

@@ -65,7 +65,7 @@ def test_what_is_not_one_number_is_refused(value):
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("name", ["step", 3])
 def test_a_name_must_be_free(name):
-    with pytest.raises(ScoregramError, match="name of its own"):
+    with pytest.raises(ScoregramError, match="a string other than `step`"):
         metrics_line(0, {name: 1.0})
 
 

@@ -1,5 +1,6 @@
 import math
 import sys
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -7,8 +8,8 @@ import pytest
 import yaml
 
 from scoregram.checks import ScoregramError
-from scoregram.runs import GroupRecord, open_run
-from tests.run_cases import CONFIG, ENVIRONMENT, create, make_group, make_rollout, tree, write
+from scoregram.runs import FORMAT_VERSION, GroupRecord, open_run
+from tests.run_cases import CONFIG, ENVIRONMENT, create, make_group, make_rollout, resume, tree, write
 
 
 def test_what_was_written_is_read(tmp_path):
@@ -111,7 +112,7 @@ def test_leftovers_are_noted_and_ignored(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"schema": 2, "config": {}}, r"schema 1 or older, got 2\. Update scoregram"),
+        ({"schema": 2, "config": {}}, r"schema 1 or older, got 2\. A newer scoregram wrote this run: upgrade"),
         ({"schema": "x", "config": {}}, "must be written by scoregram, got schema 'x'"),
         ({"config": {}}, "must be written by scoregram, got schema None"),
         ({"schema": 1}, "must be written by scoregram, got something else"),
@@ -122,6 +123,34 @@ def test_configs_that_are_not_ours_are_refused(tmp_path, content, message):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
     with pytest.raises(ScoregramError, match=message):
         open_run(tmp_path)
+
+
+def test_a_folder_of_a_newer_format_is_neither_resumed_nor_overwritten(tmp_path):
+    write(tmp_path / "r", range(2))
+    path = tmp_path / "r" / "config.yaml"
+    path.write_text(path.read_text().replace(f"schema: {FORMAT_VERSION}\n", f"schema: {FORMAT_VERSION + 1}\n", 1))
+    before = tree(tmp_path / "r")
+    for touch in (lambda folder: resume(folder, 0), lambda folder: create(folder, overwrite=True)):
+        with pytest.raises(ScoregramError, match=r"pip install --upgrade scoregram"):
+            touch(tmp_path / "r")
+    assert tree(tmp_path / "r") == before
+
+
+def test_a_run_keeps_its_format_version_when_it_is_resumed(tmp_path):
+    write(tmp_path / "r", range(3))
+    resume(tmp_path / "r", 1, environment={"python": "4"}).close()
+    assert (tmp_path / "r" / "config.yaml").read_text().startswith(f"schema: {FORMAT_VERSION}\n")
+    assert len(open_run(tmp_path / "r").metrics()) == 2
+
+
+COMMITTED = sorted((Path(__file__).parents[1] / "results").rglob("config.yaml"))
+
+
+def test_every_committed_run_has_a_format_version_that_this_reader_knows():
+    assert COMMITTED
+    for path in COMMITTED:
+        assert 1 <= yaml.safe_load(path.read_text(encoding="utf-8"))["schema"] <= FORMAT_VERSION
+        assert open_run(path.parent).config
 
 
 @pytest.mark.parametrize("content", [b"a: [", b"a: \xff"])

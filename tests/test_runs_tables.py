@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scoregram.checks import ScoregramError
-from scoregram.runs import BatchRecord, GroupRecord, RolloutRecord, tables
-from scoregram.runs.tables import (
+from scoregram.runs import BatchRecord, GroupRecord, RolloutRecord, records
+from scoregram.runs.records import (
     batches_to_table,
     group_schema,
     groups_to_table,
@@ -180,9 +180,9 @@ def test_a_token_too_few_is_refused():
 def test_a_newer_file_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "step-000000000-000.parquet"
     with monkeypatch.context() as newer:
-        newer.setattr(tables, "SCHEMA", 2)
+        newer.setattr(records, "FORMAT_VERSION", 2)
         path.write_bytes(table_to_bytes(groups_to_table([make_group(0, 2)])))
-    with pytest.raises(ScoregramError, match=r"schema 1 or older, got 2\. Update scoregram"):
+    with pytest.raises(ScoregramError, match=r"schema 1 or older, got 2\. A newer scoregram wrote this run: upgrade"):
         read_part(path)
 
 

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from scoregram.checks import ScoregramError
 from scoregram.tasks import Problem, Step, Task, first_error, first_wrong_character, load_task
-from scoregram.tasks.arithmetic import sum_problem
-from scoregram.tasks.mistakes import CARRYING, Teacher, careless_solution, careless_teacher
+from scoregram.tasks.arithmetic import CARRYING, Teacher, careless_solution, careless_teacher, sum_problem
 
 TERMS = st.lists(st.integers(1, 9), min_size=1, max_size=8).flatmap(
     lambda later: st.integers(10, 49).map(lambda first: [first, *later])

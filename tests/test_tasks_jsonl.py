@@ -48,11 +48,11 @@ def test_a_folder_has_its_own_splits(tmp_path):
         ([rows(1)[0], "", "[1, 2]"], "a list in line 3 of"),
         ([*rows(2), {"prompt": "no answer"}], "got line 3 of"),
         ([*rows(2), {"answer": "no prompt"}], "got line 3 of"),
-        ([*rows(2), {"prompt": [{"role": "user"}], "answer": "1"}], "prompt must be text, got list in line 3 of"),
+        ([*rows(2), {"prompt": [{"role": "user"}], "answer": "1"}], "prompt must be a string, got list in line 3 of"),
         ([*rows(2), {"prompt": "x", "answer": "1", "completions": 1}], "got completions in line 3 of"),
         ([], "an empty"),
         (["", " "], "an empty"),
-        (rows(1), "needs two problems"),
+        (rows(1), "must hold two problems"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path, lines, part):

@@ -7,7 +7,7 @@ import pytest
 
 from scoregram.checks import ScoregramError
 from scoregram.tasks import load_task
-from scoregram.tasks.reasoning_gym import extracted_answer
+from scoregram.tasks.text_tasks import extracted_answer
 
 
 def test_where_the_answer_stands():
@@ -63,8 +63,8 @@ def test_a_scorer_that_raises_scores_zero(monkeypatch):
 
 @needs_library
 def test_no_test_question_is_trained_on_even_where_problems_repeat(monkeypatch):
-    monkeypatch.setattr("scoregram.tasks.reasoning_gym.TEST_PROBLEMS", 40)
-    monkeypatch.setattr("scoregram.tasks.reasoning_gym.TRAIN_PROBLEMS", 300)
+    monkeypatch.setattr("scoregram.tasks.text_tasks._TEST_PROBLEMS", 40)
+    monkeypatch.setattr("scoregram.tasks.text_tasks._TRAIN_PROBLEMS", 300)
     task = load_task("reasoning-gym:coin_flip")
     tested = {problem.prompt for problem in task.test}
     assert len(task.train) == 300 and not tested & {problem.prompt for problem in task.train}
@@ -93,5 +93,5 @@ def test_a_generator_that_only_scores_gives_no_demonstration():
 
 @needs_library
 def test_a_generator_that_needs_more_than_its_name_is_refused():
-    with pytest.raises(ScoregramError, match="composite must work as it is configured by default"):
+    with pytest.raises(ScoregramError, match="composite must work in its default configuration"):
         load_task("reasoning-gym:composite")

@@ -103,12 +103,12 @@ def test_tensors_arrays_and_methods_are_welcome(here):
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("needs", ["may ask for answer, completions, prompts", "got colour"]),
+        ("needs", ["must be among answer, completions, prompts", "got colour"]),
         ("too_few", ["one reward per completion", "1 for 2 completions"]),
         ("infinite", ["finite", "inf for rollout 1"]),
         ("not_a_number", ["finite", "nan for rollout 0"]),
         ("words", ["finite numbers", "'good' for rollout 0"]),
-        ("scalar", ["must give a list", "float"]),
+        ("scalar", ["must return a list", "float"]),
         ("positional", ["by name"]),
     ],
 )

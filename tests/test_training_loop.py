@@ -17,7 +17,7 @@ from scipy.stats import binomtest
 
 from scoregram.checks import NotFiniteError, ScoregramError
 from scoregram.runs import open_run
-from scoregram.tasks.table import load_task
+from scoregram.tasks import load_task
 from scoregram.training.collect import drawn_problems, seeded_generator
 from scoregram.training.config import METHODS, TrainConfig
 from scoregram.training.evaluate import Evaluation

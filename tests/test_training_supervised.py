@@ -5,7 +5,7 @@ import torch
 from scoregram.policy.config import PolicyConfig
 from scoregram.policy.load import load_policy
 from scoregram.policy.log_probs import token_log_probs
-from scoregram.tasks.table import load_task
+from scoregram.tasks import load_task
 from scoregram.training.supervised import lesson, padded, warm_start, write_warm_start
 from tests.training_cases import save_policy
 

@@ -1,4 +1,4 @@
-"""Percentile bootstrap intervals, the same on every call."""
+"""Percentile bootstrap intervals from a fixed seed: the same values give the same interval."""
 
 import math
 from collections.abc import Callable, Hashable, Sequence
@@ -10,28 +10,27 @@ from scoregram.exhibits import Estimate
 RESAMPLES = 1000
 LEVEL = 0.95
 FEWEST = 5
-"""Observations below which resampling would make an interval too narrow to decide by."""
-BLOCK = 2**22
-"""Draws held in memory at a time."""
+"""Fewer observations than this give an interval that is too narrow to decide by."""
+_DRAWS_IN_MEMORY = 2**22
 
 
 def mean_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
-    """Mean of the defined values with a 95 % percentile bootstrap interval, the values being resampled.
+    """Mean of the values that are not `nan`, with a 95 % percentile bootstrap interval over values.
 
-    `nan` without a defined value; no interval for fewer than two.
+    `nan` if all values are; no interval for fewer than two.
     """
     known = np.asarray(values, dtype=np.float64)
     known = known[~np.isnan(known)]
     if not len(known):
         return Estimate(math.nan)
-    return estimate(len(known), lambda drawn: known[drawn].mean(axis=-1))
+    return bootstrap_estimate(len(known), lambda drawn: known[drawn].mean(axis=-1))
 
 
 def clustered_mean(values: Sequence[float] | np.ndarray, clusters: Sequence[Hashable]) -> Estimate:
-    """Mean of the defined values with a 95 % percentile bootstrap interval, whole clusters being resampled.
+    """Mean of the values that are not `nan`, with a 95 % percentile bootstrap interval over whole clusters.
 
-    For values that belong together, such as groups of one prompt at several steps. `nan` without a defined value; no
-    interval for fewer than two clusters.
+    Use it for dependent values, such as groups of one prompt at several steps. `nan` if all values are; no interval for
+    fewer than two clusters.
     """
     known = np.asarray(values, dtype=np.float64)
     names = {name: place for place, name in enumerate(dict.fromkeys(clusters))}
@@ -42,13 +41,13 @@ def clustered_mean(values: Sequence[float] | np.ndarray, clusters: Sequence[Hash
     totals, counts = totals[counts > 0], counts[counts > 0]
     if not len(counts):
         return Estimate(math.nan)
-    return estimate(len(counts), lambda drawn: totals[drawn].sum(axis=-1) / counts[drawn].sum(axis=-1))
+    return bootstrap_estimate(len(counts), lambda drawn: totals[drawn].sum(axis=-1) / counts[drawn].sum(axis=-1))
 
 
 def ratio_of_means(above: Sequence[float], below: Sequence[float]) -> Estimate:
-    """Mean of one quantity relative to that of another, with a 95 % interval, pairs being resampled.
+    """Mean of `above` divided by the mean of `below`, with a 95 % percentile bootstrap interval over pairs.
 
-    `nan` where there is no pair, or where the mean below is not positive.
+    `nan` without a pair, or if the mean of `below` is not positive.
     """
     over, under = np.asarray(above, dtype=np.float64), np.asarray(below, dtype=np.float64)
     if not len(over):
@@ -59,37 +58,37 @@ def ratio_of_means(above: Sequence[float], below: Sequence[float]) -> Estimate:
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(base > 0, over[drawn].mean(axis=-1) / base, math.nan)
 
-    return estimate(len(over), ratio)
+    return bootstrap_estimate(len(over), ratio)
 
 
-def if_enough(found: Estimate, count: int) -> Estimate:
-    """An estimate as it is, or without its interval if that was resampled from fewer than `FEWEST` observations."""
-    return found if count >= FEWEST else Estimate(found.value)
+def if_enough(estimated: Estimate, count: int) -> Estimate:
+    """The estimate, without its interval if `count`, the number of observations, is below `FEWEST`."""
+    return estimated if count >= FEWEST else Estimate(estimated.value)
 
 
-def estimate(count: int, statistic: Callable[[np.ndarray], np.ndarray]) -> Estimate:
-    """A statistic of `count` observations, with its interval.
+def bootstrap_estimate(count: int, statistic: Callable[[np.ndarray], np.ndarray]) -> Estimate:
+    """A statistic of `count` observations with its 95 % percentile bootstrap interval; no interval for fewer than two.
 
-    The ends are order statistics, since half-way to an infinite value is no number; resamples in which the statistic
-    is undefined are left out.
+    Resamples in which the statistic is `nan` are left out. The ends of the interval are order statistics:
+    interpolation towards an infinite value would give `nan`.
 
     Args:
-        count: Observations.
-        statistic: Takes indices of observations `(…, count)` and gives one value for each row of them.
+        count: Number of observations.
+        statistic: Maps indices of observations `(…, count)` to one value per row.
     """
     value = float(statistic(np.arange(count)))
     if count < 2:
         return Estimate(value)
     rng = np.random.default_rng(0)
-    rows = max(1, BLOCK // count)
+    rows = max(1, _DRAWS_IN_MEMORY // count)
     parts = [
         np.atleast_1d(statistic(rng.integers(count, size=(min(rows, RESAMPLES - start), count))))
         for start in range(0, RESAMPLES, rows)
     ]
-    found = np.concatenate(parts)
-    found = found[~np.isnan(found)]
-    if not len(found):
+    resampled = np.concatenate(parts)
+    resampled = resampled[~np.isnan(resampled)]
+    if not len(resampled):
         return Estimate(value)
     tail = (1 - LEVEL) / 2
-    low = np.quantile(found, tail, method="lower")
-    return Estimate(value, float(low), float(np.quantile(found, 1 - tail, method="higher")))
+    low = np.quantile(resampled, tail, method="lower")
+    return Estimate(value, float(low), float(np.quantile(resampled, 1 - tail, method="higher")))

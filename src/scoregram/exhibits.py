@@ -1,7 +1,7 @@
-"""Tables and figures as plain data: computed once, then shown in a terminal, on a page, or checked against a record.
+"""Tables and figures as plain data, computed once and then printed, drawn on a page, or checked against a record.
 
-An exhibit knows what it says and how to read it, and nothing about how it is drawn. Undefined numbers are `nan` here
-and `null` in JSON.
+An exhibit holds its numbers and how to read them, and nothing about how it is drawn. An undefined number is `nan` in
+Python and `null` in JSON.
 """
 
 import math
@@ -14,7 +14,7 @@ from scoregram.checks import fail
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its interval; the ends are `nan` where there is none."""
+    """A number with its interval; both ends are `nan` if it has none."""
 
     value: float
     low: float = math.nan
@@ -22,10 +22,10 @@ class Estimate:
 
 
 Cell = Estimate | float | int | str | None
-"""One entry of a table; None is left blank."""
+"""One entry of a table; None is shown blank."""
 
 Role = Literal["measured", "null", "bound", "paper"]
-"""What a series is: seen here, predicted by a null model, the edge of what is possible, or printed in the paper."""
+"""Source of a series: measured, predicted by a null model, a bound on what is possible, or printed in the paper."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Table:
         for row in self.rows:
             if len(row) != len(self.columns):
                 got = f"a row of {len(row)} in {self.id}"
-                fail("Table", f"every row must have {len(self.columns)} cells", got, "Fill it with None.")
+                fail("Table", f"every row must have {len(self.columns)} cells", got, "Fill the row with None.")
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line or cloud of points of a figure; `low` and `high` are empty, or as long as `y`."""
+    """One line, or one set of points, of a figure; `low` and `high` are empty or as long as `y`."""
 
     name: str
     x: tuple[float, ...]
@@ -57,7 +57,7 @@ class Series:
     high: tuple[float, ...] = ()
     role: Role = "measured"
     points: bool = False
-    """Drawn as points that are not joined."""
+    """Draw points without a line between them."""
 
     def __post_init__(self) -> None:
         if len({len(self.x), len(self.y)} | {len(ends) for ends in (self.low, self.high) if ends}) > 1:
@@ -84,15 +84,15 @@ Exhibit = Table | Figure
 
 
 def to_plain(exhibits: Sequence[Exhibit]) -> list[dict[str, Any]]:
-    """Exhibits as JSON takes them, in order."""
+    """Exhibits as values that JSON can hold, in order."""
     return [_plain_table(one) if isinstance(one, Table) else _plain_figure(one) for one in exhibits]
 
 
 def from_plain(plain: Sequence[Mapping[str, Any]]) -> tuple[Exhibit, ...]:
-    """What `to_plain` made, as exhibits.
+    """Exhibits from the output of `to_plain`.
 
     Raises:
-        ScoregramError: If something is neither a table nor a figure, or lacks a part.
+        ScoregramError: If an entry is neither a table nor a figure, or lacks a field.
     """
     return tuple(_exhibit(one) for one in plain)
 
@@ -103,11 +103,13 @@ def _plain_table(table: Table) -> dict[str, Any]:
 
 
 def _plain_figure(figure: Figure) -> dict[str, Any]:
-    series = [vars(one) | {name: _plain_numbers(getattr(one, name)) for name in NUMBERS} for one in figure.series]
+    series = [
+        vars(one) | {name: _plain_numbers(getattr(one, name)) for name in _NUMBER_FIELDS} for one in figure.series
+    ]
     return {"kind": "figure"} | vars(figure) | {"series": series}
 
 
-NUMBERS = ("x", "y", "low", "high")
+_NUMBER_FIELDS = ("x", "y", "low", "high")
 
 
 def _plain_cell(cell: Cell) -> Any:
@@ -133,7 +135,12 @@ def _exhibit(plain: Mapping[str, Any]) -> Exhibit:
         if plain["kind"] == "figure":
             return Figure(**{**given, "series": tuple(_series(one) for one in plain["series"])})
     except (KeyError, TypeError, AttributeError) as error:
-        fail("from_plain", "an exhibit must have all its parts", repr(error), "Write it again with this scoregram.")
+        fail(
+            "from_plain",
+            "an exhibit must have all its fields",
+            repr(error),
+            "Write the file again with this scoregram.",
+        )
     return fail("from_plain", "an exhibit must be a table or a figure", plain["kind"], "Check the file.")
 
 
@@ -145,7 +152,7 @@ def _cell(plain: Any) -> Cell:
 
 def _series(plain: Mapping[str, Any]) -> Series:
     numbers: dict[str, Any] = {
-        name: tuple(math.nan if v is None else float(v) for v in plain[name]) for name in NUMBERS
+        name: tuple(math.nan if v is None else float(v) for v in plain[name]) for name in _NUMBER_FIELDS
     }
     return Series(**{**plain, **numbers})
 

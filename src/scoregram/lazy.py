@@ -1,8 +1,8 @@
-"""Packages whose public names load their module when first used.
+"""Packages that import a module when one of its public names is first used.
 
-`scoregram --help` and `import scoregram` must not load torch. A package that offers settings (light) beside work
-(heavy) therefore lists its public names in a stub, `__init__.pyi`, which type checkers read as it is and from which
-this module finds the home of each name at run time.
+`scoregram --help` and `import scoregram` must not load torch. A package that exports light names (configs) and heavy
+ones (training) therefore lists them in a stub, `__init__.pyi`. Type checkers read the stub as it is; this module reads
+from it, at run time, which module defines each name.
 """
 
 import ast
@@ -14,8 +14,8 @@ from pathlib import Path
 def lazy_exports(package: str, init_file: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """`__getattr__`, `__dir__` and `__all__` of a package, from the lines `from .module import name` of its stub.
 
-    A name must not be that of a submodule: Python binds the submodule to the package when it is first imported, and
-    the name would then mean either of the two.
+    A name must not be that of a submodule: Python sets the submodule as an attribute of the package when it is first
+    imported, so the name would mean one or the other depending on what was imported before.
     """
     stub = ast.parse(Path(init_file).with_suffix(".pyi").read_text(encoding="utf-8"))
     homes = {

@@ -1,4 +1,4 @@
-"""What several rooms ask of the machine: kernels of our own on a GPU, threads and plain products on a CPU."""
+"""Settings of the machine that several rooms share: Triton kernels on a GPU, threads and BLAS on a CPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +12,13 @@ import torch
 
 @cache
 def can_launch() -> bool:
-    """Whether kernels can run here at all."""
+    """Whether Triton kernels can run on this machine: torch sees a GPU and Triton is installed."""
     return torch.cuda.is_available() and find_spec("triton") is not None
 
 
 @cache
 def kernel(module: str, name: str) -> Any:
-    """A kernel by its module and name; a CPU build of torch comes without Triton, so they are loaded when launched."""
+    """A Triton kernel by its module and name, imported at its first launch: CPU builds of torch lack Triton."""
     return getattr(import_module(module), name)
 
 
@@ -28,25 +28,30 @@ def power_of_two(count: int) -> int:
 
 
 @contextmanager
-def threads(count: int) -> Iterator[None]:
-    """That many threads inside the block, whatever the machine has.
+def threads(count: int | None) -> Iterator[None]:
+    """A block in which torch uses `count` CPU threads; 0 or None leaves the number as it is.
 
-    Sums over several depend on how many there are, and over tiny tensors they wait for each other.
+    The order of a sum depends on the number of threads, so a fixed number gives the same bits on every machine. On tiny
+    tensors one thread is also faster than several. The previous number is restored when the block ends, on an exception
+    too.
     """
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    if count:
+        torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        # Code inside the block may set the number as well, so it is restored even if `count` left it as it was.
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)
 
 
 @contextmanager
 def plain_products() -> Iterator[None]:
-    """Matrix products on a CPU by BLAS inside the block.
+    """A block in which BLAS computes matrix products on the CPU, not oneDNN.
 
-    torch hands those of 16 rows and more to oneDNN on some processors, which takes three times as long for few rows of
-    many columns. The switch is one for all threads of the process.
+    On some processors torch uses oneDNN for 16 rows and more, which takes three times as long for few rows and many
+    columns. The switch applies to all threads of the process.
     """
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)

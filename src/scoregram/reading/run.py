@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from scoregram.bootstrap import estimate, mean_estimate
+from scoregram.bootstrap import bootstrap_estimate, mean_estimate
 from scoregram.exhibits import Estimate
 from scoregram.reading.group import StoredGroup
 from scoregram.runs import GroupRecord, Run
@@ -261,7 +261,7 @@ def _pooled(rows: np.ndarray, quantity: Callable[[NoiseComponents], float]) -> E
         values = [quantity(NoiseComponents(*mean)) for mean in means.reshape(-1, 4).tolist()]
         return np.array(values).reshape(means.shape[:-1])
 
-    return estimate(len(rows), statistic)
+    return bootstrap_estimate(len(rows), statistic)
 
 
 def _saving(run: RunReading) -> Estimate:
@@ -276,7 +276,7 @@ def _saving(run: RunReading) -> Estimate:
         total = variance[drawn].sum(axis=-1)
         return np.where(total > 0, saved[drawn].sum(axis=-1) / np.where(total > 0, total, 1.0), math.nan)
 
-    return estimate(len(groups), statistic)
+    return bootstrap_estimate(len(groups), statistic)
 
 
 def _complete(groups: Sequence[StoredGroup], size: int) -> list[StoredGroup]:

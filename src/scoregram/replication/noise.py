@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scoregram.bootstrap import estimate, if_enough, mean_estimate, ratio_of_means
+from scoregram.bootstrap import bootstrap_estimate, if_enough, mean_estimate, ratio_of_means
 from scoregram.exhibits import Cell, Estimate, Table
 from scoregram.replication.learning import accuracies, over_seeds
 from scoregram.replication.readings import Evidence
@@ -71,7 +71,7 @@ def best_size(noise: Noise) -> Estimate:
             found = 1 + np.sqrt(np.where(between > 0, baseline / between, math.inf))
         return np.where((between <= 0) & (baseline <= 0), math.nan, found)
 
-    return if_enough(estimate(len(c1), optimum), len(c1)) if len(c1) else Estimate(math.nan)
+    return if_enough(bootstrap_estimate(len(c1), optimum), len(c1)) if len(c1) else Estimate(math.nan)
 
 
 def group_size_table(evidence: Evidence) -> Table:

@@ -8,7 +8,7 @@ from statistics import fmean
 import numpy as np
 from scipy.stats import rankdata
 
-from scoregram.bootstrap import estimate, if_enough
+from scoregram.bootstrap import bootstrap_estimate, if_enough
 from scoregram.exhibits import Cell, Estimate, Figure, Series, Table
 from scoregram.replication.readings import GREEDY, Evidence, Reading
 from scoregram.replication.spectra import mean_of, plain_mean
@@ -137,7 +137,7 @@ def spearman(
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.where(spread > 1e-12, (ab - a * b / n) / np.sqrt(spread), math.nan)
 
-    return if_enough(estimate(len(names), correlation), len(names))
+    return if_enough(bootstrap_estimate(len(names), correlation), len(names))
 
 
 def ranks_within(values: Sequence[float], strata: Sequence[Hashable]) -> np.ndarray:

@@ -19,7 +19,7 @@ from typing import Any
 
 from scoregram.checks import fail
 from scoregram.replication import signing
-from scoregram.runs import CHECKPOINTS, REPORT, TEMPORARY, TRACKERS, disk_errors, require_run, write_atomically
+from scoregram.runs import CHECKPOINTS, REPORT, TEMPORARY, TRACKER_LOGS, disk_errors, require_run, write_atomically
 from scoregram.runs import environment as this_environment
 
 RECORD = "replication.json"
@@ -35,7 +35,7 @@ PREFIX = "scoregram"
 NUMBER_BYTES = 16
 SHORT_LETTERS = 8
 
-NOT_DATA = frozenset({CHECKPOINTS, TRACKERS, REPORT})
+NOT_DATA = frozenset({CHECKPOINTS, TRACKER_LOGS, REPORT})
 """What may come and go in a run folder: nothing is computed from it."""
 
 _INTEGERS = range(-(2**63), 2**63)

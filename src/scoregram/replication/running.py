@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from scoregram.replication.presets import Planned, Preset, plan, start_of
 from scoregram.replication.start import prepared
-from scoregram.runs import CONFIG, METRICS, open_run, read_metrics
+from scoregram.runs import CONFIG_FILE, METRICS, open_run, read_metrics
 from scoregram.training import TrainConfig, Trained, train
 
 LOOK_EVERY = 0.5
@@ -100,7 +100,7 @@ def attempt(config: TrainConfig) -> Trained:
 
 def resumable(config: TrainConfig) -> TrainConfig:
     """The config, set to go on from a checkpoint where an interrupted run left one, and to begin anew elsewhere."""
-    if not (config.out / CONFIG).is_file():
+    if not (config.out / CONFIG_FILE).is_file():
         return config
     goes_on = open_run(config.out).latest_checkpoint is not None
     return replace(config, resume=goes_on, overwrite=not goes_on)

@@ -12,7 +12,7 @@ from scoregram.exhibits import Cell, Estimate, Figure, Table, cell_text
 from scoregram.reading import GREEDY_TEST, SAMPLED_TEST, EvaluationRewards, RunReading, read_run
 from scoregram.report import step_figures
 from scoregram.report.page import Section, write_page
-from scoregram.runs import CONFIG, REPORT, Run, open_run
+from scoregram.runs import CONFIG_FILE, REPORT, Run, open_run
 
 SHOWN_NAMES = 8
 """Names of a folder's content that an error lists."""
@@ -40,8 +40,8 @@ def write_report(folder: Path | str, out: Path | str | None = None) -> Path:
         ScoregramError: If the folder holds no run, with what it does hold; or as `write_page`.
     """
     root = Path(folder)
-    if not (root / CONFIG).is_file():
-        fail("report", f"{root} must hold a run ({CONFIG})", folder_content(root), "Choose the folder of a run.")
+    if not (root / CONFIG_FILE).is_file():
+        fail("report", f"{root} must hold a run ({CONFIG_FILE})", folder_content(root), "Choose the folder of a run.")
     page = run_page(open_run(root))
     path = root / REPORT if out is None else Path(out)
     redo = f"scoregram report {root.resolve().name}"

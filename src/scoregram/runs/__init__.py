@@ -1,31 +1,38 @@
-"""The run folder: written step by step, safe against a kill at any moment, read by everything that shows a run."""
+"""The run folder: written step by step, safe against a kill at any moment, read by everything that shows a run.
 
-from scoregram.runs.atomic import disk_errors as disk_errors
-from scoregram.runs.atomic import require_space as require_space
-from scoregram.runs.atomic import write_all as write_all
-from scoregram.runs.atomic import write_atomically as write_atomically
-from scoregram.runs.environment import environment as environment
-from scoregram.runs.environment import source_commit as source_commit
-from scoregram.runs.layout import CHECKPOINTS as CHECKPOINTS
-from scoregram.runs.layout import CONFIG as CONFIG
-from scoregram.runs.layout import GROUPS as GROUPS
-from scoregram.runs.layout import LARGEST_STEP as LARGEST_STEP
-from scoregram.runs.layout import METRICS as METRICS
-from scoregram.runs.layout import REPORT as REPORT
-from scoregram.runs.layout import ROLLOUTS as ROLLOUTS
-from scoregram.runs.layout import TEMPORARY as TEMPORARY
-from scoregram.runs.layout import TRACKERS as TRACKERS
-from scoregram.runs.layout import parts as parts
+`disk` names, atomic writes, lock · `config` config.yaml · `metrics` metrics.jsonl · `records` Parquet tables ·
+`writer` · `reader`.
+"""
+
+from scoregram.runs.config import environment as environment
+from scoregram.runs.config import require_run as require_run
+from scoregram.runs.config import source_commit as source_commit
+from scoregram.runs.disk import CHECKPOINTS as CHECKPOINTS
+from scoregram.runs.disk import CONFIG_FILE as CONFIG  # noqa: F401  # the former name
+from scoregram.runs.disk import CONFIG_FILE as CONFIG_FILE
+from scoregram.runs.disk import FORMAT_VERSION as FORMAT_VERSION
+from scoregram.runs.disk import GROUPS as GROUPS
+from scoregram.runs.disk import LARGEST_STEP as LARGEST_STEP
+from scoregram.runs.disk import METRICS as METRICS
+from scoregram.runs.disk import REPORT as REPORT
+from scoregram.runs.disk import ROLLOUTS as ROLLOUTS
+from scoregram.runs.disk import TEMPORARY as TEMPORARY
+from scoregram.runs.disk import TRACKER_LOGS as TRACKERS  # noqa: F401  # the former name
+from scoregram.runs.disk import TRACKER_LOGS as TRACKER_LOGS
+from scoregram.runs.disk import disk_errors as disk_errors
+from scoregram.runs.disk import parts as parts
+from scoregram.runs.disk import require_space as require_space
+from scoregram.runs.disk import write_all as write_all
+from scoregram.runs.disk import write_atomically as write_atomically
 from scoregram.runs.metrics import read_metrics as read_metrics
 from scoregram.runs.reader import Run as Run
+from scoregram.runs.reader import changed_files as changed_files
+from scoregram.runs.reader import file_hashes as file_hashes
 from scoregram.runs.reader import open_run as open_run
-from scoregram.runs.reader import require_run as require_run
+from scoregram.runs.records import REWARD as REWARD
+from scoregram.runs.records import STATISTIC as STATISTIC
 from scoregram.runs.records import BatchRecord as BatchRecord
 from scoregram.runs.records import GroupRecord as GroupRecord
+from scoregram.runs.records import LayerPrecision as LayerPrecision
 from scoregram.runs.records import RolloutRecord as RolloutRecord
-from scoregram.runs.tables import REWARD as REWARD
-from scoregram.runs.tables import STATISTIC as STATISTIC
-from scoregram.runs.tables import LayerPrecision as LayerPrecision
-from scoregram.runs.verify import changed_files as changed_files
-from scoregram.runs.verify import file_hashes as file_hashes
 from scoregram.runs.writer import RunWriter as RunWriter

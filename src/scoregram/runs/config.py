@@ -1,101 +1,224 @@
-"""`config.yaml`: a config as plain values, as text, and where two of them differ."""
+"""`config.yaml`: what a run was asked to do and where it ran, written, read, and compared when a run is resumed."""
 
 import math
+import os
+import platform
+import subprocess
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, is_dataclass
-from pathlib import PurePath
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path, PurePath
 from typing import Any
 
+import torch
 import yaml
 
+from scoregram import __version__
 from scoregram.checks import fail
-from scoregram.runs.layout import SCHEMA
+from scoregram.runs.disk import CONFIG_FILE, FORMAT_VERSION, require_known_version
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "peft",
+    "accelerate",
+    "numpy",
+    "pyarrow",
+    "triton",
+    "trl",
+    "vllm",
+    "math-verify",
+    "reasoning-gym",
+)
+"""Packages whose version can change a number; a package that is not installed is left out."""
 
 
-def plain(value: Any, name: str = "config") -> Any:
-    """The value as YAML reads it back: mappings with text keys, lists, text, numbers, truth values and None.
+def environment() -> dict[str, Any]:
+    """Versions, source and machine of this process: what besides the config can change the numbers of a run.
+
+    No host name, no user name, no path.
+
+    Returns:
+        `python`, `scoregram`, `commit` and `dirty` (None outside a checkout of scoregram), `packages`, `platform`,
+        `cpu`, `threads` of torch, `gpus` and `cuda`.
+    """
+    commit, dirty = source_commit()
+    return {
+        "python": platform.python_version(),
+        "scoregram": __version__,
+        "commit": commit,
+        "dirty": dirty,
+        "packages": {name: installed for name in PACKAGES if (installed := _package_version(name))},
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cuda": torch.version.cuda,
+    }
+
+
+def source_commit(package: Path = Path(__file__).parent.parent) -> tuple[str | None, bool | None]:
+    """Git commit of the source in `package`, and whether the source has uncommitted changes; None if git tracks none.
+
+    The environment variable `SCOREGRAM_COMMIT` names the commit of a source that was copied without its history. A
+    package that is installed inside another repository is not part of it: git must track its `__init__.py`.
+    """
+    if given := os.environ.get("SCOREGRAM_COMMIT"):
+        return given, None
+    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None, None
+    changes = _git(package, "status", "--porcelain", "--", ".")
+    return _git(package, "rev-parse", "HEAD"), None if changes is None else changes != ""
+
+
+def cpu_name() -> str:
+    """Model name of the processor, as the operating system reports it."""
+    listing = Path("/proc/cpuinfo")
+    lines = listing.read_text(errors="replace").splitlines() if listing.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _package_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    """Output of a git command, None if it fails."""
+    # A surrounding git command, such as a hook, sets GIT_DIR and others: they would point git at its repository.
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=20, env=clean, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def plain_values(value: Any, name: str = "config") -> Any:
+    """`value` as YAML reads it back: mappings with string keys, lists, strings, numbers, booleans and None.
 
     Raises:
-        ScoregramError: If it holds anything else; the error names where.
+        ScoregramError: If it holds anything else; the error names the place.
 
     Example:
-        >>> plain({"rollouts": (2, 4), "seed": 0})
+        >>> plain_values({"rollouts": (2, 4), "seed": 0})
         {'rollouts': [2, 4], 'seed': 0}
     """
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, Mapping):
-        return {_key(key, name): plain(inner, f"{name}.{key}") for key, inner in value.items()}
+        return {_key(key, name): plain_values(inner, f"{name}.{key}") for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(inner, f"{name}[{i}]") for i, inner in enumerate(value)]
+        return [plain_values(inner, f"{name}[{i}]") for i, inner in enumerate(value)]
     if isinstance(value, PurePath):
         return str(value)
     if value is None or type(value) in (bool, int, float) or (isinstance(value, str) and _is_unicode(value)):
         return value
-    return fail("RunWriter", f"{name} must be plain", f"{type(value).__name__} {value!r}", "Pass numbers and text.")
+    got = f"{type(value).__name__} {value!r}"
+    return fail("RunWriter", f"{name} must be a number, a string, a list or a mapping", got, "Convert it.")
 
 
 def _is_unicode(text: str) -> bool:
-    """Lone surrogates are not: no file can hold them."""
+    """Whether UTF-8 can encode `text`: it cannot encode lone surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _key(key: Any, name: str) -> str:
     if type(key) is not str:
-        fail("RunWriter", f"{name} must have names for keys", repr(key), "Pass text.")
+        fail("RunWriter", f"the keys of {name} must be strings", repr(key), "Convert the key with str.")
     return key
 
 
 def config_text(config: Mapping[str, Any], environment: Mapping[str, Any], resumed: Collection[Any] = ()) -> bytes:
     """Content of `config.yaml`."""
-    stored = {"schema": SCHEMA, "config": plain(config), "environment": plain(environment, "environment")}
+    stored = {
+        "schema": FORMAT_VERSION,
+        "config": plain_values(config),
+        "environment": plain_values(environment, "environment"),
+    }
     if resumed:
-        stored["resumed"] = plain(list(resumed), "resumed")
+        stored["resumed"] = plain_values(list(resumed), "resumed")
     return yaml.dump(stored, Dumper=_Dumper, sort_keys=False, allow_unicode=True).encode()
 
 
 class _Dumper(yaml.SafeDumper):
-    """Every value in one place, without references between them; odd characters escaped, so that they come back."""
+    """YAML without anchors: a value that occurs twice is written twice."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-def _write_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    odd = not all(character.isprintable() or character == "\n" for character in text)
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if odd else None)
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    # Only a quoted scalar can escape characters that YAML would drop or normalise.
+    unprintable = not all(character.isprintable() or character == "\n" for character in text)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if unprintable else None)
 
 
-_Dumper.add_representer(str, _write_text)
+_Dumper.add_representer(str, _represent_text)
 
 
-def differences(stored: Mapping[str, Any], asked: Mapping[str, Any], may_differ: Collection[str] = ()) -> list[str]:
-    """One phrase for each value that differs between two configs, but for those under the keys in `may_differ`.
+def require_run(folder: Path | str) -> Path:
+    """Path of a folder that holds a run."""
+    root = Path(folder)
+    if not (root / CONFIG_FILE).is_file():
+        got = "one without" if root.is_dir() else "a file" if root.exists() else "no such folder"
+        fail("open_run", f"{root} must be a run folder with a {CONFIG_FILE}", got, "Check the path.")
+    return root
+
+
+def read_config(root: Path) -> dict[str, Any]:
+    """Content of a run's `config.yaml`, whose version this scoregram must know."""
+    path = root / CONFIG_FILE
+    try:
+        stored = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = str(error).splitlines()[0]
+        return fail("open_run", f"{path} must be YAML", reason, "Restore it from a copy.")
+    if not isinstance(stored, dict) or not isinstance(stored.get("config"), dict):
+        return fail("open_run", f"{path} must be written by scoregram", "something else", "Choose a run folder.")
+    require_known_version(stored.get("schema"), path)
+    return stored
+
+
+def config_differences(
+    stored: Mapping[str, Any], requested: Mapping[str, Any], may_differ: Collection[str] = ()
+) -> list[str]:
+    """One phrase for each value that differs between two configs, except under the top-level keys in `may_differ`.
 
     Example:
-        >>> differences({"seed": 0, "optimiser": {"lr": 0.1}}, {"seed": 0, "optimiser": {"lr": 0.2}})
-        ['optimiser.lr: 0.1 in the run, 0.2 asked for']
+        >>> config_differences({"seed": 0, "optimiser": {"lr": 0.1}}, {"seed": 0, "optimiser": {"lr": 0.2}})
+        ['optimiser.lr: 0.1 in the run, 0.2 requested']
     """
-    left, right = (_flat({k: v for k, v in plain(each).items() if k not in may_differ}) for each in (stored, asked))
+    left, right = (
+        _flat({key: value for key, value in plain_values(config).items() if key not in may_differ})
+        for config in (stored, requested)
+    )
     absent = "nothing"
     return [
-        f"{name}: {left.get(name, absent)} in the run, {right.get(name, absent)} asked for"
+        f"{name}: {left.get(name, absent)} in the run, {right.get(name, absent)} requested"
         for name in sorted(left.keys() | right.keys())
         if name not in left or name not in right or not _same(left[name], right[name])
     ]
 
 
-def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= _flat(value, f"{before}{name}.") if isinstance(value, dict) and value else {before + name: value}
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name: value}
     return flat
 
 
 def _same(left: Any, right: Any) -> bool:
+    """Equality in which NaN equals NaN."""
     if isinstance(left, list) and isinstance(right, list):
         return len(left) == len(right) and all(map(_same, left, right))
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
-    both_undefined = all(isinstance(each, float) and math.isnan(each) for each in (left, right))
-    return both_undefined or left == right
+    both_nan = all(isinstance(value, float) and math.isnan(value) for value in (left, right))
+    return both_nan or left == right

@@ -1,7 +1,7 @@
-"""`metrics.jsonl`: one line of strict JSON a step, appended, so that `tail -f` shows a run as it goes.
+"""`metrics.jsonl`: one line of strict JSON per step, appended, so that `tail -f` follows a run.
 
-A line counts when it ends in a newline and parses; a kill or a power cut can spoil the end of the file only. A spoilt
-line with a good one after it is damage of another kind, and is refused.
+A line is valid if it ends in a newline and parses. A kill or a power cut can damage only the end of the file, which
+readers skip. An invalid line followed by a valid one means other damage, which readers refuse.
 """
 
 import json
@@ -15,42 +15,42 @@ from typing import Any
 from scoregram.checks import fail
 
 Scalar = float | int | bool
-"""What a line of metrics holds; an undefined one is `nan` here and `null` in the file."""
+"""A value of a line; an undefined one is `nan` in Python and `null` in the file."""
 
 
 @dataclass(frozen=True)
 class MetricsFile:
-    """What can be read of a file of metrics."""
+    """The valid lines of a metrics file."""
 
     lines: tuple[dict[str, Scalar], ...]
-    """One mapping a step, `step` among its keys, steps increasing."""
+    """One mapping per step with `step` among its keys; steps increase."""
     ends: tuple[int, ...]
     """Offset of the byte after each line."""
     torn_bytes: int
-    """Bytes after the last good line, left by a writer that was killed."""
+    """Bytes after the last valid line, left by a killed writer."""
 
 
 def metrics_line(step: int, scalars: Mapping[str, Any]) -> bytes:
-    r"""One line of the file: `step` first, then the scalars as given; `nan` and infinities as `null`.
+    r"""One line of the file: `step`, then the scalars in their order; `nan` and infinities become `null`.
 
     Raises:
-        ScoregramError: If a value is not one number, or a name is not text or is `step`.
+        ScoregramError: If a value is not one number, or a name is not a string or is `step`.
 
     Example:
         >>> metrics_line(3, {"reward": 0.5, "effective_rank": float("nan")})
         b'{"step": 3, "reward": 0.5, "effective_rank": null}\n'
     """
-    values = {"step": step} | {_name(name): _plain(name, value) for name, value in scalars.items()}
+    values = {"step": step} | {_name(name): _number_or_none(name, value) for name, value in scalars.items()}
     return (json.dumps(values, allow_nan=False) + "\n").encode()
 
 
 def _name(name: Any) -> str:
     if not isinstance(name, str) or name == "step":
-        fail("write_metrics", "a scalar needs a name of its own, and `step` is taken", repr(name), "Rename it.")
+        fail("write_metrics", "the name of a scalar must be a string other than `step`", repr(name), "Rename it.")
     return name
 
 
-def _plain(name: str, value: Any) -> float | int | bool | None:
+def _number_or_none(name: str, value: Any) -> float | int | bool | None:
     if hasattr(value, "item") and getattr(value, "size", 1) != 0:  # a tensor or a numpy number
         count = value.numel() if hasattr(value, "numel") else value.size
         value = value.item() if count == 1 else value
@@ -64,26 +64,27 @@ def _plain(name: str, value: Any) -> float | int | bool | None:
 
 
 def read_metrics(path: Path) -> MetricsFile:
-    """All good lines of a file of metrics; an absent file has none.
+    """All valid lines of a metrics file; none if there is no file.
 
     Raises:
-        ScoregramError: If a line in the middle is spoilt, which no interrupted writer does.
+        ScoregramError: If a line before the last valid one is invalid; an interrupted write cannot cause that.
     """
     content = path.read_bytes() if path.exists() else b""
     lines: list[dict[str, Scalar]] = []
     ends: list[int] = []
-    spoilt, start = 0, 0
+    first_invalid, end = 0, 0
     for number, raw in enumerate(content.splitlines(keepends=True), start=1):
-        start += len(raw)
+        end += len(raw)
         line = _parse(raw, after=int(lines[-1]["step"]) if lines else -1)
         if line is None:
-            spoilt = spoilt or number
-        elif spoilt:
-            remedy = "Restore the file, or delete that line if you accept the gap."
-            fail("open_run", f"{path} must hold one JSON object a line, steps increasing", f"line {spoilt}", remedy)
+            first_invalid = first_invalid or number
+        elif first_invalid:
+            requirement = f"{path} must hold one JSON object per line, with increasing steps"
+            remedy = "Restore the file, or delete that line if you can do without its step."
+            fail("open_run", requirement, f"line {first_invalid}", remedy)
         else:
             lines.append(line)
-            ends.append(start)
+            ends.append(end)
     return MetricsFile(tuple(lines), tuple(ends), len(content) - (ends[-1] if ends else 0))
 
 

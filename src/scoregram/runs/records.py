@@ -1,12 +1,40 @@
-"""What a run remembers of a group and of a rollout: tensors of one group or rollout alone, never padded."""
+"""What a run stores of a group, a batch and a rollout, and how each becomes a row of a Parquet table.
 
-from collections.abc import Mapping
+Tensors of a record belong to one group, batch or rollout and are never padded. A table has one row per record, arrays
+flattened, and one column per named scalar. The same records give the same bytes: no time, no path and no random name
+enters a file.
+"""
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from scoregram.checks import fail
+from scoregram.runs.disk import FORMAT_VERSION, require_known_version
 from scoregram.types import GramMatrix, GroupAdvantages, GroupRewards
+
+LayerPrecision = Literal["float32", "float64", "none"]
+"""Precision of stored per-layer Grams; `none` leaves them out."""
+
+STATISTIC = "statistics/"
+"""Prefix of the columns that hold the statistics of a group."""
+REWARD = "rewards/"
+"""Prefix of the columns that hold what each reward function gave a rollout."""
+
+LAYER_COLUMNS = ("layers", "layer_grams")
+_VERSION_KEY = b"scoregram.schema"
+_SYMMETRY = 1e-5
+"""Largest asymmetry of a stored Gram, relative to its largest entry."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -14,7 +42,7 @@ class GroupRecord:
     """One prompt group at one step: its rewards, its advantages and, where measured, its Gram."""
 
     step: int
-    """Step of the run, counted as the run counts; the same number as in `metrics.jsonl`."""
+    """Step of the run; the same number as in `metrics.jsonl`."""
     prompt_id: str
     """Stable name of the prompt, such as `gsm8k/test/17`."""
     prompt: str | None = None
@@ -26,18 +54,18 @@ class GroupRecord:
     lengths: Int[Tensor, " rollouts"]
     """`(R,)`. Completion tokens of each rollout."""
     advantages: GroupAdvantages
-    """`(R,)`. What the trainer used; stored as float64."""
+    """`(R,)`. The advantages that the trainer used; stored as float64."""
     gram: GramMatrix | None = None
     """`(R, R)`, stored as float64. None for a group that was not measured."""
     by_layer: Mapping[str, GramMatrix] = field(default_factory=dict)
-    """Module path → `(R, R)`. Stored symmetrised, in the precision that the writer was asked for (float32 if not)."""
+    """Module path → `(R, R)`. Stored symmetrised, in the writer's `layers` precision (float32 by default)."""
     statistics: Mapping[str, float | int] = field(default_factory=dict)
     """Scalars of this group, such as its effective rank; `nan` where undefined. One column each."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BatchRecord:
-    """All rollouts of one step with the Gram between them, across prompts too: noise and conflict are read from it."""
+    """All rollouts of one step with the Gram between them, across prompts: the source of noise and conflict metrics."""
 
     step: int
     kind: str = "train"
@@ -58,9 +86,9 @@ class BatchRecord:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RolloutRecord:
-    """One rollout at one step: text, tokens, reward and what each token was worth.
+    """One rollout at one step: text, tokens, reward, and the log-probability and advantage of each token.
 
-    `T` counts the tokens of prompt and completion together, without padding. Everything per token is aligned with
+    `T` counts the tokens of prompt and completion together, without padding. Arrays per token are aligned with
     `token_ids`: entry `t` belongs to token `t`, and is 0 outside the completion.
     """
 
@@ -75,22 +103,306 @@ class RolloutRecord:
     token_ids: Int[Tensor, " tokens"]
     """`(T,)`. Prompt, then completion."""
     prompt_length: int
-    """Tokens of the prompt: the completion begins here."""
+    """Tokens of the prompt: the completion begins at this index."""
     completion_mask: Bool[Tensor, " tokens"] | None = None
-    """`(T,)`. The tokens that the policy chose. None says: all from `prompt_length` on."""
+    """`(T,)`. True for tokens that the policy sampled. None means all tokens from `prompt_length` on."""
     reward: float | int
-    """What the advantage was made from; `nan` without a reward."""
+    """The reward that the advantage was computed from; `nan` without a reward."""
     rewards: Mapping[str, float | int | None] = field(default_factory=dict)
-    """Name of a reward function → what it gave this rollout. One column each."""
+    """Name of a reward function → its value for this rollout. One column each."""
     log_probs: Float[Tensor, " tokens"]
     """`(T,)`. Log-probability of each token under the policy; stored as float32."""
     behaviour_log_probs: Float[Tensor, " tokens"] | None = None
-    """`(T,)`. The same under the distribution that was really sampled. None says: no different."""
+    """`(T,)`. Log-probability under the distribution that was sampled from. None means equal to `log_probs`."""
     advantage: float | int | None = None
-    """The one advantage of all its tokens; None where they differ."""
+    """The advantage that all its tokens share; None where they differ."""
     advantages: Float[Tensor, " tokens"] | None = None
-    """`(T,)`. One advantage per token, stored as float32; None where `advantage` says it all."""
+    """`(T,)`. One advantage per token, stored as float32; None where all tokens share `advantage`."""
     finished: bool
-    """Ended by a stop token, not by the limit on tokens."""
+    """True if a stop token ended it, False if the limit on tokens did."""
     kind: str = "train"
     """As in `GroupRecord`."""
+
+
+@cache
+def group_schema(layers: LayerPrecision = "float32") -> pa.Schema:
+    """Columns of `groups/*.parquet`; one `statistics/NAME` for each statistic follows them.
+
+    `gram` is row-major, `R²` values. `layer_grams` holds the lower triangle of each of `layers` in turn, row by row:
+    `R(R+1)/2` values each.
+    """
+    columns = [
+        ("step", pa.int64()),
+        ("kind", pa.string()),
+        ("prompt_id", pa.string()),
+        ("prompt", pa.string()),
+        ("rewards", pa.list_(pa.float64())),
+        ("lengths", pa.list_(pa.int64())),
+        ("advantages", pa.list_(pa.float64())),
+        ("gram", pa.list_(pa.float64())),
+    ]
+    if layers != "none":
+        values = pa.float64() if layers == "float64" else pa.float32()
+        columns += [("layers", pa.list_(pa.string())), ("layer_grams", pa.list_(values))]
+    return pa.schema(columns)
+
+
+BATCH_SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("kind", pa.string()),
+        ("prompt_ids", pa.list_(pa.string())),
+        ("sizes", pa.list_(pa.int64())),
+        ("rewards", pa.list_(pa.float64())),
+        ("lengths", pa.list_(pa.int64())),
+        ("weights", pa.list_(pa.float64())),
+        ("gram", pa.list_(pa.float32())),
+    ]
+)
+"""Columns of `batches/*.parquet`; `gram` is the lower triangle row by row, `N(N+1)/2` values."""
+
+ROLLOUT_SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("kind", pa.string()),
+        ("prompt_id", pa.string()),
+        ("group", pa.int64()),
+        ("index", pa.int64()),
+        ("prompt", pa.string()),
+        ("completion", pa.string()),
+        ("token_ids", pa.list_(pa.int64())),
+        ("prompt_length", pa.int64()),
+        ("completion_mask", pa.list_(pa.bool_())),
+        ("reward", pa.float64()),
+        ("log_probs", pa.list_(pa.float32())),
+        ("behaviour_log_probs", pa.list_(pa.float32())),
+        ("advantage", pa.float64()),
+        ("advantages", pa.list_(pa.float32())),
+        ("finished", pa.bool_()),
+    ]
+)
+"""Columns of `rollouts/*.parquet`; one `rewards/NAME` for each reward function follows them."""
+
+
+def groups_to_table(groups: Sequence[GroupRecord], layers: LayerPrecision = "float32") -> pa.Table:
+    """One row per group."""
+    rows = [_group_row(group, layers) for group in groups]
+    return _table(rows, group_schema(layers), STATISTIC, [group.statistics for group in groups])
+
+
+def batches_to_table(batches: Sequence[BatchRecord]) -> pa.Table:
+    """One row per batch."""
+    return _table([_batch_row(batch) for batch in batches], BATCH_SCHEMA)
+
+
+def rollouts_to_table(rollouts: Sequence[RolloutRecord]) -> pa.Table:
+    """One row per rollout."""
+    rows = [_rollout_row(rollout) for rollout in rollouts]
+    return _table(rows, ROLLOUT_SCHEMA, REWARD, [rollout.rewards for rollout in rollouts])
+
+
+def table_to_groups(table: pa.Table) -> Iterator[GroupRecord]:
+    """The groups of a table; without `by_layer` if the table was read without `LAYER_COLUMNS`."""
+    for row in _rows(table):
+        size = len(row["rewards"])
+        yield GroupRecord(
+            step=row["step"],
+            kind=row["kind"],
+            prompt_id=row["prompt_id"],
+            prompt=row["prompt"],
+            gram=None if row["gram"] is None else _tensor(row["gram"]).reshape(size, size),
+            by_layer=_unpacked(row.get("layers"), row.get("layer_grams"), size),
+            statistics=_named_scalars(row, STATISTIC),
+            **{name: _tensor(row[name]) for name in ("rewards", "lengths", "advantages")},
+        )
+
+
+def table_to_batches(table: pa.Table) -> Iterator[BatchRecord]:
+    """The batches of a table."""
+    for row in _rows(table):
+        yield BatchRecord(
+            step=row["step"],
+            kind=row["kind"],
+            prompt_ids=tuple(row["prompt_ids"]),
+            gram=_unpacked(["gram"], row["gram"], len(row["rewards"]))["gram"],
+            **{name: _tensor(row[name]) for name in ("sizes", "rewards", "lengths", "weights")},
+        )
+
+
+def table_to_rollouts(table: pa.Table) -> Iterator[RolloutRecord]:
+    """The rollouts of a table."""
+    names = [name for name in ROLLOUT_SCHEMA.names if name in table.column_names]
+    for row in _rows(table):
+        values: dict[str, Any] = {
+            name: _tensor(row[name]) if isinstance(row[name], np.ndarray) else row[name] for name in names
+        }
+        yield RolloutRecord(**values, rewards=_named_scalars(row, REWARD))
+
+
+def table_to_bytes(table: pa.Table) -> memoryview:
+    """Content of a Parquet file: zstd, one row group, the format version in its metadata."""
+    sink = io.BytesIO()
+    pq.write_table(
+        table.replace_schema_metadata({_VERSION_KEY: str(FORMAT_VERSION).encode()}),
+        sink,
+        compression="zstd",
+        use_dictionary=_text_columns(table.schema),  # type: ignore[arg-type]  # measured numbers rarely repeat
+        row_group_size=max(len(table), 1),
+    )
+    return sink.getbuffer()
+
+
+def _text_columns(schema: pa.Schema) -> list[str]:
+    text = [column.name for column in schema if pa.types.is_string(column.type)]
+    lists = [c.name for c in schema if pa.types.is_list(c.type) and c.type.value_type == pa.string()]
+    return text + [f"{name}.list.element" for name in lists]
+
+
+def read_part(path: Path, without: Sequence[str] = ()) -> pa.Table:
+    """One part file, all columns except those in `without`.
+
+    Raises:
+        ScoregramError: If it is damaged, or a newer scoregram wrote it.
+    """
+    try:
+        with pq.ParquetFile(path) as file:
+            version = (file.schema_arrow.metadata or {}).get(_VERSION_KEY, b"0")
+            require_known_version(int(version), path)
+            wanted = [name for name in file.schema_arrow.names if name not in without]
+            return file.read(columns=wanted).replace_schema_metadata(None)
+    except (pa.ArrowException, OSError) as error:
+        reason, remedy = str(error).splitlines()[0], "Restore it from a copy, or remove it."
+        return fail("open_run", f"{path} must be a complete Parquet file", reason, remedy)
+
+
+def _group_row(group: GroupRecord, layers: LayerPrecision) -> dict[str, Any]:
+    size = tuple(group.rewards.shape)
+    shapes = {
+        "lengths": (group.lengths, size),
+        "advantages": (group.advantages, size),
+        **({} if group.gram is None else {"gram": (group.gram, size * 2)}),
+        **{f"by_layer[{name!r}]": (gram, size * 2) for name, gram in group.by_layer.items()},
+    }
+    _require_shapes("write_groups", f"group {group.prompt_id}", shapes)
+    packed = {}
+    if layers != "none":
+        packed["layers"] = list(group.by_layer)
+        packed["layer_grams"] = _packed(group.by_layer, np.dtype(layers), caller="write_groups")
+    return _row(group, group_schema(layers), packed)
+
+
+def _batch_row(batch: BatchRecord) -> dict[str, Any]:
+    size = tuple(batch.rewards.shape)
+    shapes = {"lengths": (batch.lengths, size), "weights": (batch.weights, size), "gram": (batch.gram, size * 2)}
+    shapes |= {"sizes": (batch.sizes, (len(batch.prompt_ids),))}
+    _require_shapes("write_batches", f"the batch of step {batch.step}", shapes)
+    if int(batch.sizes.sum()) != size[0]:
+        got = f"{int(batch.sizes.sum())} of {size[0]}"
+        fail("write_batches", "the groups must hold all rollouts", got, "Record the size of every group.")
+    packed = _packed({"the batch": batch.gram}, np.dtype(np.float32), caller="write_batches")
+    return _row(batch, BATCH_SCHEMA, {"prompt_ids": list(batch.prompt_ids), "gram": packed})
+
+
+def _rollout_row(rollout: RolloutRecord) -> dict[str, Any]:
+    size = tuple(rollout.token_ids.shape)
+    per_token = ("log_probs", "completion_mask", "behaviour_log_probs", "advantages")
+    values = {name: getattr(rollout, name) for name in per_token}
+    shapes = {name: (value, size) for name, value in values.items() if value is not None}
+    _require_shapes("write_rollouts", f"rollout {rollout.index} of {rollout.prompt_id}", shapes)
+    return _row(rollout, ROLLOUT_SCHEMA, {})
+
+
+def _require_shapes(caller: str, owner: str, shapes: Mapping[str, tuple[Tensor, tuple[int, ...]]]) -> None:
+    for name, (value, shape) in shapes.items():
+        if tuple(value.shape) != shape:
+            fail(caller, f"{name} of {owner} must have shape {shape}", tuple(value.shape), "Record one value for each.")
+
+
+def _row(record: object, schema: pa.Schema, packed: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of `schema` from `packed`, else from the field of that name, tensors flattened."""
+    row = {column.name: packed.get(column.name, getattr(record, column.name, None)) for column in schema}
+    return {
+        name: _array(value, schema.field(name).type.value_type.to_pandas_dtype())
+        if isinstance(value, Tensor)
+        else value
+        for name, value in row.items()
+    }
+
+
+def _table(
+    rows: Sequence[Mapping[str, Any]],
+    schema: pa.Schema,
+    prefix: str = "",
+    scalars: Sequence[Mapping[str, Any]] = (),
+) -> pa.Table:
+    columns = [pa.array([_encodable(row[column.name]) for row in rows], column.type) for column in schema]
+    names = sorted({name for named in scalars for name in named})
+    columns += [
+        pa.array([None if (value := named.get(name)) is None else float(value) for named in scalars], pa.float64())
+        for name in names
+    ]
+    fields = [*schema, *(pa.field(prefix + _encodable(name), pa.float64()) for name in names)]
+    return pa.Table.from_arrays(columns, schema=pa.schema(fields))
+
+
+def _encodable(value: Any) -> Any:
+    """A string with lone surrogates escaped, which UTF-8 cannot encode: one odd token must not end a run."""
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+
+
+def _array(values: Tensor, dtype: Any) -> np.ndarray:
+    on_cpu = values.detach().cpu()
+    widened = on_cpu.float() if on_cpu.dtype == torch.bfloat16 else on_cpu  # numpy has no bfloat16
+    return widened.numpy().astype(dtype).ravel()
+
+
+def _packed(named: Mapping[str, Tensor], dtype: np.dtype, *, caller: str) -> np.ndarray:
+    """Lower triangles of the Grams, one after the other."""
+    if not named:
+        return np.empty(0, dtype)
+    grams = torch.stack(tuple(named.values())).detach().cpu().double().numpy()  # (L, R, R)
+    with np.errstate(invalid="ignore", over="ignore"):
+        largest = np.abs(grams).max(axis=(1, 2), keepdims=True, initial=0.0)
+        uneven = np.abs(grams - grams.transpose(0, 2, 1)) > _SYMMETRY * largest
+        packed = ((grams + grams.transpose(0, 2, 1)) / 2)[:, *np.tril_indices(grams.shape[1])].astype(dtype)
+    if uneven.any():
+        name = list(named)[int(uneven.any(axis=(1, 2)).argmax())]
+        fail(caller, f"the Gram of {name} must be symmetric", "an asymmetric matrix", "Pass K = ΨΨᵀ.")
+    if np.isinf(packed).any() and not np.isinf(grams).any():
+        remedy = 'Scale the loss; for layers, create the run with layers="float64".'
+        fail(caller, f"Grams must fit {dtype}", f"{largest.max():g}", remedy)
+    return packed.ravel()
+
+
+def _unpacked(names: Sequence[str] | None, packed: np.ndarray | None, size: int) -> dict[str, Tensor]:
+    if names is None or packed is None or not len(names):
+        return {}
+    rows, columns = np.tril_indices(size)
+    grams = np.empty((len(names), size, size))
+    grams[:, rows, columns] = grams[:, columns, rows] = packed.reshape(len(names), len(rows))
+    return dict(zip(names, torch.from_numpy(grams), strict=True))
+
+
+def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
+    """Rows with a numpy array for each list of numbers, which avoids a Python object per element."""
+    columns = {name: table.column(name).combine_chunks() for name in table.column_names}
+    for i in range(len(table)):
+        yield {name: _cell(column[i]) for name, column in columns.items()}
+
+
+def _cell(scalar: pa.Scalar) -> Any:
+    if not scalar.is_valid:
+        return None
+    if isinstance(scalar, pa.ListScalar) and not pa.types.is_string(scalar.type.value_type):
+        return scalar.values.to_numpy(zero_copy_only=False)
+    return scalar.as_py()
+
+
+def _tensor(values: np.ndarray) -> Tensor:
+    return torch.from_numpy(values.copy())  # Arrow's memory is read-only
+
+
+def _named_scalars(row: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    return {
+        name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix) and value is not None
+    }

@@ -1,15 +1,29 @@
-"""Prompts with verifiable rewards: one small file per task, and one table of them.
+"""Prompts with verifiable rewards.
 
-`task` what a task is · `table` every task by name · `arithmetic`, `gsm8k`, `reasoning_gym`, `jsonl` the tasks ·
-`answers` when two answers are the same · `reward` a user's own function · `mistakes` what a warm start gets wrong.
+`task` tasks, problems and reward functions · `arithmetic` the embedded task · `text_tasks` GSM8K, reasoning-gym, JSON
+lines · `answers` whether two answers are equal · `table` every task by name.
 """
 
-from scoregram.tasks.arithmetic import arithmetic, first_wrong_character, number_of_terms, solution
-from scoregram.tasks.jsonl import MAX_NEW_TOKENS
-from scoregram.tasks.mistakes import careless_solution, careless_teacher
-from scoregram.tasks.reward import load_reward
+from scoregram.tasks.arithmetic import (
+    arithmetic,
+    careless_solution,
+    careless_teacher,
+    first_wrong_character,
+    number_of_terms,
+    solution,
+)
 from scoregram.tasks.table import TASKS, TaskRow, load_task
-from scoregram.tasks.task import LazyProblems, Problem, RewardFunction, Step, Task, first_error, reward_columns
+from scoregram.tasks.task import (
+    MAX_NEW_TOKENS,
+    LazyProblems,
+    Problem,
+    RewardFunction,
+    Step,
+    Task,
+    first_error,
+    load_reward,
+    reward_columns,
+)
 
 __all__ = [
     "MAX_NEW_TOKENS",

@@ -1,7 +1,7 @@
-r"""Whether a written answer is the reference answer: by exact number, by text, and by math-verify where installed.
+r"""Whether a completion states the reference answer: compared as a number, as text, and by math-verify if installed.
 
-The answer of a completion stands behind the first `####`, else in the last `\boxed{…}`; where neither is written it
-is the last number (for a reference that is a number) or the last line.
+The answer of a completion is the line after the first `####`, else the inside of the last `\boxed{…}`. Without either
+it is the last number (if the reference is a number) or the last line.
 """
 
 import importlib.util
@@ -10,15 +10,15 @@ import threading
 from decimal import Decimal
 from typing import Any
 
-MARK = "####"
-NUMBER = r"[-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-LAST_NUMBER = re.compile(NUMBER)
-PLAIN = re.compile(rf"[\s$€£]*({NUMBER})\s*%?[\sA-Za-z.]*")
-"""A number with nothing around it but currency, per cent, units and a full stop; what it says needs no algebra."""
-EXPLOSIVE = re.compile(r"\^\s*\{?\s*-?\d{3,}|\^.*\^|\*\*|\d\s*!")
-"""Powers and factorials that a computer algebra system may work at for ever."""
-LONGEST_EXPRESSION = 200
-SECONDS = 5
+ANSWER_MARK = "####"
+_NUMBER = r"[-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+_ANY_NUMBER = re.compile(_NUMBER)
+_PLAIN_NUMBER = re.compile(rf"[\s$€£]*({_NUMBER})\s*%?[\sA-Za-z.]*")
+"""A number with currency, per cent, unit or full stop, and nothing else; comparing it needs no algebra."""
+_EXPLOSIVE = re.compile(r"\^\s*\{?\s*-?\d{3,}|\^.*\^|\*\*|\d\s*!")
+"""Powers and factorials on which a computer algebra system may hang."""
+_LONGEST_EXPRESSION = 200
+_SECONDS = 5
 
 
 def right_answer(
@@ -31,8 +31,8 @@ def right_answer(
 def same_answer(completion: str, answer: str) -> bool:
     r"""Whether `completion` states `answer`.
 
-    A plain number is compared exactly, whatever its commas, currency, unit or trailing zeros; a text without regard to
-    case and spacing. Anything else is left to math-verify where it is installed, and is wrong where it is not.
+    Plain numbers are compared exactly, whatever their commas, currency, unit or trailing zeros; texts are compared
+    without regard to case and spacing. math-verify decides everything else if it is installed; otherwise it is wrong.
 
     Example:
         >>> same_answer("She pays 2 x $35,000.\n#### $70,000.00", "70000")
@@ -46,21 +46,21 @@ def same_answer(completion: str, answer: str) -> bool:
     stated = last_line(completion) if stated is None else stated
     if number is not None and (read := plain_number(stated)) is not None:
         return read == number
-    return normalised(stated) == normalised(answer) != "" or equal_by_algebra(stated, answer)
+    return normalised_text(stated) == normalised_text(answer) != "" or equal_by_algebra(stated, answer)
 
 
 def stated_answer(completion: str) -> str | None:
-    r"""The line behind the first `####`, else the inside of the last `\boxed{…}`, else `None`.
+    r"""The line after the first `####`, else the inside of the last `\boxed{…}`, else `None`.
 
-    The first mark counts, so that what a policy rambles on about after its answer changes nothing.
+    The first mark counts: text that a policy writes after its answer changes nothing.
     """
-    if MARK in completion:
-        return completion.split(MARK, 1)[1].strip(" \t").split("\n")[0].strip()
+    if ANSWER_MARK in completion:
+        return completion.split(ANSWER_MARK, 1)[1].strip(" \t").split("\n")[0].strip()
     return last_boxed(completion)
 
 
 def last_boxed(completion: str) -> str | None:
-    r"""The inside of the last complete `\boxed{…}`, braces within it balanced."""
+    r"""The inside of the last `\boxed{…}`, if its braces are balanced."""
     start = completion.rfind(r"\boxed{")
     depth = 0
     for at in range(start + len(r"\boxed"), len(completion)) if start >= 0 else ():
@@ -71,49 +71,49 @@ def last_boxed(completion: str) -> str | None:
 
 
 def plain_number(text: str) -> Decimal | None:
-    """The number that `text` consists of, or `None` where it says more than one number."""
-    found = PLAIN.fullmatch(text)
-    return as_decimal(found[1]) if found else None
+    """The number that `text` consists of, or `None` if there is anything else in it."""
+    match = _PLAIN_NUMBER.fullmatch(text)
+    return as_decimal(match[1]) if match else None
 
 
 def last_number(text: str) -> Decimal | None:
     """The last number in `text`, or `None`."""
-    found = LAST_NUMBER.findall(text)
-    return as_decimal(found[-1]) if found else None
+    numbers = _ANY_NUMBER.findall(text)
+    return as_decimal(numbers[-1]) if numbers else None
 
 
 def as_decimal(number: str) -> Decimal:
-    """The value of a match of `NUMBER`."""
+    """The value of a number as it is written, without commas and currency."""
     return Decimal(re.sub(r"[,$]", "", number))
 
 
 def last_line(text: str) -> str:
-    """The last line that is not blank; empty where there is none."""
+    """The last line that is not blank; empty if all are."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
-def normalised(text: str) -> str:
-    """Text without regard to case, spacing and a final full stop."""
+def normalised_text(text: str) -> str:
+    """Text with folded case, single spaces and no final full stop."""
     return " ".join(text.casefold().split()).removesuffix(".")
 
 
 def equal_by_algebra(stated: str, answer: str) -> bool:
-    """Whether math-verify takes two expressions for equal; `False` where it is not installed.
+    """Whether math-verify judges two expressions equal; `False` if it is not installed.
 
-    Its time limit is a signal, which only the main thread may set. Expressions that could run away are refused in every
-    thread, so that the verdict does not depend on the thread it is reached in.
+    Its time limit is a signal, which only the main thread can set. Expressions that could hang are therefore refused in
+    every thread, so that the result does not depend on the thread.
     """
     if importlib.util.find_spec("math_verify") is None:
         return False
-    if max(len(stated), len(answer)) > LONGEST_EXPRESSION or EXPLOSIVE.search(stated) or EXPLOSIVE.search(answer):
+    if max(len(stated), len(answer)) > _LONGEST_EXPRESSION or _EXPLOSIVE.search(stated) or _EXPLOSIVE.search(answer):
         return False
     from math_verify import parse, verify
 
-    seconds: Any = SECONDS if threading.current_thread() is threading.main_thread() else None
+    seconds: Any = _SECONDS if threading.current_thread() is threading.main_thread() else None
     reference, candidate = (parse(as_expression(text), parsing_timeout=seconds) for text in (answer, stated))
     return bool(verify(reference, candidate, timeout_seconds=seconds))
 
 
 def as_expression(text: str) -> str:
-    r"""What looks like LaTeX set inside dollars, as math-verify expects it; other text unchanged."""
+    r"""LaTeX in dollars, as math-verify expects it; other text unchanged."""
     return f"${text}$" if re.search(r"[\\^]", text) and "$" not in text else text

@@ -1,9 +1,15 @@
-"""Running sums, written step by step: `34+7+1+5=` is solved as `41,42,47.`
+"""Running sums written step by step, `34+7+1+5=` solved as `41,42,47.`, and a careless teacher of them.
 
-Only the last number is rewarded, yet every step can be verified, so this task also knows where a rollout went wrong.
-The first term has two digits and the others one, so that every step of the default difficulty is two digits wide.
+Only the last number is rewarded, but every step can be verified, so this task knows where a rollout went wrong. The
+first term has two digits and the others one, so that every step of the default difficulty has two digits.
+
+Warm starts learn from the solutions of the careless teacher. If it made random mistakes alone, the right step would
+stay the likeliest one, greedy decoding would solve everything, and nothing would be left to learn. So it has habits: at
+some pairs of digits it nearly always forgets to carry. After a mistake it goes on from the wrong number: a solution is
+consistent.
 """
 
+from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from random import Random
@@ -16,19 +22,21 @@ DEFAULT_TERMS = 4
 FEWEST_TERMS, MOST_TERMS = 2, 16
 FIRST_TERMS = range(10, 50)
 LATER_TERMS = range(1, 10)
-TRAIN_PROBLEMS, TEST_PROBLEMS = 8192, 512
+_TRAIN_PROBLEMS, _TEST_PROBLEMS = 8192, 512
 SPARE_TOKENS = 2
-"""Tokens beyond the longest right solution, so that a policy that does not stop is seen not to."""
+"""Tokens beyond the longest right solution, so that a policy that fails to stop can be told from one that stops."""
+CARRYING = tuple((units, term) for units in range(10) for term in LATER_TERMS if units + term >= 10)
+"""Pairs of last digit and term whose sum carries: half of all pairs."""
 
 
 def arithmetic(argument: str = "", seed: int = 0) -> Task:
-    """Running sums of `argument` terms (4 unless given).
+    """Running sums of `argument` terms (4 by default).
 
-    All problems of both splits are distinct; the seed decides which are in the training split and in which order. A
-    difficulty with fewer problems than the usual 8,192 + 512 gives a fifth of them to the test split.
+    All problems of both splits are distinct; the seed decides which are in the training split and in which order. If
+    there are fewer than 8,192 + 512 sums of this length, a fifth of them is the test split.
 
     Raises:
-        ScoregramError: If `argument` is no whole number from 2 to 16.
+        ScoregramError: If `argument` is not a whole number from 2 to 16.
 
     Example:
         >>> task = arithmetic("4")
@@ -38,10 +46,10 @@ def arithmetic(argument: str = "", seed: int = 0) -> Task:
     terms = number_of_terms(argument)
     alphabets = (FIRST_TERMS, *[LATER_TERMS] * (terms - 1))
     space = prod(len(alphabet) for alphabet in alphabets)
-    test_size = min(TEST_PROBLEMS, space // 5)
-    train_size = min(TRAIN_PROBLEMS, space - test_size)
-    # Problems are numbers below `space`. The test split is the same for every seed, so that whatever was learnt under
-    # one seed, a warm start included, can be tested under any other.
+    test_size = min(_TEST_PROBLEMS, space // 5)
+    train_size = min(_TRAIN_PROBLEMS, space - test_size)
+    # Problems are numbers below `space`. The test split is the same for every seed, so that a policy that was trained
+    # or warm-started under one seed can be tested under any other.
     held_out = Random(f"arithmetic/{terms}/test").sample(range(space), test_size)
     tested = set(held_out)
     drawn = Random(f"arithmetic/{terms}/train/{seed}").sample(range(space), test_size + train_size)
@@ -66,61 +74,57 @@ def arithmetic(argument: str = "", seed: int = 0) -> Task:
 
 
 def number_of_terms(argument: str) -> int:
-    """The difficulty that follows `arithmetic:`; empty means the default."""
+    """The number of terms in `arithmetic:TERMS`; the default if it is empty."""
     if not argument:
         return DEFAULT_TERMS
     if not argument.isdecimal() or not FEWEST_TERMS <= int(argument) <= MOST_TERMS:
-        fail(
-            "arithmetic",
-            f"the number of terms must be a whole number from {FEWEST_TERMS} to {MOST_TERMS}",
-            repr(argument),
-            f"Write for example arithmetic:{DEFAULT_TERMS}.",
-        )
+        requirement = f"the number of terms must be a whole number from {FEWEST_TERMS} to {MOST_TERMS}"
+        fail("arithmetic", requirement, repr(argument), f"Write for example arithmetic:{DEFAULT_TERMS}.")
     return int(argument)
 
 
 def sum_problem(problem_id: str, terms: list[int] | tuple[int, ...]) -> Problem:
-    """The problem of adding `terms`, which every reward function is given as the column `terms`."""
+    """The problem of adding `terms`, which reward functions receive as the column `terms`."""
     return Problem(problem_id, "+".join(map(str, terms)) + "=", str(sum(terms)), {"terms": tuple(terms)})
 
 
 def terms_of(problem: Problem) -> tuple[int, ...]:
-    """The numbers to be added."""
+    """The numbers to add."""
     return tuple(int(term) for term in problem.prompt.rstrip("=").split("+"))
 
 
 def solution(problem: Problem) -> str:
     """The one right solution: every running sum, then a full stop."""
-    return written(list(accumulate(terms_of(problem)))[1:])
+    return written_sums(list(accumulate(terms_of(problem)))[1:])
 
 
-def written(sums: list[int]) -> str:
-    """Running sums as a policy writes them."""
+def written_sums(sums: list[int]) -> str:
+    """Running sums as a solution writes them."""
     return ",".join(map(str, sums)) + "."
 
 
 def longest_solution(terms: int) -> int:
     """Characters of the longest right solution."""
     largest = [FIRST_TERMS[-1], *[LATER_TERMS[-1]] * (terms - 1)]
-    return len(written(list(accumulate(largest))[1:]))
+    return len(written_sums(list(accumulate(largest))[1:]))
 
 
 def right_sum(prompts: list[str], completions: list[str], *, answer: list[str], **columns: Any) -> list[float | None]:
-    """`1` where the last number, closed by a full stop at the very end, is the sum; `0` otherwise."""
+    """`1` where the last number, with a full stop as the last character, is the sum; `0` otherwise."""
     return [float(final_number(text) == right) for text, right in zip(completions, answer, strict=True)]
 
 
 def final_number(completion: str) -> str | None:
-    """What stands between the last comma and the closing full stop; `None` where there is no full stop at the end."""
+    """The text between the last comma and the final full stop; `None` without a full stop at the end."""
     return completion[:-1].rpartition(",")[2] if completion.endswith(".") else None
 
 
 def verified_steps(problem: Problem, completion: str) -> tuple[Step, ...]:
-    """The steps of a completion, each with its separator, and whether each adds its own term rightly.
+    """The steps of a completion, each with its separator, and whether each adds its term correctly.
 
-    A step is judged from the number written before it, right or wrong: after one mistake the later steps can be right.
-    A separator is part of its step: a comma while terms are left, a full stop after the last. What cannot be read as a
-    number, and what follows the last step, is wrong.
+    A step is judged by the number written before it, right or wrong: steps after a mistake can be right. The separator
+    is part of the step: a comma while terms are left, a full stop after the last. A step that is not a number is wrong,
+    and so is everything after the last step.
     """
     first, *later = terms_of(problem)
     steps: list[Step] = []
@@ -140,18 +144,64 @@ def verified_steps(problem: Problem, completion: str) -> tuple[Step, ...]:
 
 
 def step_end(completion: str, start: int) -> int:
-    """Index just behind the next separator, or the end of the text."""
-    found = [at for at in (completion.find(mark, start) for mark in ",.") if at >= 0]
-    return min(found) + 1 if found else len(completion)
+    """Index after the next separator, or the length of the text."""
+    separators = [at for at in (completion.find(mark, start) for mark in ",.") if at >= 0]
+    return min(separators) + 1 if separators else len(completion)
 
 
 def first_wrong_character(problem: Problem, completion: str) -> int | None:
-    """Index of the first character that departs from the right solution; `None` where there is none.
+    """Index of the first character that differs from the right solution; `None` if there is none.
 
-    A completion that stops too early went wrong at its end: the index is then its length, that of the stop token.
+    A completion that stops too early is wrong at its stop token: the index is its length.
     """
     right = solution(problem)
     for index, (is_there, should_be) in enumerate(zip(completion, right, strict=False)):
         if is_there != should_be:
             return index
     return None if completion == right else min(len(completion), len(right))
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The mistakes of one careless teacher."""
+
+    forgets: frozenset[tuple[int, int]]
+    """Pairs of last digit and term at which it forgets to carry: its habits."""
+    habit: float
+    """Probability that it forgets to carry at such a pair."""
+    slip: float
+    """Probability of one wrong digit at any other step."""
+
+
+def careless_teacher(terms: int, seed: int, *, right: float, habit: float, slip: float) -> Teacher:
+    """A teacher with as many habits as leave a share `right` of solutions right if it followed them always.
+
+    A share `q` of all pairs is a habit, `(1 - q)^(terms - 1) = right`, and at most the half that carries. The share of
+    its solutions that are right is about `((1 - q · habit)(1 - slip))^(terms - 1)`.
+    """
+    share = 1 - right ** (1 / (terms - 1))
+    number = min(len(CARRYING), round(share * 2 * len(CARRYING)))
+    return Teacher(frozenset(Random(f"habits/{seed}").sample(CARRYING, number)), habit, slip)
+
+
+def careless_solution(problem: Problem, teacher: Teacher, rng: Random) -> str:
+    """A solution as `teacher` writes it, with its mistakes."""
+    value, *later = terms_of(problem)
+    sums = []
+    for term in later:
+        value = careless_sum(value, term, teacher, rng)
+        sums.append(value)
+    return written_sums(sums)
+
+
+def careless_sum(value: int, term: int, teacher: Teacher, rng: Random) -> int:
+    """`value + term` as this teacher computes it."""
+    right = value + term
+    if (value % 10, term) in teacher.forgets and rng.random() < teacher.habit:
+        return right - 10
+    if rng.random() >= teacher.slip:
+        return right
+    digits = list(str(right))
+    at = rng.randrange(len(digits))
+    digits[at] = rng.choice([digit for digit in "0123456789"[at == 0 :] if digit != digits[at]])
+    return int("".join(digits))

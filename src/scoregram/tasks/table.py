@@ -1,4 +1,4 @@
-"""Every task by name."""
+"""Every task by its name on the command line."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -6,25 +6,22 @@ from types import MappingProxyType
 
 from scoregram.checks import fail, lookup
 from scoregram.tasks.arithmetic import arithmetic
-from scoregram.tasks.gsm8k import gsm8k
-from scoregram.tasks.jsonl import jsonl
-from scoregram.tasks.reasoning_gym import reasoning_gym
-from scoregram.tasks.reward import load_reward
-from scoregram.tasks.task import Task
+from scoregram.tasks.task import Task, load_reward
+from scoregram.tasks.text_tasks import gsm8k, jsonl, reasoning_gym
 
 
 @dataclass(frozen=True)
 class TaskRow:
-    """One task and how it is named on the command line."""
+    """One task."""
 
     load: Callable[[str, int], Task]
-    """The task, given the text after the colon and a seed."""
+    """Builds the task from the text after the colon and a seed."""
     argument: str
-    """What stands after the colon."""
+    """What the text after the colon means."""
     needs_argument: bool
-    """Whether the name alone is not enough."""
+    """Whether the text after the colon is required."""
     about: str
-    """One line for people who choose."""
+    """One line of description."""
 
 
 TASKS: MappingProxyType[str, TaskRow] = MappingProxyType(
@@ -33,13 +30,13 @@ TASKS: MappingProxyType[str, TaskRow] = MappingProxyType(
             load=arithmetic,
             argument="number of terms",
             needs_argument=False,
-            about="running sums written step by step; embedded, every step verifiable",
+            about="running sums written step by step; needs no data, every step is verifiable",
         ),
         "gsm8k": TaskRow(
             load=gsm8k,
             argument="folder with train.jsonl and test.jsonl",
             needs_argument=False,
-            about="grade-school word problems; from the hub where no folder is given",
+            about="grade-school word problems; from the hub if no folder is given",
         ),
         "reasoning-gym": TaskRow(
             load=reasoning_gym,
@@ -51,7 +48,7 @@ TASKS: MappingProxyType[str, TaskRow] = MappingProxyType(
             load=jsonl,
             argument="file, or folder with train.jsonl and test.jsonl",
             needs_argument=True,
-            about="your own prompts and answers, one JSON object a line",
+            about="your own prompts and answers, one JSON object per line",
         ),
     }
 )
@@ -61,12 +58,12 @@ def load_task(spec: str, *, seed: int = 0, reward: str | None = None) -> Task:
     """The task that `spec` names: `arithmetic`, `arithmetic:6`, `gsm8k:FOLDER`, `reasoning-gym:NAME`, `jsonl:FILE`.
 
     Args:
-        spec: Name of a row of `TASKS`, and after a colon what that row takes.
-        seed: Which problems are generated, where problems are generated.
+        spec: Name of a row of `TASKS`, then a colon and its argument.
+        seed: Of the generated problems; fixed datasets ignore it.
         reward: `module:function` in place of the task's own reward.
 
     Raises:
-        ScoregramError: If there is no such task, or its argument is missing or wrong.
+        ScoregramError: If no task has this name, or its argument is missing or invalid.
 
     Example:
         >>> load_task("arithmetic:3").test[0].id

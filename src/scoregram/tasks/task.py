@@ -1,11 +1,20 @@
-"""What a task is: problems to train on, problems to test on, and a reward that can be verified."""
+"""A task: problems to train on, problems to test on, and a verifiable reward, the task's own or a user's function."""
 
+import importlib
+import inspect
+import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
+from pathlib import Path
 from random import Random
 from typing import Any, Protocol, overload, runtime_checkable
 
 from scoregram.checks import fail
+
+MAX_NEW_TOKENS = 256
+"""Tokens of a completion in tasks that set no limit of their own."""
 
 
 @dataclass(frozen=True)
@@ -15,20 +24,20 @@ class Problem:
     id: str
     """Stable name, the same in every process: `gsm8k/test/17`."""
     prompt: str
-    """The bare question; `Task.prompt_format` makes of it the text that a policy reads."""
+    """The bare question; `Task.prompt` turns it into the text that the policy reads."""
     answer: str
     """The reference answer."""
     columns: Mapping[str, object] = field(default_factory=dict)
-    """Anything else that a reward function is given, as a keyword with one value per rollout."""
+    """Further values for the reward function, which receives each column as a keyword with one value per rollout."""
 
 
 @runtime_checkable
 class RewardFunction(Protocol):
-    """One reward per rollout, in TRL's signature, so that a function written for it works unchanged.
+    """One reward per rollout, in TRL's signature, so that a function written for TRL works unchanged.
 
     `prompts` and `completions` are texts, one per rollout. Every column (`answer`, `problem_id`, `completion_ids` where
-    known, and `Problem.columns`) comes as a keyword with a list of the same length. `None` stands for a rollout that
-    this function does not judge.
+    known, and `Problem.columns`) comes as a keyword with a list of the same length. `None` means that the function has
+    no reward for this rollout.
     """
 
     def __call__(self, prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
@@ -38,7 +47,7 @@ class RewardFunction(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """One verified step of a completion: characters `start` up to but excluding `end`, and whether they are right."""
+    """One verified step of a completion: characters `start` to `end` (exclusive), and whether they are right."""
 
     start: int
     end: int
@@ -51,32 +60,32 @@ class Task:
 
     name: str
     train: Sequence[Problem]
-    """Problems to learn from; may be built on demand, by index."""
+    """Problems to train on; may be built on demand, by index."""
     test: Sequence[Problem]
-    """Problems never trained on."""
+    """Problems that are never trained on."""
     reward: RewardFunction
     max_new_tokens: int
-    """Tokens that a completion may take before it is cut off."""
+    """Longest completion, in tokens."""
     prompt_format: str = "{prompt}"
-    """How a bare question becomes the text that a policy reads."""
+    """Template of the text that the policy reads; `{prompt}` stands for the bare question."""
     demonstrate: Callable[[Problem, Random], str] | None = None
-    """A written solution, for supervised warm starts."""
+    """Writes a solution, for supervised warm starts."""
     steps: Callable[[Problem, str], tuple[Step, ...]] | None = None
-    """The steps of a completion with their truth, for process rewards and for the first error."""
+    """Splits a completion into verified steps, for process rewards and for the first error."""
 
     def prompt(self, problem: Problem) -> str:
-        """The text that a policy reads.
+        """The text that the policy reads.
 
-        Only the mark `{prompt}` is replaced, so that braces in a question or in the format stay as they are.
+        Only `{prompt}` is replaced: other braces in the question or in the format stay as they are.
         """
         return self.prompt_format.replace("{prompt}", problem.prompt)
 
     def rewards(self, problems: Sequence[Problem], completions: Sequence[str], **columns: Any) -> list[float | None]:
-        """Reward of every completion, given the problem it answers, one problem per completion.
+        """Reward of every completion for the problem that it answers.
 
         Args:
             problems: The problem of each rollout, in the order of `completions`.
-            completions: Decoded rollouts without prompt and without stop token.
+            completions: Decoded completions without the stop token.
             columns: Further lists with one value per rollout, such as `completion_ids`.
 
         Raises:
@@ -94,7 +103,7 @@ class Task:
 
 
 def reward_columns(problems: Sequence[Problem]) -> dict[str, list[Any]]:
-    """Columns of the problems, one list per column; a problem without a column has `None` there."""
+    """Columns of the problems, one list per column; `None` where a problem lacks the column."""
     names = dict.fromkeys(name for problem in problems for name in problem.columns)  # in order, each once
     columns: dict[str, list[Any]] = {name: [problem.columns.get(name) for problem in problems] for name in names}
     columns["answer"] = [problem.answer for problem in problems]
@@ -103,16 +112,16 @@ def reward_columns(problems: Sequence[Problem]) -> dict[str, list[Any]]:
 
 
 def first_error(steps: Sequence[Step]) -> Step | None:
-    """The first wrong step, or `None` where every step is right."""
+    """The first wrong step, or `None` if every step is right."""
     return next((step for step in steps if not step.correct), None)
 
 
 class LazyProblems(Sequence[Problem]):
-    """A sequence of known length whose problems are built when they are asked for.
+    """A sequence of known length that builds each problem when it is indexed.
 
     Args:
         length: Number of problems.
-        build: Problem at an index `0 <= i < length`; must give the same problem every time.
+        build: Returns the problem at index `0 <= i < length`, the same one at every call.
     """
 
     def __init__(self, length: int, build: Callable[[int], Problem]) -> None:
@@ -127,7 +136,123 @@ class LazyProblems(Sequence[Problem]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[Problem]: ...
     def __getitem__(self, index: int | slice) -> Problem | Sequence[Problem]:
-        chosen = range(self._length)[index]  # handles negative indices, slices and IndexError as a list does
+        chosen = range(self._length)[index]  # negative indices, slices and IndexError as in a list
         if isinstance(chosen, range):
             return [self._build(i) for i in chosen]
         return self._build(chosen)
+
+
+@dataclass(frozen=True)
+class CheckedReward:
+    """A reward function whose result is checked: one finite number, or `None`, per rollout.
+
+    A function without `**kwargs` receives only the columns in its signature, where TRL would pass all of them.
+    """
+
+    name: str
+    function: Callable[..., Any]
+
+    def __call__(self, prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
+        """One reward per rollout.
+
+        Raises:
+            ScoregramError: If the function requires a column that does not exist, or does not return one finite number
+                or `None` per rollout. Exceptions of the function itself are re-raised with its name as a note.
+        """
+        given = {"prompts": prompts, "completions": completions, **columns}
+        keywords = accepted_keywords(self.name, self.function, given)
+        try:
+            rewards = self.function(**keywords)
+        except Exception as error:
+            error.add_note(f"raised by the reward function {self.name}")
+            raise
+        return checked_rewards(self.name, rewards, len(completions))
+
+
+def load_reward(spec: str) -> CheckedReward:
+    """The reward function that `spec` names, imported from the installed packages or from the current folder.
+
+    The current folder is added to `sys.path` and stays there, as with `python -m`: the module may import other modules
+    of the folder later.
+
+    Args:
+        spec: `module:function`; both may have dots.
+
+    Raises:
+        ScoregramError: If `spec` has another form, the module or the function does not exist, or it is not callable.
+    """
+    module_name, _, path = spec.partition(":")
+    if not path or not all(part.isidentifier() for part in f"{module_name}.{path}".split(".")):
+        remedy = "Write module:function, for example my_rewards:short_and_right."
+        fail("reward", "a reward function must be named module:function", repr(spec), remedy)
+    target: Any = reward_module(module_name, spec)
+    for part in path.split("."):
+        if not hasattr(target, part):
+            fail("reward", f"{module_name} must have {path}", f"no {part} in it", "Check the spelling.")
+        target = getattr(target, part)
+    if not callable(target):
+        fail("reward", f"{spec} must be a function", type(target).__name__, "Name a function.")
+    if inspect.iscoroutinefunction(target):
+        fail("reward", f"{spec} must be a plain function", "an async one", "Wrap it with asyncio.run.")
+    return CheckedReward(spec, target)
+
+
+def reward_module(module_name: str, spec: str) -> Any:
+    """The module of a reward function; the error says whether it does not exist or fails while it is imported."""
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    importlib.invalidate_caches()  # the file may be newer than the cached listing of this folder
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as missing:
+        if missing.name is not None and f"{module_name}.".startswith(f"{missing.name}."):
+            remedy = f"Start the command in the folder of the module; it was searched for in {folder}."
+            fail("reward", f"the module of {spec} must be importable", f"no module {missing.name}", remedy)
+        fail("reward", f"{module_name} must import", f"{missing}", "Install the package that it imports.")
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        fail("reward", f"{module_name} must import", reason, "Repair the module.")
+
+
+def accepted_keywords(name: str, function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of `given` that are in the signature of `function`; all of them if it has `**kwargs`."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some callables written in C have no signature
+        return given
+    required = [
+        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    if any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters):
+        remedy = "Remove the / in its signature."
+        fail("reward", f"{name} must take its arguments by name", "positional-only ones", remedy)
+    if missing := [column for column in required if column not in given]:
+        requirement = f"the arguments of {name} must be among {', '.join(sorted(given))}"
+        fail("reward", requirement, missing[0], "Rename the argument or add the column to the data.")
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return given
+    names = {p.name for p in parameters}
+    return {key: value for key, value in given.items() if key in names}
+
+
+def checked_rewards(name: str, rewards: Any, rollouts: int) -> list[float | None]:
+    """Rewards as a list of floats and `None`, one per rollout, all finite."""
+    values = rewards.tolist() if hasattr(rewards, "tolist") else rewards  # tensors and arrays
+    if not isinstance(values, list | tuple):
+        fail("reward", f"{name} must return a list of rewards", type(rewards).__name__, "Return one per completion.")
+    if len(values) != rollouts:
+        got, remedy = f"{len(values)} for {rollouts} completions", "Return None for a completion without a reward."
+        fail("reward", f"{name} must return one reward per completion", got, remedy)
+    return [checked_reward(name, value, index) for index, value in enumerate(values)]
+
+
+def checked_reward(name: str, value: Any, index: int) -> float | None:
+    """One reward as a float, or `None`."""
+    number = value.item() if hasattr(value, "item") else value  # scalars of torch and numpy
+    if number is None:
+        return None
+    if not isinstance(number, Real) or not math.isfinite(number):
+        got, remedy = f"{value!r} for rollout {index}", "Return None for a completion without a reward."
+        fail("reward", f"{name} must return finite numbers", got, remedy)
+    return float(number)

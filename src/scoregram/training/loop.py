@@ -8,7 +8,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -54,7 +54,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
             not finite and the config says to stop.
     """
     require_method(config.chosen, group_size=config.group_size, kl=config.kl)
-    with threads(config.threads) if config.threads else nullcontext():
+    with threads(config.threads):
         return _train(config, console)
 
 

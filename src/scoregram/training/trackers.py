@@ -15,7 +15,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 from scoregram.checks import fail, lookup
-from scoregram.runs import TRACKERS as FOLDER
+from scoregram.runs import TRACKER_LOGS
 
 PROJECT = "scoregram"
 """Project that runs are listed under, where the tracker's own environment variable names no other."""
@@ -49,7 +49,7 @@ class Opening:
 
     def folder(self, name: str) -> Path:
         """Folder inside the run for the files of one tracker."""
-        folder = self.run_folder / FOLDER / name
+        folder = self.run_folder / TRACKER_LOGS / name
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
