@@ -209,7 +209,7 @@ def test_nulls_refuse_what_singular_values_refuses(null):
 
 
 def test_one_draw_does_not_know_its_error():
-    with pytest.raises(ScoregramError, match="at least 2 draws to know its own error, got 1"):
+    with pytest.raises(ScoregramError, match="at least 2 draws for a standard error, got 1"):
         shuffled_null(random_gram(8), torch.linspace(-1, 2, 8), draws=1)
 
 

@@ -79,7 +79,7 @@ def test_an_all_right_group_with_one_missing_reward_is_all_right():
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
 def test_live_is_a_spread_beyond_rounding_among_the_judged(group, steps, dtype):
-    """`max − min > rtol · max|r|` over what is not NaN, in exact arithmetic, down to a spread of a few rounding steps."""
+    """`max − min > rtol · max|r|` over what is not NaN, in exact arithmetic, for spreads down to rounding."""
     rewards = torch.tensor([[*group, math.nan, group[0] * (1 + steps * torch.finfo(dtype).eps)]], dtype=dtype)
     judged = [Fraction(r) for r in rewards[0].double().tolist() if not math.isnan(r)]
     spread = max(judged) - min(judged) if judged else Fraction(0)

@@ -1,7 +1,7 @@
-"""Every estimator of an advantage as a pure function, and the table of what is claimed about each.
+"""Every advantage estimator as a pure function, and the table of what each one claims.
 
-`group` one number per rollout · `conventions` the same as other trainers write it · `batch` whitening and selection
-over prompts · `token`, `turn` credit inside a rollout · `table` the claims.
+`group` one number per rollout · `batch` whitening and selection over prompts · `token`, `turn` credit inside a
+rollout · `table` the claims, and `estimate` by name.
 """
 
 from scoregram.advantages.batch import (
@@ -11,14 +11,6 @@ from scoregram.advantages.batch import (
     mixed_groups_standardized,
     overlong_penalty,
 )
-from scoregram.advantages.conventions import (
-    nemo_rl_standardized,
-    openrlhf_standardized,
-    prime_rl_centered,
-    trl_standardized,
-    verl_standardized,
-)
-from scoregram.advantages.estimator import Estimator
 from scoregram.advantages.group import (
     constant_baseline,
     energy_weighted,
@@ -28,10 +20,15 @@ from scoregram.advantages.group import (
     length_weighted,
     length_weighted_leave_one_out,
     mean_centered,
+    nemo_rl_standardized,
     no_baseline,
+    openrlhf_standardized,
+    prime_rl_centered,
     standardized,
+    trl_standardized,
+    verl_standardized,
 )
-from scoregram.advantages.table import ALWAYS, ESTIMATORS, estimate
+from scoregram.advantages.table import ALWAYS, ESTIMATORS, Estimator, estimate
 from scoregram.advantages.token import (
     generalized_advantage,
     monte_carlo_critic,

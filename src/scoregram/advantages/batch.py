@@ -1,4 +1,4 @@
-"""Advantages and selections that look past one group: whitening over the batch, keeping only mixed groups.
+"""Advantages and selections that look past one group: whitening over the batch, keeping only live groups.
 
 Shapes, missing rewards and dtypes as in `scoregram.advantages.group`.
 """
@@ -8,15 +8,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from scoregram.advantages.comparisons import (
-    admitted,
-    by_group,
-    differences,
-    everyone,
+    all_pairs,
+    group_labels,
+    mean_differences,
+    nonnegative_weights,
+    observed_rewards,
     require_reward_table,
     require_spread_options,
     standard_scores,
 )
-from scoregram.advantages.group import require_weights
 from scoregram.checks import fail, require_same_shape
 from scoregram.groups import live_groups
 from scoregram.types import Advantages, Observed, PerRollout, Rewards
@@ -30,13 +30,12 @@ def batch_whitened(
     eps: float | int = 0.0,
     ddof: int = 1,
 ) -> Advantages:
-    """Reward in units of the whole batch's standard deviation, from the batch's mean, both counted by token.
+    """Distance of the reward from the batch's mean, in standard deviations of the batch, both counted by token.
 
     `A_i = (r_i − m) / (s + eps)` with `m = Σ ℓ_j r_j / Σ ℓ_j` and `s² = Σ ℓ_j (r_j − m)² / (Σ ℓ_j − ddof)` over all
-    rollouts of all prompts: the whitening of the token-wise tiled rewards, in which a long rollout counts more. With
-    `γ = 1` and a reward at the last token this is the estimator's token form. A batch whose rewards are all equal
-    gives exactly 0; a constant group inside a varied batch does not, and is not meant to. A rollout without tokens has
-    no say and gets 0.
+    rollouts of all prompts. This whitens the reward repeated on every token, so a long rollout counts more; it is the
+    paper's token form with `γ = 1` and the reward at the last token. A batch whose rewards are all equal gives exactly
+    0; a constant group inside a varied batch does not. A rollout without tokens does not count and gets 0.
 
     Raises:
         ScoregramError: If the batch has fewer than two observed rollouts, or no tokens.
@@ -46,7 +45,7 @@ def batch_whitened(
     """
     caller = "batch_whitened"
     require_spread_options(eps, ddof, caller=caller)
-    values, members = admitted(rewards, observed, at_least=1, caller=caller)
+    values, members = observed_rewards(rewards, observed, at_least=1, caller=caller)
     counts = _token_counts(lengths, members, caller=caller)
     return _whitened(values, values, counts, eps=eps, ddof=ddof, dtype=rewards.dtype)
 
@@ -61,7 +60,7 @@ def centered_batch_whitened(
 ) -> Advantages:
     """Reward minus its group's mean, then whitened over the batch by token.
 
-    `batch_whitened` of `mean_centered`. When lengths differ the batch mean of the centred rewards is not zero, so a
+    `batch_whitened` of `mean_centered`. If lengths differ, the batch mean of the centred rewards is not zero, and a
     constant group inside a varied batch gets that small common offset instead of 0.
 
     Raises:
@@ -72,9 +71,9 @@ def centered_batch_whitened(
     """
     caller = "centered_batch_whitened"
     require_spread_options(eps, ddof, caller=caller)
-    values, members = admitted(rewards, observed, at_least=2, caller=caller)
+    values, members = observed_rewards(rewards, observed, at_least=2, caller=caller)
     counts = _token_counts(lengths, members, caller=caller)
-    centered = differences(values, everyone(members))
+    centered = mean_differences(values, all_pairs(members))
     return _whitened(centered, values, counts, eps=eps, ddof=ddof, dtype=rewards.dtype)
 
 
@@ -112,10 +111,10 @@ def mixed_groups_standardized(
 ) -> Advantages:
     """Standardised reward in the groups whose outcomes are mixed, 0 in all others.
 
-    `outcomes` is what the selection looks at (right or wrong); `rewards` is what the advantage is made of and may be
-    shaped, by `overlong_penalty` for one. A group that is wrong throughout gets 0 even though its shaped rewards
-    differ. Refilling the batch with other prompts until it holds `P` mixed groups is the trainer's part; it reweights
-    prompts by `1 / P(mixed)` and leaves the direction within each prompt alone.
+    The selection uses `outcomes` (right or wrong); the advantage uses `rewards`, which may be shaped, for example by
+    `overlong_penalty`. An all-wrong group gets 0 even if its shaped rewards differ. DAPO also refills the batch with
+    other prompts until it holds `P` mixed groups; that is left to the trainer. It reweights prompts by `1 / P(mixed)`
+    and does not change the direction within a prompt.
 
     Raises:
         ScoregramError: If a group has one observed rollout.
@@ -125,16 +124,16 @@ def mixed_groups_standardized(
     """
     caller = "mixed_groups_standardized"
     require_spread_options(eps, ddof, caller=caller)
-    values, members = admitted(rewards, observed, at_least=2, caller=caller)
+    values, members = observed_rewards(rewards, observed, at_least=2, caller=caller)
     kept = mixed_groups(outcomes, observed=members).unsqueeze(-1)  # (P, 1)
-    scores = standard_scores(values, by_group(members), members, eps=eps, ddof=ddof, dtype=rewards.dtype)
+    scores = standard_scores(values, group_labels(members), members, eps=eps, ddof=ddof, dtype=rewards.dtype)
     return torch.where(kept, scores, 0.0).to(rewards.dtype)
 
 
 def overlong_penalty(lengths: PerRollout, *, limit: int, margin: int) -> Float[Tensor, "prompts rollouts"]:
-    """What a rollout loses for coming close to the length limit, to be added to its reward.
+    """Penalty for a rollout close to the length limit, to be added to its reward.
 
-    `0` up to `limit − margin` tokens, then falling linearly, `−1` at `limit` and beyond.
+    `0` up to `limit − margin` tokens, then a linear fall to `−1` at `limit`, and `−1` beyond.
 
     Returns:
         `(P, R)` in float32, or in the dtype of `lengths` where that is floating point.
@@ -148,18 +147,16 @@ def overlong_penalty(lengths: PerRollout, *, limit: int, margin: int) -> Float[T
     """
     if not 0 < margin <= limit:
         got = f"margin {margin} and limit {limit}"
-        fail(
-            "overlong_penalty", "needs 0 < margin <= limit", got, "Pass the limit in tokens and the width of the slope."
-        )
-    kept = require_weights(
-        lengths, torch.ones_like(lengths, dtype=torch.bool), name="lengths", caller="overlong_penalty"
-    )
+        remedy = "Pass the limit in tokens and the width of the slope."
+        fail("overlong_penalty", "needs 0 < margin <= limit", got, remedy)
+    everyone = torch.ones_like(lengths, dtype=torch.bool)
+    kept = nonnegative_weights(lengths, everyone, name="lengths", caller="overlong_penalty")
     slope = (limit - margin - kept) / margin
     return slope.clamp(-1.0, 0.0).to(lengths.dtype if lengths.is_floating_point() else torch.float32)
 
 
 def _token_counts(lengths: Tensor, members: Tensor, *, caller: str) -> Tensor:
-    weights = require_weights(lengths, members, name="lengths", caller=caller)
+    weights = nonnegative_weights(lengths, members, name="lengths", caller=caller)
     if int((weights > 0).sum()) < 2 or float(weights.sum()) <= 1:
         got = f"{int((weights > 0).sum())} with {float(weights.sum()):g} tokens"
         fail(caller, "needs at least two observed rollouts with tokens in the batch", got, "Pass a larger batch.")

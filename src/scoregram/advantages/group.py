@@ -1,52 +1,55 @@
 """One advantage per rollout, from the rewards of its own group.
 
 Every function takes `rewards` of shape `(P, R)` and `observed`, a bool of the same shape, or `None` when no reward is
-missing. Unobserved rollouts take no part in any statistic and get advantage exactly 0; a NaN or infinite reward that
-is observed is an error; a group with too few observed rollouts is an error, and one with none gets zeros. A constant
-group gets exactly 0 from every estimator that compares rollouts with each other. Arithmetic is float64, the result
-has the dtype of `rewards`.
+missing. Unobserved rollouts take no part in any statistic and get advantage exactly 0. A NaN or infinite reward that
+is observed is an error, and so is a group with too few observed rollouts; a group with none gets zeros. `estimate`
+takes NaN for missing rewards and gives zeros where a group has too few. A constant group gets exactly 0 from every
+estimator that compares rollouts with each other. Arithmetic is float64; the result has the dtype of `rewards`.
 
 The update these advantages belong to is `ĝ = (1/R) Σ_i A_i ψ_i`, with `ψ_i` the summed score of rollout `i`.
+
+The last functions are the advantages of other trainers, with their `eps`, their `ddof` and their degenerate cases.
+"The GRPO advantage" is not one number: the same rewards give different advantages in different trainers. These
+functions reproduce the arithmetic of each, except that a group of equal rewards gives exactly 0, never a rounding
+residue divided by a tiny deviation.
 """
 
 import torch
 from torch import Tensor
 
 from scoregram.advantages.comparisons import (
-    admitted,
-    by_group,
-    differences,
-    everyone,
-    others,
+    all_pairs,
+    group_labels,
+    mean_differences,
+    nonnegative_weights,
+    observed_rewards,
+    other_pairs,
     require_spread_options,
     standard_scores,
-    weighted,
+    weighted_pairs,
 )
-from scoregram.checks import fail, require_finite, require_same_shape
+from scoregram.checks import require_finite, require_same_shape
+from scoregram.groups import differ_beyond_rounding, rounding_tolerance
 from scoregram.types import Advantages, Observed, PerPrompt, PerRollout, Rewards
 
 
 def no_baseline(rewards: Rewards, *, observed: Observed | None = None) -> Advantages:
     """The reward itself.
 
-    `A_i = r_i`. Unbiased, and of the highest variance: it pushes every rollout up when all rewards are positive.
+    `A_i = r_i`. Unbiased, with a high variance: if all rewards are positive, it pushes every rollout up.
 
     Reference:
         REINFORCE. Williams 1992.
     """
-    values, _ = admitted(rewards, observed, at_least=1, caller="no_baseline")
+    values, _ = observed_rewards(rewards, observed, at_least=1, caller="no_baseline")
     return values.to(rewards.dtype)
 
 
 def constant_baseline(rewards: Rewards, *, baselines: PerPrompt, observed: Observed | None = None) -> Advantages:
     """Reward minus a number fixed for the prompt before its rollouts were sampled.
 
-    `A_i = r_i − b`. Unbiased for any `b`; the variance is least at `b* = E[|ψ|² r] / E[|ψ|²]`.
-
-    Args:
-        rewards: `(P, R)`.
-        baselines: `(P,)`. A value estimate, a running mean of earlier steps, a constant.
-        observed: `(P, R)` bool.
+    `A_i = r_i − b`. Unbiased for any `b`, such as a value estimate, a running mean of earlier steps, or a constant;
+    the variance is least at `b* = E[|ψ|² r] / E[|ψ|²]`.
 
     Reference:
         REINFORCE with a baseline. Williams 1992.
@@ -57,7 +60,7 @@ def constant_baseline(rewards: Rewards, *, baselines: PerPrompt, observed: Obser
 def greedy_baseline(rewards: Rewards, *, greedy_rewards: PerPrompt, observed: Observed | None = None) -> Advantages:
     """Reward minus the reward of the greedy rollout of the same prompt.
 
-    `A_i = r_i − r_greedy`. Unbiased: the greedy rollout is fixed by the policy, not by the sample. It is not one of
+    `A_i = r_i − r_greedy`. Unbiased, because the greedy rollout does not depend on the sampled ones. It is not one of
     the `R` rollouts and costs one more.
 
     Reference:
@@ -73,7 +76,7 @@ def mean_centered(rewards: Rewards, *, observed: Observed | None = None) -> Adva
     its expected update: the right direction, too short by `1/R`. Every row sums to zero.
 
     Raises:
-        ScoregramError: If a group has one observed rollout; its mean is itself and nothing would ever be learned.
+        ScoregramError: If a group has one observed rollout; its advantage would always be zero.
 
     Reference:
         Dr. GRPO. Liu et al. 2025, arXiv:2503.20783.
@@ -82,8 +85,8 @@ def mean_centered(rewards: Rewards, *, observed: Observed | None = None) -> Adva
         >>> mean_centered(torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
         tensor([[ 0.7500, -0.2500, -0.2500, -0.2500]])
     """
-    values, members = admitted(rewards, observed, at_least=2, caller="mean_centered")
-    return differences(values, everyone(members)).to(rewards.dtype)
+    values, members = observed_rewards(rewards, observed, at_least=2, caller="mean_centered")
+    return mean_differences(values, all_pairs(members)).to(rewards.dtype)
 
 
 def leave_one_out(rewards: Rewards, *, observed: Observed | None = None) -> Advantages:
@@ -102,20 +105,20 @@ def leave_one_out(rewards: Rewards, *, observed: Observed | None = None) -> Adva
         >>> leave_one_out(torch.tensor([[1.0, 0.0, 0.0]]))
         tensor([[ 1.0000, -0.5000, -0.5000]])
     """
-    values, members = admitted(rewards, observed, at_least=2, caller="leave_one_out")
-    return differences(values, others(members)).to(rewards.dtype)
+    values, members = observed_rewards(rewards, observed, at_least=2, caller="leave_one_out")
+    return mean_differences(values, other_pairs(members)).to(rewards.dtype)
 
 
 def standardized(
     rewards: Rewards, *, observed: Observed | None = None, eps: float | int = 0.0, ddof: int = 1
 ) -> Advantages:
-    """Reward in units of its group's standard deviation, from the group's mean.
+    """Distance of the reward from its group's mean, in standard deviations of the group.
 
-    `A_i = (r_i − mean) / (std + eps)`, `std² = Σ_j (r_j − mean)² / (R − ddof)`. A constant group gives exactly 0 also
-    with `eps = 0`; constant means a spread within a few rounding steps of the rewards' own dtype and size, so a true
-    spread of 1e-6 is kept. `Σ_i A_i² = R − ddof` in every other group at `eps = 0`, however rare its failures are:
-    dividing by the spread reweights prompts, and bends the direction of one prompt's update unless its rewards take
-    two values only.
+    `A_i = (r_i − mean) / (std + eps)`, `std² = Σ_j (r_j − mean)² / (R − ddof)`. A constant group gives exactly 0 even
+    with `eps = 0`. Constant means a spread within a few rounding steps of the rewards' own dtype and size, so a true
+    spread of 1e-6 is kept. In every other group `Σ_i A_i² = R − ddof` at `eps = 0`, however rare failures are in it.
+    Dividing by the spread therefore reweights prompts, and it changes the direction of one prompt's update unless the
+    rewards take two values only.
 
     Raises:
         ScoregramError: If a group has one observed rollout.
@@ -129,17 +132,17 @@ def standardized(
                 [ 0.,  0.]])
     """
     require_spread_options(eps, ddof, caller="standardized")
-    values, members = admitted(rewards, observed, at_least=2, caller="standardized")
-    scores = standard_scores(values, by_group(members), members, eps=eps, ddof=ddof, dtype=rewards.dtype)
+    values, members = observed_rewards(rewards, observed, at_least=2, caller="standardized")
+    scores = standard_scores(values, group_labels(members), members, eps=eps, ddof=ddof, dtype=rewards.dtype)
     return scores.to(rewards.dtype)
 
 
 def length_weighted(rewards: Rewards, *, lengths: PerRollout, observed: Observed | None = None) -> Advantages:
     """Reward minus the group's mean reward weighted by rollout length, the rollout itself included.
 
-    `A_i = r_i − Σ_j ℓ_j r_j / Σ_j ℓ_j`: the variance-minimising baseline if `|ψ_j|²` were proportional to length.
-    Because the baseline sees rollout `i` with a weight of its own, the expected update is not even a multiple of the
-    gradient; `length_weighted_leave_one_out` repairs that. Where every length is zero the weights are equal.
+    `A_i = r_i − Σ_j ℓ_j r_j / Σ_j ℓ_j`: the variance-minimising baseline if `|ψ_j|²` is proportional to length.
+    The baseline includes rollout `i` with a weight that depends on it, so the expected update is not even a multiple of
+    the gradient; `length_weighted_leave_one_out` removes that bias. If every length is zero, the weights are equal.
 
     Raises:
         ScoregramError: If a length is negative or not finite, or a group has one observed rollout.
@@ -147,7 +150,7 @@ def length_weighted(rewards: Rewards, *, lengths: PerRollout, observed: Observed
     Reference:
         OPO. Hao et al. 2025, arXiv:2505.23585.
     """
-    return _weighted_contrast(rewards, lengths, observed, everyone, name="lengths", caller="length_weighted")
+    return _weighted_contrast(rewards, lengths, observed, all_pairs, name="lengths", caller="length_weighted")
 
 
 def length_weighted_leave_one_out(
@@ -155,26 +158,22 @@ def length_weighted_leave_one_out(
 ) -> Advantages:
     """Reward minus the length-weighted mean reward of the *other* rollouts.
 
-    `A_i = r_i − Σ_{j≠i} ℓ_j r_j / Σ_{j≠i} ℓ_j`. OPO's baseline without its bias. Where every other length is zero the
+    `A_i = r_i − Σ_{j≠i} ℓ_j r_j / Σ_{j≠i} ℓ_j`. OPO's baseline without its bias. If every other length is zero, the
     weights are equal.
 
     Raises:
         ScoregramError: If a length is negative or not finite, or a group has one observed rollout.
     """
     caller = "length_weighted_leave_one_out"
-    return _weighted_contrast(rewards, lengths, observed, others, name="lengths", caller=caller)
+    return _weighted_contrast(rewards, lengths, observed, other_pairs, name="lengths", caller=caller)
 
 
 def energy_weighted(rewards: Rewards, *, score_energies: PerRollout, observed: Observed | None = None) -> Advantages:
     """Reward minus the group's mean reward weighted by squared score norms, the rollout itself included.
 
     `A_i = r_i − Σ_j K_jj r_j / Σ_j K_jj`, the plug-in form of the variance-minimising constant baseline
-    `E[|ψ|² r] / E[|ψ|²]`. It sees rollout `i`, so the expected update is not a multiple of the gradient.
-
-    Args:
-        rewards: `(P, R)`.
-        score_energies: `(P, R)`. `K_ii = |ψ_i|²`, the diagonal of the score Gram. All zero reads as all equal.
-        observed: `(P, R)` bool.
+    `E[|ψ|² r] / E[|ψ|²]`. It includes rollout `i`, so the expected update is not a multiple of the gradient.
+    `score_energies` are `K_ii = |ψ_i|²`, the diagonal of the score Gram. If all are zero, the weights are equal.
 
     Raises:
         ScoregramError: If an energy is negative or not finite, or a group has one observed rollout.
@@ -183,7 +182,7 @@ def energy_weighted(rewards: Rewards, *, score_energies: PerRollout, observed: O
         Weaver & Tao 2001; Greensmith et al. 2004.
     """
     return _weighted_contrast(
-        rewards, score_energies, observed, everyone, name="score_energies", caller="energy_weighted"
+        rewards, score_energies, observed, all_pairs, name="score_energies", caller="energy_weighted"
     )
 
 
@@ -192,8 +191,8 @@ def energy_weighted_leave_one_out(
 ) -> Advantages:
     """Reward minus the energy-weighted mean reward of the *other* rollouts.
 
-    `A_i = r_i − Σ_{j≠i} K_jj r_j / Σ_{j≠i} K_jj`. Unbiased, and tends to the variance-minimising constant baseline as
-    the group grows. Where every other energy is zero the weights are equal.
+    `A_i = r_i − Σ_{j≠i} K_jj r_j / Σ_{j≠i} K_jj`. Unbiased, and it tends to the variance-minimising constant baseline
+    as the group grows. If every other energy is zero, the weights are equal.
 
     Raises:
         ScoregramError: If an energy is negative or not finite, or a group has one observed rollout.
@@ -207,27 +206,74 @@ def energy_weighted_leave_one_out(
         tensor([[ 1.0000, -0.2500, -0.5000]])
     """
     caller = "energy_weighted_leave_one_out"
-    return _weighted_contrast(rewards, score_energies, observed, others, name="score_energies", caller=caller)
+    return _weighted_contrast(rewards, score_energies, observed, other_pairs, name="score_energies", caller=caller)
 
 
-def require_weights(weights: Tensor, members: Tensor, *, name: str, caller: str) -> Tensor:
-    """Weights in float64, 0 where unobserved, provided that they are finite and not negative."""
-    require_same_shape(weights, members, name=name, like_name="rewards", caller=caller)
-    kept = require_finite(torch.where(members, weights.detach(), 0).double(), name=name, caller=caller)
-    if bool((kept < 0).any()):
-        at = tuple(int(i) for i in (kept < 0).nonzero()[0])
-        fail(caller, f"{name} must not be negative", f"{float(kept[at]):g} at index {at}", "Pass sizes, not signs.")
-    return kept
+def trl_standardized(rewards: Rewards, *, observed: Observed | None = None) -> Advantages:
+    """TRL's GRPO advantage: `(r − mean) / (std + 1e-4)`, sample deviation; rollouts without a reward get 0.
+
+    The `1e-4` is in units of reward: advantages are visibly damped if the rewards spread over less than about 1e-3.
+    """
+    return standardized(rewards, observed=observed, eps=1e-4, ddof=1)
+
+
+def verl_standardized(rewards: Rewards, *, observed: Observed | None = None) -> Advantages:
+    """Verl's GRPO advantage: `(r − mean) / (std + 1e-6)`, sample deviation.
+
+    In a group of one verl uses mean 0 and deviation 1, so the advantage is the reward over `1 + 1e-6`, not zero.
+    """
+    values, members = observed_rewards(rewards, observed, at_least=1, caller="verl_standardized")
+    scores = standard_scores(values, group_labels(members), members, eps=1e-6, ddof=1, dtype=rewards.dtype)
+    alone = members & (members.sum(dim=-1, keepdim=True) == 1)
+    return torch.where(alone, values / (1 + 1e-6), scores).to(rewards.dtype)
+
+
+def openrlhf_standardized(rewards: Rewards, *, observed: Observed | None = None) -> Advantages:
+    """OpenRLHF's `group_norm` advantage: `(r − mean) / (std + 1e-9)`, sample deviation (torch's default)."""
+    return standardized(rewards, observed=observed, eps=1e-9, ddof=1)
+
+
+def prime_rl_centered(rewards: Rewards, *, observed: Observed | None = None) -> Advantages:
+    """prime-rl's default advantage: the reward minus the group's mean, without a deviation."""
+    return mean_centered(rewards, observed=observed)
+
+
+def nemo_rl_standardized(rewards: Rewards, *, observed: Observed | None = None) -> Advantages:
+    """NeMo-RL's default advantage: mean *and* deviation are those of the other rollouts.
+
+    `A_i = (r_i − m_{−i}) / (s_{−i} + 1e-6)` where `s_{−i} > 0`, and `r_i − m_{−i}` where the others are constant
+    (always, in a group of two). Neither statistic depends on rollout `i`, so the expected update of one prompt is
+    `E[1/s]` times its gradient: the direction is exact, the length is not. Rows do not sum to zero. If a single rollout
+    of a group differs, it keeps its raw difference while the advantages of the others are divided.
+
+    Here the others count as constant if their spread is within rounding, so a rounding residue is never divided by.
+
+    Raises:
+        ScoregramError: If a group has one observed rollout.
+    """
+    values, members = observed_rewards(rewards, observed, at_least=2, caller="nemo_rl_standardized")
+    pairs = other_pairs(members)
+    advantages = mean_differences(values, pairs)
+    constant = ~differ_beyond_rounding(values.unsqueeze(-2), pairs > 0, rtol=rounding_tolerance(rewards.dtype))
+    std = torch.where(constant, 1.0, _deviation_of_others(values, pairs, advantages))
+    return torch.where(constant, advantages, advantages / (std + 1e-6)).to(rewards.dtype)
 
 
 def _weighted_contrast(rewards, weights, observed, pairing, *, name: str, caller: str) -> Tensor:
-    values, members = admitted(rewards, observed, at_least=2, caller=caller)
-    kept = require_weights(weights, members, name=name, caller=caller)
-    return differences(values, weighted(pairing(members), kept)).to(rewards.dtype)
+    values, members = observed_rewards(rewards, observed, at_least=2, caller=caller)
+    kept = nonnegative_weights(weights, members, name=name, caller=caller)
+    return mean_differences(values, weighted_pairs(pairing(members), kept)).to(rewards.dtype)
 
 
 def _minus_per_prompt(rewards, subtracted, observed, *, name: str, caller: str) -> Tensor:
-    values, members = admitted(rewards, observed, at_least=1, caller=caller)
+    values, members = observed_rewards(rewards, observed, at_least=1, caller=caller)
     require_same_shape(subtracted, rewards[:, 0], name=name, like_name="one row of prompts", caller=caller)
     level = require_finite(subtracted.detach().double(), name=name, caller=caller).unsqueeze(-1)  # (P, 1)
     return torch.where(members, values - level, 0.0).to(rewards.dtype)
+
+
+def _deviation_of_others(values: Tensor, pairs: Tensor, advantages: Tensor) -> Tensor:
+    """Sample deviation of the rollouts that each rollout is compared with."""
+    level = (values - advantages).unsqueeze(-1)  # (P, R, 1): mean of the others
+    squares = (pairs * (values.unsqueeze(-2) - level).square()).sum(dim=-1)
+    return (squares / (pairs.sum(dim=-1) - 1).clamp_min(1)).sqrt()

@@ -1,24 +1,19 @@
-"""The literal table of estimators and of what is claimed about each.
+"""The table of estimators, what each one claims, and `estimate`, which calls a row by its name.
 
-Every boolean below is enumerated in `tests/test_estimator_claims.py`, in both directions: what is claimed holds for
-every case listed there, what is denied is seen to fail.
+`tests/test_estimator_claims.py` enumerates every boolean of the table in both directions: a claim holds in every case
+listed there, and where a claim is not made a case is shown in which it fails.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from scoregram.advantages.batch import batch_whitened, centered_batch_whitened, mixed_groups_standardized
 from scoregram.advantages.comparisons import require_reward_table
-from scoregram.advantages.conventions import (
-    nemo_rl_standardized,
-    openrlhf_standardized,
-    prime_rl_centered,
-    trl_standardized,
-    verl_standardized,
-)
-from scoregram.advantages.estimator import Estimator
 from scoregram.advantages.group import (
     constant_baseline,
     energy_weighted,
@@ -28,8 +23,13 @@ from scoregram.advantages.group import (
     length_weighted,
     length_weighted_leave_one_out,
     mean_centered,
+    nemo_rl_standardized,
     no_baseline,
+    openrlhf_standardized,
+    prime_rl_centered,
     standardized,
+    trl_standardized,
+    verl_standardized,
 )
 from scoregram.advantages.token import (
     generalized_advantage,
@@ -48,6 +48,55 @@ from scoregram.advantages.turn import (
 from scoregram.checks import fail, listed, lookup, require_same_shape
 from scoregram.groups import judged_rollouts
 
+Level = Literal["group", "token", "turn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimator:
+    """One estimator at its default options, and its claims. A claim that a row does not state is false.
+
+    The claims hold for on-policy, i.i.d. rollouts, every group size `R >= min_group` and every distribution of
+    rewards. `ĝ = (1/R) Σ_i Σ_t A_it ∇log π(a_it | s_it)` is the update of one prompt, where `A_i` of a rollout applies
+    to all its tokens and that of a turn to the tokens of the turn; `J` is the expected undiscounted return.
+    """
+
+    fn: Callable[..., Tensor]
+    """`fn(rewards, *, observed=None, **needs)` for a group, `fn(rewards, *, mask, **needs)` for tokens and turns."""
+
+    paper: str
+    """Paper that introduced it."""
+
+    level: Level
+    """One advantage per rollout `(P, R)`, per token `(P, R, T)` or per turn `(P, R, H)`."""
+
+    needs: tuple[str, ...] = ()
+    """Keyword tensors that it takes besides the rewards and the mask."""
+
+    min_group: int = 2
+    """The smallest `R` the function accepts."""
+
+    couples_prompts: bool = False
+    """The rewards of one prompt change the advantages of another."""
+
+    unbiased: bool = False
+    """`E[ĝ] = ∇J`, if critics and cuts depend on the prefix only and prefix values come from fresh rollouts."""
+
+    direction_exact: bool = False
+    """`E[ĝ] = c ∇J` with `c > 0`; `c` may depend on the prompt, the rewards and `R`. Implied by `unbiased`."""
+
+    row_sum_zero: bool = False
+    """The advantages of a group sum to zero in every sample: `Σ_i A_i = 0`, `Σ_i Σ_t A_it = 0` over the mask."""
+
+    uniform_credit: bool = False
+    """All tokens, or turns, of a rollout get the same advantage in every sample."""
+
+    scale_invariant: bool = False
+    """`A(c r) = A(r)` for every `c > 0`, where inputs that are rewards or values are scaled too."""
+
+    shift_invariant: bool = False
+    """`A(r + b) = A(r)`, `b` added to the last reward of every rollout and to inputs that are rewards or values."""
+
+
 ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
     {
         "reinforce": Estimator(
@@ -57,10 +106,7 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
             min_group=1,
             unbiased=True,
             direction_exact=True,
-            row_sum_zero=False,
             uniform_credit=True,
-            scale_invariant=False,
-            shift_invariant=False,
         ),
         "constant": Estimator(
             fn=constant_baseline,
@@ -70,9 +116,7 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
             min_group=1,
             unbiased=True,
             direction_exact=True,
-            row_sum_zero=False,
             uniform_credit=True,
-            scale_invariant=False,
             shift_invariant=True,
         ),
         "remax": Estimator(
@@ -83,20 +127,16 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
             min_group=1,
             unbiased=True,
             direction_exact=True,
-            row_sum_zero=False,
             uniform_credit=True,
-            scale_invariant=False,
             shift_invariant=True,
         ),
         "mean": Estimator(
             fn=mean_centered,
             paper="arXiv:2503.20783",
             level="group",
-            unbiased=False,
             direction_exact=True,
             row_sum_zero=True,
             uniform_credit=True,
-            scale_invariant=False,
             shift_invariant=True,
         ),
         "rloo": Estimator(
@@ -107,15 +147,12 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
             direction_exact=True,
             row_sum_zero=True,
             uniform_credit=True,
-            scale_invariant=False,
             shift_invariant=True,
         ),
         "grpo": Estimator(
             fn=standardized,
             paper="arXiv:2402.03300",
             level="group",
-            unbiased=False,
-            direction_exact=False,
             row_sum_zero=True,
             uniform_credit=True,
             scale_invariant=True,
@@ -125,11 +162,8 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
             fn=trl_standardized,
             paper="arXiv:2402.03300, as in TRL",
             level="group",
-            unbiased=False,
-            direction_exact=False,
             row_sum_zero=True,
             uniform_credit=True,
-            scale_invariant=False,
             shift_invariant=True,
         ),
         "grpo-verl": Estimator(
@@ -137,44 +171,31 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
             paper="arXiv:2402.03300, as in verl",
             level="group",
             min_group=1,
-            unbiased=False,
-            direction_exact=False,
-            row_sum_zero=False,
             uniform_credit=True,
-            scale_invariant=False,
-            shift_invariant=False,
         ),
         "grpo-openrlhf": Estimator(
             fn=openrlhf_standardized,
             paper="arXiv:2402.03300, as in OpenRLHF",
             level="group",
-            unbiased=False,
-            direction_exact=False,
             row_sum_zero=True,
             uniform_credit=True,
-            scale_invariant=False,
             shift_invariant=True,
         ),
         "grpo-nemo-rl": Estimator(
             fn=nemo_rl_standardized,
             paper="arXiv:2402.03300, as in NeMo-RL",
             level="group",
-            unbiased=False,
             direction_exact=True,
-            row_sum_zero=False,
             uniform_credit=True,
-            scale_invariant=False,
             shift_invariant=True,
         ),
         "grpo-prime-rl": Estimator(
             fn=prime_rl_centered,
             paper="arXiv:2402.03300, as in prime-rl",
             level="group",
-            unbiased=False,
             direction_exact=True,
             row_sum_zero=True,
             uniform_credit=True,
-            scale_invariant=False,
             shift_invariant=True,
         ),
         "dapo": Estimator(
@@ -182,8 +203,6 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
             paper="arXiv:2503.14476",
             level="group",
             needs=("outcomes",),
-            unbiased=False,
-            direction_exact=False,
             row_sum_zero=True,
             uniform_credit=True,
             scale_invariant=True,
@@ -194,11 +213,7 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
             paper="arXiv:2505.23585",
             level="group",
             needs=("lengths",),
-            unbiased=False,
-            direction_exact=False,
-            row_sum_zero=False,
             uniform_credit=True,
-            scale_invariant=False,
             shift_invariant=True,
         ),
         "opo-loo": Estimator(
@@ -208,9 +223,7 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
             needs=("lengths",),
             unbiased=True,
             direction_exact=True,
-            row_sum_zero=False,
             uniform_credit=True,
-            scale_invariant=False,
             shift_invariant=True,
         ),
         "optimal": Estimator(
@@ -218,11 +231,7 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
             paper="Weaver & Tao 2001",
             level="group",
             needs=("score_energies",),
-            unbiased=False,
-            direction_exact=False,
-            row_sum_zero=False,
             uniform_credit=True,
-            scale_invariant=False,
             shift_invariant=True,
         ),
         "optimal-loo": Estimator(
@@ -232,9 +241,7 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
             needs=("score_energies",),
             unbiased=True,
             direction_exact=True,
-            row_sum_zero=False,
             uniform_credit=True,
-            scale_invariant=False,
             shift_invariant=True,
         ),
         "reinforce++": Estimator(
@@ -244,9 +251,6 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
             needs=("lengths",),
             min_group=1,
             couples_prompts=True,
-            unbiased=False,
-            direction_exact=False,
-            row_sum_zero=False,
             uniform_credit=True,
             scale_invariant=True,
             shift_invariant=True,
@@ -257,9 +261,6 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
             level="group",
             needs=("lengths",),
             couples_prompts=True,
-            unbiased=False,
-            direction_exact=False,
-            row_sum_zero=False,
             uniform_credit=True,
             scale_invariant=True,
             shift_invariant=True,
@@ -270,11 +271,6 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
             level="token",
             needs=("values",),
             min_group=1,
-            unbiased=False,
-            direction_exact=False,
-            row_sum_zero=False,
-            uniform_credit=False,
-            scale_invariant=False,
             shift_invariant=True,
         ),
         "gae-monte-carlo": Estimator(
@@ -285,9 +281,6 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
             min_group=1,
             unbiased=True,
             direction_exact=True,
-            row_sum_zero=False,
-            uniform_credit=False,
-            scale_invariant=False,
             shift_invariant=True,
         ),
         "vineppo": Estimator(
@@ -298,9 +291,6 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
             min_group=1,
             unbiased=True,
             direction_exact=True,
-            row_sum_zero=False,
-            uniform_credit=False,
-            scale_invariant=False,
             shift_invariant=True,
         ),
         "spo-chain": Estimator(
@@ -311,9 +301,6 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
             min_group=1,
             unbiased=True,
             direction_exact=True,
-            row_sum_zero=False,
-            uniform_credit=False,
-            scale_invariant=False,
             shift_invariant=True,
         ),
         "grpo-process": Estimator(
@@ -321,22 +308,13 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
             paper="arXiv:2402.03300",
             level="token",
             needs=("step_ends",),
-            unbiased=False,
-            direction_exact=False,
-            row_sum_zero=False,
-            uniform_credit=False,
             scale_invariant=True,
-            shift_invariant=False,
         ),
         "turn-mean": Estimator(
             fn=turn_mean_centered,
             paper="common practice",
             level="turn",
-            unbiased=False,
-            direction_exact=False,
             row_sum_zero=True,
-            uniform_credit=False,
-            scale_invariant=False,
             shift_invariant=True,
         ),
         "turn-rloo": Estimator(
@@ -345,32 +323,19 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
             level="turn",
             unbiased=True,
             direction_exact=True,
-            row_sum_zero=False,
-            uniform_credit=False,
-            scale_invariant=False,
-            shift_invariant=False,
         ),
         "mt-grpo": Estimator(
             fn=turn_and_outcome_standardized,
             paper="arXiv:2505.11821",
             level="turn",
             needs=("outcome_rewards",),
-            unbiased=False,
-            direction_exact=False,
-            row_sum_zero=False,
-            uniform_credit=False,
             scale_invariant=True,
-            shift_invariant=False,
         ),
         "gigpo": Estimator(
             fn=episode_and_anchor_standardized,
             paper="arXiv:2505.10978",
             level="turn",
             needs=("anchors",),
-            unbiased=False,
-            direction_exact=False,
-            row_sum_zero=False,
-            uniform_credit=False,
             scale_invariant=True,
             shift_invariant=True,
         ),
@@ -378,10 +343,7 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
             fn=same_state_standardized,
             paper="ours, after arXiv:2601.16480",
             level="turn",
-            unbiased=False,
-            direction_exact=False,
             row_sum_zero=True,
-            uniform_credit=False,
             scale_invariant=True,
             shift_invariant=True,
         ),
@@ -431,9 +393,8 @@ def estimate(name: str, rewards: Tensor, **inputs: Tensor | None) -> Tensor:
     known = {n for other in ESTIMATORS.values() for n in (*other.needs, *ALWAYS[other.level], *OPTIONAL[other.level])}
     given = {key: value for key, value in inputs.items() if value is not None}
     if unknown := sorted(inputs.keys() - known):
-        fail(
-            "estimate", f"inputs must be among {listed(known)}", listed(unknown), "Set options by calling the row's fn."
-        )
+        remedy = "Set options by calling the row's fn."
+        fail("estimate", f"inputs must be among {listed(known)}", listed(unknown), remedy)
     required = (*row.needs, *ALWAYS[row.level])
     if missing := [need for need in required if need not in given]:
         fail("estimate", f"{name!r} needs {listed(required)}", listed(given) or "none", f"Pass {listed(missing)}.")

@@ -1,9 +1,9 @@
 """One advantage per token: credit inside a rollout.
 
-Every function takes tensors of shape `(P, R, T)` and a `mask`, `True` at the tokens the policy chose. What lies
-outside the mask is never read (it may be NaN), takes no part in any sum, and gets advantage exactly 0; a rollout to be
-left out is one whose mask is empty. Put an environment's reward on the last token of the turn that earned it.
-Arithmetic is float64, the result has the dtype of the rewards.
+Every function takes tensors of shape `(P, R, T)` and a `mask`, `True` at the tokens the policy sampled. Values outside
+the mask are never read (they may be NaN), take no part in any sum, and get advantage exactly 0. To leave a rollout
+out, pass an empty mask for it. Put an environment's reward on the last token of the turn that earned it. Arithmetic is
+float64; the result has the dtype of the rewards.
 
 The update these advantages belong to is `ĝ = (1/R) Σ_i Σ_t A_it ∇log π(a_it | s_it)`.
 """
@@ -12,8 +12,14 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from scoregram.advantages.comparisons import by_group, require_spread_options, standard_scores
-from scoregram.advantages.steps import admitted_steps, discounted_sums, values_after
+from scoregram.advantages.comparisons import (
+    discounted_sums,
+    group_labels,
+    masked_steps,
+    require_spread_options,
+    standard_scores,
+    values_after,
+)
 from scoregram.checks import fail, require_in_range, require_same_shape
 from scoregram.types import Advantages, TokenAdvantages, TokenMask, TokenValues
 
@@ -29,9 +35,8 @@ def spread_over_tokens(advantages: Advantages, mask: TokenMask) -> TokenAdvantag
         tensor([[[ 0.5000,  0.5000],
                  [-0.5000,  0.0000]]])
     """
-    require_same_shape(
-        advantages, mask[..., 0], name="advantages", like_name="the mask's groups", caller="spread_over_tokens"
-    )
+    caller = "spread_over_tokens"
+    require_same_shape(advantages, mask[..., 0], name="advantages", like_name="the mask's groups", caller=caller)
     return torch.where(mask, advantages.unsqueeze(-1), 0)
 
 
@@ -45,15 +50,15 @@ def generalized_advantage(
 ) -> TokenAdvantages:
     """Exponentially averaged temporal differences of a critic.
 
-    `A_t = Σ_k (γλ)^k δ_{t+k}`, `δ_t = r_t + γ V(s_{t+1}) − V(s_t)`, with `V = 0` after the last token and the next
-    token meaning the next one inside the mask. `λ = 1` gives `monte_carlo_critic`, unbiased for any critic; `λ < 1`
-    is exact only for the true values and trades the critic's error against variance.
+    `A_t = Σ_k (γλ)^k δ_{t+k}`, `δ_t = r_t + γ V(s_{t+1}) − V(s_t)`, with `V = 0` after the last token; the next token
+    is the next one inside the mask. `λ = 1` gives `monte_carlo_critic`, unbiased for any critic. `λ < 1` is unbiased
+    only for the true values; it trades the critic's error against variance.
 
     Args:
         token_rewards: `(P, R, T)`.
         mask: `(P, R, T)` bool.
         values: `(P, R, T)`. `V(s_t)`, the critic *before* token `t` is chosen.
-        gamma: Discount, in `[0, 1]`. Below 1 the update is not that of the undiscounted return.
+        gamma: Discount, in `[0, 1]`. Below 1 the update is not the gradient of the undiscounted return.
         lam: Weight of the later differences, in `[0, 1]`.
 
     Reference:
@@ -63,10 +68,10 @@ def generalized_advantage(
 
 
 def monte_carlo_critic(token_rewards: TokenValues, *, mask: TokenMask, values: TokenValues) -> TokenAdvantages:
-    """Reward still to come minus the critic's value of the prefix.
+    """Reward-to-go minus the critic's value of the prefix.
 
-    `A_t = Σ_{k≥t} r_k − V(s_t)`: `generalized_advantage` at `γ = λ = 1`. Unbiased for *any* critic that looks at the
-    prefix only, however wrong; a good critic lowers the variance.
+    `A_t = Σ_{k≥t} r_k − V(s_t)`: `generalized_advantage` at `γ = λ = 1`. Unbiased for *any* critic that depends on the
+    prefix only, however wrong it is; a good critic lowers the variance.
 
     Reference:
         Sutton et al. 1999; GAE at `λ = 1`, arXiv:1506.02438.
@@ -77,11 +82,11 @@ def monte_carlo_critic(token_rewards: TokenValues, *, mask: TokenMask, values: T
 def prefix_value_differences(
     token_rewards: TokenValues, *, mask: TokenMask, prefix_values: TokenValues
 ) -> TokenAdvantages:
-    """Gain in estimated value made by each token, the values estimated by fresh rollouts from the prefix.
+    """Change of the estimated value at each token, the values being means over fresh rollouts from the prefix.
 
     `A_t = r_t + v̂(s_{t+1}) − v̂(s_t)`, `v̂ = 0` after the last token. Unbiased if each `v̂(s)` is the mean return of
-    rollouts sampled afresh from `s`, independent of how this rollout went on; a critic in their place makes it GAE at
-    `λ = 0`, biased by the critic's error.
+    fresh rollouts from `s`, independent of how this rollout went on. With a critic instead, this is GAE at `λ = 0`,
+    biased by the critic's error.
 
     Args:
         token_rewards: `(P, R, T)`.
@@ -102,19 +107,19 @@ def segment_value_differences(
     prefix_values: TokenValues,
     segment_starts: Bool[Tensor, "prompts rollouts tokens"],
 ) -> TokenAdvantages:
-    """Gain in estimated value made by each segment, the same for all of its tokens.
+    """Change of the estimated value over each segment, the same for all of its tokens.
 
     `A_t = Σ_{k in segment} r_k + v̂(end of the segment) − v̂(its start)`. Values are read at segment starts only, so
     they cost one batch of fresh rollouts per segment instead of per token. Unbiased under the condition of
-    `prefix_value_differences`, provided that a cut is decided by what stands before it (a low-probability token, a
-    line end), not by how the rollout ends.
+    `prefix_value_differences`, provided that a cut depends only on the tokens before it (a low-probability token, a
+    line end), not on how the rollout ends.
 
     Args:
         token_rewards: `(P, R, T)`.
         mask: `(P, R, T)` bool.
-        prefix_values: `(P, R, T)`. `v̂(s_t)`; other entries than those at segment starts are not read.
-        segment_starts: `(P, R, T)` bool, `True` at the first token of a segment. The first token of a rollout starts
-            one in any case.
+        prefix_values: `(P, R, T)`. `v̂(s_t)`; only the entries at segment starts are read.
+        segment_starts: `(P, R, T)` bool, `True` at the first token of a segment. The first token of a rollout always
+            starts one.
 
     Raises:
         ScoregramError: If a segment starts outside the mask.
@@ -123,10 +128,10 @@ def segment_value_differences(
         SPO-chain. Guo et al. 2025, arXiv:2505.23564; without its probability mask.
     """
     caller = "segment_value_differences"
-    rewards = admitted_steps(token_rewards, mask, name="token_rewards", caller=caller)
+    rewards = masked_steps(token_rewards, mask, name="token_rewards", caller=caller)
     _require_inside(segment_starts, mask, name="segment_starts", caller=caller)
     starts = segment_starts | (mask & (mask.cumsum(dim=-1) == 1))
-    values = admitted_steps(torch.where(starts, prefix_values, 0), mask, name="prefix_values", caller=caller)
+    values = masked_steps(torch.where(starts, prefix_values, 0), mask, name="prefix_values", caller=caller)
     index = (starts.cumsum(dim=-1) - 1).clamp_min(0)  # (P, R, T): which segment a token is in
     empty = torch.zeros_like(rewards)
     earned = empty.scatter_add(-1, index, rewards)  # (P, R, S): one entry per segment
@@ -144,21 +149,21 @@ def process_rewards_to_go(
     eps: float | int = 0.0,
     ddof: int = 1,
 ) -> TokenAdvantages:
-    """Sum of the standardised step rewards still to come, standardised over all steps of the group.
+    """Sum of the step rewards from here on, each standardised over all steps of the group.
 
-    `A_it = Σ_{steps of i ending at or after t} (r − mean) / (std + eps)`, mean and deviation pooled over every step
-    reward of every rollout of the prompt. No past reward leaks in, but a rollout with more steps collects more terms,
-    so the expected update is not a multiple of the gradient. All step rewards equal gives exactly 0.
+    `A_it = Σ_{steps of i ending at or after t} (r − mean) / (std + eps)`, with mean and deviation over every step
+    reward of every rollout of the prompt. Past rewards do not enter, but a rollout with more steps sums more terms, so
+    the expected update is not a multiple of the gradient. If all step rewards are equal, the result is exactly 0.
 
     Args:
-        token_rewards: `(P, R, T)`. Step rewards, each at the last token of its step; other entries are not read.
+        token_rewards: `(P, R, T)`. Step rewards, each at the last token of its step; no other entry is read.
         mask: `(P, R, T)` bool.
         step_ends: `(P, R, T)` bool, `True` at the last token of a step. A step whose reward is 0 counts like any other.
         eps: Added to the deviation.
         ddof: 1 for the sample deviation, 0 for the population's.
 
     Raises:
-        ScoregramError: If a group has one rollout, or one step reward in all; or a step ends outside the mask.
+        ScoregramError: If a group has one rollout or a single step reward, or a step ends outside the mask.
 
     Reference:
         GRPO, process supervision. Shao et al. 2024, arXiv:2402.03300, section 4.1.3.
@@ -167,21 +172,21 @@ def process_rewards_to_go(
     require_spread_options(eps, ddof, caller=caller)
     _require_inside(step_ends, mask, name="step_ends", caller=caller)
     read = torch.where(step_ends, token_rewards, 0)
-    rewards = admitted_steps(read, mask, name="token_rewards", caller=caller, at_least=2)
+    rewards = masked_steps(read, mask, name="token_rewards", caller=caller, at_least=2)
     counts = step_ends.sum(dim=(-1, -2))  # (P,)
     if bool((counts == 1).any()):
         prompt = int((counts == 1).nonzero()[0])
         remedy = "Split the rollouts into steps, or use an outcome estimator."
         fail(caller, "needs at least two step rewards in a group", f"1 in prompt {prompt}", remedy)
-    scores = standard_scores(rewards, by_group(mask), step_ends, eps=eps, ddof=ddof, dtype=token_rewards.dtype)
+    scores = standard_scores(rewards, group_labels(mask), step_ends, eps=eps, ddof=ddof, dtype=token_rewards.dtype)
     return discounted_sums(scores, mask, decay=1.0).to(token_rewards.dtype)
 
 
 def _generalized(token_rewards, mask, values, gamma, lam, *, name: str, caller: str) -> Tensor:
     require_in_range(gamma, low=0.0, high=1.0, name="gamma", caller=caller)
     require_in_range(lam, low=0.0, high=1.0, name="lam", caller=caller)
-    rewards = admitted_steps(token_rewards, mask, name="token_rewards", caller=caller)
-    critic = admitted_steps(values, mask, name=name, caller=caller)
+    rewards = masked_steps(token_rewards, mask, name="token_rewards", caller=caller)
+    critic = masked_steps(values, mask, name=name, caller=caller)
     errors = rewards + gamma * values_after(critic, mask) - critic  # (P, R, T): δ_t
     return discounted_sums(errors, mask, decay=gamma * lam).to(token_rewards.dtype)
 

@@ -13,7 +13,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from scoregram.advantages import ESTIMATORS, estimate
-from scoregram.checks import fail, require_same_shape
+from scoregram.checks import fail, require_finite, require_same_shape
 
 SUPPLIED = frozenset({"lengths", "outcomes"})
 """What such a batch can give to an estimator besides the rewards; outcomes are the rewards themselves."""
@@ -59,6 +59,7 @@ def token_advantages(
     caller = f"scoregram-{name}"
     require_same_shape(mask, token_rewards, name="response_mask", like_name="token_level_rewards", caller=caller)
     rewards, lengths = token_rewards.sum(dim=-1), (mask != 0).sum(dim=-1)  # (N,)
+    require_finite(rewards[: len(rewards) - left_out], name="rewards", caller=caller)  # NaN would count as missing
     places, shape = seats(labels, len(rewards), rewards.device, caller=caller)
     observed = torch.zeros(shape, dtype=torch.bool, device=rewards.device)
     observed.view(-1)[places[: len(rewards) - left_out]] = True

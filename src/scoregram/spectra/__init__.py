@@ -1,19 +1,17 @@
 """The spectrum of one group's stacked gradient matrix: rank metrics, their feasible intervals, their null models."""
 
-from scoregram.spectra.closed_forms import (
-    expected_orthogonal_effective_rank,
-    orthogonal_effective_rank,
-    orthogonal_top1_fraction,
-    two_row_effective_rank,
-    two_row_effective_rank_from_top1,
-)
 from scoregram.spectra.feasible import (
     Interval,
     concentrated_energies,
+    expected_orthogonal_effective_rank,
     feasible_interval,
     feasible_intervals,
     feasible_top_fractions,
+    orthogonal_effective_rank,
+    orthogonal_top1_fraction,
     spread_energies,
+    two_row_effective_rank,
+    two_row_effective_rank_from_top1,
 )
 from scoregram.spectra.metrics import (
     RANK_RTOL,
@@ -30,14 +28,16 @@ from scoregram.spectra.metrics import (
     top_fractions,
 )
 from scoregram.spectra.nulls import (
+    MetricReading,
     NullDistribution,
     ShuffledNull,
+    SpectrumReading,
     common_cosine_null,
     mean_pairwise_cosine,
     orthogonal_null,
     shuffled_null,
+    spectrum_with_nulls,
 )
-from scoregram.spectra.reading import MetricReading, SpectrumReading, spectrum_with_nulls
 from scoregram.spectra.stacked import (
     MEASURED_RTOL,
     PSD_RTOL,

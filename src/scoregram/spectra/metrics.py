@@ -1,17 +1,17 @@
-"""Singular values to rank metrics: how many directions a stacked gradient matrix holds, counted in eight ways.
+"""Rank metrics of a spectrum: eight ways to count the directions of a stacked gradient matrix.
 
 Notation: singular values `σ_1 >= … >= σ_m >= 0`, their shares `p_i = σ_i / Σσ`, their energies `e_i = σ_i² / Σσ²`.
 
-Every metric is invariant to the scale and to the order of the singular values, reads the last axis as one spectrum
-and keeps the axes before it, and is computed in float64. On a zero matrix there is nothing to count: every metric is
-`nan`, except the numerical rank, which is `0`. For any other spectrum, with `r` nonzero singular values,
+Every metric is invariant to the scale and the order of the singular values and is computed in float64. The last axis
+is one spectrum; the axes before it are kept. For a zero matrix every metric is `nan`, except the numerical rank, which
+is `0`. For any other spectrum, with `r` nonzero singular values,
 
     1 <= stable rank <= participation ratio <= energy entropy rank <= entropy rank <= r <= m
          stable rank <= nuclear/spectral    <= effective rank      <= entropy rank
                         participation ratio <= effective rank
 
 with equality from `1/e_1` to `r` exactly when the nonzero singular values are equal. All but nuclear/spectral are
-exponentials of Rényi entropies of `p` or `e`, which fall with their order, and `e` is the more concentrated of the two.
+exponentials of Rényi entropies of `p` or `e`. These fall with their order, and `e` is more concentrated than `p`.
 """
 
 from collections.abc import Callable
@@ -26,18 +26,18 @@ from scoregram.checks import fail, require_finite
 from scoregram.types import PerSpectrum, Spectra
 
 RANK_RTOL = 1e-6
-"""A singular value counts towards the numerical rank above this share of the largest one.
+"""A singular value above this share of the largest one counts towards the numerical rank.
 
-Square roots of float64 eigenvalues are known to about `1e-8` of the largest. A Gram that was accumulated in float32 is
-known to about `1e-3`: pass that `rtol` to `numerical_rank` yourself.
+Square roots of float64 eigenvalues are accurate to about `1e-8` of the largest, those of a Gram accumulated in float32
+to about `1e-3`: pass that `rtol` to `numerical_rank` yourself.
 """
 
 
 def effective_rank(singular_values: Spectra) -> PerSpectrum:
     """Number of equal singular values that would have the same nuclear to Frobenius ratio.
 
-    `(Σσ)² / Σσ²`, the participation ratio of the singular values. Reads: `1` one direction, `m` a flat spectrum;
-    small singular values count for much, so that only the entropy rank and the rank itself are larger.
+    `(Σσ)² / Σσ²`, the participation ratio of the singular values. Reads: `1` one direction, `m` a flat spectrum. Small
+    singular values count for much: only the entropy rank and the rank itself are larger.
 
     Reference:
         The effective rank of arXiv:2606.29238.
@@ -65,7 +65,7 @@ def participation_ratio(singular_values: Spectra) -> PerSpectrum:
 def entropy_rank(singular_values: Spectra) -> PerSpectrum:
     """Exponential of the Shannon entropy of the singular values.
 
-    `exp(-Σ p ln p)`. Reads: `1` one direction, `m` a flat spectrum; never below any other metric here but the rank.
+    `exp(-Σ p ln p)`. Reads: `1` one direction, `m` a flat spectrum. Of the metrics here only the rank is larger.
 
     Reference:
         Roy and Vetterli 2007, The effective rank: a measure of effective dimensionality.
@@ -83,9 +83,9 @@ def energy_entropy_rank(singular_values: Spectra) -> PerSpectrum:
 
 
 def stable_rank(singular_values: Spectra) -> PerSpectrum:
-    """Total energy in units of the largest one.
+    """Total energy in units of the energy of the strongest direction.
 
-    `Σσ² / σ_1² = 1 / e_1`. Reads: `1` one direction, `m` a flat spectrum. It is the top-1 fraction in another unit.
+    `Σσ² / σ_1² = 1 / e_1`. Reads: `1` one direction, `m` a flat spectrum. It is the reciprocal of the top-1 fraction.
 
     Reference:
         Rudelson and Vershynin 2007, Sampling from large matrices.
@@ -134,7 +134,7 @@ def top1_fraction(singular_values: Spectra) -> PerSpectrum:
 
 @dataclass(frozen=True)
 class SpectrumMetric:
-    """One way to count directions, and what is claimed of it."""
+    """One way to count directions, and what it claims."""
 
     fn: Callable[..., Tensor]
     formula: str
@@ -159,7 +159,7 @@ SPECTRUM_METRICS = MappingProxyType(
 
 
 def _relative(singular_values: Tensor, *, caller: str) -> Tensor:
-    """Singular values in units of the largest one: nothing over- or underflows; `nan` for the zero matrix."""
+    """Singular values in units of the largest, so that squares do not overflow; `nan` for the zero matrix."""
     sigma = require_finite(singular_values.detach().double(), name="singular values", caller=caller)
     if sigma.ndim == 0 or sigma.shape[-1] == 0:
         fail(caller, "needs at least one singular value", tuple(sigma.shape), "Pass the spectrum as the last axis.")

@@ -1,9 +1,12 @@
-"""What the spectrum would be if the scores, or their tie to the rewards, had no structure: three null models.
+"""Null models of a spectrum, and the measured spectrum shown with all of them.
+
+A null model is the spectrum that the group would have if the scores, or their relation to the rewards, had no
+structure:
 
 | null | keeps | forgets |
 |---|---|---|
 | orthogonal | advantages, norms | every angle between scores |
-| common cosine | advantages, norms, the mean cosine | which scores lie closer than others |
+| common cosine | advantages, norms, the mean cosine | which scores are closer than others |
 | shuffled | the Gram, the advantages as a set | which rollout got which advantage |
 """
 
@@ -17,16 +20,17 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from scoregram.checks import fail, require_gram, require_in_range
+from scoregram.checks import fail, lookup, require_gram, require_in_range
+from scoregram.spectra.feasible import Interval, feasible_intervals
 from scoregram.spectra.metrics import SPECTRUM_METRICS
 from scoregram.spectra.stacked import PSD_RTOL, SpectrumSummary, require_group, row_spectra, spectrum_summary
 from scoregram.types import GramMatrix, GroupAdvantages
 
 EXACT_UP_TO = math.factorial(7)
-"""Distinct assignments of advantages to rollouts that are still listed one by one."""
+"""Most distinct assignments of advantages to rollouts that are enumerated; with more, permutations are drawn."""
 
 BATCH_ENTRIES = 2**22
-"""Gram entries decomposed at a time: 32 MiB."""
+"""Gram entries per batched eigendecomposition: 32 MiB."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,8 @@ def orthogonal_null(
 ) -> SpectrumSummary:
     """Spectrum that orthogonal scores of the measured norms would give.
 
-    `σ_i = |A_i| √K_ii`, as long as the rows are not centred. What is below it is owed to the angles between scores.
+    `σ_i = |A_i| √K_ii`, if the rows are not centred. A measured rank below this null comes from the angles between
+    scores.
 
     Raises:
         ScoregramError: As `singular_values`.
@@ -75,9 +80,9 @@ def common_cosine_null(
     cosine: float | int | None = None,
     centred: bool = False,
 ) -> SpectrumSummary:
-    """Spectrum that scores of the measured norms would give if every pair met at the same angle.
+    """Spectrum that scores of the measured norms would give if every pair had the same cosine.
 
-    `K_ij = c √(K_ii K_jj)` off the diagonal. What differs from it is owed to *which* scores are alike.
+    `K_ij = c √(K_ii K_jj)` off the diagonal. A difference from this null comes from *which* scores are similar.
 
     Args:
         gram: `(R, R)`. Score Gram `K`.
@@ -86,8 +91,8 @@ def common_cosine_null(
         centred: Subtract the mean row first.
 
     Raises:
-        ScoregramError: If `c` is outside `[-1/(n-1), 1]` for the `n` nonzero scores: no `n` vectors are all further
-            apart than that. Otherwise as `singular_values`.
+        ScoregramError: If `c` is outside `[-1/(n-1), 1]` for the `n` nonzero scores: no `n` vectors have a smaller
+            common cosine. Otherwise as `singular_values`.
     """
     k, a = require_group(gram, advantages, caller="common_cosine_null")
     norms = k.diagonal().sqrt()
@@ -106,11 +111,11 @@ def mean_pairwise_cosine(gram: GramMatrix, *, rtol: float = PSD_RTOL) -> float:
     """Mean cosine between two different scores of the group.
 
     `Σ_{i≠j} K_ij / √(K_ii K_jj)` over the number of ordered pairs, zero scores left out. Reads: `1` all parallel, `0`
-    orthogonal on average; never below `-1/(n-1)` for `n` nonzero scores, and brought back there from rounding; `nan`
-    for fewer than two.
+    orthogonal on average; never below `-1/(n-1)` for `n` nonzero scores (clamped against rounding); `nan` for fewer
+    than two.
 
     Raises:
-        ScoregramError: If an entry exceeds `√(K_ii K_jj)` by more than a share `rtol`: K is then no Gram.
+        ScoregramError: If an entry exceeds `√(K_ii K_jj)` by more than a share `rtol`: then K is not a Gram.
 
     Example:
         >>> mean_pairwise_cosine(torch.tensor([[4.0, 1.0], [1.0, 1.0]]))
@@ -141,19 +146,19 @@ def shuffled_null(
     exact_up_to: int = EXACT_UP_TO,
     psd_rtol: float = PSD_RTOL,
 ) -> ShuffledNull:
-    """Every metric when the same advantages are handed to the same scores at random.
+    """Every metric over random assignments of the same advantages to the same scores.
 
-    All permutations are equally likely, hence all *distinct* assignments too, each standing for the same number of
-    permutations; `C(R, k)` of them in a group of right and wrong rollouts. Only `|A|` matters unless the rows are
-    centred, so an even right-or-wrong group has a single one: shuffling cannot change it. Where no rollout pulls, the
-    metrics are `nan`.
+    All permutations are equally likely, and so are all *distinct* assignments, each of which comes from the same number
+    of permutations; a group of right and wrong rollouts has `C(R, k)` of them. Only `|A|` matters unless the rows are
+    centred, so an even right-or-wrong group has a single assignment and shuffling does not change it. If no rollout
+    pulls, the metrics are `nan`.
 
     Args:
         gram: `(R, R)`. Score Gram `K`.
         advantages: `(R,)`. One weight per rollout.
         centred: Subtract the mean row first.
         draws: Permutations to draw if there are too many distinct assignments to list.
-        seed: Of the draws; the global random state is left alone.
+        seed: Of the draws; the global random state is not touched.
         exact_up_to: Largest number of distinct assignments to list. The default covers every group of seven.
         psd_rtol: As in `singular_values`.
 
@@ -192,7 +197,7 @@ def _distinct_assignments(values: Sequence[float]) -> int:
 
 
 def _assignments(values: Sequence[float]) -> Iterator[list[float]]:
-    """Every different order of `values`, once: place one value after the other on the places still free."""
+    """Every distinct order of `values`, once: place each value in turn on the places that are still free."""
 
     def placed(groups: list[tuple[float, int]], free: tuple[int, ...]) -> Iterator[dict[int, float]]:
         if not groups:
@@ -208,12 +213,113 @@ def _assignments(values: Sequence[float]) -> Iterator[list[float]]:
 
 
 def _permutations(size: int, *, draws: int, seed: int) -> Tensor:
-    """`(draws, size)`. Uniform permutations from a generator of their own."""
+    """`(draws, size)`. Uniform permutations from a separate generator."""
     if draws < 2:
-        fail("shuffled_null", "needs at least 2 draws to know its own error", draws, "Raise draws or exact_up_to.")
+        fail("shuffled_null", "needs at least 2 draws for a standard error", draws, "Raise draws or exact_up_to.")
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(draws, size, generator=generator, dtype=torch.float64).argsort(dim=-1)
 
 
 def _least_common_cosine(count: int) -> float:
     return -1 / (count - 1) if count > 1 else -1.0
+
+
+@dataclass(frozen=True)
+class MetricReading:
+    """One metric: measured, the interval that its top-1 fraction leaves open, and its value under each null model."""
+
+    measured: float | int
+    feasible: Interval
+    orthogonal: float | int
+    common_cosine: float | int
+    shuffled: NullDistribution
+
+
+@dataclass(frozen=True)
+class SpectrumReading:
+    """The spectrum of one group with its feasible intervals and its three null models."""
+
+    measured: SpectrumSummary
+    max_rank: int
+    feasible: Mapping[str, Interval]
+    """Given the measured top-1 fraction and `max_rank`."""
+    orthogonal: SpectrumSummary
+    common_cosine: SpectrumSummary
+    cosine: float
+    """The common cosine used; `nan` if fewer than two scores are nonzero."""
+    shuffled: ShuffledNull
+
+    def metric(self, name: str) -> MetricReading:
+        """One metric of `SPECTRUM_METRICS`: measured, feasible and under each null."""
+        lookup(SPECTRUM_METRICS, name, kind="SpectrumReading.metric")
+        return MetricReading(
+            measured=getattr(self.measured, name),
+            feasible=self.feasible[name],
+            orthogonal=getattr(self.orthogonal, name),
+            common_cosine=getattr(self.common_cosine, name),
+            shuffled=self.shuffled.metrics[name],
+        )
+
+
+def spectrum_with_nulls(
+    gram: GramMatrix,
+    advantages: GroupAdvantages,
+    *,
+    centred: bool = False,
+    cosine: float | int | None = None,
+    max_rank: int | None = None,
+    draws: int = 1000,
+    seed: int = 0,
+    exact_up_to: int = EXACT_UP_TO,
+    psd_rtol: float = PSD_RTOL,
+) -> SpectrumReading:
+    """Rank metrics of one group's stacked gradient matrix, with feasible intervals and null models.
+
+    A group in which no rollout pulls has `nan` for its metrics and for the ends of every interval.
+
+    Args:
+        gram: `(R, R)`. Score Gram `K`.
+        advantages: `(R,)`. One weight per rollout.
+        centred: Subtract the mean row first, from the measured rows and from those of the nulls.
+        cosine: As in `common_cosine_null`.
+        max_rank: Largest rank that the rows could have. Default: the number of nonzero rows, and at most `R - 1` when
+            centred. Pass less if the scores are known to lie in fewer dimensions.
+        draws: As in `shuffled_null`, like `seed` and `exact_up_to`.
+        seed: Of the draws.
+        exact_up_to: Largest number of distinct assignments to list.
+        psd_rtol: As in `singular_values`.
+
+    Raises:
+        ScoregramError: As `singular_values`; or if the spectrum has more directions than `max_rank` allows.
+    """
+    k, a = require_group(gram, advantages, caller="spectrum_with_nulls")
+    measured = spectrum_summary(gram, advantages, centred=centred, psd_rtol=psd_rtol)
+    rows = int(((a != 0) & (k.diagonal() > 0)).sum())
+    most = min(rows, len(a) - 1) if centred else rows
+    most = most if max_rank is None else max_rank
+    if measured.numerical_rank > most:
+        fail(
+            "spectrum_with_nulls",
+            f"a stack of largest rank {most} cannot have more directions than that",
+            f"a numerical rank of {measured.numerical_rank}",
+            "Leave max_rank out, or check which scores went into K.",
+        )
+    shared = mean_pairwise_cosine(k, rtol=psd_rtol) if cosine is None else float(cosine)
+    known = None if cosine is None and math.isnan(shared) else shared
+    return SpectrumReading(
+        measured=measured,
+        max_rank=most,
+        feasible=_intervals(measured, most),
+        orthogonal=orthogonal_null(k, a, centred=centred),
+        common_cosine=common_cosine_null(k, a, cosine=known, centred=centred),
+        cosine=shared,
+        shuffled=shuffled_null(
+            gram, advantages, centred=centred, draws=draws, seed=seed, exact_up_to=exact_up_to, psd_rtol=psd_rtol
+        ),
+    )
+
+
+def _intervals(measured: SpectrumSummary, max_rank: int) -> Mapping[str, Interval]:
+    if math.isnan(measured.top1_fraction):
+        return MappingProxyType(dict.fromkeys(SPECTRUM_METRICS, Interval(math.nan, math.nan)))
+    return feasible_intervals(measured.top1_fraction, max_rank)

@@ -1,9 +1,10 @@
-"""The stacked gradient matrix of one group, seen through its Gram.
+"""Singular values of one group's stacked gradient matrix, from its Gram.
 
-Row `i` of the matrix is `v_i = A_i ψ_i`, what rollout `i` adds to the update. It has as many columns as the model has
-parameters and is never built: its singular values are the square roots of the eigenvalues of `diag(A) K diag(A)`.
+Row `i` of the matrix is `v_i = A_i ψ_i`, the contribution of rollout `i` to the update. The matrix has as many columns
+as the model has parameters and is never built: its singular values are the square roots of the eigenvalues of
+`diag(A) K diag(A)`.
 
-Three forms are of use, and they differ:
+Three forms are useful, and they differ:
 
 | form | rows | largest rank | signs of A |
 |---|---|---|---|
@@ -12,8 +13,8 @@ Three forms are of use, and they differ:
 | `centred_gram(K)` in place of `K` | `A_i (ψ_i - ψ̄)` | `R - 1` | do not matter |
 
 Advantages that sum to zero do not lower the rank of the first form: its rows sum to the update, which is not zero.
-The second asks how the rollouts differ from the step they make together. The third is the part of every row that a
-zero-sum group can use at all, for `Σ A_i ψ_i = Σ A_i (ψ_i - ψ̄)` when `Σ A_i = 0`.
+The second form shows how the rollouts differ from the step that they make together. The third is the part of each row
+that a zero-sum group uses: `Σ A_i ψ_i = Σ A_i (ψ_i - ψ̄)` if `Σ A_i = 0`.
 """
 
 from dataclasses import dataclass
@@ -28,28 +29,28 @@ from scoregram.spectra.metrics import SPECTRUM_METRICS, top_fractions
 from scoregram.types import GramMatrix, GroupAdvantages, Spectrum
 
 PSD_RTOL = 1e-6
-"""How negative an eigenvalue may be, against the energy `Σ A_i² K_ii`, and still count as rounding."""
+"""A negative eigenvalue counts as rounding down to this share of the energy `Σ A_i² K_ii`."""
 MEASURED_RTOL = 1e-3
-"""The same for a Gram that a pass of a model measured, in whatever precision.
+"""The same tolerance for a Gram measured on a model, in any precision.
 
-In 4000 groups of SmolLM2 under bfloat16 equal texts that went through the model twice had cosines up to `1 + 2e-4`, and
-their groups eigenvalues down to `-5e-6` of the energy. A K that is wrong is off by its own size.
+In 4000 groups of SmolLM2 in bfloat16, equal texts that went through the model twice had cosines up to `1 + 2e-4`, and
+their groups had eigenvalues down to `-5e-6` of the energy. A wrong K is off by its own size.
 """
 
 
 @dataclass(frozen=True)
 class SpectrumSummary:
-    """Everything one spectrum says; each metric is documented under its name in `scoregram.spectra.metrics`.
+    """All metrics of one spectrum; each is documented under its name in `scoregram.spectra.metrics`.
 
-    Where no row is left, every metric is `nan` but the numerical rank, which is `0`.
+    If all rows are zero, every metric is `nan` except the numerical rank, which is `0`.
     """
 
     rollouts: int
     centred: bool
     energy: float
-    """Sum of the squared singular values: the squared Frobenius norm of the stack."""
+    """Sum of the squared singular values: the squared Frobenius norm of the matrix."""
     singular_values: tuple[float, ...]
-    """Falling; `R` of them, zeros included."""
+    """Largest first; `R` of them, zeros included."""
     top_fractions: tuple[float, ...]
     effective_rank: float
     participation_ratio: float
@@ -70,8 +71,8 @@ def spectrum_summary(
 ) -> SpectrumSummary:
     """All rank metrics of the stacked gradient matrix, from one eigendecomposition.
 
-    Metrics are `nan` and the numerical rank is `0` when no rollout pulls at all: all advantages zero, all scores zero,
-    or, centred, all rows alike.
+    Metrics are `nan` and the numerical rank is `0` if no rollout pulls: all advantages are zero, all scores are zero,
+    or, when centred, all rows are equal.
 
     Args:
         gram: `(R, R)`. Score Gram `K`.
@@ -113,9 +114,9 @@ def singular_values(
     """Singular values of the stacked gradient matrix with rows `A_i ψ_i`, largest first.
 
     Square roots of the eigenvalues of `diag(A) K diag(A)`; of `C diag(A) K diag(A) C` with `C = I - 11ᵀ/R` when
-    centred. An eigenvalue that cannot be told from rounding is zero: one below `(R ε + ε_K) Σ A_i² K_ii`, with `ε` the
-    spacing of float64 and `ε_K` that of the Gram's own dtype. So a singular value under about `1e-8 √R` of the largest
-    is reported as `0`, and so are the rows of a group of identical rollouts after centring.
+    centred. An eigenvalue below `(R ε + ε_K) Σ A_i² K_ii` is rounding and counts as zero, with `ε` the machine epsilon
+    of float64 and `ε_K` that of the Gram's own dtype. So a singular value under about `1e-8 √R` of the largest is
+    reported as `0`, and so are those of a group of identical rollouts after centring.
 
     Args:
         gram: `(R, R)`. Score Gram `K`.
@@ -142,8 +143,8 @@ def singular_values(
 def centred_gram(gram: GramMatrix) -> GramMatrix:
     """Gram of the scores minus their mean, `⟨ψ_i - ψ̄, ψ_j - ψ̄⟩`.
 
-    `C K C` with `C = I - 11ᵀ/R`; rows sum to zero and the rank is at most `R - 1`. Exactly zero when all scores are
-    alike up to rounding, as for a group of one.
+    `C K C` with `C = I - 11ᵀ/R`; rows sum to zero and the rank is at most `R - 1`. Exactly zero if all scores are equal
+    up to rounding, as in a group of one.
 
     Returns:
         `(R, R)`, float64.
@@ -155,12 +156,12 @@ def centred_gram(gram: GramMatrix) -> GramMatrix:
     centred = _double_centred(k)
     if float(centred.diagonal().sum()) <= _rounding(k.shape[0], torch.finfo(gram.dtype).eps) * float(k.trace()):
         return torch.zeros_like(k)
-    # The squared norm of a score that lies on the mean is zero, which rounding may turn into -1e-17.
+    # Rounding may turn the zero squared norm of a score that equals the mean into -1e-17.
     return centred + torch.diag(centred.diagonal().clamp(min=0) - centred.diagonal())
 
 
 def require_group(gram: Tensor, advantages: Tensor | None, *, caller: str) -> tuple[Tensor, Tensor]:
-    """`K` and `A` of one group in float64, provided that they fit each other."""
+    """`K` and `A` of one group in float64; an error unless their shapes match."""
     k = require_gram(gram, caller=caller)
     if advantages is None:
         return k, torch.ones_like(k[0])
@@ -177,18 +178,17 @@ def row_spectra(
     gram_eps: float = 0.0,
     caller: str = "singular_values",
 ) -> Float[Tensor, "assignments rollouts"]:
-    """Singular values of one stack per row of `weights`, all over the same Gram; the batched heart of this module.
+    """Singular values for each row of `weights` over the same Gram, in one batched eigendecomposition.
 
-    Expects what `require_group` returns.
+    `gram` and `weights` must have passed `require_group`.
     """
     gram_unit, weight_unit = gram.abs().amax(), weights.abs().amax()
     if gram_unit == 0 or weight_unit == 0:
         return torch.zeros_like(weights)
     scaled = weights / weight_unit  # advantages of 1e-200 would vanish when squared
     rows = (gram / gram_unit) * scaled[:, :, None] * scaled[:, None, :]  # (assignments, R, R)
-    energy = rows.diagonal(dim1=-2, dim2=-1).sum(
-        -1, keepdim=True
-    )  # Σ A_i² K_ii, before centring: rounding is of its size
+    # Σ A_i² K_ii before centring: the rounding of the eigenvalues is relative to it.
+    energy = rows.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
     eigenvalues = torch.linalg.eigvalsh(_double_centred(rows) if centred else rows).flip(-1)
     rounding = _rounding(gram.shape[0], gram_eps)
     _require_semidefinite(eigenvalues, energy, rtol=max(psd_rtol, rounding), caller=caller)
@@ -198,14 +198,14 @@ def row_spectra(
 
 def _double_centred(gram: Tensor) -> Tensor:
     """`C K C`: rows and columns sum to zero."""
-    for _ in range(2):  # what the first pass leaves is rounding of the size of the mean, which may dwarf the rest
+    for _ in range(2):  # the first pass leaves rounding of the size of the mean, which may exceed the result
         gram = gram - gram.mean(-1, keepdim=True)
         gram = gram - gram.mean(-2, keepdim=True)
     return (gram + gram.mT) / 2
 
 
 def _rounding(size: int, gram_eps: float) -> float:
-    """Share of the energy below which an eigenvalue of a `size × size` Gram is noise."""
+    """Share of the energy below which an eigenvalue of a `size × size` Gram is rounding."""
     return size * torch.finfo(torch.float64).eps + gram_eps
 
 

@@ -1,4 +1,8 @@
-"""What the score Gram and the rewards say about an update: pure algebra in float64, no second pass over the model."""
+"""Statistics of an update from the score Gram and the rewards: pure algebra in float64, no second pass over the model.
+
+`groups` live and dead groups · `moments` a prompt's gradient moments · `baseline` the best baseline · `noise` signal,
+noise and group size · `update` what one update is made of.
+"""
 
 from scoregram.statistics.baseline import (
     BaselineSaving,
@@ -7,18 +11,6 @@ from scoregram.statistics.baseline import (
     norm_reward_covariance,
     optimal_baseline,
     optimal_baseline_leave_one_out,
-)
-from scoregram.statistics.blocks import group_blocks, prompt_update_gram
-from scoregram.statistics.conflict import PromptConflict, prompt_conflict
-from scoregram.statistics.group_size import (
-    GroupSizeInterval,
-    OptimalGroupSize,
-    leave_one_out_mse,
-    mean_baseline_mse,
-    mse_curve,
-    optimal_group_size,
-    optimal_group_size_interval,
-    vanilla_mse,
 )
 from scoregram.statistics.groups import (
     GroupOutcomes,
@@ -30,20 +22,32 @@ from scoregram.statistics.groups import (
     mixed_probability,
     right_chances,
 )
-from scoregram.statistics.held_out import HeldOutEffect, held_out_effect
-from scoregram.statistics.moments import GroupMoments, group_moments
+from scoregram.statistics.moments import GroupMoments, group_blocks, group_moments
 from scoregram.statistics.noise import (
+    GroupSizeInterval,
     NoiseComponents,
+    OptimalGroupSize,
     PromptEstimates,
     batch_mse,
+    leave_one_out_mse,
+    mean_baseline_mse,
+    mse_curve,
     noise_components,
     noise_scale,
+    optimal_group_size,
+    optimal_group_size_interval,
     prompt_estimates,
     signal_to_noise,
+    vanilla_mse,
 )
 from scoregram.statistics.update import (
+    HeldOutEffect,
+    PromptConflict,
     cosine_matrix,
+    held_out_effect,
+    prompt_conflict,
     prompt_shares,
+    prompt_update_gram,
     rollout_shares,
     update_cancellation,
     update_coherence,

@@ -1,4 +1,4 @@
-"""The baseline with the least variance, and what it would save over the mean reward."""
+"""The baseline with the least variance, and the variance it would save over the mean reward."""
 
 import math
 from dataclasses import dataclass
@@ -7,27 +7,26 @@ import torch
 from torch import Tensor
 
 from scoregram.checks import fail, require_finite, require_group_size, require_same_shape
-from scoregram.statistics.blocks import require_blocks
-from scoregram.statistics.moments import covariance_weights, group_moments
+from scoregram.statistics.moments import covariance_weights, group_moments, require_blocks
 from scoregram.types import GroupGrams, PerPrompt, PerRollout, Rewards
 
 
 @dataclass(frozen=True)
 class BaselineSaving:
-    """What the variance-minimising baseline would take off the gradient's variance."""
+    """Variance of the gradient that the variance-minimising baseline would save."""
 
     per_prompt: PerPrompt
-    """`(P,)`: variance saved in each prompt's gradient at this `R`; below zero where noise outweighs it."""
+    """`(P,)`: variance saved in each prompt's gradient at this `R`; negative where noise is larger than the saving."""
     fraction: float
-    """Saved variance over all variance with the value as baseline, pooled over prompts; `nan` if there is none."""
+    """Saved variance over the variance with the value as baseline, pooled over prompts; `nan` if that is zero."""
 
 
 def optimal_baseline(squared_norms: PerRollout, rewards: Rewards) -> PerPrompt:
     """Mean reward of each group weighted by squared score norms: the variance-minimising constant baseline.
 
-    `b = Σ K_ii r_i / Σ K_ii`, estimating `b* = E[|ψ|² r] / E|ψ|²`, the minimiser of `E|ψ (r - b)|²`. It equals the
-    value `V` exactly if `Cov(|ψ|², r) = 0`. It lies between the least and the largest reward. Subtracted from the
-    rewards of its own group it biases the gradient; use `optimal_baseline_leave_one_out` for that.
+    `b = Σ K_ii r_i / Σ K_ii`, an estimate of `b* = E[|ψ|² r] / E|ψ|²`, which minimises `E|ψ (r - b)|²`. `b*` is the
+    value `V` exactly if `Cov(|ψ|², r) = 0`. `b` lies between the least and the largest reward. Subtracted from the
+    rewards of its own group it biases the gradient; subtract `optimal_baseline_leave_one_out` instead.
 
     Args:
         squared_norms: `(P, R)`. `K_ii`, the diagonal of each group's Gram.
@@ -50,7 +49,7 @@ def optimal_baseline(squared_norms: PerRollout, rewards: Rewards) -> PerPrompt:
 def optimal_baseline_leave_one_out(squared_norms: PerRollout, rewards: Rewards) -> PerRollout:
     """The variance-minimising baseline of each rollout, from the *other* rollouts of its group.
 
-    `b_i = Σ_{j≠i} K_jj r_j / Σ_{j≠i} K_jj`. It does not see rollout `i`, so `Σ ψ_i (r_i - b_i) / R` stays unbiased.
+    `b_i = Σ_{j≠i} K_jj r_j / Σ_{j≠i} K_jj` does not depend on rollout `i`, so `Σ ψ_i (r_i - b_i) / R` is unbiased.
 
     Returns:
         `(P, R)`, float64. `nan` where all other scores are zero.
@@ -63,16 +62,15 @@ def optimal_baseline_leave_one_out(squared_norms: PerRollout, rewards: Rewards) 
         tensor([[0.0000, 0.7500, 0.7500]], dtype=torch.float64)
     """
     n, r = _checked(squared_norms, rewards, at_least=2, caller="optimal_baseline_leave_one_out")
-    others = 1 - torch.eye(
-        n.shape[1], dtype=n.dtype, device=n.device
-    )  # summed, never subtracted: one K_ii may dominate
+    # Sum over the others instead of subtracting from the whole: one K_ii may dominate the sum.
+    others = 1 - torch.eye(n.shape[1], dtype=n.dtype, device=n.device)
     return _weighted_mean(n[:, None, :] * others, r[:, None, :])
 
 
 def excess_variance(baseline: Tensor, optimal: Tensor, fisher_trace: Tensor, group_size: int) -> Tensor:
-    """Variance that a constant baseline `b` adds over the best one: `(b - b*)² tr F / R`, exactly.
+    """Exact variance that a constant baseline `b` adds over the best one: `(b - b*)² tr F / R`.
 
-    `E|ψ (r - b)|²` is a parabola in `b` with curvature `2 tr F` and its bottom at `b*`. Zero at `b = b*`.
+    `E|ψ (r - b)|²` is a parabola in `b` with curvature `2 tr F` and its minimum at `b*`.
 
     Args:
         baseline: `b`, any shape; for the value, `V`.
@@ -88,8 +86,8 @@ def excess_variance(baseline: Tensor, optimal: Tensor, fisher_trace: Tensor, gro
 def norm_reward_covariance(squared_norms: PerRollout, rewards: Rewards) -> PerPrompt:
     """Unbiased covariance of squared score norm and reward in each group, `Cov(|ψ|², r)`.
 
-    Zero is the condition for the value to be the best constant baseline: `b* - V = Cov(|ψ|², r) / tr F`.
-    Reads: positive, long or surprising rollouts are the rewarded ones and `b*` lies above `V`; zero exactly for
+    If it is zero, the value is the best constant baseline: `b* - V = Cov(|ψ|², r) / tr F`.
+    Reads: positive if long or surprising rollouts get the higher rewards, and `b*` lies above `V`; exactly zero for
     constant rewards.
 
     Raises:
@@ -102,13 +100,13 @@ def norm_reward_covariance(squared_norms: PerRollout, rewards: Rewards) -> PerPr
 
 
 def baseline_saving(blocks: GroupGrams, rewards: Rewards) -> BaselineSaving:
-    """Variance the best constant baseline would save over the value, which the group mean stands for.
+    """Variance that the best constant baseline would save over the value, which the group mean estimates.
 
-    `(V - b*)² tr F / R = Cov(|ψ|², r)² / (R tr F)`; `fraction` relates it to `tr Σ_oracle / R`. The squared
-    covariance is the U-statistic over two disjoint pairs of rollouts: squaring an estimated covariance would find a
-    saving in noise alone. Both baselines must be estimated in practice, at a cost of order `1/R²` not counted here.
-    Reads: `fraction` about `0` the mean is as good; `0.2` a fifth of the variance could go; at or below zero, no
-    saving that these rollouts resolve.
+    `(V - b*)² tr F / R = Cov(|ψ|², r)² / (R tr F)`; `fraction` divides it by `tr Σ_oracle / R`. The squared covariance
+    is the U-statistic over two disjoint pairs of rollouts: the square of an estimated covariance would be positive
+    under noise alone. In practice both baselines are estimated, which adds variance of order `1/R²` not counted here.
+    Reads: `fraction` about `0` the mean is as good; `0.2` a fifth of the variance could be saved; at or below zero,
+    these rollouts resolve no saving.
 
     Args:
         blocks: `(P, R, R)`. The Gram of each group.
@@ -129,7 +127,7 @@ def baseline_saving(blocks: GroupGrams, rewards: Rewards) -> BaselineSaving:
 
 
 def _weighted_mean(weights: Tensor, values: Tensor) -> Tensor:
-    """`Σ w v / Σ w` over the last axis, around the first value so that equal values come back exactly."""
+    """`Σ w v / Σ w` over the last axis, computed around the first value so that equal values are reproduced exactly."""
     start = values[..., :1]
     shift = (weights * (values - start)).sum(dim=-1) / weights.sum(dim=-1)  # 0/0 is nan: no weight at all
     return start[..., 0] + shift

@@ -1,4 +1,4 @@
-"""Which groups carry a signal, read from rewards and advantages alone."""
+"""Live and dead groups, and effective rollouts, from rewards and advantages alone."""
 
 import math
 import sys
@@ -31,27 +31,27 @@ class GroupOutcomes:
 
     @property
     def fraction_alive(self) -> float:
-        """Share of groups with a signal; `nan` without a group."""
+        """Share of live groups; `nan` without a group."""
         return float(self.alive.double().mean())
 
     @property
     def fraction_all_right(self) -> float:
-        """Share of groups that are solved; `nan` without a group."""
+        """Share of all-right groups; `nan` without a group."""
         return float(self.all_right.double().mean())
 
     @property
     def fraction_all_wrong(self) -> float:
-        """Share of groups that are out of reach; `nan` without a group."""
+        """Share of all-wrong groups; `nan` without a group."""
         return float(self.all_wrong.double().mean())
 
     @property
     def fraction_tied(self) -> float:
-        """Share of groups whose rewards are equal at another value; `nan` without a group."""
+        """Share of tied groups; `nan` without a group."""
         return float(self.tied.double().mean())
 
     @property
     def fraction_unjudged(self) -> float:
-        """Share of groups without a single reward; `nan` without a group."""
+        """Share of unjudged groups; `nan` without a group."""
         return float(self.unjudged.double().mean())
 
 
@@ -95,11 +95,11 @@ def group_outcomes(
 
 
 def effective_fraction(advantages: Advantages, *, epsilon: float | int) -> float:
-    """Share of rollouts whose advantage is larger than `epsilon` in size: the ε-effective rollouts.
+    """Share of rollouts with `|A| > epsilon`: the ε-effective rollouts.
 
-    Strict, `|A| > ε`, up to `ROUNDING_STEPS` machine epsilons of the dtype, so that `1 - 0.7` is not above `0.3`.
-    Reads: `0` no rollout moves the update by more than ε; `1` all do; `nan` without a rollout. Its expectation
-    over groups is bounded by `effective_fraction_bound` if advantages are rewards less their group mean.
+    The comparison is strict up to `ROUNDING_STEPS` machine epsilons of the dtype, so that `1 - 0.7` is not above
+    `0.3`. Reads: `0` no rollout has an advantage above ε; `1` all have; `nan` without a rollout. If advantages are
+    rewards minus their group mean, `effective_fraction_bound` bounds its expectation over groups.
 
     Example:
         >>> effective_fraction(torch.tensor([[0.75, -0.25, -0.25, -0.25]]), epsilon=0.5)
@@ -113,9 +113,9 @@ def effective_fraction(advantages: Advantages, *, epsilon: float | int) -> float
 def effective_fraction_bound(reward_variance: float | int, group_size: int, *, epsilon: float | int) -> float:
     """Chebyshev's upper bound on the expected ε-effective fraction of mean-centred advantages.
 
-    `(R-1) σ² / (R ε²)`, from `Var(r_i - r̄) = σ² (R-1)/R`. Returned as it is: at one or above, and at `inf` for an `ε`
-    too small to square, it says nothing. It bounds from above only, so it cannot show that advantages are sparse; hold
-    it against `effective_probability`.
+    `(R-1) σ² / (R ε²)`, from `Var(r_i - r̄) = σ² (R-1)/R`. It is not clipped: at one or above, and at `inf` for an `ε`
+    too small to square, the bound is empty. It bounds from above only, so it cannot show that rollouts are effective;
+    compare it with `effective_probability`.
 
     Reference:
         arXiv:2606.29238, eq. (20).
@@ -156,8 +156,8 @@ def effective_probability(success: float | int, group_size: int, *, epsilon: flo
 def right_chances(success: float | int, group_size: int) -> list[float]:
     """Chance of `k` right rollouts in a group, for `k = 0 … R`: `C(R,k) p^k (1-p)^(R-k)`.
 
-    Built outwards from the likeliest `k` and divided by its sum, so that neither a binomial coefficient nor a power
-    leaves the range of float64, however large the group.
+    Built outwards from the likeliest `k` and divided by the sum, so that no binomial coefficient or power leaves the
+    range of float64, however large the group is.
 
     Example:
         >>> right_chances(0.5, 2)
@@ -177,7 +177,7 @@ def right_chances(success: float | int, group_size: int) -> list[float]:
 def mixed_probability(success: float | int, group_size: int) -> float:
     """Chance that a group of `R` right-or-wrong rollouts holds both kinds: `1 - p^R - (1-p)^R`.
 
-    Reads: `0` at `p` of zero or one and in a group of one; largest, `1 - 2^(1-R)`, at `p = 1/2`. Right to machine
+    Reads: `0` at `p` of zero or one and in a group of one; largest, `1 - 2^(1-R)`, at `p = 1/2`. Accurate to machine
     precision for rare successes and rare failures, where the plain formula cancels.
 
     Example:
@@ -194,8 +194,8 @@ def mixed_probability(success: float | int, group_size: int) -> float:
 def expected_success_given_mixed(success: float | int, group_size: int) -> float:
     """Expected share of right rollouts in a group, given that the group is mixed.
 
-    `E[k/R | 0 < k < R] = (p - p^R) / (1 - p^R - (1-p)^R)`. Keeping mixed groups only pulls the share towards 1/2:
-    it tends to `1/R` as `p → 0`, to `1 - 1/R` as `p → 1`, and is `1/2` at `p = 1/2` and for `R = 2`.
+    `E[k/R | 0 < k < R] = (p - p^R) / (1 - p^R - (1-p)^R)`. Keeping only mixed groups moves the share towards 1/2: it
+    tends to `1/R` as `p → 0`, to `1 - 1/R` as `p → 1`, and is `1/2` at `p = 1/2` and for `R = 2`.
     `nan` at `p` of zero or one, where no group is mixed.
 
     Raises:
@@ -210,7 +210,7 @@ def expected_success_given_mixed(success: float | int, group_size: int) -> float
     if rare == 0:
         return math.nan
     share = rare * -math.expm1((group_size - 1) * math.log(rare)) / mixed_probability(rare, group_size)
-    return share if success <= 0.5 else 1 - share  # right and wrong change places under p → 1-p
+    return share if success <= 0.5 else 1 - share  # p → 1-p swaps right and wrong
 
 
 def _require_threshold(epsilon: float | int, *, caller: str, zero_allowed: bool) -> None:

@@ -1,19 +1,25 @@
-"""Signal and noise of a batch gradient: three components, their ratio to the signal, and the noise scale."""
+"""Signal and noise of a batch gradient, and the number of rollouts per prompt that has the least error.
+
+Three noise components give the error of a leave-one-out gradient at every batch size and group size; they are
+estimated without bias from one Gram. From them follow the signal-to-noise ratio, the noise scale and the best group
+size for a fixed number of rollouts.
+"""
 
 import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from scoregram.checks import fail
-from scoregram.statistics.blocks import group_blocks, prompt_update_gram
-from scoregram.statistics.moments import GroupMoments, group_moments, reward_differences
-from scoregram.types import BatchGram, PromptGram, Rewards
+from scoregram.checks import fail, require_in_range
+from scoregram.statistics.moments import GroupMoments, group_blocks, group_moments, reward_differences
+from scoregram.statistics.update import prompt_update_gram
+from scoregram.types import BatchGram, PerPrompt, PromptGram, Rewards
 
 
 @dataclass(frozen=True)
 class NoiseComponents:
-    """What the squared error of a leave-one-out batch gradient is made of, whatever the batch.
+    """Components of the squared error of a leave-one-out batch gradient; they do not depend on the batch size.
 
     `MSE = c1/B + c2/(B R) + c3/(B R (R-1))` for `B` independent prompts with `R` rollouts each, exactly.
     """
@@ -21,16 +27,16 @@ class NoiseComponents:
     gradient_squared: float
     """`|g|²` with `g = E g(X)`: the signal."""
     between_prompts: float
-    """`c1 = E|g(X) - g|²`: prompts want different things; only more prompts help."""
+    """`c1 = E|g(X) - g|²`: the prompts' gradients differ; only more prompts help."""
     within_prompt: float
     """`c2 = E tr Σ_oracle(X)`: rollouts differ; more rollouts help, however they are grouped."""
     group_baseline: float
-    """`c3 = E[σ²(X) tr F(X) + |g(X)|²]`: the price of estimating the baseline from the group."""
+    """`c3 = E[σ²(X) tr F(X) + |g(X)|²]`: the noise of a baseline estimated from the group."""
 
 
 @dataclass(frozen=True)
 class PromptEstimates:
-    """Unbiased estimates for each prompt and each pair of prompts, from which batch estimates are averaged."""
+    """Unbiased estimates for each prompt and each pair of prompts; batch estimates are averages of them."""
 
     moments: GroupMoments
     gradient_gram: PromptGram
@@ -40,15 +46,15 @@ class PromptEstimates:
 def prompt_estimates(gram: BatchGram, rewards: Rewards) -> PromptEstimates:
     """Unbiased gradient moments of every prompt, and inner products between the gradients of every two prompts.
 
-    Off the diagonal, the inner product of two leave-one-out gradients of independent groups. On the diagonal that
-    product would count the noise as signal, so there it is the U-statistic `gradient_squared`.
+    Off the diagonal, an entry is the inner product of two leave-one-out gradients of independent groups. On the
+    diagonal that product would count noise as signal; there the entry is the U-statistic `gradient_squared`.
 
     Args:
         gram: `(N, N)`, `N = P·R`, rollouts ordered prompt by prompt.
         rewards: `(P, R)`.
 
     Raises:
-        ScoregramError: If `R < 4`, or the shapes do not belong together.
+        ScoregramError: If `R < 4`, or the shapes do not match.
     """
     prompts, size = rewards.shape if rewards.ndim == 2 else (0, 0)
     if gram.shape != (prompts * size, prompts * size):
@@ -59,7 +65,7 @@ def prompt_estimates(gram: BatchGram, rewards: Rewards) -> PromptEstimates:
             "Pass the whole batch, prompt by prompt.",
         )
     moments = group_moments(group_blocks(gram, max(size, 1)), rewards)
-    # Leave-one-out advantages over R: r_i less the mean of the others is the mean of r_i - r_j over j ≠ i.
+    # Leave-one-out advantages over R: r_i minus the mean of the others is the mean of r_i - r_j over j ≠ i.
     weights = reward_differences(rewards.detach().double()).sum(dim=2).flatten() / (size * (size - 1))
     prompt_of = torch.arange(prompts, device=weights.device).repeat_interleave(size)
     inner = prompt_update_gram(gram, weights, prompt_of)
@@ -70,15 +76,15 @@ def noise_components(gram: BatchGram, rewards: Rewards) -> NoiseComponents:
     """Unbiased estimates of the signal `|g|²` and of `c1`, `c2`, `c3` from one batch of independent prompts.
 
     `|g|²` is averaged over pairs of different prompts; `c1` is half the average of `|g(x_p) - g(x_q)|²` over the
-    same pairs; `c2` and `c3` are averages over prompts. Each can fall below zero when noise outweighs it; `c1`, a
-    small difference between prompts seen through large noise, does so most often.
+    same pairs; `c2` and `c3` are averages over prompts. Each can be negative if the noise is larger than the quantity.
+    This happens most often to `c1`, a small difference between prompts under large noise.
 
     Args:
         gram: `(N, N)`, `N = P·R`, rollouts ordered prompt by prompt.
         rewards: `(P, R)`.
 
     Raises:
-        ScoregramError: If `R < 4` (see `moments`) or `P < 2`; one prompt says nothing about differences.
+        ScoregramError: If `R < 4` (see `moments`) or `P < 2`; one prompt has no differences.
     """
     estimates = prompt_estimates(gram, rewards)
     prompts = rewards.shape[0]
@@ -88,16 +94,10 @@ def noise_components(gram: BatchGram, rewards: Rewards) -> NoiseComponents:
     pairs = prompts * (prompts - 1)
     return NoiseComponents(
         gradient_squared=float(inner.sum() - inner.diagonal().sum()) / pairs,
-        between_prompts=float(squared_distances(inner).sum()) / (2 * pairs),
+        between_prompts=float(_squared_distances(inner).sum()) / (2 * pairs),
         within_prompt=float(moments.oracle_trace.mean()),
         group_baseline=float((moments.variance_fisher_trace + moments.gradient_squared).mean()),
     )
-
-
-def squared_distances(gram: PromptGram) -> PromptGram:
-    """`G_pp + G_qq - 2 G_pq`; exactly zero on the diagonal."""
-    norms = gram.diagonal()
-    return norms[:, None] + norms[None, :] - 2 * gram
 
 
 def batch_mse(components: NoiseComponents, prompts: int, group_size: int) -> float:
@@ -124,11 +124,11 @@ def batch_mse(components: NoiseComponents, prompts: int, group_size: int) -> flo
 
 
 def signal_to_noise(components: NoiseComponents, prompts: int, group_size: int) -> float:
-    """Power of the true gradient over the power of its error in one batch: `|g|² / MSE`. Its root is in amplitudes.
+    """Power of the true gradient over the power of its error in one batch: `|g|² / MSE`. Its root compares amplitudes.
 
-    Reads: `1` the step is half noise in power; far below one the step is mostly noise; a negative value comes from
-    an estimate of `|g|²` below zero, a signal that this many rollouts do not resolve. `nan` if the estimated error
-    is not positive. A ratio of unbiased estimates is itself not unbiased.
+    Reads: `1` half of the step's power is noise; far below one the step is mostly noise; negative the estimate of
+    `|g|²` is below zero, so this many rollouts do not resolve the signal; `nan` the estimated error is not positive.
+    A ratio of unbiased estimates is not itself unbiased.
 
     Example:
         >>> signal_to_noise(NoiseComponents(1.0, 2.0, 4.0, 8.0), prompts=2, group_size=2)
@@ -141,12 +141,12 @@ def signal_to_noise(components: NoiseComponents, prompts: int, group_size: int) 
 def noise_scale(components: NoiseComponents, group_size: int) -> float:
     """Batch size, in rollouts, at which the error has the power of the signal: the simple noise scale.
 
-    `tr Σ / |g|² = (c1 R + c2 + c3/(R-1)) / |g|²`, `tr Σ / N` being the error of `N` rollouts in groups of `R`; divide
-    by `R` for prompts. Batches far below it average too little, far above it waste rollouts. `inf` if the estimate of
-    `|g|²` is not positive: no signal was resolved. `nan` if the estimated noise is not positive.
+    `tr Σ / |g|² = (c1 R + c2 + c3/(R-1)) / |g|²`; `tr Σ / N` is the error of `N` rollouts in groups of `R`. Divide
+    by `R` for prompts. A batch far below it is mostly noise, one far above it wastes rollouts. `inf` if the estimate
+    of `|g|²` is not positive: no signal was resolved. `nan` if the estimated noise is not positive.
 
     Reference:
-        McCandlish et al. 2018, arXiv:1812.06162, here with grouped rollouts.
+        McCandlish et al. 2018, arXiv:1812.06162, here for grouped rollouts.
 
     Example:
         >>> noise_scale(NoiseComponents(1.0, 2.0, 4.0, 8.0), group_size=2)
@@ -156,3 +156,194 @@ def noise_scale(components: NoiseComponents, group_size: int) -> float:
     if not per_rollout > 0:
         return math.nan
     return per_rollout / components.gradient_squared if components.gradient_squared > 0 else math.inf
+
+
+def leave_one_out_mse(moments: GroupMoments, group_size: int) -> PerPrompt:
+    """Exact error `E|ĝ - g|²` of a prompt's gradient with the mean of the other rollouts as baseline.
+
+    `tr Σ_oracle / R + (σ² tr F + |g|²) / (R (R-1))`. The gradient is the average over pairs of
+    `h_ij = (ψ_i - ψ_j)(r_i - r_j)/2`. Around its mean, `h_ij` is `(q_i + q_j)/2 + e_ij` with
+    `q_i = ψ_i (r_i - V) - g` and `e_ij = -[ψ_i (r_j - V) + ψ_j (r_i - V)]/2`, uncorrelated with every `q`. The mean of
+    the `q` is the error with a known value, of variance `tr Σ_oracle / R`; the `R (R-1)/2` terms `e_ij` are
+    uncorrelated with each other, of variance `(σ² tr F + |g|²)/2` each. Holds on-policy, for one gradient step,
+    without division by the standard deviation.
+
+    Raises:
+        ScoregramError: If `R < 2`.
+    """
+    _require_rollouts(group_size, at_least=2, caller="leave_one_out_mse")
+    pair_noise = moments.variance_fisher_trace + moments.gradient_squared
+    return moments.oracle_trace / group_size + pair_noise / (group_size * (group_size - 1))
+
+
+def mean_baseline_mse(moments: GroupMoments, group_size: int) -> PerPrompt:
+    """Exact error of a prompt's gradient with the mean of the whole group, itself included, as baseline.
+
+    `((R-1)/R)² MSE_LOO + |g|²/R²`: this gradient is `(R-1)/R` times the leave-one-out one, so it is too short by
+    `|g|/R` and its noise shrinks by the same factor. The learning rate can undo the scale, so compare the two by
+    signal-to-noise, not by MSE. At `R = 1` the gradient is zero and its error is `|g|²`.
+    """
+    _require_rollouts(group_size, at_least=1, caller="mean_baseline_mse")
+    bias = moments.gradient_squared / group_size**2
+    if group_size == 1:
+        return bias
+    return ((group_size - 1) / group_size) ** 2 * leave_one_out_mse(moments, group_size) + bias
+
+
+def vanilla_mse(moments: GroupMoments, group_size: int) -> PerPrompt:
+    """Exact error of a prompt's gradient without a baseline: `(E|ψ r|² - |g|²) / R`.
+
+    Unbiased, and the only one of the three that changes if all rewards are shifted. At small `R` it can be below the
+    error of leave-one-out, whose baseline is then noisy.
+    """
+    _require_rollouts(group_size, at_least=1, caller="vanilla_mse")
+    return (moments.raw_square - moments.gradient_squared) / group_size
+
+
+def mse_curve(components: NoiseComponents, rollouts: int, group_sizes: Tensor) -> Tensor:
+    """Error of the batch gradient at each group size, for a fixed number of rollouts `N`.
+
+    `(c1 R + c2 + c3/(R-1)) / N`: larger groups leave fewer prompts, smaller groups a noisier baseline. The number of
+    prompts `N/R` is not rounded, so the curve is smooth; it is exact where `R` divides `N`.
+
+    Args:
+        components: From `noise_components`, or exact.
+        rollouts: `N`.
+        group_sizes: Any shape, every entry at least 2.
+
+    Returns:
+        Shape of `group_sizes`, float64.
+
+    Example:
+        >>> mse_curve(NoiseComponents(1.0, 1.0, 0.0, 4.0), 12, torch.tensor([2, 3, 4])) * 12
+        tensor([6.0000, 5.0000, 5.3333], dtype=torch.float64)
+    """
+    if rollouts < 1:
+        fail("mse_curve", "needs at least 1 rollout", rollouts, "Pass the number of rollouts per step.")
+    size = group_sizes.detach().double()
+    if size.numel() and not float(size.min()) >= 2:
+        fail("mse_curve", "group sizes must be at least 2", float(size.min()), "Leave-one-out needs another rollout.")
+    c1, c2, c3 = components.between_prompts, components.within_prompt, components.group_baseline
+    return (c1 * size + c2 + c3 / (size - 1)) / rollouts
+
+
+@dataclass(frozen=True)
+class OptimalGroupSize:
+    """Group size with the least error at a fixed number of rollouts."""
+
+    exact: float
+    """`1 + sqrt(c3/c1)`, which minimises the exact error; `inf` if `c1 <= 0 < c3`, `nan` if neither is positive."""
+    asymptotic: float
+    """`sqrt(c3/c1)`, the form that replaces `R - 1` by `R` in the error; always one less."""
+    integer: int | None
+    """The best whole number of rollouts, at least 2; `None` where `exact` is not finite."""
+
+
+def optimal_group_size(components: NoiseComponents) -> OptimalGroupSize:
+    """Group size that minimises the exact error at a fixed number of rollouts: `1 + sqrt(c3/c1)`.
+
+    It depends on neither the number of rollouts nor `c2`. From exact moments it is at least 2, since
+    `c3 >= E|g(X)|² >= c1`. Estimates may be below; a negative estimate of `c3` counts as zero. If `c1 <= 0`, the batch
+    resolves no difference between prompts and the optimum is `inf`: any larger group is better.
+
+    Reference:
+        arXiv:2603.01162, Theorem 7, gives `sqrt(c3/c1)` from an error bound with `R²` in place of `R (R-1)`.
+
+    Example:
+        >>> optimal_group_size(NoiseComponents(1.0, 1.0, 0.0, 9.0))
+        OptimalGroupSize(exact=4.0, asymptotic=3.0, integer=4)
+    """
+    c1, c3 = components.between_prompts, components.group_baseline
+    asymptotic = float(_root_ratio(*torch.tensor([c1, c3], dtype=torch.float64)))
+    if not math.isfinite(asymptotic):
+        return OptimalGroupSize(asymptotic, asymptotic, None)
+    lower = max(2, math.floor(1 + asymptotic))
+    # c1 R + c3/(R-1) grows by c1 - c3/(R(R-1)) from R to R+1.
+    integer = lower if c1 * lower * (lower - 1) >= c3 else lower + 1
+    return OptimalGroupSize(1 + asymptotic, asymptotic, integer)
+
+
+@dataclass(frozen=True)
+class GroupSizeInterval:
+    """Bootstrap interval of the optimal group size."""
+
+    low: float
+    high: float
+    level: float
+    """Share of resamples that the interval covers."""
+    resamples: int
+    fraction_unbounded: float
+    """Share of resamples with `c1 <= 0`, in which any larger group is better."""
+    fraction_undefined: float
+    """Share of resamples with neither `c1` nor `c3` positive; left out of the interval."""
+
+
+def optimal_group_size_interval(
+    gram: BatchGram,
+    rewards: Rewards,
+    *,
+    generator: torch.Generator,
+    resamples: int = 2000,
+    level: float = 0.9,
+) -> GroupSizeInterval:
+    """Percentile bootstrap interval of `1 + sqrt(c3/c1)`, resampling prompts with all their rollouts.
+
+    If a prompt is drawn twice, its inner product with itself is the unbiased `|g(x)|²`, not the squared norm of its
+    noisy gradient, which would add the noise to `|g|²`. As for any resampled variance, `c1` is smaller by `(P-1)/P` on
+    average, so with few prompts the interval leans to large `R`. An end may be `inf`; both are `nan` if every resample
+    is undefined (all groups dead).
+
+    Args:
+        gram: `(N, N)`, `N = P·R`, rollouts ordered prompt by prompt.
+        rewards: `(P, R)`.
+        generator: Source of the resamples; the same state gives the same interval.
+        resamples: Number of resamples, at least 1.
+        level: Nominal coverage, in `[0, 1]`.
+
+    Raises:
+        ScoregramError: If `R < 4` or `P < 2`.
+    """
+    caller = "optimal_group_size_interval"
+    require_in_range(level, low=0.0, high=1.0, name="level", caller=caller)
+    if resamples < 1:
+        fail(caller, "resamples must be at least 1", resamples, "Some thousand give a steady interval.")
+    estimates = prompt_estimates(gram, rewards)
+    prompts = rewards.shape[0]
+    if prompts < 2:
+        fail(caller, "needs at least 2 prompts", prompts, "Measure the Gram over more prompts.")
+    drawn = torch.randint(prompts, (resamples, prompts), generator=generator, device=generator.device).to(gram.device)
+    counts = torch.zeros(resamples, prompts, dtype=torch.float64, device=gram.device)
+    counts = counts.scatter_add(1, drawn, torch.ones_like(drawn, dtype=torch.float64))  # (resamples, P)
+    distances = _squared_distances(estimates.gradient_gram)
+    c1 = torch.einsum("sp,pq,sq->s", counts, distances, counts) / (2 * prompts * (prompts - 1))
+    c3 = counts @ (estimates.moments.variance_fisher_trace + estimates.moments.gradient_squared) / prompts
+    return _percentiles(1 + _root_ratio(c1, c3), level, fraction_unbounded=float((c1 <= 0).double().mean()))
+
+
+def _percentiles(optima: Tensor, level: float, *, fraction_unbounded: float) -> GroupSizeInterval:
+    """Order statistics that cover `level`, without interpolation: an end may be `inf`."""
+    known = optima[~optima.isnan()].sort().values
+    tail = (1 - level) / 2
+    low, high = math.nan, math.nan
+    if known.numel():
+        last = known.numel() - 1
+        low, high = float(known[math.floor(tail * last)]), float(known[math.ceil((1 - tail) * last)])
+    undefined = 1 - known.numel() / optima.numel()
+    return GroupSizeInterval(low, high, level, optima.numel(), fraction_unbounded, undefined)
+
+
+def _root_ratio(c1: Tensor, c3: Tensor) -> Tensor:
+    """`sqrt(c3/c1)`, a negative `c3` counting as zero; `inf` where `c1 <= 0 < c3`, `nan` where neither is positive."""
+    ratio = torch.where(c1 > 0, c3.clamp(min=0.0) / c1, math.inf).sqrt()
+    return ratio.masked_fill((c1 <= 0) & (c3 <= 0) | c1.isnan() | c3.isnan(), math.nan)
+
+
+def _squared_distances(gram: PromptGram) -> PromptGram:
+    """`G_pp + G_qq - 2 G_pq`; exactly zero on the diagonal."""
+    norms = gram.diagonal()
+    return norms[:, None] + norms[None, :] - 2 * gram
+
+
+def _require_rollouts(group_size: int, *, at_least: int, caller: str) -> None:
+    if group_size < at_least:
+        fail(caller, f"group_size must be at least {at_least}", group_size, "Sample more rollouts per prompt.")
