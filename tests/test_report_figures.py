@@ -6,7 +6,7 @@ import pytest
 
 from scoregram.checks import ScoregramError
 from scoregram.exhibits import Estimate, Figure, Series
-from scoregram.report.figures import CONFIG, PALETTE, data_table, drawn, series_hues
+from scoregram.report.figures import PALETTE, PLOTLY_CONFIG, data_table, plotly_figure, series_hues
 from tests.report_cases import contrast
 
 pytest.importorskip("plotly")
@@ -20,7 +20,7 @@ def figure(*series: Series, **changes) -> Figure:
 
 
 def traces(*series: Series, **changes) -> list[dict]:
-    plain = json.loads(drawn(figure(*series, **changes)).to_json())
+    plain = json.loads(plotly_figure(figure(*series, **changes)).to_json())
     return plain["data"]
 
 
@@ -111,7 +111,7 @@ def test_hover_tells_value_and_interval_and_data_cannot_be_markup():
 
 def test_logarithmic_axes_keep_what_is_not_positive_off_the_drawing():
     line = Series("a", (2.0, 8.0), (1.0, 0.1), (-1.0, 0.05), (2.0, 0.2))
-    plain = json.loads(drawn(figure(line, Series("b", (2.0,), (-1.0,)), x_log=True, y_log=True)).to_json())
+    plain = json.loads(plotly_figure(figure(line, Series("b", (2.0,), (-1.0,)), x_log=True, y_log=True)).to_json())
     assert plain["layout"]["xaxis"]["type"] == plain["layout"]["yaxis"]["type"] == "log"
     assert plain["layout"]["xaxis"]["tickvals"] == [2, 8]
     assert plain["data"][0]["y"] == [2, 0.2, 0.05, 0.05, None]  # the end below zero lies at the least positive number
@@ -119,8 +119,12 @@ def test_logarithmic_axes_keep_what_is_not_positive_off_the_drawing():
 
 
 def test_no_button_sends_data_away():
-    assert CONFIG["showSendToCloud"] is False and CONFIG["displaylogo"] is False and CONFIG["plotlyServerURL"] == ""
-    assert CONFIG["modeBarButtons"] == [["toImage", "zoom2d", "pan2d", "resetScale2d"]]
+    assert (
+        PLOTLY_CONFIG["showSendToCloud"] is False
+        and PLOTLY_CONFIG["displaylogo"] is False
+        and PLOTLY_CONFIG["plotlyServerURL"] == ""
+    )
+    assert PLOTLY_CONFIG["modeBarButtons"] == [["toImage", "zoom2d", "pan2d", "resetScale2d"]]
 
 
 def test_every_number_is_in_the_table():
@@ -139,4 +143,4 @@ def test_a_cloud_with_several_points_at_one_place_has_a_row_for_each():
 def test_without_plotly_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     with pytest.raises(ScoregramError, match=r"pip install 'scoregram\[report\]'"):
-        drawn(figure(EIGHT))
+        plotly_figure(figure(EIGHT))

@@ -1,4 +1,4 @@
-"""A figure as plotly draws it: the role of a series decides its line, its partner decides its hue."""
+"""Figures drawn by plotly: the role of a series decides its line style, its measured partner its hue."""
 
 import html
 import math
@@ -10,21 +10,21 @@ from scoregram.checks import fail
 from scoregram.exhibits import Estimate, Figure, Series, Table, cell_text
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-"""Okabe and Ito's colours that show on white and on black, told apart by colour-blind readers, best ones first."""
+"""The colours of Okabe and Ito that show on white and on black; colour-blind readers can tell them apart."""
 
 GREY = "#808080"
-"""Hue of what has no measured partner, and what null models are mixed with."""
+"""Hue of series without a measured partner; null models are mixed with it."""
 
 NULL_DASHES = ("dash", "longdash", "dashdot", "longdashdot")
-"""Several null models of one measured series are told apart by these."""
+"""Dash styles of several null models of one measured series."""
 
 SYMBOLS = ("circle", "square", "triangle-up", "cross", "x", "star")
 """Marks of the second and further rounds through the palette, and of points."""
 
 FEW = 60
-"""Up to so many points, each is marked on its line."""
+"""Most points of a line at which each point gets a marker."""
 
-CONFIG = {
+PLOTLY_CONFIG = {
     "displaylogo": False,
     "modeBarButtons": [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
     "plotlyServerURL": "",
@@ -32,11 +32,11 @@ CONFIG = {
     "showSendToCloud": False,
     "showTips": False,
 }
-"""How plotly behaves on the page; by default it has a button that would send the data away."""
+"""Options of plotly on the page; by default it has a button that uploads the data."""
 
 
-def drawn(figure: Figure) -> Any:
-    """The plotly figure, without title and caption, which the page shows as text.
+def plotly_figure(figure: Figure) -> Any:
+    """The plotly figure. Title and caption are not part of it: the page shows them as text.
 
     Measured series are solid with a band, null models dashed and greyed, bounds dotted, the paper's numbers open
     diamonds. A series named `R = 8, …` has the hue of the measured series `R = 8`. Text is escaped, since plotly reads
@@ -96,15 +96,15 @@ def series_hues(series: Sequence[Series]) -> list[tuple[str, str]]:
         number = place.get(family)
         hue = GREY if number is None else PALETTE[number % len(PALETTE)]
         symbol = SYMBOLS[(number or 0) // len(PALETTE) % len(SYMBOLS)]
-        made.append((mixed(hue, GREY, 0.55) if one.role in ("null", "bound") else hue, symbol))
+        made.append((mixed_colour(hue, GREY, 0.55) if one.role in ("null", "bound") else hue, symbol))
     return made
 
 
-def mixed(colour: str, other: str, share: float) -> str:
+def mixed_colour(colour: str, other: str, share: float) -> str:
     """`colour` with a share of another one, both as `#RRGGBB`.
 
     Example:
-        >>> mixed("#000000", "#ff8000", 0.5)
+        >>> mixed_colour("#000000", "#ff8000", 0.5)
         '#804000'
     """
     pairs = zip(_channels(colour), _channels(other), strict=True)
@@ -150,7 +150,7 @@ def _style(one: Series, colour: str, symbol: str, dash: str) -> dict[str, Any]:
 
 
 def _mark_sizes(one: Series) -> float | list[float]:
-    """Marks on a line: for few measured points all of them, else those between gaps, which no line would show."""
+    """Marker sizes on a line: all points if they are few, else only isolated points, which no line would show."""
     if one.role == "measured" and len(one.y) <= FEW:
         return 5.0
     return [5.0 if alone else 0.0 for alone in _alone(one.y)]
@@ -216,7 +216,7 @@ def _band(one: Series, colour: str) -> dict[str, Any] | None:
 
 
 def _positive(one: Series, figure: Figure) -> Series:
-    """The series on a logarithmic axis: ends at or below zero lie at the least positive number of the figure."""
+    """The series on a logarithmic axis: ends of intervals at or below zero move to the least positive number."""
     seen = [v for each in figure.series for v in (*each.y, *each.low, *each.high) if math.isfinite(v) and v > 0]
     least = min(seen, default=1.0)
     y = tuple(v if v > 0 else math.nan for v in one.y)

@@ -1,7 +1,7 @@
-"""One HTML file that needs nothing else: it opens from disk, without a network, and says so to the browser.
+"""One self-contained HTML file that opens from disk without a network.
 
-A content security policy lets the browser load nothing at all and run the two scripts of the page alone, by their
-hashes; what data may hold is escaped as well.
+Its content security policy forbids loading anything and allows only the two scripts of the page, by their hashes.
+Text from data is escaped.
 """
 
 import base64
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from scoregram import __version__
 from scoregram.exhibits import Cell, Estimate, Exhibit, Figure, Table, cell_text, estimate_parts
-from scoregram.report.figures import CONFIG, data_table, drawn
+from scoregram.report.figures import PLOTLY_CONFIG, data_table, plotly_figure
 from scoregram.runs import disk_errors, write_atomically
 
 HERE = Path(__file__).parent
@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: a title, some words, exhibits below each other."""
+    """A part of a page: a title, text, and exhibits below each other."""
 
     title: str
     text: str = ""
@@ -38,7 +38,7 @@ def write_page(path: Path, *, title: str, lead: str, sections: Sequence[Section]
     Args:
         path: Where to; its folder must exist.
         title: Of the page.
-        lead: One sentence that says what was found, plain text.
+        lead: The main result in one sentence, plain text.
         sections: In order.
         redo: The command that makes the page again, for its footer.
 
@@ -78,7 +78,7 @@ def page(*, title: str, lead: str, sections: Sequence[Section], redo: str = "") 
 
 
 def _exhibit_ids(sections: Sequence[Section]) -> list[list[str]]:
-    """An id of its own for every exhibit, from its own id; taken ones are counted up."""
+    """A unique HTML id for every exhibit, from its own id with a number where that is taken."""
     taken: set[str] = set()
     made = []
     for section in sections:
@@ -134,11 +134,11 @@ def _plotly() -> str:
 
 
 def _drawing(figures: Sequence[tuple[str, Figure]]) -> str:
-    """The script that draws every figure; within it, data cannot close the script element."""
-    config = json.dumps(CONFIG)
+    """The script that draws every figure; data inside it is escaped so that it cannot close the script element."""
+    config = json.dumps(PLOTLY_CONFIG)
     specs = []
     for anchor, figure in figures:
-        parts = drawn(figure).to_plotly_json()
+        parts = plotly_figure(figure).to_plotly_json()
         plain = json.dumps({"id": anchor, "data": parts["data"], "layout": parts["layout"]}, allow_nan=False)
         specs.append(plain[:-1] + f', "config": {config}}}')
     data = "[\n" + ",\n".join(specs) + "\n]"
@@ -173,7 +173,7 @@ def table_block(table: Table, anchor: str) -> str:
 
 
 def figure_block(figure: Figure, anchor: str) -> str:
-    """A place for plotly to draw in, how to read it, and the same numbers as a table."""
+    """An element for plotly to draw in, the caption, and the same numbers as a table."""
     label = escape(f"{figure.title}. {figure.caption} The same numbers follow as a table.", quote=True)
     data = _scrolling(data_table(figure), f"{anchor}-data")
     return (
@@ -190,7 +190,7 @@ def exhibit_block(exhibit: Exhibit, anchor: str) -> str:
 
 
 def identifier(text: str) -> str:
-    """Text as an id that needs no escaping anywhere.
+    """Text as an HTML id that needs no escaping.
 
     Example:
         >>> identifier("R = 8 <b>")
@@ -209,7 +209,7 @@ def _listed(block: str) -> str:
 
 
 def _scrolling(table: Table, anchor: str) -> str:
-    """A table that scrolls by itself where the page is narrow, by keyboard too."""
+    """A table that scrolls on its own on a narrow page, also by keyboard."""
     label = escape(table.title, quote=True)
     return f'<div class="scroll" role="region" tabindex="0" aria-label="{label}" id="{anchor}">{_table(table)}</div>'
 

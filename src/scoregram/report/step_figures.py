@@ -10,11 +10,11 @@ from scoregram.reading import RunReading, StoredGroup
 from scoregram.spectra import orthogonal_effective_rank
 
 MOST_POINTS = 400
-"""A line with more steps than this is averaged over neighbouring ones."""
+"""Most points of a line; with more steps, neighbouring ones are averaged."""
 
 
 def learning(run: RunReading) -> Iterator[Figure]:
-    """Reward and accuracy; how many groups had something to teach."""
+    """Reward and test accuracy; shares of live and dead groups."""
     steps, accuracy = run.series("eval/accuracy")
     low, high = (run.series(f"eval/accuracy_{end}")[1] for end in ("low", "high"))
     bounded = len(low) == len(high) == len(steps)
@@ -44,7 +44,7 @@ def learning(run: RunReading) -> Iterator[Figure]:
 
 
 def spectrum(run: RunReading) -> Iterator[Figure]:
-    """Effective rank and top-1 fraction against their null and what is possible, over steps and by outcome."""
+    """Effective rank and top-1 fraction with their null and their feasible interval, over steps and by outcome."""
     live = [group for group in run.groups if group.has_spectrum]
     measured = _over_groups(live, "effective rank", _reading("effective_rank"))
     yield from _figure(
@@ -52,7 +52,7 @@ def spectrum(run: RunReading) -> Iterator[Figure]:
         "Effective rank over steps",
         "Mean over the live groups of a step, with a 95 % bootstrap interval over them. Dashed: what orthogonal scores "
         "of the same lengths would give. Dotted: the least and the most that the measured top-1 fractions allow. "
-        "A value on the dashed line is no finding.",
+        "A value on the dashed line says nothing about similarity between rollouts.",
         "effective rank",
         (
             *measured,
@@ -92,7 +92,7 @@ def spectrum(run: RunReading) -> Iterator[Figure]:
 
 
 def update_figures(run: RunReading) -> Iterator[Figure]:
-    """The update as a whole: its length, how much of it is signal, and who drives it."""
+    """The update as a whole: its norm, how much of it is signal, and which rollouts drive it."""
     yield from _figure(
         "update-norm",
         "Norm of the update",
@@ -104,7 +104,7 @@ def update_figures(run: RunReading) -> Iterator[Figure]:
     yield from _figure(
         "coherence",
         "Coherence of the update",
-        "Share of the rollouts' gradient energy that survives being summed. Dashed: 1/N, what orthogonal pulls of "
+        "Share of the rollouts' gradient energy that survives being summed. Dashed: 1/N, what orthogonal rows of "
         "equal size would leave.",
         "coherence",
         (
@@ -138,7 +138,7 @@ def update_figures(run: RunReading) -> Iterator[Figure]:
     )
     yield from _figure(
         "drivers",
-        "Who drives the update",
+        "Which rollouts drive the update",
         "Largest share: part of the squared update that one rollout accounts for. Conflicting prompts: share of pairs "
         "of prompts whose updates oppose each other; independent noise gives one half.",
         "share",
@@ -151,7 +151,7 @@ def update_figures(run: RunReading) -> Iterator[Figure]:
 
 
 def chunks(places: Sequence[float]) -> list[range]:
-    """Neighbouring positions of a sorted sequence that make one point of a line: equal places, or more if many."""
+    """Ranges of a sorted sequence that make one point of a line each: equal values, or several if there are many."""
     starts = [i for i, place in enumerate(places) if i == 0 or place != places[i - 1]]
     per_point = math.ceil(len(starts) / MOST_POINTS)
     edges = [*starts[:: max(per_point, 1)], len(places)]
@@ -168,7 +168,7 @@ def _figure(
     x_title: str = "step",
     y_log: bool = False,
 ) -> Iterator[Figure]:
-    """The figure, if anything was measured for it."""
+    """The figure, if it has a measured series."""
     if any(one.role == "measured" for one in series):
         yield Figure(name, title, caption, x_title, y_title, series, y_log=y_log)
 
@@ -201,7 +201,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _constant(run: RunReading, beside: str, name: str, value: float, role: Role) -> tuple[Series, ...]:
-    """A level line as long as the scalar that it stands beside."""
+    """A horizontal line over the steps at which a scalar was logged."""
     steps, _ = run.series(beside)
     if not steps or not math.isfinite(value):
         return ()
@@ -212,7 +212,7 @@ def _constant(run: RunReading, beside: str, name: str, value: float, role: Role)
 def _over_groups(
     groups: Sequence[StoredGroup], name: str, quantity: Callable[[StoredGroup], float], role: Role = "measured"
 ) -> tuple[Series, ...]:
-    """Mean of a quantity over the groups of each step; what was measured has an interval over them."""
+    """Mean of a quantity over the groups of each step; measured quantities have an interval over groups."""
     values = [quantity(group) for group in groups]
     if all(map(math.isnan, values)):
         return ()

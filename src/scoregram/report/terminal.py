@@ -1,4 +1,4 @@
-"""A table in a terminal, or in a file that a terminal's output goes to."""
+"""Tables printed to a terminal, or to a file that its output is redirected to."""
 
 import textwrap
 
@@ -10,10 +10,10 @@ from rich.text import Text
 from scoregram.exhibits import Cell, Estimate, Table, cell_text, estimate_parts
 
 TEXT_WIDTH = 16
-"""A column of words is not made narrower than this."""
+"""Least width of a text column."""
 
 BETWEEN, AROUND = 3, 2
-"""Columns of the console that a grid takes between two columns, and at its edges."""
+"""Characters between two columns of a grid, and at its edges."""
 
 
 def show_table(table: Table, console: Console) -> None:
@@ -51,10 +51,10 @@ def _grid(table: Table, texts: list[list[str]], widths: list[int]) -> Grid:
     for place, (name, width) in enumerate(zip(table.columns, widths, strict=True)):
         if _is_text(table, place):
             grid.add_column(Text(name), min_width=width, overflow="fold")
-        else:  # the name is broken between words, so that it widens the column least
+        else:  # the header is wrapped between words so that it does not widen the column
             grid.add_column(Text("\n".join(textwrap.wrap(name, width))), justify="right", no_wrap=True)
     for row in texts:
-        grid.add_row(*map(Text, row))  # a plain string would lose what it has in brackets
+        grid.add_row(*map(Text, row))  # rich would read brackets in a plain string as markup
     return grid
 
 
