@@ -1,6 +1,7 @@
 """What may import what, what an import may load, and how large a file may grow: read from the source itself."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,8 @@ GROUND = ("lazy", "errors", "types", "checks", "groups", "machine")
 
 HEAVY = ("torch", "transformers", "datasets", "trl", "peft", "plotly", "matplotlib", "flask", "uvicorn")
 LONGEST_FILE = 600
+SMALL_FILE = 100
+ROOMS = {path.parent.name for path in PACKAGE.rglob("__init__.py")}
 NAMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 
@@ -139,6 +142,61 @@ def test_help_loads_nothing_heavy():
 
 def test_a_name_loads_what_it_needs():
     assert "torch" in loaded_after("import scoregram; scoregram.estimate")
+
+
+def defined_names(source: str) -> set[str]:
+    """Public functions, classes and constants that a file defines."""
+    names: set[str] = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {one.id for target in node.targets for one in ast.walk(target) if isinstance(one, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return {name for name in names if not name.startswith("_")}
+
+
+def test_a_public_name_exists_once():
+    homes: dict[str, list[str]] = {}
+    for file, path in FILES.items():
+        for name in defined_names(path.read_text()):
+            homes.setdefault(name, []).append(file)
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}
+
+
+def importers(module: str) -> list[str]:
+    """Files that import a module of their own room; a stub or an `__init__` that exports from it is one of them."""
+    room = module.rpartition("/")[0]
+    dotted = "scoregram." + module.replace("/", ".")
+    found = [name for name, path in FILES.items() if name != module and imports_from(path.read_text(), dotted)]
+    stubs = [path for path in PACKAGE.rglob("__init__.pyi") if path.parent.relative_to(PACKAGE).as_posix() in room]
+    below = module.rpartition("/")[2]
+    return found + [
+        path.parent.name for path in stubs if re.search(rf"^from \.(\w+\.)*{below} import", path.read_text(), re.M)
+    ]
+
+
+def imports_from(source: str, module: str) -> bool:
+    """Whether a file imports a module, or names from it."""
+    package, _, name = module.rpartition(".")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module == module:
+            return True
+        if isinstance(node, ast.ImportFrom) and node.module == package and name in {one.name for one in node.names}:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if "/" in name and not name.endswith("__init__")])
+def test_a_small_file_with_one_importer_lives_with_it(name):
+    """Kernels stay apart: they import Triton, which a CPU build of torch does not have."""
+    if len(FILES[name].read_text().splitlines()) >= SMALL_FILE or name.endswith("triton_kernels"):
+        return
+    inside = importers(name)
+    assert len(inside) != 1 or inside[0].endswith("__init__") or inside[0] in ROOMS, (
+        f"{name} is imported by {inside[0]} alone"
+    )
 
 
 @pytest.mark.parametrize("path", [*FILES.values(), *sorted(TESTS.glob("*.py"))], ids=lambda path: path.stem)

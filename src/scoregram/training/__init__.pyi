@@ -4,11 +4,11 @@ from .collect import seeded_generator as seeded_generator
 from .config import METHODS as METHODS
 from .config import Method as Method
 from .config import TrainConfig as TrainConfig
+from .evaluate import FIXED_PROBE as FIXED_PROBE
 from .loop import StopRequest as StopRequest
 from .loop import Trained as Trained
 from .loop import stop_requests as stop_requests
 from .loop import train as train
-from .probe import FIXED_PROBE as FIXED_PROBE
 from .progress import duration as duration
 from .supervised import warm_start as warm_start
 from .supervised import write_warm_start as write_warm_start

@@ -29,8 +29,7 @@ from scoregram.training.checkpoint import Position, load_checkpoint, save_checkp
 from scoregram.training.collect import collect, drawn_problems, greedy_rewards, refuse_long_prompts, seeded_generator
 from scoregram.training.config import TrainConfig
 from scoregram.training.credit import require_method
-from scoregram.training.evaluate import evaluate, evaluation_records
-from scoregram.training.probe import run_probe
+from scoregram.training.evaluate import evaluate, evaluation_records, run_probe
 from scoregram.training.progress import Progress
 from scoregram.training.trackers import open_trackers, require_trackers
 from scoregram.training.update import Reference, Updater, apply_gradient, learning_rate, make_optimizer
