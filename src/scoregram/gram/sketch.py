@@ -48,8 +48,8 @@ import torch
 from torch import Tensor
 
 from scoregram.checks import fail
+from scoregram.gram.contract import Factors, Lookup, Use, rows_at_a_time
 from scoregram.gram.head import HeadUse
-from scoregram.gram.outer import Factors, Lookup, Use, rows_at_a_time
 
 BYTES = 4
 """Random bytes for each index: one bit for the sign, 31 for the place."""
