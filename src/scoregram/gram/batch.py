@@ -18,16 +18,11 @@ from scoregram.checks import fail, require_finite, require_same_shape
 class Batch:
     """`N` rollouts of `T` tokens, one per row, and the coefficient of each token's log-probability."""
 
-    input_ids: Tensor
-    """`(N, T)`"""
-    attention_mask: Tensor
-    """`(N, T)` long, 1 for real tokens."""
-    completion_mask: Tensor
-    """`(N, T)` bool."""
-    coefficients: Tensor
-    """`(N, T)` float64, 0 outside the completion."""
-    position_ids: Tensor
-    """`(N, T)`"""
+    input_ids: Tensor  # (N, T)
+    attention_mask: Tensor  # (N, T) long, 1 for real tokens
+    completion_mask: Tensor  # (N, T) bool
+    coefficients: Tensor  # (N, T) float64, 0 outside the completion
+    position_ids: Tensor  # (N, T)
     temperature: float = 1.0
 
     @property

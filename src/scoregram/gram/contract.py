@@ -64,10 +64,8 @@ class Use(Protocol):
 class Factors:
     """One use of a weight of shape `(p, q)` in a matrix product: `G_i = Σ_t a_it ⊗ b_it`."""
 
-    a: Tensor
-    """`(N, T, p)`"""
-    b: Tensor
-    """`(N, T, q)`"""
+    a: Tensor  # (N, T, p)
+    b: Tensor  # (N, T, q)
     rows: Tensor | None = None
 
     @property
@@ -85,8 +83,7 @@ class Lookup:
 
     ids: Tensor
     """`(N, T)`, a row of the weight for each token; negative for tokens that receive no gradient."""
-    g: Tensor
-    """`(N, T, q)`"""
+    g: Tensor  # (N, T, q)
     rows: Tensor
     """Sorted rows of the weight that include all ids."""
 
@@ -107,15 +104,6 @@ class Lookup:
         """The same use of the smaller weight that consists of `rows` alone."""
         place = torch.searchsorted(self.rows, self.ids.clamp(min=0))
         return replace(self, ids=torch.where(self.ids >= 0, place, -1))
-
-
-def gradient_rows(uses: Sequence[Use], start: int, stop: int) -> Tensor:
-    """Rows `start … stop-1` of every `G_i`, summed over the uses: `(N, stop - start, q)`."""
-    chunk = None
-    for use in uses:
-        chunk = use.add_to(chunk, start, stop)
-    assert chunk is not None, "a weight without a use has no gradient"
-    return chunk
 
 
 # Contraction
@@ -159,7 +147,9 @@ class Contractor:
         step = rows_at_a_time(self.rollouts * q, sample.device)
         for start in range(0, rows, step):
             stop = min(start + step, rows)
-            chunk = gradient_rows(uses, start, stop)  # (N, stop - start, q)
+            chunk = uses[0].add_to(None, start, stop)  # (N, stop - start, q)
+            for use in uses[1:]:
+                chunk = use.add_to(chunk, start, stop)
             self.contract(chunk.flatten(1), None if sums is None else sums[:, start:stop].flatten(1), owner=owner)
         return sums
 
@@ -348,12 +338,8 @@ class PartialGrams:
 
     def take(self) -> Tensor:
         """Grams `(n, padded, padded)` of the matrices added since the last call, in order."""
-        summed = self._buffer[: self._used].sum(1)
+        products = self._buffer[: self._used].sum(1)  # (n, TILE, TILE)
         self._used = 0
-        return unstacked_grams(summed, self.tile)
-
-
-def unstacked_grams(products: Tensor, tile: Tile) -> Tensor:
-    """The sums of the diagonal blocks of products of whole tiles `(n, TILE, TILE)`: `(n, padded, padded)`."""
-    blocks = products.unflatten(1, (tile.stack, tile.padded)).unflatten(3, (tile.stack, tile.padded))
-    return blocks.diagonal(dim1=1, dim2=3).sum(-1)
+        # Only the diagonal blocks multiply a column block with itself.
+        stacked = (self.tile.stack, self.tile.padded)
+        return products.unflatten(1, stacked).unflatten(3, stacked).diagonal(dim1=1, dim2=3).sum(-1)

@@ -19,7 +19,7 @@ from scoregram.gram.batch import Batch, all_rollouts, distinct_rollouts, make_ba
 from scoregram.gram.head import Targets, head_forward
 from scoregram.gram.intercept import CapturedHead
 from scoregram.gram.measurement import Gram, Measurement
-from scoregram.gram.model import averages_gradients, facts_of
+from scoregram.gram.model import averages_gradients, facts_of, prepared_model, random_state
 from scoregram.gram.plain_passes import completion_entropies, completion_log_probs, verify_gram
 from scoregram.gram.sketch import Sketch
 
@@ -72,7 +72,7 @@ def measure_gram(
     measurement.run()
     gram = with_packed_log_probs(measurement.result(), batch, rollout_ids)
     if verify:
-        with measurement.prepared():
+        with prepared_model(measurement.survey):
             verify_gram(measurement.model, batch, gram.matrix, group_size, measurement.survey)
     return gram
 
@@ -93,21 +93,10 @@ def backward_with_gram(
 ) -> Gram:
     """The Gram as `measure_gram` gives it, and `Σ_i w_i ψ_i` added to `.grad`, from the same single backward pass.
 
-    With several weight vectors, `combine` is called with the Gram and returns one factor for each: a baseline `b` that
-    depends on `K` needs the two vectors `r` and `1` and the factors `1` and `-b`, and no second backward pass.
-
-    Args:
-        weights: `(N,)` or `(M, N)`. For an optimiser that descends, `-A_i / R` for example.
-        combine: From the Gram to `(M,)` factors; needed when `M > 1`.
-        model: As for `measure_gram`, like all that follow.
-        input_ids: `(N, T)`.
-        completion_mask: `(N, T)`.
-        attention_mask: `(N, T)` or None.
-        coefficients: `(N, T)` or None.
-        rollout_ids: `(B, T)` or None.
-        group_size: Blocks within groups only.
-        temperature: Divides the logits.
-        sketch: Also sketch every score.
+    `weights` is `(N,)`: `-A_i / R`, for example, for an optimiser that descends. With several weight vectors `(M, N)`,
+    `combine` is called with the Gram and returns one factor for each, `(M,)`: a baseline `b` that depends on `K` needs
+    the two vectors `r` and `1` and the factors `1` and `-b`, and no second backward pass. All other arguments, and the
+    errors, are those of `measure_gram`.
     """
     caller = "backward_with_gram"
     batch = make_batch(
@@ -215,14 +204,8 @@ class DeferredGram(Measurement):
     `backward_with_gram` needs the coefficients of the log-probabilities beforehand. The loss of another library takes
     the log-probabilities first, and its coefficients `∂L/∂log π` are known only when its own backward pass reaches
     them. In between the model's graph is held, as in any training step. Nothing about the model changes, not even
-    `.grad`: the caller decides what to do with the sums.
-
-    Args:
-        model: As for `measure_gram`, like all that follow; in one process.
-        input_ids: `(N, T)`.
-        completion_mask: `(N, T)`.
-        attention_mask: `(N, T)` or None.
-        temperature: Divides the logits.
+    `.grad`: the caller decides what to do with the sums. The arguments are those of `measure_gram`, for a model in one
+    process.
     """
 
     log_probs: Tensor
@@ -247,8 +230,8 @@ class DeferredGram(Measurement):
         self.is_narrow = not facts_of(self.model).needs_wide_pass
         self._held: CapturedHead | Tensor | None
         """What the backward pass starts from: the head's operands, or log-probabilities in autograd."""
-        with self.prepared(), torch.enable_grad():
-            before = self.random_state()
+        with prepared_model(self.survey), torch.enable_grad():
+            before = random_state(self.device)
             with self.intercepted():
                 logits, captured = self.forward_to_head()
                 if captured is None:
@@ -294,8 +277,8 @@ class DeferredGram(Measurement):
         self.targets = Targets.of(self.batch)
         self.weights = weights.to(given.input_ids.device)
         self.collector.set_weights(self.weights)
-        with self.prepared(), torch.enable_grad():
-            before = self.random_state()
+        with prepared_model(self.survey), torch.enable_grad():
+            before = random_state(self.device)
             with self.intercepted():
                 self.backward_from_held()
             if self.is_narrow and (self._drew_random or self.has_drawn(before) or self.parameters_with_grad()):

@@ -27,14 +27,10 @@ LOGIT_CHUNK_ELEMENTS_CUDA = 1 << 28
 class Targets:
     """The completion tokens, one padded block `C` per rollout, with their positions and coefficients."""
 
-    position: Tensor
-    """`(N, C)` position whose hidden state predicts the token."""
-    token: Tensor
-    """`(N, C)` the token."""
-    coefficient: Tensor
-    """`(N, C)` factor of its log-probability; 0 where the block is padding."""
-    real: Tensor
-    """`(N, C)` bool, False where the block is padding."""
+    position: Tensor  # (N, C) position whose hidden state predicts the token
+    token: Tensor  # (N, C)
+    coefficient: Tensor  # (N, C) factor of its log-probability; 0 where the block is padding
+    real: Tensor  # (N, C) bool, False where the block is padding
     real_at: tuple[Tensor, Tensor, Tensor]
     """Rollout, place in the block and position in the sequence of every real target."""
 
@@ -68,16 +64,14 @@ class Targets:
 class HeadUse:
     """The use of the head's weight `(V, h)`: `G_i = Σ_t dl_it ⊗ h_it`, its logit gradients kept or recomputed."""
 
-    hidden: Tensor
-    """`(N, C, h)`"""
-    weight: Tensor
-    bias: Tensor | None
+    hidden: Tensor  # (N, C, h)
+    weight: Tensor  # (V, h)
+    bias: Tensor | None  # (V,)
     targets: Targets
-    log_normaliser: Tensor
-    """`(N, C)`"""
+    log_normaliser: Tensor  # (N, C)
     temperature: float
     kept: Tensor | None
-    """`(N, C, V)` logit gradients, or None: recompute."""
+    """`(N, C, V)` logit gradients; None: they are recomputed."""
     without: Tensor | None = None
     """Rows of the vocabulary that another use covers; they are zero here."""
 
@@ -137,8 +131,7 @@ class HeadForward:
     """`(N, C)` log-probability of each completion token, 0 where the block is padding."""
     entropies: Tensor
     """`(N, C)` entropy of the distribution that the token was drawn from, 0 where the block is padding."""
-    normaliser: Tensor
-    """`(N·C,)`"""
+    normaliser: Tensor  # (N·C,)
     kept: Tensor | None
     """`(N·C, V)` that `fused_head` overwrites: probabilities, or logits in lower precision than float32.
 

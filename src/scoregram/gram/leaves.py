@@ -158,7 +158,9 @@ def run_per_rollout(
         rollout axis, or vmap has no rule for the operation.
     """
     if func is F.layer_norm:
-        result = layer_norm_then_affine(args, kwargs, leaf_of, layout)
+        given = dict(zip(("input", "normalized_shape", "weight", "bias", "eps"), args, strict=False)) | kwargs
+        x, shape, weight, bias = given["input"], given["normalized_shape"], given.get("weight"), given.get("bias")
+        result = layer_norm_per_rollout(x, shape, weight, bias, given.get("eps", 1e-5), layout=layout, leaf_of=leaf_of)
         if result is not None:
             return result
     if func in BROADCASTS and len(args) == 2 and not kwargs:
@@ -176,27 +178,30 @@ def aligned_leaf(leaf: Tensor | None, other: Any, layout: RolloutLayout) -> Tens
     return leaf.view(leaf.shape[0], *[1] * (other.ndim - leaf.ndim), *leaf.shape[1:])
 
 
-def layer_norm_then_affine(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    leaf_of: Callable[[Tensor], Tensor | None],
+def layer_norm_per_rollout(
+    x: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
     layout: RolloutLayout,
+    leaf_of: Callable[[Tensor], Tensor | None],
+    shift: float = 0.0,
 ) -> Tensor | None:
-    """`F.layer_norm` without weight and bias, then weight and bias by broadcasting, one copy of them per rollout."""
-    named = dict(zip(("input", "normalized_shape", "weight", "bias", "eps"), args, strict=False)) | kwargs
-    x, weight, bias = named["input"], named.pop("weight", None), named.pop("bias", None)
-    copies = [
-        None if side is None or (leaf := leaf_of(side)) is None else aligned_leaf(leaf, x, layout)
-        for side in (weight, bias)
-    ]
-    trained = [side is not None and leaf_of(side) is not None for side in (weight, bias)]
-    if any(wanted and copy is None for wanted, copy in zip(trained, copies, strict=True)):
-        return None
-    scale, shift = (side if copy is None else copy for side, copy in zip((weight, bias), copies, strict=True))
-    normed = F.layer_norm(**named)
+    """A layer norm without weight and bias, then `weight + shift` and bias by broadcasting, one copy per rollout."""
+    sides: list[Tensor | None] = []
+    for side in (weight, bias):
+        leaf = None if side is None else leaf_of(side)
+        sides.append(side if leaf is None else aligned_leaf(leaf, x, layout))
+        if leaf is not None and sides[-1] is None:
+            return None
+    scale, offset = sides
+    normed = F.layer_norm(x, normalized_shape, None, None, eps)
     if scale is None:
-        return normed if shift is None else normed + shift
-    return normed * scale if shift is None else torch.addcmul(shift, normed, scale)
+        return normed if offset is None else normed + offset
+    scale = scale + shift if shift else scale
+    return normed * scale if offset is None else torch.addcmul(offset, normed, scale)
 
 
 @dataclass(frozen=True)
@@ -314,20 +319,20 @@ def forward_with_copies(module: nn.Module, forward: Callable[..., Any], x: Tenso
 
 
 def layer_norm_with_copies(module: Any, shift: float, x: Tensor, leaves: Leaves) -> Tensor | None:
-    """A layer norm with one copy of weight and bias per rollout; None in the cases that interception has to cover."""
-    weight, bias, layout = module.weight, module.bias, leaves.layout
+    """The forward pass of a layer norm with copies of its parameters; None in the cases left to interception."""
+    weight = module.weight
     if weight is None or not weight.requires_grad or torch.is_autocast_enabled(x.device.type):
         return None
-    scale = aligned_leaf(leaves.of(weight), x, layout)
-    if scale is None:
-        return None
-    if shift:
-        scale = scale + shift
-    normed = F.layer_norm(x, module.normalized_shape, None, None, module.eps)
-    if bias is None:
-        return normed * scale
-    offset = aligned_leaf(leaves.of(bias), x, layout) if bias.requires_grad else bias
-    return None if offset is None else torch.addcmul(offset, normed, scale)
+    return layer_norm_per_rollout(
+        x,
+        module.normalized_shape,
+        weight,
+        module.bias,
+        module.eps,
+        layout=leaves.layout,
+        leaf_of=lambda side: leaves.of(side) if side.requires_grad else None,
+        shift=shift,
+    )
 
 
 def class_path(module: nn.Module) -> str:

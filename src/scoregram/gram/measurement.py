@@ -7,7 +7,7 @@ starts again with a *wide* pass that intercepts every operation, and the model i
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +70,7 @@ class Measurement:
         self.model = model_inside(model)
         self.rollouts = rollouts
         self.batch = batch = rollouts.batch
+        self.device = batch.input_ids.device
         self.survey = survey(self.model)
         self.parameters = self.survey.parameters
         if not self.parameters:
@@ -102,14 +103,10 @@ class Measurement:
 
     # The order of the stages
 
-    def prepared(self) -> AbstractContextManager[None]:
-        """The model prepared inside the block, and as before outside."""
-        return prepared_model(self.survey)
-
     def run(self) -> None:
         """Forward and backward pass; `result` and `write_gradients` read what they collected."""
         facts = facts_of(self.model)
-        with self.prepared(), torch.enable_grad():
+        with prepared_model(self.survey), torch.enable_grad():
             log_probs = None if facts.needs_wide_pass else self.narrow_pass()
             if log_probs is None:
                 facts.needs_wide_pass = True
@@ -123,7 +120,7 @@ class Measurement:
 
         None if that does not suffice: a parameter was used outside its module, or random numbers were drawn.
         """
-        before = self.random_state()
+        before = random_state(self.device)
         with self.around_owners():
             log_probs = self.forward_and_backward()
         if not self.has_drawn(before) and not self.parameters_with_grad():
@@ -174,13 +171,9 @@ class Measurement:
         """Parameters with an ordinary gradient: some use of them was not split by rollout."""
         return [parameter for parameter in self.parameters.values() if parameter.grad is not None]
 
-    def random_state(self) -> list[Tensor]:
-        """The state of the generators that a forward pass would draw from."""
-        return random_state(self.batch.input_ids.device)
-
     def has_drawn(self, before: list[Tensor]) -> bool:
-        """Whether random numbers were drawn since."""
-        return any(not torch.equal(a, b) for a, b in zip(before, self.random_state(), strict=True))
+        """Whether random numbers were drawn since the generators were in the state `before`."""
+        return any(not torch.equal(a, b) for a, b in zip(before, random_state(self.device), strict=True))
 
     def report_dropout(self) -> None:
         """Note and warn that dropout was active."""

@@ -17,7 +17,7 @@ Three things differ:
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -228,10 +228,15 @@ def survey(model: nn.Module) -> Survey:
 
 
 def list_module(listed: Survey, prefix: str, module: nn.Module, named: set[int]) -> None:
-    """Add one module to a survey."""
+    """Add one module to a survey; `named` holds the ids of the parameters that have a name already."""
     state = module.__dict__
-    if state["_parameters"]:
-        list_parameters(listed, prefix, module, named)
+    trained = {name: p for name, p in state["_parameters"].items() if p is not None and p.requires_grad}
+    for name, parameter in trained.items():
+        if id(parameter) not in named:
+            named.add(id(parameter))
+            listed.parameters[prefix + name] = parameter
+    if trained:
+        listed.owners.append(module)
     if state["training"]:
         if not state.get("gradient_checkpointing", False):
             listed.in_training.append(module)
@@ -241,20 +246,6 @@ def list_module(listed: Survey, prefix: str, module: nn.Module, named: set[int])
         listed.checkpointing.append(module)
     if (config := state.get("config")) is not None:
         listed.configs[id(config)] = config
-
-
-def list_parameters(listed: Survey, prefix: str, module: nn.Module, named: set[int]) -> None:
-    """Add the trained parameters that a module owns; `named` holds the ids of those that have a name already."""
-    owns_trained = False
-    for name, parameter in module._parameters.items():
-        if parameter is None or not parameter.requires_grad:
-            continue
-        owns_trained = True
-        if id(parameter) not in named:
-            named.add(id(parameter))
-            listed.parameters[prefix + name] = parameter
-    if owns_trained:
-        listed.owners.append(module)
 
 
 def has_dropout_rate(module: nn.Module) -> bool:
@@ -275,8 +266,16 @@ def prepared_model(model: Survey) -> Iterator[None]:
         stack.enter_context(random_state_kept(parameters[0].device))
         stack.enter_context(gradients_put_aside([*parameters, *model.shards.sharded.values()]))
         stack.enter_context(model.shards.resharded_afterwards())
-        stack.enter_context(checkpointing_without_reentry(model.checkpointing))
-        stack.enter_context(experts_one_by_one(model.configs.values()))
+        # Recompute checkpointed layers through saved-tensor hooks: a nested backward pass would accumulate gradients on
+        # its own, out of reach of `plain_passes`.
+        reentry = "_gradient_checkpointing_func"
+        stack.enter_context(
+            attributes(model.checkpointing, reentry, lambda _: partial(checkpoint, use_reentrant=False))
+        )
+        # Let mixtures multiply one expert at a time: plain products, which the interceptor knows.
+        experts = "_experts_implementation_internal"
+        mixtures = [config for config in model.configs.values() if experts in vars(config)]
+        stack.enter_context(attributes(mixtures, experts, lambda _: "eager"))
         yield
 
 
@@ -315,25 +314,6 @@ def gradients_put_aside(parameters: Sequence[Tensor]) -> Iterator[None]:
                 parameter.grad = None
         for parameter, grad in saved:
             parameter.grad = grad
-
-
-@contextmanager
-def checkpointing_without_reentry(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Checkpointed layers are recomputed through saved-tensor hooks, not in a nested backward pass.
-
-    A nested pass cannot return the gradients of chosen parameters, which `plain_passes` needs.
-    """
-    with attributes(modules, "_gradient_checkpointing_func", lambda module: partial(checkpoint, use_reentrant=False)):
-        yield
-
-
-@contextmanager
-def experts_one_by_one(configs: Iterable[Any]) -> Iterator[None]:
-    """Mixtures of experts multiply one expert at a time: plain products, which the interceptor knows."""
-    name = "_experts_implementation_internal"
-    mixtures = [config for config in configs if name in vars(config)]
-    with attributes(mixtures, name, lambda config: "eager"):
-        yield
 
 
 @contextmanager

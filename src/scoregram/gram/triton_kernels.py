@@ -27,7 +27,7 @@ def gram_and_sums_kernel(
     """Gram of a tile of rows, summed over this program's `blocks` column blocks, and the weighted sums of its rows.
 
     Row `r` of a tile is rollout `r % PADDED` in column block `r // PADDED` of `STACK`; off-diagonal blocks of the
-    product mix column blocks and are dropped later (`contract.unstacked_grams`).
+    product mix column blocks and are dropped later (`contract.PartialGrams.take`).
     """
     program = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, TILE)
@@ -92,7 +92,9 @@ def softmax_gradient_kernel(
 
 
 @triton.jit
-def logit_gradient_kernel(logits_ptr, tokens_ptr, factors_ptr, normaliser_ptr, width, first, inverse, BLOCK: tl.constexpr):
+def logit_gradient_kernel(
+    logits_ptr, tokens_ptr, factors_ptr, normaliser_ptr, width, first, inverse, BLOCK: tl.constexpr
+):
     """One block of a row of logits turned into its gradient, in place, with a known log-normaliser."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
