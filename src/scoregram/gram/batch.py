@@ -105,11 +105,9 @@ def refuse_unpredicted_tokens(mask: Tensor, attention: Tensor) -> None:
 
 
 def unpacked_rollouts(rollout_ids: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-    """Packed rollouts `(B, T)` as one right-padded row each.
+    """Packed tensors `(B, T)` with one rollout per row, padded with zeros on the right.
 
-    Args:
-        rollout_ids: Rollout `0 … N-1` of every token, negative for padding; the tokens of a rollout are in order.
-        values: Tensors `(B, T)`; padded with zeros.
+    `rollout_ids` names the rollout `0 … N-1` of every token, negative for padding; tokens of a rollout are in order.
     """
     owner, order = rollout_ids.reshape(-1), packed_order(rollout_ids)
     counts = torch.bincount(owner[order])

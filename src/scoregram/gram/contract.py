@@ -128,16 +128,8 @@ class Contractor:
     def stream(self, uses: Sequence[Use], rows: int, *, owner: int, out_dtype: torch.dtype) -> Tensor | None:
         """Weighted sums of the per-rollout gradients of one weight, chunk by chunk over its rows; keeps its Gram.
 
-        The uses of the weight are added *before* the Gram is taken: cross terms between uses belong to it.
-
-        Args:
-            uses: Every use of the weight; all with the same `N` and `q`. Factors come first.
-            rows: The number `p` of rows.
-            owner: The owner of the Gram.
-            out_dtype: dtype of the sums.
-
-        Returns:
-            The sums `(M, p, q)`, or None if there are no weight vectors.
+        All uses of the weight, of `p` rows, are added *before* the Gram is taken, which includes their cross terms.
+        The sums are `(M, p, q)`, or None if there are no weight vectors.
         """
         sample = uses[0].columns
         q = sample.shape[2]
@@ -176,7 +168,7 @@ class Contractor:
     def _sum_partials(self, partials: "PartialGrams", owners: list[int | None]) -> None:
         if owners:
             grams = partials.take()[:, : self.rollouts, : self.rollouts]
-            self.keep(owners.copy(), diagonal_blocks(grams, self.groups))
+            self.keep(owners.copy(), blocks_within_groups(grams, self.groups))
             owners.clear()
 
     def keep(self, owners: Sequence[int | None], grams: Tensor) -> None:
@@ -211,13 +203,13 @@ class Contractor:
 
 
 def rows_at_a_time(elements: int, device: torch.device) -> int:
-    """Rows of `elements` each that a chunk holds; on a GPU a multiple of 128, since its products need aligned operands."""
-    if device.type == "cuda":
+    """Rows of `elements` each that a chunk holds."""
+    if device.type == "cuda":  # a multiple of 128: products of aligned operands are faster
         return max(128, CHUNK_ELEMENTS_CUDA // elements // 128 * 128)
     return max(1, CHUNK_ELEMENTS // elements)
 
 
-def diagonal_blocks(grams: Tensor, groups: int) -> Tensor:
+def blocks_within_groups(grams: Tensor, groups: int) -> Tensor:
     """The blocks `(…, P, N/P, N/P)` on the diagonal of Grams `(…, N, N)`."""
     size = grams.shape[-1] // groups
     return grams.unflatten(-1, (groups, size)).unflatten(-3, (groups, size)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)

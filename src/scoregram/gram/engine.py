@@ -20,7 +20,7 @@ from scoregram.gram.head import Targets, head_forward
 from scoregram.gram.intercept import CapturedHead
 from scoregram.gram.measurement import Gram, Measurement
 from scoregram.gram.model import averages_gradients, facts_of, prepared_model, random_state
-from scoregram.gram.plain_passes import completion_entropies, completion_log_probs, verify_gram
+from scoregram.gram.plain_passes import batch_entropies, batch_log_probs, verify_gram
 from scoregram.gram.sketch import Sketch
 
 
@@ -152,11 +152,7 @@ class HeldOutGram:
 
 
 def cross_gram(
-    model: nn.Module,
-    train: Sequence[Tensor | None],
-    held_out: Sequence[Tensor | None],
-    *,
-    temperature: float = 1.0,
+    model: nn.Module, train: Sequence[Tensor | None], held_out: Sequence[Tensor | None], *, temperature: float = 1.0
 ) -> HeldOutGram:
     """The rectangular block of the Gram of trained against held-out rollouts, from one pass over both.
 
@@ -255,8 +251,8 @@ class DeferredGram(Measurement):
 
     def log_probs_in_autograd(self, logits: Tensor) -> Tensor:
         """Log-probabilities in autograd, for a model that does more with its head's product than return it."""
-        log_probs = completion_log_probs(logits, self.batch)
-        self.log_probs, self.entropies = log_probs.detach(), completion_entropies(logits.detach(), self.batch)
+        log_probs = batch_log_probs(logits, self.batch)
+        self.log_probs, self.entropies = log_probs.detach(), batch_entropies(logits.detach(), self.batch)
         return log_probs
 
     def finish(self, coefficients: Tensor, weights: Tensor) -> tuple[Gram, dict[Tensor, Tensor]]:

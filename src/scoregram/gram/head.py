@@ -144,12 +144,7 @@ def head_forward(
 ) -> HeadForward:
     """Log-probabilities and entropies, and what the backward pass can reuse, unless it exceeds `STORE_BYTES`.
 
-    Args:
-        hidden: `(N, C, h)` hidden states that predict the completion tokens, detached.
-        weight: `(V, h)`.
-        bias: `(V,)` or None.
-        targets: The completion tokens; coefficients are not read.
-        temperature: Logits are divided by it.
+    The arguments are those of `fused_head`; coefficients are not read.
     """
     rows, tokens = hidden.reshape(-1, hidden.shape[-1]), targets.token.reshape(-1)
     wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -308,15 +303,9 @@ def launch_softmax_gradient_(
 def launch_logit_gradient_(
     logits: Tensor, first: int, tokens: Tensor, factors: Tensor, normaliser: Tensor, temperature: float
 ) -> None:
-    """Turn the columns `first …` of the logits into `f (onehot - softmax)` in place, with a known normaliser.
+    """Turn logits `(n, columns)`, contiguous, into `f (onehot - softmax(logits / τ))` in place, by a kernel.
 
-    Args:
-        logits: `(n, columns)`, contiguous.
-        first: The vocabulary row of the first column.
-        tokens: `(n,)`, as are the next two.
-        factors: `f`.
-        normaliser: Log-normaliser of `logits / τ` over the whole vocabulary.
-        temperature: `τ`.
+    The columns are the vocabulary rows `first …`; `normaliser` `(n,)` belongs to `logits / τ` of the whole vocabulary.
     """
     width = logits.shape[1]
     machine.kernel(KERNELS, "logit_gradient_kernel")[(len(logits), -(-width // 4096))](

@@ -41,6 +41,7 @@ from scoregram.gram.leaves import (
     LAYER_NORMS,
     Leaves,
     ParameterWatch,
+    TensorKinds,
     class_path,
     forward_with_copies,
     layer_norm_with_copies,
@@ -351,14 +352,10 @@ class Interceptor(DropoutOff):
             return None
         if not all(self.leaves.accepts(tensor) for tensor in tensors if self.is_parameter_side(tensor)):
             return None
-        return run_per_rollout(
-            func,
-            args,
-            kwargs,
-            layout=self.layout,
-            leaf_of=lambda t: self.leaves.of(t) if self.is_parameter_side(t) else None,
-            is_activation=self.is_activation,
+        kinds = TensorKinds(
+            self.layout, lambda t: self.leaves.of(t) if self.is_parameter_side(t) else None, self.is_activation
         )
+        return run_per_rollout(func, args, kwargs, kinds)
 
     # Marks of results
 

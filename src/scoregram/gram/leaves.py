@@ -134,41 +134,37 @@ def parameters_behind(tensor: Tensor) -> list[Tensor]:
 # One operation with a copy of its parameters per rollout
 
 
-def run_per_rollout(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    layout: RolloutLayout,
-    leaf_of: Callable[[Tensor], Tensor | None],
-    is_activation: Callable[[Tensor], bool],
-) -> Any:
+@dataclass(frozen=True)
+class TensorKinds:
+    """What the interceptor knows about the tensors among an operation's arguments."""
+
+    layout: RolloutLayout
+    leaf_of: Callable[[Tensor], Tensor | None]
+    """The leaf `(N, …)` of a parameter-side tensor, None for any other tensor."""
+    is_activation: Callable[[Tensor], bool]
+
+
+def run_per_rollout(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kinds: TensorKinds) -> Any:
     """The result of an operation in which every parameter-side tensor is replaced by one copy per rollout.
 
-    Args:
-        func: The operation.
-        args: Its arguments.
-        kwargs: Its named arguments.
-        layout: Where the rollouts are in the activations.
-        leaf_of: The leaf `(N, …)` of a parameter-side tensor, None for any other tensor.
-        is_activation: Whether a tensor depends on the rollouts.
-
-    Returns:
-        The same result as the plain call, or None if the operation cannot be split by rollout: an activation has no
-        rollout axis, or vmap has no rule for the operation.
+    It equals that of the plain call, or is None if the operation cannot be split by rollout: an activation has no
+    rollout axis, or vmap has no rule for the operation.
     """
     if func is F.layer_norm:
         given = dict(zip(("input", "normalized_shape", "weight", "bias", "eps"), args, strict=False)) | kwargs
         x, shape, weight, bias = given["input"], given["normalized_shape"], given.get("weight"), given.get("bias")
-        result = layer_norm_per_rollout(x, shape, weight, bias, given.get("eps", 1e-5), layout=layout, leaf_of=leaf_of)
+        result = layer_norm_per_rollout(x, shape, weight, bias, given.get("eps", 1e-5), kinds)
         if result is not None:
             return result
     if func in BROADCASTS and len(args) == 2 and not kwargs:
-        aligned = [aligned_leaf(leaf_of(a), b, layout) if isinstance(a, Tensor) else a for a, b in (args, args[::-1])]
+        aligned = [
+            aligned_leaf(kinds.leaf_of(a), b, kinds.layout) if isinstance(a, Tensor) else a
+            for a, b in (args, args[::-1])
+        ]
         sides = [a if leaf is None else leaf for a, leaf in zip(args, aligned, strict=True)]
         if sum(leaf is not None for leaf in aligned) == 1:
             return func(*sides)
-    return run_under_vmap(func, args, kwargs, layout=layout, leaf_of=leaf_of, is_activation=is_activation)
+    return run_under_vmap(func, args, kwargs, kinds)
 
 
 def aligned_leaf(leaf: Tensor | None, other: Any, layout: RolloutLayout) -> Tensor | None:
@@ -184,16 +180,14 @@ def layer_norm_per_rollout(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    *,
-    layout: RolloutLayout,
-    leaf_of: Callable[[Tensor], Tensor | None],
+    kinds: TensorKinds,
     shift: float = 0.0,
 ) -> Tensor | None:
     """A layer norm without weight and bias, then `weight + shift` and bias by broadcasting, one copy per rollout."""
     sides: list[Tensor | None] = []
     for side in (weight, bias):
-        leaf = None if side is None else leaf_of(side)
-        sides.append(side if leaf is None else aligned_leaf(leaf, x, layout))
+        leaf = None if side is None else kinds.leaf_of(side)
+        sides.append(side if leaf is None else aligned_leaf(leaf, x, kinds.layout))
         if leaf is not None and sides[-1] is None:
             return None
     scale, offset = sides
@@ -215,15 +209,7 @@ class _NoRolloutAxisError(Exception):
     """The first axis of an activation is not that of the rollouts or of their tokens."""
 
 
-def run_under_vmap(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    layout: RolloutLayout,
-    leaf_of: Callable[[Tensor], Tensor | None],
-    is_activation: Callable[[Tensor], bool],
-) -> Any:
+def run_under_vmap(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kinds: TensorKinds) -> Any:
     """The result of any operation, by vmap over rollouts; None if it cannot be split."""
     batched: list[Tensor] = []
     is_flat: set[bool] = set()
@@ -231,12 +217,12 @@ def run_under_vmap(
     def replaced(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        leaf = leaf_of(value)
-        if leaf is None and not is_activation(value):
+        leaf = kinds.leaf_of(value)
+        if leaf is None and not kinds.is_activation(value):
             return value
-        batched.append(with_rollout_axis(value, layout) if leaf is None else leaf)
+        batched.append(with_rollout_axis(value, kinds.layout) if leaf is None else leaf)
         if leaf is None:
-            is_flat.add(value.shape[0] != layout.rollouts)
+            is_flat.add(value.shape[0] != kinds.layout.rollouts)
         return _BatchedArgument(len(batched) - 1)
 
     try:
@@ -323,16 +309,8 @@ def layer_norm_with_copies(module: Any, shift: float, x: Tensor, leaves: Leaves)
     weight = module.weight
     if weight is None or not weight.requires_grad or torch.is_autocast_enabled(x.device.type):
         return None
-    return layer_norm_per_rollout(
-        x,
-        module.normalized_shape,
-        weight,
-        module.bias,
-        module.eps,
-        layout=leaves.layout,
-        leaf_of=lambda side: leaves.of(side) if side.requires_grad else None,
-        shift=shift,
-    )
+    kinds = TensorKinds(leaves.layout, lambda t: leaves.of(t) if t.requires_grad else None, lambda t: t is x)
+    return layer_norm_per_rollout(x, module.normalized_shape, weight, module.bias, module.eps, kinds, shift)
 
 
 def class_path(module: nn.Module) -> str:

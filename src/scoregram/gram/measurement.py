@@ -19,16 +19,8 @@ from scoregram.gram.batch import DistinctRollouts
 from scoregram.gram.collect import Collector, under_autocast
 from scoregram.gram.head import HeadForward, HeadUse, Targets, fused_head
 from scoregram.gram.intercept import CapturedHead, Interceptor
-from scoregram.gram.model import (
-    facts_of,
-    in_evaluation,
-    local_part,
-    model_inside,
-    prepared_model,
-    random_state,
-    survey,
-)
-from scoregram.gram.plain_passes import completion_log_probs, logits_of, replayed_rows, run_backward
+from scoregram.gram.model import facts_of, in_evaluation, local_part, model_inside, prepared_model, random_state, survey
+from scoregram.gram.plain_passes import batch_log_probs, logits_of, replayed_rows, run_backward
 from scoregram.gram.sketch import Sketch, Sketcher
 
 LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -60,12 +52,7 @@ class Measurement:
     """One forward and backward pass over a batch, and everything that it collects."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        rollouts: DistinctRollouts,
-        *,
-        weights: Tensor | None,
-        sketch: Sketch | None = None,
+        self, model: nn.Module, rollouts: DistinctRollouts, *, weights: Tensor | None, sketch: Sketch | None = None
     ) -> None:
         self.model = model_inside(model)
         self.rollouts = rollouts
@@ -189,7 +176,7 @@ class Measurement:
         if captured is not None:
             del logits
             return self.backward_through_head(captured)
-        log_probs = completion_log_probs(logits, self.batch)
+        log_probs = batch_log_probs(logits, self.batch)
         self.backward_through_log_probs(log_probs)
         return log_probs
 
@@ -308,7 +295,7 @@ class Measurement:
         stacked = contractor.grams({owner: order[layer] for owner, layer in layers.items()}, len(order))
         if not bool(stacked.isfinite().all()):
             self.refuse_not_finite(dict(zip(order, stacked, strict=True)))
-        stacked = block_diagonal((stacked + stacked.mT) / 2)
+        stacked = block_diagonal_matrices((stacked + stacked.mT) / 2)
         sketcher, rollouts = self.collector.sketcher, self.rollouts
         return Gram(
             matrix=rollouts.expanded_matrix(stacked.sum(0)),
@@ -374,7 +361,7 @@ def is_same(logits: Tensor, product: Tensor) -> bool:
     )
 
 
-def block_diagonal(blocks: Tensor) -> Tensor:
+def block_diagonal_matrices(blocks: Tensor) -> Tensor:
     """Blocks `(L, P, R, R)` on the diagonals of `(L, N, N)` matrices, `nan` between groups."""
     layers, groups, size, _ = blocks.shape
     if groups == 1:

@@ -202,7 +202,7 @@ class Survey:
     """The part of the model that is sharded over several processes."""
 
 
-CONTAINERS = frozenset({nn.ModuleDict, nn.ModuleList, nn.Identity, nn.Sequential})
+PURE_CONTAINERS = frozenset({nn.ModuleDict, nn.ModuleList, nn.Identity, nn.Sequential})
 """Modules that only hold others; with adapters most modules are of these types, and skipping them saves host time."""
 
 
@@ -219,7 +219,7 @@ def survey(model: nn.Module) -> Survey:
             continue
         seen.add(id(module))
         state = module.__dict__
-        if type(module) not in CONTAINERS or state["_parameters"]:
+        if type(module) not in PURE_CONTAINERS or state["_parameters"]:
             list_module(listed, prefix, module, named)
         children = state["_modules"]
         if children:
@@ -268,14 +268,12 @@ def prepared_model(model: Survey) -> Iterator[None]:
         stack.enter_context(model.shards.resharded_afterwards())
         # Recompute checkpointed layers through saved-tensor hooks: a nested backward pass would accumulate gradients on
         # its own, out of reach of `plain_passes`.
-        reentry = "_gradient_checkpointing_func"
-        stack.enter_context(
-            attributes(model.checkpointing, reentry, lambda _: partial(checkpoint, use_reentrant=False))
-        )
+        name = "_gradient_checkpointing_func"
+        stack.enter_context(attributes(model.checkpointing, name, lambda _: partial(checkpoint, use_reentrant=False)))
         # Let mixtures multiply one expert at a time: plain products, which the interceptor knows.
-        experts = "_experts_implementation_internal"
-        mixtures = [config for config in model.configs.values() if experts in vars(config)]
-        stack.enter_context(attributes(mixtures, experts, lambda _: "eager"))
+        name = "_experts_implementation_internal"
+        mixtures = [config for config in model.configs.values() if name in vars(config)]
+        stack.enter_context(attributes(mixtures, name, lambda _: "eager"))
         yield
 
 

@@ -53,7 +53,7 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     return named  # type: ignore[return-value]
 
 
-def completion_log_probs(logits: Tensor, batch: Batch) -> Tensor:
+def batch_log_probs(logits: Tensor, batch: Batch) -> Tensor:
     """`(N, T)`: log-probability of every completion token given the tokens before it, 0 elsewhere."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     predicted = logits[:, :-1].to(wide) / batch.temperature
@@ -62,7 +62,7 @@ def completion_log_probs(logits: Tensor, batch: Batch) -> Tensor:
     return torch.nn.functional.pad(chosen, (1, 0))
 
 
-def completion_entropies(logits: Tensor, batch: Batch) -> Tensor:
+def batch_entropies(logits: Tensor, batch: Batch) -> Tensor:
     """`(N, T)`: entropy of the distribution that every completion token was drawn from, 0 elsewhere."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     predicted = torch.log_softmax(logits[:, :-1].to(wide) / batch.temperature, 2)
@@ -176,7 +176,7 @@ def loss_gradients(model: nn.Module, batch: Batch, survey: Survey) -> dict[int, 
     parameters = list(survey.parameters.values())
     with DropoutOff(), torch.enable_grad():
         logits = logits_of(model, batch)
-        total = (completion_log_probs(logits, batch) * batch.coefficients).sum()
+        total = (batch_log_probs(logits, batch) * batch.coefficients).sum()
         grads = gradients(total, parameters) if total.requires_grad else [torch.zeros_like(p) for p in parameters]
     return {id(parameter): grad for parameter, grad in zip(parameters, grads, strict=True)}
 

@@ -154,7 +154,7 @@ class Sketcher:
         return Hash((row.place + column.place) % self.sketch.features, row.sign * column.sign)
 
     def sides(self, parameter: Tensor, view: Tensor) -> tuple[Hash, Hash] | None:
-        """The hashes along the two axes of a view; None if an axis of the view mixes rows and columns of the parameter."""
+        """The hashes along the two axes of a view; None if one of them mixes rows and columns of the parameter."""
         rows, columns = self.hashes(parameter)
         if parameter.ndim == 2 and view.shape == parameter.shape and view.stride() == parameter.stride():
             return rows, columns
@@ -179,9 +179,9 @@ class Sketcher:
         self.made[id(parameter)] = part if known is None else known + part
 
     def _convolved(self, a: Tensor, b: Tensor, right: Hash, left: Hash | None = None) -> Tensor:
-        """`Σ_t` of the circular convolutions of sketched `a` and `b` `(N, T, …)`; `a` is sketched already without `left`.
+        """`Σ_t` of the circular convolutions of the sketches of `a` and `b` `(N, T, …)`.
 
-        The sum over tokens is taken in Fourier space, so there is one inverse transform per rollout.
+        Without `left`, `a` is a sketch already. The sum over tokens is taken in Fourier space: one inverse transform.
         """
         m = self.sketch.features
         step = rows_at_a_time(self.rollouts * (a.shape[2] + b.shape[2] + 4 * m), b.device)
