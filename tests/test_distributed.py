@@ -164,7 +164,7 @@ def test_layers_that_run_again_give_the_same_run(tmp_path, monkeypatch):
         calls.append(args)
         return checkpoint(*args, **kwargs)
 
-    monkeypatch.setattr("scoregram.gram.restore.checkpoint", counted)
+    monkeypatch.setattr("scoregram.gram.model.checkpoint", counted)
     plain = alone(tmp_path, tmp_path / "plain")
     assert not calls
     again = alone(tmp_path, tmp_path / "again", checkpointing=True)

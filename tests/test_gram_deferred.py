@@ -7,9 +7,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from scoregram.checks import ScoregramError
-from scoregram.gram import head, leaves
-from scoregram.gram.deferred import DeferredGram
-from scoregram.gram.measurement import NEEDS_WIDE
+from scoregram.gram import DeferredGram, head, leaves
+from scoregram.gram.model import facts_of
 from tests.cases import ARCHITECTURES, KeepDouble, build, rollouts
 from tests.naive import score_rows
 
@@ -67,7 +66,7 @@ def test_streamed_weights_a_temperature_and_padding(name, padding, monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "llama-tied"])
 def test_what_is_not_kept_is_made_again(name, monkeypatch):
     monkeypatch.setattr(head, "STORE_BYTES", 0)
-    monkeypatch.setattr(head, "CHUNK_ELEMENTS", 200)
+    monkeypatch.setattr(head, "LOGIT_CHUNK_ELEMENTS", 200)
     assert_matches_definition(ARCHITECTURES[name](), 0.7)
 
 
@@ -109,7 +108,7 @@ def test_a_model_of_which_too_little_was_seen_goes_through_once_more():
 
     model = Sideways()
     assert_matches_definition(model)
-    assert model in NEEDS_WIDE
+    assert facts_of(model).needs_wide_pass
     assert_matches_definition(model)
 
 

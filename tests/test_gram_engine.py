@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from scoregram.gram import backward_with_gram, head, leaves, measure_gram, outer
-from scoregram.gram.measurement import NEEDS_WIDE, Measurement
+from scoregram.gram import backward_with_gram, contract, head, leaves, measure_gram
+from scoregram.gram.measurement import Measurement
+from scoregram.gram.model import facts_of
 from tests.cases import ARCHITECTURES, KeepDouble, build, rollouts
 from tests.naive import score_rows
 
@@ -82,9 +83,9 @@ def test_streamed_weights_match_the_definition_under_left_padding(name):
 @pytest.mark.usefixtures("streamed")
 def test_recomputed_logit_gradients_and_small_chunks_match_the_definition(name, monkeypatch):
     monkeypatch.setattr(head, "STORE_BYTES", 0)
-    monkeypatch.setattr(head, "CHUNK_ELEMENTS", 7 * 61)
-    monkeypatch.setattr(outer, "CHUNK_ELEMENTS", 1000)
-    monkeypatch.setattr(outer, "DOT_LENGTH", 64)
+    monkeypatch.setattr(head, "LOGIT_CHUNK_ELEMENTS", 7 * 61)
+    monkeypatch.setattr(contract, "CHUNK_ELEMENTS", 1000)
+    monkeypatch.setattr(contract, "DOT_LENGTH", 64)
     assert_matches_definition(name)
 
 
@@ -377,7 +378,7 @@ def test_a_weight_used_outside_its_module_is_seen_from_outside(kept, monkeypatch
     model, batch = Borrowing().double(), rollouts()
     first = measure_gram(model, *batch.arguments, verify=True)
     assert not first.replayed
-    assert model in NEEDS_WIDE, "it is not tried the narrow way again"
+    assert facts_of(model).needs_wide_pass, "it is not tried the narrow way again"
     torch.testing.assert_close(measure_gram(model, *batch.arguments).matrix, first.matrix)
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from scoregram.gram import backward_with_gram, head, kernels, measure_gram, outer
+from scoregram.gram import backward_with_gram, contract, head, measure_gram
 from tests.cases import ARCHITECTURES, rollouts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -20,7 +20,7 @@ def test_gram_and_sums_match_float64(count, width, vectors):
     rows = held[:, :width]  # rows that do not follow each other in memory
     weights = torch.randn(vectors, count, device="cuda") if vectors else None
     out = torch.full((vectors, width), torch.nan, device="cuda", dtype=torch.bfloat16) if vectors else None
-    contractor = outer.Contractor(count, 1, weights)
+    contractor = contract.Contractor(count, 1, weights)
     contractor.contract(rows, out, owner=7)
     gram = contractor.grams({7: 0}, 1)[0, 0]
     exact = (rows.double() @ rows.double().T).cpu()
@@ -41,7 +41,7 @@ def test_softmax_gradient_matches_its_twin():
     for value, reference in zip(found, expected, strict=True):
         assert float((value.float() - reference).norm() / reference.norm()) < 3e-3
     part = kept[:, 1000:3000].contiguous()
-    kernels.logit_gradient_(part, 1000, tokens, factors, found[2], 0.7)
+    head.launch_logit_gradient_(part, 1000, tokens, factors, found[2], 0.7)
     torch.testing.assert_close(part, found[0][:, 1000:3000])
 
 
@@ -53,7 +53,7 @@ def test_log_probs_of_a_million_rows():
     tokens, factors = torch.randint(0, width, (rows,), device="cuda"), torch.rand(rows, device="cuda")
     expected = logits.gather(1, tokens[:, None])[:, 0].float() - logits.float().logsumexp(1)
     for _ in range(64):
-        found, _ = kernels.softmax_gradient_(logits.clone(), tokens, factors, 1.0)
+        found, _ = head.launch_softmax_gradient_(logits.clone(), tokens, factors, 1.0)
         torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from scoregram.checks import ScoregramError
-from scoregram.gram import backward_with_gram, measure_gram, norms, outer
+from scoregram.gram import backward_with_gram, measure_gram, row_gram
+from scoregram.gram.model import facts_of
 from tests.cases import ARCHITECTURES, KeepDouble, build, rollouts
 from tests.naive import score_rows
 
@@ -35,8 +36,8 @@ def test_the_second_measurement_is_as_exact_as_the_first(name):
 def test_a_norm_is_remembered_and_the_copies_are_gone():
     model = build("Qwen3", head_dim=8)
     measure_gram(model, *rollouts().arguments)
-    assert norms.BROADCASTING[model.model.layers[0].input_layernorm] == 3
-    assert norms.BROADCASTING[model.model.layers[0].self_attn.q_norm] == 4
+    assert facts_of(model.model.layers[0].input_layernorm).broadcast_axes == 3
+    assert facts_of(model.model.layers[0].self_attn.q_norm).broadcast_axes == 4
     measure_gram(model, *rollouts().arguments)
     assert "weight" not in vars(model.model.norm)
 
@@ -72,7 +73,7 @@ def test_a_module_that_does_more_than_broadcast_is_not_remembered(kind):
     model.model.layers[1].input_layernorm = module = kind()
     for _ in range(2):
         assert error_of(model, rollouts()) < 1e-12
-        assert module not in norms.BROADCASTING
+        assert facts_of(module).broadcast_axes is None
 
 
 @pytest.mark.parametrize("rows", [15, 16, 21, 40])
@@ -80,7 +81,7 @@ def test_a_module_that_does_more_than_broadcast_is_not_remembered(kind):
 def test_strips_give_the_whole_gram(rows, groups):
     values = torch.randn(rows * groups, 9000, dtype=torch.float64)
     blocks = values.view(groups, rows, -1)
-    torch.testing.assert_close(outer.row_gram(values, groups), torch.einsum("gid,gjd->gij", blocks, blocks))
+    torch.testing.assert_close(row_gram(values, groups), torch.einsum("gid,gjd->gij", blocks, blocks))
 
 
 def test_gradients_are_taken_back_when_they_are_not_finite():

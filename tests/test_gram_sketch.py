@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from scoregram.checks import ScoregramError
-from scoregram.gram import Sketch, backward_with_gram, head, leaves, measure_gram, outer
+from scoregram.gram import Sketch, backward_with_gram, contract, head, leaves, measure_gram
 from scoregram.gram.measurement import Measurement
 from scoregram.gram.sketch import Sketcher, flat_index
 from tests.cases import ARCHITECTURES, KeepDouble, build, rollouts
@@ -52,7 +52,7 @@ def distance(measured: Tensor, reference: Tensor) -> float:
 def streamed(monkeypatch):
     """Every weight streamed, however small, in small chunks, and the logits computed again."""
     monkeypatch.setattr(leaves, "KEPT_ELEMENTS", 0)
-    monkeypatch.setattr(outer, "CHUNK_ELEMENTS", 3000)
+    monkeypatch.setattr(contract, "CHUNK_ELEMENTS", 3000)
     monkeypatch.setattr(head, "STORE_BYTES", 0)
 
 
@@ -168,7 +168,7 @@ def test_order_subset_and_chunks_change_nothing_but_rounding(monkeypatch):
     with KeepDouble():
         whole = measure_gram(model, *batch.arguments, sketch=SMALL).sketch
         part = measure_gram(model, *(tensor[order] for tensor in batch.arguments), sketch=SMALL).sketch
-        monkeypatch.setattr(outer, "CHUNK_ELEMENTS", 500)
+        monkeypatch.setattr(contract, "CHUNK_ELEMENTS", 500)
         again = measure_gram(model, *batch.arguments, group_size=1, sketch=SMALL).sketch
         other = measure_gram(model, *batch.arguments, sketch=Sketch(features=37, seed=6)).sketch
     assert whole is not None and part is not None and again is not None and other is not None

@@ -1,22 +1,45 @@
-"""The exact Gram of per-rollout scores of a language model."""
+"""The exact Gram of per-rollout scores of a language model.
 
-from scoregram.gram.backward import gradients as gradients
-from scoregram.gram.deferred import DeferredGram as DeferredGram
+A model passes through these files, in this order:
+
+    engine ─── measure_gram · backward_with_gram · cross_gram · DeferredGram        the entry points
+       │
+    batch ──── Batch · DistinctRollouts · RolloutLayout                  1  checked, unpacked, duplicates removed
+       │
+    measurement ── Measurement.run                                          the order of the stages below
+       │
+       ├─ model ─────── survey · prepared_model                          2  modules listed, model prepared, put back
+       ├─ intercept ─── Interceptor                                      3  forward pass: operations on parameters seen
+       │     ├─ leaves ─── Leaves, small parameters and norms               one copy per rollout; autograd splits
+       │     └─ head ───── fused_head                                       log-probabilities and their gradient
+       ├─ collect ───── Collector, one ParameterState each               4  backward pass: factors (x, g) of products
+       ├─ contract ──── Contractor                                       5  factors → K and Σ w_i ψ_i, in chunks
+       │     └─ triton_kernels                                              the same in half precision on a GPU
+       ├─ sketch ────── Sketcher                                            optional: a short sketch of every score
+       ├─ plain_passes ─ replayed_rows · verify_gram                        parameters without a rule; verification
+       │
+    measurement ── Measurement.result → Gram                             6  K, its split by layer, log-probabilities
+
+Imports point down the same list. Models spread over processes (`DistributedDataParallel`, FSDP2) are part of `model`.
+"""
+
+from scoregram.gram.batch import segment_rows as segment_rows
+from scoregram.gram.contract import CHUNK_ELEMENTS as CHUNK_ELEMENTS
+from scoregram.gram.contract import CHUNK_ELEMENTS_CUDA as CHUNK_ELEMENTS_CUDA
+from scoregram.gram.contract import row_gram as row_gram
+from scoregram.gram.engine import DeferredGram as DeferredGram
 from scoregram.gram.engine import backward_with_gram as backward_with_gram
+from scoregram.gram.engine import cross_gram as cross_gram
 from scoregram.gram.engine import measure_gram as measure_gram
 from scoregram.gram.head import STORE_BYTES as STORE_BYTES
-from scoregram.gram.outer import CHUNK_ELEMENTS as CHUNK_ELEMENTS
-from scoregram.gram.outer import CHUNK_ELEMENTS_CUDA as CHUNK_ELEMENTS_CUDA
-from scoregram.gram.outer import row_gram as row_gram
-from scoregram.gram.restore import attributes as attributes
-from scoregram.gram.restore import gradients_put_aside as gradients_put_aside
-from scoregram.gram.restore import random_state_kept as random_state_kept
-from scoregram.gram.result import Gram as Gram
-from scoregram.gram.rows import cross_gram as cross_gram
-from scoregram.gram.rows import segment_rows as segment_rows
-from scoregram.gram.sharding import is_distributed as is_distributed
-from scoregram.gram.sharding import model_inside as model_inside
-from scoregram.gram.sharding import sharded_modules as sharded_modules
+from scoregram.gram.measurement import Gram as Gram
+from scoregram.gram.model import attributes as attributes
+from scoregram.gram.model import gradients_put_aside as gradients_put_aside
+from scoregram.gram.model import is_distributed as is_distributed
+from scoregram.gram.model import model_inside as model_inside
+from scoregram.gram.model import random_state_kept as random_state_kept
+from scoregram.gram.model import sharded_modules as sharded_modules
+from scoregram.gram.model import survey as survey
+from scoregram.gram.plain_passes import gradients as gradients
 from scoregram.gram.sketch import Sketch as Sketch
 from scoregram.gram.sketch import Sketcher as Sketcher
-from scoregram.gram.survey import survey as survey

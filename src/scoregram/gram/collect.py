@@ -1,199 +1,282 @@
-"""What one backward pass leaves behind: per-parameter Grams and weighted gradients, gathered as they arrive.
+"""Stage 4, collection: products and lookups hand their factors to the collector, and the weight gets no gradient.
 
-A weight may be used several times (tied embeddings, shared layers). Its per-rollout gradient is the sum over its
-uses, so the Gram can be taken only when the last use has arrived: uses are counted in the forward pass and pending
-factors are flushed when their number is complete, or at the end if a use never received a gradient.
+The first half is autograd: `StreamedProduct`, `hooked_product` and `StreamedLookup` pass the gradient on to their input
+and give the factors `(x, g)` of the weight's per-rollout gradients to the `Collector`.
+
+The second half is the `Collector`, with one `ParameterState` per parameter. A weight may be used several times (tied
+embeddings, shared layers). Its per-rollout gradient is the sum over its uses, so its Gram can be taken only when the
+last use has arrived. The forward pass announces every use; the backward pass delivers them; when all have arrived, they
+are contracted and dropped. Uses that never receive a gradient are noticed at the end.
 """
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from scoregram.gram.outer import Contractor, Lookup, Use, row_gram
+from scoregram.gram.batch import RolloutLayout
+from scoregram.gram.contract import Contractor, Factors, Lookup, Use, row_gram
 from scoregram.gram.sketch import Sketcher
 
-Slot = tuple[int, int, tuple[int, ...], tuple[int, ...]]
-"""A region of a parameter: its id, and offset, shape and strides of the view that was used."""
-
-
-def slot_of(parameter: Tensor, view: Tensor) -> Slot:
-    """The region of `parameter` that `view` shows; the whole parameter if `view` is the parameter itself."""
-    offset = int(view.storage_offset()) - int(parameter.storage_offset())
-    return id(parameter), offset, tuple(view.shape), tuple(view.stride())
-
-
 STACKED_ELEMENTS = 1 << 12
-"""Largest parameter whose rows are stacked with those of others on a CPU; a GPU is spared launches at any size."""
+"""Largest parameter whose rows are stacked with those of others on a CPU; on a GPU any size is, to save launches."""
+
+# Per-parameter state
 
 
 @dataclass
+class RegionUses:
+    """The uses of one region of a parameter: of the whole parameter, or of what one view shows."""
+
+    parameter: Tensor
+    view: Tensor
+    expected: int | None = 0
+    """Number of uses that the forward pass announced; None if a use arrived that it did not announce."""
+    pending: list[Use] = field(default_factory=list)
+    """Uses that have arrived and wait for the others."""
+    arrival: int = 0
+    """When the first pending use arrived."""
+    is_contracted: bool = False
+
+    def storage_span(self) -> tuple[int, int]:
+        """First and one past the last storage element; a strided region also covers the elements in between."""
+        offset = region_key(self.parameter, self.view)[0]
+        shape, stride = self.view.shape, self.view.stride()
+        return offset, offset + 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+
+
+RegionKey = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Offset, shape and strides of a view in its parameter."""
+
+
+def region_key(parameter: Tensor, view: Tensor) -> RegionKey:
+    """The region of `parameter` that `view` shows; the whole parameter if `view` is the parameter itself."""
+    offset = int(view.storage_offset()) - int(parameter.storage_offset())
+    return offset, tuple(view.shape), tuple(view.stride())
+
+
+@dataclass
+class ParameterState:
+    """Everything that is collected about one parameter during a measurement."""
+
+    parameter: Tensor
+    """Held, so that its id stays its own."""
+    regions: dict[RegionKey, RegionUses] = field(default_factory=dict)
+    lookups: list[Tensor] = field(default_factory=list)
+    """Rows looked up in it as an embedding, one tensor per announced lookup."""
+    rows: Tensor | None = None
+    """`(N, *shape)` per-rollout gradients of a small parameter, summed over what has arrived."""
+    rows_arrival: int = 0
+    """When the first rows arrived."""
+    sums: Tensor | None = None
+    """`(M, *shape)` weighted sums of the per-rollout gradients."""
+    late_arrival: int | None = None
+    """When a use first arrived after the other uses of its region had been contracted; its cross terms are lost."""
+
+    def region(self, view: Tensor) -> RegionUses:
+        """The uses of the region that `view` shows."""
+        key = region_key(self.parameter, view)
+        if key not in self.regions:
+            self.regions[key] = RegionUses(self.parameter, view)
+        return self.regions[key]
+
+    @property
+    def announced(self) -> int:
+        """Uses announced so far, over all regions."""
+        return sum(region.expected or 0 for region in self.regions.values())
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether uses were contracted apart that should have been added first.
+
+        Regions that overlap, a matrix that is also used as a small parameter, or an unannounced use that came too late.
+        """
+        if not self.regions:
+            return False
+        spans = sorted(region.storage_span() for region in self.regions.values())
+        overlap = any(end > start for (_, end), (start, _) in pairwise(spans))
+        return overlap or self.rows is not None or self.late_arrival is not None
+
+    def add_sums(self, view: Tensor, sums: Tensor, rows: Tensor | None = None) -> None:
+        """Add weighted gradients `(M, …)` to the region that `view` shows, or only to `rows` of that region."""
+        parameter = self.parameter
+        is_whole = view.shape == parameter.shape and view.stride() == parameter.stride()
+        if self.sums is None and rows is None and is_whole:
+            self.sums = sums
+            return
+        if self.sums is None:
+            self.sums = torch.zeros(len(sums), *parameter.shape, dtype=sums.dtype, device=sums.device)
+        offset = view.storage_offset() - parameter.storage_offset()
+        for whole, part in zip(self.sums, sums, strict=True):
+            region = whole.as_strided(view.shape, view.stride(), whole.storage_offset() + offset)
+            region.add_(part) if rows is None else region.index_add_(0, rows, part)
+
+
 class Collector:
     """Grams and weighted gradients of one measurement, by parameter."""
 
-    rollouts: int
-    groups: int
-    weights: Tensor | None
-    """`(M, N)` weight vectors of the training gradients, or None."""
-    sketcher: Sketcher | None = None
-    """Shown the uses or the rows of every parameter before they are dropped, if sketches are wanted."""
-    uses: dict[Slot, int] = field(default_factory=lambda: defaultdict(int))
-    pending: dict[Slot, list[Use]] = field(default_factory=lambda: defaultdict(list))
-    looked_up: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-    """Rows looked up in an embedding, by parameter."""
-    regions: dict[Slot, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    rows: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    contracted: set[Slot] = field(default_factory=set)
-    torn: dict[int, Tensor] = field(default_factory=dict)
-    sums: dict[int, Tensor] = field(default_factory=dict)
+    def __init__(self, rollouts: int, groups: int, weights: Tensor | None, sketcher: Sketcher | None = None) -> None:
+        """Take the number of rollouts, of groups of them, the `(M, N)` weight vectors or None, and a sketcher or None.
 
-    def __post_init__(self) -> None:
-        self.contractor = Contractor(self.rollouts, self.groups, self.weights)
+        The sketcher is given the uses or the rows of every parameter before they are dropped.
+        """
+        self.rollouts = rollouts
+        self.groups = groups
+        self.sketcher = sketcher
+        self.states: dict[int, ParameterState] = {}
+        self._arrivals = 0
+        self.set_weights(weights)
 
-    def weigh(self, weights: Tensor) -> None:
-        """Take `(M, N)` weight vectors that were not known before; nothing may have arrived yet."""
-        assert not self.contractor.owners() and not self.pending and not self.rows
+    def set_weights(self, weights: Tensor | None) -> None:
+        """Take `(M, N)` weight vectors; nothing may have arrived yet."""
+        assert not self._arrivals
         self.weights = weights
         self.contractor = Contractor(self.rollouts, self.groups, weights)
 
-    def expect(self, parameter: Tensor, view: Tensor) -> Slot:
-        """Announce one more use of a region of `parameter`; called once per use, in the forward pass."""
-        slot = slot_of(parameter, view)
-        self.uses[slot] += 1
-        self.regions[slot] = (parameter, view)
-        return slot
+    def state(self, parameter: Tensor) -> ParameterState:
+        """The state of a parameter."""
+        if id(parameter) not in self.states:
+            self.states[id(parameter)] = ParameterState(parameter)
+        return self.states[id(parameter)]
 
-    def expect_lookup(self, parameter: Tensor, rows: Tensor) -> Slot:
+    def next_arrival(self) -> int:
+        """Numbers the arrivals: Grams of one layer are added in that order, which decides their rounding."""
+        self._arrivals += 1
+        return self._arrivals
+
+    # forward pass
+
+    def expect(self, parameter: Tensor, view: Tensor) -> RegionUses:
+        """Announce one more use of a region of `parameter`; called once per use, in the forward pass."""
+        region = self.state(parameter).region(view)
+        if region.expected is not None:
+            region.expected += 1
+        return region
+
+    def expect_lookup(self, parameter: Tensor, rows: Tensor) -> RegionUses:
         """Announce one more use of `parameter` as an embedding, of these rows."""
-        self.looked_up[id(parameter)].append(rows)
+        self.state(parameter).lookups.append(rows)
         return self.expect(parameter, parameter)
 
-    def announced(self, parameter: Tensor) -> int:
-        """Uses of a parameter announced so far."""
-        return sum(count for slot, count in self.uses.items() if slot[0] == id(parameter))
+    def is_embedding(self, parameter: Tensor) -> bool:
+        """Whether a lookup in `parameter` was announced."""
+        return id(parameter) in self.states and bool(self.states[id(parameter)].lookups)
 
-    def use_arrived(self, slot: Slot, use: Use) -> None:
-        """Take one use; contract as soon as the last use of the region has arrived."""
-        self.pending[slot].append(use)
-        if len(self.pending[slot]) == self.uses[slot]:
-            self.flush(slot)
+    # backward pass
+
+    def use_arrived(self, region: RegionUses, use: Use) -> None:
+        """Take one use, and contract the region if this was the last."""
+        if not region.pending:
+            region.arrival = self.next_arrival()
+        region.pending.append(use)
+        if len(region.pending) == region.expected:
+            self.contract_pending(region)
 
     def late_use_arrived(self, parameter: Tensor, view: Tensor, use: Use) -> None:
-        """Take a use that was not announced; it waits for the end, since nobody knows how many are to come.
+        """Take a use that was not announced: it is first seen when a nested backward pass recomputes its layer.
 
-        If the announced uses of the region were contracted already, its cross terms with them are lost, and the
-        parameter is torn: it has to be replayed.
+        It is contracted at the end of the backward pass, because the number of such uses is unknown until then. If the
+        announced uses of the region were contracted already, their cross terms are lost: the parameter is replayed.
         """
-        slot = slot_of(parameter, view)
-        if slot in self.contracted:
-            self.torn[id(parameter)] = parameter
-        self.regions[slot] = (parameter, view)
-        self.uses[slot] = -1
-        self.pending[slot].append(use)
+        state = self.state(parameter)
+        region = state.region(view)
+        if region.is_contracted and state.late_arrival is None:
+            state.late_arrival = self.next_arrival()
+        region.expected = None
+        self.use_arrived(region, use)
 
     def rows_arrived(self, parameter: Tensor, rows: Tensor) -> None:
         """Add per-rollout gradients `(N, *shape)` of a small parameter."""
-        known = self.rows.get(id(parameter))
-        self.rows[id(parameter)] = (parameter, rows if known is None else known[1] + rows)
+        state = self.state(parameter)
+        if state.rows is None:
+            state.rows_arrival = self.next_arrival()
+        state.rows = rows if state.rows is None else state.rows + rows
 
-    def flush(self, slot: Slot) -> None:
+    def contract_pending(self, region: RegionUses) -> None:
         """Contract the pending uses of a region, and drop them."""
-        self.contracted.add(slot)
-        self.contract(*self.regions[slot], self.pending.pop(slot))
+        uses, region.pending, region.is_contracted = region.pending, [], True
+        self.contract(region.parameter, region.view, uses)
 
+    @torch.no_grad()
     def contract(self, parameter: Tensor, view: Tensor, uses: list[Use]) -> None:
         """Add the Gram and the weighted sums of the summed uses of a region."""
         if self.sketcher is not None:
             self.sketcher.add_uses(parameter, view, uses)
-        rows, uses = compressed(uses)
+        rows, uses = in_touched_rows(uses)
         height = view.shape[0] if rows is None else len(rows)
         sums = self.contractor.stream(uses, height, owner=id(parameter), out_dtype=parameter.dtype)
         if sums is not None:
-            self.add_sums(parameter, view, sums, rows)
+            self.state(parameter).add_sums(view, sums, rows)
 
-    def add_sums(self, parameter: Tensor, view: Tensor, sums: Tensor, rows: Tensor | None = None) -> None:
-        """Add weighted gradients `(M, …)` to the region of the parameter that `view` shows, or to `rows` of it."""
-        known = self.sums.get(id(parameter))
-        is_whole = view.shape == parameter.shape and view.stride() == parameter.stride()
-        if known is None and rows is None and is_whole:
-            self.sums[id(parameter)] = sums
-            return
-        if known is None:
-            known = torch.zeros(len(sums), *parameter.shape, dtype=sums.dtype, device=sums.device)
-            self.sums[id(parameter)] = known
-        offset = view.storage_offset() - parameter.storage_offset()
-        for whole, part in zip(known, sums, strict=True):
-            region = whole.as_strided(view.shape, view.stride(), whole.storage_offset() + offset)
-            region.add_(part) if rows is None else region.index_add_(0, rows, part)
+    # after the backward pass
 
-    def finish(self) -> None:
-        """Contract whatever is left: regions of which some use got no gradient, and the rows of small parameters."""
-        for slot in [slot for slot, uses in self.pending.items() if uses]:
-            self.flush(slot)
-        by_kind: dict[tuple[torch.Size, torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        for parameter, rows in self.rows.values():
-            if not rows.is_cuda and parameter.numel() > STACKED_ELEMENTS:
-                self.contract_rows([(parameter, rows)])
-            else:
-                by_kind[parameter.shape, rows.dtype, parameter.dtype].append((parameter, rows))
-        for alike in by_kind.values():
-            self.contract_rows(alike)
-        self.rows.clear()
+    def incomplete(self) -> list[Tensor]:
+        """Parameters that have to be replayed, because their uses were not added up before contraction."""
+        incomplete = [state for state in self.states.values() if state.is_incomplete]
+        # Lost cross terms first, in the order of arrival; the sort is stable.
+        incomplete.sort(key=lambda state: math.inf if state.late_arrival is None else state.late_arrival)
+        return [state.parameter for state in incomplete]
 
-    def contract_rows(self, alike: list[tuple[Tensor, Tensor]]) -> None:
-        """Contract the rows `(N, *shape)` of parameters of one shape together."""
-        shape = alike[0][0].shape
-        parts = [rows for _, rows in alike]
-        stacked = torch.stack(parts) if len(parts) > 1 else parts[0].unsqueeze(0)
-        stacked = stacked.reshape(len(parts), self.rollouts, -1)  # (n, N, D)
-        self.contractor.keep([id(parameter) for parameter, _ in alike], row_gram(stacked, self.groups))
-        if self.sketcher is not None:
-            for (parameter, _), rows in zip(alike, stacked.unbind(), strict=True):
-                self.sketcher.add_rows(parameter, rows)
-        if self.weights is not None:
-            wide = torch.promote_types(stacked.dtype, torch.float32)
-            sums = (self.weights.to(wide) @ stacked.to(wide)).to(alike[0][0].dtype)  # (n, M, D)
-            for (parameter, _), part in zip(alike, sums.view(*sums.shape[:2], *shape).unbind(), strict=True):
-                self.add_sums(parameter, parameter, part)
-
-    def give_up(self, parameter: Tensor) -> None:
-        """Forget what is known of a parameter, pending uses included; it is to be replayed."""
-        for slot in [slot for slot in self.pending if slot[0] == id(parameter)]:
-            del self.pending[slot]
+    def forget(self, parameter: Tensor) -> None:
+        """Drop everything about a parameter, pending uses included, before it is replayed."""
+        self.states.pop(id(parameter), None)
         self.contractor.forget(id(parameter))
-        for known in (self.sums, self.rows):
-            known.pop(id(parameter), None)
         if self.sketcher is not None:
             self.sketcher.forget(parameter)
 
-    def overlapping(self) -> list[Tensor]:
-        """Parameters whose uses were not added up: regions that overlap, a matrix used as a vector too, a late use."""
-        by_parameter: dict[int, list[Slot]] = defaultdict(list)
-        for slot in self.regions:
-            by_parameter[slot[0]].append(slot)
-        found = list(self.torn.values())
-        for parameter_id, slots in by_parameter.items():
-            parameter = self.regions[slots[0]][0]
-            spans = sorted(span(slot) for slot in slots)
-            apart = all(end <= start for (_, end), (start, _) in pairwise(spans))
-            if parameter_id in self.rows or not apart:
-                found.append(parameter)
-        return found
+    def finish(self) -> None:
+        """Contract the rest: regions with uses that got no gradient or came late, and rows of small parameters."""
+        regions = [region for state in self.states.values() for region in state.regions.values() if region.pending]
+        for region in sorted(regions, key=lambda region: region.arrival):
+            self.contract_pending(region)
+        alike: dict[tuple[torch.Size, torch.dtype, torch.dtype], list[ParameterState]] = defaultdict(list)
+        for state in sorted(self.states.values(), key=lambda state: state.rows_arrival):
+            if state.rows is None:
+                continue
+            if not state.rows.is_cuda and state.parameter.numel() > STACKED_ELEMENTS:
+                self.contract_rows([state])
+            else:
+                alike[state.parameter.shape, state.rows.dtype, state.parameter.dtype].append(state)
+        for states in alike.values():
+            self.contract_rows(states)
+
+    @torch.no_grad()
+    def contract_rows(self, alike: list[ParameterState]) -> None:
+        """Contract the rows `(N, *shape)` of parameters of one shape in one batched product, and drop them."""
+        shape = alike[0].parameter.shape
+        parts = [state.rows for state in alike if state.rows is not None]
+        stacked = torch.stack(parts) if len(parts) > 1 else parts[0].unsqueeze(0)
+        stacked = stacked.reshape(len(parts), self.rollouts, -1)  # (n, N, D)
+        self.contractor.keep([id(state.parameter) for state in alike], row_gram(stacked, self.groups))
+        for state, rows in zip(alike, stacked.unbind(), strict=True):
+            state.rows = None
+            if self.sketcher is not None:
+                self.sketcher.add_rows(state.parameter, rows)
+        if self.weights is not None:
+            wide = torch.promote_types(stacked.dtype, torch.float32)
+            sums = (self.weights.to(wide) @ stacked.to(wide)).to(alike[0].parameter.dtype)  # (n, M, D)
+            for state, part in zip(alike, sums.view(*sums.shape[:2], *shape).unbind(), strict=True):
+                state.add_sums(state.parameter, part)
+
+    def take_sums(self, parameter: Tensor) -> Tensor | None:
+        """The weighted sums `(M, *shape)` of a parameter, handed over; None if it took no part."""
+        state = self.states.get(id(parameter))
+        if state is None:
+            return None
+        sums, state.sums = state.sums, None
+        return sums
 
 
-def span(slot: Slot) -> tuple[int, int]:
-    """First and one past the last storage element of a region; a strided region covers what lies between."""
-    _, offset, shape, stride = slot
-    return offset, offset + 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-
-
-def compressed(uses: list[Use]) -> tuple[Tensor | None, list[Use]]:
+def in_touched_rows(uses: list[Use]) -> tuple[Tensor | None, list[Use]]:
     """The rows of the weight that the uses touch (None for all), and the uses in terms of those rows, factors first.
 
-    An embedding touches only the rows that were looked up; a tied head that has dealt with all other rows already
-    speaks of the same rows.
+    An embedding touches only the rows that were looked up. A tied head whose other rows were contracted before
+    (`Measurement.collect_head`) covers the same rows.
     """
     if len(uses) == 1 and uses[0].rows is None:
         return None, uses
@@ -206,3 +289,129 @@ def compressed(uses: list[Use]) -> tuple[Tensor | None, list[Use]]:
     if not products and len(lookups) > 1:
         rows = torch.cat([use.rows for use in lookups]).unique()
     return rows, [*products, *(replace(use, rows=rows).among_rows() for use in lookups)]
+
+
+# Autograd operations that deliver uses
+
+
+@dataclass
+class WeightUse:
+    """What one intercepted operation remembers for its backward pass."""
+
+    layout: RolloutLayout
+    collector: Collector
+    owner: Tensor | None
+    """Rollout of every entry of the first axis, where that axis is no longer that of the batch."""
+    transposed: bool
+    source: tuple[Tensor, Tensor] | None
+    """Parameter and region of the weight, None if the weight is not trained."""
+    bias: Tensor | None
+    """The bias, None if it is not trained."""
+    region: RegionUses | None = None
+    """Where the use was announced; None for an operation first seen when its layer is recomputed."""
+
+    def blocks(self, value: Tensor) -> Tensor:
+        """Rows of a tensor, one block per rollout."""
+        blocks = self.layout.blocks(value, self.owner)
+        assert blocks is not None, "owners were checked in the forward pass"
+        return blocks
+
+    def collect(self, x: Tensor, g: Tensor) -> None:
+        """Give the factors and the bias rows of a product to the collector."""
+        if self.source is None and self.bias is None:
+            return
+        rows_g = self.blocks(g)
+        if self.source is not None:
+            rows_x = self.blocks(x)
+            self.deliver(Factors(rows_x, rows_g) if self.transposed else Factors(rows_g, rows_x))
+        if self.bias is not None:
+            wide = torch.promote_types(rows_g.dtype, torch.float32)
+            self.collector.rows_arrived(self.bias, rows_g.sum(1, dtype=wide))
+
+    def deliver(self, use: Use) -> None:
+        """Give a use of the weight to the collector."""
+        if self.region is not None:
+            self.collector.use_arrived(self.region, use)
+        elif self.source is not None:
+            self.collector.late_use_arrived(*self.source, use)
+
+
+class StreamedProduct(torch.autograd.Function):
+    """`x Wᵀ + b` (or `x W + b`) whose backward pass gives its factors to the collector, and the weight nothing."""
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        low_weight: Tensor,
+        bias: Tensor | None,
+        low_bias: Tensor | None,
+        use: WeightUse,
+    ) -> Tensor:
+        ctx.use = use
+        ctx.save_for_backward(x, low_weight)
+        return F.linear(x, low_weight.mT if use.transposed else low_weight, low_bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+        (g,) = grad_outputs
+        # Unpacking may recompute a checkpointed layer, which must be observed: so it stands outside the block below.
+        x, weight = ctx.saved_tensors
+        use: WeightUse = ctx.use
+        grad_x = None
+        with torch._C.DisableTorchFunction():
+            if ctx.needs_input_grad[0]:
+                grad_x = g @ (weight.mT if use.transposed else weight)
+            use.collect(x, g)
+        return grad_x, None, None, None, None, None
+
+
+def hooked_product(x: Tensor, weight: Tensor, use: WeightUse) -> Tensor:
+    """`x Wᵀ` with a hook on the result in place of `StreamedProduct.backward`: the same in less host time.
+
+    The hook holds the input and lets it go when the gradient arrives. Under checkpointing it would hold it from the
+    forward pass on; there `StreamedProduct` leaves saving to autograd (`has_saved_tensor_hooks`).
+    """
+    product = F.linear(x, weight)
+    held = [x.detach()]
+
+    def arrived(g: Tensor) -> None:
+        with torch._C.DisableTorchFunction():
+            use.collect(held.pop(), g)
+
+    product.register_hook(arrived)
+    return product
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether hooks decide what is saved for the backward pass, as under checkpointing."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class StreamedLookup(torch.autograd.Function):
+    """Rows of an embedding; the backward pass gives ids and gradients to the collector, and the weight nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, counted: Tensor, rows: Tensor, weight: Tensor, use: WeightUse) -> Tensor:  # noqa: D102
+        ctx.use = use
+        ctx.save_for_backward(counted, rows)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, ...]:  # noqa: D102
+        (g,) = grad_outputs
+        counted, rows = ctx.saved_tensors
+        use: WeightUse = ctx.use
+        rollouts = use.layout.rollouts
+        with torch._C.DisableTorchFunction():
+            use.deliver(Lookup(counted.reshape(rollouts, -1), g.reshape(rollouts, -1, g.shape[-1]), rows))
+        return None, None, None, None, None
+
+
+def under_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Operands of a matrix product in the dtype that autocast would give them; weight and bias detached."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x, weight.detach(), None if bias is None else bias.detach()
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)

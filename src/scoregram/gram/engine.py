@@ -1,23 +1,27 @@
-"""The exact score Gram of a language model in one forward and backward pass.
+"""The entry points: the exact score Gram of a language model from one forward and one backward pass.
 
-`measure_gram` looks and leaves the model as it was; `backward_with_gram` is the form a training step uses: the same
-single backward pass gives the Gram and leaves `Σ_i w_i ψ_i` in `.grad`. `docs/gram.md` derives the algorithm.
+`measure_gram` leaves the model as it was. `backward_with_gram` is for a training step: the same single backward pass
+gives the Gram and leaves `Σ_i w_i ψ_i` in `.grad`. `cross_gram` compares trained with held-out rollouts. `DeferredGram`
+splits a measurement into its forward and its backward pass. `docs/gram.md` derives the algorithm.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F  # noqa: N812
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from scoregram.checks import fail, require_finite
-from scoregram.gram.batch import Batch, make_batch, repacked
-from scoregram.gram.distinct import distinct
-from scoregram.gram.measurement import Measurement
-from scoregram.gram.result import Gram
-from scoregram.gram.sharding import is_spread
+from scoregram.checks import fail, require_finite, require_same_shape
+from scoregram.gram.batch import Batch, all_rollouts, distinct_rollouts, make_batch, repacked_tokens
+from scoregram.gram.head import Targets, head_forward
+from scoregram.gram.intercept import CapturedHead
+from scoregram.gram.measurement import Gram, Measurement
+from scoregram.gram.model import averages_gradients, facts_of, prepared_model, random_state
+from scoregram.gram.plain_passes import batch_entropies, batch_log_probs, verify_gram
 from scoregram.gram.sketch import Sketch
-from scoregram.gram.verify import verify_gram
 
 
 def measure_gram(
@@ -37,8 +41,8 @@ def measure_gram(
 
     `ψ_i = Σ_t c_it ∇ log π(y_it)` over the completion tokens of rollout `i`, summed, never averaged; `c = 1` gives the
     score itself, and the `c = ∂L/∂log π` of a loss gives that loss's per-rollout gradients. One forward and one
-    backward pass, equal rollouts once; nothing about the model changes. A rollout with no completion token has a zero
-    row.
+    backward pass, with equal rollouts only once; nothing about the model changes. A rollout with no completion token
+    has a zero row.
 
     Args:
         model: A causal language model; only parameters that require gradients count.
@@ -50,7 +54,7 @@ def measure_gram(
         group_size: Only the blocks within groups of this many consecutive rollouts; `nan` elsewhere.
         temperature: Logits are divided by it, for a policy that is sampled so.
         sketch: Also sketch every score, so that it can be compared with those of other calls.
-        verify: Compare with independent plain backward passes and raise if they disagree.
+        verify: Compare with independent plain backward passes, and raise if they disagree.
 
     Raises:
         ScoregramError: Shapes that do not match, an empty batch, a completion token that nothing predicts, parameters
@@ -64,12 +68,12 @@ def measure_gram(
         rollout_ids=rollout_ids,
         temperature=temperature,
     )
-    measurement = Measurement(model, distinct(batch, group_size), weights=None, sketch=sketch)
+    measurement = Measurement(model, distinct_rollouts(batch, group_size), weights=None, sketch=sketch)
     measurement.run()
-    gram = as_given(measurement.result(), batch, rollout_ids)
+    gram = with_packed_log_probs(measurement.result(), batch, rollout_ids)
     if verify:
-        with measurement.as_it_was():
-            verify_gram(measurement.model, batch, gram, group_size, measurement.survey)
+        with prepared_model(measurement.survey):
+            verify_gram(measurement.model, batch, gram.matrix, group_size, measurement.survey)
     return gram
 
 
@@ -89,22 +93,12 @@ def backward_with_gram(
 ) -> Gram:
     """The Gram as `measure_gram` gives it, and `Σ_i w_i ψ_i` added to `.grad`, from the same single backward pass.
 
-    With several weight vectors, `combine` is called with the Gram and returns one factor for each: a baseline `b` that
-    depends on `K` needs the two vectors `r` and `1` and the factors `1` and `-b`, and no second backward pass.
-
-    Args:
-        weights: `(N,)` or `(M, N)`. An optimiser that descends wants `-A_i / R`, say.
-        combine: From the Gram to `(M,)` factors; needed when `M > 1`.
-        model: As for `measure_gram`, like all that follow.
-        input_ids: `(N, T)`.
-        completion_mask: `(N, T)`.
-        attention_mask: `(N, T)` or None.
-        coefficients: `(N, T)` or None.
-        rollout_ids: `(B, T)` or None.
-        group_size: Blocks within groups only.
-        temperature: Divides the logits.
-        sketch: Also sketch every score.
+    `weights` is `(N,)`: `-A_i / R`, for example, for an optimiser that descends. With several weight vectors `(M, N)`,
+    `combine` is called with the Gram and returns one factor for each, `(M,)`: a baseline `b` that depends on `K` needs
+    the two vectors `r` and `1` and the factors `1` and `-b`, and no second backward pass. All other arguments, and the
+    errors, are those of `measure_gram`.
     """
+    caller = "backward_with_gram"
     batch = make_batch(
         input_ids,
         completion_mask,
@@ -113,40 +107,191 @@ def backward_with_gram(
         rollout_ids=rollout_ids,
         temperature=temperature,
     )
-    if is_spread(model):
+    if averages_gradients(model):
         fail(
-            "backward_with_gram",
+            caller,
             "the model must lie whole in one process",
             "one whose gradients are averaged over processes",
             "Use measure_gram, and take the step as before.",
         )
     vectors = torch.atleast_2d(weights).to(input_ids.device)
     if vectors.ndim != 2 or vectors.shape[1] != batch.rollouts:
-        fail(
-            "backward_with_gram",
-            f"weights must be (N,) or (M, N) with N = {batch.rollouts}",
-            tuple(weights.shape),
-            "Pass one weight for each rollout.",
-        )
+        requirement = f"weights must be (N,) or (M, N) with N = {batch.rollouts}"
+        fail(caller, requirement, tuple(weights.shape), "Pass one weight for each rollout.")
     if len(vectors) > 1 and combine is None:
-        fail(
-            "backward_with_gram",
-            "several weight vectors need `combine`",
-            f"{len(vectors)} vectors",
-            "Pass a function from the Gram to one factor for each.",
-        )
-    require_finite(vectors, name="weights", caller="backward_with_gram")
-    measurement = Measurement(model, distinct(batch, group_size), weights=vectors, sketch=sketch)
+        remedy = "Pass a function from the Gram to one factor for each."
+        fail(caller, "several weight vectors need `combine`", f"{len(vectors)} vectors", remedy)
+    require_finite(vectors, name="weights", caller=caller)
+    measurement = Measurement(model, distinct_rollouts(batch, group_size), weights=vectors, sketch=sketch)
     measurement.run()
     if combine is None:
-        return as_given(measurement.result_and_gradients(), batch, rollout_ids)
-    gram = as_given(measurement.result(), batch, rollout_ids)
+        return with_packed_log_probs(measurement.result_and_gradients(), batch, rollout_ids)
+    gram = with_packed_log_probs(measurement.result(), batch, rollout_ids)
     measurement.write_gradients(combine(gram))
     return gram
 
 
-def as_given(gram: Gram, batch: Batch, rollout_ids: Tensor | None) -> Gram:
-    """The record with log-probabilities at the places of packed rollouts, if they were packed."""
+def with_packed_log_probs(gram: Gram, batch: Batch, rollout_ids: Tensor | None) -> Gram:
+    """The Gram with its log-probabilities in the shape of packed rollouts, if the rollouts were packed."""
     if rollout_ids is None:
         return gram
-    return replace(gram, log_probs=repacked(gram.log_probs, batch, rollout_ids))
+    return replace(gram, log_probs=repacked_tokens(gram.log_probs, batch, rollout_ids))
+
+
+# Trained against held-out rollouts
+
+
+@dataclass(frozen=True)
+class HeldOutGram:
+    """Inner products of the scores of trained and held-out rollouts."""
+
+    cross: Float[Tensor, "train held"]
+    """`⟨ψ_i, ψ_j⟩` of trained `i` and held-out `j`, float64; `held_out_effect` takes its transpose."""
+    train: Float[Tensor, "train train"]
+    """The Gram of the trained rollouts alone, float64."""
+
+
+def cross_gram(
+    model: nn.Module, train: Sequence[Tensor | None], held_out: Sequence[Tensor | None], *, temperature: float = 1.0
+) -> HeldOutGram:
+    """The rectangular block of the Gram of trained against held-out rollouts, from one pass over both.
+
+    Args:
+        model: As for `measure_gram`.
+        train: `(input_ids, completion_mask, attention_mask)`, each `(N, T)`; the last may be None or left out.
+        held_out: The same with `(M, T')`; the shorter of the two is padded on the right.
+        temperature: Logits are divided by it.
+
+    Raises:
+        ScoregramError: As `measure_gram`, and if a part is empty or does not have two or three tensors.
+    """
+    named = {"train": train, "held_out": held_out}
+    tokens = max(padded_part(part, name)[0].shape[1] for name, part in named.items())
+    parts = [padded_part(part, name, tokens) for name, part in named.items()]
+    ids, mask, attention = (torch.cat(pair) for pair in zip(*parts, strict=True))
+    matrix = measure_gram(model, ids, mask, attention, temperature=temperature).matrix
+    count = len(parts[0][0])
+    return HeldOutGram(cross=matrix[:count, count:], train=matrix[:count, :count])
+
+
+def padded_part(part: Sequence[Tensor | None], name: str, tokens: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, completion mask and attention mask, checked, padded on the right to `tokens`."""
+    caller = "cross_gram"
+    if len(part) not in (2, 3) or part[0] is None or part[1] is None:
+        given = [None if tensor is None else tuple(tensor.shape) for tensor in part]
+        fail(caller, f"{name} must be (input_ids, completion_mask, attention_mask)", given, "The last may be None.")
+    ids, mask, attention = part[0], part[1], part[2] if len(part) == 3 else None
+    if ids.ndim != 2 or not ids.numel():
+        remedy = "Use measure_gram for one part."
+        fail(caller, f"{name} must hold at least one rollout (N, T)", tuple(ids.shape), remedy)
+    attention = torch.ones_like(ids) if attention is None else attention.long()
+    require_same_shape(mask, ids, name=f"completion_mask of {name}", like_name="input_ids", caller=caller)
+    require_same_shape(attention, ids, name=f"attention_mask of {name}", like_name="input_ids", caller=caller)
+    missing = max(tokens - ids.shape[1], 0)
+    return F.pad(ids, (0, missing)), F.pad(mask.bool(), (0, missing)), F.pad(attention, (0, missing))
+
+
+# Forward pass now, backward pass later
+
+
+class DeferredGram(Measurement):
+    """A forward pass over rollouts, and later one backward pass that gives the Gram and weighted sums of its rows.
+
+    `backward_with_gram` needs the coefficients of the log-probabilities beforehand. The loss of another library takes
+    the log-probabilities first, and its coefficients `∂L/∂log π` are known only when its own backward pass reaches
+    them. In between the model's graph is held, as in any training step. Nothing about the model changes, not even
+    `.grad`: the caller decides what to do with the sums. The arguments are those of `measure_gram`, for a model in one
+    process.
+    """
+
+    log_probs: Tensor
+    """`(N, T)` log-probability of every completion token, 0 elsewhere; no gradient."""
+    entropies: Tensor
+    """`(N, T)` entropy of the distribution that each of them was drawn from, 0 elsewhere; no gradient."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        completion_mask: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+    ) -> None:
+        if averages_gradients(model):
+            got = "one whose gradients are averaged over processes"
+            fail("DeferredGram", "the model must lie whole in one process", got, "Use measure_gram.")
+        batch = make_batch(input_ids, completion_mask, attention_mask, temperature=temperature)
+        super().__init__(model, all_rollouts(batch), weights=None)  # equal texts may get different coefficients later
+        self.is_narrow = not facts_of(self.model).needs_wide_pass
+        self._held: CapturedHead | Tensor | None
+        """What the backward pass starts from: the head's operands, or log-probabilities in autograd."""
+        with prepared_model(self.survey), torch.enable_grad():
+            before = random_state(self.device)
+            with self.intercepted():
+                logits, captured = self.forward_to_head()
+                if captured is None:
+                    self._held = self.log_probs_in_autograd(logits)
+                else:
+                    self._held = captured
+                    self.look_at_head(captured)
+            self._drew_random = self.has_drawn(before)
+
+    def intercepted(self) -> AbstractContextManager[object]:
+        """The block around everything that runs the model, also checkpointed layers in the backward pass."""
+        return self.around_owners() if self.is_narrow else self.interceptor
+
+    def look_at_head(self, captured: CapturedHead) -> None:
+        """Log-probabilities and entropies from the captured head."""
+        with torch.no_grad():
+            operands = self.head_operands(captured)
+            self.head_forward = head = head_forward(*operands, self.targets, temperature=self.batch.temperature)
+            self.log_probs = self.targets.scattered(head.log_probs, self.batch.input_ids)
+            self.entropies = self.targets.scattered(head.entropies, self.batch.input_ids)
+
+    def log_probs_in_autograd(self, logits: Tensor) -> Tensor:
+        """Log-probabilities in autograd, for a model that does more with its head's product than return it."""
+        log_probs = batch_log_probs(logits, self.batch)
+        self.log_probs, self.entropies = log_probs.detach(), batch_entropies(logits.detach(), self.batch)
+        return log_probs
+
+    def finish(self, coefficients: Tensor, weights: Tensor) -> tuple[Gram, dict[Tensor, Tensor]]:
+        """The Gram of `ψ_i = Σ_t c_it ∇ log π(y_it)`, and for every parameter `(M, …)` the sums `Σ_i w_mi ψ_i`.
+
+        Can be called once. A parameter that took no part has no sums.
+
+        Args:
+            coefficients: `(N, T)` factors `c`; read at completion tokens only.
+            weights: `(M, N)`.
+
+        Raises:
+            ScoregramError: If anything is not finite.
+        """
+        given = self.batch
+        checked = make_batch(given.input_ids, given.completion_mask, given.attention_mask, coefficients=coefficients)
+        self.batch = replace(given, coefficients=checked.coefficients)
+        self.targets = Targets.of(self.batch)
+        self.weights = weights.to(given.input_ids.device)
+        self.collector.set_weights(self.weights)
+        with prepared_model(self.survey), torch.enable_grad():
+            before = random_state(self.device)
+            with self.intercepted():
+                self.backward_from_held()
+            if self.is_narrow and (self._drew_random or self.has_drawn(before) or self.parameters_with_grad()):
+                self.begin_again()
+                facts_of(self.model).needs_wide_pass = True
+                self.wide_pass()
+            self.finish_collection()
+        self.report_dropout()
+        gram = self.result()
+        sums = {parameter: self.collector.take_sums(parameter) for parameter in self.parameters.values()}
+        return gram, {parameter: taken for parameter, taken in sums.items() if taken is not None}
+
+    def backward_from_held(self) -> None:
+        """The backward pass from where the forward pass ended."""
+        held, self._held = self._held, None
+        assert held is not None, "a graph can be traversed once"
+        if isinstance(held, Tensor):
+            self.backward_through_log_probs(held)
+        else:
+            self.backward_through_head(held)

@@ -12,67 +12,68 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from scoregram.gram import kernels
-from scoregram.gram.outer import Factors
+from scoregram import machine
+from scoregram.gram.batch import Batch
+from scoregram.gram.contract import KERNELS, Factors, is_half_on_gpu
 
 STORE_BYTES = 4 << 30
 """Largest block of logit gradients that is kept for the head's Gram."""
-CHUNK_ELEMENTS = 1 << 24
-CHUNK_ELEMENTS_CUDA = 1 << 28
-"""Logits alive at a time while the log-probabilities are taken."""
+LOGIT_CHUNK_ELEMENTS = 1 << 24
+LOGIT_CHUNK_ELEMENTS_CUDA = 1 << 28
+"""Logits held at a time while the log-probabilities are taken."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The tokens whose log-probabilities count, one padded block per rollout."""
+    """The completion tokens, one padded block `C` per rollout, with their positions and coefficients."""
 
-    position: Tensor
-    """`(N, C)` position whose hidden state predicts the token."""
-    token: Tensor
-    """`(N, C)` the token."""
-    coefficient: Tensor
-    """`(N, C)` float32 factor of its log-probability; 0 where the block is padding."""
-    real: Tensor
-    """`(N, C)` bool, False where the block is padding."""
+    position: Tensor  # (N, C) position whose hidden state predicts the token
+    token: Tensor  # (N, C)
+    coefficient: Tensor  # (N, C) factor of its log-probability; 0 where the block is padding
+    real: Tensor  # (N, C) bool, False where the block is padding
     real_at: tuple[Tensor, Tensor, Tensor]
     """Rollout, place in the block and position in the sequence of every real target."""
 
+    @staticmethod
+    def of(batch: Batch) -> "Targets":
+        """The targets of a batch; `C` is the longest completion, at least 1."""
+        counts = batch.completion_mask.sum(1)
+        longest = max(int(counts.max()), 1)
+        # A stable sort of the mask puts the completion tokens first and keeps their order.
+        token_at = torch.argsort((~batch.completion_mask).to(torch.uint8), dim=1, stable=True)[:, :longest]
+        real = torch.arange(longest, device=batch.input_ids.device) < counts[:, None]
+        position = (token_at - 1).clamp(min=0)
+        rollout, place = real.nonzero(as_tuple=True)
+        return Targets(
+            position=position,
+            token=batch.input_ids.gather(1, token_at),
+            coefficient=torch.where(real, batch.coefficients.gather(1, token_at), 0.0),
+            real=real,
+            real_at=(rollout, place, position[rollout, place]),
+        )
 
-def targets_of(input_ids: Tensor, completion_mask: Tensor, coefficients: Tensor | None) -> Targets:
-    """Completion tokens `(N, C)` with their positions and coefficients; `C` is the longest completion, at least 1."""
-    counts = completion_mask.sum(1)
-    longest = max(int(counts.max()), 1)
-    # completion tokens first, in order
-    token_at = torch.argsort((~completion_mask).to(torch.uint8), dim=1, stable=True)[:, :longest]
-    real = torch.arange(longest, device=input_ids.device) < counts[:, None]
-    ones = torch.ones_like(completion_mask, dtype=torch.float64) if coefficients is None else coefficients
-    position = (token_at - 1).clamp(min=0)
-    rollout, place = real.nonzero(as_tuple=True)
-    return Targets(
-        position=position,
-        token=input_ids.gather(1, token_at),
-        coefficient=torch.where(real, ones.gather(1, token_at), 0.0),
-        real=real,
-        real_at=(rollout, place, position[rollout, place]),
-    )
+    def scattered(self, values: Tensor, like: Tensor) -> Tensor:
+        """Values `(N, C)` of the targets at the places of their tokens: `(N, T)`, the shape of `like`, 0 elsewhere."""
+        rollout, place, position = self.real_at
+        whole = torch.zeros(like.shape, dtype=values.dtype, device=values.device)
+        whole[rollout, position + 1] = values[rollout, place]
+        return whole
 
 
 @dataclass(frozen=True)
 class HeadUse:
-    """The head's weight `(V, h)` as a use: `G_i = Σ_t dl_it ⊗ h_it`, its logit gradients kept or recomputed."""
+    """The use of the head's weight `(V, h)`: `G_i = Σ_t dl_it ⊗ h_it`, its logit gradients kept or recomputed."""
 
-    hidden: Tensor
-    """`(N, C, h)`"""
-    weight: Tensor
-    bias: Tensor | None
+    hidden: Tensor  # (N, C, h)
+    weight: Tensor  # (V, h)
+    bias: Tensor | None  # (V,)
     targets: Targets
-    log_normaliser: Tensor
-    """`(N, C)`"""
+    log_normaliser: Tensor  # (N, C)
     temperature: float
     kept: Tensor | None
-    """`(N, C, V)` logit gradients, or None: recompute."""
+    """`(N, C, V)` logit gradients; None: they are recomputed."""
     without: Tensor | None = None
-    """Rows dealt with elsewhere: they count as zero here."""
+    """Rows of the vocabulary that another use covers; they are zero here."""
 
     @property
     def rows(self) -> None:  # noqa: D102
@@ -89,9 +90,9 @@ class HeadUse:
         bias = None if self.bias is None else self.bias[rows]
         logits = F.linear(self.hidden, self.weight[rows], bias)
         factors = (self.targets.coefficient / self.temperature).to(self.log_normaliser.dtype)
-        if kernels.is_half_on_gpu(logits) and isinstance(rows, slice):
+        if is_half_on_gpu(logits) and isinstance(rows, slice):
             known = (self.targets.token.flatten(), factors.flatten(), self.log_normaliser.flatten())
-            kernels.logit_gradient_(logits.flatten(0, 1), rows.start, *known, self.temperature)
+            launch_logit_gradient_(logits.flatten(0, 1), rows.start, *known, self.temperature)
             return logits
         gradients = logits.to(self.log_normaliser.dtype) / self.temperature - self.log_normaliser.unsqueeze(2)
         gradients.exp_().neg_()
@@ -114,7 +115,7 @@ class HeadUse:
 
     def bias_rows(self) -> Tensor:
         """Per-rollout gradients of the bias, `(N, V)`."""
-        step = max(1, CHUNK_ELEMENTS // max(1, self.hidden.shape[0] * self.hidden.shape[1]))
+        step = max(1, LOGIT_CHUNK_ELEMENTS // max(1, self.hidden.shape[0] * self.hidden.shape[1]))
         parts = [
             self.logit_gradients(slice(start, start + step)).sum(1, dtype=self.log_normaliser.dtype)
             for start in range(0, len(self.weight), step)
@@ -123,48 +124,34 @@ class HeadUse:
 
 
 @dataclass(frozen=True)
-class HeadPass:
-    """What one pass over the head gives."""
-
-    log_probs: Tensor
-    """`(N, C)` log-probability of each completion token, 0 where the block is padding."""
-    grad_hidden: Tensor
-    """`(N, C, h)` gradient of `Σ c log π` with respect to the hidden states."""
-    use: HeadUse
-
-
-@dataclass(frozen=True)
-class HeadLook:
-    """What the head says before anybody knows what becomes of it: no coefficients yet, and no gradients."""
+class HeadForward:
+    """The head's forward pass alone, for a caller who does not know the coefficients yet."""
 
     log_probs: Tensor
     """`(N, C)` log-probability of each completion token, 0 where the block is padding."""
     entropies: Tensor
     """`(N, C)` entropy of the distribution that the token was drawn from, 0 where the block is padding."""
-    normaliser: Tensor
-    """`(N·C,)`"""
+    normaliser: Tensor  # (N·C,)
     kept: Tensor | None
-    """`(N·C, V)` for `fused_head`, which writes over it: probabilities, in lower precision than float32 logits."""
+    """`(N·C, V)` that `fused_head` overwrites: probabilities, or logits in lower precision than float32.
+
+    A probability near 1 has no digits left in half precision, a logit has.
+    """
 
 
-def first_look(
+def head_forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, *, temperature: float
-) -> HeadLook:
-    """Log-probabilities and entropies, and what the backward pass will need again, if it is not too large.
+) -> HeadForward:
+    """Log-probabilities and entropies, and what the backward pass can reuse, unless it exceeds `STORE_BYTES`.
 
-    Args:
-        hidden: `(N, C, h)` hidden states that predict the completion tokens, detached.
-        weight: `(V, h)`.
-        bias: `(V,)` or None.
-        targets: What is predicted; coefficients are not read.
-        temperature: Logits are divided by it.
+    The arguments are those of `fused_head`; coefficients are not read.
     """
     rows, tokens = hidden.reshape(-1, hidden.shape[-1]), targets.token.reshape(-1)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     fits = rows.shape[0] * len(weight) * hidden.element_size() <= STORE_BYTES
     kept = hidden.new_empty(rows.shape[0], len(weight)) if fits else None
     chosen, entropies, normaliser = (torch.empty(len(rows), dtype=wide, device=rows.device) for _ in range(3))
-    step = chunk_rows(rows, weight)
+    step = tokens_at_a_time(rows, weight)
     for start in range(0, len(rows), step):
         here = slice(start, start + step)
         logits = rows[here] @ weight.mT
@@ -177,11 +164,12 @@ def first_look(
         if temperature != 1.0:
             work /= temperature
         probabilities = torch.softmax(work, 1, out=kept[here] if kept is not None and is_wide else None)
-        normaliser[here] = work.amax(1) - probabilities.amax(1).log()  # one pass over exponentials, not two
+        # log-normaliser from the largest probability: the exponentials are computed once, not again by logsumexp
+        normaliser[here] = work.amax(1) - probabilities.amax(1).log()
         chosen[here] = work.gather(1, tokens[here].unsqueeze(1)).squeeze(1) - normaliser[here]
         entropies[here] = normaliser[here] - torch.linalg.vecdot(probabilities, work)
     shape = targets.token.shape
-    return HeadLook(
+    return HeadForward(
         log_probs=torch.where(targets.real, chosen.view(shape), 0.0),
         entropies=torch.where(targets.real, entropies.view(shape), 0.0),
         normaliser=normaliser,
@@ -189,9 +177,20 @@ def first_look(
     )
 
 
-def chunk_rows(rows: Tensor, weight: Tensor) -> int:
-    """Tokens whose logits are alive at a time."""
-    return max(1, (CHUNK_ELEMENTS_CUDA if rows.is_cuda else CHUNK_ELEMENTS) // len(weight))
+def tokens_at_a_time(rows: Tensor, weight: Tensor) -> int:
+    """Tokens whose logits are held at a time."""
+    return max(1, (LOGIT_CHUNK_ELEMENTS_CUDA if rows.is_cuda else LOGIT_CHUNK_ELEMENTS) // len(weight))
+
+
+@dataclass(frozen=True)
+class HeadPass:
+    """Forward and backward pass of the head."""
+
+    log_probs: Tensor
+    """`(N, C)` log-probability of each completion token, 0 where the block is padding."""
+    grad_hidden: Tensor
+    """`(N, C, h)` gradient of `Σ c log π` with respect to the hidden states."""
+    use: HeadUse
 
 
 def fused_head(
@@ -202,7 +201,7 @@ def fused_head(
     *,
     temperature: float,
     keep: bool,
-    look: HeadLook | None = None,
+    forward: HeadForward | None = None,
 ) -> HeadPass:
     """Log-probabilities and the gradient of `Σ c log π`, in one pass over token chunks.
 
@@ -210,21 +209,21 @@ def fused_head(
         hidden: `(N, C, h)` hidden states that predict the completion tokens, detached.
         weight: `(V, h)`.
         bias: `(V,)` or None.
-        targets: What is predicted, with coefficients.
+        targets: The completion tokens, with coefficients.
         temperature: Logits are divided by it.
         keep: Whether the head's weight or bias is trained, so that logit gradients are worth keeping.
-        look: What `first_look` saw at the same arguments, so that it need not be made again; used up.
+        forward: `head_forward` of the same arguments, to reuse; its `kept` is overwritten.
     """
     rollouts, longest, width = hidden.shape
     wide = torch.promote_types(hidden.dtype, torch.float32)
     rows, tokens = hidden.reshape(-1, width), targets.token.reshape(-1)
     factors = (targets.coefficient / temperature).to(wide).reshape(-1)
     fits = keep and rows.shape[0] * len(weight) * hidden.element_size() <= STORE_BYTES
-    known = None if look is None else look.kept
+    known = None if forward is None else forward.kept
     kept = known if known is not None else hidden.new_empty(rows.shape[0], len(weight)) if fits else None
     log_probs, normaliser = (torch.empty(len(rows), dtype=wide, device=rows.device) for _ in range(2))
     grad = torch.empty_like(rows)
-    step = chunk_rows(rows, weight)
+    step = tokens_at_a_time(rows, weight)
     for start in range(0, len(rows), step):
         here = slice(start, start + step)
         if known is not None and known.dtype == wide:
@@ -241,8 +240,8 @@ def fused_head(
             kept[here] = gradient
         grad[here] = gradient @ weight
     shape = (rollouts, longest)
-    if look is not None:
-        log_probs, normaliser = look.log_probs.flatten(), look.normaliser
+    if forward is not None:
+        log_probs, normaliser = forward.log_probs.flatten(), forward.normaliser
     use = HeadUse(
         hidden=hidden,
         weight=weight,
@@ -257,7 +256,7 @@ def fused_head(
 
 
 def gradient_of_probabilities_(probabilities: Tensor, tokens: Tensor, factors: Tensor) -> Tensor:
-    """`f (onehot - p)` `(n, V)`, written over the probabilities."""
+    """`f (onehot - p)` `(n, V)`, in place."""
     gradient = probabilities.neg_()
     gradient.scatter_add_(1, tokens.unsqueeze(1), torch.ones_like(gradient[:, :1]))
     return gradient.mul_(factors.unsqueeze(1))
@@ -266,13 +265,13 @@ def gradient_of_probabilities_(probabilities: Tensor, tokens: Tensor, factors: T
 def softmax_gradient(
     logits: Tensor, tokens: Tensor, factors: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`f (onehot - softmax(logits / τ))` `(n, V)` in the dtype of the logits, written over them.
+    """`f (onehot - softmax(logits / τ))` `(n, V)` in the dtype of the logits, which are overwritten.
 
     Returns:
         The gradient, the log-probability of each token and the log-normaliser.
     """
-    if kernels.is_half_on_gpu(logits):
-        return logits, *kernels.softmax_gradient_(logits, tokens, factors, temperature)
+    if is_half_on_gpu(logits):
+        return logits, *launch_softmax_gradient_(logits, tokens, factors, temperature)
     work = logits.to(factors.dtype)  # no copy in float32 and wider
     if temperature != 1.0:
         work /= temperature
@@ -284,3 +283,31 @@ def softmax_gradient(
     work.scatter_add_(1, chosen, torch.ones_like(work[:, :1]))
     work *= factors.unsqueeze(1)
     return work.to(logits.dtype), log_probs, normaliser
+
+
+def launch_softmax_gradient_(
+    logits: Tensor, tokens: Tensor, factors: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Turn logits `(n, V)` into `f (onehot - softmax(logits / τ))` in place, by a kernel.
+
+    Returns:
+        Log-probability of each token and the log-normaliser, both `(n,)` float32.
+    """
+    log_probs, normaliser = (torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(2))
+    machine.kernel(KERNELS, "softmax_gradient_kernel")[(len(logits),)](
+        logits, tokens, factors, log_probs, normaliser, logits.shape[1], 1.0 / temperature, BLOCK=8192, num_warps=16
+    )
+    return log_probs, normaliser
+
+
+def launch_logit_gradient_(
+    logits: Tensor, first: int, tokens: Tensor, factors: Tensor, normaliser: Tensor, temperature: float
+) -> None:
+    """Turn logits `(n, columns)`, contiguous, into `f (onehot - softmax(logits / τ))` in place, by a kernel.
+
+    The columns are the vocabulary rows `first …`; `normaliser` `(n,)` belongs to `logits / τ` of the whole vocabulary.
+    """
+    width = logits.shape[1]
+    machine.kernel(KERNELS, "logit_gradient_kernel")[(len(logits), -(-width // 4096))](
+        logits, tokens, factors, normaliser, width, first, 1.0 / temperature, BLOCK=4096, num_warps=8
+    )

@@ -1,67 +1,89 @@
-"""Small parameters: one leaf per rollout.
+"""Stage 3b, small parameters: one leaf per rollout, so that autograd itself returns the per-rollout gradients.
 
-A norm's weight, a bias, a scale or a convolution kernel meets the activations in some operation. Run that operation
-through `torch.vmap` with one copy of the parameter per rollout, and autograd itself returns the per-rollout gradients,
-summed over every use. What meets the activations may also be derived from parameters (`1 + w`, `-exp(a)`): then the
-derived tensor gets the leaf, and its rows are pulled back to the parameters at the end.
+A norm's weight, a bias, a scale or a convolution kernel meets the activations in some operation. With one copy of the
+parameter per rollout in its place, by broadcasting or under `torch.vmap`, the gradient of the copies is the matrix of
+per-rollout gradients, summed over every use. A tensor that is derived from parameters (`1 + w`, `-exp(a)`) gets a leaf
+in the same way; at the end its rows are pulled back to the parameters.
+
+Most modules that own a small parameter are norms: they scale their input and do nothing else with it. Intercepting
+every operation of a norm costs more host time than the norm itself. So a module without children is watched once. If
+it only cast, shifted or scaled its parameters by numbers and then broadcast them against its input, it runs from then
+on without interception, with the copies in place of its parameters (`forward_with_copies`). A layer norm takes its
+weight inside a fused operation instead; the classes known to do that are listed in `LAYER_NORMS`.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from scoregram.gram.layout import Layout
+from scoregram.gram.batch import RolloutLayout
+from scoregram.gram.model import facts_of
 
+KEPT_ELEMENTS = 1 << 17
+"""Largest `N · numel` of a weight in a matrix product that gets a leaf; the factors of larger ones are streamed."""
+KEPT_ELEMENTS_CUDA = 3 << 19
+"""The same on a GPU, where a leaf saves host time."""
+MOST_LEAF_ELEMENTS = 1 << 26
+"""Largest `N · numel` of any parameter that gets a leaf."""
 BROADCASTS = {
     *(torch.mul, torch.add, torch.sub, torch.div),
     *(Tensor.mul, Tensor.add, Tensor.sub, Tensor.div, Tensor.__mul__, Tensor.__rmul__, Tensor.__add__),
     *(Tensor.__radd__, Tensor.__sub__, Tensor.__rsub__, Tensor.__truediv__),
 }
-KEPT_ELEMENTS = 1 << 17
-"""Largest `N · numel` of a weight in a matrix product that takes this route rather than being streamed."""
-KEPT_ELEMENTS_CUDA = 3 << 19
-"""The same on a GPU, where the route spares host time."""
-MOST_ELEMENTS = 1 << 26
-"""Largest `N · numel` for which a parameter gets one leaf per rollout."""
+CASTS = {Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.type, Tensor.type_as}
+COPY_SAFE_READS = {
+    getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "is_cuda", "is_leaf", "layout")
+}
+"""Attributes that are the same for a parameter and for its copies; its shape is not."""
+LAYER_NORMS = MappingProxyType(
+    {
+        "torch.nn.modules.normalization.LayerNorm": 0.0,
+        "transformers.models.nemotron.modeling_nemotron.NemotronLayerNorm1P": 1.0,
+    }
+)
+"""Layer norms by class, and the number that each adds to its weight."""
+
+# Leaves
 
 
 @dataclass
 class Leaves:
-    """One leaf `(N, *shape)` for every tensor on the parameters' side that met the activations."""
+    """One leaf `(N, *shape)` for every parameter-side tensor that met the activations."""
 
-    layout: Layout
-    made: dict[tuple[int, bool], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    layout: RolloutLayout
+    leaf_of: dict[tuple[int, bool], tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Pairs (tensor, its leaf), by the tensor's id and whether the leaf is transposed.
 
-    Held here, a tensor cannot leave its id to another.
+    The tensor is held here, so that no other tensor can take over its id.
     """
 
     def accepts(self, tensor: Tensor) -> bool:
         """Whether a tensor is small enough to be held once per rollout."""
-        return tensor.numel() * self.layout.rollouts <= MOST_ELEMENTS
+        return tensor.numel() * self.layout.rollouts <= MOST_LEAF_ELEMENTS
 
-    def keeps(self, weight: Tensor) -> bool:
-        """Whether the per-rollout gradients of a weight are small enough to be kept to the end."""
+    def prefers(self, weight: Tensor) -> bool:
+        """Whether a weight in a matrix product is so small that a leaf is better than streamed factors."""
         return weight.numel() * self.layout.rollouts <= (KEPT_ELEMENTS_CUDA if weight.is_cuda else KEPT_ELEMENTS)
 
     def of(self, tensor: Tensor, *, transposed: bool = False) -> Tensor:
-        """The leaf of `tensor`, made when first asked for: its copies share their values, not their gradients."""
+        """The leaf of `tensor`, created at the first call: its copies share their values, not their gradients."""
         key = (id(tensor), transposed)
-        if key not in self.made:
+        if key not in self.leaf_of:
             value = tensor.detach()
             value = value.mT if transposed else value
-            self.made[key] = (tensor, value.expand(self.layout.rollouts, *value.shape).requires_grad_())
-        return self.made[key][1]
+            self.leaf_of[key] = (tensor, value.expand(self.layout.rollouts, *value.shape).requires_grad_())
+        return self.leaf_of[key][1]
 
     def rows(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Pairs (parameter, its per-rollout gradient `(N, *shape)`) after the backward pass."""
         derived = []
-        for (_, transposed), (tensor, leaf) in self.made.items():
+        for (_, transposed), (tensor, leaf) in self.leaf_of.items():
             if leaf.grad is None:
                 continue
             rows = leaf.grad.mT if transposed else leaf.grad
@@ -69,11 +91,11 @@ class Leaves:
                 yield tensor, rows
             else:
                 derived.append((tensor, rows))
-        yield from pulled_back(derived)
+        yield from pulled_back_rows(derived)
 
 
-def pulled_back(derived: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Per-rollout gradients of the parameters behind derived tensors, from those of the tensors themselves."""
+def pulled_back_rows(derived: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Per-rollout gradients of the parameters behind derived tensors, from those of the derived tensors."""
     if not derived:
         return
     tensors = [tensor for tensor, _ in derived]
@@ -83,7 +105,7 @@ def pulled_back(derived: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, 
         pulled = torch.autograd.grad(
             tensors, parameters, rows, allow_unused=True, is_grads_batched=True, retain_graph=True
         )
-    except RuntimeError:  # some operation cannot be batched: one rollout after another
+    except RuntimeError:  # some operation has no batching rule: one rollout after another
         each = [
             torch.autograd.grad(tensors, parameters, list(row), allow_unused=True, retain_graph=True)
             for row in zip(*(r.unbind() for r in rows), strict=True)
@@ -94,7 +116,7 @@ def pulled_back(derived: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, 
 
 def parameters_behind(tensor: Tensor) -> list[Tensor]:
     """The leaves of the autograd graph of `tensor`."""
-    found: dict[int, Tensor] = {}
+    leaves: dict[int, Tensor] = {}
     seen: set[object] = set()
     stack = [tensor.grad_fn]
     while stack:
@@ -104,136 +126,193 @@ def parameters_behind(tensor: Tensor) -> list[Tensor]:
         seen.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None:
-            found[id(variable)] = variable
+            leaves[id(variable)] = variable
         stack.extend(parent for parent, _ in node.next_functions)
-    return list(found.values())
+    return list(leaves.values())
 
 
-def per_rollout(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    layout: Layout,
-    leaf_of: Callable[[Tensor], Tensor | None],
-    carries: Callable[[Tensor], bool],
-) -> Any:
-    """An operation with every parameter-side tensor among its arguments replaced by its own copy for each rollout.
+# One operation with a copy of its parameters per rollout
 
-    Args:
-        func: The operation.
-        args: Its arguments.
-        kwargs: Its named arguments.
-        layout: Where the rollouts are in the activations.
-        leaf_of: The leaf `(N, …)` of a parameter-side tensor, None for any other tensor.
-        carries: Whether a tensor carries activations.
 
-    Returns:
-        The result as the plain call would have given it, or None if the operation cannot be split by rollout: no
-        batch axis can be told, or vmap knows no rule for it.
+@dataclass(frozen=True)
+class TensorKinds:
+    """What the interceptor knows about the tensors among an operation's arguments."""
+
+    layout: RolloutLayout
+    leaf_of: Callable[[Tensor], Tensor | None]
+    """The leaf `(N, …)` of a parameter-side tensor, None for any other tensor."""
+    is_activation: Callable[[Tensor], bool]
+
+
+def run_per_rollout(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kinds: TensorKinds) -> Any:
+    """The result of an operation in which every parameter-side tensor is replaced by one copy per rollout.
+
+    It equals that of the plain call, or is None if the operation cannot be split by rollout: an activation has no
+    rollout axis, or vmap has no rule for the operation.
     """
     if func is F.layer_norm:
-        result = affine_after(F.layer_norm, args, kwargs, leaf_of, layout)
+        given = dict(zip(("input", "normalized_shape", "weight", "bias", "eps"), args, strict=False)) | kwargs
+        x, shape, weight, bias = given["input"], given["normalized_shape"], given.get("weight"), given.get("bias")
+        result = layer_norm_per_rollout(x, shape, weight, bias, given.get("eps", 1e-5), kinds)
         if result is not None:
             return result
     if func in BROADCASTS and len(args) == 2 and not kwargs:
-        aligned = [aligned_leaf(leaf_of(a), b, layout) if isinstance(a, Tensor) else a for a, b in (args, args[::-1])]
+        aligned = [
+            aligned_leaf(kinds.leaf_of(a), b, kinds.layout) if isinstance(a, Tensor) else a
+            for a, b in (args, args[::-1])
+        ]
         sides = [a if leaf is None else leaf for a, leaf in zip(args, aligned, strict=True)]
         if sum(leaf is not None for leaf in aligned) == 1:
             return func(*sides)
-    return vmapped(func, args, kwargs, layout=layout, leaf_of=leaf_of, carries=carries)
+    return run_under_vmap(func, args, kwargs, kinds)
 
 
-def aligned_leaf(leaf: Tensor | None, other: Any, layout: Layout) -> Tensor | None:
-    """A leaf `(N, *shape)` shaped to broadcast against activations `(N, …, *shape)`; None if it is not that simple."""
+def aligned_leaf(leaf: Tensor | None, other: Any, layout: RolloutLayout) -> Tensor | None:
+    """A leaf `(N, *shape)` shaped to broadcast against activations `(N, …, *shape)`; None if it does not fit them."""
     if leaf is None or not isinstance(other, Tensor) or other.ndim < leaf.ndim or other.shape[0] != layout.rollouts:
         return None
     return leaf.view(leaf.shape[0], *[1] * (other.ndim - leaf.ndim), *leaf.shape[1:])
 
 
-def affine_after(
-    func: Callable[..., Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    leaf_of: Callable[[Tensor], Tensor | None],
-    layout: Layout,
+def layer_norm_per_rollout(
+    x: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    kinds: TensorKinds,
+    shift: float = 0.0,
 ) -> Tensor | None:
-    """A norm without weight and bias, which are applied after it, one copy of them per rollout."""
-    named = dict(zip(("input", "normalized_shape", "weight", "bias", "eps"), args, strict=False)) | kwargs
-    x, weight, bias = named["input"], named.pop("weight", None), named.pop("bias", None)
-    copies = [
-        None if side is None or (leaf := leaf_of(side)) is None else aligned_leaf(leaf, x, layout)
-        for side in (weight, bias)
-    ]
-    trained = [side is not None and leaf_of(side) is not None for side in (weight, bias)]
-    if any(wanted and copy is None for wanted, copy in zip(trained, copies, strict=True)):
-        return None
-    scale, shift = (side if copy is None else copy for side, copy in zip((weight, bias), copies, strict=True))
-    normed = func(**named)
+    """A layer norm without weight and bias, then `weight + shift` and bias by broadcasting, one copy per rollout."""
+    sides: list[Tensor | None] = []
+    for side in (weight, bias):
+        leaf = None if side is None else kinds.leaf_of(side)
+        sides.append(side if leaf is None else aligned_leaf(leaf, x, kinds.layout))
+        if leaf is not None and sides[-1] is None:
+            return None
+    scale, offset = sides
+    normed = F.layer_norm(x, normalized_shape, None, None, eps)
     if scale is None:
-        return normed if shift is None else normed + shift
-    return normed * scale if shift is None else torch.addcmul(shift, normed, scale)
-
-
-def vmapped(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    layout: Layout,
-    leaf_of: Callable[[Tensor], Tensor | None],
-    carries: Callable[[Tensor], bool],
-) -> Any:
-    """Any operation, by vmap over rollouts; None if it cannot be split."""
-    slots: list[Tensor] = []
-    flat: set[bool] = set()
-
-    def split(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        leaf = leaf_of(value)
-        if leaf is None and not carries(value):
-            return value
-        slots.append(by_rollout(value, layout) if leaf is None else leaf)
-        if leaf is None:
-            flat.add(value.shape[0] != layout.rollouts)
-        return Slot(len(slots) - 1)
-
-    try:
-        split_args, split_kwargs = tree_map(split, (args, kwargs))
-    except CannotSplitError:
-        return None
-    if len(flat) != 1:
-        return None
-
-    def one(*tensors: Tensor) -> Any:
-        call_args, call_kwargs = tree_map(
-            lambda value: tensors[value.index] if isinstance(value, Slot) else value, (split_args, split_kwargs)
-        )
-        return func(*call_args, **call_kwargs)
-
-    try:
-        result = torch.vmap(one)(*slots)
-    except (RuntimeError, ValueError, NotImplementedError):
-        return None
-    return tree_map(lambda value: value.flatten(0, 1) if isinstance(value, Tensor) else value, result)
+        return normed if offset is None else normed + offset
+    scale = scale + shift if shift else scale
+    return normed * scale if offset is None else torch.addcmul(offset, normed, scale)
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Place of a batched tensor among the arguments."""
+class _BatchedArgument:
+    """Stands in an operation's arguments for one of the tensors that vmap runs over."""
 
     index: int
 
 
-class CannotSplitError(Exception):
-    """No batch axis can be told."""
+class _NoRolloutAxisError(Exception):
+    """The first axis of an activation is not that of the rollouts or of their tokens."""
 
 
-def by_rollout(value: Tensor, layout: Layout) -> Tensor:
+def run_under_vmap(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kinds: TensorKinds) -> Any:
+    """The result of any operation, by vmap over rollouts; None if it cannot be split."""
+    batched: list[Tensor] = []
+    is_flat: set[bool] = set()
+
+    def replaced(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        leaf = kinds.leaf_of(value)
+        if leaf is None and not kinds.is_activation(value):
+            return value
+        batched.append(with_rollout_axis(value, kinds.layout) if leaf is None else leaf)
+        if leaf is None:
+            is_flat.add(value.shape[0] != kinds.layout.rollouts)
+        return _BatchedArgument(len(batched) - 1)
+
+    try:
+        split_args, split_kwargs = tree_map(replaced, (args, kwargs))
+    except _NoRolloutAxisError:
+        return None
+    if len(is_flat) != 1:  # activations of both kinds, `N` and `N · T` rows: the result's first axis is unknown
+        return None
+
+    def run_one_rollout(*tensors: Tensor) -> Any:
+        call_args, call_kwargs = tree_map(
+            lambda value: tensors[value.index] if isinstance(value, _BatchedArgument) else value,
+            (split_args, split_kwargs),
+        )
+        return func(*call_args, **call_kwargs)
+
+    try:
+        result = torch.vmap(run_one_rollout)(*batched)
+    except (RuntimeError, ValueError, NotImplementedError):  # vmap has no rule for the operation
+        return None
+    return tree_map(lambda value: value.flatten(0, 1) if isinstance(value, Tensor) else value, result)
+
+
+def with_rollout_axis(value: Tensor, layout: RolloutLayout) -> Tensor:
     """Activations with the rollout as a new first axis: `(N, 1, …)` from `(N, …)`, `(N, T, …)` from `(N·T, …)`."""
     if value.ndim and value.shape[0] == layout.rollouts:
         return value.unsqueeze(1)
     if value.ndim and value.shape[0] == layout.rollouts * layout.tokens:
         return value.unflatten(0, (layout.rollouts, layout.tokens))
-    raise CannotSplitError
+    raise _NoRolloutAxisError
+
+
+# Norms without interception
+
+
+@dataclass
+class ParameterWatch:
+    """How a module used its parameters while it ran under interception."""
+
+    only_broadcasts: bool = True
+    axes: set[int] = field(default_factory=set)
+    """Numbers of axes of the activations that the parameters were broadcast against."""
+
+    def see_operation(self, func: Callable[..., Any], tensors: list[Tensor], result: Any, *, meets: bool) -> None:
+        """Note an operation on a parameter, one that `meets` activations or one on parameters alone."""
+        kept_shape = isinstance(result, Tensor) and result.shape == max(tensors, key=Tensor.dim).shape
+        if not kept_shape or func not in (BROADCASTS if meets else BROADCASTS | CASTS):
+            self.only_broadcasts = False
+        elif meets:
+            self.axes.add(result.ndim)
+
+    def see_read(self, func: Callable[..., Any]) -> None:
+        """Note that the module read an attribute of a parameter."""
+        self.only_broadcasts &= func in COPY_SAFE_READS
+
+    def remember(self, module: nn.Module, x: Tensor) -> None:
+        """Remember a childless module that only broadcast its parameters against tensors of the rank of its input."""
+        if self.only_broadcasts and self.axes == {x.ndim} and not module._modules:
+            facts_of(module).broadcast_axes = x.ndim
+
+
+def forward_with_copies(module: nn.Module, forward: Callable[..., Any], x: Tensor, leaves: Leaves) -> Any:
+    """The forward pass of a broadcasting module, with one copy of each trained parameter per rollout.
+
+    None if the input differs from the one that the module was watched with.
+    """
+    if x.ndim != facts_of(module).broadcast_axes or x.shape[0] != leaves.layout.rollouts:
+        return None
+    trained = {name: p for name, p in module._parameters.items() if p is not None and p.requires_grad}
+    copies = {name: aligned_leaf(leaves.of(parameter), x, leaves.layout) for name, parameter in trained.items()}
+    if any(copy is None for copy in copies.values()):
+        return None
+    state = module.__dict__
+    state.update(copies)  # Python finds these before the registered parameters of the same names
+    try:
+        return forward(x)
+    finally:
+        for name in copies:
+            del state[name]
+
+
+def layer_norm_with_copies(module: Any, shift: float, x: Tensor, leaves: Leaves) -> Tensor | None:
+    """The forward pass of a layer norm with copies of its parameters; None in the cases left to interception."""
+    weight = module.weight
+    if weight is None or not weight.requires_grad or torch.is_autocast_enabled(x.device.type):
+        return None
+    kinds = TensorKinds(leaves.layout, lambda t: leaves.of(t) if t.requires_grad else None, lambda t: t is x)
+    return layer_norm_per_rollout(x, module.normalized_shape, weight, module.bias, module.eps, kinds, shift)
+
+
+def class_path(module: nn.Module) -> str:
+    """Module and name of a module's class."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"

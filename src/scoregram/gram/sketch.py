@@ -1,42 +1,18 @@
 """A short seeded sketch of every score, for comparing directions between steps and runs.
 
-The Gram of one call says nothing about the scores of another. A sketch does: `s_i = S ψ_i` with one random linear map
-`S` of `m` rows, so that `⟨s_i, s_j⟩` estimates `⟨ψ_i, ψ_j⟩` whenever both were made with the same seed. The map is
-linear: the sketch of an update `Σ_i w_i ψ_i` is `Σ_i w_i s_i`.
+The Gram of one call cannot compare its scores with those of another call. Sketches can: `s_i = S ψ_i` with one random
+linear map `S` of `m` rows, so `⟨s_i, s_j⟩` estimates `⟨ψ_i, ψ_j⟩` whenever both have the same seed. The map is linear:
+the sketch of an update `Σ_i w_i ψ_i` is `Σ_i w_i s_i`.
 
-**The map.** A parameter is a matrix `(p, q)`: its last axis by all others (a vector is one row). Element `(i, j)` goes
-with sign `σ(i) τ(j)` to coordinate `h(i) + k(j) mod m`; signs and places are independent and uniform, drawn for each
-index `i` and `j` from SHAKE-128 of seed, name and axis. So the map depends on seed, `m`, name and shape alone: not on
-the batch, the device, the route a parameter took through the engine, nor the version of torch. For a gradient
+A parameter is a matrix `(p, q)`: its last axis by all others (a vector is one row). Element `(i, j)` is added with sign
+`σ(i) τ(j)` to coordinate `h(i) + k(j) mod m`; signs and places are independent and uniform, drawn for each index `i`
+and `j` from SHAKE-128 of seed, name and axis. So the map depends on seed, `m`, name and shape alone: not on the batch,
+the device, the route a parameter took through the engine, nor the version of torch. For a gradient
 `G = Σ_t a_t ⊗ b_t` it needs the factors only: the sketch of an outer product is the circular convolution of the two
-sketched factors, a product after a Fourier transform (Pagh 2013; Pham and Pagh 2013). A two-sided projection `A G Bᵀ`
-with as many coordinates has a bound of `(2α + 2β + 4)/m`, `αβ = m`, in the place of `6/m` below.
+sketched factors, a product after a Fourier transform (Pagh 2013; Pham and Pagh 2013).
 
-**No bias.** In `⟨SG, SH⟩ = Σ G_ij H_kl σ(i)σ(k)τ(j)τ(l) [h(i) + k(j) ≡ h(k) + k(l)]` the signs have mean zero unless
-`i = k` and `j = l`, and then the bracket is 1: the mean is `⟨G, H⟩`. Between two parameters the signs of each have mean
-zero, so adding all parameters into the same coordinates leaves the mean `Σ_p ⟨G_p, H_p⟩ = ⟨ψ, ψ'⟩`.
-
-**Variance for one parameter.** The terms with (1) `i = k`, `j ≠ l`, (2) `i ≠ k`, `j = l`, (3) `i ≠ k`, `j ≠ l` carry
-different signs, so their variances add. With `C = |G|² |H|²`:
-
-1. For `M = GᵀH`, pairs `j < l` meet with probability `1/m` and carry `M_jl + M_lj`, whose square is at most
-   `2(M_jl² + M_lj²)`: in all at most `2|M|²/m ≤ 2C/m`.
-2. The same for `GHᵀ`: `2C/m`.
-3. For `i < k`, `j < l` the signs go with `X [E] + Y [F]`, `X = G_ij H_kl + G_kl H_ij`, `Y = G_il H_kj + G_kj H_il`. The
-   events `E`, `F` have probability `1/m`, both together at most `2/m²`, so the mean square is at most
-   `(X² + Y²)(1/m + 2/m²)`; and `Σ X² + Y² ≤ 2 Σ G_ij² H_kl² ≤ 2C`.
-
-Together `v C` with `v = (6 + 4/m)/m`. A vector has term (1) alone: `2C/m`.
-
-**Variance of the sum.** A sketch has covariance `|G|²/m` times the identity, so for `p ≠ q` the mean square of
-`⟨S G_p, S H_q⟩` is `|G_p|²|H_q|²/m`, and its covariance with the term of `q` and `p` is `⟨G_p, H_p⟩⟨G_q, H_q⟩/m`, at
-most half the sum of the two mean squares; every other covariance contains a lone sign. With shares
-`x_p = |G_p|²/|ψ|²` and `y_p = |H_p|²/|ψ'|²` of the parameters in the two squared norms
-
-`Var⟨s, s'⟩ ≤ [v Σ_p x_p y_p + (2/m)(1 - Σ_p x_p y_p)] |ψ|²|ψ'|² ≤ v |ψ|²|ψ'|²`:
-
-nearly `2/m` for scores spread over many parameters, `v` at worst. (Places are uniform to `m/2³¹`, exactly so for a
-power of two.)
+The estimate is unbiased, with variance at most `(6 + 4/m)/m · |ψ|²|ψ'|²`, and nearly `2/m · |ψ|²|ψ'|²` for scores
+spread over many parameters. `docs/gram.md` has the proof.
 """
 
 import hashlib
@@ -48,8 +24,8 @@ import torch
 from torch import Tensor
 
 from scoregram.checks import fail
+from scoregram.gram.contract import Factors, Lookup, Use, rows_at_a_time
 from scoregram.gram.head import HeadUse
-from scoregram.gram.outer import Factors, Lookup, Use, rows_at_a_time
 
 BYTES = 4
 """Random bytes for each index: one bit for the sign, 31 for the place."""
@@ -57,7 +33,7 @@ BYTES = 4
 
 @dataclass(frozen=True)
 class Sketch:
-    """What a sketch is made with; two sketches can be compared if this is the same for both."""
+    """The settings of a sketch; two sketches can be compared if their settings are equal."""
 
     features: int = 1024
     """Length `m` of the sketch of one rollout."""
@@ -65,14 +41,14 @@ class Sketch:
 
     def __post_init__(self) -> None:
         if self.features < 1:
-            fail("Sketch", "features must be at least 1", self.features, "Pass the length of a sketch, 1024 say.")
+            fail("Sketch", "features must be at least 1", self.features, "Pass the length of a sketch, such as 1024.")
 
     @property
     def relative_error_bound(self) -> float:
         """Largest standard deviation of `⟨s_i, s_j⟩` in units of `|ψ_i| |ψ_j|`: `√((6 + 4/m)/m)`.
 
-        Over the draw of the seed, whatever the model and the rollouts. An error of `k` times this has at most the
-        chance `1/k²`, by Chebyshev's inequality.
+        Over the draw of the seed, for every model and every rollout. An error of `k` times this has a probability of at
+        most `1/k²`, by Chebyshev's inequality.
 
         Example:
             >>> round(Sketch(features=1024).relative_error_bound, 4)
@@ -85,14 +61,12 @@ class Sketch:
 class Hash:
     """Place and sign of every index along one axis of a parameter."""
 
-    place: Tensor
-    """`(n,)` in `0 … m-1`."""
-    sign: Tensor
-    """`(n,)` int8, 1 or -1."""
+    place: Tensor  # (n,) in 0 … m-1
+    sign: Tensor  # (n,) int8, 1 or -1
 
     @staticmethod
     def of(sketch: Sketch, name: str, axis: str, size: int, device: torch.device) -> "Hash":
-        """The hash of `size` indices; a longer axis of the same name begins alike."""
+        """The hash of `size` indices; a longer axis of the same name starts with the same values."""
         key = f"scoregram sketch|{sketch.seed}|{axis}|{name}".encode()
         stream = bytearray(hashlib.shake_128(key).digest(BYTES * max(size, 1)))
         words = torch.frombuffer(stream, dtype=torch.int32)[:size].to(torch.int64) & 0xFFFFFFFF
@@ -107,23 +81,24 @@ class Hash:
         """Values `(…, n)` added with their signs at their places: `(…, m)`, in float32 or wider."""
         flat = values.reshape(-1, values.shape[-1])
         signed = flat.to(torch.promote_types(flat.dtype, torch.float32)) * self.sign
-        made = signed.new_zeros(len(flat), features).index_add_(1, self.place, signed)
-        return made.view(*values.shape[:-1], features)
+        sums = signed.new_zeros(len(flat), features).index_add_(1, self.place, signed)
+        return sums.view(*values.shape[:-1], features)
 
 
 class Sketcher:
-    """Sketches of one measurement, parameter by parameter, so that one that is replayed can be forgotten first."""
+    """Sketches of one measurement, parameter by parameter, so that a replayed parameter can be forgotten first."""
 
     def __init__(self, sketch: Sketch, parameters: Mapping[str, Tensor], rollouts: int) -> None:
-        """Take the trained parameters by their names."""
+        """Take the settings, the trained parameters by name, and the number of rollouts."""
         self.sketch = sketch
         self.rollouts = rollouts
         self.made: dict[int, Tensor] = {}
+        """`(N, m)` sketch of each parameter's part of the scores, by the parameter's id."""
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._hashes: dict[int, tuple[Hash, Hash]] = {}
 
     def hashes(self, parameter: Tensor) -> tuple[Hash, Hash]:
-        """The hashes of rows and columns of a parameter, as the matrix of its last axis by all others."""
+        """The hashes of the rows and columns of a parameter, as a matrix of all other axes by the last."""
         if id(parameter) not in self._hashes:
             width = parameter.shape[-1] if parameter.ndim else 1
             sizes = (("rows", parameter.numel() // max(width, 1)), ("columns", width))
@@ -159,7 +134,7 @@ class Sketcher:
             self._add(parameter, self.elements(parameter, index).sketched(part, self.sketch.features))
 
     def forget(self, parameter: Tensor) -> None:
-        """Drop what was added for a parameter."""
+        """Drop the sketch of a parameter."""
         self.made.pop(id(parameter), None)
 
     def total(self) -> Tensor:
@@ -170,16 +145,16 @@ class Sketcher:
             total = torch.stack([part.to(first.device) for part in self.made.values()]).sum(0, dtype=torch.float64)
         return total.cpu().to(torch.float32)
 
-    # where a region lies in its parameter
+    # Where a region lies in its parameter
 
     def elements(self, parameter: Tensor, index: Tensor) -> Hash:
-        """The hash of elements of a parameter, given by their indices in its flattened form."""
+        """The hash of single elements of a parameter, given by their indices in its flattened form."""
         rows, columns = self.hashes(parameter)
         row, column = rows.at(index // len(columns.place)), columns.at(index % len(columns.place))
         return Hash((row.place + column.place) % self.sketch.features, row.sign * column.sign)
 
     def sides(self, parameter: Tensor, view: Tensor) -> tuple[Hash, Hash] | None:
-        """The hashes along the two axes of a view; None if it does not keep rows and columns apart."""
+        """The hashes along the two axes of a view; None if one of them mixes rows and columns of the parameter."""
         rows, columns = self.hashes(parameter)
         if parameter.ndim == 2 and view.shape == parameter.shape and view.stride() == parameter.stride():
             return rows, columns
@@ -197,14 +172,17 @@ class Sketcher:
                 return (down_side, along_side) if first == 0 else (along_side, down_side)
         return None
 
-    # what a use adds
+    # The sketch of one use
 
     def _add(self, parameter: Tensor, part: Tensor) -> None:
         known = self.made.get(id(parameter))
         self.made[id(parameter)] = part if known is None else known + part
 
     def _convolved(self, a: Tensor, b: Tensor, right: Hash, left: Hash | None = None) -> Tensor:
-        """`Σ_t` of the circular convolutions of `a` and `b` `(N, T, …)`, sketched first; `a` is, if `left` is None."""
+        """`Σ_t` of the circular convolutions of the sketches of `a` and `b` `(N, T, …)`.
+
+        Without `left`, `a` is a sketch already. The sum over tokens is taken in Fourier space: one inverse transform.
+        """
         m = self.sketch.features
         step = rows_at_a_time(self.rollouts * (a.shape[2] + b.shape[2] + 4 * m), b.device)
         spectrum = None
@@ -218,43 +196,43 @@ class Sketcher:
         return torch.fft.irfft(spectrum, n=m)
 
     def _of_vocabulary(self, use: HeadUse, rows: Hash) -> Tensor:
-        """Sketched logit gradients `(N, C, m)`, the rows of a tied embedding left out if they are dealt with apart."""
+        """Sketched logit gradients `(N, C, m)`, without the rows of a tied embedding that another use covers."""
         if use.without is not None:
             rows = Hash(rows.place, rows.sign.index_fill(0, use.without, 0))
         step = rows_at_a_time(use.hidden.shape[0] * use.hidden.shape[1], use.hidden.device)
-        made = None
+        total = None
         for start in range(0, len(use.weight), step):
             here = slice(start, min(start + step, len(use.weight)))
             part = rows.at(here).sketched(use.logit_gradients(here), self.sketch.features)
-            made = part if made is None else made.add_(part)
-        assert made is not None, "a vocabulary is not empty"
-        return made
+            total = part if total is None else total.add_(part)
+        assert total is not None, "a vocabulary is not empty"
+        return total
 
     def _of_ids(self, use: Lookup, rows: Hash) -> Tensor:
         """Sketched unit vectors `(N, T, m)` of the rows that were looked up."""
         chosen = rows.at(use.ids.clamp(min=0))
         wide = torch.promote_types(use.g.dtype, torch.float32)
         sign = torch.where(use.ids >= 0, chosen.sign, 0).to(wide).unsqueeze(2)
-        made = torch.zeros(*use.ids.shape, self.sketch.features, dtype=wide, device=use.g.device)
-        return made.scatter_(2, chosen.place.unsqueeze(2), sign)
+        units = torch.zeros(*use.ids.shape, self.sketch.features, dtype=wide, device=use.g.device)
+        return units.scatter_(2, chosen.place.unsqueeze(2), sign)
 
     def _element_by_element(self, parameter: Tensor, view: Tensor, use: Use) -> Tensor:
-        """The same for any use of any view, from the gradients themselves, some rows at a time."""
+        """The sketch of any use of any view, from the gradients themselves, some rows at a time."""
         height, width = view.shape
         rows = torch.arange(height, device=view.device) if use.rows is None or isinstance(use, Lookup) else use.rows
         step = rows_at_a_time(self.rollouts * width, view.device)
-        made = None
+        total = None
         for start in range(0, len(rows), step):
             stop = min(start + step, len(rows))
             element = self.elements(parameter, flat_index(parameter, view, rows[start:stop]))
             part = element.sketched(use.add_to(None, start, stop).flatten(1), self.sketch.features)
-            made = part if made is None else made.add_(part)
-        assert made is not None, "a weight is not empty"
-        return made
+            total = part if total is None else total.add_(part)
+        assert total is not None, "a weight is not empty"
+        return total
 
 
 def flat_index(parameter: Tensor, view: Tensor, rows: Tensor) -> Tensor:
-    """Where the elements of some rows of a 2-D view stand in the flattened parameter, row after row."""
+    """Indices in the flattened parameter of the elements of some rows of a 2-D view, row after row."""
     offset = int(view.storage_offset()) - int(parameter.storage_offset())
     columns = torch.arange(view.shape[1], device=rows.device)
     stored = (offset + rows[:, None] * view.stride(0) + columns * view.stride(1)).reshape(-1)

@@ -1,4 +1,4 @@
-"""The kernels themselves; `kernels` launches them and `outer` and `head` hold their plain twins. Needs Triton."""
+"""The Triton kernels. `contract` and `head` launch them, next to their plain PyTorch twins. Importing needs Triton."""
 
 # pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
 import triton
@@ -6,7 +6,7 @@ import triton.language as tl
 
 
 @triton.jit
-def gram_and_sums(
+def gram_and_sums_kernel(
     rows_ptr,
     sums_ptr,
     high_ptr,
@@ -24,7 +24,11 @@ def gram_and_sums(
     COLUMNS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Products of a tile of rows with itself, summed over `blocks` column blocks, and its weighted sums."""
+    """Gram of a tile of rows, summed over this program's `blocks` column blocks, and the weighted sums of its rows.
+
+    Row `r` of a tile is rollout `r % PADDED` in column block `r // PADDED` of `STACK`; off-diagonal blocks of the
+    product mix column blocks and are dropped later (`contract.PartialGrams.take`).
+    """
     program = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, TILE)
     rollout = (row % PADDED)[:, None]
@@ -38,13 +42,14 @@ def gram_and_sums(
         high = tl.load(high_ptr + square)
         low = tl.load(low_ptr + square)
     for start in range(0, blocks, BLOCKS):
+        # float32 on the tensor cores for BLOCKS · COLUMNS columns, then float64: longer sums would lose digits
         gram = tl.zeros((TILE, TILE), dtype=tl.float32)
         for block in range(start, tl.minimum(start + BLOCKS, blocks)):
             column = (program * blocks + block) * (COLUMNS * STACK) + within
             tile = tl.load(rows_ptr + offset + column, mask=read & (column < width), other=0.0)
             gram = tl.dot(tile, tl.trans(tile), gram)
             if COUNT > 0:
-                mixed = tl.dot(high, tile)
+                mixed = tl.dot(high, tile)  # high + low: weights to full precision from two half-precision products
                 mixed = tl.dot(low, tile, mixed).to(tile.dtype)
                 tl.store(sums_ptr + sums_offset + column, mixed, mask=(rollout < COUNT) & (column < width))
         total += gram.to(tl.float64)
@@ -52,13 +57,13 @@ def gram_and_sums(
 
 
 @triton.jit
-def softmax_gradient(
+def softmax_gradient_kernel(
     logits_ptr, tokens_ptr, factors_ptr, log_probs_ptr, normaliser_ptr, width, inverse, BLOCK: tl.constexpr
 ):
-    """One row of logits: normaliser, log-probability of the token, then the gradient over the logits.
+    """One row of logits: its log-normaliser, the log-probability of the token, and the gradient, in place.
 
-    A thread reads the places that it will write over and no others, since threads do not wait for each other: the
-    token's logit is picked in the first loop, where it passes by.
+    Threads are not synchronised, so a thread may read only elements that it will itself overwrite. The token's logit is
+    therefore picked in the first loop, by the thread that holds it, and not loaded by its index.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * width
@@ -71,6 +76,7 @@ def softmax_gradient(
     for start in range(0, width, BLOCK):
         value = tl.load(logits_ptr + start + lane, mask=start + lane < width, other=-float("inf"))
         value = value.to(tl.float32) * inverse
+        # running maximum and rescaled sum: one read of the row gives the normaliser
         top = tl.maximum(highest, tl.max(value, 0))
         total = total * tl.exp(highest - top) + tl.sum(tl.exp(value - top), 0)
         highest = top
@@ -86,8 +92,10 @@ def softmax_gradient(
 
 
 @triton.jit
-def logit_gradient(logits_ptr, tokens_ptr, factors_ptr, normaliser_ptr, width, first, inverse, BLOCK: tl.constexpr):
-    """One block of a row of logits into its gradient, the normaliser being known."""
+def logit_gradient_kernel(
+    logits_ptr, tokens_ptr, factors_ptr, normaliser_ptr, width, first, inverse, BLOCK: tl.constexpr
+):
+    """One block of a row of logits turned into its gradient, in place, with a known log-normaliser."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = lane < width

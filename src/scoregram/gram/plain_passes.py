@@ -1,0 +1,219 @@
+"""Plain passes without interception: logits, log-probabilities, and one backward pass per rollout.
+
+They serve three ends. A model whose logits stay in autograd takes its log-probabilities here. A parameter that no rule
+of the interceptor covers (a fused kernel, a scan) is *replayed*: its per-rollout gradients come from one backward pass
+per rollout, slow and exact. And `verify_gram` compares a measured Gram with independent plain gradients.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+
+from scoregram.checks import fail
+from scoregram.gram.batch import Batch
+from scoregram.gram.model import Survey
+
+DROPOUTS = {torch.dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
+VERIFY_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+"""Allowed disagreement relative to `Σ |w_i w_j K_ij|`, by the lowest precision among the parameters.
+
+Many models compute their norms in float32 whatever their dtype, so float64 promises little more than float32 does.
+"""
+
+# Forward
+
+
+def logits_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Logits `(N, T, V)` of a forward pass."""
+    inputs = model_inputs(model, batch)
+    output = model(**inputs) if "input_ids" in inputs else model(batch.input_ids)
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Keyword arguments of a forward pass: token ids, mask, positions and cache switch, as far as it accepts them."""
+    offered = {
+        "input_ids": batch.input_ids,
+        "attention_mask": batch.attention_mask,
+        "position_ids": batch.position_ids,
+        "use_cache": False,
+    }
+    accepted = inspect.signature(type(model).forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    named = {name: value for name, value in offered.items() if name in accepted}
+    if takes_any and "input_ids" not in named:
+        named = {name: value for name, value in offered.items() if name != "position_ids"}
+    return named  # type: ignore[return-value]
+
+
+def batch_log_probs(logits: Tensor, batch: Batch) -> Tensor:
+    """`(N, T)`: log-probability of every completion token given the tokens before it, 0 elsewhere."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    predicted = logits[:, :-1].to(wide) / batch.temperature
+    chosen = predicted.gather(2, batch.input_ids[:, 1:, None]).squeeze(2) - predicted.logsumexp(2)
+    chosen = torch.where(batch.completion_mask[:, 1:], chosen, 0.0)
+    return torch.nn.functional.pad(chosen, (1, 0))
+
+
+def batch_entropies(logits: Tensor, batch: Batch) -> Tensor:
+    """`(N, T)`: entropy of the distribution that every completion token was drawn from, 0 elsewhere."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    predicted = torch.log_softmax(logits[:, :-1].to(wide) / batch.temperature, 2)
+    entropies = torch.where(batch.completion_mask[:, 1:], -(predicted.exp() * predicted).sum(2), 0.0)
+    return torch.nn.functional.pad(entropies, (1, 0))
+
+
+class DropoutOff(TorchFunctionMode):
+    """Runs a model without dropout, whatever its training mode, and records whether any was active.
+
+    A score needs the policy's own distribution, and two passes with different dropout masks would not agree.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropped = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "__get__":
+            return self.read(func, args)
+        if func in DROPOUTS:
+            return self.without_dropout(args, kwargs)
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = self.attention_without_dropout(args, kwargs)
+        return self.run(func, args, kwargs)
+
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation as it is."""
+        return func(*args, **kwargs)
+
+    def read(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Read an attribute; one that is a tensor (`.T`, `.data`) is the result of an operation."""
+        value = func(*args)
+        return self.run(func, args, {}) if isinstance(value, Tensor) else value
+
+    def without_dropout(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """The input of a dropout operation."""
+        bound = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+        self.dropped |= bool(bound.get("p", 0.5)) and bool(bound.get("training", bound.get("train", True)))
+        return bound["input"]
+
+    def attention_without_dropout(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of an attention with its dropout (the fifth argument, or `dropout_p`) set to zero."""
+        rate = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+        self.dropped |= bool(rate)
+        if len(args) > 4:
+            return (*args[:4], 0.0, *args[5:]), kwargs
+        return args, kwargs | {"dropout_p": 0.0}
+
+
+# Backward
+
+
+def run_backward(tensor: Tensor, grad: Tensor, hidden: Sequence[Tensor] = ()) -> None:
+    """Add the gradients of `⟨tensor, grad⟩` to `.grad` of all leaves; those of `hidden` are hidden from FSDP.
+
+    `torch.autograd.backward` and `grad` are themselves torch functions, and while a `TorchFunctionMode` handles one, it
+    is off: checkpointed layers would be recomputed unobserved, with their dropout. So the engine is called directly.
+    """
+    with gradients_hidden(hidden):
+        _engine_run_backward((tensor,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+@contextmanager
+def gradients_hidden(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Gradients that arrive inside the block are in `.grad` after it, and never in between.
+
+    FSDP looks at `.grad` at the end of each layer's backward pass, takes it away, and averages it over the processes.
+    """
+    arrived: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def take(parameter: Tensor) -> None:
+        grad, parameter.grad = parameter.grad, None
+        if grad is not None:  # autograd also calls the hook for a leaf whose gradient is None
+            before = arrived.get(id(parameter))
+            arrived[id(parameter)] = parameter, grad if before is None else before[1] + grad
+
+    hooks = [parameter.register_post_accumulate_grad_hook(take) for parameter in parameters]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter, grad in arrived.values():
+            parameter.grad = grad
+
+
+def gradients(total: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Gradient of a scalar for each of all parameters that it may depend on; `.grad` is None before and after.
+
+    `torch.autograd.grad` visits only paths on which a chosen parameter is an input of the graph, and so misses layers
+    that are checkpointed with a nested backward pass. Here everything is accumulated in `.grad`, and taken out again.
+    """
+    run_backward(total, torch.ones_like(total), parameters)
+    grads = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return grads
+
+
+def loss_gradients(model: nn.Module, batch: Batch, survey: Survey) -> dict[int, Tensor]:
+    """Gradient of `Σ c log π` over the whole batch for each trained parameter, by its id; dropout is off.
+
+    `.grad` of the parameters must be None (`model.gradients_put_aside`), and is so afterwards.
+    """
+    parameters = list(survey.parameters.values())
+    with DropoutOff(), torch.enable_grad():
+        logits = logits_of(model, batch)
+        total = (batch_log_probs(logits, batch) * batch.coefficients).sum()
+        grads = gradients(total, parameters) if total.requires_grad else [torch.zeros_like(p) for p in parameters]
+    return {id(parameter): grad for parameter, grad in zip(parameters, grads, strict=True)}
+
+
+def replayed_rows(model: nn.Module, batch: Batch, wanted: Sequence[Tensor], survey: Survey) -> list[Tensor]:
+    """Per-rollout gradients `(N, *shape)` of the wanted parameters, from one forward and backward pass per rollout.
+
+    A pass of a sharded model needs every process: one with fewer rollouts repeats its last one for the others' sake.
+    """
+    rows: list[list[Tensor]] = [[] for _ in wanted]
+    for index in range(survey.shards.largest_count(batch.rollouts)):
+        own = min(index, batch.rollouts - 1)
+        grads = loss_gradients(model, batch.at(slice(own, own + 1)), survey)
+        for collected, parameter in zip(rows, wanted, strict=True):
+            collected.append(grads[id(parameter)])
+    return [torch.stack(collected[: batch.rollouts]) for collected in rows]
+
+
+def verify_gram(
+    model: nn.Module, batch: Batch, matrix: Tensor, group_size: int | None, survey: Survey, seed: int = 0
+) -> None:
+    """Raise unless `wᵀKw = ‖Σ w_i ψ_i‖²` for a random `w` on each group, the right side from a plain backward pass."""
+    size = batch.rollouts if group_size is None else group_size
+    generator = torch.Generator().manual_seed(seed)
+    allowed = max(VERIFY_TOLERANCE.get(parameter.dtype, 1e-4) for parameter in survey.parameters.values())
+    for start in range(0, batch.rollouts, size):
+        weights = torch.zeros(batch.rollouts, dtype=torch.float64)
+        weights[start : start + size] = torch.randn(size, generator=generator, dtype=torch.float64)
+        grads = loss_gradients(model, batch.weighted(weights), survey)
+        plain = sum(float(grad.double().square().sum()) for grad in grads.values())
+        block = matrix[start : start + size, start : start + size]
+        w = weights[start : start + size]
+        disagreement = abs(float(w @ block @ w) - plain) / max(float(w.abs() @ block.abs() @ w.abs()), 1e-300)
+        if disagreement > allowed:
+            fail(
+                "measure_gram",
+                f"wᵀKw must agree with a plain backward pass to {allowed:g}",
+                f"a disagreement of {disagreement:.2e} for rollouts {start} to {start + size - 1}",
+                "A layer mixes rollouts or is not batch first; please report the architecture.",
+            )
