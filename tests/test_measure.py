@@ -25,8 +25,7 @@ from scoregram.integrations.dumps.config import MeasureConfig
 from scoregram.integrations.dumps.loop import MeasuredDump, measure
 from scoregram.integrations.dumps.table import FORMATS
 from scoregram.integrations.dumps.tally import Tally
-from scoregram.policy.bias import BiasedSamplingWarning
-from scoregram.policy.load import load_policy
+from scoregram.policy import BiasedSamplingWarning, load_policy
 from scoregram.policy.tiny import CONTEXT
 from scoregram.runs import Run, open_run
 from scoregram.training.loop import StopRequest, train

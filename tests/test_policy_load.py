@@ -10,9 +10,9 @@ import torch
 import transformers
 
 from scoregram.checks import ScoregramError
-from scoregram.policy import PolicyConfig, SamplingConfig, load_policy, sample, token_log_probs
-from scoregram.policy.characters import VOCABULARY, character_tokenizer
+from scoregram.policy import PolicyConfig, SamplingConfig, character_tokenizer, load_policy, sample, token_log_probs
 from scoregram.policy.load import PolicyWarning, believe_file, forget_quantisation, stop_tokens
+from scoregram.policy.tiny import VOCABULARY
 from scoregram.tasks.task import Problem, Task
 from tests.cases import build
 

@@ -12,8 +12,8 @@ import torch
 
 from scoregram.checks import ScoregramError, fail, lookup
 from scoregram.policy.config import PolicyConfig
-from scoregram.policy.modes import PolicyWarning as PolicyWarning
-from scoregram.policy.modes import context_of
+from scoregram.policy.models import PolicyWarning as PolicyWarning
+from scoregram.policy.models import context_of
 from scoregram.tasks import Task
 
 CALLER = "load_policy"
