@@ -65,16 +65,17 @@ class CompletionRecord:
         self.rows, self.steps, self._checked = rows, 0, 0
         self._ended: set[int] = set()
 
-    def write(self, drawn: DrawnTokens) -> None:
-        """Add one token to every row in `rows`."""
-        for block, values in zip(self._blocks, (drawn.token, drawn.log_prob, drawn.behaviour), strict=False):
-            block[self.steps, self.rows] = values.to(block.dtype)
-        self.steps += 1
+    def write(self, drawn: DrawnTokens, step: Tensor | None = None) -> None:
+        """Add one token to every row in `rows`.
 
-    def write_at(self, step: Tensor, drawn: DrawnTokens) -> None:
-        """The same for all rollouts, at a step `(1,)` that is known on the device only; the caller counts `steps`."""
+        A captured step passes its index as a `(1,)` tensor and writes all rows; its caller counts `steps`.
+        """
         for block, values in zip(self._blocks, (drawn.token, drawn.log_prob, drawn.behaviour), strict=False):
-            block.index_copy_(0, step, values.to(block.dtype)[None])
+            if step is None:
+                block[self.steps, self.rows] = values.to(block.dtype)
+            else:
+                block.index_copy_(0, step, values.to(block.dtype)[None])
+        self.steps += step is None
 
     def open_places(self) -> list[int]:
         """Places in `rows` of the rollouts that have not drawn a stop token."""
@@ -155,7 +156,7 @@ def replay_steps(
 
     def step() -> None:
         drawn = draw_tokens(decoder.step(token), uniforms.index_select(0, at)[0], sampling)
-        record.write_at(at, drawn)
+        record.write(drawn, at)
         token.copy_(drawn.token)
         at.add_(1)
 
@@ -175,28 +176,20 @@ def replay_steps(
             return
 
 
-@dataclass(frozen=True)
-class CaptureResources:
-    """One stream and one memory pool per device, shared by all captures.
+@cache
+def capture_resources(device: int) -> tuple[torch.cuda.Stream, torch.cuda.CUDAGraph]:
+    """The stream and the memory pool that all captures on a device share; the pool is that of the returned graph.
 
     torch keeps the memory of streams and pools apart: with one of each per capture, the memory of earlier captures
-    would fill the device. A pool lives as long as a graph in it, hence `anchor`, a graph that is never replayed.
+    would fill the device. A pool lives as long as a graph in it, hence this graph, which is never replayed.
     """
-
-    stream: torch.cuda.Stream
-    anchor: torch.cuda.CUDAGraph
-
-    @staticmethod
-    @cache
-    def of(device: int) -> "CaptureResources":
-        """Those of a device, by its index."""
-        with torch.cuda.device(device):
-            stream, anchor = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-            with torch.cuda.stream(stream):
-                anchor.capture_begin(capture_error_mode="thread_local")
-                torch.zeros(1, device="cuda")
-                anchor.capture_end()
-        return CaptureResources(stream, anchor)
+    with torch.cuda.device(device):
+        stream, anchor = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            anchor.capture_begin(capture_error_mode="thread_local")
+            torch.zeros(1, device="cuda")
+            anchor.capture_end()
+    return stream, anchor
 
 
 def cuda_graph(step: Callable[[], None]) -> Callable[[], None]:
@@ -204,14 +197,14 @@ def cuda_graph(step: Callable[[], None]) -> Callable[[], None]:
 
     Graphs share their memory, so only the graph captured last on a device may be replayed.
     """
-    resources = CaptureResources.of(torch.cuda.current_device())
-    resources.stream.wait_stream(torch.cuda.current_stream())
+    stream, anchor = capture_resources(torch.cuda.current_device())
+    stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     repeat: Callable[[], None] = graph.replay
-    with torch.cuda.stream(resources.stream):
+    with torch.cuda.stream(stream):
         step()  # also loads libraries and kernels, which is not allowed during a capture
         try:
-            graph.capture_begin(resources.anchor.pool(), "thread_local")
+            graph.capture_begin(anchor.pool(), "thread_local")
             try:
                 step()
             finally:
@@ -220,7 +213,7 @@ def cuda_graph(step: Callable[[], None]) -> Callable[[], None]:
             reason = str(error).splitlines()[0]
             warnings.warn(f"sample: decoding without a CUDA graph, which is slower. {reason}", CaptureWarning, 2)
             repeat = step
-    torch.cuda.current_stream().wait_stream(resources.stream)
+    torch.cuda.current_stream().wait_stream(stream)
     return repeat
 
 

@@ -19,24 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from scoregram.checks import fail, require_same_shape
-from scoregram.policy.models import (
-    BATCH_NOISE_FACTOR,
-    PROBE_COMPLETION,
-    PROBE_PROMPTS,
-    UNSUPPORTED,
-    attention_reach,
-    base_model,
-    evaluating,
-    facts_of,
-    has_argument,
-    hides_precision,
-    is_autocast,
-    largest,
-    logit_rounding,
-    probe_tokens,
-    vocabulary_of,
-    without_autocast,
-)
+from scoregram.policy import models
 from scoregram.types import LogProbs, Mask, TokenIds
 
 
@@ -87,7 +70,7 @@ def completion_logits(
     # Padding on the right needs no mask: attention is causal, so no real token sees it.
     if bool((real[:, 1:] & ~real[:, :-1]).any()):
         inputs["attention_mask"] = real.long()
-        if has_argument(model, "position_ids"):
+        if models.has_argument(model, "position_ids"):
             inputs["position_ids"] = (real.long().cumsum(1) - 1).clamp(min=0)
     head = model.get_output_embeddings()
     with _head_applied_to(head, lambda hidden: hidden[predicts]):
@@ -246,9 +229,9 @@ def packing_saves_work(model: nn.Module, input_ids: Tensor, groups: PackedGroups
 
     A token costs two operations per weight outside the embeddings; a pair of tokens four per hidden unit and layer.
     """
-    facts = facts_of(model)
+    facts = models.facts_of(model)
     if facts.size is None:
-        base = base_model(model)
+        base = models.base_model(model)
         config = base.config.get_text_config()
         weights = sum(parameter.numel() for parameter in model.parameters())
         weights = max(weights - int(base.get_input_embeddings().weight.numel()), 1)
@@ -261,21 +244,21 @@ def packing_saves_work(model: nn.Module, input_ids: Tensor, groups: PackedGroups
 
 def supports_packing(model: nn.Module) -> bool:
     """Whether packed rollouts have the log-probabilities of single rows: tried once for each model."""
-    known, is_cast = facts_of(model).supports_packing, is_autocast(model)
+    known, is_cast = models.facts_of(model).supports_packing, models.is_autocast(model)
     if is_cast not in known:
-        base = base_model(model)
+        base = models.base_model(model)
         likely = base.config._attn_implementation == "sdpa" and base.get_output_embeddings() is not None
-        known[is_cast] = likely and attention_reach(model) >= 32 and _packing_trial(model)
+        known[is_cast] = likely and models.attention_reach(model) >= 32 and _packing_trial(model)
     return known[is_cast]
 
 
 def _packing_trial(model: Any) -> bool:
     """Whether a few short texts have the same log-probabilities packed and row by row."""
-    device, vocabulary = next(model.parameters()).device, vocabulary_of(model)
-    endings = (PROBE_COMPLETION, PROBE_COMPLETION[::-1], PROBE_COMPLETION[:1])
+    device, vocabulary = next(model.parameters()).device, models.vocabulary_of(model)
+    endings = (models.PROBE_COMPLETION, models.PROBE_COMPLETION[::-1], models.PROBE_COMPLETION[:1])
     texts = [
-        (probe_tokens(prompt, vocabulary), probe_tokens(ending, vocabulary))
-        for prompt in PROBE_PROMPTS
+        (models.probe_tokens(prompt, vocabulary), models.probe_tokens(ending, vocabulary))
+        for prompt in models.PROBE_PROMPTS
         for ending in endings
     ]
     width = max(len(prompt) + len(ending) for prompt, ending in texts)
@@ -286,14 +269,16 @@ def _packing_trial(model: Any) -> bool:
     ids, attention, completion = ids.to(device), attention.to(device), completion.to(device)
     groups = pack_groups(ids, completion)
     assert groups is not None
-    with evaluating(model), without_autocast(model) if hides_precision(model) else nullcontext():
+    with models.evaluating(model), models.without_autocast(model) if models.hides_precision(model) else nullcontext():
         try:
             packed = packed_log_probs(model, groups, ids, 1.0)
-        except UNSUPPORTED:
+        except models.UNSUPPORTED:
             return False
         expected = token_log_probs(model, ids, attention, completion)
         single = torch.cat(
             [token_log_probs(model, ids[[row]], attention[[row]], completion[[row]]) for row in range(len(ids))]
         )
-    rounding = logit_rounding(next(model.parameters())) * max(largest(expected), 1.0)
-    return largest(packed - expected) <= max(rounding, BATCH_NOISE_FACTOR * largest(single - expected))
+    rounding = models.logit_rounding(next(model.parameters())) * max(models.largest(expected), 1.0)
+    return models.largest(packed - expected) <= max(
+        rounding, models.BATCH_NOISE_FACTOR * models.largest(single - expected)
+    )

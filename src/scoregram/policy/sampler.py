@@ -10,36 +10,19 @@ logits match those of plain forward passes.
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from scoregram.checks import fail
+from scoregram.policy import models
 from scoregram.policy.config import SamplerName, SamplingConfig
 from scoregram.policy.draw import uniform_numbers, warn_of_bias
 from scoregram.policy.generation import CompletionRecord, assemble_rollouts, generate
-from scoregram.policy.models import (
-    BATCH_NOISE_FACTOR,
-    PROBE_COMPLETION,
-    PROBE_PROMPTS,
-    UNSUPPORTED,
-    PolicyWarning,
-    attention_reach,
-    context_of,
-    evaluating,
-    facts_of,
-    hides_precision,
-    is_autocast,
-    largest,
-    logit_rounding,
-    probe_tokens,
-    vocabulary_of,
-    without_autocast,
-)
 from scoregram.policy.rollouts import Rollouts
 
 if TYPE_CHECKING:
@@ -91,20 +74,8 @@ def sample(
     )
 
 
-class Backend(Protocol):
-    """Draws the rollouts of a checked request from the weights that the model has now; arguments as for `sample`."""
-
-    def __call__(  # noqa: D102
-        self,
-        model: Any,
-        prompts: Sequence[Sequence[int]],
-        *,
-        rollouts_per_prompt: int,
-        sampling: SamplingConfig,
-        stop_ids: Sequence[int],
-        pad_id: int,
-        generator: torch.Generator | None,
-    ) -> Rollouts: ...
+Backend = Callable[..., Rollouts]
+"""Draws the rollouts of a checked request from the weights that the model has now; arguments as for `sample`."""
 
 
 def _decode(
@@ -127,7 +98,7 @@ def _decode(
     stops = torch.tensor(sorted(set(stop_ids)), dtype=torch.int64, device=device)
     has_behaviour = sampling.truncates or sampling.temperature == 0
     record = CompletionRecord(count, most, stops, has_behaviour=has_behaviour)
-    with evaluating(model):
+    with models.evaluating(model):
         capacity = max(map(len, prompts)) + most
         decoder = fastest_decoder(model, capacity, sampling.sampler)
         for batch in _batches(prompts, mixes_lengths=decoder.mixes_lengths):
@@ -160,7 +131,7 @@ def _require_request(
         fail("sample", "rollouts_per_prompt must be at least 1", rollouts_per_prompt, "Ask for a rollout.")
     if len(prompts) == 0:
         fail("sample", "needs at least one prompt", "none", "Pass token ids of prompts.")
-    context, known = context_of(model), model.get_input_embeddings().num_embeddings
+    context, known = models.context_of(model), model.get_input_embeddings().num_embeddings
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
             fail("sample", "a prompt must not be empty", f"no token in prompt {index}", "Start it with a token.")
@@ -194,12 +165,12 @@ def fastest_decoder(model: nn.Module, capacity: int, sampler: SamplerName = "aut
     from scoregram.policy.fused_decoders import FusedDecoder, TritonDecoder, is_fusible, supports_kernels
 
     shared: list[type[Decoder]] = []
-    if sampler != "transformers" and capacity <= attention_reach(model):
+    if sampler != "transformers" and capacity <= models.attention_reach(model):
         shared += [TritonDecoder] if supports_kernels(model) else []
         shared += [FusedDecoder] if is_fusible(model) else []
         shared += [SharedCacheDecoder]
     candidates = shared if sampler == "fast" else [*shared, ModelCacheDecoder]
-    is_cast, misfits = is_autocast(model), facts_of(model).decoder_misfits
+    is_cast, misfits = models.is_autocast(model), models.facts_of(model).decoder_misfits
     for decoder in candidates:
         if (decoder, is_cast) not in misfits:
             misfit = logit_misfit(decoder, model)
@@ -207,11 +178,11 @@ def fastest_decoder(model: nn.Module, capacity: int, sampler: SamplerName = "aut
                 return decoder  # the model's own logits are not finite, which the sampler's error will say
             misfits[decoder, is_cast] = misfit
             if misfit > 1 and decoder is not candidates[-1]:
-                warnings.warn(f"sample: {decoder.refusal} ({_misfit_text(misfit)})", PolicyWarning, stacklevel=4)
+                warnings.warn(f"sample: {decoder.refusal} ({_misfit_text(misfit)})", models.PolicyWarning, stacklevel=4)
         if misfits[decoder, is_cast] <= 1:
             return decoder
     if sampler == "fast":
-        reach = attention_reach(model)
+        reach = models.attention_reach(model)
         if candidates:
             got = f"logits {_misfit_text(misfits[candidates[-1], is_cast])}"
         else:
@@ -222,7 +193,7 @@ def fastest_decoder(model: nn.Module, capacity: int, sampler: SamplerName = "aut
         misfits[UncachedDecoder, is_cast] = 0.0
         warnings.warn(
             "sample: with a KV cache this model gives other logits; every token is a forward pass over the whole text",
-            PolicyWarning,
+            models.PolicyWarning,
             stacklevel=4,
         )
     return UncachedDecoder
@@ -238,27 +209,28 @@ def logit_misfit(decoder: "type[Decoder]", model: nn.Module) -> float | None:
     At most 1 for a decoder that is right; infinite for one that raises or whose logits are not finite; None if the
     model's own logits are not finite. Under autocast, also measured without it, where rounding hides less.
     """
-    if hides_precision(model):
-        with without_autocast(model), suppress(*UNSUPPORTED):
+    if models.hides_precision(model):
+        with models.without_autocast(model), suppress(*models.UNSUPPORTED):
             wide = logit_misfit(decoder, model)
             if wide is not None and wide > 1:
                 return wide
-    vocabulary = vocabulary_of(model)
-    prompts = [probe_tokens(prompt, vocabulary) for prompt in PROBE_PROMPTS]
-    completion = probe_tokens(PROBE_COMPLETION, vocabulary)
+    vocabulary = models.vocabulary_of(model)
+    prompts = [models.probe_tokens(prompt, vocabulary) for prompt in models.PROBE_PROMPTS]
+    completion = models.probe_tokens(models.PROBE_COMPLETION, vocabulary)
     texts = [[*prompt, *completion] for prompt in prompts]
     expected = torch.cat([plain_logits(model, [text], len(completion) + 1) for text in texts])
     if not bool(expected.isfinite().all()):
         return None
     try:
         found = decoder_logits(decoder, model, prompts, completion)
-    except UNSUPPORTED:
+    except models.UNSUPPORTED:
         return math.inf
     batched = plain_logits(model, texts, len(completion) + 1)
-    allowed = max(logit_rounding(expected) * largest(expected), BATCH_NOISE_FACTOR * largest(batched - expected))
+    rounding = models.logit_rounding(expected) * models.largest(expected)
+    allowed = max(rounding, models.BATCH_NOISE_FACTOR * models.largest(batched - expected))
     if not allowed:  # every logit is 0
         return math.inf if found.any() else 0.0
-    misfit = largest(found - expected) / allowed
+    misfit = models.largest(found - expected) / allowed
     return misfit if math.isfinite(misfit) else math.inf
 
 
