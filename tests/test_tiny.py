@@ -16,8 +16,8 @@ from scoregram.policy.tiny import (
     WarmStart,
     cache_folder,
     cache_key,
+    character_demonstration,
     character_tokenizer,
-    demonstration,
     tiny_policy,
 )
 from scoregram.tasks import load_task
@@ -210,7 +210,10 @@ def test_the_key_changes_with_everything_that_decides_the_weights(monkeypatch):
 
 def test_a_loss_is_taken_at_the_solution_and_its_stop_token_only():
     problem, longer = load_task("arithmetic:2").test[0], load_task("arithmetic:3").test[0]
-    demonstrations = [demonstration(problem, lambda _: "12."), demonstration(longer, lambda _: "3,45.")]
+    demonstrations = [
+        character_demonstration(problem, lambda _: "12."),
+        character_demonstration(longer, lambda _: "3,45."),
+    ]
     ids, _, solution = padded_demonstrations(demonstrations, 0)
     labels = ids.masked_fill(~solution, tiny.IGNORED)
     tokenizer = character_tokenizer(64)
@@ -222,8 +225,8 @@ def test_a_loss_is_taken_at_the_solution_and_its_stop_token_only():
 
 def test_no_test_problem_is_taught(monkeypatch):
     taught = set()
-    noted = lambda problem, solve: taught.add(problem.prompt) or demonstration(problem, solve)  # noqa: E731
-    monkeypatch.setattr(tiny, "demonstration", noted)
+    noted = lambda problem, solve: taught.add(problem.prompt) or character_demonstration(problem, solve)  # noqa: E731
+    monkeypatch.setattr(tiny, "character_demonstration", noted)
     weights(task="arithmetic:2", recipe=replace(SHORT, longest=20, habit_steps=20, batch=16))
     every_seed = [load_task("arithmetic:2", seed=seed).test for seed in range(3)]
     assert len(taught) > 200 and not taught & {problem.prompt for test in every_seed for problem in test}

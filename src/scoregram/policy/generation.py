@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -113,8 +113,7 @@ def generate(
                 return
             token = drawn.token
             if token.is_cuda and decoder.is_capturable:
-                shared: Any = decoder
-                replay_steps(shared, token, record, uniforms, sampling)
+                replay_steps(cast("SharedCacheDecoder", decoder), token, record, uniforms, sampling)
                 return
             if record.steps % check_steps == 0:
                 still_open = record.open_places()

@@ -184,7 +184,7 @@ def fastest_decoder(model: nn.Module, capacity: int, sampler: SamplerName = "aut
     if sampler == "fast":
         reach = models.attention_reach(model)
         if candidates:
-            got = f"logits {_misfit_text(misfits[candidates[-1], is_cast])}"
+            got = _misfit_text(misfits[candidates[-1], is_cast])
         else:
             got = f"a layer that sees {reach} of {capacity} tokens" if reach else "a cache of more than keys and values"
         remedy = "Choose sampler auto or transformers."
@@ -200,7 +200,7 @@ def fastest_decoder(model: nn.Module, capacity: int, sampler: SamplerName = "aut
 
 
 def _misfit_text(misfit: float) -> str:
-    return f"off by {misfit:,.1f} times what rounding explains" if math.isfinite(misfit) else "no finite logits"
+    return f"logits off by {misfit:,.1f} times what rounding explains" if math.isfinite(misfit) else "no finite logits"
 
 
 def logit_misfit(decoder: "type[Decoder]", model: nn.Module) -> float | None:

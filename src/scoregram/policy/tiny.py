@@ -166,7 +166,9 @@ def warm_start_tiny(model: "LlamaForCausalLM", recipe: WarmStart, terms: int, se
 
     def losses(rates: Iterable[float], solve: Callable[[Problem], str]) -> Iterator[Tensor]:
         def batch_loss(_: int) -> Tensor:
-            return solution_loss(model, [demonstration(rng.choice(problems), solve) for _ in range(recipe.batch)])
+            return solution_loss(
+                model, [character_demonstration(rng.choice(problems), solve) for _ in range(recipe.batch)]
+            )
 
         return supervised_losses(model, optimizer, batch_loss, rates)
 
@@ -193,7 +195,7 @@ def falling_rates(first: float, last: float, steps: int) -> list[float]:
     return [first + (last - first) * step / steps for step in range(steps)]
 
 
-def demonstration(problem: Problem, solve: Callable[[Problem], str]) -> Demonstration:
+def character_demonstration(problem: Problem, solve: Callable[[Problem], str]) -> Demonstration:
     """A solved problem with its stop token, one token per character."""
     ids = [VOCABULARY[character] for character in problem.prompt + solve(problem)]
     return Demonstration((*ids, VOCABULARY[EOS]), len(problem.prompt))
