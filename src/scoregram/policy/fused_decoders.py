@@ -340,4 +340,4 @@ def _gated(both: Tensor) -> Tensor:
 
 
 def _kernel(name: str) -> Any:
-    return machine.kernel("scoregram.policy.decoding_kernels", name)
+    return machine.kernel("scoregram.policy.triton_kernels", name)
