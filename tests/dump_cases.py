@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from scoregram.policy.characters import VOCABULARY
+from scoregram.policy.tiny import VOCABULARY
 from scoregram.runs import RolloutRecord, RunWriter
 
 STEP = 7

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from rich.console import Console
+from scoregram.training.readings import over_groups, reward_reading, step_reading, whole_reading
 
 from scoregram import cli
 from scoregram.advantages import leave_one_out, mean_centered
@@ -25,12 +26,10 @@ from scoregram.integrations.dumps.config import MeasureConfig
 from scoregram.integrations.dumps.loop import MeasuredDump, measure
 from scoregram.integrations.dumps.table import FORMATS
 from scoregram.integrations.dumps.tally import Tally
-from scoregram.policy.bias import BiasedSamplingWarning
-from scoregram.policy.load import load_policy
+from scoregram.policy import BiasedSamplingWarning, load_policy
 from scoregram.policy.tiny import CONTEXT
 from scoregram.runs import Run, open_run
 from scoregram.training.loop import StopRequest, train
-from scoregram.training.readings import over_groups, reward_reading, step_reading, whole_reading
 from tests.dump_cases import ROLLOUTS, WRITERS, lines, plain_record
 from tests.run_cases import tree
 from tests.training_cases import config_for, save_policy

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from scoregram.checks import ScoregramError
-from scoregram.policy import SamplingConfig, sample
-from scoregram.policy.bias import BiasedSamplingWarning, score_mean_bias, warn_of_bias
+from scoregram.policy import BiasedSamplingWarning, SamplingConfig, sample, score_mean_bias
+from scoregram.policy.draw import warn_of_bias
 from scoregram.rollouts import Rollouts
 from tests.cases import build
 
@@ -28,7 +28,7 @@ def mean_score(logits: torch.Tensor, chances: torch.Tensor, temperature: float) 
     return total
 
 
-@pytest.mark.filterwarnings("ignore::scoregram.policy.bias.BiasedSamplingWarning")
+@pytest.mark.filterwarnings("ignore::scoregram.policy.BiasedSamplingWarning")
 @pytest.mark.parametrize("scored", [1.0, 0.6])
 @pytest.mark.parametrize(
     "settings", [{"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.8}, {"temperature": 0.0}], ids=str
@@ -63,7 +63,7 @@ def naive_behaviour(logits: torch.Tensor, sampling: SamplingConfig) -> torch.Ten
     return kept / kept.sum()
 
 
-@pytest.mark.filterwarnings("ignore::scoregram.policy.bias.BiasedSamplingWarning")
+@pytest.mark.filterwarnings("ignore::scoregram.policy.BiasedSamplingWarning")
 def test_scores_at_the_sampling_temperature_have_no_bias():
     model = build("Llama")
     for temperature in (0.5, 1.0, 1.7):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from scoregram.policy import draw as drawing
 from scoregram.policy.config import SamplingConfig
-from scoregram.policy.draw import draw, invert, truncation, uniform_numbers
+from scoregram.policy.draw import draw_tokens, invert_cdf, truncation, uniform_numbers
 
 
 def logits_of(rows: int, vocabulary: int, seed: int = 0) -> torch.Tensor:
@@ -31,7 +31,7 @@ def test_a_token_is_drawn_by_its_share(vocabulary):
     weights = logits_of(40, vocabulary).softmax(1)
     uniforms = uniform_numbers(40, generator=torch.Generator().manual_seed(1))
     expected = [naive_token(row, u) for row, u in zip(weights.tolist(), uniforms.tolist(), strict=True)]
-    assert invert(weights, uniforms).tolist() == expected
+    assert invert_cdf(weights, uniforms).tolist() == expected
 
 
 @pytest.mark.parametrize("short", [0, 10_000])
@@ -42,11 +42,11 @@ def test_a_token_is_drawn_by_its_share(vocabulary):
 def test_a_token_without_weight_is_never_drawn(short, weights, uniform):
     if not any(weights):
         return
-    before, drawing.SHORT = drawing.SHORT, short
+    before, drawing.SHORT_VOCABULARY = drawing.SHORT_VOCABULARY, short
     try:
-        token = int(invert(torch.tensor([weights]), torch.tensor([uniform], dtype=torch.float64) * (1 - 2**-52)))
+        token = int(invert_cdf(torch.tensor([weights]), torch.tensor([uniform], dtype=torch.float64) * (1 - 2**-52)))
     finally:
-        drawing.SHORT = before
+        drawing.SHORT_VOCABULARY = before
     assert weights[token] > 0
     if uniform == 0:
         assert token == next(index for index, weight in enumerate(weights) if weight > 0)
@@ -57,7 +57,7 @@ def test_a_token_without_weight_is_never_drawn(short, weights, uniform):
 def test_log_probabilities_are_exact_for_the_logits_given(dtype, temperature):
     logits = logits_of(16, 300).to(dtype)
     uniforms = uniform_numbers(16, generator=torch.Generator().manual_seed(2))
-    found = draw(logits, uniforms, SamplingConfig(1, temperature=temperature))
+    found = draw_tokens(logits, uniforms, SamplingConfig(1, temperature=temperature))
     exact = (logits.double() / temperature).log_softmax(1).gather(1, found.token[:, None])[:, 0]
     torch.testing.assert_close(found.log_prob.double(), exact, rtol=1e-5, atol=1e-5)
     assert found.behaviour is found.log_prob
@@ -65,7 +65,7 @@ def test_log_probabilities_are_exact_for_the_logits_given(dtype, temperature):
 
 def test_greedy_takes_the_best_and_had_no_choice():
     logits = logits_of(8, 50)
-    found = draw(logits, torch.zeros(8, dtype=torch.float64), SamplingConfig(1, temperature=0.0))
+    found = draw_tokens(logits, torch.zeros(8, dtype=torch.float64), SamplingConfig(1, temperature=0.0))
     assert found.token.tolist() == logits.argmax(1).tolist()
     torch.testing.assert_close(found.log_prob, logits.log_softmax(1).amax(1))
     assert not found.behaviour.any()
@@ -101,7 +101,7 @@ def test_truncation_keeps_what_its_definition_keeps(scores, top_k, top_p):
 def test_truncated_draws_know_both_probabilities(settings):
     sampling = SamplingConfig(1, **settings)
     logits = logits_of(64, 20)
-    found = draw(logits, uniform_numbers(64, generator=torch.Generator().manual_seed(3)), sampling)
+    found = draw_tokens(logits, uniform_numbers(64, generator=torch.Generator().manual_seed(3)), sampling)
     scores = logits / sampling.temperature
     for row in range(64):
         kept = naive_kept(scores[row].tolist(), sampling.top_k, sampling.top_p)

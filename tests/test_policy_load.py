@@ -10,9 +10,9 @@ import torch
 import transformers
 
 from scoregram.checks import ScoregramError
-from scoregram.policy import PolicyConfig, SamplingConfig, load_policy, sample, token_log_probs
-from scoregram.policy.characters import VOCABULARY, character_tokenizer
-from scoregram.policy.load import PolicyWarning, believe_file, forget_quantisation, stop_tokens
+from scoregram.policy import PolicyConfig, SamplingConfig, character_tokenizer, load_policy, sample, token_log_probs
+from scoregram.policy.load import PolicyWarning, adopt_end_token, forget_quantisation, stop_tokens
+from scoregram.policy.tiny import VOCABULARY
 from scoregram.tasks import Problem, Task
 from tests.cases import build
 
@@ -125,9 +125,9 @@ def test_end_tokens_are_looked_for_wherever_they_may_be():
 
 def test_a_file_knows_its_end_token_better_than_the_tokenizer_made_from_it():
     tokenizer = character_tokenizer(8)
-    believe_file(SimpleNamespace(config=SimpleNamespace(eos_token_id=None)), tokenizer)
+    adopt_end_token(SimpleNamespace(config=SimpleNamespace(eos_token_id=None)), tokenizer)
     assert tokenizer.eos_token_id == 1
-    believe_file(SimpleNamespace(config=SimpleNamespace(eos_token_id=2)), tokenizer)
+    adopt_end_token(SimpleNamespace(config=SimpleNamespace(eos_token_id=2)), tokenizer)
     assert tokenizer.eos_token_id == 2
 
 

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from scoregram.policy.log_probs import token_log_probs
-from scoregram.policy.shared_prefix import (
+from scoregram.policy.log_probs import (
     group_log_probs,
     is_contiguous,
-    is_right,
-    packed,
+    pack_groups,
     packed_log_probs,
-    pays,
-    tree_of,
+    packing_saves_work,
+    prefix_tree,
+    supports_packing,
+    token_log_probs,
 )
 from tests.cases import KeepDouble, build
 
@@ -42,7 +42,7 @@ def batch(
 def test_numbers_and_gradients_are_those_of_single_rows(name, alphabet):
     model: Any = build(name, model="GPT2LMHeadModel" if name == "GPT2" else "")
     ids, attention, completion = batch([5, 3, 9], 4, alphabet=alphabet)
-    together = packed(ids, completion)
+    together = pack_groups(ids, completion)
     assert together is not None and together.ids.shape[0] == 3
     weights = torch.randn(ids.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     with KeepDouble():
@@ -60,7 +60,7 @@ def test_numbers_and_gradients_are_those_of_single_rows(name, alphabet):
 def test_every_completion_token_is_predicted_by_its_own_text(alphabet):
     """What a predicting token sees, in order of positions, is the text before the token that it predicts."""
     ids, attention, completion = batch([4, 2, 4], 6, alphabet=alphabet)
-    together = packed(ids, completion)
+    together = pack_groups(ids, completion)
     assert together is not None
     width, visible = together.ids.shape[1], together.visible[:, 0]
     for chosen, place in zip(together.chosen.tolist(), together.places.tolist(), strict=True):
@@ -79,7 +79,7 @@ def test_every_completion_token_is_predicted_by_its_own_text(alphabet):
 
 def test_padding_sees_itself_alone_and_nobody_sees_it():
     ids, _, completion = batch([4, 2], 3)
-    together = packed(ids, completion)
+    together = pack_groups(ids, completion)
     assert together is not None
     visible, width = together.visible[:, 0], together.ids.shape[1]
     last = torch.arange(width) == width - 1
@@ -90,7 +90,7 @@ def test_padding_sees_itself_alone_and_nobody_sees_it():
 
 def test_rollouts_that_begin_alike_are_read_once():
     prompt, texts = [5, 6, 7], [[9, 9, 8, 2], [9, 9, 3], [9, 9, 8, 2], [4], [9, 9, 8, 4, 4], []]
-    tree = tree_of(np.array(prompt), [np.array(text, dtype=np.int64) for text in texts])
+    tree = prefix_tree(np.array(prompt), [np.array(text, dtype=np.int64) for text in texts])
     assert tree.tokens.tolist() == [5, 6, 7, 9, 9, 8, 4]
     assert [tree.tokens[path].tolist() for path in tree.paths] == [
         [7, 9, 9, 8],
@@ -101,13 +101,13 @@ def test_rollouts_that_begin_alike_are_read_once():
         [],
     ]
     assert tree.ends.tolist() == [7] * 7 and tree.positions.tolist() == list(range(7))
-    forked = tree_of(np.array([7]), [np.array(text) for text in ([1, 2, 9], [1, 3, 9], [1, 2, 8])])
+    forked = prefix_tree(np.array([7]), [np.array(text) for text in ([1, 2, 9], [1, 3, 9], [1, 2, 8])])
     assert (forked.tokens.tolist(), forked.ends.tolist()) == ([7, 1, 2, 3], [4, 4, 3, 4])
 
 
 def test_what_cannot_be_packed_goes_row_by_row():
     ids, attention, completion = batch([4, 4, 3], 1)
-    assert packed(ids, completion) is None  # no two rollouts share a prompt
+    assert pack_groups(ids, completion) is None  # no two rollouts share a prompt
     model: Any = build("Llama")
     expected = token_log_probs(model, ids, attention, completion)
     assert torch.equal(group_log_probs(model, ids, attention, completion), expected)
@@ -118,15 +118,15 @@ def test_what_cannot_be_packed_goes_row_by_row():
 
 
 def test_models_that_would_mix_rollouts_are_found_out():
-    assert is_right(build("Llama")) and is_right(build("Qwen3"))
+    assert supports_packing(build("Llama")) and supports_packing(build("Qwen3"))
     mixing: Any = build("Mamba")
-    assert not is_right(mixing)
+    assert not supports_packing(mixing)
 
 
 def test_long_prompts_are_read_once():
     model: Any = build("Llama")
     ids, attention, completion = batch([20], 4)
-    assert is_right(model)
+    assert supports_packing(model)
     seen = []
     handle = model.get_input_embeddings().register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
     found = group_log_probs(model, ids, attention, completion)
@@ -138,7 +138,6 @@ def test_long_prompts_are_read_once():
 def test_long_completions_behind_a_short_prompt_stay_apart():
     ids = torch.randint(2, 60, (8, 301), generator=torch.Generator().manual_seed(0))
     ids[:, 0], ids[:, 1] = 5, torch.arange(2, 10)  # no two go on alike
-    attention = torch.ones_like(ids, dtype=torch.bool)
-    together = packed(ids, torch.arange(301).expand(8, -1) > 0)
+    together = pack_groups(ids, torch.arange(301).expand(8, -1) > 0)
     assert together is not None and together.ids.shape == (1, 1 + 8 * 299)  # the last token of each predicts nothing
-    assert not pays(build("Llama"), ids, attention, together)
+    assert not packing_saves_work(build("Llama"), ids, together)

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from scoregram.checks import ScoregramError
-from scoregram.policy import SamplingConfig, sample, sampler, token_log_probs
-from scoregram.policy import choice as choice_of_way
-from scoregram.policy.draw import draw, uniform_numbers
-from scoregram.policy.fused import Fused
-from scoregram.policy.graph import advance_captured
-from scoregram.policy.modes import PolicyWarning
-from scoregram.policy.record import Record, assembled
-from scoregram.policy.ways import Grown, Recomputed, Shared
+from scoregram.policy import SamplingConfig, generation, sample, sampler, token_log_probs
+from scoregram.policy.decoders import ModelCacheDecoder, SharedCacheDecoder, UncachedDecoder
+from scoregram.policy.draw import draw_tokens, uniform_numbers
+from scoregram.policy.fused_decoders import FusedDecoder
+from scoregram.policy.generation import CompletionRecord, assemble_rollouts, replay_steps
+from scoregram.policy.models import PolicyWarning
 from scoregram.rollouts import Rollouts
 from tests.cases import ARCHITECTURES, VOCABULARY, build
 
@@ -60,35 +58,41 @@ def adapted():
     return peft.get_peft_model(build("Llama"), config)
 
 
-WAYS = {
-    "llama": (lambda: build("Llama"), Fused),
-    "llama-single": (lambda: build("Llama").float(), Fused),
-    "llama-bias-tied": (lambda: build("Llama", attention_bias=True, mlp_bias=True, tie_word_embeddings=True), Fused),
-    "qwen2": (lambda: build("Qwen2"), Fused),
-    "qwen3": (ARCHITECTURES["qwen3"], Fused),
-    "mistral-window": (lambda: build("Mistral", sliding_window=16, head_dim=8), Grown),
-    "gpt2": (ARCHITECTURES["gpt2"], Shared),
-    "gpt-neox": (ARCHITECTURES["gpt-neox"], Shared),
-    "gemma3-wide": (ARCHITECTURES["gemma3"], Shared),
+DECODERS = {
+    "llama": (lambda: build("Llama"), FusedDecoder),
+    "llama-single": (lambda: build("Llama").float(), FusedDecoder),
+    "llama-bias-tied": (
+        lambda: build("Llama", attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+        FusedDecoder,
+    ),
+    "qwen2": (lambda: build("Qwen2"), FusedDecoder),
+    "qwen3": (ARCHITECTURES["qwen3"], FusedDecoder),
+    "mistral-window": (lambda: build("Mistral", sliding_window=16, head_dim=8), ModelCacheDecoder),
+    "gpt2": (ARCHITECTURES["gpt2"], SharedCacheDecoder),
+    "gpt-neox": (ARCHITECTURES["gpt-neox"], SharedCacheDecoder),
+    "gemma3-wide": (ARCHITECTURES["gemma3"], SharedCacheDecoder),
     "gemma3-window": (
         lambda: build("Gemma3", config="Gemma3TextConfig", head_dim=8, sliding_window=5, sliding_window_pattern=2),
-        Grown,
+        ModelCacheDecoder,
     ),
-    "gemma2": (lambda: ARCHITECTURES["gemma2"]().float(), Shared),
-    "gemma2-double": (ARCHITECTURES["gemma2"], Grown),  # its padded rows are nan in float64, which the trial notices
-    "gpt-oss": (ARCHITECTURES["gpt-oss"], Shared),
-    "opt": (ARCHITECTURES["opt"], Shared),
-    "bloom": (ARCHITECTURES["bloom"], Grown),
-    "qwen3-moe": (ARCHITECTURES["qwen3-moe"], Shared),
-    "mamba": (ARCHITECTURES["mamba"], Grown),
-    "nemotron-h": (ARCHITECTURES["nemotron-h"], Grown),
-    "lora": (adapted, Shared),
+    "gemma2": (lambda: ARCHITECTURES["gemma2"]().float(), SharedCacheDecoder),
+    "gemma2-double": (
+        ARCHITECTURES["gemma2"],
+        ModelCacheDecoder,
+    ),  # its padded rows are nan in float64, which the trial notices
+    "gpt-oss": (ARCHITECTURES["gpt-oss"], SharedCacheDecoder),
+    "opt": (ARCHITECTURES["opt"], SharedCacheDecoder),
+    "bloom": (ARCHITECTURES["bloom"], ModelCacheDecoder),
+    "qwen3-moe": (ARCHITECTURES["qwen3-moe"], SharedCacheDecoder),
+    "mamba": (ARCHITECTURES["mamba"], ModelCacheDecoder),
+    "nemotron-h": (ARCHITECTURES["nemotron-h"], ModelCacheDecoder),
+    "lora": (adapted, SharedCacheDecoder),
 }
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", DECODERS)
 def test_greedy_is_the_plain_loop_token_for_token(name):
-    make, way = WAYS[name]
+    make, decoder = DECODERS[name]
     model = make()
     with pytest.warns(PolicyWarning) if name == "gemma2-double" else nullcontext():
         found = greedy(model)
@@ -96,23 +100,23 @@ def test_greedy_is_the_plain_loop_token_for_token(name):
         assert ids == greedy_loop(model, PROMPTS[row // 2], 12, [STOP])
     with torch.no_grad():
         capacity = max(map(len, PROMPTS)) + 12
-        assert choice_of_way.fastest_way(model, capacity) is way
+        assert sampler.fastest_decoder(model, capacity) is decoder
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3-window", "mamba", "lora"])
 def test_log_probs_are_those_of_one_forward_pass(name):
-    model = WAYS[name][0]()
+    model = DECODERS[name][0]()
     found = drawn(model, seed=1)
     again = token_log_probs(model, found.input_ids, found.attention_mask, found.completion_mask)
     torch.testing.assert_close(found.log_probs, again.detach().float(), atol=1e-5, rtol=0)
     assert found.behaviour_log_probs is found.log_probs
 
 
-@pytest.mark.parametrize("way", [Shared, Grown, Recomputed])
-def test_every_way_draws_the_same(way, monkeypatch):
+@pytest.mark.parametrize("decoder", [SharedCacheDecoder, ModelCacheDecoder, UncachedDecoder])
+def test_every_decoder_draws_the_same(decoder, monkeypatch):
     model = build("Llama")
     expected = drawn(model, most=12)
-    monkeypatch.setattr(sampler, "fastest_way", lambda *_: way)
+    monkeypatch.setattr(sampler, "fastest_decoder", lambda *_: decoder)
     found = drawn(model, most=12)
     assert found.completion_ids() == expected.completion_ids()
     torch.testing.assert_close(found.log_probs, expected.log_probs)
@@ -126,19 +130,19 @@ def test_a_captured_step_is_the_step(family, monkeypatch):
     stops = torch.tensor([STOP])
     uniforms = uniform_numbers(most, count, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(torch, "empty", torch.zeros)  # as on a GPU, where columns are read before they are written
-    for way in (Shared, Fused):
-        record = Record(count, most, stops, has_behaviour=False)
-        run = way(model, max(map(len, PROMPTS)) + most)
+    for decoder in (SharedCacheDecoder, FusedDecoder):
+        record = CompletionRecord(count, most, stops, has_behaviour=False)
+        run = decoder(model, max(map(len, PROMPTS)) + most)
         with torch.no_grad():
-            first = draw(run.start(PROMPTS, 2), uniforms[0], settings)
+            first = draw_tokens(run.start(PROMPTS, 2), uniforms[0], settings)
             record.write(first)
             with run.decoding():
-                advance_captured(
+                replay_steps(
                     run, first.token, record, uniforms, settings, capture=lambda step: [step(), step][1], columns=5
                 )
-        found = assembled(PROMPTS, record.finish(), stops, 0)
+        found = assemble_rollouts(PROMPTS, record.finish(), stops, 0)
         expected = drawn(model, most=most)
-        assert run.cache.visible == 30 > run.use_columns()  # 27 columns, in steps of five
+        assert run.cache.visible == 30 > run.use_column_tensor()  # 27 columns, in steps of five
         assert found.completion_ids() == expected.completion_ids()
         torch.testing.assert_close(found.log_probs, expected.log_probs)
 
@@ -170,13 +174,15 @@ def test_a_rollout_ends_with_its_first_stop_token():
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3-window", "mamba"])
 def test_dropping_rows_changes_nothing(name, monkeypatch):
-    model, stop_ids = WAYS[name][0](), list(range(0, VOCABULARY, 5))
+    model, stop_ids = DECODERS[name][0](), list(range(0, VOCABULARY, 5))
     dropped = []
-    keep = Record.keep
-    monkeypatch.setattr(Record, "keep", lambda self, places: (dropped.append(len(places)), keep(self, places)))
+    keep = CompletionRecord.keep
+    monkeypatch.setattr(
+        CompletionRecord, "keep", lambda self, places: (dropped.append(len(places)), keep(self, places))
+    )
     found = drawn(model, most=20, stop_ids=stop_ids, repeats=6)
     assert dropped
-    monkeypatch.setattr(sampler, "WORTH_DROPPING", 2.0)
+    monkeypatch.setattr(generation, "DROP_SHARE", 2.0)
     whole = drawn(model, most=20, stop_ids=stop_ids, repeats=6)
     assert found.completion_ids() == whole.completion_ids()
     torch.testing.assert_close(found.log_probs, whole.log_probs)
@@ -218,7 +224,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::scoregram.policy.bias.BiasedSamplingWarning")
+@pytest.mark.filterwarnings("ignore::scoregram.policy.BiasedSamplingWarning")
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_completions_come_as_often_as_they_are_probable(name, settings):
@@ -304,7 +310,7 @@ def test_rollouts_of_one_prompt_differ():
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mamba", "lora"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_model_is_left_as_it_was(name, fails, monkeypatch):
-    model = WAYS[name][0]()
+    model = DECODERS[name][0]()
     model.train()
     frozen = next(module for module in model.modules() if not list(module.children()))
     frozen.eval()  # a mixed state must come back as it was
@@ -314,7 +320,7 @@ def test_the_model_is_left_as_it_was(name, fails, monkeypatch):
     config = model.config.to_dict()
     attention = model.config._attn_implementation
     if fails:
-        monkeypatch.setattr(sampler, "draw", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        monkeypatch.setattr(generation, "draw_tokens", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             drawn(model)
     else:
@@ -351,7 +357,7 @@ def test_weights_of_this_moment_are_used():
 
 def test_a_hook_on_the_model_is_not_bypassed():
     model = build("Llama")
-    greedy(model)  # the way is chosen
+    greedy(model)  # the decoder is chosen
     handle = model.model.layers[0].mlp.register_forward_hook(lambda *given: given[2] * 0)
     try:
         assert greedy(model).completion_ids() == [

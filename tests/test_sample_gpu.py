@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from scoregram.policy import SamplingConfig, sample, token_log_probs
-from scoregram.policy.choice import fastest_way, plain_logits, trial
-from scoregram.policy.launched import Launched
-from scoregram.policy.shared_prefix import packed, packed_log_probs
+from scoregram.policy.fused_decoders import TritonDecoder
+from scoregram.policy.log_probs import pack_groups, packed_log_probs
+from scoregram.policy.sampler import decoder_logits, fastest_decoder, plain_logits
 from tests.cases import ARCHITECTURES, build
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -26,7 +26,7 @@ def drawn(model, *, most: int = 40, stop_ids=(17,), **settings):
     return sample(model, PROMPTS, generator=torch.Generator().manual_seed(0), **request)
 
 
-@pytest.mark.filterwarnings("ignore::scoregram.policy.bias.BiasedSamplingWarning")
+@pytest.mark.filterwarnings("ignore::scoregram.policy.BiasedSamplingWarning")
 @pytest.mark.parametrize(
     "settings", [{"temperature": 0.0}, {}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9}], ids=str
 )
@@ -85,8 +85,8 @@ def test_kernels_of_our_own_give_the_logits_of_the_model(name, kind):
     model = build(name, **WIDE).float().cuda().eval()
     model = model.bfloat16() if kind == "bfloat16" else model
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=kind == "autocast"):
-        assert fastest_way(model, 256) is Launched
-        found = trial(Launched, model, prompts, forced).float()
+        assert fastest_decoder(model, 256) is TritonDecoder
+        found = decoder_logits(TritonDecoder, model, prompts, forced).float()
         expected = torch.cat([plain_logits(model, [[*prompt, *forced]], 5) for prompt in prompts]).float()
     bound = 1e-5 if kind == "float32" else 3e-2
     assert float((found - expected).abs().max()) <= bound * float(expected.abs().max())
@@ -105,7 +105,7 @@ def test_rollouts_as_trees_have_the_log_probabilities_of_rows():
     model = ARCHITECTURES["llama"]().cuda()
     rollouts = drawn(model, most=6)
     given = rollouts.input_ids, rollouts.attention_mask, rollouts.completion_mask
-    together = packed(rollouts.input_ids, rollouts.completion_mask)
+    together = pack_groups(rollouts.input_ids, rollouts.completion_mask)
     assert together is not None and together.visible.is_cuda
     found = packed_log_probs(model, together, rollouts.input_ids, 1.0)
     torch.testing.assert_close(found, token_log_probs(model, *given), atol=1e-5, rtol=1e-5)

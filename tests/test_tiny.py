@@ -10,8 +10,16 @@ import pytest
 import torch
 
 from scoregram.policy import tiny
-from scoregram.policy.characters import VOCABULARY, character_tokenizer
-from scoregram.policy.tiny import WarmStart, cache_folder, cache_key, lesson, padded, tiny_policy
+from scoregram.policy.supervised import padded_demonstrations
+from scoregram.policy.tiny import (
+    VOCABULARY,
+    WarmStart,
+    cache_folder,
+    cache_key,
+    character_demonstration,
+    character_tokenizer,
+    tiny_policy,
+)
 from scoregram.tasks import load_task
 
 SHORT = WarmStart(hidden_size=32, intermediate_size=48, heads=2, longest=2, polish_steps=1, habit_steps=2, batch=4)
@@ -36,7 +44,7 @@ def refuse_to_train(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("trained although the cache has it")
 
-    return lambda: monkeypatch.setattr(tiny, "warm_start", refuse)
+    return lambda: monkeypatch.setattr(tiny, "warm_start_tiny", refuse)
 
 
 def test_every_printable_character_is_one_token_and_comes_back():
@@ -202,7 +210,12 @@ def test_the_key_changes_with_everything_that_decides_the_weights(monkeypatch):
 
 def test_a_loss_is_taken_at_the_solution_and_its_stop_token_only():
     problem, longer = load_task("arithmetic:2").test[0], load_task("arithmetic:3").test[0]
-    ids, labels = padded([lesson(problem, lambda _: "12."), lesson(longer, lambda _: "3,45.")])
+    demonstrations = [
+        character_demonstration(problem, lambda _: "12."),
+        character_demonstration(longer, lambda _: "3,45."),
+    ]
+    ids, _, solution = padded_demonstrations(demonstrations, 0)
+    labels = ids.masked_fill(~solution, tiny.IGNORED)
     tokenizer = character_tokenizer(64)
     for row, label, (asked, said) in zip(ids, labels, [(problem.prompt, "12."), (longer.prompt, "3,45.")], strict=True):
         taught = label != tiny.IGNORED
@@ -212,7 +225,8 @@ def test_a_loss_is_taken_at_the_solution_and_its_stop_token_only():
 
 def test_no_test_problem_is_taught(monkeypatch):
     taught = set()
-    monkeypatch.setattr(tiny, "lesson", lambda problem, solve: taught.add(problem.prompt) or lesson(problem, solve))
+    noted = lambda problem, solve: taught.add(problem.prompt) or character_demonstration(problem, solve)  # noqa: E731
+    monkeypatch.setattr(tiny, "character_demonstration", noted)
     weights(task="arithmetic:2", recipe=replace(SHORT, longest=20, habit_steps=20, batch=16))
     every_seed = [load_task("arithmetic:2", seed=seed).test for seed in range(3)]
     assert len(taught) > 200 and not taught & {problem.prompt for test in every_seed for problem in test}

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from scoregram.policy.characters import character_tokenizer
-from scoregram.policy.tiny import WarmStart, untrained
+from scoregram.policy.tiny import WarmStart, character_tokenizer, untrained
 from scoregram.training.config import TrainConfig
 
 SMALL = WarmStart(hidden_size=16, intermediate_size=24, layers=2, heads=2)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from scoregram.integrations.trl import attach
-from scoregram.policy.characters import character_tokenizer
+from scoregram.policy import character_tokenizer
 from scoregram.runs import open_run
 from tests.training_cases import save_policy
 

@@ -47,7 +47,7 @@ def advice_text(run: RunReading) -> str:
 
 
 def group_size_for(chances: list[float], wanted: float = WANTED_LIVE) -> int | None:
-    """Least group size at which a share `wanted` of groups is expected to be live, over prompts with these success rates.
+    """Least group size at which a share `wanted` of groups is expected to be live, given the prompts' success rates.
 
     None if no size up to 1024 reaches it.
 
@@ -64,7 +64,8 @@ def group_size_for(chances: list[float], wanted: float = WANTED_LIVE) -> int | N
 def _dead_groups(run: RunReading) -> Iterator[Advice]:
     if not run.summary.dead.value > DEAD_SHARE:
         return
-    rule = f"given if more than {DEAD_SHARE:.0%} of the groups of the last third are dead; {cell_text(run.summary.dead)} are."
+    share = cell_text(run.summary.dead)
+    rule = f"given if more than {DEAD_SHARE:.0%} of the groups of the last third are dead; {share} are."
     dead = [group for group in run.last_groups if not group.is_live]
     kinds = {"right": sum(g.right == g.size for g in dead), "wrong": sum(g.right == 0 for g in dead)}
     most = max(kinds, key=lambda kind: kinds[kind])
@@ -80,7 +81,8 @@ def _dead_groups(run: RunReading) -> Iterator[Advice]:
     size = group_size_for(rates)
     how = f"each of the {len(rates)} prompts has the success rate (right + ½) / (rollouts + 1)"
     if size is None:
-        sentence = f"No group size up to {LARGEST_ADVISED_GROUP} would make {WANTED_LIVE:.0%} of the groups live: change the prompts."
+        largest = LARGEST_ADVISED_GROUP
+        sentence = f"No group size up to {largest} would make {WANTED_LIVE:.0%} of the groups live: change the prompts."
     elif size <= (run.group_size or 0):
         return
     else:
@@ -124,8 +126,10 @@ def _batch_size(run: RunReading) -> Iterator[Advice]:
         )
     elif scale.high < batch / NOISE_FACTOR:
         yield Advice(
-            f"Fewer rollouts a step would be enough, towards {scale.high:.0f}: steps of {batch:g} average more than needed.",
-            f"given if the whole 95 % interval of the noise scale lies below the batch divided by {NOISE_FACTOR:g}; {seen}",
+            f"Fewer rollouts a step would be enough, towards {scale.high:.0f}: steps of {batch:g} average more than "
+            "needed.",
+            "given if the whole 95 % interval of the noise scale lies below the batch divided by "
+            f"{NOISE_FACTOR:g}; {seen}",
         )
 
 
@@ -144,7 +148,8 @@ def _truncated(run: RunReading) -> Iterator[Advice]:
     if share < FINISHED_SHARE:
         yield Advice(
             f"Allow longer completions: {1 - share:.0%} of the rollouts were cut off at the limit on tokens.",
-            f"given if less than {FINISHED_SHARE:.0%} of the rollouts of the last third ended with a stop token; {share:.1%} did.",
+            f"given if less than {FINISHED_SHARE:.0%} of the rollouts of the last third ended with a stop token; "
+            f"{share:.1%} did.",
         )
 
 
@@ -173,8 +178,8 @@ def _rank(run: RunReading) -> Iterator[Advice]:
     difference = run.summary.rank_difference
     if difference.low <= 0 <= difference.high:
         yield Advice(
-            f"Do not read redundancy into the effective rank of {cell_text(run.summary.effective_rank)}: orthogonal scores "
-            f"of the same lengths would give {cell_text(run.summary.effective_rank_null)}.",
+            f"Do not read redundancy into the effective rank of {cell_text(run.summary.effective_rank)}: orthogonal "
+            f"scores of the same norms would give {cell_text(run.summary.effective_rank_null)}.",
             "given if the 95 % interval of measured less null contains zero; it is "
             f"{cell_text(difference)} over {run.summary.live} live groups.",
         )

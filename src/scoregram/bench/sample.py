@@ -19,7 +19,7 @@ from scoregram.bench.gram import GIB, settings
 from scoregram.bench.record import publish
 from scoregram.bench.shapes import SHAPES
 from scoregram.checks import fail, lookup
-from scoregram.policy import DTYPES, SamplingConfig, evaluating, fastest_way, sample
+from scoregram.policy import DTYPES, SamplingConfig, evaluating, fastest_decoder, sample
 
 CALLER = "bench sample"
 
@@ -76,8 +76,8 @@ def run_sample_bench(
     if place.type == "cpu":
         torch.set_num_threads(threads)
     model = built(shape, dtype, place)
-    rows, way = compared(model, rollouts, group_size, prompt_tokens, tokens, repeats)
-    about = settings(shape, dtype, place, 0, repeats, model) | sizes | {"rollouts": rollouts, "decoding": way}
+    rows, decoder = compared(model, rollouts, group_size, prompt_tokens, tokens, repeats)
+    about = settings(shape, dtype, place, 0, repeats, model) | sizes | {"rollouts": rollouts, "decoding": decoder}
     record = {"settings": about, "rows": [asdict(row) for row in rows]}
     publish(record, as_json=as_json, out=out, show=lambda: print_rows(rows, about))
     return 0
@@ -121,7 +121,7 @@ def built(shape: str, dtype: str, device: torch.device) -> Any:
 def compared(
     model: Any, rollouts: int, group_size: int, prompt_tokens: int, tokens: int, repeats: int
 ) -> tuple[list[Row], str]:
-    """Both samplers: one call of each to warm up, then the repeats in turns; and the way that the sampler went."""
+    """Both samplers: one call of each to warm up, then the repeats in turns; and the decoder that the sampler used."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     shape = (rollouts // group_size, prompt_tokens)
@@ -136,7 +136,7 @@ def compared(
         for name, call in calls.items():
             times[name].append(seconds(call, device))
     with evaluating(model):
-        way = fastest_way(model, prompt_tokens + tokens).__name__.lower()
+        decoder = fastest_decoder(model, prompt_tokens + tokens).name
     return [
         Row(
             way=name,
@@ -147,7 +147,7 @@ def compared(
             peak_gib=peak_bytes(call, device) / GIB,
         )
         for name, call in calls.items()
-    ], way
+    ], decoder
 
 
 def generated(model: Any, prompts: Sequence[Sequence[int]], group_size: int, tokens: int) -> None:

@@ -1,19 +1,22 @@
-"""What a policy is loaded from and how rollouts are drawn, as settings. Nothing heavy is imported here."""
+"""Settings: which model a policy is loaded from, and how rollouts are drawn. Nothing heavy is imported here."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+SamplerName = Literal["auto", "transformers", "fast", "vllm"]
+"""Names of the sampling backends; `SamplingConfig.sampler` describes each."""
 
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    """Where a policy comes from and how it is held."""
+    """Which model a policy is loaded from, its precision, device and adapters."""
 
     model: str = "tiny"
-    """A hub id, a local folder, a `.gguf` file, or `tiny`: the small policy that is built and warm-started here."""
+    """A hub id, a local folder, a `.gguf` file, or `tiny`: a small Llama that is built and warm-started here."""
     dtype: str = "float32"
-    """Of the weights: float32, bfloat16, float16 or float64."""
+    """Precision of the weights: float32, bfloat16, float16 or float64."""
     autocast: bool = False
-    """Products in bfloat16 wherever the policy computes; the weights stay in `dtype`."""
+    """Run matrix products in bfloat16, in sampling and training; the weights stay in `dtype`."""
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda or cuda:N."""
     attention: str = "sdpa"
@@ -23,12 +26,12 @@ class PolicyConfig:
     lora_alpha: float = 32.0
     """Adapters are scaled by `lora_alpha / lora_rank`."""
     lora_targets: tuple[str, ...] = ()
-    """Names of the modules that get an adapter; none given: every linear layer but the head."""
+    """Names of the modules that get an adapter; if empty, every linear layer but the head."""
     prompt: Literal["auto", "plain", "chat"] = "auto"
-    """How a prompt is written: `chat` through the tokenizer's chat template, `plain` as it is; `auto` is `chat` where
-    the tokenizer has a template and the task brings no prompt format of its own."""
+    """`chat` applies the tokenizer's chat template to a prompt, `plain` leaves it as it is; `auto` is `chat` if the
+    tokenizer has a template and the task has no prompt format of its own."""
     seed: int = 0
-    """Of everything random in loading: fresh adapters, the tiny policy."""
+    """Seed of everything random in loading: fresh adapters, the tiny policy."""
 
     def __post_init__(self) -> None:
         if self.lora_rank < 0:
@@ -49,6 +52,15 @@ class SamplingConfig:
     """Draw among this many most probable tokens (and those tied with the last of them); 0 keeps all."""
     top_p: float = 1.0
     """Draw among the fewest most probable tokens whose probabilities sum to at least this; 1 keeps all."""
+    sampler: SamplerName = "auto"
+    """The backend that draws the tokens. All draw from the same distribution, up to rounding.
+
+    - `auto`: `fast` for a model that supports it, else `transformers`.
+    - `transformers`: the forward pass of transformers with the model's own KV cache, or without any where that cache
+      gives other logits. Works for every model.
+    - `fast`: one KV cache filled once per prompt for all its rollouts; fused operations, Triton kernels and CUDA graphs
+      where the model and the device support them. An error for a model that it does not support.
+    - `vllm`: a vLLM engine in this process, which gets the policy's weights at every call. Needs vllm and a GPU."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -59,15 +71,18 @@ class SamplingConfig:
             refuse("SamplingConfig", "top_k must be 0 or more", self.top_k, "0 keeps every token.")
         if not 0 < self.top_p <= 1:
             refuse("SamplingConfig", "top_p must lie in (0, 1]", self.top_p, "1 keeps every token.")
+        if self.sampler not in get_args(SamplerName):
+            names = ", ".join(get_args(SamplerName))
+            refuse("SamplingConfig", f"sampler must be one of {names}", repr(self.sampler), "Check the spelling.")
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens are never drawn although the policy gives them probability."""
+        """Whether top-k or top-p keeps some tokens from being drawn."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
 
 
 def refuse(caller: str, requirement: str, got: object, remedy: str) -> None:
-    """Raise in the wording of `scoregram.checks`, which is heavy to import and needed only here."""
+    """Raise in the wording of `scoregram.checks`, which imports torch and is loaded only for an error."""
     from scoregram.checks import fail
 
     fail(caller, requirement, got, remedy)

@@ -1,4 +1,4 @@
-"""Load a language model and its tokenizer as a policy: from a hub, a folder, a `.gguf` file, or the embedded one."""
+"""A policy: a language model and its tokenizer, from the hub, a folder, a `.gguf` file, or the embedded one."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -12,25 +12,24 @@ import torch
 
 from scoregram.checks import ScoregramError, fail, lookup
 from scoregram.policy.config import PolicyConfig
-from scoregram.policy.modes import PolicyWarning as PolicyWarning
-from scoregram.policy.modes import context_of
+from scoregram.policy.models import PolicyWarning as PolicyWarning
+from scoregram.policy.models import context_of
 from scoregram.tasks import Task
 
-CALLER = "load_policy"
 DTYPES = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 )
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>", "</s>", "<eos>")
-"""Names under which vocabularies hide an end token that nothing else tells of; chats end with the first."""
+"""End tokens to look for in the vocabulary of a tokenizer without an `eos_token`; chats end with the first."""
 QUANTISED = ("quantization_config", "_is_quantized", "quantization_method", "is_quantized", "hf_quantizer")
-"""What a quantised file leaves on a model and on its config."""
+"""Attributes that a quantised file leaves on a model and on its config."""
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError)
-"""What transformers raises for a model that it cannot load."""
+"""Exceptions of transformers for a model that it cannot load."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A causal language model with its tokenizer and what is needed to sample from it."""
+    """A causal language model with its tokenizer, and the token ids and limits that sampling needs."""
 
     model: Any
     """A `PreTrainedModel`, or a `PeftModel` around one, in evaluation mode."""
@@ -40,24 +39,24 @@ class Policy:
     """Tokens that end a completion."""
     pad_id: int
     context: int
-    """Positions the model knows: prompt and completion together."""
+    """Longest text in tokens, prompt and completion together."""
     chat: bool = False
-    """Whether prompts go through the tokenizer's chat template."""
+    """Whether the tokenizer's chat template is applied to prompts."""
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of a prompt, up to where the policy begins to write.
+        """Token ids of a prompt, up to the place where the completion begins.
 
-        With `chat` the text is what the user says and the ids end where the answer begins; without, the text is
-        encoded as it is, with the special tokens that the tokenizer puts in front.
+        With `chat` the text is a user message in the tokenizer's chat template. Without, it is encoded as it is, with
+        the special tokens that the tokenizer adds.
         """
         if not self.chat:
             return list(self.tokenizer(text)["input_ids"])
-        said = [{"role": "user", "content": text}]
-        written = self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-        return list(self.tokenizer(written, add_special_tokens=False)["input_ids"])
+        messages = [{"role": "user", "content": text}]
+        rendered = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return list(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
     def computing(self) -> AbstractContextManager[Any]:
-        """The precision that the policy computes in; sampling and training belong inside alike."""
+        """Context in which the policy is sampled and trained: autocast to bfloat16 if the config asks for it."""
         if not self.config.autocast:
             return nullcontext()
         return torch.autocast(next(self.model.parameters()).device.type, dtype=torch.bfloat16)
@@ -70,20 +69,20 @@ class Policy:
 def load_policy(config: PolicyConfig, task: Task | None = None) -> Policy:
     """The policy that `config` describes, ready to be sampled from and trained.
 
-    Every parameter requires a gradient, or with `lora_rank` those of the adapters alone. Global random state is not
+    Every parameter requires a gradient; with `lora_rank`, only those of the adapters. Global random state is not
     touched.
 
     Args:
-        config: What to load and how to hold it.
-        task: What it is for: `tiny` is taught at its difficulty, and `prompt="auto"` heeds its prompt format.
+        config: Model, precision, device, adapters.
+        task: Sets the difficulty that `tiny` is taught at; `prompt="auto"` depends on its prompt format.
 
     Raises:
-        ScoregramError: A model that is not found or cannot be read, a package that is missing, a device that is not
-            there, a chat without a template, a vocabulary without an end token.
+        ScoregramError: A model that does not exist or cannot be read, a missing package or device, a chat prompt
+            without a template, a vocabulary without an end token.
     """
-    dtype = lookup(DTYPES, config.dtype, kind=f"{CALLER} dtype")
+    dtype = lookup(DTYPES, config.dtype, kind="load_policy dtype")
     device = chosen_device(config.device)
-    model, tokenizer = sources(config, task, dtype)
+    model, tokenizer = _load_model(config, task, dtype)
     stop_ids = stop_tokens(model, tokenizer)
     pad_id = pad_token(model, tokenizer, stop_ids[0])
     chat = reads_as_chat(config, tokenizer, task)
@@ -97,46 +96,49 @@ def load_policy(config: PolicyConfig, task: Task | None = None) -> Policy:
 
 def chosen_device(name: str) -> torch.device:
     """The device of that name; `auto` is a GPU if there is one."""
-    found = torch.cuda.is_available()
+    has_gpu = torch.cuda.is_available()
     if name == "auto":
-        return torch.device("cuda" if found else "cpu")
+        return torch.device("cuda" if has_gpu else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
-        fail(CALLER, "device must be auto, cpu, cuda or cuda:N", repr(name), "Check the spelling.")
-    if device.type == "cuda" and not (found and (device.index or 0) < torch.cuda.device_count()):
-        there = f"{torch.cuda.device_count() if found else 0} of them"
-        fail(CALLER, f"{name} needs a GPU that torch can see", there, "Pass cpu, or auto.")
+        fail("load_policy", "device must be auto, cpu, cuda or cuda:N", repr(name), "Check the spelling.")
+    if device.type == "cuda" and not (has_gpu and (device.index or 0) < torch.cuda.device_count()):
+        visible = f"{torch.cuda.device_count() if has_gpu else 0} of them"
+        fail("load_policy", f"{name} needs a GPU that torch can see", visible, "Pass cpu, or auto.")
     return device
 
 
-def sources(config: PolicyConfig, task: Task | None, dtype: torch.dtype) -> tuple[Any, Any]:
+def _load_model(config: PolicyConfig, task: Task | None, dtype: torch.dtype) -> tuple[Any, Any]:
     """Model and tokenizer, on the CPU."""
     try:
         import transformers
     except ImportError as missing:
-        fail(CALLER, "needs transformers", str(missing), "Install it: pip install 'scoregram[hf]'.")
+        fail("load_policy", "needs transformers", str(missing), "Install it: pip install 'scoregram[hf]'.")
     if config.model == "tiny":
         from scoregram.policy.tiny import tiny_policy
 
-        built: tuple[Any, Any] = tiny_policy(task, config.seed)
+        tiny: Any
+        tiny, tokenizer = tiny_policy(task, config.seed)
         if config.attention != "sdpa":
-            refused(config, lambda: built[0].set_attn_implementation(config.attention))
-        return built[0].to(dtype), built[1]
-    where = located(config.model)
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    with without_bars():
-        tokenizer = refused(config, lambda: transformers.AutoTokenizer.from_pretrained(**where))
-        model = refused(config, lambda: load(**where, dtype=dtype, attn_implementation=config.attention))
+            with _load_errors(config):
+                tiny.set_attn_implementation(config.attention)
+        return tiny.to(dtype), tokenizer
+    where = _model_arguments(config.model)
+    with without_bars(), _load_errors(config):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            **where, dtype=dtype, attn_implementation=config.attention
+        )
     forget_quantisation(model)
     if "gguf_file" in where:
-        believe_file(model, tokenizer)
+        adopt_end_token(model, tokenizer)
     return model, tokenizer
 
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Inside, transformers shows no progress bars of its own."""
+    """Inside, transformers shows no progress bars."""
     from transformers.utils import logging
 
     was_shown = logging.is_progress_bar_enabled()
@@ -148,41 +150,42 @@ def without_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def believe_file(model: Any, tokenizer: Any) -> None:
-    """Give a tokenizer read from a `.gguf` file the end token that the file names.
+def adopt_end_token(model: Any, tokenizer: Any) -> None:
+    """Set the end token of a tokenizer from a `.gguf` file to that of the model's config.
 
-    The model's config has it from there; some versions of transformers build the tokenizer with another one.
+    The config has the file's end token; some versions of transformers build the tokenizer with another one.
     """
     end = model.config.eos_token_id
     if isinstance(end, int) and tokenizer.eos_token_id != end:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
 
 
-def refused(config: PolicyConfig, load: Any) -> Any:
-    """What `load` returns; if it cannot, one sentence that says why."""
+@contextmanager
+def _load_errors(config: PolicyConfig) -> Iterator[None]:
+    """Inside, an exception of transformers becomes one sentence that gives the reason."""
     try:
-        return load()
+        yield
     except ScoregramError:
         raise
     except UNREADABLE as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         remedy = "Pass a hub id, a folder with config.json, a .gguf file, or tiny."
-        fail(CALLER, f"{config.model!r} must be a causal language model that can be loaded", reason, remedy)
+        fail("load_policy", f"{config.model!r} must be a causal language model that can be loaded", reason, remedy)
 
 
-def located(model: str) -> dict[str, str]:
-    """Arguments under which transformers finds a model."""
+def _model_arguments(model: str) -> dict[str, str]:
+    """Arguments of `from_pretrained` for a hub id, a folder or a `.gguf` file."""
     path = Path(model).expanduser()
     if path.suffix == ".gguf" or model.startswith((".", "/", "~")):
         if not path.exists():
-            fail(CALLER, "a model given by its path must exist", repr(model), "Check the path.")
+            fail("load_policy", "a model given by its path must exist", repr(model), "Check the path.")
         if path.is_file():
             return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     return {"pretrained_model_name_or_path": str(path) if path.exists() else model}
 
 
 def forget_quantisation(model: Any) -> None:
-    """Take the mark of a quantised file off a model whose weights are plain numbers by now, so that it can be saved."""
+    """Remove the quantisation attributes of a `.gguf` model, whose weights are dequantised, so that it can be saved."""
     if str(getattr(model, "quantization_method", "")).lower().rpartition(".")[2] != "gguf":
         return
     for holder in (model, model.config):
@@ -193,25 +196,26 @@ def forget_quantisation(model: Any) -> None:
 def stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """Every token that ends a completion, the tokenizer's own first."""
     found: list[int] = []
-    if tokenizer.eos_token_id is None:  # a config may be wrong where the tokenizer says nothing: ask by name first
+    if tokenizer.eos_token_id is None:  # then the config's end token may be wrong too: known names come first
         vocabulary = tokenizer.get_vocab()
         found = [vocabulary[name] for name in END_TOKENS if name in vocabulary][:1]
     generation = getattr(model, "generation_config", None)
     for given in (tokenizer.eos_token_id, getattr(generation, "eos_token_id", None), model.config.eos_token_id):
         found += [] if given is None else [given] if isinstance(given, int) else list(given)
     if not found:
-        fail(CALLER, "the tokenizer must have a token that ends a completion", "none", "Set its eos_token and save it.")
+        remedy = "Set its eos_token and save it."
+        fail("load_policy", "the tokenizer must have a token that ends a completion", "none", remedy)
     if tokenizer.eos_token_id is None:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(found[0])
     return tuple(dict.fromkeys(found))
 
 
 def pad_token(model: Any, tokenizer: Any, end: int) -> int:
-    """The token that fills shorter rollouts; the end token where a tokenizer has none, which is said."""
+    """The token that fills shorter rollouts; the end token, with a warning, for a tokenizer without a pad token."""
     pad_id = tokenizer.pad_token_id
     if pad_id is None:
         name = tokenizer.convert_ids_to_tokens(end)
-        warnings.warn(f"{CALLER}: the tokenizer has no pad token; {name!r} is used, and masked.", PolicyWarning, 3)
+        warnings.warn(f"load_policy: the tokenizer has no pad token; {name!r} is used, and masked.", PolicyWarning, 3)
         tokenizer.pad_token, pad_id = name, end
     if model.config.pad_token_id is None:
         model.config.pad_token_id = pad_id
@@ -219,21 +223,22 @@ def pad_token(model: Any, tokenizer: Any, end: int) -> int:
 
 
 def reads_as_chat(config: PolicyConfig, tokenizer: Any, task: Task | None) -> bool:
-    """Whether prompts go through the chat template."""
+    """Whether the chat template is applied to prompts."""
     has_template = getattr(tokenizer, "chat_template", None) is not None
     if config.prompt == "chat" and not has_template:
-        fail(CALLER, "a chat prompt needs a tokenizer with a chat template", "none", "Pass prompt plain, or auto.")
+        remedy = "Pass prompt plain, or auto."
+        fail("load_policy", "a chat prompt needs a tokenizer with a chat template", "none", remedy)
     if config.prompt == "auto":
         return has_template and (task is None or task.prompt_format == "{prompt}")
     return config.prompt == "chat"
 
 
 def with_adapters(model: Any, config: PolicyConfig) -> Any:
-    """The model with fresh adapters, drawn from the seed, on a frozen base."""
+    """The model with new adapters, initialised from the seed, on a frozen base."""
     try:
         import peft
     except ImportError as missing:
-        fail(CALLER, "lora_rank needs peft", str(missing), "Install it: pip install 'scoregram[peft]'.")
+        fail("load_policy", "lora_rank needs peft", str(missing), "Install it: pip install 'scoregram[peft]'.")
     targets = list(config.lora_targets) or "all-linear"
     scale: Any = config.lora_alpha  # any number, although annotated as an int
     settings = peft.LoraConfig(
@@ -245,4 +250,4 @@ def with_adapters(model: Any, config: PolicyConfig) -> Any:
             return peft.get_peft_model(model, settings)
         except ValueError as error:
             reason = str(error).splitlines()[0]
-            fail(CALLER, f"lora_targets must name modules of {config.model!r}", reason, "Leave it out for all.")
+            fail("load_policy", f"lora_targets must name modules of {config.model!r}", reason, "Leave it out for all.")

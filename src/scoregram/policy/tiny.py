@@ -1,17 +1,18 @@
 """The embedded policy: a Llama of 0.9 M parameters that reads characters and has learnt sums from a careless teacher.
 
-It is built from a config and warm-started on the training split of the arithmetic task in two stages: first right
-solutions, until it can add; then the solutions of a teacher with bad habits (`scoregram.tasks.mistakes`), so that it
-begins where there is something to learn. The result is kept in the cache folder of the user and is the same, bit for
-bit, for one seed.
+It is built from a config and warm-started on the training split of the arithmetic task in two stages: first on correct
+solutions, until it can add; then on the solutions of a teacher with bad habits (`scoregram.tasks.careless_teacher`), so
+that reinforcement learning has something left to improve. The weights are the same, bit for bit, for one seed, and are
+cached in the user's cache folder.
 """
 
 import hashlib
 import json
 import os
 import platform
+import string
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -22,59 +23,91 @@ from torch import Tensor
 
 from scoregram.checks import fail
 from scoregram.machine import threads
-from scoregram.policy.characters import VOCABULARY, character_tokenizer
+from scoregram.policy.supervised import Demonstration, padded_demonstrations, supervised_losses
 from scoregram.tasks import Problem, Task, arithmetic, careless_solution, careless_teacher, number_of_terms, solution
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+PAD, EOS, UNKNOWN_CHARACTER = "<|pad|>", "<|end|>", "<|unknown|>"
+CHARACTERS = "\n" + "".join(sorted(set(string.printable) - set(string.whitespace) | {" "}))
+"""Printable ASCII and the line feed."""
+VOCABULARY = {token: index for index, token in enumerate((PAD, EOS, UNKNOWN_CHARACTER, *CHARACTERS))}
 CONTEXT = 512
 IGNORED = -100
-"""Label of a token that no loss is taken at."""
+"""Label of a token that the loss leaves out."""
 THREADS = 2
-"""Whatever the machine has, so that sums are taken in one order."""
+"""Threads of the warm start on any machine, so that sums are taken in one order."""
 
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Everything that decides what a warm-started policy is, apart from difficulty and seed."""
+    """Everything that determines the warm-started weights, apart from difficulty and seed."""
 
     version: int = 2
-    """To be raised when the code below changes the result."""
+    """Raise it when a change to the code below changes the weights."""
     hidden_size: int = 192
     intermediate_size: int = 512
     layers: int = 2
     heads: int = 6
     batch: int = 32
     learning_rate: float = 1e-3
-    """At which it learns to add, after a linear rise over `rise` steps."""
+    """Learning rate of the first stage, after a linear rise over `rise` steps."""
     rise: int = 20
     skilled: float = 0.12
-    """It has got the idea when the smoothed loss falls below this …"""
+    """The policy can add when the smoothed loss falls below this."""
     longest: int = 600
-    """… or is taken to after so many steps."""
+    """Most steps to wait for that."""
     polish_steps: int = 130
-    """Steps on right solutions after that, while the learning rate falls linearly to `habit_rate`."""
+    """Further steps on correct solutions, while the learning rate falls linearly to `habit_rate`."""
     habit_rate: float = 3e-4
     habit_steps: int = 120
     """Steps on the teacher's solutions, while the learning rate falls linearly from `habit_rate` to zero."""
     right: float = 0.33
-    """Share of the teacher's solutions that would be right if it always followed its habits."""
+    """Share of the teacher's solutions that would be correct if it always followed its habits."""
     habit: float = 0.8
-    """Chance that it follows one."""
+    """Probability that the teacher follows a habit where it applies."""
     slip: float = 0.02
-    """Chance of a wrong digit in any other step."""
+    """Probability of a wrong digit in any other step."""
+
+
+def character_tokenizer(context: int) -> "PreTrainedTokenizerFast":
+    """A transformers tokenizer with one token per character, for texts of up to `context` tokens.
+
+    A character outside the vocabulary becomes the unknown token, which decodes to nothing when special tokens are
+    skipped. The tokenizer adds no special token to a text.
+
+    Raises:
+        ScoregramError: If transformers is not installed.
+    """
+    try:
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+    except ImportError as missing:
+        fail("character_tokenizer", "needs transformers", str(missing), "Install it: pip install 'scoregram[hf]'.")
+    characters = Tokenizer(models.WordLevel(VOCABULARY, unk_token=UNKNOWN_CHARACTER))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    characters.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=characters,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN_CHARACTER,
+        model_max_length=context,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )
 
 
 def tiny_policy(
     task: Task | None, seed: int, *, recipe: WarmStart | None = None
 ) -> "tuple[LlamaForCausalLM, PreTrainedTokenizerFast]":
-    """The embedded policy and its tokenizer, from the cache or made now (half a minute to a minute on two cores).
+    """The embedded policy and its tokenizer, from the cache or trained now (half a minute to a minute on two cores).
 
     Args:
-        task: The difficulty it was taught at: that of an arithmetic task, else the default one.
-        seed: Decides its weights, the problems it saw and the habits of its teacher. No global random state is touched.
-        recipe: How it is warm-started; the default is what the benchmarks use.
+        task: Sets the difficulty of the warm start if it is an arithmetic task; any other task gets the default one.
+        seed: Of the initial weights, the problems and the teacher's habits. Global random state is not touched.
+        recipe: How it is warm-started; the benchmarks use the default.
 
     Returns:
         A `LlamaForCausalLM` in float32 on the CPU, in evaluation mode, and a character tokenizer.
@@ -89,7 +122,7 @@ def tiny_policy(
     path = cache_folder() / f"tiny-{cache_key(recipe, terms, seed)}.safetensors"
     weights = read_weights(path, like=model.state_dict())
     if weights is None:
-        warm_start(model, recipe, terms, seed)
+        warm_start_tiny(model, recipe, terms, seed)
         write_weights(path, model.state_dict())
     else:
         model.load_state_dict(weights)
@@ -97,7 +130,7 @@ def tiny_policy(
 
 
 def untrained(recipe: WarmStart, seed: int) -> "LlamaForCausalLM":
-    """The model with random weights drawn from `seed`; the global generator is as before."""
+    """The model with random weights drawn from `seed`; the global generator is not changed."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError as missing:
@@ -111,75 +144,69 @@ def untrained(recipe: WarmStart, seed: int) -> "LlamaForCausalLM":
         num_key_value_heads=recipe.heads,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
-        pad_token_id=0,
+        pad_token_id=VOCABULARY[PAD],
         bos_token_id=None,
-        eos_token_id=1,
+        eos_token_id=VOCABULARY[EOS],
     )
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.inference_mode(False):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs as well
         return LlamaForCausalLM(config)
 
 
-def warm_start(model: "LlamaForCausalLM", recipe: WarmStart, terms: int, seed: int) -> None:
-    """Train `model` in place: until it adds rightly, then on the solutions of a careless teacher.
+def warm_start_tiny(model: "LlamaForCausalLM", recipe: WarmStart, terms: int, seed: int) -> None:
+    """Train `model` in place: until it adds correctly, then on the solutions of a careless teacher.
 
-    To stop at a loss and not at a step makes this right for every difficulty and seed: adding is learnt suddenly.
+    The first stage ends at a loss, not at a step: addition is learnt suddenly, at a step that depends on difficulty and
+    seed.
     """
     rng = Random(f"warm start/{terms}/{seed}")
     problems = arithmetic(str(terms), seed).train
     teacher = careless_teacher(terms, seed, right=recipe.right, habit=recipe.habit, slip=recipe.slip)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98), fused=True)
 
-    def study(learning_rate: float, solve: Callable[[Problem], str]) -> float:
-        lessons = [lesson(rng.choice(problems), solve) for _ in range(recipe.batch)]
-        return supervised_step(model, optimizer, *padded(lessons), learning_rate=learning_rate)
+    def losses(rates: Iterable[float], solve: Callable[[Problem], str]) -> Iterator[Tensor]:
+        def batch_loss(_: int) -> Tensor:
+            return solution_loss(
+                model, [character_demonstration(rng.choice(problems), solve) for _ in range(recipe.batch)]
+            )
+
+        return supervised_losses(model, optimizer, batch_loss, rates)
+
+    def rising_rates() -> Iterator[float]:
+        step = 0
+        while smoothed >= recipe.skilled and step < recipe.longest:  # `smoothed` is updated after every step
+            step += 1
+            yield recipe.learning_rate * min(1.0, step / recipe.rise)
 
     with threads(THREADS), torch.inference_mode(False), torch.enable_grad():
         model.train()
-        smoothed, step = 1.0, 0
-        while smoothed >= recipe.skilled and step < recipe.longest:
-            step += 1
-            loss = study(recipe.learning_rate * min(1.0, step / recipe.rise), solution)
-            smoothed = 0.9 * smoothed + 0.1 * loss
-        for rate in falling(recipe.learning_rate, recipe.habit_rate, recipe.polish_steps):
-            study(rate, solution)
-        for rate in falling(recipe.habit_rate, 0.0, recipe.habit_steps):
-            study(rate, lambda problem: careless_solution(problem, teacher, rng))
-        model.zero_grad()
+        smoothed = 1.0
+        for loss in losses(rising_rates(), solution):
+            smoothed = 0.9 * smoothed + 0.1 * loss.item()
+        for _ in losses(falling_rates(recipe.learning_rate, recipe.habit_rate, recipe.polish_steps), solution):
+            pass
+        habit_rates = falling_rates(recipe.habit_rate, 0.0, recipe.habit_steps)
+        for _ in losses(habit_rates, lambda problem: careless_solution(problem, teacher, rng)):
+            pass
 
 
-def falling(first: float, last: float, steps: int) -> list[float]:
-    """Learning rates on a straight line from `first` towards `last`, which the next stage begins with."""
+def falling_rates(first: float, last: float, steps: int) -> list[float]:
+    """Learning rates on a straight line from `first` towards `last`, at which the next stage begins."""
     return [first + (last - first) * step / steps for step in range(steps)]
 
 
-def lesson(problem: Problem, solve: Callable[[Problem], str]) -> tuple[list[int], int]:
-    """Token ids of a solved problem with its stop token, and the length of the prompt."""
+def character_demonstration(problem: Problem, solve: Callable[[Problem], str]) -> Demonstration:
+    """A solved problem with its stop token, one token per character."""
     ids = [VOCABULARY[character] for character in problem.prompt + solve(problem)]
-    return [*ids, 1], len(problem.prompt)
+    return Demonstration((*ids, VOCABULARY[EOS]), len(problem.prompt))
 
 
-def padded(lessons: list[tuple[list[int], int]]) -> tuple[Tensor, Tensor]:
-    """Token ids and labels, both `(N, T)`, padded on the right; a loss is taken at the solution only."""
-    longest = max(len(ids) for ids, _ in lessons)
-    rows = [ids + [0] * (longest - len(ids)) for ids, _ in lessons]
-    labels = [[IGNORED] * prompt + ids[prompt:] + [IGNORED] * (longest - len(ids)) for ids, prompt in lessons]
-    return torch.tensor(rows), torch.tensor(labels)
-
-
-def supervised_step(
-    model: "LlamaForCausalLM", optimizer: torch.optim.Optimizer, ids: Tensor, labels: Tensor, *, learning_rate: float
-) -> float:
-    """Loss before one step of AdamW on the mean token loss, the gradient clipped to norm 1."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+def solution_loss(model: "LlamaForCausalLM", demonstrations: list[Demonstration]) -> Tensor:
+    """Mean cross-entropy of the solution tokens, stop token included."""
+    ids, _, solution = padded_demonstrations(demonstrations, VOCABULARY[PAD])
+    labels = ids.masked_fill(~solution, IGNORED)
     logits = model(input_ids=ids).logits[:, :-1]  # (N, T-1, V); causal, so padding on the right is never attended to
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
-    optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    return loss.item()
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
 
 
 def cache_folder() -> Path:
@@ -190,10 +217,10 @@ def cache_folder() -> Path:
 
 
 def cache_key(recipe: WarmStart, terms: int, seed: int) -> str:
-    """Name of everything that decides the weights, down to the libraries and the kind of processor."""
+    """Hash of everything that determines the weights, down to the libraries and the kind of processor."""
     import transformers
 
-    decides = {
+    determinants = {
         "recipe": asdict(recipe),
         "terms": terms,
         "seed": seed,
@@ -201,18 +228,18 @@ def cache_key(recipe: WarmStart, terms: int, seed: int) -> str:
         "transformers": transformers.__version__,
         "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
     }
-    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(determinants, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_weights(path: Path, *, like: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """Weights of the cache, or `None` where they are missing, damaged or of another model."""
+    """Weights from the cache; None if the file is missing, damaged or of another model."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
         return None
     try:
         with safe_open(path, framework="pt") as entry:
-            weights = {name: entry.get_tensor(name) for name in entry.keys()}  # noqa: SIM118 (no mapping)
+            weights = {name: entry.get_tensor(name) for name in entry.keys()}  # noqa: SIM118 (not a mapping)
             digest = (entry.metadata() or {}).get("digest")
     except (OSError, SafetensorError):
         return None
@@ -221,13 +248,13 @@ def read_weights(path: Path, *, like: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Put weights into the cache: complete under their name or not there at all.
+    """Write weights into the cache, by renaming a complete temporary file.
 
-    A cache that cannot be written costs time at the next start and nothing else, so that is no error.
+    A cache that cannot be written is no error: it costs time at the next start and nothing else.
     """
     from safetensors.torch import save_file
 
-    own = {name: weight.detach().clone() for name, weight in weights.items()}  # tied weights share memory
+    own = {name: weight.detach().clone() for name, weight in weights.items()}  # safetensors refuses tied weights
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
@@ -242,7 +269,7 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def weights_digest(weights: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names and bytes: a flipped bit would otherwise go unseen."""
+    """SHA-256 over names and bytes, so that a damaged file is recognised."""
     digest = hashlib.sha256()
     for name in sorted(weights):
         digest.update(name.encode())

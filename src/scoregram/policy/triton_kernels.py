@@ -1,4 +1,4 @@
-"""The kernels themselves; `launched` launches them, and `fused` and `gathered` hold their plain twins. Needs Triton."""
+"""Triton kernels of `TritonDecoder`. Their plain twins are in `FusedDecoder`, which computes the same in torch."""
 
 # pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
 import triton
@@ -8,7 +8,7 @@ import triton.language as tl
 @triton.jit
 def attend(
     flat_ptr,
-    turns_ptr,
+    rotations_ptr,
     position_ptr,
     column_ptr,
     keys_ptr,
@@ -22,16 +22,19 @@ def attend(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One rollout and key head: turn its queries and key, write key and value into the cache, gather from it."""
+    """One rollout and key head: rotate its queries and key, write key and value into the KV cache, attend to it.
+
+    Softmax is computed online, one block of cache columns at a time, with a running maximum and a running sum.
+    """
     rollout = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     position = tl.load(position_ptr + rollout)
     column = tl.load(column_ptr)
-    first = column - position
+    first = column - position  # prompts are padded on the left: the row's first token is in this column
     lane = tl.arange(0, WIDTH)
     across = (lane + WIDTH // 2) % WIDTH
-    cosine = tl.load(turns_ptr + position * 2 * WIDTH + lane).to(tl.float32)
-    sine = tl.load(turns_ptr + position * 2 * WIDTH + WIDTH + lane).to(tl.float32)
+    cosine = tl.load(rotations_ptr + position * 2 * WIDTH + lane).to(tl.float32)
+    sine = tl.load(rotations_ptr + position * 2 * WIDTH + WIDTH + lane).to(tl.float32)
     flat_ptr += rollout * (KEY_HEADS * (SHARED + 2) * WIDTH)
     kind = keys_ptr.dtype.element_ty
 
@@ -52,7 +55,7 @@ def attend(
     query += tl.load(query_ptr + across[None, :], mask=real, other=0.0).to(tl.float32) * sine[None, :]
     query = query.to(kind)
 
-    # the new token sees itself, from registers; what it wrote is not read here
+    # The new token attends to itself from registers: the loop reads only columns written in earlier steps.
     highest = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale
     total = tl.full((ROWS,), 1.0, dtype=tl.float32)
     mixed = tl.zeros((ROWS, WIDTH), dtype=tl.float32) + value.to(tl.float32)[None, :]
@@ -76,7 +79,7 @@ def attend(
 
 @triton.jit
 def add_and_norm(hidden_ptr, change_ptr, factors_ptr, out_ptr, width, epsilon, ADDS: tl.constexpr, BLOCK: tl.constexpr):
-    """One row: add a change to the hidden state in place, and write its root-mean-square norm."""
+    """One row: add a change to the hidden state in place, and write the root-mean-square norm of the sum."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     here = lane < width

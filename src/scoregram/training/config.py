@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from scoregram.policy import PolicyConfig, SamplingConfig, refuse
+from scoregram.policy import PolicyConfig, SamplerName, SamplingConfig, refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +139,9 @@ class TrainConfig:
     """Sample among this many of the likeliest tokens; 0 for all."""
     top_p: float = 1.0
     """Sample among the likeliest tokens that together have this probability."""
+    sampler: SamplerName = "auto"
+    """Sampling backend: auto (fast if the model supports it, else transformers), transformers (the model's own forward
+    pass and KV cache), fast (shared KV cache, fused kernels, CUDA graphs) or vllm (needs vllm and a GPU)."""
 
     beta: float = 0.0
     """Coefficient of the KL term to the initial policy; 0 for none."""
@@ -281,11 +284,14 @@ class TrainConfig:
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
+            sampler=self.sampler,
         )
 
     def record(self) -> Mapping[str, Any]:
         """The config as plain values, for `config.yaml`."""
         plain = asdict(self) | {"out": str(self.out)}
+        if self.sampler == "auto":
+            del plain["sampler"]  # the behaviour of runs from before this option, which stay resumable
         return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
     def may_differ(self) -> tuple[str, ...]:

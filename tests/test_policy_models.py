@@ -6,7 +6,7 @@ from torch import nn
 
 from scoregram.checks import ScoregramError
 from scoregram.policy import token_log_probs
-from scoregram.policy.modes import evaluating, hides_precision, recompute_layers, without_autocast
+from scoregram.policy.models import evaluating, hides_precision, recompute_layers, without_autocast
 from scoregram.runs import open_run
 from scoregram.training.loop import train
 from tests.cases import ARCHITECTURES, build
@@ -55,7 +55,7 @@ def test_a_layer_that_drops_activations_of_its_own_is_refused():
 
 
 def test_a_model_that_cannot_is_refused():
-    with pytest.raises(ScoregramError, match="test: the model must support it, got Linear"):
+    with pytest.raises(ScoregramError, match="test: the model must support gradient checkpointing, got Linear"):
         recompute_layers(nn.Linear(2, 2), caller="test")
 
 

@@ -1,0 +1,57 @@
+"""Supervised training on demonstrations: the one loop behind the embedded policy and every warm start."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_GRADIENT_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A prompt with a written solution."""
+
+    ids: tuple[int, ...]
+    """Prompt, solution, stop token."""
+    prompt: int
+    """Tokens of the prompt."""
+
+
+def padded_demonstrations(
+    demonstrations: Sequence[Demonstration], pad_id: int, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids, attention mask and mask of the solutions, all `(N, T)`, padded on the right."""
+    longest = max(len(each.ids) for each in demonstrations)
+    ids = torch.tensor([[*each.ids, *[pad_id] * (longest - len(each.ids))] for each in demonstrations], device=device)
+    place = torch.arange(longest, device=device)
+    lengths = torch.tensor([len(each.ids) for each in demonstrations], device=device).unsqueeze(1)
+    prompts = torch.tensor([each.prompt for each in demonstrations], device=device).unsqueeze(1)
+    return ids, place < lengths, (place >= prompts) & (place < lengths)
+
+
+def supervised_losses(
+    model: Any, optimizer: torch.optim.Optimizer, batch_loss: Callable[[int], Tensor], learning_rates: Iterable[float]
+) -> Iterator[Tensor]:
+    """Train `model` in place, one step per learning rate, and yield the loss before each step.
+
+    A step clips the gradient of the loss to norm 1 and updates the weights. Training stops when the caller stops
+    reading losses.
+
+    Args:
+        model: In the mode that it is to be trained in.
+        optimizer: Holds the parameters that are trained.
+        batch_loss: From the number of a step, the loss of its batch, with a gradient.
+        learning_rates: One per step.
+    """
+    for step, learning_rate in enumerate(learning_rates):
+        loss = batch_loss(step)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        yield loss.detach()
