@@ -1,8 +1,6 @@
 """Surrogate losses: pure functions from per-token log-probabilities to a scalar, and the weight each gives a score."""
 
-from scoregram.objectives.aggregation import AGGREGATIONS, Aggregation, token_weights
-from scoregram.objectives.coefficients import token_coefficients
-from scoregram.objectives.kl import KL_TERMS, KLTerm, kl_penalty, kl_values
+from scoregram.objectives.aggregation import AGGREGATIONS, Aggregation, token_coefficients, token_weights
 from scoregram.objectives.policy import (
     advantage_weights,
     clipped_ratio,
@@ -11,10 +9,19 @@ from scoregram.objectives.policy import (
     stopped_ratio,
     trajectory_ratio,
 )
-from scoregram.objectives.preference import pair_preference, pair_preference_weights, preference_pairs
-from scoregram.objectives.ratio import MAX_LOG_RATIO
-from scoregram.objectives.regularised import consistency_variance, consistency_weights
+from scoregram.objectives.reference import (
+    KL_TERMS,
+    KLTerm,
+    consistency_variance,
+    consistency_weights,
+    kl_penalty,
+    kl_values,
+    pair_preference,
+    pair_preference_weights,
+    preference_pairs,
+)
 from scoregram.objectives.table import OBJECTIVES, Objective
+from scoregram.objectives.tokens import MAX_LOG_RATIO
 
 __all__ = [
     "AGGREGATIONS",
