@@ -60,31 +60,11 @@ def _per_token_of_the_batch(lengths: Tensor, _: float | None) -> Tensor:
 
 AGGREGATIONS = MappingProxyType(
     {
-        "token_sum": Aggregation(
-            _per_rollout,
-            "1/N",
-            "the policy gradient itself, RLOO, LUSPO",
-            equal_tokens=True,
-        ),
-        "sequence_mean": Aggregation(
-            _per_token_of_its_rollout,
-            "1/(N L_i)",
-            "GRPO, GSPO",
-            equal_rollouts=True,
-        ),
-        "constant": Aggregation(
-            _per_constant,
-            "1/(N L)",
-            "Dr. GRPO",
-            equal_tokens=True,
-            needs_length=True,
-        ),
+        "token_sum": Aggregation(_per_rollout, "1/N", "the policy gradient itself, RLOO, LUSPO", equal_tokens=True),
+        "sequence_mean": Aggregation(_per_token_of_its_rollout, "1/(N L_i)", "GRPO, GSPO", equal_rollouts=True),
+        "constant": Aggregation(_per_constant, "1/(N L)", "Dr. GRPO", equal_tokens=True, needs_length=True),
         "token_mean": Aggregation(
-            _per_token_of_the_batch,
-            "1/Σ_j L_j",
-            "DAPO, CISPO",
-            equal_tokens=True,
-            couples_rollouts=True,
+            _per_token_of_the_batch, "1/Σ_j L_j", "DAPO, CISPO", equal_tokens=True, couples_rollouts=True
         ),
     }
 )

@@ -189,12 +189,7 @@ def stopped_ratio(
 
 
 def trajectory_ratio(
-    log_probs: LogProbs,
-    old_log_probs: LogProbs,
-    advantages: BatchRewards,
-    mask: Mask,
-    *,
-    eps_high: float | int = 0.28,
+    log_probs: LogProbs, old_log_probs: LogProbs, advantages: BatchRewards, mask: Mask, *, eps_high: float | int = 0.28
 ) -> Loss:
     """Advantage of each rollout times its probability ratio as a whole, clipped from above, negated and averaged.
 

@@ -73,25 +73,9 @@ class KLTerm:
 
 KL_TERMS = MappingProxyType(
     {
-        "k1": KLTerm(
-            log_ratio_term,
-            "d",
-            unbiased_value=True,
-            zero_mean_gradient=True,
-        ),
-        "k2": KLTerm(
-            half_square_term,
-            "d²/2",
-            nonnegative=True,
-            reverse_gradient=True,
-        ),
-        "k3": KLTerm(
-            bregman_term,
-            "exp(−d) − 1 + d",
-            unbiased_value=True,
-            nonnegative=True,
-            forward_gradient=True,
-        ),
+        "k1": KLTerm(log_ratio_term, "d", unbiased_value=True, zero_mean_gradient=True),
+        "k2": KLTerm(half_square_term, "d²/2", nonnegative=True, reverse_gradient=True),
+        "k3": KLTerm(bregman_term, "exp(−d) − 1 + d", unbiased_value=True, nonnegative=True, forward_gradient=True),
     }
 )
 

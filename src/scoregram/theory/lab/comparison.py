@@ -105,7 +105,7 @@ def comparison(
         group_size: `R`.
         estimators: Names; `None` for the whole table and two credits of the lab.
         rollouts_per_state: `K` of the Monte-Carlo prefix values.
-        step_groups_limit: As in `moments_of`.
+        step_groups_limit: Most groups of a prompt to enumerate for an estimator that credits turns or tokens.
 
     Raises:
         ScoregramError: If a name is unknown, or every estimator was left out; the error is the first reason.
@@ -154,12 +154,7 @@ def moments_of(
 ) -> tuple[UpdateMoments, ...]:
     """Exact moments of one group of every prompt, for an estimator of the table or a credit of the lab.
 
-    Args:
-        truth: The world and the policy.
-        name: Key of `ESTIMATORS` or of `CREDITS`.
-        group_size: `R`.
-        rollouts_per_state: `K` of the Monte-Carlo prefix values.
-        step_groups_limit: Most groups of a prompt to enumerate for an estimator that credits turns or tokens.
+    Args as in `comparison`; `name` is a key of `ESTIMATORS` or of `CREDITS`.
 
     Raises:
         ScoregramError: If the name is unknown, its groups are not groups of rollouts, or there are too many of them.
@@ -215,11 +210,11 @@ def _given_values(name: str) -> bool:
 
 
 READING = (
-    "Exact, nothing sampled. rollouts: number the step takes, including those for baselines and values. "
-    "bias: |E ĝ - ∇J| / |∇J|. error: √E|ĝ - ∇J|² / |∇J|, bias and noise together; it falls if the update is shrunk, so "
-    "an estimator that only shrinks the update can win. SNR: |E ĝ|² over the variance, independent of the length of the "
-    "step. cosine: between E ĝ and ∇J; below 1 the mean update has another direction. ★ least error, ☆ highest SNR, both "
-    "among the estimators that a trainer can use; ° uses exact values, which no trainer has."
+    "Exact, nothing sampled. rollouts: number the step takes, including those for baselines and values. bias: "
+    "|E ĝ - ∇J| / |∇J|. error: √E|ĝ - ∇J|² / |∇J|, bias and noise together; it falls if the update is shrunk, so an "
+    "estimator that only shrinks the update can win. SNR: |E ĝ|² over the variance, independent of the length of the "
+    "step. cosine: between E ĝ and ∇J; below 1 the mean update has another direction. ★ least error, ☆ highest SNR, "
+    "both among the estimators that a trainer can use; ° uses exact values, which no trainer has."
 )
 
 

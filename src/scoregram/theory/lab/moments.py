@@ -275,12 +275,8 @@ def _known(needs: tuple[str, ...]) -> None:
     known = (*ROLLOUT_INPUTS, "greedy_rewards", "baselines")
     for name in needs:
         if name not in known:
-            fail(
-                "group_update_moments",
-                f"needs must be among {listed(known)}",
-                repr(name),
-                "The lab cannot supply others.",
-            )
+            requirement = f"needs must be among {listed(known)}"
+            fail("group_update_moments", requirement, repr(name), "The lab cannot supply others.")
 
 
 def _shared_inputs(
