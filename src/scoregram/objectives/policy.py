@@ -19,9 +19,9 @@ from scoregram.objectives.tokens import (
     advantages_on_tokens,
     bounded_exp,
     completion_log_probs,
+    float32_or_better,
     log_ratios,
     mean_log_ratio,
-    promoted,
     require_mask,
     rollout_log_ratio,
     rollout_values,
@@ -44,7 +44,7 @@ def advantage_weights(
                 [-0.5000,  0.0000]])
     """
     require_mask(mask, mask, caller="advantage_weights")
-    a = advantages_on_tokens(advantages, mask, like=promoted(advantages), caller="advantage_weights")
+    a = advantages_on_tokens(advantages, mask, like=float32_or_better(advantages), caller="advantage_weights")
     return token_weights(mask, aggregation, length=length, dtype=a.dtype) * a
 
 

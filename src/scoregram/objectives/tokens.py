@@ -40,7 +40,7 @@ def completion_values(values: Tensor, mask: Tensor, *, name: str, caller: str) -
     """
     require_same_shape(values, mask, name=name, like_name="mask", caller=caller)
     kept = torch.where(mask, values, torch.zeros_like(values))
-    return promoted(require_finite(kept, name=f"{name} on completion tokens", caller=caller))
+    return float32_or_better(require_finite(kept, name=f"{name} on completion tokens", caller=caller))
 
 
 def completion_log_probs(log_probs: LogProbs, mask: Mask, *, name: str = "log_probs", caller: str) -> LogProbs:
@@ -80,10 +80,10 @@ def rollout_values(values: BatchRewards, mask: Mask, *, name: str, caller: str) 
             "Pass shape (N,), or for advantages (N, T).",
         )
     kept = torch.where(mask.any(dim=-1), values.detach(), torch.zeros_like(values))
-    return promoted(require_finite(kept, name=name, caller=caller))
+    return float32_or_better(require_finite(kept, name=name, caller=caller))
 
 
-def promoted(values: Tensor) -> Tensor:
+def float32_or_better(values: Tensor) -> Tensor:
     """`values` in float32 if they are narrower than that, unchanged otherwise."""
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 

@@ -8,7 +8,7 @@ Three forms are useful, and they differ:
 
 | form | rows | largest rank | signs of A |
 |---|---|---|---|
-| as it is | `A_i ψ_i` | number of `A_i ≠ 0` | do not matter |
+| default | `A_i ψ_i` | number of `A_i ≠ 0` | do not matter |
 | `centred=True` | `A_i ψ_i` minus their mean row (the update itself) | `R - 1` | matter |
 | `centred_gram(K)` in place of `K` | `A_i (ψ_i - ψ̄)` | `R - 1` | do not matter |
 

@@ -104,7 +104,7 @@ def group_moments(blocks: GroupGrams, rewards: Rewards) -> GroupMoments:
 
 
 def covariance_weights(rewards: Tensor) -> Tensor:
-    """`(P, R, R)` weights `W` with `E⟨K, W⟩ = |Cov(ψ, r)|²`, for any law of `(ψ, r)`; `R >= 4`.
+    """`(P, R, R)` weights `W` with `E⟨K, W⟩ = |Cov(ψ, r)|²`, for any distribution of `(ψ, r)`; `R >= 4`.
 
     By the symmetry of `h` the average of `⟨h_ij, h_kl⟩` over four different rollouts is that of
     `(r_i - r_j)(r_k - r_l) K_ik`. For fixed `i ≠ k`, the sum over all `j ≠ l` outside `{i, k}` is the product of the

@@ -28,7 +28,7 @@ OTHER_SAMPLING = ("same-state",)
 STEP_GROUPS_LIMIT = 10_000
 """Most groups of a prompt that are enumerated for an estimator of turns or tokens; these are slow to call."""
 
-BESIDE_THE_TABLE = ("reward_to_go", "exact_advantage")
+EXTRA_CREDITS = ("reward_to_go", "exact_advantage")
 """Credits of the lab that are not in the table of estimators."""
 
 EXACT_INPUTS = frozenset({"values", "prefix_values", "baselines"})
@@ -110,7 +110,7 @@ def comparison(
     Raises:
         ScoregramError: If a name is unknown, or every estimator was left out; the error is the first reason.
     """
-    names = [*ESTIMATORS, *BESIDE_THE_TABLE] if estimators is None else list(estimators)
+    names = [*ESTIMATORS, *EXTRA_CREDITS] if estimators is None else list(estimators)
     rows, left_out = [], []
     for name in names:
         cost = rollouts_of_group(truth, name, group_size=group_size, rollouts_per_state=rollouts_per_state)
@@ -267,13 +267,13 @@ def print_comparison(world: str, truth: GroundTruth, found: Comparison, console:
         error = math.sqrt(row.mse) / unit
         numbers = (row.relative_bias, error, row.snr_squared, row.cosine)
         cells = (str(row.prompts), f"{row.rollouts:.4g}", *(f"{number:.3f}" for number in numbers))
-        table.add_row(marked(row, found), *cells, style="dim" if row.given_values else "")
+        table.add_row(marked_name(row, found), *cells, style="dim" if row.given_values else "")
     console.print(table)
     for name, reason in found.left_out:
         console.print(Text(f"left out: {name} ({reason})", style="dim"))
 
 
-def marked(row: ComparisonRow, found: Comparison) -> Text:
+def marked_name(row: ComparisonRow, found: Comparison) -> Text:
     """Name of an estimator with its marks."""
     marks = "★" * (row == found.least_error) + "☆" * (row == found.highest_snr) + "°" * row.given_values
     return Text(f"{row.estimator} {marks}".strip())

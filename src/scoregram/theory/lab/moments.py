@@ -218,7 +218,7 @@ def group_table(
     couples_prompts: bool = False,
 ) -> GroupTable:
     """Every group of types with its probability and advantages. Arguments as in `group_update_moments`."""
-    _known(needs)
+    _require_known_needs(needs)
     rows = truth.listing.of_prompt(prompt)
     split_by = {name: ROLLOUT_INPUTS[name](truth)[rows] for name in needs if name in ROLLOUT_INPUTS}
     seen = torch.stack([truth.listing.returns[rows], *(values.double() for values in split_by.values())], dim=-1)
@@ -271,7 +271,7 @@ def greedy_returns(truth: GroundTruth, prompt: int) -> tuple[Float[Tensor, " val
     return values, _gathered(listing.chance[greedy], which, len(values))
 
 
-def _known(needs: tuple[str, ...]) -> None:
+def _require_known_needs(needs: tuple[str, ...]) -> None:
     known = (*ROLLOUT_INPUTS, "greedy_rewards", "baselines")
     for name in needs:
         if name not in known:
