@@ -9,9 +9,16 @@ import torch
 from torch import Tensor
 
 from scoregram.theory.lab.exact import GroundTruth, ground_truth
-from scoregram.theory.lab.listing import Listing, listing
-from scoregram.theory.lab.policies import Policy, network_policy, tabular_policy
-from scoregram.theory.lab.worlds import WORLDS, History, World
+from scoregram.theory.lab.worlds import (
+    WORLDS,
+    History,
+    Listing,
+    SoftmaxPolicy,
+    World,
+    listing,
+    network_policy,
+    tabular_policy,
+)
 
 CASES = [(world, kind) for world in WORLDS for kind in ("tabular", "network")]
 
@@ -22,7 +29,7 @@ class Case:
 
     world: World
     listing: Listing
-    policy: Policy
+    policy: SoftmaxPolicy
     truth: GroundTruth
 
 

@@ -14,7 +14,7 @@ from scoregram import __version__, cli
 from scoregram.advantages import ESTIMATORS
 from scoregram.theory.claims import show
 from scoregram.theory.claims.ledger import Claim, Finding, Verdict, as_printed
-from scoregram.theory.lab.comparison import BESIDE_THE_TABLE
+from scoregram.theory.lab.comparison import EXTRA_CREDITS
 from scoregram.theory.lab.worlds import WORLDS
 
 VERDICTS = {str(verdict) for verdict in Verdict}
@@ -119,7 +119,7 @@ def test_the_comparison_is_strict_json(capsys):
     assert cli.main(["lab", "--world", "step_rewards", "--budget", "12", "--group-size", "2", "--json"]) == 0
     record = strictly(capsys.readouterr().out)
     names = [row["estimator"] for row in record["rows"]]
-    assert set(names) | set(record["left_out"]) == {*ESTIMATORS, *BESIDE_THE_TABLE}
+    assert set(names) | set(record["left_out"]) == {*ESTIMATORS, *EXTRA_CREDITS}
     assert all(row["rollouts"] <= 12 and row["group_size"] == 2 for row in record["rows"])
     within_reach = [row for row in record["rows"] if not row["given_values"]]
     assert within_reach[0]["estimator"] == record["least_error"]  # rows come with the least error first

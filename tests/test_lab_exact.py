@@ -3,7 +3,7 @@ import torch
 
 from scoregram.checks import ScoregramError
 from scoregram.theory.lab.exact import ground_truth
-from scoregram.theory.lab.policies import Policy
+from scoregram.theory.lab.worlds import SoftmaxPolicy
 from tests.lab_cases import CASES, case, close, drawn, walked_objective
 
 
@@ -130,11 +130,13 @@ def test_parameters_that_are_not_finite_are_refused():
     broken = at.policy.parameters.clone()
     broken[3] = torch.nan
     with pytest.raises(ScoregramError, match=r"ground_truth: the parameters must be finite, got nan at index \(3,\)"):
-        ground_truth(at.listing, Policy(broken, at.policy.log_probs))
+        ground_truth(at.listing, SoftmaxPolicy(broken, at.policy.log_probs))
 
 
 def test_a_policy_that_excludes_a_listed_action_is_refused():
     at = case("step_rewards", "tabular")
-    one_sided = Policy(at.policy.parameters, lambda theta: torch.tensor([0.0, -torch.inf]).double().repeat(14, 1))
+    one_sided = SoftmaxPolicy(
+        at.policy.parameters, lambda theta: torch.tensor([0.0, -torch.inf]).double().repeat(14, 1)
+    )
     with pytest.raises(ScoregramError, match="log-probabilities must be finite"):
         ground_truth(at.listing, one_sided)

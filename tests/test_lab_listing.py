@@ -2,9 +2,8 @@ import pytest
 import torch
 
 from scoregram.checks import ScoregramError
-from scoregram.theory.lab import listing as module
-from scoregram.theory.lab.listing import listing
-from scoregram.theory.lab.worlds import WORLDS, Outcome, World
+from scoregram.theory.lab import worlds as module
+from scoregram.theory.lab.worlds import WORLDS, Transition, World, listing
 from tests.lab_cases import case, walks
 
 
@@ -44,10 +43,10 @@ def single(outcomes, actions=1):
 @pytest.mark.parametrize(
     ("world", "says"),
     [
-        (single((Outcome(0.5, 1.0, ends=True),)), "must sum to one"),
-        (single((Outcome(1.5, 1.0, ends=True), Outcome(-0.5, 1.0, ends=True))), "not be negative"),
-        (single((Outcome(1.0, 1.0, ends=True),), actions=0), "at least one action, got 0"),
-        (single((Outcome(0.5, 1.0), Outcome(0.5, 0.0))), "observations .* must differ"),
+        (single((Transition(0.5, 1.0, ends=True),)), "must sum to one"),
+        (single((Transition(1.5, 1.0, ends=True), Transition(-0.5, 1.0, ends=True))), "not be negative"),
+        (single((Transition(1.0, 1.0, ends=True),), actions=0), "at least one action, got 0"),
+        (single((Transition(0.5, 1.0), Transition(0.5, 0.0))), "observations .* must differ"),
     ],
 )
 def test_worlds_that_cannot_be_listed_are_refused(world, says):
@@ -62,7 +61,7 @@ def test_too_many_rollouts_are_refused(monkeypatch):
 
 
 def test_impossible_outcomes_are_left_out():
-    world = single((Outcome(1.0, 2.0, ends=True), Outcome(0.0, 5.0, ends=True)))
+    world = single((Transition(1.0, 2.0, ends=True), Transition(0.0, 5.0, ends=True)))
     assert listing(world).returns.tolist() == [2.0]
 
 

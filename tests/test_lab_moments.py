@@ -10,9 +10,9 @@ from scoregram.theory.lab.moments import (
     across_prompts,
     expected_advantages,
     greedy_returns,
-    group_moments,
+    group_update_moments,
+    multisets,
 )
-from scoregram.theory.lab.multisets import multisets
 from tests.lab_cases import CASES, averaged, case, close, drawn, ordered_groups
 
 # Plain estimators, written here so that the lab is tested apart from the library's own.
@@ -70,7 +70,7 @@ def naive_moments(key, prompt, fn, needs, group_size):
 
 
 def check(key, prompt, fn, needs, group_size, **options):
-    moments = group_moments(case(*key).truth, fn, prompt=prompt, group_size=group_size, needs=needs, **options)
+    moments = group_update_moments(case(*key).truth, fn, prompt=prompt, group_size=group_size, needs=needs, **options)
     expected, variance, mse = naive_moments(key, prompt, fn, needs, group_size)
     close(moments.expected, expected)
     close(moments.variance, variance)
@@ -103,9 +103,9 @@ def test_an_estimator_that_couples_prompts_is_shown_one_group_at_a_time():
 
 def test_small_blocks_change_nothing(monkeypatch):
     truth = case("stopping", "network").truth
-    whole = group_moments(truth, by_length, prompt=0, group_size=4, needs=("lengths",))
+    whole = group_update_moments(truth, by_length, prompt=0, group_size=4, needs=("lengths",))
     monkeypatch.setattr("scoregram.theory.lab.moments.PAIRS_AT_ONCE", 50)
-    blocks = group_moments(truth, by_length, prompt=0, group_size=4, needs=("lengths",))
+    blocks = group_update_moments(truth, by_length, prompt=0, group_size=4, needs=("lengths",))
     assert torch.equal(whole.expected, blocks.expected) and whole.variance == blocks.variance
 
 
@@ -119,7 +119,7 @@ def test_closed_forms_hold_at_every_group_size(key, group_size):
     shrink = (group_size - 1) / group_size
     for prompt in range(truth.value.numel()):
         loo, mean, none = (
-            group_moments(truth, fn, prompt=prompt, group_size=group_size) for fn in (others, centered, raw)
+            group_update_moments(truth, fn, prompt=prompt, group_size=group_size) for fn in (others, centered, raw)
         )
         gradient = truth.gradient[prompt]
         pair = truth.reward_variance[prompt] * truth.fisher_trace[prompt] + gradient @ gradient
@@ -139,7 +139,7 @@ def test_no_constant_baseline_beats_the_optimal_one(key):
     for prompt, best in enumerate(truth.optimal_baseline.tolist()):
 
         def variance(baseline, prompt=prompt):
-            return group_moments(truth, lambda r: r - baseline, prompt=prompt, group_size=4).variance
+            return group_update_moments(truth, lambda r: r - baseline, prompt=prompt, group_size=4).variance
 
         for offset in (-0.5, 0.25, 2.0):
             excess = offset**2 * float(truth.fisher_trace[prompt]) / 4
@@ -190,7 +190,7 @@ def test_greedy_baseline_is_averaged_over_its_own_luck():
         update = sum(((sum(r.rewards) - greedy) * r.score for r in group), torch.zeros_like(truth.gradient[prompt]))
         updates.append((chance * p, update / size))
     expected, variance, _ = averaged(updates, truth.gradient[prompt])
-    got = group_moments(
+    got = group_update_moments(
         truth,
         lambda rewards, greedy_rewards: rewards - greedy_rewards[:, None],
         prompt=prompt,
@@ -207,7 +207,7 @@ def test_greedy_baseline_is_averaged_over_its_own_luck():
 def test_batches_follow_the_three_constants(key):
     """MSE of B groups = c1/B + c2/(BR) + c3/(BR(R-1)) with a leave-one-out baseline."""
     truth, size, batch = case(*key).truth, 4, 3
-    each = [group_moments(truth, others, prompt=p, group_size=size) for p in range(truth.value.numel())]
+    each = [group_update_moments(truth, others, prompt=p, group_size=size) for p in range(truth.value.numel())]
     mse = truth.c1 / batch + truth.c2 / (batch * size) + truth.c3 / (batch * size * (size - 1))
     close(across_prompts(truth, each, prompts=batch).mse, mse)
 
@@ -225,7 +225,7 @@ def test_batches_match_the_enumeration_of_prompts_and_groups():
     probability = torch.tensor([p for p, _ in pairs], dtype=torch.float64)
     updates = torch.stack([u for _, u in pairs])
     expected = probability @ updates
-    each = [group_moments(truth, centered, prompt=p, group_size=size) for p in range(len(weights))]
+    each = [group_update_moments(truth, centered, prompt=p, group_size=size) for p in range(len(weights))]
     batch = across_prompts(truth, each, prompts=2)
     close(batch.expected, expected)
     close(batch.variance, float(probability @ (updates - expected).square().sum(dim=-1)))
@@ -262,11 +262,13 @@ def test_multinomial_probabilities_sum_to_one_at_the_largest_group():
         (lambda: multisets(40, 8), "at most 200000 groups are enumerated, got .* of 8 rollouts of 40 types"),
         (lambda: multisets(3, 0), r"must be positive, got \(3, 0\)"),
         (
-            lambda: group_moments(case("stopping", "tabular").truth, raw, prompt=0, group_size=2, needs=("ages",)),
+            lambda: group_update_moments(
+                case("stopping", "tabular").truth, raw, prompt=0, group_size=2, needs=("ages",)
+            ),
             "needs must be among .*lengths.*, got 'ages'",
         ),
         (
-            lambda: group_moments(case("stopping", "tabular").truth, lambda r: r / 0, prompt=0, group_size=2),
+            lambda: group_update_moments(case("stopping", "tabular").truth, lambda r: r / 0, prompt=0, group_size=2),
             "advantages must be finite",
         ),
         (lambda: across_prompts(case("stopping", "tabular").truth, [], prompts=1), "got 0 for 2 prompts"),
@@ -279,7 +281,7 @@ def test_what_cannot_be_enumerated_is_refused(call, says):
 
 def test_other_needs_reach_the_estimator():
     truth = case("stopping", "tabular").truth
-    got = group_moments(
+    got = group_update_moments(
         truth, lambda r, baselines: r - baselines[:, None], prompt=1, group_size=3, needs=("baselines",)
     )
     close(got.variance, float(truth.oracle_covariance[1].trace()) / 3)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from scoregram.theory.lab.policies import network_policy, tabular_policy
+from scoregram.theory.lab.worlds import network_policy, tabular_policy
 from tests.lab_cases import CASES, case
 
 

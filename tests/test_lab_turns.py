@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from scoregram.checks import ScoregramError
-from scoregram.theory.lab.moments import group_moments
+from scoregram.theory.lab.moments import group_update_moments
 from scoregram.theory.lab.turns import CREDITS, credit_moments, prefix_value_moments, turn_moments
 from tests.lab_cases import CASES, averaged, case, close, drawn, ordered_groups, walks
 
@@ -173,7 +173,7 @@ def test_a_rollout_level_advantage_seen_turn_by_turn_is_the_same_update():
         return (returns - returns.mean(dim=-1, keepdim=True))[..., None].expand_as(turn_rewards)
 
     by_turn = turn_moments(truth, spread, prompt=0, group_size=3, needs=("mask",))
-    whole = group_moments(truth, lambda r: r - r.mean(dim=-1, keepdim=True), prompt=0, group_size=3)
+    whole = group_update_moments(truth, lambda r: r - r.mean(dim=-1, keepdim=True), prompt=0, group_size=3)
     close(by_turn.expected, whole.expected)
     close(by_turn.variance, whole.variance)
 

@@ -5,8 +5,8 @@ import pytest
 
 from scoregram.advantages import standardized
 from scoregram.checks import ScoregramError
-from scoregram.theory.lab.moments import group_moments
-from scoregram.theory.reweighting import arcsine_objective, standardized_weight
+from scoregram.theory.lab.moments import group_update_moments
+from scoregram.theory.theorems import arcsine_objective, standardized_weight
 from tests.lab_cases import case, close
 
 
@@ -16,7 +16,7 @@ from tests.lab_cases import case, close
 def test_the_weight_is_that_of_the_enumerated_update(kind, size, ddof):
     truth = case("output_only_binary", kind).truth
     for prompt, gradient in enumerate(truth.gradient):
-        found = group_moments(truth, partial(standardized, ddof=ddof), prompt=prompt, group_size=size)
+        found = group_update_moments(truth, partial(standardized, ddof=ddof), prompt=prompt, group_size=size)
         close(found.expected, standardized_weight(float(truth.value[prompt]), size, ddof=ddof) * gradient)
 
 

@@ -8,7 +8,7 @@ from scoregram.advantages import mean_centered
 from scoregram.checks import ScoregramError
 from scoregram.spectra import effective_rank, orthogonal_top1_fraction
 from scoregram.theory.claims.bench import coin
-from scoregram.theory.lab.moments import group_moments
+from scoregram.theory.lab.moments import group_update_moments
 from scoregram.theory.lab.turns import credit_moments
 from scoregram.theory.theorems import (
     advantage_covariance,
@@ -31,7 +31,7 @@ BINARY = [("output_only_binary", kind, prompt) for kind in ("tabular", "network"
 def test_the_group_mean_keeps_all_but_one_part_in_r(key, size):
     truth = case(*key).truth
     for prompt in range(truth.value.numel()):
-        update = group_moments(truth, mean_centered, prompt=prompt, group_size=size)
+        update = group_update_moments(truth, mean_centered, prompt=prompt, group_size=size)
         close(update.expected, group_mean_scale(size) * truth.gradient[prompt])
 
 

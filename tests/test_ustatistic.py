@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from scoregram.advantages import leave_one_out, no_baseline
 from scoregram.checks import ScoregramError
 from scoregram.statistics import GroupMoments, batch_mse, leave_one_out_mse, vanilla_mse
-from scoregram.theory.lab.moments import across_prompts, group_moments
-from scoregram.theory.ustatistic import (
+from scoregram.theory.lab.moments import across_prompts, group_update_moments
+from scoregram.theory.theorems import (
     exact_components,
     exact_moments,
     group_size_to_beat_vanilla,
@@ -75,7 +75,9 @@ def test_exact_moments_match_the_walked_rollouts(key):
 def test_exact_components_give_the_error_of_a_batch(key):
     truth = case(*key).truth
     for size in (2, 5):
-        each = [group_moments(truth, leave_one_out, prompt=p, group_size=size) for p in range(truth.value.numel())]
+        each = [
+            group_update_moments(truth, leave_one_out, prompt=p, group_size=size) for p in range(truth.value.numel())
+        ]
         close(across_prompts(truth, each, prompts=3).mse, batch_mse(exact_components(truth), 3, size))
     close(exact_components(truth).gradient_squared, float(truth.objective_gradient.square().sum()))
 
@@ -87,7 +89,8 @@ def test_the_threshold_is_where_the_errors_cross(key):
     for prompt in range(truth.value.numel()):
         for size in (2, 3, 6):
             errors = [
-                group_moments(truth, fn, prompt=prompt, group_size=size).mse for fn in (leave_one_out, no_baseline)
+                group_update_moments(truth, fn, prompt=prompt, group_size=size).mse
+                for fn in (leave_one_out, no_baseline)
             ]
             assert (errors[0] < errors[1]) == (size > float(threshold[prompt]))
 

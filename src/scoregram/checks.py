@@ -1,4 +1,4 @@
-"""Preconditions in one wording, and the one error this library raises.
+"""Preconditions, with one wording of error messages for the whole library.
 
 Every message reads `<caller>: <requirement>, got <actual>. <What to do.>`
 """
@@ -11,24 +11,24 @@ from torch import Tensor
 from scoregram.errors import NotFiniteError as NotFiniteError
 from scoregram.errors import ScoregramError as ScoregramError
 
-Row = TypeVar("Row")
+_Row = TypeVar("_Row")
 
 ROUNDING_STEPS = 4
-"""A spread of at most this many rounding steps of the largest reward counts as none at all, wherever it is judged."""
+"""Rewards that differ by at most this many rounding steps of the largest one count as equal, in every room."""
 
 
 def fail(caller: str, requirement: str, got: object, remedy: str) -> NoReturn:
-    """Raise a `ScoregramError` in the one wording of this library."""
+    """Raise a `ScoregramError`: `<caller>: <requirement>, got <actual>. <What to do.>`"""
     raise ScoregramError(f"{caller}: {requirement}, got {got}. {remedy}")
 
 
 def not_finite(caller: str, requirement: str, got: object, remedy: str) -> NoReturn:
-    """Raise a `NotFiniteError` in the same wording."""
+    """Raise a `NotFiniteError` with the same wording."""
     raise NotFiniteError(f"{caller}: {requirement}, got {got}. {remedy}")
 
 
 def require_group_size(rewards: Tensor, *, at_least: int, caller: str) -> int:
-    """Size `R` of the last axis, at least `at_least`."""
+    """Size `R` of the last axis; an error if it is below `at_least`."""
     group_size = rewards.shape[-1] if rewards.ndim else 0
     if group_size < at_least:
         fail(
@@ -41,7 +41,7 @@ def require_group_size(rewards: Tensor, *, at_least: int, caller: str) -> int:
 
 
 def require_finite(values: Tensor, *, name: str, caller: str, remedy: str = "Repair or drop these values.") -> Tensor:
-    """`values` unchanged, provided that every element is finite; the error names the first one that is not."""
+    """`values` unchanged; an error that names the first element that is not finite."""
     if values.is_floating_point() and not bool(values.isfinite().all()):
         at = tuple(int(i) for i in (~values.isfinite()).nonzero()[0])
         not_finite(caller, f"{name} must be finite", f"{values[at].item()} at index {at}", remedy)
@@ -49,14 +49,10 @@ def require_finite(values: Tensor, *, name: str, caller: str, remedy: str = "Rep
 
 
 def require_same_shape(values: Tensor, like: Tensor, *, name: str, like_name: str, caller: str) -> Tensor:
-    """`values` unchanged, provided that it has the shape of `like`."""
+    """`values` unchanged; an error unless it has the shape of `like`."""
     if values.shape != like.shape:
-        fail(
-            caller,
-            f"{name} must have the shape of {like_name} {tuple(like.shape)}",
-            tuple(values.shape),
-            "Pass one value for each.",
-        )
+        requirement = f"{name} must have the shape of {like_name} {tuple(like.shape)}"
+        fail(caller, requirement, tuple(values.shape), "Pass one value for each.")
     return values
 
 
@@ -69,16 +65,16 @@ def require_in_range(
     caller: str,
     remedy: str = "Choose a value inside the range.",
 ) -> float:
-    """`value` unchanged, provided that `low <= value <= high` (and not NaN)."""
+    """`value` unchanged; an error unless `low <= value <= high` (NaN is an error too)."""
     if not low <= value <= high:
         fail(caller, f"{name} must lie in [{low:g}, {high:g}]", value, remedy)
     return value
 
 
 def require_gram(gram: Tensor, *, caller: str, rtol: float = 1e-6) -> Tensor:
-    """The Gram in float64, provided that it is square, finite, symmetric and has no negative diagonal.
+    """The Gram in float64; an error unless it is square, finite, symmetric and has no negative diagonal.
 
-    Asymmetry is judged against the largest entry: `|K - Kᵀ| <= rtol · max|K|`.
+    Asymmetry is measured relative to the largest entry: `|K - Kᵀ| <= rtol · max|K|`.
     """
     if gram.ndim != 2 or gram.shape[0] != gram.shape[1] or gram.shape[0] == 0:
         fail(caller, "a Gram must be square and not empty", tuple(gram.shape), "Pass K of shape (R, R).")
@@ -92,13 +88,13 @@ def require_gram(gram: Tensor, *, caller: str, rtol: float = 1e-6) -> Tensor:
     return (k + k.mT) / 2
 
 
-def lookup(table: Mapping[str, Row], name: str, *, kind: str) -> Row:
-    """Row `name` of a literal table; the error lists the choices."""
+def lookup(table: Mapping[str, _Row], name: str, *, kind: str) -> _Row:
+    """Row `name` of a table; the error for an unknown name lists the choices."""
     if name not in table:
         fail(kind, f"the name must be one of {listed(table)}", repr(name), "Check the spelling.")
     return table[name]
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names in one line, sorted."""
+    """Names in one line, sorted and separated by commas."""
     return ", ".join(sorted(names))

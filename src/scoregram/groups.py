@@ -1,7 +1,7 @@
 """Missing rewards and live groups: the one definition of each.
 
 A reward that is missing is NaN; a rollout that has a reward is *judged*. A group is *live* if the rewards of its
-judged rollouts differ by more than rounding. Only live groups have group-relative advantages other than zero.
+judged rollouts differ by more than rounding; the standardised advantages of any other group are zero.
 """
 
 import torch

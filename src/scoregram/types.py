@@ -1,4 +1,4 @@
-"""Shapes as types: one alias for every tensor that crosses a module border.
+"""Shapes as types: one alias for every tensor that a public function takes or returns.
 
 Axes, everywhere in this project:
 
@@ -11,8 +11,7 @@ Axes, everywhere in this project:
 | `H` | turns | turns of a rollout, padded |
 | `D` | parameters | length of a score |
 
-The names inside the aliases are checked at run time under pytest (jaxtyping with beartype) and are plain
-documentation otherwise.
+Under pytest, jaxtyping and beartype check the axis names at run time; otherwise they are documentation.
 """
 
 from jaxtyping import Bool, Float, Int, Shaped
@@ -37,7 +36,7 @@ Spectrum = Float[Tensor, " values"]
 Spectra = Float[Tensor, "*batch values"]
 PerSpectrum = Float[Tensor, "*batch"]
 
-# Inside a rollout, a group batch at a time.
+# One number per token or turn of every rollout.
 TokenMask = Bool[Tensor, "prompts rollouts tokens"]
 TokenValues = Float[Tensor, "prompts rollouts tokens"]
 TokenAdvantages = Float[Tensor, "prompts rollouts tokens"]
@@ -45,7 +44,7 @@ TurnMask = Bool[Tensor, "prompts rollouts turns"]
 TurnRewards = Float[Tensor, "prompts rollouts turns"]
 TurnAdvantages = Float[Tensor, "prompts rollouts turns"]
 
-# Flat batches, as a loss sees them: `N` rollouts, right-padded to `T` tokens.
+# Flat batches, as a loss takes them: `N` rollouts, right-padded to `T` tokens.
 LogProbs = Float[Tensor, "batch tokens"]
 Mask = Bool[Tensor, "batch tokens"]
 TokenIds = Int[Tensor, "batch tokens"]
@@ -55,10 +54,10 @@ TokenWeights = Float[Tensor, "batch tokens"]
 Pairs = Int[Tensor, "pairs 2"]
 Loss = Float[Tensor, ""]
 
-# Scores themselves appear only where everything can be listed.
+# Scores themselves appear only in the exact lab, where they are small.
 Scores = Float[Tensor, "rollouts parameters"]
 
-# Grams beyond one group: a whole batch, its diagonal blocks, its prompts, held-out against trained.
+# Grams beyond one group: a whole batch, its diagonal blocks, its prompts, held-out × trained rollouts.
 BatchGram = Float[Tensor, "batch batch"]
 BatchWeights = Float[Tensor, " batch"]
 PromptOf = Int[Tensor, " batch"]

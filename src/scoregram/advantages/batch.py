@@ -23,12 +23,7 @@ from scoregram.types import Advantages, Observed, PerRollout, Rewards
 
 
 def batch_whitened(
-    rewards: Rewards,
-    *,
-    lengths: PerRollout,
-    observed: Observed | None = None,
-    eps: float | int = 0.0,
-    ddof: int = 1,
+    rewards: Rewards, *, lengths: PerRollout, observed: Observed | None = None, eps: float | int = 0.0, ddof: int = 1
 ) -> Advantages:
     """Distance of the reward from the batch's mean, in standard deviations of the batch, both counted by token.
 
@@ -51,12 +46,7 @@ def batch_whitened(
 
 
 def centered_batch_whitened(
-    rewards: Rewards,
-    *,
-    lengths: PerRollout,
-    observed: Observed | None = None,
-    eps: float | int = 0.0,
-    ddof: int = 1,
+    rewards: Rewards, *, lengths: PerRollout, observed: Observed | None = None, eps: float | int = 0.0, ddof: int = 1
 ) -> Advantages:
     """Reward minus its group's mean, then whitened over the batch by token.
 
@@ -102,12 +92,7 @@ def mixed_groups(rewards: Rewards, *, observed: Observed | None = None) -> Bool[
 
 
 def mixed_groups_standardized(
-    rewards: Rewards,
-    *,
-    outcomes: Rewards,
-    observed: Observed | None = None,
-    eps: float | int = 0.0,
-    ddof: int = 1,
+    rewards: Rewards, *, outcomes: Rewards, observed: Observed | None = None, eps: float | int = 0.0, ddof: int = 1
 ) -> Advantages:
     """Standardised reward in the groups whose outcomes are mixed, 0 in all others.
 
@@ -115,9 +100,6 @@ def mixed_groups_standardized(
     `overlong_penalty`. An all-wrong group gets 0 even if its shaped rewards differ. DAPO also refills the batch with
     other prompts until it holds `P` mixed groups; that is left to the trainer. It reweights prompts by `1 / P(mixed)`
     and does not change the direction within a prompt.
-
-    Raises:
-        ScoregramError: If a group has one observed rollout.
 
     Reference:
         DAPO. Yu et al. 2025, arXiv:2503.14476.

@@ -2,9 +2,10 @@
 
 Every function takes `rewards` of shape `(P, R)` and `observed`, a bool of the same shape, or `None` when no reward is
 missing. Unobserved rollouts take no part in any statistic and get advantage exactly 0. A NaN or infinite reward that
-is observed is an error, and so is a group with too few observed rollouts; a group with none gets zeros. `estimate`
-takes NaN for missing rewards and gives zeros where a group has too few. A constant group gets exactly 0 from every
-estimator that compares rollouts with each other. Arithmetic is float64; the result has the dtype of `rewards`.
+is observed is an error, and so is a weight (a length, an energy) that is negative or not finite. Estimators that
+compare rollouts need two observed ones in a group: one is an error, none gives zeros. (`estimate` takes NaN for a
+missing reward and gives zeros to a group with too few.) They give exactly 0 to a constant group. Arithmetic is float64;
+the result has the dtype of `rewards`.
 
 The update these advantages belong to is `ĝ = (1/R) Σ_i A_i ψ_i`, with `ψ_i` the summed score of rollout `i`.
 
@@ -120,9 +121,6 @@ def standardized(
     Dividing by the spread therefore reweights prompts, and it changes the direction of one prompt's update unless the
     rewards take two values only.
 
-    Raises:
-        ScoregramError: If a group has one observed rollout.
-
     Reference:
         GRPO, outcome supervision. Shao et al. 2024, arXiv:2402.03300. Neither `eps` nor `ddof` is in the paper.
 
@@ -144,9 +142,6 @@ def length_weighted(rewards: Rewards, *, lengths: PerRollout, observed: Observed
     The baseline includes rollout `i` with a weight that depends on it, so the expected update is not even a multiple of
     the gradient; `length_weighted_leave_one_out` removes that bias. If every length is zero, the weights are equal.
 
-    Raises:
-        ScoregramError: If a length is negative or not finite, or a group has one observed rollout.
-
     Reference:
         OPO. Hao et al. 2025, arXiv:2505.23585.
     """
@@ -160,9 +155,6 @@ def length_weighted_leave_one_out(
 
     `A_i = r_i − Σ_{j≠i} ℓ_j r_j / Σ_{j≠i} ℓ_j`. OPO's baseline without its bias. If every other length is zero, the
     weights are equal.
-
-    Raises:
-        ScoregramError: If a length is negative or not finite, or a group has one observed rollout.
     """
     caller = "length_weighted_leave_one_out"
     return _weighted_contrast(rewards, lengths, observed, other_pairs, name="lengths", caller=caller)
@@ -174,9 +166,6 @@ def energy_weighted(rewards: Rewards, *, score_energies: PerRollout, observed: O
     `A_i = r_i − Σ_j K_jj r_j / Σ_j K_jj`, the plug-in form of the variance-minimising constant baseline
     `E[|ψ|² r] / E[|ψ|²]`. It includes rollout `i`, so the expected update is not a multiple of the gradient.
     `score_energies` are `K_ii = |ψ_i|²`, the diagonal of the score Gram. If all are zero, the weights are equal.
-
-    Raises:
-        ScoregramError: If an energy is negative or not finite, or a group has one observed rollout.
 
     Reference:
         Weaver & Tao 2001; Greensmith et al. 2004.
@@ -193,9 +182,6 @@ def energy_weighted_leave_one_out(
 
     `A_i = r_i − Σ_{j≠i} K_jj r_j / Σ_{j≠i} K_jj`. Unbiased, and it tends to the variance-minimising constant baseline
     as the group grows. If every other energy is zero, the weights are equal.
-
-    Raises:
-        ScoregramError: If an energy is negative or not finite, or a group has one observed rollout.
 
     Reference:
         Weaver & Tao 2001; Greensmith et al. 2004; the leave-one-out form is ours.
@@ -247,9 +233,6 @@ def nemo_rl_standardized(rewards: Rewards, *, observed: Observed | None = None) 
     of a group differs, it keeps its raw difference while the advantages of the others are divided.
 
     Here the others count as constant if their spread is within rounding, so a rounding residue is never divided by.
-
-    Raises:
-        ScoregramError: If a group has one observed rollout.
     """
     values, members = observed_rewards(rewards, observed, at_least=2, caller="nemo_rl_standardized")
     pairs = other_pairs(members)

@@ -167,11 +167,7 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
             shift_invariant=True,
         ),
         "grpo-verl": Estimator(
-            fn=verl_standardized,
-            paper="arXiv:2402.03300, as in verl",
-            level="group",
-            min_group=1,
-            uniform_credit=True,
+            fn=verl_standardized, paper="arXiv:2402.03300, as in verl", level="group", min_group=1, uniform_credit=True
         ),
         "grpo-openrlhf": Estimator(
             fn=openrlhf_standardized,
@@ -311,11 +307,7 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
             scale_invariant=True,
         ),
         "turn-mean": Estimator(
-            fn=turn_mean_centered,
-            paper="common practice",
-            level="turn",
-            row_sum_zero=True,
-            shift_invariant=True,
+            fn=turn_mean_centered, paper="common practice", level="turn", row_sum_zero=True, shift_invariant=True
         ),
         "turn-rloo": Estimator(
             fn=turn_leave_one_out,

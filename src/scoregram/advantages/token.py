@@ -2,8 +2,8 @@
 
 Every function takes tensors of shape `(P, R, T)` and a `mask`, `True` at the tokens the policy sampled. Values outside
 the mask are never read (they may be NaN), take no part in any sum, and get advantage exactly 0. To leave a rollout
-out, pass an empty mask for it. Put an environment's reward on the last token of the turn that earned it. Arithmetic is
-float64; the result has the dtype of the rewards.
+out, pass an empty mask for it. Put an environment's reward on the last token of the turn that earned it. `V(s_t)` and
+`v̂(s_t)` are values of the prefix *before* token `t`. Arithmetic is float64; the result has the dtype of the rewards.
 
 The update these advantages belong to is `ĝ = (1/R) Σ_i Σ_t A_it ∇log π(a_it | s_it)`.
 """
@@ -57,9 +57,9 @@ def generalized_advantage(
     Args:
         token_rewards: `(P, R, T)`.
         mask: `(P, R, T)` bool.
-        values: `(P, R, T)`. `V(s_t)`, the critic *before* token `t` is chosen.
+        values: `(P, R, T)`. `V(s_t)` of the critic.
         gamma: Discount, in `[0, 1]`. Below 1 the update is not the gradient of the undiscounted return.
-        lam: Weight of the later differences, in `[0, 1]`.
+        lam: `λ`, weight of the later differences, in `[0, 1]`.
 
     Reference:
         GAE. Schulman et al. 2015, arXiv:1506.02438.
@@ -87,11 +87,6 @@ def prefix_value_differences(
     `A_t = r_t + v̂(s_{t+1}) − v̂(s_t)`, `v̂ = 0` after the last token. Unbiased if each `v̂(s)` is the mean return of
     fresh rollouts from `s`, independent of how this rollout went on. With a critic instead, this is GAE at `λ = 0`,
     biased by the critic's error.
-
-    Args:
-        token_rewards: `(P, R, T)`.
-        mask: `(P, R, T)` bool.
-        prefix_values: `(P, R, T)`. `v̂(s_t)`, of the prefix before token `t`.
 
     Reference:
         VinePPO. Kazemnejad et al. 2024, arXiv:2410.01679.

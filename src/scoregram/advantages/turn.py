@@ -1,8 +1,8 @@
 """One advantage per turn: credit between the turns of a rollout.
 
 Every function takes `turn_rewards` of shape `(P, R, H)` and a `mask`, `True` at the turns a rollout reached. Values
-outside the mask are never read and get advantage exactly 0. Arithmetic is float64; the result has the dtype of
-`turn_rewards`.
+outside the mask are never read and get advantage exactly 0. `eps` is added to every deviation; `ddof` is 1 for the
+sample deviation, 0 for the population's. Arithmetic is float64; the result has the dtype of `turn_rewards`.
 
 **Stopping.** If the policy decides how many turns to take, the number of rollouts that reach turn `h` is random, and a
 comparison with turn `h` of the others can bias the update. A baseline made of *other* rollouts alone never does, even
@@ -79,7 +79,7 @@ def turn_and_outcome_standardized(
         turn_rewards: `(P, R, H)`.
         mask: `(P, R, H)` bool. A rollout that reached no turn is left out of the outcome's statistics too.
         outcome_rewards: `(P, R)`, not included in the turn rewards.
-        lam: Weight of the outcome.
+        lam: `λ`, weight of the outcome.
         eps: Added to both deviations.
         ddof: 1 for the sample deviation, 0 for the population's.
 
@@ -155,12 +155,6 @@ def same_state_standardized(
     The formula of TL-GRPO is not public; this definition is ours. It credits a turn with its own reward and ignores
     its effect on later turns, so it follows the gradient of the return only if turns do not depend on each other.
     Pass the candidates' whole reward-to-go, if you have it, to remove that part of the bias.
-
-    Args:
-        turn_rewards: `(P, R, H)`. Candidate `i` of turn `h`.
-        mask: `(P, R, H)` bool.
-        eps: Added to the deviation.
-        ddof: 1 for the sample deviation, 0 for the population's.
 
     Raises:
         ScoregramError: If `R < 2`.

@@ -2,8 +2,7 @@
 
 All of them are `L = −Σ_it u_it surrogate_it` with the weights `u` of `aggregation`. With `π = π_old` each has the
 gradient of REINFORCE: `∂L/∂log π_it = −u_it A_it`, so the update is `Σ_it u_it A_it ∇log π_it`, and `Σ_i (A_i/N) ψ_i`
-under `token_sum`. They differ only once the policy has moved. What is read of a batch, and what is refused, is in
-`tokens`.
+under `token_sum`. They differ only once the policy has moved. `tokens` states which inputs are read and checked.
 
 In every loss here `log_probs`, `old_log_probs` and `mask` are `(N, T)`, `advantages` is `(N,)` or `(N, T)`, and a
 rollout without completion tokens contributes exactly zero.
@@ -16,14 +15,16 @@ from torch import Tensor
 
 from scoregram.checks import fail, require_in_range
 from scoregram.objectives.aggregation import finite_loss, token_weights, weighted_sum
-from scoregram.objectives.ratio import bounded_exp, mean_log_ratio, rollout_log_ratio
 from scoregram.objectives.tokens import (
+    advantages_on_tokens,
+    bounded_exp,
     completion_log_probs,
+    float32_or_better,
     log_ratios,
-    promoted,
+    mean_log_ratio,
     require_mask,
+    rollout_log_ratio,
     rollout_values,
-    token_advantages,
 )
 from scoregram.types import BatchAdvantages, BatchRewards, LogProbs, Loss, Mask, TokenWeights
 
@@ -33,8 +34,8 @@ def advantage_weights(
 ) -> TokenWeights:
     """Weight `w_it = u_it A_it` that every loss of this file gives to `∇log π_it` when `π = π_old`.
 
-    Under an aggregation that is constant within a rollout and with one advantage per rollout this is a weight on its
-    score: `A_i/N` (token sum), `A_i/(N L_i)` (sequence mean), `A_i/(N L)` (constant), `A_i/Σ_j L_j` (token mean).
+    With one advantage per rollout it is a weight on the rollout's score: `A_i/N` (token sum), `A_i/(N L_i)` (sequence
+    mean), `A_i/(N L)` (constant), `A_i/Σ_j L_j` (token mean).
 
     Example:
         >>> mask = torch.tensor([[True, True], [True, False]])
@@ -43,7 +44,7 @@ def advantage_weights(
                 [-0.5000,  0.0000]])
     """
     require_mask(mask, mask, caller="advantage_weights")
-    a = token_advantages(advantages, mask, like=promoted(advantages), caller="advantage_weights")
+    a = advantages_on_tokens(advantages, mask, like=float32_or_better(advantages), caller="advantage_weights")
     return token_weights(mask, aggregation, length=length, dtype=a.dtype) * a
 
 
@@ -57,11 +58,11 @@ def reinforce(
 ) -> Loss:
     """Log-probability of the rollouts weighted by advantage, negated: the policy gradient as a loss.
 
-    `L = −Σ_it u_it A_it log π_it`. Right only for rollouts of the current policy: there is no ratio. Its value means
-    nothing, its gradient is the estimate. Weight on `∇log π_it`: `u_it A_it`, at every policy.
+    `L = −Σ_it u_it A_it log π_it`. Correct only for rollouts of the current policy: there is no ratio. Its value has no
+    meaning; its gradient is the estimate. Weight on `∇log π_it`: `u_it A_it`, at every policy.
 
     Raises:
-        ScoregramError: If a completion token's log-probability or advantage is not finite, or shapes disagree.
+        ScoregramError: If a completion token's log-probability or advantage is not finite, or shapes differ.
 
     Reference:
         Williams 1992.
@@ -71,7 +72,7 @@ def reinforce(
         tensor(1.5000)
     """
     current = completion_log_probs(log_probs, mask, caller="reinforce")
-    a = token_advantages(advantages, mask, like=current, caller="reinforce")
+    a = advantages_on_tokens(advantages, mask, like=current, caller="reinforce")
     return -weighted_sum(current * a, mask, aggregation, length, caller="reinforce")
 
 
@@ -90,9 +91,9 @@ def clipped_ratio(
     """PPO's pessimistic surrogate with a ratio per token, negated.
 
     `surrogate_it = min(ρ A, clip(ρ, 1 − eps_low, 1 + eps_high) A)` with `ρ_it = π_it/π_old,it`. The gradient of a
-    token is exactly zero where its ratio has already gone the way its advantage pulls: `A > 0, ρ > 1 + eps_high` and
-    `A < 0, ρ < 1 − eps_low`. For `A < 0` a ratio above one stays unbounded (up to `ratio.MAX_LOG_RATIO`), unless
-    `dual_clip = c` cuts the surrogate off at `c A`, beyond which the gradient is zero as well. Weight on `∇log π_it`
+    token is exactly zero once its ratio has moved past the clip in the direction of its advantage: `A > 0, ρ > 1 +
+    eps_high` and `A < 0, ρ < 1 − eps_low`. For `A < 0` a ratio above one is unbounded (up to `MAX_LOG_RATIO`), unless
+    `dual_clip = c` limits the surrogate to `c A`, beyond which the gradient is zero too. Weight on `∇log π_it`
     off-policy: `u_it ρ_it A_it` where not clipped; with `π = π_old`: `u_it A_it`, so `A_i/(N L_i)` for GRPO.
 
     Args:
@@ -112,7 +113,7 @@ def clipped_ratio(
     """
     _require_clip(eps_low, eps_high, caller="clipped_ratio")
     log_ratio = log_ratios(log_probs, old_log_probs, mask, other="old_log_probs", caller="clipped_ratio")
-    a = token_advantages(advantages, mask, like=log_ratio, caller="clipped_ratio")
+    a = advantages_on_tokens(advantages, mask, like=log_ratio, caller="clipped_ratio")
     surrogate = _pessimistic(bounded_exp(log_ratio), a, eps_low, eps_high)
     if dual_clip is not None:
         if not dual_clip > 1:
@@ -137,20 +138,19 @@ def clipped_sequence_ratio(
     `s_i = (π(y_i)/π_old(y_i))^(1/L_i)`, the geometric mean of the token ratios, in its token form `s_it = sg(s_i)
     π_it/sg(π_it)`, whose value is `s_i` and whose gradient reaches token `t` alone. Under `sequence_mean` with one
     advantage per rollout, value and gradient are those of `−(1/N) Σ_i min(s_i A_i, clip(s_i) A_i)`. The clip keeps or
-    drops a rollout as a whole. As an importance weight `s_i` is biased: it is the `L_i`-th root. Weight on `∇log
-    π_it` off-policy: `u_it s_i A_it` where not clipped; with `π = π_old`: `u_it A_it`.
+    drops a rollout as a whole. `s_i` is a biased importance weight: it is the `L_i`-th root of the right one. Weight on
+    `∇log π_it` off-policy: `u_it s_i A_it` where not clipped; with `π = π_old`: `u_it A_it`.
 
     Reference:
-        GSPO, Zheng et al. 2025, arXiv:2507.18071. The default clip is the one of public recipes.
+        GSPO, Zheng et al. 2025, arXiv:2507.18071. The default clip is that of public recipes.
     """
     _require_clip(eps_low, eps_high, caller="clipped_sequence_ratio")
     log_ratio = log_ratios(log_probs, old_log_probs, mask, other="old_log_probs", caller="clipped_sequence_ratio")
-    a = token_advantages(advantages, mask, like=log_ratio, caller="clipped_sequence_ratio")
+    a = advantages_on_tokens(advantages, mask, like=log_ratio, caller="clipped_sequence_ratio")
     shared = mean_log_ratio(log_ratio, mask).detach()[:, None]  # (N, 1)
-    token_form = bounded_exp(shared + log_ratio - log_ratio.detach())  # (N, T): value s_i, gradient of its own token
-    return -weighted_sum(
-        _pessimistic(token_form, a, eps_low, eps_high), mask, aggregation, length, caller="clipped_sequence_ratio"
-    )
+    token_form = bounded_exp(shared + log_ratio - log_ratio.detach())  # (N, T): value s_i, gradient of the own token
+    surrogate = _pessimistic(token_form, a, eps_low, eps_high)
+    return -weighted_sum(surrogate, mask, aggregation, length, caller="clipped_sequence_ratio")
 
 
 def stopped_ratio(
@@ -166,46 +166,42 @@ def stopped_ratio(
 ) -> Loss:
     """REINFORCE with each token weighted by its clipped ratio, which carries no gradient, negated (CISPO).
 
-    `surrogate_it = sg(clip(ρ_it, 1 − eps_low, 1 + eps_high)) A_it log π_it`. No token ever loses its gradient, at the
-    price of a truncated importance weight: biased wherever the clip bites, and without PPO's brake on a token that has
-    gone far enough. `eps_low` is none by default: only the upper end is clipped in practice.
-    Weight on `∇log π_it`: `u_it clip(ρ_it) A_it`; with `π = π_old`: `u_it A_it`. The value means nothing.
+    `surrogate_it = sg(clip(ρ_it, 1 − eps_low, 1 + eps_high)) A_it log π_it`. No token ever loses its gradient. The
+    price is a truncated importance weight: it is biased where the ratio is clipped, and nothing stops a token that has
+    moved far enough, as PPO's clip does. `eps_low` is `None` by default: in practice only the upper end is clipped.
+    Weight on `∇log π_it`: `u_it clip(ρ_it) A_it`; with `π = π_old`: `u_it A_it`. The value has no meaning.
 
-    `eps_high` is measured from one. Code that reads the same number as the upper end itself (`clip(ρ, max=0.2)`) scales
-    every on-policy update by it.
+    `eps_high` is measured from one. Code that takes the same number for the upper end itself (`clip(ρ, max=0.2)`)
+    scales every on-policy update by it.
 
     Reference:
-        CISPO, MiniMax-M1, arXiv:2506.13585. `eps_high` is a default of public code, not verified in the paper.
+        CISPO, MiniMax-M1, arXiv:2506.13585. The default `eps_high` is that of public code; we have not found it in
+        the paper.
     """
     if eps_low is not None:
         require_in_range(float(eps_low), low=0.0, high=math.inf, name="eps_low", caller="stopped_ratio")
     require_in_range(float(eps_high), low=0.0, high=math.inf, name="eps_high", caller="stopped_ratio")
     log_ratio = log_ratios(log_probs, old_log_probs, mask, other="old_log_probs", caller="stopped_ratio")
-    a = token_advantages(advantages, mask, like=log_ratio, caller="stopped_ratio")
+    a = advantages_on_tokens(advantages, mask, like=log_ratio, caller="stopped_ratio")
     weight = bounded_exp(log_ratio.detach()).clamp(min=None if eps_low is None else 1 - eps_low, max=1 + eps_high)
     current = completion_log_probs(log_probs, mask, caller="stopped_ratio")
     return -weighted_sum(weight * a * current, mask, aggregation, length, caller="stopped_ratio")
 
 
 def trajectory_ratio(
-    log_probs: LogProbs,
-    old_log_probs: LogProbs,
-    advantages: BatchRewards,
-    mask: Mask,
-    *,
-    eps_high: float | int = 0.28,
+    log_probs: LogProbs, old_log_probs: LogProbs, advantages: BatchRewards, mask: Mask, *, eps_high: float | int = 0.28
 ) -> Loss:
-    """Advantage of each rollout times the ratio of its whole probability, clipped from above, negated and averaged.
+    """Advantage of each rollout times its probability ratio as a whole, clipped from above, negated and averaged.
 
-    `L = −(1/N) Σ_i min(ρ_i, 1 + eps_high) A_i` with `ρ_i = Π_t π_it/π_old,it`. Unclipped this is the unbiased
-    importance weight of a rollout; its variance grows exponentially with length. The clip holds for both signs of the
-    advantage: above it the rollout has no gradient. There is no lower clip; `ρ_i` falls to zero and takes the
-    gradient with it. Weight on `∇log π_it` off-policy: `ρ_i A_i/N` below the clip; with `π = π_old`: `A_i/N`, on the
-    whole score `ψ_i`.
+    `L = −(1/N) Σ_i min(ρ_i, 1 + eps_high) A_i` with `ρ_i = Π_t π_it/π_old,it`. Unclipped, `ρ_i` is the unbiased
+    importance weight of a rollout; its variance grows exponentially with length. The clip applies to both signs of the
+    advantage: above it the rollout has no gradient. There is no lower clip; as `ρ_i` falls to zero, so does the
+    gradient. Weight on `∇log π_it` off-policy: `ρ_i A_i/N` below the clip; with `π = π_old`: `A_i/N`, on the whole
+    score `ψ_i`.
 
-    This form is ours. Of TIC-GRPO we know the product ratio and an upper-only clip; whether its clip sits inside a
-    pessimistic minimum, and its constants, were not verified in the paper (`0.28` is one re-implementation's). Its
-    length correction belongs to the advantages and is not applied here.
+    This form is ours. Of TIC-GRPO we know the product ratio and an upper-only clip. We have not verified in the paper
+    whether its clip is inside a pessimistic minimum, nor its constants (`0.28` is from a re-implementation). Its length
+    correction belongs to the advantages and is not applied here.
 
     Reference:
         TIC-GRPO, Pang, Luo, Jin 2025, arXiv:2508.02833.

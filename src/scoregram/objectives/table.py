@@ -1,6 +1,6 @@
 """The table of objectives, and what each claims about its gradient.
 
-Every boolean is tested, both ways, over all combinations of sign of the advantage and size of the ratio.
+Tests check every boolean in both directions, for every sign of the advantage and size of the ratio.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,12 @@ from scoregram.objectives.policy import (
     stopped_ratio,
     trajectory_ratio,
 )
-from scoregram.objectives.preference import pair_preference, pair_preference_weights
-from scoregram.objectives.regularised import consistency_variance, consistency_weights
+from scoregram.objectives.reference import (
+    consistency_variance,
+    consistency_weights,
+    pair_preference,
+    pair_preference_weights,
+)
 from scoregram.types import Loss, TokenWeights
 
 ON_POLICY = ("log_probs", "advantages", "mask")
@@ -29,7 +33,7 @@ DPO = ("log_probs", "ref_log_probs", "mask", "pairs", "beta")
 
 @dataclass(frozen=True)
 class Objective:
-    """One surrogate loss with its usual settings, and what it claims."""
+    """One surrogate loss with its usual settings, and its claims. A claim that a row does not state is false."""
 
     fn: Callable[..., Loss]
     """The loss; call it with the arguments named in `needs`."""
@@ -38,17 +42,17 @@ class Objective:
     """Weight `w_it` on `∇log π_it` in the update when `π = π_old`; call it with the arguments of `weight_needs`."""
     weight_needs: tuple[str, ...]
     weight_formula: str
-    """The same on paper; `L_i` completion tokens of rollout `i`, `N` rollouts, `M` pairs."""
+    """The weight as a formula; `L_i` completion tokens of rollout `i`, `N` rollouts, `M` pairs."""
     paper: str
-    on_policy_is_reinforce: bool
-    """With `π = π_old = π_ref` the gradient is a multiple of leave-one-out REINFORCE's, whatever the rewards."""
-    bounded_ratio: bool
-    """However far the policy moved, and for either sign of the advantage, no token is amplified beyond a constant."""
-    keeps_every_gradient: bool
+    on_policy_is_reinforce: bool = False
+    """With `π = π_old = π_ref` the gradient is a multiple of leave-one-out REINFORCE's, for any rewards."""
+    bounded_ratio: bool = False
+    """The ratio amplifies no token beyond a constant, however far the policy has moved, for either sign of `A`."""
+    keeps_every_gradient: bool = False
     """No ratio sets the gradient of a token to zero."""
-    sequence_ratio: bool
+    sequence_ratio: bool = False
     """How far one token has moved changes the weight of the other tokens of its rollout."""
-    couples_rollouts: bool
+    couples_rollouts: bool = False
     """How far one rollout has moved changes the weight of the others of its group."""
 
 
@@ -64,8 +68,6 @@ OBJECTIVES = MappingProxyType(
             on_policy_is_reinforce=True,
             bounded_ratio=True,
             keeps_every_gradient=True,
-            sequence_ratio=False,
-            couples_rollouts=False,
         ),
         "grpo": Objective(
             clipped_ratio,
@@ -75,10 +77,6 @@ OBJECTIVES = MappingProxyType(
             "A_i/(N L_i)",
             "arXiv:2402.03300",
             on_policy_is_reinforce=True,
-            bounded_ratio=False,
-            keeps_every_gradient=False,
-            sequence_ratio=False,
-            couples_rollouts=False,
         ),
         "dr_grpo": Objective(
             partial(clipped_ratio, aggregation="constant"),
@@ -88,10 +86,6 @@ OBJECTIVES = MappingProxyType(
             "A_i/(N L)",
             "arXiv:2503.20783",
             on_policy_is_reinforce=True,
-            bounded_ratio=False,
-            keeps_every_gradient=False,
-            sequence_ratio=False,
-            couples_rollouts=False,
         ),
         "dapo": Objective(
             partial(clipped_ratio, eps_high=0.28, aggregation="token_mean"),
@@ -101,10 +95,6 @@ OBJECTIVES = MappingProxyType(
             "A_i/Σ_j L_j",
             "arXiv:2503.14476",
             on_policy_is_reinforce=True,
-            bounded_ratio=False,
-            keeps_every_gradient=False,
-            sequence_ratio=False,
-            couples_rollouts=False,
         ),
         "dual_clip": Objective(
             partial(clipped_ratio, dual_clip=3.0, aggregation="token_mean"),
@@ -115,9 +105,6 @@ OBJECTIVES = MappingProxyType(
             "arXiv:1912.09729",
             on_policy_is_reinforce=True,
             bounded_ratio=True,
-            keeps_every_gradient=False,
-            sequence_ratio=False,
-            couples_rollouts=False,
         ),
         "gspo": Objective(
             clipped_sequence_ratio,
@@ -127,10 +114,7 @@ OBJECTIVES = MappingProxyType(
             "A_i/(N L_i)",
             "arXiv:2507.18071",
             on_policy_is_reinforce=True,
-            bounded_ratio=False,
-            keeps_every_gradient=False,
             sequence_ratio=True,
-            couples_rollouts=False,
         ),
         "cispo": Objective(
             stopped_ratio,
@@ -142,8 +126,6 @@ OBJECTIVES = MappingProxyType(
             on_policy_is_reinforce=True,
             bounded_ratio=True,
             keeps_every_gradient=True,
-            sequence_ratio=False,
-            couples_rollouts=False,
         ),
         "tic": Objective(
             trajectory_ratio,
@@ -154,9 +136,7 @@ OBJECTIVES = MappingProxyType(
             "arXiv:2508.02833",
             on_policy_is_reinforce=True,
             bounded_ratio=True,
-            keeps_every_gradient=False,
             sequence_ratio=True,
-            couples_rollouts=False,
         ),
         "agro": Objective(
             consistency_variance,
@@ -166,7 +146,6 @@ OBJECTIVES = MappingProxyType(
             "(β/N)(v_i − v̄_{−i}), v = r − β log(π/π_ref)",
             "arXiv:2503.19612",
             on_policy_is_reinforce=True,
-            bounded_ratio=False,
             keeps_every_gradient=True,
             sequence_ratio=True,
             couples_rollouts=True,
@@ -178,7 +157,6 @@ OBJECTIVES = MappingProxyType(
             DPO,
             "(β/M) Σ_pairs ± σ(−βΔ); (β/2M)(wins − losses) with π = π_ref",
             "arXiv:2305.18290",
-            on_policy_is_reinforce=False,
             bounded_ratio=True,
             keeps_every_gradient=True,
             sequence_ratio=True,

@@ -8,7 +8,7 @@ Three forms are useful, and they differ:
 
 | form | rows | largest rank | signs of A |
 |---|---|---|---|
-| as it is | `A_i ψ_i` | number of `A_i ≠ 0` | do not matter |
+| default | `A_i ψ_i` | number of `A_i ≠ 0` | do not matter |
 | `centred=True` | `A_i ψ_i` minus their mean row (the update itself) | `R - 1` | matter |
 | `centred_gram(K)` in place of `K` | `A_i (ψ_i - ψ̄)` | `R - 1` | do not matter |
 
@@ -63,11 +63,7 @@ class SpectrumSummary:
 
 
 def spectrum_summary(
-    gram: GramMatrix,
-    advantages: GroupAdvantages | None = None,
-    *,
-    centred: bool = False,
-    psd_rtol: float = PSD_RTOL,
+    gram: GramMatrix, advantages: GroupAdvantages | None = None, *, centred: bool = False, psd_rtol: float = PSD_RTOL
 ) -> SpectrumSummary:
     """All rank metrics of the stacked gradient matrix, from one eigendecomposition.
 
@@ -105,11 +101,7 @@ def summary_of(spectrum: Spectrum, *, centred: bool = False) -> SpectrumSummary:
 
 
 def singular_values(
-    gram: GramMatrix,
-    advantages: GroupAdvantages | None = None,
-    *,
-    centred: bool = False,
-    psd_rtol: float = PSD_RTOL,
+    gram: GramMatrix, advantages: GroupAdvantages | None = None, *, centred: bool = False, psd_rtol: float = PSD_RTOL
 ) -> Spectrum:
     """Singular values of the stacked gradient matrix with rows `A_i ψ_i`, largest first.
 

@@ -108,10 +108,6 @@ def baseline_saving(blocks: GroupGrams, rewards: Rewards) -> BaselineSaving:
     Reads: `fraction` about `0` the mean is as good; `0.2` a fifth of the variance could be saved; at or below zero,
     these rollouts resolve no saving.
 
-    Args:
-        blocks: `(P, R, R)`. The Gram of each group.
-        rewards: `(P, R)`.
-
     Raises:
         ScoregramError: If `R < 4`.
     """

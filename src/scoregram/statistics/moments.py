@@ -83,11 +83,8 @@ def group_moments(blocks: GroupGrams, rewards: Rewards) -> GroupMoments:
     """Unbiased estimates of every gradient moment of each prompt, from its own rollouts alone.
 
     `gradient_squared` estimates `|Cov(ψ, r)|²` even if `E ψ ≠ 0`; the other estimates are right only if `E ψ = 0`.
-    Constant rewards give zero for all but `fisher_trace`, `raw_square` and `mean_score_squared`.
-
-    Args:
-        blocks: `(P, R, R)`. The Gram of each group, from `group_blocks`.
-        rewards: `(P, R)`.
+    Constant rewards give zero for all but `fisher_trace`, `raw_square` and `mean_score_squared`. `group_blocks` cuts
+    the blocks out of a batch Gram.
 
     Raises:
         ScoregramError: If `R < 4`; `|g|²` needs two disjoint pairs of rollouts.
@@ -107,7 +104,7 @@ def group_moments(blocks: GroupGrams, rewards: Rewards) -> GroupMoments:
 
 
 def covariance_weights(rewards: Tensor) -> Tensor:
-    """`(P, R, R)` weights `W` with `E⟨K, W⟩ = |Cov(ψ, r)|²`, for any law of `(ψ, r)`; `R >= 4`.
+    """`(P, R, R)` weights `W` with `E⟨K, W⟩ = |Cov(ψ, r)|²`, for any distribution of `(ψ, r)`; `R >= 4`.
 
     By the symmetry of `h` the average of `⟨h_ij, h_kl⟩` over four different rollouts is that of
     `(r_i - r_j)(r_k - r_l) K_ik`. For fixed `i ≠ k`, the sum over all `j ≠ l` outside `{i, k}` is the product of the

@@ -48,10 +48,7 @@ def prompt_estimates(gram: BatchGram, rewards: Rewards) -> PromptEstimates:
 
     Off the diagonal, an entry is the inner product of two leave-one-out gradients of independent groups. On the
     diagonal that product would count noise as signal; there the entry is the U-statistic `gradient_squared`.
-
-    Args:
-        gram: `(N, N)`, `N = P·R`, rollouts ordered prompt by prompt.
-        rewards: `(P, R)`.
+    Rollouts must be ordered prompt by prompt.
 
     Raises:
         ScoregramError: If `R < 4`, or the shapes do not match.
@@ -78,10 +75,6 @@ def noise_components(gram: BatchGram, rewards: Rewards) -> NoiseComponents:
     `|g|²` is averaged over pairs of different prompts; `c1` is half the average of `|g(x_p) - g(x_q)|²` over the
     same pairs; `c2` and `c3` are averages over prompts. Each can be negative if the noise is larger than the quantity.
     This happens most often to `c1`, a small difference between prompts under large noise.
-
-    Args:
-        gram: `(N, N)`, `N = P·R`, rollouts ordered prompt by prompt.
-        rewards: `(P, R)`.
 
     Raises:
         ScoregramError: If `R < 4` (see `moments`) or `P < 2`; one prompt has no differences.
@@ -279,12 +272,7 @@ class GroupSizeInterval:
 
 
 def optimal_group_size_interval(
-    gram: BatchGram,
-    rewards: Rewards,
-    *,
-    generator: torch.Generator,
-    resamples: int = 2000,
-    level: float = 0.9,
+    gram: BatchGram, rewards: Rewards, *, generator: torch.Generator, resamples: int = 2000, level: float = 0.9
 ) -> GroupSizeInterval:
     """Percentile bootstrap interval of `1 + sqrt(c3/c1)`, resampling prompts with all their rollouts.
 

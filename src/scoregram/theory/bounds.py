@@ -1,4 +1,4 @@
-"""Bounds that the papers rest on, and the exact numbers they bound.
+"""Bounds that the papers use, and the exact numbers they bound.
 
 Each function is one theorem: *Statement*, *Proof*, *Assumes*, *Checked by*.
 """
@@ -8,8 +8,8 @@ import math
 from scoregram.checks import fail, require_in_range
 from scoregram.statistics import right_chances
 
-ROUNDING = 1e-9
-"""Rollouts by which a count may miss a threshold through rounding alone: 0.5 - 0.2 is not above 0.3."""
+_COUNT_ROUNDING = 1e-9
+"""A count within this many rollouts of a threshold is not above it: 0.5 - 0.2 is not above 0.3."""
 
 
 def hoeffding_bound(group_size: int, *, epsilon: float | int, reward_range: float | int = 1.0) -> float:
@@ -21,7 +21,7 @@ def hoeffding_bound(group_size: int, *, epsilon: float | int, reward_range: floa
     Assumes: independent rewards in an interval of length `reward_range`, whose ends do not depend on the sample.
     Checked by: exact binomial tails over a grid (`deviation_probability`).
 
-    Returned as it is: at one or above it says nothing.
+    The bound is not clipped: at one or above it is empty.
 
     Example:
         >>> round(hoeffding_bound(16, epsilon=0.3), 3)
@@ -36,9 +36,9 @@ def hoeffding_bound(group_size: int, *, epsilon: float | int, reward_range: floa
 def hoeffding_group_size(*, epsilon: float | int, failure: float | int, reward_range: float | int = 1.0) -> int:
     """Fewest rollouts for which Hoeffding's bound at `epsilon` is at most `failure`.
 
-    Statement: `ceil(range² ln(2 / failure) / (2 ε²))`, and one at least.
-    Proof: solve `hoeffding_bound = failure` for `R`; the bound falls in `R`.
-    Assumes: as `hoeffding_bound`. `failure` in `(0, 2)`; one asks for the first bound that says anything.
+    Statement: `ceil(range² ln(2 / failure) / (2 ε²))`, and at least one.
+    Proof: solve `hoeffding_bound = failure` for `R`; the bound falls with `R`.
+    Assumes: as `hoeffding_bound`. `failure` in `(0, 2)`; at one the result is the first size whose bound is not empty.
     Checked by: the bound at this size and at one less.
 
     Example:
@@ -49,7 +49,7 @@ def hoeffding_group_size(*, epsilon: float | int, failure: float | int, reward_r
     _require_positive(reward_range, name="reward_range", caller="hoeffding_group_size")
     _require_positive(failure, name="failure", caller="hoeffding_group_size")
     rollouts = max(1, math.ceil(math.log(2 / failure) / (2 * (epsilon / reward_range) ** 2)))
-    # The logarithm is rounded: step to where the bound itself crosses.
+    # The logarithm is rounded: step to the size at which the bound itself crosses `failure`.
     while hoeffding_bound(rollouts, epsilon=epsilon, reward_range=reward_range) > failure:
         rollouts += 1
     while rollouts > 1 and hoeffding_bound(rollouts - 1, epsilon=epsilon, reward_range=reward_range) <= failure:
@@ -73,16 +73,16 @@ def deviation_probability(success: float | int, group_size: int, *, epsilon: flo
     require_in_range(float(success), low=0.0, high=1.0, name="the chance of success", caller=caller)
     _require_rollouts(group_size, caller)
     _require_positive(epsilon, name="epsilon", caller=caller)
-    far = group_size * epsilon + ROUNDING
+    far = group_size * epsilon + _COUNT_ROUNDING
     chances = right_chances(success, group_size)
     return min(1.0, math.fsum(chance for k, chance in enumerate(chances) if abs(k - group_size * success) > far))
 
 
 def turn_offset_bound(turns_before: int, *, largest_reward: float | int, value_change: float | int) -> float:
-    """Bound on how far a rollout-level advantage is off at a turn, by what may have happened before it.
+    """Bound on the error of a rollout-level advantage at a turn, from the rewards before it.
 
-    Statement: `|Σ_{h'<h} r_h' + v(s_h) - v(s_0)| <= (h-1) max|r| + |v(s_h) - v(s_0)|`. With `value_change` any bound
-    on `|v(s_h) - v(s_0)|` it stays one: `2 max|v|` always serves, `max|v|` if no reward is negative.
+    Statement: `|Σ_{h'<h} r_h' + v(s_h) - v(s_0)| <= (h-1) max|r| + |v(s_h) - v(s_0)|`. `value_change` may be any bound
+    on `|v(s_h) - v(s_0)|`: `2 max|v|` always is one, `max|v|` is one if no reward is negative.
     Proof: the triangle inequality; values of rewards that are not negative lie in `[0, max v]`.
     Assumes: `largest_reward` bounds `|r|`, not only `r`.
     Checked by: every state of every world of the lab.
@@ -103,11 +103,11 @@ def turn_offset_bound(turns_before: int, *, largest_reward: float | int, value_c
 
 
 def return_range_bound(value: float | int, *, lowest_return: float | int, highest_return: float | int) -> float:
-    """Bound on how far a rollout-level advantage is off at *any* turn: it does not grow with the turn.
+    """Bound on the error of a rollout-level advantage at *any* turn: it does not grow with the turn.
 
     Statement: `|Σ_{h'<h} r_h' + v(s_h) - v(s_0)| <= max(G_max - v(s_0), v(s_0) - G_min)` for every `h`.
     Proof: `Σ_{h'<h} r_h' + v(s_h) = E[G | s_h]`, a mean of returns, so it lies between the lowest and the highest.
-    Assumes: `s_h` holds the whole history, so past rewards are fixed by it; all returns lie in the given interval.
+    Assumes: `s_h` is the whole history, which determines the past rewards; all returns lie in the given interval.
     Checked by: every state of every world of the lab.
 
     Example:
@@ -135,8 +135,8 @@ def suboptimality_bound(
     Proof: smoothness gives `E gap_{i+1} <= E gap_i - (β - Lβ²/2) E|∇J|² + Lβ² M/2`, and `|∇J|² >= 2μ gap` turns it into
     `E gap_{i+1} <= ρ E gap_i + Lβ² M/2`; sum the geometric series.
     Assumes: `J` is `L`-smooth, `|∇J|² >= 2μ (J* - J)` everywhere, the gradient is unbiased with error at most `M`, and
-    `0 < β < 2/L`, so that the step still gains.
-    Checked by: a quadratic, where it is attained if all curvatures are equal.
+    `0 < β < 2/L`, so that a step improves `J`.
+    Checked by: a quadratic, where the bound is attained if all curvatures are equal.
 
     Reference:
         arXiv:2603.01162, Lemma 6, constant step.
@@ -145,9 +145,8 @@ def suboptimality_bound(
     for name, value in (("smoothness", smoothness), ("pl_constant", pl_constant), ("step_size", step_size)):
         _require_positive(value, name=name, caller=caller)
     if pl_constant > smoothness:
-        fail(
-            caller, "pl_constant must not exceed smoothness", pl_constant, "No function gains faster than it is smooth."
-        )
+        remedy = "The PL constant of a function is at most its smoothness."
+        fail(caller, "pl_constant must not exceed smoothness", pl_constant, remedy)
     if not step_size < 2 / smoothness:
         fail(caller, f"step_size must be below 2/L = {2 / smoothness:g}", step_size, "Take a smaller step.")
     if min(steps, gap, noise) < 0:

@@ -16,11 +16,11 @@ from scoregram.checks import lookup
 from scoregram.theory.claims.grounds import EXACT as EXACT
 from scoregram.theory.claims.grounds import ground, grounds
 from scoregram.theory.lab.exact import GroundTruth, ground_truth
-from scoregram.theory.lab.listing import listing
-from scoregram.theory.lab.moments import UpdateMoments, across_prompts, group_moments
-from scoregram.theory.lab.multisets import multisets
-from scoregram.theory.lab.policies import Policy
-from scoregram.theory.lab.worlds import WORLDS, History, Outcome, World
+from scoregram.theory.lab.moments import UpdateMoments, across_prompts, multisets
+from scoregram.theory.lab.moments import group_update_moments as group_moments
+from scoregram.theory.lab.worlds import WORLDS, History, World, listing
+from scoregram.theory.lab.worlds import SoftmaxPolicy as Policy
+from scoregram.theory.lab.worlds import Transition as Outcome
 
 
 def estimator(name: str) -> Estimator:

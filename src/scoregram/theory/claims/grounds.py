@@ -6,9 +6,8 @@ from functools import lru_cache
 import torch
 
 from scoregram.theory.lab.exact import GroundTruth, ground_truth
-from scoregram.theory.lab.listing import listing
-from scoregram.theory.lab.policies import network_policy, tabular_policy
-from scoregram.theory.lab.worlds import WORLDS, Outcome, World
+from scoregram.theory.lab.worlds import WORLDS, World, listing, network_policy, tabular_policy
+from scoregram.theory.lab.worlds import Transition as Outcome
 
 EXACT = 1e-12
 """What counts as equal: sums over a list in float64 leave about 1e-15."""

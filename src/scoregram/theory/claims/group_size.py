@@ -21,10 +21,16 @@ from scoregram.theory.bounds import suboptimality_bound
 from scoregram.theory.claims.grounds import EXACT, ground, grounds
 from scoregram.theory.claims.ledger import Claim, Finding, as_printed, between, corrected, to_be_measured
 from scoregram.theory.claims.ustatistic import SIZES, printed_in_ustatistic, prompts
-from scoregram.theory.lab.moments import across_prompts, group_moments
+from scoregram.theory.lab.moments import across_prompts
+from scoregram.theory.lab.moments import group_update_moments as group_moments
 from scoregram.theory.lab.worlds import WORLDS
-from scoregram.theory.reweighting import arcsine_objective, standardized_weight
-from scoregram.theory.ustatistic import exact_components, exact_moments, group_size_to_beat_vanilla
+from scoregram.theory.theorems import (
+    arcsine_objective,
+    exact_components,
+    exact_moments,
+    group_size_to_beat_vanilla,
+    standardized_weight,
+)
 
 MATH_RUNS = {
     1024: (0.7677, 0.7491, 0.7753, 0.7627, 0.7817, 0.7743),

@@ -15,7 +15,8 @@ from scoregram.theory.claims.grounds import (
 )
 from scoregram.theory.claims.ledger import Claim, Finding, as_printed, corrected, refuted
 from scoregram.theory.lab.exact import GroundTruth
-from scoregram.theory.lab.moments import expected_advantages, group_moments
+from scoregram.theory.lab.moments import expected_advantages
+from scoregram.theory.lab.moments import group_update_moments as group_moments
 from scoregram.theory.lab.multiturn import (
     advantage_offset,
     conditional_error,

@@ -14,7 +14,7 @@ from scoregram.checks import fail, listed
 from scoregram.machine import threads
 from scoregram.theory.claims import CLAIMS
 from scoregram.theory.claims.ledger import Claim, Entry, Number, Verdict, run
-from scoregram.theory.lab.show import plain
+from scoregram.theory.lab.comparison import json_value as plain
 
 COLOURS = {
     Verdict.HOLDS: "green",

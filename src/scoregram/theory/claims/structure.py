@@ -26,11 +26,11 @@ from scoregram.theory.claims.bench import (
     reward_groups,
 )
 from scoregram.theory.claims.ledger import Claim, Finding, as_printed, corrected, refuted
-from scoregram.theory.reweighting import standardized_weight
 from scoregram.theory.theorems import (
     advantage_covariance,
     gradient_norm_bound,
     group_mean_scale,
+    standardized_weight,
     update_norm_bound,
 )
 

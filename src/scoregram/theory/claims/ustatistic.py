@@ -30,9 +30,10 @@ from scoregram.theory.claims.ledger import (
     corrected,
 )
 from scoregram.theory.lab.exact import GroundTruth
-from scoregram.theory.lab.moments import across_prompts, group_moments
+from scoregram.theory.lab.moments import across_prompts
+from scoregram.theory.lab.moments import group_update_moments as group_moments
 from scoregram.theory.lab.worlds import WORLDS
-from scoregram.theory.ustatistic import (
+from scoregram.theory.theorems import (
     exact_components,
     exact_moments,
     group_size_to_beat_vanilla,

@@ -1,8 +1,7 @@
-"""The exact lab: worlds whose rollouts can all be listed, so that a claim about an estimator is decided, not sampled.
+"""The exact lab: worlds whose rollouts can all be enumerated, so that a claim about an estimator is decided exactly.
 
 ```
-worlds ──► listing ──┐
-                     ├──► exact (what is true) ──► moments, turns (what an estimator gives) ──► comparison, multiturn
-policies ────────────┘
+worlds (worlds, listings, policies) ──► exact (ground truth) ──► moments, turns (expected update and error of an
+estimator) ──► comparison, multiturn
 ```
 """

@@ -1,45 +1,54 @@
-"""One table: which estimator has the least error at a rollout budget, and what each costs in rollouts."""
+"""Estimators compared: which has the least exact error at a rollout budget, and what each costs in rollouts."""
 
+import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from scoregram import __version__
 from scoregram.advantages import ALWAYS, ESTIMATORS
 from scoregram.checks import ScoregramError, fail, lookup
-from scoregram.theory.lab.exact import GroundTruth
-from scoregram.theory.lab.moments import UpdateMoments, across_prompts, group_moments
+from scoregram.machine import threads
+from scoregram.theory.lab.exact import GroundTruth, ground_truth
+from scoregram.theory.lab.moments import UpdateMoments, across_prompts, group_update_moments
 from scoregram.theory.lab.turns import CREDITS, credit_moments, prefix_value_moments, turn_moments
+from scoregram.theory.lab.worlds import WORLDS, listing, network_policy
 
 PREFIX_VALUES = "vineppo"
-"""The estimator that pays for values with fresh rollouts from every state."""
+"""The estimator whose values cost fresh rollouts from every state."""
 
 OTHER_SAMPLING = ("same-state",)
-"""Estimators whose groups are not groups of rollouts, so the budget here does not describe them."""
+"""Estimators whose groups are not groups of rollouts, so the budget does not apply to them."""
 
 STEP_GROUPS_LIMIT = 10_000
-"""Most groups of a prompt enumerated for an estimator that credits turns or tokens: those are slow to call."""
+"""Most groups of a prompt that are enumerated for an estimator of turns or tokens; these are slow to call."""
 
-BESIDE_THE_TABLE = ("reward_to_go", "exact_advantage")
-"""Credits of the lab that the table of estimators does not have."""
+EXTRA_CREDITS = ("reward_to_go", "exact_advantage")
+"""Credits of the lab that are not in the table of estimators."""
 
 EXACT_INPUTS = frozenset({"values", "prefix_values", "baselines"})
-"""Inputs that the lab supplies exactly and a trainer would have to learn or to sample."""
+"""Inputs that the lab supplies exactly and that a trainer would have to learn or sample."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One estimator at one budget, exact. The batch holds `prompts` groups, their prompts drawn by weight."""
+class ComparisonRow:
+    """Exact moments of one estimator at one budget. The batch has `prompts` groups, with prompts drawn by weight."""
 
     estimator: str
     group_size: int
     prompts: int
     rollouts: float
-    """Expected number of rollouts the batch takes, those for baselines and values included."""
+    """Expected number of rollouts in the batch, including those for baselines and values."""
     relative_bias: float
     variance: float
     mse: float
     snr_squared: float
-    """`|E ĝ|² / variance`. Unlike the error it does not reward a small step."""
+    """`|E ĝ|² / variance`. Unlike the error, it does not improve if the step is shrunk."""
     cosine: float
     """Between the expected update and `∇J`."""
     given_values: bool
@@ -48,25 +57,25 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows of least error first, and what had to be left out."""
+    """Rows with the least error first, and the estimators that were left out."""
 
     budget: int
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
     left_out: tuple[tuple[str, str], ...]
     """Estimator and reason."""
 
     @property
-    def least_error(self) -> Row:
-        """The row of least mean squared error among those a trainer can have."""
+    def least_error(self) -> ComparisonRow:
+        """The row of least mean squared error among the estimators that a trainer can use."""
         return min(self._attainable, key=lambda row: row.mse)
 
     @property
-    def highest_snr(self) -> Row:
-        """The row of highest signal to noise among those a trainer can have; blind to the scale of the update."""
+    def highest_snr(self) -> ComparisonRow:
+        """The row of highest signal-to-noise ratio among the estimators that a trainer can use."""
         return max(self._attainable, key=lambda row: row.snr_squared)
 
     @property
-    def _attainable(self) -> list[Row]:
+    def _attainable(self) -> list[ComparisonRow]:
         rows = [row for row in self.rows if not row.given_values]
         if not rows:
             fail("Comparison", "needs a row without exact values", len(self.rows), "Compare more estimators.")
@@ -82,26 +91,26 @@ def comparison(
     rollouts_per_state: int = 2,
     step_groups_limit: int = STEP_GROUPS_LIMIT,
 ) -> Comparison:
-    """Every estimator's exact error when a step may take `budget` rollouts in groups of `group_size`.
+    """Exact error of every estimator for a step of `budget` rollouts in groups of `group_size`.
 
-    The batch has as many groups as the budget pays for: a group costs `R` rollouts, one more for a greedy baseline,
-    and `rollouts_per_state` more for each state met when values are sampled. An estimator too dear for the budget, or
-    with too many groups to enumerate, is left out, and said to be. One that couples prompts is computed as if every
-    group were a batch of its own. One that selects groups is shown without selection: what it would drop is an update
-    of zero.
+    The batch has as many groups as the budget allows: a group costs `R` rollouts, one more for a greedy baseline, and
+    `rollouts_per_state` more for each visited state if values are sampled. An estimator that exceeds the budget, or
+    has too many groups to enumerate, goes to `left_out` with the reason. If an estimator couples prompts, every group
+    counts as a batch of its own. If it selects groups, no group is dropped: those it would drop have an update of
+    zero.
 
     Args:
         truth: The world and the policy.
         budget: Rollouts per step.
         group_size: `R`.
-        estimators: Names; `None` for all of the table and two credits of the lab.
+        estimators: Names; `None` for the whole table and two credits of the lab.
         rollouts_per_state: `K` of the Monte-Carlo prefix values.
-        step_groups_limit: As in `moments_of`.
+        step_groups_limit: Most groups of a prompt to enumerate for an estimator that credits turns or tokens.
 
     Raises:
-        ScoregramError: If a name is unknown, or every estimator had to be left out; the error is the first reason.
+        ScoregramError: If a name is unknown, or every estimator was left out; the error is the first reason.
     """
-    names = [*ESTIMATORS, *BESIDE_THE_TABLE] if estimators is None else list(estimators)
+    names = [*ESTIMATORS, *EXTRA_CREDITS] if estimators is None else list(estimators)
     rows, left_out = [], []
     for name in names:
         cost = rollouts_of_group(truth, name, group_size=group_size, rollouts_per_state=rollouts_per_state)
@@ -125,7 +134,7 @@ def comparison(
 
 
 def rollouts_of_group(truth: GroundTruth, name: str, *, group_size: int, rollouts_per_state: int = 2) -> float:
-    """Expected rollouts that one group takes, over prompts: `R`, `R + 1`, or `R (1 + K E[H])`."""
+    """Expected number of rollouts of one group, over prompts: `R`, `R + 1`, or `R (1 + K E[H])`."""
     if name == PREFIX_VALUES:
         weight = truth.listing.prompt_weights[truth.listing.prompt] * truth.probability
         decisions = float(weight @ truth.listing.lengths.double())
@@ -145,12 +154,7 @@ def moments_of(
 ) -> tuple[UpdateMoments, ...]:
     """Exact moments of one group of every prompt, for an estimator of the table or a credit of the lab.
 
-    Args:
-        truth: The world and the policy.
-        name: Key of `ESTIMATORS` or of `CREDITS`.
-        group_size: `R`.
-        rollouts_per_state: `K` of the Monte-Carlo prefix values.
-        step_groups_limit: Most groups of a prompt to enumerate for an estimator that credits turns or tokens.
+    Args as in `comparison`; `name` is a key of `ESTIMATORS` or of `CREDITS`.
 
     Raises:
         ScoregramError: If the name is unknown, its groups are not groups of rollouts, or there are too many of them.
@@ -170,9 +174,9 @@ def moments_of(
     needs = (*row.needs, *ALWAYS[row.level])
     if row.level == "group":
         options = {"group_size": group_size, "needs": needs, "couples_prompts": row.couples_prompts}
-        return tuple(group_moments(truth, row.fn, prompt=p, **options) for p in every)
+        return tuple(group_update_moments(truth, row.fn, prompt=p, **options) for p in every)
     if row.min_group == 1:
-        # Credit inside a rollout that works on a single one does not look at the others: their updates are independent.
+        # An estimator that accepts a single rollout does not use the others: the rollouts' updates are independent.
         single = [turn_moments(truth, row.fn, prompt=p, group_size=1, needs=needs) for p in every]
         return tuple(replace(moments, variance=moments.variance / group_size) for moments in single)
     steps = {"group_size": group_size, "needs": needs, "groups_limit": step_groups_limit}
@@ -184,8 +188,8 @@ def _require_a_group(prompts: int, name: str, *, cost: float, budget: int) -> No
         fail("comparison", f"the budget must pay for one group of {name}, {cost:g} rollouts", budget, "Raise it.")
 
 
-def _row(name: str, group_size: int, prompts: int, rollouts: float, moments: UpdateMoments) -> Row:
-    return Row(
+def _row(name: str, group_size: int, prompts: int, rollouts: float, moments: UpdateMoments) -> ComparisonRow:
+    return ComparisonRow(
         estimator=name,
         group_size=group_size,
         prompts=prompts,
@@ -203,3 +207,78 @@ def _given_values(name: str) -> bool:
     if name in CREDITS:
         return CREDITS[name].needs_values
     return name != PREFIX_VALUES and not EXACT_INPUTS.isdisjoint(ESTIMATORS[name].needs)
+
+
+READING = (
+    "Exact, nothing sampled. rollouts: number the step takes, including those for baselines and values. bias: "
+    "|E ĝ - ∇J| / |∇J|. error: √E|ĝ - ∇J|² / |∇J|, bias and noise together; it falls if the update is shrunk, so an "
+    "estimator that only shrinks the update can win. SNR: |E ĝ|² over the variance, independent of the length of the "
+    "step. cosine: between E ĝ and ∇J; below 1 the mean update has another direction. ★ least error, ☆ highest SNR, "
+    "both among the estimators that a trainer can use; ° uses exact values, which no trainer has."
+)
+
+
+def show_comparison(*, world: str, budget: int, group_size: int, as_json: bool = False) -> int:
+    """Print every estimator's exact error in one world at one rollout budget, least error first.
+
+    The policy is the lab's small network with fixed random weights.
+
+    Raises:
+        ScoregramError: If the world is unknown or the budget is too small for one group.
+    """
+    rows = listing(lookup(WORLDS, world, kind="lab"))
+    if group_size < 1:
+        fail("lab", "a group must have at least 1 rollout", group_size, "Raise --group-size.")
+    with threads(1):
+        truth = ground_truth(rows, network_policy(rows, generator=torch.Generator().manual_seed(0)))
+        found = comparison(truth, budget=budget, group_size=group_size)
+    if as_json:
+        print(json.dumps(comparison_record(world, truth, found), indent=2, allow_nan=False, ensure_ascii=False))
+    else:
+        print_comparison(world, truth, found, Console())
+    return 0
+
+
+def comparison_record(world: str, truth: GroundTruth, found: Comparison) -> dict[str, object]:
+    """The comparison as JSON values; a number that is not finite becomes null."""
+    return {
+        "scoregram": __version__,
+        "world": world,
+        "budget": found.budget,
+        "objective": truth.objective,
+        "gradient_norm": float(truth.objective_gradient.norm()),
+        "least_error": found.least_error.estimator,
+        "highest_snr": found.highest_snr.estimator,
+        "rows": [{name: json_value(value) for name, value in asdict(row).items()} for row in found.rows],
+        "left_out": dict(found.left_out),
+    }
+
+
+def print_comparison(world: str, truth: GroundTruth, found: Comparison, console: Console) -> None:
+    """Print one row per estimator, then those that were left out and why."""
+    group_size = found.rows[0].group_size
+    title = f"{world}: a step of at most {found.budget} rollouts in groups of {group_size}"
+    table = Table(title=Text(title), caption=Text(READING), title_justify="left", caption_justify="left")
+    table.add_column("estimator", no_wrap=True)
+    for name in ("groups", "rollouts", "bias", "error", "SNR", "cosine"):
+        table.add_column(name, justify="right", no_wrap=True)
+    unit = float(truth.objective_gradient.norm())
+    for row in found.rows:
+        error = math.sqrt(row.mse) / unit
+        numbers = (row.relative_bias, error, row.snr_squared, row.cosine)
+        cells = (str(row.prompts), f"{row.rollouts:.4g}", *(f"{number:.3f}" for number in numbers))
+        table.add_row(marked_name(row, found), *cells, style="dim" if row.given_values else "")
+    console.print(table)
+    for name, reason in found.left_out:
+        console.print(Text(f"left out: {name} ({reason})", style="dim"))
+
+
+def marked_name(row: ComparisonRow, found: Comparison) -> Text:
+    """Name of an estimator with its marks."""
+    marks = "★" * (row == found.least_error) + "☆" * (row == found.highest_snr) + "°" * row.given_values
+    return Text(f"{row.estimator} {marks}".strip())
+
+
+def json_value(value: object) -> object:
+    """`value`, or None for a float that JSON cannot represent."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

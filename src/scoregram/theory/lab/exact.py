@@ -1,4 +1,4 @@
-"""What the estimators estimate, exactly: sums over the full list of rollouts, no sampling anywhere."""
+"""Exact values, gradients and variances of a policy in a world: sums over all rollouts, without sampling."""
 
 from dataclasses import dataclass
 
@@ -7,27 +7,26 @@ from jaxtyping import Float
 from torch import Tensor
 
 from scoregram.checks import require_finite
-from scoregram.theory.lab.listing import Listing
-from scoregram.theory.lab.policies import Policy
+from scoregram.theory.lab.worlds import Listing, SoftmaxPolicy
 
 
 @dataclass(frozen=True)
 class GroundTruth:
     """Everything about one policy in one world, in float64. `M` listed rollouts, `S` states, `P` prompts.
 
-    Expectations with a prompt axis are given the prompt; those without are over prompts as well.
+    Expectations with a prompt axis are conditional on the prompt; those without are over prompts as well.
     """
 
     listing: Listing
     probability: Float[Tensor, " listed"]
-    """Of each rollout given its prompt; sums to one for every prompt."""
+    """Probability of each rollout given its prompt; sums to one for every prompt."""
     log_probs: Float[Tensor, "states actions"]
     turn_scores: Float[Tensor, "listed turns parameters"]
     """`∇ log π(a_h | s_h)`; zero where there is no turn."""
     scores: Float[Tensor, "listed parameters"]
     """`ψ = Σ_h ∇ log π(a_h | s_h)`."""
     reach: Float[Tensor, " states"]
-    """Probability of meeting each state, given its prompt."""
+    """Probability of reaching each state, given its prompt."""
     state_value: Float[Tensor, " states"]
     """`v(s) = E[Σ_{h' ≥ h} r_h' | s_h = s]`."""
     state_variance: Float[Tensor, " states"]
@@ -45,7 +44,7 @@ class GroundTruth:
     fisher: Float[Tensor, "prompts parameters parameters"]
     """`F = E[ψψᵀ]`."""
     optimal_baseline: Float[Tensor, " prompts"]
-    """`b* = E[|ψ|² G] / E|ψ|²`, the constant of least variance; `nan` where the score is always zero."""
+    """`b* = E[|ψ|² G] / E|ψ|²`, the constant baseline of least variance; `nan` where the score is always zero."""
     oracle_covariance: Float[Tensor, "prompts parameters parameters"]
     """`Σ = Cov(ψ (G - V))`."""
 
@@ -92,27 +91,27 @@ class GroundTruth:
 
     @property
     def c1(self) -> float:
-        """`E |g(X) - ∇J|²`, how much prompts differ in their gradient."""
+        """`E |g(X) - ∇J|²`, the variance of the gradient between prompts."""
         apart = (self.gradient - self.objective_gradient).square().sum(dim=-1)  # (P,)
         return float(self.listing.prompt_weights @ apart)
 
     @property
     def c2(self) -> float:
-        """`E tr Σ(X)`, the noise of one rollout with a perfect baseline."""
+        """`E tr Σ(X)`, the variance of one rollout's gradient with the exact value as baseline."""
         return float(self.listing.prompt_weights @ self.oracle_covariance.diagonal(dim1=-2, dim2=-1).sum(dim=-1))
 
     @property
     def c3(self) -> float:
-        """`E[σ² tr F + |g|²]`, what the noise of a leave-one-out baseline adds."""
+        """`E[σ² tr F + |g|²]`, the noise that a leave-one-out baseline adds."""
         added = self.reward_variance * self.fisher_trace + self.gradient.square().sum(dim=-1)
         return float(self.listing.prompt_weights @ added)
 
 
-def ground_truth(listing: Listing, policy: Policy) -> GroundTruth:
+def ground_truth(listing: Listing, policy: SoftmaxPolicy) -> GroundTruth:
     """Every exact quantity of `policy` on the listed world.
 
-    `p(rollout) = chance · Π_h π(a_h | s_h)`; each expectation is a sum over the list, each score the Jacobian of the
-    log-probabilities, each value of a state the mean over the rollouts that pass through it.
+    `p(rollout) = chance · Π_h π(a_h | s_h)`. Expectations are sums over all rollouts, scores come from the Jacobian of
+    the log-probabilities, and the value of a state is the mean over the rollouts through it.
 
     Raises:
         ScoregramError: If the policy gives a listed action no probability, or a parameter is not finite.
@@ -136,8 +135,8 @@ def ground_truth(listing: Listing, policy: Policy) -> GroundTruth:
     )
 
 
-def _turn_scores(listing: Listing, policy: Policy, theta: Tensor) -> Tensor:
-    # Row by row: `torch.func` would be faster here and takes seconds to be imported.
+def _turn_scores(listing: Listing, policy: SoftmaxPolicy, theta: Tensor) -> Tensor:
+    # One backward pass per row: `torch.func` would be faster here, but importing it takes seconds.
     jacobian = torch.autograd.functional.jacobian(policy.log_probs, theta)  # (S, A, D)
     assert isinstance(jacobian, Tensor)
     taken = jacobian[listing.state, listing.action]  # (M, H, D)
@@ -176,7 +175,7 @@ def _per_prompt(listing: Listing, probability: Tensor, scores: Tensor, returns: 
     weight = given * probability  # (P, M): rows sum to one
     value = weight @ returns
     centred = returns - value[listing.prompt]
-    gradient = weight @ (scores * centred[:, None])  # E[ψ] = 0, so centring changes nothing but rounding
+    gradient = weight @ (scores * centred[:, None])  # E[ψ] = 0, so centring changes only the rounding
     energy = scores.square().sum(dim=-1)
     oracle = scores * centred[:, None] - gradient[listing.prompt]  # (M, D)
     return {

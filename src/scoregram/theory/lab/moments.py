@@ -1,37 +1,86 @@
 """Expected update, bias, variance and error of every group estimator, at every group size, by enumeration.
 
-The update of one group is `ĝ = (1/R) Σ_i A_i ψ_i`. An estimator sees rewards and perhaps lengths or score energies,
-never the scores themselves, so rollouts that agree in what it sees are of one *type* and get one advantage. Given
-the types of a group its scores are independent, hence with `μ_τ = E[ψ | τ]` and `e_τ = E[|ψ - μ_τ|² | τ]`
+The update of one group is `ĝ = (1/R) Σ_i A_i ψ_i`. An estimator reads rewards and perhaps lengths or score energies,
+never the scores themselves. Rollouts with the same inputs are of one *type* and get the same advantage. Given the
+types of a group its scores are independent, hence with `μ_τ = E[ψ | τ]` and `e_τ = E[|ψ - μ_τ|² | τ]`
 
     E[ĝ | types]      = (1/R)  Σ_i A_i  μ_τ(i)
     tr Cov[ĝ | types] = (1/R²) Σ_i A_i² e_τ(i)
 
-and the rest is the finite sum over multisets of types. One type per rollout is plain enumeration of groups.
+and the rest is a finite sum over multisets of types. With one type per rollout this enumerates all groups.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, combinations_with_replacement
 from types import MappingProxyType
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from scoregram.checks import fail, listed, require_finite
 from scoregram.theory.lab.exact import GroundTruth
-from scoregram.theory.lab.multisets import multisets
 
 AdvantageFunction = Callable[..., Tensor]
 
 PAIRS_AT_ONCE = 2_000_000
 """Pairs of rollouts held in memory at a time."""
 
+GROUPS_LIMIT = 200_000
+"""Largest number of multisets that are enumerated by default."""
+
+
+@dataclass(frozen=True)
+class Multisets:
+    """The `C = (K+R-1 choose R)` ways to draw `R` times from `K` types, in any order."""
+
+    members: Int[Tensor, "multisets rollouts"]
+    """Type of every member, ascending."""
+    counts: Int[Tensor, "multisets types"]
+    """How often each type is drawn."""
+    orders: Float[Tensor, " multisets"]
+    """`R! / Π n_τ!`, the number of ordered groups that are this multiset."""
+
+    def probability(self, of_type: Float[Tensor, " types"]) -> Float[Tensor, " multisets"]:
+        """Multinomial probability of each multiset when types are drawn independently; sums to one."""
+        return self.orders * of_type.pow(self.counts).prod(dim=-1)
+
+
+@lru_cache(maxsize=16)
+def multisets(types: int, group_size: int, *, limit: int = GROUPS_LIMIT) -> Multisets:
+    """Every multiset of `group_size` out of `types`.
+
+    Raises:
+        ScoregramError: If there are more than `limit`, or one of the two numbers is not positive.
+
+    Example:
+        >>> multisets(2, 2).counts.tolist(), multisets(2, 2).orders.tolist()
+        ([[2, 0], [1, 1], [0, 2]], [1.0, 2.0, 1.0])
+    """
+    if min(types, group_size) < 1:
+        fail("multisets", "types and group size must be positive", (types, group_size), "Pass at least one of each.")
+    number = math.comb(types + group_size - 1, group_size)
+    if number > limit:
+        got = f"{number} groups of {group_size} rollouts of {types} types"
+        fail("multisets", f"at most {limit} groups are enumerated", got, "Use a smaller group or world.")
+    flat = chain.from_iterable(combinations_with_replacement(range(types), group_size))
+    members = torch.from_numpy(np.fromiter(flat, dtype=np.int64, count=number * group_size).reshape(number, group_size))
+    counts = torch.zeros(number, types, dtype=torch.int64).scatter_add(1, members, torch.ones_like(members))
+    # Each factorial is rounded once, so the multinomial is exact to a few ulp; logarithms would lose three digits.
+    factorial = torch.tensor([float(math.factorial(n)) for n in range(group_size + 1)], dtype=torch.float64)
+    orders = torch.full((number,), factorial[-1].item(), dtype=torch.float64)
+    for column in counts.T:
+        orders = orders / factorial[column]
+    return Multisets(members, counts, orders)
+
 
 @dataclass(frozen=True)
 class UpdateMoments:
-    """First two moments of an update beside the gradient it should equal."""
+    """First two moments of an update, and the gradient it estimates."""
 
     expected: Float[Tensor, " parameters"]
     """`E ĝ`."""
@@ -57,7 +106,7 @@ class UpdateMoments:
 
     @property
     def snr_squared(self) -> float:
-        """`|E ĝ|² / variance`, blind to scale; `inf` without noise, `nan` when there is no signal either."""
+        """`|E ĝ|² / variance`, independent of scale; `inf` without noise, `nan` with neither noise nor signal."""
         signal = float(self.expected.square().sum())
         if self.variance == 0:
             return math.inf if signal > 0 else math.nan
@@ -65,7 +114,7 @@ class UpdateMoments:
 
     @property
     def cosine(self) -> float:
-        """Between `E ĝ` and the gradient: `1` same direction; `nan` where one of them is zero."""
+        """Cosine between `E ĝ` and the gradient: `1` same direction; `nan` if one of them is zero."""
         return _ratio(float(self.expected @ self.target), float(self.expected.norm() * self.target.norm()))
 
 
@@ -75,7 +124,7 @@ def _ratio(numerator: float, denominator: float) -> float:
 
 @dataclass(frozen=True)
 class GroupTable:
-    """Every group an estimator can meet at one prompt, with its probability and advantages."""
+    """Every possible group of one prompt, with its probability and advantages."""
 
     type_of: Tensor
     """`(M',)` type of every rollout of the prompt."""
@@ -87,17 +136,17 @@ class GroupTable:
     """`Σ_{i of type τ} A_i²`."""
 
 
-PER_ROLLOUT: MappingProxyType[str, Callable[[GroundTruth], Tensor]] = MappingProxyType(
+ROLLOUT_INPUTS: MappingProxyType[str, Callable[[GroundTruth], Tensor]] = MappingProxyType(
     {
         "lengths": lambda truth: truth.listing.lengths,
         "score_energies": lambda truth: truth.score_energies,
         "outcomes": lambda truth: truth.listing.returns,
     }
 )
-"""What an estimator may ask for beside the rewards: one number per rollout, so it splits types."""
+"""Inputs of an estimator besides the rewards. They are one number per rollout, so they split types."""
 
 
-def group_moments(
+def group_update_moments(
     truth: GroundTruth,
     advantage: AdvantageFunction,
     *,
@@ -110,15 +159,15 @@ def group_moments(
 
     Args:
         truth: The world and the policy.
-        advantage: `(P, R)` rewards, and the needs by keyword, to `(P, R)` advantages. It must treat equal rollouts
-            equally, whatever their order.
+        advantage: Function of `(P, R)` rewards, and of the needs by keyword, to `(P, R)` advantages. Equal rollouts
+            must get equal advantages, in any order.
         prompt: Row of `truth.gradient` to compare with.
         group_size: `R`.
         needs: Names among `lengths`, `score_energies`, `outcomes` (one per rollout; the outcome is the return),
             `baselines` (the prompt's exact value) and `greedy_rewards` (the return of one more rollout that takes the
-            likeliest action everywhere; where chance plays a part in it, it does so here).
-        couples_prompts: Whether `advantage` mixes prompts. If so it is shown one group at a time, so the result is
-            that of a batch with a single prompt.
+            likeliest action everywhere; if outcomes are random, so is this return).
+        couples_prompts: Whether `advantage` mixes prompts. If so it gets one group at a time, and the result is that
+            of a batch with a single prompt.
 
     Raises:
         ScoregramError: If there are too many groups to enumerate, a need is unknown, or advantages are not finite.
@@ -148,9 +197,9 @@ def expected_advantages(
     needs: tuple[str, ...] = (),
     couples_prompts: bool = False,
 ) -> Float[Tensor, " chosen"]:
-    """`E[A_i | rollout i]` for every rollout of the prompt: what is left when the rest of the group is averaged out.
+    """`E[A_i | rollout i]` for every rollout of the prompt: the advantage averaged over the rest of the group.
 
-    By symmetry `E[A_i | τ_i = τ] = E[Σ_{j of type τ} A_j] / (R p_τ)`. Arguments as in `group_moments`.
+    By symmetry `E[A_i | τ_i = τ] = E[Σ_{j of type τ} A_j] / (R p_τ)`. Arguments as in `group_update_moments`.
     """
     table = group_table(
         truth, advantage, prompt=prompt, group_size=group_size, needs=needs, couples_prompts=couples_prompts
@@ -168,10 +217,10 @@ def group_table(
     needs: tuple[str, ...] = (),
     couples_prompts: bool = False,
 ) -> GroupTable:
-    """Every group of types with its probability and advantages. Arguments as in `group_moments`."""
-    _known(needs)
+    """Every group of types with its probability and advantages. Arguments as in `group_update_moments`."""
+    _require_known_needs(needs)
     rows = truth.listing.of_prompt(prompt)
-    split_by = {name: PER_ROLLOUT[name](truth)[rows] for name in needs if name in PER_ROLLOUT}
+    split_by = {name: ROLLOUT_INPUTS[name](truth)[rows] for name in needs if name in ROLLOUT_INPUTS}
     seen = torch.stack([truth.listing.returns[rows], *(values.double() for values in split_by.values())], dim=-1)
     kinds, type_of = seen.unique(dim=0, return_inverse=True)  # (K, 1 + needs)
     type_probability = _gathered(truth.probability[rows], type_of, len(kinds))
@@ -181,7 +230,7 @@ def group_table(
     chances, shared = _shared_inputs(truth, prompt, needs, len(rewards))
     parts = [in_blocks(advantage, rewards, inputs | extra, one_by_one=couples_prompts) for extra in shared]
     for part in parts:
-        require_finite(part, name="advantages", caller="group_moments")
+        require_finite(part, name="advantages", caller="group_update_moments")
     probability = groups.probability(type_probability)
     return GroupTable(
         type_of=type_of,
@@ -193,7 +242,7 @@ def group_table(
 
 
 def across_prompts(truth: GroundTruth, per_prompt: Sequence[UpdateMoments], *, prompts: int) -> UpdateMoments:
-    """Moments of the mean update of a batch of `prompts` groups, whose prompts are drawn by their weights.
+    """Moments of the mean update of a batch of `prompts` groups, with prompts drawn by their weights.
 
     `Var = (E_x Var[ĝ | x] + E_x|E[ĝ | x] - E ĝ|²) / prompts`; the target is `∇J`.
 
@@ -222,17 +271,18 @@ def greedy_returns(truth: GroundTruth, prompt: int) -> tuple[Float[Tensor, " val
     return values, _gathered(listing.chance[greedy], which, len(values))
 
 
-def _known(needs: tuple[str, ...]) -> None:
-    known = (*PER_ROLLOUT, "greedy_rewards", "baselines")
+def _require_known_needs(needs: tuple[str, ...]) -> None:
+    known = (*ROLLOUT_INPUTS, "greedy_rewards", "baselines")
     for name in needs:
         if name not in known:
-            fail("group_moments", f"needs must be among {listed(known)}", repr(name), "The lab cannot supply others.")
+            requirement = f"needs must be among {listed(known)}"
+            fail("group_update_moments", requirement, repr(name), "The lab cannot supply others.")
 
 
 def _shared_inputs(
     truth: GroundTruth, prompt: int, needs: tuple[str, ...], groups: int
 ) -> tuple[list[float], list[dict[str, Tensor]]]:
-    """Inputs common to a group: their chances, and the keyword arguments for each case."""
+    """Inputs that a group shares: the probability of each case, and its keyword arguments."""
     fixed = {"baselines": truth.value[prompt].expand(groups)} if "baselines" in needs else {}
     if "greedy_rewards" not in needs:
         return [1.0], [fixed]
@@ -243,7 +293,7 @@ def _shared_inputs(
 def in_blocks(
     advantage: AdvantageFunction, rewards: Tensor, inputs: dict[str, Tensor], *, one_by_one: bool = False
 ) -> Tensor:
-    """`advantage` of every group, shown a few groups at a time: estimators may compare all pairs of a group."""
+    """`advantage` of every group, a few groups at a time: estimators may compare all pairs of a group."""
     block = 1 if one_by_one else max(1, PAIRS_AT_ONCE // rewards[0].numel() ** 2)
     parts = [
         advantage(rewards[start : start + block], **{name: x[start : start + block] for name, x in inputs.items()})

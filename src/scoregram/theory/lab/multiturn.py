@@ -1,9 +1,9 @@
-"""The multi-turn question both ways: the error of the advantage, and the bias of the gradient.
+"""A rollout-level advantage used at every turn: the error of the advantage, and the bias of the gradient.
 
-A rollout-level advantage `Â = Σ_h' r_h' - b` is used at every turn. Statement: given `(s_h, a_h)` it misses
-`A(s_h, a_h)` by the *offset* `past rewards + v(s_h) - v(s_0)` when `E[b | rollout] = v(s_0)`, and yet the gradient it
-gives is unbiased. Proof: the offset is fixed before `a_h` is drawn, so `E[offset · ∇ log π(a_h | s_h)] = 0`. What the
-offset costs is variance. Assumes rollouts sampled from the policy itself. Checked by enumeration, here.
+The advantage is `Â = Σ_h' r_h' - b` at every turn. Statement: if `E[b | rollout] = v(s_0)`, its mean given `(s_h, a_h)`
+differs from `A(s_h, a_h)` by the *offset* `past rewards + v(s_h) - v(s_0)`, and yet the gradient is unbiased. Proof:
+the offset is determined before `a_h` is drawn, so `E[offset · ∇ log π(a_h | s_h)] = 0`. The offset only adds variance.
+Assumes rollouts sampled from the policy itself. Checked by enumeration, here.
 """
 
 import math
@@ -20,7 +20,7 @@ from scoregram.theory.lab.moments import (
     UpdateMoments,
     across_prompts,
     expected_advantages,
-    group_moments,
+    group_update_moments,
 )
 from scoregram.theory.lab.turns import CREDITS, credit_moments
 
@@ -28,7 +28,7 @@ from scoregram.theory.lab.turns import CREDITS, credit_moments
 def advantage_offset(truth: GroundTruth) -> Float[Tensor, " states"]:
     """`past rewards + v(s_h) - v(s_0)` of every state, the paper's eq. (23).
 
-    Outcomes that go on carry different observations, so a history fixes the rewards received before it.
+    Outcomes that do not end the rollout have different observations, so a history determines the rewards before it.
     """
     listing = truth.listing
     past = torch.zeros_like(truth.state_value)
@@ -38,7 +38,7 @@ def advantage_offset(truth: GroundTruth) -> Float[Tensor, " states"]:
 
 
 def conditional_error(truth: GroundTruth, credit: Float[Tensor, "listed turns"]) -> Float[Tensor, "states actions"]:
-    """`E[Â_h | s_h, a_h] - A(s_h, a_h)` of the credit given at every turn, by summing over the rollouts through it.
+    """`E[Â_h | s_h, a_h] - A(s_h, a_h)` of the credit at every turn, by summing over the rollouts through `(s_h, a_h)`.
 
     Args:
         truth: The world and the policy.
@@ -59,7 +59,7 @@ def conditional_error(truth: GroundTruth, credit: Float[Tensor, "listed turns"])
 def rollout_credit(
     truth: GroundTruth, advantage: AdvantageFunction, *, group_size: int
 ) -> Float[Tensor, "listed turns"]:
-    """`E[A_i | rollout i]` at every turn, for a group estimator that sees rewards alone."""
+    """`E[A_i | rollout i]` at every turn, for a group estimator that reads rewards alone."""
     each = [
         expected_advantages(truth, advantage, prompt=prompt, group_size=group_size)
         for prompt in range(truth.value.numel())
@@ -82,13 +82,13 @@ class OffsetAtTurn:
     alive: float
     """Probability that the rollout has not ended before this turn."""
     mean: float
-    """Over all rollouts; one that has ended stays at `G - v(s_0)`. Zero: `past + v` is a martingale."""
+    """Mean over all rollouts; one that has ended stays at `G - v(s_0)`. Zero, because `past + v` is a martingale."""
     mean_alive: float
-    """Over the rollouts still going. Not zero in general when the number of turns depends on luck or on the policy."""
+    """Mean over the rollouts still going. In general not zero if the number of turns is random or up to the policy."""
     sd: float
-    """Over all rollouts; never falls from turn to turn and never passes the standard deviation of the return."""
+    """Over all rollouts; it never falls from turn to turn and never exceeds the standard deviation of the return."""
     sd_alive: float
-    """Over the rollouts still going, about their own mean; what the gradient of this turn actually meets."""
+    """Over the rollouts still going, about their own mean: the spread that enters the gradient of this turn."""
     largest: float
     """Largest `|offset|` of a state at this turn."""
 
@@ -122,7 +122,7 @@ def _offset_at(turn: int, weight: Tensor, offset: Tensor, going: Tensor) -> Offs
 
 @dataclass(frozen=True)
 class CreditCost:
-    """One way to credit turns: how far its advantages are off, what that does to the gradient, what it costs."""
+    """One way to credit turns: the error of its advantages, the bias of its gradient, and its variance."""
 
     name: str
     largest_error: float
@@ -132,19 +132,19 @@ class CreditCost:
     gradient_scale: float
     """`⟨E ĝ, ∇J⟩ / |∇J|²`: `1` for an unbiased update."""
     off_direction: float
-    """`|E ĝ - scale · ∇J| / |∇J|`: `0` where the bias is one of scale alone."""
+    """`|E ĝ - scale · ∇J| / |∇J|`: `0` if only the scale is biased."""
     relative_bias: float
     """`|E ĝ - ∇J| / |∇J|`."""
     variance: float
-    """Of the update from one prompt drawn by its weight, with a group of `R`."""
+    """Variance of the update from one prompt drawn by its weight, with a group of `R`."""
 
 
 def credit_costs(truth: GroundTruth, *, group_size: int) -> tuple[CreditCost, ...]:
-    """Group baselines beside credit that knows the turn, at one group size.
+    """Group baselines compared with credit per turn, at one group size.
 
-    The error's formula is the offset of eq. (23) for `v(s_0)` and for the mean of the other rollouts, which is an
-    independent unbiased estimate of it. The self-including mean shrinks the return as well:
-    `((R - 1) offset - A(s_h, a_h)) / R`. Reward-to-go is off by `v(s_h)`, and with the baseline `v(s_h)` by nothing.
+    The error is the offset of eq. (23) for the baseline `v(s_0)` and for the mean of the other rollouts, which is an
+    independent unbiased estimate of it. The self-including mean shrinks the return too, so its error is
+    `((R - 1) offset - A(s_h, a_h)) / R`. The error of reward-to-go is `v(s_h)`, and zero with the baseline `v(s_h)`.
 
     Raises:
         ScoregramError: If `group_size < 2`.
@@ -159,14 +159,14 @@ def credit_costs(truth: GroundTruth, *, group_size: int) -> tuple[CreditCost, ..
         "reward_to_go_minus_value": 0 * value,
         "exact_advantage": 0 * value,
     }
-    rows = []
+    rows, prompts = [], range(truth.value.numel())
     for name, (estimator, formula) in groups.items():
         credit = rollout_credit(truth, estimator, group_size=group_size)
-        each = [group_moments(truth, estimator, prompt=p, group_size=group_size) for p in range(truth.value.numel())]
+        each = [group_update_moments(truth, estimator, prompt=p, group_size=group_size) for p in prompts]
         rows.append(_cost(name, conditional_error(truth, credit), formula, across_prompts(truth, each, prompts=1)))
     for name, formula in alone.items():
         credit = CREDITS[name].fn(truth)
-        each = [credit_moments(truth, credit, prompt=p, group_size=group_size) for p in range(truth.value.numel())]
+        each = [credit_moments(truth, credit, prompt=p, group_size=group_size) for p in prompts]
         rows.append(_cost(name, conditional_error(truth, credit), formula, across_prompts(truth, each, prompts=1)))
     return tuple(rows)
 

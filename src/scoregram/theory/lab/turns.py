@@ -1,9 +1,9 @@
 """Moments of updates whose credit differs from turn to turn: `ĝ = (1/R) Σ_i Σ_h A_ih ∇ log π(a_ih | s_ih)`.
 
-Three kinds. Credit that depends on the own rollout alone needs no group: rollouts are independent, so the variance
-of one is divided by `R`. Credit that looks at the whole group is enumerated over multisets of types, as in `moments`:
-rollouts are of one type when they agree in every reward and in every input of every turn. Credit from fresh rollouts
-out of every state (Monte-Carlo prefix values) adds independent noise whose variance is known exactly.
+There are three kinds. Credit that depends on the own rollout alone needs no group: rollouts are independent, so the
+variance of one is divided by `R`. Credit that depends on the whole group is enumerated over multisets of types, as in
+`moments`: rollouts are of one type if every reward and every input of every turn are equal. Credit from fresh rollouts
+from every state (Monte-Carlo prefix values) adds independent noise whose variance is known exactly.
 """
 
 from collections.abc import Callable
@@ -16,16 +16,15 @@ from torch import Tensor
 
 from scoregram.checks import fail, listed, require_finite, require_same_shape
 from scoregram.theory.lab.exact import GroundTruth
-from scoregram.theory.lab.moments import UpdateMoments, in_blocks
-from scoregram.theory.lab.multisets import GROUPS_LIMIT, multisets
+from scoregram.theory.lab.moments import GROUPS_LIMIT, UpdateMoments, in_blocks, multisets
 
 
 @dataclass(frozen=True)
 class Credit:
-    """A rule for the credit of each turn from its own rollout, and what it has to know."""
+    """A rule for the credit of each turn from its own rollout."""
 
     fn: Callable[[GroundTruth], Tensor]
-    """To `(M, H)`, one credit per listed rollout and turn; entries without a turn are ignored."""
+    """Returns `(M, H)`, one credit per listed rollout and turn; entries without a turn are ignored."""
     needs_values: bool
     """Whether it uses exact values, which no trainer has."""
 
@@ -36,12 +35,12 @@ def total_return(truth: GroundTruth) -> Float[Tensor, "listed turns"]:
 
 
 def return_minus_start_value(truth: GroundTruth) -> Float[Tensor, "listed turns"]:
-    """`G - v(s_0)` at every turn: what the group mean is an estimate of."""
+    """`G - v(s_0)` at every turn: a group baseline estimates `v(s_0)`."""
     return total_return(truth) - truth.value[truth.listing.prompt][:, None]
 
 
 def reward_to_go(truth: GroundTruth) -> Float[Tensor, "listed turns"]:
-    """`Σ_{h' ≥ h} r_h'`: only what the action can still change."""
+    """`Σ_{h' ≥ h} r_h'`: only the rewards that the action can still change."""
     return truth.reward_to_go
 
 
@@ -57,7 +56,7 @@ def temporal_difference(truth: GroundTruth) -> Float[Tensor, "listed turns"]:
 
 
 def exact_advantage(truth: GroundTruth) -> Float[Tensor, "listed turns"]:
-    """`A(s_h, a_h)` itself: no noise is left but that of which states and actions are met."""
+    """`A(s_h, a_h)` itself: the only noise left is that of the sampled states and actions."""
     return truth.turn_advantages
 
 
@@ -71,7 +70,7 @@ CREDITS = MappingProxyType(
         "exact_advantage": Credit(exact_advantage, needs_values=True),
     }
 )
-"""Credit from the own rollout alone; all of it gives an unbiased update."""
+"""Credit from the own rollout alone; every row gives an unbiased update."""
 
 
 def credit_moments(
@@ -120,8 +119,8 @@ STEP_INPUTS: MappingProxyType[str, Callable[[GroundTruth], Tensor]] = MappingPro
         "outcome_rewards": lambda truth: truth.listing.returns,
     }
 )
-"""What a step estimator may ask for beside the rewards. Values and prefix values are exact; every decision is a step
-of its own; a segment is two of them; the outcome of a rollout is its return."""
+"""Inputs of an estimator for turns or tokens besides the rewards. Values and prefix values are exact, every decision
+is one step, a segment is two steps, and the outcome of a rollout is its return."""
 
 
 def turn_moments(
@@ -133,12 +132,12 @@ def turn_moments(
     needs: tuple[str, ...] = (),
     groups_limit: int = GROUPS_LIMIT,
 ) -> UpdateMoments:
-    """Moments for an estimator that gives every turn its own advantage and looks at the whole group, exact.
+    """Exact moments for an estimator that gives every turn its own advantage and compares the whole group.
 
     Args:
         truth: The world and the policy.
-        advantage: `(P, R, H)` turn rewards, and the needs by keyword, to `(P, R, H)` advantages. The order of the
-            rollouts in a group must not matter.
+        advantage: Function of `(P, R, H)` turn rewards, and of the needs by keyword, to `(P, R, H)` advantages. The
+            order of the rollouts in a group must not matter.
         prompt: Row of `truth.gradient` to compare with.
         group_size: `R`.
         needs: Names in `STEP_INPUTS`.
@@ -154,7 +153,7 @@ def turn_moments(
     rows = truth.listing.of_prompt(prompt)
     type_of, first = _types(truth, rows, needs)
     groups = multisets(len(first), group_size, limit=groups_limit)
-    shown = first[groups.members]  # (C, R): for each member, a rollout that looks like it
+    shown = first[groups.members]  # (C, R): for each member, a rollout of its type
     inputs = {name: STEP_INPUTS[name](truth)[shown] for name in needs}
     credit = in_blocks(advantage, truth.listing.reward[shown], inputs)  # (C, R, H)
     credit = torch.where(truth.listing.mask[shown], credit, 0.0)
@@ -191,7 +190,7 @@ def _turn_scores_by_type(truth: GroundTruth, rows: Tensor, type_of: Tensor) -> t
 
 
 def _summed(credit: Tensor, members: Tensor, centre: Tensor) -> Tensor:
-    """`Σ_i Σ_h A_ih μ_h(τ_i)` of every group, `(C, D)`; credit is first gathered by type to save memory."""
+    """`Σ_i Σ_h A_ih μ_h(τ_i)` of every group, `(C, D)`; credit is first summed by type to save memory."""
     types, turns, _ = centre.shape
     where = members[..., None].expand_as(credit)
     by_type = torch.zeros(len(members), types, turns, dtype=torch.float64).scatter_add(1, where, credit)
