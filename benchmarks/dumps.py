@@ -24,7 +24,7 @@ GROUPS_PER_STEP = 64
 
 
 def records(name: str, shuffled: bool) -> Iterator[str]:
-    """An endless sequence of lines: groups of `GROUP` rollouts of `TOKENS` tokens, `GROUPS_PER_STEP` groups per step."""
+    """Lines without end: groups of `GROUP` rollouts of `TOKENS` tokens, `GROUPS_PER_STEP` groups per step."""
     draw = random.Random(0)
     pool = [draw.randrange(50_000) for _ in range(1 << 17)]
 
@@ -103,13 +103,14 @@ def main() -> None:
         try:
             lines = write(path, name, asked.gigabytes * 1e9, shuffled)
             command = [sys.executable, __file__, "--read", str(path), "--window-mb", str(asked.window_mb)]
-            result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            read_back = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
             size = path.stat().st_size
         finally:
             path.unlink(missing_ok=True)
+        above = read_back["peak"] - read_back["before"]
         print(
-            f"{name}: {size / 1e9:.2f} GB, {lines:,} rollouts in {result['groups']:,} groups, {result['seconds']:.0f} s; "
-            f"peak {result['peak'] / 1e6:.0f} MB, {(result['peak'] - result['before']) / 1e6:.0f} MB above the start",
+            f"{name}: {size / 1e9:.2f} GB, {lines:,} rollouts in {read_back['groups']:,} groups, "
+            f"{read_back['seconds']:.0f} s; peak {read_back['peak'] / 1e6:.0f} MB, {above / 1e6:.0f} MB above the start",
             flush=True,
         )
 
