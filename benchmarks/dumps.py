@@ -110,7 +110,7 @@ def main() -> None:
         above = read_back["peak"] - read_back["before"]
         print(
             f"{name}: {size / 1e9:.2f} GB, {lines:,} rollouts in {read_back['groups']:,} groups, "
-            f"{read_back['seconds']:.0f} s; peak {read_back['peak'] / 1e6:.0f} MB, {above / 1e6:.0f} MB above the start",
+            f"{read_back['seconds']:.0f} s; peak {read_back['peak'] / 1e6:.0f} MB, {above / 1e6:.0f} MB above start",
             flush=True,
         )
 

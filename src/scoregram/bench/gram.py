@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from scoregram.bench.harness import (
     GIB,
     bench_device,
+    cell_text,
     median_ratio,
     model_settings,
-    number_text,
     peak_bytes,
     progress_bar,
     publish_rows,
@@ -187,11 +187,11 @@ _TABLE: Mapping[str, Callable[[GramRow], str]] = {
     "N": lambda row: str(row.rollouts),
     "T": lambda row: str(row.tokens),
     "way": lambda row: row.way,
-    "seconds": lambda row: number_text(row.seconds, ".4g"),
-    "ratio": lambda row: number_text(row.ratio, ".3f"),
-    "GiB": lambda row: number_text(row.peak_gib, ".2f"),
-    "K error": lambda row: number_text(row.gram_error, ".1e"),
-    "grad error": lambda row: number_text(row.gradient_error, ".1e"),
+    "seconds": lambda row: cell_text(row.seconds, ".4g"),
+    "ratio": lambda row: cell_text(row.ratio, ".3f"),
+    "GiB": lambda row: cell_text(row.peak_gib, ".2f"),
+    "K error": lambda row: cell_text(row.gram_error, ".1e"),
+    "grad error": lambda row: cell_text(row.gradient_error, ".1e"),
 }
 
 

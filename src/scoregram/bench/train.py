@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from scoregram.bench.harness import (
-    number_text,
+    cell_text,
     progress_bar,
     publish_rows,
     require_at_least,
@@ -65,7 +65,7 @@ _TABLE: Mapping[str, Callable[[TrainRow], str]] = {
     "N": lambda row: str(row.batch_size),
     "way": lambda row: row.way,
     "steps/s": lambda row: f"{row.steps_per_second:.3g}",
-    "speedup": lambda row: number_text(row.speedup, ".2f"),
+    "speedup": lambda row: cell_text(row.speedup, ".2f"),
     "sampling": lambda row: f"{row.sampling:.0%}",
     "updating": lambda row: f"{row.updating:.0%}",
     "tokens": lambda row: f"{row.completion_tokens:.1f}",
@@ -116,7 +116,7 @@ def run_train_bench(
     )
     rows: list[TrainRow] = []
     with tempfile.TemporaryDirectory() as folder, progress_bar() as progress:
-        parameters = save_policy(model, loaded, Path(folder))
+        parameters = save_start_policy(model, loaded, Path(folder))
         bar = progress.add_task("Training", total=len(batch_sizes) * repeats * len(ways))
         for size in batch_sizes:
             runs: dict[str, list[TimedTraining]] = {way: [] for way in ways}
@@ -132,7 +132,7 @@ def run_train_bench(
     return publish_rows(settings, rows, as_json=as_json, out=out, title=title, columns=_TABLE)
 
 
-def save_policy(model: str, task: Task, folder: Path) -> int:
+def save_start_policy(model: str, task: Task, folder: Path) -> int:
     """Save the policy and its tokenizer in the folder, for every trainer; returns its number of parameters."""
     policy = load_policy(PolicyConfig(model=model, device="cpu", prompt="plain"), task)
     policy.model.save_pretrained(folder)
