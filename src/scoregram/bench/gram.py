@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from scoregram.bench.harness import (
     GIB,
     bench_device,
-    cell_text,
+    formatted_number,
     median_ratio,
     model_settings,
     peak_bytes,
@@ -187,11 +187,11 @@ _TABLE: Mapping[str, Callable[[GramRow], str]] = {
     "N": lambda row: str(row.rollouts),
     "T": lambda row: str(row.tokens),
     "way": lambda row: row.way,
-    "seconds": lambda row: cell_text(row.seconds, ".4g"),
-    "ratio": lambda row: cell_text(row.ratio, ".3f"),
-    "GiB": lambda row: cell_text(row.peak_gib, ".2f"),
-    "K error": lambda row: cell_text(row.gram_error, ".1e"),
-    "grad error": lambda row: cell_text(row.gradient_error, ".1e"),
+    "seconds": lambda row: formatted_number(row.seconds, ".4g"),
+    "ratio": lambda row: formatted_number(row.ratio, ".3f"),
+    "GiB": lambda row: formatted_number(row.peak_gib, ".2f"),
+    "K error": lambda row: formatted_number(row.gram_error, ".1e"),
+    "grad error": lambda row: formatted_number(row.gradient_error, ".1e"),
 }
 
 

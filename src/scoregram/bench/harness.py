@@ -311,6 +311,6 @@ def publish_rows(
     return 0
 
 
-def cell_text(value: float | None, form: str) -> str:
+def formatted_number(value: float | None, form: str) -> str:
     """A number in a format such as `.2f`; blank for None."""
     return "" if value is None else format(value, form)

@@ -19,7 +19,7 @@ from rich.console import Console
 from scoregram.bench.harness import (
     GIB,
     bench_device,
-    cell_text,
+    formatted_number,
     model_settings,
     peak_bytes,
     publish_rows,
@@ -62,12 +62,12 @@ class PresetRow:
 
 _TABLE: Mapping[str, Callable[[PresetRow], str]] = {
     "per pass": lambda row: str(row.micro_batch_size or "all"),
-    "plain s": lambda row: cell_text(row.plain_seconds, ".3g"),
-    "measured s": lambda row: cell_text(row.measured_seconds, ".3g"),
-    "sampling s": lambda row: cell_text(row.sample_seconds, ".3g"),
-    "probe s": lambda row: cell_text(row.probe_seconds, ".3g"),
-    "eval s": lambda row: cell_text(row.eval_seconds, ".3g"),
-    "GiB": lambda row: cell_text(row.peak_gib, ".3g"),
+    "plain s": lambda row: formatted_number(row.plain_seconds, ".3g"),
+    "measured s": lambda row: formatted_number(row.measured_seconds, ".3g"),
+    "sampling s": lambda row: formatted_number(row.sample_seconds, ".3g"),
+    "probe s": lambda row: formatted_number(row.probe_seconds, ".3g"),
+    "eval s": lambda row: formatted_number(row.eval_seconds, ".3g"),
+    "GiB": lambda row: formatted_number(row.peak_gib, ".3g"),
 }
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from scoregram.bench.harness import (
-    cell_text,
+    formatted_number,
     progress_bar,
     publish_rows,
     require_at_least,
@@ -65,7 +65,7 @@ _TABLE: Mapping[str, Callable[[TrainRow], str]] = {
     "N": lambda row: str(row.batch_size),
     "way": lambda row: row.way,
     "steps/s": lambda row: f"{row.steps_per_second:.3g}",
-    "speedup": lambda row: cell_text(row.speedup, ".2f"),
+    "speedup": lambda row: formatted_number(row.speedup, ".2f"),
     "sampling": lambda row: f"{row.sampling:.0%}",
     "updating": lambda row: f"{row.updating:.0%}",
     "tokens": lambda row: f"{row.completion_tokens:.1f}",

@@ -57,12 +57,7 @@ class Clock:
     ) -> list[float | None]:
         """The rewards; records a lap."""
         if self.reward is None:
-            fail(
-                TRAIN_BENCH,
-                "the clock must be started before it is called",
-                "a call",
-                "This is a bug; please report it.",
-            )
+            fail(TRAIN_BENCH, "the clock must be started before a call", "a call", "This is a bug; please report it.")
         rewards = self.reward(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
         known = [reward for reward in rewards if reward is not None]
         self.laps.append(
@@ -158,7 +153,7 @@ class TrainingJob:
         return self.warmup + self.steps + 1
 
 
-def by_scoregram(job: TrainingJob, task: Task, out: Path, *, measure_every: int) -> TimedTraining:
+def train_by_scoregram(job: TrainingJob, task: Task, out: Path, *, measure_every: int) -> TimedTraining:
     """Train with scoregram, its writing included and its evaluation left out."""
     train(
         TrainConfig(
@@ -186,7 +181,7 @@ def by_scoregram(job: TrainingJob, task: Task, out: Path, *, measure_every: int)
     return timed_training(CLOCK.laps, sampling, [line["time/update"] for line in metrics], skipped=job.warmup)
 
 
-def by_trl(job: TrainingJob, task: Task, out: Path) -> TimedTraining:
+def train_by_trl(job: TrainingJob, task: Task, out: Path) -> TimedTraining:
     """Train with TRL's GRPOTrainer; `trl_arguments` has what differs from its defaults."""
     import datasets  # pyright: ignore[reportMissingImports]
     from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingImports]
@@ -210,15 +205,14 @@ def by_trl(job: TrainingJob, task: Task, out: Path) -> TimedTraining:
     trainer.train()
     walls = [lap.wall for lap in CLOCK.laps]
     sampling = [wall - begin for wall, begin in zip(walls, begins, strict=True)]
-    return timed_training(
-        CLOCK.laps, sampling, [end - wall for wall, end in zip(walls, ends, strict=True)], skipped=job.warmup
-    )
+    updating = [end - wall for wall, end in zip(walls, ends, strict=True)]
+    return timed_training(CLOCK.laps, sampling, updating, skipped=job.warmup)
 
 
 def trl_arguments(job: TrainingJob, out: Path) -> dict[str, Any]:
-    """Arguments of `GRPOConfig`; the others keep TRL's defaults: beta 0, one iteration, AdamW, gradient norm 1.
+    """Arguments of `GRPOConfig`: float32, no gradient checkpointing, constant learning rate, nothing logged or saved.
 
-    float32, no gradient checkpointing, a constant learning rate, unshuffled prompts, nothing logged or saved.
+    All others keep TRL's defaults: beta 0, one iteration, AdamW, gradient norm 1.
     """
     return {
         "output_dir": str(out),
@@ -234,7 +228,7 @@ def trl_arguments(job: TrainingJob, out: Path) -> dict[str, Any]:
         "bf16": False,
         "gradient_checkpointing": False,
         "dataloader_pin_memory": False,
-        "shuffle_dataset": False,  # scoregram draws the prompts in this order
+        "shuffle_dataset": False,  # scoregram trains on the prompts in this order
         "logging_strategy": "no",
         "save_strategy": "no",
         "report_to": "none",
@@ -259,9 +253,9 @@ def step_times(begins: list[float], ends: list[float]) -> Any:
 
 TRAINERS: MappingProxyType[str, Callable[[TrainingJob, Task, Path], TimedTraining]] = MappingProxyType(
     {
-        "trl": by_trl,
-        "scoregram": lambda job, task, out: by_scoregram(job, task, out, measure_every=1),
-        "unmeasured": lambda job, task, out: by_scoregram(job, task, out, measure_every=0),
+        "trl": train_by_trl,
+        "scoregram": lambda job, task, out: train_by_scoregram(job, task, out, measure_every=1),
+        "unmeasured": lambda job, task, out: train_by_scoregram(job, task, out, measure_every=0),
     }
 )
 """Every trainer by its name in `--ways`; scoregram measures every step, or none."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from scoregram.bench.harness import SHAPES, cell_text, publish_rows, require_at_least, require_trl
+from scoregram.bench.harness import SHAPES, formatted_number, publish_rows, require_at_least, require_trl
 from scoregram.bench.train import comparison_conditions
 from scoregram.checks import fail, lookup
 from scoregram.integrations import attach
@@ -73,7 +73,7 @@ _TABLE: Mapping[str, Callable[[TrlRow], str]] = {
     "plain s": lambda row: f"{row.plain_seconds:.3g}",
     "measured": lambda row: f"{row.measured_seconds:.3g}",
     "overhead": lambda row: f"{row.overhead:.2f}",
-    "check": lambda row: cell_text(row.error, ".1e"),
+    "check": lambda row: formatted_number(row.error, ".1e"),
 }
 
 
