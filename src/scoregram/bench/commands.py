@@ -1,19 +1,31 @@
 """The commands of `scoregram bench`, one frozen dataclass each. This module imports nothing heavy."""
 
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
 
-def options(command: object) -> dict[str, Any]:
-    """The fields of a command as arguments of its function."""
-    return {"as_json" if name == "json" else name: value for name, value in vars(command).items()}
+@dataclass(frozen=True)
+class Benchmark:
+    """What all benchmarks share. `BenchNAME` calls `run_NAME_bench` of `scoregram.bench.NAME` with its fields."""
+
+    json: bool = False
+    """Print strict JSON instead of a table."""
+    out: Path | None = None
+    """File to write the JSON to as well."""
+
+    def run(self) -> int:
+        """Measure and print."""
+        name = type(self).__name__.removeprefix("Bench").lower()
+        options = {"as_json" if option == "json" else option: value for option, value in vars(self).items()}
+        return getattr(import_module(f"scoregram.bench.{name}"), f"run_{name}_bench")(**options)
 
 
 @dataclass(frozen=True)
-class BenchGram:
+class BenchGram(Benchmark):
     """Time and memory of the exact Gram, relative to a plain training step, and of other ways to compute it."""
 
     shape: str = "llama-25m"
@@ -34,22 +46,12 @@ class BenchGram:
     """Timed calls of each way, in turns."""
     threads: int = 1
     """CPU threads of torch; ignored on a GPU."""
-    json: bool = False
-    """Print strict JSON instead of a table."""
-    out: Path | None = None
-    """File to write the JSON to as well."""
     plot: Path | None = None
     """File to plot the ratios to, such as ratios.svg."""
 
-    def run(self) -> int:
-        """Measure and print."""
-        from scoregram.bench.gram import run_gram_bench
-
-        return run_gram_bench(**options(self))
-
 
 @dataclass(frozen=True)
-class BenchTrain:
+class BenchTrain(Benchmark):
     """Steps per second of scoregram's trainer and of TRL's GRPOTrainer, each in a process of its own, on a CPU."""
 
     model: str = "tiny"
@@ -76,20 +78,10 @@ class BenchTrain:
     """Processes of each trainer, in turns."""
     threads: int = 1
     """CPU threads of torch."""
-    json: bool = False
-    """Print strict JSON instead of a table."""
-    out: Path | None = None
-    """File to write the JSON to as well."""
-
-    def run(self) -> int:
-        """Measure and print."""
-        from scoregram.bench.train import run_train_bench
-
-        return run_train_bench(**options(self))
 
 
 @dataclass(frozen=True)
-class BenchSample:
+class BenchSample(Benchmark):
     """Tokens per second of the sampler and of transformers' `generate`, in one process."""
 
     shape: str = "tiny"
@@ -110,20 +102,10 @@ class BenchSample:
     """Timed calls of each way, in turns."""
     threads: int = 1
     """CPU threads of torch; ignored on a GPU."""
-    json: bool = False
-    """Print strict JSON instead of a table."""
-    out: Path | None = None
-    """File to write the JSON to as well."""
-
-    def run(self) -> int:
-        """Measure and print."""
-        from scoregram.bench.sample import run_sample_bench
-
-        return run_sample_bench(**options(self))
 
 
 @dataclass(frozen=True)
-class BenchTrl:
+class BenchTrl(Benchmark):
     """Cost of a measured optimisation step of TRL's GRPOTrainer, relative to a plain one, on a CPU."""
 
     shape: str = "llama-25m"
@@ -147,20 +129,10 @@ class BenchTrl:
     """Timed plain steps and timed measured steps, alternating."""
     threads: int = 1
     """CPU threads of torch."""
-    json: bool = False
-    """Print strict JSON instead of a table."""
-    out: Path | None = None
-    """File to write the JSON to as well."""
-
-    def run(self) -> int:
-        """Measure and print."""
-        from scoregram.bench.trl import run_trl_bench
-
-        return run_trl_bench(**options(self))
 
 
 @dataclass(frozen=True)
-class BenchPreset:
+class BenchPreset(Benchmark):
     """Time and memory of a replication's steps, with its own trainer on random weights of its model's shape."""
 
     preset: str = "nemotron-4b-gsm8k"
@@ -177,16 +149,6 @@ class BenchPreset:
     """Micro-batch sizes to measure one after the other, 0 for all rollouts at once; by default the preset's own."""
     device: str = "auto"
     """auto, cpu or cuda."""
-    json: bool = False
-    """Print strict JSON instead of a table."""
-    out: Path | None = None
-    """File to write the JSON to as well."""
-
-    def run(self) -> int:
-        """Measure and print."""
-        from scoregram.bench.preset import run_preset_bench
-
-        return run_preset_bench(**options(self))
 
 
 @dataclass(frozen=True)

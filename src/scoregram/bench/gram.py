@@ -54,16 +54,16 @@ class GramWork:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @property
-    def prompt(self) -> int:
+    def prompt_length(self) -> int:
         """Tokens before the completion."""
         return int((~self.completion_mask[0]).sum())
 
     def log_probs(self, rows: slice = slice(None)) -> Tensor:
         """Summed log-probability of each completion, by a plain forward pass; the head sees completions only."""
         ids = self.input_ids[rows]
-        kept = ids.shape[1] - self.prompt + 1
+        kept = ids.shape[1] - self.prompt_length + 1
         logits = self.model(input_ids=ids, logits_to_keep=kept, use_cache=False).logits[:, :-1]
-        flat = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, self.prompt :].flatten(), reduction="none")
+        flat = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, self.prompt_length :].flatten(), reduction="none")
         return -flat.view(len(ids), -1).sum(1)
 
     def drop_gradients(self) -> None:
@@ -96,8 +96,8 @@ def vmap_of_grad(work: GramWork) -> Tensor:
     def total(parameters: dict[str, Tensor], ids: Tensor) -> Tensor:
         inputs = {"input_ids": ids[None], "attention_mask": closed.to(next(iter(parameters.values())).dtype)}
         out = torch.func.functional_call(work.model, parameters, kwargs=inputs | {"use_cache": False}, tie_weights=True)
-        predicted = out.logits[0, work.prompt - 1 : -1].float()
-        return -F.cross_entropy(predicted, ids[work.prompt :], reduction="sum")
+        predicted = out.logits[0, work.prompt_length - 1 : -1].float()
+        return -F.cross_entropy(predicted, ids[work.prompt_length :], reduction="sum")
 
     implementation = config._attn_implementation
     config._attn_implementation = "eager"
@@ -116,8 +116,8 @@ def opacus_gradients(work: GramWork) -> Tensor:
     try:
         positions = torch.arange(work.input_ids.shape[1], device=work.input_ids.device).expand_as(work.input_ids)
         logits = wrapped(input_ids=work.input_ids, position_ids=positions, use_cache=False).logits
-        predicted = logits[:, work.prompt - 1 : -1].flatten(0, 1).float()
-        (-F.cross_entropy(predicted, work.input_ids[:, work.prompt :].flatten(), reduction="sum")).backward()
+        predicted = logits[:, work.prompt_length - 1 : -1].flatten(0, 1).float()
+        (-F.cross_entropy(predicted, work.input_ids[:, work.prompt_length :].flatten(), reduction="sum")).backward()
         rows = [getattr(parameter, "grad_sample").flatten(1) for parameter in work.parameters]  # noqa: B009
     finally:
         wrapped.remove_hooks()

@@ -48,38 +48,23 @@ class Shape:
         return lambda: getattr(transformers, f"{self.family}ForCausalLM")(config)
 
 
+def _shape(
+    family: str, vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any
+) -> Shape:
+    sizes = {"vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": intermediate}
+    sizes |= {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return Shape(family, sizes | more)
+
+
+_TIED = {"tie_word_embeddings": True}
 SHAPES: MappingProxyType[str, Shape] = MappingProxyType(
     {
-        "llama-tiny": Shape(
-            "Llama",
-            {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
-            | {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
-        ),
-        "tiny": Shape(  # of the embedded policy
-            "Llama",
-            {"vocab_size": 99, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 2}
-            | {"num_attention_heads": 6, "num_key_value_heads": 6, "tie_word_embeddings": True},
-        ),
-        "llama-25m": Shape(
-            "Llama",
-            {"vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 6}
-            | {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True},
-        ),
-        "smollm2-135m": Shape(
-            "Llama",
-            {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
-            | {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
-        ),
-        "llama-1b": Shape(
-            "Llama",
-            {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
-            | {"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True},
-        ),
-        "nemotron-4b": Shape(
-            "Nemotron",
-            {"vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 9216, "num_hidden_layers": 32}
-            | {"num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128, "partial_rotary_factor": 0.5},
-        ),
+        "llama-tiny": _shape("Llama", 512, 64, 160, 2, 4, 2, **_TIED),
+        "tiny": _shape("Llama", 99, 192, 512, 2, 6, 6, **_TIED),  # of the embedded policy
+        "llama-25m": _shape("Llama", 16384, 512, 1376, 6, 8, 2, **_TIED),
+        "smollm2-135m": _shape("Llama", 49152, 576, 1536, 30, 9, 3, **_TIED),
+        "llama-1b": _shape("Llama", 128256, 2048, 8192, 16, 32, 8, **_TIED),
+        "nemotron-4b": _shape("Nemotron", 256000, 3072, 9216, 32, 24, 8, head_dim=128, partial_rotary_factor=0.5),
     }
 )
 """Shapes to measure on. Weights are random: the cost of a step does not depend on their values."""
