@@ -34,37 +34,37 @@ _MMAP_THRESHOLD = -3
 
 @dataclass(frozen=True)
 class Shape:
-    """A causal language model of the transformers library, by family and configuration."""
+    """A causal language model of the transformers library, by family and sizes."""
 
     family: str
-    config: Mapping[str, Any]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    more: Mapping[str, Any]
+    """Further arguments of the config."""
 
-    @property
-    def build(self) -> Callable[[], nn.Module]:
-        """A function that builds the model, on the current default device and dtype."""
+    def build(self) -> nn.Module:
+        """The model with random weights, on the current default device and dtype."""
         import transformers
 
-        config = getattr(transformers, f"{self.family}Config")(**self.config)
-        return lambda: getattr(transformers, f"{self.family}ForCausalLM")(config)
-
-
-def _shape(
-    family: str, vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any
-) -> Shape:
-    sizes = {"vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": intermediate}
-    sizes |= {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    return Shape(family, sizes | more)
+        sizes = {name: value for name, value in vars(self).items() if name not in ("family", "more")}
+        config = getattr(transformers, f"{self.family}Config")(**sizes, **self.more)
+        return getattr(transformers, f"{self.family}ForCausalLM")(config)
 
 
 _TIED = {"tie_word_embeddings": True}
+_NEMOTRON = {"head_dim": 128, "partial_rotary_factor": 0.5}
 SHAPES: MappingProxyType[str, Shape] = MappingProxyType(
     {
-        "llama-tiny": _shape("Llama", 512, 64, 160, 2, 4, 2, **_TIED),
-        "tiny": _shape("Llama", 99, 192, 512, 2, 6, 6, **_TIED),  # of the embedded policy
-        "llama-25m": _shape("Llama", 16384, 512, 1376, 6, 8, 2, **_TIED),
-        "smollm2-135m": _shape("Llama", 49152, 576, 1536, 30, 9, 3, **_TIED),
-        "llama-1b": _shape("Llama", 128256, 2048, 8192, 16, 32, 8, **_TIED),
-        "nemotron-4b": _shape("Nemotron", 256000, 3072, 9216, 32, 24, 8, head_dim=128, partial_rotary_factor=0.5),
+        "llama-tiny": Shape("Llama", 512, 64, 160, 2, 4, 2, _TIED),
+        "tiny": Shape("Llama", 99, 192, 512, 2, 6, 6, _TIED),  # of the embedded policy
+        "llama-25m": Shape("Llama", 16384, 512, 1376, 6, 8, 2, _TIED),
+        "smollm2-135m": Shape("Llama", 49152, 576, 1536, 30, 9, 3, _TIED),
+        "llama-1b": Shape("Llama", 128256, 2048, 8192, 16, 32, 8, _TIED),
+        "nemotron-4b": Shape("Nemotron", 256000, 3072, 9216, 32, 24, 8, _NEMOTRON),
     }
 )
 """Shapes to measure on. Weights are random: the cost of a step does not depend on their values."""
