@@ -49,7 +49,7 @@ def training_table(results: Path = HERE / "results") -> str:
 
 
 def sampling_table(results: Path = HERE / "results") -> str:
-    """Tokens per second of the sampler beside `generate`."""
+    """Tokens per second of the sampler and of `generate`."""
     lines = [
         "| machine | model | rollouts × tokens | sampler | tokens/s | speedup |",
         "|---|---|---|---|---|---|",

@@ -1,7 +1,7 @@
-"""`scoregram bench sample`: tokens per second of the sampler, beside `generate` of transformers on the same model.
+"""`scoregram bench sample`: tokens per second of the sampler and of transformers' `generate` on the same model.
 
-Both sample rollouts of one length from the same prompts, in turns. The sampler also returns log-probabilities;
-`generate` is not asked for them.
+Both sample rollouts of one length from the same prompts, in turns. The sampler returns log-probabilities as well;
+`generate` does not compute them.
 """
 
 import statistics

@@ -1,4 +1,4 @@
-"""`scoregram bench train`: steps per second of scoregram's trainer beside TRL's GRPOTrainer, on a CPU.
+"""`scoregram bench train`: steps per second of scoregram's trainer and of TRL's GRPOTrainer, on a CPU.
 
 Both train the same policy on the same prompts in the same order, with the same reward, group size, batch size, longest
 completion, temperature 1, advantages, loss, optimiser and learning rate. Each run has a process of its own, in turns.
