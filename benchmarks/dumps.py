@@ -1,10 +1,10 @@
-"""Peak memory while a generated dump is read and grouped, with nothing in place of the measurement.
+"""Peak memory while a generated dump is read and grouped; nothing is measured on the groups.
 
 python benchmarks/dumps.py --gigabytes 1
 
-Each format is read in a process of its own; what is reported is the highest resident memory of that process, beside
-what it held before it opened the file. The third dump is the second one without steps: its groups stay open until the
-window is full. `--shuffled` scatters the rollouts of every step.
+Each format is read in a process of its own. The script prints the peak resident memory of that process, and how much of
+it came after the file was opened. The third dump is the second one without steps: its groups stay open until the window
+is full. `--shuffled` shuffles the rollouts of every step.
 """
 
 import argparse
@@ -24,11 +24,11 @@ GROUPS_PER_STEP = 64
 
 
 def records(name: str, shuffled: bool) -> Iterator[str]:
-    """Lines without end: groups of `GROUP` rollouts of `TOKENS` tokens, `GROUPS_PER_STEP` of them in a step."""
+    """Lines without end: groups of `GROUP` rollouts of `TOKENS` tokens, `GROUPS_PER_STEP` groups per step."""
     draw = random.Random(0)
     pool = [draw.randrange(50_000) for _ in range(1 << 17)]
 
-    def some(count: int) -> list[int]:
+    def random_tokens(count: int) -> list[int]:
         start = draw.randrange(len(pool) - count)
         return pool[start : start + count]
 
@@ -36,9 +36,9 @@ def records(name: str, shuffled: bool) -> Iterator[str]:
     while True:
         lines = []
         for group in range(GROUPS_PER_STEP):
-            prompt = some(TOKENS // 4)
+            prompt = random_tokens(TOKENS // 4)
             for i in range(GROUP):
-                reply = some(TOKENS * 3 // 4)
+                reply = random_tokens(TOKENS * 3 // 4)
                 lines.append(json.dumps(record(name, step, group, i, prompt, reply)) + "\n")
         if shuffled:
             draw.shuffle(lines)
@@ -52,13 +52,13 @@ def record(name: str, step: int, group: int, i: int, prompt: list[int], reply: l
     if name == "open-instruct":
         ids = {"prompt_tokens": prompt, "response_tokens": reply, "logprobs": [-0.5] * len(reply)}
         return {"step": step, "sample_idx": i, "prompt_idx": group, **ids, "reward": reward, "advantage": reward}
-    said, answered = (" ".join(map(str, ids)) for ids in (prompt, reply))
-    told: dict[str, object] = {"prompt": said, "completion": answered, "reward": reward}
-    return told | {"step": step} if name == "plain" else told
+    prompt_text, completion = (" ".join(map(str, ids)) for ids in (prompt, reply))
+    fields: dict[str, object] = {"prompt": prompt_text, "completion": completion, "reward": reward}
+    return fields | {"step": step} if name == "plain" else fields
 
 
 def write(path: Path, name: str, size: float, shuffled: bool) -> int:
-    """Write at least `size` bytes; the number of lines."""
+    """Write at least `size` bytes; returns the number of lines."""
     written = count = 0
     with path.open("w") as file:
         for line in records(name, shuffled):
@@ -70,7 +70,7 @@ def write(path: Path, name: str, size: float, shuffled: bool) -> int:
 
 
 def read(path: Path, window: int) -> dict[str, float]:
-    """Read and group a dump in this process."""
+    """Read and group a dump in this process; returns counts, memory and time."""
     from scoregram.integrations.dumps.grouping import grouped
     from scoregram.integrations.dumps.stream import open_dump
 
@@ -82,12 +82,12 @@ def read(path: Path, window: int) -> dict[str, float]:
 
 
 def peak() -> float:
-    """Highest resident memory of this process so far, in bytes."""
+    """Peak resident memory of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def main() -> None:
-    """Write, read in a fresh process, and print one line for each format."""
+    """Write each format, read it in a fresh process, and print one line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--window-mb", type=int, default=256)
@@ -103,13 +103,14 @@ def main() -> None:
         try:
             lines = write(path, name, asked.gigabytes * 1e9, shuffled)
             command = [sys.executable, __file__, "--read", str(path), "--window-mb", str(asked.window_mb)]
-            made = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            read_back = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
             size = path.stat().st_size
         finally:
             path.unlink(missing_ok=True)
+        above = read_back["peak"] - read_back["before"]
         print(
-            f"{name}: {size / 1e9:.2f} GB, {lines:,} rollouts in {made['groups']:,} groups, {made['seconds']:.0f} s; "
-            f"peak {made['peak'] / 1e6:.0f} MB, {(made['peak'] - made['before']) / 1e6:.0f} MB above the start",
+            f"{name}: {size / 1e9:.2f} GB, {lines:,} rollouts in {read_back['groups']:,} groups, "
+            f"{read_back['seconds']:.0f} s; peak {read_back['peak'] / 1e6:.0f} MB, {above / 1e6:.0f} MB above start",
             flush=True,
         )
 

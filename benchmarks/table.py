@@ -1,7 +1,7 @@
-"""The README's performance tables, made from the records in `benchmarks/results`.
+"""The README's performance tables, from the records in `benchmarks/results`.
 
 python benchmarks/table.py            print them
-python benchmarks/table.py --write    put them into README.md
+python benchmarks/table.py --write    write them into README.md
 """
 
 import json
@@ -14,7 +14,7 @@ README = HERE.parent / "README.md"
 
 
 def table(results: Path = HERE / "results") -> str:
-    """The Gram with the training gradient at every size: time and peak memory relative to the plain step beside it."""
+    """The Gram with the training gradient at every size: time and peak memory relative to a plain step."""
     lines = [
         "| machine | model | N | T | time / plain step | peak memory / plain step |",
         "|---|---|---|---|---|---|",
@@ -32,7 +32,7 @@ def table(results: Path = HERE / "results") -> str:
 
 
 def training_table(results: Path = HERE / "results") -> str:
-    """Steps per second of both trainers, and what their rollouts were like."""
+    """Steps per second of both trainers, with the mean length and reward of their rollouts."""
     lines = [
         "| machine | policy and task | N | trainer | steps/s | speedup | sampling | updating | tokens | reward |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -49,7 +49,7 @@ def training_table(results: Path = HERE / "results") -> str:
 
 
 def sampling_table(results: Path = HERE / "results") -> str:
-    """Tokens per second of the sampler beside `generate`."""
+    """Tokens per second of the sampler and of `generate`."""
     lines = [
         "| machine | model | rollouts × tokens | sampler | tokens/s | speedup |",
         "|---|---|---|---|---|---|",
@@ -76,11 +76,11 @@ def preset_table(results: Path = HERE / "results") -> str:
 
 
 TABLES = {"performance": table, "training": training_table, "sampling": sampling_table, "preset": preset_table}
-"""By the name of the marks between which they stand in the README."""
+"""Name of the marks around a table in the README → function that makes it."""
 
 
 def records(results: Path, figure: str) -> Iterator[tuple[dict, list[dict]]]:
-    """Settings and rows of every record whose rows have this figure."""
+    """Settings and rows of every record whose rows have the field `figure`."""
     for path in sorted(results.glob("*.json")):
         record = json.loads(path.read_text())
         if figure in record["rows"][0]:
@@ -88,7 +88,7 @@ def records(results: Path, figure: str) -> Iterator[tuple[dict, list[dict]]]:
 
 
 def machine(about: dict) -> str:
-    """Where a record was made."""
+    """The machine on which a record was measured."""
     cores = about["threads"]
     return f"{cores} CPU core{'s' * (cores > 1)}" if cores else about["device"].removeprefix("NVIDIA ")
 

@@ -1,7 +1,7 @@
 """An ordinary GRPO script for TRL, plus one line: `attach(trainer, …)`.
 
-A Llama of 0.1 M parameters that reads characters learns to write digits. Nothing is downloaded; it takes less than a
-minute on one core. It ends with a table of what was measured and the path of the run folder.
+A Llama with 0.1 M parameters and one token per character learns to write digits. Nothing is downloaded; the script
+takes less than a minute on one core. At the end it prints a table of measurements and the path of the run folder.
 
     pip install 'scoregram[trl]'
     python examples/trl_grpo.py
@@ -40,7 +40,7 @@ SHOWN = (
     "check/relative_error",
     "time/measure",
 )
-"""The scalars of the table; `attachment.summary()` has all of them."""
+"""The rows of the table; `attachment.summary()` has more."""
 
 
 def tokenizer_of_characters() -> PreTrainedTokenizerFast:
@@ -71,12 +71,12 @@ def small_llama(vocabulary: int) -> LlamaForCausalLM:
 
 
 def share_of_digits(completions: list[str], **_: object) -> list[float]:
-    """Reward: how much of a completion is digits."""
+    """Reward: share of the completion's characters that are digits."""
     return [sum(character.isdigit() for character in text) / max(len(text), 1) for text in completions]
 
 
 def main() -> None:
-    """Train, measure, show."""
+    """Train with measurements, then print them."""
     parser = argparse.ArgumentParser(description="GRPO with TRL, measured by scoregram")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", type=Path, default=None, help="run folder; a new temporary one by default")

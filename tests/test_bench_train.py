@@ -8,9 +8,17 @@ from typing import Any
 
 import pytest
 
-from scoregram.bench.laps import CLOCK, Clock, Lap, Timed, require_laps, timed
-from scoregram.bench.train import compared, in_own_process, run_train_bench
-from scoregram.bench.trainers import Job, run
+from scoregram.bench.train import run_train_bench, train_in_own_process, trainer_rows
+from scoregram.bench.trainers import (
+    CLOCK,
+    Clock,
+    Lap,
+    TimedTraining,
+    TrainingJob,
+    require_laps,
+    timed_training,
+    train_under_clock,
+)
 from scoregram.checks import ScoregramError
 from tests.training_cases import JUDGE, judge, save_policy
 
@@ -33,8 +41,8 @@ def policy(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def job(policy) -> Job:
-    return Job(
+def job(policy) -> TrainingJob:
+    return TrainingJob(
         model=str(policy), task="arithmetic:3", reward=f"{__name__}:remembered", group_size=4, batch_size=8,
         max_new_tokens=4, learning_rate=1e-3, steps=2, warmup=1, threads=1, seed=0,
     )  # fmt: skip
@@ -54,8 +62,8 @@ def lap(wall: float, processor: float = 0.0, rollouts: int = 4, tokens: float = 
 
 def test_a_period_runs_from_reward_to_reward_after_the_warm_up():
     laps = [lap(0), lap(100, 50), lap(104, 53, tokens=5.0, reward=0.0), lap(110, 56, tokens=7.0, reward=1.0)]
-    found = timed(laps, sampling=[99.0, 99.0, 1.0, 2.0], updating=[99.0, 2.0, 3.0, 99.0], skipped=1)
-    assert found == Timed(
+    found = timed_training(laps, sampling=[99.0, 99.0, 1.0, 2.0], updating=[99.0, 2.0, 3.0, 99.0], skipped=1)
+    assert found == TimedTraining(
         seconds=5.0, processor_seconds=3.0, sampling=3.0 / 10, updating=5.0 / 10, completion_tokens=6.0, reward=0.5
     )
 
@@ -78,13 +86,13 @@ def test_steps_of_another_size_are_refused(laps):
 
 
 def test_the_speedup_is_a_ratio_of_medians():
-    run = Timed(1.0, 1.0, 0.5, 0.4, 10.0, 0.5)
+    run = TimedTraining(1.0, 1.0, 0.5, 0.4, 10.0, 0.5)
     trl = [replace(run, seconds=s, processor_seconds=2 * s) for s in (3.0, 9.0, 4.0)]
     own = [replace(run, seconds=s) for s in (1.0, 2.0, 8.0)]
-    rows = {row.way: row for row in compared({"trl": trl, "scoregram": own}, 8)}
+    rows = {row.way: row for row in trainer_rows({"trl": trl, "scoregram": own}, 8)}
     assert rows["scoregram"].speedup == 2.0 and rows["scoregram"].processor_speedup == 8.0
     assert rows["trl"].speedup == 1.0 and rows["trl"].steps_per_second == 0.25
-    assert compared({"scoregram": own}, 8)[0].speedup is None
+    assert trainer_rows({"scoregram": own}, 8)[0].speedup is None
 
 
 def test_the_record_is_strict_json(policy, tmp_path, capsys):
@@ -102,7 +110,7 @@ def test_the_record_is_strict_json(policy, tmp_path, capsys):
 def test_measuring_changes_no_rollout(job):
     seen = {}
     for way in ("scoregram", "unmeasured"):
-        run(way, job)
+        train_under_clock(way, job)
         seen[way] = [(lap.completion_tokens, lap.reward) for lap in CLOCK.laps]
     assert seen["scoregram"] == seen["unmeasured"] and len(seen["scoregram"]) == job.all_steps
 
@@ -114,7 +122,7 @@ def test_both_trainers_see_the_same_prompts_in_the_same_order(job):
     seen: dict[str, list[list[str]]] = {}
     for way in ("scoregram", "trl"):
         SEEN.clear()
-        run(way, job)
+        train_under_clock(way, job)
         seen[way] = list(SEEN)
         assert {lap.rollouts for lap in CLOCK.laps} == {job.batch_size}
     assert seen["trl"] == seen["scoregram"]
@@ -134,7 +142,7 @@ def test_trl_beside_scoregram_in_processes_of_their_own(policy, capsys):
     [
         ("group_size", 1, "bench train --group-size: must be at least 2, got 1"),
         ("batch_sizes", (), "bench train --batch-sizes: must be at least 1, got 0"),
-        ("batch_sizes", (8, 6), "bench train --batch-sizes: a batch must hold whole groups, got 6 rollouts"),
+        ("batch_sizes", (8, 6), "bench train --batch-sizes: rollouts must be whole groups, got 6 rollouts"),
         ("steps", 0, "bench train --steps: must be at least 1, got 0"),
         ("warmup", -1, "bench train --warmup: must be at least 0, got -1"),
         ("ways", ("abacus",), "bench train --ways: the name must be one of scoregram, trl, .*got 'abacus'"),
@@ -146,7 +154,7 @@ def test_a_choice_that_leaves_nothing_to_measure_is_named(option, value, says):
 
 
 def test_without_trl_the_remedy_is_named(monkeypatch):
-    monkeypatch.setattr("scoregram.bench.train.find_spec", lambda name: None)
+    monkeypatch.setattr("scoregram.bench.harness.find_spec", lambda name: None)
     with pytest.raises(ScoregramError, match=r"trl must be installed.*scoregram\[trl\]"):
         run_train_bench(**TINY)
 
@@ -157,4 +165,4 @@ def test_a_trainer_that_fails_is_named_with_its_last_words(job, tmp_path, monkey
     broken.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(broken))
     with pytest.raises(ScoregramError, match=r"trl must train to the end, got last words\. Train"):
-        in_own_process("trl", job)
+        train_in_own_process("trl", job)

@@ -1,6 +1,6 @@
-"""The command line: one frozen dataclass per command, turned into options by tyro.
+"""The command line: one frozen dataclass per command, which tyro turns into options.
 
-Nothing heavy is imported here; a command imports what it runs, so that `scoregram --help` answers at once.
+This module imports nothing heavy; each command imports what it runs, so that `scoregram --help` is fast.
 """
 
 import sys
@@ -67,7 +67,7 @@ class Train(TrainConfig):  # noqa: D101
     """
 
     def run(self) -> int:
-        """Train, and say where the run is."""
+        """Train, and print the run folder and the last step."""
         from scoregram.training import train
 
         trained = train(self)
@@ -80,7 +80,7 @@ class Measure(MeasureConfig):  # noqa: D101
     __doc__ = MeasureConfig.__doc__
 
     def run(self) -> int:
-        """Measure, and say where the run is."""
+        """Measure, and return 130 if it was interrupted."""
         from scoregram.integrations import measure
 
         return 130 if measure(self).interrupted else 0
@@ -165,7 +165,7 @@ class Version:
     """Print the version."""
 
     def run(self) -> int:
-        """Print it."""
+        """Print the version."""
         print(__version__)
         return 0
 

@@ -85,7 +85,7 @@ Exhibit = Table | Figure
 
 def to_plain(exhibits: Sequence[Exhibit]) -> list[dict[str, Any]]:
     """Exhibits as values that JSON can hold, in order."""
-    return [_plain_table(one) if isinstance(one, Table) else _plain_figure(one) for one in exhibits]
+    return [{"kind": type(exhibit).__name__.lower(), **_plain(exhibit)} for exhibit in exhibits]
 
 
 def from_plain(plain: Sequence[Mapping[str, Any]]) -> tuple[Exhibit, ...]:
@@ -97,33 +97,13 @@ def from_plain(plain: Sequence[Mapping[str, Any]]) -> tuple[Exhibit, ...]:
     return tuple(_exhibit(one) for one in plain)
 
 
-def _plain_table(table: Table) -> dict[str, Any]:
-    rows = [[_plain_cell(cell) for cell in row] for row in table.rows]
-    return {"kind": "table"} | vars(table) | {"columns": list(table.columns), "rows": rows}
-
-
-def _plain_figure(figure: Figure) -> dict[str, Any]:
-    series = [
-        vars(one) | {name: _plain_numbers(getattr(one, name)) for name in _NUMBER_FIELDS} for one in figure.series
-    ]
-    return {"kind": "figure"} | vars(figure) | {"series": series}
-
-
-_NUMBER_FIELDS = ("x", "y", "low", "high")
-
-
-def _plain_cell(cell: Cell) -> Any:
-    if isinstance(cell, Estimate):
-        return {name: _plain_number(value) for name, value in vars(cell).items()}
-    return _plain_number(cell) if isinstance(cell, float) else cell
-
-
-def _plain_number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _plain_numbers(values: Sequence[float]) -> list[float | None]:
-    return [_plain_number(value) for value in values]
+def _plain(value: Any) -> Any:
+    """Dataclasses as mappings, tuples as lists, undefined numbers as None."""
+    if isinstance(value, Table | Figure | Series | Estimate):
+        return {name: _plain(inner) for name, inner in vars(value).items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _exhibit(plain: Mapping[str, Any]) -> Exhibit:
@@ -135,12 +115,8 @@ def _exhibit(plain: Mapping[str, Any]) -> Exhibit:
         if plain["kind"] == "figure":
             return Figure(**{**given, "series": tuple(_series(one) for one in plain["series"])})
     except (KeyError, TypeError, AttributeError) as error:
-        fail(
-            "from_plain",
-            "an exhibit must have all its fields",
-            repr(error),
-            "Write the file again with this scoregram.",
-        )
+        remedy = "Write the file again with this scoregram."
+        fail("from_plain", "an exhibit must have all its fields", repr(error), remedy)
     return fail("from_plain", "an exhibit must be a table or a figure", plain["kind"], "Check the file.")
 
 
@@ -152,7 +128,7 @@ def _cell(plain: Any) -> Cell:
 
 def _series(plain: Mapping[str, Any]) -> Series:
     numbers: dict[str, Any] = {
-        name: tuple(math.nan if v is None else float(v) for v in plain[name]) for name in _NUMBER_FIELDS
+        name: tuple(math.nan if v is None else float(v) for v in plain[name]) for name in ("x", "y", "low", "high")
     }
     return Series(**{**plain, **numbers})
 

@@ -1,5 +1,7 @@
-"""Benchmarks: ratios measured side by side in one process, with the answers compared."""
+"""Benchmarks: every ratio is measured in turns on one machine, and the answers are compared.
 
-from scoregram.lazy import lazy_exports
+`commands` the options · `harness` timing, records and tables · `gram`, `sample`, `train` with `trainers`, `trl`,
+`preset` one benchmark each.
+"""
 
-__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)
+from scoregram.bench.commands import Bench as Bench

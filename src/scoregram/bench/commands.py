@@ -1,196 +1,159 @@
-"""The commands of `scoregram bench`, one frozen dataclass each. Nothing heavy is imported here."""
+"""The commands of `scoregram bench`, one frozen dataclass each. This module imports nothing heavy."""
 
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
 
-def options(command: object) -> dict[str, Any]:
-    """The fields of a command as arguments of the function that it runs."""
-    return {"as_json" if name == "json" else name: value for name, value in vars(command).items()}
+@dataclass(frozen=True)
+class Benchmark:
+    """What all benchmarks share. `BenchNAME` calls `run_NAME_bench` of `scoregram.bench.NAME` with its fields."""
+
+    json: bool = False
+    """Print strict JSON instead of a table."""
+    out: Path | None = None
+    """File to write the JSON to as well."""
+
+    def run(self) -> int:
+        """Measure and print."""
+        name = type(self).__name__.removeprefix("Bench").lower()
+        options = {"as_json" if option == "json" else option: value for option, value in vars(self).items()}
+        return getattr(import_module(f"scoregram.bench.{name}"), f"run_{name}_bench")(**options)
 
 
 @dataclass(frozen=True)
-class BenchGram:
-    """Measure what the exact Gram costs, beside a plain step and the other ways to get it, in one process."""
+class BenchGram(Benchmark):
+    """Time and memory of the exact Gram, relative to a plain training step, and of other ways to compute it."""
 
     shape: str = "llama-25m"
     """llama-tiny, llama-25m, smollm2-135m, llama-1b or nemotron-4b; weights are random."""
     rollouts: tuple[int, ...] = (8,)
-    """Numbers of rollouts."""
+    """Numbers of rollouts in the batch."""
     tokens: tuple[int, ...] = (128, 512)
-    """Tokens per rollout, a quarter of them prompt."""
+    """Tokens per rollout; the first quarter is the prompt."""
     dtype: str = "float32"
     """float32, bfloat16 or float16."""
     device: str = "auto"
     """auto, cpu or cuda."""
     lora: int = 0
-    """Train adapters of this rank only; 0 trains everything."""
+    """Train only LoRA adapters of this rank; 0 trains all parameters."""
     ways: tuple[str, ...] = ("gram+gradient", "gram", "n-backwards", "vmap", "opacus")
-    """What to time beside the plain step."""
+    """What to time besides the plain step."""
     repeats: int = 5
-    """Timed calls of each, in turns."""
+    """Timed calls of each way, in turns."""
     threads: int = 1
-    """Threads on a CPU."""
-    json: bool = False
-    """Print strict JSON instead of a table."""
-    out: Path | None = None
-    """Also write the JSON here."""
+    """CPU threads of torch; ignored on a GPU."""
     plot: Path | None = None
-    """Also plot the ratios here."""
-
-    def run(self) -> int:
-        """Measure and print."""
-        from scoregram.bench.gram import run_gram_bench
-
-        return run_gram_bench(**options(self))
+    """File to plot the ratios to, such as ratios.svg."""
 
 
 @dataclass(frozen=True)
-class BenchTrain:
-    """Compare the steps per second of the trainer with those of TRL's GRPOTrainer, in a process each, on a CPU."""
+class BenchTrain(Benchmark):
+    """Steps per second of scoregram's trainer and of TRL's GRPOTrainer, each in a process of its own, on a CPU."""
 
     model: str = "tiny"
     """Hub id, folder, `.gguf` file or `tiny`."""
     task: str = "arithmetic"
     """arithmetic[:TERMS], gsm8k[:FOLDER], reasoning-gym:NAME or jsonl:FILE; prompts are plain text."""
     reward: str | None = None
-    """`module:function` with TRL's signature, in place of the task's reward."""
+    """`module:function` with TRL's signature; replaces the task's reward."""
     group_size: int = 8
-    """Rollouts of one prompt."""
+    """Rollouts per prompt."""
     batch_sizes: tuple[int, ...] = (8, 64)
-    """Rollouts of one update."""
+    """Rollouts per update."""
     max_new_tokens: int = 0
-    """Longest completion; 0 for what the task suggests."""
+    """Longest completion, in tokens; 0 for the task's default."""
     learning_rate: float = 1e-4
-    """Of AdamW, constant."""
+    """Constant learning rate of AdamW."""
     steps: int = 30
-    """Updates that are timed."""
+    """Timed updates."""
     warmup: int = 10
-    """Updates before them."""
+    """Updates before the timed ones."""
     ways: tuple[str, ...] = ("trl", "scoregram", "unmeasured")
-    """Trainers: TRL's, and scoregram's with every step measured and with none."""
+    """Trainers: trl; scoregram, which measures every step; unmeasured, which is scoregram without measurements."""
     repeats: int = 5
-    """Processes of each, in turns."""
+    """Processes of each trainer, in turns."""
     threads: int = 1
-    """Threads of torch."""
-    json: bool = False
-    """Print strict JSON instead of a table."""
-    out: Path | None = None
-    """Also write the JSON here."""
-
-    def run(self) -> int:
-        """Measure and print."""
-        from scoregram.bench.train import run_train_bench
-
-        return run_train_bench(**options(self))
+    """CPU threads of torch."""
 
 
 @dataclass(frozen=True)
-class BenchSample:
-    """Compare the tokens per second of the sampler with those of transformers' `generate`, in one process."""
+class BenchSample(Benchmark):
+    """Tokens per second of the sampler and of transformers' `generate`, in one process."""
 
     shape: str = "tiny"
     """tiny, llama-tiny, llama-25m, smollm2-135m, llama-1b or nemotron-4b; weights are random."""
     rollouts: int = 64
-    """Rollouts in all, whole groups."""
+    """All rollouts; a multiple of the group size."""
     group_size: int = 8
-    """Rollouts of one prompt."""
+    """Rollouts per prompt."""
     prompt_tokens: int = 16
-    """Length of every prompt."""
+    """Tokens of every prompt."""
     tokens: int = 48
-    """New tokens of every rollout; none stops before."""
+    """New tokens of every rollout; no stop token ends one early."""
     dtype: str = "float32"
     """float32, bfloat16 or float16."""
     device: str = "auto"
     """auto, cpu or cuda."""
     repeats: int = 5
-    """Timed calls of each, in turns."""
+    """Timed calls of each way, in turns."""
     threads: int = 1
-    """Threads on a CPU."""
-    json: bool = False
-    """Print strict JSON instead of a table."""
-    out: Path | None = None
-    """Also write the JSON here."""
-
-    def run(self) -> int:
-        """Measure and print."""
-        from scoregram.bench.sample import run_sample_bench
-
-        return run_sample_bench(**options(self))
+    """CPU threads of torch; ignored on a GPU."""
 
 
 @dataclass(frozen=True)
-class BenchTrl:
-    """Compare measured with plain optimisation steps of TRL's GRPOTrainer, in turns, on a CPU."""
+class BenchTrl(Benchmark):
+    """Cost of a measured optimisation step of TRL's GRPOTrainer, relative to a plain one, on a CPU."""
 
     shape: str = "llama-25m"
     """tiny, llama-tiny, llama-25m, smollm2-135m, llama-1b or nemotron-4b; weights are random."""
     rollouts: int = 16
-    """Rollouts of one update, whole groups."""
+    """Rollouts per update; a multiple of the group size and of the micro-batch size."""
     group_size: int = 8
-    """Rollouts of one prompt."""
+    """Rollouts per prompt."""
     micro_batch_size: int = 8
-    """Rollouts of one backward pass of the trainer where it accumulates."""
+    """Rollouts per backward pass of the trainer in the way `accumulated`."""
     tokens: int = 128
     """Completion tokens of every rollout."""
     ways: tuple[str, ...] = ("fused", "beside", "accumulated", "idle")
-    """In one backward pass, in one of its own, in one of its own where the trainer accumulates, at steps between."""
+    """fused: the Gram from the trainer's backward pass; beside: from a separate pass; accumulated: from a separate pass
+    where the trainer accumulates micro-batches; idle: steps between two measurements."""
     modes: tuple[str, ...] = ("scores", "loss")
-    """What is measured."""
+    """What is measured: scores, loss or both."""
     checkpointing: tuple[bool, ...] = (False, True)
     """Without and with gradient checkpointing."""
     repeats: int = 5
-    """Timed steps of each kind, in turns."""
+    """Timed plain steps and timed measured steps, alternating."""
     threads: int = 1
-    """Threads of torch."""
-    json: bool = False
-    """Print strict JSON instead of a table."""
-    out: Path | None = None
-    """Also write the JSON here."""
-
-    def run(self) -> int:
-        """Measure and print."""
-        from scoregram.bench.trl import run_trl_bench
-
-        return run_trl_bench(**options(self))
+    """CPU threads of torch."""
 
 
 @dataclass(frozen=True)
-class BenchPreset:
-    """Time and memory of a replication's steps, by its own trainer on random weights of the shape it is meant for."""
+class BenchPreset(Benchmark):
+    """Time and memory of a replication's steps, with its own trainer on random weights of its model's shape."""
 
     preset: str = "nemotron-4b-gsm8k"
-    """A preset of `scoregram replicate`; its largest group size of the paper is trained."""
+    """A preset of `scoregram replicate`; its largest group size from the paper is trained."""
     shape: str = "nemotron-4b"
     """tiny, llama-tiny, llama-25m, smollm2-135m, llama-1b or nemotron-4b; weights are random."""
     prompt_tokens: int = 100
-    """Length of every prompt."""
+    """Tokens of every prompt."""
     steps: int = 6
-    """Updates, every other one measured; the first two are not counted."""
+    """Updates, every other one measured; the first two are warmup."""
     eval_problems: int = 512
-    """Test problems of the evaluation."""
+    """Test problems in the evaluation."""
     micro_batch_sizes: tuple[int, ...] = ()
-    """Rollouts of one pass, tried one after the other; the preset's own if not given."""
+    """Micro-batch sizes to measure one after the other, 0 for all rollouts at once; by default the preset's own."""
     device: str = "auto"
     """auto, cpu or cuda."""
-    json: bool = False
-    """Print strict JSON instead of a table."""
-    out: Path | None = None
-    """Also write the JSON here."""
-
-    def run(self) -> int:
-        """Measure and print."""
-        from scoregram.bench.preset import run_preset_bench
-
-        return run_preset_bench(**options(self))
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Measure what the Gram costs, how fast training and sampling are, and what measured steps cost elsewhere."""
+    """Measure the cost of the Gram, the speed of training and sampling, and the cost of measured steps in TRL."""
 
     what: Annotated[
         Annotated[BenchGram, tyro.conf.subcommand("gram", prefix_name=False)]

@@ -1,48 +1,198 @@
-"""`scoregram bench gram`: what the exact Gram costs, against a plain step and against the other ways to get it."""
+"""`scoregram bench gram`: the cost of the exact Gram, relative to a plain training step, and of other ways to get it.
 
-import platform
+Every way takes the same model and rollouts and returns its Gram, or None if it computes none. All ways except the Gram
+alone leave the training gradient `Σ_i w_i ψ_i` in `.grad`. Their answers are compared before they are timed.
+"""
+
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-from torch import nn
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
 
-from scoregram import __version__
-from scoregram.bench.clock import peak_bytes, seconds
-from scoregram.bench.record import publish, short_commit
-from scoregram.bench.shapes import SHAPES
-from scoregram.bench.ways import WAYS, Work
+from scoregram.bench.harness import (
+    GIB,
+    bench_device,
+    formatted_number,
+    median_ratio,
+    model_settings,
+    peak_bytes,
+    progress_bar,
+    publish_rows,
+    random_model,
+    require_at_least,
+    seconds_in_turns,
+)
 from scoregram.checks import ScoregramError, fail, lookup
+from scoregram.gram import backward_with_gram, measure_gram, row_gram
+from scoregram.machine import threads as torch_threads
 
-GIB = 2**30
+_CALLER = "bench gram"
+_COLUMNS_AT_ONCE = 1 << 26
+"""Columns of kept gradients in one product: on a GPU, products over rows a billion elements apart are wrong."""
 
 
 @dataclass(frozen=True)
-class Row:
+class GramWork:
+    """A model and rollouts of equal length; the first quarter of each is the prompt."""
+
+    model: Any
+    """A causal language model of the transformers library."""
+    input_ids: Tensor
+    completion_mask: Tensor
+    weights: Tensor
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters that are trained."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the completion."""
+        return int((~self.completion_mask[0]).sum())
+
+    def log_probs(self, rows: slice = slice(None)) -> Tensor:
+        """Summed log-probability of each completion, by a plain forward pass; the head sees completions only."""
+        ids = self.input_ids[rows]
+        kept = ids.shape[1] - self.prompt_length + 1
+        logits = self.model(input_ids=ids, logits_to_keep=kept, use_cache=False).logits[:, :-1]
+        flat = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, self.prompt_length :].flatten(), reduction="none")
+        return -flat.view(len(ids), -1).sum(1)
+
+    def drop_gradients(self) -> None:
+        """Set every `.grad` to None."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def plain_step(work: GramWork) -> None:
+    """The baseline: one forward and backward pass of the weighted loss, without a Gram."""
+    (work.log_probs() * work.weights).sum().backward()
+
+
+def one_backward_per_rollout(work: GramWork) -> Tensor:
+    """One backward pass per rollout; all gradients are kept: `N × D`."""
+    kept = []
+    for index in range(len(work.input_ids)):
+        total = work.log_probs(slice(index, index + 1)).sum()
+        kept.append(torch.autograd.grad(total, work.parameters))
+    return gram_of_rows(work, (torch.stack([grad.flatten() for grad in grads]) for grads in zip(*kept, strict=True)))
+
+
+def vmap_of_grad(work: GramWork) -> Tensor:
+    """`vmap(grad)` over a functional call, with eager attention and an explicit mask: `N × D` at once."""
+    config = work.model.config
+    named = {name: p.detach() for name, p in work.model.named_parameters() if p.requires_grad}
+    length = work.input_ids.shape[1]
+    closed = torch.full((length, length), float("-inf"), device=work.input_ids.device).triu(1)[None, None]
+
+    def total(parameters: dict[str, Tensor], ids: Tensor) -> Tensor:
+        inputs = {"input_ids": ids[None], "attention_mask": closed.to(next(iter(parameters.values())).dtype)}
+        out = torch.func.functional_call(work.model, parameters, kwargs=inputs | {"use_cache": False}, tie_weights=True)
+        predicted = out.logits[0, work.prompt_length - 1 : -1].float()
+        return -F.cross_entropy(predicted, ids[work.prompt_length :], reduction="sum")
+
+    implementation = config._attn_implementation
+    config._attn_implementation = "eager"
+    try:
+        grads: Any = torch.func.vmap(torch.func.grad(total), in_dims=(None, 0))(named, work.input_ids)
+    finally:
+        config._attn_implementation = implementation
+    return gram_of_rows(work, (grads[name].flatten(1) for name in named))
+
+
+def opacus_gradients(work: GramWork) -> Tensor:
+    """Per-sample gradients of Opacus, kept for every parameter: `N × D`."""
+    from opacus import GradSampleModule  # pyright: ignore[reportMissingImports]
+
+    wrapped = GradSampleModule(work.model, batch_first=True, loss_reduction="sum", strict=False)
+    try:
+        positions = torch.arange(work.input_ids.shape[1], device=work.input_ids.device).expand_as(work.input_ids)
+        logits = wrapped(input_ids=work.input_ids, position_ids=positions, use_cache=False).logits
+        predicted = logits[:, work.prompt_length - 1 : -1].flatten(0, 1).float()
+        (-F.cross_entropy(predicted, work.input_ids[:, work.prompt_length :].flatten(), reduction="sum")).backward()
+        rows = [getattr(parameter, "grad_sample").flatten(1) for parameter in work.parameters]  # noqa: B009
+    finally:
+        wrapped.remove_hooks()
+        for parameter in work.parameters:
+            vars(parameter).pop("grad_sample", None)
+    return gram_of_rows(work, rows)
+
+
+def gram_of_rows(work: GramWork, rows: Iterable[Tensor]) -> Tensor:
+    """Gram of kept gradients, `(N, d)` for each parameter in turn; their weighted sums go to `.grad`."""
+    grams = []
+    for parameter, whole in zip(work.parameters, rows, strict=True):
+        weights = work.weights.to(whole.dtype)
+        pieces = [
+            whole[:, start : start + _COLUMNS_AT_ONCE].contiguous()
+            for start in range(0, whole.shape[1], _COLUMNS_AT_ONCE)
+        ]
+        parameter.grad = torch.cat([weights @ piece for piece in pieces]).view_as(parameter)
+        grams += [row_gram(piece)[0] for piece in pieces]
+    return torch.stack(grams).sum(0).cpu()
+
+
+def gram_only(work: GramWork) -> Tensor:
+    """scoregram: the Gram alone, without a training gradient."""
+    return measure_gram(work.model, work.input_ids, work.completion_mask).matrix
+
+
+def gram_and_gradient(work: GramWork) -> Tensor:
+    """scoregram: the Gram and the training gradient."""
+    return backward_with_gram(work.model, work.input_ids, work.completion_mask, weights=work.weights).matrix
+
+
+GRAM_WAYS: MappingProxyType[str, Callable[[GramWork], Tensor | None]] = MappingProxyType(
+    {
+        "plain": plain_step,
+        "gram+gradient": gram_and_gradient,
+        "gram": gram_only,
+        "n-backwards": one_backward_per_rollout,
+        "vmap": vmap_of_grad,
+        "opacus": opacus_gradients,
+    }
+)
+
+
+@dataclass(frozen=True)
+class GramRow:
     """One way at one size."""
 
     way: str
     rollouts: int
     tokens: int
-    seconds: float | None
+    seconds: float | None = None
     """Median over the repeats."""
-    ratio: float | None
-    """Median over the repeats of the time relative to the plain step timed beside it."""
-    peak_gib: float | None
-    """Highest memory above that before the call, gradients included."""
-    gram_error: float | None
+    ratio: float | None = None
+    """Median over the repeats of the time relative to the plain step of the same turn."""
+    peak_gib: float | None = None
+    """Peak memory above that before the call, gradients included."""
+    gram_error: float | None = None
     """Relative Frobenius distance to the Gram of N separate backward passes, where both were run."""
-    gradient_error: float | None
+    gradient_error: float | None = None
     """Relative distance to the plain training gradient."""
     skipped: str = ""
     """Why it was not run."""
+
+
+_TABLE: Mapping[str, Callable[[GramRow], str]] = {
+    "N": lambda row: str(row.rollouts),
+    "T": lambda row: str(row.tokens),
+    "way": lambda row: row.way,
+    "seconds": lambda row: formatted_number(row.seconds, ".4g"),
+    "ratio": lambda row: formatted_number(row.ratio, ".3f"),
+    "GiB": lambda row: formatted_number(row.peak_gib, ".2f"),
+    "K error": lambda row: formatted_number(row.gram_error, ".1e"),
+    "grad error": lambda row: formatted_number(row.gradient_error, ".1e"),
+}
 
 
 def run_gram_bench(
@@ -60,187 +210,131 @@ def run_gram_bench(
     out: Path | None,
     plot: Path | None,
 ) -> int:
-    """Measure, print a table or JSON, and write the record and the plot if asked for."""
-    refuse_sizes(rollouts=rollouts, tokens=tokens, repeats=repeats, threads=threads, lora=lora)
-    place = chosen_device(device)
-    if place.type == "cpu":
-        torch.set_num_threads(threads)
-    model = build(shape, dtype, place, lora)
+    """Measure, print a table or JSON, and write the record and the plot if requested; options as in `BenchGram`."""
+    # A prompt is a quarter of the tokens and must not be empty, hence 4.
+    sizes = {"rollouts": (1, rollouts), "tokens": (4, tokens), "repeats": (1, repeats), "threads": (1, threads)}
+    require_at_least(_CALLER, **sizes, lora=(0, lora))
+    place = bench_device(device, caller=_CALLER)
     names = list(dict.fromkeys(["plain", *ways]))
     for name in names:
-        lookup(WAYS, name, kind="bench gram --ways")
-    rows: list[Row] = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("Measuring", total=len(rollouts) * len(tokens))
+        lookup(GRAM_WAYS, name, kind=f"{_CALLER} --ways")
+    rows: list[GramRow] = []
+    with torch_threads(threads if place.type == "cpu" else None), progress_bar() as progress:
+        model = random_model(shape, dtype, place, lora, caller=_CALLER)
+        bar = progress.add_task("Measuring", total=len(rollouts) * len(tokens))
         for length in tokens:
             for count in rollouts:
-                rows += compared(model, count, length, names, repeats)
-                progress.advance(task)
-    record = {"settings": settings(shape, dtype, place, lora, repeats, model), "rows": [asdict(row) for row in rows]}
+                rows += rows_of_one_size(model, count, length, names, repeats)
+                progress.advance(bar)
+        settings = model_settings(shape, dtype, place, lora, repeats, model)
     if plot is not None:
-        from scoregram.bench.plot import plot_ratios
-
         plot_ratios(rows, plot)
-    publish(record, as_json=as_json, out=out, show=lambda: print_rows(rows, record["settings"]))
-    return 0
+    return publish_rows(
+        settings,
+        rows,
+        as_json=as_json,
+        out=out,
+        title=f"{shape}, {dtype}, {settings['device']}; time relative to a plain forward and backward pass",
+        columns=_TABLE,
+        notes=[
+            f"{row.way}, N = {row.rollouts}, T = {row.tokens}: skipped. {row.skipped}" for row in rows if row.skipped
+        ],
+    )
 
 
-def refuse_sizes(*, rollouts: Sequence[int], tokens: Sequence[int], repeats: int, threads: int, lora: int) -> None:
-    """Raise for the first size that leaves nothing to measure; a prompt is a quarter of the tokens, and not empty."""
-    least = {"rollouts": (1, rollouts), "tokens": (4, tokens), "repeats": (1, [repeats]), "threads": (1, [threads])}
-    for name, (smallest, values) in (least | {"lora": (0, [lora])}).items():
-        for value in values or [0]:
-            if value < smallest:
-                fail(f"bench gram --{name}", f"must be at least {smallest}", value, "Choose a larger number.")
-
-
-def chosen_device(device: str) -> torch.device:
-    """The device to measure on; `auto` is a GPU if there is one."""
-    if device not in {"auto", "cpu", "cuda"}:
-        fail("bench gram --device", "must be auto, cpu or cuda", repr(device), "Check the spelling.")
-    if device == "cuda" and not torch.cuda.is_available():
-        fail("bench gram --device", "cuda needs a GPU that torch can see", "none", "Pass --device cpu.")
-    return torch.device(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
-
-
-def build(shape: str, dtype: str, device: torch.device, lora: int) -> nn.Module:
-    """A model with random weights, in place on the device; with `lora > 0` only adapters of that rank are trained."""
-    chosen = lookup(SHAPES, shape, kind="bench gram --shape")
-    kind = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    torch.manual_seed(0)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(lookup(kind, dtype, kind="bench gram --dtype"))
-    try:
-        with device:
-            model = chosen.build()
-    finally:
-        torch.set_default_dtype(default)
-    if lora:
-        import peft
-
-        targets = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        last = [name.rpartition(".")[2] for name in targets if "lm_head" not in name]
-        model = peft.get_peft_model(model, peft.LoraConfig(r=lora, target_modules=sorted(set(last))))  # pyright: ignore[reportArgumentType]
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(lookup(kind, dtype, kind="bench gram --dtype"))
-    return model
-
-
-def compared(model: nn.Module, rollouts: int, tokens: int, names: Sequence[str], repeats: int) -> list[Row]:
+def rows_of_one_size(model: nn.Module, rollouts: int, tokens: int, names: Sequence[str], repeats: int) -> list[GramRow]:
     """Every way at one size: one call of each to warm up and compare answers, then the repeats in turns."""
-    work = make_work(model, rollouts, tokens)
+    work = random_work(model, rollouts, tokens)
     device = work.input_ids.device
-    times: dict[str, list[float]] = {name: [] for name in names}
-    peaks: dict[str, float] = {}
     skipped: dict[str, str] = {}
-    grams, gradients = {}, {}
+    grams: dict[str, Tensor | None] = {}
+    gradients: dict[str, Tensor | None] = {}
     for name in names:
         try:
-            refuse_impossible(name, work)
+            require_possible(name, work)
             for _ in range(3 if device.type == "cuda" else 1):
-                work.forget()
-                grams[name] = WAYS[name](work)
+                work.drop_gradients()
+                grams[name] = GRAM_WAYS[name](work)
             gradients[name] = flat_gradient(work) if name != "gram" else None
         except (ScoregramError, ImportError, RuntimeError, torch.cuda.OutOfMemoryError) as error:
             skipped[name] = str(error).splitlines()[0][:160]
-    ran = [name for name in names if name not in skipped]
-    for _ in range(repeats):
-        for name in ran:
-            work.forget()
-            times[name].append(seconds(lambda name=name: WAYS[name](work), device))
-    for name in ran:
-        work.forget()
-        peaks[name] = peak_bytes(lambda name=name: WAYS[name](work), device)
-    work.forget()
+    calls = {name: lambda name=name: GRAM_WAYS[name](work) for name in names if name not in skipped}
+    times = seconds_in_turns(calls, device, repeats, prepare=work.drop_gradients)
+    peaks: dict[str, float] = {}
+    for name, call in calls.items():
+        work.drop_gradients()
+        peaks[name] = peak_bytes(call, device)
+    work.drop_gradients()
     exact, step = grams.get("n-backwards"), gradients.get("plain")
     return [
-        Row(name, rollouts, tokens, None, None, None, None, None, skipped[name])
+        GramRow(name, rollouts, tokens, skipped=skipped[name])
         if name in skipped
-        else Row(
+        else GramRow(
             way=name,
             rollouts=rollouts,
             tokens=tokens,
             seconds=statistics.median(times[name]),
-            ratio=statistics.median(own / floor for own, floor in zip(times[name], times["plain"], strict=True)),
+            ratio=median_ratio(times[name], times["plain"]),
             peak_gib=peaks[name] / GIB,
-            gram_error=distance(grams[name], exact),
-            gradient_error=distance(gradients[name], step),
+            gram_error=relative_distance(grams[name], exact),
+            gradient_error=relative_distance(gradients[name], step),
         )
         for name in names
     ]
 
 
-def make_work(model: nn.Module, rollouts: int, tokens: int) -> Work:
-    """Random rollouts with token frequencies that fall off, and random weights."""
+def random_work(model: nn.Module, rollouts: int, tokens: int) -> GramWork:
+    """Random weights, and rollouts of random tokens in which low token ids are frequent, as in text."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     vocabulary = int(model.config.vocab_size)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
     ids = (vocabulary * torch.rand(rollouts, tokens, generator=generator) ** 3).long().to(device)
     mask = torch.zeros(rollouts, tokens, dtype=torch.bool, device=device)
     mask[:, tokens // 4 :] = True
-    return Work(model, ids, mask, torch.randn(rollouts, generator=generator).to(device))
+    return GramWork(model, ids, mask, torch.randn(rollouts, generator=generator).to(device))
 
 
-def refuse_impossible(name: str, work: Work) -> None:
-    """Raise for a way that is absent here, or that would keep more gradients than there is memory."""
+def require_possible(name: str, work: GramWork) -> None:
+    """Raise for a way whose package is not installed, or whose kept gradients do not fit into memory."""
     if name == "opacus" and find_spec("opacus") is None:
-        fail("bench gram", "opacus must be installed", "no such package", "pip install opacus.")
+        fail(_CALLER, "opacus must be installed", "no such package", "pip install opacus.")
     if name in {"n-backwards", "vmap", "opacus"}:
         needed = len(work.input_ids) * sum(p.numel() * p.element_size() for p in work.parameters) / GIB
         device = work.input_ids.device
         free = torch.cuda.mem_get_info(device)[0] / GIB if device.type == "cuda" else 8.0
         if 2 * needed > free:
-            fail("bench gram", "kept gradients must fit into memory", f"{needed:.0f} GiB", "Choose a smaller size.")
+            fail(_CALLER, "kept gradients must fit into memory", f"{needed:.0f} GiB", "Choose a smaller size.")
 
 
-def flat_gradient(work: Work) -> torch.Tensor:
+def flat_gradient(work: GramWork) -> Tensor:
     """All gradients in one vector, in float32 on the CPU."""
     parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in work.parameters]
     return torch.cat([part.detach().flatten().float().cpu() for part in parts])
 
 
-def distance(found: torch.Tensor | None, reference: torch.Tensor | None) -> float | None:
-    """Relative distance, None if one of the two is missing."""
-    if found is None or reference is None:
+def relative_distance(measured: Tensor | None, reference: Tensor | None) -> float | None:
+    """Norm of the difference relative to that of the reference; None if one of the two is missing."""
+    if measured is None or reference is None:
         return None
-    return float((found.detach() - reference.detach()).norm() / reference.detach().norm())
+    return float((measured.detach() - reference.detach()).norm() / reference.detach().norm())
 
 
-def settings(
-    shape: str, dtype: str, device: torch.device, lora: int, repeats: int, model: nn.Module
-) -> dict[str, object]:
-    """Everything needed to read the numbers: machine, versions, commit."""
-    return {
-        "shape": shape,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "trained": sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
-        "lora": lora,
-        "dtype": dtype,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-        "threads": torch.get_num_threads() if device.type == "cpu" else None,
-        "repeats": repeats,
-        "scoregram": __version__,
-        "commit": short_commit(),
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
-        "python": platform.python_version(),
-    }
+def plot_ratios(rows: Sequence[GramRow], path: Path) -> None:
+    """Plot time relative to a plain step over tokens, one line per way and number of rollouts."""
+    import matplotlib as mpl
 
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
 
-def print_rows(rows: Sequence[Row], about: dict[str, object]) -> None:
-    """A table for a terminal."""
-    console = Console()
-    title = f"{about['shape']}, {about['dtype']}, {about['device']}; time relative to a plain forward and backward pass"
-    table = Table(title=title)
-    for column in ("N", "T", "way", "seconds", "ratio", "GiB", "K error", "grad error"):
-        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=column == "way")
-    for row in rows:
-        if row.seconds is None or row.ratio is None or row.peak_gib is None:
-            continue
-        errors = ["" if error is None else f"{error:.1e}" for error in (row.gram_error, row.gradient_error)]
-        numbers = (f"{row.seconds:.4g}", f"{row.ratio:.3f}", f"{row.peak_gib:.2f}")
-        table.add_row(str(row.rollouts), str(row.tokens), row.way, *numbers, *errors)
-    console.print(table)
-    for row in rows:
-        if row.skipped:
-            console.print(f"{row.way}, N = {row.rollouts}, T = {row.tokens}: skipped. {row.skipped}", style="dim")
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    ran = [row for row in rows if not row.skipped and row.way != "plain"]
+    for way in dict.fromkeys(row.way for row in ran):
+        for count in sorted({row.rollouts for row in ran}):
+            line = sorted((row.tokens, row.ratio) for row in ran if row.way == way and row.rollouts == count)
+            axes.plot(*zip(*line, strict=True), marker="o", label=f"{way}, N = {count}")
+    axes.axhline(1.0, color="black", linestyle="--", linewidth=1)  # the plain step
+    axes.set(xscale="log", xlabel="tokens per rollout", ylabel="time / plain forward and backward pass")
+    axes.legend(fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    plt.close(figure)

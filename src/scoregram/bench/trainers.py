@@ -1,57 +1,160 @@
-"""One training run in a process of its own: by scoregram or by TRL, with the same policy, prompts and reward.
-
-`python -m scoregram.bench.trainers NAME JOB RESULT` reads a job and writes what the clock saw, both as JSON.
-"""
+"""One training run under the clock, by scoregram or by TRL, with the same policy, prompts and reward."""
 
 import json
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
-from scoregram.bench.laps import CLOCK, Timed, require_laps, timed
+from scoregram.checks import fail
+from scoregram.machine import threads
 from scoregram.runs import open_run
-from scoregram.tasks import Task, load_task, reward_columns
+from scoregram.tasks import RewardFunction, Task, load_task, reward_columns
 from scoregram.training import TrainConfig, drawn_problems, train
 
-METHOD = "grpo-trl"
-"""The advantages and the loss that TRL has by default."""
+TRAIN_BENCH = "bench train"
+TRL_METHOD = "grpo-trl"
+"""The method with TRL's default advantages and loss."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """What both trainers are asked to do."""
+class Lap:
+    """One call of the reward function; exactly one step lies between two calls."""
+
+    wall: float
+    """Wall-clock time in seconds, when the rewards were computed."""
+    processor: float
+    """CPU time in seconds, of all threads."""
+    rollouts: int
+    completion_tokens: float
+    """Mean length of the completions, with the stop token."""
+    reward: float
+    """Mean over the rollouts with a reward."""
+
+
+@dataclass
+class Clock:
+    """A reward function that records when it was called and with what.
+
+    Every trainer calls its reward function once per step, so none of them needs a patch to be timed.
+    """
+
+    reward: RewardFunction | None = None
+    """The function that computes the rewards."""
+    laps: list[Lap] = field(default_factory=list)
+
+    def start(self, reward: RewardFunction) -> None:
+        """Delete the laps, and compute rewards with `reward` from now on."""
+        self.reward, self.laps = reward, []
+
+    def __call__(
+        self, prompts: list[str], completions: list[str], completion_ids: list[list[int]], **columns: Any
+    ) -> list[float | None]:
+        """The rewards; records a lap."""
+        if self.reward is None:
+            fail(TRAIN_BENCH, "the clock must be started before a call", "a call", "This is a bug; please report it.")
+        rewards = self.reward(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
+        known = [reward for reward in rewards if reward is not None]
+        self.laps.append(
+            Lap(
+                wall=time.perf_counter(),
+                processor=time.process_time(),
+                rollouts=len(completions),
+                completion_tokens=statistics.fmean(len(ids) for ids in completion_ids),
+                reward=statistics.fmean(known) if known else 0.0,
+            )
+        )
+        return rewards
+
+
+CLOCK = Clock()
+"""The clock of this process, here for a trainer that imports its reward function by name."""
+
+
+@dataclass(frozen=True)
+class TimedTraining:
+    """Times of a training run, without its warmup steps."""
+
+    seconds: float
+    """Wall-clock time of one step."""
+    processor_seconds: float
+    """CPU time of one step."""
+    sampling: float
+    """Share of the wall-clock time from the prompts to the rewards."""
+    updating: float
+    """Share of the wall-clock time from the rewards to the new weights; the rest is bookkeeping and writing."""
+    completion_tokens: float
+    reward: float
+
+
+def timed_training(
+    laps: Sequence[Lap], sampling: Sequence[float], updating: Sequence[float], *, skipped: int
+) -> TimedTraining:
+    """Means over the periods from one reward to the next, after the first `skipped` steps.
+
+    Args:
+        laps: One for each of `n` steps.
+        sampling: `n` times in seconds.
+        updating: `n` times in seconds.
+        skipped: Warmup steps; `n - 1 - skipped` periods remain.
+    """
+    first, last, periods = laps[skipped], laps[-1], len(laps) - 1 - skipped
+    wall = last.wall - first.wall
+    return TimedTraining(
+        seconds=wall / periods,
+        processor_seconds=(last.processor - first.processor) / periods,
+        sampling=sum(sampling[skipped + 1 :]) / wall,
+        updating=sum(updating[skipped:-1]) / wall,
+        completion_tokens=statistics.fmean(lap.completion_tokens for lap in laps[skipped + 1 :]),
+        reward=statistics.fmean(lap.reward for lap in laps[skipped + 1 :]),
+    )
+
+
+def require_laps(laps: Sequence[Lap], *, steps: int, rollouts: int) -> None:
+    """Raise unless every step had one call with the same number of rollouts; other runs are not comparable."""
+    sizes = sorted({lap.rollouts for lap in laps})
+    if len(laps) != steps or sizes != [rollouts]:
+        fail(
+            TRAIN_BENCH,
+            f"a trainer must reward {rollouts} rollouts in each of {steps} steps",
+            f"{len(laps)} calls with {', '.join(map(str, sizes)) or 'no'} rollouts",
+            "This is a bug; please report it.",
+        )
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """Settings of one training run, the same for every trainer."""
 
     model: str
-    """Folder."""
+    """Folder with the weights and the tokenizer."""
     task: str
     reward: str | None
     group_size: int
     batch_size: int
-    """Rollouts of one update."""
+    """Rollouts per update."""
     max_new_tokens: int
     learning_rate: float
     steps: int
-    """Updates that are timed."""
+    """Timed updates."""
     warmup: int
-    """Updates before them."""
+    """Updates before the timed ones."""
     threads: int
     seed: int
 
     @property
     def all_steps(self) -> int:
-        """Updates in all: the clock ticks inside a step, so one more is begun than is timed."""
+        """All updates: the clock ticks inside a step, so `n` timed periods need `n + 1` steps."""
         return self.warmup + self.steps + 1
 
 
-def by_scoregram(job: Job, task: Task, out: Path, *, measure_every: int) -> Timed:
-    """The trainer of this package as it comes, its writing included; only evaluation is left out."""
+def train_by_scoregram(job: TrainingJob, task: Task, out: Path, *, measure_every: int) -> TimedTraining:
+    """Train with scoregram, its writing included and its evaluation left out."""
     train(
         TrainConfig(
             out=out,
@@ -59,8 +162,8 @@ def by_scoregram(job: Job, task: Task, out: Path, *, measure_every: int) -> Time
             device="cpu",
             prompt="plain",
             task=job.task,
-            reward="scoregram.bench.laps:CLOCK",
-            method=METHOD,
+            reward="scoregram.bench.trainers:CLOCK",
+            method=TRL_METHOD,
             steps=job.all_steps,
             batch_size=job.batch_size,
             group_size=job.group_size,
@@ -75,11 +178,11 @@ def by_scoregram(job: Job, task: Task, out: Path, *, measure_every: int) -> Time
     )
     metrics: list[dict[str, Any]] = list(open_run(out).metrics())
     sampling = [line["time/sample"] for line in metrics]
-    return timed(CLOCK.laps, sampling, [line["time/update"] for line in metrics], skipped=job.warmup)
+    return timed_training(CLOCK.laps, sampling, [line["time/update"] for line in metrics], skipped=job.warmup)
 
 
-def by_trl(job: Job, task: Task, out: Path) -> Timed:
-    """TRL's GRPOTrainer with its defaults, but in float32 without recomputation, and with nothing logged or saved."""
+def train_by_trl(job: TrainingJob, task: Task, out: Path) -> TimedTraining:
+    """Train with TRL's GRPOTrainer; `trl_arguments` has what differs from its defaults."""
     import datasets  # pyright: ignore[reportMissingImports]
     from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingImports]
     from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports]
@@ -94,7 +197,7 @@ def by_trl(job: Job, task: Task, out: Path) -> Timed:
     trainer = GRPOTrainer(
         model=job.model,
         reward_funcs=rewarded,  # pyright: ignore[reportArgumentType]
-        args=GRPOConfig(**trl_settings(job, out)),
+        args=GRPOConfig(**trl_arguments(job, out)),
         train_dataset=datasets.Dataset.from_list(rows),
     )
     begins, ends = [], []
@@ -102,11 +205,15 @@ def by_trl(job: Job, task: Task, out: Path) -> Timed:
     trainer.train()
     walls = [lap.wall for lap in CLOCK.laps]
     sampling = [wall - begin for wall, begin in zip(walls, begins, strict=True)]
-    return timed(CLOCK.laps, sampling, [end - wall for wall, end in zip(walls, ends, strict=True)], skipped=job.warmup)
+    updating = [end - wall for wall, end in zip(walls, ends, strict=True)]
+    return timed_training(CLOCK.laps, sampling, updating, skipped=job.warmup)
 
 
-def trl_settings(job: Job, out: Path) -> dict[str, Any]:
-    """Arguments of TRL's config; what is not here is as TRL has it: beta 0, one iteration, AdamW, gradient norm 1."""
+def trl_arguments(job: TrainingJob, out: Path) -> dict[str, Any]:
+    """Arguments of `GRPOConfig`: float32, no gradient checkpointing, constant learning rate, nothing logged or saved.
+
+    All others keep TRL's defaults: beta 0, one iteration, AdamW, gradient norm 1.
+    """
     return {
         "output_dir": str(out),
         "max_steps": job.all_steps,
@@ -121,7 +228,7 @@ def trl_settings(job: Job, out: Path) -> dict[str, Any]:
         "bf16": False,
         "gradient_checkpointing": False,
         "dataloader_pin_memory": False,
-        "shuffle_dataset": False,  # the prompts come in the order in which scoregram draws them
+        "shuffle_dataset": False,  # scoregram trains on the prompts in this order
         "logging_strategy": "no",
         "save_strategy": "no",
         "report_to": "none",
@@ -131,7 +238,7 @@ def trl_settings(job: Job, out: Path) -> dict[str, Any]:
 
 
 def step_times(begins: list[float], ends: list[float]) -> Any:
-    """A callback that notes when every step began and ended."""
+    """A callback that records when every step begins and ends."""
     from transformers import TrainerCallback
 
     class StepTimes(TrainerCallback):
@@ -144,32 +251,28 @@ def step_times(begins: list[float], ends: list[float]) -> Any:
     return StepTimes()
 
 
-TRAINERS: MappingProxyType[str, Callable[[Job, Task, Path], Timed]] = MappingProxyType(
+TRAINERS: MappingProxyType[str, Callable[[TrainingJob, Task, Path], TimedTraining]] = MappingProxyType(
     {
-        "trl": by_trl,
-        "scoregram": lambda job, task, out: by_scoregram(job, task, out, measure_every=1),
-        "unmeasured": lambda job, task, out: by_scoregram(job, task, out, measure_every=0),
+        "trl": train_by_trl,
+        "scoregram": lambda job, task, out: train_by_scoregram(job, task, out, measure_every=1),
+        "unmeasured": lambda job, task, out: train_by_scoregram(job, task, out, measure_every=0),
     }
 )
+"""Every trainer by its name in `--ways`; scoregram measures every step, or none."""
 
 
-def run(name: str, job: Job) -> Timed:
-    """Train in this process, in a folder that is gone afterwards, and say what the clock saw."""
-    torch.set_num_threads(job.threads)
-    task = load_task(job.task, seed=job.seed, reward=job.reward)
-    CLOCK.start(task.reward)
-    with tempfile.TemporaryDirectory() as folder:
-        found = TRAINERS[name](job, task, Path(folder) / "run")
+def train_under_clock(name: str, job: TrainingJob) -> TimedTraining:
+    """Train in this process, in a temporary folder, and return the times."""
+    with threads(job.threads), tempfile.TemporaryDirectory() as folder:
+        task = load_task(job.task, seed=job.seed, reward=job.reward)
+        CLOCK.start(task.reward)
+        timed = TRAINERS[name](job, task, Path(folder) / "run")
     require_laps(CLOCK.laps, steps=job.all_steps, rollouts=job.batch_size)
-    return found
+    return timed
 
 
-def main() -> None:
-    """Read the job, train, write the result."""
+def train_from_files() -> None:
+    """Entry point of a process: read the job from `argv[2]`, train with `argv[1]`, write the times to `argv[3]`."""
     name, job, result = sys.argv[1:]
-    found = run(name, Job(**json.loads(Path(job).read_text())))
-    Path(result).write_text(json.dumps(asdict(found), allow_nan=False))
-
-
-if __name__ == "__main__":
-    main()
+    timed = train_under_clock(name, TrainingJob(**json.loads(Path(job).read_text())))
+    Path(result).write_text(json.dumps(asdict(timed), allow_nan=False))

@@ -1,62 +1,62 @@
-"""`scoregram bench trl`: what a measured step of TRL's GRPOTrainer costs beside its own optimisation step, on a CPU.
+"""`scoregram bench trl`: the cost of a measured step of TRL's GRPOTrainer, relative to a plain one, on a CPU.
 
-Measured and plain steps of one training take turns. Generation is left out of both: rollouts are random tokens of equal
-length, so that nothing but forward pass, backward pass, update and measurement is on the clock.
+Measured and plain steps of one training run alternate. Rollouts are random tokens of equal length and their generation
+is not timed: the times are those of forward pass, backward pass, update and measurement.
 """
 
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from scoregram.bench.record import publish
-from scoregram.bench.shapes import SHAPES
-from scoregram.bench.train import surroundings
+from scoregram.bench.harness import SHAPES, formatted_number, publish_rows, require_at_least, require_trl
+from scoregram.bench.train import comparison_conditions
 from scoregram.checks import fail, lookup
 from scoregram.integrations import attach
+from scoregram.machine import threads as torch_threads
 from scoregram.policy import character_tokenizer
 
-CALLER = "bench trl"
-MODES = ("scores", "loss")
-WAYS = ("fused", "beside", "accumulated", "idle")
-"""Gram and gradient from one backward pass; a pass of its own after the trainer's; the same where the trainer's step is
-made of several micro-batches, which cannot be fused; nothing at all, at the steps between, beside a trainer to which
-nothing is attached."""
+_CALLER = "bench trl"
+_MODES = ("scores", "loss")
+TRL_WAYS = ("fused", "beside", "accumulated", "idle")
+"""Where the Gram of a measured step comes from.
+
+`fused`: the trainer's own backward pass. `beside`: a separate pass after it. `accumulated`: a separate pass where the
+trainer accumulates micro-batches, which cannot be fused. `idle`: nothing is measured; steps between two measurements
+are compared with a trainer without an attachment.
+"""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One way and mode, with or without gradient checkpointing."""
+class TrlRow:
+    """One way in one mode, with or without gradient checkpointing."""
 
     way: str
     mode: str
     checkpointing: bool
     plain_seconds: float
-    """Median processor time of an optimisation step that is not measured, all its micro-batches and the update."""
+    """Median CPU time of a plain optimisation step: all its micro-batches and the update."""
     measured_seconds: float
-    """The same for a measured step, the measurement included; for `idle`, of a step between, in a measured training."""
+    """The same for a measured step, with the measurement; for `idle`, for a step between two measurements."""
     overhead: float
-    """What the measurement adds, in units of a plain step."""
+    """What the measurement adds, relative to a plain step."""
     error: float | None
-    """Largest relative error of the self-check; None where nothing was measured."""
+    """Largest relative error of the self-check; None if nothing was measured."""
     compared: tuple[int, ...]
-    """Rollouts whose gradient the self-check compared, at every measured step: all, or one if it was fused."""
+    """Rollouts whose gradient the self-check compared at each measured step: all, or one if fused."""
     seconds: tuple[tuple[float, ...], tuple[float, ...]]
-    """Of every plain and of every measured step."""
+    """CPU time of every plain and of every measured step."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """One training."""
+class TrlJob:
+    """Sizes of one training run."""
 
     shape: str
     rollouts: int
@@ -66,6 +66,17 @@ class Job:
     repeats: int
 
 
+_TABLE: Mapping[str, Callable[[TrlRow], str]] = {
+    "way": lambda row: row.way,
+    "mode": lambda row: row.mode,
+    "recomputed": lambda row: "yes" if row.checkpointing else "no",
+    "plain s": lambda row: f"{row.plain_seconds:.3g}",
+    "measured": lambda row: f"{row.measured_seconds:.3g}",
+    "overhead": lambda row: f"{row.overhead:.2f}",
+    "check": lambda row: formatted_number(row.error, ".1e"),
+}
+
+
 def run_trl_bench(
     *,
     shape: str = "llama-25m",
@@ -73,81 +84,54 @@ def run_trl_bench(
     group_size: int = 8,
     micro_batch_size: int = 8,
     tokens: int = 128,
-    ways: Sequence[str] = WAYS,
-    modes: Sequence[str] = MODES,
+    ways: Sequence[str] = TRL_WAYS,
+    modes: Sequence[str] = _MODES,
     checkpointing: Sequence[bool] = (False, True),
     repeats: int = 5,
     threads: int = 1,
     as_json: bool = False,
     out: Path | None = None,
 ) -> int:
-    """Measure, print a table or JSON, and write the record if asked for.
-
-    Args:
-        shape: A row of `SHAPES`; weights are random.
-        rollouts: Of one update, whole groups.
-        group_size: Rollouts of one prompt.
-        micro_batch_size: Rollouts of one backward pass of the trainer where it accumulates.
-        tokens: Completion tokens of every rollout; prompts have 32 or so.
-        ways: Some of `fused`, `beside`, `accumulated` and `idle`.
-        modes: `scores`, `loss` or both.
-        checkpointing: Without and with gradient checkpointing, TRL's default.
-        repeats: Timed steps of each kind, in turns.
-        threads: Of torch.
-        as_json: Print strict JSON instead of a table.
-        out: Where to write the record.
-    """
-    refuse(shape, rollouts, group_size, micro_batch_size, tokens, ways, modes, repeats, threads)
-    torch.set_num_threads(threads)
-    job = Job(shape, rollouts, group_size, micro_batch_size, tokens, repeats)
-    around, load_before = surroundings(), os.getloadavg()
-    rows = [timed(job, way, mode, recomputed) for recomputed in checkpointing for mode in modes for way in ways]
-    record = {
-        "settings": {"bench": "trl", "threads": threads}
-        | asdict(job)
-        | {name: value for name, value in around.items() if name not in ("method", "temperature")}
-        | {"trl_differs_from_its_defaults_in": "float32, rollouts of random tokens that are not on the clock"}
-        | {"load_average": {"before": load_before, "after": os.getloadavg()}},
-        "rows": [asdict(row) for row in rows],
-    }
-    publish(record, as_json=as_json, out=out, show=lambda: print_rows(rows, job))
-    return 0
-
-
-def refuse(
-    shape: str,
-    rollouts: int,
-    group_size: int,
-    micro_batch_size: int,
-    tokens: int,
-    ways: Sequence[str],
-    modes: Sequence[str],
-    repeats: int,
-    threads: int,
-) -> None:
-    """Raise for the first setting that leaves nothing to measure."""
-    lookup(SHAPES, shape, kind=f"{CALLER} --shape")
-    counts = {"group-size": group_size - 1, "micro-batch-size": micro_batch_size, "tokens": tokens}
-    for name, value in (counts | {"repeats": repeats, "threads": threads}).items():
-        if value < 1:
-            fail(f"{CALLER} --{name}", f"must be at least {1 + (name == 'group-size')}", value, "Choose more.")
+    """Measure, print a table or JSON, and write the record if requested; options as in `BenchTrl`."""
+    lookup(SHAPES, shape, kind=f"{_CALLER} --shape")
+    require_at_least(_CALLER, group_size=(2, group_size), micro_batch_size=(1, micro_batch_size), tokens=(1, tokens))
+    require_at_least(_CALLER, repeats=(1, repeats), threads=(1, threads))
     for name, size in (("group-size", group_size), ("micro-batch-size", micro_batch_size)):
         if rollouts % size or rollouts < 1:
-            fail(f"{CALLER} --rollouts", f"must be a multiple of --{name} {size}", rollouts, "Choose another number.")
-    for name, asked, known in (("modes", modes, MODES), ("ways", ways, WAYS)):
-        for one in asked or ("",):
-            if one not in known:
-                fail(f"{CALLER} --{name}", f"must be among {', '.join(known)}", repr(one), "Check the spelling.")
+            fail(f"{_CALLER} --rollouts", f"must be a multiple of --{name} {size}", rollouts, "Choose another number.")
+    for name, asked, known in (("modes", modes, _MODES), ("ways", ways, TRL_WAYS)):
+        for choice in asked or ("",):
+            if choice not in known:
+                fail(f"{_CALLER} --{name}", f"must be among {', '.join(known)}", repr(choice), "Check the spelling.")
     if "accumulated" in ways and micro_batch_size == rollouts:
-        fail(f"{CALLER} --micro-batch-size", "must be less than --rollouts to accumulate", rollouts, "Choose less.")
-    if find_spec("trl") is None:
-        fail(CALLER, "trl must be installed", "no such package", "pip install 'scoregram[trl]'")
+        requirement = "must be less than --rollouts to accumulate"
+        fail(f"{_CALLER} --micro-batch-size", requirement, rollouts, "Choose a smaller number.")
+    require_trl(_CALLER)
+    job = TrlJob(shape, rollouts, group_size, micro_batch_size, tokens, repeats)
+    conditions, load_before = comparison_conditions(), os.getloadavg()
+    with torch_threads(threads):
+        rows = [
+            timed_steps(job, way, mode, recomputed) for recomputed in checkpointing for mode in modes for way in ways
+        ]
+    settings = {"bench": "trl", "threads": threads} | asdict(job)
+    settings |= {name: value for name, value in conditions.items() if name not in ("method", "temperature")}
+    settings |= {"trl_differs_from_its_defaults_in": "float32, rollouts of random tokens that are not on the clock"}
+    settings |= {"load_average": {"before": load_before, "after": os.getloadavg()}}
+    return publish_rows(
+        settings,
+        rows,
+        as_json=as_json,
+        out=out,
+        title=f"{shape}: {rollouts} rollouts of {tokens} tokens; accumulated: {micro_batch_size} each",
+        columns=_TABLE,
+        caption="CPU time without generation. Overhead: what a measurement adds, relative to a plain step.",
+    )
 
 
-def timed(job: Job, way: str, mode: str, checkpointing: bool) -> Row:
-    """Train for as many plain and measured steps as asked for, in turns, after two that warm up."""
+def timed_steps(job: TrlJob, way: str, mode: str, checkpointing: bool) -> TrlRow:
+    """Train `repeats` plain and `repeats` measured steps, alternating, after two warmup steps."""
     if way == "idle":
-        return between(job, mode, checkpointing)
+        return timed_idle_steps(job, mode, checkpointing)
     steps: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         size = job.micro_batch_size if way == "accumulated" else job.rollouts
@@ -155,21 +139,22 @@ def timed(job: Job, way: str, mode: str, checkpointing: bool) -> Row:
         attached = attach(trainer, every=2, mode="scores" if mode == "scores" else "loss", fused=way != "beside")
         trainer.train()
     if attached.failures:
-        fail(CALLER, "every measurement must succeed", attached.failures[0], "Please report it.")
+        fail(_CALLER, "every measurement must succeed", attached.failures[0], "This is a bug; please report it.")
     warm = {step: seconds for step, seconds in steps.items() if step > 2}
     plain = tuple(seconds for step, seconds in warm.items() if step % 2)
     compared = {reading.step: int(reading.scalars["check/rollouts"]) for reading in attached.readings}
     expected = 1 if way == "fused" else job.rollouts
     measured = tuple(seconds for step, seconds in warm.items() if compared.get(step) == expected)
     if not measured:
-        fail(CALLER, f"steps must be measured as asked for, {way}", attached.readings, "Please report it.")
+        remedy = "This is a bug; please report it."
+        fail(_CALLER, f"steps must be measured {way}", f"checks of {list(compared.values())} rollouts", remedy)
     error = max(reading.error for reading in attached.readings)
-    return row_of(way, mode, checkpointing, plain, measured, error, tuple(compared.values()))
+    return row_of_times(way, mode, checkpointing, (plain, measured), error, tuple(compared.values()))
 
 
-def between(job: Job, mode: str, checkpointing: bool) -> Row:
-    """Train twice, with nothing attached and with measurements at the first step alone, for the steps after it."""
-    found: dict[bool, tuple[float, ...]] = {}
+def timed_idle_steps(job: TrlJob, mode: str, checkpointing: bool) -> TrlRow:
+    """Train twice, without an attachment and with one that measures the first step alone, and time the later steps."""
+    times: dict[bool, tuple[float, ...]] = {}
     for is_attached in (False, True):
         steps: dict[int, float] = {}
         with tempfile.TemporaryDirectory() as folder:
@@ -177,36 +162,25 @@ def between(job: Job, mode: str, checkpointing: bool) -> Row:
             if is_attached:
                 attach(trainer, every=10**6, mode="scores" if mode == "scores" else "loss")
             trainer.train()
-        found[is_attached] = tuple(seconds for step, seconds in steps.items() if step > 2)
-    return row_of("idle", mode, checkpointing, found[False], found[True], None, ())
+        times[is_attached] = tuple(seconds for step, seconds in steps.items() if step > 2)
+    return row_of_times("idle", mode, checkpointing, (times[False], times[True]))
 
 
-def row_of(
+def row_of_times(
     way: str,
     mode: str,
     checkpointing: bool,
-    plain: tuple[float, ...],
-    measured: tuple[float, ...],
-    error: float | None,
-    compared: tuple[int, ...],
-) -> Row:
-    """Medians, and what they say."""
-    own, whole = statistics.median(plain), statistics.median(measured)
-    return Row(
-        way=way,
-        mode=mode,
-        checkpointing=checkpointing,
-        plain_seconds=own,
-        measured_seconds=whole,
-        overhead=(whole - own) / own,
-        error=error,
-        compared=compared,
-        seconds=(plain, measured),
-    )
+    times: tuple[tuple[float, ...], tuple[float, ...]],
+    error: float | None = None,
+    compared: tuple[int, ...] = (),
+) -> TrlRow:
+    """The row of the times of plain and of measured steps."""
+    plain, measured = (statistics.median(of_kind) for of_kind in times)
+    return TrlRow(way, mode, checkpointing, plain, measured, (measured - plain) / plain, error, compared, times)
 
 
-def trainer_of_random_tokens(job: Job, folder: str, size: int, checkpointing: bool, steps: dict[int, float]) -> Any:
-    """A GRPOTrainer that need not sample, and notes the processor time of every step less that of its generation."""
+def trainer_of_random_tokens(job: TrlJob, folder: str, size: int, checkpointing: bool, steps: dict[int, float]) -> Any:
+    """A GRPOTrainer on random completions that stores the CPU time of every step, without generation, in `steps`."""
     import trl  # pyright: ignore[reportMissingImports]
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from transformers import PrinterCallback, TrainerCallback
@@ -236,46 +210,31 @@ def trainer_of_random_tokens(job: Job, folder: str, size: int, checkpointing: bo
         train_dataset=Dataset.from_dict({"prompt": [f"What is the sum of {a} and {a + 1}?" for a in range(10, 99)]}),
         processing_class=character_tokenizer(4096),
     )
-    vocabulary, inner, apart = int(model.config.vocab_size), trainer._generate_and_score_completions, [0.0]
+    vocabulary, generate, untimed = int(model.config.vocab_size), trainer._generate_and_score_completions, [0.0]
 
-    def not_sampled(prompt_ids: Any, *_: Any, **__: Any) -> Any:
+    def random_completions(prompt_ids: Any, *_: Any, **__: Any) -> Any:
         return [torch.randint(3, vocabulary, (job.tokens,)).tolist() for _ in prompt_ids], None
 
-    def off_the_clock(inputs: Any) -> Any:
+    def generate_untimed(inputs: Any) -> Any:
         start = time.process_time()
-        output = inner(inputs)
-        apart[0] += time.process_time() - start
+        output = generate(inputs)
+        untimed[0] += time.process_time() - start
         return output
 
-    class Watch(TrainerCallback):
+    class StepWatch(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.start, apart[0] = time.process_time(), 0.0
+            self.start, untimed[0] = time.process_time(), 0.0
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            steps[int(state.global_step)] = time.process_time() - self.start - apart[0]
+            steps[int(state.global_step)] = time.process_time() - self.start - untimed[0]
 
-    trainer._generate_single_turn = not_sampled
-    trainer._generate_and_score_completions = off_the_clock
+    trainer._generate_single_turn = random_completions
+    trainer._generate_and_score_completions = generate_untimed
     trainer.remove_callback(PrinterCallback)  # the standard output is for the table, or for JSON alone
-    trainer.add_callback(Watch())
+    trainer.add_callback(StepWatch())
     return trainer
 
 
 def even_sum(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """A reward that half of all random rollouts get."""
+    """A reward that half of all random rollouts receive."""
     return [float(sum(ids) % 2 == 0) for ids in completion_ids]
-
-
-def print_rows(rows: Sequence[Row], job: Job) -> None:
-    """A table for a terminal."""
-    table = Table(
-        title=f"{job.shape}: {job.rollouts} rollouts of {job.tokens} tokens; accumulated: {job.micro_batch_size} each",
-        caption="Processor time without generation. Overhead: what a measurement adds, in units of a plain step.",
-    )
-    for column in ("way", "mode", "recomputed", "plain s", "measured", "overhead", "check"):
-        table.add_column(column, justify="left" if column in ("way", "mode") else "right", no_wrap=True)
-    for row in rows:
-        times = (f"{row.plain_seconds:.3g}", f"{row.measured_seconds:.3g}", f"{row.overhead:.2f}")
-        check = "" if row.error is None else f"{row.error:.1e}"
-        table.add_row(row.way, row.mode, "yes" if row.checkpointing else "no", *times, check)
-    Console().print(table)

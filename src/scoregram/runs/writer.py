@@ -219,12 +219,8 @@ class RunWriter:
         self, step: int, records: Sequence[GroupRecord | BatchRecord | RolloutRecord] = (), *, caller: str
     ) -> None:
         if self._metrics < 0:
-            fail(
-                caller,
-                f"{self.folder} must be open",
-                "a writer that was closed",
-                "Open it again with RunWriter.resume.",
-            )
+            remedy = "Open it again with RunWriter.resume."
+            fail(caller, f"{self.folder} must be open", "a writer that was closed", remedy)
         if not 0 <= step <= disk.LARGEST_STEP:
             fail(caller, f"step must lie in [0, {disk.LARGEST_STEP}]", step, "Count steps from 0 or 1.")
         for record in records:

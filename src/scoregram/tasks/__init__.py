@@ -4,44 +4,21 @@
 lines · `answers` whether two answers are equal · `table` every task by name.
 """
 
-from scoregram.tasks.arithmetic import (
-    arithmetic,
-    careless_solution,
-    careless_teacher,
-    first_wrong_character,
-    number_of_terms,
-    solution,
-)
-from scoregram.tasks.table import TASKS, TaskRow, load_task
-from scoregram.tasks.task import (
-    MAX_NEW_TOKENS,
-    LazyProblems,
-    Problem,
-    RewardFunction,
-    Step,
-    Task,
-    first_error,
-    load_reward,
-    reward_columns,
-)
-
-__all__ = [
-    "MAX_NEW_TOKENS",
-    "TASKS",
-    "LazyProblems",
-    "Problem",
-    "RewardFunction",
-    "Step",
-    "Task",
-    "TaskRow",
-    "arithmetic",
-    "careless_solution",
-    "careless_teacher",
-    "first_error",
-    "first_wrong_character",
-    "load_reward",
-    "load_task",
-    "number_of_terms",
-    "reward_columns",
-    "solution",
-]
+from scoregram.tasks.arithmetic import arithmetic as arithmetic
+from scoregram.tasks.arithmetic import careless_solution as careless_solution
+from scoregram.tasks.arithmetic import careless_teacher as careless_teacher
+from scoregram.tasks.arithmetic import first_wrong_character as first_wrong_character
+from scoregram.tasks.arithmetic import number_of_terms as number_of_terms
+from scoregram.tasks.arithmetic import solution as solution
+from scoregram.tasks.table import TASKS as TASKS
+from scoregram.tasks.table import TaskRow as TaskRow
+from scoregram.tasks.table import load_task as load_task
+from scoregram.tasks.task import MAX_NEW_TOKENS as MAX_NEW_TOKENS
+from scoregram.tasks.task import LazyProblems as LazyProblems
+from scoregram.tasks.task import Problem as Problem
+from scoregram.tasks.task import RewardFunction as RewardFunction
+from scoregram.tasks.task import Step as Step
+from scoregram.tasks.task import Task as Task
+from scoregram.tasks.task import first_error as first_error
+from scoregram.tasks.task import load_reward as load_reward
+from scoregram.tasks.task import reward_columns as reward_columns

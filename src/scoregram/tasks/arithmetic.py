@@ -24,7 +24,7 @@ FIRST_TERMS = range(10, 50)
 LATER_TERMS = range(1, 10)
 _TRAIN_PROBLEMS, _TEST_PROBLEMS = 8192, 512
 SPARE_TOKENS = 2
-"""Tokens beyond the longest right solution, so that a policy that fails to stop can be told from one that stops."""
+"""Tokens beyond the longest right solution, so that it shows if a policy fails to stop."""
 CARRYING = tuple((units, term) for units in range(10) for term in LATER_TERMS if units + term >= 10)
 """Pairs of last digit and term whose sum carries: half of all pairs."""
 

@@ -1,1 +1,0 @@
-from .commands import Bench as Bench
