@@ -13,7 +13,7 @@ from scoregram.policy.config import SamplingConfig
 from scoregram.policy.draw import truncation
 from scoregram.policy.log_probs import completion_logits
 from scoregram.policy.modes import evaluating
-from scoregram.policy.rollouts import Rollouts
+from scoregram.rollouts import Rollouts
 
 
 class BiasedSamplingWarning(UserWarning):
