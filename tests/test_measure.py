@@ -219,6 +219,24 @@ def test_advantages_of_single_tokens_are_kept(model, tmp_path):
     assert kept[0].advantages.tolist() == [0.0, 0.0, 1.0, 3.0]
 
 
+def test_what_one_rollout_of_a_group_lacks_others_keep(model, tmp_path):
+    tokens = {"token_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1], "step": 1}
+    full = tokens | {"inference_logprobs": [0.0, 0.0, -1.0, -2.0], "advantages": [0.0, 0.0, 1.0, 3.0]}
+    bare = tokens | {"inference_logprobs": None, "advantages": [0.0, 0.0, 0.5, 0.5]}
+    run, _, _ = measured(model, lines(tmp_path / "rank_0.jsonl", [full, bare]), tmp_path / "out")
+    one, other = run.rollouts()
+    assert one.behaviour_log_probs is not None and one.behaviour_log_probs.tolist() == [0.0, 0.0, -1.0, -2.0]
+    assert one.advantages is not None and one.advantages.tolist() == [0.0, 0.0, 1.0, 3.0] and one.advantage is None
+    assert other.behaviour_log_probs is None and other.advantages is None and other.advantage == 0.5
+
+
+def test_the_number_of_threads_is_restored(model, tmp_path):
+    path = lines(tmp_path / "x.jsonl", text_lines(("a", "1", 1.0), ("a", "2", 0.0)))
+    before = torch.get_num_threads()
+    measured(model, path, tmp_path / "out", threads=before + 1)
+    assert torch.get_num_threads() == before
+
+
 def test_log_probabilities_are_compared_where_the_policy_chose(model, tmp_path):
     record = {"prompt_ids": [5, 6], "completion_ids": [7, 8, 9], "completion_mask": [1, 0, 1], "log_probs": [0.0] * 3}
     run, _, _ = measured(model, lines(tmp_path / "a.jsonl", [record] * 2), tmp_path / "a")

@@ -89,7 +89,7 @@ def measure_share(config: MeasureConfig, processes: Processes, console: Console 
         runs: list[PagedRun] = []  # one in the first process, none in others
 
         def open_paged_run() -> Mapping[int, set[int]]:
-            writer = folder.enter_context(open_writer(config, dump.name, temperature))
+            writer = folder.enter_context(open_run_writer(config, dump.name, temperature))
             runs.append(folder.enter_context(PagedRun(writer)))
             return runs[0].groups_written
 
@@ -208,7 +208,7 @@ def first_group(groups: Iterator[DumpedGroup], dump: Dump) -> DumpedGroup:
     return first
 
 
-def open_writer(config: MeasureConfig, format_name: str, temperature: float) -> RunWriter:
+def open_run_writer(config: MeasureConfig, format_name: str, temperature: float) -> RunWriter:
     """The writer of the run folder, new or resumed."""
     require_space(config.out, 100 << 20)
     record = config.record(format_name, temperature)
