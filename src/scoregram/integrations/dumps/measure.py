@@ -96,12 +96,13 @@ def measure_share(config: MeasureConfig, processes: Processes, console: Console 
         held, stopped = processes.from_first(open_paged_run), False
         together = pass_groups(chain([first], groups), whole_steps=config.between_prompts)
         passes = planned_passes(together, held, policy, config, bar, counts)
-        for round_of_passes in rounds(passes, processes.count):
-            share = partial(measure_round, round_of_passes, measurer, config, processes)
+        for current_round in rounds(passes, processes.count):
+            share = partial(measure_round, current_round, measurer, config, processes)
             shares = iter(processes.gather(share, only_first=True))
-            for one in round_of_passes if runs else ():
-                runs[0].begin_step(one.step)
-                records = next(shares) if one.groups else None
+            # shares arrive in the order of ranks, which is the order of the passes that have groups
+            for planned in current_round if runs else ():
+                runs[0].begin_step(planned.step)
+                records = next(shares) if planned.groups else None
                 if records is not None:
                     runs[0].add(records)
                     for group in records.groups:
