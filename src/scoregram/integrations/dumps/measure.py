@@ -94,8 +94,8 @@ def measure_share(config: MeasureConfig, processes: Processes, console: Console 
             return runs[0].groups_written
 
         held, stopped = processes.from_first(open_paged_run), False
-        together = pass_groups(chain([first], groups), whole_steps=config.between_prompts)
-        passes = planned_passes(together, held, policy, config, bar, counts)
+        group_lists = pass_groups(chain([first], groups), whole_steps=config.between_prompts)
+        passes = planned_passes(group_lists, held, policy, config, bar, counts)
         for current_round in rounds(passes, processes.count):
             share = partial(measure_round, current_round, measurer, config, processes)
             shares = iter(processes.gather(share, only_first=True))
@@ -225,13 +225,13 @@ def pass_groups(groups: Iterable[DumpedGroup], *, whole_steps: bool) -> Iterator
     """Groups that are measured in one pass: each alone, or all of one step and kind."""
     if whole_steps:
         by_step = groupby(groups, key=lambda group: (group.step, group.rollouts[0].kind))
-        yield from (list(together) for _, together in by_step)
+        yield from (list(step_groups) for _, step_groups in by_step)
     else:
         yield from ([group] for group in groups)
 
 
 def planned_passes(
-    together: Iterable[list[DumpedGroup]],
+    group_lists: Iterable[list[DumpedGroup]],
     held: Mapping[int, set[int]],
     policy: Policy,
     config: MeasureConfig,
@@ -241,14 +241,14 @@ def planned_passes(
     """Passes in the order of the dump, without groups that the run holds or that cannot be measured, up to the limit.
 
     Args:
-        together: Groups of each pass.
+        group_lists: The groups of each pass.
         held: Step → positions of the groups that the run holds.
         policy: Its tokenizer encodes text.
         config: The settings.
         bar: Notes are printed above it.
         counts: Updated as groups are read.
     """
-    for groups in together:
+    for groups in group_lists:
         new = [group for group in groups if group.position not in held.get(group.step, ())]
         measurable = [one for group in new if (one := measurable_group(group, policy, config, bar)) is not None]
         rollouts = sum(len(one.rollouts) for one in measurable)

@@ -294,16 +294,12 @@ class GroupMeasurer:
         )
 
     def _gram(self, rollouts: Rollouts, first: DumpedRollout) -> Gram:
-        here = rollouts.to(next(self.policy.model.parameters()).device)
+        device = next(self.policy.model.parameters()).device
+        batch = (rollouts.input_ids, rollouts.completion_mask, rollouts.attention_mask)
+        ids, mask, attention = (tensor.to(device) for tensor in batch)
         try:
             with self.policy.computing():
-                return measure_gram(
-                    self.policy.model,
-                    here.input_ids,
-                    here.completion_mask,
-                    here.attention_mask,
-                    temperature=self.temperature,
-                )
+                return measure_gram(self.policy.model, ids, mask, attention, temperature=self.temperature)
         except torch.OutOfMemoryError:
             got = f"{rollouts.count} rollouts of up to {rollouts.input_ids.shape[1]} tokens"
             remedy = "Pass --group-size-limit, omit --between-prompts, or use a narrower --dtype."
