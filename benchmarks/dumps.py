@@ -71,12 +71,12 @@ def write(path: Path, name: str, size: float, shuffled: bool) -> int:
 
 def read(path: Path, window: int) -> dict[str, float]:
     """Read and group a dump in this process; returns counts, memory and time."""
-    from scoregram.integrations.dumps.grouping import grouped
+    from scoregram.integrations.dumps.grouping import rollout_groups
     from scoregram.integrations.dumps.stream import open_dump
 
     dump = open_dump(path)
     before, start = peak(), time.perf_counter()
-    groups = [len(group.rollouts) for group in grouped(dump, adjacent=dump.format.adjacent, window=window)]
+    groups = [len(group.rollouts) for group in rollout_groups(dump, adjacent=dump.format.adjacent, window=window)]
     seconds = time.perf_counter() - start
     return {"groups": len(groups), "rollouts": sum(groups), "before": before, "peak": peak(), "seconds": seconds}
 

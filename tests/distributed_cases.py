@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from scoregram.checks import ScoregramError
 from scoregram.gram import backward_with_gram, measure_gram
 from scoregram.integrations.dumps.config import MeasureConfig
-from scoregram.integrations.dumps.loop import measure
+from scoregram.integrations.dumps.measure import measure
 from tests.cases import ARCHITECTURES, Rollouts, rollouts
 
 PROCESSES = 2

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scoregram.gram import measure_gram
 from scoregram.integrations.dumps.config import MeasureConfig
-from scoregram.integrations.dumps.loop import measure
+from scoregram.integrations.dumps.measure import measure
 from scoregram.runs import open_run
 from tests.distributed_cases import (
     OTHERS,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from scoregram.integrations.dumps.formats import FORMATS
 from scoregram.integrations.dumps.stream import open_dump
-from scoregram.integrations.dumps.table import FORMATS
 from tests.dump_cases import ids
 
 DOCS = (Path(__file__).parents[1] / "docs" / "dumps.md").read_text()

@@ -16,17 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scoregram.checks import ScoregramError
-from scoregram.integrations.dumps.grouping import group_key, grouped
-from scoregram.integrations.dumps.record import DumpedRollout, Where
+from scoregram.integrations.dumps.formats import FORMATS
+from scoregram.integrations.dumps.grouping import group_key, rollout_groups
+from scoregram.integrations.dumps.records import DumpedRollout, Location
 from scoregram.integrations.dumps.stream import open_dump
-from scoregram.integrations.dumps.table import FORMATS
 from tests.dump_cases import RECORDS, ROLLOUTS, STEP, WRITERS, ids, lines, log_probs, slime_sample
 
 NAMES = sorted(FORMATS)
 
 
 def parsed(name: str, record: dict[str, Any]) -> Any:
-    (rollout,) = FORMATS[name].parse(record, Where(Path("step_3/x.jsonl"), 1))
+    (rollout,) = FORMATS[name].parse(record, Location(Path("step_3/x.jsonl"), 1))
     return rollout
 
 
@@ -73,7 +73,7 @@ def test_claims_of_the_table(name, tmp_path):
     assert all(rollout.has_tokens == row.token_ids for rollout in rollouts)
     places = [place for place, _ in sorted(enumerate(rollouts), key=lambda pair: by_text(rollouts).index(pair[1]))]
     assert not row.adjacent or [place // 2 for place in places] == [0, 0, 1, 1]
-    groups = list(grouped(dump, adjacent=row.adjacent, window=1 << 20))
+    groups = list(rollout_groups(dump, adjacent=row.adjacent, window=1 << 20))
     assert [len(group.rollouts) for group in groups] == [2, 2]
     assert not any(group.late for group in groups)
 
@@ -243,7 +243,7 @@ def test_whatever_stands_in_a_record_it_is_read_or_refused(data, name, value):
         holder = holder[key]
     holder[last] = value
     try:
-        rollouts = list(FORMATS[name].parse(record, Where(Path("x.jsonl"), 1)))
+        rollouts = list(FORMATS[name].parse(record, Location(Path("x.jsonl"), 1)))
     except ScoregramError as error:
         refusal = str(error)
         assert refusal.startswith("x.jsonl line 1: ") and refusal.endswith("Repair or remove this record.")
@@ -312,7 +312,7 @@ def test_slime_rewards_in_parts_and_samples_that_were_removed():
 def test_verl_without_a_uid_groups_by_its_prompt(tmp_path):
     records = [{"input": one["prompt"], "output": one["completion"], "score": one["reward"]} for one in ROLLOUTS]
     path = lines(tmp_path / "12.jsonl", [records[i] for i in (0, 2, 1, 3)])
-    groups = list(grouped(open_dump(path), adjacent=False, window=1 << 20))
+    groups = list(rollout_groups(open_dump(path), adjacent=False, window=1 << 20))
     assert [[rollout.reward for rollout in group.rollouts] for group in groups] == [[1.0, 0.0], [1.0, 0.5]]
     assert {group.step for group in groups} == {12}
 
@@ -322,7 +322,7 @@ def test_verifiers_paths_agents_and_traces_alone():
     (trace,) = record["traces"]
     branched = trace | {"nodes": [*trace["nodes"], trace["nodes"][1] | {"logprobs": [], "finish_reason": "length"}]}
     frozen = trace | {"agent": {"name": "judge", "trainable": False}}
-    where = Where(Path("step_9/traces.jsonl"), 4)
+    where = Location(Path("step_9/traces.jsonl"), 4)
     found = list(FORMATS["verifiers"].parse(record | {"traces": [branched, frozen]}, where))
     assert [rollout.log_probs is None for rollout in found] == [False, True]
     assert [rollout.finished for rollout in found] == [True, False]
@@ -339,7 +339,7 @@ def test_verifiers_paths_agents_and_traces_alone():
 def test_verifiers_without_tokens_is_text_or_refused():
     (trace,) = RECORDS["verifiers"](0, ROLLOUTS[0])["traces"]
     bare = [{key: node[key] for key in node if key in ("parent", "message", "sampled")} for node in trace["nodes"]]
-    where = Where(Path("traces.jsonl"), 1)
+    where = Location(Path("traces.jsonl"), 1)
     rollout = parsed("verifiers", trace | {"nodes": bare})
     assert not rollout.has_tokens and rollout.completion == "2" and rollout.prompt[0]["content"] == "1+1="
     twice = [*bare, {"parent": 1, "message": {"role": "assistant", "content": "x"}, "sampled": True}]

@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from scoregram.integrations.dumps.grouping import (
     DumpedGroup,
     group_key,
-    grouped,
     prompt_digest,
     rank_of_group,
-    without_repeats,
+    rollout_groups,
+    without_repeated_groups,
 )
-from scoregram.integrations.dumps.record import DumpedRollout, Where
+from scoregram.integrations.dumps.records import DumpedRollout, Location
 
 WIDE = 1 << 40
 
 
 def rollout(prompt: str = "a", *, step: int | None = 0, line: int = 1, **fields) -> DumpedRollout:
-    return DumpedRollout(where=Where(Path("x"), line), step=step, prompt=prompt, completion=str(line), **fields)
+    return DumpedRollout(location=Location(Path("x"), line), step=step, prompt=prompt, completion=str(line), **fields)
 
 
 def stream(prompts: str, step: int = 0) -> list[DumpedRollout]:
@@ -39,9 +39,9 @@ def test_with_room_for_a_step_groups_are_those_of_a_dictionary(pairs):
     rollouts = [rollout(prompt, step=step, line=line) for line, (step, prompt) in enumerate(pairs)]
     expected = defaultdict(list)
     for one in rollouts:
-        expected[one.step, one.prompt].append(one.where.line)
-    found = list(grouped(rollouts, adjacent=False, window=WIDE))
-    made = {(g.step, g.rollouts[0].prompt): [one.where.line for one in g.rollouts] for g in found}
+        expected[one.step, one.prompt].append(one.location.line)
+    found = list(rollout_groups(rollouts, adjacent=False, window=WIDE))
+    made = {(g.step, g.rollouts[0].prompt): [one.location.line for one in g.rollouts] for g in found}
     assert made == expected and len(found) == len(expected)
     assert [group.number for group in found] == list(range(len(found)))
     assert not any(group.late for group in found)
@@ -62,10 +62,10 @@ def test_nothing_is_lost_and_little_is_held_whatever_the_window(prompts, window)
             yield one
 
     found = []
-    for group in grouped(counted(), adjacent=False, window=window):
+    for group in rollout_groups(counted(), adjacent=False, window=window):
         held -= len(group.rollouts)
         found.append(group)
-    assert sorted(one.where.line for group in found for one in group.rollouts) == list(range(1, len(prompts) + 1))
+    assert sorted(one.location.line for group in found for one in group.rollouts) == list(range(1, len(prompts) + 1))
     largest = max((prompts.count(prompt) for prompt in prompts), default=0)
     assert most <= window // one_size + largest + 1
     seen = set()
@@ -75,27 +75,27 @@ def test_nothing_is_lost_and_little_is_held_whatever_the_window(prompts, window)
 
 
 def test_adjacent_groups_end_where_another_begins():
-    found = list(grouped(stream("aabba"), adjacent=True, window=WIDE))
+    found = list(rollout_groups(stream("aabba"), adjacent=True, window=WIDE))
     assert written(found) == ["aa", "bb", "a"]
     assert [group.late for group in found] == [False, False, True]
 
 
 @pytest.mark.parametrize("adjacent", [False, True])
 def test_a_known_size_closes_groups_and_tells_two_of_one_prompt_apart(adjacent):
-    found = list(grouped(stream("aaaabba"), adjacent=adjacent, window=WIDE, size=2))
+    found = list(rollout_groups(stream("aaaabba"), adjacent=adjacent, window=WIDE, size=2))
     assert written(found) == ["aa", "aa", "bb", "a"] and not any(group.late for group in found)
-    scattered = list(grouped(stream("abab"), adjacent=False, window=WIDE, size=2))
+    scattered = list(rollout_groups(stream("abab"), adjacent=False, window=WIDE, size=2))
     assert written(scattered) == ["aa", "bb"]
 
 
 def test_a_step_that_comes_back_is_late_and_goes_on_counting():
-    found = list(grouped([*stream("a", 1), *stream("b", 2), *stream("c", 1)], adjacent=False, window=WIDE))
+    found = list(rollout_groups([*stream("a", 1), *stream("b", 2), *stream("c", 1)], adjacent=False, window=WIDE))
     assert [(g.step, g.position, g.late) for g in found] == [(1, 0, False), (2, 0, False), (1, 1, True)]
 
 
 def test_the_group_that_waited_longest_is_closed_first():
     window = 2 * rollout().size + 10
-    assert written(list(grouped(stream("abacad"), adjacent=False, window=window))) == ["b", "c", "aaa", "d"]
+    assert written(list(rollout_groups(stream("abacad"), adjacent=False, window=window))) == ["b", "c", "aaa", "d"]
 
 
 def test_a_name_comes_before_the_prompt_and_tokens_before_text():
@@ -110,12 +110,13 @@ def test_a_name_comes_before_the_prompt_and_tokens_before_text():
 def test_rollouts_written_again_under_the_next_step_are_dropped():
     def step(number: int, completions: str, reward: float = 1.0) -> DumpedGroup:
         rollouts = [
-            DumpedRollout(where=Where(Path("x"), 1), prompt="p", completion=text, reward=reward) for text in completions
+            DumpedRollout(location=Location(Path("x"), 1), prompt="p", completion=text, reward=reward)
+            for text in completions
         ]
         return DumpedGroup(number, number, 0, tuple(rollouts))
 
     steps = [step(1, "ab"), step(2, "ab"), step(3, "ab"), step(4, "ac"), step(5, "ab"), step(6, "ab", 0.0)]
-    assert [group.step for group in without_repeats(steps)] == [1, 4, 5, 6]
+    assert [group.step for group in without_repeated_groups(steps)] == [1, 4, 5, 6]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])

@@ -11,7 +11,7 @@ import torch
 
 from scoregram.errors import ScoregramError
 from scoregram.integrations import skyrl
-from scoregram.integrations.labelled_groups import SERVED, token_advantages
+from scoregram.integrations.registries import SERVED, labelled_advantages
 
 ARGUMENTS = {"values": None, "grpo_norm_by_std": True, "gamma": 1.0, "lambd": 1.0, "config": None}
 """What SkyRL passes besides."""
@@ -24,7 +24,7 @@ def test_called_as_skyrl_calls_it(name):
     found, returns = skyrl.REGISTERED[f"scoregram-{name}"](
         token_level_rewards=rewards, response_mask=mask, index=labels, **ARGUMENTS
     )
-    assert torch.equal(found, token_advantages(name, rewards, mask, labels)) and torch.equal(found, returns)
+    assert torch.equal(found, labelled_advantages(name, rewards, mask, labels)) and torch.equal(found, returns)
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -47,7 +47,7 @@ def test_only_the_names_that_skyrl_gives_are_padding(names, count):
 
 
 def test_without_uids_is_refused():
-    with pytest.raises(ScoregramError, match="every rollout needs the name of its group"):
+    with pytest.raises(ScoregramError, match="every rollout needs a group label"):
         skyrl.REGISTERED["scoregram-rloo"](torch.zeros(2, 1), torch.ones(2, 1))
 
 

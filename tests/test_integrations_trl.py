@@ -314,8 +314,8 @@ def test_the_summary_tells_first_last_and_mean(tmp_path):
 
 
 def test_rollouts_that_were_recorded_give_the_same_gram_when_measured_offline(tmp_path):
+    from scoregram.integrations import measure
     from scoregram.integrations.dumps.config import MeasureConfig
-    from scoregram.integrations.dumps.loop import measure
     from scoregram.policy import character_tokenizer
 
     trained(trainer_for("GRPO", tmp_path, max_steps=1), out=tmp_path / "run")

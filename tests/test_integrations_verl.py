@@ -24,7 +24,7 @@ from torch import Tensor
 from scoregram.advantages import ESTIMATORS
 from scoregram.errors import NotFiniteError, ScoregramError
 from scoregram.integrations import verl
-from scoregram.integrations.labelled_groups import SERVED, token_advantages
+from scoregram.integrations.registries import SERVED, labelled_advantages
 
 WITHIN_GROUPS = [name for name in SERVED if not ESTIMATORS[name].couples_prompts]
 OVER_BATCH = [name for name in SERVED if ESTIMATORS[name].couples_prompts]
@@ -91,14 +91,14 @@ def test_whitening_spans_the_batch(name, seed):
         several = labels != "alone"
         means = torch.stack([values[torch.from_numpy(labels == label)].mean() for label in labels])
         expected[several] = whitened_by_token((values - means)[several], counts[several])
-    torch.testing.assert_close(token_advantages(name, rewards, mask, labels), expected[:, None] * mask)
+    torch.testing.assert_close(labelled_advantages(name, rewards, mask, labels), expected[:, None] * mask)
 
 
 @pytest.mark.parametrize("name", [name for name in WITHIN_GROUPS if ESTIMATORS[name].min_group > 1])
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1e6])
 def test_dead_groups_and_groups_of_one_give_exact_zeros(name, reward):
     rewards = torch.full((4, 1), reward)
-    assert token_advantages(name, rewards, torch.ones(4, 1), ["a", "a", "b", "a"]).count_nonzero() == 0
+    assert labelled_advantages(name, rewards, torch.ones(4, 1), ["a", "a", "b", "a"]).count_nonzero() == 0
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -108,7 +108,7 @@ def test_dtype_shape_and_inputs_are_kept(name, dtype, mask_dtype):
     rewards = torch.tensor([[0.0, 1.0], [0.5, 0.0], [0.25, 0.0]], dtype=dtype)
     mask = torch.tensor([[1, 1], [1, 0], [1, 1]]).to(mask_dtype)
     before = rewards.clone()
-    found = token_advantages(name, rewards, mask, ["a", "a", "a"])
+    found = labelled_advantages(name, rewards, mask, ["a", "a", "a"])
     assert found.dtype == dtype and found.device == rewards.device and found.shape == rewards.shape
     assert found[1, 1] == 0 and torch.equal(rewards, before)
 
@@ -116,12 +116,12 @@ def test_dtype_shape_and_inputs_are_kept(name, dtype, mask_dtype):
 @pytest.mark.gpu
 def test_device_is_kept():
     rewards = torch.tensor([[0.0, 1.0], [0.5, 0.0]], device="cuda")
-    assert token_advantages("opo", rewards, torch.ones_like(rewards), ["a", "a"]).device == rewards.device
+    assert labelled_advantages("opo", rewards, torch.ones_like(rewards), ["a", "a"]).device == rewards.device
 
 
 def test_rollouts_left_out_count_nowhere():
     rewards, mask = torch.tensor([[1.0], [0.0], [9.0]]), torch.ones(3, 1)
-    found = token_advantages("mean", rewards, mask, ["a", "a", "a"], left_out=1)
+    found = labelled_advantages("mean", rewards, mask, ["a", "a", "a"], left_out=1)
     assert found.flatten().tolist() == [0.5, -0.5, 0.0]
 
 
@@ -129,8 +129,8 @@ def test_rollouts_left_out_count_nowhere():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"index": None}, "every rollout needs the name of its group"),
-        ({"index": ["a"]}, "there must be 2 names of groups"),
+        ({"index": None}, "every rollout needs a group label"),
+        ({"index": ["a"]}, "there must be 2 group labels"),
         ({"response_mask": torch.ones(2, 3)}, "response_mask must have the shape"),
     ],
 )
@@ -146,7 +146,7 @@ def test_what_cannot_be_used_is_refused(change, message):
 
 def test_a_reward_that_is_not_finite_is_refused():
     with pytest.raises(NotFiniteError):
-        token_advantages("rloo", torch.tensor([[float("nan")], [1.0]]), torch.ones(2, 1), ["a", "a"])
+        labelled_advantages("rloo", torch.tensor([[float("nan")], [1.0]]), torch.ones(2, 1), ["a", "a"])
 
 
 def test_verl_is_told_where_to_look():

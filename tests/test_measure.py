@@ -20,14 +20,15 @@ from scoregram.training.readings import over_groups, reward_reading, step_readin
 from scoregram import cli
 from scoregram.advantages import leave_one_out, mean_centered
 from scoregram.checks import ScoregramError
-from scoregram.gram import measure_gram
+from scoregram.gram import Gram, measure_gram
 from scoregram.integrations.dumps import writing
 from scoregram.integrations.dumps.config import MeasureConfig
-from scoregram.integrations.dumps.loop import MeasuredDump, measure
-from scoregram.integrations.dumps.table import FORMATS
-from scoregram.integrations.dumps.tally import Tally
+from scoregram.integrations.dumps.formats import FORMATS
+from scoregram.integrations.dumps.measure import MeasuredDump, measure
 from scoregram.policy import BiasedSamplingWarning, load_policy
 from scoregram.policy.tiny import CONTEXT
+from scoregram.reading import Step, StepTally, mean_over_groups, read_step, reward_scalars, whole_gram_scalars
+from scoregram.rollouts import Rollouts
 from scoregram.runs import Run, open_run
 from scoregram.training.loop import StopRequest, train
 from tests.dump_cases import ROLLOUTS, WRITERS, lines, plain_record
@@ -56,7 +57,7 @@ def trained(model, tmp_path_factory) -> Run:
 @pytest.fixture(autouse=True)
 def loaded_once(monkeypatch):
     """Loading is not what these tests are about, and measuring leaves a policy as it was."""
-    monkeypatch.setattr("scoregram.integrations.dumps.loop.load_policy", LOADED)
+    monkeypatch.setattr("scoregram.integrations.dumps.measure.load_policy", LOADED)
 
 
 def measured(model: Path, dump: Path, out: Path, **changes: Any) -> tuple[Run, MeasuredDump, str]:
@@ -140,12 +141,15 @@ def test_every_format_gives_the_gram_of_the_scores(name, model, tmp_path):
         torch.testing.assert_close(group.gram, truth, rtol=1e-4, atol=1e-4 * float(truth.max()))
         told = [one["advantage"] for one in ROLLOUTS if one["prompt"] == group.prompt]
         assert group.advantages.tolist() == told  # of the dump; where it has none, of the paper, which are the same
-    assert ("approximate: 100.0% of the rollouts were tokenised again; 100.0%" in said) != FORMATS[name].token_ids
+    assert ("approximate: 100.0% of the rollouts are text that was tokenised again; 100.0%" in said) != FORMATS[
+        name
+    ].token_ids
     (line,) = run.metrics()
     assert line["step"] == 7 and line["reward"] == 0.625 and line["groups"] == line["live_groups"] == 2
     assert line["dump/exact"] == float(FORMATS[name].token_ids)
     assert ("dump/log_prob_gap" in line) == FORMATS[name].token_ids
-    assert ("is this the policy that drew them?" in said) == FORMATS[name].token_ids  # invented log-probabilities
+    # the log-probabilities of the examples are invented
+    assert ("--model may not be the policy that sampled these rollouts" in said) == FORMATS[name].token_ids
 
 
 @pytest.mark.parametrize(("estimator", "fn"), [("mean", mean_centered), ("rloo", leave_one_out)])
@@ -173,7 +177,7 @@ def test_groups_of_any_size_missing_rewards_and_empty_completions(model, tmp_pat
     (line,) = run.metrics()
     assert line["dump/without_reward"] == 2 and line["dump/groups_of_one"] == 2 and line["groups"] == 3
     assert line["reward"] == pytest.approx(2 / 3) and line["live_groups"] == 1
-    assert "2 rollouts have no reward" in said and "2 groups of one" in said
+    assert "rollouts without a reward: 2" in said and "groups of one rollout: 2" in said
     assert done.left_out == 0
 
 
@@ -193,7 +197,7 @@ def test_text_that_does_not_come_back_counts_against_the_round_trip(model, tmp_p
     run, _, said = measured(model, lines(tmp_path / "x.jsonl", [*rows, rows[1] | {"tokens": 3}]), tmp_path / "out")
     (line,) = run.metrics()
     assert line["dump/round_trip"] == pytest.approx(2 / 3) and line["dump/count_agreement"] == pytest.approx(2 / 3)
-    assert "66.7% of these decode to their text" in said and "token counts agree for 66.7%" in said
+    assert "66.7% of these decode to the same text" in said and "match the tokenizer: 66.7%" in said
 
 
 def test_the_end_token_is_added_only_when_asked_for(model, tmp_path):
@@ -213,6 +217,24 @@ def test_advantages_of_single_tokens_are_kept(model, tmp_path):
     assert next(run.rollouts()).advantage is None
     kept: list[Any] = list(run.rollouts())
     assert kept[0].advantages.tolist() == [0.0, 0.0, 1.0, 3.0]
+
+
+def test_what_one_rollout_of_a_group_lacks_others_keep(model, tmp_path):
+    tokens = {"token_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1], "step": 1}
+    full = tokens | {"inference_logprobs": [0.0, 0.0, -1.0, -2.0], "advantages": [0.0, 0.0, 1.0, 3.0]}
+    bare = tokens | {"inference_logprobs": None, "advantages": [0.0, 0.0, 0.5, 0.5]}
+    run, _, _ = measured(model, lines(tmp_path / "rank_0.jsonl", [full, bare]), tmp_path / "out")
+    one, other = run.rollouts()
+    assert one.behaviour_log_probs is not None and one.behaviour_log_probs.tolist() == [0.0, 0.0, -1.0, -2.0]
+    assert one.advantages is not None and one.advantages.tolist() == [0.0, 0.0, 1.0, 3.0] and one.advantage is None
+    assert other.behaviour_log_probs is None and other.advantages is None and other.advantage == 0.5
+
+
+def test_the_number_of_threads_is_restored(model, tmp_path):
+    path = lines(tmp_path / "x.jsonl", text_lines(("a", "1", 1.0), ("a", "2", 0.0)))
+    before = torch.get_num_threads()
+    measured(model, path, tmp_path / "out", threads=before + 1)
+    assert torch.get_num_threads() == before
 
 
 def test_log_probabilities_are_compared_where_the_policy_chose(model, tmp_path):
@@ -243,9 +265,11 @@ def test_a_batch_that_is_written_again_under_the_next_step(name, model, tmp_path
 
 def test_a_request_to_stop_ends_after_a_group_and_can_be_resumed(model, trained, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("scoregram.integrations.dumps.loop.stop_requests", lambda: nullcontext(StopRequest(asked=True)))
+        patch.setattr(
+            "scoregram.integrations.dumps.measure.stop_requests", lambda: nullcontext(StopRequest(asked=True))
+        )
         run, done, said = measured(model, trained.folder, tmp_path / "out")
-    assert done.interrupted and done.groups == 1 and "go on with --resume" in said
+    assert done.interrupted and done.groups == 1 and "continue with --resume" in said
     assert len(list(run.groups())) == 1 and run.metrics() == []
     run, done, _ = measured(model, trained.folder, tmp_path / "out", resume=True)
     assert (done.groups, done.held) == (5, 1) and [line["groups"] for line in run.metrics()] == [3, 3]
@@ -278,7 +302,7 @@ def test_a_run_that_was_cut_short_goes_on_to_the_same_run(model, trained, tmp_pa
         assert len(list(run.rollouts())) == 24
         assert [set(line) for line in run.metrics()] == [set(line) for line in whole.metrics()]
         assert run.metrics()[1] == pytest.approx(whole.metrics()[1], nan_ok=True)
-    assert "were there" in said
+    assert "groups already in the run:" in said
 
 
 def test_an_error_in_the_middle_keeps_what_was_measured(model, tmp_path):
@@ -307,7 +331,7 @@ def test_only_so_many_groups_and_rollouts(model, trained, tmp_path):
     assert done.groups == 2 and [len(group.rewards) for group in run.groups()] == [3, 3]
     run, done, said = measured(model, trained.folder, tmp_path / "out", group_size_limit=3, resume=True)
     assert (done.groups, done.held) == (4, 2) and len(list(run.groups())) == 6
-    assert "1 steps have groups that their line in the metrics does not tell of" in said
+    assert "steps whose line in metrics.jsonl lacks groups: 1" in said
 
 
 def test_another_setting_is_not_a_resumption(model, trained, tmp_path):
@@ -322,7 +346,7 @@ def test_steps_out_of_order_are_measured_and_said(model, tmp_path):
     rows = [row for step in (3, 5, 3) for row in text_lines(("a", "1", 1.0), ("a", "2", 0.0), step=step)]
     run, done, said = measured(model, lines(tmp_path / "x.jsonl", rows), tmp_path / "out")
     assert done.groups == 3 and [line["step"] for line in run.metrics()] == [3, 5]
-    assert "1 groups came late" in said and "1 steps have groups that their line" in said
+    assert "groups that arrived late: 1" in said and "steps whose line in metrics.jsonl lacks groups: 1" in said
 
 
 @pytest.mark.parametrize(
@@ -367,24 +391,41 @@ def test_a_dump_in_which_nothing_can_be_read(model, tmp_path):
 
 def test_the_tally_of_a_step_is_what_the_trainer_would_log(trained):
     groups = list(trained.groups([1]))
-    tally = Tally()
+    tally = StepTally()
     for group in groups:
         tally.add(group)
     found = tally.scalars()
-    rewards, advantages = (torch.stack([getattr(g, name) for g in groups]) for name in ("rewards", "advantages"))
-    expected = over_groups([group.statistics for group in groups]) | reward_reading(rewards, advantages)
-    whole = torch.block_diag(*[group.gram for group in groups if group.gram is not None])
-    steps = step_reading(whole, advantages.flatten() / 12, rewards)
-    expected |= {name: steps[name] for name in ("gram/score_norm", "gram/baseline_saving")}
+    step = step_of(groups)
+    assert step.gram is not None
+    expected = mean_over_groups([group.statistics for group in groups]) | reward_scalars(step)
+    read = read_step(step).scalars
+    expected |= {name: read[name] for name in ("gram/score_norm", "gram/baseline_saving")}
     assert {name: found[name] for name in expected} == pytest.approx(expected, nan_ok=True)
-    assert not whole_reading(whole, advantages.flatten(), rewards).keys() & found.keys()
+    assert not whole_gram_scalars(step.gram.matrix, step.weights, step.rollouts).keys() & found.keys()
+
+
+def step_of(groups: list[Any]) -> Step:
+    """Recorded groups as a step with zeros between prompts."""
+    rewards, advantages = (torch.cat([getattr(g, name) for g in groups]) for name in ("rewards", "advantages"))
+    ids = torch.zeros(len(rewards), 2, dtype=torch.int64)
+    rollouts = Rollouts(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids, dtype=torch.bool),
+        completion_mask=torch.tensor([False, True]).expand_as(ids),
+        prompt_lengths=torch.ones(len(rewards), dtype=torch.int64),
+        group_ids=torch.arange(len(groups)).repeat_interleave(len(groups[0].rewards)),
+        rewards=rewards,
+    )
+    matrix = torch.block_diag(*[group.gram for group in groups])
+    gram = Gram(matrix=matrix, by_layer={}, log_probs=torch.zeros(ids.shape), replayed=())
+    return Step(number=1, rollouts=rollouts, advantages=advantages, weights=advantages / len(rewards), gram=gram)
 
 
 def test_the_command_measures_and_says_where(model, tmp_path, capsys):
     path = lines(tmp_path / "mine.jsonl", text_lines(("a", "1", 1.0), ("a", "2", 0.0)))
     asked = ["measure", "--model", str(model), "--rollouts", str(path), "--out", str(tmp_path / "out")]
     assert cli.main([*asked, "--device", "cpu"]) == 0
-    assert "1 groups of 2 rollouts measured" in capsys.readouterr().out.replace("\n", " ")
+    assert "groups measured: 1, rollouts: 2" in capsys.readouterr().out.replace("\n", " ")
     assert cli.main(asked) == 2
     assert "must be empty, got a run" in capsys.readouterr().err
     stored = (tmp_path / "out" / "metrics.jsonl").read_text()

@@ -51,7 +51,7 @@ class Rollouts:
     0 elsewhere. Greedy rollouts are scored at temperature 1. None where the sampler's are not known."""
     behaviour_log_probs: Float[Tensor, "batch tokens"] | None = None
     """The same under the distribution that the token was drawn from (after top-k and top-p, or another engine's); 0 for
-    greedy rollouts, which have no other choice. None where it is not known to differ."""
+    greedy rollouts, which have no other choice. A row of `nan` for a rollout without; None if no rollout has any."""
     finished: Bool[Tensor, " batch"] | None = None
     """True for a rollout that ended with a stop token, false for one cut off at the limit; None where unknown."""
     turn_ids: Int[Tensor, "batch tokens"] | None = None

@@ -1,3 +1,3 @@
 from .dumps.config import MeasureConfig as MeasureConfig
-from .dumps.loop import measure as measure
+from .dumps.measure import measure as measure
 from .trl import attach as attach

@@ -33,3 +33,5 @@ from scoregram.reading.step import outcome_scalars as outcome_scalars
 from scoregram.reading.step import read_step as read_step
 from scoregram.reading.step import reward_scalars as reward_scalars
 from scoregram.reading.step import rollout_records as rollout_records
+from scoregram.reading.step import whole_gram_scalars as whole_gram_scalars
+from scoregram.reading.tally import StepTally as StepTally

@@ -58,7 +58,8 @@ class Step:
     log_probs: Float[Tensor, "batch tokens"] | None = None
     """Under the policy before the update; None if nothing needed them."""
     token_advantages: Float[Tensor, "batch tokens"] | None = None
-    """Where the tokens of a rollout differ in their advantage."""
+    """Where the tokens of a rollout differ in their advantage; a row of `nan` for a rollout whose tokens do not. None
+    if there is no such rollout."""
     group_marks: Sequence[Mapping[str, float]] = ()
     """Facts about each group that do not follow from its rewards and its Gram, such as whether a self-check passed;
     stored with the group."""
@@ -320,8 +321,8 @@ def rollout_records(step: Step, decode: Callable[[list[int]], str] | None = None
     """
     rollouts = step.rollouts
     assert step.log_probs is not None
+    log_probs = step.log_probs.detach().float().cpu()
     columns = {
-        "log_probs": step.log_probs.detach().float().cpu(),
         "behaviour_log_probs": None
         if rollouts.behaviour_log_probs is None
         else rollouts.behaviour_log_probs.float().cpu(),
@@ -337,6 +338,7 @@ def rollout_records(step: Step, decode: Callable[[list[int]], str] | None = None
         for row in range(here.start, here.stop):
             tokens, mask = real[row], credited[row][real[row]]
             is_plain = bool(mask[prompt_lengths[row] :].all())
+            per_token = {name: _known(value, row, tokens) for name, value in columns.items()}
             records.append(
                 RolloutRecord(
                     step=step.number,
@@ -351,12 +353,20 @@ def rollout_records(step: Step, decode: Callable[[list[int]], str] | None = None
                     completion_mask=None if is_plain else mask,
                     reward=float(rewards[row]),
                     rewards={name: _given(values[row]) for name, values in rollouts.reward_parts.items()},
-                    advantage=None if step.token_advantages is not None else advantages[row],
+                    log_probs=log_probs[row][tokens],
+                    advantage=None if per_token["advantages"] is not None else advantages[row],
                     finished=bool(rollouts.finished[row]) if rollouts.finished is not None else True,
-                    **{name: None if value is None else value[row][tokens] for name, value in columns.items()},  # type: ignore[arg-type]
+                    **per_token,  # type: ignore[arg-type]
                 )
             )
     return records
+
+
+def _known(values: Tensor | None, row: int, tokens: Tensor) -> Tensor | None:
+    """Values of the tokens of one rollout; None if all of them are `nan`, which says that the rollout has none."""
+    if values is None or bool(values[row][tokens].isnan().all()):
+        return None
+    return values[row][tokens]
 
 
 def _given(reward: Tensor) -> float | None:

@@ -1,4 +1,4 @@
-"""Everything that decides a measurement of a dump, in one frozen record. Nothing heavy is imported here."""
+"""Every setting of a measurement of a dump, in one frozen record. This module imports nothing heavy."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from scoregram.policy import PolicyConfig, refuse
 
-MAY_DIFFER = (
+MAY_CHANGE_ON_RESUME = (
     "out",
     "resume",
     "overwrite",
@@ -19,9 +19,7 @@ MAY_DIFFER = (
     "fsdp",
     "checkpointing",
 )
-"""What a resumed measurement may have otherwise than the one it continues."""
-PAPER = "mean"
-"""The estimator of the paper, for dumps that do not tell their advantages."""
+"""Settings in which a resumed measurement may differ from the one that it continues."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,48 +27,50 @@ class MeasureConfig:
     """Measure the Gram of every group in a dump of rollouts, from any trainer, into a run folder.
 
     Formats: scoregram, trl, nemo-rl, prime-rl, verifiers, open-instruct, verl, plain and slime; docs/dumps.md shows an
-    example of each. Dumps with token ids are exact. Text is tokenised again: approximate, and said so.
+    example of each. Dumps with token ids are measured exactly. Text is tokenised again, which is an approximation; the
+    output then says so.
     """
 
     model: str
-    """The policy that the rollouts were drawn from: hub id, folder, `.gguf` file, or `tiny`."""
+    """The policy that sampled the rollouts: hub id, folder, `.gguf` file, or `tiny`."""
     rollouts: Path
     """File or folder of the dump."""
     out: Path
-    """Folder of the run to write."""
+    """Run folder to write."""
     format: str = "auto"
     """auto, or the name of a format."""
     resume: bool = False
-    """Go on with the measurement in `out`; groups that it holds are not measured again."""
+    """Continue the measurement in `out`; groups that it holds are not measured again."""
     overwrite: bool = False
     """Replace the run in `out`."""
     strict: bool = False
-    """Stop at a record that is broken; otherwise it is reported and passed over."""
+    """Stop at the first broken record; by default, broken records are reported and skipped."""
     allow_pickle: bool = False
-    """Read files that run code when they are read."""
+    """Load files whose loading runs code."""
 
     estimator: str = "auto"
-    """Advantages: `dump` for those of the dump, the name of an estimator, or `auto`: those of the dump where it tells
-    them, else reward minus the mean of the group."""
+    """Advantages: `dump` for those of the dump, the name of an estimator, or `auto`: those of the dump for groups in
+    which every rollout has one, else reward minus the mean of the group."""
     reward_columns: tuple[str, ...] = ()
-    """Reward functions whose sum is the reward; what the dump says if not given."""
+    """Reward functions whose sum is the reward; by default, the dump's own total."""
     temperature: float | None = None
-    """Of the policy; what the dump says if not given, else 1."""
+    """Sampling temperature; by default that of the dump, or 1 if it has none."""
     between_prompts: bool = False
-    """Measure all groups of a step at once, which noise and conflict need; a whole step must fit into memory."""
+    """Measure all groups of a step in one pass, which noise and conflict need; a whole step must fit into memory."""
     max_groups: int = 0
-    """Measure so many groups at most; 0 for all."""
+    """Most groups to measure; 0 for all."""
     group_size: int = 0
-    """Rollouts of a complete group, if all have as many: it tells two groups of one prompt apart. 0 if not known."""
+    """Rollouts of a complete group, if all groups have the same size: separates two groups of one prompt. 0 if
+    unknown."""
     group_size_limit: int = 0
-    """Measure so many rollouts of a group at most, the first ones; 0 for all."""
+    """Most rollouts of a group to measure, the first ones; 0 for all."""
     window_mb: int = 256
-    """Memory for rollouts whose groups are not complete, where a format does not write groups in one piece."""
+    """Memory for rollouts of incomplete groups, for formats that do not write the rollouts of a group together."""
 
     prompt: Literal["plain", "chat"] = "plain"
-    """How the text of a prompt is tokenised: as it is, or as what a user says in a chat."""
+    """How the text of a prompt is tokenised: as it is, or as the user's message in a chat."""
     append_end: bool = False
-    """Put the end token after completions that are text, which dumps leave out."""
+    """Append the end token to completions that are text; dumps of text omit it."""
     dtype: str = "float32"
     """Precision of the weights: float32, bfloat16, float16 or float64."""
     autocast: bool = False
@@ -78,15 +78,15 @@ class MeasureConfig:
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     fsdp: bool = False
-    """Shard the model over the processes of `torchrun`, for one that does not fit into one GPU; see docs/scale.md."""
+    """Shard the model over the processes of `torchrun`, if it does not fit into one GPU; see docs/scale.md."""
     checkpointing: bool = False
-    """Keep the input of each layer only and run the layer again for the backward pass: less memory, more time."""
+    """Store only the input of each layer and run the layer again in the backward pass: less memory, more time."""
     attention: str = "sdpa"
     """Attention implementation of transformers."""
     layers: Literal["float64", "float32", "none"] = "float32"
-    """Precision in which the Grams of single layers are stored; none leaves them out."""
+    """Precision of the stored Grams of single layers; none stores none."""
     threads: int = 0
-    """Threads of torch on a CPU; 0 leaves them as they are."""
+    """Threads of torch on a CPU; 0 keeps the current number."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -98,15 +98,16 @@ class MeasureConfig:
         ):
             if getattr(self, name) < least:
                 flag = f"measure --{name.replace('_', '-')}"
-                refuse(flag, f"must be at least {least}", getattr(self, name), "Choose another.")
+                refuse(flag, f"must be at least {least}", getattr(self, name), f"Pass {least} or more.")
         if self.temperature is not None and not 0 < self.temperature < float("inf"):
-            refuse("measure --temperature", "must be positive and finite", self.temperature, "Usually it is 1.")
+            remedy = "Pass the sampling temperature, usually 1."
+            refuse("measure --temperature", "must be positive and finite", self.temperature, remedy)
         if self.resume and self.overwrite:
-            refuse("measure", "resume or overwrite, not both", "both", "Leave one of them out.")
+            refuse("measure", "resume or overwrite, not both", "both", "Omit one of them.")
 
     @property
     def policy(self) -> PolicyConfig:
-        """What the policy is loaded with."""
+        """Settings for loading the policy."""
         return PolicyConfig(
             model=self.model,
             dtype=self.dtype,
@@ -116,11 +117,11 @@ class MeasureConfig:
             prompt=self.prompt,
         )
 
-    def record(self, found: str, temperature: float) -> Mapping[str, Any]:
-        """The config as plain values for `config.yaml`, with what was left to the dump filled in."""
+    def record(self, format_name: str, temperature: float) -> Mapping[str, Any]:
+        """The config as plain values for `config.yaml`, with the format and temperature that were used."""
         plain = asdict(self) | {"out": str(self.out), "rollouts": str(self.rollouts)}
         plain |= {
-            "format": found,
+            "format": format_name,
             "temperature": temperature,
             "command": "measure",
             "resume": False,
