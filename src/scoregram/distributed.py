@@ -1,0 +1,125 @@
+"""The processes that work together, and what they exchange so that all of them do the same.
+
+All processes make each call here at the same point, or none of them does. Work that can fail in one process alone runs
+inside such a call: then it fails in all of them, and no process waits for the others forever.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from scoregram.checks import ScoregramError, fail
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The rank of this process and the number of processes."""
+
+    rank: int = 0
+    count: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that writes files and warns."""
+        return self.rank == 0
+
+    def gather(self, make: Callable[[], T], *, only_first: bool = False) -> list[T]:
+        """The result of `make` in each process, in the order of their ranks; an error in one is an error in all.
+
+        Args:
+            make: Called in every process. Its result is pickled if there are several.
+            only_first: Send the results to the first process alone; the others return an empty list.
+
+        Raises:
+            ScoregramError: If `make` failed in another process. The process in which it failed raises its own error.
+        """
+        if self.count == 1:
+            return [make()]
+        made, error = None, None
+        try:
+            made = make()
+        except Exception as raised:
+            error = raised
+        self._raise_together(error)
+        results: list[Any] = [None] * self.count
+        if only_first:
+            dist.gather_object(made, results if self.is_first else None, dst=0)
+            return results if self.is_first else []
+        dist.all_gather_object(results, made)
+        return results
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """The result of `make` in the first process, the only one that calls it; an error there is an error in all."""
+        if self.count == 1:
+            return make()
+        made, error = None, None
+        if self.is_first:
+            try:
+                made = make()
+            except Exception as raised:
+                error = raised
+        self._raise_together(error)
+        result: list[Any] = [made]
+        dist.broadcast_object_list(result, src=0)
+        return result[0]
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum of a tensor over all processes, written into `value`."""
+        if self.count > 1:
+            dist.all_reduce(value)
+        return value
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is true in any process."""
+        if self.count == 1:
+            return flag
+        flags: list[Any] = [None] * self.count
+        dist.all_gather_object(flags, flag)
+        return any(flags)
+
+    def _raise_together(self, error: Exception | None) -> None:
+        """Raise in all processes if one has an error: its own error there, a `ScoregramError` elsewhere."""
+        mine = None
+        if error is not None:
+            mine = (isinstance(error, ScoregramError), str(error), type(error).__name__)
+        errors: list[Any] = [None] * self.count
+        dist.all_gather_object(errors, mine)
+        if error is not None:
+            raise error
+        for rank, other in enumerate(errors):
+            if other is None:
+                continue
+            is_ours, message, kind = other
+            if is_ours:  # it says what to do already
+                raise ScoregramError(message)
+            got = f"{kind}: {message} in process {rank}"
+            fail("several processes", "every process must finish its part", got, f"Read the log of process {rank}.")
+
+
+ALONE = Processes()
+"""One process."""
+
+
+@contextmanager
+def all_processes() -> Iterator[Processes]:
+    """The processes that are connected already, or those that `torchrun` started, connected within the block.
+
+    This process alone if there are neither.
+    """
+    if dist.is_available() and dist.is_initialized():
+        yield Processes(dist.get_rank(), dist.get_world_size())
+    elif int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
+        dist.init_process_group()
+        try:
+            yield Processes(dist.get_rank(), dist.get_world_size())
+        finally:
+            dist.destroy_process_group()
+    else:
+        yield ALONE
