@@ -13,7 +13,8 @@ pytest.importorskip("trl")
 
 from scoregram.advantages import ESTIMATORS
 from scoregram.checks import ScoregramError
-from scoregram.integrations.trl import attach, names
+from scoregram.integrations.trl import attach
+from scoregram.integrations.trl.support import WRAPPED_METHODS
 from tests.training_cases import judge
 from tests.trl_cases import run_in, trained, trainer_for, weights_of, with_tools
 
@@ -176,14 +177,14 @@ def test_training_is_the_same_with_and_without(mode, tmp_path):
 def test_methods_are_given_back(tmp_path):
     trainer = trainer_for("RLOO", tmp_path, max_steps=1)
     attached = attach(trainer)
-    assert names.METHODS.keys() <= vars(trainer).keys()
+    assert WRAPPED_METHODS.keys() <= vars(trainer).keys()
     with pytest.raises(ScoregramError, match="must not be attached yet"):
         attach(trainer)
     attached.detach()
     attached.detach()
-    assert not names.METHODS.keys() & vars(trainer).keys()
+    assert not WRAPPED_METHODS.keys() & vars(trainer).keys()
     trained(trainer)
-    assert not names.METHODS.keys() & vars(trainer).keys()
+    assert not WRAPPED_METHODS.keys() & vars(trainer).keys()
 
 
 def test_callbacks_that_come_after_hear_of_the_end(tmp_path):

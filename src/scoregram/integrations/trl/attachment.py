@@ -24,9 +24,9 @@ from scoregram.integrations.trl.generation import (
     merged_generation,
     own_advantages,
     require_trl_estimator,
-    score_energies,
     show_advantages,
 )
+from scoregram.integrations.trl.separate_pass import score_energies
 from scoregram.integrations.trl.step import Folder, MeasuredStep, measure_step
 from scoregram.integrations.trl.support import (
     WRAPPED_METHODS,

@@ -36,7 +36,7 @@ from scoregram.integrations.trl.separate_pass import (
     rescaled_gram,
     squared_norm,
 )
-from scoregram.integrations.trl.support import Mode, Settings, bytes_of_pass, gradient_bytes, loss_scale
+from scoregram.integrations.trl.support import Settings, bytes_of_pass, gradient_bytes, loss_scale
 from scoregram.integrations.trl.window import MicroBatch, ObservedStep
 
 EVEN = 1e-6
@@ -72,25 +72,19 @@ class LogProbsFormat:
 class FusedStep:
     """One step, from the trainer's call for log-probabilities to the gradient in `.grad`."""
 
+    trainer: Any
+    settings: Settings
     trainers_log_probs: Callable[..., Any]
     """The trainer's own method for log-probabilities."""
     model: nn.Module
     """The model, called as TRL calls it."""
     format: LogProbsFormat
-    mode: Mode
     inputs: Mapping[str, Any]
     """Inputs of the trainer's loss."""
     batch: MicroBatch
     """Catches the derivative of the loss."""
-    temperature: float
-    autocast: Callable[[], Any]
-    """The autocast context that the trainer computes in."""
     generator: torch.Generator
     """Draws the rollout that is checked."""
-    scale: float
-    """The factor of the loss in the backward pass."""
-    tolerance: float
-    """Error of the check up to which the fused gradient is used."""
     call: dict[str, Any] | None = None
     """Arguments of the trainer's call for log-probabilities; None before it."""
     deferred: DeferredGram | None = None
@@ -125,8 +119,9 @@ class FusedStep:
         ids, attention, tokens = call["input_ids"], call["attention_mask"], int(call["logits_to_keep"])
         completion = attention.bool().clone()
         completion[:, :-tokens] = False
-        with self.autocast():
-            deferred = DeferredGram(self.model, ids, completion, attention, temperature=self.temperature)
+        with self.trainer.accelerator.autocast():
+            temperature = float(self.trainer.temperature)
+            deferred = DeferredGram(self.model, ids, completion, attention, temperature=temperature)
         self.call, self.deferred = call, deferred
         dtype, entropy_dtype = self.format.dtypes
         found = deferred.log_probs[:, -tokens:].to(dtype).clone().requires_grad_()
@@ -203,7 +198,7 @@ class FusedStep:
         vectors = torch.stack([weights, torch.zeros_like(weights)])
         if checked is not None:
             vectors[1, checked] = 1.0
-        with self.autocast():
+        with self.trainer.accelerator.autocast():
             gram, sums = self.deferred.finish(F.pad(coefficients, (before, 0)), vectors)
         log_probs = self.deferred.log_probs.cpu()
         self.deferred = None
@@ -216,15 +211,16 @@ class FusedStep:
             error = fused_gradient_error(own, theirs, gram.matrix, weights, checked)
             del theirs, own
         self.check_seconds = time.perf_counter() - began
-        if not error <= self.tolerance:
-            requirement = f"must agree with the trainer's own pass to {self.tolerance:g}"
+        if not error <= self.settings.rounding_error:
+            requirement = f"must agree with the trainer's own pass to {self.settings.rounding_error:g}"
             fail("a fused step", requirement, f"{error:.2g}", "The trainer's own pass replaced it.")
         made = {}
         for parameter in [p for p in parameters if p in sums]:  # each sum is freed as soon as it is converted
             made[parameter] = sums.pop(parameter)[0].to(parameter.dtype, copy=True)
         for parameter, grad in made.items():  # last, when nothing can fail any more
             parameter.grad = grad
-        sizes = weights / self.scale if self.mode == "loss" else torch.ones_like(weights)
+        is_loss = self.settings.mode == "loss"
+        sizes = weights / loss_scale(self.trainer) if is_loss else torch.ones_like(weights)
         scaled = rescaled_gram(gram, sizes.double().cpu(), self.model)
         return CheckedGram(replace(scaled, log_probs=log_probs), error, rollouts=1)
 
@@ -237,7 +233,7 @@ class FusedStep:
         ones = counted.double()
         if not bool(c.isfinite().all()):
             return None  # the trainer handles the overflow
-        if self.mode == "loss":  # rows of the size of scores: the smallest weights would underflow in float32
+        if self.settings.mode == "loss":  # rows of the size of scores: the smallest weights would underflow in float32
             sizes = c.abs().amax(1)
             rows = c / torch.where(sizes > 0, sizes, 1.0)[:, None]
             return None if bool((rows * (1 - ones)).any()) else (rows, sizes)
@@ -359,17 +355,14 @@ class FusedSteps:
         if self.model is None or self.model.model is not inside:
             self.model = ModelWithoutPositions(inside)
         self.step = FusedStep(
+            trainer=self.trainer,
+            settings=self.settings,
             trainers_log_probs=self.trainers_log_probs,
             model=self.model,
             format=self.format,
-            mode=self.settings.mode,
             inputs=inputs,
             batch=batch,
-            temperature=float(self.trainer.temperature),
-            autocast=self.trainer.accelerator.autocast,
             generator=self.generator,
-            scale=loss_scale(self.trainer),
-            tolerance=self.settings.rounding_error,
         )
 
     def log_probs(self, *args: Any, **kwargs: Any) -> tuple[Any, ...] | None:

@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import Tensor
 
 from scoregram.advantages import ESTIMATORS, estimate
 from scoregram.checks import fail, listed, lookup, require_finite
-from scoregram.distributed import ALONE, Processes
-from scoregram.gram import measure_gram
-from scoregram.integrations.trl.separate_pass import pass_inputs, process_bounds
+from scoregram.distributed import Processes
 from scoregram.integrations.trl.support import has_relative_positions
 from scoregram.rollouts import Rollouts, concatenated_rollouts
 
@@ -119,17 +117,12 @@ def generation_of(
         fail("attach", "_calculate_rewards must give one reward per rollout", got, remedy)
     if everywhere % group_size:
         fail("attach", f"a generation must hold whole groups of {group_size}", everywhere, "Change the batch size.")
-    prompt_ids, prompt_mask, completion_ids, completion_mask = (
-        output[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-    )
+    completion_mask = output["completion_mask"]
     loss_mask = (completion_mask * output["tool_mask"] if "tool_mask" in output else completion_mask).bool()
-    lengths = torch.tensor([len(ids) for ids in call.completion_ids], device=completion_ids.device)
     columns, rollouts = trl_rows(
-        prompt_ids,
-        prompt_mask,
-        completion_ids,
-        sampled_mask(completion_mask, lengths),
+        output,
         loss_mask,
+        torch.tensor([len(ids) for ids in call.completion_ids], device=completion_mask.device),
         group_ids=(torch.arange(size) + first_row) // group_size - first_row // group_size,
         moves_padding=has_relative_positions(trainer.accelerator.unwrap_model(trainer.model)),
     )
@@ -147,9 +140,9 @@ def generation_of(
             finished=torch.tensor([bool(ids) and ids[-1] in stops for ids in call.completion_ids]),
         ),
         columns=columns,
-        prompt_ids=prompt_ids,
-        prompt_mask=prompt_mask,
-        completion_ids=completion_ids,
+        prompt_ids=output["prompt_ids"],
+        prompt_mask=output["prompt_mask"],
+        completion_ids=output["completion_ids"],
         completion_mask=completion_mask,
         loss_mask=loss_mask,
         advantages=output["advantages"],
@@ -161,42 +154,25 @@ def generation_of(
     return replace(made, rollouts=replace(made.rollouts, behaviour_log_probs=made.in_rows(sampler)))
 
 
-def sampled_mask(completion_mask: Tensor, lengths: Tensor) -> Tensor:
-    """`(N, C)` bool: all tokens that were sampled, also those of a truncated rollout that TRL masks out.
-
-    Args:
-        completion_mask: `(N, C)`, all 0 for a rollout that is masked out.
-        lengths: `(N,)` sampled tokens.
-    """
-    attended = completion_mask.bool()
-    places = torch.arange(attended.shape[1], device=attended.device)
-    return attended | (~attended.any(1, keepdim=True) & (places < lengths[:, None]))
-
-
 def trl_rows(
-    prompt_ids: Tensor,
-    prompt_mask: Tensor,
-    completion_ids: Tensor,
-    sampled: Tensor,
-    loss_mask: Tensor,
-    *,
-    group_ids: Tensor,
-    moves_padding: bool,
+    output: Mapping[str, Tensor], loss_mask: Tensor, lengths: Tensor, *, group_ids: Tensor, moves_padding: bool
 ) -> tuple[Tensor, Rollouts]:
     """`(N, T)` column in TRL's layout of every token of a row, and the rows.
 
     Args:
-        prompt_ids: `(N, P)`, padded on the left.
-        prompt_mask: `(N, P)`.
-        completion_ids: `(N, C)`, padded on the right.
-        sampled: `(N, C)` bool: tokens that were sampled.
+        output: Has prompts, padded on the left, completions, padded on the right, and their masks.
         loss_mask: `(N, C)` bool: tokens that carry credit.
+        lengths: `(N,)` sampled tokens.
         group_ids: `(N,)`.
         moves_padding: Move the padding of prompts to the right, so that rows are as short as their tokens; right for
             every model with relative positions. Others need the padding where TRL has it.
     """
-    ids, real = torch.cat([prompt_ids, completion_ids], 1), torch.cat([prompt_mask.bool(), sampled], 1)
-    credited = F.pad(loss_mask, (prompt_ids.shape[1], 0))
+    prompt_mask, attended = output["prompt_mask"].bool(), output["completion_mask"].bool()
+    # TRL's mask is all 0 for a truncated rollout that it masks out; the row keeps its tokens
+    places = torch.arange(attended.shape[1], device=attended.device)
+    sampled = attended | (~attended.any(1, keepdim=True) & (places < lengths[:, None]))
+    ids, real = torch.cat([output["prompt_ids"], output["completion_ids"]], 1), torch.cat([prompt_mask, sampled], 1)
+    credited = F.pad(loss_mask, (prompt_mask.shape[1], 0))
     if moves_padding:
         columns = (~real).long().argsort(dim=1, stable=True)[:, : int(real.sum(1).max())]
     else:
@@ -205,7 +181,7 @@ def trl_rows(
         input_ids=ids.gather(1, columns),
         attention_mask=real.gather(1, columns),
         completion_mask=credited.gather(1, columns),
-        prompt_lengths=prompt_mask.long().sum(1),
+        prompt_lengths=prompt_mask.sum(1),
         group_ids=group_ids,
     )
 
@@ -346,33 +322,6 @@ def own_advantages(
         fail("attach(estimator=…)", requirement, got, "Return one number per rollout, or one per completion token.")
     require_finite(found, name="advantages", caller="attach(estimator=…)")
     return found.to(generation.advantages)
-
-
-def score_energies(trainer: Any, generation: Generation, processes: Processes = ALONE) -> Tensor:
-    """`(N,)` squared norms of the scores, for the baselines that need them: a measuring pass at every generation.
-
-    Each process measures its share of the groups. One without a share measures the first group once more, because a
-    sharded model needs all processes for every pass.
-
-    Args:
-        trainer: The trainer.
-        generation: The whole generation.
-        processes: Those that train together.
-    """
-    model: nn.Module = trainer.accelerator.unwrap_model(trainer.model)
-    device, size = trainer.accelerator.device, generation.group_size
-    inputs = pass_inputs(model, generation.rollouts, temperature=float(trainer.temperature), device=device)
-    bounds = list(range(0, generation.size + 1, size))
-    share = process_bounds(bounds, processes.count, between_prompts=False)[processes.rank]
-    has_share = len(share) > 1
-    here = slice(share[0], share[-1]) if has_share else slice(0, size)
-
-    def diagonal() -> Tensor:
-        with trainer.accelerator.autocast():
-            gram = measure_gram(**inputs.arguments(here), group_size=size)
-        return gram.matrix.diagonal() if has_share else gram.matrix.new_zeros(0)
-
-    return torch.cat(processes.gather(diagonal))
 
 
 def show_advantages(trainer: Any, advantages: Tensor) -> None:

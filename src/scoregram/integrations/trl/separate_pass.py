@@ -6,7 +6,6 @@ groups, wherever their rollouts were generated.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,13 +18,16 @@ from scoregram.gram import (
     Sketch,
     Sketcher,
     backward_with_gram,
+    gradients_put_aside,
     is_distributed,
     measure_gram,
     model_inside,
     sharded_modules,
     survey,
 )
-from scoregram.integrations.trl.support import has_relative_positions, passes_within
+from scoregram.integrations.trl.generation import Generation
+from scoregram.integrations.trl.support import Settings, has_relative_positions, loss_scale, passes_within
+from scoregram.integrations.trl.window import ObservedStep
 from scoregram.reading import gram_of_passes
 from scoregram.rollouts import Rollouts
 
@@ -96,24 +98,17 @@ class PassInputs:
 
 
 def pass_inputs(
-    model: nn.Module,
-    rollouts: Rollouts,
-    coefficients: Tensor | None = None,
-    *,
-    chosen: Tensor | None = None,
-    temperature: float,
-    device: torch.device | str = "cpu",
+    trainer: Any, rollouts: Rollouts, coefficients: Tensor | None = None, *, chosen: Tensor | None = None
 ) -> PassInputs:
     """Rollouts as TRL feeds them to its model: the completion of a rollout that is masked out is padding.
 
     Args:
-        model: The model, unwrapped.
+        trainer: Has the model, its device and its temperature.
         rollouts: `N` rollouts.
         coefficients: `(N, T)`, or None for scores: 1 for every completion token.
         chosen: `(N,)` bool: the rollouts to measure; None for all.
-        temperature: Divides the logits.
-        device: Where the model is.
     """
+    model = trainer.accelerator.unwrap_model(trainer.model)
     is_relative = has_relative_positions(model)
     is_credited = rollouts.completion_mask.any(1, keepdim=True)
     is_prompt = rollouts.attention_mask.cumsum(1) <= rollouts.prompt_lengths[:, None]
@@ -124,7 +119,7 @@ def pass_inputs(
     rows = slice(None) if chosen is None else chosen.to(attention.device)
 
     def cut(value: Tensor) -> Tensor:
-        return value[:, :width][rows].to(device)
+        return value[:, :width][rows].to(trainer.accelerator.device)
 
     return PassInputs(
         model=model if is_relative else ModelWithoutPositions(model),
@@ -132,7 +127,7 @@ def pass_inputs(
         completion_mask=cut(rollouts.completion_mask),
         attention_mask=cut(attention),
         coefficients=cut(ones if coefficients is None else coefficients.double()),
-        temperature=temperature,
+        temperature=float(trainer.temperature),
     )
 
 
@@ -153,43 +148,29 @@ def process_bounds(bounds: Sequence[int], processes: int, *, between_prompts: bo
     ]
 
 
-def pass_plans(
-    model: nn.Module, inputs: PassInputs, bounds: Sequence[int], limit: float, processes: int, *, between_prompts: bool
-) -> list[list[slice]] | None:
-    """For each process the rows of each of its passes; None if one group alone takes more memory than `limit`."""
-    shares = process_bounds(bounds, processes, between_prompts=between_prompts)
-    plans = [passes_within(limit, model, share, inputs.input_ids.shape[1]) for share in shares]
-    return None if any(plan is None for plan in plans) else [plan for plan in plans if plan is not None]
-
-
 def measure_separately(
-    model: nn.Module,
-    inputs: PassInputs,
-    *,
-    weights: Tensor,
-    plans: Sequence[Sequence[slice]],
-    precision: AbstractContextManager[Any],
-    scale: float,
-    processes: Processes = ALONE,
-) -> CheckedGram:
-    """The Gram of rows `ψ_i = Σ_t c_it ∇log π_it`, and `Σ_i w_i ψ_i` compared with `.grad`, which does not change.
+    trainer: Any, observed: ObservedStep, settings: Settings, processes: Processes = ALONE
+) -> CheckedGram | None:
+    """The Gram of the rows of a step, and their weighted sum compared with `.grad`; None if memory does not suffice.
 
-    Args:
-        model: The model, after the backward pass of the trainer and before its update.
-        inputs: The rollouts of all processes and their coefficients `c`.
-        weights: `(n,)` such that `Σ_i w_i ψ_i` should be the trainer's gradient.
-        plans: For each process the rows of each of its passes; some may have none.
-        precision: The autocast context that the trainer computes in.
-        scale: The factor in the trainer's gradient against underflow.
-        processes: Those that measure; all of them return the same.
+    The trainer's backward pass is done, its update is not. All processes call this together and return the same.
     """
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    inputs = pass_inputs(trainer, observed.whole, observed.coefficients, chosen=observed.chosen)
+    shares = process_bounds(observed.group_bounds, processes.count, between_prompts=settings.between_prompts)
+    tokens = inputs.input_ids.shape[1]
+    fitting = [passes_within(observed.memory_limit, model, share, tokens) for share in shares]
+    plans = [plan for plan in fitting if plan is not None]
+    if len(plans) < len(fitting):
+        return None
     # Rows are measured at the size of scores and rescaled in float64: the smallest weights of a loss would underflow
     # when squared in float32.
     sizes = inputs.coefficients.abs().amax(1).double().cpu()
     divisors = torch.where(sizes > 0, sizes, 1.0).to(inputs.coefficients)
     unit = replace(inputs, coefficients=inputs.coefficients / divisors[:, None])
+    weights = (torch.ones_like(observed.weights) if settings.mode == "loss" else observed.weights) * sizes
     measure = _measure_sharded_model if sharded_modules(model) else _measure_whole_model
-    grams, error = measure(unit, weights * sizes, plans, precision, scale, processes)
+    grams, error = measure(trainer, unit, weights, plans, processes)
     return CheckedGram(rescaled_gram(gram_of_passes(grams), sizes, inputs.model), error, rollouts=len(weights))
 
 
@@ -208,33 +189,22 @@ def rescaled_gram(gram: Gram, sizes: Tensor, model: nn.Module) -> Gram:
 
 
 def _measure_whole_model(
-    inputs: PassInputs,
-    weights: Tensor,
-    plans: Sequence[Sequence[slice]],
-    precision: AbstractContextManager[Any],
-    scale: float,
-    processes: Processes,
+    trainer: Any, inputs: PassInputs, weights: Tensor, plans: Sequence[Sequence[slice]], processes: Processes
 ) -> tuple[list[Gram], float]:
     """Grams of all passes of all processes, and the error of the weighted rows, added up parameter by parameter."""
     parameters = [parameter for parameter in inputs.model.parameters() if parameter.requires_grad]
     theirs = [parameter.grad for parameter in parameters]
 
     def own_passes() -> list[Gram]:
-        with precision:
+        with trainer.accelerator.autocast():
             return [
                 _on_cpu(backward_with_gram(**inputs.arguments(here), weights=weights[here]))
                 for here in plans[processes.rank]
             ]
 
-    # the weighted rows are summed in `.grad`, so the trainer's gradients are put aside for that time
-    for parameter in parameters:
-        parameter.grad = None
-    try:
+    with gradients_put_aside(parameters):  # the weighted rows are summed in `.grad`
         grams = processes.gather(own_passes)
-        error = relative_error(_summed_gradients(parameters, processes), theirs, scale)
-    finally:
-        for parameter, grad in zip(parameters, theirs, strict=True):
-            parameter.grad = grad
+        error = relative_error(_summed_gradients(parameters, processes), theirs, loss_scale(trainer))
     return [gram for own in grams for gram in own], error
 
 
@@ -249,12 +219,7 @@ def _summed_gradients(parameters: Sequence[Tensor], processes: Processes) -> Ite
 
 
 def _measure_sharded_model(
-    inputs: PassInputs,
-    weights: Tensor,
-    plans: Sequence[Sequence[slice]],
-    precision: AbstractContextManager[Any],
-    scale: float,
-    processes: Processes,
+    trainer: Any, inputs: PassInputs, weights: Tensor, plans: Sequence[Sequence[slice]], processes: Processes
 ) -> tuple[list[Gram], float]:
     """Grams of all passes of all processes, and the error of the weighted rows, from sketches.
 
@@ -268,7 +233,7 @@ def _measure_sharded_model(
         # A pass over a sharded model gathers parameters from all processes, so all of them make the same number of
         # passes. A process with fewer groups repeats some rows, and their Gram is dropped.
         grams = []
-        with precision:
+        with trainer.accelerator.autocast():
             for index in range(max(map(len, plans))):
                 here = own[index] if index < len(own) else spare
                 grams.append(_on_cpu(measure_gram(**inputs.arguments(here), sketch=sketch)))
@@ -277,6 +242,7 @@ def _measure_sharded_model(
     grams = [gram for from_one in processes.gather(own_passes) for gram in from_one]
     rows = torch.cat([gram.sketch for gram in grams if gram.sketch is not None]).double()
     theirs, size = _sketched_gradient(inputs.model, sketch)
+    scale = loss_scale(trainer)
     if theirs is None:
         return grams, math.nan
     apart = float((weights.double() @ rows - theirs / scale).norm())
@@ -303,6 +269,26 @@ def _sketched_gradient(model: nn.Module, sketch: Sketch) -> tuple[Tensor | None,
 def _on_cpu(gram: Gram) -> Gram:
     """A Gram with all tensors on the CPU, to be sent to other processes."""
     return replace(gram, log_probs=gram.log_probs.cpu())
+
+
+def score_energies(trainer: Any, generation: Generation, processes: Processes = ALONE) -> Tensor:
+    """`(N,)` squared norms of the scores of a generation, for the baselines that need them: a pass of its own.
+
+    Each process measures its share of the groups. One without a share measures the first group once more, because a
+    sharded model needs all processes for every pass.
+    """
+    size, inputs = generation.group_size, pass_inputs(trainer, generation.rollouts)
+    bounds = list(range(0, generation.size + 1, size))
+    share = process_bounds(bounds, processes.count, between_prompts=False)[processes.rank]
+    has_share = len(share) > 1
+    here = slice(share[0], share[-1]) if has_share else slice(0, size)
+
+    def diagonal() -> Tensor:
+        with trainer.accelerator.autocast():
+            gram = measure_gram(**inputs.arguments(here), group_size=size)
+        return gram.matrix.diagonal() if has_share else gram.matrix.new_zeros(0)
+
+    return torch.cat(processes.gather(diagonal))
 
 
 # comparing gradients

@@ -13,7 +13,7 @@ import torch
 from scoregram.distributed import ALONE, Processes
 from scoregram.integrations.trl.fused_step import FusedSteps
 from scoregram.integrations.trl.generation import Generation, tokenizer_of
-from scoregram.integrations.trl.separate_pass import CheckedGram, measure_separately, pass_inputs, pass_plans
+from scoregram.integrations.trl.separate_pass import CheckedGram, measure_separately
 from scoregram.integrations.trl.support import Settings, has_low_precision_parameters, loss_scale, memory_limit
 from scoregram.integrations.trl.window import ObservedStep, StepSlice, Window, observed_step, step_slice
 from scoregram.reading import GroupReading, Step, batch_records, group_records, read_step, rollout_records
@@ -85,7 +85,7 @@ def measure_step(
     if checked is not None and fused is not None and fused.step is not None:
         began -= fused.step.check_seconds
     else:
-        checked = _measured_separately(trainer, model, observed, settings, processes)
+        checked = measure_separately(trainer, observed, settings, processes)
         if checked is None:
             limit = f"{observed.memory_limit / 1e9:.3g} GB"
             return _skip(window.step, f"one group alone would take more than {limit} by estimate", processes)
@@ -125,39 +125,6 @@ def _skip(step: int, reason: str, processes: Processes) -> None:
     """Warn that a step is not measured."""
     if processes.is_first:
         warnings.warn(f"scoregram: step {step} was not measured: {reason}.", stacklevel=5)
-
-
-def _measured_separately(
-    trainer: Any, model: torch.nn.Module, observed: ObservedStep, settings: Settings, processes: Processes
-) -> CheckedGram | None:
-    """Gram and check from passes of their own; None if there is no memory for them."""
-    inputs = pass_inputs(
-        model,
-        observed.whole,
-        observed.coefficients,
-        chosen=observed.chosen,
-        temperature=float(trainer.temperature),
-        device=trainer.accelerator.device,
-    )
-    plans = pass_plans(
-        model,
-        inputs,
-        observed.group_bounds,
-        observed.memory_limit,
-        processes.count,
-        between_prompts=settings.between_prompts,
-    )
-    if plans is None:
-        return None
-    return measure_separately(
-        model,
-        inputs,
-        weights=torch.ones_like(observed.weights) if settings.mode == "loss" else observed.weights,
-        plans=plans,
-        precision=trainer.accelerator.autocast(),
-        scale=loss_scale(trainer),
-        processes=processes,
-    )
 
 
 def step_of(trainer: Any, observed: ObservedStep, checked: CheckedGram, passed: bool, settings: Settings) -> Step:
