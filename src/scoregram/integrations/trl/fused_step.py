@@ -94,8 +94,6 @@ class FusedStep:
     result: CheckedGram | None = None
     """Gram and check, rollouts in the order of the micro-batch; None if the trainer's own pass had to run. Its
     log-probabilities are in TRL's layout."""
-    check_seconds: float = 0.0
-    """Time that the check took."""
     failure: Exception | None = None
     """An unforeseen error, because of which the trainer's own pass ran."""
     is_over: bool = False
@@ -210,7 +208,7 @@ class FusedStep:
             own = [sums.get(parameter) for parameter in parameters]
             error = fused_gradient_error(own, theirs, gram.matrix, weights, checked)
             del theirs, own
-        self.check_seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - began
         if not error <= self.settings.rounding_error:
             requirement = f"must agree with the trainer's own pass to {self.settings.rounding_error:g}"
             fail("a fused step", requirement, f"{error:.2g}", "The trainer's own pass replaced it.")
@@ -222,7 +220,7 @@ class FusedStep:
         is_loss = self.settings.mode == "loss"
         sizes = weights / loss_scale(self.trainer) if is_loss else torch.ones_like(weights)
         scaled = rescaled_gram(gram, sizes.double().cpu(), self.model)
-        return CheckedGram(replace(scaled, log_probs=log_probs), error, rollouts=1)
+        return CheckedGram(replace(scaled, log_probs=log_probs), error, rollouts=1, seconds=seconds)
 
     def rows(self, derivative: Tensor) -> tuple[Tensor, Tensor] | None:
         """Coefficients `(B, C)` of rows, and weights `(B,)` with which they sum to the gradient; None if none do."""
@@ -328,14 +326,9 @@ class FusedSteps:
     # the current step
 
     def begin(self, model: Any, inputs: Mapping[str, Any], batch: MicroBatch, rollouts: int, limit: float) -> None:
-        """Fuse the step whose loss is about to be computed, if all conditions hold.
+        """Fuse the step whose loss, of `model` and `inputs`, is about to be computed, if all conditions hold.
 
-        Args:
-            model: First argument of the trainer's loss.
-            inputs: Second argument of it.
-            batch: The rollouts of the loss.
-            rollouts: Number of rollouts that must be among them.
-            limit: Bytes that a measurement may take.
+        `rollouts` is the number that the loss must have in its `batch`, `limit` the bytes that a measurement may take.
         """
         self.step = None
         since = self.since_full_check
@@ -459,9 +452,7 @@ def _is_whole_step(trainer: Any) -> bool:
 def reason_not_fused(model: nn.Module, inside: nn.Module) -> str | None:
     """Why no step with this model can be fused, whatever its loss; None if steps can be.
 
-    Args:
-        model: The model as the trainer's loss gets it.
-        inside: The same, unwrapped.
+    `model` is what the trainer's loss gets, `inside` the same model unwrapped.
     """
     if model is not inside or model_inside(inside) is not inside:
         return f"the model is wrapped in {type(model).__name__}"

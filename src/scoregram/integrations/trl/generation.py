@@ -99,12 +99,7 @@ def generation_of(
 ) -> Generation:
     """The slice of a generation that TRL has just made in this process.
 
-    Args:
-        trainer: The trainer.
-        output: The result of its `_generate_and_score_completions`.
-        call: The call of its reward functions in between.
-        serial: Number of the generation.
-        processes: Tells which slice this is; rewards are those of all processes.
+    `output` is the result of `_generate_and_score_completions`, `call` the call of the reward functions inside it.
 
     Raises:
         ScoregramError: If the reward functions were not called, or the rollouts are not whole groups.

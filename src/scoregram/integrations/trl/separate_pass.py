@@ -42,6 +42,8 @@ class CheckedGram:
     step, `fused_step.fused_gradient_error`."""
     rollouts: int
     """Number of rollouts whose gradient was compared."""
+    seconds: float = 0.0
+    """Time that the check of a fused step took inside the trainer's backward pass."""
 
 
 class ModelWithoutPositions(nn.Module):
@@ -171,16 +173,15 @@ def measure_separately(
     weights = (torch.ones_like(observed.weights) if settings.mode == "loss" else observed.weights) * sizes
     measure = _measure_sharded_model if sharded_modules(model) else _measure_whole_model
     grams, error = measure(trainer, unit, weights, plans, processes)
+    if not observed.has_derivatives:  # the weights are a guess, and so would be the error
+        error = math.nan
     return CheckedGram(rescaled_gram(gram_of_passes(grams), sizes, inputs.model), error, rollouts=len(weights))
 
 
 def rescaled_gram(gram: Gram, sizes: Tensor, model: nn.Module) -> Gram:
-    """The Gram of rows `s_i ψ_i` from that of `ψ_i`.
+    """The Gram of rows `s_i ψ_i` from that of `ψ_i`, for `(n,)` float64 `sizes` on the CPU.
 
-    Args:
-        gram: Of `ψ_i`.
-        sizes: `(n,)` float64 factors `s` on the CPU.
-        model: The model as the Gram engine called it; layers get the names that they have without a wrapper.
+    Layers get the names that they have without `ModelWithoutPositions` around the model.
     """
     by_size = sizes[:, None] * sizes
     prefix = "model." if isinstance(model, ModelWithoutPositions) else ""

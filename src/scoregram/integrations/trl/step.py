@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from scoregram.distributed import ALONE, Processes
+from scoregram.distributed import Processes
 from scoregram.integrations.trl.fused_step import FusedSteps
 from scoregram.integrations.trl.generation import Generation, tokenizer_of
 from scoregram.integrations.trl.separate_pass import CheckedGram, measure_separately
@@ -50,20 +50,13 @@ def measure_step(
     window: Window,
     generations_of: Callable[[Window], Sequence[Generation]],
     settings: Settings,
-    processes: Processes = ALONE,
-    fused: FusedSteps | None = None,
+    processes: Processes,
+    fused: FusedSteps,
 ) -> MeasuredStep | None:
     """Measure the step whose gradient is in `.grad`; None, with a warning, if that is not possible.
 
     All processes call it together. Scalars, error and notes are the same in all; the first one has the details too.
-
-    Args:
-        trainer: The trainer.
-        window: The step, as this process saw it.
-        generations_of: The generations of the step, as this process has them.
-        settings: The arguments of `attach`.
-        processes: Those that train together.
-        fused: Has the result if the step was fused, and takes note of the comparison if it was not.
+    `fused` has the result if the step was fused, and takes note of the comparison of gradients if it was not.
     """
     began = time.perf_counter()
     is_loss = settings.mode == "loss"
@@ -81,26 +74,22 @@ def measure_step(
     if (reason := reason_not_measured(parts, is_loss=is_loss)) is not None:
         return _skip(window.step, reason, processes)
     observed = observed_step(window.step, parts)
-    checked = None if fused is None else fused.measured(observed)
-    if checked is not None and fused is not None and fused.step is not None:
-        began -= fused.step.check_seconds
-    else:
+    checked = fused.measured(observed)
+    if checked is None:
         checked = measure_separately(trainer, observed, settings, processes)
         if checked is None:
             limit = f"{observed.memory_limit / 1e9:.3g} GB"
             return _skip(window.step, f"one group alone would take more than {limit} by estimate", processes)
-        if not observed.has_derivatives:
-            checked = replace(checked, error=math.nan)
-        if fused is not None:
-            fused.note_full_check(checked.error, observed.unevenness, has_gradient=bool(observed.weights.any()))
+        fused.note_full_check(checked.error, observed.unevenness, has_gradient=bool(observed.weights.any()))
     made: list[MeasuredStep] = []
 
     def read() -> MeasuredStep:
         passed = check_passes(trainer, observed, checked, settings)
-        details = step_of(trainer, observed, checked, passed, settings)
+        details = trl_step(trainer, observed, checked, passed, settings)
         reading = read_step(details)
-        scalars = reading.scalars | rollout_scalars(details) | check_scalars(checked, passed)
-        scalars["time/measure"] = time.perf_counter() - began
+        scalars = reading.scalars | rollout_scalars(details)
+        scalars |= {"check/relative_error": checked.error, "check/passed": float(passed)}
+        scalars |= {"check/rollouts": checked.rollouts, "time/measure": time.perf_counter() - began + checked.seconds}
         notes = checked.gram.notes
         made.append(MeasuredStep(window.step, scalars, checked.error, passed, notes, details, reading.groups))
         return made[0].bare
@@ -127,7 +116,7 @@ def _skip(step: int, reason: str, processes: Processes) -> None:
         warnings.warn(f"scoregram: step {step} was not measured: {reason}.", stacklevel=5)
 
 
-def step_of(trainer: Any, observed: ObservedStep, checked: CheckedGram, passed: bool, settings: Settings) -> Step:
+def trl_step(trainer: Any, observed: ObservedStep, checked: CheckedGram, passed: bool, settings: Settings) -> Step:
     """The step as all of scoregram knows it, with the texts of its rollouts."""
     tokenizer, rollouts = tokenizer_of(trainer), observed.rollouts
     tokens, lengths = rollouts.token_ids(), rollouts.prompt_lengths.tolist()
@@ -158,15 +147,6 @@ def rollout_scalars(step: Step) -> dict[str, float]:
         "masked_out": float((~rollouts.completion_mask.any(1)).double().mean()),
         "without_reward": float(rollouts.rewards.isnan().double().mean()),
         "length": float(rollouts.lengths.double().mean()),
-    }
-
-
-def check_scalars(checked: CheckedGram, passed: bool) -> dict[str, float]:
-    """The result of the self-check."""
-    return {
-        "check/relative_error": checked.error,
-        "check/passed": float(passed),
-        "check/rollouts": checked.rollouts,
     }
 
 

@@ -34,15 +34,7 @@ WRAPPED_METHODS: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Methods of the trainer that `attach` wraps, and the arguments that they must begin with."""
-READ_ATTRIBUTES = (
-    "_metrics",
-    "_logs",
-    "accelerator",
-    "model",
-    "num_generations",
-    "reward_func_names",
-    "reward_weights",
-)
+TRL_ATTRIBUTES = ("_metrics", "_logs", "accelerator", "model", "num_generations", "reward_func_names", "reward_weights")
 """Attributes of the trainer that `attach` reads."""
 RELATIVE_POSITIONS = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_pct", "alibi")
 """Config entries of models whose attention depends on the distance between tokens, not on their positions."""
@@ -78,7 +70,7 @@ def require_supported(trainer: Any) -> str:
     if version_numbers(version) < version_numbers(OLDEST_TESTED):
         remedy = f"Upgrade TRL; the newest tested version is {NEWEST_TESTED}."
         fail("attach", f"needs TRL {OLDEST_TESTED} or newer", version, remedy)
-    if changed := [name for name in (*WRAPPED_METHODS, *READ_ATTRIBUTES) if not _is_as_tested(trainer, name)]:
+    if changed := [name for name in (*WRAPPED_METHODS, *TRL_ATTRIBUTES) if not _is_as_tested(trainer, name)]:
         tested = f"tested with TRL {OLDEST_TESTED} to {NEWEST_TESTED}"
         fail(
             "attach",

@@ -62,9 +62,7 @@ class Window:
     def derivatives(self, generation: Generation, scale: float) -> Tensor:
         """`(N, C)` derivative of the loss for every rollout of a generation; 0 for those that take no part.
 
-        Args:
-            generation: The generation.
-            scale: Divides the derivatives: the factor of the loss in the backward pass.
+        `scale` is the factor of the loss in the backward pass; derivatives are divided by it.
         """
         ids = generation.completion_ids
         found = torch.zeros(ids.shape, dtype=torch.float64, device=ids.device)
@@ -121,13 +119,8 @@ def step_slice(
 ) -> StepSlice:
     """The part of a step that this process saw.
 
-    Args:
-        generations: Those that take part, as this process has them.
-        window: The step.
-        scale: The factor of the loss in the backward pass.
-        limit: Bytes that a measurement may take here.
-        processes: Number of processes; the trainer takes the mean of their gradients.
-        is_loss: Measure rows of the loss, of the rollouts of this step; not scores, of whole generations.
+    With `is_loss` rows are gradients of the loss, for the rollouts of this step; else scores, for whole generations.
+    The trainer takes the mean of the gradients of all processes, so derivatives are divided by their number.
     """
     chosen, derivatives = [], [window.derivatives(one, scale * processes) for one in generations]
     for generation in generations:
