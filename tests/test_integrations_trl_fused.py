@@ -1,4 +1,4 @@
-"""Gram and gradient from one backward pass of a TRL trainer: the same training, checked, and only where it is right."""
+"""Gram and gradient of a TRL trainer from one backward pass: the same training, and only where it is exact."""
 
 import warnings
 from pathlib import Path
@@ -175,7 +175,7 @@ def test_absolute_positions_and_a_head_that_is_not_tied(tmp_path):
     assert compared(assert_same_training(tmp_path, "scores")) == [8, 1, 1, 1]
 
 
-# what is not fused, or not to the end
+# steps that are not fused, or for which the trainer's own pass runs after all
 
 
 def test_accumulated_steps_and_parts_of_generations_are_not_fused(tmp_path):
@@ -186,7 +186,7 @@ def test_accumulated_steps_and_parts_of_generations_are_not_fused(tmp_path):
 
 
 def test_a_loss_that_weights_tokens_unevenly_gets_the_trainers_own_pass(tmp_path):
-    """At the first step the KL term has no gradient, and nothing warns of what comes."""
+    """At the first step the KL term has no gradient, so the step after it is tried fused."""
     plain, measured = (trainer_of(tmp_path, beta=0.5) for _ in range(2))
     train(plain)
     attached = train(measured, mode="scores", tolerance=10.0)
@@ -194,7 +194,7 @@ def test_a_loss_that_weights_tokens_unevenly_gets_the_trainers_own_pass(tmp_path
     assert float((weights_of(plain) - weights_of(measured)).norm() / weights_of(plain).norm()) <= 1e-6
 
 
-def test_it_can_be_left_to_the_trainer(tmp_path):
+def test_fused_false_leaves_the_gradient_to_the_trainer(tmp_path):
     plain, measured = (trainer_of(tmp_path) for _ in range(2))
     train(plain)
     attached = train(measured, fused=False)
@@ -221,8 +221,8 @@ def test_an_entropy_bonus_is_not_fused(tmp_path):
     assert compared(attached) == [8] * 4 and attached.readings[-1].error > 1e-3
 
 
-def test_a_gradient_through_entropies_is_found_where_it_appears_late(tmp_path):
-    """A loss that takes to the entropies after the whole gradient was seen to agree."""
+def test_a_gradient_through_entropies_is_noticed_when_it_appears_late(tmp_path):
+    """A loss that uses the entropies only after the whole gradient has agreed."""
     import trl  # pyright: ignore[reportMissingImports]
 
     class Late(trl.GRPOTrainer):  # pyright: ignore[reportPrivateImportUsage]
@@ -254,7 +254,7 @@ def test_a_gradient_through_entropies_is_found_where_it_appears_late(tmp_path):
     torch.testing.assert_close(weights_of(plain), weights_of(measured), rtol=1e-5, atol=1e-6)
 
 
-def test_other_gradients_of_a_loss_are_kept_and_told(tmp_path):
+def test_other_gradients_of_a_loss_are_kept(tmp_path):
     """A penalty on the weights themselves, which does not go through log-probabilities, from the third step on."""
     import trl  # pyright: ignore[reportMissingImports]
 
@@ -427,7 +427,7 @@ def test_every_part_of_a_fused_gradient_is_held_against_another(what):
 
 
 def test_an_overflow_is_left_to_the_trainer_and_fused_steps_go_on(tmp_path):
-    """As float16 has it now and then: a loss that is not finite at one step."""
+    """As happens in float16: a loss that is not finite at one step."""
     import trl  # pyright: ignore[reportMissingImports]
 
     class Overflowing(trl.GRPOTrainer):  # pyright: ignore[reportPrivateImportUsage]

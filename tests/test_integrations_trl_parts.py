@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+import scoregram.integrations
+import scoregram.integrations.trl as integration
 from scoregram.checks import ScoregramError
 from scoregram.integrations.trl.generation import (
     Generation,
@@ -29,6 +31,7 @@ from scoregram.integrations.trl.window import (
 )
 from scoregram.reading import Step, read_step
 from scoregram.rollouts import Rollouts
+from tests.test_layering import loaded_after
 
 PROMPT_MASK = torch.tensor([[1, 1, 1], [1, 1, 1], [0, 0, 1], [0, 0, 1]])
 COMPLETION_MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]])
@@ -278,3 +281,9 @@ def test_advantages_from_the_table_leave_out_what_has_no_reward():
 @pytest.mark.parametrize(("older", "newer"), [("1.9.2", "1.16.0"), ("0.29.1", "1.0.0"), ("1.16.0", "1.17.0.dev0")])
 def test_versions_are_compared_by_number(older, newer):
     assert version_numbers(older) < version_numbers(newer)
+
+
+def test_importing_the_integration_loads_nothing_heavy():
+    assert loaded_after("import scoregram.integrations.trl as trl; dir(trl)") == set()
+    assert {"attach", "Attachment", "NEWEST_TESTED", "OLDEST_TESTED"} == set(dir(integration))
+    assert integration.attach is scoregram.integrations.attach

@@ -1,4 +1,4 @@
-"""What a measurement says when it cannot be trusted, and that nothing it does harms a training."""
+"""A measurement that cannot be trusted says so, and no error in a measurement changes the training."""
 
 import math
 import warnings
@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 
-def test_dropout_is_told_and_the_measurement_marked(tmp_path):
+def test_dropout_gives_a_warning_and_a_mark(tmp_path):
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=4, lora_alpha=64, lora_dropout=0.3, target_modules=["q_proj", "down_proj"])
     trainer = trainer_for("GRPO", tmp_path, peft=lora, max_steps=2)
@@ -43,7 +43,7 @@ def test_scores_do_not_explain_a_kl_term(tmp_path):
     assert [reading.passed for reading in attached.readings] == [True, False]
 
 
-def test_an_entropy_bonus_is_told(tmp_path):
+def test_an_entropy_bonus_gives_a_warning(tmp_path):
     try:
         trainer = trainer_for("GRPO", tmp_path, max_steps=1, entropy_coef=1.0)
     except TypeError:
@@ -53,7 +53,7 @@ def test_an_entropy_bonus_is_told(tmp_path):
     assert attached.readings[0].error > 1e-3
 
 
-def test_autocast_is_told_where_it_is_not_tolerated(tmp_path):
+def test_autocast_gives_a_warning_below_its_rounding(tmp_path):
     trainer = trainer_for("GRPO", tmp_path, max_steps=1, bf16=True)
     with pytest.warns(UserWarning, match="autocast to bf16"):
         attached = trained(trainer, tolerance=1e-7)
@@ -61,7 +61,7 @@ def test_autocast_is_told_where_it_is_not_tolerated(tmp_path):
     assert trained(trainer_for("GRPO", tmp_path, max_steps=1, bf16=True)).readings[0].passed
 
 
-def test_a_failing_measurement_harms_nothing(tmp_path, monkeypatch):
+def test_a_failing_measurement_does_not_change_the_training(tmp_path, monkeypatch):
     plain, measured = (trainer_for("GRPO", tmp_path, max_steps=3) for _ in range(2))
     torch.manual_seed(7)
     plain.train()
@@ -96,7 +96,7 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
         torch.testing.assert_close(one.gram, other.gram, rtol=1e-5, atol=1e-5 * float(one.gram.max()))
 
 
-def test_a_loss_that_cannot_be_seen_into_is_measured_without_a_check(tmp_path):
+def test_a_loss_without_log_probabilities_is_measured_without_a_check(tmp_path):
     import trl  # pyright: ignore[reportMissingImports]
 
     class Fused(trl.GRPOTrainer):  # pyright: ignore[reportPrivateImportUsage]

@@ -1,4 +1,4 @@
-"""TRL trainers in two connected processes, data parallel and sharded: what each of them saw."""
+"""TRL trainers in two connected processes, data parallel and sharded, and what each process observed."""
 
 import gc
 import os
@@ -77,7 +77,7 @@ def everything(rank: int, folder: Path) -> dict[str, Any]:
 def run(
     name: str, case: Case, folder: Path, *, attached: bool = True, before: Callable[[], None] | None = None
 ) -> dict[str, Any]:
-    """Train, and tell what was measured, what was generated, and by which weights."""
+    """Train; return what was measured, what was generated, and the weights of the model."""
     forget_the_last_trainer()
     trainer = trainer_for(
         case.kind,
@@ -169,7 +169,7 @@ def watch_generations(trainer: Any, seen: list[Any]) -> None:
 
 
 def watch_advantages(trainer: Any, seen: list[Any]) -> None:
-    """What is trained with, after an estimator has taken its place."""
+    """Record the advantages that the trainer uses after an estimator replaced its own."""
     inner = trainer._generate_and_score_completions
 
     def watched(inputs: Any) -> Any:
