@@ -1,4 +1,4 @@
-"""What `attach` sees of a TRL trainer, what it writes, and that the training stays what it was."""
+"""`attach` on a TRL trainer: Grams against their definition, run folder, and a training that does not change."""
 
 import os
 import subprocess
@@ -13,7 +13,8 @@ pytest.importorskip("trl")
 
 from scoregram.advantages import ESTIMATORS
 from scoregram.checks import ScoregramError
-from scoregram.integrations.trl import attach, names
+from scoregram.integrations.trl import attach
+from scoregram.integrations.trl.support import WRAPPED_METHODS
 from tests.training_cases import judge
 from tests.trl_cases import run_in, trained, trainer_for, weights_of, with_tools
 
@@ -131,8 +132,8 @@ def test_records_hold_what_was_sampled_and_what_every_function_gave(tmp_path):
 
 
 @pytest.mark.parametrize("estimator", [None, "rloo"])
-def test_rollouts_that_nobody_judged(estimator, tmp_path):
-    """A whole group and a single rollout without a reward: no pull, no harm, and said."""
+def test_rollouts_without_a_reward(estimator, tmp_path):
+    """A whole group and a single rollout without a reward: no error, and a scalar counts them."""
 
     def undecided(completions, **_):
         return [None] * 4 + [None, 1.0, 0.0, 0.0]
@@ -142,6 +143,8 @@ def test_rollouts_that_nobody_judged(estimator, tmp_path):
     reading = attached.readings[0]
     assert reading.error <= 1e-5 and attached.failures == []
     assert reading.scalars["without_reward"] == 5 / 8
+    assert reading.scalars["reward"] == pytest.approx(1 / 3) and reading.scalars["live_groups"] == 1
+    assert reading.scalars["groups/all_right"] == reading.scalars["groups/all_wrong"] == 0
     first, second = run_in(tmp_path / "run").groups()
     assert first.rewards.isnan().all() and second.rewards.isnan().tolist() == [True, False, False, False]
     if estimator is not None:
@@ -176,17 +179,17 @@ def test_training_is_the_same_with_and_without(mode, tmp_path):
 def test_methods_are_given_back(tmp_path):
     trainer = trainer_for("RLOO", tmp_path, max_steps=1)
     attached = attach(trainer)
-    assert names.METHODS.keys() <= vars(trainer).keys()
+    assert WRAPPED_METHODS.keys() <= vars(trainer).keys()
     with pytest.raises(ScoregramError, match="must not be attached yet"):
         attach(trainer)
     attached.detach()
     attached.detach()
-    assert not names.METHODS.keys() & vars(trainer).keys()
+    assert not WRAPPED_METHODS.keys() & vars(trainer).keys()
     trained(trainer)
-    assert not names.METHODS.keys() & vars(trainer).keys()
+    assert not WRAPPED_METHODS.keys() & vars(trainer).keys()
 
 
-def test_callbacks_that_come_after_hear_of_the_end(tmp_path):
+def test_later_callbacks_get_the_end_of_the_training(tmp_path):
     from transformers import TrainerCallback
 
     class Listener(TrainerCallback):
@@ -202,7 +205,7 @@ def test_callbacks_that_come_after_hear_of_the_end(tmp_path):
     assert Listener.ends == 1
 
 
-def test_somebody_who_wrapped_later_is_left_alone(tmp_path):
+def test_a_wrapper_added_later_stays(tmp_path):
     trainer = trainer_for("GRPO", tmp_path, max_steps=1)
     attached = attach(trainer)
     inner, calls = trainer._compute_loss, []
@@ -311,6 +314,7 @@ def test_the_summary_tells_first_last_and_mean(tmp_path):
     values = [reading.scalars["gram/update_norm"] for reading in attached.readings]
     assert row[1:] == (values[0], values[1], sum(values) / 2)
     assert "Steps 1, 2." in table.caption
+    assert repr(attached) == "Attachment(GRPOTrainer, every=1, mode='scores', detached, measured steps: 1, 2)"
 
 
 def test_rollouts_that_were_recorded_give_the_same_gram_when_measured_offline(tmp_path):

@@ -1,4 +1,4 @@
-"""Gram and gradient from one backward pass of a TRL trainer: the same training, checked, and only where it is right."""
+"""Gram and gradient of a TRL trainer from one backward pass: the same training, and only where it is exact."""
 
 import warnings
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("trl")
 
-from scoregram.integrations.trl import attach, fused, fusing
+from scoregram.integrations.trl import attach, fused_step
 from tests.test_integrations_trl_losses import LOSSES, UNEVEN
 from tests.trl_cases import run_in, trained, trainer_for, weights_of, with_tools
 
@@ -26,6 +26,17 @@ WHOLE = {
     "learning_rate": 1e-3,
 }
 """Two groups of four, all in one micro-batch: the shape of a step that can be fused."""
+SEPARATE = "steps are measured in a separate pass"
+REASONS = {
+    "log-probabilities": "_get_per_token_logps_and_entropies of the trainer is overridden or wrapped",
+    "step": "training_step of the trainer is overridden or wrapped",
+    "hook": "a gradient hook is registered on parameter `model.embed_tokens.weight`",
+    "module hook": "a backward hook is registered on `model.norm`",
+    "compiled": "`model.norm` is compiled",
+    "wrapped": "the model is wrapped in DataParallel",
+    "lomo": "the LOMO optimiser updates parameters inside the backward pass",
+}
+"""What is wrong with a trainer, and what `not_fused` says about it."""
 
 
 def trainer_of(tmp_path: Path, kind: str = "GRPO", **changes: Any) -> Any:
@@ -132,15 +143,15 @@ def test_gram_of_a_fused_step_is_that_of_a_pass_of_its_own(mode, tmp_path):
 
 def test_steps_that_are_not_measured_are_left_alone(tmp_path, monkeypatch):
     began = []
-    begin = fusing.Fusing.begin
-    monkeypatch.setattr(fusing.Fusing, "begin", lambda self, *args: began.append(1) or begin(self, *args))
+    begin = fused_step.FusedSteps.begin
+    monkeypatch.setattr(fused_step.FusedSteps, "begin", lambda self, *args: began.append(1) or begin(self, *args))
     attached = train(trainer_of(tmp_path, max_steps=6), every=3)
     assert [reading.step for reading in attached.readings] == [1, 3, 6] and len(began) == 3
     assert "backward" not in vars(attached.trainer.accelerator)
 
 
 def test_the_whole_gradient_is_compared_again_and_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(fusing, "WHOLE_EVERY", 3)
+    monkeypatch.setattr(fused_step, "FULL_CHECK_EVERY", 3)
     assert compared(train(trainer_of(tmp_path, max_steps=7), every=1)) == [8, 1, 1, 8, 1, 1, 8]
 
 
@@ -164,7 +175,7 @@ def test_absolute_positions_and_a_head_that_is_not_tied(tmp_path):
     assert compared(assert_same_training(tmp_path, "scores")) == [8, 1, 1, 1]
 
 
-# what is not fused, or not to the end
+# steps that are not fused, or for which the trainer's own pass runs after all
 
 
 def test_accumulated_steps_and_parts_of_generations_are_not_fused(tmp_path):
@@ -175,7 +186,7 @@ def test_accumulated_steps_and_parts_of_generations_are_not_fused(tmp_path):
 
 
 def test_a_loss_that_weights_tokens_unevenly_gets_the_trainers_own_pass(tmp_path):
-    """At the first step the KL term has no gradient, and nothing warns of what comes."""
+    """At the first step the KL term has no gradient, so the step after it is tried fused."""
     plain, measured = (trainer_of(tmp_path, beta=0.5) for _ in range(2))
     train(plain)
     attached = train(measured, mode="scores", tolerance=10.0)
@@ -183,11 +194,11 @@ def test_a_loss_that_weights_tokens_unevenly_gets_the_trainers_own_pass(tmp_path
     assert float((weights_of(plain) - weights_of(measured)).norm() / weights_of(plain).norm()) <= 1e-6
 
 
-def test_it_can_be_left_to_the_trainer(tmp_path):
+def test_fused_false_leaves_the_gradient_to_the_trainer(tmp_path):
     plain, measured = (trainer_of(tmp_path) for _ in range(2))
     train(plain)
     attached = train(measured, fused=False)
-    assert compared(attached) == [8] * 4 and attached.not_fused == "it was not asked for"
+    assert compared(attached) == [8] * 4 and attached.not_fused == f"attach was called with fused=False; {SEPARATE}"
     assert torch.equal(weights_of(plain), weights_of(measured))
 
 
@@ -198,7 +209,9 @@ def test_active_dropout_is_not_fused(tmp_path):
         warnings.simplefilter("ignore")
         attached = train(trainer_of(tmp_path, peft=lora), every=1)
     assert compared(attached) == [8] * 4 and not attached.readings[-1].passed
-    assert fusing.reason_against(attached.trainer.model, attached.trainer.model) == "dropout is active"
+    place = "base_model.model.model.layers.0.self_attn.q_proj.lora_dropout.default"
+    model = attached.trainer.model
+    assert fused_step.reason_not_fused(model, model) == f"dropout is active in `{place}`"
 
 
 def test_an_entropy_bonus_is_not_fused(tmp_path):
@@ -208,8 +221,8 @@ def test_an_entropy_bonus_is_not_fused(tmp_path):
     assert compared(attached) == [8] * 4 and attached.readings[-1].error > 1e-3
 
 
-def test_a_gradient_through_entropies_is_found_where_it_appears_late(tmp_path):
-    """A loss that takes to the entropies after the whole gradient was seen to agree."""
+def test_a_gradient_through_entropies_is_noticed_when_it_appears_late(tmp_path):
+    """A loss that uses the entropies only after the whole gradient has agreed."""
     import trl  # pyright: ignore[reportMissingImports]
 
     class Late(trl.GRPOTrainer):  # pyright: ignore[reportPrivateImportUsage]
@@ -241,7 +254,7 @@ def test_a_gradient_through_entropies_is_found_where_it_appears_late(tmp_path):
     torch.testing.assert_close(weights_of(plain), weights_of(measured), rtol=1e-5, atol=1e-6)
 
 
-def test_other_gradients_of_a_loss_are_kept_and_told(tmp_path):
+def test_other_gradients_of_a_loss_are_kept(tmp_path):
     """A penalty on the weights themselves, which does not go through log-probabilities, from the third step on."""
     import trl  # pyright: ignore[reportMissingImports]
 
@@ -265,11 +278,12 @@ def test_a_pass_that_fails_is_made_by_the_trainer(every, tmp_path, monkeypatch):
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(fused.DeferredGram, "finish", broken)
-    with pytest.warns(UserWarning, match="the trainer's own pass was made in its place.*no such kernel") as caught:
+    monkeypatch.setattr(fused_step.DeferredGram, "finish", broken)
+    with pytest.warns(UserWarning, match="The trainer's own pass replaced it.*no such kernel") as caught:
         attached = train(measured, every=every)
     assert sum("no such kernel" in str(one.message) for one in caught) == 1
-    assert attached.not_fused == "RuntimeError: no such kernel" and attached.failures == [attached.not_fused]
+    assert attached.not_fused == f"RuntimeError: no such kernel; {SEPARATE}"
+    assert attached.failures == ["RuntimeError: no such kernel"]
     assert [reading.step for reading in attached.readings] == ([1, 2, 3, 4] if every == 1 else [1, 2, 4])
     assert set(compared(attached)) == {8}
     assert torch.equal(weights_of(plain), weights_of(measured))
@@ -282,7 +296,7 @@ def test_a_forward_pass_that_fails_is_left_to_the_trainer(tmp_path, monkeypatch)
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("no room")
 
-    monkeypatch.setattr(fused, "DeferredGram", broken)
+    monkeypatch.setattr(fused_step, "DeferredGram", broken)
     with pytest.warns(UserWarning, match="could not be fused.*no room"):
         attached = train(measured, every=1)
     assert compared(attached) == [8] * 4
@@ -293,14 +307,14 @@ def test_wrong_rows_are_found_and_never_trained_with(tmp_path, monkeypatch):
     """Sums that are off by a hundredth in one layer: the check of the very step sees it."""
     plain, measured = (trainer_of(tmp_path) for _ in range(2))
     train(plain)
-    finish = fused.DeferredGram.finish
+    finish = fused_step.DeferredGram.finish
 
     def off(self, *args):
         gram, sums = finish(self, *args)
         chosen = next(parameter for parameter in sums if parameter.ndim == 2)
         return gram, {**sums, chosen: sums[chosen] * 1.01}
 
-    monkeypatch.setattr(fused.DeferredGram, "finish", off)
+    monkeypatch.setattr(fused_step.DeferredGram, "finish", off)
     with pytest.warns(UserWarning, match="must agree with the trainer's own pass to 1e-05, got 0.0"):
         attached = train(measured, every=1)
     assert compared(attached) == [8] * 4 and len(attached.failures) == 1
@@ -324,8 +338,8 @@ def test_a_loss_that_asks_for_gradients_of_its_own_is_taken_again(tmp_path):
     assert torch.equal(weights_of(plain), weights_of(measured))
 
 
-@pytest.mark.parametrize("what", ["log-probabilities", "step", "hook", "module hook", "compiled", "wrapped", "lomo"])
-def test_what_speaks_against_it(what, tmp_path, monkeypatch):
+@pytest.mark.parametrize("what", REASONS)
+def test_the_reason_is_named(what, tmp_path, monkeypatch):
     trainer = trainer_of(tmp_path, max_steps=2)
     if what in ("log-probabilities", "step"):
         name = "_get_per_token_logps_and_entropies" if what == "log-probabilities" else "training_step"
@@ -338,12 +352,13 @@ def test_what_speaks_against_it(what, tmp_path, monkeypatch):
     if what == "compiled":
         monkeypatch.setattr(trainer.model.model.norm, "_compiled_call_impl", trainer.model.model.norm.forward)
     if what == "wrapped":
-        assert fusing.reason_against(torch.nn.DataParallel(trainer.model), trainer.model) is not None
+        wrapped = torch.nn.DataParallel(trainer.model)
+        assert fused_step.reason_not_fused(wrapped, trainer.model) == REASONS[what]
         return
     if what == "lomo":
         monkeypatch.setattr(trainer.accelerator, "has_lomo_optimizer", True, raising=False)
     attached = train(trainer, every=1)
-    assert compared(attached) == [8, 8] and attached.not_fused is not None
+    assert compared(attached) == [8, 8] and attached.not_fused == f"{REASONS[what]}; {SEPARATE}"
 
 
 @pytest.mark.parametrize("mode", ["scores", "loss"])
@@ -407,12 +422,12 @@ def test_every_part_of_a_fused_gradient_is_held_against_another(what):
     row[:5] *= 1.01 if what == "row" else 1.0
     gram[1] *= 1.01 if what == "gram" else 1.0
     sums = torch.stack([whole, row]).split(10, 1)
-    error = fused.distance(sums, theirs, gram, weights, 1)
+    error = fused_step.fused_gradient_error(sums, theirs, gram, weights, 1)
     assert error < 1e-12 if what == "nothing" else 1e-4 < error < 2e-2
 
 
 def test_an_overflow_is_left_to_the_trainer_and_fused_steps_go_on(tmp_path):
-    """As float16 has it now and then: a loss that is not finite at one step."""
+    """As happens in float16: a loss that is not finite at one step."""
     import trl  # pyright: ignore[reportMissingImports]
 
     class Overflowing(trl.GRPOTrainer):  # pyright: ignore[reportPrivateImportUsage]
@@ -435,7 +450,7 @@ def test_an_overflow_is_left_to_the_trainer_and_fused_steps_go_on(tmp_path):
 
 def test_answers_that_could_not_be_given():
     """An auxiliary loss goes back through the router, and has no place in a fused step."""
-    one = torch.zeros(2, 3, requires_grad=True)
-    assert fused.Answer.of((one, one.detach())) == fused.Answer(2, (torch.float32, torch.float32), False)
-    assert fused.Answer.of((one, None, None)) == fused.Answer(3, (torch.float32, None), False)
-    assert fused.Answer.of((one, one, one.sum())) is None and fused.Answer.of({"logps": one}) is None
+    one, returned = torch.zeros(2, 3, requires_grad=True), fused_step.LogProbsFormat
+    assert returned.of((one, one.detach())) == returned(2, (torch.float32, torch.float32), False)
+    assert returned.of((one, None, None)) == returned(3, (torch.float32, None), False)
+    assert returned.of((one, one, one.sum())) is None and returned.of({"logps": one}) is None

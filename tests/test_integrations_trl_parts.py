@@ -3,154 +3,220 @@
 import math
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+import scoregram.integrations
+import scoregram.integrations.trl as integration
 from scoregram.checks import ScoregramError
-from scoregram.integrations.trl.estimating import own_advantages
-from scoregram.integrations.trl.gathering import dealt, gathered, laid_together, merged, part_of
-from scoregram.integrations.trl.generation import Generation, laid_out, together
-from scoregram.integrations.trl.measuring import relative_error, rollout_weights
-from scoregram.integrations.trl.memory import bytes_of_pass, passes_within
-from scoregram.integrations.trl.names import order
-from scoregram.integrations.trl.recording import Rows, judged
-from scoregram.integrations.trl.window import MicroBatch, Window, rows_of
+from scoregram.integrations.trl.generation import (
+    Generation,
+    merged_generation,
+    own_advantages,
+    trl_rows,
+)
+from scoregram.integrations.trl.separate_pass import pass_inputs, process_bounds, relative_error
+from scoregram.integrations.trl.step import rollout_scalars
+from scoregram.integrations.trl.support import bytes_of_pass, passes_within, version_numbers
+from scoregram.integrations.trl.window import (
+    MicroBatch,
+    Window,
+    observed_step,
+    rollout_weights,
+    row_keys,
+    step_slice,
+)
+from scoregram.reading import Step, read_step
+from scoregram.rollouts import Rollouts
+from tests.test_layering import loaded_after
+
+PROMPT_MASK = torch.tensor([[1, 1, 1], [1, 1, 1], [0, 0, 1], [0, 0, 1]])
+COMPLETION_MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]])
+"""The last rollout is masked out; three tokens of it were sampled."""
+REWARDS = (1.0, 0.0, 0.0, math.nan)
 
 
-def generation(serial: int = 0, rewards: tuple[float, ...] = (1.0, 0.0, 0.0, math.nan)) -> Generation:
-    """Two groups of two: prompts of 3 and 1 tokens, completions of 2, 1, 3 and 0 counted tokens."""
-    prompt_mask = torch.tensor([[1, 1, 1], [1, 1, 1], [0, 0, 1], [0, 0, 1]])
-    completion_mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]])
-    return Generation(
+def generation(
+    serial: int = 0,
+    rewards: tuple[float, ...] = REWARDS,
+    *,
+    moves_padding: bool = True,
+    rows: slice = slice(0, 4),
+    prompt: slice = slice(0, 3),
+    completion: slice = slice(0, 3),
+) -> Generation:
+    """Two groups of two: prompts of 3 and 1 tokens, completions of 2, 1, 3 and 0 counted tokens.
+
+    `rows`, `prompt` and `completion` cut out what one process has, padded as its own rollouts need it.
+    """
+    output = {
+        "prompt_ids": (torch.arange(1, 13).view(4, 3) * PROMPT_MASK)[rows, prompt],
+        "prompt_mask": PROMPT_MASK[rows, prompt],
+        "completion_ids": torch.arange(21, 33).view(4, 3)[rows, completion],
+        "completion_mask": COMPLETION_MASK[rows, completion],
+    }
+    loss_mask, groups = output["completion_mask"].bool(), torch.arange(4)[rows] // 2
+    lengths = torch.tensor([2, 1, 3, 3])[rows]
+    columns, rollouts = trl_rows(output, loss_mask, lengths, group_ids=groups - groups[0], moves_padding=moves_padding)
+    made = Generation(
         serial=serial,
         policy_step=0,
         group_size=2,
-        prompt_ids=torch.arange(1, 13).view(4, 3) * prompt_mask,
-        prompt_mask=prompt_mask,
-        completion_ids=torch.arange(21, 33).view(4, 3) * completion_mask,
-        completion_mask=completion_mask,
-        loss_mask=completion_mask.bool(),
-        advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]),
-        rewards=torch.tensor(rewards, dtype=torch.float64),
-        by_function={},
-        sampled=[[21, 22], [24], [27, 28, 29], [30, 31, 32]],
-        prompt_names=["a", "a", "b", "b"],
-        behaviour=None,
-        has_pictures=False,
+        rollouts=replace(
+            rollouts,
+            rewards=torch.tensor(rewards, dtype=torch.float64)[rows],
+            reward_parts={"f": torch.arange(4.0)[rows]},
+            prompt_names=[["a", "b"][group] for group in groups.unique().tolist()],
+        ),
+        columns=columns,
+        **output,
+        loss_mask=loss_mask,
+        advantages=torch.tensor([1.0, -1.0, 0.5, -0.5])[rows],
     )
+    behaviour = made.in_rows(torch.arange(12.0).view(4, 3)[rows, completion])
+    return replace(made, rollouts=replace(made.rollouts, behaviour_log_probs=behaviour))
 
 
 def test_compact_rows_hold_the_same_tokens_in_order():
-    made = generation()
     coefficients = torch.arange(12.0).view(4, 3)
-    padded, compact = (laid_out(made, coefficients, compact=compact) for compact in (False, True))
+    made = {moved: generation(moves_padding=moved) for moved in (False, True)}
+    padded, compact = (made[moved].rollouts for moved in (False, True))
     assert padded.input_ids.shape == (4, 6) and compact.input_ids.shape == (4, 5)
+    values = {moved: one.in_rows(coefficients) for moved, one in made.items()}
     for row in range(4):
-        here, there = (laid.attention_mask[row].bool() for laid in (padded, compact))
+        here, there = (rollouts.attention_mask[row] for rollouts in (padded, compact))
         assert torch.equal(padded.input_ids[row][here], compact.input_ids[row][there])
         assert torch.equal(padded.completion_mask[row][here], compact.completion_mask[row][there])
-        assert torch.equal(padded.coefficients[row][here], compact.coefficients[row][there])
+        assert torch.equal(values[False][row][here], values[True][row][there])
         assert there.int().diff().le(0).all(), "padding is on the right"
-    both = together([compact, padded])
-    assert both.input_ids.shape == (8, 6) and torch.equal(both.input_ids[4:], padded.input_ids)
+        assert torch.equal(values[True][row][compact.completion_mask[row]], coefficients[row][COMPLETION_MASK[row] > 0])
+        assert not values[True][row][~compact.completion_mask[row]].any()
 
 
-def cut(made: Generation, rows: slice, prompt: slice, completion: slice) -> Generation:
-    """What one process has of a generation, padded as its own rollouts need it."""
-    return replace(
-        made,
-        prompt_ids=made.prompt_ids[rows, prompt],
-        prompt_mask=made.prompt_mask[rows, prompt],
-        completion_ids=made.completion_ids[rows, completion],
-        completion_mask=made.completion_mask[rows, completion],
-        loss_mask=made.loss_mask[rows, completion],
-        advantages=made.advantages[rows],
-        rewards=made.rewards[rows],
-        by_function={name: values[rows] for name, values in made.by_function.items()},
-        sampled=made.sampled[rows],
-        prompt_names=made.prompt_names[rows],
-        behaviour=None if made.behaviour is None else made.behaviour[rows, completion],
+def test_slices_of_processes_are_merged():
+    made = generation()
+    first = generation(rows=slice(0, 1), completion=slice(0, 2))
+    rest = generation(rows=slice(1, 4))
+    whole = merged_generation([first, rest])
+    for name in ("prompt_ids", "prompt_mask", "completion_mask", "loss_mask", "advantages"):
+        assert torch.equal(getattr(whole, name), getattr(made, name))
+    assert torch.equal(whole.completion_ids * whole.completion_mask, made.completion_ids * made.completion_mask)
+    assert_same_rollouts(whole.rollouts, made.rollouts)
+    short = generation(rows=slice(2, 4), prompt=slice(2, 3))
+    whole = merged_generation([generation(rows=slice(0, 2), completion=slice(0, 2)), short])
+    assert_same_rollouts(whole.rollouts, made.rollouts)
+    values = torch.arange(12.0).view(4, 3)
+    assert torch.equal(whole.in_rows(values) * whole.rollouts.attention_mask, made.in_rows(values))
+    with pytest.raises(ScoregramError, match="must hold whole groups of 2, got 3 rollouts"):
+        merged_generation([rest])
+
+
+def assert_same_rollouts(one: Rollouts, other: Rollouts) -> None:
+    assert one.token_ids() == other.token_ids() and one.prompt_names == other.prompt_names == ["a", "b"]
+    assert one.group_ids.tolist() == other.group_ids.tolist() == [0, 0, 1, 1]
+    assert torch.equal(one.reward_parts["f"], other.reward_parts["f"])
+    torch.testing.assert_close(one.rewards, other.rewards, rtol=0, atol=0, equal_nan=True)
+    assert one.behaviour_log_probs is not None and other.behaviour_log_probs is not None
+    for row in range(4):
+        a, b = (rollouts.attention_mask[row] for rollouts in (one, other))
+        assert torch.equal(one.behaviour_log_probs[row][a], other.behaviour_log_probs[row][b])
+
+
+def trainer_with(*, relative_positions: bool) -> Any:
+    """As much of a trainer as decides where padding may be."""
+    model: Any = torch.nn.Linear(2, 2)
+    model.config = SimpleNamespace(rope_theta=1e4 if relative_positions else None)
+    return SimpleNamespace(
+        model=model, temperature=1.0, accelerator=SimpleNamespace(unwrap_model=lambda wrapped: wrapped, device="cpu")
     )
 
 
-def test_slices_of_processes_are_put_together_again():
-    made = replace(generation(), by_function={"f": torch.arange(4.0)}, behaviour=torch.arange(12.0).view(4, 3))
-    first = cut(made, slice(0, 1), slice(0, 3), slice(0, 2))
-    rest = cut(made, slice(1, 4), slice(0, 3), slice(0, 3))
-    whole = merged([first, rest])
-    for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "loss_mask", "advantages"):
-        assert torch.equal(getattr(whole, name), getattr(made, name))
-    assert torch.equal(whole.by_function["f"], made.by_function["f"])
-    assert whole.behaviour is not None and made.behaviour is not None
-    assert torch.equal(whole.behaviour * whole.loss_mask, made.behaviour * made.loss_mask)
-    assert (whole.sampled, whole.prompt_names) == (made.sampled, made.prompt_names)
-    short = cut(made, slice(2, 4), slice(2, 3), slice(0, 3))
-    whole = merged([cut(made, slice(0, 2), slice(0, 3), slice(0, 2)), short])
-    assert [whole.prompt_of(row) for row in range(4)] == [made.prompt_of(row) for row in range(4)]
-    with pytest.raises(ScoregramError, match="must hold whole groups of 2, got 3 rollouts"):
-        merged([rest])
-
-
 def test_padding_of_a_slice_stays_where_positions_depend_on_it():
-    made = generation()
-    slices = [cut(made, slice(0, 2), slice(0, 3), slice(0, 2)), cut(made, slice(2, 4), slice(2, 3), slice(0, 3))]
-    laid = laid_together(slices, None, compact=False)
-    assert laid.input_ids.shape == (4, 5)
-    assert laid.attention_mask[2:].tolist() == [[1, 1, 1, 1, 0], [1, 0, 0, 0, 0]]
+    slices = [
+        generation(rows=slice(0, 2), completion=slice(0, 2), moves_padding=False),
+        generation(rows=slice(2, 4), prompt=slice(2, 3), moves_padding=False),
+    ]
+    rollouts = merged_generation(slices).rollouts
+    inputs = pass_inputs(trainer_with(relative_positions=False), rollouts)
+    assert inputs.input_ids.shape == (4, 5)
+    assert inputs.attention_mask[2:].int().tolist() == [[1, 1, 1, 1, 0], [1, 0, 0, 0, 0]]
+    assert rollouts.attention_mask[3].int().tolist() == [1, 1, 1, 1, 0], "what was sampled stays in the rollouts"
+
+
+def test_a_pass_leaves_out_what_the_trainer_masks():
+    whole = generation(rewards=(1.0, 0.0, 0.0, 1.0))
+    trainer = trainer_with(relative_positions=True)
+    inputs = pass_inputs(trainer, whole.rollouts, chosen=torch.arange(4) != 0)
+    assert inputs.attention_mask.sum(1).tolist() == [4, 4, 1] and inputs.input_ids.shape == (3, 5)
+    assert torch.equal(inputs.coefficients, inputs.completion_mask.double())
+    only_masked = whole.rollouts.select(torch.arange(4) == 3)
+    assert pass_inputs(trainer, only_masked).input_ids.shape == (1, 1)
 
 
 def test_a_step_that_processes_saw_differently_is_refused():
     window = Window(step=1)
     parts = [
-        part_of([generation(serial)], window, scale=1.0, limit=1.0, processes=2, only_chosen=False) for serial in (0, 1)
+        step_slice([generation(serial)], window, scale=1.0, limit=1.0, processes=2, is_loss=False) for serial in (0, 1)
     ]
     with pytest.raises(ScoregramError, match=r"same generations, got \[\[0\], \[1\]\]"):
-        gathered(parts)
+        observed_step(1, parts)
 
 
 def test_derivatives_are_those_of_the_mean_over_processes():
     made, window = generation(), Window(step=1)
-    batch = MicroBatch(rows_of(made)[:2])
-    batch.catch(torch.ones(2, 3))
+    batch = MicroBatch(row_keys(made)[:2])
+    batch.add_gradient(torch.ones(2, 3))
     window.batches.append(batch)
-    part = part_of([made], window, scale=4.0, limit=1.0, processes=2, only_chosen=True)
+    part = step_slice([made], window, scale=4.0, limit=1.0, processes=2, is_loss=True)
     assert part.chosen[0].tolist() == [True, True, False, False]
-    assert torch.equal(part.derivatives[0][:2], made.loss_mask[:2].double() / 8)
+    assert torch.equal(part.coefficients[0][:2], made.rollouts.completion_mask[:2].double() / 8)
+    assert part.weights[0].tolist() == [1 / 8, 1 / 8, 0, 0] and part.unevenness == 0
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 5])
 def test_every_group_is_dealt_to_one_process(processes):
     bounds = [0, 4, 6, 12]
-    shares = dealt(bounds, processes, between_prompts=False)
+    shares = process_bounds(bounds, processes, between_prompts=False)
     assert len(shares) == processes
     assert [pair for share in shares for pair in pairwise(share)] == list(pairwise(bounds))
-    whole = dealt(bounds, processes, between_prompts=True)
+    whole = process_bounds(bounds, processes, between_prompts=True)
     assert whole[0] == bounds and all(share == [0] for share in whole[1:])
 
 
 def test_lengths_of_masked_rollouts_are_those_of_what_was_sampled():
     made = generation()
-    assert made.token_lengths.tolist() == [2, 1, 3, 3]
-    assert made.masked_out.tolist() == [False, False, False, True]
+    assert made.rollouts.lengths.tolist() == [2, 1, 3, 3]
+    zeros = torch.zeros(4, dtype=torch.float64)
+    scalars = rollout_scalars(Step(number=1, rollouts=made.rollouts, advantages=zeros, weights=zeros))
+    assert scalars == {"masked_out": 1 / 4, "without_reward": 1 / 4, "length": 9 / 4}
 
 
 def test_a_window_puts_the_derivatives_back_in_order():
     first, second = generation(4), generation(5)
     window = Window(step=1)
-    rows = torch.cat([rows_of(first), rows_of(second)])
+    rows = torch.cat([row_keys(first), row_keys(second)])
     derivative = torch.arange(1.0, 25.0).view(8, 3)
     for places in torch.tensor([[7, 0, 3, 2], [1, 5, 4, 6]]):
         batch = MicroBatch(rows[places])
-        batch.catch(derivative[places])
+        batch.add_gradient(derivative[places])
         window.batches.append(batch)
-    assert window.is_caught and window.serials == [4, 5]
+    assert window.has_derivatives and window.serials == [4, 5]
     for made, own in ((first, derivative[:4]), (second, derivative[4:])):
-        assert torch.equal(window.coefficients(made, scale=2.0), own.double() / 2 * made.loss_mask)
+        assert torch.equal(window.derivatives(made, scale=2.0), own.double() / 2 * made.loss_mask)
     window.batches.pop()
-    assert window.chosen(first).tolist() == [0, 2, 3] and window.chosen(second).tolist() == [3]
-    parts = Rows([first, second], [window.chosen(first), window.chosen(second)])
-    assert parts.bounds == [0, 1, 3, 4] and parts.names == ["a", "b", "b", "b"]
+    assert window.rows_of(first).tolist() == [0, 2, 3] and window.rows_of(second).tolist() == [3]
+    part = step_slice([first, second], window, scale=2.0, limit=1.0, processes=1, is_loss=True)
+    observed = observed_step(1, [part])
+    assert observed.group_bounds == [0, 1, 3, 4] and observed.rollouts.prompt_names == ["a", "b", "b"]
+    assert observed.rollouts.token_ids() == [first.rollouts.token_ids()[row] for row in (0, 2, 3)] + [
+        second.rollouts.token_ids()[3]
+    ]
+    assert observed.advantages.tolist() == [1.0, 0.5, -0.5, -0.5]
+    assert observed.coefficients is not None
+    assert torch.equal(observed.coefficients[0, 3:5], derivative[0, :2].double() / 2)
 
 
 def test_even_derivatives_are_weights_of_scores():
@@ -175,7 +241,7 @@ def test_relative_error_is_that_of_the_whole_vector():
 
 def test_passes_hold_as_many_groups_as_fit(monkeypatch):
     model = torch.nn.Linear(2, 2)
-    monkeypatch.setattr("scoregram.integrations.trl.memory.bytes_of_pass", lambda model, rollouts, tokens: rollouts)
+    monkeypatch.setattr("scoregram.integrations.trl.support.bytes_of_pass", lambda model, rollouts, tokens: rollouts)
     bounds = [0, 4, 6, 12, 16]
     assert passes_within(16.0, model, bounds, 8) == [slice(0, 16)]
     assert passes_within(10.0, model, bounds, 8) == [slice(0, 6), slice(6, 16)]
@@ -195,9 +261,13 @@ def test_the_estimate_grows_with_rollouts_and_tokens_and_shrinks_with_checkpoint
     assert bytes_of_pass(model, 64, 64) < before
 
 
-def test_a_rollout_without_a_reward_is_neither_better_nor_worse():
-    rewards = torch.tensor([[1.0, torch.nan, 0.0], [torch.nan, torch.nan, torch.nan]], dtype=torch.float64)
-    assert judged(rewards).tolist() == [[1.0, 0.5, 0.0], [0.0, 0.0, 0.0]]
+def test_a_rollout_without_a_reward_takes_no_part_in_what_a_step_reads():
+    """An all-right group with a missing reward is dead, as it is in a run of our own trainer."""
+    nan = math.nan
+    rollouts = generation(rewards=(1.0, nan, nan, nan)).rollouts
+    zeros = torch.zeros(4, dtype=torch.float64)
+    scalars = read_step(Step(number=1, rollouts=rollouts, advantages=zeros, weights=zeros)).scalars
+    assert (scalars["reward"], scalars["live_groups"], scalars["groups/all_right"]) == (1.0, 0, 0.5)
 
 
 def test_advantages_from_the_table_leave_out_what_has_no_reward():
@@ -210,4 +280,10 @@ def test_advantages_from_the_table_leave_out_what_has_no_reward():
 
 @pytest.mark.parametrize(("older", "newer"), [("1.9.2", "1.16.0"), ("0.29.1", "1.0.0"), ("1.16.0", "1.17.0.dev0")])
 def test_versions_are_compared_by_number(older, newer):
-    assert order(older) < order(newer)
+    assert version_numbers(older) < version_numbers(newer)
+
+
+def test_importing_the_integration_loads_nothing_heavy():
+    assert loaded_after("import scoregram.integrations.trl as trl; dir(trl)") == set()
+    assert {"attach", "Attachment", "NEWEST_TESTED", "OLDEST_TESTED"} == set(dir(integration))
+    assert integration.attach is scoregram.integrations.attach

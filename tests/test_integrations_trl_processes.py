@@ -189,7 +189,7 @@ def test_what_fails_in_one_process_fails_in_all_and_the_next_step_is_measured(fo
     first, second = (one["failing"] for one in found)
     assert second["failures"] == ["RuntimeError: no such kernel"]
     assert len(first["failures"]) == 1
-    assert "must come through, got RuntimeError: no such kernel in process 1." in first["failures"][0]
+    assert "every process must finish its part, got RuntimeError: no such kernel in process 1." in first["failures"][0]
     assert first["steps"] == second["steps"] == [2]
 
 

@@ -1,4 +1,4 @@
-"""What a measurement says when it cannot be trusted, and that nothing it does harms a training."""
+"""A measurement that cannot be trusted says so, and no error in a measurement changes the training."""
 
 import math
 import warnings
@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("trl")
 
 from scoregram.checks import ScoregramError
-from scoregram.integrations.trl import attach, names, step
+from scoregram.integrations.trl import attach, step
+from scoregram.integrations.trl.support import NEWEST_TESTED, OLDEST_TESTED, WRAPPED_METHODS
 from tests.trl_cases import run_in, trained, trainer_for, weights_of
 
 pytestmark = [
@@ -21,7 +22,7 @@ pytestmark = [
 ]
 
 
-def test_dropout_is_told_and_the_measurement_marked(tmp_path):
+def test_dropout_gives_a_warning_and_a_mark(tmp_path):
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=4, lora_alpha=64, lora_dropout=0.3, target_modules=["q_proj", "down_proj"])
     trainer = trainer_for("GRPO", tmp_path, peft=lora, max_steps=2)
@@ -42,7 +43,7 @@ def test_scores_do_not_explain_a_kl_term(tmp_path):
     assert [reading.passed for reading in attached.readings] == [True, False]
 
 
-def test_an_entropy_bonus_is_told(tmp_path):
+def test_an_entropy_bonus_gives_a_warning(tmp_path):
     try:
         trainer = trainer_for("GRPO", tmp_path, max_steps=1, entropy_coef=1.0)
     except TypeError:
@@ -52,7 +53,7 @@ def test_an_entropy_bonus_is_told(tmp_path):
     assert attached.readings[0].error > 1e-3
 
 
-def test_autocast_is_told_where_it_is_not_tolerated(tmp_path):
+def test_autocast_gives_a_warning_below_its_rounding(tmp_path):
     trainer = trainer_for("GRPO", tmp_path, max_steps=1, bf16=True)
     with pytest.warns(UserWarning, match="autocast to bf16"):
         attached = trained(trainer, tolerance=1e-7)
@@ -60,7 +61,7 @@ def test_autocast_is_told_where_it_is_not_tolerated(tmp_path):
     assert trained(trainer_for("GRPO", tmp_path, max_steps=1, bf16=True)).readings[0].passed
 
 
-def test_a_failing_measurement_harms_nothing(tmp_path, monkeypatch):
+def test_a_failing_measurement_does_not_change_the_training(tmp_path, monkeypatch):
     plain, measured = (trainer_for("GRPO", tmp_path, max_steps=3) for _ in range(2))
     torch.manual_seed(7)
     plain.train()
@@ -68,11 +69,11 @@ def test_a_failing_measurement_harms_nothing(tmp_path, monkeypatch):
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(step, "measure_beside", broken)
+    monkeypatch.setattr(step, "measure_separately", broken)
     torch.manual_seed(7)
-    with pytest.warns(UserWarning, match="passed over, the training goes on. RuntimeError: no such kernel") as caught:
+    with pytest.warns(UserWarning, match="skipped; the training goes on. RuntimeError: no such kernel") as caught:
         attached = trained(measured)
-    assert sum("passed over" in str(one.message) for one in caught) == 1
+    assert sum("was skipped" in str(one.message) for one in caught) == 1
     assert len(attached.failures) == 3 and attached.readings == []
     assert torch.equal(weights_of(plain), weights_of(measured))
 
@@ -80,7 +81,7 @@ def test_a_failing_measurement_harms_nothing(tmp_path, monkeypatch):
 def test_memory_is_bounded(tmp_path, monkeypatch):
     whole = trained(trainer_for("GRPO", tmp_path, max_steps=1), out=tmp_path / "whole")
     monkeypatch.setattr(
-        "scoregram.integrations.trl.memory.bytes_of_pass", lambda model, rollouts, tokens: rollouts * 1e9
+        "scoregram.integrations.trl.support.bytes_of_pass", lambda model, rollouts, tokens: rollouts * 1e9
     )
     with pytest.warns(UserWarning, match="step 1 was not measured: one group alone would take more than 3.5 GB"):
         none = trained(trainer_for("GRPO", tmp_path, max_steps=1), memory_gb=3.5)
@@ -95,7 +96,7 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
         torch.testing.assert_close(one.gram, other.gram, rtol=1e-5, atol=1e-5 * float(one.gram.max()))
 
 
-def test_a_loss_that_cannot_be_seen_into_is_measured_without_a_check(tmp_path):
+def test_a_loss_without_log_probabilities_is_measured_without_a_check(tmp_path):
     import trl  # pyright: ignore[reportMissingImports]
 
     class Fused(trl.GRPOTrainer):  # pyright: ignore[reportPrivateImportUsage]
@@ -111,7 +112,7 @@ def test_a_loss_that_cannot_be_seen_into_is_measured_without_a_check(tmp_path):
     assert any("step 2 could not be checked against the trainer's gradient" in str(one.message) for one in caught)
     assert [math.isnan(reading.error) for reading in attached.readings] == [True, True]
     assert all(reading.scalars["gram/update_norm"] > 0 and not reading.passed for reading in attached.readings)
-    with pytest.warns(UserWarning, match="step 1 was not measured: the trainer's loss did not go through"):
+    with pytest.warns(UserWarning, match="step 1 was not measured: the trainer's loss did not call its method"):
         assert trained(trainer_for("GRPO", tmp_path, cls=Fused, max_steps=1), mode="loss").readings == []
 
 
@@ -144,7 +145,7 @@ def test_settings_that_cannot_work(asked, message, tmp_path, unchecked_shapes):
     trainer = trainer_for("GRPO", tmp_path, max_steps=1)
     with pytest.raises(ScoregramError, match=message):
         attach(trainer, **asked)
-    assert not names.METHODS.keys() & vars(trainer).keys()
+    assert not WRAPPED_METHODS.keys() & vars(trainer).keys()
 
 
 def test_trainers_that_cannot_be_measured(tmp_path, monkeypatch):
@@ -172,20 +173,21 @@ def test_trainers_that_cannot_be_measured(tmp_path, monkeypatch):
         with pytest.raises(ScoregramError, match="whole rollouts of its own, got a parallelism_config with tp"):
             attach(trainer)
     monkeypatch.setattr(trl, "__version__", "0.19.1")
-    with pytest.raises(ScoregramError, match=f"needs TRL {names.OLDEST_TESTED} or newer, got 0.19.1"):
+    with pytest.raises(ScoregramError, match=f"needs TRL {OLDEST_TESTED} or newer, got 0.19.1"):
         attach(trainer)
     monkeypatch.setattr(trl, "__version__", "7.0.0")
-    with pytest.warns(UserWarning, match=f"TRL 7.0.0 is newer than {names.NEWEST_TESTED}"):
+    with pytest.warns(UserWarning, match=f"TRL 7.0.0 is newer than {NEWEST_TESTED}"):
         attach(trainer).detach()
     with monkeypatch.context() as changed:
         changed.delattr(trl.GRPOTrainer, "_compute_loss")  # pyright: ignore[reportPrivateImportUsage]
         with pytest.raises(
-            ScoregramError, match=r"tested with .* got TRL 7.0.0, in which _compute_loss changed or is ab"
+            ScoregramError,
+            match=r"tested with .* got TRL 7.0.0, where these are missing or .* arguments: _compute_loss\.",
         ):
             attach(trainer)
     with monkeypatch.context() as changed:
         changed.setattr(trainer, "_calculate_rewards", lambda rollouts: None)
-        with pytest.raises(ScoregramError, match="in which _calculate_rewards changed or is absent"):
+        with pytest.raises(ScoregramError, match="missing or take other arguments: _calculate_rewards"):
             attach(trainer)
 
 

@@ -16,7 +16,7 @@ PROMPTS = ("1+2=", "10+3=", "7+7=", "2+25=", "9+1=", "30+4=")
 
 
 def graded(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """A reward of many values, so that hardly a group is without a pull, and no test is about nothing."""
+    """A reward of many values, so that hardly any group has equal rewards and every test has a gradient."""
     return [sum(map(ord, text)) % 7 / 6 for text in completions]
 
 

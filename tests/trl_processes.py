@@ -1,4 +1,4 @@
-"""TRL trainers in two connected processes, data parallel and sharded: what each of them saw."""
+"""TRL trainers in two connected processes, data parallel and sharded, and what each process observed."""
 
 import gc
 import os
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from scoregram.integrations.trl import attach, measuring, memory, step
+from scoregram.integrations.trl import attach, separate_pass, support
 from tests.distributed_cases import PROCESSES
 from tests.trl_cases import trainer_for
 
@@ -77,7 +77,7 @@ def everything(rank: int, folder: Path) -> dict[str, Any]:
 def run(
     name: str, case: Case, folder: Path, *, attached: bool = True, before: Callable[[], None] | None = None
 ) -> dict[str, Any]:
-    """Train, and tell what was measured, what was generated, and by which weights."""
+    """Train; return what was measured, what was generated, and the weights of the model."""
     forget_the_last_trainer()
     trainer = trainer_for(
         case.kind,
@@ -92,9 +92,9 @@ def run(
     if case.asked.get("mode") == "loss":
         watch_losses(trainer, seen["losses"])
     torch.manual_seed(7 + trainer.accelerator.process_index)
-    kept = measuring.backward_with_gram, memory.bytes_of_pass, step.free_bytes
+    kept = separate_pass.backward_with_gram, support.bytes_of_pass, support.free_bytes
     if "memory_gb" in case.asked:
-        memory.bytes_of_pass = lambda model, rollouts, tokens: int(rollouts * 1e9)
+        support.bytes_of_pass = lambda model, rollouts, tokens: int(rollouts * 1e9)
     if before is not None:
         before()
     told: dict[str, Any] = {}
@@ -113,7 +113,7 @@ def run(
         else:
             trainer.train()
     finally:
-        measuring.backward_with_gram, memory.bytes_of_pass, step.free_bytes = kept
+        separate_pass.backward_with_gram, support.bytes_of_pass, support.free_bytes = kept
     logged = [line for line in trainer.state.log_history if "loss" in line]
     return (
         told | seen | {"weights": weights_of(trainer), "logged": logged, "kind": type(trainer.model_wrapped).__name__}
@@ -169,7 +169,7 @@ def watch_generations(trainer: Any, seen: list[Any]) -> None:
 
 
 def watch_advantages(trainer: Any, seen: list[Any]) -> None:
-    """What is trained with, after an estimator has taken its place."""
+    """Record the advantages that the trainer uses after an estimator replaced its own."""
     inner = trainer._generate_and_score_completions
 
     def watched(inputs: Any) -> Any:
@@ -205,7 +205,7 @@ def watch_losses(trainer: Any, seen: list[Any]) -> None:
 
 def fails_once(rank: int) -> None:
     """The first measurement of the second process fails."""
-    inner, calls = measuring.backward_with_gram, []
+    inner, calls = separate_pass.backward_with_gram, []
 
     def broken(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
@@ -213,13 +213,13 @@ def fails_once(rank: int) -> None:
             raise RuntimeError("no such kernel")
         return inner(*args, **kwargs)
 
-    measuring.backward_with_gram = broken
+    separate_pass.backward_with_gram = broken
 
 
 def is_small(rank: int) -> None:
     """The second process has no memory left."""
     if rank == 1:
-        step.free_bytes = lambda model, processes: 1.0
+        support.free_bytes = lambda model, processes: 1.0
 
 
 def refused(folder: Path) -> str:

@@ -1,7 +1,7 @@
-"""The rollouts of a TRL trainer in our words: groups side by side as they were made, and laid out for one pass."""
+"""What a TRL trainer generates at a time, as `Rollouts`; and advantages of one's own in place of the trainer's."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,94 +9,71 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from scoregram.checks import fail
-from scoregram.integrations.trl.processes import Processes
+from scoregram.advantages import ESTIMATORS, estimate
+from scoregram.checks import fail, listed, lookup, require_finite
+from scoregram.distributed import Processes
+from scoregram.integrations.trl.support import has_relative_positions
+from scoregram.rollouts import Rollouts, concatenated_rollouts
 
-PICTURES = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_sizes", "spatial_shapes")
-"""What a batch holds when its prompts have images."""
-NAMES = ("prompt_id", "problem_id", "question_id", "task_id", "uid", "id")
-"""Columns of a dataset that name a prompt, the first one found is taken."""
+IMAGE_KEYS = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_sizes", "spatial_shapes")
+"""Keys of a batch whose prompts have images."""
+NAME_COLUMNS = ("prompt_id", "problem_id", "question_id", "task_id", "uid", "id")
+"""Columns of a dataset that name a prompt; the first one that exists is used."""
 
 
 @dataclass(frozen=True)
 class RewardCall:
-    """What the trainer's reward functions were given, and what they gave."""
+    """One call of the trainer's reward functions: arguments and result."""
 
     inputs: Sequence[Mapping[str, Any]]
-    """The row of the dataset behind every rollout."""
+    """The dataset row of every rollout."""
     completion_ids: Sequence[Sequence[int]]
     """Completion tokens of every rollout, before truncated ones were masked."""
     rewards: Tensor
-    """`(N, F)`, one column for each reward function, rollouts of all processes; `nan` where it gave None."""
+    """`(N, F)`: a column for each reward function, rollouts of all processes; `nan` where a function returned None."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Generation:
-    """`N = P·R` rollouts that were generated together, before the trainer shuffled them.
+    """`N = P·R` rollouts that TRL generated together, before it shuffled them.
 
-    Several processes have a slice of it each, which may begin and end within a group.
+    `rollouts` holds them as rows; the other tensors hold them as TRL lays them out, in the same order, because its loss
+    and an estimator of one's own work on that layout. With several processes each has a slice of a generation, which
+    may begin and end inside a group.
     """
 
     serial: int
     """Number of the generation since `attach`."""
     policy_step: int
-    """Optimisation steps that were done when they were generated."""
+    """Optimisation steps done when it was generated."""
     group_size: int
+    """`R`."""
+    rollouts: Rollouts
+    """The same rollouts, prompt and completion in one row; rewards are `nan` where no function gave one."""
+    columns: Tensor
+    """`(N, T)`: for every token of `rollouts` its column in TRL's layout, prompts and completions side by side."""
     prompt_ids: Tensor
     """`(N, P)`, padded on the left."""
     prompt_mask: Tensor
     completion_ids: Tensor
     """`(N, C)`, padded on the right."""
     completion_mask: Tensor
-    """`(N, C)`: what is attended to; all 0 for a truncated rollout that the trainer masks."""
+    """`(N, C)`: tokens that TRL attends to; all 0 for a truncated rollout that it masks out."""
     loss_mask: Tensor
-    """`(N, C)` bool: the tokens that the policy chose and that the loss counts; no tokens of tools."""
+    """`(N, C)` bool: tokens that the policy chose and that the loss counts; no tokens of tools."""
     advantages: Tensor
     """`(N,)` or `(N, C)`, as the loss takes them."""
-    rewards: Tensor
-    """`(N,)` float64: weighted sum over the reward functions; `nan` if none of them judged the rollout."""
-    by_function: Mapping[str, Tensor]
-    """`(N,)` raw rewards of every reward function."""
-    sampled: Sequence[Sequence[int]]
-    """Completion tokens of every rollout, also of those that are masked."""
-    prompt_names: Sequence[str]
-    """`N` names, one and the same within a group."""
-    behaviour: Tensor | None
-    """`(N, C)` log-probabilities of another engine that sampled; None if it was the model itself."""
-    has_pictures: bool
+    has_images: bool = False
 
     @property
     def size(self) -> int:
-        """Number of rollouts."""
+        """`N`."""
         return len(self.prompt_ids)
 
     @property
-    def token_lengths(self) -> Tensor:
-        """`(N,)` tokens that the policy chose, also of rollouts that are masked."""
-        counted = self.loss_mask.sum(1).cpu()
-        return torch.where(counted > 0, counted, torch.tensor([len(ids) for ids in self.sampled]))
-
-    def on(self, device: torch.device) -> "Generation":
-        """The same with its tensors on a device; rewards are on the CPU always."""
-        return replace(
-            self,
-            prompt_ids=self.prompt_ids.to(device),
-            prompt_mask=self.prompt_mask.to(device),
-            completion_ids=self.completion_ids.to(device),
-            completion_mask=self.completion_mask.to(device),
-            loss_mask=self.loss_mask.to(device),
-            advantages=self.advantages.detach().to(device),
-            behaviour=None if self.behaviour is None else self.behaviour.to(device),
-        )
-
-    def prompt_of(self, row: int) -> list[int]:
-        """Prompt tokens of one rollout."""
-        return self.prompt_ids[row][self.prompt_mask[row].bool()].tolist()
-
-    @property
-    def masked_out(self) -> Tensor:
-        """`(N,)`, true for rollouts of which the loss counts no token."""
-        return ~self.loss_mask.any(1).cpu()
+    def rewards(self) -> Tensor:
+        """`(N,)` float64: weighted sum over the reward functions; `nan` if none of them gave a reward."""
+        return self.rollouts.rewards
 
     @property
     def mean_advantages(self) -> Tensor:
@@ -106,48 +83,101 @@ class Generation:
         counted = self.loss_mask.double()
         return ((self.advantages.double() * counted).sum(1) / counted.sum(1).clamp(min=1)).detach().cpu()
 
+    def in_rows(self, values: Tensor) -> Tensor:
+        """`(N, T)` from `(N, C)` values of completion tokens, as in `rollouts`; 0 for tokens that do not count."""
+        beside_prompts = F.pad(values, (self.prompt_ids.shape[1], 0))
+        return torch.where(self.rollouts.completion_mask, beside_prompts.gather(1, self.columns), 0)
+
+    def to(self, device: torch.device | str) -> "Generation":
+        """The same with its tensors on a device; rewards stay on the CPU."""
+        tensors = {name: value.detach().to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, rollouts=self.rollouts.to(device), **tensors)
+
 
 def generation_of(
     trainer: Any, output: Mapping[str, Any], call: RewardCall | None, serial: int, processes: Processes
 ) -> Generation:
-    """What the trainer has just generated in this process.
+    """The slice of a generation that TRL has just made in this process.
 
-    Args:
-        trainer: The trainer.
-        output: What its `_generate_and_score_completions` returned.
-        call: The call of its reward functions in between.
-        serial: Number of the generation.
-        processes: Which slice it is; rewards come from all processes.
+    `output` is the result of `_generate_and_score_completions`, `call` the call of the reward functions inside it.
 
     Raises:
         ScoregramError: If the reward functions were not called, or the rollouts are not whole groups.
     """
     size, group_size = len(output["prompt_ids"]), int(trainer.num_generations)
-    everywhere = size * processes.count
+    everywhere, first_row = size * processes.count, size * processes.rank
     if call is None or len(call.rewards) != everywhere:
         got = "no call" if call is None else f"{len(call.rewards)} rewards for {everywhere} rollouts"
-        fail("attach", "_calculate_rewards must give one reward per rollout", got, "Let the trainer call it.")
+        remedy = "An override of _generate_and_score_completions must call it as TRL does."
+        fail("attach", "_calculate_rewards must give one reward per rollout", got, remedy)
     if everywhere % group_size:
         fail("attach", f"a generation must hold whole groups of {group_size}", everywhere, "Change the batch size.")
-    rewards = call.rewards[size * processes.rank : size * (processes.rank + 1)]
     completion_mask = output["completion_mask"]
-    counted = completion_mask * output["tool_mask"] if "tool_mask" in output else completion_mask
-    return Generation(
+    loss_mask = (completion_mask * output["tool_mask"] if "tool_mask" in output else completion_mask).bool()
+    columns, rollouts = trl_rows(
+        output,
+        loss_mask,
+        torch.tensor([len(ids) for ids in call.completion_ids], device=completion_mask.device),
+        group_ids=(torch.arange(size) + first_row) // group_size - first_row // group_size,
+        moves_padding=has_relative_positions(trainer.accelerator.unwrap_model(trainer.model)),
+    )
+    rewards = call.rewards[first_row : first_row + size]
+    stops = stop_ids(trainer)
+    made = Generation(
         serial=serial,
         policy_step=int(trainer.state.global_step),
         group_size=group_size,
+        rollouts=replace(
+            rollouts,
+            prompt_names=prompt_names(call.inputs, rollouts),
+            rewards=weighted_rewards(trainer, rewards),
+            reward_parts=dict(zip(trainer.reward_func_names, rewards.detach().double().cpu().unbind(1), strict=True)),
+            finished=torch.tensor([bool(ids) and ids[-1] in stops for ids in call.completion_ids]),
+        ),
+        columns=columns,
         prompt_ids=output["prompt_ids"],
         prompt_mask=output["prompt_mask"],
         completion_ids=output["completion_ids"],
         completion_mask=completion_mask,
-        loss_mask=counted.bool(),
+        loss_mask=loss_mask,
         advantages=output["advantages"],
-        rewards=weighted_rewards(trainer, rewards),
-        by_function=dict(zip(trainer.reward_func_names, rewards.detach().double().cpu().unbind(1), strict=True)),
-        sampled=call.completion_ids,
-        prompt_names=prompt_names(call.inputs, output["prompt_ids"], output["prompt_mask"]),
-        behaviour=output.get("sampling_per_token_logps"),
-        has_pictures=any(output.get(name) is not None for name in PICTURES),
+        has_images=any(output.get(name) is not None for name in IMAGE_KEYS),
+    )
+    sampler = output.get("sampling_per_token_logps")  # of another engine; None if the model sampled by itself
+    if sampler is None:
+        return made
+    return replace(made, rollouts=replace(made.rollouts, behaviour_log_probs=made.in_rows(sampler)))
+
+
+def trl_rows(
+    output: Mapping[str, Tensor], loss_mask: Tensor, lengths: Tensor, *, group_ids: Tensor, moves_padding: bool
+) -> tuple[Tensor, Rollouts]:
+    """`(N, T)` column in TRL's layout of every token of a row, and the rows.
+
+    Args:
+        output: Has prompts, padded on the left, completions, padded on the right, and their masks.
+        loss_mask: `(N, C)` bool: tokens that carry credit.
+        lengths: `(N,)` sampled tokens.
+        group_ids: `(N,)`.
+        moves_padding: Move the padding of prompts to the right, so that rows are as short as their tokens; right for
+            every model with relative positions. Others need the padding where TRL has it.
+    """
+    prompt_mask, attended = output["prompt_mask"].bool(), output["completion_mask"].bool()
+    # TRL's mask is all 0 for a truncated rollout that it masks out; the row keeps its tokens
+    places = torch.arange(attended.shape[1], device=attended.device)
+    sampled = attended | (~attended.any(1, keepdim=True) & (places < lengths[:, None]))
+    ids, real = torch.cat([output["prompt_ids"], output["completion_ids"]], 1), torch.cat([prompt_mask, sampled], 1)
+    credited = F.pad(loss_mask, (prompt_mask.shape[1], 0))
+    if moves_padding:
+        columns = (~real).long().argsort(dim=1, stable=True)[:, : int(real.sum(1).max())]
+    else:
+        columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    return columns, Rollouts(
+        input_ids=ids.gather(1, columns),
+        attention_mask=real.gather(1, columns),
+        completion_mask=credited.gather(1, columns),
+        prompt_lengths=prompt_mask.sum(1),
+        group_ids=group_ids,
     )
 
 
@@ -158,76 +188,143 @@ def weighted_rewards(trainer: Any, rewards: Tensor) -> Tensor:
     return torch.where(given.isnan().all(1), torch.nan, total)
 
 
-def prompt_names(inputs: Sequence[Mapping[str, Any]], prompt_ids: Tensor, prompt_mask: Tensor) -> list[str]:
-    """`N` names of prompts: what the dataset calls them, or else a hash of their tokens."""
-    column = next((name for name in NAMES if name in inputs[0]), None)
+def prompt_names(inputs: Sequence[Mapping[str, Any]], rollouts: Rollouts) -> list[str]:
+    """A name for the prompt of every group: that of the dataset, or else a hash of its tokens."""
+    firsts = [here.start for here in rollouts.group_slices()]
+    column = next((name for name in NAME_COLUMNS if name in inputs[0]), None)
     if column is not None:
-        return [str(given[column]) for given in inputs]
-    rows = zip(prompt_ids.cpu(), prompt_mask.cpu().bool(), strict=True)
-    tokens = [repr(ids[mask].tolist()) for ids, mask in rows]
-    return ["prompt/" + hashlib.sha1(prompt.encode()).hexdigest()[:12] for prompt in tokens]
+        return [str(inputs[row][column]) for row in firsts]
+    tokens, lengths = rollouts.token_ids(), rollouts.prompt_lengths.tolist()
+    return ["prompt/" + hashlib.sha1(repr(tokens[row][: lengths[row]]).encode()).hexdigest()[:12] for row in firsts]
 
 
-@dataclass(frozen=True)
-class Laid:
-    """Rollouts as one batch for the model: prompt and completion in one row."""
-
-    input_ids: Tensor
-    """`(n, T)`"""
-    completion_mask: Tensor
-    """`(n, T)` bool."""
-    attention_mask: Tensor
-    """`(n, T)`"""
-    coefficients: Tensor
-    """`(n, T)`: `∂L/∂log π` of every token; 1 where none are known."""
-
-    def on(self, device: torch.device) -> "Laid":
-        """The same on a device."""
-        return Laid(
-            self.input_ids.to(device),
-            self.completion_mask.to(device),
-            self.attention_mask.to(device),
-            self.coefficients.to(device),
-        )
-
-    def at(self, rows: slice | Tensor) -> "Laid":
-        """Some of the rows."""
-        return Laid(
-            self.input_ids[rows], self.completion_mask[rows], self.attention_mask[rows], self.coefficients[rows]
-        )
+def stop_ids(trainer: Any) -> set[int]:
+    """Tokens that end a rollout."""
+    config = getattr(trainer.model, "generation_config", None)
+    found: set[int] = set()
+    for value in (
+        getattr(trainer, "eos_token_ids", None),
+        getattr(trainer, "eos_token_id", None),
+        getattr(config, "eos_token_id", None),
+        getattr(tokenizer_of(trainer), "eos_token_id", None),
+    ):
+        if value is not None:
+            found |= set(value) if isinstance(value, list | tuple | set) else {int(value)}
+    return found
 
 
-def laid_out(generation: Generation, coefficients: Tensor | None, *, compact: bool) -> Laid:
-    """A generation as one batch.
+def tokenizer_of(trainer: Any) -> Any:
+    """The tokenizer of a trainer, also from inside a processor of text and images."""
+    return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+
+
+def merged_generation(slices: Sequence[Generation]) -> Generation:
+    """A whole generation from the slices of all processes.
+
+    Raises:
+        ScoregramError: If the slices together are not whole groups.
+    """
+    first = slices[0]
+    size = sum(part.size for part in slices)
+    if size % first.group_size:
+        got = f"{size} rollouts"
+        fail("attach", f"a generation must hold whole groups of {first.group_size}", got, "Change the batch size.")
+    if len(slices) == 1:
+        return first
+    ahead, behind = (max(getattr(part, name).shape[1] for part in slices) for name in ("prompt_ids", "completion_ids"))
+    rollouts = concatenated_rollouts([part.rollouts for part in slices], pad_id=0)
+    names = [rollouts.prompt_names[group] for group in rollouts.group_ids[:: first.group_size].tolist()]
+
+    def left_padded(name: str) -> Tensor:
+        values = [getattr(part, name) for part in slices]
+        return torch.cat([F.pad(value, (ahead - value.shape[1], 0)) for value in values])
+
+    def right_padded(name: str, width: int = behind) -> Tensor:
+        values = [getattr(part, name) for part in slices]
+        return torch.cat([F.pad(v, (0, width - v.shape[1])) if v.ndim == 2 else v for v in values])
+
+    # a slice with shorter prompts moves to the right by the padding that it gets; so do its columns
+    shifted = [replace(part, columns=part.columns + ahead - part.prompt_ids.shape[1]) for part in slices]
+    widest = rollouts.input_ids.shape[1]
+    return replace(
+        first,
+        # a group that was cut between two processes is one group again
+        rollouts=replace(rollouts, group_ids=torch.arange(size) // first.group_size, prompt_names=names),
+        columns=torch.cat([F.pad(part.columns, (0, widest - part.columns.shape[1])) for part in shifted]),
+        prompt_ids=left_padded("prompt_ids"),
+        prompt_mask=left_padded("prompt_mask"),
+        completion_ids=right_padded("completion_ids"),
+        completion_mask=right_padded("completion_mask"),
+        loss_mask=right_padded("loss_mask"),
+        advantages=right_padded("advantages"),
+        has_images=any(part.has_images for part in slices),
+    )
+
+
+# advantages of one's own
+
+OwnEstimator = Callable[[Generation], Tensor]
+"""From a generation to `(N,)` or, one per token, `(N, C)` advantages."""
+_SUPPLIED = frozenset({"lengths", "outcomes", "score_energies"})
+"""Inputs of estimators, besides rewards, that a TRL trainer can supply."""
+
+
+def require_trl_estimator(estimator: str | OwnEstimator, group_size: int) -> None:
+    """Raise before any work if a trainer cannot supply what the estimator needs."""
+    if not isinstance(estimator, str):
+        return
+    row = lookup(ESTIMATORS, estimator, kind="attach(estimator=…)")
+    if row.level != "group" or not set(row.needs) <= _SUPPLIED:
+        able = listed(name for name, r in ESTIMATORS.items() if r.level == "group" and set(r.needs) <= _SUPPLIED)
+        remedy = "Others need more than rollouts and rewards: pass a function from a Generation to advantages."
+        fail("attach(estimator=…)", f"must be one of {able}", repr(estimator), remedy)
+    if group_size < row.min_group:
+        requirement = f"{estimator} needs at least {row.min_group} rollouts per prompt"
+        fail("attach(estimator=…)", requirement, f"num_generations {group_size}", "Raise num_generations.")
+
+
+def own_advantages(
+    estimator: str | OwnEstimator, generation: Generation, energies: Tensor | None, *, per_token: bool = True
+) -> Tensor:
+    """`(N,)` or `(N, C)` advantages for the trainer, on its device and in its dtype.
 
     Args:
-        generation: The rollouts.
-        coefficients: `(N, C)`, or None for ones.
-        compact: Move the padding of prompts to the right, so that rows are as short as their tokens; right for every
-            model to which only distances between tokens matter.
+        estimator: A row of `ESTIMATORS`, or a function.
+        generation: The whole generation.
+        energies: `(N,)` squared norms of the scores, where the row needs them.
+        per_token: Whether the trainer's loss takes one advantage for every token.
+
+    Raises:
+        ScoregramError: If the result has another shape, or is not finite. This ends the training: to go on with the
+            trainer's own advantages would be to train something else than was asked for.
     """
-    ids = torch.cat([generation.prompt_ids, generation.completion_ids], 1)
-    attention = torch.cat([generation.prompt_mask, generation.completion_mask], 1)
-    ahead = generation.prompt_ids.shape[1]
-    mask = F.pad(generation.loss_mask, (ahead, 0))
-    weights = mask.double() if coefficients is None else F.pad(coefficients.double(), (ahead, 0))
-    if compact:
-        longest = int(attention.sum(1).max())
-        order = (attention == 0).long().argsort(dim=1, stable=True)[:, :longest]
-        ids, attention, mask, weights = (value.gather(1, order) for value in (ids, attention, mask, weights))
-    return Laid(ids, mask, attention, weights)
+    if isinstance(estimator, str):
+        shape = (-1, generation.group_size)
+        rewards = generation.rewards.view(shape)
+        found: Any = estimate(
+            estimator,
+            rewards,
+            lengths=generation.rollouts.lengths.cpu().view(shape),
+            outcomes=rewards,
+            score_energies=None if energies is None else energies.view(shape),
+        ).flatten()
+    else:
+        found = estimator(generation)
+    shapes = [(generation.size,), tuple(generation.completion_ids.shape)][: 1 + per_token]
+    if not isinstance(found, Tensor) or tuple(found.shape) not in shapes:
+        got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        requirement = f"advantages must be a tensor of shape {' or '.join(map(str, shapes))}"
+        fail("attach(estimator=…)", requirement, got, "Return one number per rollout, or one per completion token.")
+    require_finite(found, name="advantages", caller="attach(estimator=…)")
+    return found.to(generation.advantages)
 
 
-def together(parts: Sequence[Laid]) -> Laid:
-    """Batches under each other, the shorter ones padded on the right."""
-    longest = max(part.input_ids.shape[1] for part in parts)
-
-    def under(values: Sequence[Tensor]) -> Tensor:
-        return torch.cat([F.pad(value, (0, longest - value.shape[1])) for value in values])
-
-    return Laid(
-        under([part.input_ids for part in parts]),
-        under([part.completion_mask for part in parts]),
-        under([part.attention_mask for part in parts]),
-        under([part.coefficients for part in parts]),
-    )
+def show_advantages(trainer: Any, advantages: Tensor) -> None:
+    """Replace the trainer's advantages in its log of completions by those that it trains with."""
+    shown = trainer._logs.get("advantages")
+    values = advantages if advantages.ndim == 1 else advantages.mean(1)
+    if shown is None or len(shown) < len(values):
+        return
+    kept = list(shown)[: len(shown) - len(values)]
+    shown.clear()
+    shown.extend([*kept, *torch.Tensor.tolist(values)])

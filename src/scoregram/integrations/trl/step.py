@@ -1,64 +1,48 @@
-"""One step of the trainer, measured: which rows, with which weights, in how many passes, and what came of it."""
+"""From an observed step of the trainer to a `Step`, its numbers and its records in the run folder."""
 
 import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from scoregram.gram import measure_gram
-from scoregram.integrations.trl.fusing import Fusing
-from scoregram.integrations.trl.gathering import Part, dealt, gathered, laid_together, part_of
-from scoregram.integrations.trl.generation import Generation, Laid, together
-from scoregram.integrations.trl.measuring import (
-    AsTheTrainerCalls,
-    Beside,
-    counts_distances,
-    likely_causes,
-    measure_beside,
-)
-from scoregram.integrations.trl.memory import SHARE, free_bytes, passes_within
-from scoregram.integrations.trl.processes import ALONE, Processes
-from scoregram.integrations.trl.recording import (
-    LOSS,
-    Rows,
-    batch_records,
-    group_records,
-    rollout_records,
-    scalars_of,
-)
-from scoregram.integrations.trl.settings import Settings
-from scoregram.integrations.trl.window import Window
-from scoregram.runs import BatchRecord, GroupRecord, RolloutRecord
+from scoregram.distributed import Processes
+from scoregram.integrations.trl.fused_step import FusedSteps
+from scoregram.integrations.trl.generation import Generation, tokenizer_of
+from scoregram.integrations.trl.separate_pass import CheckedGram, measure_separately
+from scoregram.integrations.trl.support import Settings, has_low_precision_parameters, loss_scale, memory_limit
+from scoregram.integrations.trl.window import ObservedStep, StepSlice, Window, observed_step, step_slice
+from scoregram.reading import GroupReading, Step, batch_records, group_records, read_step, rollout_records
+from scoregram.runs import LayerPrecision, RolloutRecord, RunWriter, open_run
+
+CHECK_COLUMN = "check_passed"
+"""Column of every group in the run folder: 1 if the self-check of its step was within the tolerance, else 0."""
 
 
 @dataclass(frozen=True)
-class StepReading:
-    """A measured step."""
+class MeasuredStep:
+    """The numbers of a measured step, and whether they can be trusted."""
 
     step: int
     scalars: dict[str, float]
     error: float
-    """Relative error of the self-check; `nan` if there was nothing to compare with."""
+    """Relative error of the self-check; `nan` if there was no gradient to compare with."""
     passed: bool
     """Whether the error is within the tolerance."""
     notes: tuple[str, ...]
-    groups: Sequence[GroupRecord] = field(default=(), repr=False)
-    batches: Sequence[BatchRecord] = field(default=(), repr=False)
-    rollouts: Sequence[RolloutRecord] = field(default=(), repr=False)
+    """Remarks of the Gram engine, such as dropout that it switched off."""
+    details: Step | None = field(default=None, repr=False)
+    """Rollouts and Gram; only in the first process, until they are written."""
+    groups: Sequence[GroupReading] = field(default=(), repr=False)
 
     @property
-    def bare(self) -> "StepReading":
-        """The same without its records."""
-        return replace(self, groups=(), batches=(), rollouts=())
-
-    def with_scalars(self, more: Mapping[str, float]) -> "StepReading":
-        """The same with more scalars."""
-        return replace(self, scalars={**self.scalars, **more})
+    def bare(self) -> "MeasuredStep":
+        """The same without rollouts and Gram."""
+        return replace(self, details=None, groups=())
 
 
 def measure_step(
@@ -66,226 +50,215 @@ def measure_step(
     window: Window,
     generations_of: Callable[[Window], Sequence[Generation]],
     settings: Settings,
-    processes: Processes = ALONE,
-    fusing: Fusing | None = None,
-) -> StepReading | None:
-    """Measure the step whose gradient is in `.grad`; None, with a word, if that is not possible.
+    processes: Processes,
+    fused: FusedSteps,
+) -> MeasuredStep | None:
+    """Measure the step whose gradient is in `.grad`; None, with a warning, if that is not possible.
 
-    All processes call it together. Each measures whole groups, wherever their rollouts were made, and the first one
-    makes the records; scalars, error and notes are the same in all.
-
-    Args:
-        trainer: The trainer.
-        window: The step, as this process saw it.
-        generations_of: The generations of the step, as this process has them.
-        settings: What was asked for.
-        processes: Those that train together.
-        fusing: Has the measurement of a step that was fused, and hears of the comparison of one that was not.
+    All processes call it together. Scalars, error and notes are the same in all; the first one has the details too.
+    `fused` has the result if the step was fused, and takes note of the comparison of gradients if it was not.
     """
     began = time.perf_counter()
     is_loss = settings.mode == "loss"
     model = trainer.accelerator.unwrap_model(trainer.model)
-    scale = loss_scale(trainer)
-    parts = processes.everyones(
-        lambda: part_of(
+    parts = processes.gather(
+        lambda: step_slice(
             generations_of(window),
             window,
-            scale=scale,
+            scale=loss_scale(trainer),
             limit=memory_limit(model, settings, processes),
             processes=processes.count,
-            only_chosen=is_loss,
+            is_loss=is_loss,
         )
     )
-    if (reason := reason_against(parts, is_loss=is_loss)) is not None:
-        return passed_over(window.step, reason, processes)
-    found = gathered(parts)
-    rows = Rows([one.generation for one in found], [one.chosen for one in found])
-    batches = [one.laid(with_derivatives=is_loss, compact=counts_distances(model)) for one in found]
-    laid = together(
-        [batch.at(chosen.to(batch.input_ids.device)) for batch, chosen in zip(batches, rows.chosen, strict=True)]
-    ).on(trainer.accelerator.device)
-    derivatives = [one.mean_derivatives() for one in found]
-    means, unevenness = rows.of([mean for mean, _ in derivatives]), max(uneven for _, uneven in derivatives)
-    is_caught = all(part.is_caught for part in parts)
-    if not is_caught:
-        means = -rows.advantages / len(means)  # the likeliest weights; there is nothing to check them with
-    step = None if fusing is None else fusing.step
-    if step is not None and step.ours is not None:
-        (generation,) = rows.generations
-        order = step.batch.rows[:, 1].argsort().cpu()
-        counted = generation.loss_mask[rows.chosen[0].to(generation.loss_mask.device)]
-        beside = step.ours.beside(order, counted, laid)
-        began -= step.ours.seconds
-    else:
-        beside = measured_beside(trainer, model, laid, rows.bounds, means, parts, settings, processes)
-        if isinstance(beside, str):
-            return passed_over(window.step, beside, processes)
-        if not is_caught:
-            beside = replace(beside, error=math.nan)
-        if fusing is not None:
-            fusing.compared(beside.error, unevenness, pulls=bool(means.any()))
-    made: list[StepReading] = []
+    if (reason := reason_not_measured(parts, is_loss=is_loss)) is not None:
+        return _skip(window.step, reason, processes)
+    observed = observed_step(window.step, parts)
+    checked = fused.measured(observed)
+    if checked is None:
+        checked = measure_separately(trainer, observed, settings, processes)
+        if checked is None:
+            limit = f"{observed.memory_limit / 1e9:.3g} GB"
+            return _skip(window.step, f"one group alone would take more than {limit} by estimate", processes)
+        fused.note_full_check(checked.error, observed.unevenness, has_gradient=bool(observed.weights.any()))
+    made: list[MeasuredStep] = []
 
-    def read() -> StepReading:
-        passed = judge(trainer, window.step, beside, unevenness, settings)
-        reading = reading_of(trainer, window.step, rows, laid, beside, -means, passed, settings)
-        made.append(reading.with_scalars({"time/measure": time.perf_counter() - began}))
+    def read() -> MeasuredStep:
+        passed = check_passes(trainer, observed, checked, settings)
+        details = trl_step(trainer, observed, checked, passed, settings)
+        reading = read_step(details)
+        scalars = reading.scalars | rollout_scalars(details)
+        scalars |= {"check/relative_error": checked.error, "check/passed": float(passed)}
+        scalars |= {"check/rollouts": checked.rollouts, "time/measure": time.perf_counter() - began + checked.seconds}
+        notes = checked.gram.notes
+        made.append(MeasuredStep(window.step, scalars, checked.error, passed, notes, details, reading.groups))
         return made[0].bare
 
-    told = processes.from_first(read)
-    return made[0] if made else told
+    everywhere = processes.from_first(read)
+    return made[0] if made else everywhere
 
 
-def measured_beside(
-    trainer: Any,
-    model: nn.Module,
-    laid: Laid,
-    bounds: Sequence[int],
-    means: Tensor,
-    parts: Sequence[Part],
-    settings: Settings,
-    processes: Processes,
-) -> Beside | str:
-    """A measurement by passes of its own, or why there is no room for one."""
-    limit = min(part.limit for part in parts)
-    shares = dealt(bounds, processes.count, between_prompts=settings.between_prompts)
-    plans = [passes_within(limit, model, share, laid.input_ids.shape[1]) for share in shares]
-    if any(plan is None for plan in plans):
-        return f"one group alone would take more than {limit / 1e9:.3g} GB by estimate"
-    return measure_beside(
-        model,
-        laid,
-        weights=torch.ones_like(means) if settings.mode == "loss" else means,
-        plans=[plan for plan in plans if plan is not None],
-        temperature=float(trainer.temperature),
-        precision=trainer.accelerator.autocast(),
-        scale=loss_scale(trainer),
-        processes=processes,
-    )
-
-
-def reason_against(parts: Sequence[Part], *, is_loss: bool) -> str | None:
+def reason_not_measured(parts: Sequence[StepSlice], *, is_loss: bool) -> str | None:
     """Why a step cannot be measured, None if it can."""
-    slices = [one for part in parts for one in part.slices]
-    if not slices:
-        return "no rollouts of it were seen"
-    if any(one.has_pictures for one in slices):
-        return "its prompts have images, which a measurement cannot give to the model"
-    if is_loss and not all(part.is_caught for part in parts):
-        return "the trainer's loss did not go through its log-probabilities"
+    generations = [one for part in parts for one in part.generations]
+    if not generations:
+        return "none of its rollouts was observed"
+    if any(one.has_images for one in generations):
+        return "its prompts have images, and measuring passes have text only"
+    if is_loss and not all(part.has_derivatives for part in parts):
+        return "the trainer's loss did not call its method for log-probabilities, whose derivative mode='loss' needs"
     return None
 
 
-def memory_limit(model: nn.Module, settings: Settings, processes: Processes) -> float:
-    """Bytes that a measurement may take in this process."""
-    if settings.memory_gb is not None:
-        return settings.memory_gb * 1e9
-    return free_bytes(model, processes.count) * SHARE
+def _skip(step: int, reason: str, processes: Processes) -> None:
+    """Warn that a step is not measured."""
+    if processes.is_first:
+        warnings.warn(f"scoregram: step {step} was not measured: {reason}.", stacklevel=5)
 
 
-def judge(trainer: Any, step: int, beside: Beside, unevenness: float, settings: Settings) -> bool:
-    """Whether the self-check is within the tolerance; a warning with the likely cause if not."""
-    if math.isnan(beside.error):
-        warnings.warn(f"scoregram: step {step} could not be checked against the trainer's gradient.", stacklevel=5)
+def trl_step(trainer: Any, observed: ObservedStep, checked: CheckedGram, passed: bool, settings: Settings) -> Step:
+    """The step as all of scoregram knows it, with the texts of its rollouts."""
+    tokenizer, rollouts = tokenizer_of(trainer), observed.rollouts
+    tokens, lengths = rollouts.token_ids(), rollouts.prompt_lengths.tolist()
+    starts = observed.group_bounds[:-1]
+    texts = [tokenizer.decode(tokens[row][: lengths[row]], skip_special_tokens=False) for row in starts]
+    completions: list[str] = []
+    if settings.keep_rollouts:
+        completions = [tokenizer.decode(ids, skip_special_tokens=True) for ids in rollouts.completion_ids()]
+    is_loss = settings.mode == "loss"
+    return Step(
+        number=observed.number,
+        rollouts=replace(rollouts, prompts=texts, completions=completions),
+        advantages=observed.advantages,
+        weights=-observed.weights,
+        gram=checked.gram,
+        rows="loss" if is_loss else "scores",
+        kind="loss" if is_loss else "train",
+        log_probs=observed.as_rows(checked.gram.log_probs),
+        token_advantages=observed.token_advantages,
+        group_marks=[{CHECK_COLUMN: float(passed)}] * len(starts),
+    )
+
+
+def rollout_scalars(step: Step) -> dict[str, float]:
+    """Shares of rollouts that are masked out and that have no reward, and their mean length."""
+    rollouts = step.rollouts
+    return {
+        "masked_out": float((~rollouts.completion_mask.any(1)).double().mean()),
+        "without_reward": float(rollouts.rewards.isnan().double().mean()),
+        "length": float(rollouts.lengths.double().mean()),
+    }
+
+
+def check_passes(trainer: Any, observed: ObservedStep, checked: CheckedGram, settings: Settings) -> bool:
+    """Whether the self-check is within the tolerance; warns with the likely cause if not."""
+    step = observed.number
+    if math.isnan(checked.error):
+        text = f"scoregram: step {step} could not be checked against the trainer's gradient. check/passed is 0."
+        warnings.warn(text, stacklevel=5)
         return False
-    if beside.error <= settings.tolerance:
+    if checked.error <= settings.tolerance:
         return True
-    causes = likely_causes(trainer, beside.measured.notes, unevenness, settings.mode)
-    likely = "; ".join(causes) or "unknown, please report it with the trainer's arguments"
+    causes = likely_causes(trainer, checked.gram.notes, observed.unevenness, settings.mode)
+    likely = "; ".join(causes) or "unknown, please report it with the arguments of the trainer"
     warnings.warn(
-        f"scoregram: at step {step} the measured rows differ from the trainer's gradient by {beside.error:.2g} "
-        f"(tolerance {settings.tolerance:g}). Likely cause: {likely}. The measurement is marked.",
+        f"scoregram: at step {step} the measured rows differ from the trainer's gradient by {checked.error:.2g} "
+        f"(tolerance {settings.tolerance:g}). Likely cause: {likely}. check/passed is 0.",
         stacklevel=5,
     )
     return False
 
 
-def reading_of(
-    trainer: Any, step: int, rows: Rows, laid: Laid, beside: Beside, weights: Tensor, passed: bool, settings: Settings
-) -> StepReading:
-    """Scalars and records of a measured step."""
-    kind = LOSS if settings.mode == "loss" else "train"
-    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-    measured = beside.measured
-    groups = group_records(step, rows, measured, passed, kind, tokenizer)
-    pulls = torch.ones_like(weights) if kind == LOSS else weights
-    scalars = scalars_of(rows, measured, pulls, groups, kind)
-    checked = {"check/relative_error": beside.error, "check/passed": float(passed), "check/rollouts": beside.rollouts}
-    scalars |= checked
-    rollouts: list[RolloutRecord] = []
-    if settings.keep_rollouts:
-        log_probs = [row[mask] for row, mask in zip(beside.log_probs, laid.completion_mask.cpu(), strict=True)]
-        rollouts = rollout_records(step, rows, log_probs, tokenizer, stop_ids(trainer, tokenizer), kind)
-    return StepReading(
-        step=step,
-        scalars=scalars,
-        error=beside.error,
-        passed=passed,
-        notes=measured.notes,
-        groups=groups,
-        batches=batch_records(step, rows, measured, pulls, kind),
-        rollouts=rollouts,
-    )
+def likely_causes(trainer: Any, notes: Sequence[str], unevenness: float, mode: str) -> list[str]:
+    """Reasons why the rows may not add up to the trainer's gradient, the likeliest first."""
+    autocast = trainer.accelerator.mixed_precision
+    facts: Mapping[str, bool] = {
+        "active dropout: the trainer's pass drops activations, the measurement does not": any(
+            "dropout" in note for note in notes
+        ),
+        "the loss weights the tokens of a rollout differently (KL term, clipping, masks); mode='loss' is exact there": (
+            mode == "scores" and unevenness > 1e-6
+        ),
+        "an entropy bonus: its gradient does not go through log-probabilities": bool(
+            getattr(trainer, "_entropy_bonus_enabled", False)
+        ),
+        "the auxiliary loss of a router": bool(getattr(trainer, "aux_loss_enabled", False)),
+        f"autocast to {autocast}": autocast in ("bf16", "fp16"),
+        "parameters in bfloat16 or float16": has_low_precision_parameters(trainer),
+    }
+    return [cause for cause, holds in facts.items() if holds]
 
 
-def energies_of(trainer: Any, whole: Generation, slices: Sequence[Generation], processes: Processes = ALONE) -> Tensor:
-    """`(N,)` squared norms of the scores, for the baselines that need them: a pass of its own at every generation.
+class Folder:
+    """The run folder of an attached trainer: one line of metrics per step, with those of the trainer.
 
-    Each process measures its share of the groups, or the first group once more if there are too few.
-
-    Args:
-        trainer: The trainer.
-        whole: The generation.
-        slices: The same as each process has it.
-        processes: Those that train together.
+    A line is written when the next step begins, because the trainer logs its metrics after the measurement.
     """
-    model: nn.Module = trainer.accelerator.unwrap_model(trainer.model)
-    is_relative = counts_distances(model)
-    laid = laid_together(slices, None, compact=is_relative).on(trainer.accelerator.device)
-    counted = model if is_relative else AsTheTrainerCalls(model)
-    size = whole.group_size
-    bounds = list(range(0, whole.size + 1, size))
-    share = dealt(bounds, processes.count, between_prompts=False)[processes.rank]
-    own = len(share) > 1
-    part = laid.at(slice(share[0], share[-1]) if own else slice(0, size))
 
-    def diagonal() -> Tensor:
-        with trainer.accelerator.autocast():
-            gram = measure_gram(
-                counted,
-                part.input_ids,
-                part.completion_mask,
-                part.attention_mask,
-                group_size=size,
-                temperature=float(trainer.temperature),
-            )
-        return gram.matrix.diagonal() if own else gram.matrix.new_zeros(0)
+    def __init__(
+        self, path: Path, config: Mapping[str, Any], *, layers: LayerPrecision, overwrite: bool, resume: bool
+    ) -> None:
+        self.path = path
+        self.layers: LayerPrecision = layers
+        self._writer: RunWriter | None = None
+        self._pending: tuple[int, dict[str, Any]] | None = None
+        self._last = -1
+        if resume:
+            open_run(path)  # raises now if there is no run; the step to resume from is known when the training begins
+        else:
+            self._writer = RunWriter.create(path, config, overwrite=overwrite, layers=layers)
 
-    return torch.cat(processes.everyones(diagonal))
+    def begin(self, step: int) -> None:
+        """The training begins after `step`; removes later steps of a run that is resumed."""
+        if self._writer is None:
+            self._writer = RunWriter.resume(self.path, step, layers=self.layers)
+        self._last = max(self._last, step)
+
+    def write(self, measured: MeasuredStep, *, keep_rollouts: bool) -> None:
+        """Write the records of a measured step."""
+        step = measured.details
+        if self._writer is None or step is None:
+            return
+        self._writer.write_groups(step.number, group_records(step, measured.groups))
+        self._writer.write_batches(step.number, batch_records(step))
+        self._writer.write_rollouts(step.number, _with_masks(rollout_records(step)) if keep_rollouts else [])
+        self.add_scalars(step.number, measured.scalars)
+
+    def add_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
+        """Add scalars to the line of a step; those that it has already stay."""
+        numbers = {
+            name: value
+            for name, value in scalars.items()
+            if isinstance(value, int | float) and not isinstance(value, bool) and name != "step"
+        }
+        if self._pending is not None and self._pending[0] != step:
+            self.flush()
+        known = self._pending[1] if self._pending is not None else {}
+        if step > self._last:
+            self._pending = (step, {**numbers, **known})
+
+    def flush(self) -> None:
+        """Write the pending line of metrics."""
+        if self._pending is None or self._writer is None:
+            return
+        (step, scalars), self._pending = self._pending, None
+        self._last = step
+        self._writer.write_metrics(step, scalars)
+
+    def close(self) -> None:
+        """Write what is pending and close the folder."""
+        try:
+            self.flush()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
 
 
-def loss_scale(trainer: Any) -> float:
-    """What the loss was multiplied with before the backward pass, against underflow in float16."""
-    scaler = getattr(trainer.accelerator, "scaler", None)
-    return float(scaler.get_scale()) if scaler is not None else 1.0
-
-
-def stop_ids(trainer: Any, tokenizer: Any) -> set[int]:
-    """Tokens that end a rollout."""
-    config = getattr(trainer.model, "generation_config", None)
-    found: set[int] = set()
-    for value in (
-        getattr(trainer, "eos_token_ids", None),
-        getattr(trainer, "eos_token_id", None),
-        getattr(config, "eos_token_id", None),
-        getattr(tokenizer, "eos_token_id", None),
-    ):
-        if value is not None:
-            found |= set(value) if isinstance(value, list | tuple | set) else {int(value)}
-    return found
-
-
-def passed_over(step: int, reason: str, processes: Processes) -> None:
-    """Say why a step is not measured."""
-    if processes.is_first:
-        warnings.warn(f"scoregram: step {step} was not measured: {reason}.", stacklevel=5)
+def _with_masks(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
+    """The same records with an explicit completion mask in each."""
+    return [
+        record
+        if record.completion_mask is not None
+        else replace(record, completion_mask=torch.arange(len(record.token_ids)) >= record.prompt_length)
+        for record in records
+    ]

@@ -1,14 +1,22 @@
-"""One optimisation step as it goes by: the rollouts that the loss took, and its derivative at each token."""
+"""One optimisation step as it is observed: the micro-batches that go by, then its rollouts from all processes.
 
+TRL shuffles a generation and splits it into micro-batches. Every row of them carries a key that leads back to its
+generation, and a hook on its log-probabilities catches the derivative of the loss in the trainer's own backward pass.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from scoregram.integrations.trl.generation import Generation
+from scoregram.checks import fail
+from scoregram.integrations.trl.generation import Generation, merged_generation
+from scoregram.rollouts import Rollouts, concatenated_rollouts
 
-ROWS = "scoregram_rows"
-"""Key under which a batch carries `(B, 2)`: the generation of each rollout and its place there."""
+ROW_KEY = "scoregram_rows"
+"""Key of a batch for `(B, 2)`: the serial number of the generation of each rollout, and its row there."""
 
 
 @dataclass
@@ -16,46 +24,48 @@ class MicroBatch:
     """The rollouts of one backward pass."""
 
     rows: Tensor
-    """`(B, 2)`: generation, place."""
+    """`(B, 2)`: serial number of the generation, row."""
     coefficients: Tensor | None = None
-    """`(B, C)` derivative of what was really differentiated, with respect to the log-probability of each token."""
+    """`(B, C)` derivative of the differentiated value with respect to the log-probability of each token."""
 
-    def catch(self, grad: Tensor) -> None:
-        """Hook on the log-probabilities: called in the trainer's own backward pass."""
+    def add_gradient(self, grad: Tensor) -> None:
+        """Hook on the log-probabilities; autograd calls it in the trainer's backward pass."""
         self.coefficients = grad.detach() if self.coefficients is None else self.coefficients + grad.detach()
 
 
 @dataclass
 class Window:
-    """The micro-batches of one optimisation step."""
+    """The micro-batches of one optimisation step in this process."""
 
     step: int
-    """Number of the step that they lead to, counted from 1."""
+    """Number of the step, counted from 1."""
     batches: list[MicroBatch] = field(default_factory=list)
 
     @property
     def serials(self) -> list[int]:
-        """Generations that took part, in order."""
+        """Serial numbers of the generations that take part, in order."""
         found: set[int] = set()
         for batch in self.batches:
             found |= set(batch.rows[:, 0].tolist())
         return sorted(found)
 
     @property
-    def is_caught(self) -> bool:
+    def has_derivatives(self) -> bool:
         """Whether the derivative is known for every rollout."""
         return bool(self.batches) and all(batch.coefficients is not None for batch in self.batches)
 
-    def chosen(self, generation: Generation) -> Tensor:
-        """Places of the rollouts of a generation that took part, in order."""
-        places = [batch.rows[batch.rows[:, 0] == generation.serial, 1] for batch in self.batches]
-        return torch.cat(places).unique()
+    def rows_of(self, generation: Generation) -> Tensor:
+        """Rows of a generation that take part, in order."""
+        rows = [batch.rows[batch.rows[:, 0] == generation.serial, 1] for batch in self.batches]
+        return torch.cat(rows).unique()
 
-    def coefficients(self, generation: Generation, scale: float) -> Tensor:
-        """`(N, C)` derivative for every rollout of a generation; 0 for those that did not take part."""
-        found = torch.zeros(
-            generation.completion_ids.shape, dtype=torch.float64, device=generation.completion_ids.device
-        )
+    def derivatives(self, generation: Generation, scale: float) -> Tensor:
+        """`(N, C)` derivative of the loss for every rollout of a generation; 0 for those that take no part.
+
+        `scale` is the factor of the loss in the backward pass; derivatives are divided by it.
+        """
+        ids = generation.completion_ids
+        found = torch.zeros(ids.shape, dtype=torch.float64, device=ids.device)
         for batch in self.batches:
             if batch.coefficients is None:
                 continue
@@ -65,7 +75,152 @@ class Window:
         return torch.where(generation.loss_mask, found, 0.0)
 
 
-def rows_of(generation: Generation) -> Tensor:
-    """`(N, 2)` that lead back from a shuffled and split batch to the generation."""
-    places = torch.arange(generation.size, device=generation.prompt_ids.device)
-    return torch.stack([torch.full_like(places, generation.serial), places], 1)
+def row_keys(generation: Generation) -> Tensor:
+    """`(N, 2)` keys that lead from a shuffled and split batch back to the generation."""
+    rows = torch.arange(generation.size, device=generation.prompt_ids.device)
+    return torch.stack([torch.full_like(rows, generation.serial), rows], 1)
+
+
+def rollout_weights(derivatives: Tensor, mask: Tensor) -> tuple[Tensor, float]:
+    """`(n,)` mean of `c = ∂L/∂log π` over the tokens of each rollout, and the unevenness of `c` within rollouts.
+
+    Unevenness is `|c − c̄| / |c|`: 0 if the loss weights all tokens of a rollout alike, so that its gradient is a sum of
+    weighted scores; also 0 if `c` is 0 everywhere.
+    """
+    counted = mask.double()
+    c = derivatives.double() * counted
+    mean = c.sum(1) / counted.sum(1).clamp(min=1)
+    apart = (c - mean[:, None] * counted).norm()
+    return mean, float(apart / c.norm()) if bool(c.any()) else 0.0
+
+
+@dataclass(frozen=True)
+class StepSlice:
+    """The part of a step that one process saw."""
+
+    generations: Sequence[Generation]
+    """Its slices of the generations that take part."""
+    chosen: Sequence[Tensor]
+    """For each slice `(n,)` bool: the rollouts that are measured."""
+    weights: Sequence[Tensor]
+    """For each slice `(n,)`: mean derivative of each rollout over its tokens."""
+    unevenness: float
+    """Largest unevenness of the derivatives within rollouts."""
+    coefficients: Sequence[Tensor]
+    """For each slice `(n, T)` derivatives at the tokens of its rows; empty where scores are measured."""
+    has_derivatives: bool
+    """Whether the derivatives are known."""
+    memory_limit: float
+    """Bytes that a measurement may take in this process."""
+
+
+def step_slice(
+    generations: Sequence[Generation], window: Window, *, scale: float, limit: float, processes: int, is_loss: bool
+) -> StepSlice:
+    """The part of a step that this process saw.
+
+    With `is_loss` rows are gradients of the loss, for the rollouts of this step; else scores, for whole generations.
+    The trainer takes the mean of the gradients of all processes, so derivatives are divided by their number.
+    """
+    chosen, derivatives = [], [window.derivatives(one, scale * processes) for one in generations]
+    for generation in generations:
+        here = torch.full((generation.size,), not is_loss)
+        if is_loss and window.batches:
+            here[window.rows_of(generation).cpu()] = True
+        chosen.append(here)
+    slices = list(generations)
+    if processes > 1:  # to be sent to the others
+        slices, derivatives = [one.to("cpu") for one in slices], [c.cpu() for c in derivatives]
+    pairs = list(zip(slices, derivatives, strict=True))
+    weights = [rollout_weights(c, one.loss_mask) for one, c in pairs]
+    return StepSlice(
+        generations=slices,
+        chosen=chosen,
+        weights=[mean.cpu() for mean, _ in weights],
+        unevenness=max((uneven for _, uneven in weights), default=0.0),
+        coefficients=[one.in_rows(c) for one, c in pairs] if is_loss else [],
+        has_derivatives=window.has_derivatives,
+        memory_limit=limit,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class ObservedStep:
+    """The rollouts of a step from all processes, and the derivatives of its loss."""
+
+    number: int
+    """Number of the step."""
+    generations: Sequence[Generation]
+    """The whole generations that take part."""
+    whole: Rollouts
+    """Their rollouts, `N` rows."""
+    chosen: Tensor
+    """`(N,)` bool: the `n` rollouts that are measured."""
+    rollouts: Rollouts
+    """Those rollouts."""
+    advantages: Tensor
+    """`(n,)` float64; the mean over tokens where they differ."""
+    token_advantages: Tensor | None
+    """`(n, T)`, where the tokens of a rollout differ."""
+    weights: Tensor
+    """`(n,)` such that `Σ_i w_i ψ_i` of the scores is the gradient, if the loss weights all tokens of a rollout alike.
+    Without derivatives `-A_i / n`, the likeliest weights."""
+    unevenness: float
+    coefficients: Tensor | None
+    """`(N, T)` derivatives of the loss; None where scores are measured."""
+    has_derivatives: bool
+    memory_limit: float
+    """Bytes that a measurement may take in every process."""
+
+    @property
+    def group_bounds(self) -> list[int]:
+        """First row of every group of `rollouts`, then their number."""
+        return [0, *(here.stop for here in self.rollouts.group_slices())]
+
+    def as_rows(self, values: Tensor) -> Tensor:
+        """Values `(n, ·)` of measured rollouts, with as many columns as `rollouts` has."""
+        width = self.rollouts.input_ids.shape[1]
+        return F.pad(values, (0, max(width - values.shape[1], 0)))[:, :width]
+
+
+def observed_step(number: int, parts: Sequence[StepSlice]) -> ObservedStep:
+    """A step from what each process saw of it.
+
+    Raises:
+        ScoregramError: If processes saw different generations.
+    """
+    serials = [[one.serial for one in part.generations] for part in parts]
+    if any(found != serials[0] for found in serials):
+        remedy = "An earlier warning in one of the processes says why."
+        fail("attach", "all processes must see the same generations", serials, remedy)
+    each = range(len(serials[0]))
+    generations = [merged_generation([part.generations[i] for part in parts]) for i in each]
+    whole = concatenated_rollouts([one.rollouts for one in generations], pad_id=0)
+    chosen = torch.cat([part.chosen[i] for i in each for part in parts])
+    rollouts = whole.select(chosen)
+    advantages = torch.cat([one.mean_advantages for one in generations])[chosen]
+    width = whole.input_ids.shape[1]
+
+    def stacked(values: Sequence[Tensor]) -> Tensor:
+        return torch.cat([F.pad(value, (0, width - value.shape[1])) for value in values])
+
+    token_advantages = None
+    if all(one.advantages.ndim == 2 for one in generations):
+        values = stacked([one.in_rows(one.advantages.detach()) for one in generations])
+        token_advantages = values[chosen.to(values.device), : rollouts.input_ids.shape[1]]
+    has_derivatives = all(part.has_derivatives for part in parts)
+    weights = torch.cat([part.weights[i] for i in each for part in parts])[chosen]
+    return ObservedStep(
+        number=number,
+        generations=generations,
+        whole=whole,
+        chosen=chosen,
+        rollouts=rollouts,
+        advantages=advantages,
+        token_advantages=token_advantages,
+        weights=weights if has_derivatives else -advantages / len(advantages),
+        unevenness=max(part.unevenness for part in parts),
+        coefficients=stacked([part.coefficients[i] for i in each for part in parts]) if parts[0].coefficients else None,
+        has_derivatives=has_derivatives,
+        memory_limit=min(part.memory_limit for part in parts),
+    )

@@ -1,0 +1,4 @@
+from .attachment import Attachment as Attachment
+from .attachment import attach as attach
+from .support import NEWEST_TESTED as NEWEST_TESTED
+from .support import OLDEST_TESTED as OLDEST_TESTED

@@ -1,0 +1,473 @@
+"""Steps whose Gram and gradient come from one backward pass, that of the Gram engine; and which steps these are.
+
+The trainer asks for log-probabilities and gets those of a forward pass that the Gram engine recorded. The trainer's own
+loss and backward pass end there, at `c = ∂L/∂log π`, and the engine's backward pass continues: it gives the Gram, and
+in `.grad` what the trainer's pass would have left. If a condition does not hold, the trainer's own pass runs after all,
+with the same `c`: the step has cost time, but its gradient is the trainer's.
+"""
+
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
+
+from scoregram.checks import fail, listed
+from scoregram.distributed import Processes
+from scoregram.gram import (
+    DeferredGram,
+    attributes,
+    gradients,
+    gradients_put_aside,
+    model_inside,
+    random_state_kept,
+    survey,
+)
+from scoregram.integrations.trl.separate_pass import (
+    CheckedGram,
+    ModelWithoutPositions,
+    relative_error,
+    rescaled_gram,
+    squared_norm,
+)
+from scoregram.integrations.trl.support import Settings, bytes_of_pass, gradient_bytes, loss_scale
+from scoregram.integrations.trl.window import MicroBatch, ObservedStep
+
+EVEN = 1e-6
+"""Unevenness up to which the tokens of a rollout count as weighted alike: rounding of float32."""
+KNOWN_ARGUMENTS = ("self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy")
+"""Arguments of TRL's log-probabilities that a fused step handles; it declines if another one is set."""
+FULL_CHECK_EVERY = 10
+"""One in so many measured steps is measured in a separate pass, so that the whole gradient is compared."""
+REPLACED_METHODS = ("_get_per_token_logps_and_entropies", "training_step")
+"""Methods between model and gradient that a fused step stands in for; they must be TRL's own. The loss need not be."""
+
+
+@dataclass(frozen=True)
+class LogProbsFormat:
+    """What TRL's method for log-probabilities returns, so that a fused step can return the same."""
+
+    parts: int
+    """Length of the tuple: log-probabilities, entropies and, in newer versions, an auxiliary loss."""
+    dtypes: tuple[torch.dtype, torch.dtype | None]
+    entropies_in_autograd: bool
+
+    @classmethod
+    def of(cls, returned: Any) -> "LogProbsFormat | None":
+        """None if a fused step cannot return the like."""
+        if not isinstance(returned, tuple) or len(returned) < 2 or not all(part is None for part in returned[2:]):
+            return None
+        log_probs, entropies = returned[:2]
+        dtype = None if entropies is None else entropies.dtype
+        return cls(len(returned), (log_probs.dtype, dtype), entropies is not None and entropies.requires_grad)
+
+
+@dataclass
+class FusedStep:
+    """One step, from the trainer's call for log-probabilities to the gradient in `.grad`."""
+
+    trainer: Any
+    settings: Settings
+    trainers_log_probs: Callable[..., Any]
+    """The trainer's own method for log-probabilities."""
+    model: nn.Module
+    """The model, called as TRL calls it."""
+    format: LogProbsFormat
+    inputs: Mapping[str, Any]
+    """Inputs of the trainer's loss."""
+    batch: MicroBatch
+    """Catches the derivative of the loss."""
+    generator: torch.Generator
+    """Draws the rollout that is checked."""
+    call: dict[str, Any] | None = None
+    """Arguments of the trainer's call for log-probabilities; None before it."""
+    deferred: DeferredGram | None = None
+    declined: str | None = None
+    """Why the trainer's call was left to the trainer."""
+    entropy_gradients: list[Tensor] = field(default_factory=list)
+    result: CheckedGram | None = None
+    """Gram and check, rollouts in the order of the micro-batch; None if the trainer's own pass had to run. Its
+    log-probabilities are in TRL's layout."""
+    failure: Exception | None = None
+    """An unforeseen error, because of which the trainer's own pass ran."""
+    is_over: bool = False
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the trainer got log-probabilities of the Gram engine."""
+        return self.deferred is not None
+
+    def log_probs(self, *args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
+        """Log-probabilities and entropies `(B, C)` of the engine's forward pass, in TRL's format.
+
+        None if the call is unusual; `declined` then says why.
+        """
+        bound = inspect.signature(self.trainers_log_probs).bind(*args, **kwargs)
+        bound.apply_defaults()
+        call = dict(bound.arguments)
+        self.declined = self.reason_to_decline(call)
+        if self.declined is not None:
+            return None
+        ids, attention, tokens = call["input_ids"], call["attention_mask"], int(call["logits_to_keep"])
+        completion = attention.bool().clone()
+        completion[:, :-tokens] = False
+        with self.trainer.accelerator.autocast():
+            temperature = float(self.trainer.temperature)
+            deferred = DeferredGram(self.model, ids, completion, attention, temperature=temperature)
+        self.call, self.deferred = call, deferred
+        dtype, entropy_dtype = self.format.dtypes
+        found = deferred.log_probs[:, -tokens:].to(dtype).clone().requires_grad_()
+        entropies = None
+        if call.get("compute_entropy"):
+            entropies = deferred.entropies[:, -tokens:].to(entropy_dtype).clone()
+            if self.format.entropies_in_autograd:
+                entropies.requires_grad_().register_hook(self.entropy_gradients.append)
+                entropies = entropies.view_as(entropies)
+        # Views: TRL's own are no leaves, and a loss may write to them in place, which autograd forbids for a leaf.
+        return (found.view_as(found), entropies, *[None] * (self.format.parts - 2))
+
+    def reason_to_decline(self, call: Mapping[str, Any]) -> str | None:
+        """What a call asks for beyond the log-probabilities of all rollouts of the loss at once; None if nothing."""
+        others = {name: value for name, value in call.items() if name not in KNOWN_ARGUMENTS}
+        if odd := [name for name, value in others.items() if value is not None and value is not False]:
+            return f"the log-probabilities depend on {listed(odd)}"
+        ids, whole = self.inputs["completion_ids"], call["input_ids"]
+        at_once = call.get("batch_size") in (None, len(ids)) and call["logits_to_keep"] == ids.shape[1]
+        if not at_once or len(whole) != len(ids) or not torch.equal(whole[:, -ids.shape[1] :], ids):
+            return "the loss asks for log-probabilities of other rollouts than its own"
+        if call.get("compute_entropy") and self.format.dtypes[1] is None:
+            return "the loss asks for entropies at some steps only"
+        return None
+
+    def finish(self) -> None:
+        """Continue the trainer's backward pass, which ended at the log-probabilities."""
+        if self.is_over or not self.is_begun:
+            return
+        self.is_over = True
+        derivative = self.batch.coefficients
+        if derivative is None and not self.entropy_gradients:
+            self.deferred = None
+            return  # the loss does not depend on the policy
+        try:
+            if derivative is not None and not self.has_other_gradients:
+                self.result = self.measured(derivative)
+        except Exception as error:
+            self.failure = error.with_traceback(None)  # the traceback would keep the tensors of the pass alive
+            if isinstance(error, torch.OutOfMemoryError):
+                torch.cuda.empty_cache()
+        self.deferred = None
+        if self.result is None:
+            self.run_trainers_pass(derivative)
+
+    @property
+    def has_other_gradients(self) -> bool:
+        """Whether the loss depends on parameters other than through log-probabilities; it is then no sum of rows."""
+        arrived = (parameter.grad for parameter in self.model.parameters())
+        return bool(self.entropy_gradients) or any(grad is not None and bool(grad.any()) for grad in arrived)
+
+    def run_trainers_pass(self, derivative: Tensor | None) -> None:
+        """Run the trainer's own forward pass again, and its backward pass from the derivatives that its loss gave."""
+        assert self.call is not None
+        found = self.trainers_log_probs(**self.call)
+        ends = [] if derivative is None else [(found[0], derivative)]
+        ends += [(found[1], grad) for grad in self.entropy_gradients]
+        torch.autograd.backward([end for end, _ in ends], [grad for _, grad in ends])
+
+    def measured(self, derivative: Tensor) -> CheckedGram | None:
+        """Measure the Gram and write the gradient; None if the gradient is no weighted sum of rows of this mode.
+
+        Raises:
+            ScoregramError: If the check fails; `.grad` is not written then.
+        """
+        assert self.deferred is not None and self.call is not None
+        rows = self.rows(derivative)
+        if rows is None:
+            return None
+        coefficients, weights = rows
+        before = self.deferred.batch.input_ids.shape[1] - derivative.shape[1]
+        checked = self.random_rollout(weights)
+        # two sums over rows: the gradient, and the row of the rollout that is checked
+        vectors = torch.stack([weights, torch.zeros_like(weights)])
+        if checked is not None:
+            vectors[1, checked] = 1.0
+        with self.trainer.accelerator.autocast():
+            gram, sums = self.deferred.finish(F.pad(coefficients, (before, 0)), vectors)
+        log_probs = self.deferred.log_probs.cpu()
+        self.deferred = None
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        began = time.perf_counter()
+        error = 0.0
+        if checked is not None:
+            theirs = self.gradient_of_rollout(checked, derivative, parameters)
+            own = [sums.get(parameter) for parameter in parameters]
+            error = fused_gradient_error(own, theirs, gram.matrix, weights, checked)
+            del theirs, own
+        seconds = time.perf_counter() - began
+        if not error <= self.settings.rounding_error:
+            requirement = f"must agree with the trainer's own pass to {self.settings.rounding_error:g}"
+            fail("a fused step", requirement, f"{error:.2g}", "The trainer's own pass replaced it.")
+        made = {}
+        for parameter in [p for p in parameters if p in sums]:  # each sum is freed as soon as it is converted
+            made[parameter] = sums.pop(parameter)[0].to(parameter.dtype, copy=True)
+        for parameter, grad in made.items():  # last, when nothing can fail any more
+            parameter.grad = grad
+        is_loss = self.settings.mode == "loss"
+        sizes = weights / loss_scale(self.trainer) if is_loss else torch.ones_like(weights)
+        scaled = rescaled_gram(gram, sizes.double().cpu(), self.model)
+        return CheckedGram(replace(scaled, log_probs=log_probs), error, rollouts=1, seconds=seconds)
+
+    def rows(self, derivative: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Coefficients `(B, C)` of rows, and weights `(B,)` with which they sum to the gradient; None if none do."""
+        c = derivative.double()
+        counted = self.inputs["completion_mask"]
+        if "tool_mask" in self.inputs:
+            counted = counted * self.inputs["tool_mask"]
+        ones = counted.double()
+        if not bool(c.isfinite().all()):
+            return None  # the trainer handles the overflow
+        if self.settings.mode == "loss":  # rows of the size of scores: the smallest weights would underflow in float32
+            sizes = c.abs().amax(1)
+            rows = c / torch.where(sizes > 0, sizes, 1.0)[:, None]
+            return None if bool((rows * (1 - ones)).any()) else (rows, sizes)
+        weights = (c * ones).sum(1) / ones.sum(1).clamp(min=1)
+        apart = (c - weights[:, None] * ones).norm()
+        return (ones, weights) if bool(apart <= EVEN * c.norm()) else None
+
+    def random_rollout(self, weights: Tensor) -> int | None:
+        """A random rollout among those with a nonzero weight; None if there is none."""
+        weighted = weights.nonzero().squeeze(1).tolist()
+        return weighted[int(torch.randint(len(weighted), (1,), generator=self.generator))] if weighted else None
+
+    def gradient_of_rollout(self, index: int, derivative: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The part of the gradient that comes from one rollout, by the trainer's own forward pass and autograd."""
+        assert self.call is not None
+        here = slice(index, index + 1)
+        one = {"input_ids": self.call["input_ids"][here], "attention_mask": self.call["attention_mask"][here]}
+        with random_state_kept(derivative.device), gradients_put_aside(parameters), torch.enable_grad():
+            found = self.trainers_log_probs(**(self.call | one | {"compute_entropy": False}))[0]
+            return gradients((found * derivative[here].to(found.dtype)).sum(), parameters)
+
+
+def fused_gradient_error(
+    sums: Sequence[Tensor | None], theirs: Sequence[Tensor], gram: Tensor, weights: Tensor, index: int
+) -> float:
+    """Error of a fused gradient `ĝ = Σ_j w_j ψ_j`, of which the trainer's part `g_i` from one rollout is known.
+
+    The largest of three: `|w_i ψ_i − g_i| / |g_i|` over all parameters; `⟨ĝ, g_i⟩` against `Σ_j w_i w_j K_ij`; and
+    `|ĝ|²` against `wᵀKw`. The last two are relative to the sums of the absolute values of their terms, which may
+    cancel. So the row is compared with the trainer's own pass, and the whole gradient with row and Gram.
+
+    Args:
+        sums: For each parameter `(2, …)`: the sum with weights `w`, and `ψ_i`; None if it took no part.
+        theirs: For each parameter its part of `g_i`.
+        gram: `(N, N)`.
+        weights: `(N,)`.
+        index: The rollout `i`.
+    """
+    scale = float(weights[index])
+    apart = relative_error([None if both is None else both[1] * scale for both in sums], theirs)
+    pairs = [(both[0], grad) for both, grad in zip(sums, theirs, strict=True) if both is not None]
+    along = sum(float(torch.sum(own * their.to(own.dtype), dtype=torch.float64)) for own, their in pairs)
+    size = sum(squared_norm(own) for own, _ in pairs)
+    w = weights.double().cpu()
+    terms = w[:, None] * gram * w
+    return max(
+        apart,
+        abs(along - float(terms[index].sum())) / float(terms[index].abs().sum()),
+        abs(size - float(terms.sum())) / float(terms.abs().sum()),
+    )
+
+
+class FusedSteps:
+    """Decides which measured steps of a trainer are fused, and runs them."""
+
+    def __init__(
+        self, trainer: Any, settings: Settings, processes: Processes, methods: Mapping[str, Callable[..., Any]]
+    ) -> None:
+        self.trainer = trainer
+        self.settings = settings
+        self.trainers_log_probs = methods["_get_per_token_logps_and_entropies"]
+        self.reason: str | None = None
+        """Why no step of this trainer is fused from now on; None if steps may be."""
+        self.format: LogProbsFormat | None = None
+        self.since_full_check: int | None = None
+        """Fused steps since the whole gradient was compared; None if it never was, or did not agree."""
+        self.step: FusedStep | None = None
+        """The current step, if it is fused."""
+        self.failure: Exception | None = None
+        """An unforeseen error at the last step."""
+        self.generator = torch.Generator().manual_seed(0)
+        self.model: ModelWithoutPositions | None = None
+        if not settings.fused:
+            self.reason = "attach was called with fused=False"
+        elif processes.count > 1:
+            self.reason = "the training runs in several processes"
+        elif others := [name for name in REPLACED_METHODS if not _is_of_trl(methods[name])]:
+            self.reason = f"{listed(others)} of the trainer is overridden or wrapped"
+
+    # facts from steps that are not fused
+
+    def note_format(self, returned: Any) -> None:
+        """Note what the trainer's own method for log-probabilities returns."""
+        self.format = LogProbsFormat.of(returned)
+
+    def note_full_check(self, error: float, unevenness: float, *, has_gradient: bool) -> None:
+        """Note how the whole gradient of a step compared with its rows."""
+        agrees = has_gradient and error <= self.settings.rounding_error
+        is_even = self.settings.mode == "loss" or unevenness <= EVEN
+        self.since_full_check = 0 if agrees and is_even else None
+
+    # the current step
+
+    def begin(self, model: Any, inputs: Mapping[str, Any], batch: MicroBatch, rollouts: int, limit: float) -> None:
+        """Fuse the step whose loss, of `model` and `inputs`, is about to be computed, if all conditions hold.
+
+        `rollouts` is the number that the loss must have in its `batch`, `limit` the bytes that a measurement may take.
+        """
+        self.step = None
+        since = self.since_full_check
+        if self.reason is not None or self.format is None or since is None or since >= FULL_CHECK_EVERY - 1:
+            return
+        inside = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        tokens = inputs["prompt_ids"].shape[1] + inputs["completion_ids"].shape[1]
+        # a separate pass holds one gradient besides the trainer's, a fused one two: the sum, and the checked row
+        needed = bytes_of_pass(inside, rollouts, tokens) + gradient_bytes(inside)
+        if len(batch.rows) != rollouts or not _is_whole_step(self.trainer) or needed > limit:
+            return
+        if getattr(self.trainer.accelerator, "has_lomo_optimizer", False):
+            self.reason = "the LOMO optimiser updates parameters inside the backward pass"
+        self.reason = self.reason or reason_not_fused(model, inside)
+        if self.reason is not None:
+            return
+        if self.model is None or self.model.model is not inside:
+            self.model = ModelWithoutPositions(inside)
+        self.step = FusedStep(
+            trainer=self.trainer,
+            settings=self.settings,
+            trainers_log_probs=self.trainers_log_probs,
+            model=self.model,
+            format=self.format,
+            inputs=inputs,
+            batch=batch,
+            generator=self.generator,
+        )
+
+    def log_probs(self, *args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
+        """Log-probabilities for the trainer, if the current step is fused; None to let the trainer compute them."""
+        if self.step is None or self.step.is_begun:
+            return None
+        try:
+            found = self.step.log_probs(*args, **kwargs)
+        except Exception as error:
+            self.disable(error)
+            return None
+        if found is None:
+            self.reason, self.step = self.step.declined, None
+        return found
+
+    def recovers_from(self, error: Exception) -> bool:
+        """Whether a loss that raised is to be computed again without fusing; true if it had fused log-probabilities."""
+        if self.step is None or not self.step.is_begun:
+            return False
+        self.disable(error)
+        return True
+
+    def disable(self, error: Exception) -> None:
+        """Fuse no more steps, because of an unforeseen error."""
+        self.failure, self.reason = error.with_traceback(None), f"{type(error).__name__}: {error}"
+        self.step = None
+
+    @contextmanager
+    def around_training_step(self) -> Iterator[None]:
+        """Around the trainer's `training_step`: the gradient is complete as soon as `accelerator.backward` returns."""
+        self.step = self.failure = None
+
+        def with_finish(accelerator: Any) -> Callable[..., Any]:
+            inner = accelerator.backward
+
+            def backward(*args: Any, **kwargs: Any) -> Any:
+                result = inner(*args, **kwargs)
+                self.finish()
+                return result
+
+            return backward
+
+        try:
+            with attributes([self.trainer.accelerator], "backward", with_finish):
+                yield
+            self.finish()  # for a trainer that does not call accelerator.backward
+        except BaseException:
+            self.step = None
+            raise
+
+    def finish(self) -> None:
+        """Run the backward pass of the current step, if it is fused."""
+        step = self.step
+        if step is None or step.is_over or not step.is_begun:
+            return
+        step.finish()
+        if step.failure is not None:
+            self.disable(step.failure)
+        if step.result is None:
+            self.since_full_check = None  # compare the whole gradient before the next attempt
+        elif self.since_full_check is not None:
+            self.since_full_check += 1
+
+    def measured(self, observed: ObservedStep) -> CheckedGram | None:
+        """Gram and check of the current step, in the order of its observed rollouts; None if it was not fused."""
+        if self.step is None or self.step.result is None:
+            return None
+        result, rows = self.step.result, self.step.batch.rows[:, 1]
+        (generation,) = observed.generations
+        order, gram = rows.argsort().cpu(), result.gram
+        tokens = generation.completion_ids.shape[1]
+        log_probs = gram.log_probs.new_zeros(generation.size, tokens)
+        log_probs[rows.cpu()] = gram.log_probs[:, -tokens:]
+        in_order = replace(
+            gram,
+            matrix=gram.matrix[order][:, order],
+            by_layer={name: layer[order][:, order] for name, layer in gram.by_layer.items()},
+            log_probs=generation.to("cpu").in_rows(log_probs)[observed.chosen],
+        )
+        return replace(result, gram=in_order)
+
+
+def _is_of_trl(method: Callable[..., Any]) -> bool:
+    """Whether a method is TRL's own, not that of a subclass or a wrapper."""
+    return str(getattr(method, "__module__", "")).startswith("trl.")
+
+
+def _is_whole_step(trainer: Any) -> bool:
+    """Whether the loss is that of a whole step, not of one of several micro-batches."""
+    pieces = getattr(trainer, "current_gradient_accumulation_steps", trainer.args.gradient_accumulation_steps)
+    return int(pieces) == 1 and bool(trainer.accelerator.sync_gradients)
+
+
+def reason_not_fused(model: nn.Module, inside: nn.Module) -> str | None:
+    """Why no step with this model can be fused, whatever its loss; None if steps can be.
+
+    `model` is what the trainer's loss gets, `inside` the same model unwrapped.
+    """
+    if model is not inside or model_inside(inside) is not inside:
+        return f"the model is wrapped in {type(model).__name__}"
+    for name, module in inside.named_modules():
+        place = f"`{name}`" if name else "the model"
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            return f"{place} is compiled"
+        if module._backward_hooks or module._backward_pre_hooks:
+            return f"a backward hook is registered on {place}"
+    if dropping := survey(inside).dropping:
+        names = {id(module): name for name, module in inside.named_modules()}
+        return f"dropout is active in `{names.get(id(dropping[0]), type(dropping[0]).__name__)}`"
+    if torch_modules._global_backward_hooks or torch_modules._global_backward_pre_hooks:
+        return "a backward hook is registered on all modules"
+    for name, parameter in inside.named_parameters():
+        if parameter.requires_grad and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+            return f"a gradient hook is registered on parameter `{name}`"
+    return None

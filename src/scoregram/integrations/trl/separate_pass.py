@@ -1,0 +1,317 @@
+"""The Gram of a step measured in passes of its own, and its rows added up and compared with the trainer's gradient.
+
+The trainer's backward pass is done and its gradient is in `.grad`; nothing of it changes. Each process measures whole
+groups, wherever their rollouts were generated.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scoregram.distributed import ALONE, Processes
+from scoregram.gram import (
+    Gram,
+    Sketch,
+    Sketcher,
+    backward_with_gram,
+    gradients_put_aside,
+    is_distributed,
+    measure_gram,
+    model_inside,
+    sharded_modules,
+    survey,
+)
+from scoregram.integrations.trl.generation import Generation
+from scoregram.integrations.trl.support import Settings, has_relative_positions, loss_scale, passes_within
+from scoregram.integrations.trl.window import ObservedStep
+from scoregram.reading import gram_of_passes
+from scoregram.rollouts import Rollouts
+
+
+@dataclass(frozen=True)
+class CheckedGram:
+    """The Gram of a step and the result of its self-check."""
+
+    gram: Gram
+    error: float
+    """`|g − ĝ| / |g|` of the trainer's gradient `g` and the sum `ĝ` of the weighted rows; `nan` without `g`. At a fused
+    step, `fused_step.fused_gradient_error`."""
+    rollouts: int
+    """Number of rollouts whose gradient was compared."""
+    seconds: float = 0.0
+    """Time that the check of a fused step took inside the trainer's backward pass."""
+
+
+class ModelWithoutPositions(nn.Module):
+    """A model that gets no `position_ids`, because TRL passes none: the model counts positions by itself.
+
+    The Gram engine looks at the signature of `forward` and would pass positions that skip the padding.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        """The output of the model for ids and mask only."""
+        return self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+
+    @property
+    def config(self) -> Any:
+        """The config of the model."""
+        return self.model.config
+
+    def get_output_embeddings(self) -> Any:
+        """The head of the model."""
+        return self.model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+
+
+@dataclass(frozen=True, eq=False)
+class PassInputs:
+    """`n` rollouts as the model gets them in a measuring pass, and a coefficient for every token."""
+
+    model: nn.Module
+    """The model as the Gram engine must call it."""
+    input_ids: Tensor
+    """`(n, T)`"""
+    completion_mask: Tensor
+    """`(n, T)` bool."""
+    attention_mask: Tensor
+    """`(n, T)` bool."""
+    coefficients: Tensor
+    """`(n, T)` float64: the row of rollout `i` is `Σ_t c_it ∇log π_it`."""
+    temperature: float
+    """Divides the logits."""
+
+    def arguments(self, here: slice) -> dict[str, Any]:
+        """Some rows as arguments of `measure_gram` and `backward_with_gram`."""
+        return {
+            "model": self.model,
+            "input_ids": self.input_ids[here],
+            "completion_mask": self.completion_mask[here],
+            "attention_mask": self.attention_mask[here],
+            "coefficients": self.coefficients[here],
+            "temperature": self.temperature,
+        }
+
+
+def pass_inputs(
+    trainer: Any, rollouts: Rollouts, coefficients: Tensor | None = None, *, chosen: Tensor | None = None
+) -> PassInputs:
+    """Rollouts as TRL feeds them to its model: the completion of a rollout that is masked out is padding.
+
+    Args:
+        trainer: Has the model, its device and its temperature.
+        rollouts: `N` rollouts.
+        coefficients: `(N, T)`, or None for scores: 1 for every completion token.
+        chosen: `(N,)` bool: the rollouts to measure; None for all.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    is_relative = has_relative_positions(model)
+    is_credited = rollouts.completion_mask.any(1, keepdim=True)
+    is_prompt = rollouts.attention_mask.cumsum(1) <= rollouts.prompt_lengths[:, None]
+    attention = rollouts.attention_mask & (is_credited | is_prompt)
+    # rows that keep TRL's left padding keep its right padding too: shapes as in the trainer's own pass
+    width = int(attention.any(0).nonzero()[-1]) + 1 if is_relative else attention.shape[1]
+    ones = rollouts.completion_mask.double()
+    rows = slice(None) if chosen is None else chosen.to(attention.device)
+
+    def cut(value: Tensor) -> Tensor:
+        return value[:, :width][rows].to(trainer.accelerator.device)
+
+    return PassInputs(
+        model=model if is_relative else ModelWithoutPositions(model),
+        input_ids=cut(rollouts.input_ids),
+        completion_mask=cut(rollouts.completion_mask),
+        attention_mask=cut(attention),
+        coefficients=cut(ones if coefficients is None else coefficients.double()),
+        temperature=float(trainer.temperature),
+    )
+
+
+def process_bounds(bounds: Sequence[int], processes: int, *, between_prompts: bool) -> list[list[int]]:
+    """The group bounds of each process: shares of consecutive groups, or all groups for the first process.
+
+    Example:
+        >>> process_bounds([0, 4, 8, 12], 2, between_prompts=False)
+        [[0, 4], [4, 8, 12]]
+        >>> process_bounds([0, 4, 8, 12], 2, between_prompts=True)
+        [[0, 4, 8, 12], [0]]
+    """
+    if between_prompts:
+        return [list(bounds), *([bounds[0]] for _ in range(processes - 1))]
+    groups = len(bounds) - 1
+    return [
+        list(bounds[groups * rank // processes : groups * (rank + 1) // processes + 1]) for rank in range(processes)
+    ]
+
+
+def measure_separately(
+    trainer: Any, observed: ObservedStep, settings: Settings, processes: Processes = ALONE
+) -> CheckedGram | None:
+    """The Gram of the rows of a step, and their weighted sum compared with `.grad`; None if memory does not suffice.
+
+    The trainer's backward pass is done, its update is not. All processes call this together and return the same.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    inputs = pass_inputs(trainer, observed.whole, observed.coefficients, chosen=observed.chosen)
+    shares = process_bounds(observed.group_bounds, processes.count, between_prompts=settings.between_prompts)
+    tokens = inputs.input_ids.shape[1]
+    fitting = [passes_within(observed.memory_limit, model, share, tokens) for share in shares]
+    plans = [plan for plan in fitting if plan is not None]
+    if len(plans) < len(fitting):
+        return None
+    # Rows are measured at the size of scores and rescaled in float64: the smallest weights of a loss would underflow
+    # when squared in float32.
+    sizes = inputs.coefficients.abs().amax(1).double().cpu()
+    divisors = torch.where(sizes > 0, sizes, 1.0).to(inputs.coefficients)
+    unit = replace(inputs, coefficients=inputs.coefficients / divisors[:, None])
+    weights = (torch.ones_like(observed.weights) if settings.mode == "loss" else observed.weights) * sizes
+    measure = _measure_sharded_model if sharded_modules(model) else _measure_whole_model
+    grams, error = measure(trainer, unit, weights, plans, processes)
+    if not observed.has_derivatives:  # the weights are a guess, and so would be the error
+        error = math.nan
+    return CheckedGram(rescaled_gram(gram_of_passes(grams), sizes, inputs.model), error, rollouts=len(weights))
+
+
+def rescaled_gram(gram: Gram, sizes: Tensor, model: nn.Module) -> Gram:
+    """The Gram of rows `s_i ψ_i` from that of `ψ_i`, for `(n,)` float64 `sizes` on the CPU.
+
+    Layers get the names that they have without `ModelWithoutPositions` around the model.
+    """
+    by_size = sizes[:, None] * sizes
+    prefix = "model." if isinstance(model, ModelWithoutPositions) else ""
+    by_layer = {name.removeprefix(prefix): layer * by_size for name, layer in gram.by_layer.items()}
+    return replace(gram, matrix=gram.matrix * by_size, by_layer=by_layer)
+
+
+def _measure_whole_model(
+    trainer: Any, inputs: PassInputs, weights: Tensor, plans: Sequence[Sequence[slice]], processes: Processes
+) -> tuple[list[Gram], float]:
+    """Grams of all passes of all processes, and the error of the weighted rows, added up parameter by parameter."""
+    parameters = [parameter for parameter in inputs.model.parameters() if parameter.requires_grad]
+    theirs = [parameter.grad for parameter in parameters]
+
+    def own_passes() -> list[Gram]:
+        with trainer.accelerator.autocast():
+            return [
+                _on_cpu(backward_with_gram(**inputs.arguments(here), weights=weights[here]))
+                for here in plans[processes.rank]
+            ]
+
+    with gradients_put_aside(parameters):  # the weighted rows are summed in `.grad`
+        grams = processes.gather(own_passes)
+        error = relative_error(_summed_gradients(parameters, processes), theirs, loss_scale(trainer))
+    return [gram for own in grams for gram in own], error
+
+
+def _summed_gradients(parameters: Sequence[Tensor], processes: Processes) -> Iterator[Tensor | None]:
+    """The sum of each `.grad` over all processes, one parameter after the other to save memory."""
+    for parameter in parameters:
+        if processes.count == 1:
+            yield parameter.grad
+            continue
+        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        yield processes.sum(own.detach().to(torch.promote_types(own.dtype, torch.float32)))
+
+
+def _measure_sharded_model(
+    trainer: Any, inputs: PassInputs, weights: Tensor, plans: Sequence[Sequence[slice]], processes: Processes
+) -> tuple[list[Gram], float]:
+    """Grams of all passes of all processes, and the error of the weighted rows, from sketches.
+
+    No process has room for a whole gradient. But a sketch is linear: the sketch of `g − Σ_i w_i ψ_i` is that of the
+    trainer's gradient minus the weighted sketches of the rows, and its norm is that of the difference to a few percent.
+    """
+    sketch, own = Sketch(), plans[processes.rank]
+    spare = next(plan[0] for plan in plans if plan)
+
+    def own_passes() -> list[Gram]:
+        # A pass over a sharded model gathers parameters from all processes, so all of them make the same number of
+        # passes. A process with fewer groups repeats some rows, and their Gram is dropped.
+        grams = []
+        with trainer.accelerator.autocast():
+            for index in range(max(map(len, plans))):
+                here = own[index] if index < len(own) else spare
+                grams.append(_on_cpu(measure_gram(**inputs.arguments(here), sketch=sketch)))
+        return grams[: len(own)]
+
+    grams = [gram for from_one in processes.gather(own_passes) for gram in from_one]
+    rows = torch.cat([gram.sketch for gram in grams if gram.sketch is not None]).double()
+    theirs, size = _sketched_gradient(inputs.model, sketch)
+    scale = loss_scale(trainer)
+    if theirs is None:
+        return grams, math.nan
+    apart = float((weights.double() @ rows - theirs / scale).norm())
+    if size == 0:
+        return grams, 0.0 if apart == 0 else math.inf
+    return grams, apart / (size / scale)
+
+
+def _sketched_gradient(model: nn.Module, sketch: Sketch) -> tuple[Tensor | None, float]:
+    """`(m,)` sketch of `.grad` of a sharded model (None without one), and its norm; gathers one parameter at a time."""
+    parameters = survey(model_inside(model)).shards.sharded
+    sketcher = Sketcher(sketch, parameters, 1)
+    squares = 0.0
+    for parameter in parameters.values():
+        if parameter.grad is None:
+            continue
+        grad: Any = parameter.grad.detach()
+        whole = grad.full_tensor() if is_distributed(grad) else grad
+        squares += squared_norm(whole)
+        sketcher.add_rows(parameter, whole.reshape(1, -1))
+    return (sketcher.total()[0].double() if sketcher.made else None), math.sqrt(squares)
+
+
+def _on_cpu(gram: Gram) -> Gram:
+    """A Gram with all tensors on the CPU, to be sent to other processes."""
+    return replace(gram, log_probs=gram.log_probs.cpu())
+
+
+def score_energies(trainer: Any, generation: Generation, processes: Processes = ALONE) -> Tensor:
+    """`(N,)` squared norms of the scores of a generation, for the baselines that need them: a pass of its own.
+
+    Each process measures its share of the groups. One without a share measures the first group once more, because a
+    sharded model needs all processes for every pass.
+    """
+    size, inputs = generation.group_size, pass_inputs(trainer, generation.rollouts)
+    bounds = list(range(0, generation.size + 1, size))
+    share = process_bounds(bounds, processes.count, between_prompts=False)[processes.rank]
+    has_share = len(share) > 1
+    here = slice(share[0], share[-1]) if has_share else slice(0, size)
+
+    def diagonal() -> Tensor:
+        with trainer.accelerator.autocast():
+            gram = measure_gram(**inputs.arguments(here), group_size=size)
+        return gram.matrix.diagonal() if has_share else gram.matrix.new_zeros(0)
+
+    return torch.cat(processes.gather(diagonal))
+
+
+# comparing gradients
+
+
+def relative_error(ours: Iterable[Tensor | None], theirs: Sequence[Tensor | None], scale: float = 1.0) -> float:
+    """`|ours − theirs / scale| / |theirs / scale|` over all parameters; 0 if both vanish, `nan` without `theirs`."""
+    if all(grad is None for grad in theirs):
+        return math.nan
+    apart, size = 0.0, 0.0
+    for own, their in zip(ours, theirs, strict=True):
+        if their is not None:
+            size += squared_norm(their) / scale**2
+        if own is None and their is not None:
+            apart += squared_norm(their) / scale**2
+        elif own is not None:
+            apart += squared_norm(own if their is None else own - their.to(own.dtype) / scale)
+    if size == 0:
+        return 0.0 if apart == 0 else math.inf
+    return math.sqrt(apart / size)
+
+
+def squared_norm(value: Tensor) -> float:
+    """`|v|²`, added up in float64."""
+    return float(torch.linalg.vector_norm(value.detach(), dtype=torch.float64)) ** 2

@@ -1,0 +1,305 @@
+"""What an attachment asks of TRL and of the machine: versions, names inside TRL, processes, settings and memory.
+
+`attach` checks all of it before the training begins, so that no work is lost to a trainer that cannot be measured.
+"""
+
+import inspect
+import json
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from scoregram.checks import fail, listed
+from scoregram.distributed import ALONE, Processes
+from scoregram.gram import CHUNK_ELEMENTS, CHUNK_ELEMENTS_CUDA, STORE_BYTES, sharded_modules
+
+OLDEST_TESTED, NEWEST_TESTED = "1.0.0", "1.16.0"
+"""The oldest and the newest version of TRL that the tests of this integration ran with."""
+
+WRAPPED_METHODS: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "_generate_and_score_completions": ("inputs",),
+        "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
+        "_get_per_token_logps_and_entropies": ("model", "input_ids", "attention_mask", "logits_to_keep"),
+        "_compute_loss": ("model", "inputs"),
+        "training_step": ("model", "inputs", "num_items_in_batch"),
+    }
+)
+"""Methods of the trainer that `attach` wraps, and the arguments that they must begin with."""
+TRL_ATTRIBUTES = ("_metrics", "_logs", "accelerator", "model", "num_generations", "reward_func_names", "reward_weights")
+"""Attributes of the trainer that `attach` reads."""
+RELATIVE_POSITIONS = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_pct", "alibi")
+"""Config entries of models whose attention depends on the distance between tokens, not on their positions."""
+
+Mode = Literal["scores", "loss"]
+ROUNDING_ERROR = 1e-5
+"""Relative error in float32 up to which two gradients count as equal but for rounding."""
+MEMORY_SHARE = 0.8
+"""Part of the free memory that a measurement may take where `memory_gb` is not given."""
+HIDDEN_KEPT, INNER_KEPT = 16, 5
+"""Activations that a layer keeps for its backward pass, in units of its hidden and its intermediate size."""
+
+
+# versions and names inside TRL
+
+
+def require_supported(trainer: Any) -> str:
+    """The version of TRL, provided that `attach` supports this trainer.
+
+    Raises:
+        ScoregramError: TRL is absent or too old, `trainer` is of another class, or a method or attribute that `attach`
+            uses is missing or takes other arguments.
+    """
+    try:
+        import trl  # pyright: ignore[reportMissingImports]
+    except ImportError as missing:
+        fail("attach", "needs TRL", missing, "Install it: pip install 'scoregram[trl]'.")
+    version = str(trl.__version__)
+    known = tuple(getattr(trl, name) for name in ("GRPOTrainer", "RLOOTrainer"))
+    if not isinstance(trainer, known):
+        got = type(trainer).__name__
+        fail("attach", "trainer must be a GRPOTrainer or an RLOOTrainer of TRL", got, "Subclasses of them work too.")
+    if version_numbers(version) < version_numbers(OLDEST_TESTED):
+        remedy = f"Upgrade TRL; the newest tested version is {NEWEST_TESTED}."
+        fail("attach", f"needs TRL {OLDEST_TESTED} or newer", version, remedy)
+    if changed := [name for name in (*WRAPPED_METHODS, *TRL_ATTRIBUTES) if not _is_as_tested(trainer, name)]:
+        tested = f"tested with TRL {OLDEST_TESTED} to {NEWEST_TESTED}"
+        fail(
+            "attach",
+            f"{type(trainer).__name__} must have the methods and attributes that scoregram uses ({tested})",
+            f"TRL {version}, where these are missing or take other arguments: {listed(changed)}",
+            "Install a tested version, or record rollouts and measure them with `scoregram measure`.",
+        )
+    if version_numbers(version) > version_numbers(NEWEST_TESTED):
+        warnings.warn(
+            f"scoregram: TRL {version} is newer than {NEWEST_TESTED}, the newest tested version. The self-check at "
+            "every measured step, check/relative_error, shows whether the measurement still holds.",
+            stacklevel=3,
+        )
+    return version
+
+
+def _is_as_tested(trainer: Any, name: str) -> bool:
+    """Whether an attribute exists, and a method begins with the expected arguments."""
+    if name not in WRAPPED_METHODS:
+        return hasattr(trainer, name)
+    method = getattr(trainer, name, None)
+    if not callable(method):
+        return False
+    taken = inspect.signature(method).parameters
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in taken.values()):
+        return True
+    return tuple(taken)[: len(WRAPPED_METHODS[name])] == WRAPPED_METHODS[name]
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """The numbers of a version, for comparison.
+
+    Example:
+        >>> version_numbers("1.16.0") > version_numbers("1.9.2"), version_numbers("1.17.0.dev0")
+        (True, (1, 17, 0))
+    """
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(number) for number in numbers[0].split(".")) if numbers else ()
+
+
+def processes_of(trainer: Any) -> Processes:
+    """The processes that train together, provided that each of them has whole rollouts of its own.
+
+    Raises:
+        ScoregramError: If parameters or rollouts are split over processes in a way that cannot be measured.
+    """
+    accelerator = trainer.accelerator
+    kind = str(accelerator.distributed_type).rpartition(".")[2].upper()
+    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
+        remedy = "Train with DDP, or with FSDP and fsdp_version 2."
+        fail("attach", "the model must be whole in every process, or sharded by FSDP2", kind, remedy)
+    if kind == "FSDP" and not getattr(accelerator, "is_fsdp2", False):
+        fail("attach", "a sharded model must be sharded by FSDP2", "FSDP of version 1", "Set fsdp_version to 2.")
+    layout = getattr(accelerator, "parallelism_config", None)
+    if split := [name for name in ("tp", "cp", "sp") if getattr(layout, f"{name}_enabled", False)]:
+        got = f"a parallelism_config with {', '.join(split)}"
+        fail("attach", "every process must have whole rollouts of its own", got, "Use data parallelism only.")
+    if accelerator.num_processes == 1:
+        return ALONE
+    if not (dist.is_available() and dist.is_initialized()):
+        got = f"{accelerator.num_processes} processes without torch.distributed"
+        fail("attach", "several processes must be connected", got, "Start them with torchrun or accelerate launch.")
+    return Processes(int(accelerator.process_index), int(accelerator.num_processes))
+
+
+# settings
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `attach`, defaults resolved."""
+
+    every: int
+    mode: Mode
+    estimator: str | Callable[..., Any] | None
+    tolerance: float
+    memory_gb: float | int | None
+    """None: `MEMORY_SHARE` of what is free when a step is measured."""
+    keep_rollouts: bool
+    between_prompts: bool = False
+    """With several processes, the first one measures all groups, so that the Gram between prompts is known too."""
+    fused: bool = True
+    """Gram and gradient may come from one backward pass."""
+    is_low_precision: bool = False
+    """The trainer computes in a lower precision than float32."""
+
+    @property
+    def rounding_error(self) -> float:
+        """Relative error up to which two gradients count as equal but for rounding."""
+        return self.tolerance if self.is_low_precision else min(ROUNDING_ERROR, self.tolerance)
+
+
+def computes_in_low_precision(trainer: Any) -> bool:
+    """Whether the trainer rounds more coarsely than float32: by autocast, or by the dtype of its parameters."""
+    is_autocast = trainer.accelerator.mixed_precision in ("bf16", "fp16", "fp8")
+    return is_autocast or has_low_precision_parameters(trainer)
+
+
+def has_low_precision_parameters(trainer: Any) -> bool:
+    """Whether a trainable parameter is stored in bfloat16 or float16."""
+    return any(p.dtype in (torch.bfloat16, torch.float16) for p in trainer.model.parameters() if p.requires_grad)
+
+
+def default_tolerance(is_low_precision: bool) -> float:
+    """1e-3 in float32, 5e-2 in lower precision."""
+    return 5e-2 if is_low_precision else 1e-3
+
+
+def run_config(trainer: Any, settings: Settings, version: str, processes: Processes) -> dict[str, Any]:
+    """The config of the run folder: how the run was made. The trainer's own arguments mask their secrets."""
+    estimator = settings.estimator
+    model = getattr(trainer.model, "config", None)
+    return {
+        "integration": {"name": "trl", "version": version, "trainer": type(trainer).__name__},
+        "model": str(getattr(model, "_name_or_path", "") or type(trainer.model).__name__),
+        "group_size": int(trainer.num_generations),
+        "temperature": float(trainer.temperature),
+        "seed": int(trainer.args.seed),
+        "processes": processes.count,
+        "measure_every": settings.every,
+        "mode": settings.mode,
+        "estimator": estimator if isinstance(estimator, str | None) else getattr(estimator, "__name__", "own"),
+        "tolerance": settings.tolerance,
+        "fused": settings.fused,
+        "reward_functions": [str(name) for name in trainer.reward_func_names],
+        "arguments": json.loads(json.dumps(trainer.args.to_dict(), default=str)),
+    }
+
+
+def loss_scale(trainer: Any) -> float:
+    """The factor by which the trainer multiplies its loss before the backward pass, against underflow in float16."""
+    scaler = getattr(trainer.accelerator, "scaler", None)
+    return float(scaler.get_scale()) if scaler is not None else 1.0
+
+
+# the model, and the memory that a pass over it takes
+
+
+def text_config(model: nn.Module) -> Any:
+    """The config of the language model inside a model."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def has_relative_positions(model: nn.Module) -> bool:
+    """Whether only distances between tokens matter to a model, so that padding may be moved from left to right."""
+    config = text_config(model)
+    return any(getattr(config, name, None) for name in RELATIVE_POSITIONS)
+
+
+def memory_limit(model: nn.Module, settings: Settings, processes: Processes) -> float:
+    """Bytes that a measurement may take in this process."""
+    if settings.memory_gb is not None:
+        return settings.memory_gb * 1e9
+    return free_bytes(model, processes.count) * MEMORY_SHARE
+
+
+def free_bytes(model: nn.Module, processes: int = 1) -> float:
+    """Free memory on the device of the model, for each of several processes that measure at the same time."""
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    import psutil  # installed with accelerate
+
+    return psutil.virtual_memory().available / processes
+
+
+def bytes_of_pass(model: nn.Module, rollouts: int, tokens: int) -> int:
+    """Estimate of what one measuring pass allocates at its peak, the copy of the gradient included.
+
+    The sum of: activations of every layer (under gradient checkpointing, of one layer and the inputs of the others),
+    the kept gradients of the logits, the gradient, and one chunk of per-rollout gradients. Of a sharded model no
+    gradient is kept; the parameters that it gathers at a time count instead. The estimate is generous for the usual
+    decoder. If a pass runs out of memory nevertheless, the step is skipped and the training goes on.
+    """
+    config = text_config(model)
+    hidden = int(getattr(config, "hidden_size", 0) or 1024)
+    inner = int(getattr(config, "intermediate_size", 0) or 4 * hidden)
+    layers = int(getattr(config, "num_hidden_layers", 0) or 1)
+    heads = int(getattr(config, "num_attention_heads", 0) or 1)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    width = max((parameter.element_size() for parameter in parameters), default=4)
+    layer = HIDDEN_KEPT * hidden + INNER_KEPT * inner
+    if getattr(config, "_attn_implementation", "") == "eager":
+        layer += 2 * heads * tokens
+    is_checkpointed = bool(getattr(model, "is_gradient_checkpointing", False))
+    kept = layer + 2 * layers * hidden if is_checkpointed else layers * layer
+    on_gpu = bool(parameters) and parameters[0].is_cuda
+    logits = min(rollouts * tokens * int(getattr(config, "vocab_size", 0) or 0) * width, STORE_BYTES)
+    gradient = gathered_bytes(model) or gradient_bytes(model)
+    chunk = (CHUNK_ELEMENTS_CUDA if on_gpu else CHUNK_ELEMENTS) * 4
+    return rollouts * tokens * kept * width + 2 * logits + gradient + chunk
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Size of the gradient of all trainable parameters."""
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """Bytes of parameters that a sharded model gathers at a time: its five largest units; 0 if it is not sharded.
+
+    The layer that runs, the next one and the buffer into which it is gathered, the embedding and the head.
+    """
+    sizes: list[int] = []
+    seen: set[int] = set()
+    for module in reversed(sharded_modules(model)):  # inner modules first, so that an outer one counts only the rest
+        own = [parameter for parameter in module.parameters() if id(parameter) not in seen]
+        seen |= {id(parameter) for parameter in own}
+        sizes.append(sum(parameter.numel() * parameter.element_size() for parameter in own))
+    return sum(sorted(sizes)[-5:])
+
+
+def passes_within(limit: float, model: nn.Module, bounds: Sequence[int], tokens: int) -> list[slice] | None:
+    """The rows of each pass: as many whole groups as fit into memory; None if one group alone does not fit.
+
+    Args:
+        limit: Bytes.
+        model: The model.
+        bounds: First row of every group, then the end of the last one: `0, 8, 16`; one number if there is no group.
+        tokens: Length of the rows.
+    """
+    passes: list[slice] = []
+    start = bounds[0]
+    for before, here in pairwise(bounds):
+        if bytes_of_pass(model, here - before, tokens) > limit:
+            return None
+        if bytes_of_pass(model, here - start, tokens) > limit:
+            passes.append(slice(start, before))
+            start = before
+    return [*passes, slice(start, bounds[-1])] if bounds[-1] > start else passes
