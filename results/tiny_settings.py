@@ -20,10 +20,10 @@ from scoregram.exhibits import Cell, Table, to_plain
 from scoregram.policy.config import PolicyConfig
 from scoregram.policy.load import Policy, load_policy
 from scoregram.policy.tiny import WarmStart, tiny_policy
-from scoregram.replication.readings import Reading, Trial, has_spectrum, readings_of
-from scoregram.replication.reasons import LADDER, share_explained, spearman
-from scoregram.replication.spectra import mean_of
 from scoregram.runs import GroupRecord, RunWriter, open_run
+from scoregram.studies.grpo_rank.cause_exhibits import NULL_LADDER, share_explained, spearman
+from scoregram.studies.grpo_rank.rank_exhibits import mean_of
+from scoregram.studies.grpo_rank.readings import Reading, Trial, has_spectrum, readings_of
 from scoregram.tasks.arithmetic import arithmetic
 from scoregram.tasks.task import Task
 from scoregram.training.collecting import collect
@@ -189,7 +189,7 @@ def explained_table(groups: list[Seen]) -> Table:
     """What share of the variation between groups each null model explains, knowing one thing more than the last."""
     measured = np.array([math.log(one.reading.rank) for one in groups])
     rows: list[tuple[Cell, ...]] = []
-    for name, value in LADDER[:-1]:
+    for name, value in NULL_LADDER[:-1]:
         predicted = np.array([math.log(value(one.reading)) for one in groups])
         factor = math.exp(float((measured - predicted).mean()))
         rows.append((name, share_explained(measured, predicted), factor))

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from scoregram import __version__
-from scoregram.bench import Bench
+from scoregram.bench import Bench, BenchPreset
 from scoregram.errors import ScoregramError
 from scoregram.integrations import MeasureConfig
 from scoregram.training import METHODS, TrainConfig
@@ -33,10 +33,9 @@ class Claims:
 
     def run(self) -> int:
         """Print the ledger."""
-        from scoregram.replication import measured_verdicts
-        from scoregram.theory import show_claims
+        from scoregram.studies import CLAIMS, measured_verdicts, show_claims
 
-        return show_claims(ids=self.id, as_json=self.json, measured=measured_verdicts(self.measured))
+        return show_claims(CLAIMS, ids=self.id, as_json=self.json, measured=measured_verdicts(self.measured))
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class Replicate:
 
     def run(self) -> int:
         """Train, measure, judge, record and report."""
-        from scoregram.replicate import replicate
+        from scoregram.studies import replicate
 
         folder = self.out or Path("runs") / self.preset
         given = {"seeds": self.seeds, "model": self.model, "task": self.task, "device": self.device}
@@ -133,11 +132,11 @@ class Verify:
 
     def run(self) -> int:
         """Print a line for each check."""
-        from scoregram.replication import verify
+        from scoregram.studies import verify
 
         recompute = None
         if self.recompute:
-            from scoregram.replication import recompute
+            from scoregram.studies import recompute  # needs scipy, which the other checks do without
         verification = verify(self.path, recompute=recompute)
         print(*verification.lines(), sep="\n")
         return 0 if verification.passed else 1
@@ -154,10 +153,27 @@ class Report:
 
     def run(self) -> int:
         """Write the page and print its path."""
-        from scoregram.report import write_report
+        from scoregram.studies import is_replication
 
+        if is_replication(self.folder):
+            from scoregram.studies import write_replication_report as write_report
+        else:
+            from scoregram.report import write_report
         print(write_report(self.folder, self.out))
         return 0
+
+
+@dataclass(frozen=True)
+class BenchCommand(Bench):  # noqa: D101
+    __doc__ = Bench.__doc__
+
+    def run(self) -> int:
+        """Measure and print; a preset's config comes from its study."""
+        if not isinstance(self.what, BenchPreset):
+            return self.what.run()
+        from scoregram.studies import largest_config
+
+        return self.what.run(largest_config(self.what.preset))
 
 
 @dataclass(frozen=True)
@@ -175,7 +191,7 @@ Command = (
     | Annotated[Lab, tyro.conf.subcommand("lab")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Measure, tyro.conf.subcommand("measure")]
-    | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[BenchCommand, tyro.conf.subcommand("bench")]
     | Annotated[Replicate, tyro.conf.subcommand("replicate")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Report, tyro.conf.subcommand("report")]

@@ -1,1 +1,2 @@
 from .commands import Bench as Bench
+from .commands import BenchPreset as BenchPreset

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import tyro
 
+from scoregram.training import TrainConfig
+
 
 def options(command: object) -> dict[str, Any]:
     """The fields of a command as arguments of the function that it runs."""
@@ -181,11 +183,11 @@ class BenchPreset:
     out: Path | None = None
     """Also write the JSON here."""
 
-    def run(self) -> int:
-        """Measure and print."""
+    def run(self, config: TrainConfig) -> int:
+        """Measure the preset's config and print."""
         from scoregram.bench.preset import run_preset_bench
 
-        return run_preset_bench(**options(self))
+        return run_preset_bench(config, **options(self))
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,3 @@ class Bench:
         | Annotated[BenchPreset, tyro.conf.subcommand("preset", prefix_name=False)],
         tyro.conf.arg(name=""),
     ]
-
-    def run(self) -> int:
-        """Measure and print."""
-        return self.what.run()

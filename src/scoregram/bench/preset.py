@@ -21,9 +21,8 @@ from scoregram.bench.clock import peak_bytes
 from scoregram.bench.gram import GIB, settings
 from scoregram.bench.record import publish
 from scoregram.bench.sample import built, chosen_device
-from scoregram.checks import fail, lookup
+from scoregram.checks import fail
 from scoregram.policy import character_tokenizer, context_of, without_bars
-from scoregram.replication import PRESETS, Preset, config_of
 from scoregram.runs import METRICS, read_metrics
 from scoregram.tasks import MAX_NEW_TOKENS
 from scoregram.training import TrainConfig, train
@@ -56,6 +55,7 @@ class Row:
 
 
 def run_preset_bench(
+    trained: TrainConfig,
     *,
     preset: str = "nemotron-4b-gsm8k",
     shape: str = "nemotron-4b",
@@ -70,7 +70,8 @@ def run_preset_bench(
     """Train a few steps, print a table or JSON, and write the record if asked for.
 
     Args:
-        preset: A name of `PRESETS`; its largest group size of the paper is trained.
+        trained: The config of the preset's runs at the largest group size of the paper.
+        preset: The name of the preset, for the record.
         shape: A name of `SHAPES`; weights are random.
         prompt_tokens: Length of every prompt.
         steps: Updates, every other one measured; the first two are not counted.
@@ -80,7 +81,6 @@ def run_preset_bench(
         as_json: Print strict JSON instead of a table.
         out: Where to write the record.
     """
-    chosen = lookup(PRESETS, preset, kind=f"{CALLER} --preset")
     least = {"prompt_tokens": (prompt_tokens, 1), "steps": (steps, 5), "eval_problems": (eval_problems, 1)}
     for name, (value, smallest) in least.items():
         if value < smallest:
@@ -90,9 +90,9 @@ def run_preset_bench(
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder)
         about = settings_of(written(shape, place, where / "model"), shape, place)
-        write_problems(where / "problems", prompt_tokens, eval_problems, steps * chosen.batch_size)
-        config = config_for(chosen, where, str(place), steps, eval_problems)
-        sizes = micro_batch_sizes or (chosen.micro_batch_size,)
+        write_problems(where / "problems", prompt_tokens, eval_problems, steps * trained.batch_size)
+        config = config_for(trained, where, str(place), steps, eval_problems)
+        sizes = micro_batch_sizes or (trained.micro_batch_size,)
         rows = [measured(replace(config, micro_batch_size=size, out=where / f"run-{size}"), place) for size in sizes]
     asked = {"preset": preset, "group_size": config.group_size, "batch_size": config.batch_size}
     asked |= {"prompt_tokens": prompt_tokens, "tokens": config.max_new_tokens, "eval_problems": eval_problems}
@@ -129,17 +129,16 @@ def write_problems(folder: Path, prompt_tokens: int, tests: int, trained: int) -
         (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def config_for(preset: Preset, folder: Path, device: str, steps: int, eval_problems: int) -> TrainConfig:
-    """The preset's config for its largest group size, with every other step measured and one probe and evaluation."""
-    size = max(size for size in preset.sizes if size <= 8)
+def config_for(trained: TrainConfig, folder: Path, device: str, steps: int, eval_problems: int) -> TrainConfig:
+    """The preset's config on random weights, with every other step measured and one probe and one evaluation."""
     return replace(
-        config_of(preset, str(folder / "model"), device),
+        trained,
+        model=str(folder / "model"),
+        device=device,
         prompt="plain",
         task=f"jsonl:{folder / 'problems'}",
         reward=REWARD,
-        max_new_tokens=preset.max_new_tokens or MAX_NEW_TOKENS,
-        group_size=size,
-        probe_problems=preset.batch_size // size,
+        max_new_tokens=trained.max_new_tokens or MAX_NEW_TOKENS,
         steps=steps,
         measure_every=2,
         batches_every=0,

@@ -1,10 +1,9 @@
-"""What a folder is, and the report that belongs into it."""
+"""The report of a run folder."""
 
 from pathlib import Path
 
 from scoregram.checks import fail
 from scoregram.report.page import write_page
-from scoregram.report.replicated import EXHIBITS, VERDICTS, read_replication
 from scoregram.report.run import run_page
 from scoregram.runs import CONFIG, REPORT, open_run
 
@@ -13,29 +12,26 @@ NAMED = 8
 
 
 def write_report(folder: Path | str, out: Path | str | None = None) -> Path:
-    """Write the report of a run folder or of a replication folder.
+    """Write the report of a run folder. A study writes the page of its own replications.
 
     Args:
-        folder: A run, or a replication with its runs below.
+        folder: A run.
         out: The file to write; `report.html` in the folder if not given.
 
     Returns:
         Path of the page.
 
     Raises:
-        ScoregramError: If the folder is neither, with what was found in it; or as `write_page`.
+        ScoregramError: If the folder holds no run, with what was found in it; or as `write_page`.
     """
     root = Path(folder)
+    if not (root / CONFIG).is_file():
+        # `scoregram report` tries replications first, so its users need to know both kinds of folder.
+        expected = f"{root} must hold a run ({CONFIG}) or a replication (exhibits.json and verdicts.json)"
+        fail("report", expected, _found(root), "Choose such a folder.")
+    page = run_page(open_run(root))
     path = root / REPORT if out is None else Path(out)
     redo = f"scoregram report {root.resolve().name}"
-    shown, judged = ((root / name).is_file() for name in (EXHIBITS, VERDICTS))
-    if shown and judged:
-        page = read_replication(root)
-    elif (root / CONFIG).is_file():
-        page = run_page(open_run(root))
-    else:
-        expected = f"{root} must hold a run ({CONFIG}) or a replication ({EXHIBITS} and {VERDICTS})"
-        fail("report", expected, _found(root), "Choose such a folder.")
     return write_page(path, title=page.title, lead=page.lead, sections=page.sections, redo=redo)
 
 
