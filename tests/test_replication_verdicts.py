@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 
 from scoregram.exhibits import Cell, Estimate, Table
-from scoregram.studies.grpo_rank import cause_exhibits, learning_exhibits, rank_exhibits
+from scoregram.studies.grpo_rank import ABOUT_TWO, PRINTED_TOP1, cause_exhibits, learning_exhibits, rank_exhibits
 from scoregram.studies.grpo_rank.claims import CLAIMS
 from scoregram.studies.grpo_rank.evidence import headline
 from scoregram.studies.grpo_rank.readings import Evidence
 from scoregram.studies.grpo_rank.verdicts import (
     HALF_DIGIT,
-    NEAR,
-    PRINTED_TOP,
     about_two,
     judge_claims,
     judge_fall,
@@ -54,7 +52,7 @@ def table_1(ranks: Mapping[Any, Estimate], *, null: float = FAR, **given: Any) -
     tops, top_nulls, nulls = given.get("tops", {}), given.get("top_nulls", {}), given.get("nulls", {})
     rows: list[dict[str, Cell]] = []
     for size, rank in ranks.items():
-        printed = sum(PRINTED_TOP.get(size, (0.5, 0.5))) / 2
+        printed = sum(PRINTED_TOP1.get(size, (0.5, 0.5))) / 2
         row: dict[str, Cell] = {"R": size, "effective rank": rank}
         row["top-1 fraction"] = tops.get(size, Estimate(printed, printed - 0.01, printed + 0.01))
         for name in ("orthogonal", "shuffled", "unrelated"):
@@ -67,14 +65,14 @@ def table_1(ranks: Mapping[Any, Estimate], *, null: float = FAR, **given: Any) -
 @pytest.mark.parametrize(
     ("low", "high", "outcome"),
     [
-        (2 - NEAR, 2 + NEAR, Outcome.REPLICATED),
+        (2 - ABOUT_TWO, 2 + ABOUT_TWO, Outcome.REPLICATED),
         (1.9, 2.1, Outcome.REPLICATED),
-        (2 - NEAR - 0.01, 2.0, Outcome.UNDECIDED),
-        (2.0, 2 + NEAR + 0.01, Outcome.UNDECIDED),
+        (2 - ABOUT_TWO - 0.01, 2.0, Outcome.UNDECIDED),
+        (2.0, 2 + ABOUT_TWO + 0.01, Outcome.UNDECIDED),
         (1.0, 3.0, Outcome.UNDECIDED),
-        (2 + NEAR, 3.0, Outcome.UNDECIDED),
-        (2 + NEAR + 0.01, 3.0, Outcome.NOT),
-        (1.0, 2 - NEAR - 0.01, Outcome.NOT),
+        (2 + ABOUT_TWO, 3.0, Outcome.UNDECIDED),
+        (2 + ABOUT_TWO + 0.01, 3.0, Outcome.NOT),
+        (1.0, 2 - ABOUT_TWO - 0.01, Outcome.NOT),
         (NAN, NAN, Outcome.UNDECIDED),
     ],
 )
@@ -116,10 +114,10 @@ def test_several_things_claimed_at_once_are_as_good_as_the_worst():
 def test_a_rank_near_two_counts_only_where_no_null_is_near_two(size, rank, near_null, far_null):
     assert judge_rank_at(table_1({size: rank}), size).verdict is far_null
     for name in ("orthogonal", "shuffled", "unrelated"):
-        for null in (2.0, 2 - NEAR, 2 + NEAR):
+        for null in (2.0, 2 - ABOUT_TWO, 2 + ABOUT_TWO):
             found = judge_rank_at(table_1({size: rank}, nulls={name: null}), size)
             assert found.verdict is near_null and found.details == {"nulls near 2": name}
-        beyond = table_1({size: rank}, nulls={name: 2 + NEAR + 0.01})
+        beyond = table_1({size: rank}, nulls={name: 2 + ABOUT_TWO + 0.01})
         assert judge_rank_at(beyond, size).verdict is far_null
     assert judge_rank_at(table_1({size: rank}, null=NAN), size).verdict is far_null
 
@@ -131,9 +129,9 @@ def test_two_rows_never_say_more_than_the_null():
     assert "follows from the top-1 fraction" in judge_rank_at(table_1({2: INSIDE}), 2).sentence
 
 
-@pytest.mark.parametrize("size", sorted(PRINTED_TOP))
+@pytest.mark.parametrize("size", sorted(PRINTED_TOP1))
 def test_a_row_needs_its_top_fraction_too(size):
-    low, high = PRINTED_TOP[size]
+    low, high = PRINTED_TOP1[size]
     base = judge_rank_at(table_1({size: INSIDE}), size).verdict
     cases = {
         (low - HALF_DIGIT, high + HALF_DIGIT): base,

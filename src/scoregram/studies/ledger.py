@@ -140,11 +140,7 @@ def check_claims(claims: Iterable[Claim]) -> Iterator[Entry]:
 
 
 def show_claims(
-    claims: Sequence[Claim],
-    *,
-    ids: Sequence[str] = (),
-    as_json: bool = False,
-    measured: RecordedVerdicts | None = None,
+    claims: Sequence[Claim], *, ids: Sequence[str] = (), as_json: bool = False, measured: RecordedVerdicts | None = None
 ) -> int:
     """Check the claims, print them, and return 1 if a check failed, 0 otherwise.
 

@@ -10,6 +10,7 @@ from scipy.stats import rankdata
 
 from scoregram.bootstrap import estimate, if_enough
 from scoregram.exhibits import Cell, Estimate, Figure, Series, Table
+from scoregram.studies.grpo_rank import ABOUT_TWO
 from scoregram.studies.grpo_rank.rank_exhibits import defined_mean, mean_of
 from scoregram.studies.grpo_rank.readings import GREEDY_ACCURACY, Evidence, Reading
 
@@ -24,9 +25,6 @@ NULL_LADDER: tuple[tuple[str, Callable[[Reading], float]], ...] = (
 
 _ROUNDING = 1e-12
 """Differences of logarithms below this are rounding."""
-
-NEAR_TWO = (1.75, 2.25)
-"""Range that counts as an effective rank of about 2."""
 
 
 def accounting(evidence: Evidence) -> Table:
@@ -90,7 +88,7 @@ def conditions(evidence: Evidence) -> Table:
         deficit = [math.log(r.rank / r.shape) for r in live]
         clusters = [r.cluster for r in live]
         found = [spearman([value(r) for r in live], deficit, clusters=clusters) for _, value in things]
-        near = [NEAR_TWO[0] <= r.rank <= NEAR_TWO[1] for r in live]
+        near = [2 - ABOUT_TWO <= r.rank <= 2 + ABOUT_TWO for r in live]
         rows.append((size, len(live), fmean(near) if near else math.nan, *found))
     return Table(
         "conditions",

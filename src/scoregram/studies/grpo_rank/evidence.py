@@ -25,45 +25,45 @@ _ROUNDING = 1e-12
 SECTIONS = (
     (
         "The paper's table and figures",
-        "Rows are A_i ψ_i, the pull of each rollout; the effective rank (Σσ)²/Σσ² says over how many directions a "
-        "group's pulls are spread. A number means something only as far as it differs from its nulls: orthogonal "
-        "scores have no directions in common at all, and still give a rank far below R when few rollouts are right.",
+        "The rows of a group's stack are A_i ψ_i, the contribution of each rollout to the update. The effective rank "
+        "(Σσ)²/Σσ² counts the directions over which the rows are spread. Compare it with its null models: orthogonal "
+        "scores share no direction at all, and still give a rank far below R when few rollouts are right.",
         ("table-1", "figure-1", "figure-2", "figure-3"),
     ),
     (
         "Spread and dead groups",
-        "A group whose rewards are all alike has zero advantages: it costs rollouts and moves nothing. Everything "
-        "about spectra here is said of the other groups alone.",
+        "A group with equal rewards has zero advantages: it costs rollouts and adds nothing to the update. All spectra "
+        "on this page are of the other groups.",
         ("figure-spread", "figure-dead"),
     ),
     (
         "Why the rank is what it is",
-        "The rank of a group is taken apart exactly, factor by factor; then what it goes with, and whether it moves "
-        "when the number of right rollouts does not.",
+        "The rank of a group is an exact product of factors. The next tables show what the rank correlates with, and "
+        "whether it changes while the number of right rollouts stays the same.",
         ("accounting", "conditions", "figure-cosine", "by-right", "at-fixed-k"),
     ),
     (
         "Temperature and layers",
-        "The same test prompts at several temperatures, and the same groups layer by layer: whether the finding hangs "
-        "on either.",
+        "Whether the result depends on the temperature (the same test prompts at several temperatures) or on the layer "
+        "(the same groups, layer by layer).",
         ("by-temperature", "by-layer"),
     ),
     (
         "Other baselines",
-        "What other group baselines make of the same rollouts, of the gradient's error, and, where they were trained, "
-        "of the accuracy.",
+        "Other group baselines on the same rollouts: their spectrum, the error of the gradient, and the accuracy of "
+        "those that were trained.",
         ("by-estimator", "variance", "methods"),
     ),
     (
         "Saturation and group size",
-        "Whether anything measured on the way foretells the next gain, and which group size the Gram asks for beside "
-        "the one that did best.",
+        "Whether any quantity predicts the next gain in accuracy, and the group size that the Gram recommends beside "
+        "the accuracy of each group size.",
         ("prediction", "group-size"),
     ),
     (
         "Several turns",
-        "Computed exactly in a small world, not measured on a model: what one advantage for a whole rollout misses "
-        "when a task has turns.",
+        "Computed exactly in a small world, not measured on a model: the error of one advantage for a whole rollout "
+        "when a task has several turns.",
         ("turn-offset", "turn-credit"),
     ),
 )

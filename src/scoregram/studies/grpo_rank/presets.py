@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from scoregram.checks import fail, lookup
 from scoregram.runs import write_atomically
+from scoregram.studies.grpo_rank import PAPER_SIZES
 from scoregram.studies.record import RUNS
 from scoregram.training import TrainConfig
 
@@ -18,8 +19,6 @@ SETTING = "setting.json"
 """File with the preset and the number of seeds of a replication."""
 PAPER_METHOD = "grpo-paper"
 """Group mean as baseline, output-only reward; no clipping, no KL term, no division by the standard deviation."""
-PAPER_SIZES = (2, 4, 8)
-"""Group sizes of the paper."""
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,10 @@ from scoregram.spectra import (
     spread_energies,
     top1_fraction,
 )
+from scoregram.studies.grpo_rank import PRINTED_TOP1
 from scoregram.studies.grpo_rank.readings import TRAIN, Evidence, Reading, stacked_spectra
 from scoregram.training import FIXED, generator
 
-PRINTED_TABLE_1 = {2: ("~2", "0.6–0.7"), 4: ("~2", "0.7–0.8"), 8: ("~2", "0.5–0.6")}
-"""Group size → effective rank and top-1 fraction as the paper's Table 1 prints them."""
 UNRELATED_DRAWS = 4
 """Groups of unrelated scores that are drawn for every live group of a batch."""
 _FORBIDDEN = 1e6
@@ -49,20 +48,20 @@ def table_1(evidence: Evidence) -> Table:
     for size in evidence.sizes:
         live = evidence.live(size=size)
         counted = [c for c in evidence.census if c.kind == TRAIN and c.trial in evidence.of_paper(size=size)]
-        printed_rank, printed_top = PRINTED_TABLE_1.get(size, (None, None))
+        low, high = PRINTED_TOP1.get(size, (None, None))
         strange = unrelated.get(size, [])
         rows.append(
             (
                 size,
                 f"{len(live)} of {sum(c.groups for c in counted)}",
-                printed_rank,
+                "~2" if low else None,
                 mean_of(live, lambda r: r.rank),
                 *feasible_ranks(live, size),
                 defined_mean([r.orthogonal for r in live]),
                 defined_mean([r.shuffled for r in live]),
                 defined_mean([rank for rank, _ in strange]),
                 max((r.numerical_rank for r in live), default=0),
-                printed_top,
+                f"{low}–{high}" if low else None,
                 mean_of(live, lambda r: r.top),
                 defined_mean([r.orthogonal_top for r in live]),
                 defined_mean([r.shuffled_top for r in live]),

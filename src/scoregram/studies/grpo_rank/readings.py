@@ -20,7 +20,8 @@ from scoregram.spectra import (
     singular_values,
     top1_fraction,
 )
-from scoregram.studies.grpo_rank.presets import PAPER_METHOD, PAPER_SIZES
+from scoregram.studies.grpo_rank import PAPER_SIZES
+from scoregram.studies.grpo_rank.presets import PAPER_METHOD
 from scoregram.studies.record import RUNS
 from scoregram.training import FIXED
 

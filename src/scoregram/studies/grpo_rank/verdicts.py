@@ -16,14 +16,11 @@ from typing import Any
 
 from scoregram.checks import fail
 from scoregram.exhibits import Cell, Estimate, Exhibit, Table
+from scoregram.studies.grpo_rank import ABOUT_TWO, PRINTED_TOP1
 from scoregram.studies.grpo_rank.claims import CLAIMS
 from scoregram.studies.ledger import MeasuredVerdict
 from scoregram.studies.record import RECORD
 
-NEAR = 0.25
-"""An effective rank is about 2 within this distance of 2."""
-PRINTED_TOP = MappingProxyType({2: (0.6, 0.7), 4: (0.7, 0.8), 8: (0.5, 0.6)})
-"""Group size → range of top-1 fractions that the paper's Table 1 prints."""
 HALF_DIGIT = 0.05
 """Rounding of a fraction that is printed with one digit."""
 _CLOSE = 0.8
@@ -132,7 +129,7 @@ def worst_verdict(*verdicts: MeasuredVerdict) -> MeasuredVerdict:
 
 def about_two(cell: Estimate) -> MeasuredVerdict:
     """Whether a rank is about 2."""
-    return within(cell, 2 - NEAR, 2 + NEAR)
+    return within(cell, 2 - ABOUT_TWO, 2 + ABOUT_TWO)
 
 
 def nulls_at(table: Table, size: int, columns: Mapping[str, str]) -> dict[str, float]:
@@ -149,7 +146,7 @@ def judge_rank_at(table: Table, size: int) -> JudgedClaim:
     """
     cell: Estimate = _column(table, "effective rank")[_column(table, "R").index(size)]
     nulls = nulls_at(table, size, RANK_NULLS)
-    outcome, alike = about_two(cell), [name for name, null in nulls.items() if abs(null - 2) <= NEAR]
+    outcome, alike = about_two(cell), [name for name, null in nulls.items() if abs(null - 2) <= ABOUT_TWO]
     if outcome is MeasuredVerdict.REPLICATED and (size == 2 or alike):
         outcome = MeasuredVerdict.AS_NULL
     tautology = " With two rows the rank follows from the top-1 fraction alone." if size == 2 else ""
@@ -167,10 +164,10 @@ def judge_row_at(table: Table, size: int) -> JudgedClaim:
     The fraction is printed with one digit, so half a digit outside its range still counts as inside.
     """
     rank = judge_rank_at(table, size)
-    if size not in PRINTED_TOP:
+    if size not in PRINTED_TOP1:
         return rank
     top: Estimate = _column(table, "top-1 fraction")[_column(table, "R").index(size)]
-    low, high = PRINTED_TOP[size]
+    low, high = PRINTED_TOP1[size]
     found = within(top, low - HALF_DIGIT, high + HALF_DIGIT)
     sentence = f"{rank.sentence} Top-1 fraction {_digits(top.value)}; printed {low} to {high}."
     details = {**rank.details, "effective rank": str(rank.verdict), "top-1 fraction": str(found)}
@@ -182,13 +179,13 @@ def judge_rank(table: Table) -> JudgedClaim:
 
     One size at which it is not refutes the claim. A missing or undecided size leaves it undecided.
     """
-    sizes = [size for size in _column(table, "R") if size <= max(PRINTED_TOP)]
+    sizes = [size for size in _column(table, "R") if size <= max(PRINTED_TOP1)]
     if not sizes:
         empty = Effect("effective rank", None, None, None)
         return JudgedClaim("abstract-effective-rank", MeasuredVerdict.NOT_MEASURED, "Needs R = 2, 4 and 8.", empty)
     each = [judge_rank_at(table, size) for size in sizes]
     outcomes = {one.verdict for one in each}
-    missing = sorted(PRINTED_TOP.keys() - set(sizes))
+    missing = sorted(PRINTED_TOP1.keys() - set(sizes))
     if MeasuredVerdict.NOT in outcomes:
         outcome = MeasuredVerdict.NOT
     elif missing or outcomes & {MeasuredVerdict.UNDECIDED, MeasuredVerdict.NOT_MEASURED}:
@@ -250,7 +247,7 @@ def judge_larger_groups(table: Table) -> JudgedClaim:
     ends: dict[int, Estimate] = {
         size: end
         for size, end in zip(_column(table, "R"), _column(table, "final accuracy"), strict=True)
-        if size <= max(PRINTED_TOP) and not math.isnan(end.value)
+        if size <= max(PRINTED_TOP1) and not math.isnan(end.value)
     }
     if len(ends) < 2:
         empty = Effect("accuracy gained", None, None, None, 0.0)

@@ -21,6 +21,7 @@ from scoregram.studies.grpo_rank.claims.grounds import (
     lab_world,
     lab_worlds,
     moments,
+    prompts_of,
     reward_groups,
 )
 from scoregram.studies.ledger import Finding, as_printed, corrected, refuted
@@ -44,7 +45,7 @@ def state_baseline() -> Finding:
     for truth in lab_worlds():
         baseline = torch.randn(truth.state_value.shape, generator=generator, dtype=torch.float64)
         credit = truth.reward_to_go - baseline[truth.listing.state]
-        for prompt in range(truth.value.numel()):
+        for prompt in prompts_of(truth):
             plain = credit_moments(truth, truth.reward_to_go, prompt=prompt, group_size=1)
             shifted = credit_moments(truth, credit, prompt=prompt, group_size=1)
             biases.append(shifted.relative_bias)
@@ -128,7 +129,7 @@ def advantage_form() -> Finding:
     for truth in lab_worlds():
         each = [
             credit_moments(truth, CREDITS["exact_advantage"].fn(truth), prompt=p, group_size=1)
-            for p in range(truth.value.numel())
+            for p in prompts_of(truth)
         ]
         biases.append(across_prompts(truth, each, prompts=1).relative_bias)
     return as_printed(max(biases) < EXACT, {"worlds": len(biases), "largest relative error": max(biases)})
@@ -199,7 +200,7 @@ def sample_mean() -> Finding:
     """Mean and variance of the group's mean reward, by enumeration of groups."""
     errors, variances = [], []
     for truth in lab_worlds(*SINGLE_TURN):
-        for prompt in range(truth.value.numel()):
+        for prompt in prompts_of(truth):
             for size in (2, 4, 8):
                 groups = reward_groups(truth, prompt, size)
                 baseline = groups.rewards - advantages("mean", groups.rewards)  # (C, R): r̄ for every rollout
@@ -215,7 +216,7 @@ def exactness() -> Finding:
     scales, off, evidence = [], [], {}
     for size in (2, 4, 8):
         for truth in lab_worlds(*SINGLE_TURN):
-            for prompt in range(truth.value.numel()):
+            for prompt in prompts_of(truth):
                 update = moments(truth, "mean", prompt=prompt, group_size=size)
                 off.append(gap(update.expected, group_mean_scale(size) * update.target))
                 scales.append(update.relative_bias)
@@ -322,7 +323,7 @@ def uniform_credit() -> Finding:
 
 def _credit_spread(truth: GroundTruth) -> float:
     worst = 0.0
-    for prompt in range(truth.value.numel()):
+    for prompt in prompts_of(truth):
         for group in drawn_groups(truth, prompt=prompt, group_size=4, number=10):
             baseline = (group.rewards - advantages("mean", group.rewards))[:, None]
             credit, mask = truth.reward_to_go[group.rows] - baseline, truth.listing.mask[group.rows]
@@ -349,7 +350,7 @@ def no_credit_inside() -> Finding:
             "R/(R-1) times expected push, less ∇J": gap(expected, truth.gradient[0]),
         },
         correction="True of one group: all tokens of a rollout carry the same weight. Averaged over groups the weight of "
-        "a token is its advantage: what made no difference gets no push, so the price is variance, not missing credit.",
+        "a token is its advantage: a token that made no difference gets no push. Uniform credit costs variance, not credit.",
     )
 
 
@@ -357,7 +358,7 @@ def factorisation() -> Finding:
     """Gradient of the policy-gradient loss, token by token, against `(1/R) Σ A_i ψ_i`."""
     worst, groups = 0.0, 0
     for truth in lab_worlds(*SINGLE_TURN):
-        for prompt in range(truth.value.numel()):
+        for prompt in prompts_of(truth):
             for group in drawn_groups(truth, prompt=prompt, group_size=4, number=5):
                 a = advantages("mean", group.rewards)
                 by_token = torch.einsum("rh,rhd->d", _loss_weights(truth, group, a), truth.turn_scores[group.rows])

@@ -10,6 +10,7 @@ from scoregram.spectra import (
     spectrum_summary,
 )
 from scoregram.statistics import mixed_probability
+from scoregram.studies.grpo_rank import PAPER_SIZES
 from scoregram.studies.grpo_rank.claims.grounds import (
     EXACT,
     advantages,
@@ -23,10 +24,10 @@ from scoregram.studies.grpo_rank.claims.grounds import (
     lab_world,
     lab_worlds,
     moments,
+    prompts_of,
     reward_groups,
 )
 from scoregram.studies.grpo_rank.claims.rank import rank_two
-from scoregram.studies.grpo_rank.presets import PAPER_SIZES
 from scoregram.studies.ledger import Finding, as_printed, corrected, refuted, to_be_measured, unsupported
 from scoregram.theory import (
     CREDITS,
@@ -46,7 +47,7 @@ def sparsity_intensifies() -> Finding:
         a = advantages("mean", groups.rewards[groups.mixed])
         zero_advantages = max(zero_advantages, float((a == 0).double().mean()))
     truth, zeros = lab_world("output_only_binary"), []
-    for prompt in range(truth.value.numel()):
+    for prompt in prompts_of(truth):
         reached = truth.scores[truth.listing.of_prompt(prompt)].abs().amax(dim=0) > 0  # by any rollout of the prompt
         for group in drawn_groups(truth, prompt=prompt, group_size=8, number=20):
             zeros.append((advantages("mean", group.rewards) @ group.scores)[reached] == 0)
@@ -70,7 +71,7 @@ def baseline_conditions() -> Finding:
     covariances, excess, errors = [], [], []
     for truth in (coin(0.5), coin(0.9), *lab_worlds("output_only", "output_only_binary")):
         covariance, returns = energy_return_covariance(truth), CREDITS["total_return"].fn(truth)
-        for prompt in range(truth.value.numel()):
+        for prompt in prompts_of(truth):
             at_value, at_best = (
                 credit_moments(truth, returns - b[prompt], prompt=prompt, group_size=1).variance
                 for b in (truth.value, truth.optimal_baseline)
@@ -143,7 +144,7 @@ def template_learning() -> Finding:
     for truth in lab_worlds("output_only", "output_only_binary"):
         uniform = batch_moments(truth, "mean", group_size=4)
         exact = CREDITS["exact_advantage"].fn(truth)
-        each = [credit_moments(truth, exact, prompt=p, group_size=4) for p in range(truth.value.numel())]
+        each = [credit_moments(truth, exact, prompt=p, group_size=4) for p in prompts_of(truth)]
         by_token = across_prompts(truth, each, prompts=1)
         cosines.append(float(torch.nn.functional.cosine_similarity(uniform.expected, by_token.expected, dim=0)))
         costs.append(by_token.snr_squared / uniform.snr_squared)
@@ -155,8 +156,8 @@ def template_learning() -> Finding:
             "most": max(costs),
         },
         correction="No experiment or argument supports it. Uniform credit does not turn the expected update away from that of "
-        "exact credit per token: they point the same way. It costs variance, so it can slow learning down; that it favours "
-        "templates over composition would have to be shown.",
+        "exact credit per token: they point the same way. It costs variance, so it can slow learning down; the "
+        "paper does not show that it favours templates over composition.",
     )
 
 
@@ -165,7 +166,7 @@ def dense_rewards() -> Finding:
     size, sums, biases, turn_biases = 3, 0.0, [], []
     for truth in lab_worlds("step_rewards"):
         row = estimator("turn-rloo")
-        for prompt in range(truth.value.numel()):
+        for prompt in prompts_of(truth):
             rewards = reward_groups(truth, prompt, size).rewards
             sums = max(sums, float(advantages("rloo", rewards).sum(dim=-1).abs().max()))
             biases.append(moments(truth, "rloo", prompt=prompt, group_size=size).relative_bias)
@@ -178,9 +179,9 @@ def dense_rewards() -> Finding:
             "rloo, step rewards: largest relative bias": max(biases),
             "turn-wise rloo: largest relative bias": max(turn_biases),
         },
-        correction="No analysis of dense rewards is given. A sum of zero takes away only the part of the update along the mean "
-        "score ψ̄, which is zero in expectation: with a reward at every step leave-one-out is zero-sum and unbiased, and so is "
-        "(unbiased) leave-one-out turn by turn. No direction is lost in the mean.",
+        correction="No analysis of dense rewards is given. Zero-sum advantages remove only the part of the update along the "
+        "mean score ψ̄, which is zero in expectation: with a reward at every step leave-one-out is zero-sum and unbiased, and so is "
+        "(unbiased) leave-one-out turn by turn. No direction is lost on average.",
     )
 
 
@@ -214,8 +215,8 @@ def rank_as_signal() -> Finding:
     return to_be_measured(
         truth=null == sorted(null, reverse=True),
         evidence={f"null effective rank, R = 8, p = {p}": x for p, x in zip(rates, null, strict=True)},
-        measure="To be measured: whether the effective rank foretells saturation better than what it is computed from. Even "
-        "with orthogonal scores it falls as prompts are solved, by the shape of |A|; it must beat the mean reward and the "
+        measure="To be measured: whether the effective rank predicts saturation better than the quantities it is computed from. "
+        "Even with orthogonal scores it falls as prompts are solved, because of the shape of |A|; it must beat the mean reward and the "
         "share of mixed groups.",
     )
 
@@ -252,7 +253,7 @@ def leave_one_out_bias() -> Finding:
     """Relative bias of both baselines, in every world and at every group size."""
     own, left = [], []
     for truth in lab_worlds():
-        for prompt in range(truth.value.numel()):
+        for prompt in prompts_of(truth):
             for size in PAPER_SIZES:
                 own.append(abs(moments(truth, "mean", prompt=prompt, group_size=size).relative_bias - 1 / size))
                 left.append(moments(truth, "rloo", prompt=prompt, group_size=size).relative_bias)

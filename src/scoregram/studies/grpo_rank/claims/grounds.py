@@ -53,13 +53,6 @@ def ground(world: World, policy: str, *, seed: int = 0) -> GroundTruth:
     return ground_truth(rows, tabular_policy(rows, generator=generator, scale=float(policy == "tabular")))
 
 
-def grounds(*names: str) -> Iterator[GroundTruth]:
-    """The named worlds, each under a tabular policy, without shared parameters, and under a network, which shares all."""
-    for name in names:
-        for policy in ("tabular", "network"):
-            yield ground(WORLDS[name], policy)
-
-
 ONE_DECISION = World(
     "one decision", (1.0,), lambda history: 8, lambda history, action: (Outcome(1.0, float(action == 0), ends=True),)
 )
@@ -104,7 +97,7 @@ def moments(truth: GroundTruth, name: str, *, prompt: int, group_size: int) -> U
 
 def batch_moments(truth: GroundTruth, name: str, *, group_size: int) -> UpdateMoments:
     """Exact moments of the update of a batch of one group, over prompts."""
-    each = [moments(truth, name, prompt=prompt, group_size=group_size) for prompt in range(truth.value.numel())]
+    each = [moments(truth, name, prompt=prompt, group_size=group_size) for prompt in prompts_of(truth)]
     return across_prompts(truth, each, prompts=1)
 
 
@@ -114,8 +107,15 @@ def lab_world(name: str, policy: str = "network") -> GroundTruth:
 
 
 def lab_worlds(*names: str) -> Iterator[GroundTruth]:
-    """The named worlds, or all of them, under a tabular and a network policy each."""
-    return grounds(*(names or WORLDS))
+    """The named worlds of the lab, or all, each under a tabular policy and under a network that shares its parameters."""
+    for name in names or WORLDS:
+        for policy in ("tabular", "network"):
+            yield ground(WORLDS[name], policy)
+
+
+def prompts_of(truth: GroundTruth) -> range:
+    """Every prompt of a world."""
+    return range(truth.value.numel())
 
 
 @lru_cache

@@ -15,7 +15,8 @@ from scoregram.studies.grpo_rank.claims.grounds import (
     REVERSAL,
     claim,
     ground,
-    grounds,
+    lab_worlds,
+    prompts_of,
 )
 from scoregram.studies.ledger import Finding, as_printed, corrected, extremes, refuted
 from scoregram.theory import (
@@ -60,22 +61,22 @@ def _equation_21() -> Finding:
     def gap(truth: GroundTruth) -> float:
         return _largest_gap(_value_differences(truth)[truth.listing.mask], truth.turn_advantages[truth.listing.mask])
 
-    fixed = max(gap(truth) for truth in grounds("output_only", "step_rewards"))
-    chance = max(gap(truth) for truth in grounds("user_turns", "stopping"))
-    mean = max(_error_gap(truth, _value_differences(truth), 0 * truth.advantage) for truth in grounds(*WORLDS))
+    fixed = max(gap(truth) for truth in lab_worlds("output_only", "step_rewards"))
+    chance = max(gap(truth) for truth in lab_worlds("user_turns", "stopping"))
+    mean = max(_error_gap(truth, _value_differences(truth), 0 * truth.advantage) for truth in lab_worlds())
     return corrected(
         printed=max(fixed, chance) <= EXACT,
         truth=max(fixed, mean) <= EXACT,
         evidence={"gap, transitions fixed": fixed, "gap, user by chance": chance, "gap of the mean over s'": mean},
-        correction="A(s,a) is the mean of r + γ v(s') - v(s) over what may follow. The two are equal only where the "
-        "answer to an action is certain, as it is between the tokens of one text and is not across user or tool turns.",
+        correction="A(s,a) is the mean of r + γ v(s') - v(s) over the possible next states. The two are equal only "
+        "where an action determines the next state: between the tokens of one text, but not across user or tool turns.",
     )
 
 
 def _equation_22() -> Finding:
     worst = apart = offset = 0.0
-    for truth in grounds(*MULTI_TURN):
-        for prompt in range(truth.value.numel()):
+    for truth in lab_worlds(*MULTI_TURN):
+        for prompt in prompts_of(truth):
             rows = truth.listing.of_prompt(prompt)
             returns, mask = truth.listing.returns[rows], truth.listing.mask[rows]
             credit = spread_over_tokens(mean_centered(returns[None]), mask=mask[None])[0]  # the list as one group
@@ -92,7 +93,7 @@ def _equation_22() -> Finding:
 
 def _equation_23() -> Finding:
     known = others = included = shrunk = size = 0.0
-    for truth in grounds(*MULTI_TURN):
+    for truth in lab_worlds(*MULTI_TURN):
         offset = advantage_offset(truth)[:, None].expand_as(truth.advantage)
         size = max(size, float(offset.abs().max()))
         known = max(known, _error_gap(truth, CREDITS["return_minus_start_value"].fn(truth), offset))
@@ -112,13 +113,13 @@ def _equation_23() -> Finding:
             "largest |Bias_h|": size,
         },
         correction="This is the error of the advantage given (s_h, a_h), exact for v(s_0) and for the mean of the other "
-        "rollouts. The group mean of (14) holds the rollout itself, and its error is ((R-1) Bias_h - A(s_h,a_h)) / R.",
+        "rollouts. The group mean of (14) contains the rollout itself, and its error is ((R-1) Bias_h - A(s_h,a_h)) / R.",
     )
 
 
 def _bias() -> Finding:
     error = unseen = scale = direction = 0.0
-    for truth in grounds(*MULTI_TURN):
+    for truth in lab_worlds(*MULTI_TURN):
         error = max(error, float(advantage_offset(truth).abs().max()))
         ways = [CREDITS[name].fn(truth) for name in ("total_return", "return_minus_start_value")]
         ways += [rollout_credit(truth, leave_one_out, group_size=rollouts) for rollouts in (2, _GROUP_SIZE)]
@@ -138,13 +139,13 @@ def _bias() -> Finding:
             "off direction, group mean": direction,
         },
         correction="The advantage is off, the gradient is not: Bias_h is fixed before a_h is drawn, so "
-        "E[Bias_h ∇log π(a_h|s_h)] = 0 at every turn. The group mean keeps only its scale (R-1)/R, as in one turn.",
+        "E[Bias_h ∇log π(a_h|s_h)] = 0 at every turn. The group mean only scales the gradient by (R-1)/R, as in one turn.",
     )
 
 
 def _linear_growth() -> Finding:
     means, falls, passes = [], [], []
-    for truth in grounds(*MULTI_TURN):
+    for truth in lab_worlds(*MULTI_TURN):
         turns = offsets_by_turn(truth)
         means += [abs(turn.mean) for turn in turns]
         falls += [before.sd - after.sd for before, after in pairwise(turns)]
@@ -161,13 +162,13 @@ def _linear_growth() -> Finding:
         | {"sd of that return": math.sqrt(float(truth.reward_variance))}
         | {f"sd at turn {turn}, user turns": user[turn - 1] for turn in (2, 3)},
         correction="Over histories its mean is zero at every turn, because past + v(s_h) is a martingale. Its standard "
-        "deviation never falls and never passes that of the return; with turns paid independently it grows as √(h-1).",
+        "deviation never falls and never exceeds that of the return; with independent rewards per turn it grows as √(h-1).",
     )
 
 
 def _no_bootstrap() -> Finding:
     uniform, differing = 0.0, math.inf
-    for truth in grounds(*MULTI_TURN):
+    for truth in lab_worlds(*MULTI_TURN):
         credit = rollout_credit(truth, mean_centered, group_size=_GROUP_SIZE)
         mask, first = truth.listing.mask, credit[:, :1].expand_as(credit)
         uniform = max(uniform, _largest_gap(credit[mask], first[mask]))
@@ -227,7 +228,7 @@ def _start_of_state(truth: GroundTruth) -> Tensor:
 
 def _equation_26() -> Finding:
     others = own = repaired = 0.0
-    for truth in grounds(*MULTI_TURN):
+    for truth in lab_worlds(*MULTI_TURN):
         wanted = _past_of_state(truth)[:, None] + truth.action_value - _start_of_state(truth)[:, None]
         rest = rollout_credit(truth, leave_one_out, group_size=_GROUP_SIZE)
         mean = rollout_credit(truth, mean_centered, group_size=_GROUP_SIZE)
@@ -246,7 +247,7 @@ def _equation_26() -> Finding:
 
 def _equation_27() -> Finding:
     worst = 0.0
-    for truth in grounds(*WORLDS):
+    for truth in lab_worlds():
         past, start, value = _past_of_state(truth), _start_of_state(truth), truth.state_value
         before = past[:, None] + truth.action_value - start[:, None]
         after = truth.advantage + (past + value - start)[:, None]
@@ -256,7 +257,7 @@ def _equation_27() -> Finding:
 
 def _leakage() -> Finding:
     growing, cancelled, shown = True, 0.0, {}
-    for truth in grounds("step_rewards", "user_turns"):
+    for truth in lab_worlds("step_rewards", "user_turns"):
         weight = truth.listing.prompt_weights[truth.listing.prompt] * truth.probability
         start = truth.value[truth.listing.prompt][:, None]
         past, change = weight @ truth.past_rewards, weight @ (truth.turn_values - start)
@@ -270,7 +271,7 @@ def _leakage() -> Finding:
 
 def _values_without_a_critic() -> Finding:
     bias, variance, error = 0.0, [], []
-    for truth in grounds(*MULTI_TURN):
+    for truth in lab_worlds(*MULTI_TURN):
         fresh, group = (moments_of(truth, name, group_size=_GROUP_SIZE) for name in ("vineppo", "rloo"))
         bias = max(bias, *(moments.relative_bias for moments in fresh))
         variance += [new.variance / old.variance for new, old in zip(fresh, group, strict=True)]
@@ -290,7 +291,7 @@ def _values_without_a_critic() -> Finding:
 
 def _subtract_the_value() -> Finding:
     needed, scale, saved, bare = 0.0, 0.0, [], []
-    for truth in grounds(*MULTI_TURN):
+    for truth in lab_worlds(*MULTI_TURN):
         rows = {row.name: row for row in credit_costs(truth, group_size=_GROUP_SIZE)}
         needed = max(needed, rows["reward_to_go_minus_value"].largest_error)
         scale = max(scale, rows["others_mean"].relative_bias, rows["reward_to_go_minus_value"].relative_bias)
@@ -309,7 +310,7 @@ def _subtract_the_value() -> Finding:
 
 def _value_bound() -> Finding:
     slack, tightest = math.inf, math.inf
-    for truth in (*grounds(*WORLDS), ground(REVERSAL, "tabular")):
+    for truth in (*lab_worlds(), ground(REVERSAL, "tabular")):
         offset, change = advantage_offset(truth).abs(), (truth.state_value - _start_of_state(truth)).abs()
         for state, history in enumerate(truth.listing.histories):
             bound = turn_offset_bound(
@@ -325,7 +326,7 @@ def _value_bound() -> Finding:
 
 def _range_bound() -> Finding:
     slack, shares, halved = math.inf, [], []
-    for truth in grounds(*WORLDS):
+    for truth in lab_worlds():
         offset, returns = advantage_offset(truth).abs(), truth.listing.returns
         reward, top = float(truth.listing.reward.abs().max()), float(truth.state_value.abs().max())
         for state, history in enumerate(truth.listing.histories):
@@ -369,7 +370,7 @@ def _one_decision() -> Finding:
             "gap to -A/R": repaired,
         },
         correction="Zero for v(s_0) and for the mean of the other rollouts. For the group mean the error is -A(s,a)/R, "
-        "which is where the factor (R-1)/R of its gradient comes from. It takes one decision, not one turn of many tokens.",
+        "which is where the factor (R-1)/R of its gradient comes from. This needs a single decision; one turn of many tokens is not enough.",
     )
 
 

@@ -17,6 +17,7 @@ from scoregram.spectra import (
     two_row_effective_rank_from_top1,
 )
 from scoregram.statistics import NoiseComponents, optimal_group_size, signal_to_noise, update_coherence
+from scoregram.studies.grpo_rank import PAPER_SIZES, PRINTED_TOP1
 from scoregram.studies.grpo_rank.claims.grounds import (
     EXACT,
     DrawnGroup,
@@ -29,8 +30,8 @@ from scoregram.studies.grpo_rank.claims.grounds import (
     lab_world,
     lab_worlds,
     moments,
+    prompts_of,
 )
-from scoregram.studies.grpo_rank.presets import PAPER_SIZES
 from scoregram.studies.ledger import Finding, as_printed, corrected, refuted, to_be_measured
 from scoregram.theory import (
     GroundTruth,
@@ -50,7 +51,7 @@ def contrast() -> Finding:
             values = max(values, gap(advantages("mean", binary_group(k, size)), stated))
     updates, groups = 0.0, 0
     for truth in lab_worlds("output_only_binary"):
-        for prompt in range(truth.value.numel()):
+        for prompt in prompts_of(truth):
             for group in drawn_groups(truth, prompt=prompt, group_size=8, number=20):
                 right = group.rewards > 0
                 weight = contrast_weight(int(right.sum()), 8)
@@ -95,7 +96,7 @@ def similar_scores() -> Finding:
     ranks = [common_cosine_null(torch.eye(8, dtype=torch.float64), a, cosine=c).effective_rank for c in cosines]
     inner = 0.0
     for truth in lab_worlds():
-        for prompt in range(truth.value.numel()):
+        for prompt in prompts_of(truth):
             rows = truth.listing.of_prompt(prompt)
             inner = max(inner, float((truth.probability[rows] @ truth.scores[rows]).square().sum()))
     return corrected(
@@ -105,7 +106,7 @@ def similar_scores() -> Finding:
         | {"largest E⟨ψ_i, ψ_j⟩ of two rollouts of a prompt": inner},
         correction="True of similar scores, whatever the credit: the effective rank falls as the common cosine grows. That "
         "credit is uniform adds nothing, and sharing a prompt does not make scores similar: sampled from the policy itself, "
-        "two rollouts have E⟨ψ_i, ψ_j⟩ = |Eψ|² = 0. How alike they are has to be measured.",
+        "two rollouts have E⟨ψ_i, ψ_j⟩ = |Eψ|² = 0. How similar they are has to be measured.",
     )
 
 
@@ -162,8 +163,8 @@ def rank_two() -> Finding:
             "cosine of E[ψ | right] and E[ψ | wrong]": opposite,
         },
         correction="No such theorem is stated or proved, and it is false: zero-sum advantages leave the stack any rank up to "
-        "R (the baseline only scales rows). What is low-dimensional is elsewhere: the update itself is one vector, and in "
-        "the mean right and wrong rollouts pull along one line, E[ψ | right] and E[ψ | wrong] being opposite.",
+        "R (the baseline only scales rows). Two other things are low-dimensional: the update itself is one vector, "
+        "and on average right and wrong rollouts pull along one line, since E[ψ | right] and E[ψ | wrong] are opposite.",
     )
 
 
@@ -193,7 +194,7 @@ def max_rank() -> Finding:
         truth=found == bounds == list(PAPER_SIZES) and centred == [size - 1 for size in PAPER_SIZES],
         evidence=evidence,
         correction="The largest rank is the number of nonzero advantages: R in a mixed right-or-wrong group. Σ A_i = 0 says "
-        "1ᵀA = 0; it is not a relation between the rows A_i ψ_i, whose sum is R ĝ. R - 1 bounds the scores less their mean.",
+        "1ᵀA = 0; it is not a relation between the rows A_i ψ_i, whose sum is R ĝ. R - 1 is the bound for scores minus their mean.",
     )
 
 
@@ -242,7 +243,7 @@ def diminishing_returns() -> Finding:
     """Signal-to-noise ratio per rollout of one prompt, and the best group size when prompts share the rollouts."""
     worst, shown = math.inf, {}
     for truth in lab_worlds("output_only"):
-        for prompt in range(truth.value.numel()):
+        for prompt in prompts_of(truth):
             per_rollout = [moments(truth, "mean", prompt=prompt, group_size=s).snr_squared / s for s in PAPER_SIZES]
             worst = min(worst, per_rollout[1] - per_rollout[0], per_rollout[2] - per_rollout[1])
             shown = shown or {f"SNR² per rollout, R = {s}": x for s, x in zip(PAPER_SIZES, per_rollout, strict=True)}
@@ -335,7 +336,7 @@ RANK_CLAIMS = (
 )
 
 
-_ABOUT_TWO = Interval(1.5, 2.5)
+_ROUNDS_TO_TWO = Interval(1.5, 2.5)
 """Effective ranks that round to the printed "~2"."""
 
 
@@ -353,11 +354,11 @@ def _largest_rank(size: int) -> int:
 def row_two() -> Finding:
     """The printed numbers at rank 1, then at rank 2, where the top-1 fraction fixes the effective rank."""
     alone = feasible_interval("effective_rank", 1.0, 1)
-    forced = [two_row_effective_rank_from_top1(f) for f in (0.6, 0.7)]
-    as_interval = [feasible_interval("effective_rank", f, 2) for f in (0.6, 0.7)]
+    forced = [two_row_effective_rank_from_top1(f) for f in PRINTED_TOP1[2]]
+    as_interval = [feasible_interval("effective_rank", f, 2) for f in PRINTED_TOP1[2]]
     agree = max(abs(i.low - x) + abs(i.high - x) for i, x in zip(as_interval, forced, strict=True))
     return refuted(
-        printed=alone.high > _ABOUT_TWO.low,
+        printed=alone.high > _ROUNDS_TO_TWO.low,
         truth=alone.low == alone.high == 1 and agree < 1e-9 and _largest_rank(2) == 2,
         evidence={
             "printed max rank": 1,
@@ -375,13 +376,16 @@ def row_two() -> Finding:
 
 def _row(size: int, fraction: tuple[float, float], *, printed_rank: int) -> Finding:
     as_printed_rank, possible = _possible(fraction, printed_rank), _possible(fraction, size)
-    outside = max(most_energy_outside_top_two(f, _ABOUT_TWO.high, size) for f in fraction)
+    outside = max(most_energy_outside_top_two(f, _ROUNDS_TO_TWO.high, size) for f in fraction)
     tight = max(most_energy_outside_top_two(f, 2.1, size) for f in fraction)
-    fits = as_printed_rank.low <= _ABOUT_TWO.high and as_printed_rank.high >= _ABOUT_TWO.low
+    fits = as_printed_rank.low <= _ROUNDS_TO_TWO.high and as_printed_rank.high >= _ROUNDS_TO_TWO.low
     null = [expected_orthogonal_effective_rank(p, size) for p in (0.5, 0.9)]
     return corrected(
         printed=_largest_rank(size) == printed_rank,
-        truth=fits and _largest_rank(size) == size and possible.low > _ABOUT_TWO.low and min(null) > _ABOUT_TWO.high,
+        truth=fits
+        and _largest_rank(size) == size
+        and possible.low > _ROUNDS_TO_TWO.low
+        and min(null) > _ROUNDS_TO_TWO.high,
         evidence={
             "printed max rank": printed_rank,
             "max rank": _largest_rank(size),
@@ -401,12 +405,12 @@ def _row(size: int, fraction: tuple[float, float], *, printed_rank: int) -> Find
 
 def row_four() -> Finding:
     """Top-1 fraction 0.7-0.8 with an effective rank of about two, at rank 3 and 4."""
-    return _row(4, (0.7, 0.8), printed_rank=3)
+    return _row(4, PRINTED_TOP1[4], printed_rank=3)
 
 
 def row_eight() -> Finding:
     """Top-1 fraction 0.5-0.6 with an effective rank of about two, at rank 7 and 8."""
-    return _row(8, (0.5, 0.6), printed_rank=7)
+    return _row(8, PRINTED_TOP1[8], printed_rank=7)
 
 
 TABLE_CLAIMS = (

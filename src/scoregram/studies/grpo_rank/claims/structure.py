@@ -30,6 +30,7 @@ from scoregram.studies.grpo_rank.claims.grounds import (
     lab_world,
     lab_worlds,
     moments,
+    prompts_of,
     reward_groups,
 )
 from scoregram.studies.ledger import Finding, as_printed, corrected, refuted
@@ -52,7 +53,7 @@ def zero_sum() -> Finding:
     """Sum of the advantages of every group of every world."""
     worst, groups = 0.0, 0
     for truth in lab_worlds():
-        for prompt, size in product(range(truth.value.numel()), _SIZES):
+        for prompt, size in product(prompts_of(truth), _SIZES):
             a = advantages("mean", reward_groups(truth, prompt, size).rewards)
             worst, groups = max(worst, float(a.sum(dim=-1).abs().max())), groups + len(a)
     return as_printed(worst < EXACT, {"groups": groups, "largest |Σ A_i|": worst})
@@ -62,7 +63,7 @@ def _second_moments() -> tuple[float, float, int]:
     """Largest error of the variance and of the covariance against enumeration, and the number of cases."""
     variance, covariance, cases = 0.0, 0.0, 0
     for truth in lab_worlds():
-        for prompt, size in product(range(truth.value.numel()), _SIZES):
+        for prompt, size in product(prompts_of(truth), _SIZES):
             groups = reward_groups(truth, prompt, size)
             a = advantages("mean", groups.rewards)
             squares, total = a.square().sum(dim=-1), a.sum(dim=-1)
@@ -93,7 +94,7 @@ def chebyshev() -> Finding:
         slack = min(slack, bound - effective_probability(p, size, epsilon=epsilon))
         vacuous, cases = vacuous + (bound >= 1), cases + 1
     for truth in lab_worlds():
-        for prompt, epsilon in product(range(truth.value.numel()), (0.1, 0.25, 0.5)):
+        for prompt, epsilon in product(prompts_of(truth), (0.1, 0.25, 0.5)):
             groups = reward_groups(truth, prompt, 4)
             shares = torch.tensor(
                 [effective_fraction(a[None], epsilon=epsilon) for a in advantages("mean", groups.rewards)]
@@ -149,7 +150,7 @@ def norm_scales_with_spread() -> Finding:
         signals.append(float(update.expected.norm()) / sigma)
     slack = math.inf
     for truth in lab_worlds("output_only", "output_only_binary"):
-        for prompt in range(truth.value.numel()):
+        for prompt in prompts_of(truth):
             bound = gradient_norm_bound(float(truth.reward_variance[prompt]), truth.fisher[prompt])
             slack = min(slack, bound - float(truth.gradient[prompt].norm()))
             for group in drawn_groups(truth, prompt=prompt, group_size=size, number=20):
@@ -165,8 +166,8 @@ def norm_scales_with_spread() -> Finding:
             "least bound - length": slack,
         },
         correction="An upper bound, not a proportion: |ĝ| <= s √(λ_max(K)/R) with s the spread of this group's rewards, and "
-        "|∇J| <= σ_r √λ_max(F). How far below depends on the scores, which change with the policy: for one logit the "
-        "signal is σ_r² and only the noise goes with σ_r.",
+        "|∇J| <= σ_r √λ_max(F). How far below the bound depends on the scores, which change with the policy: for one logit "
+        "the signal is σ_r², and only the noise scales with σ_r.",
     )
 
 
@@ -233,7 +234,7 @@ def vanish_together() -> Finding:
         truth=slack > -EXACT and seen.given_mixed == sorted(seen.given_mixed),
         evidence=seen.evidence(),
         correction="In mean square only: E max A² <= (R-1) σ_r² -> 0, because groups with both outcomes become rare. In a "
-        "group that has both they do not shrink: one failure among R has |A| = 1 - 1/R, the largest there is.",
+        "group with both outcomes the advantages do not shrink: one failure among R has |A| = 1 - 1/R, the largest possible.",
     )
 
 
@@ -277,9 +278,9 @@ def curriculum() -> Finding:
             f"{name}, p = {p}: weight": w for name in ("mean", "grpo") for p, w in zip(rates, weight[name], strict=True)
         }
         | {"chance of a mixed group, p = 0.99": mixed_probability(0.99, size)},
-        correction="Dead groups indeed teach nothing, but in the mean the baseline picks no prompts: E ĝ(x) = (R-1)/R ∇V(x) "
-        "for every prompt, as without a baseline. Dividing by the deviation shifts weight away from p = 1/2, to prompts "
-        "almost solved or almost out of reach.",
+        correction="Dead groups add nothing to the update, but on average the baseline selects no prompts: E ĝ(x) = (R-1)/R "
+        "∇V(x) for every prompt, as without a baseline. Dividing by the standard deviation shifts weight away from p = 1/2, "
+        "to prompts that are almost always or almost never solved.",
     )
 
 
@@ -437,7 +438,7 @@ def _entry(size: int, epsilon: float) -> Finding:
     sound = tail <= value and abs(value - 2 * math.exp(-2 * size * epsilon**2)) <= EXACT
     if right:
         return as_printed(sound, evidence)
-    side = "below the bound, so it promises too much" if printed < value else "above it, so it is a bound still"
+    side = "below the bound, so it promises too much" if printed < value else "above it, so it is still a bound"
     return corrected(
         printed=right,
         truth=sound,

@@ -28,7 +28,15 @@ from scoregram.statistics import (
     mse_curve,
     optimal_group_size,
 )
-from scoregram.studies.grpo_rank.claims.grounds import EXACT, ONE_DECISION, SINGLE_TURN, claim, ground, grounds
+from scoregram.studies.grpo_rank.claims.grounds import (
+    EXACT,
+    ONE_DECISION,
+    SINGLE_TURN,
+    claim,
+    ground,
+    lab_worlds,
+    prompts_of,
+)
 from scoregram.studies.ledger import Finding, as_printed, corrected, extremes, to_be_measured
 from scoregram.theory import (
     WORLDS,
@@ -56,11 +64,6 @@ def _uncorrelated_worlds() -> Iterator[GroundTruth]:
         yield ground(world, "uniform")
 
 
-def _prompts(truth: GroundTruth) -> range:
-    """Every prompt of a world."""
-    return range(truth.value.numel())
-
-
 def _constant_mse(truth: GroundTruth, prompt: int, baseline: Tensor, group_size: int) -> float:
     """Mean squared error of a prompt's update with a constant baseline, by enumeration of groups."""
 
@@ -77,7 +80,7 @@ def _group_mse(truth: GroundTruth, advantage, prompt: int, group_size: int) -> f
 
 def _kernel() -> Finding:
     worst, groups, generator = 0.0, 0, torch.Generator().manual_seed(0)
-    for truth in grounds("output_only", "user_turns"):
+    for truth in lab_worlds("output_only", "user_turns"):
         for size in (2, 3, 5, 8):
             for _ in range(10):
                 rows = torch.randint(len(truth.probability), (size,), generator=generator)
@@ -90,8 +93,8 @@ def _kernel() -> Finding:
 
 def _projection() -> Finding:
     printed = repaired = 0.0
-    for truth in grounds(*WORLDS):
-        for prompt in _prompts(truth):
+    for truth in lab_worlds():
+        for prompt in prompts_of(truth):
             rows = truth.listing.of_prompt(prompt)
             kernels = pair_kernels(truth.scores[rows], truth.listing.returns[rows])
             given = 2 * torch.einsum("ijd,j->id", kernels, truth.probability[rows])
@@ -102,15 +105,15 @@ def _projection() -> Finding:
         printed=printed <= EXACT,
         truth=repaired <= EXACT,
         evidence={"gap as printed": printed, "gap with + g": repaired},
-        correction="2 h_1 = ψ (z - V) + g. The constant goes when the projection is centred, so what follows stands.",
+        correction="2 h_1 = ψ (z - V) + g. Centring the projection removes the constant, so the later results hold.",
     )
 
 
 def _split() -> Finding:
     mean = first = second = energy = 0.0
-    for truth in grounds(*WORLDS):
+    for truth in lab_worlds():
         noise = exact_moments(truth)
-        for prompt in _prompts(truth):
+        for prompt in prompts_of(truth):
             rows = truth.listing.of_prompt(prompt)
             chance, gradient = truth.probability[rows], truth.gradient[prompt]
             kernels = pair_kernels(truth.scores[rows], truth.listing.returns[rows])
@@ -136,9 +139,9 @@ def _split() -> Finding:
 
 def _mean_squared_error() -> Finding:
     gap, share, bounded = 0.0, 0.0, True
-    for truth in grounds(*WORLDS):
+    for truth in lab_worlds():
         exact = exact_moments(truth)
-        for prompt in _prompts(truth):
+        for prompt in prompts_of(truth):
             for size in _SIZES:
                 error = _group_mse(truth, leave_one_out, prompt, size)
                 gap = max(gap, abs(error - float(leave_one_out_mse(exact, size)[prompt])))
@@ -153,10 +156,10 @@ def _mean_squared_error() -> Finding:
 
 def _minibatch() -> Finding:
     gap, share = 0.0, 0.0
-    for truth in grounds(*WORLDS):
+    for truth in lab_worlds():
         parts = exact_components(truth)
         for size in _SIZES:
-            each = [group_moments(truth, leave_one_out, prompt=prompt, group_size=size) for prompt in _prompts(truth)]
+            each = [group_moments(truth, leave_one_out, prompt=prompt, group_size=size) for prompt in prompts_of(truth)]
             for batch in (1, 8):
                 error = across_prompts(truth, each, prompts=batch).mse
                 gap = max(gap, abs(error - batch_mse(parts, batch, size)))
@@ -166,9 +169,9 @@ def _minibatch() -> Finding:
 
 def _oracle_property() -> Finding:
     worst, constant = dict.fromkeys((2, 8, 16), 1.0), 0.0
-    for truth in grounds(*WORLDS):
+    for truth in lab_worlds():
         exact = exact_moments(truth)
-        for prompt in _prompts(truth):
+        for prompt in prompts_of(truth):
             added = exact.variance_fisher_trace[prompt] + exact.gradient_squared[prompt]
             for size in worst:
                 oracle = _constant_mse(truth, prompt, truth.value[prompt], size)
@@ -186,7 +189,7 @@ def _oracle_property() -> Finding:
 def _optimal_with_assumption() -> Finding:
     covariance, least = 0.0, math.inf
     for truth in _uncorrelated_worlds():
-        for prompt in _prompts(truth):
+        for prompt in prompts_of(truth):
             value, best = truth.value[prompt], truth.optimal_baseline[prompt]
             covariance = max(covariance, abs(float(best - value)))
             own = _constant_mse(truth, prompt, value, 4)
@@ -200,8 +203,8 @@ def _optimal_with_assumption() -> Finding:
 
 def _optimal_without_assumption() -> Finding:
     saved = formula = 0.0
-    for truth in grounds(*WORLDS):
-        for prompt in _prompts(truth):
+    for truth in lab_worlds():
+        for prompt in prompts_of(truth):
             value, best, trace = (x[prompt] for x in (truth.value, truth.optimal_baseline, truth.fisher_trace))
             own, other = (_constant_mse(truth, prompt, baseline, 4) for baseline in (value, best))
             saved = max(saved, 1 - other / own)
@@ -219,7 +222,7 @@ def _optimal_without_assumption() -> Finding:
         | {f"error, weighted / plain mean of the others, G={size}": ratio for size, ratio in attained.items()},
         correction="Only where |ψ|² does not covary with the reward (the paper's Assumption 2, which its abstract leaves "
         "out). In general b* = E[|ψ|² z]/E|ψ|² has less error than V, by (V - b*)² trF / G; estimated from the group "
-        "itself it takes larger groups to pay.",
+        "itself, it pays off only in larger groups.",
     )
 
 
@@ -227,7 +230,7 @@ def _below_vanilla() -> Finding:
     gap, ratio = 0.0, 0.0
     for truth in _uncorrelated_worlds():
         exact = exact_moments(truth)
-        for prompt in _prompts(truth):
+        for prompt in prompts_of(truth):
             saved = exact.raw_square[prompt] - exact.gradient_squared[prompt] - exact.oracle_trace[prompt]
             gap = max(gap, abs(float(saved - truth.value[prompt] ** 2 * truth.fisher_trace[prompt])))
             errors = [_group_mse(truth, fn, prompt, 16) for fn in (leave_one_out, no_baseline)]
@@ -239,9 +242,9 @@ def _below_vanilla() -> Finding:
 
 def _below_vanilla_at_every_size() -> Finding:
     agreed, worse, cases, thresholds = True, 0, 0, []
-    for truth in (*_uncorrelated_worlds(), *grounds(*SINGLE_TURN)):
+    for truth in (*_uncorrelated_worlds(), *lab_worlds(*SINGLE_TURN)):
         threshold = group_size_to_beat_vanilla(exact_moments(truth))
-        for prompt in _prompts(truth):
+        for prompt in prompts_of(truth):
             for size in _SIZES:
                 below = _group_mse(truth, leave_one_out, prompt, size) < _group_mse(truth, no_baseline, prompt, size)
                 agreed &= below == (size > float(threshold[prompt]))
@@ -366,7 +369,7 @@ def _group_size() -> Finding:
     sizes = torch.arange(2, 65)
     right = off = cases = 0
     excess, literal = 0.0, []
-    for truth in (*grounds(*WORLDS), ground(WORLDS["user_turns"], "uniform")):
+    for truth in (*lab_worlds(), ground(WORLDS["user_turns"], "uniform")):
         parts = exact_components(truth)
         curve = mse_curve(parts, 1024, sizes)
         best, found = int(sizes[curve.argmin()]), optimal_group_size(parts)
@@ -388,15 +391,15 @@ def _group_size() -> Finding:
         }
         | extremes("√(E|ψ|²/c1) / best", literal),
         correction="√(c3/c1) minimises a bound with G² where the error has G(G-1). The error itself is least at "
-        "G* = 1 + √(c3/c1) with c3 = E[σ² trF + |g|²]; the order E|ψ|² alone does not fix it.",
+        "G* = 1 + √(c3/c1) with c3 = E[σ² trF + |g|²]; the order E|ψ|² alone does not determine it.",
     )
 
 
 def _universal() -> Finding:
     sizes, gap, found = range(2, 9), 0.0, {}  # all of them divide the budgets
-    for truth in grounds("output_only", "step_rewards"):
+    for truth in lab_worlds("output_only", "step_rewards"):
         each = {
-            size: [group_moments(truth, leave_one_out, prompt=prompt, group_size=size) for prompt in _prompts(truth)]
+            size: [group_moments(truth, leave_one_out, prompt=prompt, group_size=size) for prompt in prompts_of(truth)]
             for size in sizes
         }
         for rollouts in (840, 8400, 84000):
@@ -426,9 +429,9 @@ def _math_runs() -> Finding:
 
 def _error_experiment() -> Finding:
     near, worse = {8: [], 32: []}, 0
-    for truth in grounds(*WORLDS):
+    for truth in lab_worlds():
         exact = exact_moments(truth)
-        for prompt in _prompts(truth):
+        for prompt in prompts_of(truth):
             for size, ratios in near.items():
                 ratios.append(float((leave_one_out_mse(exact, size) * size / exact.oracle_trace)[prompt]))
             worse += float(group_size_to_beat_vanilla(exact)[prompt]) >= 4
@@ -437,15 +440,15 @@ def _error_experiment() -> Finding:
         evidence=extremes("error / oracle's in the lab, G=8", near[8])
         | extremes("error / oracle's in the lab, G=32", near[32])
         | {"prompts of the lab where vanilla wins at G=4": worse},
-        measure="Measure trΣ, σ² trF + |g|² and E|ψz|² per prompt from the Gram, with a bootstrap over prompts, and hold "
-        "the error at each G against 1 + (σ² trF + |g|²)/(trΣ (G-1)); null: that ratio.",
+        measure="Measure trΣ, σ² trF + |g|² and E|ψz|² per prompt from the Gram, with a bootstrap over prompts, and "
+        "compare the error at each G with 1 + (σ² trF + |g|²)/(trΣ (G-1)); null: that ratio.",
     )
 
 
 def _arcsine() -> Finding:
     gap, slope = 0.0, 0.0
-    for truth in grounds("output_only_binary"):
-        for prompt in _prompts(truth):
+    for truth in lab_worlds("output_only_binary"):
+        for prompt in prompts_of(truth):
             for size in _SIZES:
                 update = group_moments(truth, partial(standardized, ddof=0), prompt=prompt, group_size=size).expected
                 weight = standardized_weight(float(truth.value[prompt]), size)
@@ -475,7 +478,7 @@ def _mixed_groups() -> Finding:
             share = float(weight @ right) / size / float(weight.sum())
             gap = max(gap, abs(share - expected_success_given_mixed(success, size)))
             gap = max(gap, abs(float(weight.sum()) - mixed_probability(success, size)))
-    for truth in grounds("output_only_binary"):
+    for truth in lab_worlds("output_only_binary"):
         for prompt, target in enumerate(truth.gradient):
             p = float(truth.value[prompt])
 
