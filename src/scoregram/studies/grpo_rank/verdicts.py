@@ -36,9 +36,9 @@ class Effect:
     """The number that decided a verdict, with its interval and its value under the null."""
 
     name: str
-    value: float | None
-    low: float | None
-    high: float | None
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
     null: float | None = None
 
 
@@ -83,6 +83,10 @@ def plain_verdict(judged: JudgedClaim) -> dict[str, Any]:
     return asdict(judged) | {"verdict": str(judged.verdict), "details": dict(judged.details)}
 
 
+def _not_measured(claim: str, sentence: str, effect: Effect) -> JudgedClaim:
+    return JudgedClaim(claim, MeasuredVerdict.NOT_MEASURED, sentence, effect)
+
+
 def _column(table: Table, name: str) -> list[Any]:
     """Cells of one column."""
     place = table.columns.index(name)
@@ -92,7 +96,7 @@ def _column(table: Table, name: str) -> list[Any]:
 def _effect(name: str, cell: Cell, null: float | None = None) -> Effect:
     """A cell of a table as an effect."""
     if not isinstance(cell, Estimate):
-        return Effect(name, _finite(cell), None, None, _finite(null))
+        return Effect(name, _finite(cell), null=_finite(null))
     return Effect(name, _finite(cell.value), _finite(cell.low), _finite(cell.high), _finite(null))
 
 
@@ -181,8 +185,7 @@ def judge_rank(table: Table) -> JudgedClaim:
     """
     sizes = [size for size in _column(table, "R") if size <= max(PRINTED_TOP1)]
     if not sizes:
-        empty = Effect("effective rank", None, None, None)
-        return JudgedClaim("abstract-effective-rank", MeasuredVerdict.NOT_MEASURED, "Needs R = 2, 4 and 8.", empty)
+        return _not_measured("abstract-effective-rank", "Needs R = 2, 4 and 8.", Effect("effective rank"))
     each = [judge_rank_at(table, size) for size in sizes]
     outcomes = {one.verdict for one in each}
     missing = sorted(PRINTED_TOP1.keys() - set(sizes))
@@ -207,9 +210,7 @@ def judge_top1_order(table: Table) -> JudgedClaim:
     sizes = _column(table, "R")
     tops: dict[int, Estimate] = dict(zip(sizes, _column(table, "top-1 fraction"), strict=True))
     if any(size not in tops or math.isnan(tops[size].value) for size in (2, 4, 8)):
-        return JudgedClaim(
-            "fig-2", MeasuredVerdict.NOT_MEASURED, "Needs R = 2, 4 and 8.", Effect("top-1", None, None, None)
-        )
+        return _not_measured("fig-2", "Needs R = 2, 4 and 8.", Effect("top-1"))
     nulls = {size: nulls_at(table, size, TOP_NULLS) for size in (2, 4, 8)}
     apart = surely_above(tops[4], tops[2]) and surely_above(tops[2], tops[8])
     refuted = surely_above(tops[2], tops[4]) or surely_above(tops[8], tops[2]) or surely_above(tops[8], tops[4])
@@ -250,8 +251,7 @@ def judge_larger_groups(table: Table) -> JudgedClaim:
         if size <= max(PRINTED_TOP1) and not math.isnan(end.value)
     }
     if len(ends) < 2:
-        empty = Effect("accuracy gained", None, None, None, 0.0)
-        return JudgedClaim("fig-3", MeasuredVerdict.NOT_MEASURED, "Needs the accuracy at two group sizes.", empty)
+        return _not_measured("fig-3", "Needs the accuracy at two group sizes.", Effect("accuracy gained", null=0.0))
     sizes = sorted(ends)
     small, large = ends[sizes[0]], ends[sizes[-1]]
     outcome = MeasuredVerdict.UNDECIDED
@@ -309,9 +309,7 @@ def judge_fall(table: Table) -> JudgedClaim:
         f"intervals; {beyond} fall further than orthogonal scores of the same norms would."
     )
     mean = sum(changes) / len(changes) if changes else math.nan
-    return JudgedClaim(
-        "sec-8-future-3", outcome, sentence, Effect("mean change at fixed k", _finite(mean), None, None, 0.0)
-    )
+    return JudgedClaim("sec-8-future-3", outcome, sentence, Effect("mean change at fixed k", _finite(mean), null=0.0))
 
 
 def judge_gradient_error(table: Table) -> JudgedClaim:
@@ -322,8 +320,7 @@ def judge_gradient_error(table: Table) -> JudgedClaim:
     name = "oracle / leave-one-out"
     sizes = _column(table, "R")
     if 8 not in sizes:
-        empty = Effect(name, None, None, None)
-        return JudgedClaim("ustat-experiment-mse", MeasuredVerdict.NOT_MEASURED, "Needs batches at R = 8.", empty)
+        return _not_measured("ustat-experiment-mse", "Needs batches at R = 8.", Effect(name))
     place = sizes.index(8)
     none: Estimate = _column(table, "no baseline")[place]
     oracle: Estimate = _column(table, "oracle")[place]
