@@ -21,7 +21,7 @@ from scoregram.training import METHODS, TrainConfig
 class Claims:
     """Check every claim of the paper by enumeration and print the verdicts.
 
-    Exit status 1 if a check failed, that is, if neither a printed nor its corrected statement held.
+    Exit status 1 if a check failed, that is, if neither the printed nor the corrected statement held.
     """
 
     json: bool = False
@@ -29,7 +29,7 @@ class Claims:
     id: tuple[str, ...] = ()
     """Only the claims with these ids."""
     measured: tuple[Path, ...] = ()
-    """Replication records whose verdicts are shown beside the empirical claims; the shipped ones if not given."""
+    """Replication records whose verdicts are shown beside the empirical claims; the shipped records if not given."""
 
     def run(self) -> int:
         """Print the ledger."""
@@ -89,7 +89,7 @@ class Measure(MeasureConfig):  # noqa: D101
 class Replicate:
     """Run the paper's experiment, with null models beside every number, and judge each empirical claim.
 
-    Interrupted, the same command goes on where it was.
+    After an interruption, the same command continues the replication.
     """
 
     preset: Literal["quick", "smollm2-gsm8k", "nemotron-4b-gsm8k"] = "quick"
@@ -99,13 +99,13 @@ class Replicate:
     seeds: int | None = None
     """Runs for each group size and method; the preset's own number if not given."""
     model: str | None = None
-    """Another model than the preset's, such as a folder or a `.gguf` file."""
+    """Model that replaces the preset's, such as a folder or a `.gguf` file."""
     task: str | None = None
-    """Another task than the preset's, such as gsm8k:FOLDER."""
+    """Task that replaces the preset's, such as gsm8k:FOLDER."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     workers: int | None = None
-    """Processes that train side by side; the preset's own number if not given."""
+    """Processes that train in parallel; the preset's own number if not given."""
     sign_with: Path | None = None
     """Sign the record with the ed25519 key in this PEM file."""
 
@@ -122,13 +122,13 @@ class Replicate:
 class Verify:
     """Check a replication record: its hash, number and signature, every file, and that tables follow from the Grams.
 
-    Exit status 1 if anything failed, or could not be checked though it should have been.
+    Exit status 1 if a check failed, or if one that was asked for could not be made.
     """
 
     path: Annotated[Path, tyro.conf.Positional]
     """replication.json, or the folder that holds it."""
     recompute: bool = True
-    """Compute tables and verdicts anew from the stored Grams, and compare."""
+    """Recompute tables and verdicts from the stored Grams and compare them with the recorded ones."""
 
     def run(self) -> int:
         """Print a line for each check."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from statistics import fmean
 
 import torch
@@ -176,18 +177,11 @@ def by_right(evidence: Evidence) -> Table:
         for right in range(1, size):
             here = [r for r in evidence.live(size=size) if r.right == right and r.is_binary]
             if here:
-                rows.append(
-                    (
-                        size,
-                        right,
-                        len(here),
-                        mean_of(here, lambda r: r.rank),
-                        orthogonal_effective_rank(right, size),
-                        defined_mean([r.orthogonal for r in here]),
-                        defined_mean([r.cosine for r in here]),
-                        defined_mean([r.deviation for r in here]),
-                    )
+                rank, null = mean_of(here, lambda r: r.rank), orthogonal_effective_rank(right, size)
+                others = (
+                    defined_mean([getattr(r, name) for r in here]) for name in ("orthogonal", "cosine", "deviation")
                 )
+                rows.append((size, right, len(here), rank, null, *others))
     return Table(
         "by-right",
         "Effective rank by the number of right rollouts",
@@ -207,17 +201,8 @@ def by_temperature(evidence: Evidence) -> Table:
             here = evidence.live(size=size, kind=kind)
             if here:
                 label = "as trained" if kind == FIXED else kind.removeprefix(f"{FIXED}, ")
-                rows.append(
-                    (
-                        size,
-                        label,
-                        len(here),
-                        mean_of(here, lambda r: r.rank),
-                        defined_mean([r.orthogonal for r in here]),
-                        mean_of(here, lambda r: r.top),
-                        mean_of(here, lambda r: r.cosine),
-                    )
-                )
+                rank, top, cosine = (mean_of(here, attrgetter(name)) for name in ("rank", "top", "cosine"))
+                rows.append((size, label, len(here), rank, defined_mean([r.orthogonal for r in here]), top, cosine))
     return Table(
         "by-temperature",
         "Fixed prompts, by temperature",
