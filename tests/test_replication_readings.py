@@ -40,7 +40,7 @@ CLOSE: dict[str, Any] = {"rel": 1e-7, "abs": 1e-9}
 
 
 def trial(size: int, method: str = PAPER_METHOD) -> Trial:
-    """A trial whose run nobody reads."""
+    """A trial with an empty run, which the test does not read."""
     return Trial(f"R{size}", size, 0, method, Run(Path(), {}, {}, (), ()))
 
 

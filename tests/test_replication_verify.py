@@ -69,7 +69,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def forge(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change the content, and make hash and numbers agree with it again, as somebody without the key could."""
+    """Change the content, and make hash and numbers agree with it again, as a forger without the key could."""
 
     def agree(record: dict[str, Any]) -> None:
         change(record["content"])

@@ -38,6 +38,8 @@ from scoregram.theory import (
 )
 
 _GROUP_SIZE = 4
+_BUDGET = 256
+"""Rollouts of a step."""
 
 
 def _value_differences(truth: GroundTruth) -> Tensor:
@@ -209,9 +211,6 @@ MULTITURN_CLAIMS = (
     ),
 )
 """The claims of Section 6."""
-
-
-_BUDGET = 256
 
 
 def _past_of_state(truth: GroundTruth) -> Tensor:

@@ -172,7 +172,7 @@ def norm_scales_with_spread() -> Finding:
 
 
 def norm_scales_with_spread_standardised() -> Finding:
-    """Mean square advantage of standardised mixed groups at every success rate and reward scale."""
+    """Sum of squared advantages of standardised mixed groups, at every number of right rollouts and reward scale."""
     size, squares, scales = 8, [], []
     for k in range(1, size):
         for scale in (1e-3, 1.0, 1e3):
