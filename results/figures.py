@@ -2,7 +2,7 @@
 
 python results/figures.py    draw them into results/*/figures
 
-A figure carries the hash of the data that it shows, so that one which has fallen behind is noticed.
+A figure carries the hash of its data, so that a test notices a figure that is out of date.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
 STYLES = {"measured": "-", "null": ":", "bound": "--", "paper": "-."}
-"""Line of a series, by what it is."""
+"""Role of a series → style of its line."""
 
 
 def figures(folder: Path) -> list[dict[str, Any]]:
@@ -27,12 +27,12 @@ def figures(folder: Path) -> list[dict[str, Any]]:
 
 
 def digest(figure: dict[str, Any]) -> str:
-    """Hash of everything that a figure shows."""
+    """Hash of the data of a figure."""
     return hashlib.sha256(json.dumps(figure, sort_keys=True).encode()).hexdigest()
 
 
 def draw(figure: dict[str, Any], path: Path) -> None:
-    """One file: series of one name and its null in one colour, intervals as bands."""
+    """Draw one figure into a file: a series and its null in one colour, intervals as bands."""
     shown, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     names = list(dict.fromkeys(one["name"].partition(",")[0] for one in figure["series"]))
     for one in figure["series"]:
@@ -54,7 +54,7 @@ def draw(figure: dict[str, Any], path: Path) -> None:
 
 
 def numbers(values: list[float | None]) -> list[float]:
-    """Undefined numbers as matplotlib leaves them out."""
+    """Values with `nan`, which matplotlib leaves out, for undefined numbers."""
     return [float("nan") if value is None else value for value in values]
 
 

@@ -1,7 +1,7 @@
-"""Tables of the committed replications in Markdown, made from `results/*/exhibits.json` and `verdicts.json`.
+"""Tables of the committed replications in Markdown, from `results/*/exhibits.json` and `verdicts.json`.
 
 python results/table.py            print them
-python results/table.py --write    put them between their marks in README.md and docs/replication.md
+python results/table.py --write    write them between their marks in README.md and docs/replication.md
 """
 
 import json
@@ -38,7 +38,7 @@ WANTED = {
 
 
 def rendered(mark: str) -> str:
-    """The table that belongs between two marks."""
+    """The table for one mark."""
     folder, exhibit, columns = WANTED[mark]
     if exhibit is None:
         verdicts = json.loads((HERE / folder / "verdicts.json").read_text(encoding="utf-8"))["verdicts"]
@@ -52,13 +52,13 @@ def rendered(mark: str) -> str:
 
 
 def markdown(names: list[str], rows: list[list[str]]) -> str:
-    """Lines of a Markdown table."""
+    """A Markdown table."""
     lines = [names, ["---"] * len(names), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def cell_text(cell: object) -> str:
-    """A cell as text: three digits, an interval in brackets."""
+    """A cell as text, an interval in brackets."""
     if isinstance(cell, dict):
         ends = "" if cell["low"] is None else f" [{number(cell['low'])}, {number(cell['high'])}]"
         return number(cell["value"]) + ends
@@ -66,15 +66,15 @@ def cell_text(cell: object) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three digits behind the point below 1, two below 1000, none above; nothing for an undefined number."""
+    """A number with three decimals below 1, two below 1000, none above; empty if it is undefined."""
     if value is None:
         return ""
     digits = 3 if abs(value) < 0.9995 else 2 if abs(value) < 1000 else 0
-    return f"{round(value, digits) + 0.0:.{digits}f}"  # a zero has no sign
+    return f"{round(value, digits) + 0.0:.{digits}f}"  # + 0.0: no minus before a zero
 
 
 def filled(text: str) -> str:
-    """A page with the tables of all its marks as they are now."""
+    """A page with the current table at each of its marks."""
     for mark in WANTED:
         begin, end = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
         if begin in text:

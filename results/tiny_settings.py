@@ -1,7 +1,7 @@
 """When is the effective rank near 2? The embedded policy in many settings: width, length of the task, temperature.
 
-python results/tiny_settings.py            make what is missing in results/tiny-settings (minutes on a CPU)
-python results/tiny_settings.py --tables   only make the tables again, from the stored Grams
+python results/tiny_settings.py            run the settings that results/tiny-settings lacks (minutes on a CPU)
+python results/tiny_settings.py --tables   only recompute the tables, from the stored Grams
 """
 
 import json
@@ -17,31 +17,28 @@ from statistics import fmean
 import numpy as np
 
 from scoregram.exhibits import Cell, Table, to_plain
-from scoregram.policy.config import PolicyConfig
-from scoregram.policy.load import Policy, load_policy
+from scoregram.policy import Policy, PolicyConfig, load_policy
 from scoregram.policy.tiny import WarmStart, tiny_policy
-from scoregram.replication.readings import Reading, Trial, has_spectrum, readings_of
-from scoregram.replication.reasons import LADDER, share_explained, spearman
-from scoregram.replication.spectra import mean_of
 from scoregram.runs import GroupRecord, RunWriter, open_run
-from scoregram.tasks.arithmetic import arithmetic
-from scoregram.tasks.task import Task
+from scoregram.studies.grpo_rank.cause_exhibits import NULL_LADDER, share_explained, spearman
+from scoregram.studies.grpo_rank.rank_exhibits import mean_of
+from scoregram.studies.grpo_rank.readings import Reading, Trial, has_spectrum, readings_of
+from scoregram.tasks import Task, arithmetic
+from scoregram.training import FIXED, TrainConfig, generator
 from scoregram.training.collecting import collect
-from scoregram.training.config import TrainConfig
-from scoregram.training.order import generator
-from scoregram.training.probing import FIXED, measured_only
+from scoregram.training.probing import measured_only
 from scoregram.training.recording import group_records
 
 HERE = Path(__file__).parent / "tiny-settings"
 WIDTHS, TERMS, TEMPERATURES = (96, 192, 384), (2, 4, 8), (0.7, 1.0, 1.4)
 PROBLEMS, SIZE = 96, 8
 ABOUT = ("parameters", "terms", "temperature", "right", "live groups", "tokens", "surprise", "texts")
-"""Columns that say what a setting is like."""
+"""Columns that describe a setting."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One policy and one way to sample from it."""
+    """One policy, one task and one sampling temperature."""
 
     width: int
     terms: int
@@ -57,7 +54,7 @@ SETTINGS = tuple(Setting(*each) for each in product(WIDTHS, TERMS, TEMPERATURES)
 
 
 def measure() -> None:
-    """Make every run that is missing, one warm-started policy for each width and length."""
+    """Run every setting that is missing, with one warm-started policy for each width and number of terms."""
     for width, terms in product(WIDTHS, TERMS):
         wanted = [setting for setting in SETTINGS if (setting.width, setting.terms) == (width, terms)]
         missing = [setting for setting in wanted if not (HERE / "runs" / setting.name).exists()]
@@ -81,7 +78,7 @@ def policy_of(width: int, task: Task) -> Policy:
 
 
 def write(setting: Setting, policy: Policy, task: Task) -> None:
-    """Sample groups of the test problems, measure them, and keep them as a run."""
+    """Sample groups for the test problems, measure them, and write them as a run."""
     config = TrainConfig(
         task=task.name, group_size=SIZE, batch_size=SIZE, temperature=setting.temperature, between_prompts=False
     )
@@ -104,29 +101,29 @@ def write(setting: Setting, policy: Policy, task: Task) -> None:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One live group, with the setting that it came from."""
+class SettingGroup:
+    """One live group, with its setting."""
 
     setting: Setting
     reading: Reading
     record: GroupRecord
 
     def of_record(self, name: str) -> float:
-        """A number that was stored with the group."""
+        """A statistic that was stored with the group."""
         return float(self.record.statistics[name])
 
 
-def seen() -> Iterator[Seen]:
+def live_groups() -> Iterator[SettingGroup]:
     """All live groups of all settings."""
     for setting in SETTINGS:
         run = open_run(HERE / "runs" / setting.name)
         trial = Trial(setting.name, SIZE, 0, "none", run)
         live = [g for g in run.groups() if bool(g.rewards.max() > g.rewards.min()) and has_spectrum(g)]
         for reading, record in zip(readings_of(trial, live), live, strict=True):
-            yield Seen(setting, reading, record)
+            yield SettingGroup(setting, reading, record)
 
 
-VARIABLES: tuple[tuple[str, Callable[[Seen], float]], ...] = (
+VARIABLES: tuple[tuple[str, Callable[[SettingGroup], float]], ...] = (
     ("parameters", lambda s: float(s.setting.width)),
     ("temperature", lambda s: s.setting.temperature),
     ("tokens", lambda s: s.reading.length),
@@ -138,8 +135,8 @@ VARIABLES: tuple[tuple[str, Callable[[Seen], float]], ...] = (
 )
 
 
-def settings_table(groups: list[Seen]) -> Table:
-    """What every setting is like, and its effective rank."""
+def settings_table(groups: list[SettingGroup]) -> Table:
+    """Description and effective rank of every setting."""
     rows: list[tuple[Cell, ...]] = []
     for setting in SETTINGS:
         here = [one for one in groups if one.setting == setting]
@@ -166,8 +163,8 @@ def settings_table(groups: list[Seen]) -> Table:
     )
 
 
-def variables_table(groups: list[Seen]) -> Table:
-    """How far each variable goes with the effective rank, over groups and over settings."""
+def variables_table(groups: list[SettingGroup]) -> Table:
+    """Correlation of each variable with the effective rank, over groups and over settings."""
     ranks = [one.reading.rank for one in groups]
     clusters = [(one.setting.name, one.reading.prompt_id) for one in groups]
     rows: list[tuple[Cell, ...]] = []
@@ -185,11 +182,11 @@ def variables_table(groups: list[Seen]) -> Table:
     )
 
 
-def explained_table(groups: list[Seen]) -> Table:
-    """What share of the variation between groups each null model explains, knowing one thing more than the last."""
+def explained_table(groups: list[SettingGroup]) -> Table:
+    """Share of the variance between groups that each null model explains."""
     measured = np.array([math.log(one.reading.rank) for one in groups])
     rows: list[tuple[Cell, ...]] = []
-    for name, value in LADDER[:-1]:
+    for name, value in NULL_LADDER[:-1]:
         predicted = np.array([math.log(value(one.reading)) for one in groups])
         factor = math.exp(float((measured - predicted).mean()))
         rows.append((name, share_explained(measured, predicted), factor))
@@ -205,7 +202,7 @@ def explained_table(groups: list[Seen]) -> Table:
 
 def tables() -> list[dict[str, object]]:
     """All tables, from the stored Grams."""
-    groups = list(seen())
+    groups = list(live_groups())
     return to_plain([settings_table(groups), variables_table(groups), explained_table(groups)])
 
 

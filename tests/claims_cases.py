@@ -8,8 +8,8 @@ import pytest
 from torch import Tensor
 
 from scoregram.advantages import ESTIMATORS
-from scoregram.theory.claims import bench
-from scoregram.theory.claims.ledger import Claim, Finding, Verdict
+from scoregram.studies.grpo_rank.claims import grounds
+from scoregram.studies.ledger import Claim, Finding, Verdict
 
 
 def finding(claims: Iterable[Claim], wanted: str) -> Finding:
@@ -20,7 +20,7 @@ def finding(claims: Iterable[Claim], wanted: str) -> Finding:
 def break_estimator(monkeypatch: pytest.MonkeyPatch, name: str, fn: Callable[..., Tensor]) -> None:
     """Put another function into one row of the table of estimators that the checks read."""
     rows = {**ESTIMATORS, name: replace(ESTIMATORS[name], fn=fn)}
-    monkeypatch.setattr(bench, "ESTIMATORS", MappingProxyType(rows))
+    monkeypatch.setattr(grounds, "ESTIMATORS", MappingProxyType(rows))
 
 
 def check_verdicts(claims: Iterable[Claim], expected: dict[str, Verdict]) -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from scoregram.exhibits import Estimate, Figure, Series, Table, to_plain
-from scoregram.replication.presets import METHOD
-from scoregram.replication.readings import Evidence, read_evidence
-from scoregram.replication.record import EXHIBITS, RUNS, VERDICTS, write_record
 from scoregram.runs import BatchRecord, GroupRecord, RunWriter, open_run
+from scoregram.studies.grpo_rank.presets import PAPER_METHOD
+from scoregram.studies.grpo_rank.readings import Evidence, read_evidence
+from scoregram.studies.record import EXHIBITS, RUNS, VERDICTS, write_record
 from tests.run_cases import ENVIRONMENT, write
 
 CREATED = date(2026, 7, 4)
@@ -107,7 +107,7 @@ def write_trial(
     *,
     size: int,
     seed: int = 0,
-    method: str = METHOD,
+    method: str = PAPER_METHOD,
     groups: Sequence[GroupRecord] = (),
     batches: Sequence[BatchRecord] = (),
     metrics: Mapping[int, Mapping[str, Any]] | None = None,

@@ -1,15 +1,15 @@
 import pytest
 import torch
 
-from scoregram.theory.claims import abstract
-from scoregram.theory.claims.abstract import ABSTRACT
-from scoregram.theory.claims.ledger import Verdict
+from scoregram.studies.grpo_rank.claims import discussion
+from scoregram.studies.grpo_rank.claims.discussion import ABSTRACT_CLAIMS
+from scoregram.studies.ledger import Verdict
 from tests.claims_cases import break_estimator, check_verdicts, finding
 
 
 def test_verdicts():
     check_verdicts(
-        ABSTRACT,
+        ABSTRACT_CLAIMS,
         {
             "abstract-sparsity": Verdict.UNSUPPORTED,
             "abstract-effective-rank": Verdict.NEEDS_MEASUREMENT,
@@ -28,11 +28,11 @@ def test_verdicts():
     ],
 )
 def test_a_wrong_part_is_noticed(monkeypatch, name, wrong, claim):
-    monkeypatch.setattr(abstract, name, wrong)
-    assert finding(ABSTRACT, claim).verdict is Verdict.BROKEN
+    monkeypatch.setattr(discussion, name, wrong)
+    assert finding(ABSTRACT_CLAIMS, claim).verdict is Verdict.BROKEN
 
 
 def test_an_estimator_that_drops_rollouts_is_noticed(monkeypatch):
     break_estimator(monkeypatch, "mean", lambda r: (r - r.mean(dim=-1, keepdim=True)).clamp(min=0))
-    assert finding(ABSTRACT, "abstract-sparsity").verdict is Verdict.BROKEN
-    assert finding(ABSTRACT, "rank-2").verdict is Verdict.BROKEN
+    assert finding(ABSTRACT_CLAIMS, "abstract-sparsity").verdict is Verdict.BROKEN
+    assert finding(ABSTRACT_CLAIMS, "rank-2").verdict is Verdict.BROKEN

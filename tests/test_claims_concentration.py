@@ -3,8 +3,8 @@ import math
 import pytest
 
 from scoregram.advantages import leave_one_out
-from scoregram.theory.claims import CLAIMS, concentration
-from scoregram.theory.claims.ledger import Verdict, run
+from scoregram.studies.grpo_rank.claims import CLAIMS, structure
+from scoregram.studies.ledger import Verdict, check_claims
 
 WRONG_ENTRIES = {(2, 0.3), (4, 0.3), (4, 0.2), (8, 0.3), (8, 0.1), (16, 0.3), (16, 0.2), (16, 0.1)}
 EXPECTED = {
@@ -23,7 +23,7 @@ EXPECTED = {
     "a2-common-error": Verdict.HOLDS,
     "a2-all-advantages-at-once": Verdict.HOLDS,
 }
-CLAIM = {claim.id: claim for claim in concentration.APPENDIX_A1_A2}
+CLAIM = {claim.id: claim for claim in structure.STRUCTURE_APPENDIX_CLAIMS}
 
 
 def verdict(name: str) -> Verdict:
@@ -31,7 +31,7 @@ def verdict(name: str) -> Verdict:
 
 
 def test_every_verdict():
-    entries = list(run(CLAIM.values()))
+    entries = list(check_claims(CLAIM.values()))
     assert {entry.claim.id: entry.finding.verdict for entry in entries} == EXPECTED
     assert set(CLAIM) <= {claim.id for claim in CLAIMS}
     for entry in entries:
@@ -41,7 +41,7 @@ def test_every_verdict():
 
 def test_an_entry_is_right_when_it_rounds_to_what_is_printed():
     """By a second way to the same numbers: repeated multiplication instead of one exponential."""
-    for (size, epsilon), printed in concentration.PRINTED.items():
+    for (size, epsilon), printed in structure.PRINTED_BOUNDS.items():
         bound = 2.0
         for _ in range(size):
             bound *= math.exp(-2 * epsilon**2)
@@ -50,23 +50,21 @@ def test_an_entry_is_right_when_it_rounds_to_what_is_printed():
 
 @pytest.mark.parametrize("factor", [0.5, 1.01])
 def test_a_wrong_bound_is_noticed(monkeypatch, factor):
-    right = concentration.hoeffding_bound
-    monkeypatch.setattr(
-        concentration, "hoeffding_bound", lambda size, *, epsilon: factor * right(size, epsilon=epsilon)
-    )
-    for size, epsilon in concentration.PRINTED:
+    right = structure.hoeffding_bound
+    monkeypatch.setattr(structure, "hoeffding_bound", lambda size, *, epsilon: factor * right(size, epsilon=epsilon))
+    for size, epsilon in structure.PRINTED_BOUNDS:
         assert verdict(f"hoeffding-r{size}-e{epsilon}") is Verdict.BROKEN
 
 
 def test_a_bound_that_halves_its_exponent_twice_is_noticed(monkeypatch):
-    monkeypatch.setattr(concentration, "hoeffding_bound", lambda size, *, epsilon: 2 * math.exp(-8 * size * epsilon**2))
+    monkeypatch.setattr(structure, "hoeffding_bound", lambda size, *, epsilon: 2 * math.exp(-8 * size * epsilon**2))
     for name in ("hoeffding", "hoeffding-vacuous-labels", "a2-all-advantages-at-once"):
         assert verdict(name) is Verdict.BROKEN
 
 
 @pytest.mark.parametrize("name", ["eq-24", "eq-25", "a1-covariance", "a2-baseline-variance", "a2-common-error"])
 def test_a_group_mean_without_the_rollout_is_noticed(monkeypatch, name):
-    monkeypatch.setattr(concentration, "mean_centered", leave_one_out)
+    monkeypatch.setattr(structure, "mean_centered", leave_one_out)
     assert verdict(name) is Verdict.BROKEN
 
 

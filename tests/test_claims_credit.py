@@ -2,15 +2,15 @@ import pytest
 import torch
 
 from scoregram.objectives import reinforce
-from scoregram.theory.claims import credit
-from scoregram.theory.claims.credit import CREDIT
-from scoregram.theory.claims.ledger import Verdict
+from scoregram.studies.grpo_rank.claims import derivation
+from scoregram.studies.grpo_rank.claims.derivation import CREDIT_CLAIMS
+from scoregram.studies.ledger import Verdict
 from tests.claims_cases import break_estimator, check_verdicts, finding
 
 
 def test_verdicts():
     check_verdicts(
-        CREDIT,
+        CREDIT_CLAIMS,
         {
             "thm-3.1": Verdict.HOLDS,
             "remark-3.2": Verdict.CORRECTED,
@@ -39,11 +39,11 @@ def by_length(log_probs, advantages, mask, *, aggregation):
     ],
 )
 def test_a_wrong_part_is_noticed(monkeypatch, name, wrong, claim):
-    monkeypatch.setattr(credit, name, wrong)
-    assert finding(CREDIT, claim).verdict is Verdict.BROKEN
+    monkeypatch.setattr(derivation, name, wrong)
+    assert finding(CREDIT_CLAIMS, claim).verdict is Verdict.BROKEN
 
 
 def test_an_estimator_that_only_rewards_winners_is_noticed(monkeypatch):
     break_estimator(monkeypatch, "mean", lambda r: (r - r.mean(dim=-1, keepdim=True)).clamp(min=0))
     for claim in ("sec-3.1-rank", "remark-3.2"):
-        assert finding(CREDIT, claim).verdict is Verdict.BROKEN, claim
+        assert finding(CREDIT_CLAIMS, claim).verdict is Verdict.BROKEN, claim

@@ -2,16 +2,16 @@ import pytest
 import torch
 
 from scoregram.advantages import leave_one_out, mean_centered
-from scoregram.theory.claims import derivation
-from scoregram.theory.claims.derivation import DERIVATION
-from scoregram.theory.claims.ledger import Verdict
+from scoregram.studies.grpo_rank.claims import derivation
+from scoregram.studies.grpo_rank.claims.derivation import DERIVATION_CLAIMS
+from scoregram.studies.ledger import Verdict
 from scoregram.theory.lab import multiturn as lab
 from tests.claims_cases import break_estimator, check_verdicts, finding
 
 
 def test_verdicts():
     check_verdicts(
-        DERIVATION,
+        DERIVATION_CLAIMS,
         {
             "eq-6": Verdict.HOLDS,
             "eq-7-baseline": Verdict.FALSE,
@@ -41,7 +41,7 @@ def test_a_broken_estimator_is_noticed(monkeypatch, name, fn, claim):
         monkeypatch.setattr(derivation, "clipped_ratio", lambda now, old, a, mask, **_: -(2 * a[:, None] * now).sum())
     else:
         break_estimator(monkeypatch, name, fn)
-    assert finding(DERIVATION, claim).verdict is Verdict.BROKEN
+    assert finding(DERIVATION_CLAIMS, claim).verdict is Verdict.BROKEN
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_broken_estimator_is_noticed(monkeypatch, name, fn, claim):
 )
 def test_a_wrong_theorem_is_noticed(monkeypatch, theorem, wrong, claim):
     monkeypatch.setattr(derivation, theorem, wrong)
-    assert finding(DERIVATION, claim).verdict is Verdict.BROKEN
+    assert finding(DERIVATION_CLAIMS, claim).verdict is Verdict.BROKEN
 
 
 def test_a_baseline_that_sees_the_action_would_not_pass_as_a_state_baseline(monkeypatch):
@@ -65,4 +65,4 @@ def test_a_baseline_that_sees_the_action_would_not_pass_as_a_state_baseline(monk
         "credit_moments",
         lambda truth, credit, **at: real(truth, credit - 0.1 * truth.listing.action, **at),
     )
-    assert finding(DERIVATION, "eq-6").verdict is Verdict.BROKEN
+    assert finding(DERIVATION_CLAIMS, "eq-6").verdict is Verdict.BROKEN

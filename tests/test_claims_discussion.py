@@ -2,15 +2,15 @@ import pytest
 
 from scoregram.advantages import length_weighted, mean_centered, standardized, turn_mean_centered
 from scoregram.spectra import spectrum_summary
-from scoregram.theory.claims import discussion
-from scoregram.theory.claims.discussion import DISCUSSION
-from scoregram.theory.claims.ledger import Verdict
+from scoregram.studies.grpo_rank.claims import discussion
+from scoregram.studies.grpo_rank.claims.discussion import DISCUSSION_CLAIMS
+from scoregram.studies.ledger import Verdict
 from tests.claims_cases import break_estimator, check_verdicts, finding
 
 
 def test_verdicts():
     check_verdicts(
-        DISCUSSION,
+        DISCUSSION_CLAIMS,
         {
             "sec-8-template": Verdict.UNSUPPORTED,
             "sec-8-dense": Verdict.UNSUPPORTED,
@@ -34,7 +34,7 @@ def test_verdicts():
 def test_a_broken_estimator_is_noticed(monkeypatch, name, fn, claims):
     break_estimator(monkeypatch, name, fn)
     for claim in claims:
-        assert finding(DISCUSSION, claim).verdict is Verdict.BROKEN, claim
+        assert finding(DISCUSSION_CLAIMS, claim).verdict is Verdict.BROKEN, claim
 
 
 @pytest.mark.parametrize(
@@ -47,10 +47,10 @@ def test_a_broken_estimator_is_noticed(monkeypatch, name, fn, claims):
 )
 def test_a_wrong_part_is_noticed(monkeypatch, name, wrong, claim):
     monkeypatch.setattr(discussion, name, wrong)
-    assert finding(DISCUSSION, claim).verdict is Verdict.BROKEN
+    assert finding(DISCUSSION_CLAIMS, claim).verdict is Verdict.BROKEN
 
 
 def test_length_weights_would_bend_the_expected_update(monkeypatch):
     """The template claim is answered by a direction, so an estimator that bends it must be noticed."""
     break_estimator(monkeypatch, "mean", lambda r: length_weighted(r, lengths=1 + r))
-    assert finding(DISCUSSION, "sec-8-template").verdict is Verdict.BROKEN
+    assert finding(DISCUSSION_CLAIMS, "sec-8-template").verdict is Verdict.BROKEN

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from scoregram.advantages import leave_one_out, mean_centered
+from scoregram.studies.grpo_rank.claims import CLAIMS, grounds, multiturn
+from scoregram.studies.ledger import Verdict, check_claims
 from scoregram.theory import bounds
-from scoregram.theory.claims import CLAIMS, grounds, multiturn, multiturn_appendix
-from scoregram.theory.claims.ledger import Verdict, run
 from scoregram.theory.lab import multiturn as lab
 
 EXPECTED = {
@@ -25,7 +25,7 @@ EXPECTED = {
     "a3-bound-v-max": Verdict.HOLDS,
     "a3-single-turn": Verdict.CORRECTED,
 }
-CLAIM = {claim.id: claim for claim in (*multiturn.SECTION_6, *multiturn_appendix.APPENDIX_A3)}
+CLAIM = {claim.id: claim for claim in (*multiturn.MULTITURN_CLAIMS, *multiturn.MULTITURN_APPENDIX_CLAIMS)}
 
 
 def verdict(name: str) -> Verdict:
@@ -33,7 +33,7 @@ def verdict(name: str) -> Verdict:
 
 
 def test_every_verdict():
-    entries = list(run(CLAIM.values()))
+    entries = list(check_claims(CLAIM.values()))
     assert {entry.claim.id: entry.finding.verdict for entry in entries} == EXPECTED
     assert set(CLAIM) <= {claim.id for claim in CLAIMS}
     for entry in entries:
@@ -43,15 +43,13 @@ def test_every_verdict():
 
 @pytest.mark.parametrize("name", ["eq-23", "multi-turn-bias", "eq-26", "a3-single-turn"])
 def test_a_leave_one_out_that_sees_itself_is_noticed(monkeypatch, name):
-    for module in (multiturn, multiturn_appendix):
-        monkeypatch.setattr(module, "leave_one_out", mean_centered)
+    monkeypatch.setattr(multiturn, "leave_one_out", mean_centered)
     assert verdict(name) is Verdict.BROKEN
 
 
 @pytest.mark.parametrize("name", ["eq-23", "multi-turn-bias", "eq-26", "a3-single-turn"])
 def test_a_group_mean_that_does_not_see_itself_is_noticed(monkeypatch, name):
-    for module in (multiturn, multiturn_appendix):
-        monkeypatch.setattr(module, "mean_centered", leave_one_out)
+    monkeypatch.setattr(multiturn, "mean_centered", leave_one_out)
     assert verdict(name) is Verdict.BROKEN
 
 
@@ -68,8 +66,7 @@ def test_an_offset_one_percent_off_is_noticed(monkeypatch, name):
     def stretched(truth):
         return 1.01 * lab.advantage_offset(truth)
 
-    for module in (multiturn, multiturn_appendix):
-        monkeypatch.setattr(module, "advantage_offset", stretched)
+    monkeypatch.setattr(multiturn, "advantage_offset", stretched)
     assert verdict(name) is Verdict.BROKEN
 
 
@@ -86,7 +83,7 @@ def test_a_bound_that_is_too_small_is_noticed(monkeypatch, name):
     def small(turns_before, **options):
         return bounds.turn_offset_bound(turns_before, **options) / 4
 
-    monkeypatch.setattr(multiturn_appendix, "turn_offset_bound", small)
+    monkeypatch.setattr(multiturn, "turn_offset_bound", small)
     assert verdict(name) is Verdict.BROKEN
 
 

@@ -3,15 +3,15 @@ from functools import partial
 import pytest
 
 from scoregram.spectra import spectrum_summary
-from scoregram.theory.claims import rank
-from scoregram.theory.claims.ledger import Verdict
-from scoregram.theory.claims.rank import RANK, rank_two
+from scoregram.studies.grpo_rank.claims import rank
+from scoregram.studies.grpo_rank.claims.rank import RANK_CLAIMS, rank_two
+from scoregram.studies.ledger import Verdict
 from tests.claims_cases import break_estimator, check_verdicts, finding
 
 
 def test_verdicts():
     check_verdicts(
-        RANK,
+        RANK_CLAIMS,
         {
             "max-rank": Verdict.FALSE,
             "sec-7.2-directions": Verdict.FALSE,
@@ -36,7 +36,7 @@ def test_verdicts():
 )
 def test_a_wrong_part_is_noticed(monkeypatch, name, wrong, claim):
     monkeypatch.setattr(rank, name, wrong)
-    assert finding(RANK, claim).verdict is Verdict.BROKEN
+    assert finding(RANK_CLAIMS, claim).verdict is Verdict.BROKEN
 
 
 def test_rank_two_notices_rows_that_get_lost(monkeypatch):
@@ -46,4 +46,4 @@ def test_rank_two_notices_rows_that_get_lost(monkeypatch):
 
 def test_signal_to_noise_notices_an_estimator_that_ignores_its_group(monkeypatch):
     break_estimator(monkeypatch, "mean", lambda r: r)  # no baseline: SNR² is proportional to R
-    assert finding(RANK, "sec-7.2-diminishing").verdict is Verdict.BROKEN
+    assert finding(RANK_CLAIMS, "sec-7.2-diminishing").verdict is Verdict.BROKEN

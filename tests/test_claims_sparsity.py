@@ -1,15 +1,15 @@
 import pytest
 
 from scoregram.advantages import leave_one_out, standardized
-from scoregram.theory.claims import sparsity
-from scoregram.theory.claims.ledger import Verdict
-from scoregram.theory.claims.sparsity import SPARSITY
+from scoregram.studies.grpo_rank.claims import rank
+from scoregram.studies.grpo_rank.claims.rank import SPARSITY_CLAIMS
+from scoregram.studies.ledger import Verdict
 from tests.claims_cases import break_estimator, check_verdicts, finding
 
 
 def test_verdicts():
     check_verdicts(
-        SPARSITY,
+        SPARSITY_CLAIMS,
         {
             "sec-5.1-1-contrast": Verdict.HOLDS,
             "sec-5.1-1-small": Verdict.CORRECTED,
@@ -21,7 +21,7 @@ def test_verdicts():
 @pytest.mark.parametrize("fn", [leave_one_out, standardized])
 def test_another_estimator_in_place_of_the_mean_is_noticed(monkeypatch, fn):
     break_estimator(monkeypatch, "mean", fn)
-    assert finding(SPARSITY, "sec-5.1-1-contrast").verdict is Verdict.BROKEN
+    assert finding(SPARSITY_CLAIMS, "sec-5.1-1-contrast").verdict is Verdict.BROKEN
 
 
 @pytest.mark.parametrize(
@@ -33,5 +33,5 @@ def test_another_estimator_in_place_of_the_mean_is_noticed(monkeypatch, fn):
     ],
 )
 def test_a_wrong_theorem_is_noticed(monkeypatch, name, wrong, claim):
-    monkeypatch.setattr(sparsity, name, wrong)
-    assert finding(SPARSITY, claim).verdict is Verdict.BROKEN
+    monkeypatch.setattr(rank, name, wrong)
+    assert finding(SPARSITY_CLAIMS, claim).verdict is Verdict.BROKEN

@@ -2,16 +2,16 @@ import pytest
 
 from scoregram.advantages import leave_one_out, mean_centered
 from scoregram.statistics import effective_fraction_bound
-from scoregram.theory.claims import structure
-from scoregram.theory.claims.ledger import Verdict
-from scoregram.theory.claims.structure import STRUCTURE
+from scoregram.studies.grpo_rank.claims import structure
+from scoregram.studies.grpo_rank.claims.structure import STRUCTURE_CLAIMS
+from scoregram.studies.ledger import Verdict
 from scoregram.theory.theorems import advantage_covariance, update_norm_bound
 from tests.claims_cases import break_estimator, check_verdicts, finding
 
 
 def test_verdicts():
     check_verdicts(
-        STRUCTURE,
+        STRUCTURE_CLAIMS,
         {
             "thm-4.1-i": Verdict.HOLDS,
             "thm-4.1-ii": Verdict.HOLDS,
@@ -40,7 +40,7 @@ def test_verdicts():
 def test_a_broken_estimator_is_noticed(monkeypatch, name, fn, claims):
     break_estimator(monkeypatch, name, fn)
     for claim in claims:
-        assert finding(STRUCTURE, claim).verdict is Verdict.BROKEN, claim
+        assert finding(STRUCTURE_CLAIMS, claim).verdict is Verdict.BROKEN, claim
 
 
 @pytest.mark.parametrize(
@@ -59,4 +59,4 @@ def test_a_broken_estimator_is_noticed(monkeypatch, name, fn, claims):
 )
 def test_a_wrong_theorem_is_noticed(monkeypatch, name, wrong, claim):
     monkeypatch.setattr(structure, name, wrong)
-    assert finding(STRUCTURE, claim).verdict is Verdict.BROKEN
+    assert finding(STRUCTURE_CLAIMS, claim).verdict is Verdict.BROKEN

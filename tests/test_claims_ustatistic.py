@@ -3,9 +3,9 @@ import torch
 
 from scoregram import statistics
 from scoregram.advantages import leave_one_out, mean_centered, no_baseline, standardized
+from scoregram.studies.grpo_rank.claims import CLAIMS, ustatistic
+from scoregram.studies.ledger import Verdict, check_claims
 from scoregram.theory import bounds
-from scoregram.theory.claims import CLAIMS, group_size, ustatistic
-from scoregram.theory.claims.ledger import U_STATISTIC_PAPER, Verdict, run
 
 EXPECTED = {
     "ustat-lemma-1": Verdict.HOLDS,
@@ -26,7 +26,7 @@ EXPECTED = {
     "ustat-prop-13": Verdict.HOLDS,
     "mixed-group-selection": Verdict.HOLDS,
 }
-CLAIM = {claim.id: claim for claim in (*ustatistic.U_STATISTIC, *group_size.GROUP_SIZE)}
+CLAIM = {claim.id: claim for claim in (*ustatistic.USTATISTIC_CLAIMS, *ustatistic.GROUP_SIZE_CLAIMS)}
 
 
 def verdict(name: str) -> Verdict:
@@ -34,13 +34,13 @@ def verdict(name: str) -> Verdict:
 
 
 def test_every_verdict():
-    entries = list(run(CLAIM.values()))
+    entries = list(check_claims(CLAIM.values()))
     assert {entry.claim.id: entry.finding.verdict for entry in entries} == EXPECTED
     assert set(CLAIM) <= {claim.id for claim in CLAIMS}
     for entry in entries:
         assert entry.finding.evidence
         assert bool(entry.finding.correction) == (entry.finding.verdict is not Verdict.HOLDS)
-        assert (entry.claim.paper == U_STATISTIC_PAPER) == entry.claim.id.startswith("ustat-")
+        assert (entry.claim.paper == ustatistic.USTATISTIC_PAPER) == entry.claim.id.startswith("ustat-")
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,7 @@ def test_every_verdict():
     ],
 )
 def test_a_leave_one_out_that_sees_itself_is_noticed(monkeypatch, name):
-    for module in (ustatistic, group_size):
-        monkeypatch.setattr(module, "leave_one_out", mean_centered)
+    monkeypatch.setattr(ustatistic, "leave_one_out", mean_centered)
     assert verdict(name) is Verdict.BROKEN
 
 
@@ -94,7 +93,7 @@ def test_an_optimum_one_too_small_is_noticed(monkeypatch):
         assert found.integer is not None
         return statistics.OptimalGroupSize(found.asymptotic, found.asymptotic, found.integer - 1)
 
-    monkeypatch.setattr(group_size, "optimal_group_size", asymptotic)
+    monkeypatch.setattr(ustatistic, "optimal_group_size", asymptotic)
     assert verdict("ustat-theorem-7") is Verdict.BROKEN
 
 
@@ -102,17 +101,17 @@ def test_a_bound_without_its_floor_is_noticed(monkeypatch):
     def noiseless(steps, **options):
         return bounds.suboptimality_bound(steps, **(options | {"noise": 0.0}))
 
-    monkeypatch.setattr(group_size, "suboptimality_bound", noiseless)
+    monkeypatch.setattr(ustatistic, "suboptimality_bound", noiseless)
     assert verdict("ustat-lemma-6") is Verdict.BROKEN
 
 
 def test_a_spread_of_the_other_convention_is_noticed(monkeypatch):
-    monkeypatch.setattr(group_size, "standardized", lambda rewards, *, ddof: standardized(rewards, ddof=1))
+    monkeypatch.setattr(ustatistic, "standardized", lambda rewards, *, ddof: standardized(rewards, ddof=1))
     assert verdict("ustat-prop-13") is Verdict.BROKEN
 
 
 def test_a_selection_that_keeps_every_group_is_noticed(monkeypatch):
-    monkeypatch.setattr(group_size, "mixed_groups", lambda rewards: torch.ones(len(rewards), dtype=torch.bool))
+    monkeypatch.setattr(ustatistic, "mixed_groups", lambda rewards: torch.ones(len(rewards), dtype=torch.bool))
     assert verdict("mixed-group-selection") is Verdict.BROKEN
 
 

@@ -12,8 +12,7 @@ import pytest
 
 from scoregram import __version__, cli
 from scoregram.advantages import ESTIMATORS
-from scoregram.theory.claims import show
-from scoregram.theory.claims.ledger import Claim, Finding, Verdict, as_printed
+from scoregram.studies.ledger import Claim, Finding, Verdict, as_printed
 from scoregram.theory.lab.comparison import EXTRA_CREDITS
 from scoregram.theory.lab.worlds import WORLDS
 
@@ -39,8 +38,10 @@ def ledger_of(monkeypatch):
     """Puts other claims into the ledger."""
 
     def put(*findings: Finding) -> None:
-        claims = [Claim(f"claim-{i}", "here", f"Statement {i}.", lambda f=f: f) for i, f in enumerate(findings)]
-        monkeypatch.setattr(show, "CLAIMS", tuple(claims))
+        claims = [
+            Claim(f"claim-{i}", "here", f"Statement {i}.", lambda f=f: f, "paper") for i, f in enumerate(findings)
+        ]
+        monkeypatch.setattr("scoregram.studies.grpo_rank.claims.CLAIMS", tuple(claims))
 
     return put
 

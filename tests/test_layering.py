@@ -20,9 +20,9 @@ FLOORS = (
     {"theory", "gram", "policy", "bootstrap"},
     {"reading"},
     {"training", "advice"},
-    {"replication", "integrations"},
+    {"integrations"},
     {"report"},
-    {"bench", "replicate"},
+    {"bench", "studies"},
     {"cli"},
 )
 """Rooms from the ground up. A room may import itself and every floor below it, never its neighbours."""
@@ -75,6 +75,23 @@ def test_every_room_has_a_floor():
 
 def test_the_package_itself_imports_no_room():
     assert imported_modules(FILES["__init__"].read_text()) == {"scoregram.lazy"}
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("studies/")])
+def test_nothing_but_a_command_imports_a_study(name):
+    source = FILES[name].read_text()
+    studies = {module for module in imported_modules(source) if module.split(".")[1] == "studies"}
+    at_the_top = {
+        node.module for node in ast.parse(source).body if isinstance(node, ast.ImportFrom) and node.module in studies
+    }
+    assert studies <= ({"scoregram.studies"} if name == "cli" else set()) and at_the_top == set()
+
+
+def test_what_studies_share_knows_no_study():
+    studies = {path.parent.name for path in PACKAGE.glob("studies/*/__init__.py")}
+    shared = [name for name in FILES if name.startswith("studies/") and name.count("/") == 1]
+    imported = set().union(*(imported_modules(FILES[name].read_text()) for name in shared))
+    assert studies and not {module for module in imported if studies & set(module.split("."))}
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -2,15 +2,15 @@
 
 import pytest
 
-from scoregram.theory.claims import CLAIMS
-from scoregram.theory.claims.ledger import (
+from scoregram.studies.grpo_rank.claims import CLAIMS
+from scoregram.studies.ledger import (
     Claim,
     Verdict,
     as_printed,
-    between,
+    check_claims,
     corrected,
+    extremes,
     refuted,
-    run,
     to_be_measured,
     unsupported,
 )
@@ -26,10 +26,10 @@ def test_a_check_that_raises_has_failed_and_the_others_still_run():
         raise ZeroDivisionError("nothing to divide by")
 
     claims = [
-        Claim("broken", "here", "Raises.", divides_by_zero),
-        Claim("sound", "there", "Holds.", lambda: as_printed(True, {"number": 1})),
+        Claim("broken", "here", "Raises.", divides_by_zero, "paper"),
+        Claim("sound", "there", "Holds.", lambda: as_printed(True, {"number": 1}), "paper"),
     ]
-    broken, sound = run(claims)
+    broken, sound = check_claims(claims)
     assert broken.finding.verdict is Verdict.BROKEN
     assert broken.finding.evidence == {"error": "ZeroDivisionError: nothing to divide by"}
     assert sound.finding.verdict is Verdict.HOLDS
@@ -40,7 +40,7 @@ def test_an_interrupt_is_not_a_finding():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        list(run([Claim("endless", "here", "Takes too long.", interrupted)]))
+        list(check_claims([Claim("endless", "here", "Takes too long.", interrupted, "paper")]))
 
 
 @pytest.mark.parametrize("printed", [True, False])
@@ -62,4 +62,4 @@ def test_what_cannot_be_decided_needs_its_facts(truth):
 
 
 def test_between_is_the_least_and_the_largest():
-    assert between("gap", [0.5, -1.0, 0.25]) == {"gap, least": -1.0, "gap, largest": 0.5}
+    assert extremes("gap", [0.5, -1.0, 0.25]) == {"gap, least": -1.0, "gap, largest": 0.5}

@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from rich.console import Console
-from scoregram.training.readings import over_groups, reward_reading, step_reading, whole_reading
 
 from scoregram import cli
 from scoregram.advantages import leave_one_out, mean_centered

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from scoregram.replication.learning import over_seeds
-from scoregram.replication.reasons import share_explained, spearman
+from scoregram.studies.grpo_rank.cause_exhibits import share_explained, spearman
+from scoregram.studies.grpo_rank.learning_exhibits import over_seeds
 
 
 def test_a_share_is_one_for_an_exact_prediction_up_to_a_factor():

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from scoregram.replication.differences import RTOL, differences
+from scoregram.studies.verification import RTOL, recorded_differences
 
 
 def table(*rows: list[Any], columns: tuple[str, ...] = ("R", "rank")) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def table(*rows: list[Any], columns: tuple[str, ...] = ("R", "rank")) -> dict[st
     ],
 )
 def test_differences_are_named_and_rounding_is_not_one(recorded, recomputed, said):
-    found = differences(recorded, recomputed, "exhibit")
+    found = recorded_differences(recorded, recomputed, "exhibit")
     assert len(found) == len(said), found
     for sentence, part in zip(found, said, strict=True):
         assert part.replace("..., ", "... recorded, ") in sentence

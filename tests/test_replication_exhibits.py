@@ -14,28 +14,6 @@ import torch
 
 from scoregram.bootstrap import ratio_of_means
 from scoregram.exhibits import Exhibit, Figure, Table, from_plain, to_plain
-from scoregram.replication.evidence import exhibits_of
-from scoregram.replication.learning import (
-    by_estimator,
-    figure_3,
-    figure_dead,
-    methods_table,
-    other_advantages,
-)
-from scoregram.replication.noise import Noise, best_size, group_size_table, pooled_noise, variance_table
-from scoregram.replication.readings import Evidence, read_evidence
-from scoregram.replication.reasons import (
-    LADDER,
-    accounting,
-    at_fixed_right,
-    conditions,
-    spans_of,
-    spearman,
-)
-from scoregram.replication.spectra import by_layer, by_right, by_temperature, figure_1, mean_of, possible, table_1
-from scoregram.replication.turns import credit_table, offsets_table
-from scoregram.replication.unrelated import unrelated_groups
-from scoregram.replication.verdicts import judge
 from scoregram.runs import GroupRecord
 from scoregram.spectra import (
     SpectrumSummary,
@@ -54,6 +32,39 @@ from scoregram.statistics import (
     optimal_group_size,
     vanilla_mse,
 )
+from scoregram.studies.grpo_rank.cause_exhibits import (
+    NULL_LADDER,
+    accounting,
+    at_fixed_right,
+    conditions,
+    spans_of,
+    spearman,
+)
+from scoregram.studies.grpo_rank.evidence import exhibits_of, turn_credit_table, turn_offset_table
+from scoregram.studies.grpo_rank.learning_exhibits import (
+    NoiseSamples,
+    best_size,
+    by_estimator,
+    figure_3,
+    figure_dead,
+    group_size_table,
+    methods_table,
+    other_advantages,
+    pooled_noise,
+    variance_table,
+)
+from scoregram.studies.grpo_rank.rank_exhibits import (
+    by_layer,
+    by_right,
+    by_temperature,
+    feasible_ranks,
+    figure_1,
+    mean_of,
+    table_1,
+    unrelated_groups,
+)
+from scoregram.studies.grpo_rank.readings import Evidence, read_evidence
+from scoregram.studies.grpo_rank.verdicts import judge_claims
 from tests.replication_cases import draw_batch, draw_group, stream, toy_evidence, write_trial
 
 CLOSE: dict[str, Any] = {"rel": 1e-9, "abs": 1e-12}
@@ -86,7 +97,7 @@ def survives(made: tuple[Exhibit, ...]) -> list[Any]:
     plain = to_plain(made)
     assert json.loads(json.dumps(plain, allow_nan=False)) == plain
     assert to_plain(from_plain(plain)) == plain
-    verdicts = judge(made, seeds=(0,), model="m", task="t")
+    verdicts = judge_claims(made, seeds=(0,), model="m", task="t")
     json.dumps(verdicts, allow_nan=False)
     return verdicts
 
@@ -126,11 +137,11 @@ def test_possible_is_the_mean_of_the_feasible_intervals(evidence):
     for size in evidence.sizes:
         live = evidence.live(size=size)
         ends = [feasible_interval("effective_rank", r.top, size) for r in live]
-        least, most = possible(live, size)
+        least, most = feasible_ranks(live, size)
         assert least == pytest.approx(fmean(end.low for end in ends), **CLOSE)
         assert most == pytest.approx(fmean(end.high for end in ends), **CLOSE)
         assert least - 1e-6 <= mean_of(live, lambda r: r.rank).value <= most + 1e-6
-    assert all(map(math.isnan, possible([], 4)))
+    assert all(map(math.isnan, feasible_ranks([], 4)))
 
 
 def test_by_right_stands_beside_the_closed_form(exhibits, evidence):
@@ -159,7 +170,7 @@ def test_other_rewards_than_right_or_wrong_are_not_sorted_by_right(tmp_path):
 def test_the_factors_take_the_group_size_to_the_rank(exhibits, evidence):
     table = exhibits["accounting"]
     names = [name for name in table.columns if name.startswith("× ")]  # type: ignore[union-attr]
-    assert len(names) == len(LADDER)
+    assert len(names) == len(NULL_LADDER)
     for row, size in enumerate(evidence.sizes):
         product = size * math.prod(cells(table, name)[row] for name in names)
         ranks = [r.rank for r in evidence.live(size=size)]
@@ -214,7 +225,7 @@ def test_group_size_and_variance_follow_from_the_whole_batches(exhibits, evidenc
 
 def test_a_reward_independent_of_the_scores_has_the_share_of_its_null():
     """Many batches of random scores, rewards drawn apart from them: oracle over leave-one-out is (R-1)/R."""
-    noise = Noise()
+    noise = NoiseSamples()
     for seed in range(60):
         rewards = torch.rand(40, 4, generator=stream(seed)).gt(0.5).double()
         scores = torch.randn(160, 50, generator=stream(1000 + seed)).double()
@@ -226,10 +237,10 @@ def test_a_reward_independent_of_the_scores_has_the_share_of_its_null():
 
 
 def test_the_best_size_is_open_above_where_prompts_do_not_differ():
-    assert best_size(Noise([1.0, 1.0], [4.0, 4.0])).value == 3.0
-    found = best_size(Noise([1.0, 1.0, 1.0, 1.0, -30.0], [4.0] * 5))
+    assert best_size(NoiseSamples([1.0, 1.0], [4.0, 4.0])).value == 3.0
+    found = best_size(NoiseSamples([1.0, 1.0, 1.0, 1.0, -30.0], [4.0] * 5))
     assert math.isinf(found.value) and found.low == 3.0 and math.isinf(found.high)
-    assert math.isnan(best_size(Noise([-1.0], [-1.0])).value) and math.isnan(best_size(Noise()).value)
+    assert math.isnan(best_size(NoiseSamples([-1.0], [-1.0])).value) and math.isnan(best_size(NoiseSamples()).value)
 
 
 def test_probes_stand_in_for_batches_that_a_run_does_not_store(tmp_path):
@@ -365,7 +376,7 @@ def test_halves_are_compared_at_the_same_number_of_right_rollouts(tmp_path):
 
 
 def test_turns_are_exact_and_free_of_rounding():
-    offsets, credit = offsets_table(), credit_table()
+    offsets, credit = turn_offset_table(), turn_credit_table()
     assert set(cells(offsets, "mean offset")) == {0.0}
     spread = cells(offsets, "standard deviation")
     assert spread[0] == 0.0 and spread == sorted(spread)

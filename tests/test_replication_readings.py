@@ -12,17 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from scoregram.checks import ScoregramError
-from scoregram.replication.presets import METHOD
-from scoregram.replication.readings import (
-    SHUFFLES,
-    Trial,
-    equal_cosine_gram,
-    has_spectrum,
-    read_evidence,
-    readings_of,
-    two_kinds_gram,
-)
-from scoregram.replication.unrelated import DRAWS, stand_ins, unrelated_groups
 from scoregram.runs import GroupRecord, Run
 from scoregram.spectra import (
     MEASURED_RTOL,
@@ -32,6 +21,17 @@ from scoregram.spectra import (
     spectrum_summary,
     spectrum_with_nulls,
 )
+from scoregram.studies.grpo_rank.presets import PAPER_METHOD
+from scoregram.studies.grpo_rank.rank_exhibits import UNRELATED_DRAWS, matching_rollouts, unrelated_groups
+from scoregram.studies.grpo_rank.readings import (
+    SHUFFLES,
+    Trial,
+    equal_cosine_gram,
+    has_spectrum,
+    read_evidence,
+    readings_of,
+    two_kinds_gram,
+)
 from tests.replication_cases import draw_batch, draw_group, stream, write_trial
 from tests.run_cases import write
 
@@ -39,8 +39,8 @@ CLOSE: dict[str, Any] = {"rel": 1e-7, "abs": 1e-9}
 """A singular value whose square is rounding is half as exact as the rest."""
 
 
-def trial(size: int, method: str = METHOD) -> Trial:
-    """A trial whose run nobody reads."""
+def trial(size: int, method: str = PAPER_METHOD) -> Trial:
+    """A trial with an empty run, which the test does not read."""
     return Trial(f"R{size}", size, 0, method, Run(Path(), {}, {}, (), ()))
 
 
@@ -226,7 +226,7 @@ def test_stand_ins_have_the_same_rewards_and_as_many_prompts_as_can_be(prompts, 
     prompt_of = torch.arange(prompts).repeat_interleave(size)
     for start in range(0, prompts * size, size):
         rewards = batch.rewards[start : start + size]
-        places = stand_ins(rewards, batch.rewards, prompt_of, stream(seed + 1))
+        places = matching_rollouts(rewards, batch.rewards, prompt_of, stream(seed + 1))
         assert batch.rewards[places].tolist() == rewards.tolist()
         assert len(set(places.tolist())) == size
         wanted = most_prompts(rewards.tolist(), batch.rewards.tolist(), prompt_of.tolist())
@@ -237,7 +237,7 @@ def test_scarce_prompts_are_kept_for_whom_they_alone_can_serve():
     """Prompt 0 alone holds a wrong rollout; a right one may stand anywhere."""
     batch = draw_batch(1, 2, 2, stream(0), rewards=torch.tensor([1.0, 0.0, 1.0, 1.0]).double())
     for seed in range(20):
-        places = stand_ins(batch.rewards[:2], batch.rewards, torch.tensor([0, 0, 1, 1]), stream(seed))
+        places = matching_rollouts(batch.rewards[:2], batch.rewards, torch.tensor([0, 0, 1, 1]), stream(seed))
         assert prompts_of(batch, places) == [1, 0]
 
 
@@ -245,12 +245,14 @@ def test_unrelated_groups_are_blocks_of_the_batch_and_the_same_every_time():
     batch = draw_batch(3, 6, 4, stream(5))
     first, second = (unrelated_groups(batch, seed=1) for _ in range(2))
     live = [r for r in batch.rewards.view(6, 4) if r.max() > r.min()]
-    assert len(first) == DRAWS * len(live) > 0
+    assert len(first) == UNRELATED_DRAWS * len(live) > 0
     for (gram, advantages), (again, others) in zip(first, second, strict=True):
         torch.testing.assert_close(gram, again, rtol=0, atol=0)
         torch.testing.assert_close(advantages, others, rtol=0, atol=0)
         assert set(gram.diagonal().tolist()) <= set(batch.gram.diagonal().tolist())
-    expected = [advantages for rewards in live for advantages in [(rewards - rewards.mean()).tolist()] * DRAWS]
+    expected = [
+        advantages for rewards in live for advantages in [(rewards - rewards.mean()).tolist()] * UNRELATED_DRAWS
+    ]
     assert [advantages.tolist() for _, advantages in first] == expected
     other = unrelated_groups(batch, seed=2)
     assert any(not torch.equal(a, b) for (a, _), (b, _) in zip(first, other, strict=True))

@@ -14,18 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scoregram.checks import ScoregramError
-from scoregram.replication import signing
-from scoregram.replication.record import (
+from scoregram.runs import file_hashes
+from scoregram.studies import record as records
+from scoregram.studies.record import (
     canonical,
     data_files,
-    digest,
-    letters,
-    number,
-    parse,
+    hash_letters,
+    parse_strict_json,
     read_list,
-    short_number,
+    record_number,
+    sha256_hex,
+    short_record_number,
 )
-from scoregram.runs import file_hashes
 from tests.replication_cases import PAPER, put_record, recompute, replication, write_parts
 from tests.run_cases import ENVIRONMENT
 
@@ -50,7 +50,7 @@ def reversed_keys(value):
 def test_a_value_has_one_text_and_the_text_gives_it_back(value):
     text = canonical(value)
     assert canonical(reversed_keys(value)) == text
-    assert canonical(parse(text, "it")) == text
+    assert canonical(parse_strict_json(text, "it")) == text
     assert json.loads(text) == value
     assert canonical([text.decode()]) != text
 
@@ -82,7 +82,7 @@ def test_what_json_cannot_hold_is_refused_where_it_stands(value, where):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (b'{"a": 1, "b": {"c": 1, "c": 1}}', "'c' stands there twice"),
+        (b'{"a": 1, "b": {"c": 1, "c": 1}}', "'c' appears twice"),
         (b'{"a": NaN}', "NaN is not JSON"),
         (b'{"a": -Infinity}', "-Infinity is not JSON"),
         (b'{"a": 1e999}', "inf"),
@@ -98,23 +98,23 @@ def test_what_json_cannot_hold_is_refused_where_it_stands(value, where):
 )
 def test_json_that_can_be_read_in_two_ways_is_refused(text, said):
     with pytest.raises(ScoregramError, match=f"must be strict JSON.*{said}"):
-        parse(text, "it")
+        parse_strict_json(text, "it")
 
 
 def test_the_digest_is_sha256():
-    assert digest(b"abc") == hashlib.sha256(b"abc").hexdigest()
+    assert sha256_hex(b"abc") == hashlib.sha256(b"abc").hexdigest()
 
 
 def test_the_number_is_made_as_that_of_the_record_on_the_paper():
     """`pith:2026:…` and `pith:…` of arXiv:2606.29238, which have another prefix."""
     sha256 = "c10116930ee983efd2be3084939c01202fd5e7de134b1b7a1179abfdc94121ff"
-    assert number(sha256, 2026) == "scoregram:2026:YEARNEYO5GB67UV6GCCJHHABEA"
-    assert short_number(sha256) == "scoregram:YEARNEYO"
+    assert record_number(sha256, 2026) == "scoregram:2026:YEARNEYO5GB67UV6GCCJHHABEA"
+    assert short_record_number(sha256) == "scoregram:YEARNEYO"
 
 
 @given(st.binary(min_size=32, max_size=32))
 def test_the_letters_stand_for_128_bits_of_the_hash(sha256):
-    text = letters(sha256.hex())
+    text = hash_letters(sha256.hex())
     assert len(text) == 26
     assert base64.b32decode(text + "======") == sha256[:16]
 
@@ -192,7 +192,7 @@ def test_links_that_could_hide_files_are_refused(tmp_path):
 def test_equal_replications_have_equal_records(tmp_path):
     pytest.importorskip("cryptography")
     key = tmp_path / "key.pem"
-    signing.new_key(key)
+    records.new_key(key)
     a, b = (replication(tmp_path / name, key_file=key) for name in "ab")
     assert a.read_bytes() == b.read_bytes()
 
@@ -244,27 +244,27 @@ def test_lists_are_read_as_written(tmp_path):
 
 def test_a_new_key_is_its_owners_alone(tmp_path):
     pytest.importorskip("cryptography")
-    public = signing.new_key(tmp_path / "key.pem")
+    public = records.new_key(tmp_path / "key.pem")
     assert stat.S_IMODE((tmp_path / "key.pem").stat().st_mode) == 0o600
-    assert signing.public_key(tmp_path / "key.pem") == public
+    assert records.public_key(tmp_path / "key.pem") == public
     assert len(base64.b64decode(public)) == 32
     kept = (tmp_path / "key.pem").read_bytes()
     with pytest.raises(ScoregramError, match="must be new"):
-        signing.new_key(tmp_path / "key.pem")
+        records.new_key(tmp_path / "key.pem")
     assert (tmp_path / "key.pem").read_bytes() == kept
     with pytest.raises(ScoregramError, match="must be writable"):
-        signing.new_key(tmp_path / "no" / "key.pem")
+        records.new_key(tmp_path / "no" / "key.pem")
 
 
 def test_a_signature_is_of_one_message_and_by_one_key(tmp_path):
     pytest.importorskip("cryptography")
     for name in "ab":
-        signing.new_key(tmp_path / name)
-    by_a, by_b = (signing.sign(b"message", tmp_path / name) for name in "ab")
-    assert not signing.faults(by_a) and signing.is_valid(by_a, b"message")
-    assert not signing.is_valid(by_a, b"messagf")
-    assert not signing.is_valid(by_a | {"public_key": by_b["public_key"]}, b"message")
-    assert not signing.is_valid(by_a | {"signature": by_b["signature"]}, b"message")
+        records.new_key(tmp_path / name)
+    by_a, by_b = (records.sign(b"message", tmp_path / name) for name in "ab")
+    assert not records.signature_faults(by_a) and records.is_valid_signature(by_a, b"message")
+    assert not records.is_valid_signature(by_a, b"messagf")
+    assert not records.is_valid_signature(by_a | {"public_key": by_b["public_key"]}, b"message")
+    assert not records.is_valid_signature(by_a | {"signature": by_b["signature"]}, b"message")
 
 
 @pytest.mark.skipif(which("openssl") is None, reason="needs openssl")
@@ -276,7 +276,7 @@ def test_keys_and_signatures_are_those_of_openssl(tmp_path):
 
     openssl("genpkey", "-algorithm", "ed25519", "-out", "key.pem")
     openssl("pkey", "-in", "key.pem", "-pubout", "-out", "public.pem")
-    signature = signing.sign(b"message", tmp_path / "key.pem")
+    signature = records.sign(b"message", tmp_path / "key.pem")
     (tmp_path / "message").write_bytes(b"message")
     (tmp_path / "signature").write_bytes(base64.b64decode(signature["signature"]))
     openssl("pkeyutl", "-verify", "-pubin", "-inkey", "public.pem", "-rawin", "-in", "message", "-sigfile", "signature")
@@ -290,15 +290,15 @@ def test_keys_and_signatures_are_those_of_openssl(tmp_path):
         ("nothing", "must be readable"),
     ):
         with pytest.raises(ScoregramError, match=said):
-            signing.sign(b"message", tmp_path / name)
+            records.sign(b"message", tmp_path / name)
 
 
 def test_without_the_package_signing_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr(signing, "can_verify", lambda: False)
+    monkeypatch.setattr(records, "can_verify", lambda: False)
     for call in (
-        lambda: signing.new_key(tmp_path / "key.pem"),
-        lambda: signing.sign(b"", tmp_path / "key.pem"),
-        lambda: signing.is_valid({}, b""),
+        lambda: records.new_key(tmp_path / "key.pem"),
+        lambda: records.sign(b"", tmp_path / "key.pem"),
+        lambda: records.is_valid_signature({}, b""),
     ):
         with pytest.raises(ScoregramError, match=r"pip install 'scoregram\[sign\]'"):
             call()

@@ -15,21 +15,20 @@ from rich.console import Console
 
 from scoregram.checks import ScoregramError
 from scoregram.exhibits import from_plain, to_plain
-from scoregram.replicate import replicate
-from scoregram.replication.evidence import SECTIONS, lead, recompute, write_evidence
-from scoregram.replication.presets import PRESETS, START, Preset, plan, read_setting, start_of, write_setting
-from scoregram.replication.readings import read_evidence
-from scoregram.replication.record import write_record
-from scoregram.replication.running import attempt, in_processes, run_all, steps_done
-from scoregram.replication.verification import EXHIBITS_FOLLOW, FILES, VERDICTS_FOLLOW, verify
-from scoregram.report import write_report
 from scoregram.runs import GroupRecord, open_run
 from scoregram.runs.disk import METRICS, parts
 from scoregram.runs.records import groups_to_table, read_part, table_to_bytes, table_to_groups
+from scoregram.studies.grpo_rank.evidence import SECTIONS, headline, recompute, write_evidence, write_replication_report
+from scoregram.studies.grpo_rank.presets import PRESETS, START, Preset, plan, read_setting, start_of, write_setting
+from scoregram.studies.grpo_rank.readings import read_evidence
+from scoregram.studies.grpo_rank.replication import replicate, run_all, run_in_processes, run_one, steps_done
+from scoregram.studies.record import write_record
+from scoregram.studies.verification import EXHIBITS_CHECK, FILES_CHECK, VERDICTS_CHECK, verify
 from scoregram.training.loop import Trained
 from tests.run_cases import ENVIRONMENT
 from tests.training_cases import JUDGE, save_policy, without_times
 
+REPLICATION = "scoregram.studies.grpo_rank.replication"
 SEEDS = 2
 QUIET = Console(file=StringIO())
 
@@ -64,7 +63,7 @@ def made(mini, tmp_path_factory) -> Path:
     assert run_all(mini, folder, seeds=SEEDS, device="cpu", console=QUIET)
     write_evidence(folder)
     put_record(folder)
-    write_report(folder)
+    write_replication_report(folder)
     return folder
 
 
@@ -148,7 +147,7 @@ def test_the_record_verifies_with_everything_computed_anew_to_the_same_text(made
 
 def test_the_report_has_the_sections_and_the_verdict(made):
     text = (made / "report.html").read_text(encoding="utf-8")
-    assert lead(json.loads((made / "verdicts.json").read_bytes())["verdicts"]).split("”")[1] in text
+    assert headline(json.loads((made / "verdicts.json").read_bytes())["verdicts"]).split("”")[1] in text
     assert all(title in text for title, _, _ in SECTIONS if "'" not in title)
     assert "a random policy, seconds" in text
 
@@ -167,8 +166,8 @@ def test_evidence_holds_what_was_asked_for(made, mini):
 
 
 def test_what_is_complete_is_not_trained_again(made, mini, monkeypatch):
-    monkeypatch.setattr("scoregram.replication.running.attempt", lambda config: pytest.fail(f"trained {config.out}"))
-    monkeypatch.setattr("scoregram.replication.running.prepared", lambda *_, **__: pytest.fail("made a start"))
+    monkeypatch.setattr(f"{REPLICATION}.run_one", lambda config: pytest.fail(f"trained {config.out}"))
+    monkeypatch.setattr(f"{REPLICATION}.prepare_start", lambda *_, **__: pytest.fail("made a start"))
     assert run_all(mini, made, seeds=SEEDS, device="cpu", console=QUIET)
 
 
@@ -181,9 +180,9 @@ def test_what_was_cut_short_is_done_again_to_the_same_numbers(made, folder, mini
 
     def counted(config) -> Trained:
         trained.append(config.out.name)
-        return attempt(config)
+        return run_one(config)
 
-    monkeypatch.setattr("scoregram.replication.running.attempt", counted)
+    monkeypatch.setattr(f"{REPLICATION}.run_one", counted)
     assert run_all(mini, folder, seeds=SEEDS, device="cpu", console=QUIET)
     assert trained == ["R2-seed0", "R4-seed1"]
     for name in trained:
@@ -214,13 +213,13 @@ def test_a_stopped_run_stops_the_replication(folder, mini, monkeypatch):
         asked.append(config.out.name)
         return Trained(config.out, 1, interrupted=True)
 
-    monkeypatch.setattr("scoregram.replication.running.attempt", stopped)
+    monkeypatch.setattr(f"{REPLICATION}.run_one", stopped)
     assert not run_all(mini, folder, seeds=SEEDS, device="cpu", console=QUIET)
     assert asked == ["R2-seed0"]
-    monkeypatch.setattr("scoregram.replicate.PRESETS", {"mini": mini})
+    monkeypatch.setattr(f"{REPLICATION}.PRESETS", {"mini": mini})
     out = StringIO()
     assert replicate("mini", folder, device="cpu", console=Console(file=out)) == 130
-    assert "Stopped. The same command goes on where it was" in out.getvalue()
+    assert "Stopped. The same command continues from here" in out.getvalue()
 
 
 def test_a_stop_between_processes_leaves_the_rest_undone(mini, tmp_path, monkeypatch):
@@ -246,9 +245,9 @@ def test_a_stop_between_processes_leaves_the_rest_undone(mini, tmp_path, monkeyp
         def shutdown(self, *, cancel_futures: bool) -> None:
             self.cancelled = cancel_futures
 
-    monkeypatch.setattr("scoregram.replication.running.ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(f"{REPLICATION}.ProcessPoolExecutor", Pool)
     planned = plan(mini, tmp_path, seeds=1, device="cpu")
-    assert not in_processes(planned, 2)
+    assert not run_in_processes(planned, 2)
     assert len(futures) == 3
 
 
@@ -289,12 +288,14 @@ def test_a_changed_gram_does_not_give_the_same_exhibits(folder):
     assert gram is not None
     groups[place] = replace(groups[place], gram=gram + torch.diag(gram.diagonal() * torch.tensor([1.0, 0, 0, 0])))
     path.write_bytes(table_to_bytes(groups_to_table(groups)))
-    failed = {check.name: check.says for check in verify(folder).checks if check.state == "failed"}
-    assert f"runs/R4-seed0/groups/{path.name} was changed" in failed[FILES]
+    failed = {check.name: check.sentences for check in verify(folder).checks if check.state == "failed"}
+    assert f"runs/R4-seed0/groups/{path.name} was changed" in failed[FILES_CHECK]
     put_record(folder)  # now every hash agrees again
-    failed = {check.name: check.says for check in verify(folder, recompute=recompute).checks if check.state == "failed"}
-    assert FILES not in failed and failed.keys() <= {EXHIBITS_FOLLOW, VERDICTS_FOLLOW}
-    said = failed[EXHIBITS_FOLLOW]
+    failed = {
+        check.name: check.sentences for check in verify(folder, recompute=recompute).checks if check.state == "failed"
+    }
+    assert FILES_CHECK not in failed and failed.keys() <= {EXHIBITS_CHECK, VERDICTS_CHECK}
+    said = failed[EXHIBITS_CHECK]
     assert any(text.startswith('table "table-1", row 2 (R = 4), column "effective rank"') for text in said)
     assert not any("(R = 2)" in text and "table-1" in text for text in said)
 
@@ -308,7 +309,7 @@ def _is_live(path: Path) -> bool:
 
 
 def test_the_command_prints_table_verdict_and_report(folder, mini, monkeypatch):
-    monkeypatch.setattr("scoregram.replicate.PRESETS", {"mini": mini})
+    monkeypatch.setattr(f"{REPLICATION}.PRESETS", {"mini": mini})
     out = StringIO()
     assert replicate("mini", folder, device="cpu", console=Console(file=out, width=120)) == 0
     text = out.getvalue()
@@ -317,7 +318,7 @@ def test_the_command_prints_table_verdict_and_report(folder, mini, monkeypatch):
     )
     assert all(word in text for word in ("paper", "~2", "0.7–0.8"))
     verdicts = json.loads((folder / "verdicts.json").read_bytes())["verdicts"]
-    assert lead(verdicts) in " ".join(text.split())
+    assert headline(verdicts) in " ".join(text.split())
     assert f"Report: {folder / 'report.html'}" in text
     assert all(f"{claim}: " in text for claim in ("fig-2", "fig-3", "sec-8-future-2", "sec-8-future-3"))
     assert verify(folder).passed

@@ -9,30 +9,28 @@ from typing import Any
 import pytest
 
 from scoregram.exhibits import Cell, Estimate, Table
-from scoregram.replication import noise, reasons, spectra
-from scoregram.replication.evidence import lead
-from scoregram.replication.readings import Evidence
-from scoregram.replication.verdicts import (
+from scoregram.studies.grpo_rank import ABOUT_TWO, PRINTED_TOP1, cause_exhibits, learning_exhibits, rank_exhibits
+from scoregram.studies.grpo_rank.claims import CLAIMS
+from scoregram.studies.grpo_rank.evidence import headline
+from scoregram.studies.grpo_rank.readings import Evidence
+from scoregram.studies.grpo_rank.verdicts import (
     HALF_DIGIT,
-    NEAR,
-    PRINTED_TOP,
-    Outcome,
     about_two,
-    both,
-    effective_rank,
-    falls_with_spread,
-    gradient_error,
-    judge,
-    larger_groups,
-    plain,
-    rank_at,
-    row_at,
-    saturation,
+    judge_claims,
+    judge_fall,
+    judge_gradient_error,
+    judge_larger_groups,
+    judge_rank,
+    judge_rank_at,
+    judge_row_at,
+    judge_saturation,
+    judge_top1_order,
+    plain_verdict,
     surely_above,
-    top_order,
     within,
+    worst_verdict,
 )
-from scoregram.theory.claims import CLAIMS
+from scoregram.studies.ledger import MeasuredVerdict as Outcome
 
 NAN = math.nan
 NONE = Evidence((), (), ())
@@ -54,27 +52,27 @@ def table_1(ranks: Mapping[Any, Estimate], *, null: float = FAR, **given: Any) -
     tops, top_nulls, nulls = given.get("tops", {}), given.get("top_nulls", {}), given.get("nulls", {})
     rows: list[dict[str, Cell]] = []
     for size, rank in ranks.items():
-        printed = sum(PRINTED_TOP.get(size, (0.5, 0.5))) / 2
+        printed = sum(PRINTED_TOP1.get(size, (0.5, 0.5))) / 2
         row: dict[str, Cell] = {"R": size, "effective rank": rank}
         row["top-1 fraction"] = tops.get(size, Estimate(printed, printed - 0.01, printed + 0.01))
         for name in ("orthogonal", "shuffled", "unrelated"):
             row[f"null: {name}"] = nulls.get(name, null)
             row[f"top-1 {name}"] = top_nulls.get(name, {}).get(size, 0.5)
         rows.append(row)
-    return table(spectra.table_1(NONE).columns, rows)
+    return table(rank_exhibits.table_1(NONE).columns, rows)
 
 
 @pytest.mark.parametrize(
     ("low", "high", "outcome"),
     [
-        (2 - NEAR, 2 + NEAR, Outcome.REPLICATED),
+        (2 - ABOUT_TWO, 2 + ABOUT_TWO, Outcome.REPLICATED),
         (1.9, 2.1, Outcome.REPLICATED),
-        (2 - NEAR - 0.01, 2.0, Outcome.UNDECIDED),
-        (2.0, 2 + NEAR + 0.01, Outcome.UNDECIDED),
+        (2 - ABOUT_TWO - 0.01, 2.0, Outcome.UNDECIDED),
+        (2.0, 2 + ABOUT_TWO + 0.01, Outcome.UNDECIDED),
         (1.0, 3.0, Outcome.UNDECIDED),
-        (2 + NEAR, 3.0, Outcome.UNDECIDED),
-        (2 + NEAR + 0.01, 3.0, Outcome.NOT),
-        (1.0, 2 - NEAR - 0.01, Outcome.NOT),
+        (2 + ABOUT_TWO, 3.0, Outcome.UNDECIDED),
+        (2 + ABOUT_TWO + 0.01, 3.0, Outcome.NOT),
+        (1.0, 2 - ABOUT_TWO - 0.01, Outcome.NOT),
         (NAN, NAN, Outcome.UNDECIDED),
     ],
 )
@@ -91,9 +89,15 @@ def test_without_an_interval_nothing_is_decided():
 
 
 def test_several_things_claimed_at_once_are_as_good_as_the_worst():
-    order = [Outcome.NOT, Outcome.NOT_MEASURED, Outcome.UNDECIDED, Outcome.AS_NULL, Outcome.REPLICATED]
+    order = [
+        Outcome.NOT,
+        Outcome.NOT_MEASURED,
+        Outcome.UNDECIDED,
+        Outcome.AS_NULL,
+        Outcome.REPLICATED,
+    ]
     for one, two in itertools.product(order, order):
-        assert both(one, two) is order[min(order.index(one), order.index(two))]
+        assert worst_verdict(one, two) is order[min(order.index(one), order.index(two))]
 
 
 @pytest.mark.parametrize("size", [4, 8, 16])
@@ -108,27 +112,27 @@ def test_several_things_claimed_at_once_are_as_good_as_the_worst():
     ],
 )
 def test_a_rank_near_two_counts_only_where_no_null_is_near_two(size, rank, near_null, far_null):
-    assert rank_at(table_1({size: rank}), size).verdict is far_null
+    assert judge_rank_at(table_1({size: rank}), size).verdict is far_null
     for name in ("orthogonal", "shuffled", "unrelated"):
-        for null in (2.0, 2 - NEAR, 2 + NEAR):
-            found = rank_at(table_1({size: rank}, nulls={name: null}), size)
+        for null in (2.0, 2 - ABOUT_TWO, 2 + ABOUT_TWO):
+            found = judge_rank_at(table_1({size: rank}, nulls={name: null}), size)
             assert found.verdict is near_null and found.details == {"nulls near 2": name}
-        beyond = table_1({size: rank}, nulls={name: 2 + NEAR + 0.01})
-        assert rank_at(beyond, size).verdict is far_null
-    assert rank_at(table_1({size: rank}, null=NAN), size).verdict is far_null
+        beyond = table_1({size: rank}, nulls={name: 2 + ABOUT_TWO + 0.01})
+        assert judge_rank_at(beyond, size).verdict is far_null
+    assert judge_rank_at(table_1({size: rank}, null=NAN), size).verdict is far_null
 
 
 def test_two_rows_never_say_more_than_the_null():
     for null in (1.0, 2.0, 4.0, NAN):
-        assert rank_at(table_1({2: INSIDE}, null=null), 2).verdict is Outcome.AS_NULL
-    assert rank_at(table_1({2: OUTSIDE}), 2).verdict is Outcome.NOT
-    assert "follows from the top-1 fraction" in rank_at(table_1({2: INSIDE}), 2).sentence
+        assert judge_rank_at(table_1({2: INSIDE}, null=null), 2).verdict is Outcome.AS_NULL
+    assert judge_rank_at(table_1({2: OUTSIDE}), 2).verdict is Outcome.NOT
+    assert "follows from the top-1 fraction" in judge_rank_at(table_1({2: INSIDE}), 2).sentence
 
 
-@pytest.mark.parametrize("size", sorted(PRINTED_TOP))
+@pytest.mark.parametrize("size", sorted(PRINTED_TOP1))
 def test_a_row_needs_its_top_fraction_too(size):
-    low, high = PRINTED_TOP[size]
-    base = rank_at(table_1({size: INSIDE}), size).verdict
+    low, high = PRINTED_TOP1[size]
+    base = judge_rank_at(table_1({size: INSIDE}), size).verdict
     cases = {
         (low - HALF_DIGIT, high + HALF_DIGIT): base,
         (low - HALF_DIGIT - 0.01, high): Outcome.UNDECIDED,
@@ -137,13 +141,13 @@ def test_a_row_needs_its_top_fraction_too(size):
     }
     for (start, end), outcome in cases.items():
         made = table_1({size: INSIDE}, tops={size: Estimate((start + end) / 2, start, end)})
-        assert row_at(made, size).verdict is outcome
-    assert row_at(table_1({size: OUTSIDE}), size).verdict is Outcome.NOT
-    assert row_at(table_1({size: INSIDE}), size).claim in {claim.id for claim in CLAIMS}
+        assert judge_row_at(made, size).verdict is outcome
+    assert judge_row_at(table_1({size: OUTSIDE}), size).verdict is Outcome.NOT
+    assert judge_row_at(table_1({size: INSIDE}), size).claim in {claim.id for claim in CLAIMS}
 
 
 def test_a_row_that_the_paper_has_not_is_judged_by_its_rank():
-    found = row_at(table_1({16: INSIDE}, tops={16: Estimate(0.9, 0.9, 0.9)}), 16)
+    found = judge_row_at(table_1({16: INSIDE}, tops={16: Estimate(0.9, 0.9, 0.9)}), 16)
     assert (found.claim, found.verdict) == ("table-1-r16", Outcome.REPLICATED)
 
 
@@ -162,24 +166,24 @@ def expected_headline(outcomes: list[Outcome]) -> Outcome:
 def test_the_headline_is_judged_at_every_size(null):
     for ranks in itertools.product((INSIDE, OUTSIDE, OPEN, ONCE, UNKNOWN), repeat=3):
         made = table_1(dict(zip((2, 4, 8), ranks, strict=True)), null=null)
-        outcomes = [rank_at(made, size).verdict for size in (2, 4, 8)]
-        assert effective_rank(made).verdict is expected_headline(outcomes)
+        outcomes = [judge_rank_at(made, size).verdict for size in (2, 4, 8)]
+        assert judge_rank(made).verdict is expected_headline(outcomes)
         with_larger = table_1(dict(zip((2, 4, 8, 16), (*ranks, OUTSIDE), strict=True)), null=null)
-        assert effective_rank(with_larger).verdict is expected_headline(outcomes)
+        assert judge_rank(with_larger).verdict is expected_headline(outcomes)
 
 
 @pytest.mark.parametrize("missing", [{2}, {4}, {8}, {2, 4}, {4, 8}, {2, 8}])
 def test_a_missing_size_leaves_the_headline_open_unless_another_refutes_it(missing):
     sizes = {2, 4, 8} - missing
-    found = effective_rank(table_1(dict.fromkeys(sorted(sizes), INSIDE)))
+    found = judge_rank(table_1(dict.fromkeys(sorted(sizes), INSIDE)))
     assert found.verdict is Outcome.UNDECIDED
     assert {found.details[f"R = {size}"] for size in missing} == {"not measured"}
-    assert effective_rank(table_1(dict.fromkeys(sorted(sizes), OUTSIDE))).verdict is Outcome.NOT
+    assert judge_rank(table_1(dict.fromkeys(sorted(sizes), OUTSIDE))).verdict is Outcome.NOT
 
 
 def test_without_any_size_of_the_paper_nothing_was_measured():
     for ranks in ({}, {16: INSIDE}):
-        assert effective_rank(table_1(ranks)).verdict is Outcome.NOT_MEASURED
+        assert judge_rank(table_1(ranks)).verdict is Outcome.NOT_MEASURED
 
 
 def spread(value: float, half: float = 0.01) -> Estimate:
@@ -196,55 +200,55 @@ def test_fig_2_needs_the_order_and_a_null_without_it():
         tops = {size: spread(height) for size, height in zip((2, 4, 8), heights, strict=True)}
         holds, fails = four > two > eight, two > four or eight > two or eight > four
         outcome = Outcome.REPLICATED if holds else Outcome.NOT if fails else Outcome.UNDECIDED
-        assert top_order(table_1(ranks, tops=tops)).verdict is outcome
+        assert judge_top1_order(table_1(ranks, tops=tops)).verdict is outcome
         wide = {size: spread(height, 0.06) for size, height in zip((2, 4, 8), heights, strict=True)}
-        found = top_order(table_1(ranks, tops=wide)).verdict
+        found = judge_top1_order(table_1(ranks, tops=wide)).verdict
         assert found is not Outcome.REPLICATED  # neighbours overlap
         for name in ("orthogonal", "shuffled", "unrelated"):
             ordered = table_1(ranks, tops=tops, top_nulls={name: {2: 0.6, 4: 0.7, 8: 0.5}})
-            judged = top_order(ordered)
+            judged = judge_top1_order(ordered)
             assert judged.verdict is (Outcome.AS_NULL if holds else outcome)
             assert judged.details == {"nulls in that order": name}
             other = table_1(ranks, tops=tops, top_nulls={name: {2: 0.7, 4: 0.6, 8: 0.5}})
-            assert top_order(other).verdict is outcome
+            assert judge_top1_order(other).verdict is outcome
 
 
 def test_fig_2_needs_all_three_sizes():
     for sizes in ((2, 4), (4, 8), (2, 8, 16), ()):
-        assert top_order(table_1(dict.fromkeys(sizes, INSIDE))).verdict is Outcome.NOT_MEASURED
+        assert judge_top1_order(table_1(dict.fromkeys(sizes, INSIDE))).verdict is Outcome.NOT_MEASURED
     undefined = table_1(dict.fromkeys((2, 4, 8), INSIDE), tops={4: UNKNOWN})
-    assert top_order(undefined).verdict is Outcome.NOT_MEASURED
+    assert judge_top1_order(undefined).verdict is Outcome.NOT_MEASURED
     no_null = dict.fromkeys((2, 4, 8), NAN)
-    found = top_order(table_1(dict.fromkeys((2, 4, 8), INSIDE), top_nulls={"orthogonal": no_null}))
+    found = judge_top1_order(table_1(dict.fromkeys((2, 4, 8), INSIDE), top_nulls={"orthogonal": no_null}))
     assert found.effect.null is None
-    json.dumps(plain(found), allow_nan=False)
+    json.dumps(plain_verdict(found), allow_nan=False)
 
 
 def accuracy_table(ends: dict[int, Estimate]) -> Table:
     rows: list[dict[str, Cell]] = [{"R": size, "final accuracy": end} for size, end in ends.items()]
-    return table(noise.group_size_table(NONE).columns, rows)
+    return table(learning_exhibits.group_size_table(NONE).columns, rows)
 
 
 def test_fig_3_needs_the_largest_surely_above_and_nothing_the_other_way_round():
     for heights in itertools.product(HEIGHTS, repeat=3):
         two, four, eight = heights
-        found = larger_groups(accuracy_table({s: spread(h) for s, h in zip((2, 4, 8), heights, strict=True)}))
+        found = judge_larger_groups(accuracy_table({s: spread(h) for s, h in zip((2, 4, 8), heights, strict=True)}))
         refuted = two > four or four > eight or two > eight
         outcome = Outcome.NOT if refuted else Outcome.REPLICATED if eight > two else Outcome.UNDECIDED
         assert found.verdict is outcome
         assert found.effect.value == pytest.approx(eight - two)
         assert found.effect.low == pytest.approx(eight - two - 0.02)
         wide = accuracy_table({s: spread(h, 0.2) for s, h in zip((2, 4, 8), heights, strict=True)})
-        assert larger_groups(wide).verdict is Outcome.UNDECIDED
+        assert judge_larger_groups(wide).verdict is Outcome.UNDECIDED
 
 
 def test_fig_3_leaves_larger_sizes_and_single_seeds_aside():
     rising = {2: spread(0.1), 8: spread(0.3)}
-    assert larger_groups(accuracy_table({**rising, 16: spread(0.05)})).verdict is Outcome.REPLICATED
-    assert larger_groups(accuracy_table({2: Estimate(0.1), 8: Estimate(0.9)})).verdict is Outcome.UNDECIDED
+    assert judge_larger_groups(accuracy_table({**rising, 16: spread(0.05)})).verdict is Outcome.REPLICATED
+    assert judge_larger_groups(accuracy_table({2: Estimate(0.1), 8: Estimate(0.9)})).verdict is Outcome.UNDECIDED
     cases: tuple[dict[int, Estimate], ...] = ({}, {4: spread(0.1)}, {2: UNKNOWN, 8: spread(0.1)}, {16: spread(0.1)})
     for ends in cases:
-        assert larger_groups(accuracy_table(ends)).verdict is Outcome.NOT_MEASURED
+        assert judge_larger_groups(accuracy_table(ends)).verdict is Outcome.NOT_MEASURED
 
 
 def prediction_table(rank: Estimate, reward: Estimate, live: Estimate) -> Table:
@@ -252,7 +256,7 @@ def prediction_table(rank: Estimate, reward: Estimate, live: Estimate) -> Table:
     rows: list[dict[str, Cell]] = [
         {"quantity": name, "correlation with the gain": cell} for name, cell in found.items()
     ]
-    return table(reasons.prediction(NONE).columns, rows)
+    return table(cause_exhibits.prediction(NONE).columns, rows)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -273,20 +277,20 @@ def prediction_table(rank: Estimate, reward: Estimate, live: Estimate) -> Table:
 def test_saturation_needs_a_correlation_that_surely_beats_what_is_known_anyway(sign, near, far, rivals, outcome):
     low, high = sorted((sign * near, sign * far)) if not math.isnan(near) else (NAN, NAN)
     made = prediction_table(Estimate(sign * 0.7, low, high), Estimate(rivals[0]), Estimate(rivals[1]))
-    assert saturation(made).verdict is outcome
+    assert judge_saturation(made).verdict is outcome
 
 
 def test_saturation_without_a_correlation_was_not_measured():
-    found = saturation(prediction_table(UNKNOWN, UNKNOWN, UNKNOWN))
+    found = judge_saturation(prediction_table(UNKNOWN, UNKNOWN, UNKNOWN))
     assert found.verdict is Outcome.NOT_MEASURED and "none is defined" in found.sentence
-    json.dumps(plain(found), allow_nan=False)
+    json.dumps(plain_verdict(found), allow_nan=False)
 
 
 FALL, RISE, SAME = (spread(0.7), spread(0.5)), (spread(0.5), spread(0.7)), (spread(0.6), spread(0.6))
 
 
 def halves_table(cells: tuple[Any, ...], over: tuple[Any, ...]) -> Table:
-    columns = reasons.at_fixed_right(NONE).columns
+    columns = cause_exhibits.at_fixed_right(NONE).columns
     rows: list[dict[str, Cell]] = [
         {"R": 8, "first half": a, "second half": b, "over null, first": c, "over null, second": d}
         for (a, b), (c, d) in zip(cells, over, strict=True)
@@ -298,7 +302,7 @@ def test_the_rank_falls_only_if_most_cells_do_and_none_rises():
     kinds = {"fall": FALL, "rise": RISE, "same": SAME}
     for cells in itertools.product(kinds, repeat=3):
         for over in itertools.product(("fall", "same"), repeat=3):
-            found = falls_with_spread(halves_table(tuple(map(kinds.get, cells)), tuple(map(kinds.get, over))))
+            found = judge_fall(halves_table(tuple(map(kinds.get, cells)), tuple(map(kinds.get, over))))
             falls, rises = cells.count("fall"), cells.count("rise")
             beyond = sum(pair == ("fall", "fall") for pair in zip(cells, over, strict=True))
             outcome = Outcome.UNDECIDED
@@ -311,10 +315,10 @@ def test_the_rank_falls_only_if_most_cells_do_and_none_rises():
 
 
 def test_without_cells_nothing_was_measured_about_the_fall():
-    found = falls_with_spread(halves_table((), ()))
+    found = judge_fall(halves_table((), ()))
     assert found.verdict is Outcome.NOT_MEASURED and found.effect.value is None
     single = halves_table(((Estimate(0.7), Estimate(0.5)),), ((Estimate(0.7), Estimate(0.5)),))
-    assert falls_with_spread(single).verdict is Outcome.UNDECIDED
+    assert judge_fall(single).verdict is Outcome.UNDECIDED
 
 
 ORACLE = {
@@ -339,33 +343,33 @@ def test_the_error_of_the_gradient_is_near_the_oracle_and_largest_without_a_base
     cell, near = ORACLE[oracle]
     none, largest = UNAIDED[unaided]
     row: dict[str, Cell] = {"R": 8, "no baseline": none, "oracle": cell, "null: independent reward": 7 / 8}
-    found = gradient_error(table(noise.variance_table(NONE).columns, [row]))
+    found = judge_gradient_error(table(learning_exhibits.variance_table(NONE).columns, [row]))
     worst = [one for one in (Outcome.NOT, Outcome.NOT_MEASURED, Outcome.UNDECIDED) if one in (near, largest)]
     assert found.verdict is (worst[0] if worst else near)
-    assert found.effect.null == 7 / 8 and json.dumps(plain(found), allow_nan=False)
+    assert found.effect.null == 7 / 8 and json.dumps(plain_verdict(found), allow_nan=False)
 
 
 def test_the_error_of_the_gradient_needs_eight_rollouts():
     row: dict[str, Cell] = {"R": 4, "no baseline": Estimate(1.0), "oracle": Estimate(1.0)}
-    found = gradient_error(table(noise.variance_table(NONE).columns, [row]))
+    found = judge_gradient_error(table(learning_exhibits.variance_table(NONE).columns, [row]))
     assert found.verdict is Outcome.NOT_MEASURED and found.effect.value is None
 
 
 def test_judging_says_where_and_what_and_fits_json():
     exhibits = [
-        spectra.table_1(NONE),
-        noise.group_size_table(NONE),
-        reasons.prediction(NONE),
-        reasons.at_fixed_right(NONE),
-        noise.variance_table(NONE),
+        rank_exhibits.table_1(NONE),
+        learning_exhibits.group_size_table(NONE),
+        cause_exhibits.prediction(NONE),
+        cause_exhibits.at_fixed_right(NONE),
+        learning_exhibits.variance_table(NONE),
     ]
     exhibits[0] = table_1({2: INSIDE, 4: OUTSIDE, 8: UNKNOWN, 16: OPEN})
     exhibits[0] = Table("table-1", "", "", exhibits[0].columns, exhibits[0].rows)
-    verdicts = judge(exhibits, seeds=(0, 1), model="m", task="t")
+    verdicts = judge_claims(exhibits, seeds=(0, 1), model="m", task="t")
     assert json.loads(json.dumps(verdicts, allow_nan=False)) == verdicts
     ledger = {claim.id for claim in CLAIMS}
     assert [one["claim"] for one in verdicts if one["claim"] not in ledger] == ["table-1-r16"]
     assert all((one["seeds"], one["model"], one["task"]) == ([0, 1], "m", "t") for one in verdicts)
     assert all(one["sentence"].endswith(".") and one["place"] and one["statement"] for one in verdicts)
-    assert lead(verdicts).startswith("“Effective rank about 2 whatever the group size” is not replicated here. ")
+    assert headline(verdicts).startswith("“Effective rank about 2 whatever the group size” is not replicated here. ")
     assert "nan" not in json.dumps(verdicts)

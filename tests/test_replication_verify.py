@@ -15,24 +15,24 @@ from hypothesis import strategies as st
 
 from scoregram import cli
 from scoregram.checks import ScoregramError
-from scoregram.replication import signing
-from scoregram.replication.record import canonical, digest, number, record_text, short_number
-from scoregram.replication.verification import (
-    EXHIBITS_FOLLOW,
-    FILES,
-    FORM,
-    HASH,
-    NUMBER,
-    SIGNATURE,
-    VERDICTS_FOLLOW,
+from scoregram.studies import record as records
+from scoregram.studies.record import canonical, record_number, record_text, sha256_hex, short_record_number
+from scoregram.studies.verification import (
+    EXHIBITS_CHECK,
+    FILES_CHECK,
+    FORM_CHECK,
+    HASH_CHECK,
+    NUMBER_CHECK,
+    SIGNATURE_CHECK,
+    VERDICTS_CHECK,
     Check,
     Verification,
     verify,
 )
 from tests.replication_cases import put_record, recompute, replication, write_parts
 
-ALL = [FORM, HASH, NUMBER, SIGNATURE, FILES, EXHIBITS_FOLLOW, VERDICTS_FOLLOW]
-FOLLOW = {EXHIBITS_FOLLOW, VERDICTS_FOLLOW}
+ALL = [FORM_CHECK, HASH_CHECK, NUMBER_CHECK, SIGNATURE_CHECK, FILES_CHECK, EXHIBITS_CHECK, VERDICTS_CHECK]
+FOLLOW = {EXHIBITS_CHECK, VERDICTS_CHECK}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def made(tmp_path_factory) -> dict[str, Path]:
     """An unsigned and a signed replication, to be left as they are."""
     pytest.importorskip("cryptography")
     root = tmp_path_factory.mktemp("replications")
-    signing.new_key(root / "key.pem")
+    records.new_key(root / "key.pem")
     replication(root / "unsigned")
     replication(root / "signed", key_file=root / "key.pem")
     return {name: root / name for name in ("unsigned", "signed")}
@@ -57,7 +57,7 @@ def states(verification: Verification) -> dict[str, str]:
 
 
 def faults(verification: Verification) -> dict[str, tuple[str, ...]]:
-    return {check.name: check.says for check in verification.checks if check.state == "failed"}
+    return {check.name: check.sentences for check in verification.checks if check.state == "failed"}
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -69,12 +69,12 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def forge(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change the content, and make hash and numbers agree with it again, as somebody without the key could."""
+    """Change the content, and make hash and numbers agree with it again, as a forger without the key could."""
 
     def agree(record: dict[str, Any]) -> None:
         change(record["content"])
-        sha256 = digest(canonical(record["content"]))
-        record |= {"sha256": sha256, "number": number(sha256, 2026), "short_number": short_number(sha256)}
+        sha256 = sha256_hex(canonical(record["content"]))
+        record |= {"sha256": sha256, "number": record_number(sha256, 2026), "short_number": short_record_number(sha256)}
 
     rewrite(folder, agree)
 
@@ -84,7 +84,7 @@ def test_an_intact_replication_passes(made):
         for path in (folder, folder / "replication.json", str(folder)):
             verification = verify(path, recompute=recompute)
             assert [check.name for check in verification.checks] == ALL
-            expected = dict.fromkeys(ALL, "passed") | ({SIGNATURE: "not checked"} if name == "unsigned" else {})
+            expected = dict.fromkeys(ALL, "passed") | ({SIGNATURE_CHECK: "not checked"} if name == "unsigned" else {})
             assert states(verification) == expected
             assert verification.passed
 
@@ -93,7 +93,7 @@ def test_without_recomputing_nothing_is_said_of_the_tables(made):
     verification = verify(made["signed"])
     assert states(verification) == dict.fromkeys(ALL, "passed") | dict.fromkeys(FOLLOW, "not checked")
     assert verification.passed
-    assert verification.lines()[-1].endswith(f"verified. Not checked: {EXHIBITS_FOLLOW}; {VERDICTS_FOLLOW}.")
+    assert verification.lines()[-1].endswith(f"verified. Not checked: {EXHIBITS_CHECK}; {VERDICTS_CHECK}.")
 
 
 def test_there_must_be_a_record(tmp_path):
@@ -121,8 +121,8 @@ def test_a_flipped_byte_of_any_data_file_is_found_and_the_file_named(made, data,
     finally:
         (folder / name).write_bytes(content)
     assert not verification.passed
-    assert faults(verification)[FILES] == (f"{name} was changed",)
-    assert faults(verification).keys() <= {FILES, *FOLLOW}
+    assert faults(verification)[FILES_CHECK] == (f"{name} was changed",)
+    assert faults(verification).keys() <= {FILES_CHECK, *FOLLOW}
 
 
 @pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.slow)])
@@ -131,10 +131,10 @@ def test_every_byte_of_the_record_counts(made, kind, stride, tmp_path):
     """One after another, in a folder without the data: what is left to find it are hash, number and signature."""
     text = (made[kind] / "replication.json").read_bytes()
     (tmp_path / "replication.json").write_bytes(text)
-    assert faults(verify(tmp_path)).keys() == {FILES, *FOLLOW}
+    assert faults(verify(tmp_path)).keys() == {FILES_CHECK, *FOLLOW}
     for at in range(0, len(text), stride):
         flipped(tmp_path / "replication.json", at, 1)
-        assert faults(verify(tmp_path)).keys() & {FORM, HASH, NUMBER, SIGNATURE}, at
+        assert faults(verify(tmp_path)).keys() & {FORM_CHECK, HASH_CHECK, NUMBER_CHECK, SIGNATURE_CHECK}, at
         (tmp_path / "replication.json").write_bytes(text)
 
 
@@ -148,7 +148,7 @@ def test_another_byte_in_the_record_is_found_unless_the_record_says_the_same(mad
         path.write_bytes(content)
     if verification.passed:  # a space for another
         assert json.loads(changed) == json.loads(content)
-        assert "laid out anew" in verification.checks[0].says[0]
+        assert "was reformatted" in verification.checks[0].sentences[0]
 
 
 def test_another_layout_passes_and_is_told(folder):
@@ -158,16 +158,16 @@ def test_another_layout_passes_and_is_told(folder):
         path.write_text(text)
         verification = verify(path)
         assert verification.passed
-        assert verification.checks[0] == Check(FORM, "passed", verification.checks[0].says)
-        assert "laid out anew" in verification.lines()[0]
+        assert verification.checks[0] == Check(FORM_CHECK, "passed", verification.checks[0].sentences)
+        assert "was reformatted" in verification.lines()[0]
 
 
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
         ('"about"', '"number": "x", "about"', "lacks|no record has"),
-        ('"seeds":', '"seeds": [9], "seeds":', "'seeds' stands there twice"),
-        ("{", '{"sha256": "0", ', "'sha256' stands there twice"),
+        ('"seeds":', '"seeds": [9], "seeds":', "'seeds' appears twice"),
+        ("{", '{"sha256": "0", ', "'sha256' appears twice"),
         ('"lr": 1e-06', '"lr": NaN', "NaN is not JSON"),
         ('"lr": 1e-06', '"lr": 1e999', "inf"),
         ('"about"', '"abouu"', "the content lacks about"),
@@ -189,7 +189,7 @@ def test_a_record_of_another_form_is_refused_in_words(folder, old, new, said):
     path.write_text(text.replace(old, new, 1))
     verification = verify(path)
     (check, *rest) = verification.checks
-    assert check.state == "failed" and any(re.search(said, sentence) for sentence in check.says), check
+    assert check.state == "failed" and any(re.search(said, sentence) for sentence in check.sentences), check
     assert {other.state for other in rest} == {"not checked"}
     assert not verification.passed
     assert all("\n" not in line for line in verification.lines())
@@ -200,24 +200,24 @@ def test_a_cut_record_is_refused_wherever_it_ends(folder):
     text = path.read_bytes()
     for end in [*range(0, len(text) - 1, 97), len(text) - 2]:
         path.write_bytes(text[:end])
-        assert faults(verify(path)).keys() == {FORM}
+        assert faults(verify(path)).keys() == {FORM_CHECK}
     for value in (b"[]", b"null", b"1", b'"replication_record"'):
         path.write_bytes(value)
-        assert faults(verify(path)) == {FORM: ("the record must be a mapping",)}
+        assert faults(verify(path)) == {FORM_CHECK: ("the record must be a mapping",)}
 
 
 def test_a_changed_field_is_found_by_the_hash_which_says_that_it_cannot_say_where(folder):
     rewrite(folder, lambda record: record["content"]["config"].update(lr=1e-5))
     found = faults(verify(folder, recompute=recompute))
-    assert "A hash cannot say which field" in found[HASH][0]
-    assert found.keys() == {HASH, NUMBER} | ({SIGNATURE} if folder.name == "signed" else set())
+    assert "A hash cannot show which field" in found[HASH_CHECK][0]
+    assert found.keys() == {HASH_CHECK, NUMBER_CHECK} | ({SIGNATURE_CHECK} if folder.name == "signed" else set())
 
 
 def test_a_changed_hash_is_told_from_changed_content(folder):
     rewrite(folder, lambda record: record.update(sha256="0" * 64))
     found = faults(verify(folder))
-    assert found.keys() == {HASH}
-    assert found[HASH][0].startswith("the field sha256 was changed")
+    assert found.keys() == {HASH_CHECK}
+    assert found[HASH_CHECK][0].startswith("the field sha256 was changed")
 
 
 @pytest.mark.parametrize(
@@ -226,8 +226,8 @@ def test_a_changed_hash_is_told_from_changed_content(folder):
 def test_a_changed_number_is_named(folder, name, old, new):
     rewrite(folder, lambda record: record.update({name: re.sub(old, new, record[name])}))
     found = faults(verify(folder))
-    assert found.keys() == {NUMBER}
-    assert len(found[NUMBER]) == 1 and found[NUMBER][0].startswith(f"{name} is scoregram:")
+    assert found.keys() == {NUMBER_CHECK}
+    assert len(found[NUMBER_CHECK]) == 1 and found[NUMBER_CHECK][0].startswith(f"{name} is scoregram:")
 
 
 @pytest.mark.parametrize("folder", ["signed"], indirect=True)
@@ -248,8 +248,8 @@ def test_a_changed_number_is_named(folder, name, old, new):
 def test_a_changed_signature_is_named(folder, change, said):
     rewrite(folder, lambda record: change(record["signature"]))
     found = faults(verify(folder))
-    assert found.keys() == {SIGNATURE}
-    assert said in found[SIGNATURE][0]
+    assert found.keys() == {SIGNATURE_CHECK}
+    assert said in found[SIGNATURE_CHECK][0]
 
 
 @pytest.mark.parametrize("folder", ["signed"], indirect=True)
@@ -262,48 +262,50 @@ def test_spare_bits_of_base64_are_not_free(folder):
         record["signature"]["signature"] = text[:85] + letters[letters.index(text[85]) + 1] + "=="
 
     rewrite(folder, change)
-    assert "not base64 of 64 bytes" in faults(verify(folder))[SIGNATURE][0]
+    assert "not base64 of 64 bytes" in faults(verify(folder))[SIGNATURE_CHECK][0]
 
 
 @pytest.mark.parametrize("folder", ["signed"], indirect=True)
 def test_a_signature_cannot_be_taken_off_or_replaced_unseen(folder, tmp_path):
     rewrite(folder, lambda record: record.pop("signature"))
     found = faults(verify(folder))
-    assert found.keys() == {SIGNATURE} and "its signature was removed" in found[SIGNATURE][0]
+    assert found.keys() == {SIGNATURE_CHECK} and "its signature was removed" in found[SIGNATURE_CHECK][0]
 
-    signing.new_key(tmp_path / "other.pem")
+    records.new_key(tmp_path / "other.pem")
     sha256 = json.loads((folder / "replication.json").read_bytes())["sha256"]
-    by_other = signing.sign(bytes.fromhex(sha256), tmp_path / "other.pem")
+    by_other = records.sign(bytes.fromhex(sha256), tmp_path / "other.pem")
     rewrite(folder, lambda record: record.update(signature=by_other))
     found = faults(verify(folder))
-    assert found.keys() == {SIGNATURE} and f"but signed with {by_other['public_key']}" in found[SIGNATURE][0]
+    assert (
+        found.keys() == {SIGNATURE_CHECK} and f"but signed with {by_other['public_key']}" in found[SIGNATURE_CHECK][0]
+    )
 
 
 @pytest.mark.parametrize("folder", ["unsigned"], indirect=True)
 def test_a_signature_cannot_be_added_unseen(folder, tmp_path):
-    signing.new_key(tmp_path / "other.pem")
+    records.new_key(tmp_path / "other.pem")
     sha256 = json.loads((folder / "replication.json").read_bytes())["sha256"]
-    rewrite(folder, lambda r: r.update(signature=signing.sign(bytes.fromhex(sha256), tmp_path / "other.pem")))
-    assert "the content is by no key" in faults(verify(folder))[SIGNATURE][0]
+    rewrite(folder, lambda r: r.update(signature=records.sign(bytes.fromhex(sha256), tmp_path / "other.pem")))
+    assert "the content is by no key" in faults(verify(folder))[SIGNATURE_CHECK][0]
 
 
 @pytest.mark.parametrize("folder", ["signed"], indirect=True)
 def test_only_the_holder_of_the_key_can_change_a_signed_record(folder):
     forge(folder, lambda content: content["seeds"].append(2))
     found = faults(verify(folder, recompute=recompute))
-    assert found.keys() == {SIGNATURE}
-    assert "signature is not of this content" in found[SIGNATURE][0]
+    assert found.keys() == {SIGNATURE_CHECK}
+    assert "signature is not of this content" in found[SIGNATURE_CHECK][0]
 
 
 @pytest.mark.parametrize("folder", ["signed"], indirect=True)
 def test_a_signature_that_cannot_be_checked_has_not_passed(folder, monkeypatch):
-    monkeypatch.setattr(signing, "can_verify", lambda: False)
+    monkeypatch.setattr(records, "can_verify", lambda: False)
     verification = verify(folder, recompute=recompute)
-    (check,) = (check for check in verification.checks if check.name == SIGNATURE)
-    assert check.state == "not checked" and "pip install 'scoregram[sign]'" in check.says[0]
+    (check,) = (check for check in verification.checks if check.name == SIGNATURE_CHECK)
+    assert check.state == "not checked" and "pip install 'scoregram[sign]'" in check.sentences[0]
     assert not verification.passed and not faults(verification)
     rewrite(folder, lambda record: record["signature"].update(algorithm="rsa"))
-    assert faults(verify(folder)).keys() == {SIGNATURE}  # what is plainly wrong needs no package
+    assert faults(verify(folder)).keys() == {SIGNATURE_CHECK}  # what is plainly wrong needs no package
 
 
 def test_files_that_went_and_came_are_named(folder):
@@ -314,7 +316,7 @@ def test_files_that_went_and_came_are_named(folder):
     (folder / "runs/c/config.yaml").write_text("")
     (folder / "runs/b/config.yaml").unlink()
     assert faults(verify(folder)) == {
-        FILES: (
+        FILES_CHECK: (
             "runs/a/groups/note.txt was added",
             "runs/a/groups/step-000000001-000.parquet is missing",
             "runs/a/groups/step-000000009-000.parquet was added",
@@ -328,9 +330,9 @@ def test_a_missing_list_or_folder_is_named(folder):
     (folder / "exhibits.json").unlink()
     shutil.rmtree(folder / "runs")
     found = faults(verify(folder, recompute=recompute))
-    assert "exhibits.json is missing" in found[FILES] and "runs/b/metrics.jsonl is missing" in found[FILES]
-    assert "exhibits.json must be readable" in found[EXHIBITS_FOLLOW][0]
-    assert "nothing could be recomputed: FileNotFoundError" in found[VERDICTS_FOLLOW][0]
+    assert "exhibits.json is missing" in found[FILES_CHECK] and "runs/b/metrics.jsonl is missing" in found[FILES_CHECK]
+    assert "exhibits.json must be readable" in found[EXHIBITS_CHECK][0]
+    assert "nothing could be recomputed: FileNotFoundError" in found[VERDICTS_CHECK][0]
 
 
 def test_a_name_cannot_speak_for_the_program(folder):
@@ -343,8 +345,8 @@ def test_a_name_cannot_speak_for_the_program(folder):
 def test_a_changed_file_hash_in_the_record_is_not_blamed_on_the_file_alone(folder):
     rewrite(folder, lambda record: record["content"]["files"].update({"verdicts.json": "0" * 64}))
     found = faults(verify(folder))
-    assert found[FILES] == ("verdicts.json was changed (or its hash in the record, which was changed too)",)
-    assert HASH in found
+    assert found[FILES_CHECK] == ("verdicts.json was changed (or its hash in the record, which was changed too)",)
+    assert HASH_CHECK in found
 
 
 def test_exhibits_that_do_not_follow_from_the_grams_are_found_though_all_hashes_agree(folder):
@@ -356,8 +358,8 @@ def test_exhibits_that_do_not_follow_from_the_grams_are_found_though_all_hashes_
     write_parts(folder, exhibits, verdicts)
     put_record(folder)
     verification = verify(folder, recompute=recompute)
-    assert faults(verification).keys() == {EXHIBITS_FOLLOW}
-    cell, caption, point = faults(verification)[EXHIBITS_FOLLOW]
+    assert faults(verification).keys() == {EXHIBITS_CHECK}
+    cell, caption, point = faults(verification)[EXHIBITS_CHECK]
     assert cell.startswith('table "traces", row 2 (run = "b"), column "trace of K", value: ')
     assert cell.endswith(f"{value * (1 + 1e-6)} recorded, {value} recomputed")
     assert caption.startswith('figure "over-steps", caption: "Read it otherwise." recorded, "One point')
@@ -369,7 +371,7 @@ def test_verdicts_that_do_not_follow_are_found_though_all_hashes_agree(folder):
     write_parts(folder, exhibits, [verdicts[0] | {"verdict": "not replicated"}])
     put_record(folder)
     assert faults(verify(folder, recompute=recompute)) == {
-        VERDICTS_FOLLOW: ('verdict "trace-positive", verdict: "not replicated" recorded, "replicated" recomputed',)
+        VERDICTS_CHECK: ('verdict "trace-positive", verdict: "not replicated" recorded, "replicated" recomputed',)
     }
 
 
@@ -377,34 +379,36 @@ def test_lists_beside_the_record_must_be_those_in_it(folder):
     exhibits, _ = recompute(folder)
     write_parts(folder, exhibits[:1], [])
     found = faults(verify(folder))
-    assert found[FILES] == ("exhibits.json was changed", "verdicts.json was changed")
-    assert "does not hold the exhibits that the record was made of" in found[EXHIBITS_FOLLOW][0]
-    assert "are not the same" in found[VERDICTS_FOLLOW][0]
+    assert found[FILES_CHECK] == ("exhibits.json was changed", "verdicts.json was changed")
+    assert "does not hold the exhibits that the record was made of" in found[EXHIBITS_CHECK][0]
+    assert "are not the same" in found[VERDICTS_CHECK][0]
     found = faults(verify(folder, recompute=recompute))
-    assert found[EXHIBITS_FOLLOW][1] == 'figure "over-steps": recomputed, but not recorded'
-    assert found[VERDICTS_FOLLOW][1] == 'verdict "trace-positive": recomputed, but not recorded'
+    assert found[EXHIBITS_CHECK][1] == 'figure "over-steps": recomputed, but not recorded'
+    assert found[VERDICTS_CHECK][1] == 'verdict "trace-positive": recomputed, but not recorded'
 
 
 @pytest.mark.parametrize("text", ['{"exhibits": [], "exhibits": []}', '{"exhibits": [', "[]"])
 def test_exhibits_of_another_form_are_told(folder, text):
     (folder / "exhibits.json").write_text(text)
     found = faults(verify(folder, recompute=recompute))
-    assert found.keys() == {FILES, EXHIBITS_FOLLOW}
-    assert "exhibits.json must" in found[EXHIBITS_FOLLOW][0]
+    assert found.keys() == {FILES_CHECK, EXHIBITS_CHECK}
+    assert "exhibits.json must" in found[EXHIBITS_CHECK][0]
 
 
 def test_data_that_cannot_be_read_and_numbers_that_are_none_are_answers(folder):
     part = folder / "runs/a/groups/step-000000000-000.parquet"
     part.write_bytes(part.read_bytes()[:100])
     found = faults(verify(folder, recompute=recompute))
-    assert found.keys() == {FILES, *FOLLOW}
+    assert found.keys() == {FILES_CHECK, *FOLLOW}
     assert all(found[name][0].startswith("nothing could be recomputed: ") for name in FOLLOW)
-    said = faults(verify(folder, recompute=lambda _: ([float("nan")], [])))[EXHIBITS_FOLLOW][0]
+    said = faults(verify(folder, recompute=lambda _: ([float("nan")], [])))[EXHIBITS_CHECK][0]
     assert "value[0] must be fit for JSON, got float nan" in said
 
 
 def test_many_faults_are_counted_not_printed():
-    lines = Verification(Path("r"), (Check(FILES, "failed", tuple(f"f{i} was changed" for i in range(99))),)).lines()
+    lines = Verification(
+        Path("r"), (Check(FILES_CHECK, "failed", tuple(f"f{i} was changed" for i in range(99))),)
+    ).lines()
     assert lines[0] == "failed       files: f0 was changed"
     assert lines[-2].strip() == "and 78 more" and len(lines) == 23
     assert lines[-1] == "r: NOT verified."
@@ -413,7 +417,7 @@ def test_many_faults_are_counted_not_printed():
 @pytest.fixture
 def evidence(monkeypatch) -> None:
     """What the command recomputes with."""
-    module = ModuleType("scoregram.replication.evidence")
+    module = ModuleType("scoregram.studies.grpo_rank.evidence")
     module.recompute = recompute  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
 

@@ -6,8 +6,8 @@ import pytest
 from scoregram import cli
 from scoregram.checks import ScoregramError
 from scoregram.exhibits import Table, to_plain
-from scoregram.report import write_report
-from scoregram.report.replicated import read_replication, tally
+from scoregram.studies.grpo_rank.evidence import write_replication_report
+from scoregram.studies.page import read_replication, verdict_counts
 from tests.report_cases import Page, write_run
 
 pytest.importorskip("plotly")
@@ -44,7 +44,7 @@ def write_replication(folder, *, sections=None, **more):
 
 def test_a_replication_shows_its_verdicts_and_every_exhibit(tmp_path):
     write_replication(tmp_path)
-    path = write_report(tmp_path)
+    path = write_replication_report(tmp_path)
     assert path == tmp_path / "report.html"
     page = Page(path.read_text())
     shown = page.text()
@@ -73,7 +73,7 @@ def test_sections_group_exhibits_and_lose_none(tmp_path):
 def test_a_section_must_name_what_there_is(tmp_path):
     write_replication(tmp_path, sections=[{"title": "B", "exhibits": ["four"]}])
     with pytest.raises(ScoregramError, match=r"exhibits of one, three, two, got four"):
-        write_report(tmp_path)
+        write_replication_report(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"verdicts": 3}', '{"exhibits": []}'])
@@ -81,11 +81,11 @@ def test_a_spoilt_file_is_named(content, tmp_path):
     write_replication(tmp_path)
     (tmp_path / "verdicts.json").write_text(content)
     with pytest.raises(ScoregramError, match=r"report: .*verdicts\.json must"):
-        write_report(tmp_path)
+        write_replication_report(tmp_path)
 
 
 def test_no_verdict_is_said():
-    assert tally([]) == "No claim was judged."
+    assert verdict_counts([]) == "No claim was judged."
 
 
 def test_the_command_writes_a_run_and_prints_where(tmp_path, capsys):

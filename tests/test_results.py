@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from scoregram.replication.differences import differences
-from scoregram.replication.evidence import recompute
-from scoregram.replication.measured import SHIPPED, measured_verdicts
-from scoregram.replication.record import RECORD
-from scoregram.replication.verification import verify
+from scoregram.studies.grpo_rank.evidence import recompute
+from scoregram.studies.grpo_rank.verdicts import SHIPPED, measured_verdicts
+from scoregram.studies.record import RECORD
+from scoregram.studies.verification import recorded_differences, verify
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
@@ -60,7 +59,7 @@ def test_the_shipped_copy_is_the_record(record):
 def test_the_tables_of_many_settings_follow_from_their_grams():
     script = load_script("tiny_settings")
     stored = json.loads((script.HERE / "exhibits.json").read_text(encoding="utf-8"))["exhibits"]
-    assert differences(stored, json.loads(json.dumps(script.tables())), "table") == []
+    assert recorded_differences(stored, json.loads(json.dumps(script.tables())), "table") == []
 
 
 def test_no_text_of_the_data_set_is_there():

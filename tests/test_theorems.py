@@ -7,7 +7,7 @@ import torch
 from scoregram.advantages import mean_centered
 from scoregram.checks import ScoregramError
 from scoregram.spectra import effective_rank, orthogonal_top1_fraction
-from scoregram.theory.claims.bench import coin
+from scoregram.studies.grpo_rank.claims.grounds import coin
 from scoregram.theory.lab.moments import group_update_moments
 from scoregram.theory.lab.turns import credit_moments
 from scoregram.theory.theorems import (

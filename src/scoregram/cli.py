@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from scoregram import __version__
-from scoregram.bench import Bench
+from scoregram.bench import Bench, BenchPreset
 from scoregram.errors import ScoregramError
 from scoregram.integrations import MeasureConfig
 from scoregram.training import METHODS, TrainConfig
@@ -21,7 +21,7 @@ from scoregram.training import METHODS, TrainConfig
 class Claims:
     """Check every claim of the paper by enumeration and print the verdicts.
 
-    Exit status 1 if a check failed, that is, if neither a printed nor its corrected statement held.
+    Exit status 1 if a check failed, that is, if neither the printed nor the corrected statement held.
     """
 
     json: bool = False
@@ -29,14 +29,13 @@ class Claims:
     id: tuple[str, ...] = ()
     """Only the claims with these ids."""
     measured: tuple[Path, ...] = ()
-    """Replication records whose verdicts are shown beside the empirical claims; the shipped ones if not given."""
+    """Replication records whose verdicts are shown beside the empirical claims; the shipped records if not given."""
 
     def run(self) -> int:
         """Print the ledger."""
-        from scoregram.replication import measured_verdicts
-        from scoregram.theory import show_claims
+        from scoregram.studies import CLAIMS, measured_verdicts, show_claims
 
-        return show_claims(ids=self.id, as_json=self.json, measured=measured_verdicts(self.measured))
+        return show_claims(CLAIMS, ids=self.id, as_json=self.json, measured=measured_verdicts(self.measured))
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class Measure(MeasureConfig):  # noqa: D101
 class Replicate:
     """Run the paper's experiment, with null models beside every number, and judge each empirical claim.
 
-    Interrupted, the same command goes on where it was.
+    After an interruption, the same command continues the replication.
     """
 
     preset: Literal["quick", "smollm2-gsm8k", "nemotron-4b-gsm8k"] = "quick"
@@ -100,19 +99,19 @@ class Replicate:
     seeds: int | None = None
     """Runs for each group size and method; the preset's own number if not given."""
     model: str | None = None
-    """Another model than the preset's, such as a folder or a `.gguf` file."""
+    """Model that replaces the preset's, such as a folder or a `.gguf` file."""
     task: str | None = None
-    """Another task than the preset's, such as gsm8k:FOLDER."""
+    """Task that replaces the preset's, such as gsm8k:FOLDER."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     workers: int | None = None
-    """Processes that train side by side; the preset's own number if not given."""
+    """Processes that train in parallel; the preset's own number if not given."""
     sign_with: Path | None = None
     """Sign the record with the ed25519 key in this PEM file."""
 
     def run(self) -> int:
         """Train, measure, judge, record and report."""
-        from scoregram.replicate import replicate
+        from scoregram.studies import replicate
 
         folder = self.out or Path("runs") / self.preset
         given = {"seeds": self.seeds, "model": self.model, "task": self.task, "device": self.device}
@@ -123,21 +122,21 @@ class Replicate:
 class Verify:
     """Check a replication record: its hash, number and signature, every file, and that tables follow from the Grams.
 
-    Exit status 1 if anything failed, or could not be checked though it should have been.
+    Exit status 1 if a check failed, or if one that was asked for could not be made.
     """
 
     path: Annotated[Path, tyro.conf.Positional]
     """replication.json, or the folder that holds it."""
     recompute: bool = True
-    """Compute tables and verdicts anew from the stored Grams, and compare."""
+    """Recompute tables and verdicts from the stored Grams and compare them with the recorded ones."""
 
     def run(self) -> int:
         """Print a line for each check."""
-        from scoregram.replication import verify
+        from scoregram.studies import verify
 
         recompute = None
         if self.recompute:
-            from scoregram.replication import recompute
+            from scoregram.studies import recompute  # needs scipy, which the other checks do without
         verification = verify(self.path, recompute=recompute)
         print(*verification.lines(), sep="\n")
         return 0 if verification.passed else 1
@@ -154,10 +153,27 @@ class Report:
 
     def run(self) -> int:
         """Write the page and print its path."""
-        from scoregram.report import write_report
+        from scoregram.studies import is_replication
 
+        if is_replication(self.folder):
+            from scoregram.studies import write_replication_report as write_report
+        else:
+            from scoregram.report import write_report
         print(write_report(self.folder, self.out))
         return 0
+
+
+@dataclass(frozen=True)
+class BenchCommand(Bench):  # noqa: D101
+    __doc__ = Bench.__doc__
+
+    def run(self) -> int:
+        """Measure and print; a preset's config comes from its study."""
+        if not isinstance(self.what, BenchPreset):
+            return self.what.run()
+        from scoregram.studies import largest_config
+
+        return self.what.run(trained=largest_config(self.what.preset))
 
 
 @dataclass(frozen=True)
@@ -175,7 +191,7 @@ Command = (
     | Annotated[Lab, tyro.conf.subcommand("lab")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Measure, tyro.conf.subcommand("measure")]
-    | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[BenchCommand, tyro.conf.subcommand("bench")]
     | Annotated[Replicate, tyro.conf.subcommand("replicate")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Report, tyro.conf.subcommand("report")]

@@ -5,3 +5,4 @@
 """
 
 from scoregram.bench.commands import Bench as Bench
+from scoregram.bench.commands import BenchPreset as BenchPreset

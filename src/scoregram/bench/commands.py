@@ -17,11 +17,11 @@ class Benchmark:
     out: Path | None = None
     """File to write the JSON to as well."""
 
-    def run(self) -> int:
-        """Measure and print."""
+    def run(self, **inputs: object) -> int:
+        """Measure and print; `inputs` are arguments of the benchmark that no option gives."""
         name = type(self).__name__.removeprefix("Bench").lower()
         options = {"as_json" if option == "json" else option: value for option, value in vars(self).items()}
-        return getattr(import_module(f"scoregram.bench.{name}"), f"run_{name}_bench")(**options)
+        return getattr(import_module(f"scoregram.bench.{name}"), f"run_{name}_bench")(**inputs, **options)
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,3 @@ class Bench:
         | Annotated[BenchPreset, tyro.conf.subcommand("preset", prefix_name=False)],
         tyro.conf.arg(name=""),
     ]
-
-    def run(self) -> int:
-        """Measure and print."""
-        return self.what.run()

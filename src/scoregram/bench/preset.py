@@ -26,9 +26,7 @@ from scoregram.bench.harness import (
     require_at_least,
 )
 from scoregram.bench.sample import endless_model
-from scoregram.checks import lookup
 from scoregram.policy import character_tokenizer, context_of, without_bars
-from scoregram.replication import PRESETS, Preset, config_of
 from scoregram.runs import METRICS, read_metrics
 from scoregram.tasks import MAX_NEW_TOKENS
 from scoregram.training import TrainConfig, train
@@ -72,6 +70,7 @@ _TABLE: Mapping[str, Callable[[PresetRow], str]] = {
 
 
 def run_preset_bench(
+    trained: TrainConfig,
     *,
     preset: str = "nemotron-4b-gsm8k",
     shape: str = "nemotron-4b",
@@ -83,16 +82,18 @@ def run_preset_bench(
     as_json: bool = False,
     out: Path | None = None,
 ) -> int:
-    """Train a few steps, print a table or JSON, and write the record if requested; options as in `BenchPreset`."""
-    chosen = lookup(PRESETS, preset, kind=f"{_CALLER} --preset")
+    """Train a few steps, print a table or JSON, and write the record if requested; options as in `BenchPreset`.
+
+    `trained` is the config of the preset's runs at the largest group size of the paper.
+    """
     require_at_least(_CALLER, prompt_tokens=(1, prompt_tokens), steps=(5, steps), eval_problems=(1, eval_problems))
     place = bench_device(device, caller=_CALLER)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         settings = save_random_model(shape, place, folder / "model")
-        write_problems(folder / "problems", prompt_tokens, eval_problems, steps * chosen.batch_size)
-        config = config_for(chosen, folder, str(place), steps, eval_problems)
-        sizes = micro_batch_sizes or (chosen.micro_batch_size,)
+        write_problems(folder / "problems", prompt_tokens, eval_problems, steps * trained.batch_size)
+        config = config_for(trained, folder, str(place), steps, eval_problems)
+        sizes = micro_batch_sizes or (trained.micro_batch_size,)
         rows = [
             trained_row(replace(config, micro_batch_size=size, out=folder / f"run-{size}"), place) for size in sizes
         ]
@@ -136,17 +137,16 @@ def write_problems(folder: Path, prompt_tokens: int, tests: int, trained: int) -
         (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def config_for(preset: Preset, folder: Path, device: str, steps: int, eval_problems: int) -> TrainConfig:
-    """The preset's config for its largest group size: every other step measured, one probe and one evaluation."""
-    size = max(size for size in preset.sizes if size <= 8)
+def config_for(trained: TrainConfig, folder: Path, device: str, steps: int, eval_problems: int) -> TrainConfig:
+    """The preset's config on random weights: every other step measured, one probe and one evaluation."""
     return replace(
-        config_of(preset, str(folder / "model"), device),
+        trained,
+        model=str(folder / "model"),
+        device=device,
         prompt="plain",
         task=f"jsonl:{folder / 'problems'}",
         reward=_REWARD,
-        max_new_tokens=preset.max_new_tokens or MAX_NEW_TOKENS,
-        group_size=size,
-        probe_problems=preset.batch_size // size,
+        max_new_tokens=trained.max_new_tokens or MAX_NEW_TOKENS,
         steps=steps,
         measure_every=2,
         batches_every=0,

@@ -1,4 +1,4 @@
-"""Theorems and bounds as functions, the exact lab that decides them by enumeration, and the ledger of claims."""
+"""Theorems and bounds as functions, and the exact lab in which every rollout is enumerated."""
 
 from scoregram.lazy import lazy_exports
 

@@ -4,9 +4,6 @@ from .bounds import hoeffding_group_size as hoeffding_group_size
 from .bounds import return_range_bound as return_range_bound
 from .bounds import suboptimality_bound as suboptimality_bound
 from .bounds import turn_offset_bound as turn_offset_bound
-from .claims import CLAIMS as CLAIMS
-from .claims.ledger import PAPER as PAPER
-from .claims.show import show_claims as show_claims
 from .lab.comparison import comparison as comparison
 from .lab.comparison import json_value as json_value
 from .lab.comparison import moments_of as moments_of

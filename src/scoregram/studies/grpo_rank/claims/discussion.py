@@ -1,0 +1,300 @@
+"""The abstract, the list of contributions, and Sections 8 to 10: what the paper announces, and what it concludes."""
+
+import torch
+
+from scoregram.spectra import (
+    SPECTRUM_METRICS,
+    expected_orthogonal_effective_rank,
+    feasible_interval,
+    orthogonal_effective_rank,
+    spectrum_summary,
+)
+from scoregram.statistics import mixed_probability
+from scoregram.studies.grpo_rank import PAPER_SIZES
+from scoregram.studies.grpo_rank.claims.grounds import (
+    EXACT,
+    advantages,
+    batch_moments,
+    binary_group,
+    claim,
+    coin,
+    drawn_groups,
+    estimator,
+    gap,
+    lab_world,
+    lab_worlds,
+    moments,
+    prompts_of,
+    reward_groups,
+)
+from scoregram.studies.grpo_rank.claims.rank import rank_two
+from scoregram.studies.ledger import Finding, as_printed, corrected, refuted, to_be_measured, unsupported
+from scoregram.theory import (
+    CREDITS,
+    across_prompts,
+    credit_moments,
+    energy_return_covariance,
+    group_mean_scale,
+    turn_moments,
+)
+
+
+def sparsity_intensifies() -> Finding:
+    """Zero advantages and zero coordinates of updates in mixed groups, and the share of dead groups by success rate."""
+    zero_advantages = 0.0
+    for p in (0.5, 0.9, 0.99):
+        groups = reward_groups(coin(p), 0, 8)
+        a = advantages("mean", groups.rewards[groups.mixed])
+        zero_advantages = max(zero_advantages, float((a == 0).double().mean()))
+    truth, zeros = lab_world("output_only_binary"), []
+    for prompt in prompts_of(truth):
+        reached = truth.scores[truth.listing.of_prompt(prompt)].abs().amax(dim=0) > 0  # by any rollout of the prompt
+        for group in drawn_groups(truth, prompt=prompt, group_size=8, number=20):
+            zeros.append((advantages("mean", group.rewards) @ group.scores)[reached] == 0)
+    zero_parameters = float(torch.cat(zeros).double().mean())
+    dead = {p: 1 - mixed_probability(p, 8) for p in (0.5, 0.9, 0.99)}
+    return unsupported(
+        truth=zero_advantages == 0 and zero_parameters == 0 and sorted(dead.values()) == list(dead.values()),
+        evidence={
+            "zero advantages in mixed groups": zero_advantages,
+            "zero coordinates in updates of mixed groups": zero_parameters,
+            **{f"dead groups of 8, p = {p}": share for p, share in dead.items()},
+        },
+        correction="No sparsity of the gradient is defined, proved or measured, and none follows from uniform credit: in a "
+        "mixed right-or-wrong group every advantage differs from zero. What grows as prompts are solved is the share of dead "
+        "groups, p^R + (1-p)^R.",
+    )
+
+
+def baseline_conditions() -> Finding:
+    """Variance at the value, which the group mean estimates, and at the best constant, against the condition for equality."""
+    covariances, excess, errors = [], [], []
+    for truth in (coin(0.5), coin(0.9), *lab_worlds("output_only", "output_only_binary")):
+        covariance, returns = energy_return_covariance(truth), CREDITS["total_return"].fn(truth)
+        for prompt in prompts_of(truth):
+            at_value, at_best = (
+                credit_moments(truth, returns - b[prompt], prompt=prompt, group_size=1).variance
+                for b in (truth.value, truth.optimal_baseline)
+            )
+            predicted = float(covariance[prompt] ** 2 / truth.fisher_trace[prompt])
+            errors.append(abs(at_value - at_best - predicted))
+            covariances.append(float(covariance[prompt]))
+            excess.append((at_value - at_best) / at_value if at_value else 0.0)  # a fair coin has no noise left at all
+    return unsupported(
+        truth=max(errors) < EXACT and abs(covariances[0]) < EXACT and abs(excess[0]) < EXACT and excess[1] > 0.5,
+        evidence={
+            "coin p = 0.5: Cov(|ψ|², r)": covariances[0],
+            "coin p = 0.5: share of variance lost": excess[0],
+            "coin p = 0.9: Cov(|ψ|², r)": covariances[1],
+            "coin p = 0.9: share of variance lost": excess[1],
+            "lab: largest share of variance lost": max(excess[2:]),
+            "largest error of Cov²/E|ψ|²": max(errors),
+        },
+        correction="The text contains no such condition. It is Cov(|ψ|², r) = 0: then and only then the value, which the "
+        "group mean estimates, is the constant baseline of least variance; otherwise it costs Cov(|ψ|², r)² / (R E|ψ|²).",
+    )
+
+
+def effective_rank_two() -> Finding:
+    """References for the measurement: null models by success rate, feasible intervals by top-1 fraction."""
+    null = {(p, size): expected_orthogonal_effective_rank(p, size) for p in (0.5, 0.9) for size in PAPER_SIZES}
+    ends = {(f, size): feasible_interval("effective_rank", f, size) for f, size in ((0.65, 2), (0.75, 4), (0.55, 8))}
+    evidence = {f"null, p = {p}, R = {size}": x for (p, size), x in null.items()}
+    evidence |= {f"possible at R = {size}, top-1 {f}": f"{i.low:.2f} to {i.high:.2f}" for (f, size), i in ends.items()}
+    return to_be_measured(
+        truth=all(i.low > 1.8 for i in ends.values()) and null[0.5, 2] < null[0.5, 4] < null[0.5, 8],
+        evidence=evidence,
+        measure="To be measured: effective rank and top-1 fraction of mixed groups at R = 2, 4, 8, sampled at temperature 1, "
+        "at least three seeds, with error bars and k; beside the orthogonal, common-cosine and shuffled nulls and the "
+        "interval that the top-1 fraction leaves open. A top-1 fraction of 0.5 to 0.8 alone forces at least 1.8.",
+    )
+
+
+ABSTRACT_CLAIMS = (
+    claim(
+        "abstract-sparsity",
+        "abstract, section 5",
+        "It is proved that uniform credit makes the gradient sparse, more so as training goes on.",
+        sparsity_intensifies,
+    ),
+    claim(
+        "abstract-effective-rank",
+        "abstract, contribution 4, section 7.2, Figure 1",
+        "The gradient matrix has an effective rank of about 2 whatever the group size (2, 4, 8).",
+        effective_rank_two,
+    ),
+    claim(
+        "rank-2",
+        "abstract, contribution 3, section 10",
+        "The zero-sum constraint gives the gradient matrix an intrinsic rank of two, independent of R.",
+        rank_two,
+    ),
+    claim(
+        "abstract-baseline",
+        "abstract",
+        "Conditions are derived under which the group mean is the optimal baseline.",
+        baseline_conditions,
+    ),
+)
+
+
+def template_learning() -> Finding:
+    """Cosine of the expected updates under uniform and under exact token-level credit."""
+    cosines, costs = [], []
+    for truth in lab_worlds("output_only", "output_only_binary"):
+        uniform = batch_moments(truth, "mean", group_size=4)
+        exact = CREDITS["exact_advantage"].fn(truth)
+        each = [credit_moments(truth, exact, prompt=p, group_size=4) for p in prompts_of(truth)]
+        by_token = across_prompts(truth, each, prompts=1)
+        cosines.append(float(torch.nn.functional.cosine_similarity(uniform.expected, by_token.expected, dim=0)))
+        costs.append(by_token.snr_squared / uniform.snr_squared)
+    return unsupported(
+        truth=min(cosines) > 1 - EXACT and min(costs) > 1,
+        evidence={
+            "least cosine of the two expected updates": min(cosines),
+            "SNR² gained by exact credit, least": min(costs),
+            "most": max(costs),
+        },
+        correction="No experiment or argument supports it. Uniform credit does not turn the expected update away from that of "
+        "exact credit per token: they point the same way. It costs variance, so it can slow learning down; the "
+        "paper does not show that it favours templates over composition.",
+    )
+
+
+def dense_rewards() -> Finding:
+    """Bias of the update with zero-sum group baselines, in a world with a reward at every step."""
+    size, sums, biases, turn_biases = 3, 0.0, [], []
+    for truth in lab_worlds("step_rewards"):
+        row = estimator("turn-rloo")
+        for prompt in prompts_of(truth):
+            rewards = reward_groups(truth, prompt, size).rewards
+            sums = max(sums, float(advantages("rloo", rewards).sum(dim=-1).abs().max()))
+            biases.append(moments(truth, "rloo", prompt=prompt, group_size=size).relative_bias)
+            by_turn = turn_moments(truth, row.fn, prompt=prompt, group_size=size, needs=("mask", *row.needs))
+            turn_biases.append(by_turn.relative_bias)
+    return unsupported(
+        truth=max(sums, *biases, *turn_biases) < EXACT,
+        evidence={
+            "rloo: largest |Σ A_i|": sums,
+            "rloo, step rewards: largest relative bias": max(biases),
+            "turn-wise rloo: largest relative bias": max(turn_biases),
+        },
+        correction="No analysis of dense rewards is given. Zero-sum advantages remove only the part of the update along the "
+        "mean score ψ̄, which is zero in expectation: with a reward at every step leave-one-out is zero-sum and unbiased, and so is "
+        "(unbiased) leave-one-out turn by turn. No direction is lost on average.",
+    )
+
+
+def leave_one_out_breaks_rank() -> Finding:
+    """Every rank metric of the same groups, with the group mean and with the mean of the other rollouts."""
+    differences, ratio = 0.0, 0.0
+    for size in PAPER_SIZES:
+        for group in drawn_groups(lab_world("output_only_binary"), prompt=0, group_size=size, number=20, distinct=True):
+            mean, others = (advantages(name, group.rewards) for name in ("mean", "rloo"))
+            ratio = max(ratio, gap(others * group_mean_scale(size), mean))
+            first, second = (spectrum_summary(group.gram, a) for a in (mean, others))
+            for name in SPECTRUM_METRICS:
+                differences = max(differences, abs(getattr(first, name) - getattr(second, name)))
+    return refuted(
+        printed=differences > 1e-6,
+        truth=ratio < EXACT and differences < 1e-9,
+        evidence={
+            "metrics compared": len(SPECTRUM_METRICS),
+            "largest difference in any rank metric": differences,
+            "largest |A_mean - (R-1)/R A_rloo|": ratio,
+        },
+        correction="Leave-one-out advantages are R/(R-1) times the mean-centred ones, so every row of the stack is scaled "
+        "alike and no rank metric moves. Baselines per token change the rows, not their number: the rank stays at most R.",
+    )
+
+
+def rank_as_signal() -> Finding:
+    """Effective rank under the orthogonal null as a prompt's success rate rises from 0.5 to 0.99."""
+    rates = (0.5, 0.7, 0.9, 0.99)
+    null = [expected_orthogonal_effective_rank(p, 8) for p in rates]
+    return to_be_measured(
+        truth=null == sorted(null, reverse=True),
+        evidence={f"null effective rank, R = 8, p = {p}": x for p, x in zip(rates, null, strict=True)},
+        measure="To be measured: whether the effective rank predicts saturation better than the quantities it is computed from. "
+        "Even with orthogonal scores it falls as prompts are solved, because of the shape of |A|; it must beat the mean reward and the "
+        "share of mixed groups.",
+    )
+
+
+def rank_falls_with_spread() -> Finding:
+    """Effective rank of a drawn group as its rewards shrink, and of orthogonal scores as fewer rollouts are right."""
+    group = drawn_groups(lab_world("output_only_binary"), prompt=0, group_size=8, number=1, distinct=True)[0]
+    scaled = [
+        spectrum_summary(group.gram, advantages("mean", s * group.rewards)).effective_rank for s in (1.0, 1e-3, 1e-6)
+    ]
+    shape = [
+        spectrum_summary(torch.eye(8, dtype=torch.float64), advantages("mean", binary_group(k, 8))).effective_rank
+        for k in (4, 3, 2, 1)
+    ]
+    formula = max(abs(x - orthogonal_effective_rank(k, 8)) for k, x in zip((4, 3, 2, 1), shape, strict=True))
+    floor = {size: expected_orthogonal_effective_rank(1 - 1e-9, size) for size in PAPER_SIZES}
+    limits = max(abs(x - 4 * (size - 1) / size) for size, x in floor.items())
+    return corrected(
+        printed=scaled[-1] < 0.99 * scaled[0],
+        truth=max(scaled) - min(scaled) < 1e-9 and shape == sorted(shape, reverse=True) and max(formula, limits) < 1e-6,
+        evidence={
+            "σ_r: effective rank of a drawn group": scaled[0],
+            "σ_r x 1e-6": scaled[-1],
+            **{f"R = 8, k = {k}, orthogonal scores": x for k, x in zip((4, 3, 2, 1), shape, strict=True)},
+            **{f"limit as p -> 1, R = {size}": x for size, x in floor.items()},
+        },
+        correction="The effective rank does not see the size of σ_r. In mixed groups it falls through the shape of |A|, from R "
+        "at k = R/2 to 4(R-1)/R at k = 1 for orthogonal scores, and no further; at R = 2 it does not fall at all. Nothing of "
+        "this follows from Corollary 4.2 (which the text calls Theorem 4.2).",
+    )
+
+
+def leave_one_out_bias() -> Finding:
+    """Relative bias of both baselines, in every world and at every group size."""
+    own, left = [], []
+    for truth in lab_worlds():
+        for prompt in prompts_of(truth):
+            for size in PAPER_SIZES:
+                own.append(abs(moments(truth, "mean", prompt=prompt, group_size=size).relative_bias - 1 / size))
+                left.append(moments(truth, "rloo", prompt=prompt, group_size=size).relative_bias)
+    evidence = {
+        "worlds x prompts x R": len(own),
+        "largest |relative bias - 1/R|, group mean": max(own),
+        "largest relative bias, leave-one-out": max(left),
+    }
+    return as_printed(max(*own, *left) < EXACT, evidence)
+
+
+DISCUSSION_CLAIMS = (
+    claim(
+        "sec-8-template",
+        "section 8, memorization",
+        "Uniform credit biases learning towards whole templates instead of composition.",
+        template_learning,
+    ),
+    claim(
+        "sec-8-dense",
+        "section 8, multi-step reasoning",
+        "Even with dense rewards the zero-sum group baseline limits what the gradient can express.",
+        dense_rewards,
+    ),
+    claim(
+        "sec-8-future-1",
+        "section 8, future direction (1)",
+        "A leave-one-out baseline may break the rank-2 bottleneck.",
+        leave_one_out_breaks_rank,
+    ),
+    claim(
+        "sec-8-future-2",
+        "section 8, future direction (2)",
+        "The effective rank may predict saturation and tell when to enlarge the group.",
+        rank_as_signal,
+    ),
+    claim(
+        "sec-8-future-3",
+        "section 8, future direction (3)",
+        "The theory predicts an effective rank that falls as σ_r -> 0.",
+        rank_falls_with_spread,
+    ),
+    claim("sec-9-rloo", "section 9", "The leave-one-out baseline removes a bias of order 1/R.", leave_one_out_bias),
+)

@@ -1,0 +1,420 @@
+"""Sections 5 and 7, Table 1 and the figures: sparsity of the update, and the rank of the stacked gradient matrix."""
+
+import math
+from functools import lru_cache
+from itertools import chain
+
+import torch
+
+from scoregram.spectra import (
+    Interval,
+    centred_gram,
+    common_cosine_null,
+    expected_orthogonal_effective_rank,
+    feasible_interval,
+    orthogonal_effective_rank,
+    spectrum_summary,
+    two_row_effective_rank_from_top1,
+)
+from scoregram.statistics import NoiseComponents, optimal_group_size, signal_to_noise, update_coherence
+from scoregram.studies.grpo_rank import PAPER_SIZES, PRINTED_TOP1
+from scoregram.studies.grpo_rank.claims.grounds import (
+    EXACT,
+    DrawnGroup,
+    advantages,
+    binary_group,
+    claim,
+    drawn_groups,
+    estimator,
+    gap,
+    lab_world,
+    lab_worlds,
+    moments,
+    prompts_of,
+)
+from scoregram.studies.ledger import Finding, as_printed, corrected, refuted, to_be_measured
+from scoregram.theory import (
+    GroundTruth,
+    contrast_weight,
+    expected_orthogonal_top1_fraction,
+    largest_stacked_rank,
+    most_energy_outside_top_two,
+)
+
+
+def contrast() -> Finding:
+    """Advantages of right-or-wrong groups, and the update as a multiple of the difference of mean scores."""
+    values = 0.0
+    for size in PAPER_SIZES:
+        for k in range(1, size):
+            stated = torch.where(binary_group(k, size) > 0, 1 - k / size, -k / size)
+            values = max(values, gap(advantages("mean", binary_group(k, size)), stated))
+    updates, groups = 0.0, 0
+    for truth in lab_worlds("output_only_binary"):
+        for prompt in prompts_of(truth):
+            for group in drawn_groups(truth, prompt=prompt, group_size=8, number=20):
+                right = group.rewards > 0
+                weight = contrast_weight(int(right.sum()), 8)
+                stated = weight * (group.scores[right].mean(dim=0) - group.scores[~right].mean(dim=0))
+                updates = max(updates, gap(advantages("mean", group.rewards) @ group.scores / 8, stated))
+                groups += 1
+    evidence = {
+        "largest |A - (1 - k/R or -k/R)|": values,
+        "drawn groups": groups,
+        "largest |ĝ - k(R-k)/R² (ψ̄₊ - ψ̄₋)|": updates,
+    }
+    return as_printed(max(values, updates) < EXACT, evidence)
+
+
+def small_near_the_ends() -> Finding:
+    """Largest advantage and contrast weight at one right rollout and at half of them."""
+    largest = {k: float(advantages("mean", binary_group(k, 8)).abs().max()) for k in range(1, 8)}
+    weight = {size: contrast_weight(1, size) / contrast_weight(size // 2, size) for size in PAPER_SIZES}
+    rises = [largest[k] for k in (4, 3, 2, 1)]
+    energy = [float(advantages("mean", binary_group(k, 8)).square().sum()) for k in (1, 4)]
+    return corrected(
+        printed=largest[1] < largest[4],
+        truth=rises == sorted(rises)
+        and contrast_weight(0, 8) == contrast_weight(8, 8) == 0
+        and min(weight.values()) > 0,
+        evidence={
+            "R = 8, k = 1: max |A|": largest[1],
+            "R = 8, k = 4: max |A|": largest[4],
+            "R = 8, k = 1: Σ A²": energy[0],
+            "R = 8, k = 4: Σ A²": energy[1],
+            **{f"weight of the contrast at k = 1 against k = R/2, R = {size}": w for size, w in weight.items()},
+        },
+        correction="The weight k(R-k)/R² of the contrast falls towards the ends but is zero only at k = 0 and k = R. The "
+        "advantages do not get small: at k = 1 the right rollout has 1 - 1/R, the largest advantage there is.",
+    )
+
+
+def similar_scores() -> Finding:
+    """Effective rank of eight rows with one common cosine, and the mean inner product of two scores of a prompt."""
+    a = advantages("mean", binary_group(4, 8))
+    cosines = (0.0, 0.3, 0.6, 0.9, 1.0)
+    ranks = [common_cosine_null(torch.eye(8, dtype=torch.float64), a, cosine=c).effective_rank for c in cosines]
+    inner = 0.0
+    for truth in lab_worlds():
+        for prompt in prompts_of(truth):
+            rows = truth.listing.of_prompt(prompt)
+            inner = max(inner, float((truth.probability[rows] @ truth.scores[rows]).square().sum()))
+    return corrected(
+        printed=largest_stacked_rank(a) < len(a),
+        truth=ranks == sorted(ranks, reverse=True) and abs(ranks[-1] - 1) < 1e-6 and inner < EXACT,
+        evidence={f"effective rank, R = 8, common cosine {c}": r for c, r in zip(cosines, ranks, strict=True)}
+        | {"largest E⟨ψ_i, ψ_j⟩ of two rollouts of a prompt": inner},
+        correction="True of similar scores, whatever the credit: the effective rank falls as the common cosine grows. That "
+        "credit is uniform adds nothing, and sharing a prompt does not make scores similar: sampled from the policy itself, "
+        "two rollouts have E⟨ψ_i, ψ_j⟩ = |Eψ|² = 0. How similar they are has to be measured.",
+    )
+
+
+SPARSITY_CLAIMS = (
+    claim(
+        "sec-5.1-1-contrast",
+        "section 5.1 (1)",
+        "With k of R right, advantages are 1 - k/R and -k/R, and the update is the contrast of right and wrong.",
+        contrast,
+    ),
+    claim(
+        "sec-5.1-1-small",
+        "section 5.1 (1)",
+        "With k close to 0 or R the advantages are small and the gradient vanishes.",
+        small_near_the_ends,
+    ),
+    claim(
+        "sec-5.1-2",
+        "section 5.1 (2)",
+        "Uniform credit, and scores alike within a prompt, concentrate the gradient in few directions.",
+        similar_scores,
+    ),
+)
+
+
+@lru_cache
+def _groups(size: int) -> tuple[DrawnGroup, ...]:
+    """Mixed groups without repeated rollouts, of all prompts of the right-or-wrong world."""
+    truth = lab_world("output_only_binary")
+    draws = (drawn_groups(truth, prompt=p, group_size=size, number=10, distinct=True) for p in range(3))
+    return tuple(chain.from_iterable(draws))
+
+
+def rank_two() -> Finding:
+    """Rank of stacks under a zero-sum and under a constant baseline, and the cosine of the two conditional means."""
+    ranks, other = {}, {}
+    for size in PAPER_SIZES:
+        groups = _groups(size)
+        ranks[size] = {spectrum_summary(g.gram, advantages("mean", g.rewards)).numerical_rank for g in groups}
+        level = torch.tensor([0.3], dtype=torch.float64)
+        fixed = [estimator("constant").fn(g.rewards[None], baselines=level)[0] for g in groups]
+        other[size] = {spectrum_summary(g.gram, a).numerical_rank for g, a in zip(groups, fixed, strict=True)}
+    orthogonal = spectrum_summary(torch.eye(8, dtype=torch.float64), advantages("mean", binary_group(4, 8)))
+    opposite = max(_cosine_of_means(truth, p) for truth in lab_worlds("output_only_binary") for p in range(3))
+    return refuted(
+        printed=max(ranks[8]) <= 2,
+        truth=ranks == other == {size: {size} for size in PAPER_SIZES}
+        and abs(orthogonal.effective_rank - orthogonal_effective_rank(4, 8)) < 1e-9
+        and opposite < -1 + EXACT,
+        evidence={
+            **{f"rank of zero-sum stacks, R = {size}": max(seen) for size, seen in ranks.items()},
+            "the same, constant baseline, R = 8": max(other[8]),
+            "effective rank, R = 8, k = 4, orthogonal scores": orthogonal.effective_rank,
+            "cosine of E[ψ | right] and E[ψ | wrong]": opposite,
+        },
+        correction="No such theorem is stated or proved, and it is false: zero-sum advantages leave the stack any rank up to "
+        "R (the baseline only scales rows). Two other things are low-dimensional: the update itself is one vector, "
+        "and on average right and wrong rollouts pull along one line, since E[ψ | right] and E[ψ | wrong] are opposite.",
+    )
+
+
+def _cosine_of_means(truth: GroundTruth, prompt: int) -> float:
+    rows = truth.listing.of_prompt(prompt)
+    right = truth.listing.returns[rows] > 0
+    weighted = truth.probability[rows, None] * truth.scores[rows]
+    first, second = weighted[right].sum(dim=0), weighted[~right].sum(dim=0)
+    return float(first @ second / (first.norm() * second.norm()))
+
+
+def max_rank() -> Finding:
+    """Largest rank of stacks and of centred stacks, against the number of nonzero advantages."""
+    evidence, found, bounds, centred = {}, [], [], []
+    for size in PAPER_SIZES:
+        groups = _groups(size)
+        a = [advantages("mean", g.rewards) for g in groups]
+        found.append(max(spectrum_summary(g.gram, x).numerical_rank for g, x in zip(groups, a, strict=True)))
+        bounds.append(max(largest_stacked_rank(x) for x in a))
+        centred.append(
+            max(spectrum_summary(centred_gram(g.gram), x).numerical_rank for g, x in zip(groups, a, strict=True))
+        )
+        evidence[f"R = {size}: rank of A_i ψ_i"] = found[-1]
+        evidence[f"R = {size}: rank of A_i (ψ_i - ψ̄)"] = centred[-1]
+    return refuted(
+        printed=all(rank <= size - 1 for rank, size in zip(found, PAPER_SIZES, strict=True)),
+        truth=found == bounds == list(PAPER_SIZES) and centred == [size - 1 for size in PAPER_SIZES],
+        evidence=evidence,
+        correction="The largest rank is the number of nonzero advantages: R in a mixed right-or-wrong group. Σ A_i = 0 says "
+        "1ᵀA = 0; it is not a relation between the rows A_i ψ_i, whose sum is R ĝ. R - 1 is the bound for scores minus their mean.",
+    )
+
+
+def two_directions_a_step() -> Finding:
+    """Number of directions of the stack, and of the step that is its sum."""
+    stack, step, along = [], [], []
+    for group in _groups(8):
+        a = advantages("mean", group.rewards)
+        rows = a[:, None] * group.scores
+        update = rows.sum(dim=0, keepdim=True)
+        stack.append(spectrum_summary(group.gram, a).effective_rank)
+        step.append(spectrum_summary(update @ update.mT).numerical_rank)
+        along.append(update_coherence(group.gram, a))
+    return refuted(
+        printed=max(step) > 1,
+        truth=set(step) == {1},
+        evidence={
+            "groups of 8": len(step),
+            "mean effective rank of the stack": sum(stack) / len(stack),
+            "directions of the step": max(step),
+            "mean share of the stack's energy that survives the sum": sum(along) / len(along),
+        },
+        correction="A step moves along one vector, the sum of the rows over all prompts, whatever their rank. The spectrum of "
+        "the stack says how different the contributions are before they are added up.",
+    )
+
+
+def no_new_dimensions() -> Finding:
+    """Rank and mean effective rank of stacks of growing size."""
+    ranks, means, evidence = [], [], {}
+    for size in PAPER_SIZES:
+        spectra = [spectrum_summary(g.gram, advantages("mean", g.rewards)) for g in _groups(size)]
+        ranks.append({s.numerical_rank for s in spectra})
+        means.append(math.fsum(s.effective_rank for s in spectra) / len(spectra))
+        evidence |= {f"R = {size}: rank": max(ranks[-1]), f"R = {size}: mean effective rank": means[-1]}
+    return refuted(
+        printed=max(ranks[-1]) <= 2,
+        truth=ranks == [{size} for size in PAPER_SIZES] and means == sorted(means),
+        evidence=evidence,
+        correction="A rollout with a score of its own and a nonzero advantage adds a dimension to the stack, up to R in all. "
+        "How much energy it carries in a language model is a matter of measurement, not of the zero-sum constraint.",
+    )
+
+
+def diminishing_returns() -> Finding:
+    """Signal-to-noise ratio per rollout of one prompt, and the best group size when prompts share the rollouts."""
+    worst, shown = math.inf, {}
+    for truth in lab_worlds("output_only"):
+        for prompt in prompts_of(truth):
+            per_rollout = [moments(truth, "mean", prompt=prompt, group_size=s).snr_squared / s for s in PAPER_SIZES]
+            worst = min(worst, per_rollout[1] - per_rollout[0], per_rollout[2] - per_rollout[1])
+            shown = shown or {f"SNR² per rollout, R = {s}": x for s, x in zip(PAPER_SIZES, per_rollout, strict=True)}
+    best = optimal_group_size(_components(lab_world("output_only")))
+    return corrected(
+        printed=worst < 0,
+        truth=worst > 0 and math.isfinite(best.exact),
+        evidence=shown | {"least gain in SNR² per rollout": worst, "best R at a fixed number of rollouts": best.exact},
+        correction="Not because of rank. For one prompt the squared signal-to-noise ratio grows faster than R, so every "
+        "rollout counts for more, not less. Returns diminish against using the rollouts on other prompts: the best R is "
+        "1 + √(c3/c1), where prompts differ by c1 and the baseline's noise is c3.",
+    )
+
+
+def _components(truth: GroundTruth) -> NoiseComponents:
+    return NoiseComponents(float(truth.objective_gradient.square().sum()), truth.c1, truth.c2, truth.c3)
+
+
+def top_fraction_order() -> Finding:
+    """Top-1 fractions of orthogonal scores by success rate, and the rates at which they have the printed order."""
+    rates = [i / 100 for i in range(1, 100)]
+    null = {p: [expected_orthogonal_top1_fraction(p, size) for size in PAPER_SIZES] for p in rates}
+    same = [p for p, (two, four, eight) in null.items() if four > two > eight]
+    evidence = {
+        f"null, p = {p}, R = {size}": f for p in (0.5, 0.9) for size, f in zip(PAPER_SIZES, null[p], strict=True)
+    }
+    return to_be_measured(
+        truth=bool(same) and null[0.9][2] > null[0.9][1],
+        evidence=evidence
+        | {
+            "least p where the null has the printed order": min(same, default=math.nan),
+            "largest such p": max(same, default=math.nan),
+        },
+        measure="To be measured: top-1 fraction of mixed groups at R = 2, 4, 8, with seeds, beside the orthogonal, "
+        "common-cosine and shuffled nulls at the same k. The order R = 4 > 2 > 8 needs no interplay of scores: for middling "
+        "success rates |A| alone gives it.",
+    )
+
+
+def larger_groups_learn_faster() -> Finding:
+    """Exact signal-to-noise ratio of a step in the lab, at equal prompts and at equal rollouts."""
+    parts = _components(lab_world("output_only"))
+    prompts = [signal_to_noise(parts, 8, size) for size in PAPER_SIZES]
+    rollouts = [signal_to_noise(parts, 32 // size, size) for size in PAPER_SIZES]
+    evidence = {f"SNR², 8 prompts, R = {size}": x for size, x in zip(PAPER_SIZES, prompts, strict=True)}
+    evidence |= {f"SNR², 32 rollouts, R = {size}": x for size, x in zip(PAPER_SIZES, rollouts, strict=True)}
+    return to_be_measured(
+        truth=prompts == sorted(prompts),
+        evidence=evidence,
+        measure="To be measured: accuracy over training at R = 2, 4, 8, at least three seeds, against steps and against "
+        "rollouts. Larger groups at equal prompts also use more rollouts; the null is the same number of rollouts on more "
+        "prompts.",
+    )
+
+
+RANK_CLAIMS = (
+    claim(
+        "max-rank",
+        "section 7.2, Figure 1, Table 1",
+        "The largest possible rank of the stacked gradient matrix is R - 1.",
+        max_rank,
+    ),
+    claim(
+        "sec-7.2-directions",
+        "section 7.2, interpretation",
+        "Each step moves the parameters along about two directions only.",
+        two_directions_a_step,
+    ),
+    claim(
+        "sec-7.2-dimensions",
+        "section 7.2, interpretation",
+        "Rollouts beyond two refine the same two directions and add no new ones.",
+        no_new_dimensions,
+    ),
+    claim(
+        "sec-7.2-diminishing",
+        "section 7.2, interpretation",
+        "Because of the rank, larger groups bring diminishing returns in what the gradient tells.",
+        diminishing_returns,
+    ),
+    claim(
+        "fig-2",
+        "Figure 2",
+        "The top-1 fraction is highest at R = 4 and lowest at R = 8, by an interplay of advantages and scores.",
+        top_fraction_order,
+    ),
+    claim(
+        "fig-3", "Figure 3", "Larger groups learn faster, by a better estimate of ψ₊ - ψ₋.", larger_groups_learn_faster
+    ),
+)
+
+
+_ROUNDS_TO_TWO = Interval(1.5, 2.5)
+"""Effective ranks that round to the printed "~2"."""
+
+
+def _possible(fraction: tuple[float, float], max_rank: int) -> Interval:
+    """Effective ranks that are possible with a top-1 fraction in the printed range."""
+    ends = [feasible_interval("effective_rank", f, max_rank) for f in fraction]
+    return Interval(min(end.low for end in ends), max(end.high for end in ends))
+
+
+def _largest_rank(size: int) -> int:
+    """Largest rank of a right-or-wrong group of this size, from its advantages."""
+    return max(largest_stacked_rank(advantages("mean", binary_group(k, size))) for k in range(1, size))
+
+
+def row_two() -> Finding:
+    """The printed numbers at rank 1, then at rank 2, where the top-1 fraction fixes the effective rank."""
+    alone = feasible_interval("effective_rank", 1.0, 1)
+    forced = [two_row_effective_rank_from_top1(f) for f in PRINTED_TOP1[2]]
+    as_interval = [feasible_interval("effective_rank", f, 2) for f in PRINTED_TOP1[2]]
+    agree = max(abs(i.low - x) + abs(i.high - x) for i, x in zip(as_interval, forced, strict=True))
+    return refuted(
+        printed=alone.high > _ROUNDS_TO_TWO.low,
+        truth=alone.low == alone.high == 1 and agree < 1e-9 and _largest_rank(2) == 2,
+        evidence={
+            "printed max rank": 1,
+            "effective rank and top-1 fraction at rank 1": alone.high,
+            "max rank": _largest_rank(2),
+            "effective rank forced by top-1 0.6": forced[0],
+            "effective rank forced by top-1 0.7": forced[1],
+            "null, orthogonal scores": expected_orthogonal_effective_rank(0.9, 2),
+        },
+        correction="The row contradicts itself: at rank 1 both numbers are exactly 1. At the true largest rank 2 the "
+        "effective rank is 1 + 2√(f(1-f)), fixed by the top-1 fraction, so 'about 2' is no finding: any two rows that are "
+        "far from parallel give it.",
+    )
+
+
+def _row(size: int, fraction: tuple[float, float], *, printed_rank: int) -> Finding:
+    as_printed_rank, possible = _possible(fraction, printed_rank), _possible(fraction, size)
+    outside = max(most_energy_outside_top_two(f, _ROUNDS_TO_TWO.high, size) for f in fraction)
+    tight = max(most_energy_outside_top_two(f, 2.1, size) for f in fraction)
+    fits = as_printed_rank.low <= _ROUNDS_TO_TWO.high and as_printed_rank.high >= _ROUNDS_TO_TWO.low
+    null = [expected_orthogonal_effective_rank(p, size) for p in (0.5, 0.9)]
+    return corrected(
+        printed=_largest_rank(size) == printed_rank,
+        truth=fits
+        and _largest_rank(size) == size
+        and possible.low > _ROUNDS_TO_TWO.low
+        and min(null) > _ROUNDS_TO_TWO.high,
+        evidence={
+            "printed max rank": printed_rank,
+            "max rank": _largest_rank(size),
+            "effective rank, least possible": possible.low,
+            "most possible": possible.high,
+            "most energy outside two directions, effective rank 2.1": tight,
+            "the same, effective rank 2.5": outside,
+            "null effective rank, p = 0.5": null[0],
+            "null, p = 0.9": null[1],
+            "null top-1, p = 0.9": expected_orthogonal_top1_fraction(0.9, size),
+        },
+        correction=f"The largest rank is {size}, not {printed_rank}. The other two numbers fit each other, but 'about 2' is the "
+        f"floor that the top-1 fraction forces ({possible.low:.2f}); to say more, the row needs the number of groups, their "
+        "k, an error and the null.",
+    )
+
+
+def row_four() -> Finding:
+    """Top-1 fraction 0.7-0.8 with an effective rank of about two, at rank 3 and 4."""
+    return _row(4, PRINTED_TOP1[4], printed_rank=3)
+
+
+def row_eight() -> Finding:
+    """Top-1 fraction 0.5-0.6 with an effective rank of about two, at rank 7 and 8."""
+    return _row(8, PRINTED_TOP1[8], printed_rank=7)
+
+
+TABLE_CLAIMS = (
+    claim("table-1-r2", "Table 1, row R = 2", "Max rank 1, effective rank about 2, top-1 fraction 0.6-0.7.", row_two),
+    claim("table-1-r4", "Table 1, row R = 4", "Max rank 3, effective rank about 2, top-1 fraction 0.7-0.8.", row_four),
+    claim("table-1-r8", "Table 1, row R = 8", "Max rank 7, effective rank about 2, top-1 fraction 0.5-0.6.", row_eight),
+)
