@@ -9,7 +9,7 @@ A model passes through these files, in this order:
     measurement ── Measurement.run                                          the order of the stages below
        │
        ├─ model ─────── survey · prepared_model                          2  modules listed, model prepared, put back
-       ├─ intercept ─── Interceptor                                      3  forward pass: operations on parameters seen
+       ├─ intercept ─── Interceptor                                      3  forward pass: every use of a parameter seen
        │     ├─ leaves ─── Leaves, small parameters and norms               one copy per rollout; autograd splits
        │     └─ head ───── fused_head                                       log-probabilities and their gradient
        ├─ collect ───── Collector, one ParameterState each               4  backward pass: factors (x, g) of products
@@ -20,7 +20,8 @@ A model passes through these files, in this order:
        │
     measurement ── Measurement.result → Gram                             6  K, its split by layer, log-probabilities
 
-Imports point down the same list. Models spread over processes (`DistributedDataParallel`, FSDP2) are part of `model`.
+`batch`, `model` and `contract` import no other file; only `engine` imports `measurement`. Models spread over processes
+(`DistributedDataParallel`, FSDP2) are part of `model`.
 """
 
 from scoregram.gram.batch import segment_rows as segment_rows

@@ -1,12 +1,12 @@
 """Stage 4, collection: products and lookups hand their factors to the collector, and the weight gets no gradient.
 
-The first half is autograd: `StreamedProduct`, `hooked_product` and `StreamedLookup` pass the gradient on to their input
-and give the factors `(x, g)` of the weight's per-rollout gradients to the `Collector`.
+The `Collector` has one `ParameterState` per parameter. A weight may be used several times (tied embeddings, shared
+layers). Its per-rollout gradient is the sum over its uses, so its Gram can be taken only when the last use has arrived.
+The forward pass announces every use; the backward pass delivers them; when all have arrived, they are contracted and
+dropped. A region with a use that never receives a gradient is contracted at the end.
 
-The second half is the `Collector`, with one `ParameterState` per parameter. A weight may be used several times (tied
-embeddings, shared layers). Its per-rollout gradient is the sum over its uses, so its Gram can be taken only when the
-last use has arrived. The forward pass announces every use; the backward pass delivers them; when all have arrived, they
-are contracted and dropped. Uses that never receive a gradient are noticed at the end.
+`StreamedProduct`, `hooked_product` and `StreamedLookup` are the autograd operations that deliver uses: they pass the
+gradient on to their input, and give the factors `(x, g)` of the weight's per-rollout gradients to the collector.
 """
 
 import math
@@ -145,7 +145,7 @@ class Collector:
         return self.states[id(parameter)]
 
     def next_arrival(self) -> int:
-        """Numbers the arrivals: Grams of one layer are added in that order, which decides their rounding."""
+        """The number of the next arrival: Grams of a layer are added in this order, which decides their rounding."""
         self._arrivals += 1
         return self._arrivals
 
@@ -205,7 +205,7 @@ class Collector:
     @torch.no_grad()
     def contract(self, parameter: Tensor, view: Tensor, uses: list[Use]) -> None:
         """Add the Gram and the weighted sums of the summed uses of a region."""
-        if self.sketcher is not None:
+        if self.sketcher is not None:  # first: its map is defined by rows of the whole parameter
             self.sketcher.add_uses(parameter, view, uses)
         rows, uses = in_touched_rows(uses)
         height = view.shape[0] if rows is None else len(rows)
@@ -234,6 +234,7 @@ class Collector:
         regions = [region for state in self.states.values() for region in state.regions.values() if region.pending]
         for region in sorted(regions, key=lambda region: region.arrival):
             self.contract_pending(region)
+        # Norms and biases of many layers have one shape: stacked, they take one product instead of one per layer.
         alike: dict[tuple[torch.Size, torch.dtype, torch.dtype], list[ParameterState]] = defaultdict(list)
         for state in sorted(self.states.values(), key=lambda state: state.rows_arrival):
             if state.rows is None:
@@ -337,7 +338,11 @@ class WeightUse:
 
 
 class StreamedProduct(torch.autograd.Function):
-    """`x Wᵀ + b` (or `x W + b`) whose backward pass gives its factors to the collector, and the weight nothing."""
+    """`x Wᵀ + b` (or `x W + b`) whose backward pass gives its factors to the collector, and the weight nothing.
+
+    `weight` and `bias` are arguments so that the result requires gradients even if `x` does not; the product is taken
+    with `low_weight` and `low_bias`, which are detached and in the dtype of autocast.
+    """
 
     @staticmethod
     def forward(  # noqa: D102

@@ -235,6 +235,8 @@ def fused_head(
             logits = torch.mm(rows[here], weight.mT, out=None if kept is None else kept[here])
             if bias is not None:
                 logits += bias
+        # In float32 and wider the gradient overwrites the logits, in `kept` if they are there; in half precision on a
+        # CPU it is computed in float32 and copied.
         gradient, log_probs[here], normaliser[here] = softmax_gradient(logits, tokens[here], factors[here], temperature)
         if kept is not None and gradient is not logits:
             kept[here] = gradient

@@ -158,7 +158,7 @@ class Interceptor(DropoutOff):
     def run_linear_layer(self, module: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002
         """Forward pass of a plain linear layer: most of the host time of a pass, so the usual case takes a shortcut."""
         weight, bias = module.weight, module.bias
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction():  # the rule is applied right here: no mode has to see the product
             if weight is self.head and self.announcing:
                 return self.capture_head(input, weight, bias)
             result = None
@@ -179,7 +179,7 @@ class Interceptor(DropoutOff):
         x, low_weight, _ = under_autocast(x, weight, None)
         region = self.collector.expect(weight, weight) if self.announcing else None
         use = WeightUse(self.layout, self.collector, None, False, (weight, weight), None, region)
-        if x.requires_grad and not has_saved_tensor_hooks():
+        if x.requires_grad and not has_saved_tensor_hooks():  # a hook needs a result that requires gradients
             return hooked_product(x, low_weight, use)
         return StreamedProduct.apply(x, weight, low_weight, None, None, use)
 
@@ -301,10 +301,10 @@ class Interceptor(DropoutOff):
             return None
         source = self.source_of(weight) if self.is_parameter_side(weight) else None
         if self.is_parameter_side(weight) and source is None:
-            return None
+            return None  # a derived weight: its gradient has to be pulled back, which factors cannot be
         trains_bias = bias is not None and self.is_parameter_side(bias)
         if trains_bias and id(bias) not in self._parameters:
-            return None
+            return None  # likewise for a derived bias
         if source is not None and source[0] is source[1] and owner is None and self.gets_leaf(source[0]):
             return self._product_with_leaf(x, weight, bias, transposed=transposed)
         x, low_weight, low_bias = under_autocast(x, weight, bias)
@@ -333,12 +333,13 @@ class Interceptor(DropoutOff):
         sparse: bool = False,
     ) -> Tensor | None:
         """Rows of an embedding; the padding row, if there is one, receives no gradient."""
-        is_unusual = max_norm is not None or scale_grad_by_freq or sparse
+        is_unusual = max_norm is not None or scale_grad_by_freq or sparse  # each of them changes weight or gradient
         if is_unusual or id(weight) not in self._parameters or input.ndim < 1:
             return None
         if input.shape[0] != self.layout.rollouts:
             return None
         counted = input if padding_idx is None else torch.where(input == padding_idx % len(weight), -1, input)
+        # The token ids were sorted before the pass; a model may look up something else too, such as positions.
         rows = self.vocabulary if is_same_memory(input, self.input_ids) else input.unique()
         use = WeightUse(self.layout, self.collector, None, False, (weight, weight), None)
         if self.announcing:
@@ -349,7 +350,7 @@ class Interceptor(DropoutOff):
         """Any operation on small parameter-side tensors, with one copy of them per rollout."""
         tensors = list(tensors_in(args, kwargs))
         if any(self.owner_of(tensor) is not None for tensor in tensors if self.is_activation(tensor)):
-            return None
+            return None  # rows that were selected have no rollout axis to run over
         if not all(self.leaves.accepts(tensor) for tensor in tensors if self.is_parameter_side(tensor)):
             return None
         kinds = TensorKinds(
@@ -401,6 +402,7 @@ class Interceptor(DropoutOff):
         """Mark the results of an operation on parameters alone as parameter-side."""
         for tensor in tensors_in((result,), {}):
             if tensor.requires_grad and id(tensor) not in self._parameters:
+                # a cast of a cast leads back to the parameter, so that a product with it can still be streamed
                 mark = mark_of(parameters[0])
                 origin = mark.cast_of if isinstance(mark, Derived) and mark.cast_of is not None else parameters[0]
                 is_cast = func in CASTS and tensor.shape == parameters[0].shape

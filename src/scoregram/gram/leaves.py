@@ -75,7 +75,7 @@ class Leaves:
         """The leaf of `tensor`, created at the first call: its copies share their values, not their gradients."""
         key = (id(tensor), transposed)
         if key not in self.leaf_of:
-            value = tensor.detach()
+            value = tensor.detach()  # gradients end at the leaf, so `.grad` of the parameter stays None
             value = value.mT if transposed else value
             self.leaf_of[key] = (tensor, value.expand(self.layout.rollouts, *value.shape).requires_grad_())
         return self.leaf_of[key][1]
@@ -268,6 +268,7 @@ class ParameterWatch:
 
     def see_operation(self, func: Callable[..., Any], tensors: list[Tensor], result: Any, *, meets: bool) -> None:
         """Note an operation on a parameter, one that `meets` activations or one on parameters alone."""
+        # An operation that changes the shape may mix elements, and would treat the copies' extra axis differently.
         kept_shape = isinstance(result, Tensor) and result.shape == max(tensors, key=Tensor.dim).shape
         if not kept_shape or func not in (BROADCASTS if meets else BROADCASTS | CASTS):
             self.only_broadcasts = False

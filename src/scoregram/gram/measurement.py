@@ -127,7 +127,7 @@ class Measurement:
         owners = self.survey.owners
         if isinstance(head, nn.Module) and not any(module is head for module in owners):
             owners = [*owners, head]
-        self.interceptor.dropped = bool(self.survey.dropping)
+        self.interceptor.dropped = bool(self.survey.dropping)  # evaluation mode: no dropout operation will be seen
         with in_evaluation(self.survey.in_training), self.interceptor.around_modules(owners):
             yield
 
@@ -144,7 +144,7 @@ class Measurement:
         left = list({id(parameter): parameter for parameter in parameters}.values())
         if not left:
             return
-        for parameter in left:
+        for parameter in left:  # part of its gradient may have been collected; replay gives all of it
             self.collector.forget(parameter)
         self.replayed = [names[id(parameter)] for parameter in left]
         for parameter in self.parameters.values():
@@ -184,6 +184,7 @@ class Measurement:
         """Logits in autograd and None; or the logits of the first position, and the captured head."""
         self.interceptor.head = self.capturable_head()
         logits, captured = self.forward()
+        # Captured twice, or logits that the model changed: the head's product is not what the model returns.
         if captured is not None and (self.interceptor.captures > 1 or not is_same(logits, captured.first_logits)):
             logits, captured = self.forward_without_capture()
         self.interceptor.announcing = captured is not None
@@ -295,7 +296,7 @@ class Measurement:
         stacked = contractor.grams({owner: order[layer] for owner, layer in layers.items()}, len(order))
         if not bool(stacked.isfinite().all()):
             self.refuse_not_finite(dict(zip(order, stacked, strict=True)))
-        stacked = block_diagonal_matrices((stacked + stacked.mT) / 2)
+        stacked = block_diagonal_matrices((stacked + stacked.mT) / 2)  # matrix products round asymmetrically
         sketcher, rollouts = self.collector.sketcher, self.rollouts
         return Gram(
             matrix=rollouts.expanded_matrix(stacked.sum(0)),

@@ -48,6 +48,7 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     accepted = inspect.signature(type(model).forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     named = {name: value for name, value in offered.items() if name in accepted}
+    # A wrapper with `**kwargs` alone passes everything on; whether the model inside takes positions is unknown.
     if takes_any and "input_ids" not in named:
         named = {name: value for name, value in offered.items() if name != "position_ids"}
     return named  # type: ignore[return-value]
