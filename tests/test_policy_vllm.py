@@ -63,10 +63,12 @@ def test_tokens_are_the_engines_and_log_probs_the_policys(temperature, answers, 
     assert settings.n == (1 if temperature == 0 else 2) and settings.stop_token_ids == [17]
     expected = engine.completions if temperature else [engine.completions[0]] * 2 + [engine.completions[1]] * 2
     assert found.completion_ids() == expected
+    assert found.finished is not None
     assert found.finished.tolist() == [ids[-1] == 17 for ids in expected]
     own = token_log_probs(model, found.input_ids, found.attention_mask, found.completion_mask)
     torch.testing.assert_close(found.log_probs, own.detach().float())
     said = -0.5 if temperature else 0.0
+    assert found.behaviour_log_probs is not None
     assert set(found.behaviour_log_probs[found.completion_mask].tolist()) == {said}
 
 

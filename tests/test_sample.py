@@ -158,6 +158,7 @@ def test_rows_are_prompt_completion_padding():
         assert found.attention_mask[row].tolist() == [column < end for column in range(len(ids))]
         assert found.completion_mask[row].tolist() == [len(prompt) <= column < end for column in range(len(ids))]
         assert ids[end:] == [0] * (len(ids) - end)
+        assert found.log_probs is not None
         assert (found.log_probs[row] == 0).tolist() == (~found.completion_mask[row]).tolist()
 
 
@@ -166,6 +167,7 @@ def test_a_rollout_ends_with_its_first_stop_token():
     stop_ids = list(range(0, VOCABULARY, 6))
     found = drawn(build("Llama"), most=24, stop_ids=stop_ids, repeats=16)
     assert len({int(length) for length in found.lengths}) > 5
+    assert found.finished is not None
     for ids, finished in zip(found.completion_ids(), found.finished.tolist(), strict=True):
         assert not set(ids[:-1]) & set(stop_ids)
         assert finished == (ids[-1] in stop_ids)
@@ -239,6 +241,7 @@ def test_completions_come_as_often_as_they_are_probable(name, settings):
     found = drawn(model, prompts, most=3, stop_ids=[0, 2], repeats=count, **settings)
     exact = [completion_chances(model, prompt, most=3, stop_ids={0, 2}, **settings) for prompt in prompts]
     ids = found.completion_ids()
+    assert found.behaviour_log_probs is not None
     behaviour = found.behaviour_log_probs.double().sum(1).exp().tolist()
     for index, chances in enumerate(exact):
         assert math.isclose(sum(chances.values()), 1, rel_tol=1e-9)
@@ -296,6 +299,7 @@ def test_the_same_seed_draws_the_same_and_another_does_not():
     model = build("Llama")
     first, again, other = drawn(model, seed=4), drawn(model, seed=4), drawn(model, seed=5)
     assert first.completion_ids() == again.completion_ids() != other.completion_ids()
+    assert first.log_probs is not None and again.log_probs is not None
     assert torch.equal(first.log_probs, again.log_probs)
     state = torch.random.get_rng_state()
     drawn(model, seed=4)
@@ -352,6 +356,7 @@ def test_weights_of_this_moment_are_used():
     after = drawn(model)
     again = token_log_probs(model, after.input_ids, after.attention_mask, after.completion_mask)
     torch.testing.assert_close(after.log_probs, again.detach().float(), atol=1e-5, rtol=0)
+    assert before.log_probs is not None and after.log_probs is not None
     assert before.log_probs[0, 3] != after.log_probs[0, 3]
 
 
@@ -376,6 +381,7 @@ def test_autocast_and_half_precision(dtype):
     torch.testing.assert_close(found.log_probs, again.detach(), atol=0.05, rtol=0)
     found = drawn(model.to(dtype), seed=2)
     again = token_log_probs(model, found.input_ids, found.attention_mask, found.completion_mask)
+    assert found.log_probs is not None
     assert found.log_probs.dtype == torch.float32
     torch.testing.assert_close(found.log_probs, again.detach(), atol=0.05, rtol=0)
 

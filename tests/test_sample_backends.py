@@ -32,6 +32,7 @@ def test_every_backend_draws_the_same(name):
     model = ARCHITECTURES[name]()
     auto, fast, plain = (drawn(model, sampler) for sampler in ("auto", "fast", "transformers"))
     assert auto.completion_ids() == fast.completion_ids() == plain.completion_ids()
+    assert auto.log_probs is not None and fast.log_probs is not None
     assert torch.equal(auto.log_probs, fast.log_probs)
     torch.testing.assert_close(plain.log_probs, auto.log_probs, atol=1e-6, rtol=1e-6)
 
@@ -132,6 +133,7 @@ def test_vllm_gets_an_engine_of_the_model_that_is_built_once():
     assert greedy.completion_ids() == [[6, 17]] * 9
     own = token_log_probs(model, first.input_ids, first.attention_mask, first.completion_mask)
     torch.testing.assert_close(first.log_probs, own.detach())
+    assert first.behaviour_log_probs is not None
     assert set(first.behaviour_log_probs[first.completion_mask].tolist()) == {-0.5}
 
 

@@ -36,7 +36,9 @@ def test_a_gpu_draws_what_a_cpu_draws(name, settings):
     expected = drawn(model, **settings)
     found = drawn(model.cuda(), **settings)
     assert found.completion_ids() == expected.completion_ids()
+    assert found.log_probs is not None and expected.log_probs is not None
     torch.testing.assert_close(found.log_probs.cpu(), expected.log_probs, atol=1e-5, rtol=1e-5)
+    assert found.behaviour_log_probs is not None and expected.behaviour_log_probs is not None
     torch.testing.assert_close(found.behaviour_log_probs.cpu(), expected.behaviour_log_probs, atol=1e-5, rtol=1e-5)
 
 
@@ -63,6 +65,7 @@ def test_weights_may_change_between_calls():
 
 def test_everything_ends_when_all_have_ended():
     found = drawn(build("Llama").cuda(), stop_ids=range(0, 61, 2), most=50)
+    assert found.finished is not None
     assert found.finished.all() and int(found.lengths.max()) < 50
 
 
@@ -98,6 +101,7 @@ def test_kernels_of_our_own_draw_what_a_cpu_draws(settings):
     expected = drawn(model, most=100, **settings)
     found = drawn(model.cuda(), most=100, **settings)
     assert found.completion_ids() == expected.completion_ids()
+    assert found.log_probs is not None and expected.log_probs is not None
     torch.testing.assert_close(found.log_probs.cpu(), expected.log_probs, atol=1e-4, rtol=1e-4)
 
 

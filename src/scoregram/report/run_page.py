@@ -142,7 +142,9 @@ def summary_table(run: RunReading) -> Table:
     summary, accuracy = run.summary, _accuracy(run)
     groups, live, steps = f"{summary.groups} groups", f"{summary.live} live groups", f"{summary.noise_steps} steps"
     rewarded = groups if summary.groups else f"{len(run.last_values('reward'))} steps"
-    tested = (None, "") if math.isnan(summary.tested.value) else (summary.tested, "on test problems, last")
+    tested: tuple[Cell, str] = (None, "")
+    if not math.isnan(summary.tested.value):
+        tested = (summary.tested, "on test problems, last")
     rows: list[tuple[str, Cell, Cell, str, str]] = [
         ("mean reward", summary.reward, *tested, rewarded),
         *([("test accuracy, last", *accuracy)] if accuracy else []),
