@@ -42,7 +42,7 @@ def gram_and_sums_kernel(
         high = tl.load(high_ptr + square)
         low = tl.load(low_ptr + square)
     for start in range(0, blocks, BLOCKS):
-        # float32 on the tensor cores for BLOCKS · COLUMNS columns, then float64: longer sums would lose digits
+        # float32 on the tensor cores for BLOCKS * COLUMNS columns, then float64: longer sums would lose digits
         gram = tl.zeros((TILE, TILE), dtype=tl.float32)
         for block in range(start, tl.minimum(start + BLOCKS, blocks)):
             column = (program * blocks + block) * (COLUMNS * STACK) + within
