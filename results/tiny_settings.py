@@ -85,7 +85,7 @@ def write(setting: Setting, policy: Policy, task: Task) -> None:
     problems = task.test[:PROBLEMS]
     sampling = config.sampling(task.max_new_tokens)
     found = collect(policy, task, problems, group_size=SIZE, sampling=sampling, generator=generator(0, setting.name, 0))
-    gradient = measured_only(config, policy, found, setting.temperature)
+    gradient = measured_only(policy, found, setting.temperature, SIZE)
     rollouts = found.rollouts
     surprise = (-rollouts.log_probs * rollouts.completion_mask).sum(1) / rollouts.lengths
     records = []
