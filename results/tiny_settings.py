@@ -19,15 +19,14 @@ import numpy as np
 from scoregram.exhibits import Cell, Table, to_plain
 from scoregram.policy import Policy, PolicyConfig, load_policy
 from scoregram.policy.tiny import WarmStart, tiny_policy
+from scoregram.reading import StoredGroup, group_readings, group_records
 from scoregram.runs import GroupRecord, RunWriter, open_run
 from scoregram.studies.grpo_rank.cause_exhibits import NULL_LADDER, share_explained, spearman
 from scoregram.studies.grpo_rank.rank_exhibits import mean_of
 from scoregram.studies.grpo_rank.readings import Reading, Trial, has_spectrum, readings_of
 from scoregram.tasks import Task, arithmetic
-from scoregram.training import FIXED, TrainConfig, generator
-from scoregram.training.collecting import collect
-from scoregram.training.probing import measured_only
-from scoregram.training.recording import group_records
+from scoregram.training import TrainConfig
+from scoregram.training.collect import collect
 
 HERE = Path(__file__).parent / "tiny-settings"
 WIDTHS, TERMS, TEMPERATURES = (96, 192, 384), (2, 4, 8), (0.7, 1.0, 1.4)
@@ -84,20 +83,21 @@ def write(setting: Setting, policy: Policy, task: Task) -> None:
     )
     problems = task.test[:PROBLEMS]
     sampling = config.sampling(task.max_new_tokens)
-    found = collect(policy, task, problems, group_size=SIZE, sampling=sampling, generator=generator(0, setting.name, 0))
-    gradient = measured_only(policy, found, setting.temperature, SIZE)
-    rollouts = found.rollouts
+    stream = seeded_generator(0, setting.name, 0)
+    rollouts = collect(policy, task, problems, group_size=SIZE, sampling=sampling, generator=stream)
+    step = probe_step(policy, rollouts, number=0, kind=FIXED_PROBE, temperature=setting.temperature, blocks=SIZE)
+    assert rollouts.log_probs is not None
     surprise = (-rollouts.log_probs * rollouts.completion_mask).sum(1) / rollouts.lengths
     records = []
-    for place, record in enumerate(group_records(0, found, gradient, kind=FIXED, keep_prompts=False, layers="none")):
-        here = slice(place * SIZE, (place + 1) * SIZE)
-        more = {"surprise": float(surprise[here].mean()), "distinct": len(set(found.completions[here]))}
+    groups = group_records(step, group_readings(step), keep_prompts=False, layers="none")
+    for here, record in zip(rollouts.group_slices(), groups, strict=True):
+        more = {"surprise": float(surprise[here].mean()), "distinct": len(set(rollouts.completions[here]))}
         records.append(replace(record, statistics={**record.statistics, **more}))
     parameters = sum(parameter.numel() for parameter in policy.model.parameters())
     about = {**vars(setting), "group_size": SIZE, "problems": PROBLEMS, "parameters": parameters}
     with RunWriter.create(HERE / "runs" / setting.name, about) as writer:
         writer.write_groups(0, records)
-        writer.write_metrics(0, {"reward": float(found.rewards.mean())})
+        writer.write_metrics(0, {"reward": float(rollouts.rewards.mean())})
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def live_groups() -> Iterator[SettingGroup]:
     for setting in SETTINGS:
         run = open_run(HERE / "runs" / setting.name)
         trial = Trial(setting.name, SIZE, 0, "none", run)
-        live = [g for g in run.groups() if bool(g.rewards.max() > g.rewards.min()) and has_spectrum(g)]
+        live = [g for g in run.groups() if StoredGroup(g).is_live and has_spectrum(g)]
         for reading, record in zip(readings_of(trial, live), live, strict=True):
             yield SettingGroup(setting, reading, record)
 

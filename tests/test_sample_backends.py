@@ -121,11 +121,11 @@ def stand_in(monkeypatch):
 
 @pytest.mark.usefixtures("stand_in")
 def test_vllm_gets_an_engine_of_the_model_that_is_built_once():
-    from scoregram.policy.models import facts_of
+    from scoregram.policy.models import policy_facts
 
     model = build("Llama").float()
     first, greedy = drawn(model, "vllm"), drawn(model, "vllm", temperature=0.0)
-    engine = facts_of(model).vllm_engine
+    engine = policy_facts(model).vllm_engine
     assert Engine.built == 1 and engine.loads == 2
     assert engine.config.architectures == ["LlamaForCausalLM"] and engine.config.hidden_size == 32
     assert engine.settings["dtype"] == "float32" and engine.settings["load_format"] == "dummy"

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scoregram.checks import ScoregramError
-from scoregram.tasks import Problem, Step, Task, first_error, first_wrong_character, load_task
+from scoregram.tasks import Problem, SolutionStep, Task, first_error, first_wrong_character, load_task
 from scoregram.tasks.arithmetic import CARRYING, Teacher, careless_solution, careless_teacher, sum_problem
 
 TERMS = st.lists(st.integers(1, 9), min_size=1, max_size=8).flatmap(
@@ -18,7 +18,7 @@ def solved(task: Task, problem: Problem) -> str:
     return task.demonstrate(problem, Random(0))
 
 
-def verified(task: Task, problem: Problem, completion: str) -> tuple[Step, ...]:
+def verified(task: Task, problem: Problem, completion: str) -> tuple[SolutionStep, ...]:
     assert task.steps is not None
     return task.steps(problem, completion)
 
@@ -104,7 +104,7 @@ def test_only_the_closed_last_number_is_rewarded(completion, reward):
 )
 def test_steps_and_the_first_wrong_character(completion, steps, wrong_at):
     problem = sum_problem("p", [34, 7, 1, 5])
-    assert verified(load_task("arithmetic"), problem, completion) == tuple(Step(*step) for step in steps)
+    assert verified(load_task("arithmetic"), problem, completion) == tuple(SolutionStep(*step) for step in steps)
     assert first_wrong_character(problem, completion) == wrong_at
 
 

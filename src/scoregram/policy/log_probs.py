@@ -229,7 +229,7 @@ def packing_saves_work(model: nn.Module, input_ids: Tensor, groups: PackedGroups
 
     A token costs two operations per weight outside the embeddings; a pair of tokens four per hidden unit and layer.
     """
-    facts = models.facts_of(model)
+    facts = models.policy_facts(model)
     if facts.size is None:
         base = models.base_model(model)
         config = base.config.get_text_config()
@@ -244,7 +244,7 @@ def packing_saves_work(model: nn.Module, input_ids: Tensor, groups: PackedGroups
 
 def supports_packing(model: nn.Module) -> bool:
     """Whether packed rollouts have the log-probabilities of single rows: tried once for each model."""
-    known, is_cast = models.facts_of(model).supports_packing, models.is_autocast(model)
+    known, is_cast = models.policy_facts(model).supports_packing, models.is_autocast(model)
     if is_cast not in known:
         base = models.base_model(model)
         likely = base.config._attn_implementation == "sdpa" and base.get_output_embeddings() is not None

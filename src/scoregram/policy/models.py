@@ -54,7 +54,7 @@ class ModelFacts:
 _facts: WeakKeyDictionary[nn.Module, ModelFacts] = WeakKeyDictionary()
 
 
-def facts_of(model: nn.Module) -> ModelFacts:
+def policy_facts(model: nn.Module) -> ModelFacts:
     """The facts known about a model; they are forgotten when the model is garbage collected."""
     return _facts.setdefault(model, ModelFacts())
 
@@ -82,7 +82,7 @@ def attention_reach(model: nn.Module) -> int:
 
     A model is *plain attention* for texts up to this length: every token attends to all tokens before it.
     """
-    facts = facts_of(model)
+    facts = policy_facts(model)
     if facts.attention_reach is None:
         facts.attention_reach = _attention_reach(model)
     return facts.attention_reach

@@ -170,7 +170,7 @@ def fastest_decoder(model: nn.Module, capacity: int, sampler: SamplerName = "aut
         shared += [FusedDecoder] if is_fusible(model) else []
         shared += [SharedCacheDecoder]
     candidates = shared if sampler == "fast" else [*shared, ModelCacheDecoder]
-    is_cast, misfits = models.is_autocast(model), models.facts_of(model).decoder_misfits
+    is_cast, misfits = models.is_autocast(model), models.policy_facts(model).decoder_misfits
     for decoder in candidates:
         if (decoder, is_cast) not in misfits:
             misfit = logit_misfit(decoder, model)

@@ -19,7 +19,7 @@ from scoregram.checks import fail
 from scoregram.policy.config import SamplingConfig
 from scoregram.policy.generation import Completions, assemble_rollouts
 from scoregram.policy.log_probs import token_log_probs
-from scoregram.policy.models import compute_dtype, evaluating, facts_of
+from scoregram.policy.models import compute_dtype, evaluating, policy_facts
 from scoregram.rollouts import Rollouts
 
 
@@ -43,7 +43,7 @@ def vllm_engine(
 
 def engine_of(model: Any) -> Any:
     """The engine of a model: built from its config when it is first asked for, and kept as long as the model."""
-    facts = facts_of(model)
+    facts = policy_facts(model)
     if facts.vllm_engine is None:
         _require_plain_weights(model)
         config = deepcopy(model.config)

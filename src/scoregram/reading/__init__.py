@@ -16,6 +16,9 @@ from scoregram.reading.group import StoredGroup as StoredGroup
 from scoregram.reading.group import mean_over_groups as mean_over_groups
 from scoregram.reading.group import outcomes_of as outcomes_of
 from scoregram.reading.group import read_group as read_group
+from scoregram.reading.nulls import shuffled_means as shuffled_means
+from scoregram.reading.nulls import spectrum_columns as spectrum_columns
+from scoregram.reading.nulls import stacked_spectra as stacked_spectra
 from scoregram.reading.run import GREEDY_TEST as GREEDY_TEST
 from scoregram.reading.run import SAMPLED_TEST as SAMPLED_TEST
 from scoregram.reading.run import EvaluationRewards as EvaluationRewards

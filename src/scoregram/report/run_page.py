@@ -41,7 +41,8 @@ def write_report(folder: Path | str, out: Path | str | None = None) -> Path:
     """
     root = Path(folder)
     if not (root / CONFIG_FILE).is_file():
-        fail("report", f"{root} must hold a run ({CONFIG_FILE})", folder_content(root), "Choose the folder of a run.")
+        requirement = f"{root} must hold a run ({CONFIG_FILE}) or a replication (exhibits.json and verdicts.json)"
+        fail("report", requirement, folder_content(root), "Choose such a folder.")
     page = run_page(open_run(root))
     path = root / REPORT if out is None else Path(out)
     redo = f"scoregram report {root.resolve().name}"
@@ -146,8 +147,8 @@ def summary_table(run: RunReading) -> Table:
     if not math.isnan(summary.tested.value):
         tested = (summary.tested, "on test problems, last")
     rows: list[tuple[str, Cell, Cell, str, str]] = [
-        ("mean reward", summary.reward, *tested, rewarded),
-        *([("test accuracy, last", *accuracy)] if accuracy else []),
+        ("mean reward", summary.reward, tested[0], tested[1], rewarded),
+        *([("test accuracy, last", accuracy[0], accuracy[1], accuracy[2], accuracy[3])] if accuracy else []),
         ("share of dead groups", summary.dead, summary.equally_hard_dead, "if all prompts were equally hard", rewarded),
         ("effective rank", summary.effective_rank, summary.effective_rank_null, "orthogonal scores", live),
         ("effective rank less its null", summary.rank_difference, 0, "no structure between scores", live),

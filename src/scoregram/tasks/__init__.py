@@ -17,7 +17,7 @@ from scoregram.tasks.task import MAX_NEW_TOKENS as MAX_NEW_TOKENS
 from scoregram.tasks.task import LazyProblems as LazyProblems
 from scoregram.tasks.task import Problem as Problem
 from scoregram.tasks.task import RewardFunction as RewardFunction
-from scoregram.tasks.task import Step as Step
+from scoregram.tasks.task import SolutionStep as SolutionStep
 from scoregram.tasks.task import Task as Task
 from scoregram.tasks.task import first_error as first_error
 from scoregram.tasks.task import load_reward as load_reward

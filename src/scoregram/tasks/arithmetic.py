@@ -16,7 +16,7 @@ from random import Random
 from typing import Any
 
 from scoregram.checks import fail
-from scoregram.tasks.task import LazyProblems, Problem, Step, Task
+from scoregram.tasks.task import LazyProblems, Problem, SolutionStep, Task
 
 DEFAULT_TERMS = 4
 FEWEST_TERMS, MOST_TERMS = 2, 16
@@ -40,8 +40,9 @@ def arithmetic(argument: str = "", seed: int = 0) -> Task:
 
     Example:
         >>> task = arithmetic("4")
-        >>> task.steps(Problem("a", "34+7+1+5=", "47", {"terms": (34, 7, 1, 5)}), "41,32,37.")
-        (Step(start=0, end=3, correct=True), Step(start=3, end=6, correct=False), Step(start=6, end=9, correct=True))
+        >>> steps = task.steps(Problem("a", "34+7+1+5=", "47", {"terms": (34, 7, 1, 5)}), "41,32,37.")
+        >>> steps[1], [step.correct for step in steps]
+        (SolutionStep(start=3, end=6, correct=False), [True, False, True])
     """
     terms = number_of_terms(argument)
     alphabets = (FIRST_TERMS, *[LATER_TERMS] * (terms - 1))
@@ -119,7 +120,7 @@ def final_number(completion: str) -> str | None:
     return completion[:-1].rpartition(",")[2] if completion.endswith(".") else None
 
 
-def verified_steps(problem: Problem, completion: str) -> tuple[Step, ...]:
+def verified_steps(problem: Problem, completion: str) -> tuple[SolutionStep, ...]:
     """The steps of a completion, each with its separator, and whether each adds its term correctly.
 
     A step is judged by the number written before it, right or wrong: steps after a mistake can be right. The separator
@@ -127,7 +128,7 @@ def verified_steps(problem: Problem, completion: str) -> tuple[Step, ...]:
     and so is everything after the last step.
     """
     first, *later = terms_of(problem)
-    steps: list[Step] = []
+    steps: list[SolutionStep] = []
     before: int | None = first
     start = 0
     while start < len(completion):
@@ -136,7 +137,7 @@ def verified_steps(problem: Problem, completion: str) -> tuple[Step, ...]:
         is_last = len(steps) == len(later) - 1
         expected = None if before is None or len(steps) >= len(later) else before + later[len(steps)]
         correct = expected is not None and text == f"{expected}{'.' if is_last else ','}"
-        steps.append(Step(start, end, correct))
+        steps.append(SolutionStep(start, end, correct))
         digits = text.rstrip(",.")
         before = int(digits) if digits.isdecimal() else None
         start = end

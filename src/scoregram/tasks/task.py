@@ -46,7 +46,7 @@ class RewardFunction(Protocol):
 
 
 @dataclass(frozen=True)
-class Step:
+class SolutionStep:
     """One verified step of a completion: characters `start` to `end` (exclusive), and whether they are right."""
 
     start: int
@@ -70,7 +70,7 @@ class Task:
     """Template of the text that the policy reads; `{prompt}` stands for the bare question."""
     demonstrate: Callable[[Problem, Random], str] | None = None
     """Writes a solution, for supervised warm starts."""
-    steps: Callable[[Problem, str], tuple[Step, ...]] | None = None
+    steps: Callable[[Problem, str], tuple[SolutionStep, ...]] | None = None
     """Splits a completion into verified steps, for process rewards and for the first error."""
 
     def prompt(self, problem: Problem) -> str:
@@ -111,7 +111,7 @@ def reward_columns(problems: Sequence[Problem]) -> dict[str, list[Any]]:
     return columns
 
 
-def first_error(steps: Sequence[Step]) -> Step | None:
+def first_error(steps: Sequence[SolutionStep]) -> SolutionStep | None:
     """The first wrong step, or `None` if every step is right."""
     return next((step for step in steps if not step.correct), None)
 

@@ -12,6 +12,7 @@ from scipy.stats import t as student
 from scoregram.advantages import estimate as advantages_by
 from scoregram.bootstrap import bootstrap_estimate, clustered_mean, if_enough, mean_estimate, ratio_of_means
 from scoregram.exhibits import Cell, Estimate, Figure, Series, Table
+from scoregram.reading import stacked_spectra
 from scoregram.spectra import effective_rank, top1_fraction
 from scoregram.statistics import (
     group_blocks,
@@ -23,7 +24,7 @@ from scoregram.statistics import (
 )
 from scoregram.studies.grpo_rank.presets import PAPER_METHOD
 from scoregram.studies.grpo_rank.rank_exhibits import defined_mean, mean_of
-from scoregram.studies.grpo_rank.readings import TRAIN, Census, Evidence, Reading, Trial, stacked_spectra
+from scoregram.studies.grpo_rank.readings import TRAIN, Census, Evidence, Reading, Trial
 
 _SAME = 1e-9
 """Standard deviations below this are rounding: gains are differences of counts."""

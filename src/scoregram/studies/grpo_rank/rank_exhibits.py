@@ -11,6 +11,7 @@ from torch import Tensor
 
 from scoregram.bootstrap import clustered_mean
 from scoregram.exhibits import Cell, Estimate, Figure, Series, Table
+from scoregram.reading import stacked_spectra
 from scoregram.runs import BatchRecord
 from scoregram.spectra import (
     MEASURED_RTOL,
@@ -22,7 +23,7 @@ from scoregram.spectra import (
     top1_fraction,
 )
 from scoregram.studies.grpo_rank import PRINTED_TOP1
-from scoregram.studies.grpo_rank.readings import TRAIN, Evidence, Reading, stacked_spectra
+from scoregram.studies.grpo_rank.readings import TRAIN, Evidence, Reading
 from scoregram.training import FIXED_PROBE, seeded_generator
 
 UNRELATED_DRAWS = 4

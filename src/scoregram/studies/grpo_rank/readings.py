@@ -6,20 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from scoregram.checks import fail
+from scoregram.reading import StoredGroup, shuffled_means, spectrum_columns
 from scoregram.runs import BatchRecord, GroupRecord, Run, open_run
-from scoregram.spectra import (
-    MEASURED_RTOL,
-    effective_rank,
-    mean_pairwise_cosine,
-    numerical_rank,
-    shuffled_null,
-    singular_values,
-    top1_fraction,
-)
 from scoregram.studies.grpo_rank import PAPER_SIZES
 from scoregram.studies.grpo_rank.presets import PAPER_METHOD
 from scoregram.studies.record import RUNS
@@ -29,8 +20,6 @@ TRAIN = "train"
 TEST = "test"
 GREEDY_ACCURACY, SAMPLED_ACCURACY = "eval/accuracy", "eval/sampled_accuracy"
 """Metrics of test accuracy."""
-SHUFFLES = 200
-"""Permutations drawn for a group that has too many distinct ones to enumerate."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +181,7 @@ def read_evidence(folder: Path) -> Evidence:
         for group in trial.run.groups():
             if group.kind.startswith(TEST) or bool(group.rewards.isnan().any()):
                 continue
-            alive = bool(group.rewards.max() > group.rewards.min())
+            alive = StoredGroup(group).is_live
             counted.setdefault((group.step, group.kind), []).append((alive, float(group.rewards.std(correction=0))))
             if alive and has_spectrum(group):
                 live.append(group)
@@ -228,23 +217,7 @@ def readings_of(trial: Trial, groups: Sequence[GroupRecord]) -> list[Reading]:
         return []
     grams = [group.gram for group in groups if group.gram is not None]
     advantages = [group.rewards - group.rewards.mean() for group in groups]
-    measured = stacked_spectra(grams, advantages)
-    ranks, tops, directions = effective_rank(measured), top1_fraction(measured), numerical_rank(measured)
-    rows = torch.stack(advantages).abs()
-    orthogonal = (rows * torch.stack([gram.diagonal() for gram in grams]).sqrt()).sort(descending=True).values
-    kinds = [two_kinds_gram(gram, group.rewards) for gram, group in zip(grams, groups, strict=True)]
-    cosines = [mean_pairwise_cosine(gram, rtol=MEASURED_RTOL) for gram in grams]
-    alike = [equal_cosine_gram(gram, cosine) for gram, cosine in zip(grams, cosines, strict=True)]
-    columns: dict[str, list[float]] = {
-        "rank": ranks.tolist(),
-        "top": tops.tolist(),
-        "shape": effective_rank(rows).tolist(),
-        "orthogonal": effective_rank(orthogonal).tolist(),
-        "orthogonal_top": top1_fraction(orthogonal).tolist(),
-        "alike": effective_rank(stacked_spectra(alike, advantages)).tolist(),
-        "two_kinds": effective_rank(stacked_spectra(kinds, advantages)).tolist(),
-        "cosine": cosines,
-    }
+    columns = spectrum_columns(grams, [group.rewards for group in groups])
     readings = []
     for place, (group, gram) in enumerate(zip(groups, grams, strict=True)):
         shuffled = shuffled_means(gram, advantages[place]) if is_shuffled(trial, group) else (math.nan, math.nan)
@@ -260,54 +233,15 @@ def readings_of(trial: Trial, groups: Sequence[GroupRecord]) -> list[Reading]:
                 gram=gram,
                 advantages=advantages[place],
                 by_layer=group.by_layer,
-                numerical_rank=int(directions[place]),
+                numerical_rank=int(columns["numerical_rank"][place]),
                 shuffled=shuffled[0],
                 shuffled_top=shuffled[1],
-                **{name: values[place] for name, values in columns.items()},
+                **{name: values[place] for name, values in columns.items() if name != "numerical_rank"},
             )
         )
     return readings
 
 
-def stacked_spectra(grams: Sequence[Tensor], advantages: Sequence[Tensor]) -> Tensor:
-    """`(n, R)` singular values of the stacks of `n` groups of one size."""
-    pairs = zip(grams, advantages, strict=True)
-    return torch.stack([singular_values(gram, advantage, psd_rtol=MEASURED_RTOL) for gram, advantage in pairs])
-
-
 def is_shuffled(trial: Trial, group: GroupRecord) -> bool:
     """Whether the shuffled null of a group is computed."""
     return group.kind == TRAIN and trial.method == PAPER_METHOD
-
-
-def shuffled_means(gram: Tensor, advantages: Tensor) -> tuple[float, float]:
-    """Mean effective rank and top-1 fraction over permutations of the advantages."""
-    metrics = shuffled_null(gram, advantages, draws=SHUFFLES, exact_up_to=SHUFFLES, psd_rtol=MEASURED_RTOL).metrics
-    return metrics["effective_rank"].mean, metrics["top1_fraction"].mean
-
-
-def equal_cosine_gram(gram: Tensor, cosine: float) -> Tensor:
-    """The Gram of scores with the same norms, every pair at one cosine."""
-    norms = gram.diagonal().clamp(min=0).sqrt()
-    alike = (0.0 if math.isnan(cosine) else cosine) * torch.outer(norms, norms)
-    return alike + torch.diag(gram.diagonal() - alike.diagonal())
-
-
-def two_kinds_gram(gram: Tensor, rewards: Tensor) -> Tensor:
-    """The Gram of a null model that keeps each rollout's norm and whether its reward is above the group mean.
-
-    Every cosine is replaced by the mean over its kind of pair: both rewards above the mean, both not above, or one of
-    each. This averages the matrix of cosines over all permutations within the two kinds, so the result is positive
-    semidefinite again. Zero scores have no cosine and are left out of the means.
-    """
-    norms = gram.diagonal().clamp(min=0).sqrt()
-    unit = torch.where(norms > 0, 1 / norms, 0.0)
-    cosines = unit[:, None] * gram * unit[None, :]
-    above, below = (rewards > rewards.mean()) & (norms > 0), (rewards <= rewards.mean()) & (norms > 0)
-    other = ~torch.eye(len(gram), dtype=torch.bool)
-    averaged = torch.diag(cosines.diagonal())
-    for one, two in ((above, above), (below, below), (above, below), (below, above)):
-        pairs = one[:, None] & two[None, :] & other
-        if bool(pairs.any()):
-            averaged[pairs] = cosines[pairs].mean()
-    return norms[:, None] * averaged * norms[None, :]
