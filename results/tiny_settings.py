@@ -25,8 +25,9 @@ from scoregram.studies.grpo_rank.cause_exhibits import NULL_LADDER, share_explai
 from scoregram.studies.grpo_rank.rank_exhibits import mean_of
 from scoregram.studies.grpo_rank.readings import Reading, Trial, has_spectrum, readings_of
 from scoregram.tasks import Task, arithmetic
-from scoregram.training import TrainConfig
+from scoregram.training import FIXED_PROBE, TrainConfig, seeded_generator
 from scoregram.training.collect import collect
+from scoregram.training.evaluate import probe_step
 
 HERE = Path(__file__).parent / "tiny-settings"
 WIDTHS, TERMS, TEMPERATURES = (96, 192, 384), (2, 4, 8), (0.7, 1.0, 1.4)
