@@ -1,0 +1,330 @@
+"""Tables of the Grams in this folder: numpy computes, pyarrow reads the files.
+
+python summarise.py            print all tables
+python summarise.py --write    put them between their marks in README.md
+
+Definitions. A group has R rollouts with rewards 0 or 1, of which k are right; it is live if 0 < k < R. Its advantages
+are `A_i = r_i - mean(r)`. The singular values σ of its stacked gradient matrix (rows `A_i ψ_i`) are the square roots of
+the eigenvalues of `diag(A) K diag(A)`. An eigenvalue below `(R ε₆₄ + ε₃₂)` of the trace counts as zero, as in
+`scoregram.spectra.singular_values` for a float32 Gram. The effective rank is `(Σσ)² / Σσ²`. The orthogonal null is the
+effective rank of orthogonal scores with the same norms, `σ_i = |A_i| √K_ii`. Groups of 2, 4 and 8 are the consecutive
+blocks of the 16 rollouts, which were drawn independently. Intervals are 95 % percentile intervals over 1000 bootstrap
+resamples of prompts.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from math import comb
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow.parquet as pq
+
+HERE = Path(__file__).parent
+MODELS = ("qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b", "smollm2-135m-taught")
+SETTINGS = ("t1-p1", "t0.7-p1", "t0.5-p1", "t0.3-p1", "t1-p0.9")
+GROUP_SIZES = (2, 4, 8, 16)
+SUCCESS_RATES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+RESAMPLES = 1000
+REWARD_VECTORS = 200
+"""Random reward vectors for each group of `checks.npz`."""
+
+
+class LiveGroups(NamedTuple):
+    """The live groups of one size, one entry per group in each array."""
+
+    prompt: np.ndarray
+    """Row of the file that the group is a part of."""
+    right: np.ndarray
+    """Number of right rollouts, k."""
+    rank: np.ndarray
+    null: np.ndarray
+    top1: np.ndarray
+    """Share of the largest σ² in Σσ²."""
+    groups: int
+    """Number of groups, the dead ones included."""
+    prompts: int
+
+
+@cache
+def columns(model: str, setting: str) -> dict[str, np.ndarray]:
+    """The columns of a file except the tokens; lists become rows of a `(groups, length)` array."""
+    path = HERE / model / f"{setting}.parquet"
+    names = [name for name in pq.read_schema(path).names if name != "completion_tokens"]
+    arrays = {}
+    for name, values in zip(names, pq.read_table(path, columns=names).combine_chunks().columns, strict=True):
+        entries = values.combine_chunks()
+        flat = entries.flatten() if entries.type.num_fields else entries
+        array = flat.to_numpy(zero_copy_only=False)
+        arrays[name] = array.reshape(len(entries), -1) if entries.type.num_fields else array
+    return arrays
+
+
+def grams(model: str, setting: str, name: str = "k") -> np.ndarray:
+    """`(groups, 16, 16)` Grams in float64."""
+    return columns(model, setting)[name].astype(np.float64).reshape(-1, 16, 16)
+
+
+def spectra(k: np.ndarray, a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Singular values of groups `(n, R, R)` with advantages `(n, R)`, and those of their orthogonal null."""
+    rows = k * a[:, :, None] * a[:, None, :]
+    energy = np.trace(rows, axis1=1, axis2=2)[:, None]
+    eigenvalues = np.linalg.eigvalsh(rows)
+    rounding = (k.shape[1] * np.finfo(np.float64).eps + np.finfo(np.float32).eps) * energy
+    sigma = np.sqrt(np.where(eigenvalues > rounding, eigenvalues, 0.0))
+    return sigma, np.abs(a) * np.sqrt(np.diagonal(k, axis1=1, axis2=2))
+
+
+def effective_rank(sigma: np.ndarray) -> np.ndarray:
+    """`(Σσ)² / Σσ²` of each row."""
+    return sigma.sum(1) ** 2 / (sigma**2).sum(1)
+
+
+@cache
+def live_groups(model: str, setting: str, size: int, name: str = "k") -> LiveGroups:
+    """Effective rank and null of every live group of `size` rollouts."""
+    k, rewards = grams(model, setting, name), columns(model, setting)["rewards"].astype(np.float64)
+    blocks = np.arange(16).reshape(-1, size)
+    k_blocks = k[:, blocks[:, :, None], blocks[:, None, :]].reshape(-1, size, size)
+    rewards = rewards.reshape(-1, size)
+    right = rewards.sum(1).astype(int)
+    live = (right > 0) & (right < size)
+    a = rewards[live] - rewards[live].mean(1, keepdims=True)
+    sigma, null = spectra(k_blocks[live], a)
+    prompt = np.repeat(np.arange(len(k)), len(blocks))[live]
+    top1 = (sigma**2).max(1) / (sigma**2).sum(1)
+    return LiveGroups(prompt, right[live], effective_rank(sigma), effective_rank(null), top1, len(right), len(k))
+
+
+@cache
+def resampled_counts(prompts: int) -> np.ndarray:
+    """`(RESAMPLES, prompts)`: how often each prompt occurs in each bootstrap resample; seed 0."""
+    rng = np.random.default_rng(0)
+    draws = (rng.integers(prompts, size=prompts) for _ in range(RESAMPLES))
+    return np.stack([np.bincount(draw, minlength=prompts) for draw in draws]).astype(np.float64)
+
+
+def cell_sums(groups: LiveGroups, size: int, values: np.ndarray) -> np.ndarray:
+    """`(prompts, R - 1)`: sums of `values` over the live groups of each prompt that have k = 1 … R - 1 right."""
+    place = groups.prompt * (size - 1) + groups.right - 1
+    return np.bincount(place, values, groups.prompts * (size - 1)).reshape(groups.prompts, size - 1)
+
+
+def percentiles(values: np.ndarray) -> str:
+    """The 95 % interval of bootstrap values; NaN, a resample without such a group, is left out."""
+    low, high = np.nanpercentile(values, [2.5, 97.5])
+    return f"[{low:.2f}, {high:.2f}]"
+
+
+def mean_and_interval(groups: LiveGroups, size: int) -> str:
+    """Mean effective rank over live groups with its interval."""
+    weights = resampled_counts(groups.prompts)
+    total = weights @ cell_sums(groups, size, groups.rank).sum(1)
+    count = weights @ cell_sums(groups, size, np.ones_like(groups.rank)).sum(1)
+    return f"{groups.rank.mean():.2f} {percentiles(total[count > 0] / count[count > 0])}"
+
+
+@cache
+def cell_means(model: str, size: int) -> tuple[np.ndarray, ...]:
+    """At temperature 1, per k = 1 … R - 1: number of live groups, mean rank, mean null, and resampled mean ranks.
+
+    The last has shape `(RESAMPLES, R - 1)`. A mean is NaN where there is no group.
+    """
+    groups = live_groups(model, "t1-p1", size)
+    counts, ranks, nulls = (
+        cell_sums(groups, size, values) for values in (np.ones_like(groups.rank), groups.rank, groups.null)
+    )
+    weights = resampled_counts(groups.prompts)
+    with np.errstate(invalid="ignore"):
+        total = counts.sum(0)
+        resampled = (weights @ ranks) / (weights @ counts)
+        return total, ranks.sum(0) / total, nulls.sum(0) / total, resampled
+
+
+def standardised(means: np.ndarray, size: int, rate: float) -> tuple[np.ndarray, np.ndarray]:
+    """Mean over live groups if k were Binomial(R, rate), and the share of that weight on cells that have groups.
+
+    `Σ_k w_k m_k / Σ_k w_k` over 0 < k < R, where the sums skip cells without a group (NaN).
+    """
+    weight = np.array([comb(size, k) * rate**k * (1 - rate) ** (size - k) for k in range(1, size)])
+    measured = ~np.isnan(means)
+    covered = (weight * measured).sum(-1)
+    return (weight * np.where(measured, means, 0.0)).sum(-1) / covered, covered / weight.sum()
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rows])
+
+
+def collected_table() -> str:
+    """What each file holds."""
+    header = ["model", "setting", "groups", "live", "right", "cut off", "tokens", "nats per token"]
+    header += ["repeated texts", "distinct texts", "rms cosine", "float32"]
+    return markdown(header, [collected_row(model, setting) for model in MODELS for setting in SETTINGS])
+
+
+def collected_row(model: str, setting: str) -> list[str]:
+    """Counts and means of one file."""
+    stored = columns(model, setting)
+    rewards, lengths = stored["rewards"], stored["lengths"]
+    right = rewards.sum(1)
+    texts = np.array([len(set(group.tolist())) for group in stored["same_text_as"]])
+    k = grams(model, setting)
+    norm = np.sqrt(np.diagonal(k, axis1=1, axis2=2))
+    cosine = (k / norm[:, :, None] / norm[:, None, :])[:, ~np.eye(16, dtype=bool)]
+    numbers = [
+        f"{len(rewards)}",
+        f"{((right > 0) & (right < 16)).sum()}",
+        f"{rewards.mean():.3f}",
+        f"{stored['truncated'].mean():.3f}",
+        f"{lengths.mean():.0f}",
+        f"{-stored['log_prob'].sum() / lengths.sum():.3f}",
+        f"{(texts < 16).mean():.3f}",
+        f"{texts.mean():.2f}",
+        f"{np.sqrt((cosine**2).mean()):.3f}",
+        f"{(stored['measured_in'] == 'float32').sum()}",
+    ]
+    return [model, setting, *numbers]
+
+
+def rank_table() -> str:
+    """Effective rank against its null by R, temperature 1."""
+    rows = []
+    for model in MODELS:
+        for size in GROUP_SIZES:
+            groups = live_groups(model, "t1-p1", size)
+            numbers = [
+                f"{len(groups.rank)} of {groups.groups}",
+                mean_and_interval(groups, size),
+                f"{groups.null.mean():.2f}",
+                f"{(groups.rank / groups.null).mean():.3f}",
+                f"{groups.top1.mean():.3f}",
+            ]
+            rows.append([model, str(size), *numbers])
+    return markdown(["model", "R", "live of all", "effective rank", "null", "ratio", "top-1"], rows)
+
+
+def standardised_table(model: str) -> str:
+    """Effective rank [interval] (null) at Binomial(R, p), temperature 1, R > 2."""
+    sizes = GROUP_SIZES[1:]
+    rows = [[f"{rate:g}", *(standardised_cell(model, size, rate) for size in sizes)] for rate in SUCCESS_RATES]
+    return markdown(["p", *(f"R = {size}" for size in sizes)], rows)
+
+
+def standardised_cell(model: str, size: int, rate: float) -> str:
+    """One entry of `standardised_table`."""
+    _, ranks, nulls, resampled = cell_means(model, size)
+    rank, covered = standardised(ranks, size, rate)
+    null, _ = standardised(nulls, size, rate)
+    interval = percentiles(standardised(resampled, size, rate)[0])
+    note = "" if covered > 0.995 else f", {100 * covered:.0f} % of the weight"
+    return f"{rank:.2f} {interval} ({null:.2f}){note}"
+
+
+def temperature_table() -> str:
+    """Effective rank [interval] / null = ratio of groups of 16 for every setting."""
+    rows = []
+    for setting in SETTINGS:
+        for name, policy in (("k", "as sampled"), ("k_plain", "T = 1")):
+            if name not in columns(MODELS[0], setting):
+                continue
+            cells = []
+            for model in MODELS:
+                groups = live_groups(model, setting, 16, name)
+                ratio = (groups.rank / groups.null).mean()
+                cells.append(f"{mean_and_interval(groups, 16)} / {groups.null.mean():.2f} = {ratio:.3f}")
+            rows.append([setting, policy, *cells])
+    return markdown(["setting", "scored policy", *MODELS], rows)
+
+
+def cells_table() -> str:
+    """Effective rank [interval] (null) by R and k, temperature 1."""
+    rows = []
+    for size in GROUP_SIZES:
+        measured = [cell_means(model, size) for model in MODELS]
+        for k in range(1, size):
+            shown = []
+            for counts, ranks, nulls, resampled in measured:
+                count = int(counts[k - 1])
+                interval = f" {percentiles(resampled[:, k - 1])}" if count > 1 else ""
+                shown += [str(count), f"{ranks[k - 1]:.2f}{interval} ({nulls[k - 1]:.2f})" if count else ""]
+            rows.append([str(size), str(k), f"{4 * k * (size - k) / size:.2f}", *shown])
+    header = ["R", "k", "equal norms", *(name for model in MODELS for name in ("groups", model))]
+    return markdown(header, rows)
+
+
+def checks_table() -> str:
+    """K in bfloat16 against K in float32 and against plain backward passes, from `checks.npz`."""
+    rows = []
+    with np.load(HERE / "checks.npz") as stored:
+        for model, name in zip(MODELS, ("qwen05", "qwen15", "smollm2"), strict=True):
+            low, exact, plain = (stored[f"{name}_k_{kind}"] for kind in ("bfloat16", "float32", "plain_backward"))
+            rows.append([model, *check_numbers(low, exact, plain)])
+    header = ["model", "groups × rollouts", "float32 − backward", "K_ii, median", "K_ii, largest", "cosine, largest"]
+    return markdown([*header, "effective rank, largest"], rows)
+
+
+def check_numbers(low: np.ndarray, exact: np.ndarray, plain: np.ndarray) -> list[str]:
+    """Differences of `(groups, n, n)` Grams in bfloat16 and float32, and of the first one and `plain`."""
+    count, size = exact.shape[:2]
+    few = len(plain)
+    norms = [np.diagonal(k, axis1=1, axis2=2) for k in (low, exact)]
+    off = np.abs(norms[0] / norms[1] - 1)
+    cosines = [k / np.sqrt(n[:, :, None] * n[:, None, :]) for k, n in zip((low, exact), norms, strict=True)]
+    rng = np.random.default_rng(0)
+    rewards = rng.integers(0, 2, size=(REWARD_VECTORS, size)).astype(np.float64)
+    rewards = rewards[(rewards.sum(1) > 0) & (rewards.sum(1) < size)]
+    a = np.tile(rewards - rewards.mean(1, keepdims=True), (count, 1))
+    ranks = [effective_rank(spectra(np.repeat(k, len(rewards), axis=0), a)[0]) for k in (low, exact)]
+    return [
+        f"{count} × {size}",
+        f"{np.abs(exact[0, :few, :few] - plain).max() / np.abs(plain).max():.0e} ({few} rollouts)",
+        f"{100 * np.median(off):.1f} %",
+        f"{100 * off.max():.1f} %",
+        f"{np.abs(cosines[0] - cosines[1]).max():.3f}",
+        f"{100 * np.abs(ranks[0] / ranks[1] - 1).max():.1f} %",
+    ]
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "collected": collected_table,
+    "rank by R": rank_table,
+    **{f"standardised {model}": (lambda model=model: standardised_table(model)) for model in MODELS},
+    "by temperature": temperature_table,
+    "by k": cells_table,
+    "checks": checks_table,
+}
+"""Mark in README.md → table."""
+
+
+def filled(text: str) -> str:
+    """`text` with every table put between its marks.
+
+    Raises:
+        ValueError: If a mark is missing.
+    """
+    for name, table in TABLES.items():
+        begin, end = f"<!-- {name}: begin -->\n", f"\n<!-- {name}: end -->"
+        before, _, rest = text.partition(begin)
+        _, found, after = rest.partition(end)
+        if not found:
+            raise ValueError(f"filled: README.md must have the marks of table {name!r}, got none. Put them back.")
+        text = before + begin + table() + end + after
+    return text
+
+
+def main() -> None:
+    """Print the tables, or write them into README.md."""
+    if "--write" in sys.argv[1:]:
+        page = HERE / "README.md"
+        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+        return
+    for name, table in TABLES.items():
+        print(f"{name}\n\n{table()}\n")
+
+
+if __name__ == "__main__":
+    main()
