@@ -11,6 +11,7 @@ from .gram import backward_with_gram as backward_with_gram
 from .gram import cross_gram as cross_gram
 from .gram import measure_gram as measure_gram
 from .gram import segment_rows as segment_rows
+from .integrations import attach as attach
 from .objectives import AGGREGATIONS as AGGREGATIONS
 from .objectives import KL_TERMS as KL_TERMS
 from .objectives import OBJECTIVES as OBJECTIVES
@@ -21,6 +22,11 @@ from .policy import SamplingConfig as SamplingConfig
 from .policy import load_policy as load_policy
 from .policy import sample as sample
 from .policy import token_log_probs as token_log_probs
+from .reading import Step as Step
+from .reading import read_run as read_run
+from .reading import read_step as read_step
+from .report import write_report as write_report
+from .rollouts import Rollouts as Rollouts
 from .runs import open_run as open_run
 from .spectra import SPECTRUM_METRICS as SPECTRUM_METRICS
 from .spectra import SpectrumReading as SpectrumReading

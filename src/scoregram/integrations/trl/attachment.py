@@ -45,6 +45,19 @@ from scoregram.runs import LayerPrecision
 METRIC_PREFIX = "scoregram/"
 """Before the names of our scalars among the trainer's metrics."""
 
+HEADLINE_SCALARS: Mapping[str, str] = {
+    "reward": "mean reward",
+    "live_groups": "live groups",
+    "groups": "of groups",
+    "gram/largest_share": "largest share of one rollout",
+    "gram/snr": "signal to noise of the step",
+    "gram/noise_scale": "rollouts for a signal to noise of 1",
+    "group/effective_rank": "effective rank of a group",
+    "group/effective_rank_orthogonal": "  null: orthogonal scores",
+    "check/relative_error": "self-check: relative error",
+}
+"""Scalars that `print(attachment)` shows, and what it calls them."""
+
 
 def attach(
     trainer: Any,
@@ -235,6 +248,23 @@ class Attachment:
             columns=("scalar", "first", "last", "mean"),
             rows=tuple(rows),
         )
+
+    def __str__(self) -> str:
+        """The main numbers of the measured steps, first, last and mean, as text."""
+        if not self.readings:
+            return f"{type(self.trainer).__name__}: no step was measured"
+        table = {row[0]: row[1:] for row in self.summary().rows}
+        lines = [
+            f"{type(self.trainer).__name__}, measured steps {self._measured_steps}",
+            f"{'':38}first    last    mean",
+        ]
+        for name, label in HEADLINE_SCALARS.items():
+            if name in table:
+                cells = ("–" if math.isnan(float(value)) else f"{value:.3g}" for value in table[name])
+                lines.append(f"{label:<36}" + "".join(f"{cell:>8}" for cell in cells).removeprefix(" "))
+        if self.folder is not None:
+            lines.append(f"report: scoregram report {self.folder.path}")
+        return "\n".join(lines)
 
     # wrappers: what the trainer calls
 

@@ -1,4 +1,4 @@
-"""Make the README's figure from the package: `.venv/bin/python docs/figures/make.py`.
+"""Draw docs/figures/effective_rank.svg from the package: `.venv/bin/python docs/figures/effective_rank.py`.
 
 Left: the effective rank that a paper reports for its stacked gradient matrices, beside what its own top-1 fractions
 leave possible and what orthogonal scores would give. Right: the top-1 fractions themselves, beside the same null.
