@@ -72,7 +72,7 @@ def generation(
             prompt_names=[["a", "b"][group] for group in groups.unique().tolist()],
         ),
         columns=columns,
-        **output,
+        **output,  # pyright: ignore[reportArgumentType]
         loss_mask=loss_mask,
         advantages=torch.tensor([1.0, -1.0, 0.5, -0.5])[rows],
     )
