@@ -1,12 +1,15 @@
 """The one batch type: rows stay with their groups, whatever is selected, concatenated or missing."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from scoregram.checks import ScoregramError
+from scoregram.gram import backward_with_gram, measure_gram
 from scoregram.rollouts import Rollouts, concatenated_rollouts
+from tests.cases import build
 
 
 def rollouts_of(sizes: list[int], tokens: int = 6, first: int = 0) -> Rollouts:
@@ -109,3 +112,16 @@ def test_concatenated_batches_are_padded_and_numbered_on():
     assert both.input_ids[0, -2:].tolist() == [7, 7] and both.log_probs is not None
     assert both.log_probs[0, -2:].tolist() == [0.0, 0.0] and both.rewards.tolist() == [0.0, 1.0, 2.0, 0.0, 1.0]
     assert concatenated_rollouts([one], pad_id=7) is one
+
+
+def test_a_gram_is_measured_of_rollouts_as_of_their_tensors():
+    model = build("Llama")
+    batch = replace(rollouts_of([2, 1]), input_ids=rollouts_of([2, 1]).input_ids % 50)
+    apart = measure_gram(model, batch.input_ids, batch.completion_mask, batch.attention_mask)
+    assert torch.equal(measure_gram(model, batch).matrix, apart.matrix)
+    weights = torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64)
+    assert torch.equal(backward_with_gram(model, batch, weights=weights).matrix, apart.matrix)
+    with pytest.raises(ScoregramError, match="masks belong to token ids, got rollouts and a mask"):
+        measure_gram(model, batch, batch.completion_mask)
+    with pytest.raises(ScoregramError, match="token ids need a completion_mask"):
+        measure_gram(model, batch.input_ids)

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from scoregram.checks import fail, require_finite, require_same_shape
+from scoregram.rollouts import Rollouts
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class Batch:
 
 
 def make_batch(
-    input_ids: Tensor,
-    completion_mask: Tensor,
+    input_ids: Tensor | Rollouts,
+    completion_mask: Tensor | None,
     attention_mask: Tensor | None,
     *,
     coefficients: Tensor | None = None,
@@ -57,6 +58,15 @@ def make_batch(
 ) -> Batch:
     """The checked batch: packed rollouts are unpacked, missing masks, coefficients and positions are filled in."""
     caller = "measure_gram"
+    if isinstance(input_ids, Rollouts):
+        if completion_mask is not None or attention_mask is not None:
+            remedy = "Leave the masks out: rollouts have their own."
+            fail(caller, "masks belong to token ids", "rollouts and a mask", remedy)
+        rollouts = input_ids
+        input_ids, completion_mask = rollouts.input_ids, rollouts.completion_mask
+        attention_mask = rollouts.attention_mask
+    if completion_mask is None:
+        fail(caller, "token ids need a completion_mask", "none", "Pass one, or a Rollouts in place of the ids.")
     if input_ids.ndim != 2 or input_ids.numel() == 0:
         fail(caller, "input_ids must be (N, T) and not empty", tuple(input_ids.shape), "Pass at least one rollout.")
     if not temperature > 0:

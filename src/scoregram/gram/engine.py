@@ -22,12 +22,13 @@ from scoregram.gram.measurement import Gram, Measurement
 from scoregram.gram.model import averages_gradients, facts_of, prepared_model, random_state
 from scoregram.gram.plain_passes import batch_entropies, batch_log_probs, verify_gram
 from scoregram.gram.sketch import Sketch
+from scoregram.rollouts import Rollouts
 
 
 def measure_gram(
     model: nn.Module,
-    input_ids: Tensor,
-    completion_mask: Tensor,
+    input_ids: Tensor | Rollouts,
+    completion_mask: Tensor | None = None,
     attention_mask: Tensor | None = None,
     *,
     coefficients: Tensor | None = None,
@@ -46,7 +47,7 @@ def measure_gram(
 
     Args:
         model: A causal language model; only parameters that require gradients count.
-        input_ids: `(N, T)` prompt and completion, padded on either side.
+        input_ids: `(N, T)` prompt and completion, padded on either side; or a `Rollouts`, which brings both masks.
         completion_mask: `(N, T)`, true for the tokens whose log-probabilities count.
         attention_mask: `(N, T)`, 0 for padding; all real by default.
         coefficients: `(N, T)` factors `c`; read at completion tokens only.
@@ -79,8 +80,8 @@ def measure_gram(
 
 def backward_with_gram(
     model: nn.Module,
-    input_ids: Tensor,
-    completion_mask: Tensor,
+    input_ids: Tensor | Rollouts,
+    completion_mask: Tensor | None = None,
     attention_mask: Tensor | None = None,
     *,
     weights: Tensor,
@@ -114,7 +115,7 @@ def backward_with_gram(
             "one whose gradients are averaged over processes",
             "Use measure_gram, and take the step as before.",
         )
-    vectors = torch.atleast_2d(weights).to(input_ids.device)
+    vectors = torch.atleast_2d(weights).to(batch.input_ids.device)
     if vectors.ndim != 2 or vectors.shape[1] != batch.rollouts:
         requirement = f"weights must be (N,) or (M, N) with N = {batch.rollouts}"
         fail(caller, requirement, tuple(weights.shape), "Pass one weight for each rollout.")
