@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from scoregram.checks import ScoregramError
+from scoregram.reading.nulls import SHUFFLES, equal_cosine_gram, two_kinds_gram
 from scoregram.runs import GroupRecord, Run
 from scoregram.spectra import (
     MEASURED_RTOL,
@@ -23,15 +24,7 @@ from scoregram.spectra import (
 )
 from scoregram.studies.grpo_rank.presets import PAPER_METHOD
 from scoregram.studies.grpo_rank.rank_exhibits import UNRELATED_DRAWS, matching_rollouts, unrelated_groups
-from scoregram.studies.grpo_rank.readings import (
-    SHUFFLES,
-    Trial,
-    equal_cosine_gram,
-    has_spectrum,
-    read_evidence,
-    readings_of,
-    two_kinds_gram,
-)
+from scoregram.studies.grpo_rank.readings import Trial, has_spectrum, read_evidence, readings_of
 from tests.replication_cases import draw_batch, draw_group, stream, write_trial
 from tests.run_cases import write
 

@@ -349,7 +349,7 @@ def test_test_problems_may_be_sampled_too(policy, tmp_path):
 
 @pytest.mark.parametrize("changes", [{"micro_batch_size": 8, "batch_size": 16}, {"between_prompts": False}])
 def test_batches_that_are_not_measured_in_one_pass_are_refused(changes, tmp_path):
-    with pytest.raises(ScoregramError, match="a batch must be measured in one pass, across prompts"):
+    with pytest.raises(ScoregramError, match="a stored batch must be measured in one pass, across prompts"):
         TrainConfig(out=tmp_path / "run", batches_every=1, measure_every=1, **changes)
 
 

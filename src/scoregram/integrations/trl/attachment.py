@@ -261,7 +261,7 @@ class Attachment:
         for name, label in HEADLINE_SCALARS.items():
             if name in table:
                 cells = ("–" if math.isnan(float(value)) else f"{value:.3g}" for value in table[name])
-                lines.append(f"{label:<36}" + "".join(f"{cell:>8}" for cell in cells).removeprefix(" "))
+                lines.append(f"{label:<36}" + "".join(f"{cell:>10}" for cell in cells))
         if self.folder is not None:
             lines.append(f"report: scoregram report {self.folder.path}")
         return "\n".join(lines)
