@@ -1,7 +1,7 @@
-"""The README's performance tables, from the records in `benchmarks/results`.
+"""The tables of docs/performance.md, from the records in `benchmarks/results`.
 
 python benchmarks/table.py            print them
-python benchmarks/table.py --write    write them into README.md
+python benchmarks/table.py --write    write them into docs/performance.md
 """
 
 import json
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).parent
-README = HERE.parent / "README.md"
+PAGE = HERE.parent / "docs" / "performance.md"
 
 
 def table(results: Path = HERE / "results") -> str:
@@ -94,8 +94,8 @@ def machine(about: dict) -> str:
 
 
 def main() -> None:
-    """Print the tables, or write them into the README."""
-    text = README.read_text()
+    """Print the tables, or write them into the page."""
+    text = PAGE.read_text()
     for name, made in TABLES.items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         before, _, rest = text.partition(begin)
@@ -103,7 +103,7 @@ def main() -> None:
         if "--write" not in sys.argv:
             print(f"{made()}\n")
     if "--write" in sys.argv:
-        README.write_text(text)
+        PAGE.write_text(text)
 
 
 if __name__ == "__main__":

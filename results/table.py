@@ -1,7 +1,7 @@
 """Tables of the committed replications in Markdown, from `results/*/exhibits.json` and `verdicts.json`.
 
 python results/table.py            print them
-python results/table.py --write    write them between their marks in README.md and docs/replication.md
+python results/table.py --write    write them between their marks in docs/replication.md
 """
 
 import json
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PAGES = (HERE.parent / "README.md", HERE.parent / "docs" / "replication.md")
+PAGES = (HERE.parent / "docs" / "replication.md",)
 TABLE_1 = ("R", "live groups", "rank, paper", "effective rank", "null: orthogonal", "null: shuffled", "null: unrelated")
 TABLE_1_TOP = (
     *("R", "top-1, paper", "top-1 fraction", "top-1 orthogonal", "top-1 shuffled", "top-1 unrelated"),

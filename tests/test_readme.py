@@ -1,0 +1,67 @@
+"""What the README says exists, and its numbers stand in the pages that they come from."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import scoregram
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+LONGEST_README = 145
+
+
+def test_it_is_short():
+    assert len(README.splitlines()) <= LONGEST_README
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+)
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    targets = [target.partition("#")[0] for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text)]
+    assert [target for target in targets if target and not ((ROOT / page).parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+def test_snippets_parse_and_use_public_names(snippet):
+    tree = ast.parse(snippet)
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "scoregram"
+    }
+    imported = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "scoregram"
+        for alias in node.names
+    }
+    assert used | imported <= set(scoregram.__all__)
+
+
+def test_the_finding_is_that_of_the_stored_grams():
+    """`rank [low, high] (null)` of every policy and group size, as the page of the results prints them."""
+    page = (ROOT / "results" / "fixed-policies" / "README.md").read_text(encoding="utf-8")
+    cells = re.findall(r"(\d+\.\d\d \[\d+\.\d\d, \d+\.\d\d\]) \((\d+\.\d\d)\)", README)
+    assert len(cells) == 12
+    assert [cell for cell, null in cells if f"| {cell} | {null} |" not in page] == []
+
+
+RECORDED_COSTS = (
+    "| H200 | nemotron-4b bfloat16 | 8 | 1024 | 1.06 | 0.76 |",
+    "| H200 | nemotron-4b bfloat16 | 8 | 512 | 1.25 | 0.83 |",
+    "| H200 | llama-1b bfloat16 | 8 | 256 | 1.78 | 0.96 |",
+    "| 1 CPU core | llama-25m float32 | 16 | 512 | 1.02 | 0.86 |",
+)
+"""Rows of the page on performance that the README repeats in its own words."""
+
+
+@pytest.mark.parametrize("row", RECORDED_COSTS)
+def test_the_costs_are_recorded(row):
+    time, memory = row.strip("| ").split(" | ")[-2:]
+    assert row in (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert f"| {time} | {memory} |" in README
