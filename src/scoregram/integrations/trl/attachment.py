@@ -260,7 +260,8 @@ class Attachment:
         ]
         for name, label in HEADLINE_SCALARS.items():
             if name in table:
-                cells = ("–" if math.isnan(float(value)) else f"{value:.3g}" for value in table[name])
+                numbers = (value for value in table[name] if isinstance(value, float))
+                cells = ("–" if math.isnan(number) else f"{number:.3g}" for number in numbers)
                 lines.append(f"{label:<36}" + "".join(f"{cell:>10}" for cell in cells))
         if self.folder is not None:
             lines.append(f"report: scoregram report {self.folder.path}")
