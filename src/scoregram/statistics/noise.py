@@ -107,7 +107,7 @@ def batch_mse(components: NoiseComponents, prompts: int, group_size: int) -> flo
     """
     if prompts < 1 or group_size < 2:
         got = f"{prompts} prompts with {group_size} rollouts"
-        fail("batch_mse", "needs at least 1 prompt and 2 rollouts per prompt", got, "Sample more rollouts.")
+        fail("batch_mse", "needs at least 1 prompt and 2 rollouts per prompt", got, "Leave-one-out needs two.")
     rollouts = prompts * group_size
     return (
         components.between_prompts / prompts
