@@ -1,4 +1,4 @@
-"""Advantages and selections that look past one group: whitening over the batch, keeping only live groups.
+"""Advantages and filters that work on a whole batch: whitening over the batch, keeping only live groups.
 
 Shapes, missing rewards and dtypes as in `scoregram.advantages.group`.
 """
@@ -25,7 +25,7 @@ from scoregram.types import Advantages, Observed, PerRollout, Rewards
 def batch_whitened(
     rewards: Rewards, *, lengths: PerRollout, observed: Observed | None = None, eps: float | int = 0.0, ddof: int = 1
 ) -> Advantages:
-    """Distance of the reward from the batch's mean, in standard deviations of the batch, both counted by token.
+    """Reward minus the batch mean, over the batch's standard deviation; both statistics count every token once.
 
     `A_i = (r_i − m) / (s + eps)` with `m = Σ ℓ_j r_j / Σ ℓ_j` and `s² = Σ ℓ_j (r_j − m)² / (Σ ℓ_j − ddof)` over all
     rollouts of all prompts. This whitens the reward repeated on every token, so a long rollout counts more; it is the
@@ -98,8 +98,8 @@ def mixed_groups_standardized(
 
     The selection uses `outcomes` (right or wrong); the advantage uses `rewards`, which may be shaped, for example by
     `overlong_penalty`. An all-wrong group gets 0 even if its shaped rewards differ. DAPO also refills the batch with
-    other prompts until it holds `P` mixed groups; that is left to the trainer. It reweights prompts by `1 / P(mixed)`
-    and does not change the direction within a prompt.
+    other prompts until it holds `P` mixed groups; the trainer has to do that. Refilling reweights prompts by
+    `1 / P(mixed)` and does not change the direction within a prompt.
 
     Reference:
         DAPO. Yu et al. 2025, arXiv:2503.14476.

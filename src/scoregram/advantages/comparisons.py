@@ -30,7 +30,7 @@ def require_reward_table(rewards: Tensor, *, caller: str) -> None:
 def require_spread_options(eps: float | int, ddof: int, *, caller: str) -> None:
     """Raise unless `eps >= 0` is finite and `ddof` is 0 or 1."""
     if not 0 <= eps < float("inf"):
-        fail(caller, "eps must be finite and not negative", eps, "Pass 0 for none; constant groups are safe without.")
+        fail(caller, "eps must be finite and not negative", eps, "Pass 0 for none; constant groups are safe with 0.")
     if ddof not in (0, 1):
         fail(caller, "ddof must be 0 or 1", ddof, "1 is the sample deviation (torch's default), 0 the population's.")
 
@@ -61,12 +61,12 @@ def observed_rewards(
 
 
 def nonnegative_weights(weights: Tensor, members: Tensor, *, name: str, caller: str) -> Tensor:
-    """Weights in float64, 0 where unobserved; an error where one is negative or not finite."""
+    """Weights in float64, 0 where unobserved; an error if a weight is negative or not finite."""
     require_same_shape(weights, members, name=name, like_name="rewards", caller=caller)
     kept = require_finite(torch.where(members, weights.detach(), 0).double(), name=name, caller=caller)
     if bool((kept < 0).any()):
         at = tuple(int(i) for i in (kept < 0).nonzero()[0])
-        fail(caller, f"{name} must not be negative", f"{float(kept[at]):g} at index {at}", "Pass sizes, not signs.")
+        fail(caller, f"{name} must not be negative", f"{float(kept[at]):g} at index {at}", "Pass 0 or more.")
     return kept
 
 
@@ -81,13 +81,13 @@ def other_pairs(members: Members) -> PairWeights:
 
 
 def weighted_pairs(pairs: PairWeights, weights: Values) -> PairWeights:
-    """Pairs with the weight `w_j` of the rollout compared with; equal weights in rows where all of them are zero."""
+    """Pairs times the weight `w_j` of the other rollout `j`; a row whose weights are all zero gets equal weights."""
     heavy = pairs * weights.unsqueeze(-2)
     return torch.where(heavy.sum(dim=-1, keepdim=True) > 0, heavy, pairs)
 
 
 def mean_differences(values: Values, pairs: PairWeights) -> Values:
-    """`Σ_j w_ij (v_i − v_j) / Σ_j w_ij`, and 0 for a rollout that is compared with none."""
+    """`Σ_j w_ij (v_i − v_j) / Σ_j w_ij`, and 0 for a rollout without any pair."""
     gaps = values.unsqueeze(-1) - values.unsqueeze(-2)  # (…, N, N)
     total = pairs.sum(dim=-1)
     return torch.where(total > 0, (pairs * gaps).sum(dim=-1) / total.clamp_min(torch.finfo(total.dtype).tiny), 0)
@@ -117,8 +117,8 @@ def standard_scores(
 ) -> Float[Tensor, "*shape"]:
     """`(v − mean) / (std + eps)` among the members with the same label; 0 where they are constant or fewer than two.
 
-    Constant means: within the rounding of `dtype`. `weights` count a value several times. `sizes` are the rewards
-    whose rounding is meant, in case `values` are already differences of rewards.
+    Members are constant if their spread is within the rounding of `dtype`. `weights` says how often each value counts.
+    Pass the original rewards as `sizes` if `values` are already differences: rounding is relative to the rewards.
     """
     kept = values[members]
     scores = torch.zeros_like(values)
@@ -151,7 +151,7 @@ def _labelled_scores(
 
 
 def masked_steps(values: Shaped[Tensor, "..."], mask: Tensor, *, name: str, caller: str, at_least: int = 1) -> Steps:
-    """`values` of shape `(P, R, T)` in float64, exactly 0 outside the mask; an error where one inside is not finite."""
+    """`values` of shape `(P, R, T)` in float64, exactly 0 outside the mask; an error if one inside is not finite."""
     if mask.ndim != 3 or mask.dtype != torch.bool or mask.shape[-1] == 0:
         got = f"shape {tuple(mask.shape)} of {mask.dtype}"
         fail(caller, "mask must be a bool of shape (P, R, steps), not empty", got, "Pass True where the policy acted.")
@@ -163,7 +163,7 @@ def masked_steps(values: Shaped[Tensor, "..."], mask: Tensor, *, name: str, call
 
 
 def discounted_sums(rewards: Steps, mask: StepMask, *, decay: float | int) -> Steps:
-    """`Σ_{k≥0} decay^k x_{t+k}` over the masked steps, 0 outside the mask; steps outside neither count nor decay."""
+    """`Σ_{k≥0} decay^k x_{t+k}` over the steps inside the mask, which skips all others without decay; 0 outside."""
     carried, columns = torch.zeros_like(rewards[..., 0]), []
     for t in reversed(range(rewards.shape[-1])):
         carried = torch.where(mask[..., t], rewards[..., t] + decay * carried, carried)

@@ -116,10 +116,10 @@ def standardized(
     """Distance of the reward from its group's mean, in standard deviations of the group.
 
     `A_i = (r_i − mean) / (std + eps)`, `std² = Σ_j (r_j − mean)² / (R − ddof)`. A constant group gives exactly 0 even
-    with `eps = 0`. Constant means a spread within a few rounding steps of the rewards' own dtype and size, so a true
-    spread of 1e-6 is kept. In every other group `Σ_i A_i² = R − ddof` at `eps = 0`, however rare failures are in it.
-    Dividing by the spread therefore reweights prompts, and it changes the direction of one prompt's update unless the
-    rewards take two values only.
+    with `eps = 0`. A group is constant if its rewards differ by no more than a few rounding steps of their own dtype
+    and size, so a true spread of 1e-6 is kept. In every other group `Σ_i A_i² = R − ddof` at `eps = 0`, however rare
+    failures are in it. Dividing by the spread therefore reweights prompts, and it changes the direction of one prompt's
+    update unless the rewards take two values only.
 
     Reference:
         GRPO, outcome supervision. Shao et al. 2024, arXiv:2402.03300. Neither `eps` nor `ddof` is in the paper.
@@ -230,9 +230,10 @@ def nemo_rl_standardized(rewards: Rewards, *, observed: Observed | None = None) 
     `A_i = (r_i − m_{−i}) / (s_{−i} + 1e-6)` where `s_{−i} > 0`, and `r_i − m_{−i}` where the others are constant
     (always, in a group of two). Neither statistic depends on rollout `i`, so the expected update of one prompt is
     `E[1/s]` times its gradient: the direction is exact, the length is not. Rows do not sum to zero. If a single rollout
-    of a group differs, it keeps its raw difference while the advantages of the others are divided.
+    of a group differs, it keeps its raw difference, while the advantages of the others are divided by a deviation.
 
-    Here the others count as constant if their spread is within rounding, so a rounding residue is never divided by.
+    Here the others count as constant if their spread is within rounding, so no advantage is divided by a rounding
+    residue.
     """
     values, members = observed_rewards(rewards, observed, at_least=2, caller="nemo_rl_standardized")
     pairs = other_pairs(members)

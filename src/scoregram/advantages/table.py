@@ -1,7 +1,7 @@
 """The table of estimators, what each one claims, and `estimate`, which calls a row by its name.
 
-`tests/test_estimator_claims.py` enumerates every boolean of the table in both directions: a claim holds in every case
-listed there, and where a claim is not made a case is shown in which it fails.
+`tests/test_estimator_claims.py` checks every boolean of the table in both directions, by enumeration: a claim that is
+made holds in every case listed there; for a claim that is not made, the test shows a case in which it fails.
 """
 
 from collections.abc import Callable
@@ -79,7 +79,7 @@ class Estimator:
     """The rewards of one prompt change the advantages of another."""
 
     unbiased: bool = False
-    """`E[ĝ] = ∇J`, if critics and cuts depend on the prefix only and prefix values come from fresh rollouts."""
+    """`E[ĝ] = ∇J`, if critics and segment cuts depend on the prefix only and prefix values come from fresh rollouts."""
 
     direction_exact: bool = False
     """`E[ĝ] = c ∇J` with `c > 0`; `c` may depend on the prompt, the rewards and `R`. Implied by `unbiased`."""
@@ -352,14 +352,14 @@ OPTIONAL = MappingProxyType({"group": ("observed",), "token": (), "turn": ()})
 def estimate(name: str, rewards: Tensor, **inputs: Tensor | None) -> Tensor:
     """Advantages by the estimator called `name`, which takes what it needs from `inputs` and ignores the rest.
 
-    One call with everything that is known (`lengths`, `score_energies`, `mask`, …) serves every row of a level.
-    `None` means not known. Options such as `eps` keep their defaults; call `ESTIMATORS[name].fn` to set them.
+    Pass everything that is known (`lengths`, `score_energies`, `mask`, …): the same call works for every row of a
+    level. `None` means not known. Options such as `eps` keep their defaults; call `ESTIMATORS[name].fn` to set them.
 
     **Missing rewards.** In a group-level row a reward of NaN, or an `outcomes` of NaN, means that the rollout was not
     judged. Its advantage is 0 and the judged rollouts are compared among themselves, as if it had not been sampled. A
     group with fewer judged rollouts than the row's `min_group` gets zeros, as in TRL, and takes no part in statistics
-    over the batch; so does a batch without two judged rollouts, if the row compares rollouts across prompts. Rows for
-    tokens and turns leave a rollout out by an empty mask instead; NaN inside the mask is an error.
+    over the batch. If a row compares rollouts across prompts, a batch with fewer than two judged rollouts gets zeros
+    too. In rows for tokens and turns an empty mask leaves a rollout out; NaN inside the mask is an error.
 
     Args:
         name: A row of `ESTIMATORS`.
@@ -371,8 +371,8 @@ def estimate(name: str, rewards: Tensor, **inputs: Tensor | None) -> Tensor:
         Shape and dtype of `rewards`.
 
     Raises:
-        ScoregramError: If the name is unknown, an input it needs is missing, no estimator takes an input so called, or
-            a reward is infinite.
+        ScoregramError: If the name is unknown, an input it needs is missing, an input has a name that no estimator
+            takes, or a reward is infinite.
 
     Example:
         >>> estimate("rloo", torch.tensor([[1.0, 0.0, 0.0]]), lengths=torch.tensor([[3, 5, 4]]))

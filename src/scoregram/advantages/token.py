@@ -82,10 +82,10 @@ def monte_carlo_critic(token_rewards: TokenValues, *, mask: TokenMask, values: T
 def prefix_value_differences(
     token_rewards: TokenValues, *, mask: TokenMask, prefix_values: TokenValues
 ) -> TokenAdvantages:
-    """Change of the estimated value at each token, the values being means over fresh rollouts from the prefix.
+    """Change of the estimated value at each token; a value is the mean return of fresh rollouts from the prefix.
 
     `A_t = r_t + v̂(s_{t+1}) − v̂(s_t)`, `v̂ = 0` after the last token. Unbiased if each `v̂(s)` is the mean return of
-    fresh rollouts from `s`, independent of how this rollout went on. With a critic instead, this is GAE at `λ = 0`,
+    fresh rollouts from `s`, independent of how this rollout continues. With a critic instead, this is GAE at `λ = 0`,
     biased by the critic's error.
 
     Reference:
@@ -144,7 +144,7 @@ def process_rewards_to_go(
     eps: float | int = 0.0,
     ddof: int = 1,
 ) -> TokenAdvantages:
-    """Sum of the step rewards from here on, each standardised over all steps of the group.
+    """Sum of the rewards of this step and all later ones, each standardised over all steps of the group.
 
     `A_it = Σ_{steps of i ending at or after t} (r − mean) / (std + eps)`, with mean and deviation over every step
     reward of every rollout of the prompt. Past rewards do not enter, but a rollout with more steps sums more terms, so
@@ -190,4 +190,4 @@ def _require_inside(flags: Tensor, mask: Tensor, *, name: str, caller: str) -> N
     require_same_shape(flags, mask, name=name, like_name="mask", caller=caller)
     if bool((flags & ~mask).any()):
         at = tuple(int(i) for i in (flags & ~mask).nonzero()[0])
-        fail(caller, f"{name} must lie inside the mask", f"True at index {at}", "Move it to the next masked token.")
+        fail(caller, f"{name} must lie inside the mask", f"True at index {at}", "Move it to the next token inside.")

@@ -6,10 +6,10 @@ sample deviation, 0 for the population's. Arithmetic is float64; the result has 
 
 **Stopping.** If the policy decides how many turns to take, the number of rollouts that reach turn `h` is random, and a
 comparison with turn `h` of the others can bias the update. A baseline made of *other* rollouts alone never does, even
-if it averages only those that reached the turn: it must not depend on rollout `i`. The self-including mean shrinks
-turn `h` by `E[(n_h − 1)/n_h]`, more for the turns that few reach; so does leaving out the turns that no other rollout
-reached. Each turn then has its own factor, and the direction of the update is wrong. `turn_leave_one_out` is the
-unbiased form, `turn_mean_centered` the common one.
+if it averages only those that reached the turn; the one condition is that it does not depend on rollout `i`. The
+self-including mean shrinks turn `h` by `E[(n_h − 1)/n_h]`, more for the turns that few reach; so does leaving out the
+turns that no other rollout reached. Each turn then has its own factor, and the direction of the update is wrong.
+`turn_leave_one_out` is the unbiased form, `turn_mean_centered` the common one.
 """
 
 import torch
@@ -118,7 +118,8 @@ def episode_and_anchor_standardized(
     Args:
         turn_rewards: `(P, R, H)`.
         mask: `(P, R, H)` bool.
-        anchors: `(P, R, H)` integers; equal ids mean the same observation. Prompts are never compared by id.
+        anchors: `(P, R, H)` integers; equal ids in one prompt mean the same observation. Ids of different prompts are
+            not compared.
         weight: `w`, weight of the anchor part.
         gamma: Discount of the reward-to-go.
         eps: Added to both deviations.
@@ -146,7 +147,7 @@ def episode_and_anchor_standardized(
 def same_state_standardized(
     turn_rewards: TurnRewards, *, mask: TurnMask, eps: float | int = 0.0, ddof: int = 1
 ) -> TurnAdvantages:
-    """Reward of a candidate among the candidates sampled from the same history, turn by turn.
+    """Reward of a candidate turn, standardised over the candidates sampled from the same history.
 
     Here `R` counts the candidates of a turn, not rollouts: at each turn of one base rollout, `R` candidate turns are
     drawn from the same history. `A_ih = (r_ih − mean_h) / (std_h + eps)`. A turn with one candidate, or with equal

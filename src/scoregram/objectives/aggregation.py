@@ -1,7 +1,7 @@
 """The weight `u_it` that a loss gives each token when it averages over rollouts of unequal length.
 
-Every objective of this room is `L = −Σ_it u_it · surrogate_it`, and on-policy its update is `−∇L = Σ_it u_it A_it
-∇log π_it`. The aggregation is therefore a second, silent set of advantages: `sequence_mean` divides the advantage of a
+Every objective here is `L = −Σ_it u_it · surrogate_it`, and on-policy its update is `−∇L = Σ_it u_it A_it
+∇log π_it`. The aggregation therefore rescales the advantages: `sequence_mean` divides the advantage of a
 long rollout by its length, the others do not.
 
 `N` counts every row of the batch, `L_i` the completion tokens of rollout `i`. A rollout without completion tokens
@@ -25,7 +25,7 @@ class Aggregation:
     """One way to average over tokens, and its claims. A claim that a row does not state is false."""
 
     fn: Callable[[Tensor, float | None], Tensor]
-    """`fn(lengths, length)`: lengths `(N,)` and the constant length to the weight of each rollout's tokens, `(N,)`."""
+    """`fn(lengths, length)`: the weight of each rollout's tokens, `(N,)`, from their lengths and the constant."""
     formula: str
     """The weight `u_it` of a completion token."""
     used_by: str

@@ -148,7 +148,7 @@ def clipped_sequence_ratio(
     log_ratio = log_ratios(log_probs, old_log_probs, mask, other="old_log_probs", caller="clipped_sequence_ratio")
     a = advantages_on_tokens(advantages, mask, like=log_ratio, caller="clipped_sequence_ratio")
     shared = mean_log_ratio(log_ratio, mask).detach()[:, None]  # (N, 1)
-    token_form = bounded_exp(shared + log_ratio - log_ratio.detach())  # (N, T): value s_i, gradient of the own token
+    token_form = bounded_exp(shared + log_ratio - log_ratio.detach())  # (N, T): value s_i, gradient of token t only
     surrogate = _pessimistic(token_form, a, eps_low, eps_high)
     return -weighted_sum(surrogate, mask, aggregation, length, caller="clipped_sequence_ratio")
 
@@ -171,8 +171,8 @@ def stopped_ratio(
     moved far enough, as PPO's clip does. `eps_low` is `None` by default: in practice only the upper end is clipped.
     Weight on `∇log π_it`: `u_it clip(ρ_it) A_it`; with `π = π_old`: `u_it A_it`. The value has no meaning.
 
-    `eps_high` is measured from one. Code that takes the same number for the upper end itself (`clip(ρ, max=0.2)`)
-    scales every on-policy update by it.
+    The upper end is `1 + eps_high`. Code that uses `eps_high` as the upper end itself (`clip(ρ, max=0.2)`) scales every
+    on-policy update by it.
 
     Reference:
         CISPO, MiniMax-M1, arXiv:2506.13585. The default `eps_high` is that of public code; we have not found it in
@@ -191,7 +191,7 @@ def stopped_ratio(
 def trajectory_ratio(
     log_probs: LogProbs, old_log_probs: LogProbs, advantages: BatchRewards, mask: Mask, *, eps_high: float | int = 0.28
 ) -> Loss:
-    """Advantage of each rollout times its probability ratio as a whole, clipped from above, negated and averaged.
+    """Advantage of each rollout times the ratio of the whole rollout, clipped from above, negated and averaged.
 
     `L = −(1/N) Σ_i min(ρ_i, 1 + eps_high) A_i` with `ρ_i = Π_t π_it/π_old,it`. Unclipped, `ρ_i` is the unbiased
     importance weight of a rollout; its variance grows exponentially with length. The clip applies to both signs of the

@@ -33,7 +33,7 @@ from scoregram.types import BatchRewards, LogProbs, Loss, Mask, Pairs, Rewards, 
 
 
 def log_ratio_term(log_ratio: Tensor) -> Tensor:
-    """`k1 = d`: unbiased for the divergence, of either sign, without effect as a loss. Elementwise."""
+    """`k1 = d`: unbiased and of either sign as a value; as a loss it only adds noise. Elementwise."""
     return log_ratio
 
 
@@ -106,7 +106,7 @@ def kl_penalty(
     aggregation: str = "sequence_mean",
     length: float | int | None = None,
 ) -> Loss:
-    """Aggregated estimate of the divergence from the reference, to be added to a loss times `β`.
+    """Aggregated estimate of the divergence from the reference. Multiply it by `β` and add it to a loss.
 
     `Σ_it u_it k_it`. Weight on `∇log π_it` in the update `−∇L`: `−u_it` (k1), `−u_it d_it` (k2), `−u_it (1 −
     exp(−d_it))` (k3); the table at the top of this file has their means. `term` has no default: the choice decides
@@ -144,15 +144,15 @@ def pair_preference(
     """Negated log-probability that the better rollout of each pair is preferred, averaged over pairs (DPO).
 
     `L = −(1/M) Σ_(w,l) log σ(β Δ)` with `Δ = h_w − h_l`, `h_i = log π(y_i)/π_ref(y_i)` summed over completion tokens.
-    Weight of one pair on the scores: `+(β/M) σ(−βΔ)` on `ψ_w`, the same negated on `ψ_l`; a rollout in several pairs
-    gets the sum. The weight is never clipped, is at most `β/M` per pair, and falls as the pair is learned.
+    One pair gives the score `ψ_w` the weight `+(β/M) σ(−βΔ)` and `ψ_l` the same weight negated; a rollout in several
+    pairs gets the sum. The weight is never clipped, is at most `β/M` per pair, and falls as the pair is learned.
 
     With `π = π_ref` every pair weighs `β/2M`, so a rollout gets `(β/2M)(wins − losses)`. On all pairs of binary
     rewards that is `(β R/2M)(r_i − r̄)`: exactly mean-centred REINFORCE. With other rewards it is not: wins count
     ranks, not the size of the difference.
 
-    A pair with a rollout without completion tokens contributes exactly zero and counts in `M`. Without pairs, as in a
-    batch of dead groups, the loss is exactly zero.
+    If a rollout of a pair has no completion tokens, the pair contributes exactly zero and counts in `M`. Without pairs,
+    as in a batch of dead groups, the loss is exactly zero.
 
     Args:
         log_probs: `(N, T)`, carries the gradient.
@@ -214,9 +214,9 @@ def consistency_variance(
 
     The regularised reward is `v_i = r_i − β log(π(y_i)/π_ref(y_i))`. At the optimum of `E[r] − β KL(π‖π_ref)` it is the
     same for every rollout of a prompt, whichever policy sampled it, so the optimum minimises this loss under any
-    sampling distribution. `L = (1/P) Σ_p (1/2m) Σ_i (v_i − v̄)²`, with `m = n − 1` (`leave_one_out`, the unbiased
-    variance: `Σ_i (v_i − v̄)²/(n−1)` is the mean of `(v_i − v̄)(v_i − v̄_{−i})`) or `m = n` (full, smaller by
-    `(n−1)/n`).
+    sampling distribution. `L = (1/P) Σ_p (1/2m) Σ_i (v_i − v̄)²` over the `n` rollouts of each group, with `m = n − 1`
+    (`leave_one_out`, the unbiased variance: `Σ_i (v_i − v̄)²/(n−1)` is the mean of `(v_i − v̄)(v_i − v̄_{−i})`) or
+    `m = n` (full, smaller by `(n−1)/n`).
 
     Weight on `∇log π_it`, at every policy: `β (v_i − v̄)/(P m)`, that is `(β/N)(v_i − v̄_{−i})` for leave-one-out:
     RLOO on the regularised reward, times `β`. Proof: `∂v_i = −β ∂log π(y_i)`, and `Σ_i (v_i − v̄) = 0` removes the
@@ -232,7 +232,7 @@ def consistency_variance(
     Args:
         log_probs: `(N, T)`, carries the gradient.
         ref_log_probs: `(N, T)`, a constant.
-        rewards: `(N,)`, a constant. Rollouts of one prompt are neighbours.
+        rewards: `(N,)`, a constant. Rollouts of one prompt are adjacent.
         mask: `(N, T)`, true on completion tokens.
         group_size: `R >= 2`, dividing `N`.
         beta: Strength of the regularisation, `> 0`; at `0` the loss would not depend on the policy.
@@ -274,7 +274,7 @@ def _regularised_rewards(
     log_ratio = log_ratios(log_probs, ref_log_probs, mask, other="ref_log_probs", caller=caller)
     if group_size < 2 or mask.shape[0] % group_size:
         got = f"group_size {group_size} for {mask.shape[0]} rollouts"
-        fail(caller, "group_size must be at least 2 and divide N", got, "Pass whole groups, neighbours in the batch.")
+        fail(caller, "group_size must be at least 2 and divide N", got, "Pass whole groups, one after another.")
     r = rollout_values(rewards, mask, name="rewards", caller=caller).to(log_ratio.dtype)
     v = r - beta * rollout_log_ratio(log_ratio)
     return v.view(-1, group_size), mask.any(dim=-1).view(-1, group_size)

@@ -1,8 +1,8 @@
 """Values that a rank metric can take: feasible intervals, and closed forms that need no eigenvalues.
 
-A rank metric is rarely free. If half of the energy is in one direction, the effective rank is at least 2 whatever the
-gradients are, so "effective rank about 2" adds nothing to the top-1 fraction `f`. A measured value is therefore shown
-with the interval that its own `f` and the largest possible rank `m` leave open.
+The top-1 fraction `f` limits every rank metric. If half of the energy is in one direction, the effective rank is at
+least 2 whatever the gradients are, so "effective rank about 2" adds nothing to `f = 1/2`. A measured value is
+therefore shown with the interval that its own `f` and the largest possible rank `m` leave open.
 
 Statement:
     Among energies with `e_1 = f`, `e_i <= f`, `Σe = 1` and at most `m` of them nonzero, every metric of
@@ -11,17 +11,17 @@ Statement:
 
 Proof:
     The concentrated spectrum majorises every feasible one, and every feasible one majorises the spread spectrum. This
-    settles all Schur-concave metrics and the top-k fractions. The entropy rank `exp H(p)` is *not* Schur-concave: 16
-    and 16 among thirty ones has less of it than 17 and 15. Yet its extremes are the same.
+    settles all Schur-concave metrics and the top-k fractions. The entropy rank `exp H(p)` is *not* Schur-concave:
+    energies 16 and 16 among thirty ones have a lower entropy rank than 17 and 15. Yet its extremes are the same.
 
     With `s_i = √e_i`, `S = Σs` and `M = Σ p ln s` (a mean of the `ln s_i`): `∂H/∂e_i = g(s_i) / (2S)` where
     `g(s) = (M - ln s) / s`, which is positive exactly for `ln s < M` and falls as long as `ln s < 1 + M`. At an
-    extreme all entries strictly between `0` and `f` share one value `λ = g(s_i)`. If `λ < 0`, they would all lie
-    above `M`, the entries at `f` too, and so would their mean `M`: impossible. So `λ >= 0`, where `g` is one-to-one,
-    and the entries in between are equal. At a minimum there is at most one of them, since `g` falls there and moving
-    energy from one to another equal one would lower `H`: the concentrated spectrum. At a maximum no entry is zero,
-    where `g` is infinite, and none but the first is at `f`, where `g < 0 <= λ` unless the spectrum is flat: the
-    spread spectrum. The numerical rank ignores what is below its tolerance and is counted directly.
+    extreme all entries strictly between `0` and `f` share one value `λ = g(s_i)`. If `λ < 0`, all of them would lie
+    above `M`, and so would the entries at `f`; then their mean `M` would lie above `M`, which is impossible. So `λ >=
+    0`, where `g` is one-to-one, and the entries in between are equal. At a minimum there is at most one of them, since
+    `g` falls there and moving energy between two equal entries would lower `H`: the concentrated spectrum. At a maximum
+    no entry is zero, where `g` is infinite, and none but the first is at `f`, where `g < 0 <= λ` unless the spectrum is
+    flat: the spread spectrum. The numerical rank ignores what is below its tolerance and is counted directly.
 
 Checked by:
     Random search and enumeration in the tests, which never leave the interval and attain both ends.
@@ -29,7 +29,7 @@ Checked by:
 The closed forms are for right-or-wrong rewards over orthogonal scores, and for any two rows. `k` of `R` rollouts are
 right and the advantage is the reward minus the group's mean: `A_i = (R-k)/R` for the right ones and `-k/R` for the
 others. With orthogonal scores of equal norm the singular values are `|A_i|`. So even without any structure in the
-gradients the effective rank depends on how even the group is, and on nothing else.
+gradients the effective rank depends on how evenly the group is split into right and wrong, and on nothing else.
 """
 
 import math

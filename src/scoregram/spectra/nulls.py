@@ -27,7 +27,7 @@ from scoregram.spectra.stacked import PSD_RTOL, SpectrumSummary, require_group, 
 from scoregram.types import GramMatrix, GroupAdvantages
 
 EXACT_UP_TO = math.factorial(7)
-"""Most distinct assignments of advantages to rollouts that are enumerated; with more, permutations are drawn."""
+"""Up to this many distinct assignments of advantages to rollouts are enumerated; above it, permutations are drawn."""
 
 BATCH_ENTRIES = 2**22
 """Gram entries per batched eigendecomposition: 32 MiB."""

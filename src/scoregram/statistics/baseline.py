@@ -100,7 +100,7 @@ def norm_reward_covariance(squared_norms: PerRollout, rewards: Rewards) -> PerPr
 
 
 def baseline_saving(blocks: GroupGrams, rewards: Rewards) -> BaselineSaving:
-    """Variance that the best constant baseline would save over the value, which the group mean estimates.
+    """Variance that the best constant baseline would save over the value `V`; the group mean estimates `V`.
 
     `(V - b*)² tr F / R = Cov(|ψ|², r)² / (R tr F)`; `fraction` divides it by `tr Σ_oracle / R`. The squared covariance
     is the U-statistic over two disjoint pairs of rollouts: the square of an estimated covariance would be positive

@@ -63,15 +63,15 @@ def group_outcomes(
     A group is dead if `max r - min r <= rtol · max |r|` over its judged rollouts, the spread that rounding alone can
     cause (`scoregram.groups.live_groups`); such a group has zero group-relative advantages. All-right groups call for
     harder prompts, all-wrong ones for easier prompts or more rollouts, tied ones for a finer reward, unjudged ones for
-    a reward function that answers. A group with one judged rollout is always dead.
+    a reward function that returns a value. A group with one judged rollout is always dead.
 
     Args:
         rewards: `(P, R)`, NaN where a reward is missing.
         right: The reward that means right.
         wrong: The reward that means wrong.
         rtol: Default: `ROUNDING_STEPS` times the machine epsilon of the dtype of `rewards`, the tolerance of the
-            estimators; a spread at scale 1e-6 is a spread. A dead group is right (wrong) if its mean reward is within
-            `rtol · max(|right|, |wrong|)` of that value.
+            estimators; rewards of size 1e-6 that differ still count as different. A dead group is right (wrong) if its
+            mean reward is within `rtol · max(|right|, |wrong|)` of that value.
 
     Raises:
         ScoregramError: If a reward is infinite, a group is empty, or `right` equals `wrong`.
@@ -114,7 +114,7 @@ def effective_fraction_bound(reward_variance: float | int, group_size: int, *, e
     """Chebyshev's upper bound on the expected ε-effective fraction of mean-centred advantages.
 
     `(R-1) σ² / (R ε²)`, from `Var(r_i - r̄) = σ² (R-1)/R`. It is not clipped: at one or above, and at `inf` for an `ε`
-    too small to square, the bound is empty. It bounds from above only, so it cannot show that rollouts are effective;
+    too small to square, the bound is vacuous. It bounds from above only, so it cannot show that rollouts are effective;
     compare it with `effective_probability`.
 
     Reference:
@@ -144,7 +144,7 @@ def effective_probability(success: float | int, group_size: int, *, epsilon: flo
     """
     _require_success(success, group_size, at_least=1, caller="effective_probability")
     _require_threshold(epsilon, caller="effective_probability", zero_allowed=True)
-    threshold = epsilon * group_size * (1 + 1e-12)  # compared with whole numbers: 0.29 · 100 must not fall below 29
+    threshold = epsilon * group_size * (1 + 1e-12)  # rounding: 0.29 · 100 is below 29 in float64
     chances = right_chances(success, group_size)
     effective = (
         k * (group_size - k > threshold) + (group_size - k) * (k > threshold)

@@ -107,7 +107,7 @@ def batch_mse(components: NoiseComponents, prompts: int, group_size: int) -> flo
     """
     if prompts < 1 or group_size < 2:
         got = f"{prompts} prompts with {group_size} rollouts"
-        fail("batch_mse", "needs at least 1 prompt and 2 rollouts per prompt", got, "Leave-one-out needs another.")
+        fail("batch_mse", "needs at least 1 prompt and 2 rollouts per prompt", got, "Leave-one-out needs two.")
     rollouts = prompts * group_size
     return (
         components.between_prompts / prompts
@@ -117,7 +117,7 @@ def batch_mse(components: NoiseComponents, prompts: int, group_size: int) -> flo
 
 
 def signal_to_noise(components: NoiseComponents, prompts: int, group_size: int) -> float:
-    """Power of the true gradient over the power of its error in one batch: `|g|² / MSE`. Its root compares amplitudes.
+    """Power of the true gradient over the power of its error in one batch: `|g|² / MSE`. Its root is a ratio of norms.
 
     Reads: `1` half of the step's power is noise; far below one the step is mostly noise; negative the estimate of
     `|g|²` is below zero, so this many rollouts do not resolve the signal; `nan` the estimated error is not positive.
@@ -196,8 +196,8 @@ def vanilla_mse(moments: GroupMoments, group_size: int) -> PerPrompt:
 def mse_curve(components: NoiseComponents, rollouts: int, group_sizes: Tensor) -> Tensor:
     """Error of the batch gradient at each group size, for a fixed number of rollouts `N`.
 
-    `(c1 R + c2 + c3/(R-1)) / N`: larger groups leave fewer prompts, smaller groups a noisier baseline. The number of
-    prompts `N/R` is not rounded, so the curve is smooth; it is exact where `R` divides `N`.
+    `(c1 R + c2 + c3/(R-1)) / N`: larger groups leave fewer prompts, smaller groups have a noisier baseline. The number
+    of prompts `N/R` is not rounded, so the curve is smooth; it is exact where `R` divides `N`.
 
     Args:
         components: From `noise_components`, or exact.
@@ -236,8 +236,8 @@ def optimal_group_size(components: NoiseComponents) -> OptimalGroupSize:
     """Group size that minimises the exact error at a fixed number of rollouts: `1 + sqrt(c3/c1)`.
 
     It depends on neither the number of rollouts nor `c2`. From exact moments it is at least 2, since
-    `c3 >= E|g(X)|² >= c1`. Estimates may be below; a negative estimate of `c3` counts as zero. If `c1 <= 0`, the batch
-    resolves no difference between prompts and the optimum is `inf`: any larger group is better.
+    `c3 >= E|g(X)|² >= c1`. Estimates can give less than 2; a negative estimate of `c3` counts as zero. If `c1 <= 0`,
+    the batch resolves no difference between prompts and the optimum is `inf`: any larger group is better.
 
     Reference:
         arXiv:2603.01162, Theorem 7, gives `sqrt(c3/c1)` from an error bound with `R²` in place of `R (R-1)`.
@@ -278,8 +278,8 @@ def optimal_group_size_interval(
 
     If a prompt is drawn twice, its inner product with itself is the unbiased `|g(x)|²`, not the squared norm of its
     noisy gradient, which would add the noise to `|g|²`. As for any resampled variance, `c1` is smaller by `(P-1)/P` on
-    average, so with few prompts the interval leans to large `R`. An end may be `inf`; both are `nan` if every resample
-    is undefined (all groups dead).
+    average, so with few prompts the interval is biased towards large `R`. An end may be `inf`; both are `nan` if every
+    resample is undefined (all groups dead).
 
     Args:
         gram: `(N, N)`, `N = P·R`, rollouts ordered prompt by prompt.
@@ -294,7 +294,7 @@ def optimal_group_size_interval(
     caller = "optimal_group_size_interval"
     require_in_range(level, low=0.0, high=1.0, name="level", caller=caller)
     if resamples < 1:
-        fail(caller, "resamples must be at least 1", resamples, "Some thousand give a steady interval.")
+        fail(caller, "resamples must be at least 1", resamples, "A few thousand give a stable interval.")
     estimates = prompt_estimates(gram, rewards)
     prompts = rewards.shape[0]
     if prompts < 2:

@@ -1,4 +1,4 @@
-"""One update `Σ w_i ψ_i`: its norm and coherence, the share of each rollout and prompt, and what it does to others.
+"""One update `Σ w_i ψ_i`: its norm and coherence, the shares of rollouts and prompts, its effect on held-out prompts.
 
 Every number here is a quadratic form in the Gram. Its absolute error is the precision of K times `Σ |w_i w_j K_ij|`,
 so a form that nearly cancels has few correct digits; `update_cancellation` says how few. If it is small, take

@@ -1,8 +1,8 @@
 """The ledger of a paper's claims: what a claim is, how its check decides it, and how the ledger is printed.
 
 A claim is a numbered statement of a paper, retold in our own words. Its check runs every time the ledger is read and
-returns a `Finding`: the numbers of this run and the verdict that follows from them. No verdict is typed in. Each one
-follows from two facts of the run: whether the statement held as printed, and whether the corrected statement held.
+returns a `Finding`: the numbers of this run and the verdict that follows from them. No verdict is written by hand. Each
+one follows from two facts of the run: whether the statement held as printed, and whether the corrected statement held.
 """
 
 import json

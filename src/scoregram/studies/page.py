@@ -53,7 +53,7 @@ def write_replication_page(folder: Path | str, out: Path | str | None = None, *,
 def read_replication(folder: Path, text: PageText = lambda folder, verdicts: {}) -> ReplicationPage:
     """The page of a replication folder, from `exhibits.json` and `verdicts.json`.
 
-    A title, lead or sections in those files come before those of the study.
+    A title, lead or sections in those files replace those of the study.
 
     Raises:
         ScoregramError: If one of the files is damaged; the error names it.

@@ -43,14 +43,14 @@ RUNS = "runs"
 
 RECORD_TYPE = "replication_record"
 SCHEMA_VERSION = 1
-"""Version of the record. It is raised when an older reader would misread a newer record."""
+"""Version of the record format. It increases when an older reader would misread a newer record."""
 
 NUMBER_PREFIX = "scoregram"
 NUMBER_BYTES = 16
 SHORT_LETTERS = 8
 
 NOT_DATA = frozenset({CHECKPOINTS, TRACKERS, REPORT})
-"""Parts of a run folder that may come and go: no exhibit is computed from them."""
+"""Parts of a run folder that may be added or deleted: no exhibit is computed from them."""
 
 ALGORITHM = "ed25519"
 KEY_LENGTHS = {"public_key": 32, "signature": 64}
@@ -74,14 +74,14 @@ def write_record(
     """Write `replication.json` into the folder of a replication that is otherwise complete.
 
     Exhibits, verdicts and runs are read from the folder, so that the record cannot disagree with it. The settings of
-    each run stand in the run's own config, which is hashed like all its data.
+    each run are in the run's own config, which is hashed like all its data.
 
     Args:
         folder: Holds `exhibits.json`, `verdicts.json` and `runs/`.
         about: Identifier of the paper.
         config: The preset, with everything needed to run it again.
         seeds: Of the runs.
-        created: The day, whose year stands in the number.
+        created: The date of the record; its year is part of the number.
         environment: Versions, source and machine of this program; read from this process if not given.
         key_file: Sign with the ed25519 key in this PEM file.
 
@@ -137,7 +137,7 @@ def _day(created: date) -> date:
 
 
 def canonical(value: Any) -> bytes:
-    """The one text of a value: JSON with sorted keys, without spaces, in UTF-8 without escapes.
+    """Canonical text of a value: JSON with sorted keys, without spaces, in UTF-8 without escapes.
 
     Equal values have equal texts, whatever the order of their keys. A tuple counts as a list; `1` and `1.0` differ.
 
@@ -189,7 +189,7 @@ def record_text(record: Mapping[str, Any]) -> bytes:
 
 
 def parse_strict_json(text: bytes, name: str) -> Any:
-    """JSON that every reader reads alike: each key once, no `NaN`, finite numbers.
+    """JSON that every parser reads the same way: each key once, no `NaN`, finite numbers.
 
     Raises:
         ScoregramError: If the text is anything else; the error calls it `name`.
@@ -346,7 +346,7 @@ def sign(message: bytes, key_file: Path | str) -> dict[str, str]:
 
 
 def signature_faults(signature: Any) -> list[str]:
-    """A sentence for each part of a signature that no message could make valid."""
+    """A sentence for each malformed part of a signature: no message could make it valid."""
     if not isinstance(signature, Mapping) or signature.keys() != {"algorithm", *KEY_LENGTHS}:
         return [f"the signature must consist of algorithm, {' and '.join(KEY_LENGTHS)}"]
     found = [] if signature["algorithm"] == ALGORITHM else [f"the algorithm must be {ALGORITHM}"]
@@ -367,7 +367,7 @@ def is_valid_signature(signature: Mapping[str, str], message: bytes) -> bool:
     try:
         key = Ed25519PublicKey.from_public_bytes(_bytes(signature["public_key"]))
         key.verify(_bytes(signature["signature"]), message)
-    except (InvalidSignature, ValueError):  # ValueError: the 32 bytes are no point of the curve
+    except (InvalidSignature, ValueError):  # ValueError: the 32 bytes are not a point of the curve
         return False
     return True
 
@@ -405,7 +405,7 @@ def _base64(content: bytes) -> str:
 
 
 def _bytes(text: Any) -> bytes:
-    """The bytes that base64 text encodes; empty unless it is their one proper encoding (spare bits zero)."""
+    """The bytes that base64 text encodes; empty unless the text is their canonical encoding (spare bits zero)."""
     try:
         content = base64.b64decode(text, validate=True) if isinstance(text, str) else b""
     except (binascii.Error, ValueError):

@@ -351,7 +351,7 @@ def recorded_differences(recorded: Sequence[Any], recomputed: Sequence[Any], wha
 
 
 def _named(recorded: Sequence[Any], recomputed: Sequence[Any], what: str, *, before: str) -> Iterator[str]:
-    """Entries that only one of two lists has, a different order, and the differences within each pair of one name."""
+    """Entries that only one of two lists has, a different order, and differences between entries of the same name."""
     left, right = _by_name(recorded, what), _by_name(recomputed, what)
     yield from (f"{before}{name}: recorded, but not recomputed" for name in left if name not in right)
     yield from (f"{before}{name}: recomputed, but not recorded" for name in right if name not in left)

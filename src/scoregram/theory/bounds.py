@@ -21,7 +21,7 @@ def hoeffding_bound(group_size: int, *, epsilon: float | int, reward_range: floa
     Assumes: independent rewards in an interval of length `reward_range`, whose ends do not depend on the sample.
     Checked by: exact binomial tails over a grid (`deviation_probability`).
 
-    The bound is not clipped: at one or above it is empty.
+    The bound is not clipped: at one or above it is vacuous.
 
     Example:
         >>> round(hoeffding_bound(16, epsilon=0.3), 3)
@@ -38,7 +38,8 @@ def hoeffding_group_size(*, epsilon: float | int, failure: float | int, reward_r
 
     Statement: `ceil(range² ln(2 / failure) / (2 ε²))`, and at least one.
     Proof: solve `hoeffding_bound = failure` for `R`; the bound falls with `R`.
-    Assumes: as `hoeffding_bound`. `failure` in `(0, 2)`; at one the result is the first size whose bound is not empty.
+    Assumes: as `hoeffding_bound`. `failure` in `(0, 2)`; at one the result is the first size whose bound is not
+    vacuous.
     Checked by: the bound at this size and at one less.
 
     Example:
@@ -151,7 +152,7 @@ def suboptimality_bound(
         fail(caller, f"step_size must be below 2/L = {2 / smoothness:g}", step_size, "Take a smaller step.")
     if min(steps, gap, noise) < 0:
         got = f"{steps}, {gap} and {noise}"
-        fail(caller, "steps, gap and noise must not be negative", got, "Pass counts and sizes.")
+        fail(caller, "steps, gap and noise must not be negative", got, "Pass 0 or more.")
     gain = 2 * pl_constant * step_size - smoothness * pl_constant * step_size**2
     return (1 - gain) ** steps * gap + smoothness * step_size**2 * noise / (2 * gain)
 

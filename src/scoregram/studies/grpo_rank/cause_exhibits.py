@@ -1,4 +1,4 @@
-"""Exhibits on causes: which factors take the group size down to the effective rank, and what predicts learning."""
+"""Exhibits on causes: why the effective rank is below the group size, factor by factor, and what predicts learning."""
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -28,7 +28,7 @@ _ROUNDING = 1e-12
 
 
 def accounting(evidence: Evidence) -> Table:
-    """Factors whose product takes the group size to the effective rank, as geometric means over groups."""
+    """Factors that, multiplied with the group size, give the effective rank; geometric means over groups."""
     rows: list[tuple[Cell, ...]] = []
     for size in evidence.sizes:
         live = evidence.live(size=size)
@@ -115,8 +115,8 @@ def spearman(
     Args:
         x: One quantity.
         y: The other.
-        clusters: Unit of resampling of each pair; each pair is its own unit if not given. Fewer units than
-            `bootstrap.FEWEST` give no interval, which would be too narrow.
+        clusters: Unit of resampling of each pair; each pair is its own unit if not given. With fewer units than
+            `bootstrap.FEWEST` there is no interval: it would be too narrow.
         strata: Stratum of each pair. Ranks are taken within a stratum, so that a difference between strata, such as
             group sizes, does not count as a correlation.
 

@@ -163,7 +163,7 @@ def methods_table(evidence: Evidence) -> Table:
 
 @dataclass(frozen=True)
 class NoiseSamples:
-    """Unbiased estimates, averaged before any division: the first two one per batch, the others one per prompt."""
+    """Unbiased estimates, to be averaged before any division: the first two per batch, the others per prompt."""
 
     between_prompts: list[float] = field(default_factory=list)
     """`c1`: variance between prompts."""

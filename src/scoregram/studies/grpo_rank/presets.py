@@ -148,7 +148,7 @@ class PlannedRun:
 def start_of(preset: Preset, folder: Path, seed: int) -> Path:
     """Folder of the policy that the runs of a seed start from: one for all seeds, or one per seed after a warm start.
 
-    A warm start per seed makes the spread over seeds that of the whole experiment, and lets seeds run on different
+    With a warm start per seed the spread over seeds is that of the whole experiment, and seeds can run on different
     machines.
     """
     return folder / START / f"seed{seed}" if preset.warm_epochs else folder / START

@@ -42,7 +42,7 @@ TERMINAL_COLUMNS = (
 """Columns of Table 1 that fit on a terminal."""
 
 START_STAMP = "start.json"
-"""Settings of a start, written last: a folder without this file, or with other settings in it, is made again."""
+"""Settings of a starting policy, written last: without this file, or with other settings, it is prepared again."""
 
 SHARED_MEMORY = 0.92
 """Share of a GPU's memory that the workers divide; the rest is for what each process needs besides tensors."""
@@ -181,7 +181,7 @@ def prepare_start(preset: Preset, folder: Path, *, seed: int, device: str, tell:
 
 
 def run_in_processes(missing: Sequence[PlannedRun], workers: int) -> bool:
-    """Train several runs at a time, one process each; if one is interrupted, runs that have not begun do not begin."""
+    """Train several runs at a time, one process each; if one is interrupted, no further run starts."""
     context = multiprocessing.get_context("spawn")  # forking a process with threads may deadlock
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_init_worker, initargs=(workers,)) as pool:
         running: list[Future[Trained]] = [pool.submit(run_one, resumable(one.config)) for one in missing]
@@ -196,7 +196,7 @@ def run_in_processes(missing: Sequence[PlannedRun], workers: int) -> bool:
 def _init_worker(workers: int) -> None:
     """Make this process end with its parent, and limit it to its share of each GPU's memory.
 
-    Without a limit, memory that torch caches in one process is missing in another.
+    Without a limit, one process could cache memory that another one needs.
     """
     _end_with_parent()
     if torch.cuda.is_available():

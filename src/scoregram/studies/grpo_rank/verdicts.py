@@ -181,7 +181,7 @@ def judge_row_at(table: Table, size: int) -> JudgedClaim:
 def judge_rank(table: Table) -> JudgedClaim:
     """Whether the effective rank is about 2 at every group size of the paper.
 
-    One size at which it is not refutes the claim. A missing or undecided size leaves it undecided.
+    A single size at which the rank is not about 2 refutes the claim. A missing or undecided size leaves it undecided.
     """
     sizes = [size for size in _column(table, "R") if size <= max(PRINTED_TOP1)]
     if not sizes:

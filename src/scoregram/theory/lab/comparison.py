@@ -96,8 +96,7 @@ def comparison(
     The batch has as many groups as the budget allows: a group costs `R` rollouts, one more for a greedy baseline, and
     `rollouts_per_state` more for each visited state if values are sampled. An estimator that exceeds the budget, or
     has too many groups to enumerate, goes to `left_out` with the reason. If an estimator couples prompts, every group
-    counts as a batch of its own. If it selects groups, no group is dropped: those it would drop have an update of
-    zero.
+    counts as a batch of its own. If it selects groups, the lab drops none: those it would drop have an update of zero.
 
     Args:
         truth: The world and the policy.

@@ -143,7 +143,7 @@ ROLLOUT_INPUTS: MappingProxyType[str, Callable[[GroundTruth], Tensor]] = Mapping
         "outcomes": lambda truth: truth.listing.returns,
     }
 )
-"""Inputs of an estimator besides the rewards. They are one number per rollout, so they split types."""
+"""Inputs of an estimator besides the rewards. Each is one number per rollout; equal types need equal inputs."""
 
 
 def group_update_moments(
@@ -159,7 +159,7 @@ def group_update_moments(
 
     Args:
         truth: The world and the policy.
-        advantage: Function of `(P, R)` rewards, and of the needs by keyword, to `(P, R)` advantages. Equal rollouts
+        advantage: Maps `(P, R)` rewards, and the needs as keyword arguments, to `(P, R)` advantages. Equal rollouts
             must get equal advantages, in any order.
         prompt: Row of `truth.gradient` to compare with.
         group_size: `R`.

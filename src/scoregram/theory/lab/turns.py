@@ -1,6 +1,6 @@
 """Moments of updates whose credit differs from turn to turn: `ĝ = (1/R) Σ_i Σ_h A_ih ∇ log π(a_ih | s_ih)`.
 
-There are three kinds. Credit that depends on the own rollout alone needs no group: rollouts are independent, so the
+There are three kinds. Credit that depends only on its own rollout needs no group: rollouts are independent, so the
 variance of one is divided by `R`. Credit that depends on the whole group is enumerated over multisets of types, as in
 `moments`: rollouts are of one type if every reward and every input of every turn are equal. Credit from fresh rollouts
 from every state (Monte-Carlo prefix values) adds independent noise whose variance is known exactly.
@@ -70,7 +70,7 @@ CREDITS = MappingProxyType(
         "exact_advantage": Credit(exact_advantage, needs_values=True),
     }
 )
-"""Credit from the own rollout alone; every row gives an unbiased update."""
+"""Credit that depends only on its own rollout; every row gives an unbiased update."""
 
 
 def credit_moments(
@@ -90,8 +90,8 @@ def credit_moments(
 def prefix_value_moments(truth: GroundTruth, *, prompt: int, group_size: int, rollouts_per_state: int) -> UpdateMoments:
     """Moments with `A_h = r_h + V̂(s_{h+1}) - V̂(s_h)`, each `V̂` the mean return of `K` fresh rollouts from its state.
 
-    The estimates are unbiased and independent of the rollout's future, so the update is unbiased. Around the exact
-    temporal difference it carries the noise `Σ_h (V̂ - v)(s_h) (ψ_{h-1} - ψ_h)`, hence the extra variance
+    The estimates are unbiased and independent of the rollout's future, so the update is unbiased. It is the update with
+    exact temporal differences plus the noise `Σ_h (V̂ - v)(s_h) (ψ_{h-1} - ψ_h)`, hence the extra variance
     `E Σ_h Var(G | s_h) / K · |ψ_{h-1} - ψ_h|²` per rollout, with `ψ_h` the score of turn `h` and `ψ_{-1} = 0`. No
     estimate is shared between rollouts of the group.
 
@@ -136,7 +136,7 @@ def turn_moments(
 
     Args:
         truth: The world and the policy.
-        advantage: Function of `(P, R, H)` turn rewards, and of the needs by keyword, to `(P, R, H)` advantages. The
+        advantage: Maps `(P, R, H)` turn rewards, and the needs as keyword arguments, to `(P, R, H)` advantages. The
             order of the rollouts in a group must not matter.
         prompt: Row of `truth.gradient` to compare with.
         group_size: `R`.

@@ -60,7 +60,7 @@ def output_only(*, binary: bool = False) -> World:
     """One answer per prompt, up to three tokens, one reward at its end.
 
     Token 0 ends the answer, so answers have one to three tokens; there are eleven answers per prompt. The first prompt
-    rewards token 1, twice if possible; the second rewards token 2, most if it comes first; the third rewards different
+    rewards token 1, up to twice; the second rewards token 2, most if it comes first; the third rewards different
     tokens. Rewards are `0`, `1/2` or `1`; with `binary` only `1` is right.
     """
 

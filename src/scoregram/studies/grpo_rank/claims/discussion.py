@@ -48,7 +48,7 @@ def sparsity_intensifies() -> Finding:
         zero_advantages = max(zero_advantages, float((a == 0).double().mean()))
     truth, zeros = lab_world("output_only_binary"), []
     for prompt in prompts_of(truth):
-        reached = truth.scores[truth.listing.of_prompt(prompt)].abs().amax(dim=0) > 0  # by any rollout of the prompt
+        reached = truth.scores[truth.listing.of_prompt(prompt)].abs().amax(dim=0) > 0  # nonzero in some rollout
         for group in drawn_groups(truth, prompt=prompt, group_size=8, number=20):
             zeros.append((advantages("mean", group.rewards) @ group.scores)[reached] == 0)
     zero_parameters = float(torch.cat(zeros).double().mean())

@@ -1,4 +1,4 @@
-"""The ground on which claims are decided: worlds and policies, all groups of rewards, drawn groups, estimators by name.
+"""What the checks of claims share: worlds and policies, all groups of rewards, drawn groups, estimators by name.
 
 Every check looks an estimator up through `estimator`, so that the ledger judges what the library computes.
 """
@@ -76,7 +76,7 @@ REVERSAL = World(
         else (Transition(1.0, 1.0 if history[2] else -1.0, ends=True),)
     ),
 )
-"""Two turns: the reward of the second is `-1` or, with a chance of 5 %, `1`; the first turn draws which."""
+"""Two turns: the second pays `-1` or, with a chance of 5 %, `1`; a draw at the first turn decides which."""
 
 
 def estimator(name: str) -> Estimator:

@@ -334,7 +334,7 @@ USTATISTIC_CLAIMS = (
         _below_vanilla_at_every_size,
     ),
 )
-"""Its claims on one update."""
+"""Claims of arXiv:2603.01162 on one update."""
 
 
 _MATH_ACCURACIES = {
@@ -545,4 +545,4 @@ GROUP_SIZE_CLAIMS = (
         paper="arXiv:2601.08521",
     ),
 )
-"""Its claims on group sizes and steps, and one claim of another paper on the selection that dynamic sampling makes."""
+"""Claims of arXiv:2603.01162 on group sizes and steps, and one of another paper on dynamic sampling."""
