@@ -126,8 +126,8 @@ def run_backward(tensor: Tensor, grad: Tensor, hidden: Sequence[Tensor] = ()) ->
     """Add the gradients of `⟨tensor, grad⟩` to `.grad` of all leaves; those of `hidden` are hidden from FSDP.
 
     `torch.autograd.backward` and `grad` are themselves torch functions, and a `TorchFunctionMode` is off while it
-    handles one: checkpointed layers would be recomputed without it, with their dropout. So this calls the engine
-    directly.
+    handles one: checkpointed layers would be recomputed without it, with their dropout. So this calls
+    autograd's engine directly.
     """
     with gradients_hidden(hidden):
         _engine_run_backward((tensor,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)
