@@ -326,7 +326,7 @@ def grouped_attention(
 
     `(N, Hq, 1, d)` queries are read as `(N, Hkv, Hq/Hkv, d)`: one product with the `(N, Hkv, L, d)` keys as they are in
     the cache, where sdpa first repeats keys and values for every query head. Calls with several query positions or with
-    arguments beyond a mask (capped scores, sinks, position biases), go to sdpa.
+    arguments beyond a mask (capped scores, sinks, position biases) go to sdpa.
     """
     odd = any(isinstance(given, Tensor) and name not in UNUSED_ARGUMENTS for name, given in more.items())
     if query.shape[2] != 1 or odd or more.get("softcap") is not None:
