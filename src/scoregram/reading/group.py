@@ -39,7 +39,7 @@ class GroupReading:
     """The metrics of one measured group; `nan` where undefined, such as the rank of a dead group.
 
     The stacked matrix has the rows `A_i ψ_i`. `…_orthogonal` is the same number for orthogonal scores of the
-    same norms: the null model. Similarity between rollouts can only lower the ranks below it.
+    same norms: the null model. Similarity between rollouts can only lower the effective rank below it.
     """
 
     effective_rank: float
@@ -147,7 +147,7 @@ class StoredGroup:
 
     @cached_property
     def reading(self) -> GroupReading | None:
-        """Its metrics, as stored, else computed from its Gram; None if it has no Gram or an invalid one."""
+        """Its metrics, as stored, else from its Gram; None without a valid Gram and finite advantages."""
         record, names = self.record, [one.name for one in fields(GroupReading)]
         if all(name in record.statistics for name in names):
             return GroupReading(**{name: float(record.statistics[name]) for name in names})

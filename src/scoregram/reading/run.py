@@ -1,4 +1,4 @@
-"""The metrics of a run: its steps and groups, read once from the folder, and a summary of its last third.
+"""The metrics of a run: its steps and groups, read once from the folder, and its last third with intervals.
 
 Any part of a run may be missing: steps may have no Gram, a run may have no evaluation or no groups, and its files may
 still be growing.
