@@ -1,7 +1,7 @@
-"""The one batch type: `N` rollouts of `P` prompts, from the sampler or a foreign trainer down to the Gram.
+"""The one batch type: `N` rollouts of `P` prompts, from the sampler or another trainer down to the Gram.
 
-Samplers, the trainer, TRL and dumps all hand over a `Rollouts`. Nothing in it is a statistic: numbers are made from it
-in `scoregram.reading`, and a missing reward stays `nan` until an estimator decides what to do about it.
+Samplers, the trainer, TRL and dumps all hand over a `Rollouts`. It holds no statistics: `scoregram.reading` computes
+them. A missing reward stays `nan` until an estimator decides how to treat it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from scoregram.types import Rewards
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Rollouts:
-    """`N` rollouts of `P` prompts, one sequence a row, the rows of a prompt next to each other.
+    """`N` rollouts of `P` prompts, one sequence per row; the rows of a prompt are adjacent.
 
     A row holds prompt, completion and padding. Padding is wherever `attention_mask` is false: on the right for rows
     made here, on either side for rows that keep the layout of another trainer.
@@ -30,8 +30,8 @@ class Rollouts:
     attention_mask: Bool[Tensor, "batch tokens"]
     """True for the tokens of prompt and completion, false for padding."""
     completion_mask: Bool[Tensor, "batch tokens"]
-    """True for the tokens that the policy chose and that carry credit: no tokens of tools, none of a rollout that is
-    masked out. A stop token that was sampled is one of them."""
+    """True for the tokens that the policy sampled and whose log-probabilities count, a sampled stop token included.
+    False for tool output and for every token of a masked-out rollout."""
     prompt_lengths: Int[Tensor, " batch"]
     """Prompt tokens of each row."""
     group_ids: Int[Tensor, " batch"]
@@ -45,13 +45,13 @@ class Rollouts:
     rewards: Float[Tensor, " batch"] = field(default_factory=lambda: torch.zeros(0))
     """`(N,)` float64, on the CPU; `nan` for a rollout without a reward. All `nan` if not given."""
     reward_parts: Mapping[str, Float[Tensor, " batch"]] = field(default_factory=dict)
-    """Name of a reward function → what it gave each rollout, `nan` where it gave nothing."""
+    """Name of a reward function → its reward for each rollout, `nan` where it gave none."""
     log_probs: Float[Tensor, "batch tokens"] | None = None
     """Log-probability of every completion token under the policy at the sampling temperature, before top-k and top-p;
-    0 elsewhere. Greedy rollouts are scored at temperature 1. None where the sampler's are not known."""
+    0 elsewhere. Greedy rollouts are scored at temperature 1. None if the sampler's log-probabilities are unknown."""
     behaviour_log_probs: Float[Tensor, "batch tokens"] | None = None
     """The same under the distribution that the token was drawn from (after top-k and top-p, or another engine's); 0 for
-    greedy rollouts, which have no other choice. A row of `nan` for a rollout without; None if no rollout has any."""
+    greedy rollouts (probability 1). A row of `nan` for a rollout without them; None if no rollout has any."""
     finished: Bool[Tensor, " batch"] | None = None
     """True for a rollout that ended with a stop token, false for one cut off at the limit; None where unknown."""
     turn_ids: Int[Tensor, "batch tokens"] | None = None
@@ -71,7 +71,7 @@ class Rollouts:
 
     @property
     def lengths(self) -> Int[Tensor, " batch"]:
-        """`(N,)` completion tokens that carry credit; all completion tokens of a rollout that is masked out."""
+        """`(N,)` number of tokens in `completion_mask`; for a masked-out rollout, of all its completion tokens."""
         credited = self.completion_mask.sum(1)
         return torch.where(credited > 0, credited, self.attention_mask.sum(1) - self.prompt_lengths)
 
@@ -82,7 +82,7 @@ class Rollouts:
 
     @property
     def group_size(self) -> int | None:
-        """`R` if every prompt has as many rollouts, else None."""
+        """`R` if every prompt has the same number of rollouts, else None."""
         sizes = set(self.group_sizes)
         return sizes.pop() if len(sizes) == 1 else None
 
@@ -94,7 +94,7 @@ class Rollouts:
     def by_group(
         self, values: Float[Tensor, " batch"], *, fill: float = torch.nan
     ) -> Float[Tensor, "prompts rollouts"]:
-        """`(P, R)` from one value a rollout; groups smaller than the largest are filled up."""
+        """One value per rollout as `(P, R)`; groups smaller than the largest are padded with `fill`."""
         if self.group_size is not None:
             return values.view(-1, self.group_size)
         grid = values.new_full((len(self.group_sizes), max(self.group_sizes)), fill)
@@ -121,7 +121,7 @@ class Rollouts:
     def select(self, rows: Bool[Tensor, " batch"]) -> "Rollouts":
         """The rollouts for which `rows` is true, without columns that are padding for all of them.
 
-        Groups of which no rollout is left disappear.
+        A group with no rollout left is dropped.
         """
         kept = rows.cpu()
         used = self.attention_mask[rows.to(self.attention_mask.device)].any(0).nonzero()
@@ -150,13 +150,13 @@ class Rollouts:
         )
 
     def _tensors(self) -> dict[str, Tensor]:
-        """The fields that hold a tensor with one row a rollout."""
+        """The fields that hold a tensor with one row per rollout."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def concatenated_rollouts(parts: Sequence[Rollouts], pad_id: int) -> Rollouts:
-    """Batches under each other, the shorter rows padded on the right; groups are numbered on."""
+    """The batches concatenated, shorter rows padded on the right; group ids continue from batch to batch."""
     if len(parts) == 1:
         return parts[0]
     longest = max(part.input_ids.shape[1] for part in parts)

@@ -20,8 +20,8 @@ A model passes through these files, in this order:
        │
     measurement ── Measurement.result → Gram                             6  K, its split by layer, log-probabilities
 
-`batch`, `model` and `contract` import no other file; only `engine` imports `measurement`. Models spread over processes
-(`DistributedDataParallel`, FSDP2) are part of `model`.
+`batch`, `model` and `contract` import no other file of this folder; only `engine` imports `measurement`. `model` also
+handles models spread over processes (`DistributedDataParallel`, FSDP2).
 """
 
 from scoregram.gram.batch import segment_rows as segment_rows

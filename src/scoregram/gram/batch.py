@@ -190,7 +190,7 @@ class DistinctRollouts:
 def distinct_rollouts(batch: Batch, group_size: int | None) -> DistinctRollouts:
     """The distinct rollouts of every group of `group_size` consecutive ones; None makes the whole batch one group.
 
-    Two rollouts are equal if tokens, masks and coefficients are, padding included.
+    Two rollouts are equal if their tokens, masks and coefficients are equal, padding included.
 
     Raises:
         ScoregramError: If `group_size` does not divide the number of rollouts.
@@ -233,15 +233,15 @@ def all_rollouts(batch: Batch, group_size: int | None = None) -> DistinctRollout
 class RolloutLayout:
     """Where `N` rollouts of `T` tokens are in a tensor that the model computes.
 
-    The first axis of an activation is that of the `N` sequences or of all `N · T` tokens. A mixture of experts picks
-    tokens out of the latter; then the owner (the rollout) of every row is carried along with the tensor.
+    The first axis of an activation runs over the `N` sequences or over all `N · T` tokens. A mixture of experts selects
+    some of the tokens; then the tensor is marked with the owner (the rollout) of every row.
     """
 
     rollouts: int
     tokens: int
 
     def has_rollout_axis(self, value: Tensor) -> bool:
-        """Whether the first axis of a tensor is that of the rollouts, or of all their tokens."""
+        """Whether the first axis of a tensor runs over the rollouts, or over all their tokens."""
         return value.ndim > 0 and value.shape[0] in (self.rollouts, self.rollouts * self.tokens)
 
     def owners(self, leading: int) -> Tensor | None:
@@ -308,11 +308,11 @@ def segment_rows(input_ids: Tensor, attention_mask: Tensor | None, segments: Ten
     Args:
         input_ids: `(N, T)`.
         attention_mask: `(N, T)`, 0 for padding; all real by default.
-        segments: `(N, T)` whole numbers: the turn of each completion token, negative for a token outside every turn.
+        segments: `(N, T)` integers: the turn of each completion token, negative for a token outside every turn.
             Turn ids of different rollouts are unrelated; a rollout without a turn has no row.
 
     Raises:
-        ScoregramError: If shapes differ, `segments` are not whole numbers, or there is no segment at all.
+        ScoregramError: If shapes differ, `segments` are not integers, or there is no segment at all.
 
     Example:
         >>> rows = segment_rows(torch.tensor([[5, 6, 7, 8]]), None, torch.tensor([[-1, 0, -1, 1]]))

@@ -24,14 +24,14 @@ from scoregram.gram.contract import Contractor, Factors, Lookup, Use, row_gram
 from scoregram.gram.sketch import Sketcher
 
 STACKED_ELEMENTS = 1 << 12
-"""Largest parameter whose rows are stacked with those of others on a CPU; on a GPU any size is, to save launches."""
+"""On a CPU, largest parameter whose rows are stacked with those of others; on a GPU all are, to save launches."""
 
 # Per-parameter state
 
 
 @dataclass
 class RegionUses:
-    """The uses of one region of a parameter: of the whole parameter, or of what one view shows."""
+    """The uses of one region of a parameter: the whole parameter, or the part that one view covers."""
 
     parameter: Tensor
     view: Tensor
@@ -65,7 +65,7 @@ class ParameterState:
     """Everything that is collected about one parameter during a measurement."""
 
     parameter: Tensor
-    """Held, so that its id stays its own."""
+    """Held here, so that no other tensor can take over its id."""
     regions: dict[RegionKey, RegionUses] = field(default_factory=dict)
     lookups: list[Tensor] = field(default_factory=list)
     """Rows looked up in it as an embedding, one tensor per announced lookup."""
@@ -92,9 +92,10 @@ class ParameterState:
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether uses were contracted apart that should have been added first.
+        """Whether uses were contracted separately that should have been added first.
 
-        Regions that overlap, a matrix that is also used as a small parameter, or an unannounced use that came too late.
+        This happens if regions overlap, if a matrix is also used as a small parameter, or if an unannounced use came
+        too late.
         """
         if not self.regions:
             return False
@@ -121,9 +122,9 @@ class Collector:
     """Grams and weighted gradients of one measurement, by parameter."""
 
     def __init__(self, rollouts: int, groups: int, weights: Tensor | None, sketcher: Sketcher | None = None) -> None:
-        """Take the number of rollouts, of groups of them, the `(M, N)` weight vectors or None, and a sketcher or None.
+        """Take the number of rollouts and of groups, the `(M, N)` weight vectors or None, and a sketcher or None.
 
-        The sketcher is given the uses or the rows of every parameter before they are dropped.
+        The sketcher gets the uses or the rows of every parameter before they are dropped.
         """
         self.rollouts = rollouts
         self.groups = groups
@@ -205,7 +206,7 @@ class Collector:
     @torch.no_grad()
     def contract(self, parameter: Tensor, view: Tensor, uses: list[Use]) -> None:
         """Add the Gram and the weighted sums of the summed uses of a region."""
-        if self.sketcher is not None:  # first: its map is defined by rows of the whole parameter
+        if self.sketcher is not None:  # before rows are renumbered: a sketch is of the whole parameter
             self.sketcher.add_uses(parameter, view, uses)
         rows, uses = in_touched_rows(uses)
         height = view.shape[0] if rows is None else len(rows)
@@ -302,7 +303,7 @@ class WeightUse:
     layout: RolloutLayout
     collector: Collector
     owner: Tensor | None
-    """Rollout of every entry of the first axis, where that axis is no longer that of the batch."""
+    """Rollout of every entry of the first axis, if that is no longer the batch axis."""
     transposed: bool
     source: tuple[Tensor, Tensor] | None
     """Parameter and region of the weight, None if the weight is not trained."""
@@ -338,7 +339,7 @@ class WeightUse:
 
 
 class StreamedProduct(torch.autograd.Function):
-    """`x Wᵀ + b` (or `x W + b`) whose backward pass gives its factors to the collector, and the weight nothing.
+    """`x Wᵀ + b` (or `x W + b`); its backward pass gives factors to the collector, and no gradient to the weight.
 
     `weight` and `bias` are arguments so that the result requires gradients even if `x` does not; the product is taken
     with `low_weight` and `low_bias`, which are detached and in the dtype of autocast.
@@ -361,7 +362,7 @@ class StreamedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
         (g,) = grad_outputs
-        # Unpacking may recompute a checkpointed layer, which must be observed: so it stands outside the block below.
+        # Unpacking may recompute a checkpointed layer, which must be intercepted, so it is outside the block below.
         x, weight = ctx.saved_tensors
         use: WeightUse = ctx.use
         grad_x = None
@@ -375,8 +376,8 @@ class StreamedProduct(torch.autograd.Function):
 def hooked_product(x: Tensor, weight: Tensor, use: WeightUse) -> Tensor:
     """`x Wᵀ` with a hook on the result in place of `StreamedProduct.backward`: the same in less host time.
 
-    The hook holds the input and lets it go when the gradient arrives. Under checkpointing it would hold it from the
-    forward pass on; there `StreamedProduct` leaves saving to autograd (`has_saved_tensor_hooks`).
+    The hook holds the input until the gradient arrives. Under checkpointing it would keep the input alive from the
+    forward pass on, so `StreamedProduct` is used there, which saves through autograd (`has_saved_tensor_hooks`).
     """
     product = F.linear(x, weight)
     held = [x.detach()]
@@ -395,7 +396,7 @@ def has_saved_tensor_hooks() -> bool:
 
 
 class StreamedLookup(torch.autograd.Function):
-    """Rows of an embedding; the backward pass gives ids and gradients to the collector, and the weight nothing."""
+    """Rows of an embedding; the backward pass gives ids and gradients to the collector, none to the weight."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, counted: Tensor, rows: Tensor, weight: Tensor, use: WeightUse) -> Tensor:  # noqa: D102

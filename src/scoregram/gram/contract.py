@@ -34,7 +34,7 @@ KERNEL_ROLLOUTS = 64
 TILE_COLUMNS, TILE_BLOCKS, TILE_WARPS, TILE_STAGES = 512, 16, 2, 4
 """Best of 144 settings on an H200: 2.45 TB/s of gradients read."""
 PROGRAMS_PER_PROCESSOR = 3
-"""As many as the shared memory of one multiprocessor holds at these settings: all run at once, with equal shares."""
+"""As many as fit into the shared memory of one multiprocessor at these settings: all run at once, with equal shares."""
 PARTIAL_BYTES = 1 << 25
 """Bytes of partial Grams that are held before they are summed."""
 
@@ -117,7 +117,7 @@ class Contractor:
     """
 
     def __init__(self, rollouts: int, groups: int, weights: Tensor | None) -> None:
-        """Take the number of rollouts, of groups of them, and the `(M, N)` weight vectors or None."""
+        """Take the number of rollouts and of groups, and the `(M, N)` weight vectors or None."""
         self.rollouts = rollouts
         self.groups = groups
         self.weights = weights
@@ -128,7 +128,7 @@ class Contractor:
     def stream(self, uses: Sequence[Use], rows: int, *, owner: int, out_dtype: torch.dtype) -> Tensor | None:
         """Weighted sums of the per-rollout gradients of one weight, chunk by chunk over its rows; keeps its Gram.
 
-        All uses of the weight, of `p` rows, are added *before* the Gram is taken, which includes their cross terms.
+        All uses of the weight (`p` rows) are added *before* the Gram is taken, so it includes their cross terms.
         The sums are `(M, p, q)`, or None if there are no weight vectors.
         """
         sample = uses[0].columns
@@ -187,7 +187,7 @@ class Contractor:
         return {owner for owner in kept if owner is not None}
 
     def grams(self, place: Mapping[int, int], count: int) -> Tensor:
-        """Sums `(count, P, N/P, N/P)` float64 on the CPU of the Grams of all owners that share a place below `count`.
+        """`(count, P, N/P, N/P)` float64 on the CPU: for each place, the sum of the Grams of all owners mapped to it.
 
         The Grams are added on the device and copied in one piece.
         """
@@ -203,7 +203,7 @@ class Contractor:
 
 
 def rows_at_a_time(elements: int, device: torch.device) -> int:
-    """Rows of `elements` each that a chunk holds."""
+    """Number of rows in a chunk, for rows of `elements` elements each."""
     if device.type == "cuda":  # a multiple of 128: products of aligned operands are faster
         return max(128, CHUNK_ELEMENTS_CUDA // elements // 128 * 128)
     return max(1, CHUNK_ELEMENTS // elements)
@@ -264,9 +264,9 @@ class Tile:
     padded: int
     stack: int
     high: Tensor | None
-    """`(TILE, TILE)` block-diagonal weights in half precision,"""
+    """`(TILE, TILE)` block-diagonal weights in half precision."""
     low: Tensor | None
-    """and what that rounding lost: `high + low` has every digit of the weights."""
+    """The rounding error of `high`: `high + low` has every digit of the weights."""
 
     @staticmethod
     def of(rollouts: int, weights: Tensor | None, dtype: torch.dtype) -> "Tile":
@@ -283,7 +283,7 @@ class Tile:
 
 
 class PartialGrams:
-    """Grams of many row matrices in a row: the kernel leaves one partial Gram per program, summed many at a time."""
+    """Grams of a sequence of row matrices: the kernel writes one partial Gram per program; many are summed at once."""
 
     def __init__(self, tile: Tile, device: torch.device) -> None:
         """Take the tile that all matrices share."""

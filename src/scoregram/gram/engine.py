@@ -41,9 +41,9 @@ def measure_gram(
     """The Gram `K_ij = ⟨ψ_i, ψ_j⟩` of the scores of `N` rollouts, over every trainable parameter.
 
     `ψ_i = Σ_t c_it ∇ log π(y_it)` over the completion tokens of rollout `i`, summed, never averaged; `c = 1` gives the
-    score itself, and the `c = ∂L/∂log π` of a loss gives that loss's per-rollout gradients. One forward and one
-    backward pass, with equal rollouts only once; nothing about the model changes. A rollout with no completion token
-    has a zero row.
+    score itself, and the `c = ∂L/∂log π` of a loss gives that loss's per-rollout gradients. It takes one
+    forward and one backward pass, with equal rollouts only once, and leaves the model unchanged. A rollout with no
+    completion token has a zero row.
 
     Args:
         model: A causal language model; only parameters that require gradients count.
@@ -53,7 +53,7 @@ def measure_gram(
         coefficients: `(N, T)` factors `c`; read at completion tokens only.
         rollout_ids: For packed rollouts: the rollout `0 … N-1` of every token, negative for padding.
         group_size: Only the blocks within groups of this many consecutive rollouts; `nan` elsewhere.
-        temperature: Logits are divided by it, for a policy that is sampled so.
+        temperature: Logits are divided by it; pass the temperature that the policy is sampled at.
         sketch: Also sketch every score, so that it can be compared with those of other calls.
         verify: Compare with independent plain backward passes, and raise if they disagree.
 
@@ -113,7 +113,7 @@ def backward_with_gram(
             caller,
             "the model must lie whole in one process",
             "one whose gradients are averaged over processes",
-            "Use measure_gram, and take the step as before.",
+            "Use measure_gram, and take the training step as before.",
         )
     vectors = torch.atleast_2d(weights).to(batch.input_ids.device)
     if vectors.ndim != 2 or vectors.shape[1] != batch.rollouts:
@@ -239,7 +239,7 @@ class DeferredGram(Measurement):
             self._drew_random = self.has_drawn(before)
 
     def intercepted(self) -> AbstractContextManager[object]:
-        """The block around everything that runs the model, also checkpointed layers in the backward pass."""
+        """Context for everything that runs the model, including checkpointed layers in the backward pass."""
         return self.around_owners() if self.is_narrow else self.interceptor
 
     def look_at_head(self, captured: CapturedHead) -> None:

@@ -133,9 +133,9 @@ class HeadForward:
     """`(N, C)` entropy of the distribution that the token was drawn from, 0 where the block is padding."""
     normaliser: Tensor  # (N·C,)
     kept: Tensor | None
-    """`(N·C, V)` that `fused_head` overwrites: probabilities, or logits in lower precision than float32.
+    """`(N·C, V)` that `fused_head` overwrites: probabilities in float32 and wider, logits in half precision.
 
-    A probability near 1 has no digits left in half precision, a logit has.
+    In half precision a probability near 1 loses the digits that a logit keeps.
     """
 
 

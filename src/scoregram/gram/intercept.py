@@ -62,7 +62,7 @@ class Activation:
     """Mark of a tensor that depends on the rollouts."""
 
     owner: Tensor | None = None
-    """Rollout of every entry of the first axis, where that axis is no longer that of the batch."""
+    """Rollout of every entry of the first axis, if that is no longer the batch axis."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def mark_of(tensor: Tensor) -> Activation | Derived | None:
 
 @dataclass(frozen=True)
 class CapturedHead:
-    """The operands of the head's product, which the model did not compute."""
+    """The operands of the head's product, captured so that the model does not compute it."""
 
     hidden: Tensor
     """`(N, T, h)`"""
@@ -114,9 +114,9 @@ class Interceptor(DropoutOff):
         """The head's weight, if its product is captured instead of computed."""
         self.captured: CapturedHead | None = None
         self.captures = 0
-        """How often the head's weight was multiplied with; more than once means that it is more than the head."""
+        """Number of products with the head's weight; more than one means that it is not only the head."""
         self.watch = ParameterWatch()
-        """How the module that runs uses its parameters."""
+        """How the running module uses its parameters."""
         self._parameters = {id(parameter) for parameter in parameters}
         self._marked_inputs: list[Any] = []
         for tensor in (batch.input_ids, batch.attention_mask, batch.position_ids):
@@ -221,7 +221,7 @@ class Interceptor(DropoutOff):
         return mark.owner if isinstance(mark, Activation) else None
 
     def gets_leaf(self, weight: Tensor) -> bool:
-        """Whether a weight gets one leaf per rollout: it is small, and no embedding, whose rows are streamed."""
+        """Whether a weight gets one leaf per rollout: it is small, and not an embedding (whose rows are streamed)."""
         return self.leaves.prefers(weight) and not self.collector.is_embedding(weight)
 
     # One operation under the mode
@@ -252,7 +252,7 @@ class Interceptor(DropoutOff):
         return result
 
     def read(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Read an attribute; the watch notes it if a parameter's, since a copy may have another value."""
+        """Read an attribute; the watch notes reads from a parameter, because a copy may have another value."""
         if self.is_parameter_side(args[0]):
             self.watch.see_read(func)
         return super().read(func, args)
@@ -301,7 +301,7 @@ class Interceptor(DropoutOff):
             return None
         source = self.source_of(weight) if self.is_parameter_side(weight) else None
         if self.is_parameter_side(weight) and source is None:
-            return None  # a derived weight: its gradient has to be pulled back, which factors cannot be
+            return None  # a derived weight: factors cannot be pulled back to its parameters
         trains_bias = bias is not None and self.is_parameter_side(bias)
         if trains_bias and id(bias) not in self._parameters:
             return None  # likewise for a derived bias
@@ -424,7 +424,7 @@ def is_same_memory(tensor: Tensor, other: Tensor) -> bool:
 
 
 def is_scalar_index(index: Any) -> bool:
-    """Whether an index is one whole number held in a tensor."""
+    """Whether an index is a scalar integer tensor."""
     return isinstance(index, Tensor) and index.ndim == 0 and not index.is_floating_point()
 
 

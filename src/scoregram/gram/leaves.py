@@ -200,13 +200,13 @@ def layer_norm_per_rollout(
 
 @dataclass(frozen=True)
 class _BatchedArgument:
-    """Stands in an operation's arguments for one of the tensors that vmap runs over."""
+    """Placeholder in an operation's arguments for one of the tensors that vmap runs over."""
 
     index: int
 
 
 class _NoRolloutAxisError(Exception):
-    """The first axis of an activation is not that of the rollouts or of their tokens."""
+    """The first axis of an activation does not run over the rollouts or their tokens."""
 
 
 def run_under_vmap(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kinds: TensorKinds) -> Any:
@@ -264,7 +264,7 @@ class ParameterWatch:
 
     only_broadcasts: bool = True
     axes: set[int] = field(default_factory=set)
-    """Numbers of axes of the activations that the parameters were broadcast against."""
+    """Ranks (`ndim`) of the activations that the parameters were broadcast against."""
 
     def see_operation(self, func: Callable[..., Any], tensors: list[Tensor], result: Any, *, meets: bool) -> None:
         """Note an operation on a parameter, one that `meets` activations or one on parameters alone."""

@@ -1,6 +1,6 @@
 """One measurement from end to end: forward pass, backward pass, contraction, result.
 
-`Measurement.run` is the order of the stages. It tries a *narrow* pass first, which intercepts only the modules that own
+`Measurement.run` runs the stages in order. It tries a *narrow* pass first, which intercepts only the modules that own
 parameters. If that missed a use of a parameter, or if the model drew random numbers (dropout outside a module), it
 starts again with a *wide* pass that intercepts every operation, and the model is remembered as one that needs it.
 """
@@ -122,7 +122,7 @@ class Measurement:
 
     @contextmanager
     def around_owners(self) -> Iterator[None]:
-        """The modules that own parameters, and the head, are intercepted inside the block; all are in evaluation."""
+        """Inside, the modules that own parameters and the head are intercepted, and modules are in evaluation mode."""
         head = getattr(self.model, "get_output_embeddings", lambda: None)()
         owners = self.survey.owners
         if isinstance(head, nn.Module) and not any(module is head for module in owners):
@@ -184,7 +184,7 @@ class Measurement:
         """Logits in autograd and None; or the logits of the first position, and the captured head."""
         self.interceptor.head = self.capturable_head()
         logits, captured = self.forward()
-        # Captured twice, or logits that the model changed: the head's product is not what the model returns.
+        # If the head was captured twice, or the model changed the logits, it does not return the head's product.
         if captured is not None and (self.interceptor.captures > 1 or not is_same(logits, captured.first_logits)):
             logits, captured = self.forward_without_capture()
         self.interceptor.announcing = captured is not None
@@ -284,7 +284,7 @@ class Measurement:
     # Result
 
     def result(self) -> Gram:
-        """The Gram, for every given rollout; the first thing here that waits for the device.
+        """The Gram of all given rollouts, duplicates included; this is the first call that waits for the device.
 
         Raises:
             NotFiniteError: Naming the parameter, or the rollouts and the layer, with a NaN or an infinity.
@@ -322,13 +322,13 @@ class Measurement:
             "measure_gram",
             "gradients must be finite",
             f"nan or inf for rollout {', '.join(map(str, named))} in {layer} and {len(broken) - 1} other layers",
-            "Look at these rollouts; a lower precision may overflow.",
+            "Look at these rollouts; low precision may have overflowed.",
         )
 
     def result_and_gradients(self) -> Gram:
-        """The Gram, and `Σ_i w_i ψ_i` added to `.grad`, which is written while the device is still at work."""
+        """The Gram, and `Σ_i w_i ψ_i` added to `.grad`; if possible, before waiting for the device."""
         parameters = self.parameters.values()
-        if any(parameter.grad is not None for parameter in parameters):  # what is added could not be taken back
+        if any(parameter.grad is not None for parameter in parameters):  # an addition could not be undone on an error
             gram = self.result()
             self.write_gradients(None)
             return gram

@@ -40,7 +40,7 @@ class ModuleFacts:
     needs_wide_pass: bool = False
     """Of a model: a pass that observes only the modules that own parameters missed a use of one."""
     broadcast_axes: int | None = None
-    """Of a norm-like module: it only broadcasts its parameters, against an input of so many axes."""
+    """Of a norm-like module, which only broadcasts its parameters: the number of axes of its input."""
     gathered: list[tuple[Tensor, Tensor]] | None = None
     """Of a module with `fully_shard`: pairs (sharded, gathered) of all parameters that it manages."""
 
@@ -316,7 +316,7 @@ def gradients_put_aside(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def in_evaluation(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Modules that are in training mode are in evaluation mode inside the block."""
+    """Put modules that are in training mode into evaluation mode inside the block, and back after it."""
     states = [module.__dict__ for module in modules]  # `module.training = …` costs more host time
     for state in states:
         state["training"] = False

@@ -125,8 +125,9 @@ class DropoutOff(TorchFunctionMode):
 def run_backward(tensor: Tensor, grad: Tensor, hidden: Sequence[Tensor] = ()) -> None:
     """Add the gradients of `⟨tensor, grad⟩` to `.grad` of all leaves; those of `hidden` are hidden from FSDP.
 
-    `torch.autograd.backward` and `grad` are themselves torch functions, and while a `TorchFunctionMode` handles one, it
-    is off: checkpointed layers would be recomputed unobserved, with their dropout. So the engine is called directly.
+    `torch.autograd.backward` and `grad` are themselves torch functions, and a `TorchFunctionMode` is off while it
+    handles one: checkpointed layers would be recomputed without it, with their dropout. So this calls
+    autograd's engine directly.
     """
     with gradients_hidden(hidden):
         _engine_run_backward((tensor,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)
@@ -134,7 +135,7 @@ def run_backward(tensor: Tensor, grad: Tensor, hidden: Sequence[Tensor] = ()) ->
 
 @contextmanager
 def gradients_hidden(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Gradients that arrive inside the block are in `.grad` after it, and never in between.
+    """Gradients that arrive inside the block are kept out of `.grad` until its end.
 
     FSDP looks at `.grad` at the end of each layer's backward pass, takes it away, and averages it over the processes.
     """
@@ -157,7 +158,7 @@ def gradients_hidden(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 def gradients(total: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Gradient of a scalar for each of all parameters that it may depend on; `.grad` is None before and after.
+    """Gradient of a scalar for each of `parameters`, all that it depends on; `.grad` is None before and after.
 
     `torch.autograd.grad` visits only paths on which a chosen parameter is an input of the graph, and so misses layers
     that are checkpointed with a nested backward pass. Here everything is accumulated in `.grad`, and taken out again.
@@ -185,7 +186,7 @@ def loss_gradients(model: nn.Module, batch: Batch, survey: Survey) -> dict[int, 
 def replayed_rows(model: nn.Module, batch: Batch, wanted: Sequence[Tensor], survey: Survey) -> list[Tensor]:
     """Per-rollout gradients `(N, *shape)` of the wanted parameters, from one forward and backward pass per rollout.
 
-    A pass of a sharded model needs every process: one with fewer rollouts repeats its last one for the others' sake.
+    A pass of a sharded model needs every process, so a process with fewer rollouts repeats its last one.
     """
     rows: list[list[Tensor]] = [[] for _ in wanted]
     for index in range(survey.shards.largest_count(batch.rollouts)):

@@ -4,10 +4,10 @@ The Gram of one call cannot compare its scores with those of another call. Sketc
 linear map `S` of `m` rows, so `⟨s_i, s_j⟩` estimates `⟨ψ_i, ψ_j⟩` whenever both have the same seed. The map is linear:
 the sketch of an update `Σ_i w_i ψ_i` is `Σ_i w_i s_i`.
 
-A parameter is a matrix `(p, q)`: its last axis by all others (a vector is one row). Element `(i, j)` is added with sign
-`σ(i) τ(j)` to coordinate `h(i) + k(j) mod m`; signs and places are independent and uniform, drawn for each index `i`
-and `j` from SHAKE-128 of seed, name and axis. So the map depends on seed, `m`, name and shape alone: not on the batch,
-the device, the route a parameter took through the engine, nor the version of torch. For a gradient
+A parameter is read as a matrix `(p, q)`: `q` is its last axis, `p` all others (a vector is one row). Element `(i, j)`
+is added with sign `σ(i) τ(j)` to coordinate `h(i) + k(j) mod m`; signs and places are independent and uniform, drawn
+for each index `i` and `j` from SHAKE-128 of seed, name and axis. So the map depends on seed, `m`, name and shape alone:
+not on the batch, the device, the route a parameter took through the engine, nor the version of torch. For a gradient
 `G = Σ_t a_t ⊗ b_t` it needs the factors only: the sketch of an outer product is the circular convolution of the two
 sketched factors, a product after a Fourier transform (Pagh 2013; Pham and Pagh 2013).
 
@@ -47,7 +47,7 @@ class Sketch:
     def relative_error_bound(self) -> float:
         """Largest standard deviation of `⟨s_i, s_j⟩` in units of `|ψ_i| |ψ_j|`: `√((6 + 4/m)/m)`.
 
-        Over the draw of the seed, for every model and every rollout. An error of `k` times this has a probability of at
+        Over random seeds, for every model and every rollout. An error of `k` times this has a probability of at
         most `1/k²`, by Chebyshev's inequality.
 
         Example:

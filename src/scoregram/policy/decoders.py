@@ -58,7 +58,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def keep(self, places: Tensor) -> None:
-        """Drop every other row."""
+        """Keep only the rows at these places."""
 
     def decoding(self) -> AbstractContextManager[None]:
         """Context in which every `step` must run."""
@@ -124,7 +124,7 @@ class SharedCache(Cache):
             self.length += 1
 
     def keep(self, rows: Tensor) -> None:
-        """Drop every other row; only written columns are copied."""
+        """Keep only these rows; only written columns are copied."""
         for blocks in (self.keys, self.values):
             for index, block in enumerate(blocks):
                 kept = block.new_empty(len(rows), *block.shape[1:])
@@ -325,8 +325,8 @@ def grouped_attention(
     """Attention of one new token per row that does not copy keys and values shared by several query heads.
 
     `(N, Hq, 1, d)` queries are read as `(N, Hkv, Hq/Hkv, d)`: one product with the `(N, Hkv, L, d)` keys as they are in
-    the cache, where sdpa first repeats keys and values for every query head. More than one query position and arguments
-    beyond a mask (capped scores, sinks, position biases) are left to sdpa.
+    the cache, where sdpa first repeats keys and values for every query head. Calls with several query positions or with
+    arguments beyond a mask (capped scores, sinks, position biases) go to sdpa.
     """
     odd = any(isinstance(given, Tensor) and name not in UNUSED_ARGUMENTS for name, given in more.items())
     if query.shape[2] != 1 or odd or more.get("softcap") is not None:

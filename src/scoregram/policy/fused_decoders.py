@@ -185,7 +185,7 @@ class FusedDecoder(SharedCacheDecoder):
         return torch.inference_mode()
 
     def prefill(self, ids: Tensor, positions: Tensor, first_row: int, repeats: int) -> Tensor:
-        """As `SharedCacheDecoder`, on a CPU by the fused forward pass; a GPU is busy with whole prompts either way."""
+        """As `SharedCacheDecoder`, but fused on a CPU; on a GPU, whole prompts keep the device busy without fusing."""
         if ids.is_cuda:
             return super().prefill(ids, positions, first_row, repeats)
         rows, length = ids.shape

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from scoregram.policy.decoders import Decoder, SharedCacheDecoder
 
 CHECK_STEPS = 4
-"""Steps between two checks which rollouts have ended, on a device that the host has to wait for."""
+"""Steps between two checks for ended rollouts, on a device that the host has to wait for."""
 GRAPH_CHECK_STEPS = 16
 """The same while a CUDA graph is replayed."""
 DROP_SHARE = 0.25
@@ -48,8 +48,8 @@ class Completions:
 class CompletionRecord:
     """`(M, N)` tokens of all rollouts of a request with their log-probabilities, written one step at a time.
 
-    Rollouts are written batch after batch; `rows` are the rollouts that the next step writes, in order. A rollout goes
-    on being written after its stop token, and `assemble_rollouts` cuts it off there: no step has to check.
+    Rollouts are written batch after batch; `rows` are the rollouts that the next step writes, in order. A rollout is
+    written past its stop token, and `assemble_rollouts` cuts it off there, so no step has to check.
     """
 
     def __init__(self, rollouts: int, most: int, stop_ids: Tensor, *, has_behaviour: bool) -> None:

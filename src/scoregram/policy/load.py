@@ -20,7 +20,7 @@ DTYPES = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 )
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>", "</s>", "<eos>")
-"""End tokens to look for in the vocabulary of a tokenizer without an `eos_token`; chats end with the first."""
+"""End tokens to look for, in this order, if a tokenizer has no `eos_token`; the first ends a chat message."""
 QUANTISED = ("quantization_config", "_is_quantized", "quantization_method", "is_quantized", "hf_quantizer")
 """Attributes that a quantised file leaves on a model and on its config."""
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError)

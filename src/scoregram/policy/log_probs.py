@@ -103,7 +103,7 @@ def _head_applied_to(head: nn.Module | None, select: Callable[[Tensor], Tensor])
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """Completions of one prompt in one sequence, every common prefix written once, descendants right after a token."""
+    """Completions of one prompt in one sequence: common prefixes once, each token right before its descendants."""
 
     tokens: np.ndarray
     positions: np.ndarray
@@ -225,7 +225,7 @@ def is_contiguous(attention_mask: Mask, completion_mask: Mask) -> bool:
 
 
 def packing_saves_work(model: nn.Module, input_ids: Tensor, groups: PackedGroups) -> bool:
-    """Whether fewer tokens through the weights outweigh the wider attention, masked pairs of tokens included.
+    """Whether fewer tokens save more than the wider attention costs, masked pairs of tokens included.
 
     A token costs two operations per weight outside the embeddings; a pair of tokens four per hidden unit and layer.
     """

@@ -28,7 +28,7 @@ operations in float32."""
 TF32_ROUNDING = 1e-2
 """The same for float32 on a GPU where matrix products may use TF32."""
 BATCH_NOISE_FACTOR = 4
-"""A difference also counts as rounding up to this multiple of what another batch composition changes."""
+"""A difference also counts as rounding if it is at most this multiple of what another batch composition causes."""
 
 
 class PolicyWarning(UserWarning):
@@ -156,7 +156,7 @@ def recompute_layers(model: nn.Module, *, caller: str) -> None:
     """
     base = base_model(model)
     if not getattr(base, "supports_gradient_checkpointing", False):
-        fail(caller, "the model must support gradient checkpointing", type(base).__name__, "Leave it out.")
+        fail(caller, "the model must support gradient checkpointing", type(base).__name__, "Switch it off.")
     base.gradient_checkpointing_enable({"use_reentrant": False})
     for name, module in base.named_modules():
         if not vars(module).get("gradient_checkpointing", False):
@@ -176,8 +176,8 @@ def probe_tokens(numbers: Sequence[int], vocabulary: int) -> list[int]:
     """Token ids from all over a vocabulary, one for each number: `⌊frac(n φ) V⌋`, `φ = (√5 - 1) / 2`.
 
     Ids are spread because the first ids of many vocabularies are special tokens, and on texts of special tokens models
-    are ill-conditioned. Where every product is off by up to a thousandth, less than bfloat16 rounds, a logit after
-    SmolLM2's id 6, `<filename>`, changes by 10; after ids from all over the vocabulary, by 0.3 or less.
+    are ill-conditioned. An error of up to a thousandth in every product, less than bfloat16 rounding, changes a logit
+    after SmolLM2's id 6, `<filename>`, by 10; after ids from all over the vocabulary, by 0.3 or less.
     """
     golden_ratio = (5**0.5 - 1) / 2
     return [int(number * golden_ratio % 1 * vocabulary) for number in numbers]

@@ -175,7 +175,7 @@ def fastest_decoder(model: nn.Module, capacity: int, sampler: SamplerName = "aut
         if (decoder, is_cast) not in misfits:
             misfit = logit_misfit(decoder, model)
             if misfit is None:
-                return decoder  # the model's own logits are not finite, which the sampler's error will say
+                return decoder  # the model's own logits are not finite: sampling will raise
             misfits[decoder, is_cast] = misfit
             if misfit > 1 and decoder is not candidates[-1]:
                 warnings.warn(f"sample: {decoder.refusal} ({_misfit_text(misfit)})", models.PolicyWarning, stacklevel=4)
@@ -207,7 +207,7 @@ def logit_misfit(decoder: "type[Decoder]", model: nn.Module) -> float | None:
     """Largest difference between the logits of a decoder and of plain forward passes, over what rounding explains.
 
     At most 1 for a decoder that is right; infinite for one that raises or whose logits are not finite; None if the
-    model's own logits are not finite. Under autocast, also measured without it, where rounding hides less.
+    model's own logits are not finite. Under autocast it is also measured without autocast, where rounding hides less.
     """
     if models.hides_precision(model):
         with models.without_autocast(model), suppress(*models.UNSUPPORTED):

@@ -57,7 +57,7 @@ class WarmStart:
     skilled: float = 0.12
     """The policy can add when the smoothed loss falls below this."""
     longest: int = 600
-    """Most steps to wait for that."""
+    """Largest number of steps to wait for that."""
     polish_steps: int = 130
     """Further steps on correct solutions, while the learning rate falls linearly to `habit_rate`."""
     habit_rate: float = 3e-4

@@ -1,4 +1,4 @@
-"""The only room in which rewards and Grams become numbers and records.
+"""The only package that turns rewards and Grams into metrics and records.
 
 ```
 Rollouts + advantages + Gram = Step ──► read_step ──► StepReading (scalars of metrics.jsonl) ─┐
@@ -6,8 +6,9 @@ Rollouts + advantages + Gram = Step ──► read_step ──► StepReading (s
 run folder ──► read_run ──► RunReading: groups, series, and the last third with intervals  ◄──┘
 ```
 
-Trainer, TRL and dumps end in a `Step`; report, advice, trackers and studies start from a reading and compute nothing.
-Live, dead, tied and unjudged groups are defined once, in `group`; a missing reward is `nan` throughout.
+The trainer, TRL and dumps each build a `Step`. Report, advice, trackers and studies start from a reading and compute no
+metrics themselves. `group.Outcome` lists the outcomes of a group; `scoregram.groups` defines when a group is live. A
+missing reward is `nan` throughout.
 """
 
 from scoregram.reading.group import GroupReading as GroupReading

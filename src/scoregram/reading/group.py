@@ -1,4 +1,4 @@
-"""What one group shows: which kind it is, its rewards, and its spectrum beside its null model."""
+"""The metrics of one group: its outcome, its rewards, and its spectrum next to its null model."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,10 +24,10 @@ from scoregram.statistics import group_outcomes, update_coherence, update_norm
 from scoregram.types import GramMatrix, GroupAdvantages, GroupRewards, Rewards
 
 Outcome = Literal["live", "all right", "all wrong", "tied", "unjudged"]
-"""The one kind that a group is of.
+"""The outcome of a group; every group has exactly one.
 
 `live`: the rewards that were given differ by more than rounding. Dead groups: `all right`, `all wrong`, or `tied` at
-another reward. `unjudged`: no rollout has a reward. A rollout without a reward takes no part in the decision.
+another reward. `unjudged`: no rollout has a reward. Rollouts without a reward are ignored.
 """
 
 SPECTRAL = ("effective_rank", "top1_fraction", "stable_rank", "participation_ratio", "numerical_rank")
@@ -36,10 +36,10 @@ SPECTRAL = ("effective_rank", "top1_fraction", "stable_rank", "participation_rat
 
 @dataclass(frozen=True, kw_only=True)
 class GroupReading:
-    """The numbers of one measured group; `nan` where they are undefined, as the rank of a dead group is.
+    """The metrics of one measured group; `nan` where undefined, such as the rank of a dead group.
 
-    The stacked matrix has the rows `A_i ψ_i`. `…_orthogonal` is the same number for scores of the same norms at right
-    angles: the null model, which no similarity between rollouts can exceed.
+    The stacked matrix has the rows `A_i ψ_i`. `…_orthogonal` is the same number for orthogonal scores of the
+    same norms: the null model. Similarity between rollouts can only lower the effective rank below it.
     """
 
     effective_rank: float
@@ -73,7 +73,7 @@ class GroupReading:
 
 
 def read_group(gram: GramMatrix, rewards: GroupRewards, advantages: GroupAdvantages) -> GroupReading:
-    """The numbers of one measured group.
+    """The metrics of one measured group.
 
     Args:
         gram: `(R, R)`. Score Gram `K`, or the Gram of rows that carry their weights already (then `advantages` are 1).
@@ -100,7 +100,7 @@ def read_group(gram: GramMatrix, rewards: GroupRewards, advantages: GroupAdvanta
 
 
 def outcomes_of(rewards: Rewards) -> list[Outcome]:
-    """The kind of every group, from `(P, R)` rewards that are `nan` where missing."""
+    """The outcome of every group, from `(P, R)` rewards that are `nan` where missing."""
     outcomes = group_outcomes(rewards)
     masks: Mapping[Outcome, Tensor] = {
         "live": outcomes.alive,
@@ -114,7 +114,7 @@ def outcomes_of(rewards: Rewards) -> list[Outcome]:
 
 @dataclass(frozen=True, eq=False)
 class StoredGroup:
-    """A group of a run folder with all that follows from its record; computed when first asked for."""
+    """A group read from a run folder, and everything derived from its record, computed on first access."""
 
     record: GroupRecord
 
@@ -125,7 +125,7 @@ class StoredGroup:
 
     @cached_property
     def outcome(self) -> Outcome:
-        """Its kind."""
+        """The outcome of this group."""
         return outcomes_of(self.record.rewards.double()[None])[0]
 
     @property
@@ -147,7 +147,7 @@ class StoredGroup:
 
     @cached_property
     def reading(self) -> GroupReading | None:
-        """Its numbers, as stored or else from its Gram; None if it was not measured or cannot be read."""
+        """Its metrics, as stored, else from its Gram; None without a valid Gram and finite advantages."""
         record, names = self.record, [one.name for one in fields(GroupReading)]
         if all(name in record.statistics for name in names):
             return GroupReading(**{name: float(record.statistics[name]) for name in names})
@@ -155,7 +155,7 @@ class StoredGroup:
             return None
         try:
             return read_group(record.gram, record.rewards, record.advantages)
-        except ScoregramError:  # advantages that are not finite, or no Gram
+        except ScoregramError:  # advantages that are not finite, or a matrix that is not a Gram
             return None
 
     @property
@@ -172,17 +172,17 @@ class StoredGroup:
 
     @cached_property
     def possible_ranks(self) -> tuple[float, float]:
-        """Least and most effective rank that the top-1 fraction and the number of nonzero rows allow; `nan` if unknown.
+        """Smallest and largest effective rank that top-1 fraction and number of nonzero rows allow; `nan` if unknown.
 
-        The ends of `feasible_intervals`, of this one metric alone: a run has many groups.
+        The same as in `feasible_intervals`, but for this metric alone, to save time: a run has many groups.
         """
         reading, rows = self.reading, self.nonzero_rows
         if reading is None or math.isnan(reading.top1_fraction) or not rows or reading.numerical_rank > rows:
-            return math.nan, math.nan  # other weights than the stored advantages were read
+            return math.nan, math.nan  # the stored metrics are of other weights than the advantages
         top1 = reading.top1_fraction
         try:
             energies = torch.stack([concentrated_energies(top1, rows), spread_energies(top1, rows)])
-        except ScoregramError:  # stored statistics that do not belong to the stored advantages
+        except ScoregramError:  # the stored statistics do not match the stored advantages
             return math.nan, math.nan
         least, most = effective_rank(energies.sqrt()).tolist()
         return least, most

@@ -1,8 +1,8 @@
-"""Spectra of many groups at once beside their null models, in which the scores keep their norms and lose structure.
+"""Spectra of many groups at once, next to null models that keep only some properties of the scores.
 
 | null | what the scores keep |
 |---|---|
-| `shape` | nothing: orthogonal, all of one norm; what `|A|` alone gives |
+| `shape` | nothing: orthogonal and of equal norm, so only `|A|` matters |
 | `orthogonal` | their norms, at right angles |
 | `alike` | their norms; every pair at the measured mean cosine |
 | `two_kinds` | their norms, and the mean cosines among right, among wrong, and between right and wrong rollouts |
@@ -33,8 +33,8 @@ def spectrum_columns(grams: Sequence[Tensor], rewards: Sequence[Tensor]) -> dict
     """Effective rank, top-1 fraction and nulls of groups of one size, with advantages centred by the group mean.
 
     `rank`, `top`, `numerical_rank` and `cosine` (mean over pairs) are measured; `shape`, `orthogonal`,
-    `orthogonal_top`, `alike` and `two_kinds` are nulls. The orthogonal null is the closed form `σ_i = |A_i| √K_ii`; the
-    eigenvalues that `read_group` takes for it are equal up to rounding.
+    `orthogonal_top`, `alike` and `two_kinds` are nulls. The orthogonal null is the closed form `σ_i = |A_i| √K_ii`;
+    `read_group` computes it from eigenvalues, which are equal up to rounding.
 
     Args:
         grams: `n` Grams `(R, R)` of groups with a nonzero row.
@@ -61,7 +61,7 @@ def spectrum_columns(grams: Sequence[Tensor], rewards: Sequence[Tensor]) -> dict
 
 
 def stacked_spectra(grams: Sequence[Tensor], advantages: Sequence[Tensor]) -> Tensor:
-    """`(n, R)` singular values of the stacks of `n` groups of one size."""
+    """`(n, R)` singular values of the stacked matrices of `n` groups of one size."""
     pairs = zip(grams, advantages, strict=True)
     return torch.stack([singular_values(gram, advantage, psd_rtol=MEASURED_RTOL) for gram, advantage in pairs])
 

@@ -1,6 +1,7 @@
-"""What a run shows: its steps and groups read once from the folder, and the numbers of its last third with intervals.
+"""The metrics of a run: its steps and groups, read once from the folder, and its last third with intervals.
 
-A run may lack any part: steps without a Gram, no evaluation, no groups, an end that is still being written.
+Any part of a run may be missing: steps may have no Gram, a run may have no evaluation or no groups, and its files may
+still be growing.
 """
 
 import math
@@ -38,14 +39,14 @@ UNKNOWN_ESTIMATE = Estimate(math.nan)
 
 @dataclass(frozen=True, eq=False)
 class RunReading:
-    """A run with everything that its report, its advice and its table are made from."""
+    """A run, with everything that its report, advice and table need."""
 
     config: Mapping[str, Any]
     notes: tuple[str, ...]
-    """What the reader of the folder remarked, such as a file that is still being written."""
+    """Remarks from reading the folder, such as a file that is still being written."""
     lines: Sequence[Line]
     groups: Sequence[StoredGroup]
-    """Groups that were trained on, in order of step; those of probes only if there are no others."""
+    """Training groups, in order of step; if there are none, all groups but those of evaluations."""
     tests: EvaluationRewards = field(default_factory=dict)
 
     @cached_property
@@ -56,7 +57,7 @@ class RunReading:
 
     @cached_property
     def last_third(self) -> range:
-        """The last third of the run, from its first to its last step; empty without a step."""
+        """Range of the steps in the last third of the run; empty for a run without steps."""
         if not self.steps:
             return range(0)
         last = self.steps[-math.ceil(len(self.steps) / 3) :]
@@ -69,12 +70,12 @@ class RunReading:
 
     @cached_property
     def last_lines(self) -> list[Line]:
-        """Steps of the last third."""
+        """Scalars of the steps in the last third."""
         return [line for line in self.lines if int(line["step"]) in self.last_third]
 
     @cached_property
     def group_size(self) -> int | None:
-        """The usual number of rollouts of a prompt; None where neither the groups nor the config say it."""
+        """The most common number of rollouts per prompt, else the config's; None if neither is known."""
         sizes = Counter(group.size for group in self.groups)
         if sizes:
             return sizes.most_common(1)[0][0]
@@ -83,7 +84,7 @@ class RunReading:
 
     @cached_property
     def batch_size(self) -> float:
-        """Rollouts of a step in the last third, on average; `nan` without groups."""
+        """Mean number of rollouts per step in the last third; `nan` without groups."""
         per_step = Counter[int]()
         for group in self.last_groups:
             per_step[group.record.step] += group.size
@@ -91,7 +92,7 @@ class RunReading:
 
     @property
     def prompts_per_step(self) -> int:
-        """Prompts of a step in the last third, rounded; 1 where unknown."""
+        """Mean number of prompts per step in the last third, rounded; 1 if unknown."""
         size = self.group_size
         return max(1, round(self.batch_size / size)) if size and self.batch_size > 0 else 1
 
@@ -125,7 +126,7 @@ class RunReading:
     def success_rates(self) -> list[float]:
         """Success rate of every prompt of the last third, `(right + ½) / (rollouts + 1)`.
 
-        Empty unless all rewards are 0 or 1. The half keeps a prompt that was never solved, or always, from counting as
+        Empty unless all rewards are 0 or 1. Without the half, a prompt that was never solved, or always, would count as
         one whose groups can never be live.
         """
         seen: dict[str, list[int]] = {}
@@ -170,7 +171,7 @@ def evaluation_rewards(tests: Iterable[GroupRecord]) -> EvaluationRewards:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """Numbers of the last third of a run with 95 % intervals; the value is `nan` where the run does not say."""
+    """Metrics of the last third of a run with 95 % intervals; `nan` where the run lacks the data."""
 
     groups: int
     live: int
@@ -179,15 +180,15 @@ class RunSummary:
     """Steps from which noise components were pooled."""
     reward: Estimate
     tested: Estimate
-    """Mean reward of rollouts sampled as in training for test problems, at the last evaluation."""
+    """Mean reward on test problems at the last evaluation, sampled as in training."""
     dead: Estimate
     """Share of groups that are not live, among those in which some rollout has a reward."""
     equally_hard_dead: float
-    """Chance of a dead group if every prompt had the success rate of all together; `nan` unless rewards are 0 or 1."""
+    """Probability of a dead group if every prompt had the overall success rate; `nan` unless rewards are 0 or 1."""
     effective_rank: Estimate
     effective_rank_null: Estimate
     rank_difference: Estimate
-    """Measured less null, group by group."""
+    """Measured minus null, per group."""
     least_rank: float
     most_rank: float
     top1: Estimate

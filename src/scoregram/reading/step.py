@@ -1,7 +1,7 @@
-"""What one step shows, and the records it leaves in a run folder.
+"""The metrics of one step, and its records for the run folder.
 
-Whoever brings rollouts (the trainer, TRL, a dump) ends in a `Step`. Its numbers and its records are made here, so that
-one and the same step reads the same through every door.
+Every source of rollouts (the trainer, TRL, a dump) builds a `Step`. This file computes its metrics and its records, so
+the same step gives the same numbers whatever its source.
 """
 
 import math
@@ -33,33 +33,33 @@ from scoregram.statistics import (
 from scoregram.types import Advantages, BatchGram, BatchWeights, PerPrompt, Rewards
 
 LayerDetail = Literal["each", "kinds", "none"]
-"""Which Grams of layers a group record keeps: of each layer, of each kind added up over depth, or none."""
+"""Which per-layer Grams a group record keeps: one per layer, one per kind of layer (summed over depth), or none."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Step:
-    """One update of a policy: its rollouts, the credit that they were given, and the Gram of their scores."""
+    """One update of a policy: its rollouts, their advantages and weights, and the Gram of their scores."""
 
     number: int
     """Step of the run."""
     rollouts: Rollouts
     advantages: Float[Tensor, " batch"]
-    """`(N,)` float64 on the CPU: what multiplies the score of each rollout; the mean over its tokens where they differ.
-    0 for a rollout without a reward."""
+    """`(N,)` float64 on the CPU: the advantage of each rollout; the mean over its tokens if theirs differ. 0 for a
+    rollout without a reward."""
     weights: Float[Tensor, " batch"]
     """`(N,)` on the CPU: the update is `Σ_i w_i ψ_i`."""
     gram: Gram | None = None
-    """Of all rollouts, in their order; `nan` between rollouts that were not measured in one pass. None if the step was
+    """Gram of all rollouts, in their order; `nan` between rollouts measured in different passes. None if the step was
     not measured."""
     rows: Literal["scores", "loss"] = "scores"
-    """What the Gram is of: scores `ψ_i`, or gradients of a loss, which carry their weights already."""
+    """What the rows of the Gram are: scores `ψ_i`, or gradients of a loss, which already include the weights."""
     kind: str = "train"
     """What the rollouts were sampled for: `train`, `loss` (trained on, rows of a loss), or the name of a probe."""
     log_probs: Float[Tensor, "batch tokens"] | None = None
     """Under the policy before the update; None if nothing needed them."""
     token_advantages: Float[Tensor, "batch tokens"] | None = None
-    """Where the tokens of a rollout differ in their advantage; a row of `nan` for a rollout whose tokens do not. None
-    if there is no such rollout."""
+    """Advantage of every token, for rollouts whose tokens differ in it; a row of `nan` for any other rollout. None if
+    every rollout has a single advantage."""
     group_marks: Sequence[Mapping[str, float]] = ()
     """Facts about each group that do not follow from its rewards and its Gram, such as whether a self-check passed;
     stored with the group."""
@@ -88,8 +88,8 @@ class StepReading:
 def read_step(step: Step) -> StepReading:
     """All numbers of a step that follow from its rewards, advantages and Gram.
 
-    Rollouts without a reward take no part in means of rewards and in deciding which groups are live. Estimates of noise
-    and of baselines, which need every reward of a prompt, are made from the prompts that have them all.
+    Means of rewards, and the decision which groups are live, ignore rollouts without a reward. Estimates of noise and
+    of baselines need every reward of a prompt, so they use only the prompts that have them all.
     """
     scalars = reward_scalars(step)
     if step.gram is None:
@@ -111,7 +111,7 @@ def reward_scalars(step: Step) -> dict[str, float]:
     """Scalars of a step that need no Gram."""
     rewards = step.rollouts.rewards
     advantages = step.rollouts.by_group(step.advantages, fill=0.0)
-    if step.rows == "loss":  # a step of a loss may hold parts of groups, whose kind is unknown
+    if step.rows == "loss":  # a loss step may hold only part of a group, so its outcome is unknown
         return {"reward": _mean(rewards), "advantage_abs": float(step.advantages.abs().mean())}
     return outcome_scalars(step.rollouts.reward_grid, advantages)
 
@@ -171,12 +171,12 @@ OF_WEIGHTS = WHOLE_GRAM[:5]
 def gram_scalars(step: Step) -> dict[str, float]:
     """Scalars of a measured step, from the Gram of its rollouts and their weights in the update.
 
-    `nan` for what needs the Gram between prompts where that was not measured.
+    Scalars that need the Gram between prompts are `nan` if it was not measured.
     """
     assert step.gram is not None
     matrix, rollouts = step.gram.matrix, step.rollouts
     is_whole = bool(matrix.isfinite().all())
-    if step.rows == "loss":  # rows carry their weights: nothing that is defined through scores and rewards
+    if step.rows == "loss":  # rows include their weights: scalars defined by scores and rewards are left out
         scalars = dict.fromkeys((f"gram/{name}" for name in OF_WEIGHTS), math.nan)
         return scalars | (update_scalars(matrix, step.row_weights, rollouts.group_ids) if is_whole else {})
     norms = matrix.diagonal().clamp(min=0).sqrt()
@@ -208,7 +208,7 @@ def whole_gram_scalars(gram: BatchGram, weights: BatchWeights, rollouts: Rollout
 
 
 def update_scalars(gram: BatchGram, weights: BatchWeights, group_ids: Tensor) -> dict[str, float]:
-    """Length, coherence, largest share and conflict of the update `Σ_i w_i ψ_i`."""
+    """Norm, coherence, largest share and conflict of the update `Σ_i w_i ψ_i`."""
     scalars = {
         "gram/update_norm": update_norm(gram, weights, rtol=MEASURED_RTOL),
         "gram/coherence": update_coherence(gram, weights),
@@ -221,7 +221,7 @@ def update_scalars(gram: BatchGram, weights: BatchWeights, group_ids: Tensor) ->
 
 
 def _saved_fraction(step: Step) -> float:
-    """Share of the variance within prompts that the best baseline would save; `nan` without complete groups of 4."""
+    """Share of the within-prompt variance that the best baseline saves; `nan` without complete groups of 4 or more."""
     assert step.gram is not None
     size, rewards = step.rollouts.group_size, step.rollouts.reward_grid
     complete = rewards.isfinite().all(1)
@@ -269,7 +269,7 @@ def _block_diagonal(blocks: Sequence[Tensor]) -> Tensor:
 def group_records(
     step: Step, readings: Sequence[GroupReading], *, keep_prompts: bool = True, layers: LayerDetail = "each"
 ) -> list[GroupRecord]:
-    """One record for every group of a step; with its Gram and its numbers, if that was measured."""
+    """One record for every group of a step, with its Gram and metrics if the step was measured."""
     rollouts, lengths, advantages = step.rollouts, step.rollouts.lengths.cpu(), step.advantages.double()
     by_layer = step.gram.by_layer if step.gram is not None and layers != "none" else {}
     by_layer = layer_kinds(by_layer) if layers == "kinds" else by_layer
@@ -294,7 +294,7 @@ def group_records(
 
 
 def batch_records(step: Step) -> list[BatchRecord]:
-    """The whole step in one record; none if its Gram is not known between all rollouts."""
+    """One record of the whole step; an empty list if its Gram is not known between all rollouts."""
     if step.gram is None or not bool(step.gram.matrix.isfinite().all()):
         return []
     rollouts = step.rollouts
@@ -313,11 +313,11 @@ def batch_records(step: Step) -> list[BatchRecord]:
 
 
 def rollout_records(step: Step, decode: Callable[[list[int]], str] | None = None) -> list[RolloutRecord]:
-    """One record for every rollout of a step; everything per token aligned with its tokens, padding left out.
+    """One record for every rollout of a step. Per-token values are aligned with its tokens; padding is left out.
 
     Args:
         step: Its log-probabilities must be known.
-        decode: From token ids to text, for prompts as the policy saw them; the texts of the prompts if not given.
+        decode: Turns token ids into text, to store prompts as the policy saw them; default: `rollouts.prompts`.
     """
     rollouts = step.rollouts
     assert step.log_probs is not None
@@ -363,7 +363,7 @@ def rollout_records(step: Step, decode: Callable[[list[int]], str] | None = None
 
 
 def _known(values: Tensor | None, row: int, tokens: Tensor) -> Tensor | None:
-    """Values of the tokens of one rollout; None if all of them are `nan`, which says that the rollout has none."""
+    """Values of the tokens of one rollout; None if all of them are `nan`, which means that it has none."""
     if values is None or bool(values[row][tokens].isnan().all()):
         return None
     return values[row][tokens]
@@ -374,7 +374,7 @@ def _given(reward: Tensor) -> float | None:
 
 
 def layer_kinds(by_layer: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Grams of layers that differ by their depth alone, added up: `layers.3.mlp` belongs to `layers.*.mlp`."""
+    """Grams of layers that differ only in depth, summed: `layers.3.mlp` is added to `layers.*.mlp`."""
     merged: dict[str, Tensor] = {}
     for name, gram in by_layer.items():
         kind = ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -13,7 +13,7 @@ from scoregram.runs import GroupRecord
 from scoregram.statistics import baseline_saving, group_moments
 
 _PLACES = ("group", "rollouts_left_out", "late")
-"""Marks of a group that are positions or counts: no mean is taken of them."""
+"""Marks of a group that are positions or counts, so they are not averaged."""
 _DUMP_CHECKS = ("exact", "round_trip", "count_agreement", "log_prob_gap")
 """Marks that compare a dump with the policy, logged as `dump/NAME`: means over rollouts."""
 _ROLLOUT_MEANS = ("token_log_prob", "finished")
@@ -86,7 +86,7 @@ class StepTally:
         self._sums[name] += value * weight if is_defined else 0.0
 
     def _add_saving(self, group: GroupRecord) -> None:
-        """Numerator and denominator of `BaselineSaving.fraction`, which are sums over groups with all their rewards."""
+        """Add to numerator and denominator of `BaselineSaving.fraction`: sums over the groups that have all rewards."""
         if len(group.rewards) < 4 or group.gram is None or not bool(group.rewards.isfinite().all()):
             return
         blocks, rewards = group.gram[None], group.rewards[None].double()
