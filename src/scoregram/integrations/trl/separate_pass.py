@@ -1,7 +1,7 @@
-"""The Gram of a step measured in passes of its own, and its rows added up and compared with the trainer's gradient.
+"""Measures the Gram of a step in separate passes, and compares the sum of its rows with the trainer's gradient.
 
-The trainer's backward pass is done and its gradient is in `.grad`; nothing of it changes. Each process measures whole
-groups, wherever their rollouts were generated.
+These passes run after the trainer's backward pass and leave its gradient in `.grad` unchanged. Each process measures
+whole groups, wherever their rollouts were generated.
 """
 
 import math
@@ -273,7 +273,7 @@ def _on_cpu(gram: Gram) -> Gram:
 
 
 def score_energies(trainer: Any, generation: Generation, processes: Processes = ALONE) -> Tensor:
-    """`(N,)` squared norms of the scores of a generation, for the baselines that need them: a pass of its own.
+    """`(N,)` squared norms of the scores of a generation, for the baselines that need them; runs a separate pass.
 
     Each process measures its share of the groups. One without a share measures the first group once more, because a
     sharded model needs all processes for every pass.
