@@ -217,7 +217,7 @@ def _is_finished(row: TokenisedRollout, policy: Policy) -> bool:
 def _padded_values(
     rows: Sequence[TokenisedRollout], completions: Sequence[Tensor | None], longest: int
 ) -> Float[Tensor, "batch tokens"] | None:
-    """`(N, T)` values of completion tokens, `nan` in the row of a rollout without values. None if all are without."""
+    """`(N, T)` values of completion tokens, `nan` in the row of a rollout without values. None if none has any."""
     if all(values is None for values in completions):
         return None
     table = torch.zeros(len(rows), longest)
@@ -333,8 +333,8 @@ def dumped_advantage(row: TokenisedRollout) -> float:
 def group_marks(group: MeasurableGroup, log_probs: Float[Tensor, "rollouts tokens"]) -> dict[str, float]:
     """Facts about a dumped group that do not follow from its rewards and its Gram; unknown ones are absent.
 
-    `group`: position in its step. `late` and `rollouts_left_out`: as in the group. `exact`: share of its rollouts with
-    the sampled tokens. `round_trip`: share of the other rollouts whose new tokens decode to their text.
+    `group`: position in its step. `late`: it arrived late. `rollouts_left_out`: not measured. `exact`: share of its
+    rollouts with the sampled tokens. `round_trip`: share of the other rollouts whose new tokens decode to their text.
     `count_agreement`: share with as many tokens as the dump counted. `finished`: share that finished. Means over
     rollouts: `token_log_prob`, log-probability of a chosen token under the policy; `log_prob_gap`, its distance from
     the log-probability in the dump. `log_prob_gap_max`: the largest distance.

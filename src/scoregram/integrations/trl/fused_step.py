@@ -1,4 +1,4 @@
-"""Fused steps: one backward pass of the Gram engine gives Gram and gradient. `FusedSteps` decides which steps are.
+"""Fused steps: Gram and gradient from one backward pass of the Gram engine. `FusedSteps` decides which steps are fused.
 
 The trainer asks for log-probabilities and gets those of a forward pass that the Gram engine recorded. The trainer's own
 backward pass stops at these log-probabilities, with `c = ∂L/∂log π`. The engine's backward pass continues from `c`: it

@@ -41,7 +41,7 @@ RELATIVE_POSITIONS = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_d
 
 Mode = Literal["scores", "loss"]
 ROUNDING_ERROR = 1e-5
-"""Relative error in float32 up to which two gradients count as equal up to rounding."""
+"""Relative error in float32 up to which two gradients are taken to differ by rounding only."""
 MEMORY_SHARE = 0.8
 """Part of the free memory that a measurement may take where `memory_gb` is not given."""
 HIDDEN_KEPT, INNER_KEPT = 16, 5
@@ -159,7 +159,7 @@ class Settings:
 
     @property
     def rounding_error(self) -> float:
-        """Relative error up to which two gradients count as equal but for rounding."""
+        """Relative error up to which two gradients are taken to differ by rounding only."""
         return self.tolerance if self.is_low_precision else min(ROUNDING_ERROR, self.tolerance)
 
 

@@ -26,7 +26,7 @@ class MicroBatch:
     rows: Tensor
     """`(B, 2)`: serial number of the generation, row."""
     coefficients: Tensor | None = None
-    """`(B, C)` derivative of the scaled loss, on which `backward` is called, by the log-probability of each token."""
+    """`(B, C)` derivative of the scaled loss with respect to the log-probability of each token."""
 
     def add_gradient(self, grad: Tensor) -> None:
         """Hook on the log-probabilities; autograd calls it in the trainer's backward pass."""
