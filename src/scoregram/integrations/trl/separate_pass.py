@@ -192,7 +192,7 @@ def rescaled_gram(gram: Gram, sizes: Tensor, model: nn.Module) -> Gram:
 def _measure_whole_model(
     trainer: Any, inputs: PassInputs, weights: Tensor, plans: Sequence[Sequence[slice]], processes: Processes
 ) -> tuple[list[Gram], float]:
-    """Grams of all passes of all processes, and the error of the weighted rows, added up parameter by parameter."""
+    """Grams of all passes of all processes, and the error of the sum of weighted rows, from whole gradients."""
     parameters = [parameter for parameter in inputs.model.parameters() if parameter.requires_grad]
     theirs = [parameter.grad for parameter in parameters]
 
@@ -222,7 +222,7 @@ def _summed_gradients(parameters: Sequence[Tensor], processes: Processes) -> Ite
 def _measure_sharded_model(
     trainer: Any, inputs: PassInputs, weights: Tensor, plans: Sequence[Sequence[slice]], processes: Processes
 ) -> tuple[list[Gram], float]:
-    """Grams of all passes of all processes, and the error of the weighted rows, from sketches.
+    """Grams of all passes of all processes, and the error of the sum of weighted rows, from sketches.
 
     No process has room for a whole gradient. But a sketch is linear: the sketch of `g − Σ_i w_i ψ_i` is that of the
     trainer's gradient minus the weighted sketches of the rows, and its norm is that of the difference to a few percent.

@@ -56,7 +56,7 @@ def measure_step(
     """Measure the step whose gradient is in `.grad`; None, with a warning, if that is not possible.
 
     All processes call it together. Scalars, error and notes are the same in all; the first one has the details too.
-    `fused` has the result if the step was fused, and takes note of the comparison of gradients if it was not.
+    `fused` has the result of a step that was fused; for any other step it notes whether the gradients agreed.
     """
     began = time.perf_counter()
     is_loss = settings.mode == "loss"
