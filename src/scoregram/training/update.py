@@ -32,7 +32,7 @@ class Updater:
     method: Method
     temperature: float
     length: int
-    """Most tokens of a completion: the constant by which Dr.GRPO divides."""
+    """Longest completion, in tokens: the constant by which Dr.GRPO divides."""
     rollouts_per_pass: int
     """0 for all at once."""
     computing: Callable[[], AbstractContextManager[Any]]
