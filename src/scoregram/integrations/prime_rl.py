@@ -107,7 +107,7 @@ def _loss_outputs_class(inputs: Any) -> Any:
     """The class `LossOutputs` of prime-rl, after a check that `inputs` has the expected fields."""
     if absent := [name for name in INTERFACE if not isinstance(getattr(inputs, name, None), Tensor)]:
         got = f"prime-rl {_installed_version()}, in which {listed(absent)} changed or is absent"
-        remedy = "This loss was written from prime-rl's source code of 2026; use a loss of prime-rl instead."
+        remedy = "This loss was written only from prime-rl's source code of 2026; use a loss of prime-rl instead."
         fail("recorded_loss", f"LossInputs must have the tensors {listed(INTERFACE)}", got, remedy)
     try:
         from prime_rl.trainer.rl.loss import LossOutputs  # pyright: ignore[reportMissingImports]
