@@ -283,7 +283,7 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def apply_gradient(optimizer: torch.optim.Optimizer, model: Any, rate: float, max_norm: float) -> float:
-    """Update the policy with its gradient, clipped to `max_norm` if that is positive; returns the norm before.
+    """Update the policy with its gradient, clipped to `max_norm` if positive; returns the norm before clipping.
 
     Raises:
         NotFiniteError: If the gradient is not finite; nothing is updated then, and the error names the parameters.
