@@ -1,4 +1,4 @@
-"""What to change in a run, by stated rules from its reading; silent where the numbers do not decide."""
+"""Advice on what to change in a run, by stated rules; a rule gives none where the numbers do not decide."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -12,12 +12,12 @@ from scoregram.reading import RunReading
 from scoregram.statistics import mixed_probability, mse_curve
 
 DEAD_SHARE = 0.5
-"""Share of dead groups above which prompts or group size are questioned."""
+"""Share of dead groups above which other prompts or a larger group size are advised."""
 WANTED_LIVE = 0.8
 """Share of live groups that a suggested group size aims at."""
 LARGEST_ADVISED_GROUP = 1024
 NOISE_FACTOR = 4.0
-"""How far the noise scale must lie from the batch size."""
+"""Factor between noise scale and batch size above which another batch size is advised."""
 LEAST_GAIN = 0.05
 DRIVER_SHARE = 0.5
 FINISHED_SHARE = 0.9
@@ -33,7 +33,7 @@ class Advice:
 
 
 def findings(run: RunReading) -> list[Advice]:
-    """What every rule advises for a run, the most important first; empty where nothing is decided."""
+    """What every rule advises for a run, the most important first; empty if no rule applies."""
     return [one for rule in RULES.values() for one in rule(run)]
 
 

@@ -14,7 +14,7 @@ from scoregram.errors import ScoregramError as ScoregramError
 _Row = TypeVar("_Row")
 
 ROUNDING_STEPS = 4
-"""Rewards that differ by at most this many rounding steps of the largest one count as equal, in every room."""
+"""Rewards that differ by at most this many rounding steps of the largest one count as equal, in every package."""
 
 
 def fail(caller: str, requirement: str, got: object, remedy: str) -> NoReturn:

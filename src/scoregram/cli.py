@@ -122,7 +122,7 @@ class Replicate:
 class Verify:
     """Check a replication record: its hash, number and signature, every file, and that tables follow from the Grams.
 
-    Exit status 1 if a check failed, or if one that was asked for could not be made.
+    Exit status 1 if a check failed, or if a requested check could not be made.
     """
 
     path: Annotated[Path, tyro.conf.Positional]

@@ -1,4 +1,4 @@
-"""The processes that work together, and what they exchange so that all of them do the same.
+"""The processes of one job, and the collective calls in which they exchange results and errors.
 
 All processes make each call here at the same point, or none of them does. Work that can fail in one process alone runs
 inside such a call: then it fails in all of them, and no process waits for the others forever.

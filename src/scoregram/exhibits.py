@@ -137,7 +137,7 @@ DIGITS = 3
 """Significant digits of a number that is not whole."""
 
 UNDEFINED = "–"
-"""What stands for `nan`."""
+"""Shown for `nan`."""
 
 SMALLEST, LARGEST = 1e-3, 1e6
 """Sizes between which numbers are written without an exponent."""
@@ -180,7 +180,7 @@ def number_text(value: float, like: float) -> str:
         return UNDEFINED
     if math.isinf(value):
         return "∞" if value > 0 else "-∞"
-    size = abs(float(f"{like:.{DIGITS - 1}e}")) if math.isfinite(like) else 0.0  # 9.996 has the digits of 10
+    size = abs(float(f"{like:.{DIGITS - 1}e}")) if math.isfinite(like) else 0.0  # 9.996 is rounded to 10.0
     if size == 0:
         return f"{value:.{DIGITS}g}"
     if not SMALLEST <= size < LARGEST:

@@ -47,7 +47,7 @@ def live_groups(rewards: Rewards, *, rtol: float | None = None, caller: str = "l
 
     Args:
         rewards: `(P, R)`, NaN where a reward is missing.
-        rtol: Default: `rounding_tolerance` of the dtype of `rewards`. A spread of 1e-6 is a spread.
+        rtol: Default: `rounding_tolerance` of the dtype of `rewards`. A relative spread of 1e-6 counts.
         caller: The function that an error message names.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Settings of the machine that several rooms share: Triton kernels on a GPU, threads and BLAS on a CPU."""
+"""Settings of the machine that several packages share: Triton kernels on a GPU, threads and BLAS on a CPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

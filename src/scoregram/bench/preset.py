@@ -164,7 +164,7 @@ def trained_row(config: TrainConfig, device: torch.device) -> PresetRow:
     except torch.OutOfMemoryError as error:
         return PresetRow(config.micro_batch_size, skipped=str(error).split(". ")[0])
     first, *lines = read_metrics(config.out / METRICS).lines
-    counted = lines[2:-1]  # an evaluation follows the last one
+    counted = lines[2:-1]  # the last step includes an evaluation
 
     def median(name: str, is_measured: bool | None = None) -> float:
         chosen = [line for line in counted if is_measured is None or is_measured == (line["step"] % 2 == 0)]

@@ -73,7 +73,7 @@ class Clock:
 
 
 CLOCK = Clock()
-"""The clock of this process, here for a trainer that imports its reward function by name."""
+"""The clock of this process; at module level, because scoregram's trainer imports its reward function by name."""
 
 
 @dataclass(frozen=True)

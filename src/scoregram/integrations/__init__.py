@@ -1,4 +1,4 @@
-"""Other trainers: their rollouts, rewards and losses, in the words of this library."""
+"""Integrations with other trainers: their rollouts, rewards and losses as scoregram's own types."""
 
 from scoregram.lazy import lazy_exports
 

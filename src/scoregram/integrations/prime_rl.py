@@ -107,7 +107,7 @@ def _loss_outputs_class(inputs: Any) -> Any:
     """The class `LossOutputs` of prime-rl, after a check that `inputs` has the expected fields."""
     if absent := [name for name in INTERFACE if not isinstance(getattr(inputs, name, None), Tensor)]:
         got = f"prime-rl {_installed_version()}, in which {listed(absent)} changed or is absent"
-        remedy = "This loss follows the interface of 2026, from its source alone; use a loss of prime-rl instead."
+        remedy = "This loss was written only from prime-rl's source code of 2026; use a loss of prime-rl instead."
         fail("recorded_loss", f"LossInputs must have the tensors {listed(INTERFACE)}", got, remedy)
     try:
         from prime_rl.trainer.rl.loss import LossOutputs  # pyright: ignore[reportMissingImports]
@@ -128,7 +128,7 @@ def _installed_version() -> str:
 def sequence_digest(
     mask: Bool[Tensor, " tokens"], log_probs: Float[Tensor, " tokens"], advantages: Float[Tensor, " tokens"]
 ) -> str:
-    """Name of a sequence: positions, sampled log-probabilities and advantages of its trained tokens, in float32."""
+    """Digest of a sequence: positions, sampled log-probabilities and advantages of its trained tokens, in float32."""
     trained = mask.cpu()
     name = hashlib.sha256(trained.nonzero().numpy().tobytes())
     for values in (log_probs, advantages):
@@ -163,7 +163,7 @@ def _append_line(folder: Path, line: Mapping[str, Any], limit_mb: float | int) -
 
 
 def read_coefficients(folder: str | Path) -> dict[str, Float[Tensor, " trained"]]:
-    """Digest of a sequence → coefficients of its trained tokens, from all ranks; the last one if recorded twice.
+    """Digest of a sequence → coefficients of its trained tokens, from all ranks; the last record of a sequence counts.
 
     Raises:
         ScoregramError: If there is no record, or a line is broken; an incomplete last line is skipped.

@@ -1,4 +1,4 @@
-"""Group-level estimators of our table in the registries of other trainers: verl and SkyRL.
+"""Registers the group-level estimators of our table with other trainers: verl and SkyRL.
 
 Both trainers hand an estimator `(N, T)` token rewards, a mask and a group label for each rollout; groups may differ in
 size, and their rollouts need not be adjacent. The rewards are arranged as `(P, R)` with `nan` in the empty places,
@@ -22,7 +22,7 @@ from scoregram.advantages import ESTIMATORS, estimate
 from scoregram.checks import fail, require_finite, require_same_shape
 
 _BATCH_INPUTS = frozenset({"lengths", "outcomes"})
-"""What a labelled batch can give to an estimator besides the rewards; outcomes are the rewards themselves."""
+"""Estimator inputs, besides rewards, that a labelled batch has; outcomes are the rewards themselves."""
 SERVED = tuple(name for name, row in ESTIMATORS.items() if row.level == "group" and set(row.needs) <= _BATCH_INPUTS)
 """Rows of `ESTIMATORS` that need no more than a labelled batch."""
 VERL_VERSIONS = ("0.7.1", "0.8.0", "0.9.0", "0.9.1")
@@ -41,7 +41,7 @@ def labelled_advantages(
     *,
     left_out: int = 0,
 ) -> Float[Tensor, "batch tokens"]:
-    """The advantage of its rollout on every token of the mask, 0 elsewhere.
+    """Token advantages: on every token of the mask the advantage of its rollout, 0 elsewhere.
 
     The reward of a rollout is the sum of its token rewards, its length the number of its masked tokens. A group smaller
     than the estimator needs has advantages 0 and takes no part in statistics over the batch.
@@ -109,7 +109,7 @@ def advantages_and_returns(
     left_out: int = 0,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages `(N, T)`, and a copy as returns: the call that verl and SkyRL make, by keyword and with extras.
+    """Advantages `(N, T)`, and a copy as returns. verl and SkyRL call it by keyword, with extra arguments.
 
     Options of the trainers' own estimators, such as `norm_adv_by_std_in_grpo`, `grpo_norm_by_std`, `gamma` and `lam`,
     are ignored: the name of the estimator decides.
@@ -131,7 +131,7 @@ def advantages_and_returns(
 def padded_advantages_and_returns(
     token_level_rewards: Tensor, response_mask: Tensor, index: Any = None, *, estimator: str, **extras: Any
 ) -> tuple[Tensor, Tensor]:
-    """The same for SkyRL, which fills up a batch with copies that have no loss: they get 0 and count nowhere."""
+    """The same for SkyRL, which pads a batch with copies that have no loss: they get 0 and enter no statistic."""
     left_out = 0 if index is None else padding_count(index)
     return advantages_and_returns(
         token_level_rewards, response_mask, index, estimator=estimator, left_out=left_out, **extras

@@ -1,4 +1,4 @@
-"""Figures drawn by plotly: the role of a series decides its line style, its measured partner its hue."""
+"""Figures drawn by plotly: the role of a series decides its line style; it has the hue of its measured partner."""
 
 import html
 import math
@@ -19,10 +19,10 @@ NULL_DASHES = ("dash", "longdash", "dashdot", "longdashdot")
 """Dash styles of several null models of one measured series."""
 
 SYMBOLS = ("circle", "square", "triangle-up", "cross", "x", "star")
-"""Marks of the second and further rounds through the palette, and of points."""
+"""Marker symbols; the next one is used each time the palette repeats."""
 
 FEW = 60
-"""Most points of a line at which each point gets a marker."""
+"""A line with at most this many points has a marker at each of them."""
 
 PLOTLY_CONFIG = {
     "displaylogo": False,

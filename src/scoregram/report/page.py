@@ -28,7 +28,7 @@ class Section:
 
     title: str
     text: str = ""
-    """Plain text. Blank lines part paragraphs; lines that begin with `- ` make a list."""
+    """Plain text. Blank lines separate paragraphs; lines that begin with `- ` make a list."""
     exhibits: Sequence[Exhibit] = ()
 
 
@@ -46,7 +46,7 @@ def write_page(path: Path, *, title: str, lead: str, sections: Sequence[Section]
         `path`.
 
     Raises:
-        ScoregramError: If the disk refuses, or there is a figure and plotly is not installed.
+        ScoregramError: If the file cannot be written, or there is a figure and plotly is not installed.
     """
     content = page(title=title, lead=lead, sections=sections, redo=redo).encode()
     with disk_errors(path, caller="report"):
@@ -156,7 +156,7 @@ def _digest(script: str) -> str:
 
 
 def paragraphs(text: str) -> str:
-    """Plain text as HTML: blank lines part paragraphs; a paragraph whose lines all begin with `- ` is a list.
+    """Plain text as HTML: blank lines separate paragraphs; a paragraph whose lines all begin with `- ` is a list.
 
     Example:
         >>> paragraphs("a < b")

@@ -30,14 +30,14 @@ class RunPage:
 
 
 def write_report(folder: Path | str, out: Path | str | None = None) -> Path:
-    """Write the page of a run folder; its path.
+    """Write the page of a run folder; returns its path.
 
     Args:
         folder: Of the run.
         out: The file to write; `report.html` in the folder if not given.
 
     Raises:
-        ScoregramError: If the folder holds no run, with what it does hold; or as `write_page`.
+        ScoregramError: If the folder holds no run (the message lists its content), or as for `write_page`.
     """
     root = Path(folder)
     if not (root / CONFIG_FILE).is_file():
@@ -59,7 +59,7 @@ def folder_content(root: Path) -> str:
 
 
 def run_page(folder: Run) -> RunPage:
-    """The page of a run, whatever it lacks; a run in progress shows what is complete."""
+    """The page of a run; it names what the run lacks, and shows what is complete of a run in progress."""
     run = read_run(folder)
     tables = (summary_table(run), gain_table(run.tests))
     sections = [

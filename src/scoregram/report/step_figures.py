@@ -151,7 +151,7 @@ def update_figures(run: RunReading) -> Iterator[Figure]:
 
 
 def chunks(places: Sequence[float]) -> list[range]:
-    """Ranges of a sorted sequence that make one point of a line each: equal values, or several if there are many."""
+    """Index ranges of a sorted sequence, one per point of a line: one value each, or several if there are many."""
     starts = [i for i, place in enumerate(places) if i == 0 or place != places[i - 1]]
     per_point = math.ceil(len(starts) / MOST_POINTS)
     edges = [*starts[:: max(per_point, 1)], len(places)]

@@ -28,7 +28,7 @@ from scoregram.runs.records import (
 
 
 class RunWriter:
-    """Writer of a run folder, one at a time. `create` or `resume` opens it, `close` or a `with` block closes it.
+    """The only writer of a run folder. `create` or `resume` opens it, `close` or a `with` block closes it.
 
     Write the metrics, groups and rollouts of a step before its checkpoint: a checkpoint promises that everything up to
     its step is on the disk.

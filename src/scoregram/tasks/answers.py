@@ -32,7 +32,7 @@ def same_answer(completion: str, answer: str) -> bool:
     r"""Whether `completion` states `answer`.
 
     Plain numbers are compared exactly, whatever their commas, currency, unit or trailing zeros; texts are compared
-    without regard to case and spacing. math-verify decides everything else if it is installed; otherwise it is wrong.
+    without regard to case and spacing. math-verify decides other cases; if it is not installed, they count as wrong.
 
     Example:
         >>> same_answer("She pays 2 x $35,000.\n#### $70,000.00", "70000")

@@ -24,7 +24,7 @@ FIRST_TERMS = range(10, 50)
 LATER_TERMS = range(1, 10)
 _TRAIN_PROBLEMS, _TEST_PROBLEMS = 8192, 512
 SPARE_TOKENS = 2
-"""Tokens beyond the longest right solution, so that it shows if a policy fails to stop."""
+"""Tokens beyond the longest right solution, so that a policy that fails to stop is noticed."""
 CARRYING = tuple((units, term) for units in range(10) for term in LATER_TERMS if units + term >= 10)
 """Pairs of last digit and term whose sum carries: half of all pairs."""
 
@@ -175,10 +175,10 @@ class Teacher:
 
 
 def careless_teacher(terms: int, seed: int, *, right: float, habit: float, slip: float) -> Teacher:
-    """A teacher with as many habits as leave a share `right` of solutions right if it followed them always.
+    """A teacher with so many habits that a share `right` of its solutions would be right if it always followed them.
 
-    A share `q` of all pairs is a habit, `(1 - q)^(terms - 1) = right`, and at most the half that carries. The share of
-    its solutions that are right is about `((1 - q · habit)(1 - slip))^(terms - 1)`.
+    The share `q` of pairs that are habits solves `(1 - q)^(terms - 1) = right` and is at most one half, because only
+    pairs that carry can be habits. About a share `((1 - q · habit)(1 - slip))^(terms - 1)` of its solutions is right.
     """
     share = 1 - right ** (1 / (terms - 1))
     number = min(len(CARRYING), round(share * 2 * len(CARRYING)))

@@ -18,7 +18,7 @@ FOLDER_REMEDY = "Pass a folder with train.jsonl and test.jsonl instead: gsm8k:FO
 _TRAIN_PROBLEMS, _TEST_PROBLEMS = 8192, 256
 """Problems that a generator of reasoning-gym makes."""
 ATTEMPTS = 16
-"""Problems that a generator makes for one place of the training split until one is not in the test split."""
+"""Most problems to generate for one place of the training split, until one is not in the test split."""
 TAGGED_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 TAGGED_PROMPT = "{prompt}\nWrite the final answer between <answer> and </answer>.\n"
 

@@ -83,7 +83,7 @@ def is_tied(model: nn.Module, name: str, saved: dict[str, Any]) -> bool:
 
 
 def write_failure(run: Path, step: int, policy: Policy, rollouts: Rollouts, error: Exception) -> Path:
-    """Keep a step that could not be finished: rollouts, rewards, weights before it, and the message; the folder."""
+    """Save a step that failed: rollouts, rewards, the weights before it and the message. Returns the folder."""
     folder = run / "failures" / f"step-{step}"
     folder.mkdir(parents=True, exist_ok=True)
     assert rollouts.log_probs is not None

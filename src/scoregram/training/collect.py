@@ -1,7 +1,7 @@
 """The rollouts of one step: problems drawn, rollouts sampled and rewarded, in whole groups.
 
-Which problems a step sees, and with which random numbers, are functions of the seed and of a position, not of history:
-a run that is resumed at a position goes on with the same problems and draws as one that was never interrupted.
+The problems and the random numbers of a step depend only on the seed and on a position, not on earlier steps. So a run
+that is resumed at a position continues with the same problems and draws as one that was never interrupted.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ def collect(
     """`group_size` rollouts of every problem, with texts and rewards.
 
     Raises:
-        ScoregramError: A prompt that leaves no room for a completion, or a reward that is not a number.
+        ScoregramError: If a prompt leaves no room for a completion, or a reward is not a number.
     """
     prompts = [policy.encode_prompt(task.prompt(problem)) for problem in problems]
     refuse_long_prompts(prompts, problems, sampling, policy)

@@ -129,10 +129,10 @@ class TrainConfig:
     inner_updates: int = 1
     """Updates on the same rollouts; from the second one on the importance ratio is not 1."""
     dynamic_rounds: int = 4
-    """Most rounds in which a step with dynamic sampling draws prompts."""
+    """With dynamic sampling, draw prompts for a step in at most this many rounds."""
 
     max_new_tokens: int = 0
-    """Most tokens of a completion; 0 for the task's default."""
+    """Longest completion, in tokens; 0 for the task's default."""
     temperature: float = 1.0
     """Temperature of the policy: rollouts are sampled, scored and trained at it."""
     top_k: int = 0
@@ -167,7 +167,7 @@ class TrainConfig:
     measure_every: int = 1
     """Measure the Gram at every N-th step; 0 for never."""
     between_prompts: bool = True
-    """Measure the Gram between prompts too, which noise and conflict need. Without it a large step costs much less."""
+    """Measure the Gram between prompts too, as noise and conflict require. Without it a large step costs much less."""
     layers: Literal["float64", "float32", "none"] = "float32"
     """Dtype in which per-layer Grams are stored; none leaves them out."""
     layer_detail: Literal["each", "kinds", "probes"] = "each"
@@ -291,7 +291,7 @@ class TrainConfig:
         """The config as plain values, for `config.yaml`."""
         plain = asdict(self) | {"out": str(self.out)}
         if self.sampler == "auto":
-            del plain["sampler"]  # the behaviour of runs from before this option, which stay resumable
+            del plain["sampler"]  # older runs lack this option, behave like auto, and stay resumable
         return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
     def may_differ(self) -> tuple[str, ...]:

@@ -14,9 +14,9 @@ from scoregram.training.config import Method
 from scoregram.types import Advantages, LogProbs, Mask, PerPrompt, TokenWeights
 
 TRAINER_INPUTS = frozenset({"lengths", "outcomes", "greedy_rewards", "score_energies"})
-"""What the trainer can give to an estimator besides the rewards."""
+"""Estimator inputs, besides rewards, that the trainer has."""
 LOSS_INPUTS = frozenset({"log_probs", "old_log_probs", "advantages", "mask", "length"})
-"""What the trainer can give to a loss."""
+"""Loss inputs that the trainer has."""
 
 
 def require_method(method: Method, *, group_size: int, kl: str) -> None:
@@ -106,8 +106,8 @@ def loss_coefficients(
         log_probs: `(N, T)`; detached from their graph.
         mask: `(N, T)` completion tokens.
         loss: From log-probabilities to the method's loss.
-        beta: Strength of the KL term.
-        kl: Its form.
+        beta: Coefficient of the KL term.
+        kl: Its estimator, a key of `KL_TERMS`.
         reference: `(N, T)` log-probabilities of the reference; None for no KL term.
     """
     leaf = log_probs.detach().requires_grad_()

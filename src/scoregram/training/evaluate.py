@@ -1,7 +1,7 @@
 """Looking at the policy without training it: accuracy on test problems, and probes of the same few problems.
 
 An evaluation rewards greedy rollouts and rollouts sampled as in training. A probe measures the Gram of groups of fixed
-problems at intervals, which shows how the spectrum moves while the prompts stay.
+problems at intervals, which shows how the spectrum changes while the prompts stay the same.
 """
 
 import math
@@ -126,7 +126,7 @@ class ProbeResult:
 
 
 def probe_kind(config: TrainConfig, sampled_at: float, scored_at: float) -> str:
-    """What the groups of a probe are called: `fixed`, or with the temperatures where they are not the policy's."""
+    """Kind of the groups of a probe: `fixed`, followed by the temperatures if they are not the policy's."""
     if sampled_at == scored_at == config.temperature:
         return FIXED_PROBE
     return f"{FIXED_PROBE}, sampled at {sampled_at:g}, scored at {scored_at:g}"
@@ -171,11 +171,11 @@ def probe_step(
     """Rollouts with the advantages of the group mean and their Gram, measured in one pass without an update.
 
     Args:
-        policy: Whose scores they are.
-        rollouts: With their rewards.
+        policy: The policy whose scores are measured.
+        rollouts: Rollouts with rewards.
         number: Step of the run.
-        kind: Of the records.
-        temperature: That scores are taken at.
+        kind: Kind of the records.
+        temperature: Temperature of the scores.
         blocks: Measure only the blocks within groups of this size; None for the whole Gram.
     """
     advantages = advantages_of("mean", rollouts)

@@ -1,7 +1,7 @@
-"""The training loop, top to bottom: draw, sample, reward, update and measure in one pass, write, evaluate, keep.
+"""The training loop, top to bottom: draw, sample, reward, update and measure in one pass, write, evaluate, checkpoint.
 
-Everything random is a function of the seed and the step, and everything a step leaves behind is on the disk before its
-checkpoint is: a run that is killed anywhere goes on from its last checkpoint to the same numbers.
+Random numbers depend only on the seed and the step, and all records of a step are on the disk before its checkpoint. So
+a run that is killed at any point continues from its last checkpoint to the same numbers.
 """
 
 import math
@@ -49,7 +49,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
     """Train as the config says, into its run folder.
 
     Raises:
-        ScoregramError: For anything that cannot work, before work is lost; NotFiniteError when a number of a step is
+        ScoregramError: If a setting cannot work, before any step is lost; NotFiniteError if a number of a step is
             not finite and the config says to stop.
     """
     require_method(config.chosen, group_size=config.group_size, kl=config.kl)
@@ -135,7 +135,7 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
                 continue
             updated = time.perf_counter()
 
-            # write what it was made of
+            # write the records
             scalars = reading.scalars | {"loss": loss, "grad_norm": norm, "learning_rate": rate} | policy_scalars(step)
             if measure:
                 writer.write_groups(number, group_records(step, reading.groups, **config.recording()))
@@ -153,7 +153,7 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
             trackers.log(number, scalars)
             progress.update(number, progress_scalars(scalars))
 
-            # keep
+            # checkpoint
             interrupted = stop.asked and number < config.steps
             is_last = number == config.steps and config.final_checkpoint
             if is_due(number, config.checkpoint_every) or is_last or interrupted:
@@ -213,7 +213,7 @@ def policy_scalars(step: Step) -> dict[str, float]:
 def evaluation_scalars(
     config: TrainConfig, policy: Policy, task: Task, problems: Sequence[Problem], writer: RunWriter, step: int
 ) -> Mapping[str, float]:
-    """Evaluate on the test problems and write their groups; the scalars `eval/…`."""
+    """Evaluate on the test problems and write their groups; returns the scalars `eval/…`."""
     sampling, stream = config.sampling(task.max_new_tokens), seeded_generator(config.seed, "test", step)
     evaluation = evaluate(policy, task, problems, sampling, samples=config.eval_samples, generator=stream)
     writer.write_groups(step, evaluation_records(step, problems, evaluation))
@@ -223,7 +223,7 @@ def evaluation_scalars(
 def probe_scalars(
     config: TrainConfig, policy: Policy, task: Task, problems: Sequence[Problem], writer: RunWriter, step: int
 ) -> Mapping[str, float]:
-    """Measure the fixed problems and write their groups; the scalars `probe/…`."""
+    """Measure the fixed problems and write their groups; returns the scalars `probe/…`."""
     result = run_probe(config, policy, task, problems, step)
     writer.write_groups(step, result.groups)
     writer.write_batches(step, result.batches)
@@ -231,7 +231,7 @@ def probe_scalars(
 
 
 def open_writer(config: TrainConfig, policy: Policy, optimizer: torch.optim.Optimizer) -> tuple[RunWriter, Position]:
-    """The writer of the run folder and where the run stands."""
+    """The writer of the run folder, and the position of the run."""
     settings: dict[str, Any] = {"layers": config.layers, "keep_checkpoints": config.keep_checkpoints or None}
     if not config.resume:
         writer = RunWriter.create(config.out, config.record(), overwrite=config.overwrite, **settings)
@@ -256,7 +256,7 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Inside, the first Ctrl-C or SIGTERM lets the step end; the second one ends it at once."""
+    """A block in which the first Ctrl-C or SIGTERM asks to stop after the current step; the second stops at once."""
     request = StopRequest()
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -266,7 +266,7 @@ def stop_requests() -> Iterator[StopRequest]:
 
     try:
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not in the main thread, where signals do not arrive
+    except ValueError:  # outside the main thread, which alone can handle signals
         before = {}
     try:
         yield request
@@ -276,7 +276,7 @@ def stop_requests() -> Iterator[StopRequest]:
 
 
 def is_due(step: int, every: int) -> bool:
-    """Whether something that happens every so many steps happens at this one; 0 is never."""
+    """Whether an action with the period `every` is due at this step; 0 means never."""
     return every > 0 and step % every == 0
 
 
@@ -286,7 +286,7 @@ def checkpoints_on_disk(config: TrainConfig) -> int:
 
 
 def bytes_for_checkpoint(policy: Policy) -> int:
-    """Weights, and two moments of what is trained."""
+    """Bytes of all weights, and of two moments for each trained one."""
     parameters = list(policy.model.parameters())
     return sum(p.numel() * p.element_size() * (3 if p.requires_grad else 1) for p in parameters)
 

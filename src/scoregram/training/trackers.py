@@ -1,6 +1,6 @@
 """Scalars of a run, forwarded to TensorBoard, Weights & Biases or trackio.
 
-`metrics.jsonl` has everything; a tracker that fails during a run is dropped with a warning, never the run.
+A tracker that fails during a run is dropped with a warning, and the run continues: `metrics.jsonl` has all scalars.
 """
 
 import math
@@ -59,7 +59,7 @@ class TensorBoard:
 
     def __init__(self, opening: Opening) -> None:
         writer = import_module("torch.utils.tensorboard").SummaryWriter
-        # what an interrupted run logged after the step that it is resumed from is not shown again
+        # hide what the interrupted run logged after the step that it is resumed from
         purge = None if opening.resume_step is None else opening.resume_step + 1
         self._writer = writer(log_dir=str(opening.folder("tensorboard")), purge_step=purge)
 
@@ -100,7 +100,7 @@ class WeightsAndBiases:
 class Trackio:
     """A run of trackio, which keeps its own database; `trackio show` shows it.
 
-    It finds a run by its name alone, so the name carries an id: folders of one name do not mix.
+    trackio identifies a run by its name alone. The name includes an id, so that runs in folders of one name stay apart.
     """
 
     def __init__(self, opening: Opening) -> None:
@@ -159,7 +159,7 @@ class Trackers:
             self._try(name, lambda tracker: tracker.log(step, finite))
 
     def close(self) -> None:
-        """End all of them; more than once does no harm."""
+        """Close all trackers; further calls do nothing."""
         for name in list(self._open):
             self._try(name, lambda tracker: tracker.close())
             self._open.pop(name, None)

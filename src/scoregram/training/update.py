@@ -26,13 +26,13 @@ VECTOR_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Updater:
-    """How the gradients of a run are made; the same for all its steps."""
+    """Computes the gradients of a run, with the same settings for all steps."""
 
     model: Any
     method: Method
     temperature: float
     length: int
-    """Most tokens of a completion: the constant by which Dr.GRPO divides."""
+    """Longest completion, in tokens: the constant by which Dr.GRPO divides."""
     rollouts_per_pass: int
     """0 for all at once."""
     computing: Callable[[], AbstractContextManager[Any]]
@@ -92,15 +92,15 @@ class Updater:
     def _backward_of_nonzero_weights(self, rollouts: Rollouts, weights: Tensor) -> Tensor:
         """Log-probabilities `(N, T)`, after a backward pass over the rollouts whose weight is not zero.
 
-        The others, such as those of a dead group, cannot reach the gradient: they do not go through the model and keep
-        the log-probabilities of the sampler.
+        The others, such as those of a dead group, add nothing to the gradient: they skip the model and keep the
+        log-probabilities of the sampler.
         """
         assert rollouts.log_probs is not None
         wide = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
         log_probs = rollouts.log_probs.to(wide, copy=True)
         places = (weights != 0).nonzero().squeeze(1)
         if len(places) == 0:
-            # a zero gradient, not an absent one: the optimiser's momentum goes on
+            # zero instead of None, so that the optimiser still applies its momentum
             for parameter in self.model.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -117,7 +117,7 @@ class Updater:
         return log_probs
 
     def _with_energies(self, number: int, rollouts: Rollouts, reference: Tensor | None) -> tuple[Step, float]:
-        """For baselines that depend on the Gram: one backward pass where the baseline is one number a group."""
+        """Step and loss for baselines that need the Gram; one backward pass if the baseline is one number per group."""
         vectors = 1 + len(rollouts.group_sizes)
         size = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         is_single = len(list(self.passes(rollouts))) == 1 and not bool(rollouts.rewards.isnan().any())
@@ -129,10 +129,11 @@ class Updater:
         return replace(step, gram=gram), loss
 
     def _one_baseline_a_group(self, number: int, rollouts: Rollouts) -> tuple[Step, float]:
-        """The gradient is linear in the baselines, which are known only after the Gram.
+        """Step and loss for one baseline per group, from one backward pass.
 
-        So the backward pass sums `1 + P` weighted gradients, of the rewards and of each group's ones, and `factors`
-        combines them once the Gram has given the baselines.
+        The gradient is linear in the baselines, which are known only after the Gram. So the backward pass sums `1 + P`
+        gradients, one weighted with the rewards and one for each group weighted with ones. `factors` combines them once
+        the Gram has given the baselines.
         """
         rewards = rollouts.reward_grid
         ones = torch.eye(len(rewards), dtype=rewards.dtype).unsqueeze(-1).expand(-1, -1, rewards.shape[1])
@@ -202,8 +203,8 @@ class Updater:
     ) -> tuple[float, Tensor]:
         """Loss and log-probabilities `(N, T)`; without `old` the policy is the one that the rollouts came from.
 
-        The loss sees all rollouts at once, however many go through the model together: its coefficients are taken
-        first, and the passes add up `Σ_it c_it ∇log π_it`.
+        The loss is computed over all rollouts at once, even if they go through the model in several passes: its
+        coefficients come first, and the passes add up `Σ_it c_it ∇log π_it`.
         """
         passes, mask = list(self.passes(rollouts)), rollouts.completion_mask
         kept = None
@@ -282,7 +283,7 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def apply_gradient(optimizer: torch.optim.Optimizer, model: Any, rate: float, max_norm: float) -> float:
-    """Update the policy with its gradient, clipped to `max_norm` if that is positive; the norm before clipping.
+    """Update the policy with its gradient, clipped to `max_norm` if positive; returns the norm before clipping.
 
     Raises:
         NotFiniteError: If the gradient is not finite; nothing is updated then, and the error names the parameters.

@@ -46,7 +46,7 @@ class MeasureConfig:
     strict: bool = False
     """Stop at the first broken record; by default, broken records are reported and skipped."""
     allow_pickle: bool = False
-    """Load files whose loading runs code."""
+    """Load pickles; loading one runs the code inside."""
 
     estimator: str = "auto"
     """Advantages: `dump` for those of the dump, the name of an estimator, or `auto`: those of the dump for groups in
@@ -56,14 +56,14 @@ class MeasureConfig:
     temperature: float | None = None
     """Sampling temperature; by default that of the dump, or 1 if it has none."""
     between_prompts: bool = False
-    """Measure all groups of a step in one pass, which noise and conflict need; a whole step must fit into memory."""
+    """Measure all groups of a step in one pass, as noise and conflict require; a whole step must fit into memory."""
     max_groups: int = 0
-    """Most groups to measure; 0 for all."""
+    """Measure at most this many groups; 0 for all."""
     group_size: int = 0
     """Rollouts of a complete group, if all groups have the same size: separates two groups of one prompt. 0 if
     unknown."""
     group_size_limit: int = 0
-    """Most rollouts of a group to measure, the first ones; 0 for all."""
+    """Measure at most this many rollouts of a group, the first ones; 0 for all."""
     window_mb: int = 256
     """Memory for rollouts of incomplete groups, for formats that do not write the rollouts of a group together."""
 

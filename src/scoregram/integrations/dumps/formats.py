@@ -26,7 +26,7 @@ _SLIME_FINISHED = {"completed": True, "truncated": False}
 
 
 def scoregram_rollouts(record: Mapping[str, Any], location: Location) -> Iterator[DumpedRollout]:
-    """Run folder of scoregram, `rollouts/step-*.parquet` of `--rollouts-every`: one row with everything there is."""
+    """Run folder of scoregram, `rollouts/step-*.parquet` of `--rollouts-every`: one row with all fields."""
     row = RecordFields(record, location)
     ids, start = row.token_ids("token_ids"), row.integer("prompt_length") or 0
     if not 0 <= start <= len(ids):
@@ -333,7 +333,7 @@ def _path_tokens(trace: RecordFields, path: Sequence[Mapping[str, Any]]) -> dict
 
 
 def _node_values(node: RecordFields, name: str, mask: Tensor) -> Tensor:
-    """`(T,)` values of a node, which are written for its chosen tokens alone; `nan` on these if there are none."""
+    """`(T,)` values of a node, which lists them for chosen tokens only: `nan` there if it has none; 0 elsewhere."""
     count = int(mask.sum())
     values = node.floats(name, count) if node.record.get(name) else None
     per_token = torch.zeros(len(mask), dtype=torch.float64)

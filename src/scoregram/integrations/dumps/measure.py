@@ -238,7 +238,7 @@ def planned_passes(
     bar: ProgressBar,
     counts: ReadingCounts,
 ) -> Iterator[PlannedPass]:
-    """Passes in the order of the dump, without groups that the run holds or that cannot be measured, up to the limit.
+    """Passes in the order of the dump, up to `max_groups`, without groups that are in the run or cannot be measured.
 
     Args:
         group_lists: The groups of each pass.

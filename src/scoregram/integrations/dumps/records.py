@@ -1,6 +1,6 @@
 """One record of a dump: its fields, checked one by one, and the rollout that it describes.
 
-`DumpedRollout` is the border: readers of foreign formats produce it, and nothing behind it knows a format.
+The reader of every format produces `DumpedRollout`; code that uses it does not know the format.
 """
 
 import math
@@ -19,7 +19,7 @@ from scoregram.checks import fail
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: mappings with `role` and `content`."""
 _LARGEST_INTEGER = 10**300
-"""Integers from here on overflow a float; no trainer writes them."""
+"""Integers from here on are refused, because large ones overflow a float."""
 
 
 class Location(NamedTuple):
@@ -57,7 +57,7 @@ class DumpedRollout:
     """Number of completion tokens, as counted by a dump without token ids."""
     reward: float = math.nan
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """Name of a reward function → what it gave."""
+    """Name of a reward function → its reward."""
     advantage: float | None = None
     """The trainer's advantage, if all tokens share it."""
     advantages: Float[Tensor, " completion"] | None = None

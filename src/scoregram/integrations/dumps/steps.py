@@ -33,7 +33,7 @@ from scoregram.types import GramMatrix, GroupAdvantages, GroupRewards
 _DEFAULT_ESTIMATOR = "mean"
 """For groups without advantages in the dump: reward minus the mean of the group."""
 _ESTIMATOR_INPUTS = frozenset({"lengths", "outcomes", "score_energies"})
-"""What a measured group can give to an estimator besides its rewards."""
+"""Estimator inputs, besides rewards, that a measured group has."""
 
 
 def require_dump_estimator(name: str) -> None:
@@ -144,7 +144,7 @@ class MeasurableGroup:
 
     @property
     def prompt_name(self) -> str:
-        """The dump's name of the prompt, else a digest that equal prompts share."""
+        """The name of the prompt in the dump, else a digest that equal prompts share."""
         first = self.rollouts[0].dumped
         return first.prompt_id or f"prompt/{prompt_digest(first).hex()[:16]}"
 
@@ -217,7 +217,7 @@ def _is_finished(row: TokenisedRollout, policy: Policy) -> bool:
 def _padded_values(
     rows: Sequence[TokenisedRollout], completions: Sequence[Tensor | None], longest: int
 ) -> Float[Tensor, "batch tokens"] | None:
-    """`(N, T)` from one value for each completion token; a row of `nan` where there is None. None if all are None."""
+    """`(N, T)` values of completion tokens, `nan` in the row of a rollout without values. None if none has any."""
     if all(values is None for values in completions):
         return None
     table = torch.zeros(len(rows), longest)
@@ -302,13 +302,13 @@ class GroupMeasurer:
                 return measure_gram(self.policy.model, ids, mask, attention, temperature=self.temperature)
         except torch.OutOfMemoryError:
             got = f"{rollouts.count} rollouts of up to {rollouts.input_ids.shape[1]} tokens"
-            remedy = "Pass --group-size-limit, omit --between-prompts, or use a narrower --dtype."
+            remedy = "Pass --group-size-limit, omit --between-prompts, or use a --dtype of fewer bits."
             fail(f"measure {first.location}", "one pass must fit into the memory of the device", got, remedy)
 
     def _advantages(self, rows: Sequence[TokenisedRollout], rewards: GroupRewards, gram: GramMatrix) -> GroupAdvantages:
         """`(R,)` float64 advantages of one group: those of the dump if it has all of them, else an estimator's.
 
-        0 for a rollout without one, and for all if too few rollouts have a reward.
+        A rollout without an advantage gets 0; all get 0 if too few rollouts have a reward.
         """
         dumped = [dumped_advantage(row) for row in rows]
         if self.estimator == "dump" or (self.estimator == "auto" and not any(map(math.isnan, dumped))):
@@ -333,10 +333,11 @@ def dumped_advantage(row: TokenisedRollout) -> float:
 def group_marks(group: MeasurableGroup, log_probs: Float[Tensor, "rollouts tokens"]) -> dict[str, float]:
     """Facts about a dumped group that do not follow from its rewards and its Gram; unknown ones are absent.
 
-    `group` position in its step; `late`, `rollouts_left_out`; and as means over its rollouts: `exact`, those with the
-    sampled tokens; `round_trip`, those of the others whose new tokens decode to their text; `count_agreement`, those
-    with as many tokens as the dump counted; `finished`; `token_log_prob`, log-probability of a chosen token under the
-    policy; `log_prob_gap`, its distance from the log-probability in the dump, and `log_prob_gap_max`, the largest.
+    `group`: position in its step. `late`: it arrived late. `rollouts_left_out`: not measured. `exact`: share of its
+    rollouts with the sampled tokens. `round_trip`: share of the other rollouts whose new tokens decode to their text.
+    `count_agreement`: share with as many tokens as the dump counted. `finished`: share that finished. Means over
+    rollouts: `token_log_prob`, log-probability of a chosen token under the policy; `log_prob_gap`, its distance from
+    the log-probability in the dump. `log_prob_gap_max`: the largest distance.
     """
     rows = list(zip(group.rollouts, log_probs, strict=True))
     flags = {

@@ -26,9 +26,9 @@ from scoregram.runs import LARGEST_STEP
 _CALLER = "measure --rollouts"
 _PICKLES = (".pkl", ".pickle")
 _ROWS_AT_A_TIME = 16
-"""Rows of a Parquet file that are Python objects at a time."""
+"""Rows of a Parquet file that are converted to Python objects at a time."""
 _TRIED_RECORDS = 100
-"""Records of a file that are tried to recognise its format; the first readable one decides."""
+"""Most records of a file to try when its format is recognised; the first readable one decides."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def json_lines(path: Path, *, allow_pickle: bool = False) -> Iterator[RawRecord]
             try:
                 yield RawRecord(line, end, json.loads(text))
             except (ValueError, RecursionError) as error:
-                yield RawRecord(line, end, reason=f"no JSON ({_first_line(error)})")
+                yield RawRecord(line, end, reason=f"invalid JSON ({_first_line(error)})")
 
 
 def parquet_rows(path: Path, *, allow_pickle: bool = False) -> Iterator[RawRecord]:
@@ -70,7 +70,7 @@ def parquet_rows(path: Path, *, allow_pickle: bool = False) -> Iterator[RawRecor
                     line += 1
                     yield RawRecord(line, size * line // total, row)
     except (pa.ArrowException, OSError) as error:
-        yield RawRecord(line + 1, size, reason=f"no complete Parquet file ({_first_line(error)})")
+        yield RawRecord(line + 1, size, reason=f"an incomplete or invalid Parquet file ({_first_line(error)})")
 
 
 def torch_samples(path: Path, *, allow_pickle: bool = False) -> Iterator[RawRecord]:

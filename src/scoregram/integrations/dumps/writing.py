@@ -1,4 +1,4 @@
-"""What a measurement writes: the run folder, page by page, and progress on the terminal.
+"""What a measurement writes: the run folder, in pages (part files of several groups), and progress on the terminal.
 
 A group counts as measured once it is in `groups/`; its rollouts are written before it, and the step's line of metrics
 after all its groups. So a measurement that is killed at any moment can be resumed: groups in the folder are not
@@ -56,7 +56,7 @@ class PagedRun:
         self.flush()
 
     def begin_step(self, step: int) -> None:
-        """Announce the step of the next groups; if it is another one, the step before is complete."""
+        """Set the step of the next groups; a new step ends the one before."""
         if step == self.step:
             return
         self.end_step()

@@ -43,7 +43,7 @@ from scoregram.integrations.trl.window import ROW_KEY, MicroBatch, Window, row_k
 from scoregram.runs import LayerPrecision
 
 METRIC_PREFIX = "scoregram/"
-"""Before the names of our scalars among the trainer's metrics."""
+"""Prefix of our scalars among the trainer's metrics."""
 
 HEADLINE_SCALARS: Mapping[str, str] = {
     "reward": "mean reward",
@@ -79,8 +79,8 @@ def attach(
 
     Call it once before `trainer.train()`; with several processes, in every one. It measures the first step and every
     `every`-th one, either in the same backward pass as the trainer's gradient or in a separate pass between the
-    trainer's backward pass and its update. A separate pass leaves gradient, random numbers and weights bit for bit as
-    they are; in one pass the gradient is the trainer's up to rounding. Other steps are not touched. The scalars appear
+    trainer's backward pass and its update. A separate pass leaves gradient, random state and weights bit for bit as
+    they are; a shared pass gives the trainer's gradient up to rounding. Other steps are not touched. The scalars appear
     among the trainer's own metrics as `scoregram/…`, and so in every logger that `report_to` names.
 
     Args:
@@ -101,12 +101,12 @@ def attach(
         keep_rollouts: Write the rollouts of measured steps, with all tokens, to the run folder.
         overwrite: Replace an older run in `out`.
         resume: Continue the run in `out`, for `trainer.train(resume_from_checkpoint=…)`.
-        between_prompts: With several processes, let the first one measure all groups, so that the Gram between prompts
-            is known, and all that follows from it. Otherwise each process measures its share of the groups, which is
-            faster. One process knows it anyway, if all groups fit into one pass.
+        between_prompts: With several processes, let the first one measure all groups, to get the Gram between prompts
+            and the metrics that need it. Otherwise each process measures its share of the groups, which is faster. A
+            single process gets that Gram anyway, if all groups fit into one pass.
         fused: Take Gram and gradient from one backward pass wherever that gives the trainer's gradient up to rounding:
             in one process, if one micro-batch is the whole step, and after a step at which the whole gradient agreed.
-            `attachment.not_fused` says why steps are not. False leaves every gradient to the trainer, bit for bit.
+            `attachment.not_fused` says why no step is fused. With False every gradient is the trainer's, bit for bit.
 
     Raises:
         ScoregramError: For a trainer, version or setting that is not supported; nothing has been changed then.
@@ -167,7 +167,7 @@ class Attachment:
         self._window: Window | None = None
         """The step that is being observed; None at steps that are not measured."""
         self._loss_log_probs: list[Tensor] | None = None
-        """Log-probabilities that the loss has asked for; None outside a loss that is observed."""
+        """Log-probabilities returned to the loss that is being observed; None while no loss is."""
         self._is_due = True
         self._inner: dict[str, Callable[..., Any]] = {}
         self._instance_methods: dict[str, Any] = {}
@@ -227,7 +227,7 @@ class Attachment:
 
     @property
     def not_fused(self) -> str | None:
-        """Why no further step gets its Gram and gradient from one backward pass; None if steps may."""
+        """Why no further step is fused (Gram and gradient from one backward pass); None if steps may be."""
         reason = self._fused.reason
         return None if reason is None else f"{reason}; steps are measured in a separate pass"
 
@@ -393,7 +393,7 @@ class Attachment:
             self.folder.write(measured, keep_rollouts=self.settings.keep_rollouts)
 
     def _begin_fused_step(self, model: Any, inputs: Mapping[str, Any], batch: MicroBatch, window: Window) -> None:
-        """Try to fuse a step that consists of this one loss; in `scores`, only with all rollouts of its generation."""
+        """Try to fuse a step that is this one loss; in mode `scores`, only if it has all rollouts of its generation."""
         serials = set(batch.rows[:, 0].tolist())
         generation = self._generations.get(serials.pop())
         if generation is None or generation.has_images or serials or window.batches:

@@ -1,9 +1,9 @@
-"""Steps whose Gram and gradient come from one backward pass, that of the Gram engine; and which steps these are.
+"""Fused steps: Gram and gradient from one backward pass of the Gram engine. `FusedSteps` decides which steps are fused.
 
 The trainer asks for log-probabilities and gets those of a forward pass that the Gram engine recorded. The trainer's own
-loss and backward pass end there, at `c = ∂L/∂log π`, and the engine's backward pass continues: it gives the Gram, and
-in `.grad` what the trainer's pass would have left. If a condition does not hold, the trainer's own pass runs after all,
-with the same `c`: the step has cost time, but its gradient is the trainer's.
+backward pass stops at these log-probabilities, with `c = ∂L/∂log π`. The engine's backward pass continues from `c`: it
+measures the Gram, and writes to `.grad` what the trainer's pass would have written. If a condition does not hold, the
+trainer's own pass runs after all, with the same `c`: the step takes longer, but its gradient is the trainer's.
 """
 
 import inspect
@@ -42,11 +42,11 @@ from scoregram.integrations.trl.window import MicroBatch, ObservedStep
 EVEN = 1e-6
 """Unevenness up to which the tokens of a rollout count as weighted alike: rounding of float32."""
 KNOWN_ARGUMENTS = ("self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy")
-"""Arguments of TRL's log-probabilities that a fused step handles; it declines if another one is set."""
+"""Arguments of TRL's method for log-probabilities that a fused step supports; a call that sets another is declined."""
 FULL_CHECK_EVERY = 10
-"""One in so many measured steps is measured in a separate pass, so that the whole gradient is compared."""
+"""Of this many measured steps, one is measured in a separate pass, so that the whole gradient is compared."""
 REPLACED_METHODS = ("_get_per_token_logps_and_entropies", "training_step")
-"""Methods between model and gradient that a fused step stands in for; they must be TRL's own. The loss need not be."""
+"""Methods whose work a fused step does instead; they must be TRL's own. The loss may be overridden or wrapped."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class LogProbsFormat:
 
     @classmethod
     def of(cls, returned: Any) -> "LogProbsFormat | None":
-        """None if a fused step cannot return the like."""
+        """The format of what was returned; None if a fused step cannot return the same."""
         if not isinstance(returned, tuple) or len(returned) < 2 or not all(part is None for part in returned[2:]):
             return None
         log_probs, entropies = returned[:2]
@@ -89,18 +89,18 @@ class FusedStep:
     """Arguments of the trainer's call for log-probabilities; None before it."""
     deferred: DeferredGram | None = None
     declined: str | None = None
-    """Why the trainer's call was left to the trainer."""
+    """Why the call was declined, so that the trainer's own method answers it."""
     entropy_gradients: list[Tensor] = field(default_factory=list)
     result: CheckedGram | None = None
     """Gram and check, rollouts in the order of the micro-batch; None if the trainer's own pass had to run. Its
     log-probabilities are in TRL's layout."""
     failure: Exception | None = None
-    """An unforeseen error, because of which the trainer's own pass ran."""
+    """An unexpected error, after which the trainer's own pass ran."""
     is_over: bool = False
 
     @property
     def is_begun(self) -> bool:
-        """Whether the trainer got log-probabilities of the Gram engine."""
+        """Whether the trainer got its log-probabilities from the Gram engine."""
         return self.deferred is not None
 
     def log_probs(self, *args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
@@ -129,11 +129,11 @@ class FusedStep:
             if self.format.entropies_in_autograd:
                 entropies.requires_grad_().register_hook(self.entropy_gradients.append)
                 entropies = entropies.view_as(entropies)
-        # Views: TRL's own are no leaves, and a loss may write to them in place, which autograd forbids for a leaf.
+        # Views, because a loss may write to them in place, which autograd forbids for a leaf; TRL returns no leaves.
         return (found.view_as(found), entropies, *[None] * (self.format.parts - 2))
 
     def reason_to_decline(self, call: Mapping[str, Any]) -> str | None:
-        """What a call asks for beyond the log-probabilities of all rollouts of the loss at once; None if nothing."""
+        """Why the engine cannot answer this call; None if it can. It must ask for all rollouts of the loss at once."""
         others = {name: value for name, value in call.items() if name not in KNOWN_ARGUMENTS}
         if odd := [name for name, value in others.items() if value is not None and value is not False]:
             return f"the log-probabilities depend on {listed(odd)}"
@@ -167,7 +167,7 @@ class FusedStep:
 
     @property
     def has_other_gradients(self) -> bool:
-        """Whether the loss depends on parameters other than through log-probabilities; it is then no sum of rows."""
+        """Whether the loss has gradients that bypass the log-probabilities; they are not in the sum of rows."""
         arrived = (parameter.grad for parameter in self.model.parameters())
         return bool(self.entropy_gradients) or any(grad is not None and bool(grad.any()) for grad in arrived)
 
@@ -180,7 +180,7 @@ class FusedStep:
         torch.autograd.backward([end for end, _ in ends], [grad for _, grad in ends])
 
     def measured(self, derivative: Tensor) -> CheckedGram | None:
-        """Measure the Gram and write the gradient; None if the gradient is no weighted sum of rows of this mode.
+        """Measure the Gram and write the gradient; None if the gradient is not a weighted sum of the mode's rows.
 
         Raises:
             ScoregramError: If the check fails; `.grad` is not written then.
@@ -223,7 +223,7 @@ class FusedStep:
         return CheckedGram(replace(scaled, log_probs=log_probs), error, rollouts=1, seconds=seconds)
 
     def rows(self, derivative: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Coefficients `(B, C)` of rows, and weights `(B,)` with which they sum to the gradient; None if none do."""
+        """Coefficients `(B, C)` of rows, and weights `(B,)` that sum them to the gradient; None if no weights do."""
         c = derivative.double()
         counted = self.inputs["completion_mask"]
         if "tool_mask" in self.inputs:
@@ -231,7 +231,7 @@ class FusedStep:
         ones = counted.double()
         if not bool(c.isfinite().all()):
             return None  # the trainer handles the overflow
-        if self.settings.mode == "loss":  # rows of the size of scores: the smallest weights would underflow in float32
+        if self.settings.mode == "loss":  # rows scaled to the size of scores: the smallest would underflow in float32
             sizes = c.abs().amax(1)
             rows = c / torch.where(sizes > 0, sizes, 1.0)[:, None]
             return None if bool((rows * (1 - ones)).any()) else (rows, sizes)
@@ -264,7 +264,7 @@ def fused_gradient_error(
     cancel. So the row is compared with the trainer's own pass, and the whole gradient with row and Gram.
 
     Args:
-        sums: For each parameter `(2, …)`: the sum with weights `w`, and `ψ_i`; None if it took no part.
+        sums: For each parameter `(2, …)`: the sum with weights `w`, and `ψ_i`; None if the pass did not use it.
         theirs: For each parameter its part of `g_i`.
         gram: `(N, N)`.
         weights: `(N,)`.
@@ -301,7 +301,7 @@ class FusedSteps:
         self.step: FusedStep | None = None
         """The current step, if it is fused."""
         self.failure: Exception | None = None
-        """An unforeseen error at the last step."""
+        """An unexpected error at the last step."""
         self.generator = torch.Generator().manual_seed(0)
         self.model: ModelWithoutPositions | None = None
         if not settings.fused:
@@ -318,7 +318,7 @@ class FusedSteps:
         self.format = LogProbsFormat.of(returned)
 
     def note_full_check(self, error: float, unevenness: float, *, has_gradient: bool) -> None:
-        """Note how the whole gradient of a step compared with its rows."""
+        """Note whether the whole gradient of a step agreed with the weighted sum of its rows."""
         agrees = has_gradient and error <= self.settings.rounding_error
         is_even = self.settings.mode == "loss" or unevenness <= EVEN
         self.since_full_check = 0 if agrees and is_even else None
@@ -326,9 +326,9 @@ class FusedSteps:
     # the current step
 
     def begin(self, model: Any, inputs: Mapping[str, Any], batch: MicroBatch, rollouts: int, limit: float) -> None:
-        """Fuse the step whose loss, of `model` and `inputs`, is about to be computed, if all conditions hold.
+        """Fuse the step whose loss the trainer is about to compute from `model` and `inputs`, if all conditions hold.
 
-        `rollouts` is the number that the loss must have in its `batch`, `limit` the bytes that a measurement may take.
+        `rollouts` is the number of rollouts that `batch` must hold, `limit` the bytes that a measurement may take.
         """
         self.step = None
         since = self.since_full_check
@@ -372,20 +372,20 @@ class FusedSteps:
         return found
 
     def recovers_from(self, error: Exception) -> bool:
-        """Whether a loss that raised is to be computed again without fusing; true if it had fused log-probabilities."""
+        """Whether to repeat, without fusing, a loss that raised an error: true if it used fused log-probabilities."""
         if self.step is None or not self.step.is_begun:
             return False
         self.disable(error)
         return True
 
     def disable(self, error: Exception) -> None:
-        """Fuse no more steps, because of an unforeseen error."""
+        """Stop fusing steps after an unexpected error."""
         self.failure, self.reason = error.with_traceback(None), f"{type(error).__name__}: {error}"
         self.step = None
 
     @contextmanager
     def around_training_step(self) -> Iterator[None]:
-        """Around the trainer's `training_step`: the gradient is complete as soon as `accelerator.backward` returns."""
+        """Wraps the trainer's `training_step`, so that `accelerator.backward` returns with the complete gradient."""
         self.step = self.failure = None
 
         def with_finish(accelerator: Any) -> Callable[..., Any]:

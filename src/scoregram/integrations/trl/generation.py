@@ -1,4 +1,4 @@
-"""What a TRL trainer generates at a time, as `Rollouts`; and advantages of one's own in place of the trainer's."""
+"""One generation of a TRL trainer, as `Rollouts`; and custom advantages in place of the trainer's."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ class Generation:
     """`N = P·R` rollouts that TRL generated together, before it shuffled them.
 
     `rollouts` holds them as rows; the other tensors hold them as TRL lays them out, in the same order, because its loss
-    and an estimator of one's own work on that layout. With several processes each has a slice of a generation, which
+    and custom estimators use that layout. With several processes each has a slice of a generation, which
     may begin and end inside a group.
     """
 
@@ -143,7 +143,7 @@ def generation_of(
         advantages=output["advantages"],
         has_images=any(output.get(name) is not None for name in IMAGE_KEYS),
     )
-    sampler = output.get("sampling_per_token_logps")  # of another engine; None if the model sampled by itself
+    sampler = output.get("sampling_per_token_logps")  # set if another engine, such as vLLM, sampled
     if sampler is None:
         return made
     return replace(made, rollouts=replace(made.rollouts, behaviour_log_probs=made.in_rows(sampler)))
@@ -261,7 +261,7 @@ def merged_generation(slices: Sequence[Generation]) -> Generation:
     )
 
 
-# advantages of one's own
+# custom advantages
 
 OwnEstimator = Callable[[Generation], Tensor]
 """From a generation to `(N,)` or, one per token, `(N, C)` advantages."""
@@ -295,8 +295,8 @@ def own_advantages(
         per_token: Whether the trainer's loss takes one advantage for every token.
 
     Raises:
-        ScoregramError: If the result has another shape, or is not finite. This ends the training: to go on with the
-            trainer's own advantages would be to train something else than was asked for.
+        ScoregramError: If the result has another shape, or is not finite. This ends the training, because the
+            trainer's own advantages are not those that the user asked for.
     """
     if isinstance(estimator, str):
         shape = (-1, generation.group_size)

@@ -1,7 +1,7 @@
-"""The Gram of a step measured in passes of its own, and its rows added up and compared with the trainer's gradient.
+"""Measures the Gram of a step in separate passes, and compares the sum of its rows with the trainer's gradient.
 
-The trainer's backward pass is done and its gradient is in `.grad`; nothing of it changes. Each process measures whole
-groups, wherever their rollouts were generated.
+These passes run after the trainer's backward pass and leave its gradient in `.grad` unchanged. Each process measures
+whole groups, wherever their rollouts were generated.
 """
 
 import math
@@ -192,7 +192,7 @@ def rescaled_gram(gram: Gram, sizes: Tensor, model: nn.Module) -> Gram:
 def _measure_whole_model(
     trainer: Any, inputs: PassInputs, weights: Tensor, plans: Sequence[Sequence[slice]], processes: Processes
 ) -> tuple[list[Gram], float]:
-    """Grams of all passes of all processes, and the error of the weighted rows, added up parameter by parameter."""
+    """Grams of all passes of all processes, and the error of the sum of weighted rows, from whole gradients."""
     parameters = [parameter for parameter in inputs.model.parameters() if parameter.requires_grad]
     theirs = [parameter.grad for parameter in parameters]
 
@@ -222,7 +222,7 @@ def _summed_gradients(parameters: Sequence[Tensor], processes: Processes) -> Ite
 def _measure_sharded_model(
     trainer: Any, inputs: PassInputs, weights: Tensor, plans: Sequence[Sequence[slice]], processes: Processes
 ) -> tuple[list[Gram], float]:
-    """Grams of all passes of all processes, and the error of the weighted rows, from sketches.
+    """Grams of all passes of all processes, and the error of the sum of weighted rows, from sketches.
 
     No process has room for a whole gradient. But a sketch is linear: the sketch of `g − Σ_i w_i ψ_i` is that of the
     trainer's gradient minus the weighted sketches of the rows, and its norm is that of the difference to a few percent.
@@ -273,7 +273,7 @@ def _on_cpu(gram: Gram) -> Gram:
 
 
 def score_energies(trainer: Any, generation: Generation, processes: Processes = ALONE) -> Tensor:
-    """`(N,)` squared norms of the scores of a generation, for the baselines that need them: a pass of its own.
+    """`(N,)` squared norms of the scores of a generation, for the baselines that need them; runs a separate pass.
 
     Each process measures its share of the groups. One without a share measures the first group once more, because a
     sharded model needs all processes for every pass.

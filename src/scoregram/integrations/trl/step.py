@@ -56,7 +56,7 @@ def measure_step(
     """Measure the step whose gradient is in `.grad`; None, with a warning, if that is not possible.
 
     All processes call it together. Scalars, error and notes are the same in all; the first one has the details too.
-    `fused` has the result if the step was fused, and takes note of the comparison of gradients if it was not.
+    `fused` has the result of a step that was fused; for any other step it notes whether the gradients agreed.
     """
     began = time.perf_counter()
     is_loss = settings.mode == "loss"
@@ -104,7 +104,7 @@ def reason_not_measured(parts: Sequence[StepSlice], *, is_loss: bool) -> str | N
     if not generations:
         return "none of its rollouts was observed"
     if any(one.has_images for one in generations):
-        return "its prompts have images, and measuring passes have text only"
+        return "its prompts have images, and measuring passes support text only"
     if is_loss and not all(part.has_derivatives for part in parts):
         return "the trainer's loss did not call its method for log-probabilities, whose derivative mode='loss' needs"
     return None
@@ -117,7 +117,7 @@ def _skip(step: int, reason: str, processes: Processes) -> None:
 
 
 def trl_step(trainer: Any, observed: ObservedStep, checked: CheckedGram, passed: bool, settings: Settings) -> Step:
-    """The step as all of scoregram knows it, with the texts of its rollouts."""
+    """The step as scoregram's common `Step`, with the texts of its rollouts."""
     tokenizer, rollouts = tokenizer_of(trainer), observed.rollouts
     tokens, lengths = rollouts.token_ids(), rollouts.prompt_lengths.tolist()
     starts = observed.group_bounds[:-1]
@@ -141,7 +141,7 @@ def trl_step(trainer: Any, observed: ObservedStep, checked: CheckedGram, passed:
 
 
 def rollout_scalars(step: Step) -> dict[str, float]:
-    """Shares of rollouts that are masked out and that have no reward, and their mean length."""
+    """Share of rollouts that are masked out, share without a reward, and mean length of a rollout."""
     rollouts = step.rollouts
     return {
         "masked_out": float((~rollouts.completion_mask.any(1)).double().mean()),
@@ -190,7 +190,7 @@ def likely_causes(trainer: Any, notes: Sequence[str], unevenness: float, mode: s
 
 
 class Folder:
-    """The run folder of an attached trainer: one line of metrics per step, with those of the trainer.
+    """The run folder of an attached trainer: one line of metrics per step, the trainer's own metrics included.
 
     A line is written when the next step begins, because the trainer logs its metrics after the measurement.
     """
@@ -209,7 +209,7 @@ class Folder:
             self._writer = RunWriter.create(path, config, overwrite=overwrite, layers=layers)
 
     def begin(self, step: int) -> None:
-        """The training begins after `step`; removes later steps of a run that is resumed."""
+        """Begin to write: training starts after `step`, and later steps of a resumed run are removed."""
         if self._writer is None:
             self._writer = RunWriter.resume(self.path, step, layers=self.layers)
         self._last = max(self._last, step)
@@ -225,7 +225,7 @@ class Folder:
         self.add_scalars(step.number, measured.scalars)
 
     def add_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """Add scalars to the line of a step; those that it has already stay."""
+        """Add scalars to the line of a step; scalars that the line already has keep their values."""
         numbers = {
             name: value
             for name, value in scalars.items()

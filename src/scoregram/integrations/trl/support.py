@@ -1,4 +1,4 @@
-"""What an attachment asks of TRL and of the machine: versions, names inside TRL, processes, settings and memory.
+"""What `attach` needs from TRL and the machine: versions, names inside TRL, processes, settings and memory.
 
 `attach` checks all of it before the training begins, so that no work is lost to a trainer that cannot be measured.
 """
@@ -41,7 +41,7 @@ RELATIVE_POSITIONS = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_d
 
 Mode = Literal["scores", "loss"]
 ROUNDING_ERROR = 1e-5
-"""Relative error in float32 up to which two gradients count as equal but for rounding."""
+"""Relative error in float32 up to which two gradients are taken to differ by rounding only."""
 MEMORY_SHARE = 0.8
 """Part of the free memory that a measurement may take where `memory_gb` is not given."""
 HIDDEN_KEPT, INNER_KEPT = 16, 5
@@ -159,7 +159,7 @@ class Settings:
 
     @property
     def rounding_error(self) -> float:
-        """Relative error up to which two gradients count as equal but for rounding."""
+        """Relative error up to which two gradients are taken to differ by rounding only."""
         return self.tolerance if self.is_low_precision else min(ROUNDING_ERROR, self.tolerance)
 
 
@@ -180,7 +180,7 @@ def default_tolerance(is_low_precision: bool) -> float:
 
 
 def run_config(trainer: Any, settings: Settings, version: str, processes: Processes) -> dict[str, Any]:
-    """The config of the run folder: how the run was made. The trainer's own arguments mask their secrets."""
+    """The config of the run folder: how the run was made. The trainer's `to_dict` masks secrets in its arguments."""
     estimator = settings.estimator
     model = getattr(trainer.model, "config", None)
     return {
@@ -243,7 +243,7 @@ def bytes_of_pass(model: nn.Module, rollouts: int, tokens: int) -> int:
     """Estimate of what one measuring pass allocates at its peak, the copy of the gradient included.
 
     The sum of: activations of every layer (under gradient checkpointing, of one layer and the inputs of the others),
-    the kept gradients of the logits, the gradient, and one chunk of per-rollout gradients. Of a sharded model no
+    the kept gradients of the logits, the gradient, and one chunk of per-rollout gradients. For a sharded model no
     gradient is kept; the parameters that it gathers at a time count instead. The estimate is generous for the usual
     decoder. If a pass runs out of memory nevertheless, the step is skipped and the training goes on.
     """
@@ -274,7 +274,7 @@ def gradient_bytes(model: nn.Module) -> int:
 def gathered_bytes(model: nn.Module) -> int:
     """Bytes of parameters that a sharded model gathers at a time: its five largest units; 0 if it is not sharded.
 
-    The layer that runs, the next one and the buffer into which it is gathered, the embedding and the head.
+    The five are the running layer, the next one, the buffer into which it is gathered, the embedding and the head.
     """
     sizes: list[int] = []
     seen: set[int] = set()

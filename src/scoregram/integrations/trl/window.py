@@ -1,7 +1,7 @@
-"""One optimisation step as it is observed: the micro-batches that go by, then its rollouts from all processes.
+"""One optimisation step: its micro-batches as the trainer runs them, then its rollouts from all processes.
 
-TRL shuffles a generation and splits it into micro-batches. Every row of them carries a key that leads back to its
-generation, and a hook on its log-probabilities catches the derivative of the loss in the trainer's own backward pass.
+TRL shuffles a generation and splits it into micro-batches. Every row carries a key that names its generation and
+its place there. A hook on the log-probabilities catches the derivative of the loss in the trainer's own backward pass.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from scoregram.integrations.trl.generation import Generation, merged_generation
 from scoregram.rollouts import Rollouts, concatenated_rollouts
 
 ROW_KEY = "scoregram_rows"
-"""Key of a batch for `(B, 2)`: the serial number of the generation of each rollout, and its row there."""
+"""Batch entry `(B, 2)`: for each rollout, the serial number of its generation and its row there."""
 
 
 @dataclass
@@ -26,7 +26,7 @@ class MicroBatch:
     rows: Tensor
     """`(B, 2)`: serial number of the generation, row."""
     coefficients: Tensor | None = None
-    """`(B, C)` derivative of the differentiated value with respect to the log-probability of each token."""
+    """`(B, C)` derivative of the scaled loss with respect to the log-probability of each token."""
 
     def add_gradient(self, grad: Tensor) -> None:
         """Hook on the log-probabilities; autograd calls it in the trainer's backward pass."""
@@ -161,7 +161,7 @@ class ObservedStep:
     advantages: Tensor
     """`(n,)` float64; the mean over tokens where they differ."""
     token_advantages: Tensor | None
-    """`(n, T)`, where the tokens of a rollout differ."""
+    """`(n, T)`; None unless tokens have their own advantages."""
     weights: Tensor
     """`(n,)` such that `Σ_i w_i ψ_i` of the scores is the gradient, if the loss weights all tokens of a rollout alike.
     Without derivatives `-A_i / n`, the likeliest weights."""
@@ -174,7 +174,7 @@ class ObservedStep:
 
     @property
     def group_bounds(self) -> list[int]:
-        """First row of every group of `rollouts`, then their number."""
+        """First row of every group of `rollouts`, then the number of rows."""
         return [0, *(here.stop for here in self.rollouts.group_slices())]
 
     def as_rows(self, values: Tensor) -> Tensor:
