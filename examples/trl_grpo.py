@@ -12,35 +12,17 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import argparse
-import math
 import string
 import tempfile
 from pathlib import Path
 
 import torch
 from datasets import Dataset
-from rich.console import Console
-from rich.table import Table
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
 from scoregram import attach
-
-SHOWN = (
-    "reward",
-    "live_groups",
-    "gram/update_norm",
-    "gram/coherence",
-    "gram/snr",
-    "gram/conflicting_prompts",
-    "group/effective_rank",
-    "group/effective_rank_orthogonal",
-    "group/cosine",
-    "check/relative_error",
-    "time/measure",
-)
-"""The rows of the table; `attachment.summary()` has more."""
 
 
 def tokenizer_of_characters() -> PreTrainedTokenizerFast:
@@ -110,14 +92,7 @@ def main() -> None:
 
     trainer.train()
 
-    summary = attachment.summary()
-    table = Table("", *summary.columns[1:], title=summary.title, caption=summary.caption)
-    for name, *values in summary.rows:
-        if name in SHOWN:
-            table.add_row(str(name), *("" if math.isnan(float(v)) else f"{v:.4g}" for v in values))
-    console = Console()
-    console.print(table)
-    console.print(f"run folder: {options.out or scratch / 'run'}", soft_wrap=True)
+    print(attachment)
 
 
 if __name__ == "__main__":

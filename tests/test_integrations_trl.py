@@ -1,6 +1,7 @@
 """`attach` on a TRL trainer: Grams against their definition, run folder, and a training that does not change."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -331,11 +332,11 @@ def test_rollouts_that_were_recorded_give_the_same_gram_when_measured_offline(tm
     assert again.rewards.tolist() == recorded.rewards.tolist()
 
 
-def test_the_example_ends_with_a_table_and_a_run_folder(tmp_path):
+def test_the_example_ends_with_its_numbers_and_the_command_for_the_report(tmp_path):
     script = Path(__file__).parent.parent / "examples" / "trl_grpo.py"
     command = [sys.executable, str(script), "--steps", "2", "--out", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"CI": "1"})
     assert done.returncode == 0, done.stderr
-    assert "check/relative_error" in done.stdout
-    assert done.stdout.rstrip().endswith(f"run folder: {tmp_path / 'run'}")
+    assert re.search(r"^self-check: relative error +\S+ +\S+ +\S+$", done.stdout, re.MULTILINE)
+    assert done.stdout.rstrip().endswith(f"report: scoregram report {tmp_path / 'run'}")
     assert len(list(run_in(tmp_path / "run").groups({1}))) == 4

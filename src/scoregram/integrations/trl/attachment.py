@@ -250,18 +250,19 @@ class Attachment:
         )
 
     def __str__(self) -> str:
-        """The main numbers of the measured steps, first, last and mean, as text."""
+        """The main numbers of the measured steps as text: first, last, and the mean where every step defines them."""
         if not self.readings:
             return f"{type(self.trainer).__name__}: no step was measured"
-        table = {row[0]: row[1:] for row in self.summary().rows}
         lines = [
             f"{type(self.trainer).__name__}, measured steps {self._measured_steps}",
-            f"{'':38}first    last    mean",
+            f"{'':<36}" + "".join(f"{name:>10}" for name in ("first", "last", "mean")),
         ]
         for name, label in HEADLINE_SCALARS.items():
-            if name in table:
-                numbers = (value for value in table[name] if isinstance(value, float))
-                cells = ("–" if math.isnan(number) else f"{number:.3g}" for number in numbers)
+            values = [float(reading.scalars[name]) for reading in self.readings if name in reading.scalars]
+            if values:
+                # a mean over the steps that happen to define a number would be selected by it
+                mean = sum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
+                cells = ("–" if math.isnan(value) else f"{value:.3g}" for value in (values[0], values[-1], mean))
                 lines.append(f"{label:<36}" + "".join(f"{cell:>10}" for cell in cells))
         if self.folder is not None:
             lines.append(f"report: scoregram report {self.folder.path}")
