@@ -16,6 +16,8 @@ from scoregram.advantages import ESTIMATORS
 from scoregram.checks import ScoregramError
 from scoregram.integrations.trl import attach
 from scoregram.integrations.trl.support import WRAPPED_METHODS
+from scoregram.policy import character_tokenizer
+from scoregram.reading import outcome_scalars, outcomes_of, read_group
 from tests.training_cases import judge
 from tests.trl_cases import run_in, trained, trainer_for, weights_of, with_tools
 
@@ -321,7 +323,6 @@ def test_the_summary_tells_first_last_and_mean(tmp_path):
 def test_rollouts_that_were_recorded_give_the_same_gram_when_measured_offline(tmp_path):
     from scoregram.integrations import measure
     from scoregram.integrations.dumps.config import MeasureConfig
-    from scoregram.policy import character_tokenizer
 
     trained(trainer_for("GRPO", tmp_path, max_steps=1), out=tmp_path / "run")
     character_tokenizer(64).save_pretrained(tmp_path / "policy")
@@ -330,6 +331,34 @@ def test_rollouts_that_were_recorded_give_the_same_gram_when_measured_offline(tm
     recorded, again = (next(run_in(tmp_path / name).batches()) for name in ("run", "again"))
     torch.testing.assert_close(again.gram, recorded.gram, rtol=1e-5, atol=1e-5 * float(recorded.gram.max()))
     assert again.rewards.tolist() == recorded.rewards.tolist()
+
+
+def partly_judged(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
+    """An all-right group with a missing reward, then a live one with a missing reward."""
+    pattern = (1.0, 1.0, None, 1.0, 1.0, 0.0, None, 0.0)
+    return [pattern[place % len(pattern)] for place in range(len(completions))]
+
+
+def test_missing_rewards_read_the_same_through_trl_a_dump_and_the_trainers_own_reading(tmp_path):
+    from scoregram.integrations import measure
+    from scoregram.integrations.dumps.config import MeasureConfig
+
+    trained(trainer_for("GRPO", tmp_path, rewards=partly_judged, max_steps=1), out=tmp_path / "run")
+    character_tokenizer(64).save_pretrained(tmp_path / "policy")
+    settings: dict[str, Any] = {"model": str(tmp_path / "policy"), "device": "cpu", "between_prompts": True}
+    measure(MeasureConfig(rollouts=tmp_path / "run", out=tmp_path / "again", **settings))
+    groups, again = (list(run_in(tmp_path / name).groups()) for name in ("run", "again"))
+    rewards = torch.stack([group.rewards for group in groups])
+    assert rewards.isnan().sum(1).tolist() == [1, 1] and outcomes_of(rewards) == ["all right", "live"]
+    own = outcome_scalars(rewards, torch.stack([group.advantages for group in groups]))
+    for name, value in own.items():
+        for folder in ("run", "again"):
+            assert run_in(tmp_path / folder).metrics()[0][name] == pytest.approx(value, rel=1e-6), (folder, name)
+    for group, other in zip(groups, again, strict=True):
+        expected = read_group(group.gram, group.rewards, group.advantages).scalars()
+        for name, value in expected.items():
+            assert group.statistics[name] == pytest.approx(value, rel=1e-9, nan_ok=True), name
+            assert other.statistics[name] == pytest.approx(value, rel=1e-3, abs=1e-5, nan_ok=True), name
 
 
 def test_the_example_ends_with_its_numbers_and_the_command_for_the_report(tmp_path):
