@@ -58,7 +58,7 @@ class GroupOutcomes:
 def group_outcomes(
     rewards: Rewards, *, right: float | int = 1.0, wrong: float | int = 0.0, rtol: float | None = None
 ) -> GroupOutcomes:
-    """Masks of the live groups, and of the dead ones: all right, all wrong, tied, unjudged.
+    """Masks of the live groups, of the dead ones (all right, all wrong, tied), and of the unjudged ones.
 
     A group is dead if `max r - min r <= rtol · max |r|` over its judged rollouts, the spread that rounding alone can
     cause (`scoregram.groups.live_groups`); such a group has zero group-relative advantages. All-right groups call for
