@@ -27,7 +27,7 @@ from scoregram.runs import (
     CHECKPOINTS,
     REPORT,
     TEMPORARY,
-    TRACKERS,
+    TRACKER_LOGS,
     disk_errors,
     require_run,
     write_all,
@@ -49,7 +49,7 @@ NUMBER_PREFIX = "scoregram"
 NUMBER_BYTES = 16
 SHORT_LETTERS = 8
 
-NOT_DATA = frozenset({CHECKPOINTS, TRACKERS, REPORT})
+NOT_DATA = frozenset({CHECKPOINTS, TRACKER_LOGS, REPORT})
 """Parts of a run folder that may be added or deleted: no exhibit is computed from them."""
 
 ALGORITHM = "ed25519"

@@ -232,37 +232,36 @@ class Attachment:
         return None if reason is None else f"{reason}; steps are measured in a separate pass"
 
     def summary(self) -> Table:
-        """The measured scalars: first, last and mean over the measured steps."""
+        """The measured scalars: first, last, and the mean where every measured step defines them."""
         names = dict.fromkeys(name for reading in self.readings for name in reading.scalars)
         rows = []
         for name in names:
             values = [float(reading.scalars.get(name, math.nan)) for reading in self.readings]
-            defined = [value for value in values if math.isfinite(value)]
-            mean = sum(defined) / len(defined) if defined else math.nan
+            # a mean over only the steps that define a number would be biased by that selection
+            mean = sum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
             rows.append((name, values[0], values[-1], mean))
         return Table(
             id="trl",
             title=f"Measured steps of {type(self.trainer).__name__}",
             caption=f"Steps {self._measured_steps}. A number is undefined where every advantage is zero, or where a "
-            "step has too few rollouts for it.",
+            "step has too few rollouts for it; a mean is given only where every step defines the number.",
             columns=("scalar", "first", "last", "mean"),
             rows=tuple(rows),
         )
 
     def __str__(self) -> str:
-        """The main numbers of the measured steps as text: first, last, and the mean where every step defines them."""
+        """The main rows of `summary()` as text."""
         if not self.readings:
             return f"{type(self.trainer).__name__}: no step was measured"
+        rows = {str(row[0]): row[1:] for row in self.summary().rows}
         lines = [
             f"{type(self.trainer).__name__}, measured steps {self._measured_steps}",
             f"{'':<36}" + "".join(f"{name:>10}" for name in ("first", "last", "mean")),
         ]
         for name, label in HEADLINE_SCALARS.items():
-            values = [float(reading.scalars[name]) for reading in self.readings if name in reading.scalars]
-            if values:
-                # a mean over the steps that happen to define a number would be selected by it
-                mean = sum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
-                cells = ("–" if math.isnan(value) else f"{value:.3g}" for value in (values[0], values[-1], mean))
+            numbers = [value for value in rows.get(name, ()) if isinstance(value, float)]
+            if numbers:
+                cells = ("–" if math.isnan(number) else f"{number:.3g}" for number in numbers)
                 lines.append(f"{label:<36}" + "".join(f"{cell:>10}" for cell in cells))
         if self.folder is not None:
             lines.append(f"report: scoregram report {self.folder.path}")
