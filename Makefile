@@ -5,7 +5,7 @@ STAMP := .venv/.built
 
 TRL_TESTS := $(wildcard tests/test_integrations_trl*.py)
 
-.PHONY: run test test-all test-trl check format clean
+.PHONY: run test test-all test-trl test-gpu check format clean
 
 run: $(STAMP)
 	$(BIN)/scoregram replicate --preset quick --out runs/quick
@@ -22,6 +22,12 @@ test-trl: $(STAMP)
 	$(BIN)/python -m pytest -n auto -q -m "integration or not slow" $(TRL_TESTS)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .trl/oldest trl==1.0.0
 	PYTHONPATH=.trl/oldest $(BIN)/python -m pytest -n auto -q -m "integration or not slow" $(TRL_TESTS)
+
+# On a machine with a CUDA device: needs the tree and an interpreter with torch, Triton, transformers, peft and pytest.
+# Writes benchmarks/results/gpu-tests.json.
+GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)
+test-gpu:
+	$(GPU_PYTHON) tests/gpu.py $(GPU_FLAGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

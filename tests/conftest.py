@@ -1,20 +1,24 @@
 """Fixtures and settings for the whole suite."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
-import jaxtyping
 import pytest
 import torch
-from hypothesis import settings
 
-settings.register_profile("suite", deadline=None, max_examples=50, derandomize=True)
-settings.load_profile("suite")
+if find_spec("hypothesis"):  # a machine with a GPU may lack it, see gpu.py
+    from hypothesis import settings
+
+    settings.register_profile("suite", deadline=None, max_examples=50, derandomize=True)
+    settings.load_profile("suite")
 torch.set_num_threads(1)
 
 
 @pytest.fixture
 def unchecked_shapes() -> Iterator[None]:
     """Shape aliases unchecked, as for a user: our own errors must come through."""
+    import jaxtyping
+
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

@@ -113,12 +113,6 @@ def test_dtype_shape_and_inputs_are_kept(name, dtype, mask_dtype):
     assert found[1, 1] == 0 and torch.equal(rewards, before)
 
 
-@pytest.mark.gpu
-def test_device_is_kept():
-    rewards = torch.tensor([[0.0, 1.0], [0.5, 0.0]], device="cuda")
-    assert labelled_advantages("opo", rewards, torch.ones_like(rewards), ["a", "a"]).device == rewards.device
-
-
 def test_rollouts_left_out_count_nowhere():
     rewards, mask = torch.tensor([[1.0], [0.0], [9.0]]), torch.ones(3, 1)
     found = labelled_advantages("mean", rewards, mask, ["a", "a", "a"], left_out=1)

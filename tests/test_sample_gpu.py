@@ -1,10 +1,11 @@
-"""The sampler on a GPU: captured steps draw what the CPU draws."""
+"""The sampler on a GPU: captured steps draw what the CPU draws; advantages stay on it."""
 
 from typing import Any
 
 import pytest
 import torch
 
+from scoregram.integrations.registries import labelled_advantages
 from scoregram.policy import SamplingConfig, sample, token_log_probs
 from scoregram.policy.fused_decoders import TritonDecoder
 from scoregram.policy.log_probs import pack_groups, packed_log_probs
@@ -113,3 +114,8 @@ def test_rollouts_as_trees_have_the_log_probabilities_of_rows():
     assert together is not None and together.visible.is_cuda
     found = packed_log_probs(model, together, rollouts.input_ids, 1.0)
     torch.testing.assert_close(found, token_log_probs(model, *given), atol=1e-5, rtol=1e-5)
+
+
+def test_advantages_stay_on_the_device_of_the_rewards():
+    rewards = torch.tensor([[0.0, 1.0], [0.5, 0.0]], device="cuda")
+    assert labelled_advantages("opo", rewards, torch.ones_like(rewards), ["a", "a"]).device == rewards.device
