@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from scoregram.advantages import ESTIMATORS, estimate
+from scoregram.advantages import ALWAYS, ESTIMATORS, estimate
 from scoregram.checks import ScoregramError
 from scoregram.objectives import AGGREGATIONS, KL_TERMS, OBJECTIVES, preference_pairs
 from scoregram.spectra import SPECTRUM_METRICS
@@ -390,7 +390,69 @@ def test_estimators(name, cases):
         assert found is {"ordinary": True, "not finite": missing}.get(cases, found), label
         if ESTIMATORS[name].level == "group" and cases == "not finite":  # said to be missing, they are no obstacle
             given = inputs_of_estimators(ORDINARY["rewards 1, scores 1, float64"])
-            assert answered(estimate, name, at.rewards, **given, observed=at.rewards.isfinite())
+            assert answered(estimate, name, at.rewards.nan_to_num(math.nan, math.nan, math.nan), **given)
+
+
+def advantages_of(name: str, rewards: Tensor, fn: Callable[..., object] | None = None) -> Tensor:
+    """Advantages by `estimate`, or by `fn`; a reward per token or turn stands at the first one."""
+    row, exact = ESTIMATORS[name], rewards.double()
+    given = inputs_of_estimators(Case(exact, torch.eye(rewards.numel()).double()))
+    given |= {"outcomes": rewards, "outcome_rewards": rewards}
+    taken = {key: given[key] for key in (*row.needs, *ALWAYS[row.level])}
+    steps = rewards if row.level == "group" else torch.stack([rewards, *[torch.zeros_like(rewards)] * (TOKENS - 1)], -1)
+    answer = estimate(name, steps, **taken) if fn is None else fn(steps, **taken)
+    assert isinstance(answer, Tensor)
+    return answer
+
+
+INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+def test_every_dtype_of_rewards_gives_the_advantages_of_its_numbers(name):
+    """Integers as in the default dtype, half precision rounded once from float64; through the table and directly."""
+    for dtype, fn in itertools.product((*INTEGERS, *HALVES), (None, ESTIMATORS[name].fn)):
+        rewards = torch.tensor([[1, 0, 0, 0], [0, 1, 1, 0], [1, 1, 1, 1]], dtype=dtype)
+        returned = dtype if dtype in HALVES else torch.get_default_dtype()
+        expected = advantages_of(name, rewards.double()).to(returned)
+        actual = advantages_of(name, rewards, fn)
+        assert actual.dtype == returned
+        torch.testing.assert_close(actual, expected, rtol=2 * torch.finfo(returned).eps, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+def test_rewards_that_no_float_holds_are_refused(name):
+    given, rewards = inputs_of_estimators(case([[1.0, 0.0, 0.0]])), torch.tensor([[1.0, 0.0, 0.0]])
+    for refused in (torch.tensor([[2**24 + 1, 0, 1]]), rewards.cfloat(), rewards.to(torch.float8_e4m3fn)):
+        steps = refused if ESTIMATORS[name].level == "group" else refused[..., None].expand(1, 3, TOKENS)
+        with pytest.raises(ScoregramError, match=r"must be (integers or one of|at most 16777216)"):
+            estimate(name, steps, **given)
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+def test_rewards_as_large_as_the_dtype_allows_give_the_advantages_or_an_error(name):
+    """The largest rewards of each dtype: advantages in proportion to them or independent of their size, never `inf`."""
+    base = torch.tensor([[1.0, -0.25, 0.5, -1.0], [0.0, 0.75, -0.5, 0.25]], dtype=torch.float64)
+    of_ordinary = advantages_of(name, base * 1024)
+    for dtype, part in itertools.product((*HALVES, torch.float32, torch.float64), (2**-500, 1 / 64, 1 / 8, 1 / 2, 1)):
+        scale = torch.finfo(dtype).max * part
+        if scale < 1024:
+            continue
+        answer, error = answer_to(advantages_of, name, (base * scale).to(dtype))
+        assert not error or (part > 1 / 64 and "must be finite, got " in error), error
+        if isinstance(answer, Tensor):
+            eps, in_proportion = torch.finfo(dtype).eps, (answer.double() - of_ordinary).abs().max() > 0.1
+            actual = answer.double() / scale * 1024 if in_proportion else answer.double()
+            torch.testing.assert_close(actual, of_ordinary, rtol=4 * eps + 1e-6, atol=4096 * eps)
+
+
+def test_weights_whose_sum_overflows_are_refused():
+    huge = torch.full((1, 2), 1e308, dtype=torch.float64)
+    with pytest.raises(ScoregramError, match="the sum of score_energies must be finite"):
+        estimate("optimal", torch.tensor([[1.0, 0.0]]), score_energies=huge)
+    tiny = torch.full((1, 2), 5e-324, dtype=torch.float64)
+    assert estimate("optimal", torch.tensor([[1.0, 0.0]]), score_energies=tiny).tolist() == [[0.5, -0.5]]
 
 
 COMPONENTS = [NoiseComponents(*row) for row in itertools.product((0.0, 1e-12, 1e12, -1.0), repeat=4)]

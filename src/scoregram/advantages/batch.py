@@ -9,6 +9,8 @@ from torch import Tensor
 
 from scoregram.advantages.comparisons import (
     all_pairs,
+    finite_estimator,
+    floating_rewards,
     group_labels,
     mean_differences,
     nonnegative_weights,
@@ -22,6 +24,7 @@ from scoregram.groups import live_groups
 from scoregram.types import Advantages, Observed, PerRollout, Rewards
 
 
+@finite_estimator
 def batch_whitened(
     rewards: Rewards, *, lengths: PerRollout, observed: Observed | None = None, eps: float | int = 0.0, ddof: int = 1
 ) -> Advantages:
@@ -45,6 +48,7 @@ def batch_whitened(
     return _whitened(values, values, counts, eps=eps, ddof=ddof, dtype=rewards.dtype)
 
 
+@finite_estimator
 def centered_batch_whitened(
     rewards: Rewards, *, lengths: PerRollout, observed: Observed | None = None, eps: float | int = 0.0, ddof: int = 1
 ) -> Advantages:
@@ -84,6 +88,7 @@ def mixed_groups(rewards: Rewards, *, observed: Observed | None = None) -> Bool[
         >>> mixed_groups(torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
         tensor([ True, False])
     """
+    rewards = floating_rewards(rewards, caller="mixed_groups")
     require_reward_table(rewards, caller="mixed_groups")
     if observed is not None:
         require_same_shape(observed, rewards, name="observed", like_name="rewards", caller="mixed_groups")
@@ -91,6 +96,7 @@ def mixed_groups(rewards: Rewards, *, observed: Observed | None = None) -> Bool[
     return live_groups(rewards, caller="mixed_groups")
 
 
+@finite_estimator
 def mixed_groups_standardized(
     rewards: Rewards, *, outcomes: Rewards, observed: Observed | None = None, eps: float | int = 0.0, ddof: int = 1
 ) -> Advantages:

@@ -6,12 +6,19 @@ rewards of 0.1 leave no rounding residue), a large common offset cancels before 
 self-including form differs from the leave-one-out form only in whether `w_ii` is part of the denominator.
 """
 
+import functools
+import inspect
+from collections.abc import Callable
+from typing import ParamSpec
+
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from scoregram.checks import fail, require_finite, require_group_size, require_same_shape
 from scoregram.groups import rounding_tolerance
+
+_Inputs = ParamSpec("_Inputs")
 
 Values = Float[Tensor, "*batch members"]
 Members = Bool[Tensor, "*batch members"]
@@ -20,11 +27,56 @@ Steps = Float[Tensor, "prompts rollouts steps"]
 StepMask = Bool[Tensor, "prompts rollouts steps"]
 
 
+REWARD_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+VALUE_INPUTS = ("baselines", "greedy_rewards", "outcomes", "outcome_rewards", "values", "prefix_values")
+"""Inputs of estimators that are rewards or values, like the rewards themselves."""
+
+
+def floating_rewards(rewards: object, *, name: str = "rewards", caller: str) -> Tensor:
+    """Rewards in floating point: integers and booleans in torch's default dtype, floating point unchanged.
+
+    Raises:
+        ScoregramError: If `rewards` is not a tensor, has another dtype, or holds an integer too large to be exact.
+    """
+    if not isinstance(rewards, Tensor):
+        fail(caller, f"{name} must be a tensor", type(rewards).__name__, "Pass torch.as_tensor(...).")
+    if rewards.dtype in REWARD_DTYPES:
+        return rewards
+    dtype = torch.get_default_dtype()
+    if rewards.is_floating_point() or rewards.is_complex():
+        fail(caller, f"{name} must be integers or one of {REWARD_DTYPES}", rewards.dtype, "Convert them to float32.")
+    exact = int(2 / torch.finfo(dtype).eps)  # every integer up to here has a representation of its own
+    largest = max(int(rewards.max()), -int(rewards.min())) if rewards.numel() else 0
+    if largest > exact:
+        fail(caller, f"integer {name} must be at most {exact} to be exact in {dtype}", largest, "Pass float64.")
+    return rewards.to(dtype)
+
+
+def finite_estimator(fn: Callable[_Inputs, Tensor]) -> Callable[_Inputs, Tensor]:
+    """The border of an estimator: floating-point rewards come in, finite advantages go out.
+
+    Integer and boolean rewards, and inputs that are values, are converted by `floating_rewards`. The advantages have
+    the dtype of the rewards after that; one that this dtype cannot hold is an error, never `inf` or NaN.
+    """
+    first = next(iter(inspect.signature(fn).parameters))
+
+    @functools.wraps(fn)
+    def checked_estimator(*args: _Inputs.args, **inputs: _Inputs.kwargs) -> Tensor:
+        caller = fn.__name__
+        given = dict(zip((first,), args, strict=False)) | inputs
+        for name in given.keys() & {first, *VALUE_INPUTS}:
+            given[name] = floating_rewards(given[name], name=name, caller=caller)
+        advantages = fn(*args[1:], **given)  # type: ignore[arg-type]
+        remedy = "The rewards are too large for their dtype: divide them by a constant, or pass a wider dtype."
+        return require_finite(advantages, name="advantages", caller=caller, remedy=remedy)
+
+    return checked_estimator
+
+
 def require_reward_table(rewards: Tensor, *, caller: str) -> None:
-    """Raise unless `rewards` is floating point of shape `(P, R)`."""
-    if rewards.ndim != 2 or not rewards.is_floating_point():
-        got = f"shape {tuple(rewards.shape)} of {rewards.dtype}"
-        fail(caller, "rewards must be floating point of shape (P, R)", got, "Pass one row per prompt.")
+    """Raise unless `rewards` has the shape `(P, R)`."""
+    if rewards.ndim != 2:
+        fail(caller, "rewards must have the shape (P, R)", tuple(rewards.shape), "Pass one row per prompt.")
 
 
 def require_spread_options(eps: float | int, ddof: int, *, caller: str) -> None:
@@ -67,6 +119,7 @@ def nonnegative_weights(weights: Tensor, members: Tensor, *, name: str, caller: 
     if bool((kept < 0).any()):
         at = tuple(int(i) for i in (kept < 0).nonzero()[0])
         fail(caller, f"{name} must not be negative", f"{float(kept[at]):g} at index {at}", "Pass 0 or more.")
+    require_finite(kept.sum(), name=f"the sum of {name}", caller=caller, remedy="Divide them by a constant.")
     return kept
 
 
@@ -90,7 +143,7 @@ def mean_differences(values: Values, pairs: PairWeights) -> Values:
     """`Σ_j w_ij (v_i − v_j) / Σ_j w_ij`, and 0 for a rollout without any pair."""
     gaps = values.unsqueeze(-1) - values.unsqueeze(-2)  # (…, N, N)
     total = pairs.sum(dim=-1)
-    return torch.where(total > 0, (pairs * gaps).sum(dim=-1) / total.clamp_min(torch.finfo(total.dtype).tiny), 0)
+    return torch.where(total > 0, (pairs * gaps).sum(dim=-1) / torch.where(total > 0, total, 1), 0)
 
 
 def group_labels(members: Bool[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
@@ -145,9 +198,10 @@ def _labelled_scores(
     peak = over_group(deviations.abs(), "amax")
     peak = torch.where(peak > 0, peak, 1.0)
     squares = over_group(counts * (deviations / peak).square(), "sum")
-    spread = over_group(raised, "amax") > rounding_tolerance(dtype) * over_group(sizes, "amax")
-    std = peak * torch.where(spread, squares / (total - ddof), 1.0).sqrt()
-    return torch.where(spread, deviations / (std + eps), 0.0)
+    # NaN, from rewards whose differences overflow, is not constant: the result is then NaN, which the border refuses.
+    constant = over_group(raised, "amax") <= rounding_tolerance(dtype) * over_group(sizes, "amax")
+    std = peak * torch.where(constant, 1.0, squares / (total - ddof)).sqrt()
+    return torch.where(constant, 0.0, deviations / (std + eps))
 
 
 def masked_steps(values: Shaped[Tensor, "..."], mask: Tensor, *, name: str, caller: str, at_least: int = 1) -> Steps:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from scoregram.advantages.comparisons import (
     all_pairs,
+    finite_estimator,
     group_labels,
     mean_differences,
     nonnegative_weights,
@@ -34,6 +35,7 @@ from scoregram.groups import differ_beyond_rounding, rounding_tolerance
 from scoregram.types import Advantages, Observed, PerPrompt, PerRollout, Rewards
 
 
+@finite_estimator
 def no_baseline(rewards: Rewards, *, observed: Observed | None = None) -> Advantages:
     """The reward itself.
 
@@ -46,6 +48,7 @@ def no_baseline(rewards: Rewards, *, observed: Observed | None = None) -> Advant
     return values.to(rewards.dtype)
 
 
+@finite_estimator
 def constant_baseline(rewards: Rewards, *, baselines: PerPrompt, observed: Observed | None = None) -> Advantages:
     """Reward minus a number fixed for the prompt before its rollouts were sampled.
 
@@ -58,6 +61,7 @@ def constant_baseline(rewards: Rewards, *, baselines: PerPrompt, observed: Obser
     return _minus_per_prompt(rewards, baselines, observed, name="baselines", caller="constant_baseline")
 
 
+@finite_estimator
 def greedy_baseline(rewards: Rewards, *, greedy_rewards: PerPrompt, observed: Observed | None = None) -> Advantages:
     """Reward minus the reward of the greedy rollout of the same prompt.
 
@@ -70,6 +74,7 @@ def greedy_baseline(rewards: Rewards, *, greedy_rewards: PerPrompt, observed: Ob
     return _minus_per_prompt(rewards, greedy_rewards, observed, name="greedy_rewards", caller="greedy_baseline")
 
 
+@finite_estimator
 def mean_centered(rewards: Rewards, *, observed: Observed | None = None) -> Advantages:
     """Reward minus the mean reward of the group, the rollout itself included.
 
@@ -90,6 +95,7 @@ def mean_centered(rewards: Rewards, *, observed: Observed | None = None) -> Adva
     return mean_differences(values, all_pairs(members)).to(rewards.dtype)
 
 
+@finite_estimator
 def leave_one_out(rewards: Rewards, *, observed: Observed | None = None) -> Advantages:
     """Reward minus the mean reward of the *other* rollouts of the same prompt.
 
@@ -110,6 +116,7 @@ def leave_one_out(rewards: Rewards, *, observed: Observed | None = None) -> Adva
     return mean_differences(values, other_pairs(members)).to(rewards.dtype)
 
 
+@finite_estimator
 def standardized(
     rewards: Rewards, *, observed: Observed | None = None, eps: float | int = 0.0, ddof: int = 1
 ) -> Advantages:
@@ -135,6 +142,7 @@ def standardized(
     return scores.to(rewards.dtype)
 
 
+@finite_estimator
 def length_weighted(rewards: Rewards, *, lengths: PerRollout, observed: Observed | None = None) -> Advantages:
     """Reward minus the group's mean reward weighted by rollout length, the rollout itself included.
 
@@ -148,6 +156,7 @@ def length_weighted(rewards: Rewards, *, lengths: PerRollout, observed: Observed
     return _weighted_contrast(rewards, lengths, observed, all_pairs, name="lengths", caller="length_weighted")
 
 
+@finite_estimator
 def length_weighted_leave_one_out(
     rewards: Rewards, *, lengths: PerRollout, observed: Observed | None = None
 ) -> Advantages:
@@ -160,6 +169,7 @@ def length_weighted_leave_one_out(
     return _weighted_contrast(rewards, lengths, observed, other_pairs, name="lengths", caller=caller)
 
 
+@finite_estimator
 def energy_weighted(rewards: Rewards, *, score_energies: PerRollout, observed: Observed | None = None) -> Advantages:
     """Reward minus the group's mean reward weighted by squared score norms, the rollout itself included.
 
@@ -175,6 +185,7 @@ def energy_weighted(rewards: Rewards, *, score_energies: PerRollout, observed: O
     )
 
 
+@finite_estimator
 def energy_weighted_leave_one_out(
     rewards: Rewards, *, score_energies: PerRollout, observed: Observed | None = None
 ) -> Advantages:
@@ -195,6 +206,7 @@ def energy_weighted_leave_one_out(
     return _weighted_contrast(rewards, score_energies, observed, other_pairs, name="score_energies", caller=caller)
 
 
+@finite_estimator
 def trl_standardized(rewards: Rewards, *, observed: Observed | None = None) -> Advantages:
     """TRL's GRPO advantage: `(r − mean) / (std + 1e-4)`, sample deviation; rollouts without a reward get 0.
 
@@ -203,6 +215,7 @@ def trl_standardized(rewards: Rewards, *, observed: Observed | None = None) -> A
     return standardized(rewards, observed=observed, eps=1e-4, ddof=1)
 
 
+@finite_estimator
 def verl_standardized(rewards: Rewards, *, observed: Observed | None = None) -> Advantages:
     """Verl's GRPO advantage: `(r − mean) / (std + 1e-6)`, sample deviation.
 
@@ -214,16 +227,19 @@ def verl_standardized(rewards: Rewards, *, observed: Observed | None = None) -> 
     return torch.where(alone, values / (1 + 1e-6), scores).to(rewards.dtype)
 
 
+@finite_estimator
 def openrlhf_standardized(rewards: Rewards, *, observed: Observed | None = None) -> Advantages:
     """OpenRLHF's `group_norm` advantage: `(r − mean) / (std + 1e-9)`, sample deviation (torch's default)."""
     return standardized(rewards, observed=observed, eps=1e-9, ddof=1)
 
 
+@finite_estimator
 def prime_rl_centered(rewards: Rewards, *, observed: Observed | None = None) -> Advantages:
     """prime-rl's default advantage: the reward minus the group's mean, without a deviation."""
     return mean_centered(rewards, observed=observed)
 
 
+@finite_estimator
 def nemo_rl_standardized(rewards: Rewards, *, observed: Observed | None = None) -> Advantages:
     """NeMo-RL's default advantage: mean *and* deviation are those of the other rollouts.
 
@@ -259,5 +275,8 @@ def _minus_per_prompt(rewards, subtracted, observed, *, name: str, caller: str) 
 def _deviation_of_others(values: Tensor, pairs: Tensor, advantages: Tensor) -> Tensor:
     """Sample deviation of the rollouts that each rollout is compared with."""
     level = (values - advantages).unsqueeze(-1)  # (P, R, 1): mean of the others
-    squares = (pairs * (values.unsqueeze(-2) - level).square()).sum(dim=-1)
-    return (squares / (pairs.sum(dim=-1) - 1).clamp_min(1)).sqrt()
+    deviations = pairs * (values.unsqueeze(-2) - level)  # (P, R, R)
+    # Divide by a power of two near the largest deviation before squaring: the square of 1e155 would overflow.
+    scale = torch.exp2(torch.frexp(deviations.abs().amax(dim=-1, keepdim=True)).exponent.double() - 1)
+    squares = (deviations / scale).square().sum(dim=-1)
+    return scale.squeeze(-1) * (squares / (pairs.sum(dim=-1) - 1).clamp_min(1)).sqrt()

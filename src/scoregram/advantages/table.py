@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from scoregram.advantages.batch import batch_whitened, centered_batch_whitened, mixed_groups_standardized
-from scoregram.advantages.comparisons import require_reward_table
+from scoregram.advantages.comparisons import floating_rewards, require_reward_table
 from scoregram.advantages.group import (
     constant_baseline,
     energy_weighted,
@@ -345,9 +345,6 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
 ALWAYS = MappingProxyType({"group": (), "token": ("mask",), "turn": ("mask",)})
 """Inputs that a level requires besides the rewards."""
 
-OPTIONAL = MappingProxyType({"group": ("observed",), "token": (), "turn": ()})
-"""Inputs that a level takes if they are given."""
-
 
 def estimate(name: str, rewards: Tensor, **inputs: Tensor | None) -> Tensor:
     """Advantages by the estimator called `name`, which takes what it needs from `inputs` and ignores the rest.
@@ -364,15 +361,15 @@ def estimate(name: str, rewards: Tensor, **inputs: Tensor | None) -> Tensor:
     Args:
         name: A row of `ESTIMATORS`.
         rewards: `(P, R)` for a group-level row, `(P, R, T)` or `(P, R, H)` for tokens and turns.
-        inputs: Tensors by name. `observed`, `(P, R)` bool, is deprecated: `False` has the same meaning as a reward of
-            NaN.
+            Integers and booleans are converted to torch's default floating-point dtype.
+        inputs: Tensors by name.
 
     Returns:
-        Shape and dtype of `rewards`.
+        Shape and dtype of `rewards`, always finite. Arithmetic is float64 whatever the dtype.
 
     Raises:
         ScoregramError: If the name is unknown, an input it needs is missing, an input has a name that no estimator
-            takes, or a reward is infinite.
+            takes, a reward is infinite, or an advantage is too large for the dtype.
 
     Example:
         >>> estimate("rloo", torch.tensor([[1.0, 0.0, 0.0]]), lengths=torch.tensor([[3, 5, 4]]))
@@ -382,7 +379,7 @@ def estimate(name: str, rewards: Tensor, **inputs: Tensor | None) -> Tensor:
                 [ 0.,  0.,  0.]])
     """
     row = lookup(ESTIMATORS, name, kind="estimate")
-    known = {n for other in ESTIMATORS.values() for n in (*other.needs, *ALWAYS[other.level], *OPTIONAL[other.level])}
+    known = {n for other in ESTIMATORS.values() for n in (*other.needs, *ALWAYS[other.level])}
     given = {key: value for key, value in inputs.items() if value is not None}
     if unknown := sorted(inputs.keys() - known):
         remedy = "Set options by calling the row's fn."
@@ -393,19 +390,17 @@ def estimate(name: str, rewards: Tensor, **inputs: Tensor | None) -> Tensor:
     taken = {key: given[key] for key in required}
     if row.level != "group":
         return row.fn(rewards, **taken)
-    compared = _compared_rollouts(row, rewards, taken.get("outcomes"), given.get("observed"))
+    rewards = floating_rewards(rewards, caller=row.fn.__name__)
+    compared = _compared_rollouts(row, rewards, taken.get("outcomes"))
     if int(compared.sum()) < (2 if row.couples_prompts else 1):
         return torch.zeros_like(rewards)
     return row.fn(rewards, **taken, observed=None if bool(compared.all()) else compared)
 
 
-def _compared_rollouts(row: Estimator, rewards: Tensor, outcomes: Tensor | None, observed: Tensor | None) -> Tensor:
+def _compared_rollouts(row: Estimator, rewards: Tensor, outcomes: Tensor | None) -> Tensor:
     """`(P, R)` bool: rollouts that were judged, in a group with at least `min_group` of them."""
     caller = row.fn.__name__
     require_reward_table(rewards, caller=caller)
-    if observed is not None:  # deprecated: the same as NaN
-        require_same_shape(observed, rewards, name="observed", like_name="rewards", caller=caller)
-        rewards = torch.where(observed.bool(), rewards, torch.nan)
     judged = judged_rollouts(rewards, caller=caller)
     if outcomes is not None:
         require_same_shape(outcomes, rewards, name="outcomes", like_name="rewards", caller=caller)

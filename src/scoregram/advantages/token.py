@@ -14,6 +14,7 @@ from torch import Tensor
 
 from scoregram.advantages.comparisons import (
     discounted_sums,
+    finite_estimator,
     group_labels,
     masked_steps,
     require_spread_options,
@@ -40,6 +41,7 @@ def spread_over_tokens(advantages: Advantages, mask: TokenMask) -> TokenAdvantag
     return torch.where(mask, advantages.unsqueeze(-1), 0)
 
 
+@finite_estimator
 def generalized_advantage(
     token_rewards: TokenValues,
     *,
@@ -67,6 +69,7 @@ def generalized_advantage(
     return _generalized(token_rewards, mask, values, gamma, lam, name="values", caller="generalized_advantage")
 
 
+@finite_estimator
 def monte_carlo_critic(token_rewards: TokenValues, *, mask: TokenMask, values: TokenValues) -> TokenAdvantages:
     """Reward-to-go minus the critic's value of the prefix.
 
@@ -79,6 +82,7 @@ def monte_carlo_critic(token_rewards: TokenValues, *, mask: TokenMask, values: T
     return _generalized(token_rewards, mask, values, 1.0, 1.0, name="values", caller="monte_carlo_critic")
 
 
+@finite_estimator
 def prefix_value_differences(
     token_rewards: TokenValues, *, mask: TokenMask, prefix_values: TokenValues
 ) -> TokenAdvantages:
@@ -95,6 +99,7 @@ def prefix_value_differences(
     return _generalized(token_rewards, mask, prefix_values, 1.0, 0.0, name="prefix_values", caller=caller)
 
 
+@finite_estimator
 def segment_value_differences(
     token_rewards: TokenValues,
     *,
@@ -136,6 +141,7 @@ def segment_value_differences(
     return torch.where(mask, gained, 0.0).to(token_rewards.dtype)
 
 
+@finite_estimator
 def process_rewards_to_go(
     token_rewards: TokenValues,
     *,

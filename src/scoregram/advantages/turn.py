@@ -19,6 +19,7 @@ from torch import Tensor
 from scoregram.advantages.comparisons import (
     all_pairs,
     discounted_sums,
+    finite_estimator,
     group_labels,
     masked_steps,
     mean_differences,
@@ -32,6 +33,7 @@ from scoregram.checks import require_in_range, require_same_shape
 from scoregram.types import Rewards, TurnAdvantages, TurnMask, TurnRewards
 
 
+@finite_estimator
 def turn_mean_centered(turn_rewards: TurnRewards, *, mask: TurnMask) -> TurnAdvantages:
     """Reward-to-go minus its mean over the rollouts that reached the same turn, this one included.
 
@@ -45,6 +47,7 @@ def turn_mean_centered(turn_rewards: TurnRewards, *, mask: TurnMask) -> TurnAdva
     return mean_differences(to_go.mT, all_pairs(mask.mT)).mT.to(turn_rewards.dtype)
 
 
+@finite_estimator
 def turn_leave_one_out(turn_rewards: TurnRewards, *, mask: TurnMask) -> TurnAdvantages:
     """Reward-to-go minus its mean over the *other* rollouts that reached the same turn.
 
@@ -60,6 +63,7 @@ def turn_leave_one_out(turn_rewards: TurnRewards, *, mask: TurnMask) -> TurnAdva
     return torch.where(alone, to_go, mean_differences(to_go.mT, other_pairs(mask.mT)).mT).to(turn_rewards.dtype)
 
 
+@finite_estimator
 def turn_and_outcome_standardized(
     turn_rewards: TurnRewards,
     *,
@@ -99,6 +103,7 @@ def turn_and_outcome_standardized(
     return torch.where(mask, own + lam * end, 0.0).to(turn_rewards.dtype)
 
 
+@finite_estimator
 def episode_and_anchor_standardized(
     turn_rewards: TurnRewards,
     *,
@@ -144,6 +149,7 @@ def episode_and_anchor_standardized(
     return torch.where(mask, episode + weight * among_equals, 0.0).to(turn_rewards.dtype)
 
 
+@finite_estimator
 def same_state_standardized(
     turn_rewards: TurnRewards, *, mask: TurnMask, eps: float | int = 0.0, ddof: int = 1
 ) -> TurnAdvantages:
