@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scoregram.checks import ScoregramError
+from scoregram.runs import RunWriter, open_run
 from scoregram.runs.config import config_differences, config_text, plain_values
 
 text = st.text(st.characters(codec="utf-8"))
@@ -67,3 +68,39 @@ def test_differences(stored, asked, expected):
     found = config_differences(stored, asked, may_differ=["free"])
     assert len(found) == len(expected)
     assert all(phrase.startswith(start) for phrase, start in zip(found, expected, strict=True)), found
+
+
+def laughs(depth: int = 9) -> str:
+    """A config whose `depth` aliases stand for `10^depth` words."""
+    levels = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, depth)]
+    return "\n  ".join(["config:", f"a0: &a0 [{', '.join(['lol'] * 10)}]", *levels])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        laughs(),
+        "config: &a {a: *a}",
+        "config: {a: " + "[" * 600 + "]" * 600 + "}",
+        "config: {a: 2001-99-99}",
+        "config: {a: " + "9" * 5000 + "}",
+        "config: {}\nresumed: [3]",
+        "config: {}\nenvironment: 3",
+        "config: {}\nremarks: [3]",
+    ],
+)
+def test_a_hostile_config_is_one_sentence(content, tmp_path):
+    (tmp_path / "config.yaml").write_text(f"schema: 1\n{content}\n")
+    for read in (open_run, lambda folder: RunWriter.resume(folder, None, config={"a": 1})):
+        with pytest.raises(ScoregramError, match=r"open_run: .*config\.yaml must be "):
+            read(tmp_path)
+
+
+def test_remarks_are_stored_replaced_by_kind_and_survive_a_resumption(tmp_path):
+    with RunWriter.create(tmp_path, {"a": 1}) as writer:
+        assert open_run(tmp_path).remarks == {}
+        writer.write_remarks({"approximate": "half", "model": "doubtful"})
+        writer.write_remarks({"approximate": "all"})
+    RunWriter.resume(tmp_path, None, config={"a": 1}).close()
+    run = open_run(tmp_path)
+    assert run.remarks == {"approximate": "all", "model": "doubtful"} and run.config == {"a": 1}

@@ -135,7 +135,12 @@ def _key(key: Any, name: str) -> str:
     return key
 
 
-def config_text(config: Mapping[str, Any], environment: Mapping[str, Any], resumed: Collection[Any] = ()) -> bytes:
+def config_text(
+    config: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    resumed: Collection[Any] = (),
+    remarks: Mapping[str, str] | None = None,
+) -> bytes:
     """Content of `config.yaml`."""
     stored = {
         "schema": FORMAT_VERSION,
@@ -144,6 +149,8 @@ def config_text(config: Mapping[str, Any], environment: Mapping[str, Any], resum
     }
     if resumed:
         stored["resumed"] = plain_values(list(resumed), "resumed")
+    if remarks:
+        stored["remarks"] = plain_values(remarks, "remarks")
     return yaml.dump(stored, Dumper=_Dumper, sort_keys=False, allow_unicode=True).encode()
 
 
@@ -172,18 +179,41 @@ def require_run(folder: Path | str) -> Path:
     return root
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML without aliases, which scoregram never writes: nested ones would expand to any size."""
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias, which scoregram never writes")
+        return super().compose_node(parent, index)
+
+
 def read_config(root: Path) -> dict[str, Any]:
-    """Content of a run's `config.yaml`, whose version this scoregram must know."""
+    """Content of a run's `config.yaml`, whose version this scoregram must know; absent sections are empty."""
     path = root / CONFIG_FILE
     try:
-        stored = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        stored = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: UTF-8, dates, numbers of many digits
         reason = str(error).splitlines()[0]
         return fail("open_run", f"{path} must be YAML", reason, "Restore it from a copy.")
     if not isinstance(stored, dict) or not isinstance(stored.get("config"), dict):
         return fail("open_run", f"{path} must be written by scoregram", "something else", "Choose a run folder.")
     require_known_version(stored.get("schema"), path)
-    return stored
+    sections = {"environment": {}, "resumed": [], "remarks": {}} | stored
+    resumed, remarks = sections["resumed"], sections["remarks"]
+    is_valid = {
+        "environment": isinstance(sections["environment"], dict),
+        "resumed": isinstance(resumed, list)
+        and all(isinstance(e, dict) and {"step", "environment"} <= e.keys() for e in resumed),
+        "remarks": isinstance(remarks, dict)
+        and all(isinstance(text, str) for pair in remarks.items() for text in pair),
+    }
+    wrong = [name for name, valid in is_valid.items() if not valid]
+    if wrong:
+        fail(
+            "open_run", f"{path} must be written by scoregram", f"another kind of {wrong[0]}", "Restore it from a copy."
+        )
+    return sections
 
 
 def config_differences(

@@ -5,7 +5,7 @@ Everything complete can be read; `Run.notes` names what is incomplete.
 
 import hashlib
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,8 @@ class Run:
     """`step` and `environment` of each time it was resumed on another machine or with other versions."""
     notes: tuple[str, ...]
     """What was incomplete in the folder when it was opened: traces of an interrupted write."""
+    remarks: Mapping[str, str] = field(default_factory=dict)
+    """Kind → a sentence that a reader must know before trusting the numbers, such as `approximate`; usually empty."""
 
     def metrics(self) -> list[dict[str, Scalar]]:
         """One mapping per step with `step` among its keys; an undefined value is `nan`."""
@@ -122,9 +124,10 @@ def open_run(folder: Path | str) -> Run:
     return Run(
         folder=root,
         config=stored["config"],
-        environment=stored.get("environment") or {},
-        resumed=tuple(stored.get("resumed") or ()),
+        environment=stored["environment"],
+        resumed=tuple(stored["resumed"]),
         notes=tuple(_notes(root)),
+        remarks=stored["remarks"],
     )
 
 

@@ -170,6 +170,19 @@ class RunWriter:
         if rollouts:
             self._write_part(disk.ROLLOUTS, step, rollouts_to_table(rollouts))
 
+    def write_remarks(self, remarks: Mapping[str, str]) -> None:
+        """Store what a reader must know before trusting the numbers, in `config.yaml`; the report shows it.
+
+        Args:
+            remarks: Kind → sentence. A sentence replaces the earlier one of its kind; other kinds stay.
+        """
+        stored = read_config(self.folder)
+        merged = stored["remarks"] | dict(remarks)
+        if merged != stored["remarks"]:
+            text = config_text(stored["config"], stored["environment"], stored["resumed"], merged)
+            with disk.disk_errors(self.folder / disk.CONFIG_FILE, caller="write_remarks"):
+                disk.write_atomically(self.folder / disk.CONFIG_FILE, text)
+
     @contextmanager
     def checkpoint(self, step: int) -> Iterator[Path]:
         """A temporary folder to write into; it becomes `checkpoints/step-N` when the block ends without an exception.
@@ -305,11 +318,11 @@ def _rewrite_config(
     """Store the new config, and the environment of the steps to come where it differs from the previous one."""
     stored = read_config(root)
     last = disk.LARGEST_STEP if step is None else step
-    resumed = [entry for entry in stored.get("resumed", []) if entry["step"] < last]
+    resumed = [entry for entry in stored["resumed"] if entry["step"] < last]
     before = resumed[-1]["environment"] if resumed else stored["environment"]
     if environment != before:
         resumed.append({"step": _last_step(root) if step is None else step, "environment": environment})
-    text = config_text(config or stored["config"], stored["environment"], resumed)
+    text = config_text(config or stored["config"], stored["environment"], resumed, stored["remarks"])
     if text != (root / disk.CONFIG_FILE).read_bytes():
         disk.write_atomically(root / disk.CONFIG_FILE, text)
 
