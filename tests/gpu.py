@@ -84,13 +84,13 @@ def main() -> int:
     checked = all(find_spec(name) for name in ("jaxtyping", "beartype"))
     if find_spec("jaxtyping") is None:
         leave_shapes_unchecked()
-    from scoregram.runs import environment
-
     recorder, began = OutcomeRecorder(), time.perf_counter()
     # The options of pyproject.toml name plugins that may be missing here.
     shapes = [SHAPES] if checked else []
     flags = ["-o", "addopts=", "--strict-markers", "-ra", "-q", "-m", "gpu", *shapes]
     status = pytest.main([*flags, *options.arguments, *files_with_gpu_tests()], plugins=[recorder])
+    from scoregram.runs import environment  # after pytest has rewritten the assertions of its plugins
+
     settings = {
         "date": dt.datetime.now(dt.UTC).date().isoformat(),
         "driver": device_driver(),

@@ -1,6 +1,7 @@
 """The kernels against their plain twins, and the engine in half precision on a GPU against float32 on the CPU."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -71,8 +72,10 @@ def test_half_precision_stays_at_its_noise_floor(name, checkpointing, monkeypatc
         low.gradient_checkpointing_enable({"use_reentrant": checkpointing})
         low.train()
     on_gpu = [tensor.cuda() for tensor in batch.arguments]
-    gram = backward_with_gram(low, *on_gpu, weights=weights.cuda())
-    measure_gram(low, *on_gpu, verify=True)
+    has_dropout = name == "gpt2" and low.training  # the passes run without it, and say so
+    with pytest.warns(UserWarning, match="dropout was switched off") if has_dropout else nullcontext():
+        gram = backward_with_gram(low, *on_gpu, weights=weights.cuda())
+        measure_gram(low, *on_gpu, verify=True)
     assert float((gram.matrix - expected.matrix).norm() / expected.matrix.norm()) < 3e-2
     for (parameter_name, parameter), reference in zip(low.named_parameters(), exact.parameters(), strict=True):
         assert parameter.grad is not None and reference.grad is not None
