@@ -8,7 +8,9 @@ from torch import Tensor
 
 from scoregram.advantages import ESTIMATORS, estimate
 from scoregram.checks import fail, listed, lookup
+from scoregram.gram import Gram
 from scoregram.objectives import KL_TERMS, OBJECTIVES, kl_penalty, token_coefficients
+from scoregram.reading import Step
 from scoregram.rollouts import Rollouts
 from scoregram.training.config import Method
 from scoregram.types import Advantages, LogProbs, Mask, PerPrompt, TokenWeights
@@ -38,15 +40,41 @@ def require_method(method: Method, *, group_size: int, kl: str) -> None:
     lookup(KL_TERMS, kl, kind="train --kl")
 
 
+def credited_step(
+    method: Method,
+    number: int,
+    rollouts: Rollouts,
+    *,
+    length: int,
+    gram: Gram | None = None,
+    greedy: PerPrompt | None = None,
+) -> Step:
+    """A step before its backward pass: the rollouts with the advantages and weights of a method.
+
+    Args:
+        method: Its estimator gives the advantages, its loss the weights.
+        number: Number of the step.
+        rollouts: Its rollouts.
+        length: Longest completion, in tokens: the constant by which Dr.GRPO divides.
+        gram: Gram of all rollouts if it is known already, as estimators that need score norms require.
+        greedy: `(P,)` rewards of greedy rollouts, for the estimator that needs them.
+    """
+    advantages = advantages_of(method.estimator, rollouts, gram=gram, greedy=greedy)
+    weights = score_weights(method.objective, advantages, rollouts.completion_mask, length=length)
+    return Step(
+        number=number, rollouts=rollouts, advantages=advantages.flatten().double(), weights=weights.cpu(), gram=gram
+    )
+
+
 def advantages_of(
-    estimator: str, rollouts: Rollouts, *, energies: Tensor | None = None, greedy: PerPrompt | None = None
+    estimator: str, rollouts: Rollouts, *, gram: Gram | None = None, greedy: PerPrompt | None = None
 ) -> Advantages:
     """`(P, R)` advantages in float64; 0 for a rollout without a reward.
 
     Args:
         estimator: A group-level row of `ESTIMATORS`.
         rollouts: The rollouts of a step.
-        energies: `(P, R)` squared score norms, for the estimators that need them.
+        gram: Gram of all rollouts; its diagonal is for the estimators that need squared score norms.
         greedy: `(P,)` rewards of greedy rollouts, for the estimator that needs them.
 
     Raises:
@@ -56,7 +84,7 @@ def advantages_of(
     inputs: dict[str, Tensor | None] = {
         "lengths": rollouts.lengths.cpu().view_as(rewards),
         "outcomes": rewards,
-        "score_energies": energies,
+        "score_energies": None if gram is None else rollouts.by_group(gram.matrix.diagonal()),
         "greedy_rewards": greedy,
     }
     advantages = estimate(estimator, rewards, **inputs)
@@ -77,15 +105,15 @@ def score_weights(objective: str, advantages: Advantages, mask: Mask, *, length:
 
 
 def loss_value(
-    objective: str, log_probs: LogProbs, old_log_probs: LogProbs, advantages: Advantages, mask: Mask, *, length: int
+    method: Method, step: Step, log_probs: LogProbs, old_log_probs: LogProbs | None = None, *, length: int
 ) -> Tensor:
-    """The loss of all rollouts, a scalar."""
-    row = OBJECTIVES[objective]
+    """The loss of all rollouts of a step, a scalar; on-policy, hence `old_log_probs = log_probs`, if they are None."""
+    row = OBJECTIVES[method.objective]
     inputs: Mapping[str, Any] = {
         "log_probs": log_probs,
-        "old_log_probs": old_log_probs,
-        "advantages": advantages.flatten().to(log_probs),
-        "mask": mask,
+        "old_log_probs": log_probs if old_log_probs is None else old_log_probs,
+        "advantages": step.advantages.to(log_probs),
+        "mask": step.rollouts.completion_mask,
         "length": length,
     }
     return row.fn(**{name: inputs[name] for name in row.needs})

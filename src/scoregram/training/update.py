@@ -17,8 +17,8 @@ from scoregram.policy import group_log_probs, token_log_probs
 from scoregram.reading import Step, gram_of_passes
 from scoregram.rollouts import Rollouts
 from scoregram.training.config import Method, TrainConfig
-from scoregram.training.credit import advantages_of, loss_coefficients, loss_value, score_weights
-from scoregram.types import Advantages, LogProbs, PerPrompt
+from scoregram.training.credit import advantages_of, credited_step, loss_coefficients, loss_value, score_weights
+from scoregram.types import LogProbs, PerPrompt
 
 VECTOR_BYTES = 1 << 30
 """Most memory for the weighted gradients of an optimal baseline that comes out of the same backward pass."""
@@ -54,50 +54,51 @@ class Updater:
             greedy: `(P,)` greedy rewards, for the estimator that needs them.
             reference: `(N, T)` log-probabilities of the reference, None without a KL term.
         """
-        if "score_energies" in ESTIMATORS[self.method.estimator].needs:
-            return self._with_energies(number, rollouts, reference)
-        advantages = advantages_of(self.method.estimator, rollouts, greedy=greedy)
-        return self._known_advantages(number, rollouts, advantages, measure=measure, reference=reference)
+        gram = None
+        if "score_energies" in ESTIMATORS[self.method.estimator].needs:  # the advantages need the Gram
+            if reference is None and self._fits_one_pass(rollouts):
+                return self._one_baseline_a_group(number, rollouts)
+            gram, measure = self._measure(rollouts), False
+        step = credited_step(self.method, number, rollouts, length=self.length, gram=gram, greedy=greedy)
+        return self._backward(step, measure=measure, reference=reference)
 
     def again(self, step: Step, *, reference: Tensor | None) -> float:
         """Loss of a further update on the same rollouts; its gradient is added to `.grad`."""
-        advantages = step.rollouts.by_group(step.advantages)
-        return self._backward_of_loss(step.rollouts, advantages, step.log_probs, reference)[0]
+        return self._backward_of_loss(step, step.log_probs, reference)[0]
 
-    def _known_advantages(
-        self, number: int, rollouts: Rollouts, advantages: Advantages, *, measure: bool, reference: Tensor | None
-    ) -> tuple[Step, float]:
-        weights = self._weights(rollouts, advantages)
+    def _backward(self, step: Step, *, measure: bool, reference: Tensor | None) -> tuple[Step, float]:
+        """A step with known weights, after its backward pass, and its loss."""
         if reference is not None:
-            gram = self._measure(rollouts) if measure else None
-            loss, log_probs = self._backward_of_loss(rollouts, advantages, None, reference)
-            return self._step(number, rollouts, advantages, weights, gram, log_probs), loss
-        gram = None
+            gram = self._measure(step.rollouts) if measure else step.gram
+            loss, log_probs = self._backward_of_loss(step, None, reference)
+            return replace(step, gram=gram, log_probs=log_probs), loss
         if measure:
-            grams = []
-            for here in self.passes(rollouts):
-                with self.computing():
-                    grams.append(
-                        backward_with_gram(
-                            self.model, *gram_inputs(rollouts, here), weights=-weights[here], **self.gram_options
-                        )
-                    )
-            gram = gram_of_passes(grams)
+            gram = self._backward_with_gram(step)
             log_probs = gram.log_probs
         else:
-            log_probs = self._backward_of_nonzero_weights(rollouts, weights)
-        loss = self._loss(log_probs, advantages, rollouts)
-        return self._step(number, rollouts, advantages, weights, gram, log_probs), loss
+            gram, log_probs = step.gram, self._backward_of_nonzero_weights(step)
+        loss = float(loss_value(self.method, step, log_probs, length=self.length))
+        return replace(step, gram=gram, log_probs=log_probs), loss
 
-    def _backward_of_nonzero_weights(self, rollouts: Rollouts, weights: Tensor) -> Tensor:
+    def _backward_with_gram(self, step: Step) -> Gram:
+        weights, grams = step.weights.to(step.rollouts.input_ids.device), []
+        for here in self.passes(step.rollouts):
+            given = gram_inputs(step.rollouts, here)
+            with self.computing():
+                grams.append(backward_with_gram(self.model, *given, weights=-weights[here], **self.gram_options))
+        return gram_of_passes(grams)
+
+    def _backward_of_nonzero_weights(self, step: Step) -> Tensor:
         """Log-probabilities `(N, T)`, after a backward pass over the rollouts whose weight is not zero.
 
         The others, such as those of a dead group, add nothing to the gradient: they skip the model and keep the
         log-probabilities of the sampler.
         """
+        rollouts = step.rollouts
         assert rollouts.log_probs is not None
         wide = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
         log_probs = rollouts.log_probs.to(wide, copy=True)
+        weights = step.weights.to(log_probs.device)
         places = (weights != 0).nonzero().squeeze(1)
         if len(places) == 0:
             # zero instead of None, so that the optimiser still applies its momentum
@@ -116,17 +117,12 @@ class Updater:
             log_probs[places[here], : current.shape[1]] = current.detach()
         return log_probs
 
-    def _with_energies(self, number: int, rollouts: Rollouts, reference: Tensor | None) -> tuple[Step, float]:
-        """Step and loss for baselines that need the Gram; one backward pass if the baseline is one number per group."""
+    def _fits_one_pass(self, rollouts: Rollouts) -> bool:
+        """Whether the gradient of a baseline that needs the Gram can come out of the same backward pass."""
         vectors = 1 + len(rollouts.group_sizes)
         size = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         is_single = len(list(self.passes(rollouts))) == 1 and not bool(rollouts.rewards.isnan().any())
-        if reference is None and self.method.estimator == "optimal" and is_single and vectors * size <= VECTOR_BYTES:
-            return self._one_baseline_a_group(number, rollouts)
-        gram = self._measure(rollouts)
-        advantages = self._advantages_from(gram.matrix, rollouts)
-        step, loss = self._known_advantages(number, rollouts, advantages, measure=False, reference=reference)
-        return replace(step, gram=gram), loss
+        return self.method.estimator == "optimal" and is_single and vectors * size <= VECTOR_BYTES
 
     def _one_baseline_a_group(self, number: int, rollouts: Rollouts) -> tuple[Step, float]:
         """Step and loss for one baseline per group, from one backward pass.
@@ -135,51 +131,25 @@ class Updater:
         gradients, one weighted with the rewards and one for each group weighted with ones. `factors` combines them once
         the Gram has given the baselines.
         """
-        rewards = rollouts.reward_grid
+        rewards, mask = rollouts.reward_grid, rollouts.completion_mask
         ones = torch.eye(len(rewards), dtype=rewards.dtype).unsqueeze(-1).expand(-1, -1, rewards.shape[1])
-        vectors = torch.stack([self._weights(rollouts, each) for each in (rewards, *ones)])  # (1 + P, N)
+        weights = [score_weights(self.method.objective, each, mask, length=self.length) for each in (rewards, *ones)]
 
         def factors(gram: Gram) -> Tensor:
-            baselines = (rewards - self._advantages_from(gram.matrix, rollouts))[:, 0]
+            baselines = (rewards - advantages_of(self.method.estimator, rollouts, gram=gram))[:, 0]
             return torch.cat([torch.ones(1, dtype=torch.float64), -baselines])
 
         with self.computing():
             gram = backward_with_gram(
                 self.model,
-                *gram_inputs(rollouts, slice(0, rollouts.count)),
-                weights=-vectors,
+                *gram_inputs(rollouts),
+                weights=-torch.stack(weights),  # (1 + P, N)
                 combine=factors,
                 **self.gram_options,
             )
-        advantages = self._advantages_from(gram.matrix, rollouts)
-        loss = self._loss(gram.log_probs, advantages, rollouts)
-        weights = self._weights(rollouts, advantages)
-        return self._step(number, rollouts, advantages, weights, gram, gram.log_probs), loss
-
-    def _advantages_from(self, matrix: Tensor, rollouts: Rollouts) -> Advantages:
-        energies = rollouts.by_group(matrix.diagonal())
-        return advantages_of(self.method.estimator, rollouts, energies=energies)
-
-    def _weights(self, rollouts: Rollouts, advantages: Advantages) -> Tensor:
-        return score_weights(self.method.objective, advantages, rollouts.completion_mask, length=self.length)
-
-    def _step(
-        self,
-        number: int,
-        rollouts: Rollouts,
-        advantages: Advantages,
-        weights: Tensor,
-        gram: Gram | None,
-        log_probs: Tensor,
-    ) -> Step:
-        return Step(
-            number=number,
-            rollouts=rollouts,
-            advantages=advantages.flatten().double(),
-            weights=weights.cpu(),
-            gram=gram,
-            log_probs=log_probs,
-        )
+        step = credited_step(self.method, number, rollouts, length=self.length, gram=gram)
+        loss = float(loss_value(self.method, step, gram.log_probs, length=self.length))
+        return replace(step, log_probs=gram.log_probs), loss
 
     def _measure(self, rollouts: Rollouts) -> Gram:
         grams = []
@@ -193,20 +163,14 @@ class Updater:
         """Arguments that every measurement of the run shares."""
         return {"temperature": self.temperature, "group_size": self.group_size}
 
-    def _loss(self, log_probs: Tensor, advantages: Advantages, rollouts: Rollouts) -> float:
-        """Value of the loss on-policy, where old and new log-probabilities are the same."""
-        mask = rollouts.completion_mask
-        return float(loss_value(self.method.objective, log_probs, log_probs, advantages, mask, length=self.length))
-
-    def _backward_of_loss(
-        self, rollouts: Rollouts, advantages: Advantages, old: Tensor | None, reference: Tensor | None
-    ) -> tuple[float, Tensor]:
+    def _backward_of_loss(self, step: Step, old: Tensor | None, reference: Tensor | None) -> tuple[float, Tensor]:
         """Loss and log-probabilities `(N, T)`; without `old` the policy is the one that the rollouts came from.
 
         The loss is computed over all rollouts at once, even if they go through the model in several passes: its
         coefficients come first, and the passes add up `Σ_it c_it ∇log π_it`.
         """
-        passes, mask = list(self.passes(rollouts)), rollouts.completion_mask
+        rollouts = step.rollouts
+        passes = list(self.passes(rollouts))
         kept = None
         if len(passes) == 1:
             kept = self.log_probs(rollouts, passes[0])
@@ -217,8 +181,9 @@ class Updater:
         before = log_probs if old is None else old
 
         def loss(leaf: Tensor) -> Tensor:
-            return loss_value(self.method.objective, leaf, before, advantages, mask, length=self.length)
+            return loss_value(self.method, step, leaf, before, length=self.length)
 
+        mask = rollouts.completion_mask
         value, coefficients = loss_coefficients(log_probs, mask, loss, beta=self.beta, kl=self.kl, reference=reference)
         for here in passes:
             current = self.log_probs(rollouts, here) if kept is None else kept
