@@ -424,7 +424,7 @@ def test_every_dtype_of_rewards_gives_the_advantages_of_its_numbers(name):
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
 def test_rewards_that_no_float_holds_are_refused(name):
     given, rewards = inputs_of_estimators(case([[1.0, 0.0, 0.0]])), torch.tensor([[1.0, 0.0, 0.0]])
-    for refused in (torch.tensor([[2**24 + 1, 0, 1]]), rewards.cfloat(), rewards.to(torch.float8_e4m3fn)):
+    for refused in (torch.tensor([[2**24 + 1, 0, 1]]), rewards.to(torch.complex64), rewards.to(torch.float8_e4m3fn)):
         steps = refused if ESTIMATORS[name].level == "group" else refused[..., None].expand(1, 3, TOKENS)
         with pytest.raises(ScoregramError, match=r"must be (integers or one of|at most 16777216)"):
             estimate(name, steps, **given)

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from scipy.stats import binomtest
 
+from scoregram import cli
 from scoregram.checks import NotFiniteError, ScoregramError
 from scoregram.runs import open_run
 from scoregram.tasks import load_task
@@ -208,6 +210,7 @@ def test_an_infinite_reward_is_refused_and_a_broken_gradient_can_be_passed_over(
         ({"steps": 0}, "at least 1"),
         ({"learning_rate": float("nan")}, "finite"),
         ({"resume": True, "overwrite": True}, "not both"),
+        ({"sampler": "vllm", "lora_rank": 2}, "without adapters"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_once(changes, says, policy, tmp_path):
@@ -236,6 +239,12 @@ def test_what_cannot_work_is_said_before_work_is_lost(changes, says, policy, tmp
     assert not (tmp_path / "run" / "config.yaml").exists(), "no run is begun that cannot go on"
 
 
+def test_a_missing_sampler_is_said_before_the_policy_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ScoregramError, match=r"needs vllm, got .* pip install vllm"):
+        train(config_for(tmp_path / "no policy", tmp_path / "run", sampler="vllm"))
+
+
 def test_a_run_is_not_written_over_unasked(policy, tmp_path):
     config = config_for(policy, tmp_path / "run", steps=1, eval_every=0)
     train(config)
@@ -249,6 +258,34 @@ def test_another_config_cannot_resume_a_run(policy, tmp_path):
     train(config_for(policy, tmp_path / "run", steps=1))
     with pytest.raises(ScoregramError, match="learning_rate"):
         train(config_for(policy, tmp_path / "run", steps=2, learning_rate=0.5, resume=True))
+
+
+def test_a_run_is_resumed_from_the_command_line_by_its_folder_alone(policy, tmp_path, monkeypatch, capsys):
+    """The documented commands: every other setting is the run's own, and one that differs is refused."""
+    monkeypatch.chdir(tmp_path)
+    train(config_for(policy, Path("runs/rloo"), method="rloo", steps=2, lora_targets=("q_proj",)))
+    page = (Path(__file__).parent.parent / "docs" / "training.md").read_text()
+    documented = [line.split("#")[0].split()[1:] for line in page.splitlines() if "train --resume" in line[:25]]
+    assert len(documented) == 2
+    for words, steps in zip(documented, (2, 400), strict=True):
+        command = cli.parsed_command(words)
+        expected = config_for(policy, Path("runs/rloo"), method="rloo", steps=steps, lora_targets=("q_proj",))
+        assert isinstance(command, TrainConfig) and command.record() == {**expected.record(), "resume": True}
+    assert cli.main([*documented[0], "--steps", "3"]) == 0
+    assert capsys.readouterr().out.endswith("step 3 of 3\n")
+    assert cli.main([*documented[0], "--steps", "3"]) == 0  # nothing is left to do
+    for words, says in (
+        ("--group-size 2", "group_size: 4 in the run, 2 requested. Leave these settings out"),
+        ("--steps 1", "steps must be at least 3, which are done"),
+        ("--out runs/none", "must be a run folder"),
+    ):
+        assert cli.main([*documented[0], *words.split()]) == 2
+        assert says in capsys.readouterr().err
+    other = yaml.safe_load(Path("runs/rloo/config.yaml").read_text())
+    for changes, says in (({"colour": "red"}, "got colour"), ({"steps": "many"}, "must have their types")):
+        Path("runs/rloo/config.yaml").write_text(yaml.dump(other | {"config": other["config"] | changes}))
+        with pytest.raises(ScoregramError, match=says):
+            TrainConfig.of_run("runs/rloo")
 
 
 def test_problems_are_drawn_in_whole_epochs_whatever_the_split():

@@ -199,13 +199,28 @@ Command = (
 )
 
 
+@dataclass(frozen=True)
+class ResumedRun:
+    """The options of `train` that say where the settings of a resumed run are."""
+
+    out: Path = TrainConfig.out
+    resume: bool = False
+
+
+def parsed_command(arguments: list[str]) -> Command:
+    """The command with its options; those of `train --resume` that are not given come from the run itself."""
+    if arguments[:1] == ["train"] and not {"-h", "--help"} & set(arguments):
+        run, _ = tyro.cli(ResumedRun, args=arguments[1:], return_unknown_args=True)
+        if run.resume:
+            own: Train = Train.of_run(run.out)  # type: ignore[assignment]
+            return tyro.cli(Train, prog="scoregram train", args=arguments[1:], default=own)
+    return tyro.cli(Command, prog="scoregram", description="What your policy-gradient step is made of.", args=arguments)  # type: ignore[arg-type]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line, run the command, return the exit status."""
-    command = tyro.cli(
-        Command, prog="scoregram", description="What your policy-gradient step is made of.", args=arguments
-    )  # type: ignore[arg-type]
     try:
-        return command.run()
+        return parsed_command(sys.argv[1:] if arguments is None else arguments).run()
     except ScoregramError as error:
         print(f"scoregram: {error}", file=sys.stderr)
         return 2

@@ -20,3 +20,4 @@ from .supervised import Demonstration as Demonstration
 from .supervised import padded_demonstrations as padded_demonstrations
 from .supervised import supervised_losses as supervised_losses
 from .tiny import character_tokenizer as character_tokenizer
+from .vllm import installed_vllm as installed_vllm

@@ -35,7 +35,7 @@ def vllm_engine(
         context: Longest text in tokens; the model's own limit by default.
         settings: Further arguments of `vllm.LLM`.
     """
-    vllm = _installed()
+    vllm = installed_vllm()
     # log-probabilities of the distribution that is drawn from, after temperature, top-k and top-p
     settings = {"logprobs_mode": "processed_logprobs", **settings}
     return vllm.LLM(folder, dtype=dtype, gpu_memory_utilization=memory, max_model_len=context, **settings)
@@ -87,7 +87,7 @@ def sample_with_vllm(
     Raises:
         ScoregramError: If vLLM is missing, or for a model with adapters, whose weights the engine cannot load.
     """
-    vllm = _installed()
+    vllm = installed_vllm()
     _require_plain_weights(model)
     weights = [(name, weight.detach()) for name, weight in model.state_dict().items()]
     engine.apply_model(lambda inner: inner.load_weights(weights))
@@ -142,7 +142,7 @@ def _require_plain_weights(model: Any) -> None:
         fail("sample", "sampler vllm needs a model without adapters", type(model).__name__, remedy)
 
 
-def _installed() -> Any:
+def installed_vllm() -> Any:
     """The package, or an error with the command that installs it."""
     try:
         import vllm  # pyright: ignore[reportMissingImports]

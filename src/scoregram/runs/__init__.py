@@ -34,3 +34,4 @@ from scoregram.runs.records import GroupRecord as GroupRecord
 from scoregram.runs.records import LayerPrecision as LayerPrecision
 from scoregram.runs.records import RolloutRecord as RolloutRecord
 from scoregram.runs.writer import RunWriter as RunWriter
+from scoregram.runs.writer import require_same_config as require_same_config

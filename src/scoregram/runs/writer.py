@@ -116,7 +116,7 @@ class RunWriter:
         with disk.disk_errors(root, caller="RunWriter.resume"):
             lock = disk.FolderLock(root, caller="RunWriter.resume")
             try:
-                _require_config(root, config, may_differ)
+                require_same_config(root, config, may_differ)
                 _cut(root, step)
                 _prune(root, keep_checkpoints)  # the kill may have come after a checkpoint and before its pruning
                 _rewrite_config(root, step, config, current_environment)
@@ -263,13 +263,15 @@ def _clear(root: Path, *, overwrite: bool) -> None:
             disk.remove(path)
 
 
-def _require_config(root: Path, config: Mapping[str, Any] | None, may_differ: Sequence[str]) -> None:
+def require_same_config(folder: Path | str, config: Mapping[str, Any] | None, may_differ: Sequence[str] = ()) -> None:
+    """Raise if `config` differs from the config of the run in `folder`, except under the keys in `may_differ`."""
+    root = require_run(folder)
     stored = read_config(root)["config"]
     differing = [] if config is None else config_differences(stored, config, may_differ)
     if differing:
         got = "; ".join(differing[:3]) + (f"; and {len(differing) - 3} more" if len(differing) > 3 else "")
-        remedy = "Use the settings of the run, or choose another folder."
-        fail("RunWriter.resume", f"{root} must have the same config", got, remedy)
+        remedy = "Leave these settings out to use those of the run, or choose another folder."
+        fail("resume", f"{root} must have the same config", got, remedy)
 
 
 def _require_keep(keep: int | None) -> None:

@@ -1,7 +1,7 @@
 """Everything that decides a training run: the table of methods and one frozen config, without heavy imports."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -81,7 +81,8 @@ class TrainConfig:
     out: Path = Path("runs/train")
     """Run folder to write."""
     resume: bool = False
-    """Continue the run in `out` from its last checkpoint."""
+    """Continue the run in `out` from its last checkpoint, with its settings. Only steps (at a constant learning rate),
+    report_to, checkpoint_every and keep_checkpoints may be given anew."""
     overwrite: bool = False
     """Replace an older run in `out`."""
 
@@ -235,10 +236,36 @@ class TrainConfig:
             if not 0 < temperature < float("inf"):
                 remedy = "Leave it out to probe at the policy's temperature."
                 refuse("train --probe-temperatures", "must be positive and finite", temperature, remedy)
+        if self.sampler == "vllm" and self.lora_rank:
+            remedy = "Choose another sampler, or --lora-rank 0."
+            refuse("train --sampler", "vllm needs a model without adapters", f"lora_rank {self.lora_rank}", remedy)
         if self.method not in METHODS:
             refuse("train --method", f"must be one of {', '.join(METHODS)}", repr(self.method), "Check the spelling.")
         if self.resume and self.overwrite:
             refuse("train", "resume or overwrite must be chosen, not both", "both", "Leave one of them out.")
+
+    @classmethod
+    def of_run(cls, out: Path | str) -> "TrainConfig":
+        """The config that continues the run in `out`: its own settings, and `resume`.
+
+        Raises:
+            ScoregramError: If `out` holds no run of `scoregram train`, or a setting that this version does not know.
+        """
+        from scoregram.runs import open_run
+
+        stored, known = open_run(out).config, {field.name for field in fields(cls)}
+        if "method" not in stored or stored.keys() - known:
+            got = ", ".join(sorted(stored.keys() - known)) or "no method"
+            remedy = "Resume it with the program, or the version, that wrote it."
+            refuse("train --resume", f"{out} must hold settings of train only", got, remedy)
+        plain: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()
+        }
+        try:
+            return cls(**plain | {"out": Path(out), "resume": True, "overwrite": False})
+        except TypeError as error:
+            refuse("train --resume", f"the settings of {out} must have their types", error, "Restore config.yaml.")
+            raise
 
     @property
     def chosen(self) -> Method:

@@ -20,10 +20,10 @@ from rich.console import Console
 from scoregram.advantages import ESTIMATORS
 from scoregram.checks import NotFiniteError, fail
 from scoregram.machine import threads
-from scoregram.policy import Policy, load_policy, recompute_layers
+from scoregram.policy import Policy, installed_vllm, load_policy, recompute_layers
 from scoregram.reading import Step, batch_records, group_records, outcomes_of, read_step, rollout_records
 from scoregram.rollouts import Rollouts, concatenated_rollouts
-from scoregram.runs import RunWriter, open_run, require_space
+from scoregram.runs import RunWriter, open_run, require_same_config, require_space
 from scoregram.tasks import Problem, Task, load_task
 from scoregram.training.checkpoint import Position, load_checkpoint, save_checkpoint, write_failure
 from scoregram.training.collect import collect, drawn_problems, greedy_rewards, refuse_long_prompts, seeded_generator
@@ -53,6 +53,10 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
             not finite and the config says to stop.
     """
     require_method(config.chosen, group_size=config.group_size, kl=config.kl)
+    if config.sampler == "vllm":
+        installed_vllm()  # raises without it, before the policy is loaded
+    if config.resume:
+        require_same_config(config.out, config.record(), config.may_differ())
     with threads(config.threads):
         return _train(config, console)
 
