@@ -1,0 +1,79 @@
+"""`results/over-training`: the files are intact and hold no text, and every number of the page follows from them."""
+
+import hashlib
+import importlib.util
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from scoregram.spectra import orthogonal_null, spectrum_summary
+
+FOLDER = Path(__file__).parent.parent / "results" / "over-training"
+RUNS = sorted(path.parent for path in FOLDER.glob("*/config.yaml"))
+
+
+@cache
+def summarise() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("over_training_summarise", FOLDER / "summarise.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_files_have_the_sums_that_stand_beside_them():
+    sums = dict(reversed(line.split("  ")) for line in (FOLDER / "SHA256SUMS").read_text().splitlines())
+    assert sums.keys() == {str(path.relative_to(FOLDER)) for run in RUNS for path in run.iterdir()}
+    assert sums == {name: hashlib.sha256((FOLDER / name).read_bytes()).hexdigest() for name in sums}
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda path: path.name)
+def test_a_run_holds_every_measured_group_and_no_text(run):
+    table = pq.read_table(run / "groups.parquet")
+    assert table.column_names == ["step", "kind", "prompt_id", "rewards", "lengths", "gram"]
+    groups = summarise().training_groups(run.name)
+    steps, counts = np.unique(groups.step, return_counts=True)
+    assert steps.tolist() == list(range(10, 1001, 10)) and set(counts) == {16}
+    metrics = {row["step"]: row for row in summarise().step_metrics(run.name)}
+    assert len(metrics) == 1000
+    for step in steps:
+        rewards = groups.rewards[groups.step == step]
+        live = (rewards.max(1) > rewards.min(1)).sum()
+        assert (live, rewards.mean()) == (metrics[step]["live_groups"], pytest.approx(metrics[step]["reward"]))
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda path: path.name)
+def test_grams_are_symmetric_and_positive(run):
+    grams = summarise().training_groups(run.name).gram
+    assert (grams == grams.transpose(0, 2, 1)).all()
+    lowest, trace = np.linalg.eigvalsh(grams)[:, 0], np.trace(grams, axis1=1, axis2=2)
+    assert (lowest > -1e-5 * trace).all()
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda path: path.name)
+def test_rank_and_null_are_those_of_the_library(run):
+    groups = summarise().training_groups(run.name)
+    live = np.flatnonzero(groups.rewards.max(1) > groups.rewards.min(1))[::20]
+    for rewards, gram in zip(groups.rewards[live], groups.gram[live], strict=True):
+        given = torch.tensor(gram), torch.tensor(rewards - rewards.mean())
+        rank, null = summarise().rank_and_null(gram, rewards)
+        assert rank == pytest.approx(spectrum_summary(*given).effective_rank, rel=1e-3)
+        assert null == pytest.approx(orthogonal_null(*given).effective_rank, rel=1e-9)
+
+
+def test_the_slope_is_that_of_least_squares_with_a_constant_for_each_cell():
+    rows = summarise().live_groups(RUNS[0].name)
+    cells = np.unique(rows[:, 1])
+    design = np.column_stack([rows[:, 0] / 1000, rows[:, 1:2] == cells])
+    expected = np.linalg.lstsq(design, np.log(rows[:, 2] / rows[:, 3]), rcond=None)[0][0]
+    assert summarise().slope(rows) == pytest.approx(expected, rel=1e-9)
+
+
+def test_every_table_of_the_page_follows_from_the_files():
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert summarise().filled(text) == text, "run python results/over-training/summarise.py --write"
