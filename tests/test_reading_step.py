@@ -1,5 +1,6 @@
 """The numbers of a step against loops over its groups, with every reward and with missing ones."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -65,9 +66,23 @@ def test_noise_comes_from_the_prompts_that_have_every_reward():
     noise = noise_components(step.gram.matrix[rows][:, rows], grid)
     scalars = read_step(step).scalars
     assert scalars["gram/gradient_squared"] == pytest.approx(noise.gradient_squared)
-    assert scalars["gram/snr"] == pytest.approx(signal_to_noise(noise, PROMPTS, SIZE))
+    assert scalars["gram/snr"] == pytest.approx(signal_to_noise(noise, 3, SIZE))
     blocks = torch.stack([step.gram.matrix[4 * p : 4 * p + 4, 4 * p : 4 * p + 4] for p in (0, 2, 3)])
     assert scalars["gram/baseline_saving"] == pytest.approx(baseline_saving(blocks, grid).fraction)
+
+
+def test_the_noise_of_a_step_with_missing_rewards_is_that_of_its_complete_prompts_alone():
+    """As if the incomplete prompts had not been sampled, for every set of at least two complete ones."""
+    rewards = [[1.0, 0.0, 0.0, 1.0], [1.0, 0.5, 1.0, 0.0], [0.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0]]
+    for kept in (kept for count in (2, 3, 4) for kept in itertools.combinations(range(PROMPTS), count)):
+        whole = step_with([row if p in kept else [NAN, *row[1:]] for p, row in enumerate(rewards)])
+        rows = torch.tensor([p * SIZE + i for p in kept for i in range(SIZE)])
+        assert whole.gram is not None
+        grid = torch.tensor([rewards[p] for p in kept], dtype=torch.float64)
+        alone = step_of(1, grid, grid - grid.mean(1, keepdim=True), whole.gram.matrix[rows][:, rows])
+        one, other = read_step(whole).scalars, read_step(alone).scalars
+        for name in ("gradient_squared", "between_prompts", "within_prompt", "snr", "noise_scale"):
+            assert one[f"gram/{name}"] == pytest.approx(other[f"gram/{name}"], nan_ok=True), (name, kept)
 
 
 def test_the_update_is_that_of_the_weights():

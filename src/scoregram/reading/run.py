@@ -91,10 +91,14 @@ class RunReading:
         return sum(per_step.values()) / len(per_step) if per_step else math.nan
 
     @property
-    def prompts_per_step(self) -> int:
-        """Mean number of prompts per step in the last third, rounded; 1 if unknown."""
-        size = self.group_size
-        return max(1, round(self.batch_size / size)) if size and self.batch_size > 0 else 1
+    def complete_prompts(self) -> int:
+        """Prompts with every reward per step, from which the noise comes: mean of the last third, rounded; 1 if none.
+
+        Steps with fewer than two are left out: they have no estimate of the noise.
+        """
+        per_step = Counter(group.record.step for group in _complete(self.last_groups, self.group_size or 0))
+        counts = [count for count in per_step.values() if count > 1]
+        return round(sum(counts) / len(counts)) if counts else 1
 
     def series(self, name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Steps that logged a scalar, and its values; both empty if no step did, or if it was never defined."""
@@ -228,7 +232,7 @@ def summarised(run: RunReading) -> RunSummary:
         cosine=mean_estimate(_column(groups, "cosine")),
         baseline_saving=_saving(run),
         noise_scale=_pooled(rows, lambda noise: noise_scale(noise, size)),
-        snr=_pooled(rows, lambda noise: signal_to_noise(noise, run.prompts_per_step, size)),
+        snr=_pooled(rows, lambda noise: signal_to_noise(noise, run.complete_prompts, size)),
         best_group_size=_pooled(rows, lambda noise: optimal_group_size(noise).exact),
         components=NoiseComponents(*rows.mean(axis=0).tolist()) if len(rows) else None,
     )

@@ -89,7 +89,8 @@ def read_step(step: Step) -> StepReading:
     """All numbers of a step that follow from its rewards, advantages and Gram.
 
     Means of rewards, and the decision which groups are live, ignore rollouts without a reward. Estimates of noise and
-    of baselines need every reward of a prompt, so they use only the prompts that have them all.
+    of baselines need every reward of a prompt, so they use only the prompts that have them all; `gram/snr` is that of
+    the gradient of these prompts.
     """
     scalars = reward_scalars(step)
     if step.gram is None:
@@ -188,12 +189,13 @@ def gram_scalars(step: Step) -> dict[str, float]:
 def whole_gram_scalars(gram: BatchGram, weights: BatchWeights, rollouts: Rollouts) -> dict[str, float]:
     """The part of `gram_scalars` that needs the Gram between prompts."""
     scalars = update_scalars(gram, weights, rollouts.group_ids)
-    size, prompts = rollouts.group_size, len(rollouts.group_sizes)
+    size = rollouts.group_size
     if size is None or size < 4:  # the unbiased estimates compare two disjoint pairs of rollouts of a prompt
         return scalars
     rewards = rollouts.reward_grid
     complete = rewards.isfinite().all(1)
-    if int(complete.sum()) < 2:
+    prompts = int(complete.sum())
+    if prompts < 2:
         return scalars
     rows = complete.repeat_interleave(size)
     noise = noise_components(gram[rows][:, rows], rewards[complete])
