@@ -1,18 +1,60 @@
-"""Stage 1, the batch: rollouts as they were given, checked, unpacked, and without duplicates.
+"""Stage 1, the batch: rollouts as they were given, checked, aligned on the left, and without duplicates.
 
-`Batch` is what the engine measures: one rollout per row. `DistinctRollouts` removes equal rows before the model sees
-them. `RolloutLayout` says which rollout owns which row of a tensor inside the model. `segment_rows` turns the turns of
-a rollout into rows of their own.
+`Batch` is what the engine measures: one rollout per row, all padding on the right. `TokenLayout` says where the tokens
+of the caller's tensors are in it. `DistinctRollouts` removes equal rows before the model sees them. `RolloutLayout`
+says which rollout owns which row of a tensor inside the model. `segment_rows` turns the turns of a rollout into rows of
+their own.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from scoregram.checks import fail, require_finite, require_same_shape
 from scoregram.rollouts import Rollouts
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """Where the real tokens of a caller's tensors `(B, T)` are in rows with one rollout each, padded on the right."""
+
+    given: torch.Size
+    """The caller's shape `(B, T)`: one rollout per row with padding anywhere, or packed rollouts."""
+    rows: tuple[int, int]
+    """The shape of the rows."""
+    source: Tensor
+    """Index of every real token in the flattened tensor of the caller."""
+    target: tuple[Tensor, Tensor]
+    """Row and column of the same tokens in the rows."""
+
+    @staticmethod
+    def of(rollout_ids: Tensor, rollouts: int = 0) -> "TokenLayout":
+        """The layout of tokens that `rollout_ids` `(B, T)` gives to a rollout `0 … N-1`, negative for padding."""
+        owner = rollout_ids.reshape(-1)
+        source = (owner >= 0).nonzero().squeeze(1)
+        source = source[
+            owner[source].argsort(stable=True)
+        ]  # one rollout after another, each in the order of its tokens
+        owner = owner[source]
+        counts = torch.bincount(owner, minlength=rollouts)
+        place = torch.arange(len(source), device=owner.device) - (counts.cumsum(0) - counts)[owner]
+        rows = (len(counts), max(int(counts.max()), 1)) if len(counts) else (0, 0)
+        return TokenLayout(rollout_ids.shape, rows, source, (owner, place))
+
+    def in_rows(self, values: Tensor) -> Tensor:
+        """The caller's values as rows, 0 for padding."""
+        rows = values.new_zeros(self.rows)
+        rows[self.target] = values.reshape(-1)[self.source]
+        return rows
+
+    def as_given(self, rows: Tensor) -> Tensor:
+        """Values of rows in the caller's shape, 0 for padding."""
+        values = rows.new_zeros(self.given.numel())
+        values[self.source] = rows[self.target]
+        return values.view(self.given)
 
 
 @dataclass(frozen=True)
@@ -23,8 +65,11 @@ class Batch:
     attention_mask: Tensor  # (N, T) long, 1 for real tokens
     completion_mask: Tensor  # (N, T) bool
     coefficients: Tensor  # (N, T) float64, 0 outside the completion
-    position_ids: Tensor  # (N, T)
     temperature: float = 1.0
+    layout: TokenLayout | None = None
+    """Where the caller's tokens are; None if the rows are the caller's."""
+    keeps_padding: bool = False
+    """Whether the model gets the caller's rows with their padding, wherever it is."""
 
     @property
     def rollouts(self) -> int:
@@ -39,15 +84,46 @@ class Batch:
             attention_mask=self.attention_mask[rows],
             completion_mask=self.completion_mask[rows],
             coefficients=self.coefficients[rows],
-            position_ids=self.position_ids[rows],
+            layout=None,
         )
 
-    def weighted(self, weights: Tensor) -> "Batch":
-        """The same batch with the coefficients of rollout `i` multiplied by `weights[i]`."""
-        return replace(self, coefficients=self.coefficients * weights.to(self.coefficients)[:, None])
+    def alone(self, row: int) -> "Batch":
+        """One rollout without its padding, unless padding is kept."""
+        one = self.at(slice(row, row + 1))
+        real = one.attention_mask[0].bool()
+        if self.keeps_padding or bool(real.all()) or not bool(real.any()):
+            return one
+        return replace(
+            one,
+            input_ids=one.input_ids[:, real],
+            attention_mask=one.attention_mask[:, real],
+            completion_mask=one.completion_mask[:, real],
+            coefficients=one.coefficients[:, real],
+        )
+
+    def as_given(self, rows: Tensor) -> Tensor:
+        """Values `(N, T)` in the shape of the caller's token ids."""
+        return rows if self.layout is None else self.layout.as_given(rows)
+
+    def of_unit_size(self) -> tuple["Batch", Tensor]:
+        """The same batch with the coefficients of each rollout divided by a power of two, and these powers `(N,)`.
+
+        The largest coefficient of a rollout is then in [1, 2). Small ones would underflow in half precision, and when
+        squared in float32. Dividing by a power of two changes no digit.
+        """
+        largest = self.coefficients.abs().amax(1)
+        powers = torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1), 1.0)
+        return replace(self, coefficients=self.coefficients / powers[:, None]), powers
+
+    def with_coefficients(self, coefficients: Tensor) -> "Batch":
+        """The same batch with other coefficients, in the shape of the caller's token ids."""
+        require_tensors("measure_gram", coefficients=coefficients)
+        checked = checked_coefficients(coefficients, self.as_given(self.completion_mask))
+        return replace(self, coefficients=checked if self.layout is None else self.layout.in_rows(checked))
 
 
 def make_batch(
+    model: nn.Module,
     input_ids: Tensor | Rollouts,
     completion_mask: Tensor | None,
     attention_mask: Tensor | None,
@@ -55,8 +131,9 @@ def make_batch(
     coefficients: Tensor | None = None,
     rollout_ids: Tensor | None = None,
     temperature: float = 1.0,
+    keep_padding: bool = False,
 ) -> Batch:
-    """The checked batch: packed rollouts are unpacked, missing masks, coefficients and positions are filled in."""
+    """The checked batch: one rollout per row, padding on the right unless it is kept, missing masks filled in."""
     caller = "measure_gram"
     if isinstance(input_ids, Rollouts):
         if completion_mask is not None or attention_mask is not None:
@@ -67,40 +144,91 @@ def make_batch(
         attention_mask = rollouts.attention_mask
     if completion_mask is None:
         fail(caller, "token ids need a completion_mask", "none", "Pass one, or a Rollouts in place of the ids.")
+    require_tensors(caller, input_ids=input_ids, completion_mask=completion_mask, attention_mask=attention_mask)
+    require_tensors(caller, coefficients=coefficients, rollout_ids=rollout_ids)
     if input_ids.ndim != 2 or input_ids.numel() == 0:
         fail(caller, "input_ids must be (N, T) and not empty", tuple(input_ids.shape), "Pass at least one rollout.")
     if not temperature > 0:
         fail(caller, "temperature must be positive", temperature, "Pass the temperature of the policy, usually 1.")
-    require_same_shape(completion_mask, input_ids, name="completion_mask", like_name="input_ids", caller=caller)
-    mask = completion_mask.bool()
-    attention = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    require_same_shape(attention, input_ids, name="attention_mask", like_name="input_ids", caller=caller)
-    weight = mask.double() if coefficients is None else coefficients
-    require_same_shape(weight, input_ids, name="coefficients", like_name="input_ids", caller=caller)
-    weight = torch.where(mask, weight.double(), 0.0)  # a caller may leave NaN outside the completion
-    require_finite(weight, name="coefficients", caller=caller)
+    mask = zeros_and_ones(completion_mask, input_ids, name="completion_mask", remedy="Pass factors as coefficients.")
+    attention = torch.ones_like(mask) if attention_mask is None else attention_mask
+    attention = zeros_and_ones(attention, input_ids, name="attention_mask", remedy="Pass 1 for real tokens.")
+    weight = checked_coefficients(mask if coefficients is None else coefficients, mask)
+    layout = None
     if rollout_ids is not None:
         require_same_shape(rollout_ids, input_ids, name="rollout_ids", like_name="input_ids", caller=caller)
-        input_ids, attention, mask, weight = unpacked_rollouts(rollout_ids, input_ids, attention, mask, weight)
-    refuse_unpredicted_tokens(mask, attention)
-    positions = (attention.long().cumsum(1) - 1).clamp(min=0)
+        layout = TokenLayout.of(torch.where(attention, rollout_ids, -1))
+    elif not keep_padding and bool((attention[:, 1:] & ~attention[:, :-1]).any()):
+        # Padding before a real token: the model would count it as a position, or read it as a token.
+        owner = torch.arange(len(input_ids), device=input_ids.device)[:, None]
+        layout = TokenLayout.of(torch.where(attention, owner, -1), len(input_ids))
+    refuse_unpredicted_tokens(mask, attention, layout)
+    refuse_padded_completions(mask, attention)
+    if layout is not None:
+        input_ids, attention, mask, weight = map(layout.in_rows, (input_ids, attention, mask, weight))
+    require_known_tokens(model, input_ids, mask, caller)
     # Views and copies: the interceptor marks the tensors that enter the model, and the caller's must stay unmarked.
-    return Batch(input_ids.view_as(input_ids), attention.long().clone(), mask, weight, positions, temperature)
+    ids = input_ids.long().view_as(input_ids)
+    return Batch(ids, attention.long(), mask, weight, temperature, layout, keep_padding)
 
 
-def refuse_unpredicted_tokens(mask: Tensor, attention: Tensor) -> None:
-    """Raise if a completion token is the first real token of its rollout, or is padding."""
-    first = attention.long().argmax(1)
-    at_start = mask.gather(1, first[:, None]).squeeze(1)
-    if bool(at_start.any()):
-        row = int(at_start.nonzero()[0])
-        fail(
-            "measure_gram",
-            "the first token of a rollout cannot be a completion token, nothing predicts it",
-            f"completion_mask[{row}, {int(first[row])}] = True",
-            "Start the completion after the prompt, or put a BOS token in front.",
-        )
-    padded = mask & (attention == 0)
+# Checks of the caller's tensors
+
+
+def require_tensors(caller: str, **values: Any) -> None:
+    """Raise unless every value is a tensor or None."""
+    for name, value in values.items():
+        if value is not None and not isinstance(value, Tensor):
+            fail(caller, f"{name} must be a tensor", type(value).__name__, "Convert it with torch.as_tensor.")
+
+
+def zeros_and_ones(mask: Tensor, input_ids: Tensor, *, name: str, remedy: str) -> Tensor:
+    """The mask as bool; an error unless it has the shape of the ids and holds zeros and ones alone."""
+    require_same_shape(mask, input_ids, name=name, like_name="input_ids", caller="measure_gram")
+    if mask.dtype is torch.bool:
+        return mask
+    odd = (mask != 0) & (mask != 1)
+    if bool(odd.any()):
+        row, column = (int(i) for i in odd.nonzero()[0])
+        got = f"{mask[row, column].item():g} at row {row}, column {column}"
+        fail("measure_gram", f"{name} must hold 0 and 1 alone", got, remedy)
+    return mask.bool()
+
+
+def checked_coefficients(coefficients: Tensor, mask: Tensor) -> Tensor:
+    """Coefficients in float64, 0 outside the completion, where a caller may leave NaN."""
+    caller = "measure_gram"
+    require_same_shape(coefficients, mask, name="coefficients", like_name="input_ids", caller=caller)
+    return require_finite(torch.where(mask, coefficients.double(), 0.0), name="coefficients", caller=caller)
+
+
+def require_known_tokens(model: nn.Module, input_ids: Tensor, mask: Tensor, caller: str) -> None:
+    """Raise for ids that are no whole numbers, or outside the model's vocabulary: a GPU would lose its context."""
+    if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype is torch.bool:
+        fail(caller, "input_ids must be whole numbers", input_ids.dtype, "Pass token ids.")
+    # Embedding and head may differ in size: some ids are never predicted.
+    sizes = [vocabulary_size(model, "get_input_embeddings"), vocabulary_size(model, "get_output_embeddings")]
+    for size, ids in zip(sizes, (input_ids, torch.where(mask, input_ids, 0)), strict=True):
+        unknown = (ids < 0) | (ids >= size) if size else ids < 0
+        if bool(unknown.any()):
+            row, column = (int(i) for i in unknown.nonzero()[0])
+            got = f"{int(ids[row, column])} in rollout {row}"
+            requirement = f"token ids must lie in 0 … {size - 1}" if size else "token ids must not be negative"
+            fail(caller, requirement, got, "Use the tokenizer of this model; pad with an id of its vocabulary.")
+
+
+def vocabulary_size(model: nn.Module, part: str) -> int:
+    """Rows of the model's input or output embedding; 0 if it does not have one."""
+    try:
+        weight = getattr(getattr(model, part)(), "weight", None)
+    except (AttributeError, NotImplementedError):
+        return 0
+    return len(weight) if isinstance(weight, Tensor) and weight.ndim == 2 else 0
+
+
+def refuse_padded_completions(mask: Tensor, attention: Tensor) -> None:
+    """Raise if a completion token is padding."""
+    padded = mask & ~attention
     if bool(padded.any()):
         row, column = (int(i) for i in padded.nonzero()[0])
         fail(
@@ -111,37 +239,21 @@ def refuse_unpredicted_tokens(mask: Tensor, attention: Tensor) -> None:
         )
 
 
-# Packed rollouts
-
-
-def unpacked_rollouts(rollout_ids: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-    """Packed tensors `(B, T)` with one rollout per row, padded with zeros on the right.
-
-    `rollout_ids` names the rollout `0 … N-1` of every token, negative for padding; tokens of a rollout are in order.
-    """
-    owner, order = rollout_ids.reshape(-1), packed_order(rollout_ids)
-    counts = torch.bincount(owner[order])
-    place = torch.arange(len(order), device=owner.device) - (counts.cumsum(0) - counts)[owner[order]]
-    blocks = []
-    for value in values:
-        block = value.new_zeros(len(counts), int(counts.max()))
-        block[owner[order], place] = value.reshape(-1)[order]
-        blocks.append(block)
-    return tuple(blocks)
-
-
-def repacked_tokens(values: Tensor, batch: Batch, rollout_ids: Tensor) -> Tensor:
-    """Per-token values `(N, T')` of an unpacked batch, back in the packed order `(B, T)`; 0 for padding."""
-    packed = values.new_zeros(rollout_ids.numel())
-    packed[packed_order(rollout_ids)] = values[batch.attention_mask.bool()]
-    return packed.reshape(rollout_ids.shape)
-
-
-def packed_order(rollout_ids: Tensor) -> Tensor:
-    """Indices of all real tokens in the flattened packed sequences, one rollout after another."""
-    owner = rollout_ids.reshape(-1)
-    order = (owner >= 0).nonzero().squeeze(1)
-    return order[owner[order].argsort(stable=True)]
+def refuse_unpredicted_tokens(mask: Tensor, attention: Tensor, layout: TokenLayout | None) -> None:
+    """Raise if a completion token is the first real token of its rollout."""
+    if layout is None:
+        starts = attention & (attention.cumsum(1) == 1)
+    else:
+        starts = layout.as_given(torch.arange(layout.rows[1], device=mask.device).expand(layout.rows) == 0)
+    at_start = mask & starts
+    if bool(at_start.any()):
+        row, column = (int(i) for i in at_start.nonzero()[0])
+        fail(
+            "measure_gram",
+            "the first token of a rollout cannot be a completion token, nothing predicts it",
+            f"completion_mask[{row}, {column}] = True",
+            "Start the completion after the prompt, or put a BOS token in front.",
+        )
 
 
 # Equal rollouts

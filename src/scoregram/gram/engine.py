@@ -15,8 +15,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from scoregram.checks import fail, require_finite, require_same_shape
-from scoregram.gram.batch import Batch, all_rollouts, distinct_rollouts, make_batch, repacked_tokens
-from scoregram.gram.head import Targets, head_forward
+from scoregram.gram.batch import all_rollouts, distinct_rollouts, make_batch, require_tensors
+from scoregram.gram.head import head_forward
 from scoregram.gram.intercept import CapturedHead
 from scoregram.gram.measurement import Gram, Measurement
 from scoregram.gram.model import averages_gradients, facts_of, prepared_model, random_state
@@ -36,6 +36,7 @@ def measure_gram(
     group_size: int | None = None,
     temperature: float = 1.0,
     sketch: Sketch | None = None,
+    keep_padding: bool = False,
     verify: bool = False,
 ) -> Gram:
     """The Gram `K_ij = ⟨ψ_i, ψ_j⟩` of the scores of `N` rollouts, over every trainable parameter.
@@ -47,7 +48,7 @@ def measure_gram(
 
     Args:
         model: A causal language model; only parameters that require gradients count.
-        input_ids: `(N, T)` prompt and completion, padded on either side; or a `Rollouts`, which brings both masks.
+        input_ids: `(N, T)` prompt and completion, padded anywhere; or a `Rollouts`, which brings both masks.
         completion_mask: `(N, T)`, true for the tokens whose log-probabilities count.
         attention_mask: `(N, T)`, 0 for padding; all real by default.
         coefficients: `(N, T)` factors `c`; read at completion tokens only.
@@ -55,27 +56,32 @@ def measure_gram(
         group_size: Only the blocks within groups of this many consecutive rollouts; `nan` elsewhere.
         temperature: Logits are divided by it; pass the temperature that the policy is sampled at.
         sketch: Also sketch every score, so that it can be compared with those of other calls.
-        verify: Compare with independent plain backward passes, and raise if they disagree.
+        keep_padding: Give the model the rows as they are, padding included, as a trainer does. By default padding
+            before or between real tokens is moved to the right end, where a causal model does not see it.
+        verify: Compare with one plain backward pass per rollout, alone and without padding, and raise if they disagree.
 
     Raises:
-        ScoregramError: Shapes that do not match, an empty batch, a completion token that nothing predicts, parameters
-            or gradients that are not finite.
+        ScoregramError: Shapes that do not match, an empty batch, masks of other values than 0 and 1, ids outside the
+            vocabulary, a completion token that nothing predicts, parameters or gradients that are not finite; with
+            `verify`, a model whose output depends on padding or on the other rollouts.
     """
     batch = make_batch(
+        model,
         input_ids,
         completion_mask,
         attention_mask,
         coefficients=coefficients,
         rollout_ids=rollout_ids,
         temperature=temperature,
+        keep_padding=keep_padding,
     )
     measurement = Measurement(model, distinct_rollouts(batch, group_size), weights=None, sketch=sketch)
     measurement.run()
-    gram = with_packed_log_probs(measurement.result(), batch, rollout_ids)
+    gram = measurement.result()
     if verify:
         with prepared_model(measurement.survey):
-            verify_gram(measurement.model, batch, gram.matrix, group_size, measurement.survey)
-    return gram
+            verify_gram(measurement.model, batch, gram.matrix, gram.log_probs, group_size, measurement.survey)
+    return replace(gram, log_probs=batch.as_given(gram.log_probs))
 
 
 def backward_with_gram(
@@ -91,6 +97,7 @@ def backward_with_gram(
     group_size: int | None = None,
     temperature: float = 1.0,
     sketch: Sketch | None = None,
+    keep_padding: bool = False,
 ) -> Gram:
     """The Gram as `measure_gram` gives it, and `Σ_i w_i ψ_i` added to `.grad`, from the same single backward pass.
 
@@ -101,13 +108,16 @@ def backward_with_gram(
     """
     caller = "backward_with_gram"
     batch = make_batch(
+        model,
         input_ids,
         completion_mask,
         attention_mask,
         coefficients=coefficients,
         rollout_ids=rollout_ids,
         temperature=temperature,
+        keep_padding=keep_padding,
     )
+    require_tensors(caller, weights=weights)
     if averages_gradients(model):
         fail(
             caller,
@@ -125,18 +135,11 @@ def backward_with_gram(
     require_finite(vectors, name="weights", caller=caller)
     measurement = Measurement(model, distinct_rollouts(batch, group_size), weights=vectors, sketch=sketch)
     measurement.run()
-    if combine is None:
-        return with_packed_log_probs(measurement.result_and_gradients(), batch, rollout_ids)
-    gram = with_packed_log_probs(measurement.result(), batch, rollout_ids)
-    measurement.write_gradients(combine(gram))
+    gram = measurement.result_and_gradients() if combine is None else measurement.result()
+    gram = replace(gram, log_probs=batch.as_given(gram.log_probs))
+    if combine is not None:
+        measurement.write_gradients(combine(gram))
     return gram
-
-
-def with_packed_log_probs(gram: Gram, batch: Batch, rollout_ids: Tensor | None) -> Gram:
-    """The Gram with its log-probabilities in the shape of packed rollouts, if the rollouts were packed."""
-    if rollout_ids is None:
-        return gram
-    return replace(gram, log_probs=repacked_tokens(gram.log_probs, batch, rollout_ids))
 
 
 # Trained against held-out rollouts
@@ -218,11 +221,14 @@ class DeferredGram(Measurement):
         attention_mask: Tensor | None = None,
         *,
         temperature: float = 1.0,
+        keep_padding: bool = False,
     ) -> None:
         if averages_gradients(model):
             got = "one whose gradients are averaged over processes"
             fail("DeferredGram", "the model must lie whole in one process", got, "Use measure_gram.")
-        batch = make_batch(input_ids, completion_mask, attention_mask, temperature=temperature)
+        batch = make_batch(
+            model, input_ids, completion_mask, attention_mask, temperature=temperature, keep_padding=keep_padding
+        )
         super().__init__(model, all_rollouts(batch), weights=None)  # equal texts may get different coefficients later
         self.is_narrow = not facts_of(self.model).needs_wide_pass
         self._held: CapturedHead | Tensor | None
@@ -247,13 +253,14 @@ class DeferredGram(Measurement):
         with torch.no_grad():
             operands = self.head_operands(captured)
             self.head_forward = head = head_forward(*operands, self.targets, temperature=self.batch.temperature)
-            self.log_probs = self.targets.scattered(head.log_probs, self.batch.input_ids)
-            self.entropies = self.targets.scattered(head.entropies, self.batch.input_ids)
+            values = (self.targets.scattered(part, self.batch.input_ids) for part in (head.log_probs, head.entropies))
+            self.log_probs, self.entropies = map(self.batch.as_given, values)
 
     def log_probs_in_autograd(self, logits: Tensor) -> Tensor:
         """Log-probabilities in autograd, for a model that does more with its head's product than return it."""
         log_probs = batch_log_probs(logits, self.batch)
-        self.log_probs, self.entropies = log_probs.detach(), batch_entropies(logits.detach(), self.batch)
+        values = log_probs.detach(), batch_entropies(logits.detach(), self.batch)
+        self.log_probs, self.entropies = map(self.batch.as_given, values)
         return log_probs
 
     def finish(self, coefficients: Tensor, weights: Tensor) -> tuple[Gram, dict[Tensor, Tensor]]:
@@ -268,11 +275,8 @@ class DeferredGram(Measurement):
         Raises:
             ScoregramError: If anything is not finite.
         """
-        given = self.batch
-        checked = make_batch(given.input_ids, given.completion_mask, given.attention_mask, coefficients=coefficients)
-        self.batch = replace(given, coefficients=checked.coefficients)
-        self.targets = Targets.of(self.batch)
-        self.weights = weights.to(given.input_ids.device)
+        self.take_batch(self.batch.with_coefficients(coefficients))
+        self.take_weights(weights.to(self.device))
         self.collector.set_weights(self.weights)
         with prepared_model(self.survey), torch.enable_grad():
             before = random_state(self.device)

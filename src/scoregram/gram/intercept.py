@@ -119,7 +119,7 @@ class Interceptor(DropoutOff):
         """How the running module uses its parameters."""
         self._parameters = {id(parameter) for parameter in parameters}
         self._marked_inputs: list[Any] = []
-        for tensor in (batch.input_ids, batch.attention_mask, batch.position_ids):
+        for tensor in (batch.input_ids, batch.attention_mask):
             set_mark(tensor, ACTIVATION)
 
     # A narrow pass: module by module
@@ -332,10 +332,15 @@ class Interceptor(DropoutOff):
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> Tensor | None:
-        """Rows of an embedding; the padding row, if there is one, receives no gradient."""
+        """Rows of an embedding; the padding row, if there is one, receives no gradient.
+
+        Positions `(1, T)` are the same for all rollouts: they are looked up once for each.
+        """
         is_unusual = max_norm is not None or scale_grad_by_freq or sparse  # each of them changes weight or gradient
         if is_unusual or id(weight) not in self._parameters or input.ndim < 1:
             return None
+        if input.ndim == 2 and input.shape[0] == 1:
+            input = input.expand(self.layout.rollouts, -1)  # noqa: A001
         if input.shape[0] != self.layout.rollouts:
             return None
         counted = input if padding_idx is None else torch.where(input == padding_idx % len(weight), -1, input)

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from scoregram.checks import ScoregramError, fail, not_finite
-from scoregram.gram.batch import DistinctRollouts
+from scoregram.gram.batch import Batch, DistinctRollouts
 from scoregram.gram.collect import Collector, under_autocast
 from scoregram.gram.head import HeadForward, HeadUse, Targets, fused_head
 from scoregram.gram.intercept import CapturedHead, Interceptor
@@ -56,8 +56,8 @@ class Measurement:
     ) -> None:
         self.model = model_inside(model)
         self.rollouts = rollouts
-        self.batch = batch = rollouts.batch
-        self.device = batch.input_ids.device
+        self.take_batch(rollouts.batch)
+        self.device = self.batch.input_ids.device
         self.survey = survey(self.model)
         self.parameters = self.survey.parameters
         if not self.parameters:
@@ -67,13 +67,21 @@ class Measurement:
                 "none that requires gradients",
                 "Set requires_grad on the parameters that are trained.",
             )
-        self.groups = 1 if rollouts.group_size is None else batch.rollouts // rollouts.group_size
-        self.weights = None if weights is None else rollouts.summed_weights(weights)
+        self.groups = 1 if rollouts.group_size is None else self.batch.rollouts // rollouts.group_size
+        self.take_weights(weights)
         self.sketch = sketch
-        self.targets = Targets.of(batch)
         self.notes: list[str] = []
         self.replayed: list[str] = []
         self.begin()
+
+    def take_batch(self, batch: Batch) -> None:
+        """Take the batch, its coefficients divided by powers of two; the result multiplies with them again."""
+        self.batch, self.powers = batch.of_unit_size()
+        self.targets = Targets.of(self.batch)
+
+    def take_weights(self, weights: Tensor | None) -> None:
+        """Take `(M, N)` weights of the given rollouts, or None."""
+        self.weights = None if weights is None else self.rollouts.summed_weights(weights).double() * self.powers
 
     def begin(self) -> None:
         """Start with nothing collected."""
@@ -294,17 +302,21 @@ class Measurement:
         layers = {id(p): layer_of(name) for name, p in self.parameters.items() if id(p) in taking_part}
         order = {layer: index for index, layer in enumerate(dict.fromkeys(layers.values()))}
         stacked = contractor.grams({owner: order[layer] for owner, layer in layers.items()}, len(order))
+        powers = self.powers.cpu()
+        by_group = powers.view(self.groups, -1)
+        stacked = stacked * by_group[:, :, None] * by_group[:, None, :]  # (L, P, R, R)
         if not bool(stacked.isfinite().all()):
             self.refuse_not_finite(dict(zip(order, stacked, strict=True)))
         stacked = block_diagonal_matrices((stacked + stacked.mT) / 2)  # matrix products round asymmetrically
         sketcher, rollouts = self.collector.sketcher, self.rollouts
+        sketch = None if sketcher is None else (sketcher.total() * powers[:, None]).float()
         return Gram(
             matrix=rollouts.expanded_matrix(stacked.sum(0)),
             by_layer={layer: rollouts.expanded_matrix(gram) for layer, gram in zip(order, stacked, strict=True)},
             log_probs=rollouts.expanded_rows(self.log_probs),
             replayed=tuple(self.replayed),
             notes=tuple(self.notes),
-            sketch=None if sketcher is None else rollouts.expanded_rows(sketcher.total()),
+            sketch=None if sketch is None else rollouts.expanded_rows(sketch),
         )
 
     def refuse_not_finite(self, by_layer: dict[str, Tensor]) -> None:

@@ -37,21 +37,21 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     return output if isinstance(output, Tensor) else output.logits
 
 
-def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Keyword arguments of a forward pass: token ids, mask, positions and cache switch, as far as it accepts them."""
-    offered = {
-        "input_ids": batch.input_ids,
-        "attention_mask": batch.attention_mask,
-        "position_ids": batch.position_ids,
-        "use_cache": False,
-    }
-    accepted = inspect.signature(type(model).forward).parameters
+def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """Keyword arguments of a forward pass: token ids, mask and cache switch, as far as it accepts them.
+
+    It gets no `position_ids`: rows start at their first real token, and the model knows best what it counts from (0, or
+    `padding_idx + 1`).
+    """
+    offered = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "use_cache": False}
+    accepted = dict(inspect.signature(type(model).forward).parameters)
+    inside: Any = getattr(model, "get_base_model", None)
+    if inside is not None:  # PEFT's wrapper passes on what the model inside accepts
+        accepted |= inspect.signature(type(inside()).forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-    named = {name: value for name, value in offered.items() if name in accepted}
-    # A wrapper with `**kwargs` alone passes everything on; whether the model inside takes positions is unknown.
-    if takes_any and "input_ids" not in named:
-        named = {name: value for name, value in offered.items() if name != "position_ids"}
-    return named  # type: ignore[return-value]
+    if takes_any and "input_ids" not in accepted:  # a wrapper that passes everything on
+        return offered
+    return {name: value for name, value in offered.items() if name in accepted}
 
 
 def batch_log_probs(logits: Tensor, batch: Batch) -> Tensor:
@@ -170,17 +170,17 @@ def gradients(total: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     return grads
 
 
-def loss_gradients(model: nn.Module, batch: Batch, survey: Survey) -> dict[int, Tensor]:
-    """Gradient of `Σ c log π` over the whole batch for each trained parameter, by its id; dropout is off.
+def loss_gradients(model: nn.Module, batch: Batch, survey: Survey) -> tuple[dict[int, Tensor], Tensor]:
+    """Gradient of `Σ c log π` for each trained parameter, by its id, and `log π` `(N, T)`; dropout is off.
 
     `.grad` of the parameters must be None (`model.gradients_put_aside`), and is so afterwards.
     """
     parameters = list(survey.parameters.values())
     with DropoutOff(), torch.enable_grad():
-        logits = logits_of(model, batch)
-        total = (batch_log_probs(logits, batch) * batch.coefficients).sum()
+        log_probs = batch_log_probs(logits_of(model, batch), batch)
+        total = (log_probs * batch.coefficients).sum()
         grads = gradients(total, parameters) if total.requires_grad else [torch.zeros_like(p) for p in parameters]
-    return {id(parameter): grad for parameter, grad in zip(parameters, grads, strict=True)}
+    return {id(parameter): grad for parameter, grad in zip(parameters, grads, strict=True)}, log_probs.detach()
 
 
 def replayed_rows(model: nn.Module, batch: Batch, wanted: Sequence[Tensor], survey: Survey) -> list[Tensor]:
@@ -191,31 +191,67 @@ def replayed_rows(model: nn.Module, batch: Batch, wanted: Sequence[Tensor], surv
     rows: list[list[Tensor]] = [[] for _ in wanted]
     for index in range(survey.shards.largest_count(batch.rollouts)):
         own = min(index, batch.rollouts - 1)
-        grads = loss_gradients(model, batch.at(slice(own, own + 1)), survey)
+        grads, _ = loss_gradients(model, batch.at(slice(own, own + 1)), survey)
         for collected, parameter in zip(rows, wanted, strict=True):
             collected.append(grads[id(parameter)])
     return [torch.stack(collected[: batch.rollouts]) for collected in rows]
 
 
 def verify_gram(
-    model: nn.Module, batch: Batch, matrix: Tensor, group_size: int | None, survey: Survey, seed: int = 0
+    model: nn.Module,
+    batch: Batch,
+    matrix: Tensor,
+    log_probs: Tensor,
+    group_size: int | None,
+    survey: Survey,
+    seed: int = 0,
 ) -> None:
-    """Raise unless `wᵀKw = ‖Σ w_i ψ_i‖²` for a random `w` on each group, the right side from a plain backward pass."""
+    """Raise unless `wᵀKw = ‖Σ w_i ψ_i‖²` for a random `w` on each group, with `ψ_i` by its definition.
+
+    Each `ψ_i` comes from a plain backward pass over rollout `i` alone, without padding. So the comparison also sees a
+    model whose output depends on padding or on the other rollouts of a batch.
+    """
     size = batch.rollouts if group_size is None else group_size
-    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(batch.rollouts, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     allowed = max(VERIFY_TOLERANCE.get(parameter.dtype, 1e-4) for parameter in survey.parameters.values())
-    for start in range(0, batch.rollouts, size):
-        weights = torch.zeros(batch.rollouts, dtype=torch.float64)
-        weights[start : start + size] = torch.randn(size, generator=generator, dtype=torch.float64)
-        grads = loss_gradients(model, batch.weighted(weights), survey)
-        plain = sum(float(grad.double().square().sum()) for grad in grads.values())
-        block = matrix[start : start + size, start : start + size]
-        w = weights[start : start + size]
-        disagreement = abs(float(w @ block @ w) - plain) / max(float(w.abs() @ block.abs() @ w.abs()), 1e-300)
-        if disagreement > allowed:
-            fail(
-                "measure_gram",
-                f"wᵀKw must agree with a plain backward pass to {allowed:g}",
-                f"a disagreement of {disagreement:.2e} for rollouts {start} to {start + size - 1}",
-                "A layer mixes rollouts or is not batch first; please report the architecture.",
-            )
+    unit, powers = batch.of_unit_size()
+    sums: dict[int, Tensor] = {}
+    moved = 0.0  # largest change of a log-probability, in units of what is allowed
+    for index in range(survey.shards.largest_count(batch.rollouts)):  # as many passes in every process
+        row = min(index, batch.rollouts - 1)
+        one = unit.alone(row)
+        grads, alone = loss_gradients(model, one, survey)
+        if index > row:
+            continue
+        factor = float(weights[row] * powers[row])
+        for key, grad in grads.items():
+            grad = grad.to(torch.promote_types(grad.dtype, torch.float32)) * factor
+            sums[key] = sums[key].add_(grad) if key in sums else grad
+        said = log_probs[row][batch.completion_mask[row]]
+        if len(said):
+            alone = alone[one.completion_mask]
+            moved = max(moved, float(((said - alone).abs() / (1 + alone.abs())).max()))
+        if (row + 1) % size:
+            continue
+        here = slice(row + 1 - size, row + 1)
+        plain = sum(float(total.double().square().sum()) for total in sums.values())
+        compare_with_plain(matrix[here, here], weights[here], plain, allowed, f"{here.start} to {row}", moved)
+        sums, moved = {}, 0.0
+
+
+def compare_with_plain(block: Tensor, w: Tensor, plain: float, allowed: float, rollouts: str, moved: float) -> None:
+    """Raise unless `wᵀKw` is `plain`; `moved` is how far the log-probabilities were from those of rollouts alone."""
+    disagreement = abs(float(w @ block @ w) - plain) / max(float(w.abs() @ block.abs() @ w.abs()), 1e-300)
+    if disagreement <= allowed:
+        return
+    got = f"a disagreement of {disagreement:.2e} for rollouts {rollouts}"
+    remedy = "A layer is not batch first; please report the architecture."
+    if moved > allowed:
+        got += f", and log-probabilities that differ by {moved:.1e}"
+        remedy = (
+            "The model's output depends on padding (then measure rollouts of one length together) or on the other "
+            "rollouts of a batch (then it has no per-rollout score)."
+        )
+    fail(
+        "measure_gram", f"wᵀKw must agree with a plain backward pass of each rollout alone to {allowed:g}", got, remedy
+    )

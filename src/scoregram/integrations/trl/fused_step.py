@@ -31,7 +31,6 @@ from scoregram.gram import (
 )
 from scoregram.integrations.trl.separate_pass import (
     CheckedGram,
-    ModelWithoutPositions,
     relative_error,
     rescaled_gram,
     squared_norm,
@@ -77,7 +76,6 @@ class FusedStep:
     trainers_log_probs: Callable[..., Any]
     """The trainer's own method for log-probabilities."""
     model: nn.Module
-    """The model, called as TRL calls it."""
     format: LogProbsFormat
     inputs: Mapping[str, Any]
     """Inputs of the trainer's loss."""
@@ -119,7 +117,7 @@ class FusedStep:
         completion[:, :-tokens] = False
         with self.trainer.accelerator.autocast():
             temperature = float(self.trainer.temperature)
-            deferred = DeferredGram(self.model, ids, completion, attention, temperature=temperature)
+            deferred = DeferredGram(self.model, ids, completion, attention, temperature=temperature, keep_padding=True)
         self.call, self.deferred = call, deferred
         dtype, entropy_dtype = self.format.dtypes
         found = deferred.log_probs[:, -tokens:].to(dtype).clone().requires_grad_()
@@ -219,7 +217,7 @@ class FusedStep:
             parameter.grad = grad
         is_loss = self.settings.mode == "loss"
         sizes = weights / loss_scale(self.trainer) if is_loss else torch.ones_like(weights)
-        scaled = rescaled_gram(gram, sizes.double().cpu(), self.model)
+        scaled = rescaled_gram(gram, sizes.double().cpu())
         return CheckedGram(replace(scaled, log_probs=log_probs), error, rollouts=1, seconds=seconds)
 
     def rows(self, derivative: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -303,7 +301,6 @@ class FusedSteps:
         self.failure: Exception | None = None
         """An unexpected error at the last step."""
         self.generator = torch.Generator().manual_seed(0)
-        self.model: ModelWithoutPositions | None = None
         if not settings.fused:
             self.reason = "attach was called with fused=False"
         elif processes.count > 1:
@@ -345,13 +342,11 @@ class FusedSteps:
         self.reason = self.reason or reason_not_fused(model, inside)
         if self.reason is not None:
             return
-        if self.model is None or self.model.model is not inside:
-            self.model = ModelWithoutPositions(inside)
         self.step = FusedStep(
             trainer=self.trainer,
             settings=self.settings,
             trainers_log_probs=self.trainers_log_probs,
-            model=self.model,
+            model=inside,
             format=self.format,
             inputs=inputs,
             batch=batch,

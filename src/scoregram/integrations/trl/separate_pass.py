@@ -46,36 +46,13 @@ class CheckedGram:
     """Time that the check of a fused step took inside the trainer's backward pass."""
 
 
-class ModelWithoutPositions(nn.Module):
-    """A model that gets no `position_ids`, because TRL passes none: the model counts positions by itself.
-
-    The Gram engine looks at the signature of `forward` and would pass positions that skip the padding.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
-        """The output of the model for ids and mask only."""
-        return self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-
-    @property
-    def config(self) -> Any:
-        """The config of the model."""
-        return self.model.config
-
-    def get_output_embeddings(self) -> Any:
-        """The head of the model."""
-        return self.model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
-
-
 @dataclass(frozen=True, eq=False)
 class PassInputs:
     """`n` rollouts as the model gets them in a measuring pass, and a coefficient for every token."""
 
     model: nn.Module
-    """The model as the Gram engine must call it."""
+    keep_padding: bool
+    """Whether TRL's left padding is kept: TRL passes no positions, so a model with absolute ones counts it."""
     input_ids: Tensor
     """`(n, T)`"""
     completion_mask: Tensor
@@ -91,6 +68,7 @@ class PassInputs:
         """Some rows as arguments of `measure_gram` and `backward_with_gram`."""
         return {
             "model": self.model,
+            "keep_padding": self.keep_padding,
             "input_ids": self.input_ids[here],
             "completion_mask": self.completion_mask[here],
             "attention_mask": self.attention_mask[here],
@@ -124,7 +102,8 @@ def pass_inputs(
         return value[:, :width][rows].to(trainer.accelerator.device)
 
     return PassInputs(
-        model=model if is_relative else ModelWithoutPositions(model),
+        model=model,
+        keep_padding=not is_relative,
         input_ids=cut(rollouts.input_ids),
         completion_mask=cut(rollouts.completion_mask),
         attention_mask=cut(attention),
@@ -175,17 +154,13 @@ def measure_separately(
     grams, error = measure(trainer, unit, weights, plans, processes)
     if not observed.has_derivatives:  # the weights are a guess, and so would be the error
         error = math.nan
-    return CheckedGram(rescaled_gram(gram_of_passes(grams), sizes, inputs.model), error, rollouts=len(weights))
+    return CheckedGram(rescaled_gram(gram_of_passes(grams), sizes), error, rollouts=len(weights))
 
 
-def rescaled_gram(gram: Gram, sizes: Tensor, model: nn.Module) -> Gram:
-    """The Gram of rows `s_i ψ_i` from that of `ψ_i`, for `(n,)` float64 `sizes` on the CPU.
-
-    Layers get the names that they have without `ModelWithoutPositions` around the model.
-    """
+def rescaled_gram(gram: Gram, sizes: Tensor) -> Gram:
+    """The Gram of rows `s_i ψ_i` from that of `ψ_i`, for `(n,)` float64 `sizes` on the CPU."""
     by_size = sizes[:, None] * sizes
-    prefix = "model." if isinstance(model, ModelWithoutPositions) else ""
-    by_layer = {name.removeprefix(prefix): layer * by_size for name, layer in gram.by_layer.items()}
+    by_layer = {name: layer * by_size for name, layer in gram.by_layer.items()}
     return replace(gram, matrix=gram.matrix * by_size, by_layer=by_layer)
 
 
