@@ -248,12 +248,15 @@ def is_half_on_gpu(tensor: Tensor) -> bool:
 
 
 def suits_kernel(rows: Tensor, out: Tensor | None) -> bool:
-    """Whether the kernel can contract these rows: half precision on a GPU, few rollouts, sums in the same dtype."""
+    """Whether the kernel can contract these rows: half precision on a GPU, few rollouts, sums in bfloat16 if any.
+
+    The kernel takes the weights of sums in the dtype of the rows, and in float16 the small ones would underflow.
+    """
     return (
         is_half_on_gpu(rows)
         and rows.stride(1) == 1
         and len(rows) <= KERNEL_ROLLOUTS
-        and (out is None or out.dtype == rows.dtype)
+        and (out is None or out.dtype == rows.dtype == torch.bfloat16)
     )
 
 

@@ -44,6 +44,7 @@ from scoregram.gram.leaves import (
     TensorKinds,
     class_path,
     forward_with_copies,
+    is_of_transformers,
     layer_norm_with_copies,
     run_per_rollout,
 )
@@ -140,7 +141,8 @@ class Interceptor(DropoutOff):
             return partial(self.run_module, module, module.forward)
         if type(module) is nn.Linear:
             return partial(self.run_linear_layer, module)
-        if class_path(module) in LAYER_NORMS or facts_of(module).broadcast_axes is not None:
+        is_known = facts_of(module).broadcast_axes is not None and is_of_transformers(module)
+        if class_path(module) in LAYER_NORMS or is_known:
             return partial(self.run_norm, module, module.forward)
         return partial(self.run_module, module, module.forward)
 

@@ -6,10 +6,11 @@ per-rollout gradients, summed over every use. A tensor that is derived from para
 in the same way; at the end its rows are pulled back to the parameters.
 
 Most modules that own a small parameter are norms: they scale their input and do nothing else with it. Intercepting
-every operation of a norm costs more host time than the norm itself. So a module without children is watched once. If
-it only cast, shifted or scaled its parameters by numbers and then broadcast them against its input, it runs from then
-on without interception, with the copies in place of its parameters (`forward_with_copies`). A layer norm takes its
-weight inside a fused operation instead; the classes known to do that are listed in `LAYER_NORMS`.
+every operation of a norm costs more host time than the norm itself. So a module of transformers without children is
+watched once. If it only cast, shifted or scaled its parameters by numbers and then broadcast them against its input, it
+runs from then on without interception, with the copies in place of its parameters (`forward_with_copies`). A layer norm
+takes its weight inside a fused operation instead; the classes known to do that are listed in `LAYER_NORMS`. Any other
+module may do something else the next time, at another length say, and is intercepted every time.
 """
 
 from collections.abc import Callable, Iterator
@@ -280,8 +281,8 @@ class ParameterWatch:
         self.only_broadcasts &= func in COPY_SAFE_READS
 
     def remember(self, module: nn.Module, x: Tensor) -> None:
-        """Remember a childless module that only broadcast its parameters against tensors of the rank of its input."""
-        if self.only_broadcasts and self.axes == {x.ndim} and not module._modules:
+        """Remember a childless norm that only broadcast its parameters against tensors of the rank of its input."""
+        if self.only_broadcasts and self.axes == {x.ndim} and not module._modules and is_of_transformers(module):
             facts_of(module).broadcast_axes = x.ndim
 
 
@@ -312,6 +313,11 @@ def layer_norm_with_copies(module: Any, shift: float, x: Tensor, leaves: Leaves)
         return None
     kinds = TensorKinds(leaves.layout, lambda t: leaves.of(t) if t.requires_grad else None, lambda t: t is x)
     return layer_norm_per_rollout(x, module.normalized_shape, weight, module.bias, module.eps, kinds, shift)
+
+
+def is_of_transformers(module: nn.Module) -> bool:
+    """Whether the forward function of a module's class is defined by transformers: it does the same at every call."""
+    return type(module).forward.__module__.startswith("transformers.")
 
 
 def class_path(module: nn.Module) -> str:
