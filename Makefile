@@ -5,7 +5,7 @@ STAMP := .venv/.built
 
 TRL_TESTS := $(wildcard tests/test_integrations_trl*.py)
 
-.PHONY: run test test-all test-trl test-gpu check format clean
+.PHONY: run test test-all test-trl test-docs test-browser test-install test-gpu check format clean
 
 run: $(STAMP)
 	$(BIN)/scoregram replicate --preset quick --out runs/quick
@@ -22,6 +22,17 @@ test-trl: $(STAMP)
 	$(BIN)/python -m pytest -n auto -q -m "integration or not slow" $(TRL_TESTS)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .trl/oldest trl==1.0.0
 	PYTHONPATH=.trl/oldest $(BIN)/python -m pytest -n auto -q -m "integration or not slow" $(TRL_TESTS)
+
+# Every command and snippet of the pages, run as printed.
+test-docs: $(STAMP)
+	$(BIN)/python -m pytest -n auto -q -m "not gpu" tests/test_docs.py tests/test_readme.py tests/test_dumps_docs.py
+
+test-browser: $(STAMP)
+	$(BIN)/python -m pytest -n auto -q -m browser tests/test_report_browser.py
+
+# Wheel and sdist in clean environments, and every extra against constraints.txt.
+test-install:
+	.ci/install
 
 # On a machine with a CUDA device: needs the tree and an interpreter with torch, Triton, transformers, peft and pytest.
 # Writes benchmarks/results/gpu-tests.json.
