@@ -116,6 +116,7 @@ def test_nothing_is_renamed_before_it_is_on_the_disk(tmp_path, monkeypatch):
     kept = [
         ("fsync", "r"),
         ("fsync", "metrics.jsonl"),
+        ("fsync", "SHA256SUMS"),
         ("fsync", ".partial-step-0"),
         ("fsync", "w"),
         ("fsync", "inner"),

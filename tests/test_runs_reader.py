@@ -165,3 +165,15 @@ def test_what_is_not_a_run(tmp_path):
         (tmp_path / "f").touch()
         with pytest.raises(ScoregramError, match=f"must be a run folder with a config.yaml, got {got}"):
             open_run(path)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "groups", "rollouts", "checkpoints"])
+def test_a_folder_for_a_file_and_a_file_for_a_folder_are_refused(tmp_path, name):
+    """Read as empty, a `checkpoints` that is a file would let a resumed run begin anew and remove its records."""
+    write(tmp_path / "r", range(3))
+    path = tmp_path / "r" / name
+    path.rename(tmp_path / "moved")
+    path.mkdir() if name == "metrics.jsonl" else path.write_text("x")
+    for touch in (open_run, lambda folder: resume(folder, 1)):
+        with pytest.raises(ScoregramError, match=rf"{name} must be a (file|folder), got a (file|folder)"):
+            touch(tmp_path / "r")

@@ -1,7 +1,10 @@
 """Real short runs: every method, the same numbers for the same seed, stops, failures and resumption."""
 
+import io
 import math
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from rich.console import Console
 from safetensors.torch import load_file
 from scipy.stats import binomtest
 
@@ -20,6 +24,8 @@ from scoregram import cli
 from scoregram.checks import NotFiniteError, ScoregramError
 from scoregram.runs import open_run
 from scoregram.tasks import load_task
+from scoregram.training import loop
+from scoregram.training.checkpoint import save_checkpoint
 from scoregram.training.collect import drawn_problems, seeded_generator
 from scoregram.training.config import METHODS, TrainConfig
 from scoregram.training.evaluate import Evaluation
@@ -177,8 +183,6 @@ def test_a_step_that_is_not_finite_stops_and_is_kept(policy, tmp_path):
 
 
 def test_an_infinite_reward_is_refused_and_a_broken_gradient_can_be_passed_over(policy, tmp_path, monkeypatch):
-    from scoregram.training import loop
-
     real = loop.apply_gradient
     seen = []
 
@@ -286,6 +290,104 @@ def test_a_run_is_resumed_from_the_command_line_by_its_folder_alone(policy, tmp_
         Path("runs/rloo/config.yaml").write_text(yaml.dump(other | {"config": other["config"] | changes}))
         with pytest.raises(ScoregramError, match=says):
             TrainConfig.of_run("runs/rloo")
+
+
+WEIGHTS = "model/model.safetensors"
+DAMAGE = {
+    "flipped bit in the weights": lambda at: (at / WEIGHTS).write_bytes(flipped((at / WEIGHTS).read_bytes(), -100)),
+    "flipped bit in the optimiser": lambda at: (at / "state.pt").write_bytes(
+        flipped((at / "state.pt").read_bytes(), 20000)
+    ),
+    "header": lambda at: (at / WEIGHTS).write_bytes(flipped((at / WEIGHTS).read_bytes(), 3)),
+    "cut weights": lambda at: os.truncate(at / WEIGHTS, 1000),
+    "cut optimiser": lambda at: os.truncate(at / "state.pt", 1000),
+    "empty optimiser": lambda at: os.truncate(at / "state.pt", 0),
+    "no optimiser": lambda at: (at / "state.pt").unlink(),
+    "folder": lambda at: ((at / "state.pt").unlink(), (at / "state.pt").mkdir()),
+    "no model": lambda at: shutil.rmtree(at / "model"),
+    "no position": lambda at: torch.save({"step": 2}, at / "state.pt"),
+    "listing": lambda at: (at / "SHA256SUMS").write_bytes(b"\xff\n"),
+}
+UNSEEN_WITHOUT_HASHES = {"flipped bit in the weights", "flipped bit in the optimiser", "listing"}
+
+
+def flipped(content: bytes, at: int) -> bytes:
+    changed = bytearray(content)
+    changed[at] ^= 1
+    return bytes(changed)
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_resumes(policy, tmp_path):
+    """With hashes every damage is found; a checkpoint of an older version, without them, gives a sentence or opens."""
+    train(config_for(policy, tmp_path / "whole", steps=3))
+    train(config_for(policy, tmp_path / "run", steps=2))
+    resumed = config_for(policy, tmp_path / "run", steps=3, resume=True)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-2"
+    assert subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=checkpoint).returncode == 0
+    shutil.copytree(checkpoint, tmp_path / "kept")
+    for name, damage in DAMAGE.items():
+        for is_old in (False, True):
+            shutil.rmtree(checkpoint)
+            shutil.copytree(tmp_path / "kept", checkpoint)
+            damage(checkpoint)
+            if is_old:
+                (checkpoint / "SHA256SUMS").unlink()
+                if name in UNSEEN_WITHOUT_HASHES:
+                    continue
+            with pytest.raises(ScoregramError, match=r"step-2(/model)? must .*, got .*\. (Restore|Start)"):
+                train(resumed)
+    shutil.rmtree(checkpoint)
+    assert train(resumed).step == 3  # from step 1
+    assert same_weights(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_checkpoint_without_hashes_still_resumes_with_a_remark(policy, tmp_path):
+    train(config_for(policy, tmp_path / "run", steps=1))
+    (tmp_path / "run" / "checkpoints" / "step-1" / "SHA256SUMS").unlink()
+    told = Console(file=io.StringIO())
+    assert train(config_for(policy, tmp_path / "run", steps=2, resume=True), console=told).step == 2
+    assert isinstance(told.file, io.StringIO) and "step 1 has no SHA256SUMS" in told.file.getvalue()
+
+
+def test_a_disk_that_fills_while_the_optimiser_is_written_is_a_sentence(policy, tmp_path):
+    """A limit on the file size between the weights (26 kB) and the optimiser (62 kB) stands for the full disk."""
+    train(config_for(policy, tmp_path / "run", steps=1))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, before[1]))
+    try:
+        with pytest.raises(ScoregramError, match="step-2 must be writable, got File too large"):
+            train(config_for(policy, tmp_path / "run", steps=2, resume=True))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert set(open_run(tmp_path / "run").checkpoints) == {1}
+    assert train(config_for(policy, tmp_path / "run", steps=2, resume=True)).step == 2
+
+
+@pytest.mark.parametrize("changes", [{"keep_checkpoints": 1}, {"keep_checkpoints": 0}, {"checkpoint_every": 3}])
+def test_the_space_asked_for_is_that_of_the_most_checkpoints_at_once(changes, policy, tmp_path, monkeypatch):
+    counts = []
+
+    def counting(folder: Path, *rest: Any) -> None:
+        counts.append(len(list(folder.parent.iterdir())))
+        save_checkpoint(folder, *rest)
+
+    monkeypatch.setattr(loop, "save_checkpoint", counting)
+    config = config_for(policy, tmp_path / "run", steps=4, eval_every=0, **changes)
+    asked = loop.checkpoints_to_come(config)
+    train(config)
+    assert asked == max(counts)
+    resumed = config_for(policy, tmp_path / "run", steps=8, eval_every=0, resume=True, **changes)
+    asked, present = loop.checkpoints_to_come(resumed), len(open_run(tmp_path / "run").checkpoints)
+    counts.clear()
+    train(resumed)
+    assert asked >= max(counts) - present
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "/".join(["b" * 200] * 25), "a\0b"])
+def test_a_name_that_no_disk_takes_is_a_sentence(name, policy, tmp_path):
+    for resume in (False, True):
+        with pytest.raises(ScoregramError, match=r"a path must (not be too long|consist of)"):
+            train(config_for(policy, tmp_path / name, resume=resume))
 
 
 def test_problems_are_drawn_in_whole_epochs_whatever_the_split():

@@ -8,6 +8,7 @@ from scoregram.runs.config import environment as environment
 from scoregram.runs.config import require_run as require_run
 from scoregram.runs.config import source_commit as source_commit
 from scoregram.runs.disk import CHECKPOINTS as CHECKPOINTS
+from scoregram.runs.disk import CHECKSUMS as CHECKSUMS
 from scoregram.runs.disk import CONFIG_FILE as CONFIG_FILE
 from scoregram.runs.disk import FORMAT_VERSION as FORMAT_VERSION
 from scoregram.runs.disk import GROUPS as GROUPS
@@ -17,6 +18,7 @@ from scoregram.runs.disk import REPORT as REPORT
 from scoregram.runs.disk import ROLLOUTS as ROLLOUTS
 from scoregram.runs.disk import TEMPORARY as TEMPORARY
 from scoregram.runs.disk import TRACKER_LOGS as TRACKER_LOGS
+from scoregram.runs.disk import damaged_files as damaged_files
 from scoregram.runs.disk import disk_errors as disk_errors
 from scoregram.runs.disk import parts as parts
 from scoregram.runs.disk import require_space as require_space

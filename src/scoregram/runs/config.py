@@ -15,6 +15,7 @@ import yaml
 
 from scoregram import __version__
 from scoregram.checks import fail
+from scoregram.runs import disk
 from scoregram.runs.disk import CONFIG_FILE, FORMAT_VERSION, require_known_version
 
 PACKAGES = (
@@ -171,11 +172,15 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def require_run(folder: Path | str) -> Path:
-    """Path of a folder that holds a run."""
-    root = Path(folder)
+    """Path of a folder that holds a run, in which files are files and folders are folders."""
+    root = disk.require_path(folder, caller="open_run")
     if not (root / CONFIG_FILE).is_file():
         got = "one without" if root.is_dir() else "a file" if root.exists() else "no such folder"
         fail("open_run", f"{root} must be a run folder with a {CONFIG_FILE}", got, "Check the path.")
+    for path in (root / name for name in (disk.METRICS, *disk.TABLE_FOLDERS, disk.CHECKPOINTS)):
+        if path.exists() and path.is_dir() != (path.name != disk.METRICS):
+            kinds = ("a file", "a folder") if path.name == disk.METRICS else ("a folder", "a file")
+            fail("open_run", f"{path} must be {kinds[0]}", kinds[1], "Restore it from a copy, or move it away.")
     return root
 
 

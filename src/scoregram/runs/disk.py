@@ -5,6 +5,7 @@ name survives a power cut. A kill leaves a temporary file behind and never half 
 """
 
 import errno
+import hashlib
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from scoregram.checks import fail
+from scoregram.checks import ScoregramError, fail
 
 try:
     import fcntl
@@ -32,6 +33,7 @@ BATCHES = "batches"
 ROLLOUTS = "rollouts"
 CHECKPOINTS = "checkpoints"
 TRACKER_LOGS = "trackers"
+CHECKSUMS = "SHA256SUMS"
 REPORT = "report.html"
 TABLE_FOLDERS = (GROUPS, BATCHES, ROLLOUTS)
 """Folders of part files."""
@@ -110,6 +112,10 @@ def remedy_for(code: int | None) -> str:
         return "Raise the limit on file size (`ulimit -f`), then resume: all complete files can still be read."
     if code in _FORBIDDEN:
         return "Choose a folder that you may write to."
+    if code == errno.ENAMETOOLONG:
+        return "Choose a shorter one: most disks allow 255 bytes for each name in a path, and 4096 for the path."
+    if code == errno.EISDIR:
+        return "Move the folder away that has the name of this file."
     if code in _NOT_A_FOLDER:
         return "Choose a path that does not exist yet, or an existing folder; no part of the path may be a file."
     return "Check the disk, or choose a folder on another disk."
@@ -117,11 +123,29 @@ def remedy_for(code: int | None) -> str:
 
 @contextmanager
 def disk_errors(path: Path, *, caller: str) -> Iterator[None]:
-    """A block in which an `OSError` becomes a `ScoregramError` that names `path` and the remedy."""
+    """A block in which an `OSError`, or a full disk behind another error, becomes a `ScoregramError` with a remedy."""
     try:
         yield
+    except ScoregramError:
+        raise
+    except Exception as error:
+        cause = error if isinstance(error, OSError) else disk_is_full(error)
+        if cause is None:
+            raise
+        fail(caller, f"{path} must be writable", cause.strerror or str(cause), remedy_for(cause.errno))
+
+
+def require_path(path: Path | str, *, caller: str) -> Path:
+    """`path` as a Path; an error if no file can have that name, such as one of more than 255 bytes."""
+    try:
+        os.lstat(path)
+    except ValueError:  # a NUL byte, or a character that the file system cannot encode
+        fail(caller, "a path must consist of characters that the disk allows", repr(str(path)), "Choose another one.")
     except OSError as error:
-        fail(caller, f"{path} must be writable", error.strerror or str(error), remedy_for(error.errno))
+        if error.errno == errno.ENAMETOOLONG:
+            got = f"{len(os.fsencode(path))} bytes, {str(path)[:40]}…"
+            fail(caller, "a path must not be too long", got, remedy_for(error.errno))
+    return Path(path)
 
 
 def disk_is_full(error: BaseException | None) -> OSError | None:
@@ -148,7 +172,7 @@ def require_space(folder: Path | str, needed: int, *, caller: str = "require_spa
     Raises:
         ScoregramError: If fewer bytes are free; the error states both numbers.
     """
-    existing = Path(folder).absolute()
+    existing = require_path(folder, caller=caller).absolute()
     while not existing.exists():
         existing = existing.parent
     free = shutil.disk_usage(existing).free
@@ -208,6 +232,31 @@ def sync_tree(folder: Path) -> None:
         for name in names:
             sync_file(Path(inside, name))
         sync_folder(Path(inside))
+
+
+def sha256(path: Path) -> str:
+    """Hash of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_checksums(folder: Path) -> None:
+    """Write `SHA256SUMS` into a folder: a line for every file in it, which `sha256sum --check` reads."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    lines = [f"{sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
+    (folder / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def damaged_files(folder: Path) -> list[str]:
+    """Files that are missing from a folder or differ from its `SHA256SUMS`; none if it has no such file."""
+    listing = folder / CHECKSUMS
+    if not listing.exists():
+        return []
+    try:
+        recorded = [line.split("  ", 1) for line in listing.read_text(encoding="utf-8").splitlines()]
+        return [name for digest, name in recorded if not (folder / name).is_file() or sha256(folder / name) != digest]
+    except (OSError, ValueError):  # the listing itself is damaged
+        return [CHECKSUMS]
 
 
 def make_folder(folder: Path) -> None:

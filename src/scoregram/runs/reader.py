@@ -3,7 +3,6 @@
 Everything complete can be read; `Run.notes` names what is incomplete.
 """
 
-import hashlib
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,7 +149,7 @@ def file_hashes(folder: Path | str, *, with_checkpoints: bool = False) -> dict[s
     files += [path for name in disk.TABLE_FOLDERS for _, path in disk.parts(root / name)]
     if with_checkpoints:
         files += [path for kept in disk.checkpoints(root).values() for path in kept.rglob("*") if path.is_file()]
-    return {name: _sha256(root / name) for name in sorted(path.relative_to(root).as_posix() for path in files)}
+    return {name: disk.sha256(root / name) for name in sorted(path.relative_to(root).as_posix() for path in files)}
 
 
 def changed_files(folder: Path | str, recorded: Mapping[str, str]) -> dict[str, str]:
@@ -162,8 +161,3 @@ def changed_files(folder: Path | str, recorded: Mapping[str, str]) -> dict[str, 
         for name in sorted(recorded.keys() | present.keys())
         if recorded.get(name) != present.get(name)
     }
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -72,7 +72,7 @@ class RunWriter:
         """
         _require_keep(keep_checkpoints)
         text = config_text(config, this_environment() if environment is None else environment)
-        root = Path(folder)
+        root = disk.require_path(folder, caller="RunWriter.create")
         with disk.disk_errors(root, caller="RunWriter.create"):
             disk.make_folder(root)
             lock = disk.FolderLock(root, caller="RunWriter.create")
@@ -187,7 +187,8 @@ class RunWriter:
     def checkpoint(self, step: int) -> Iterator[Path]:
         """A temporary folder to write into; it becomes `checkpoints/step-N` when the block ends without an exception.
 
-        Then older checkpoints beyond `keep_checkpoints` are removed.
+        `SHA256SUMS`, with a hash of every file, is written last. Then older checkpoints beyond `keep_checkpoints` are
+        removed.
 
         Raises:
             ScoregramError: If this step has a checkpoint, or the disk is full; older checkpoints stay as they are.
@@ -202,17 +203,14 @@ class RunWriter:
                 disk.make_folder(path.parent)
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir()
-            yield temporary
-            with disk.disk_errors(path, caller="checkpoint"):
+                yield temporary
+                disk.write_checksums(temporary)
                 os.fsync(self._metrics)
                 disk.sync_tree(temporary)
                 temporary.replace(path)
                 disk.sync_folder(path.parent)
-        except BaseException as error:
+        except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
-            full = disk.disk_is_full(error)
-            if full is not None:
-                fail("checkpoint", f"{path} must be writable", full.strerror, disk.remedy_for(full.errno))
             raise
         with disk.disk_errors(path.parent, caller="checkpoint"):
             _prune(self.folder, self.keep_checkpoints)

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from scoregram.checks import fail
+from scoregram.checks import ScoregramError, fail
 from scoregram.policy import Policy, without_bars
 from scoregram.rollouts import Rollouts
+from scoregram.runs import damaged_files, disk_errors
 
 STATE = "state.pt"
 MODEL = "model"
@@ -33,7 +34,8 @@ def save_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimiz
     """Write a checkpoint into an empty folder."""
     save_policy(folder / MODEL, policy)
     state = {"step": position.step, "problems": position.problems, "optimizer": optimizer.state_dict()}
-    torch.save(state, folder / STATE)
+    with (folder / STATE).open("wb") as file:  # an open file keeps the disk's error, which torch hides behind a path
+        torch.save(state, file)
 
 
 def save_policy(folder: Path, policy: Policy) -> None:
@@ -47,13 +49,25 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimiz
     """Load the weights and the optimiser state of a checkpoint into the policy and the optimiser.
 
     Raises:
-        ScoregramError: If it does not fit the policy.
+        ScoregramError: If a file differs from its hash in `SHA256SUMS` or cannot be read, or if it does not fit the
+            policy. A checkpoint of an older version has no hashes.
     """
+    remedy = (
+        "Restore it from a copy, or remove it: the run then resumes from the checkpoint before it, or from the start."
+    )
+    if damaged := damaged_files(folder):
+        fail("train --resume", f"{folder} must be as it was written", f"other content in {', '.join(damaged)}", remedy)
     device = next(policy.model.parameters()).device
-    load_weights(policy.model, folder / MODEL)
-    state: dict[str, Any] = torch.load(folder / STATE, map_location=device, weights_only=True)
-    optimizer.load_state_dict(state["optimizer"])
-    return Position(state["step"], state["problems"])
+    try:
+        load_weights(policy.model, folder / MODEL)
+        state: dict[str, Any] = torch.load(folder / STATE, map_location=device, weights_only=True)
+        optimizer.load_state_dict(state["optimizer"])
+        return Position(state["step"], state["problems"])
+    except (ScoregramError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # damaged files make their readers raise almost anything
+        reason = f"{type(error).__name__} {error}".splitlines()[0]
+        return fail("train --resume", f"{folder} must be a complete checkpoint", reason, remedy)
 
 
 def load_weights(model: Any, folder: Path) -> None:
@@ -85,21 +99,21 @@ def is_tied(model: nn.Module, name: str, saved: dict[str, Any]) -> bool:
 def write_failure(run: Path, step: int, policy: Policy, rollouts: Rollouts, error: Exception) -> Path:
     """Save a step that failed: rollouts, rewards, the weights before it and the message. Returns the folder."""
     folder = run / "failures" / f"step-{step}"
-    folder.mkdir(parents=True, exist_ok=True)
     assert rollouts.log_probs is not None
-    torch.save(
-        {
-            "message": str(error),
-            "problems": list(rollouts.prompt_names),
-            "completions": list(rollouts.completions),
-            "rewards": rollouts.reward_grid,
-            "input_ids": rollouts.input_ids.cpu(),
-            "attention_mask": rollouts.attention_mask.cpu(),
-            "completion_mask": rollouts.completion_mask.cpu(),
-            "log_probs": rollouts.log_probs.cpu(),
-        },
-        folder / "step.pt",
-    )
-    save_policy(folder / MODEL, policy)
-    (folder / "message.txt").write_text(f"{error}\n")
+    kept = {
+        "message": str(error),
+        "problems": list(rollouts.prompt_names),
+        "completions": list(rollouts.completions),
+        "rewards": rollouts.reward_grid,
+        "input_ids": rollouts.input_ids.cpu(),
+        "attention_mask": rollouts.attention_mask.cpu(),
+        "completion_mask": rollouts.completion_mask.cpu(),
+        "log_probs": rollouts.log_probs.cpu(),
+    }
+    with disk_errors(folder, caller="train"):
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "step.pt").open("wb") as file:
+            torch.save(kept, file)
+        save_policy(folder / MODEL, policy)
+        (folder / "message.txt").write_text(f"{error}\n")
     return folder

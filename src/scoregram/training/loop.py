@@ -23,7 +23,7 @@ from scoregram.machine import threads
 from scoregram.policy import Policy, installed_vllm, load_policy, recompute_layers
 from scoregram.reading import Step, batch_records, group_records, outcomes_of, read_step, rollout_records
 from scoregram.rollouts import Rollouts, concatenated_rollouts
-from scoregram.runs import RunWriter, open_run, require_same_config, require_space
+from scoregram.runs import CHECKSUMS, RunWriter, open_run, require_same_config, require_space
 from scoregram.tasks import Problem, Task, load_task
 from scoregram.training.checkpoint import Position, load_checkpoint, save_checkpoint, write_failure
 from scoregram.training.collect import collect, drawn_problems, greedy_rewards, refuse_long_prompts, seeded_generator
@@ -80,7 +80,7 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
         group_size=None if config.between_prompts else config.group_size,
     )
     reference = Reference(updater) if config.beta > 0 else None
-    require_space(config.out, bytes_for_checkpoint(policy) * checkpoints_on_disk(config))
+    require_space(config.out, bytes_for_checkpoint(policy) * checkpoints_to_come(config), caller="train")
     tests = task.test[: config.eval_problems]
     probes = task.test[-config.probe_problems :] if config.probe_every else []
     for problems in (tests, probes):
@@ -96,6 +96,8 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
         Progress(config.steps, first_step=position.step, console=console) as progress,
         stop_requests() as stop,
     ):
+        if resumed and not (open_run(config.out).checkpoints[resumed] / CHECKSUMS).exists():
+            progress.note(f"the checkpoint of step {resumed} has no {CHECKSUMS}: its files could not be checked")
         if position.step == 0 and (config.eval_every or config.probe_every):
             scalars: dict[str, Any] = {}
             if config.eval_every:
@@ -284,9 +286,17 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def checkpoints_on_disk(config: TrainConfig) -> int:
-    """Most checkpoints that must fit on the disk: one is written before the one that it replaces is removed."""
-    return 2 if config.checkpoint_every else int(config.final_checkpoint)
+def checkpoints_to_come(config: TrainConfig) -> int:
+    """Most checkpoints that the disk must hold besides those that a resumed run already has.
+
+    A checkpoint is complete before the one that it replaces is removed: with `keep_checkpoints` there is one more.
+    """
+    every, done = config.checkpoint_every, len(open_run(config.out).checkpoints) if config.resume else 0
+    written = config.steps // every if every else 0
+    if config.final_checkpoint and not is_due(config.steps, every):
+        written += 1
+    most = min(written, config.keep_checkpoints + 1) if config.keep_checkpoints else written
+    return max(most - done, min(most, 1))
 
 
 def bytes_for_checkpoint(policy: Policy) -> int:
