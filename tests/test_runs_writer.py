@@ -16,10 +16,12 @@ def test_layout(tmp_path):
     assert list(tree(tmp_path / "a" / "run")) == [
         "checkpoints",
         "checkpoints/step-2",
+        "checkpoints/step-2/SHA256SUMS",
         "checkpoints/step-2/inner",
         "checkpoints/step-2/inner/more.txt",
         "checkpoints/step-2/state.bin",
         "checkpoints/step-4",
+        "checkpoints/step-4/SHA256SUMS",
         "checkpoints/step-4/inner",
         "checkpoints/step-4/inner/more.txt",
         "checkpoints/step-4/state.bin",

@@ -203,14 +203,18 @@ class RunWriter:
                 disk.make_folder(path.parent)
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir()
-                yield temporary
+            yield temporary
+            with disk.disk_errors(path, caller="checkpoint"):
                 disk.write_checksums(temporary)
                 os.fsync(self._metrics)
                 disk.sync_tree(temporary)
                 temporary.replace(path)
                 disk.sync_folder(path.parent)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
+            full = disk.disk_is_full(error)
+            if full is not None:
+                fail("checkpoint", f"{path} must be writable", full.strerror, disk.remedy_for(full.errno))
             raise
         with disk.disk_errors(path.parent, caller="checkpoint"):
             _prune(self.folder, self.keep_checkpoints)
