@@ -1,0 +1,68 @@
+"""What each room imports against what the package and its extras install."""
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "scoregram"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = {
+    "bench": ("bench",),
+    "integrations": ("trl",),
+    "policy": ("peft",),
+    "report": ("report",),
+    "studies": ("report", "sign"),
+    "tasks": ("data", "math", "reasoning-gym"),
+    "training": ("peft", "trackers"),
+}
+"""Extras whose packages a room may import; every other room works with the package alone."""
+IMPORTED_AS = {"pyyaml": "yaml"}
+HOSTS = {"integrations": {"verl", "skyrl", "prime_rl"}, "policy": {"triton", "vllm"}, "gram": {"triton"}}
+"""Packages that no extra installs: frameworks that import scoregram, triton (part of torch on a GPU) and vllm."""
+
+
+def installed_by(extra: str | None) -> set[str]:
+    """Names of the modules that the package installs, alone or with an extra and the extras that it names."""
+    lines = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
+    found: set[str] = set()
+    for line in lines:
+        name, inner = re.match(r"([\w.-]+)(?:\[([\w,-]+)\])?", line).groups()  # type: ignore[union-attr]
+        if name == "scoregram":
+            found |= set().union(*map(installed_by, inner.split(",")))
+        else:
+            found.add(IMPORTED_AS.get(name, name.replace("-", "_")))
+    return found
+
+
+def imported_packages(path: Path) -> set[str]:
+    """Top-level packages that a file imports anywhere, `import_module` included, except Python's own and this one."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.append(node.module or "")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names += [
+                each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)
+            ]
+    return {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) - {"scoregram"}
+
+
+@pytest.mark.parametrize("room", sorted({path.relative_to(SOURCE).parts[0] for path in SOURCE.rglob("*.py")}))
+def test_every_import_of_a_room_is_installed_with_its_extras(room):
+    files = [SOURCE / room] if room.endswith(".py") else (SOURCE / room).rglob("*.py")
+    imported = set().union(*map(imported_packages, files))
+    declared = installed_by(None).union(*map(installed_by, EXTRAS.get(room, ())), HOSTS.get(room, set()))
+    assert imported - declared == set()
+
+
+def test_every_extra_belongs_to_a_room_or_to_one_that_does():
+    named = {extra for extras in EXTRAS.values() for extra in extras}
+    assert named <= PROJECT["optional-dependencies"].keys()
+    assert PROJECT["optional-dependencies"].keys() - named == {"dev", "hf", "replicate"}
