@@ -139,7 +139,19 @@ def failures(batch: Rollouts) -> Iterator[str]:
     beyond = batch.input_ids.clone()
     beyond[:, 3] = 1000
     weights = torch.ones(len(beyond))
+
+    def interrupted() -> None:
+        def fail(*_: Any) -> None:
+            raise IndexError("in the middle of a pass")
+
+        handle = model.model.layers[1].mlp.register_forward_pre_hook(fail)
+        try:
+            measure_gram(model, *batch.arguments)
+        finally:
+            handle.remove()
+
     trials: list[Callable[[], Any]] = [
+        interrupted,
         lambda: measure_gram(model, beyond, *batch.arguments[1:]),
         lambda: backward_with_gram(model, *batch.arguments, weights=weights),
         lambda: backward_with_gram(

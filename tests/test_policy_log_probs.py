@@ -1,5 +1,7 @@
 """Log-probabilities of given tokens, against one plain forward pass for every row without its padding."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -31,6 +33,14 @@ def test_log_probs_are_those_of_each_row_alone(name, padding):
     expected = row_by_row(model, batch, 0.7)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
     assert not found[~batch.completion_mask].any()
+
+
+@pytest.mark.parametrize("family", ["Roberta", "Bart"])  # positions from padding_idx + 1; no argument for positions
+def test_models_count_positions_from_the_first_real_token(family):
+    sizes: dict[str, Any] = {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 40}
+    model, batch = build(family, is_decoder=True, **sizes), rollouts(padding="left")
+    found = token_log_probs(model, batch.input_ids, batch.attention_mask.bool(), batch.completion_mask)
+    torch.testing.assert_close(found.double(), row_by_row(model, batch))
 
 
 def test_gradients_are_those_of_the_definition():

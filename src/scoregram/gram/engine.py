@@ -19,7 +19,7 @@ from scoregram.gram.batch import all_rollouts, distinct_rollouts, make_batch, re
 from scoregram.gram.head import head_forward
 from scoregram.gram.intercept import CapturedHead
 from scoregram.gram.measurement import Gram, Measurement
-from scoregram.gram.model import averages_gradients, facts_of, prepared_model, random_state
+from scoregram.gram.model import averages_gradients, facts_of, model_inside, prepared_model, random_state
 from scoregram.gram.plain_passes import batch_entropies, batch_log_probs, verify_gram
 from scoregram.gram.sketch import Sketch
 from scoregram.rollouts import Rollouts
@@ -66,7 +66,7 @@ def measure_gram(
             `verify`, a model whose output depends on padding or on the other rollouts.
     """
     batch = make_batch(
-        model,
+        model_inside(model),
         input_ids,
         completion_mask,
         attention_mask,
@@ -108,7 +108,7 @@ def backward_with_gram(
     """
     caller = "backward_with_gram"
     batch = make_batch(
-        model,
+        model_inside(model),
         input_ids,
         completion_mask,
         attention_mask,
@@ -227,7 +227,12 @@ class DeferredGram(Measurement):
             got = "one whose gradients are averaged over processes"
             fail("DeferredGram", "the model must lie whole in one process", got, "Use measure_gram.")
         batch = make_batch(
-            model, input_ids, completion_mask, attention_mask, temperature=temperature, keep_padding=keep_padding
+            model_inside(model),
+            input_ids,
+            completion_mask,
+            attention_mask,
+            temperature=temperature,
+            keep_padding=keep_padding,
         )
         super().__init__(model, all_rollouts(batch), weights=None)  # equal texts may get different coefficients later
         self.is_narrow = not facts_of(self.model).needs_wide_pass

@@ -64,17 +64,15 @@ def completion_logits(
     for mask, name in ((attention_mask, "attention_mask"), (completion_mask, "completion_mask")):
         require_same_shape(mask, input_ids, name=name, like_name="input_ids", caller=caller)
     real = attention_mask.bool()
-    predicts = F.pad(completion_mask, (0, 1))[:, 1:]  # the position before each completion token
     _refuse_orphans(real, completion_mask, caller)
-    inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
-    # Padding on the right needs no mask: attention is causal, so no real token sees it.
+    # Padding on the right needs neither mask nor positions: attention is causal, so no real token sees it.
     if bool((real[:, 1:] & ~real[:, :-1]).any()):
-        inputs["attention_mask"] = real.long()
-        if models.has_argument(model, "position_ids"):
-            inputs["position_ids"] = (real.long().cumsum(1) - 1).clamp(min=0)
+        order = (~real).byte().argsort(dim=1, stable=True)  # real tokens first
+        input_ids, completion_mask = input_ids.gather(1, order), completion_mask.gather(1, order)
+    predicts = F.pad(completion_mask, (0, 1))[:, 1:]  # the position before each completion token
     head = model.get_output_embeddings()
     with _head_applied_to(head, lambda hidden: hidden[predicts]):
-        logits = model(**inputs).logits
+        logits = model(input_ids=input_ids, use_cache=False).logits
     logits = logits if head is not None else logits[predicts]
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
