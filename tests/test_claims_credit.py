@@ -13,9 +13,9 @@ def test_verdicts():
         CREDIT_CLAIMS,
         {
             "thm-3.1": Verdict.HOLDS,
-            "remark-3.2": Verdict.CORRECTED,
+            "remark-3.2": Verdict.HOLDS,
             "eq-18-19": Verdict.HOLDS,
-            "sec-3.1-rank": Verdict.FALSE,
+            "sec-3.1-rank": Verdict.CORRECTED,
         },
     )
 

@@ -14,7 +14,7 @@ def test_verdicts():
         {
             "sec-8-template": Verdict.UNSUPPORTED,
             "sec-8-dense": Verdict.UNSUPPORTED,
-            "sec-8-future-1": Verdict.FALSE,
+            "sec-8-future-1": Verdict.ANSWERED,
             "sec-8-future-2": Verdict.NEEDS_MEASUREMENT,
             "sec-8-future-3": Verdict.CORRECTED,
             "sec-9-rloo": Verdict.HOLDS,

@@ -14,9 +14,9 @@ def test_verdicts():
         RANK_CLAIMS,
         {
             "max-rank": Verdict.FALSE,
-            "sec-7.2-directions": Verdict.FALSE,
+            "sec-7.2-directions": Verdict.CORRECTED,
             "sec-7.2-dimensions": Verdict.FALSE,
-            "sec-7.2-diminishing": Verdict.CORRECTED,
+            "sec-7.2-diminishing": Verdict.FALSE,
             "fig-2": Verdict.NEEDS_MEASUREMENT,
             "fig-3": Verdict.NEEDS_MEASUREMENT,
         },
@@ -47,3 +47,10 @@ def test_rank_two_notices_rows_that_get_lost(monkeypatch):
 def test_signal_to_noise_notices_an_estimator_that_ignores_its_group(monkeypatch):
     break_estimator(monkeypatch, "mean", lambda r: r)  # no baseline: SNR² is proportional to R
     assert finding(RANK_CLAIMS, "sec-7.2-diminishing").verdict is Verdict.BROKEN
+
+
+@pytest.mark.parametrize("always_distinct", [True, False])
+def test_the_directions_of_a_step_need_both_ways_of_drawing(monkeypatch, always_distinct):
+    drawn = rank._groups
+    monkeypatch.setattr(rank, "_groups", lambda size, *, distinct=True: drawn(size, distinct=always_distinct))
+    assert finding(RANK_CLAIMS, "sec-7.2-directions").verdict is Verdict.BROKEN

@@ -19,9 +19,7 @@ def test_verdicts():
             "thm-4.1-iv": Verdict.HOLDS,
             "thm-4.1-iv-reading": Verdict.FALSE,
             "cor-4.2-scale": Verdict.CORRECTED,
-            "cor-4.2-scale-std": Verdict.FALSE,
             "cor-4.2-vanish": Verdict.CORRECTED,
-            "cor-4.2-vanish-std": Verdict.CORRECTED,
             "cor-4.2-constant": Verdict.HOLDS,
             "sec-4-curriculum": Verdict.CORRECTED,
         },
@@ -34,7 +32,7 @@ def test_verdicts():
         ("mean", leave_one_out, ("thm-4.1-ii", "thm-4.1-iii", "sec-4-curriculum")),
         ("mean", lambda r: mean_centered(r) + 0.1, ("thm-4.1-i", "cor-4.2-constant", "thm-4.1-iv-reading")),
         ("mean", lambda r: 3 * mean_centered(r), ("thm-4.1-iv", "cor-4.2-scale")),
-        ("grpo", mean_centered, ("cor-4.2-scale-std", "cor-4.2-vanish-std", "sec-4-curriculum")),
+        ("grpo", mean_centered, ("sec-4-curriculum",)),
     ],
 )
 def test_a_broken_estimator_is_noticed(monkeypatch, name, fn, claims):
@@ -54,7 +52,6 @@ def test_a_broken_estimator_is_noticed(monkeypatch, name, fn, claims):
         ),
         ("update_norm_bound", lambda gram, r: 0.3 * update_norm_bound(gram, r), "cor-4.2-scale"),
         ("standardized_weight", lambda p, size, ddof: 1.0, "sec-4-curriculum"),
-        ("mixed_probability", lambda p, size: 0.5, "cor-4.2-scale-std"),
     ],
 )
 def test_a_wrong_theorem_is_noticed(monkeypatch, name, wrong, claim):

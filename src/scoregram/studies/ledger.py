@@ -40,6 +40,8 @@ class Verdict(StrEnum):
     """False as printed, and the corrected statement says something else."""
     UNSUPPORTED = "not supported by the text"
     """The paper announces it and gives no statement, proof or measurement of it."""
+    ANSWERED = "a question, answered here"
+    """The paper asks and asserts nothing; the finding is the answer."""
     NEEDS_MEASUREMENT = "needs measurement"
     """An empirical statement that no enumeration can decide; the finding names what has to be measured."""
     BROKEN = "check failed"
@@ -113,6 +115,11 @@ def refuted(*, printed: bool, truth: bool, evidence: NamedNumbers, correction: s
 def unsupported(*, truth: bool, evidence: NamedNumbers, correction: str) -> Finding:
     """`not supported by the text`; `truth` is whether the statement that replaces it held in this run."""
     return Finding(Verdict.UNSUPPORTED if truth else Verdict.BROKEN, evidence, correction)
+
+
+def answered(*, truth: bool, evidence: NamedNumbers, answer: str) -> Finding:
+    """`a question, answered here`; `truth` is whether the answer held in this run."""
+    return Finding(Verdict.ANSWERED if truth else Verdict.BROKEN, evidence, answer)
 
 
 def to_be_measured(*, truth: bool, evidence: NamedNumbers, measure: str) -> Finding:
@@ -207,6 +214,7 @@ _COLOURS = {
     Verdict.CORRECTED: "yellow",
     Verdict.FALSE: "red",
     Verdict.UNSUPPORTED: "magenta",
+    Verdict.ANSWERED: "blue",
     Verdict.NEEDS_MEASUREMENT: "cyan",
     Verdict.BROKEN: "bold white on red",
 }

@@ -28,7 +28,7 @@ from scoregram.studies.grpo_rank.claims.grounds import (
     reward_groups,
 )
 from scoregram.studies.grpo_rank.claims.rank import rank_two
-from scoregram.studies.ledger import Finding, as_printed, corrected, refuted, to_be_measured, unsupported
+from scoregram.studies.ledger import Finding, answered, as_printed, corrected, to_be_measured, unsupported
 from scoregram.theory import (
     CREDITS,
     across_prompts,
@@ -195,15 +195,14 @@ def leave_one_out_breaks_rank() -> Finding:
             first, second = (spectrum_summary(group.gram, a) for a in (mean, others))
             for name in SPECTRUM_METRICS:
                 differences = max(differences, abs(getattr(first, name) - getattr(second, name)))
-    return refuted(
-        printed=differences > 1e-6,
+    return answered(
         truth=ratio < EXACT and differences < 1e-9,
         evidence={
             "metrics compared": len(SPECTRUM_METRICS),
             "largest difference in any rank metric": differences,
             "largest |A_mean - (R-1)/R A_rloo|": ratio,
         },
-        correction="Leave-one-out advantages are R/(R-1) times the mean-centred ones, so every row of the stack is scaled "
+        answer="No. Leave-one-out advantages are R/(R-1) times the mean-centred ones, so every row of the stack is scaled "
         "alike and no rank metric moves. Baselines per token change the rows, not their number: the rank stays at most R.",
     )
 
@@ -281,13 +280,13 @@ DISCUSSION_CLAIMS = (
     claim(
         "sec-8-future-1",
         "section 8, future direction (1)",
-        "A leave-one-out baseline may break the rank-2 bottleneck.",
+        "Can a leave-one-out baseline, or one per token, break the rank-2 bottleneck? (a question)",
         leave_one_out_breaks_rank,
     ),
     claim(
         "sec-8-future-2",
         "section 8, future direction (2)",
-        "The effective rank may predict saturation and tell when to enlarge the group.",
+        "If the effective rank predicts saturation, can it tell when to enlarge the group? (a question with a condition)",
         rank_as_signal,
     ),
     claim(
