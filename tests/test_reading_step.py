@@ -103,7 +103,7 @@ def test_means_over_groups_leave_out_what_is_undefined():
 
 
 def test_rows_of_a_loss_carry_their_weights():
-    step = step_with(COMPLETE, rows="loss", kind="loss")
+    step = step_with(COMPLETE, kind="loss")
     assert step.gram is not None
     scalars = read_step(step).scalars
     assert scalars["gram/update_norm"] == pytest.approx(float(step.gram.matrix.sum().sqrt()))

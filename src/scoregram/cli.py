@@ -152,14 +152,17 @@ class Report:
     """Write it here, in place of `report.html` in the folder."""
 
     def run(self) -> int:
-        """Write the page and print its path."""
+        """Write the page and print its path; how far its numbers can be trusted goes to the standard error."""
         from scoregram.studies import is_replication
 
         if is_replication(self.folder):
-            from scoregram.studies import write_replication_report as write_report
+            from scoregram.studies import write_replication_report
+
+            print(write_replication_report(self.folder, self.out))
         else:
             from scoregram.report import write_report
-        print(write_report(self.folder, self.out))
+
+            print(write_report(self.folder, self.out, tell=lambda sentence: print(sentence, file=sys.stderr)))
         return 0
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from scoregram.checks import ScoregramError
-from scoregram.runs import GroupRecord
+from scoregram.runs import GroupRecord, Rows
 from scoregram.spectra import (
     MEASURED_RTOL,
     SPECTRUM_METRICS,
@@ -32,6 +32,8 @@ another reward. `unjudged`: no rollout has a reward. Rollouts without a reward a
 
 SPECTRAL = ("effective_rank", "top1_fraction", "stable_rank", "participation_ratio", "numerical_rank")
 """Metrics of a group's spectrum that are stored for every measured group, each beside its orthogonal null."""
+OF_SCORES = ("cosine", "update_norm", "score_norm")
+"""Metrics of a group that are defined by scores: `nan` where rows are gradients of a loss, which include weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,32 +73,45 @@ class GroupReading:
         """Name → number, as stored with a group."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
+    def of_rows(self, rows: Rows) -> "GroupReading":
+        """The same with `nan` in place of what these rows do not define."""
+        return replace(self, **dict.fromkeys(OF_SCORES, math.nan)) if rows == "loss" else self
 
-def read_group(gram: GramMatrix, rewards: GroupRewards, advantages: GroupAdvantages) -> GroupReading:
+
+def row_factors(advantages: GroupAdvantages, rows: Rows) -> GroupAdvantages:
+    """`(R,)` factor of each row in the stacked matrix: the advantage of a score, 1 for a gradient of a loss."""
+    return torch.ones_like(advantages) if rows == "loss" else advantages
+
+
+def read_group(
+    gram: GramMatrix, rewards: GroupRewards, advantages: GroupAdvantages, *, rows: Rows = "scores"
+) -> GroupReading:
     """The metrics of one measured group.
 
     Args:
-        gram: `(R, R)`. Score Gram `K`, or the Gram of rows that carry their weights already (then `advantages` are 1).
+        gram: `(R, R)`. Score Gram `K`, or the Gram of gradients of a loss.
         rewards: `(R,)`. `nan` for a rollout without a reward.
-        advantages: `(R,)`. 0 for a rollout that adds nothing to the update.
+        advantages: `(R,)`. 0 for a rollout that adds nothing to the update; not used if rows are gradients of a loss.
+        rows: What the rows of `gram` are. `OF_SCORES` is `nan` for gradients of a loss.
 
     Raises:
         ScoregramError: If `gram` is not a Gram up to the rounding of a measurement.
     """
-    both = gram, torch.diag(gram.diagonal())
-    spectra = torch.stack([singular_values(k, advantages, psd_rtol=MEASURED_RTOL) for k in both])  # (2, R)
+    both, factors = (gram, torch.diag(gram.diagonal())), row_factors(advantages, rows)
+    spectra = torch.stack([singular_values(k, factors, psd_rtol=MEASURED_RTOL) for k in both])  # (2, R)
     pairs = {name: SPECTRUM_METRICS[name].fn(spectra).tolist() for name in SPECTRAL}
     judged = rewards[~rewards.isnan()]
-    return GroupReading(
+    reading = GroupReading(
         **{name: float(measured) for name, (measured, _) in pairs.items()},
         **{f"{name}_orthogonal": float(null) for name, (_, null) in pairs.items()},
         cosine=mean_pairwise_cosine(gram, rtol=MEASURED_RTOL),
-        coherence=update_coherence(gram, advantages),
-        update_norm=update_norm(gram, advantages / len(advantages), rtol=MEASURED_RTOL),
+        coherence=update_coherence(gram, factors),
+        update_norm=update_norm(gram, factors / len(factors), rtol=MEASURED_RTOL),
         score_norm=float(gram.diagonal().clamp(min=0).sqrt().mean()),
         reward_mean=float(judged.mean()) if len(judged) else math.nan,
         reward_std=float(judged.std(correction=0)) if len(judged) else math.nan,
     )
+    return reading.of_rows(rows)
 
 
 def outcomes_of(rewards: Rewards) -> list[Outcome]:
@@ -142,19 +157,20 @@ class StoredGroup:
 
     @cached_property
     def is_complete(self) -> bool:
-        """Whether it was measured and every rollout has a reward: unbiased moments need both."""
-        return self.record.gram is not None and bool(self.record.rewards.isfinite().all())
+        """Whether its scores were measured and every rollout has a reward: unbiased moments need both."""
+        has_scores = self.record.gram is not None and self.record.rows == "scores"
+        return has_scores and bool(self.record.rewards.isfinite().all())
 
     @cached_property
     def reading(self) -> GroupReading | None:
         """Its metrics, as stored, else from its Gram; None without a valid Gram and finite advantages."""
         record, names = self.record, [one.name for one in fields(GroupReading)]
         if all(name in record.statistics for name in names):
-            return GroupReading(**{name: float(record.statistics[name]) for name in names})
+            return GroupReading(**{name: float(record.statistics[name]) for name in names}).of_rows(record.rows)
         if record.gram is None:
             return None
         try:
-            return read_group(record.gram, record.rewards, record.advantages)
+            return read_group(record.gram, record.rewards, record.advantages, rows=record.rows)
         except ScoregramError:  # advantages that are not finite, or a matrix that is not a Gram
             return None
 
@@ -166,9 +182,10 @@ class StoredGroup:
     @cached_property
     def nonzero_rows(self) -> int:
         """Rollouts with a nonzero row `A_i ψ_i`: the largest rank that the stacked matrix can have."""
-        if self.record.gram is None:
+        record = self.record
+        if record.gram is None:
             return 0
-        return int(((self.record.advantages != 0) & (self.record.gram.diagonal() > 0)).sum())
+        return int(((row_factors(record.advantages, record.rows) != 0) & (record.gram.diagonal() > 0)).sum())
 
     @cached_property
     def possible_ranks(self) -> tuple[float, float]:
@@ -188,9 +205,13 @@ class StoredGroup:
         return least, most
 
 
-def mean_over_groups(readings: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """`group/NAME` → mean over the groups in which the number is defined, `nan` if there is none."""
-    names = dict.fromkeys(name for reading in readings for name in reading)
+def mean_over_groups(readings: Sequence[Mapping[str, float]], *, rows: Rows = "scores") -> dict[str, float]:
+    """`group/NAME` → mean over the groups in which the number is defined, `nan` if there is none.
+
+    `OF_SCORES` is left out where rows are gradients of a loss.
+    """
+    absent = OF_SCORES if rows == "loss" else ()
+    names = dict.fromkeys(name for reading in readings for name in reading if name not in absent)
     means = {}
     for name in names:
         values = [reading[name] for reading in readings if not math.isnan(reading.get(name, math.nan))]

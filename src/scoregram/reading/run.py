@@ -17,7 +17,8 @@ import torch
 from scoregram.bootstrap import bootstrap_estimate, mean_estimate
 from scoregram.exhibits import Estimate
 from scoregram.reading.group import StoredGroup
-from scoregram.runs import GroupRecord, Run
+from scoregram.reading.trust import Trust, needs_gram, trust_of
+from scoregram.runs import GroupRecord, Rows, Run, own_name
 from scoregram.statistics import (
     NoiseComponents,
     baseline_saving,
@@ -48,6 +49,24 @@ class RunReading:
     groups: Sequence[StoredGroup]
     """Training groups, in order of step; if there are none, all groups but those of evaluations."""
     tests: EvaluationRewards = field(default_factory=dict)
+    remarks: Mapping[str, str] = field(default_factory=dict)
+    """Kind → a sentence that a reader must know before trusting the numbers, as stored with the run."""
+
+    @cached_property
+    def trust(self) -> Trust:
+        """How far the numbers can be trusted; a step in `trust.failed` enters no mean."""
+        return trust_of(self.lines, self.groups, self.last_third, self.remarks)
+
+    @cached_property
+    def rows(self) -> Rows:
+        """What the rows of the measured Grams are: scores, or gradients of a loss, which include their weights."""
+        return "loss" if any(group.record.rows == "loss" for group in self.groups) else "scores"
+
+    @cached_property
+    def has_whole_groups(self) -> bool:
+        """Whether groups hold all rollouts of their prompt; a step of a loss may hold only some of them."""
+        stated = self.config.get("group_size")
+        return self.rows == "scores" or all(group.size == stated for group in self.groups)
 
     @cached_property
     def steps(self) -> list[int]:
@@ -69,6 +88,16 @@ class RunReading:
         return [group for group in self.groups if group.record.step in self.last_third]
 
     @cached_property
+    def is_withheld(self) -> bool:
+        """Whether the last third has no means from the Gram, because the self-check of one of its steps failed."""
+        return any(step in self.last_third for step in self.trust.failed)
+
+    @cached_property
+    def last_measured(self) -> list[StoredGroup]:
+        """Groups of the last third whose Grams may be averaged; none where these means are withheld."""
+        return [] if self.is_withheld else self.last_groups
+
+    @cached_property
     def last_lines(self) -> list[Line]:
         """Scalars of the steps in the last third."""
         return [line for line in self.lines if int(line["step"]) in self.last_third]
@@ -76,7 +105,7 @@ class RunReading:
     @cached_property
     def group_size(self) -> int | None:
         """The most common number of rollouts per prompt, else the config's; None if neither is known."""
-        sizes = Counter(group.size for group in self.groups)
+        sizes = Counter(group.size for group in self.groups if self.has_whole_groups)
         if sizes:
             return sizes.most_common(1)[0][0]
         stated = self.config.get("group_size")
@@ -100,9 +129,18 @@ class RunReading:
         counts = [count for count in per_step.values() if count > 1]
         return round(sum(counts) / len(counts)) if counts else 1
 
-    def series(self, name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Steps that logged a scalar, and its values; both empty if no step did, or if it was never defined."""
-        pairs = [(float(line["step"]), float(line[name])) for line in self.lines if name in line]
+    def series(self, name: str, *, failed: bool = False) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Steps that logged a scalar, and its values; both empty if no step did, or if it was never defined.
+
+        A scalar from the Gram is given for the steps whose self-check did not fail, with `failed` for the others. Where
+        another trainer used its name in every line, scoregram's own value is taken.
+        """
+        foreign = name if any(name in line for line in self.lines) else own_name(name)
+        pairs = [
+            (float(line["step"]), float(line[foreign]))
+            for line in self.lines
+            if foreign in line and (needs_gram(name) and line["step"] in self.trust.failed) == failed
+        ]
         if all(math.isnan(value) for _, value in pairs):
             return (), ()
         return tuple(step for step, _ in pairs), tuple(value for _, value in pairs)
@@ -118,7 +156,9 @@ class RunReading:
         return tuple(step for step, _ in pairs), tuple(share for _, share in pairs)
 
     def last_values(self, name: str) -> list[float]:
-        """Defined values of a scalar in the last third."""
+        """Defined values of a scalar in the last third; none where means from the Gram are withheld."""
+        if needs_gram(name) and self.is_withheld:
+            return []
         values = [float(line[name]) for line in self.last_lines if name in line]
         return [value for value in values if not math.isnan(value)]
 
@@ -161,6 +201,7 @@ def read_run(run: Run) -> RunReading:
         lines=run.metrics(),
         groups=[StoredGroup(record) for record in trained],
         tests=evaluation_rewards(tests),
+        remarks=getattr(run, "remarks", {}),
     )
 
 
@@ -208,14 +249,14 @@ class RunSummary:
 
 def summarised(run: RunReading) -> RunSummary:
     """The numbers of the last third: means over groups, noise components pooled over steps."""
-    groups = run.last_groups
+    groups = run.last_measured
     live = [group for group in groups if group.has_spectrum]
     rank, null = _column(live, "effective_rank"), _column(live, "effective_rank_orthogonal")
     ends = np.array([group.possible_ranks for group in live]).reshape(-1, 2)
     rows = noise_rows(run)
     size = run.group_size or 0
     return RunSummary(
-        groups=len(groups),
+        groups=len(run.last_groups),
         live=len(live),
         noise_steps=len(rows),
         reward=_reward(run),
@@ -241,7 +282,7 @@ def summarised(run: RunReading) -> RunSummary:
 def noise_rows(run: RunReading) -> np.ndarray:
     """`(steps, 4)`: `|g|²`, `c1`, `c2`, `c3` of every step of the last third that has a Gram between prompts."""
     by_step: dict[int, list[StoredGroup]] = {}
-    for group in run.last_groups:
+    for group in run.last_measured:
         by_step.setdefault(group.record.step, []).append(group)
     names = ("gram/gradient_squared", "gram/between_prompts", "gram/within_prompt")
     rows = []
@@ -270,7 +311,7 @@ def _pooled(rows: np.ndarray, quantity: Callable[[NoiseComponents], float]) -> E
 
 
 def _saving(run: RunReading) -> Estimate:
-    groups = _complete(run.last_groups, run.group_size or 0)
+    groups = _complete(run.last_measured, run.group_size or 0)
     if not groups:
         return UNKNOWN_ESTIMATE
     grams, rewards = _stacked(groups)
@@ -309,6 +350,8 @@ def _last_tested(tests: EvaluationRewards) -> Estimate:
 
 
 def _dead_share(run: RunReading) -> Estimate:
+    if not run.has_whole_groups:
+        return UNKNOWN_ESTIMATE
     judged = [group for group in run.last_groups if group.outcome != "unjudged"]
     if judged:
         return mean_estimate([float(not group.is_live) for group in judged])
@@ -318,7 +361,7 @@ def _dead_share(run: RunReading) -> Estimate:
 
 def _equally_hard_dead(run: RunReading) -> float:
     right = [group.right for group in run.last_groups]
-    if not right or run.group_size is None or any(one is None for one in right):
+    if not right or run.group_size is None or not run.has_whole_groups or any(one is None for one in right):
         return math.nan
     rollouts = sum(group.size for group in run.last_groups)
     return 1 - mixed_probability(sum(one or 0 for one in right) / rollouts, run.group_size)

@@ -16,7 +16,7 @@ from torch import Tensor
 from scoregram.gram import Gram
 from scoregram.reading.group import GroupReading, mean_over_groups, read_group
 from scoregram.rollouts import Rollouts
-from scoregram.runs import BatchRecord, GroupRecord, RolloutRecord
+from scoregram.runs import BatchRecord, GroupRecord, RolloutRecord, Rows, rows_of_kind
 from scoregram.spectra import MEASURED_RTOL
 from scoregram.statistics import (
     baseline_saving,
@@ -51,8 +51,6 @@ class Step:
     gram: Gram | None = None
     """Gram of all rollouts, in their order; `nan` between rollouts measured in different passes. None if the step was
     not measured."""
-    rows: Literal["scores", "loss"] = "scores"
-    """What the rows of the Gram are: scores `ψ_i`, or gradients of a loss, which already include the weights."""
     kind: str = "train"
     """What the rollouts were sampled for: `train`, `loss` (trained on, rows of a loss), or the name of a probe."""
     log_probs: Float[Tensor, "batch tokens"] | None = None
@@ -65,14 +63,14 @@ class Step:
     stored with the group."""
 
     @property
+    def rows(self) -> Rows:
+        """What the rows of the Gram are: scores `ψ_i`, or gradients of a loss, which already include the weights."""
+        return rows_of_kind(self.kind)
+
+    @property
     def row_weights(self) -> Float[Tensor, " batch"]:
         """`(N,)` float64: the update is the sum of the rows of `gram` with these weights."""
         return torch.ones(len(self.weights), dtype=torch.float64) if self.rows == "loss" else self.weights.double()
-
-    @property
-    def row_advantages(self) -> Float[Tensor, " batch"]:
-        """`(N,)` float64: the factor of each row in the stacked matrix of its group."""
-        return torch.ones_like(self.advantages) if self.rows == "loss" else self.advantages
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ def read_step(step: Step) -> StepReading:
     if step.gram is None:
         return StepReading(scalars, ())
     groups = group_readings(step)
-    scalars |= gram_scalars(step) | mean_over_groups([reading.scalars() for reading in groups])
+    scalars |= gram_scalars(step) | mean_over_groups([reading.scalars() for reading in groups], rows=step.rows)
     return StepReading(scalars, groups)
 
 
@@ -104,8 +102,11 @@ def group_readings(step: Step) -> list[GroupReading]:
     """The numbers of every group of a measured step."""
     if step.gram is None:
         return []
-    matrix, rewards, advantages = step.gram.matrix, step.rollouts.rewards, step.row_advantages
-    return [read_group(matrix[here, here], rewards[here], advantages[here]) for here in step.rollouts.group_slices()]
+    matrix, rewards, advantages = step.gram.matrix, step.rollouts.rewards, step.advantages
+    return [
+        read_group(matrix[here, here], rewards[here], advantages[here], rows=step.rows)
+        for here in step.rollouts.group_slices()
+    ]
 
 
 def reward_scalars(step: Step) -> dict[str, float]:
@@ -115,6 +116,16 @@ def reward_scalars(step: Step) -> dict[str, float]:
     if step.rows == "loss":  # a loss step may hold only part of a group, so its outcome is unknown
         return {"reward": _mean(rewards), "advantage_abs": float(step.advantages.abs().mean())}
     return outcome_scalars(step.rollouts.reward_grid, advantages)
+
+
+def rollout_scalars(step: Step) -> dict[str, float]:
+    """Share of rollouts that are masked out, share without a reward, and mean length of a rollout."""
+    rollouts = step.rollouts
+    return {
+        "masked_out": float((~rollouts.completion_mask.any(1)).double().mean()),
+        "without_reward": float(rollouts.rewards.isnan().double().mean()),
+        "length": float(rollouts.lengths.double().mean()),
+    }
 
 
 def outcome_scalars(rewards: Rewards, advantages: Advantages) -> dict[str, float]:

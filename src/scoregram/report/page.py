@@ -32,7 +32,9 @@ class Section:
     exhibits: Sequence[Exhibit] = ()
 
 
-def write_page(path: Path, *, title: str, lead: str, sections: Sequence[Section], redo: str = "") -> Path:
+def write_page(
+    path: Path, *, title: str, lead: str, sections: Sequence[Section], redo: str = "", trust: Sequence[str] = ()
+) -> Path:
     """Write the page, whole or not at all; the same arguments give the same bytes.
 
     Args:
@@ -41,6 +43,7 @@ def write_page(path: Path, *, title: str, lead: str, sections: Sequence[Section]
         lead: The main result in one sentence, plain text.
         sections: In order.
         redo: The command that makes the page again, for its footer.
+        trust: What a reader must know before using the numbers, a sentence each, shown below the lead.
 
     Returns:
         `path`.
@@ -48,13 +51,13 @@ def write_page(path: Path, *, title: str, lead: str, sections: Sequence[Section]
     Raises:
         ScoregramError: If the file cannot be written, or there is a figure and plotly is not installed.
     """
-    content = page(title=title, lead=lead, sections=sections, redo=redo).encode()
+    content = page(title=title, lead=lead, sections=sections, redo=redo, trust=trust).encode()
     with disk_errors(path, caller="report"):
         write_atomically(path, content)
     return path
 
 
-def page(*, title: str, lead: str, sections: Sequence[Section], redo: str = "") -> str:
+def page(*, title: str, lead: str, sections: Sequence[Section], redo: str = "", trust: Sequence[str] = ()) -> str:
     """The page as text."""
     ids = _exhibit_ids(sections)
     figures = [
@@ -70,11 +73,17 @@ def page(*, title: str, lead: str, sections: Sequence[Section], redo: str = "") 
         f'<meta http-equiv="Content-Security-Policy" content="{_policy(scripts)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>\n{(HERE / 'page.css').read_text(encoding='utf-8')}</style>\n</head>\n"
-        f'<body>\n<main>\n<header>\n<h1>{escape(title)}</h1>\n<p class="lead">{escape(lead)}</p>\n</header>\n'
+        f'<body>\n<main>\n<header>\n<h1>{escape(title)}</h1>\n<p class="lead">{escape(lead)}</p>\n'
+        f"{_trust(trust)}</header>\n"
         f"{_contents(sections, ids)}\n{_without_scripts(figures)}{body}\n{_footer(redo)}\n</main>\n"
         + "".join(f"<script>{script}</script>\n" for script in scripts)
         + "</body>\n</html>\n"
     )
+
+
+def _trust(sentences: Sequence[str]) -> str:
+    listed = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
+    return f'<ul class="trust" aria-label="How far to trust these numbers">{listed}</ul>\n' if listed else ""
 
 
 def _exhibit_ids(sections: Sequence[Section]) -> list[list[str]]:

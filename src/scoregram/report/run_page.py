@@ -1,8 +1,9 @@
 """The page of one run: what it shows, what to change, how it went, and what it does not hold."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scoregram.advice import advice_text
@@ -19,6 +20,20 @@ SHOWN_NAMES = 8
 EVALUATIONS = {SAMPLED_TEST: "sampled, as trained", GREEDY_TEST: "greedy"}
 """Kinds of test groups, and what the page calls them."""
 
+DEFINITIONS = {
+    "dead groups": "groups whose rollouts all have the same reward, so that every advantage is 0.",
+    "effective rank": "over how many directions the gradients of a group's rollouts spread: 1 if all are parallel, at "
+    "most the number of rollouts.",
+    "top-1 fraction": "share of a group's gradient energy, the sum of squared norms, that lies in one direction.",
+    "cosine between rollouts": "mean cosine between the scores of two rollouts of a group; a score is the gradient of "
+    "a rollout's log-probability.",
+    "variance saved": "share of the update's variance within prompts that the best baseline would remove.",
+    "signal to noise": "power of the true gradient over the power of a step's error; power is the squared norm.",
+    "noise scale": "the number of rollouts at which signal and error have equal power.",
+    "best group size": "rollouts per prompt that give the smallest error of the update at the same number of rollouts.",
+}
+"""Quantities of the summary, and what they are in one line."""
+
 
 @dataclass(frozen=True)
 class RunPage:
@@ -26,15 +41,20 @@ class RunPage:
 
     title: str
     lead: str
+    trust: tuple[str, ...]
+    """How far the numbers can be trusted, a sentence each."""
     sections: tuple[Section, ...]
 
 
-def write_report(folder: Path | str, out: Path | str | None = None) -> Path:
+def write_report(
+    folder: Path | str, out: Path | str | None = None, *, tell: Callable[[str], None] | None = None
+) -> Path:
     """Write the page of a run folder; returns its path.
 
     Args:
         folder: Of the run.
         out: The file to write; `report.html` in the folder if not given.
+        tell: Called with each sentence on how far the numbers can be trusted.
 
     Raises:
         ScoregramError: If the folder holds no run (the message lists its content), or as for `write_page`.
@@ -45,8 +65,16 @@ def write_report(folder: Path | str, out: Path | str | None = None) -> Path:
         fail("report", requirement, folder_content(root), "Choose such a folder.")
     page = run_page(open_run(root))
     path = root / REPORT if out is None else Path(out)
-    redo = f"scoregram report {root.resolve().name}"
-    return write_page(path, title=page.title, lead=page.lead, sections=page.sections, redo=redo)
+    for sentence in page.trust if tell is not None else ():
+        tell(sentence)
+    redo = report_command(root, out)
+    return write_page(path, title=page.title, lead=page.lead, sections=page.sections, redo=redo, trust=page.trust)
+
+
+def report_command(folder: Path, out: Path | str | None) -> str:
+    """The command that writes the page again, from the same working directory."""
+    words = ["scoregram", "report", str(folder), *(["--out", str(out)] if out is not None else [])]
+    return shlex.join(words)
 
 
 def folder_content(root: Path) -> str:
@@ -61,17 +89,15 @@ def folder_content(root: Path) -> str:
 def run_page(folder: Run) -> RunPage:
     """The page of a run; it names what the run lacks, and shows what is complete of a run in progress."""
     run = read_run(folder)
-    tables = (summary_table(run), gain_table(run.tests))
-    sections = [
-        Section("What this run shows", _settings(run), tuple(table for table in tables if table.rows)),
-        Section("What to change", advice_text(run)),
-    ]
+    tables = [table for table in (summary_table(run), gain_table(run.tests)) if table.rows]
+    text = "\n\n".join(part for part in (_settings(run), _definitions(tables)) if part)
+    sections = [Section("What this run shows", text, tables), Section("What to change", advice_text(run))]
     for title, text, figures in _figures(run):
         if figures:
             sections.append(Section(title, text, figures))
     missing = "\n".join(f"- {line}" for line in (*_missing(run), *run.notes))
     sections += [Section("What this run does not hold", missing)] if missing else []
-    return RunPage(page_title(folder), lead_sentence(run), tuple(sections))
+    return RunPage(page_title(folder), lead_sentence(run), tuple(run.trust.sentences()), tuple(sections))
 
 
 def page_title(run: Run) -> str:
@@ -85,9 +111,9 @@ def lead_sentence(run: RunReading) -> str:
     parts, summary = [], run.summary
     if not math.isnan(summary.effective_rank.value):
         rank, null = cell_text(summary.effective_rank), cell_text(summary.effective_rank_null)
-        parts.append(f"the effective rank of a group's gradients was {rank} where orthogonal scores would give {null}")
+        parts.append(f"the effective rank of a group's gradients was {rank} where {_null(run)} would give {null}")
     if not math.isnan(summary.dead.value):
-        parts.append(f"{summary.dead.value:.0%} of the groups taught nothing")
+        parts.append(f"{summary.dead.value:.0%} of the groups had equal rewards")
     _, accuracy = run.series("eval/accuracy")
     if len(accuracy) > 1:
         first, last = (cell_text(Estimate(value)) for value in (accuracy[0], accuracy[-1]))
@@ -96,7 +122,22 @@ def lead_sentence(run: RunReading) -> str:
         parts.append(f"the mean reward was {cell_text(summary.reward)}")
     if not parts:
         return "This run holds no step yet."
-    return f"In the last third of {len(run.steps)} step{'s' * (len(run.steps) != 1)}, " + "; ".join(parts) + "."
+    doubt = f"{run.trust.mark[2:-1].capitalize()}: " if run.trust.mark else ""
+    where = f"{last_third_text(run)}, " + "; ".join(parts) + "."
+    return doubt + (where if doubt else where[0].upper() + where[1:])
+
+
+def last_third_text(run: RunReading) -> str:
+    """Where the numbers come from: `in the last third of 6 steps (5 to 6)`, or `at the last of 3 steps`."""
+    steps, count = [step for step in run.steps if step in run.last_third], len(run.steps)
+    if len(steps) > 1:
+        return f"in the last third of {count} steps ({steps[0]} to {steps[-1]})"
+    return f"at the last of {count} steps" if count > 1 else "at the only step"
+
+
+def _null(run: RunReading) -> str:
+    """What the null model of the spectrum is made of."""
+    return "orthogonal scores" if run.rows == "scores" else "orthogonal gradients"
 
 
 def _settings(run: RunReading) -> str:
@@ -111,12 +152,28 @@ def _settings(run: RunReading) -> str:
     return text
 
 
+def _definitions(tables: Sequence[Table]) -> str:
+    """A line on each quantity of the tables that has a name of its own."""
+    shown = " ".join(str(row[0]) for table in tables for row in table.rows)
+    return "\n".join(f"- {word}: {meaning}" for word, meaning in DEFINITIONS.items() if word in shown)
+
+
 def _figures(run: RunReading) -> Iterator[tuple[str, str, tuple[Figure, ...]]]:
     yield "Learning", "", tuple(step_figures.learning(run))
-    text = "The spectrum of each group's stacked gradients, rows A_i ψ_i, from its score Gram."
-    yield "The spectrum of a group", text, tuple(step_figures.spectrum(run))
+    rows = (
+        "the rows A_i ψ_i: ψ_i is the score of rollout i, the gradient of its log-probability, and A_i its advantage"
+        if run.rows == "scores"
+        else "the rows g_i: the part of the trainer's loss gradient that comes from rollout i, weights included"
+    )
+    text = f"The spectrum of the matrix that stacks, for each group, {rows}."
+    yield f"The spectrum of a group{run.trust.mark}", text, marked_figures(step_figures.spectrum(run), run)
     text = "From the Gram between all rollouts of a step and their weights in the update."
-    yield "The update", text, tuple(step_figures.update_figures(run))
+    yield f"The update{run.trust.mark}", text, marked_figures(step_figures.update_figures(run), run)
+
+
+def marked_figures(figures: Iterable[Figure], run: RunReading) -> tuple[Figure, ...]:
+    """Figures of numbers from the Gram, with the mark of a run whose numbers are not exact in their titles."""
+    return tuple(replace(figure, title=f"{figure.title}{run.trust.mark}") for figure in figures)
 
 
 def _missing(run: RunReading) -> Iterator[str]:
@@ -130,19 +187,41 @@ def _missing(run: RunReading) -> Iterator[str]:
     if not any(group.reading for group in run.groups):
         yield "No Gram was measured, so nothing is known about spectrum, noise or baseline."
         return
+    if run.is_withheld:
+        failed = ", ".join(str(step) for step in sorted(run.trust.failed) if step in run.last_third)
+        yield (
+            f"No means from the Gram over the last third: the self-check failed at step {failed}. The figures show the "
+            "steps that passed, and the others as separate points."
+        )
+    if run.rows == "loss":
+        yield (
+            "The rows of the Gram are gradients of the trainer's loss, which include their weights. So there are no "
+            "score norms, no cosines between scores, no noise components, no baseline and no best group size: they "
+            "need scores (mode='scores')."
+        )
+        if not run.has_whole_groups:
+            yield "No share of dead groups: the steps of this run hold parts of groups."
+        return
     if not any(group.is_live for group in run.groups):
         yield "No group was live: where rewards do not differ, every advantage is 0 and the spectrum is undefined."
     if (run.group_size or 0) < 4:
         yield "No noise components and no baseline: their unbiased estimates need groups of at least 4."
-    elif not run.series("gram/gradient_squared")[0]:
-        yield "No noise components: the Gram between prompts was not measured, or every step had one prompt."
+    elif not run.series("gram/gradient_squared")[0] and not run.is_withheld:
+        cause = (
+            "no step had two prompts with equally many rollouts that all have rewards"
+            if run.series("gram/update_norm")[0]
+            else "the Gram between prompts was not measured"
+        )
+        yield f"No noise components: {cause}."
 
 
 def summary_table(run: RunReading) -> Table:
     """The numbers of the last third, each beside what to compare it with; unknown rows are left out."""
     summary, accuracy = run.summary, _accuracy(run)
-    groups, live, steps = f"{summary.groups} groups", f"{summary.live} live groups", f"{summary.noise_steps} steps"
+    groups, steps = f"{summary.groups} groups", f"{summary.noise_steps} steps"
+    live = f"{summary.live} live groups" if run.rows == "scores" else f"{summary.live} groups"
     rewarded = groups if summary.groups else f"{len(run.last_values('reward'))} steps"
+    null, mark = _null(run), run.trust.mark
     tested: tuple[Cell, str] = (None, "")
     if not math.isnan(summary.tested.value):
         tested = (summary.tested, "on test problems, last")
@@ -150,25 +229,25 @@ def summary_table(run: RunReading) -> Table:
         ("mean reward", summary.reward, tested[0], tested[1], rewarded),
         *([("test accuracy, last", accuracy[0], accuracy[1], accuracy[2], accuracy[3])] if accuracy else []),
         ("share of dead groups", summary.dead, summary.equally_hard_dead, "if all prompts were equally hard", rewarded),
-        ("effective rank", summary.effective_rank, summary.effective_rank_null, "orthogonal scores", live),
-        ("effective rank less its null", summary.rank_difference, 0, "no structure between scores", live),
-        ("effective rank, least possible", summary.least_rank, None, "given the top-1 fractions", live),
-        ("effective rank, most possible", summary.most_rank, None, "given the top-1 fractions", live),
-        ("top-1 fraction", summary.top1, summary.top1_null, "orthogonal scores", live),
-        ("cosine between rollouts", summary.cosine, 0, "orthogonal scores", groups),
-        ("variance saved by the best baseline", summary.baseline_saving, 0, "the mean is as good", groups),
-        ("signal to noise of a step", summary.snr, 1, "half of the power is noise", steps),
-        ("noise scale, in rollouts", summary.noise_scale, _as_integer(run.batch_size), "rollouts of a step", steps),
-        ("best group size", summary.best_group_size, run.group_size, "group size used", steps),
+        (f"effective rank{mark}", summary.effective_rank, summary.effective_rank_null, null, live),
+        (f"effective rank less its null{mark}", summary.rank_difference, 0, "rows as different as can be", live),
+        (f"effective rank, least possible{mark}", summary.least_rank, None, "given the top-1 fractions", live),
+        (f"effective rank, most possible{mark}", summary.most_rank, None, "given the top-1 fractions", live),
+        (f"top-1 fraction{mark}", summary.top1, summary.top1_null, null, live),
+        (f"cosine between rollouts{mark}", summary.cosine, 0, null, groups),
+        (f"variance saved by the best baseline{mark}", summary.baseline_saving, 0, "the mean is as good", groups),
+        (f"signal to noise of a step{mark}", summary.snr, 1, "half of the power is noise", steps),
+        (f"noise scale, in rollouts{mark}", summary.noise_scale, _as_integer(run.batch_size), "batch size", steps),
+        (f"best group size{mark}", summary.best_group_size, run.group_size, "group size used", steps),
     ]
     return Table(
         id="summary",
-        title="The last third in numbers",
-        caption=f"Last third of the run, {_step_range(run.last_third)}: means with 95 % bootstrap intervals over "
+        title="The last third in numbers" if len(run.last_third) > 1 else "The last step in numbers",
+        caption=f"{_step_range(run.last_third).capitalize()}: means with 95 % bootstrap intervals over "
         "groups. Signal, noise scale and group size come from noise components averaged over steps; their intervals "
         "resample steps. ∞ means that no signal, or no difference between prompts, was resolved. Intervals over few "
         "groups or steps are too narrow, and groups of the same prompt are treated as independent.",
-        columns=("quantity", "last third", "beside", "which is", "from"),
+        columns=("quantity", "value", "beside", "which is", "from"),
         rows=tuple(row for row in rows if not _is_unknown(row[1])),
     )
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from scoregram.bootstrap import mean_estimate
@@ -11,6 +12,8 @@ from scoregram.spectra import orthogonal_effective_rank
 
 MOST_POINTS = 400
 """Most points of a line; with more steps, neighbouring ones are averaged."""
+FAILED = "self-check failed"
+"""What a series of steps whose self-check failed is called, behind the name of its quantity."""
 
 
 def learning(run: RunReading) -> Iterator[Figure]:
@@ -45,17 +48,20 @@ def learning(run: RunReading) -> Iterator[Figure]:
 
 def spectrum(run: RunReading) -> Iterator[Figure]:
     """Effective rank and top-1 fraction with their null and their feasible interval, over steps and by outcome."""
-    live = [group for group in run.groups if group.has_spectrum]
-    measured = _over_groups(live, "effective rank", _reading("effective_rank"))
+    measured = [group for group in run.groups if group.reading is not None]
+    failed = [group for group in measured if group.record.step in run.trust.failed]
+    passed = [group for group in measured if group.record.step not in run.trust.failed]
+    live = [group for group in passed if group.has_spectrum]
     yield from _figure(
         "effective-rank",
         "Effective rank over steps",
-        "Mean over the live groups of a step, with a 95 % bootstrap interval over them. Dashed: what orthogonal scores "
-        "of the same lengths would give. Dotted: the least and the most that the measured top-1 fractions allow. "
+        "Mean over the live groups of a step, with a 95 % bootstrap interval over them. Dashed: what orthogonal rows "
+        "of the same norms would give. Dotted: the least and the most that the measured top-1 fractions allow. "
         "A value on the dashed line says nothing about similarity between rollouts.",
         "effective rank",
         (
-            *measured,
+            *_over_groups(live, "effective rank", _reading("effective_rank")),
+            *_over_groups(failed, f"effective rank, {FAILED}", _reading("effective_rank"), points=True),
             *_over_groups(live, "effective rank, orthogonal", _reading("effective_rank_orthogonal"), "null"),
             *_over_groups(live, "effective rank, least possible", lambda group: group.possible_ranks[0], "bound"),
             *_over_groups(live, "effective rank, most possible", lambda group: group.possible_ranks[1], "bound"),
@@ -64,11 +70,12 @@ def spectrum(run: RunReading) -> Iterator[Figure]:
     yield from _figure(
         "top1-fraction",
         "Top-1 fraction over steps",
-        "Share of the energy of a group's stacked gradients that lies in one direction. Dashed: orthogonal scores of "
-        "the same lengths. Dotted: 1/m, the least that m pulling rollouts can have.",
+        "Share of the energy (sum of squared norms) of a group's rows that lies in one direction. Dashed: orthogonal "
+        "rows of the same norms. Dotted: 1/m, the least that m nonzero rows can have.",
         "top-1 fraction",
         (
             *_over_groups(live, "top-1 fraction", _reading("top1_fraction")),
+            *_over_groups(failed, f"top-1 fraction, {FAILED}", _reading("top1_fraction"), points=True),
             *_over_groups(live, "top-1 fraction, orthogonal", _reading("top1_fraction_orthogonal"), "null"),
             *_over_groups(live, "top-1 fraction, least possible", _least_top1, "bound"),
         ),
@@ -79,7 +86,7 @@ def spectrum(run: RunReading) -> Iterator[Figure]:
         "All steps together. Where the scores are orthogonal and equally long, k right of R give 4k(R-k)/R under the "
         "mean baseline: the effective rank then tells how even the group was, and nothing else.",
         "effective rank",
-        tuple(_by_right(live)),
+        tuple(_by_right(live)) if run.rows == "scores" else (),
         x_title="right rollouts k",
     )
     yield from _figure(
@@ -87,7 +94,10 @@ def spectrum(run: RunReading) -> Iterator[Figure]:
         "Cosine between the scores of a group",
         "Mean over pairs of rollouts of one prompt, dead groups included. Zero: no common direction.",
         "mean cosine",
-        _over_groups([group for group in run.groups if group.reading is not None], "cosine", _reading("cosine")),
+        (
+            *_over_groups(passed, "cosine", _reading("cosine")),
+            *_over_groups(failed, f"cosine, {FAILED}", _reading("cosine"), points=True),
+        ),
     )
 
 
@@ -104,8 +114,8 @@ def update_figures(run: RunReading) -> Iterator[Figure]:
     yield from _figure(
         "coherence",
         "Coherence of the update",
-        "Share of the rollouts' gradient energy that survives being summed. Dashed: 1/N, what orthogonal rows of "
-        "equal size would leave.",
+        "Coherence: squared norm of the sum of the N rows, over N times the sum of their squared norms. 1 if all rows "
+        "are equal, 0 if they cancel. Dashed: 1/N, that of orthogonal rows of equal norm.",
         "coherence",
         (
             *_scalar(run, "gram/coherence", "coherence"),
@@ -115,9 +125,9 @@ def update_figures(run: RunReading) -> Iterator[Figure]:
     yield from _figure(
         "snr",
         "Signal to noise of one step",
-        "Estimated power of the true gradient over the power of its error. At 1, half of the step is noise. One "
-        "step estimates it badly, hence points; below zero means that no signal was resolved. The table above pools "
-        "steps.",
+        "Estimated power (squared norm) of the true gradient over the power of the step's error. At 1, half of the "
+        "step is noise. One step estimates it badly, hence points; below zero means that no signal was resolved. The "
+        "table above pools steps.",
         "signal to noise",
         (
             *_scalar(run, "gram/snr", "signal to noise", points=True),
@@ -127,8 +137,8 @@ def update_figures(run: RunReading) -> Iterator[Figure]:
     yield from _figure(
         "noise-scale",
         "Noise scale beside the batch size",
-        "Rollouts at which error and signal have equal power. Points above the dotted line: the batch averages less "
-        "than that. Steps without a resolved signal have no point.",
+        "Noise scale: the number of rollouts at which signal and error have equal power. Points above the dotted "
+        "line: the batch averages less than that. Steps without a resolved signal have no point.",
         "rollouts",
         (
             *_scalar(run, "gram/noise_scale", "noise scale", points=True),
@@ -182,7 +192,9 @@ def _least_top1(group: StoredGroup) -> float:
 
 
 def _scalar(run: RunReading, name: str, shown: str, *, points: bool = False) -> tuple[Series, ...]:
-    return _line(shown, *run.series(name), points=points)
+    """A scalar over steps; those whose self-check failed are points of their own."""
+    failed = _line(f"{shown}, {FAILED}", *run.series(name, failed=True), points=True)
+    return (*_line(shown, *run.series(name), points=points), *failed)
 
 
 def _line(
@@ -210,7 +222,12 @@ def _constant(run: RunReading, beside: str, name: str, value: float, role: Role)
 
 
 def _over_groups(
-    groups: Sequence[StoredGroup], name: str, quantity: Callable[[StoredGroup], float], role: Role = "measured"
+    groups: Sequence[StoredGroup],
+    name: str,
+    quantity: Callable[[StoredGroup], float],
+    role: Role = "measured",
+    *,
+    points: bool = False,
 ) -> tuple[Series, ...]:
     """Mean of a quantity over the groups of each step; measured quantities have an interval over groups."""
     values = [quantity(group) for group in groups]
@@ -219,7 +236,7 @@ def _over_groups(
     places = [float(group.record.step) for group in groups]
     parts = chunks(places)
     x = tuple(_mean([places[i] for i in part]) for part in parts)
-    return (_with_intervals(name, x, [[values[i] for i in part] for part in parts], role),)
+    return (replace(_with_intervals(name, x, [[values[i] for i in part] for part in parts], role), points=points),)
 
 
 def _with_intervals(name: str, x: tuple[float, ...], values: Sequence[Sequence[float]], role: Role) -> Series:

@@ -6,7 +6,7 @@ readers skip. An invalid line followed by a valid one means other damage, which 
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
@@ -42,6 +42,32 @@ def metrics_line(step: int, scalars: Mapping[str, Any]) -> bytes:
     """
     values = {"step": step} | {_name(name): _number_or_none(name, value) for name, value in scalars.items()}
     return (json.dumps(values, allow_nan=False) + "\n").encode()
+
+
+OWN_PREFIX = "scoregram/"
+"""Prefix of our scalars wherever another trainer's scalars have the same name."""
+
+
+def own_name(name: str) -> str:
+    """Our scalar's name beside a foreign one of the same name."""
+    return OWN_PREFIX + name
+
+
+def beside_foreign(ours: Mapping[str, Any], foreign: Mapping[str, Any], taken: Collection[str] = ()) -> dict[str, Any]:
+    """One line of our scalars and another trainer's. A foreign name keeps the foreign value, whatever it is.
+
+    Args:
+        ours: One of these whose name is foreign is written as `scoregram/NAME`.
+        foreign: The other trainer's scalars of this step.
+        taken: More foreign names, such as those of scalars that the trainer logs at other steps.
+
+    Example:
+        >>> beside_foreign({"reward_std": 0.4, "gram/snr": 1.5}, {"reward_std": 0.5})
+        {'reward_std': 0.5, 'scoregram/reward_std': 0.4, 'gram/snr': 1.5}
+    """
+    names = {*foreign, *taken}
+    renamed = {own_name(name) if name in names else name: value for name, value in ours.items()}
+    return {**foreign, **renamed, **foreign}
 
 
 def _name(name: Any) -> str:

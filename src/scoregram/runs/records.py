@@ -31,10 +31,20 @@ STATISTIC = "statistics/"
 REWARD = "rewards/"
 """Prefix of the columns that hold what each reward function gave a rollout."""
 
+Rows = Literal["scores", "loss"]
+"""What the rows of a Gram are: scores `ψ_i`, or gradients of a trainer's loss, which include their weights already."""
+LOSS_KIND = "loss"
+"""Kind of the groups whose rows are gradients of a loss; the rows of every other kind are scores."""
+
 LAYER_COLUMNS = ("layers", "layer_grams")
 _VERSION_KEY = b"scoregram.schema"
 _SYMMETRY = 1e-5
 """Largest asymmetry of a stored Gram, relative to its largest entry."""
+
+
+def rows_of_kind(kind: str) -> Rows:
+    """What the rows of a Gram are, by the kind of its rollouts. Everything that weights rows asks here."""
+    return "loss" if kind == LOSS_KIND else "scores"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -48,7 +58,8 @@ class GroupRecord:
     prompt: str | None = None
     """Text of the prompt; None where it may not be stored."""
     kind: str = "train"
-    """What the group was sampled for: `train`, or the name of a probe such as `fixed` or `held-out`."""
+    """What the group was sampled for: `train`, `loss` (trained on, with a Gram of loss gradients), or the name of a
+    probe such as `fixed` or `held-out`."""
     rewards: GroupRewards
     """`(R,)`. `nan` for a rollout without a reward."""
     lengths: Int[Tensor, " rollouts"]
@@ -61,6 +72,11 @@ class GroupRecord:
     """Module path → `(R, R)`. Stored symmetrised, in the writer's `layers` precision (float32 by default)."""
     statistics: Mapping[str, float | int] = field(default_factory=dict)
     """Scalars of this group, such as its effective rank; `nan` where undefined. One column each."""
+
+    @property
+    def rows(self) -> Rows:
+        """What the rows of `gram` are; the kind tells it."""
+        return rows_of_kind(self.kind)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

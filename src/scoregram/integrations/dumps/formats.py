@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from scoregram.integrations.dumps.records import DumpedRollout, Location, RecordFields, shared_value, split_sequence
-from scoregram.runs import REWARD
+from scoregram.runs import LOSS_KIND, REWARD
 
 _VERL_COLUMNS = ("input", "output", "gts", "score", "step", "uid", "request_id")
 """Fields of verl itself; every other number is a reward function's."""
@@ -52,7 +52,7 @@ def scoregram_rollouts(record: Mapping[str, Any], location: Location) -> Iterato
         advantages=None if advantages is None else advantages[start:],
         log_probs=None if log_probs is None else log_probs[start:],
         finished=None if finished is None else bool(finished),
-        kind=record.get("kind") or "train",
+        kind="train" if record.get("kind") in (None, "", LOSS_KIND) else str(record["kind"]),  # rows become scores
     )
 
 

@@ -34,16 +34,19 @@ from scoregram.integrations.trl.support import (
     Settings,
     computes_in_low_precision,
     default_tolerance,
+    is_rloo,
     memory_limit,
     processes_of,
     require_supported,
     run_config,
+    uneven_term,
 )
 from scoregram.integrations.trl.window import ROW_KEY, MicroBatch, Window, row_keys
-from scoregram.runs import LayerPrecision
+from scoregram.reading import Trust, needs_gram
+from scoregram.runs import OWN_PREFIX, LayerPrecision, own_name
 
-METRIC_PREFIX = "scoregram/"
-"""Prefix of our scalars among the trainer's metrics."""
+FAILED_PREFIX = own_name("failed/")
+"""Prefix, in the trainer's log, of scalars from the Gram of a step whose self-check failed: a logger averages steps."""
 
 HEADLINE_SCALARS: Mapping[str, str] = {
     "reward": "mean reward",
@@ -51,7 +54,7 @@ HEADLINE_SCALARS: Mapping[str, str] = {
     "groups": "of groups",
     "gram/largest_share": "largest share of one rollout",
     "gram/snr": "signal to noise of the step",
-    "gram/noise_scale": "rollouts for a signal to noise of 1",
+    "gram/noise_scale": "noise scale, in rollouts",
     "group/effective_rank": "effective rank of a group",
     "group/effective_rank_orthogonal": "  null: orthogonal scores",
     "check/relative_error": "self-check: relative error",
@@ -136,7 +139,15 @@ def attach(
         between_prompts=between_prompts,
         fused=fused,
         is_low_precision=is_low_precision,
+        uneven_term=uneven_term(trainer),
     )
+    if mode == "scores" and settings.uneven_term is not None and processes.is_first:
+        warnings.warn(
+            f"scoregram: the loss has {settings.uneven_term}, which weights the tokens of a rollout differently: the "
+            "update is not a weighted sum of scores. Steps at which it matters fail the self-check, and their numbers "
+            "enter no mean. Use mode='loss', which is exact there.",
+            stacklevel=2,
+        )
     folders: list[Folder] = []
 
     def make_folder() -> None:
@@ -231,20 +242,38 @@ class Attachment:
         reason = self._fused.reason
         return None if reason is None else f"{reason}; steps are measured in a separate pass"
 
+    @property
+    def trust(self) -> Trust:
+        """How far the measured numbers can be trusted: how many self-checks passed, and the worst error."""
+        third = range(self.readings[-1].step * 2 // 3 + 1, self.readings[-1].step + 1) if self.readings else range(0)
+        return Trust(
+            measured=len(self.readings),
+            last_measured=sum(reading.step in third for reading in self.readings),
+            errors={reading.step: reading.error for reading in self.readings},
+            failed=frozenset(reading.step for reading in self.readings if not reading.passed),
+        )
+
     def summary(self) -> Table:
-        """The measured scalars: first, last, and the mean where every measured step defines them."""
+        """The measured scalars: first, last, and the mean where every measured step defines them.
+
+        Numbers from the Gram of a step whose self-check failed are withheld; `readings` has them, with `passed`.
+        """
         names = dict.fromkeys(name for reading in self.readings for name in reading.scalars)
         rows = []
         for name in names:
-            values = [float(reading.scalars.get(name, math.nan)) for reading in self.readings]
+            values = [
+                math.nan if needs_gram(name) and not reading.passed else float(reading.scalars.get(name, math.nan))
+                for reading in self.readings
+            ]
             # a mean over only the steps that define a number would be biased by that selection
             mean = sum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
             rows.append((name, values[0], values[-1], mean))
         return Table(
             id="trl",
             title=f"Measured steps of {type(self.trainer).__name__}",
-            caption=f"Steps {self._measured_steps}. A number is undefined where every advantage is zero, or where a "
-            "step has too few rollouts for it; a mean is given only where every step defines the number.",
+            caption=f"Steps {self._measured_steps}. {' '.join(self.trust.sentences())} A number is undefined where "
+            "every advantage is zero, or where a step has too few rollouts for it; a mean is given only where every "
+            "step defines the number and no self-check failed.",
             columns=("scalar", "first", "last", "mean"),
             rows=tuple(rows),
         )
@@ -256,12 +285,21 @@ class Attachment:
         rows = {str(row[0]): row[1:] for row in self.summary().rows}
         lines = [
             f"{type(self.trainer).__name__}, measured steps {self._measured_steps}",
+            *self.trust.sentences(),
             f"{'':<36}" + "".join(f"{name:>10}" for name in ("first", "last", "mean")),
         ]
+        passed = (self.readings[0].passed, self.readings[-1].passed, True)
         for name, label in HEADLINE_SCALARS.items():
             numbers = [value for value in rows.get(name, ()) if isinstance(value, float)]
             if numbers:
-                cells = ("–" if math.isnan(number) else f"{number:.3g}" for number in numbers)
+                cells = (
+                    f"{number:.3g}"
+                    if not math.isnan(number)
+                    else "–"
+                    if is_passed or not needs_gram(name)
+                    else "failed"
+                    for number, is_passed in zip(numbers, passed, strict=True)
+                )
                 lines.append(f"{label:<36}" + "".join(f"{cell:>10}" for cell in cells))
         if self.folder is not None:
             lines.append(f"report: scoregram report {self.folder.path}")
@@ -370,8 +408,7 @@ class Attachment:
         whole = merged_generation(self.processes.gather(own_slice)).to(self.trainer.accelerator.device)
         needs_energies = isinstance(estimator, str) and "score_energies" in ESTIMATORS[estimator].needs
         energies = score_energies(self.trainer, whole, self.processes) if needs_energies else None
-        is_rloo = any(base.__name__ == "RLOOTrainer" for base in type(self.trainer).__mro__)
-        advantages = own_advantages(estimator, whole, energies, per_token=not is_rloo)
+        advantages = own_advantages(estimator, whole, energies, per_token=not is_rloo(self.trainer))
         show_advantages(self.trainer, advantages)
         size, tokens = output["completion_ids"].shape
         own = advantages[size * self.processes.rank : size * (self.processes.rank + 1)]
@@ -386,11 +423,13 @@ class Attachment:
             return
         self.readings.append(measured.bare)
         metrics = self.trainer._metrics["train"]
+        foreign_names = [name for name in metrics if not name.startswith(OWN_PREFIX)]
         for name, value in measured.scalars.items():
             if math.isfinite(value):
-                metrics[METRIC_PREFIX + name].append(float(value))
+                is_failed = not measured.passed and needs_gram(name)
+                metrics[FAILED_PREFIX + name if is_failed else own_name(name)].append(float(value))
         if self.folder is not None:
-            self.folder.write(measured, keep_rollouts=self.settings.keep_rollouts)
+            self.folder.write(measured, keep_rollouts=self.settings.keep_rollouts, foreign_names=foreign_names)
 
     def _begin_fused_step(self, model: Any, inputs: Mapping[str, Any], batch: MicroBatch, window: Window) -> None:
         """Try to fuse a step that is this one loss; in mode `scores`, only if it has all rollouts of its generation."""
@@ -470,8 +509,8 @@ def _callback_for(attachment: Attachment) -> Any:
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             with attachment._errors_as_warnings():
                 if attachment.is_attached and attachment.folder is not None and logs:
-                    others = {name: value for name, value in logs.items() if not name.startswith(METRIC_PREFIX)}
-                    attachment.folder.add_scalars(int(state.global_step), others)
+                    others = {name: value for name, value in logs.items() if not name.startswith(OWN_PREFIX)}
+                    attachment.folder.add_logs(int(state.global_step), others)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             # not detach(): the trainer is iterating over its callbacks, and removing one would make it skip the next

@@ -307,6 +307,10 @@ class FusedSteps:
             self.reason = "the training runs in several processes"
         elif others := [name for name in REPLACED_METHODS if not _is_of_trl(methods[name])]:
             self.reason = f"{listed(others)} of the trainer is overridden or wrapped"
+        elif (pieces := int(trainer.args.gradient_accumulation_steps)) > 1:
+            self.reason = f"gradients are accumulated over {pieces} micro-batches"
+        elif settings.mode == "scores" and (parts := int(getattr(trainer.args, "steps_per_generation", 1) or 1)) > 1:
+            self.reason = f"a generation is split over {parts} steps, and mode='scores' measures it whole"
 
     # facts from steps that are not fused
 

@@ -3,7 +3,7 @@
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,22 @@ from scoregram.integrations.trl.generation import Generation, tokenizer_of
 from scoregram.integrations.trl.separate_pass import CheckedGram, measure_separately
 from scoregram.integrations.trl.support import Settings, has_low_precision_parameters, loss_scale, memory_limit
 from scoregram.integrations.trl.window import ObservedStep, StepSlice, Window, observed_step, step_slice
-from scoregram.reading import GroupReading, Step, batch_records, group_records, read_step, rollout_records
-from scoregram.runs import LayerPrecision, RolloutRecord, RunWriter, open_run
+from scoregram.reading import (
+    CHECK_COLUMN,
+    CHECK_ERROR,
+    CHECK_PASSED,
+    GroupReading,
+    Step,
+    batch_records,
+    group_records,
+    read_step,
+    rollout_records,
+    rollout_scalars,
+)
+from scoregram.runs import LOSS_KIND, LayerPrecision, RolloutRecord, RunWriter, beside_foreign, open_run
 
-CHECK_COLUMN = "check_passed"
-"""Column of every group in the run folder: 1 if the self-check of its step was within the tolerance, else 0."""
+UNEVEN = "the loss weights the tokens of a rollout differently (KL term, clipping, masks); mode='loss' is exact there"
+"""A cause of a failed self-check."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +99,7 @@ def measure_step(
         details = trl_step(trainer, observed, checked, passed, settings)
         reading = read_step(details)
         scalars = reading.scalars | rollout_scalars(details)
-        scalars |= {"check/relative_error": checked.error, "check/passed": float(passed)}
+        scalars |= {CHECK_ERROR: checked.error, CHECK_PASSED: float(passed)}
         scalars |= {"check/rollouts": checked.rollouts, "time/measure": time.perf_counter() - began + checked.seconds}
         notes = checked.gram.notes
         made.append(MeasuredStep(window.step, scalars, checked.error, passed, notes, details, reading.groups))
@@ -125,29 +136,17 @@ def trl_step(trainer: Any, observed: ObservedStep, checked: CheckedGram, passed:
     completions: list[str] = []
     if settings.keep_rollouts:
         completions = [tokenizer.decode(ids, skip_special_tokens=True) for ids in rollouts.completion_ids()]
-    is_loss = settings.mode == "loss"
     return Step(
         number=observed.number,
         rollouts=replace(rollouts, prompts=texts, completions=completions),
         advantages=observed.advantages,
         weights=-observed.weights,
         gram=checked.gram,
-        rows="loss" if is_loss else "scores",
-        kind="loss" if is_loss else "train",
+        kind=LOSS_KIND if settings.mode == "loss" else "train",
         log_probs=observed.as_rows(checked.gram.log_probs),
         token_advantages=observed.token_advantages,
         group_marks=[{CHECK_COLUMN: float(passed)}] * len(starts),
     )
-
-
-def rollout_scalars(step: Step) -> dict[str, float]:
-    """Share of rollouts that are masked out, share without a reward, and mean length of a rollout."""
-    rollouts = step.rollouts
-    return {
-        "masked_out": float((~rollouts.completion_mask.any(1)).double().mean()),
-        "without_reward": float(rollouts.rewards.isnan().double().mean()),
-        "length": float(rollouts.lengths.double().mean()),
-    }
 
 
 def check_passes(trainer: Any, observed: ObservedStep, checked: CheckedGram, settings: Settings) -> bool:
@@ -160,6 +159,8 @@ def check_passes(trainer: Any, observed: ObservedStep, checked: CheckedGram, set
     if checked.error <= settings.tolerance:
         return True
     causes = likely_causes(trainer, checked.gram.notes, observed.unevenness, settings.mode)
+    if causes == [UNEVEN] and settings.uneven_term is not None:
+        return False  # `attach` has warned of it
     likely = "; ".join(causes) or "unknown, please report it with the arguments of the trainer"
     warnings.warn(
         f"scoregram: at step {step} the measured rows differ from the trainer's gradient by {checked.error:.2g} "
@@ -176,9 +177,7 @@ def likely_causes(trainer: Any, notes: Sequence[str], unevenness: float, mode: s
         "active dropout: the trainer's pass drops activations, the measurement does not": any(
             "dropout" in note for note in notes
         ),
-        "the loss weights the tokens of a rollout differently (KL term, clipping, masks); mode='loss' is exact there": (
-            mode == "scores" and unevenness > 1e-6
-        ),
+        UNEVEN: mode == "scores" and unevenness > 1e-6,
         "an entropy bonus: its gradient does not go through log-probabilities": bool(
             getattr(trainer, "_entropy_bonus_enabled", False)
         ),
@@ -201,7 +200,12 @@ class Folder:
         self.path = path
         self.layers: LayerPrecision = layers
         self._writer: RunWriter | None = None
-        self._pending: tuple[int, dict[str, Any]] | None = None
+        self._step = -1
+        self._ours: dict[str, float] = {}
+        self._foreign: dict[str, float] = {}
+        """Scalars of the line that is not written yet, that of `_step`: ours, and the trainer's."""
+        self._foreign_names: set[str] = set()
+        """Names of all scalars of the trainer so far."""
         self._last = -1
         if resume:
             open_run(path)  # raises now if there is no run; the step to resume from is known when the training begins
@@ -214,36 +218,40 @@ class Folder:
             self._writer = RunWriter.resume(self.path, step, layers=self.layers)
         self._last = max(self._last, step)
 
-    def write(self, measured: MeasuredStep, *, keep_rollouts: bool) -> None:
-        """Write the records of a measured step."""
+    def write(self, measured: MeasuredStep, *, keep_rollouts: bool, foreign_names: Iterable[str] = ()) -> None:
+        """Write the records of a measured step; `foreign_names` are those of the trainer's own scalars."""
         step = measured.details
         if self._writer is None or step is None:
             return
         self._writer.write_groups(step.number, group_records(step, measured.groups))
         self._writer.write_batches(step.number, batch_records(step))
         self._writer.write_rollouts(step.number, _with_masks(rollout_records(step)) if keep_rollouts else [])
-        self.add_scalars(step.number, measured.scalars)
+        self._foreign_names |= set(foreign_names)
+        self._begin_line(step.number)
+        self._ours |= measured.scalars
 
-    def add_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """Add scalars to the line of a step; scalars that the line already has keep their values."""
-        numbers = {
+    def add_logs(self, step: int, logs: Mapping[str, Any]) -> None:
+        """Add what the trainer logged to the line of a step."""
+        self._begin_line(step)
+        self._foreign |= {
             name: value
-            for name, value in scalars.items()
+            for name, value in logs.items()
             if isinstance(value, int | float) and not isinstance(value, bool) and name != "step"
         }
-        if self._pending is not None and self._pending[0] != step:
+        self._foreign_names |= self._foreign.keys()
+
+    def _begin_line(self, step: int) -> None:
+        if step != self._step:
             self.flush()
-        known = self._pending[1] if self._pending is not None else {}
-        if step > self._last:
-            self._pending = (step, {**numbers, **known})
+            self._step = step
 
     def flush(self) -> None:
         """Write the pending line of metrics."""
-        if self._pending is None or self._writer is None:
+        ours, self._ours, foreign, self._foreign = self._ours, {}, self._foreign, {}
+        if self._writer is None or self._step <= self._last or not (ours or foreign):
             return
-        (step, scalars), self._pending = self._pending, None
-        self._last = step
-        self._writer.write_metrics(step, scalars)
+        self._last = self._step
+        self._writer.write_metrics(self._step, beside_foreign(ours, foreign, self._foreign_names))
 
     def close(self) -> None:
         """Write what is pending and close the folder."""

@@ -156,6 +156,8 @@ class Settings:
     """Gram and gradient may come from one backward pass."""
     is_low_precision: bool = False
     """The trainer computes in a lower precision than float32."""
+    uneven_term: str | None = None
+    """The term of the loss that weights the tokens of a rollout differently, as far as the arguments tell."""
 
     @property
     def rounding_error(self) -> float:
@@ -172,6 +174,17 @@ def computes_in_low_precision(trainer: Any) -> bool:
 def has_low_precision_parameters(trainer: Any) -> bool:
     """Whether a trainable parameter is stored in bfloat16 or float16."""
     return any(p.dtype in (torch.bfloat16, torch.float16) for p in trainer.model.parameters() if p.requires_grad)
+
+
+def uneven_term(trainer: Any) -> str | None:
+    """A KL term in the loss, which weights the tokens of a rollout differently; RLOO has its KL in the rewards."""
+    beta = float(getattr(trainer, "beta", 0.0) or 0.0)
+    return f"a KL term (beta={beta:g})" if beta and not is_rloo(trainer) else None
+
+
+def is_rloo(trainer: Any) -> bool:
+    """Whether the trainer is TRL's RLOOTrainer or a subclass."""
+    return any(base.__name__ == "RLOOTrainer" for base in type(trainer).__mro__)
 
 
 def default_tolerance(is_low_precision: bool) -> float:

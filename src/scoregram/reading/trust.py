@@ -1,0 +1,132 @@
+"""How far the numbers of a run can be trusted: its self-checks, its tokens, its remarks, and how much was measured.
+
+A step whose self-check failed never enters a mean. Where one lies in the last third, the means from the Gram over the
+last third are withheld: the steps that passed are not a fair sample of the others.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from scoregram.reading.group import StoredGroup
+
+CHECK_COLUMN = "check_passed"
+"""Statistic of a group: 1 if the self-check of its step was within the tolerance, else 0."""
+CHECK_ERROR, CHECK_PASSED = "check/relative_error", "check/passed"
+"""Scalars of a step that was checked."""
+FEW_STEPS = 5
+"""Measured steps in the last third below which noise and trends are not conclusive."""
+SHOWN_STEPS = 8
+"""Failed steps that a sentence lists."""
+
+
+def needs_gram(name: str) -> bool:
+    """Whether a scalar is computed from a Gram, so that it is worth no more than the check of its step.
+
+    Example:
+        >>> [needs_gram(name) for name in ("gram/snr", "group/effective_rank", "group/reward_std", "reward")]
+        [True, True, False, False]
+    """
+    return name.startswith(("gram/", "group/")) and not name.startswith("group/reward_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trust:
+    """What a reader must know before using the numbers of a run."""
+
+    measured: int
+    """Steps with a Gram."""
+    last_measured: int
+    """Those of them in the last third."""
+    errors: Mapping[int, float] = field(default_factory=dict)
+    """Step → relative error of its self-check, `nan` if nothing could be compared; empty without self-checks."""
+    failed: frozenset[int] = frozenset()
+    """Steps whose self-check failed or could not be made."""
+    approximate: float = 0.0
+    """Share of the rollouts that are text which was tokenised again, weighted by rollouts."""
+    has_tokens: bool = False
+    """Whether the source says if its token ids are the sampled ones."""
+    remarks: Mapping[str, str] = field(default_factory=dict)
+    """Kind → sentence, as stored with the run."""
+
+    @property
+    def worst_error(self) -> float:
+        """Largest relative error of a self-check; `nan` if none could be made."""
+        return max((error for error in self.errors.values() if not math.isnan(error)), default=math.nan)
+
+    @property
+    def is_approximate(self) -> bool:
+        """Whether the tokens of some rollout may differ from the sampled ones."""
+        return self.approximate > 0 or "approximate" in self.remarks
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether every self-check passed, all tokens are the sampled ones, and the run has no remark."""
+        return not (self.failed or self.is_approximate or self.remarks)
+
+    @property
+    def mark(self) -> str:
+        """What is put behind the name of every number from a Gram that is not exact; empty if all are."""
+        words = ["approximate"] * self.is_approximate + ["model in doubt"] * ("model" in self.remarks)
+        return f" ({', '.join(words)})" if words else ""
+
+    def sentences(self) -> list[str]:
+        """One sentence each on self-checks, tokens and the number of measured steps, then every remark."""
+        said = [self.check_sentence()] if self.measured else []
+        if self.is_approximate and "approximate" not in self.remarks:
+            said.append(f"Approximate: {self.approximate:.1%} of the rollouts are text that was tokenised again.")
+        elif self.has_tokens and not self.is_approximate:
+            said.append("Exact: all token ids are the sampled ones.")
+        if 0 < self.last_measured < FEW_STEPS:
+            steps = "step was" if self.last_measured == 1 else "steps were"
+            said.append(
+                f"Only {self.last_measured} {steps} measured in the last third, fewer than {FEW_STEPS}: too few for "
+                "conclusions on noise or trends."
+            )
+        return said + list(self.remarks.values())
+
+    def check_sentence(self) -> str:
+        """How many self-checks passed, and the worst error."""
+        if not self.errors and not self.failed:
+            return "No self-check: there was no other gradient to compare with."
+        worst = "" if math.isnan(self.worst_error) else f", worst relative error {self.worst_error:.2g}"
+        count = len(self.errors)
+        if not self.failed:
+            return f"Self-check passed at {count} of {count} measured steps{worst}."
+        shown = ", ".join(map(str, sorted(self.failed)[:SHOWN_STEPS])) + ", …" * (len(self.failed) > SHOWN_STEPS)
+        return (
+            f"Self-check passed at {count - len(self.failed)} of {count} measured steps{worst}. It failed or could not "
+            f"be made at step {shown}: numbers from the Gram of such steps enter no mean."
+        )
+
+
+def trust_of(
+    lines: Iterable[Mapping[str, float | int | bool]],
+    groups: Iterable[StoredGroup],
+    last_third: range,
+    remarks: Mapping[str, str],
+) -> Trust:
+    """The trust in a run, from the scalars of its steps, its training groups and its remarks."""
+    errors = {int(line["step"]): float(line.get(CHECK_ERROR, math.nan)) for line in lines if CHECK_PASSED in line}
+    failed = {int(line["step"]) for line in lines if CHECK_PASSED in line and line[CHECK_PASSED] != 1}
+    measured: set[int] = set()
+    exact, rollouts = 0.0, 0
+    for group in groups:
+        statistics, step = group.record.statistics, group.record.step
+        if group.record.gram is not None:
+            measured.add(step)
+        if CHECK_COLUMN in statistics:
+            errors.setdefault(step, math.nan)  # the line of a killed run may be missing
+            failed |= {step} if statistics[CHECK_COLUMN] != 1 else set()
+        if "exact" in statistics:
+            exact += float(statistics["exact"]) * group.size
+            rollouts += group.size
+    return Trust(
+        measured=len(measured),
+        last_measured=sum(step in last_third for step in measured),
+        errors=errors,
+        failed=frozenset(failed),
+        approximate=1 - exact / rollouts if rollouts else 0.0,
+        has_tokens=rollouts > 0,
+        remarks=dict(remarks),
+    )
