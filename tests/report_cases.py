@@ -1,7 +1,7 @@
 """Run folders for the tests of the report: real algebra on random scores, no model."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from scoregram.gram import Gram
-from scoregram.reading import Step, group_records, read_step
+from scoregram.reading import CHECK_COLUMN, CHECK_ERROR, CHECK_PASSED, Step, group_records, read_step
 from scoregram.rollouts import Rollouts
 from scoregram.runs import RunWriter
 
@@ -35,8 +35,14 @@ def write_run(
     statistics: bool = True,
     evaluated: bool = True,
     prompt_id: str = "p/{}",
+    kind: str = "train",
+    errors: Mapping[int, float] | None = None,
+    exact: float | None = None,
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """A run of which everything is known; step → the whole Gram and the rewards."""
+    """A run of which everything is known; step → the whole Gram and the rewards.
+
+    `errors` are those of the self-check, with a tolerance of 1e-3; `exact` is the share with sampled tokens.
+    """
     known = {}
     with RunWriter.create(folder, CONFIG, environment={"python": "3"}) as writer:
         if evaluated:
@@ -49,9 +55,14 @@ def write_run(
             given = torch.stack([drawn(step, prompt, generator) for prompt in range(prompts)])
             advantages = given - given.mean(dim=1, keepdim=True)
             known[step] = gram, given
-            made = step_of(step, given, advantages, gram if measured else None, prompt_id=prompt_id)
+            made = step_of(step, given, advantages, gram if measured else None, prompt_id=prompt_id, kind=kind)
+            passed = {} if errors is None else {CHECK_COLUMN: float(errors[step] <= 1e-3)}
+            marks = passed | ({} if exact is None else {"exact": exact})
+            made = replace(made, group_marks=[marks] * prompts)
             reading = read_step(made)
             scalars = reading.scalars | {"finished": 1.0}
+            if errors is not None:
+                scalars |= {CHECK_ERROR: errors[step], CHECK_PASSED: passed[CHECK_COLUMN]}
             if measured:
                 records = group_records(made, reading.groups)
                 if not statistics:
@@ -65,7 +76,13 @@ def write_run(
 
 
 def step_of(
-    number: int, rewards: torch.Tensor, advantages: torch.Tensor, gram: torch.Tensor | None, *, prompt_id: str = "p/{}"
+    number: int,
+    rewards: torch.Tensor,
+    advantages: torch.Tensor,
+    gram: torch.Tensor | None,
+    *,
+    prompt_id: str = "p/{}",
+    kind: str = "train",
 ) -> Step:
     """A step of `(P, R)` rewards whose rollouts have one prompt token and five of completion each."""
     prompts, size = rewards.shape
@@ -85,6 +102,7 @@ def step_of(
         advantages=advantages.flatten(),
         weights=advantages.flatten() / rewards.numel(),
         gram=None if gram is None else Gram(gram, {}, torch.zeros(ids.shape)),
+        kind=kind,
     )
 
 

@@ -180,16 +180,21 @@ def test_absolute_positions_and_a_head_that_is_not_tied(tmp_path):
 
 def test_accumulated_steps_and_parts_of_generations_are_not_fused(tmp_path):
     pieces = trainer_of(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    assert compared(train(pieces, every=1)) == [8] * 4
+    attached = train(pieces, every=1)
+    assert compared(attached) == [8] * 4
+    assert attached.not_fused == f"gradients are accumulated over 2 micro-batches; {SEPARATE}"
     halves = trainer_of(tmp_path, per_device_train_batch_size=4, steps_per_generation=2)
-    assert set(compared(train(halves, every=1))) == {8}  # the rows are those of the generation, the step has half of it
+    attached = train(halves, every=1)
+    assert set(compared(attached)) == {8}  # the rows are those of the generation, the step has half of it
+    assert attached.not_fused == f"a generation is split over 2 steps, and mode='scores' measures it whole; {SEPARATE}"
 
 
 def test_a_loss_that_weights_tokens_unevenly_gets_the_trainers_own_pass(tmp_path):
     """At the first step the KL term has no gradient, so the step after it is tried fused."""
     plain, measured = (trainer_of(tmp_path, beta=0.5) for _ in range(2))
     train(plain)
-    attached = train(measured, mode="scores", tolerance=10.0)
+    with pytest.warns(UserWarning, match="the loss has a KL term"):
+        attached = train(measured, mode="scores", tolerance=10.0)
     assert compared(attached) == [8] * 4 and attached.failures == [] and attached.readings[1].error > 1e-3
     assert float((weights_of(plain) - weights_of(measured)).norm() / weights_of(plain).norm()) <= 1e-6
 

@@ -1,6 +1,7 @@
 """A measurement that cannot be trusted says so, and no error in a measurement changes the training."""
 
 import math
+import re
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ pytest.importorskip("trl")
 from scoregram.checks import ScoregramError
 from scoregram.integrations.trl import attach, step
 from scoregram.integrations.trl.support import NEWEST_TESTED, OLDEST_TESTED, WRAPPED_METHODS
+from scoregram.reading import read_run
 from tests.trl_cases import run_in, trained, trainer_for, weights_of
 
 pytestmark = [
@@ -37,10 +39,53 @@ def test_dropout_gives_a_warning_and_a_mark(tmp_path):
 
 
 def test_scores_do_not_explain_a_kl_term(tmp_path):
-    trainer = trainer_for("GRPO", tmp_path, max_steps=2, beta=2.0)
-    with pytest.warns(UserWarning, match=r"scoregram: at step 2 .*mode='loss' is exact there"):
-        attached = trained(trainer)
-    assert [reading.passed for reading in attached.readings] == [True, False]
+    trainer = trainer_for("GRPO", tmp_path, max_steps=6, beta=2.0)
+    with pytest.warns(UserWarning, match=r"scoregram: the loss has a KL term .beta=2.,.*mode='loss'") as caught:
+        attached = attach(trainer, 1, out=tmp_path / "run")
+    assert len(caught) == 1
+    trainer.train()  # a warning would be an error here: `attach` told it once for all steps
+    failed = [reading.step for reading in attached.readings if not reading.passed]
+    assert failed and attached.readings[0].passed and attached.readings[-1].step in failed
+    assert attached.trust.failed == set(failed) == read_run(run_in(tmp_path / "run")).trust.failed
+    assert_failed_steps_are_apart(attached, trainer)
+
+
+def assert_failed_steps_are_apart(attached: Any, trainer: Any) -> None:
+    """In the printout, the summary and the trainer's log, numbers of failed steps do not look like others."""
+    text, count = str(attached), len(attached.readings)
+    assert f"Self-check passed at {count - len(attached.trust.failed)} of {count} measured steps, worst" in text
+    assert re.search(r"^effective rank of a group +\S+ +failed +–$", text, re.MULTILINE)
+    rows = {row[0]: row[1:] for row in attached.summary().rows}
+    assert math.isnan(rows["gram/update_norm"][1]) and math.isnan(rows["gram/update_norm"][2])
+    assert not math.isnan(rows["reward"][2])
+    for line in (line for line in trainer.state.log_history if "loss" in line):
+        is_failed = line["step"] in attached.trust.failed
+        assert ("scoregram/gram/update_norm" in line) != is_failed
+        assert ("scoregram/failed/gram/update_norm" in line) == is_failed
+        assert line["scoregram/check/passed"] == 1 - is_failed and "scoregram/reward" in line
+
+
+def test_kl_in_the_rewards_or_in_a_loss_that_is_measured_whole_is_no_warning(tmp_path):
+    for kind, mode in (("RLOO", "scores"), ("GRPO", "loss")):
+        attach(trainer_for(kind, tmp_path, max_steps=1, beta=0.5), mode=mode).detach()
+
+
+def test_names_of_the_trainer_keep_the_trainers_values(tmp_path):
+    for mode in ("scores", "loss"):
+        trainer = trainer_for("GRPO", tmp_path, max_steps=3, logging_steps=2)
+        attached = trained(trainer, mode=mode, every=1, out=tmp_path / mode)
+        logged = {line["step"]: line for line in trainer.state.log_history if "loss" in line}
+        written = {line["step"]: line for line in run_in(tmp_path / mode).metrics()}
+        theirs = {name for line in logged.values() for name in line if not name.startswith("scoregram/")} - {"step"}
+        assert {"reward", "reward_std"} <= theirs and sorted(written) == [1, 2, 3] and sorted(logged) == [2]
+        assert {name: written[2][name] for name in theirs} == {name: logged[2][name] for name in theirs}
+        # the trainer logged nothing at step 1: its names are not filled with ours
+        assert not theirs & written[1].keys() and "scoregram/reward" in written[1]
+        for reading in attached.readings:
+            for name, value in reading.scalars.items():
+                line = written[reading.step]
+                stored = line[f"scoregram/{name}"] if name in theirs else line[name]
+                assert stored == pytest.approx(value, nan_ok=True) or math.isinf(value), name
 
 
 def test_an_entropy_bonus_gives_a_warning(tmp_path):

@@ -63,7 +63,18 @@ def said(run: RunReading, **changes) -> list[str]:
 def test_nothing_is_said_where_nothing_is_known():
     assert said(run_of()) == said(run_of("1000", "1111")) == []
     text = advice_text(with_summary(run_of()))
-    assert text.startswith("No advice on ") and all(name in text for name in RULES)
+    assert text.startswith("Cannot tell: ") and all(name in text for name in RULES)
+
+
+def test_nothing_to_change_is_told_apart_from_cannot_tell():
+    fine = {"dead": Estimate(0.1, 0.0, 0.2), "baseline_saving": Estimate(0.0, -0.02, 0.03)}
+    run = with_summary(run_of("1000", "1100"), **fine, noise_scale=Estimate(100.0, 2.0, math.inf))
+    assert RULES["batch size"](run) is None  # 8 rollouts: the interval holds too few and too many
+    known, unknown = advice_text(run).split("\n\n")
+    assert known == "Nothing to change: dead groups, baseline."
+    assert unknown.startswith("Cannot tell: group size, batch size, length limit, ")
+    run = with_summary(run_of("1000", "1100"), noise_scale=Estimate(8.0, 4.0, 16.0))
+    assert RULES["batch size"](run) == []
 
 
 def test_the_group_size_is_the_least_that_mixes_enough():

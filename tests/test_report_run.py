@@ -235,7 +235,7 @@ def test_a_reading_needs_advantages_and_no_rewards():
 
 def test_the_lead_is_one_sentence_of_what_is_known(run, tmp_path):
     lead = run_page(open_run(run[0])).lead
-    assert lead.startswith("In the last third of 6 steps, the effective rank of a group's gradients was ")
+    assert lead.startswith("In the last third of 6 steps (5 to 6), the effective rank of a group's gradients was ")
     assert "orthogonal scores would give" in lead and lead.endswith("went from 0.250 to 0.750 over the run.")
     write_run(tmp_path / "bare", measured=False, evaluated=False)
     assert "effective rank" not in run_page(open_run(tmp_path / "bare")).lead

@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scoregram.checks import ScoregramError
-from scoregram.runs.metrics import metrics_line, read_metrics
+from scoregram.reading import Step, read_step, rollout_scalars
+from scoregram.runs.metrics import beside_foreign, metrics_line, own_name, read_metrics
+from tests.report_cases import step_of
 
 names = st.text(min_size=1).filter(lambda name: name != "step")
 scalars = st.dictionaries(names, st.one_of(st.none(), st.booleans(), st.integers(-(2**60), 2**60), st.floats()))
@@ -102,3 +104,20 @@ def test_a_spoilt_line_in_the_middle_is_named(tmp_path, spoilt):
 
 def test_an_absent_file_has_no_lines(tmp_path):
     assert read_metrics(tmp_path / "m").lines == ()
+
+
+@pytest.mark.parametrize("kind", ["train", "loss"])
+def test_no_name_that_we_write_replaces_a_foreign_one(kind):
+    """By enumeration: another trainer may use every name of ours, in this line or in another one."""
+    scores = torch.randn(12, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.0, 1.0], [0.0, 1.0, 0.0, 0.0]], dtype=torch.float64)
+    step: Step = step_of(1, rewards, rewards - rewards.mean(1, keepdim=True), scores @ scores.mT, kind=kind)
+    ours = read_step(step).scalars | rollout_scalars(step) | {"check/passed": 1.0, "time/measure": 2.0}
+    assert {"reward", "gram/update_norm", "group/effective_rank", "length"} <= ours.keys()
+    foreign = {name: float(place) for place, name in enumerate([*ours, *map(own_name, ours), "loss"])}
+    assert beside_foreign(ours, foreign) == foreign  # not even where the trainer logs scoregram/NAME
+    few = {name: foreign[name] for name in [*list(ours)[::2], "loss"]}
+    line = beside_foreign(ours, few, taken=list(ours)[1::4])
+    assert {name: line[name] for name in few} == few and len(line) == len(few) + len(ours)
+    assert {name: line.get(own_name(name), line.get(name)) for name in ours} == pytest.approx(ours, nan_ok=True)
+    assert not set(list(ours)[1::4]) & line.keys()  # a name of the trainer means the same in every line

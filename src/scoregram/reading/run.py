@@ -201,7 +201,7 @@ def read_run(run: Run) -> RunReading:
         lines=run.metrics(),
         groups=[StoredGroup(record) for record in trained],
         tests=evaluation_rewards(tests),
-        remarks=getattr(run, "remarks", {}),
+        remarks=run.remarks,
     )
 
 

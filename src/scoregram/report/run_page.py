@@ -67,14 +67,8 @@ def write_report(
     path = root / REPORT if out is None else Path(out)
     for sentence in page.trust if tell is not None else ():
         tell(sentence)
-    redo = report_command(root, out)
+    redo = shlex.join(["scoregram", "report", str(root)])
     return write_page(path, title=page.title, lead=page.lead, sections=page.sections, redo=redo, trust=page.trust)
-
-
-def report_command(folder: Path, out: Path | str | None) -> str:
-    """The command that writes the page again, from the same working directory."""
-    words = ["scoregram", "report", str(folder), *(["--out", str(out)] if out is not None else [])]
-    return shlex.join(words)
 
 
 def folder_content(root: Path) -> str:
