@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from scoregram.exhibits import Figure, Table
 from scoregram.reading import needs_gram, read_run
 from scoregram.reading.group import OF_SCORES
 from scoregram.report import write_report
@@ -24,9 +25,9 @@ def reading(folder):
 def shown(folder) -> tuple[dict, str]:
     """The summary of a page, row by row, and the whole text of the page."""
     page = run_page(open_run(folder))
-    tables = [one for section in page.sections for one in section.exhibits if one.id == "summary"]
+    tables = [one for section in page.sections for one in section.exhibits if isinstance(one, Table)]
     text = "\n".join([page.lead, *page.trust, *(f"{section.title} {section.text}" for section in page.sections)])
-    return {row[0]: row for table in tables for row in table.rows}, text
+    return {str(row[0]): row for table in tables if table.id == "summary" for row in table.rows}, text
 
 
 # rows of a loss
@@ -39,7 +40,7 @@ def test_rows_of_a_loss_are_not_weighted_again(tmp_path):
     for group in run.groups:
         energies = torch.linalg.eigvalsh(grams[group.record.step][0][_rows(group), :][:, _rows(group)]).clamp(min=0)
         rank = energies.sqrt().sum() ** 2 / energies.sum()  # of the rows themselves, no advantages
-        assert group.reading.effective_rank == pytest.approx(float(rank), rel=1e-9)
+        assert group.reading is not None and group.reading.effective_rank == pytest.approx(float(rank), rel=1e-9)
         assert all(math.isnan(getattr(group.reading, name)) for name in OF_SCORES)
         assert group.nonzero_rows == 4 and not group.is_complete
         assert group.possible_ranks[0] - 1e-9 <= rank <= group.possible_ranks[1] + 1e-9
@@ -114,7 +115,8 @@ def test_steps_that_failed_are_series_of_their_own(tmp_path):
     for name in names:
         assert 2.0 not in run.series(name)[0] and set(run.series(name, failed=True)[0]) <= {2.0}, name
     assert 2.0 in run.series("reward")[0] and run.series("reward", failed=True) == ((), ())
-    figures = {one.id: one for section in run_page(open_run(tmp_path / "run")).sections for one in section.exhibits}
+    sections = run_page(open_run(tmp_path / "run")).sections
+    figures = {one.id: one for section in sections for one in section.exhibits if isinstance(one, Figure)}
     for name in ("effective-rank", "top1-fraction", "cosine", "update-norm", "coherence", "drivers"):
         for series in figures[name].series:
             is_failed = series.name.endswith("self-check failed")

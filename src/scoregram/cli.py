@@ -162,7 +162,7 @@ class Report:
         else:
             from scoregram.report import write_report
 
-            print(write_report(self.folder, self.out, tell=lambda sentence: print(sentence, file=sys.stderr)))
+            print(write_report(self.folder, self.out, tell=lambda trust: print(trust, file=sys.stderr)))
         return 0
 
 

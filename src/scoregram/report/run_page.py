@@ -54,7 +54,7 @@ def write_report(
     Args:
         folder: Of the run.
         out: The file to write; `report.html` in the folder if not given.
-        tell: Called with each sentence on how far the numbers can be trusted.
+        tell: Called with the lines on how far the numbers can be trusted.
 
     Raises:
         ScoregramError: If the folder holds no run (the message lists its content), or as for `write_page`.
@@ -65,8 +65,8 @@ def write_report(
         fail("report", requirement, folder_content(root), "Choose such a folder.")
     page = run_page(open_run(root))
     path = root / REPORT if out is None else Path(out)
-    for sentence in page.trust if tell is not None else ():
-        tell(sentence)
+    if tell is not None:
+        tell("\n".join(page.trust))
     redo = shlex.join(["scoregram", "report", str(root)])
     return write_page(path, title=page.title, lead=page.lead, sections=page.sections, redo=redo, trust=page.trust)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ def write_replication_page(folder: Path | str, out: Path | str | None = None, *,
     root = Path(folder)
     page = read_replication(root, text)
     path = root / REPORT if out is None else Path(out)
-    redo = f"scoregram report {root.resolve().name}"
+    redo = shlex.join(["scoregram", "report", str(root)])
     return write_page(path, title=page.title, lead=page.lead, sections=page.sections, redo=redo)
 
 
