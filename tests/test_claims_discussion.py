@@ -14,10 +14,13 @@ def test_verdicts():
         {
             "sec-8-template": Verdict.UNSUPPORTED,
             "sec-8-dense": Verdict.UNSUPPORTED,
+            "sec-8-which-step": Verdict.CORRECTED,
             "sec-8-future-1": Verdict.ANSWERED,
             "sec-8-future-2": Verdict.NEEDS_MEASUREMENT,
             "sec-8-future-3": Verdict.CORRECTED,
             "sec-9-rloo": Verdict.HOLDS,
+            "sec-9-specific": Verdict.FALSE,
+            "sec-10-justified": Verdict.UNSUPPORTED,
         },
     )
 
@@ -26,6 +29,10 @@ def test_verdicts():
     ("name", "fn", "claims"),
     [
         ("rloo", mean_centered, ("sec-8-dense", "sec-8-future-1", "sec-9-rloo")),  # the rollout left in its baseline
+        ("rloo", mean_centered, ("sec-10-justified",)),
+        ("constant", lambda r, baselines: r.roll(1, -1), ("sec-9-specific",)),
+        ("mean", lambda r: r - r.roll(1, -1), ("sec-9-specific",)),
+        ("mean", lambda r: -mean_centered(r), ("sec-8-which-step",)),
         ("turn-rloo", turn_mean_centered, ("sec-8-dense",)),
         ("mean", standardized, ("sec-8-template", "sec-9-rloo")),
         ("mean", lambda r: r - r.amin(dim=-1, keepdim=True), ("sec-8-future-3",)),
@@ -40,6 +47,7 @@ def test_a_broken_estimator_is_noticed(monkeypatch, name, fn, claims):
 @pytest.mark.parametrize(
     ("name", "wrong", "claim"),
     [
+        ("mixed_probability", lambda p, size: p, "sec-10-justified"),
         ("orthogonal_effective_rank", lambda k, size: float(size), "sec-8-future-3"),
         ("expected_orthogonal_effective_rank", lambda p, size: 10 * p, "sec-8-future-2"),
         ("spectrum_summary", lambda gram, a: spectrum_summary(gram, a.round()), "sec-8-future-1"),

@@ -20,6 +20,7 @@ from scoregram.studies.grpo_rank.claims.grounds import (
     coin,
     drawn_groups,
     estimator,
+    filler,
     gap,
     lab_world,
     lab_worlds,
@@ -28,7 +29,7 @@ from scoregram.studies.grpo_rank.claims.grounds import (
     reward_groups,
 )
 from scoregram.studies.grpo_rank.claims.rank import rank_two
-from scoregram.studies.ledger import Finding, answered, as_printed, corrected, to_be_measured, unsupported
+from scoregram.studies.ledger import Finding, answered, as_printed, corrected, refuted, to_be_measured, unsupported
 from scoregram.theory import (
     CREDITS,
     across_prompts,
@@ -185,6 +186,72 @@ def dense_rewards() -> Finding:
     )
 
 
+def which_step_matters() -> Finding:
+    """Push on a step with and without consequences, and the signal-to-noise ratio of uniform and exact credit."""
+    truth, size = filler(), 8
+    uniform = moments(truth, "mean", prompt=0, group_size=size)
+    exact = credit_moments(truth, CREDITS["exact_advantage"].fn(truth), prompt=0, group_size=size)
+    idle, deciding = (float(each) for each in uniform.expected)
+    return corrected(
+        printed=abs(idle) > EXACT,
+        truth=abs(idle) < EXACT < deciding and exact.snr_squared > uniform.snr_squared,
+        evidence={
+            "step without consequences: average push": idle,
+            "deciding step: average push": deciding,
+            "SNR², uniform credit, R = 8": uniform.snr_squared,
+            "SNR², exact credit per token": exact.snr_squared,
+        },
+        correction="Neither bias nor rank stands in the way: on average only the step that matters is pushed. What is poor is "
+        "the signal-to-noise ratio, since every step carries the noise of the whole rollout.",
+    )
+
+
+def specific_to_grpo() -> Finding:
+    """Rank and effective rank of the same groups with the group mean, with the value, and with 1/2 as the baseline."""
+    truth = lab_world("output_only_binary")
+    groups = drawn_groups(truth, prompt=0, group_size=8, number=20)
+    levels = {"the value": float(truth.value[0]), "1/2": 0.5}
+    means = {"the group mean": [spectrum_summary(g.gram, advantages("mean", g.rewards)) for g in groups]}
+    for name, level in levels.items():
+        baseline = torch.full((1,), level, dtype=torch.float64)
+        fixed = [estimator("constant").fn(g.rewards[None], baselines=baseline)[0] for g in groups]
+        means[name] = [spectrum_summary(g.gram, a) for g, a in zip(groups, fixed, strict=True)]
+    rank = {name: sum(s.effective_rank for s in each) / len(each) for name, each in means.items()}
+    differ = sum(len({s.numerical_rank for s in same}) > 1 for same in zip(*means.values(), strict=True))
+    ratio = rank["the value"] / rank["the group mean"]
+    return refuted(
+        printed=not 0.8 < ratio < 1.25,
+        truth=differ == 0 and 0.8 < ratio < 1.25 and rank["1/2"] > rank["the value"],
+        evidence={f"mean effective rank, baseline {name}": x for name, x in rank.items()}
+        | {"groups whose rank depends on the baseline": differ},
+        correction="The rank of a group does not depend on the baseline. Its effective rank does, through the shape of |A|, and plain "
+        "REINFORCE with the value as its baseline has nearly that of GRPO. Where the rank is low, rollouts repeat or resemble each other.",
+    )
+
+
+def when_justified() -> Finding:
+    """Share of the error that estimating the baseline from the group adds, and the chance of a mixed group, by success rate."""
+    size, rates, shares, errors = 8, (0.5, 0.9, 0.99), [], []
+    for p in rates:
+        truth = coin(p)
+        of_baseline = truth.c3 / (size - 1)
+        shares.append(of_baseline / (truth.c2 + of_baseline))
+        # the definition, for the same number: leave-one-out against the value as a baseline
+        oracle = credit_moments(
+            truth, CREDITS["total_return"].fn(truth) - truth.value[0], prompt=0, group_size=size
+        ).mse
+        left_out = moments(truth, "rloo", prompt=0, group_size=size).mse
+        errors.append(abs(shares[-1] - (1 - oracle / left_out)))
+    mixed = [mixed_probability(p, size) for p in rates]
+    return unsupported(
+        truth=max(errors) < 1e-9 and shares == sorted(shares, reverse=True) and mixed == sorted(mixed, reverse=True),
+        evidence={f"error due to the baseline, R = 8, p = {p}": x for p, x in zip(rates, shares, strict=True)}
+        | {f"chance of a mixed group, p = {p}": x for p, x in zip(rates, mixed, strict=True)},
+        correction="No statement of the text depends on the initial σ_r or is limited to a single turn. A high σ_r cuts both ways: "
+        "more groups are mixed, and a larger share of the error comes from estimating the baseline.",
+    )
+
+
 def leave_one_out_breaks_rank() -> Finding:
     """Every rank metric of the same groups, with the group mean and with the mean of the other rollouts."""
     differences, ratio = 0.0, 0.0
@@ -273,9 +340,15 @@ DISCUSSION_CLAIMS = (
     ),
     claim(
         "sec-8-dense",
-        "section 8, multi-step reasoning",
+        "section 8, multi-step reasoning, second sentence",
         "Even with dense rewards the zero-sum group baseline limits what the gradient can express.",
         dense_rewards,
+    ),
+    claim(
+        "sec-8-which-step",
+        "section 8, multi-step reasoning, first sentence",
+        "Bias over turns and rank two make GRPO poorly suited for learning which step of a chain matters.",
+        which_step_matters,
     ),
     claim(
         "sec-8-future-1",
@@ -295,5 +368,22 @@ DISCUSSION_CLAIMS = (
         "The theory predicts an effective rank that falls as σ_r -> 0.",
         rank_falls_with_spread,
     ),
-    claim("sec-9-rloo", "section 9", "The leave-one-out baseline removes a bias of order 1/R.", leave_one_out_bias),
+    claim(
+        "sec-9-rloo",
+        "section 9, GRPO and RLHF",
+        "The leave-one-out baseline removes a bias of order 1/R.",
+        leave_one_out_bias,
+    ),
+    claim(
+        "sec-9-specific",
+        "section 9, gradient rank",
+        "The low rank has a theoretical reason that is specific to GRPO's gradient.",
+        specific_to_grpo,
+    ),
+    claim(
+        "sec-10-justified",
+        "section 10",
+        "It is formalised when GRPO's simplicity is justified: a single turn and a high initial σ_r.",
+        when_justified,
+    ),
 )
