@@ -345,34 +345,29 @@ def all_rollouts(batch: Batch, group_size: int | None = None) -> DistinctRollout
 class RolloutLayout:
     """Where `N` rollouts of `T` tokens are in a tensor that the model computes.
 
-    The first axis of an activation runs over the `N` sequences or over all `N · T` tokens. A mixture of experts selects
-    some of the tokens; then the tensor is marked with the owner (the rollout) of every row.
+    The first axis of an activation runs over the `N` sequences, over all `N · T` tokens, or over as many entries of
+    every rollout (`axis` knows whether it does). A mixture of experts selects some of the tokens; then the tensor is
+    marked with the owner (the rollout) of every row.
     """
 
     rollouts: int
     tokens: int
 
-    def has_rollout_axis(self, value: Tensor) -> bool:
-        """Whether the first axis of a tensor runs over the rollouts, or over all their tokens."""
-        return value.ndim > 0 and value.shape[0] in (self.rollouts, self.rollouts * self.tokens)
+    def entries(self, value: Tensor) -> int:
+        """Entries of the first axis for each rollout; 0 if it is no multiple of the number of rollouts."""
+        return 0 if not value.ndim or value.shape[0] % self.rollouts else value.shape[0] // self.rollouts
 
-    def owners(self, leading: int) -> Tensor | None:
-        """Rollout of every entry of a first axis of size `leading`; None for an axis of any other size."""
-        if leading == self.rollouts:
-            return torch.arange(self.rollouts)
-        if leading == self.rollouts * self.tokens:
-            return torch.arange(self.rollouts).repeat_interleave(self.tokens)
-        return None
+    def owners(self, value: Tensor) -> Tensor | None:
+        """Rollout of every entry of the first axis of a tensor; None if they do not have equally many."""
+        entries = self.entries(value)
+        return torch.arange(self.rollouts).repeat_interleave(entries) if entries else None
 
-    def blocks(self, value: Tensor, owner: Tensor | None = None) -> Tensor | None:
+    def blocks(self, value: Tensor, owner: Tensor | None = None) -> Tensor:
         """`value` `(first, …, f)` as `(N, S, f)`: one block of rows per rollout.
 
-        `owner` names the rollout of each entry of the first axis. Without it the first axis must be `N` or `N · T`,
-        else the result is None.
+        `owner` names the rollout of each entry of the first axis; without it every rollout has equally many.
         """
         if owner is None:
-            if not self.has_rollout_axis(value):
-                return None
             return value.reshape(self.rollouts, -1, value.shape[-1])
         rows = value.reshape(-1, value.shape[-1])
         owner = owner.to(rows.device).repeat_interleave(len(rows) // max(len(owner), 1))

@@ -314,9 +314,7 @@ class WeightUse:
 
     def blocks(self, value: Tensor) -> Tensor:
         """Rows of a tensor, one block per rollout."""
-        blocks = self.layout.blocks(value, self.owner)
-        assert blocks is not None, "owners were checked in the forward pass"
-        return blocks
+        return self.layout.blocks(value, self.owner)
 
     def collect(self, x: Tensor, g: Tensor) -> None:
         """Give the factors and the bias rows of a product to the collector."""

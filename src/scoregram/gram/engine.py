@@ -6,7 +6,6 @@ splits a measurement into its forward and its backward pass. `docs/gram.md` deri
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -239,19 +238,25 @@ class DeferredGram(Measurement):
         self._held: CapturedHead | Tensor | None
         """What the backward pass starts from: the head's operands, or log-probabilities in autograd."""
         with prepared_model(self.survey), torch.enable_grad():
+            self.observe_axes(narrow=self.is_narrow)
             before = random_state(self.device)
-            with self.intercepted():
-                logits, captured = self.forward_to_head()
-                if captured is None:
-                    self._held = self.log_probs_in_autograd(logits)
-                else:
-                    self._held = captured
-                    self.look_at_head(captured)
+            self.hold_forward()
+            if self.interceptor.unknown:
+                self.observe_axes(narrow=self.is_narrow)
+                self.begin_again()
+                self.hold_forward()
+                self.give_up_unknown_axes()
             self._drew_random = self.has_drawn(before)
 
-    def intercepted(self) -> AbstractContextManager[object]:
-        """Context for everything that runs the model, including checkpointed layers in the backward pass."""
-        return self.around_owners() if self.is_narrow else self.interceptor
+    def hold_forward(self) -> None:
+        """The forward pass."""
+        with self.intercepted(narrow=self.is_narrow):
+            logits, captured = self.forward_to_head()
+            if captured is None:
+                self._held = self.log_probs_in_autograd(logits)
+            else:
+                self._held = captured
+                self.look_at_head(captured)
 
     def look_at_head(self, captured: CapturedHead) -> None:
         """Log-probabilities and entropies from the captured head."""
@@ -285,7 +290,7 @@ class DeferredGram(Measurement):
         self.collector.set_weights(self.weights)
         with prepared_model(self.survey), torch.enable_grad():
             before = random_state(self.device)
-            with self.intercepted():
+            with self.intercepted(narrow=self.is_narrow):
                 self.backward_from_held()
             if self.is_narrow and (self._drew_random or self.has_drawn(before) or self.parameters_with_grad()):
                 self.begin_again()

@@ -16,7 +16,7 @@ the first two is where a parameter's per-rollout gradient arises:
   factors, nor rows, nor an ordinary gradient took no part.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from scoregram.gram.axis import Axes, FirstAxis, Observations, OperationKey
 from scoregram.gram.batch import Batch, RolloutLayout
 from scoregram.gram.collect import (
     Collector,
@@ -72,6 +73,8 @@ class Derived:
 
     cast_of: Tensor | None = None
     """The tensor that it is a cast of, if it is one."""
+    names: tuple[str, ...] = ()
+    """Names of these parameters."""
 
 
 ACTIVATION = Activation()
@@ -101,8 +104,8 @@ class CapturedHead:
 class Interceptor(DropoutOff):
     """The mode under which one forward and backward pass is measured."""
 
-    def __init__(self, parameters: Iterable[Tensor], batch: Batch, collector: Collector) -> None:
-        """Take the trained parameters, the batch that enters the model, and the collector of its factors."""
+    def __init__(self, parameters: Mapping[str, Tensor], batch: Batch, collector: Collector, axes: Axes) -> None:
+        """Take the trained parameters, the batch that enters the model, the collector of factors, the known axes."""
         super().__init__()
         self.input_ids = batch.input_ids
         self.vocabulary = batch.input_ids.unique()  # before the pass: inside it, this would wait for the device
@@ -118,7 +121,13 @@ class Interceptor(DropoutOff):
         """Number of products with the head's weight; more than one means that it is not only the head."""
         self.watch = ParameterWatch()
         """How the running module uses its parameters."""
-        self._parameters = {id(parameter) for parameter in parameters}
+        self.axes = axes
+        self.unknown: set[OperationKey] = set()
+        """Operations that `axes` says nothing about, or that had another number of entries for each rollout."""
+        self.observations: Observations | None = None
+        """First axes of activations, if this pass is one that observes them: then no operation is split by rollout."""
+        self._observed: dict[OperationKey, Tensor] = {}
+        self._parameters = {id(parameter): name for name, parameter in parameters.items()}
         self._marked_inputs: list[Any] = []
         for tensor in (batch.input_ids, batch.attention_mask):
             set_mark(tensor, ACTIVATION)
@@ -137,8 +146,8 @@ class Interceptor(DropoutOff):
 
     def intercepted_forward(self, module: nn.Module) -> Callable[..., Any]:
         """A forward function for `module`; plain linear layers and known norms need no mode around them."""
-        if "forward" in vars(module):  # replaced by its user, so its class says nothing about it
-            return partial(self.run_module, module, module.forward)
+        if self.observations is not None or "forward" in vars(module):
+            return partial(self.run_module, module, module.forward)  # replaced by its user: its class says nothing
         if type(module) is nn.Linear:
             return partial(self.run_linear_layer, module)
         is_known = facts_of(module).broadcast_axes is not None and is_of_transformers(module)
@@ -149,7 +158,7 @@ class Interceptor(DropoutOff):
     def run_norm(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Forward pass of a module that only scales and shifts by its parameters."""
         result = None
-        if len(args) == 1 and not kwargs and torch.is_grad_enabled():
+        if len(args) == 1 and not kwargs and torch.is_grad_enabled() and self.leads_module(module, args[0]):
             shift = LAYER_NORMS.get(class_path(module))
             if shift is not None:
                 result = layer_norm_with_copies(module, shift, args[0], self.leaves)
@@ -167,8 +176,10 @@ class Interceptor(DropoutOff):
             if torch.is_grad_enabled():
                 if not input.requires_grad:
                     self.mark_inputs((input,))
-                is_usual = input.ndim == 3 and input.shape[0] == self.layout.rollouts and id(weight) in self._parameters
-                if is_usual and bias is None and self.owner_of(input) is None:
+                owner = self.owner_of(input)
+                if owner is None and not self.leads_module(module, input):
+                    pass
+                elif owner is None and input.ndim == 3 and bias is None and id(weight) in self._parameters:
                     result = self._usual_product(input, weight)
                 else:
                     result = self._streamed_product(input, weight, bias, transposed=False)
@@ -191,8 +202,11 @@ class Interceptor(DropoutOff):
         self.watch = ParameterWatch()
         with self:
             result = forward(*args, **kwargs)
-        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and torch.is_grad_enabled():
-            self.watch.remember(module, args[0])
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+            if self.observations is not None:
+                self.leads_module(module, args[0])
+            elif torch.is_grad_enabled():
+                self.watch.remember(module, args[0])
         return result
 
     def mark_inputs(self, tensors: Iterable[Tensor]) -> None:
@@ -202,11 +216,58 @@ class Interceptor(DropoutOff):
                 set_mark(tensor, ACTIVATION)
                 self._marked_inputs.append(tensor)
 
+    # The first axis of an activation
+
+    def leads(self, key: OperationKey, value: Tensor) -> bool:
+        """Whether the first axis of an activation without owners is known to run over the rollouts."""
+        if self.observations is not None:
+            if self._observed.get(key) is not value:  # a loop over experts selects from the same tensor again and again
+                self.observations.setdefault(key, []).append(FirstAxis.of(value))
+                self._observed[key] = value
+            return False
+        known = self.axes.get(key)
+        if known is None:
+            self.unknown.add(key)
+            return False
+        entries = self.layout.entries(value)
+        if any(each.fits(entries, self.layout.tokens) for each in known):
+            return True
+        if known:
+            self.unknown.add(key)
+        return False
+
+    def observes_products(self) -> bool:
+        """Whether parameters can get gradients here; a pass that observes looks into checkpointed layers too."""
+        return torch.is_grad_enabled() or self.observations is not None
+
+    def leads_module(self, module: nn.Module, value: Tensor) -> bool:
+        """The same for the only input of a module that owns parameters."""
+        names = (self._parameters.get(id(parameter)) for parameter in module._parameters.values())
+        return self.leads(("module", next(filter(None, names), None), value.ndim), value)
+
+    def leads_operation(self, func: Callable[..., Any], tensors: list[Tensor]) -> bool:
+        """The same for every activation in an operation on parameter-side tensors."""
+        names = self.names_of(tensors)
+        free = [tensor for tensor in tensors if self.is_activation(tensor) and self.owner_of(tensor) is None]
+        answers = [self.leads((operation_name(func), names, tensor.ndim), tensor) for tensor in free]
+        return all(answers)
+
+    def names_of(self, tensors: Iterable[Tensor]) -> tuple[str, ...]:
+        """The names of the parameters that tensors depend on."""
+        names: dict[str, None] = {}
+        for tensor in tensors:
+            mark = mark_of(tensor)
+            if isinstance(mark, Derived):
+                names |= dict.fromkeys(mark.names)
+            elif id(tensor) in self._parameters:
+                names[self._parameters[id(tensor)]] = None
+        return tuple(names)
+
     # Kinds of tensors
 
     def is_parameter_side(self, tensor: Tensor) -> bool:
         """Whether a tensor requires gradients and depends on parameters alone."""
-        if not tensor.requires_grad:
+        if not tensor.requires_grad and self.observations is None:
             return False
         return id(tensor) in self._parameters or type(mark_of(tensor)) is Derived
 
@@ -232,6 +293,10 @@ class Interceptor(DropoutOff):
         """Run an operation, by a rule if a parameter meets activations in it."""
         if func is F.linear and self.head is not None and self.announcing and args[1] is self.head:
             return self.capture_head(*args, **kwargs)
+        if func is F.embedding and args and args[0].ndim == 2 and len(args[0]) == 1 and self.is_activation(args[0]):
+            expanded = args[0].expand(self.layout.rollouts, -1)  # positions that all rollouts share: a lookup for each
+            set_mark(expanded, ACTIVATION)
+            args = (expanded, *args[1:])
         tensors = list(tensors_in(args, kwargs))
         if func is Tensor.__getitem__ and is_scalar_index(args[1]) and self.is_parameter_side(args[0]):
             tensors = [args[0]]  # the choice of an expert is discrete; the expert's weights stay on the parameter side
@@ -241,7 +306,7 @@ class Interceptor(DropoutOff):
                 parameters.append(tensor)
             else:
                 meets = meets or tensor.requires_grad or type(mark_of(tensor)) is Activation
-        if meets and parameters and torch.is_grad_enabled():
+        if meets and parameters and self.observes_products() and self.leads_operation(func, tensors):
             result = self.run_by_rule(func, args, kwargs)
         else:
             result = func(*args, **kwargs)
@@ -299,8 +364,6 @@ class Interceptor(DropoutOff):
         if bias is not None and self.is_activation(bias):
             return None
         owner = self.owner_of(x)
-        if owner is None and not self.layout.has_rollout_axis(x):
-            return None
         source = self.source_of(weight) if self.is_parameter_side(weight) else None
         if self.is_parameter_side(weight) and source is None:
             return None  # a derived weight: factors cannot be pulled back to its parameters
@@ -340,10 +403,6 @@ class Interceptor(DropoutOff):
         """
         is_unusual = max_norm is not None or scale_grad_by_freq or sparse  # each of them changes weight or gradient
         if is_unusual or id(weight) not in self._parameters or input.ndim < 1:
-            return None
-        if input.ndim == 2 and input.shape[0] == 1:
-            input = input.expand(self.layout.rollouts, -1)  # noqa: A001
-        if input.shape[0] != self.layout.rollouts:
             return None
         counted = input if padding_idx is None else torch.where(input == padding_idx % len(weight), -1, input)
         # The token ids were sorted before the pass; a model may look up something else too, such as positions.
@@ -402,18 +461,22 @@ class Interceptor(DropoutOff):
         if not isinstance(index, Tensor) or index.ndim != 1 or (func is not Tensor.__getitem__ and args[1] != 0):
             return None
         owner = self.owner_of(source)
-        owner = self.layout.owners(source.shape[0]) if owner is None else owner
+        key = (operation_name(func), tuple(source.shape[1:]), source.ndim)
+        if owner is None and self.observes_products() and self.leads(key, source):
+            owner = self.layout.owners(source)
         return None if owner is None else owner.to(index.device)[index]
 
     def mark_derived(self, result: Any, func: Callable[..., Any], parameters: list[Tensor]) -> None:
         """Mark the results of an operation on parameters alone as parameter-side."""
         for tensor in tensors_in((result,), {}):
-            if tensor.requires_grad and id(tensor) not in self._parameters:
+            # A pass that observes also looks into checkpointed layers, where nothing requires gradients yet.
+            has_gradient = tensor.requires_grad or (self.observations is not None and not torch.is_grad_enabled())
+            if has_gradient and id(tensor) not in self._parameters:
                 # a cast of a cast leads back to the parameter, so that a product with it can still be streamed
                 mark = mark_of(parameters[0])
                 origin = mark.cast_of if isinstance(mark, Derived) and mark.cast_of is not None else parameters[0]
                 is_cast = func in CASTS and tensor.shape == parameters[0].shape
-                set_mark(tensor, Derived(origin if is_cast else None))
+                set_mark(tensor, Derived(origin if is_cast else None, self.names_of(parameters)))
 
 
 def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
@@ -435,7 +498,12 @@ def is_scalar_index(index: Any) -> bool:
     return isinstance(index, Tensor) and index.ndim == 0 and not index.is_floating_point()
 
 
+def operation_name(func: Callable[..., Any]) -> str:
+    """The name of an operation."""
+    return getattr(func, "__name__", "")
+
+
 def is_in_place(func: Callable[..., Any]) -> bool:
     """Whether an operation writes into its first argument."""
-    name = getattr(func, "__name__", "")
+    name = operation_name(func)
     return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"

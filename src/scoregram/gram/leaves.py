@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from scoregram.gram.batch import RolloutLayout
 from scoregram.gram.model import facts_of
@@ -213,7 +213,7 @@ class _NoRolloutAxisError(Exception):
 def run_under_vmap(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kinds: TensorKinds) -> Any:
     """The result of any operation, by vmap over rollouts; None if it cannot be split."""
     batched: list[Tensor] = []
-    is_flat: set[bool] = set()
+    entries: set[int] = set()
 
     def replaced(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -223,14 +223,14 @@ def run_under_vmap(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
             return value
         batched.append(with_rollout_axis(value, kinds.layout) if leaf is None else leaf)
         if leaf is None:
-            is_flat.add(value.shape[0] != kinds.layout.rollouts)
+            entries.add(batched[-1].shape[1])
         return _BatchedArgument(len(batched) - 1)
 
     try:
         split_args, split_kwargs = tree_map(replaced, (args, kwargs))
     except _NoRolloutAxisError:
         return None
-    if len(is_flat) != 1:  # activations of both kinds, `N` and `N · T` rows: the result's first axis is unknown
+    if len(entries) != 1:  # activations with `N` and with `N · T` rows: the result's first axis is unknown
         return None
 
     def run_one_rollout(*tensors: Tensor) -> Any:
@@ -244,16 +244,18 @@ def run_under_vmap(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         result = torch.vmap(run_one_rollout)(*batched)
     except (RuntimeError, ValueError, NotImplementedError):  # vmap has no rule for the operation
         return None
+    results = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
+    if any(value.ndim < 2 or value.shape[1] not in entries for value in results):
+        return None  # the operation did something to the first axis
     return tree_map(lambda value: value.flatten(0, 1) if isinstance(value, Tensor) else value, result)
 
 
 def with_rollout_axis(value: Tensor, layout: RolloutLayout) -> Tensor:
     """Activations with the rollout as a new first axis: `(N, 1, …)` from `(N, …)`, `(N, T, …)` from `(N·T, …)`."""
-    if value.ndim and value.shape[0] == layout.rollouts:
-        return value.unsqueeze(1)
-    if value.ndim and value.shape[0] == layout.rollouts * layout.tokens:
-        return value.unflatten(0, (layout.rollouts, layout.tokens))
-    raise _NoRolloutAxisError
+    entries = layout.entries(value)
+    if not entries:
+        raise _NoRolloutAxisError
+    return value.unflatten(0, (layout.rollouts, entries))
 
 
 # Norms without interception

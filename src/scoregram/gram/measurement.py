@@ -6,20 +6,33 @@ starts again with a *wide* pass that intercepts every operation, and the model i
 """
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from scoregram.checks import ScoregramError, fail, not_finite
-from scoregram.gram.batch import Batch, DistinctRollouts
+from scoregram.gram.axis import PROBE_ROLLOUTS, Observations, merged_axes, observed_axes, probe_batch
+from scoregram.gram.batch import Batch, DistinctRollouts, all_rollouts
 from scoregram.gram.collect import Collector, under_autocast
 from scoregram.gram.head import HeadForward, HeadUse, Targets, fused_head
 from scoregram.gram.intercept import CapturedHead, Interceptor
-from scoregram.gram.model import facts_of, in_evaluation, local_part, model_inside, prepared_model, random_state, survey
+from scoregram.gram.model import (
+    attributes,
+    facts_of,
+    in_evaluation,
+    local_part,
+    model_inside,
+    prepared_model,
+    random_state,
+    random_state_kept,
+    survey,
+)
 from scoregram.gram.plain_passes import batch_log_probs, logits_of, replayed_rows, run_backward
 from scoregram.gram.sketch import Sketch, Sketcher
 
@@ -88,7 +101,7 @@ class Measurement:
         self.head_forward: HeadForward | None = None
         sketcher = None if self.sketch is None else Sketcher(self.sketch, self.parameters, self.batch.rollouts)
         self.collector = Collector(self.batch.rollouts, self.groups, self.weights, sketcher)
-        self.interceptor = Interceptor(self.parameters.values(), self.batch, self.collector)
+        self.interceptor = Interceptor(self.parameters, self.batch, self.collector, facts_of(self.model).axes)
 
     def begin_again(self) -> None:
         """Discard a pass that missed something."""
@@ -116,8 +129,7 @@ class Measurement:
         None if that does not suffice: a parameter was used outside its module, or random numbers were drawn.
         """
         before = random_state(self.device)
-        with self.around_owners():
-            log_probs = self.forward_and_backward()
+        log_probs = self.pass_with_known_axes(narrow=True)
         if not self.has_drawn(before) and not self.parameters_with_grad():
             return log_probs
         self.begin_again()
@@ -125,8 +137,59 @@ class Measurement:
 
     def wide_pass(self) -> Tensor:
         """Log-probabilities from a pass that intercepts every operation of the model."""
-        with self.interceptor:
-            return self.forward_and_backward()
+        return self.pass_with_known_axes(narrow=False)
+
+    def pass_with_known_axes(self, *, narrow: bool) -> Tensor:
+        """Log-probabilities from a pass; from a second one if the first met operations that were not observed yet."""
+        self.observe_axes(narrow=narrow)
+        with self.intercepted(narrow=narrow):
+            log_probs = self.forward_and_backward()
+        if not self.interceptor.unknown:
+            return log_probs
+        self.observe_axes(narrow=narrow)
+        self.begin_again()
+        with self.intercepted(narrow=narrow):
+            log_probs = self.forward_and_backward()
+        self.give_up_unknown_axes()
+        return log_probs
+
+    def intercepted(self, *, narrow: bool) -> AbstractContextManager[object]:
+        """Context for everything that runs the model, including checkpointed layers in the backward pass."""
+        return self.around_owners() if narrow else self.interceptor
+
+    def observe_axes(self, *, narrow: bool) -> None:
+        """Learn which first axes run over the rollouts (`axis`), unless that is known; replaces the interceptor's."""
+        facts = facts_of(self.model)
+        unknown = self.interceptor.unknown
+        if narrow in facts.probed and not unknown:
+            return
+        seen = []
+        for count in PROBE_ROLLOUTS:
+            probe = Measurement(self.model, all_rollouts(probe_batch(self.batch, count)), weights=None)
+            seen.append(probe.observed_first_axes(narrow=narrow))
+        new = observed_axes(seen[0], seen[1], self.batch.input_ids.shape[1])
+        facts.axes = merged_axes(facts.axes, new)
+        facts.probed.add(narrow)
+        self.interceptor.axes = facts.axes
+
+    def observed_first_axes(self, *, narrow: bool) -> Observations:
+        """The first axes in a forward pass that runs as in training, but saves nothing for a backward pass."""
+        self.interceptor.observations = observations = {}
+        shards = self.survey.shards
+        hooked = [] if shards.modules else [self.model]  # hooks on the model are for the passes of its user
+        with ExitStack() as stack:
+            stack.enter_context(random_state_kept(self.device))
+            stack.enter_context(saved_tensors_hooks(lambda _: torch.empty(0), lambda saved: saved))
+            for name in ("_forward_pre_hooks", "_forward_hooks"):
+                stack.enter_context(attributes(hooked, name, lambda _: OrderedDict()))
+            stack.enter_context(self.intercepted(narrow=narrow))
+            self.forward_to_head()
+        shards.discard_pass()
+        return observations
+
+    def give_up_unknown_axes(self) -> None:
+        """Do not seek again what is unknown even now: it counts as a first axis without the rollouts."""
+        facts_of(self.model).axes.update(dict.fromkeys(self.interceptor.unknown, frozenset()))
 
     @contextmanager
     def around_owners(self) -> Iterator[None]:

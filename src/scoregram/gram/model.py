@@ -39,6 +39,10 @@ class ModuleFacts:
 
     needs_wide_pass: bool = False
     """Of a model: a pass that observes only the modules that own parameters missed a use of one."""
+    axes: dict[Any, Any] = field(default_factory=dict)
+    """Of a model: the operations whose activations have the rollouts on their first axis (`axis.Axes`)."""
+    probed: set[bool] = field(default_factory=set)
+    """Of a model: the kinds of passes, narrow or not, that `axes` was learned for."""
     broadcast_axes: int | None = None
     """Of a norm-like module, which only broadcasts its parameters: the number of axes of its input."""
     gathered: list[tuple[Tensor, Tensor]] | None = None
@@ -88,6 +92,12 @@ class Shards:
         for module in self.modules[:1]:
             if hasattr(module, "reset_iter_state"):
                 module.reset_iter_state()
+
+    def discard_pass(self) -> None:
+        """Shard every parameter again after a forward pass without a backward pass."""
+        self.reset_pass()
+        for module in self.modules:
+            module.reshard()
 
     def gather_around(self, inner: Callable[[], nn.Module]) -> None:
         """Gather the parameters of the sharded modules around `inner()`; the backward pass frees them."""
