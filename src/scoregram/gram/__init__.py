@@ -10,6 +10,7 @@ A model passes through these files, in this order:
        │
        ├─ model ─────── survey · prepared_model                          2  modules listed, model prepared, put back
        ├─ intercept ─── Interceptor                                      3  forward pass: every use of a parameter seen
+       │     ├─ axis ───── Axes, observed_axes                              which first axes run over the rollouts
        │     ├─ leaves ─── Leaves, small parameters and norms               one copy per rollout; autograd splits
        │     └─ head ───── fused_head                                       log-probabilities and their gradient
        ├─ collect ───── Collector, one ParameterState each               4  backward pass: factors (x, g) of products
