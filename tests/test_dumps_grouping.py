@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scoregram.checks import ScoregramError
 from scoregram.integrations.dumps.grouping import (
     DumpedGroup,
     group_key,
@@ -82,10 +83,18 @@ def test_adjacent_groups_end_where_another_begins():
 
 @pytest.mark.parametrize("adjacent", [False, True])
 def test_a_known_size_closes_groups_and_tells_two_of_one_prompt_apart(adjacent):
-    found = list(rollout_groups(stream("aaaabba"), adjacent=adjacent, window=WIDE, size=2))
-    assert written(found) == ["aa", "aa", "bb", "a"] and not any(group.late for group in found)
+    found = list(rollout_groups(stream("aaaabbc"), adjacent=adjacent, window=WIDE, size=2))
+    assert written(found) == ["aa", "aa", "bb", "c"] and not any(group.late for group in found)
     scattered = list(rollout_groups(stream("abab"), adjacent=False, window=WIDE, size=2))
     assert written(scattered) == ["aa", "bb"]
+
+
+@pytest.mark.parametrize(("rollouts", "adjacent"), [("aaaabbbb", True), ("aaaabbbb", False), ("abababab", False)])
+def test_a_size_that_does_not_divide_the_rollouts_of_a_prompt_is_refused(rollouts, adjacent):
+    with pytest.raises(
+        ScoregramError, match=r"measure --group-size: must divide .*, got 1 more for the prompt at .*line"
+    ):
+        list(rollout_groups(stream(rollouts), adjacent=adjacent, window=WIDE, size=3))
 
 
 def test_a_step_that_comes_back_is_late_and_goes_on_counting():

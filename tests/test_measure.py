@@ -24,7 +24,7 @@ from scoregram.integrations.dumps import writing
 from scoregram.integrations.dumps.config import MeasureConfig
 from scoregram.integrations.dumps.formats import FORMATS
 from scoregram.integrations.dumps.measure import MeasuredDump, measure
-from scoregram.policy import BiasedSamplingWarning, load_policy
+from scoregram.policy import BiasedSamplingWarning, PolicyConfig, load_policy, token_log_probs
 from scoregram.policy.tiny import CONTEXT
 from scoregram.reading import Step, StepTally, mean_over_groups, read_step, reward_scalars, whole_gram_scalars
 from scoregram.rollouts import Rollouts
@@ -437,6 +437,53 @@ def test_a_terminal_sees_a_bar_with_the_time_that_is_left(model, tmp_path):
     config = MeasureConfig(model=str(model), rollouts=path, out=tmp_path / "out", device="cpu")
     measure(config, console=Console(file=said, force_terminal=True, width=100))
     assert "2 groups" in said.getvalue() and "100 %" in said.getvalue() and "ETA" in said.getvalue()
+
+
+def test_an_adapter_checkpoint_measures_what_was_trained_and_says_so(model, tmp_path, monkeypatch):
+    policy = load_policy(PolicyConfig(str(model), lora_rank=2, device="cpu"))
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+    policy.model.save_pretrained(tmp_path / "adapter")
+    run, _, said = measured(tmp_path / "adapter", WRITERS["open-instruct"](tmp_path / "dump"), tmp_path / "out")
+    counts = [parameter.numel() for parameter in policy.model.parameters() if parameter.requires_grad]
+    every = sum(parameter.numel() for parameter in policy.model.parameters())
+    sentence = f"the adapters, {sum(counts):,} of {every:,} parameters; their base is frozen"
+    assert f"measured: {sentence}" in said and run.config["measured"] == sentence
+    first: Any = next(run.groups())
+    assert first.by_layer and all(".lora_" in name for name in first.by_layer)
+    rollout = next(run.rollouts())
+    mask = torch.arange(len(rollout.token_ids)) >= rollout.prompt_length
+    row = rollout.token_ids[None]
+    total = token_log_probs(policy.model, row, torch.ones_like(row, dtype=torch.bool), mask[None]).sum()
+    scores = torch.autograd.grad(total, [p for p in policy.model.parameters() if p.requires_grad])
+    assert float(first.gram[0, 0]) == pytest.approx(sum(float(s.double().square().sum()) for s in scores), rel=1e-4)
+
+
+def test_a_model_that_did_not_sample_the_rollouts_is_named_in_terminal_and_run(model, trained, tmp_path):
+    run, _, said = measured(model, trained.folder, tmp_path / "right")
+    assert run.remarks == {} and "warning" not in said
+    other = save_policy(tmp_path / "other", seed=1)
+    run, _, said = measured(other, trained.folder, tmp_path / "wrong")
+    assert "--model may not be the policy that sampled these rollouts" in run.remarks["model"]
+    assert f"warning: {run.remarks['model']}" in said
+    rows = [{"prompt_ids": [5, 6], "completion_ids": torch.randint(3, 99, (20,)).tolist()} for _ in range(16)]
+    bare = lines(tmp_path / "x.jsonl", rows)  # nothing recorded
+    run, _, said = measured(model, bare, tmp_path / "guess")
+    assert "a uniform guess gives -4.60" in run.remarks["model"] and f"warning: {run.remarks['model']}" in said
+
+
+def test_remarks_of_a_resumed_measurement_are_those_of_the_whole(model, tmp_path):
+    rows = text_lines(("a", "1", 1.0), ("a", "2" * CONTEXT, 0.0), ("b", "3", 0.0), ("", "x", 0.0))
+    path = lines(tmp_path / "x.jsonl", rows)
+    path.write_text(path.read_text() + "{broken\n")
+    whole, _, _ = measured(model, path, tmp_path / "whole")
+    measured(model, path, tmp_path / "parts", max_groups=1)
+    parts, _, _ = measured(model, path, tmp_path / "parts", resume=True)
+    assert parts.remarks == whole.remarks
+    assert whole.remarks["skipped"] == "missing from all numbers: 1 broken records, 2 rollouts left out"
+    assert whole.remarks["approximate"].startswith("approximate: 100.0% of the rollouts are text")
 
 
 def test_the_order_of_rollouts_does_not_change_a_group(model, tmp_path):

@@ -1,5 +1,7 @@
 """Policies from folders and files, and every way in which loading one can fail."""
 
+import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from scoregram.checks import ScoregramError
 from scoregram.policy import PolicyConfig, SamplingConfig, character_tokenizer, load_policy, sample, token_log_probs
@@ -214,3 +217,78 @@ def test_a_missing_package_says_what_to_install(package, extra, folder, monkeypa
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ScoregramError, match=rf"pip install 'scoregram\[{extra}\]'"):
         load_policy(PolicyConfig(str(folder), lora_rank=2, device="cpu"))
+
+
+@pytest.fixture
+def adapter(folder, tmp_path_factory) -> Path:
+    """A LoRA checkpoint on the model in `folder`, next to it, without a tokenizer of its own."""
+    place = tmp_path_factory.mktemp("adapters") / "adapter"
+    policy = load_policy(PolicyConfig(str(folder), lora_rank=2, device="cpu"))
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.5)
+    policy.model.save_pretrained(place)
+    return place
+
+
+def set_base(adapter: Path, base: object) -> None:
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": base}))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_an_adapter_checkpoint_trains_what_the_adapter_trained(adapter, folder, dtype):
+    policy = load_policy(PolicyConfig(str(adapter), device="cpu", dtype=dtype))
+    trained = {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, _ in policy.model.named_parameters() if "lora_" in name} != set()
+    saved = load_file(adapter / "adapter_model.safetensors")
+    assert len(saved) == len(trained)
+    values = {name.replace(".default", ""): value for name, value in policy.model.named_parameters() if name in trained}
+    assert all(torch.equal(values[name], value.to(values[name].dtype)) for name, value in saved.items())
+    assert policy.encode_prompt("12+3=") == load_policy(PolicyConfig(str(folder), device="cpu")).encode_prompt("12+3=")
+
+
+@pytest.mark.parametrize("start", ["adapter", "working directory"])
+def test_a_relative_base_starts_at_the_adapter_or_the_working_directory(adapter, folder, start, monkeypatch):
+    if start == "adapter":
+        set_base(adapter, os.path.relpath(folder, adapter))
+    else:
+        monkeypatch.chdir(folder.parent)
+        set_base(adapter, folder.name)
+    assert hasattr(load_policy(PolicyConfig(str(adapter), device="cpu")).model, "peft_config")
+
+
+@pytest.mark.parametrize("base", ["../gone", "gone", None])
+def test_a_base_that_is_not_there_is_one_sentence(adapter, base, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    set_base(adapter, base)
+    with pytest.raises(
+        ScoregramError, match=r"the base of the adapter .* must be a model at .* or a hub id, got .* Move"
+    ):
+        load_policy(PolicyConfig(str(adapter), device="cpu"))
+
+
+def test_new_adapters_on_adapters_are_refused(adapter):
+    with pytest.raises(ScoregramError, match=r"lora_rank must be 0 for .*, an adapter, got 4"):
+        load_policy(PolicyConfig(str(adapter), device="cpu", lora_rank=4))
+
+
+def test_code_of_a_model_runs_only_if_asked_for(folder, tmp_path, monkeypatch):
+    """The answer of `echo y |` counts for nothing."""
+    marker = tmp_path / "ran"
+    (folder / "own.py").write_text(
+        f"open({str(marker)!r}, 'w').close()\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class Own(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    path = folder / "config.json"
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    monkeypatch.setattr("builtins.input", lambda _="": "y")
+    with pytest.raises(ScoregramError, match=r"must need no code of its own, got .*Pass --trust-remote-code"):
+        load_policy(PolicyConfig(str(folder), device="cpu"))
+    assert not marker.exists()
+    policy = load_policy(PolicyConfig(str(folder), device="cpu", trust_remote_code=True))
+    assert marker.exists() and type(policy.model).__name__ == "Own"

@@ -286,7 +286,11 @@ def test_a_run_is_resumed_from_the_command_line_by_its_folder_alone(policy, tmp_
         assert cli.main([*documented[0], *words.split()]) == 2
         assert says in capsys.readouterr().err
     other = yaml.safe_load(Path("runs/rloo/config.yaml").read_text())
-    for changes, says in (({"colour": "red"}, "got colour"), ({"steps": "many"}, "must have their types")):
+    for changes, says in (
+        ({"colour": "red"}, "got colour"),
+        ({"trust_remote_code": True}, "got trust_remote_code"),  # a run from elsewhere must not grant it
+        ({"steps": "many"}, "must have their types"),
+    ):
         Path("runs/rloo/config.yaml").write_text(yaml.dump(other | {"config": other["config"] | changes}))
         with pytest.raises(ScoregramError, match=says):
             TrainConfig.of_run("runs/rloo")

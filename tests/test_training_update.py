@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor
@@ -179,7 +180,7 @@ def test_a_kl_term_pulls_towards_the_reference(model, rollouts, passes):
     method = METHODS["rloo"]
     updater = updater_for(model, method, beta=0.3, rollouts_per_pass=passes)
     plain_log_probs(model, rollouts)
-    reference = Reference(updater).log_probs(rollouts)
+    reference = Reference(updater, new_adapters=False).log_probs(rollouts)
     torch.testing.assert_close(reference, plain_log_probs(model, rollouts).detach())
     shifted = reference - 0.1 * rollouts.completion_mask
     log_probs = plain_log_probs(model, rollouts)
@@ -192,6 +193,22 @@ def test_a_kl_term_pulls_towards_the_reference(model, rollouts, passes):
     step, _ = updater.first(1, rollouts, measure=True, greedy=None, reference=shifted)
     torch.testing.assert_close(taken(model), expected, rtol=1e-9, atol=1e-12)
     assert step.gram is not None
+
+
+@pytest.mark.parametrize("new_adapters", [True, False])
+def test_the_reference_of_loaded_adapters_has_them_and_of_new_ones_is_the_base(rollouts, new_adapters):
+    base = build("Llama", tie_word_embeddings=True)
+    own: Any = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    reference = Reference(updater_for(own, METHODS["rloo"], beta=0.3), new_adapters=new_adapters)
+    before = plain_log_probs(own, rollouts).detach()
+    with torch.no_grad():
+        for name, parameter in own.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(1.0)
+    torch.testing.assert_close(reference.log_probs(rollouts), before)  # B was 0, so base and copy are the same
+    again = Reference(updater_for(own, METHODS["rloo"], beta=0.3), new_adapters=False)
+    torch.testing.assert_close(again.log_probs(rollouts), plain_log_probs(own, rollouts).detach())
+    assert not torch.allclose(plain_log_probs(own, rollouts).detach(), before)
 
 
 def test_weights_of_rollouts_are_those_of_the_table(rollouts):

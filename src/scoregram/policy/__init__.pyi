@@ -14,6 +14,7 @@ from .log_probs import token_log_probs as token_log_probs
 from .models import context_of as context_of
 from .models import evaluating as evaluating
 from .models import recompute_layers as recompute_layers
+from .models import vocabulary_of as vocabulary_of
 from .sampler import fastest_decoder as fastest_decoder
 from .sampler import sample as sample
 from .supervised import Demonstration as Demonstration

@@ -12,7 +12,8 @@ class PolicyConfig:
     """Which model a policy is loaded from, its precision, device and adapters."""
 
     model: str = "tiny"
-    """A hub id, a local folder, a `.gguf` file, or `tiny`: a small Llama that is built and warm-started here."""
+    """A hub id, a local folder, a `.gguf` file, or `tiny`: a small Llama that is built and warm-started here. The
+    checkpoint of a PEFT adapter is loaded onto its base, and only what the adapter trained requires a gradient."""
     dtype: str = "float32"
     """Precision of the weights: float32, bfloat16, float16 or float64."""
     autocast: bool = False
@@ -32,6 +33,8 @@ class PolicyConfig:
     tokenizer has a template and the task has no prompt format of its own."""
     seed: int = 0
     """Seed of everything random in loading: fresh adapters, the tiny policy."""
+    trust_remote_code: bool = False
+    """Run the Python code that the model's repository brings; without it, such a model is refused."""
 
     def __post_init__(self) -> None:
         if self.lora_rank < 0:

@@ -1,5 +1,6 @@
 """A policy: a language model and its tokenizer, from the hub, a folder, a `.gguf` file, or the embedded one."""
 
+import json
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -69,16 +70,17 @@ class Policy:
 def load_policy(config: PolicyConfig, task: Task | None = None) -> Policy:
     """The policy that `config` describes, ready to be sampled from and trained.
 
-    Every parameter requires a gradient; with `lora_rank`, only those of the adapters. Global random state is not
-    touched.
+    Every parameter requires a gradient; with `lora_rank`, or for the checkpoint of an adapter, only those that the
+    adapter trains. Global random state is not touched.
 
     Args:
         config: Model, precision, device, adapters.
         task: Sets the difficulty that `tiny` is taught at; `prompt="auto"` depends on its prompt format.
 
     Raises:
-        ScoregramError: A model that does not exist or cannot be read, a missing package or device, a chat prompt
-            without a template, a vocabulary without an end token.
+        ScoregramError: A model that does not exist or cannot be read, one that brings its own code without
+            `trust_remote_code`, a missing package or device, a chat prompt without a template, a vocabulary without an
+            end token.
     """
     dtype = lookup(DTYPES, config.dtype, kind="load_policy dtype")
     device = chosen_device(config.device)
@@ -88,7 +90,7 @@ def load_policy(config: PolicyConfig, task: Task | None = None) -> Policy:
     chat = reads_as_chat(config, tokenizer, task)
     if config.lora_rank:
         model = with_adapters(model, config)
-    else:
+    elif not hasattr(model, "peft_config"):
         model.requires_grad_(True)
     model = model.to(device).eval()
     return Policy(model, tokenizer, config, stop_ids, pad_id, context_of(model), chat)
@@ -124,16 +126,65 @@ def _load_model(config: PolicyConfig, task: Task | None, dtype: torch.dtype) -> 
             with _load_errors(config):
                 tiny.set_attn_implementation(config.attention)
         return tiny.to(dtype), tokenizer
+    from transformers.utils.peft_utils import find_adapter_config_file
+
     where = _model_arguments(config.model)
+    name = where["pretrained_model_name_or_path"]
+    shared: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    weights = shared | {"dtype": dtype, "attn_implementation": config.attention}
     with without_bars(), _load_errors(config):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            **where, dtype=dtype, attn_implementation=config.attention
-        )
+        # of a hub id the tokenizer comes first: looking for an adapter does not tell that the hub cannot be reached
+        is_folder = Path(name).is_dir()
+        tokenizer = None if is_folder else transformers.AutoTokenizer.from_pretrained(**where, **shared)
+        adapter = None if "gguf_file" in where else find_adapter_config_file(name)
+        if adapter is not None:
+            return _load_adapters(config, name, Path(adapter), shared, weights)
+        if tokenizer is None:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(**where, **shared)
+        model = transformers.AutoModelForCausalLM.from_pretrained(**where, **weights)
     forget_quantisation(model)
     if "gguf_file" in where:
         adopt_end_token(model, tokenizer)
     return model, tokenizer
+
+
+def _load_adapters(
+    config: PolicyConfig, name: str, adapter_config: Path, shared: dict[str, Any], weights: dict[str, Any]
+) -> tuple[Any, Any]:
+    """The checkpoint of an adapter on its base; only what the adapter trained requires a gradient.
+
+    A relative path of the base starts at the adapter's folder or at the working directory.
+    """
+    import transformers
+    from transformers.utils.hub import cached_file
+
+    if config.lora_rank:
+        remedy = "Pass lora_rank 0 to continue with its adapters, or merge them into their base first."
+        fail("load_policy", f"lora_rank must be 0 for {config.model!r}, an adapter", config.lora_rank, remedy)
+    try:
+        import peft
+    except ImportError as missing:
+        fail("load_policy", "an adapter needs peft", str(missing), "Install it: pip install 'scoregram[peft]'.")
+    base = json.loads(adapter_config.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    places = (adapter_config.parent / str(base), Path(str(base)).expanduser())
+    found = next((str(place) for place in places if (place / "config.json").is_file()), str(base))
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(found, **weights)
+    except UNREADABLE as error:
+        if _needs_code(error):
+            raise
+        where = " or ".join(dict.fromkeys(str(place.absolute()) for place in places))
+        requirement = f"the base of the adapter {config.model!r} must be a model at {where}, or a hub id"
+        remedy = "Move the base there, or change base_model_name_or_path in adapter_config.json."
+        fail("load_policy", requirement, f"{base!r} ({' '.join(str(error).split())[:100]})", remedy)
+    has_tokenizer = cached_file(name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(name if has_tokenizer else found, **shared)
+    return peft.PeftModel.from_pretrained(model, name, is_trainable=True), tokenizer
+
+
+def _needs_code(error: Exception) -> bool:
+    """Whether transformers refused a model because it brings its own code."""
+    return "trust_remote_code" in str(error)
 
 
 @contextmanager
@@ -168,6 +219,9 @@ def _load_errors(config: PolicyConfig) -> Iterator[None]:
     except ScoregramError:
         raise
     except UNREADABLE as error:
+        if _needs_code(error) and not config.trust_remote_code:
+            remedy = "Pass --trust-remote-code to train or measure if you trust its author: the code runs on loading."
+            fail("load_policy", f"{config.model!r} must need no code of its own", "a model that brings code", remedy)
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         remedy = "Pass a hub id, a folder with config.json, a .gguf file, or tiny."
         fail("load_policy", f"{config.model!r} must be a causal language model that can be loaded", reason, remedy)

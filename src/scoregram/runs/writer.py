@@ -174,10 +174,11 @@ class RunWriter:
         """Store what a reader must know before trusting the numbers, in `config.yaml`; the report shows it.
 
         Args:
-            remarks: Kind → sentence. A sentence replaces the earlier one of its kind; other kinds stay.
+            remarks: Kind → sentence. A sentence replaces the earlier one of its kind, an empty one removes it; other
+                kinds stay.
         """
         stored = read_config(self.folder)
-        merged = stored["remarks"] | dict(remarks)
+        merged = {kind: text for kind, text in (stored["remarks"] | dict(remarks)).items() if text}
         if merged != stored["remarks"]:
             text = config_text(stored["config"], stored["environment"], stored["resumed"], merged)
             with disk.disk_errors(self.folder / disk.CONFIG_FILE, caller="write_remarks"):

@@ -96,6 +96,8 @@ class TrainConfig:
     """auto, cpu, cuda or cuda:N."""
     attention: str = "sdpa"
     """Attention implementation of transformers, such as sdpa or eager."""
+    trust_remote_code: bool = False
+    """Load a model that brings its own code; loading it runs that code. Never stored with a run."""
     lora_rank: int = 0
     """Rank of LoRA adapters on a frozen base; 0 trains all parameters."""
     lora_alpha: float = 32.0
@@ -253,7 +255,7 @@ class TrainConfig:
         """
         from scoregram.runs import open_run
 
-        stored, known = open_run(out).config, {field.name for field in fields(cls)}
+        stored, known = open_run(out).config, {field.name for field in fields(cls)} - {"trust_remote_code"}
         if "method" not in stored or stored.keys() - known:
             got = ", ".join(sorted(stored.keys() - known)) or "no method"
             remedy = "Resume it with the program, or the version, that wrote it."
@@ -297,6 +299,7 @@ class TrainConfig:
             lora_targets=self.lora_targets,
             prompt=self.prompt,
             seed=self.seed,
+            trust_remote_code=self.trust_remote_code,
         )
 
     def recording(self, *, is_probe: bool = False) -> dict[str, Any]:
@@ -317,6 +320,7 @@ class TrainConfig:
     def record(self) -> Mapping[str, Any]:
         """The config as plain values, for `config.yaml`."""
         plain = asdict(self) | {"out": str(self.out)}
+        del plain["trust_remote_code"]  # a run from elsewhere must not grant it when it is resumed
         if self.sampler == "auto":
             del plain["sampler"]  # older runs lack this option, behave like auto, and stay resumable
         return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}

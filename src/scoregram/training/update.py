@@ -208,19 +208,19 @@ def gram_inputs(rollouts: Rollouts, here: slice = slice(None)) -> tuple[Tensor, 
 
 
 class Reference:
-    """Log-probabilities under the policy that a run began with: a frozen copy, or the base under the adapters."""
+    """Log-probabilities under the policy that a run began with: a frozen copy, or the base under new adapters."""
 
-    def __init__(self, updater: Updater) -> None:
-        """Compute log-probabilities the way `updater` does."""
-        self._has_adapters = hasattr(updater.model, "disable_adapter")
-        self._model: Any = updater.model if self._has_adapters else copy.deepcopy(updater.model).requires_grad_(False)
+    def __init__(self, updater: Updater, *, new_adapters: bool) -> None:
+        """Compute log-probabilities the way `updater` does; adapters that are new do not change the base yet."""
+        self._new_adapters = new_adapters
+        self._model: Any = updater.model if self._new_adapters else copy.deepcopy(updater.model).requires_grad_(False)
         self._updater = updater
 
     @torch.no_grad()
     def log_probs(self, rollouts: Rollouts) -> LogProbs:
         """`(N, T)` log-probabilities of the completion tokens, 0 elsewhere."""
         own = replace(self._updater, model=self._model)
-        without = self._model.disable_adapter() if self._has_adapters else nullcontext()
+        without = self._model.disable_adapter() if self._new_adapters else nullcontext()
         with without:
             return torch.cat([own.log_probs(rollouts, here) for here in own.passes(rollouts)])
 

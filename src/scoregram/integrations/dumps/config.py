@@ -16,6 +16,8 @@ MAY_CHANGE_ON_RESUME = (
     "threads",
     "strict",
     "allow_pickle",
+    "unpacked_mb",
+    "trust_remote_code",
     "fsdp",
     "checkpointing",
 )
@@ -47,6 +49,8 @@ class MeasureConfig:
     """Stop at the first broken record; by default, broken records are reported and skipped."""
     allow_pickle: bool = False
     """Load pickles; loading one runs the code inside."""
+    trust_remote_code: bool = False
+    """Load a model that brings its own code; loading it runs that code."""
 
     estimator: str = "auto"
     """Advantages: `dump` for those of the dump, the name of an estimator, or `auto`: those of the dump for groups in
@@ -64,6 +68,8 @@ class MeasureConfig:
     unknown."""
     group_size_limit: int = 0
     """Measure at most this many rollouts of a group, the first ones; 0 for all."""
+    unpacked_mb: int = 4096
+    """Largest unpacked size of a row group of Parquet or of a torch file: a few KB can unpack to any size."""
     window_mb: int = 256
     """Memory for rollouts of incomplete groups, for formats that do not write the rollouts of a group together."""
 
@@ -94,6 +100,7 @@ class MeasureConfig:
             ("group_size", 0),
             ("group_size_limit", 0),
             ("window_mb", 1),
+            ("unpacked_mb", 1),
             ("threads", 0),
         ):
             if getattr(self, name) < least:
@@ -115,10 +122,14 @@ class MeasureConfig:
             device=self.device,
             attention=self.attention,
             prompt=self.prompt,
+            trust_remote_code=self.trust_remote_code,
         )
 
-    def record(self, format_name: str, temperature: float) -> Mapping[str, Any]:
-        """The config as plain values for `config.yaml`, with the format and temperature that were used."""
+    def record(self, format_name: str, temperature: float, measured: str = "") -> Mapping[str, Any]:
+        """The config as plain values for `config.yaml`, with the format and temperature that were used.
+
+        `measured` is added if it says that only some parameters are measured.
+        """
         plain = asdict(self) | {"out": str(self.out), "rollouts": str(self.rollouts)}
         plain |= {
             "format": format_name,
@@ -126,5 +137,5 @@ class MeasureConfig:
             "command": "measure",
             "resume": False,
             "overwrite": False,
-        }
+        } | ({"measured": measured} if measured else {})
         return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}

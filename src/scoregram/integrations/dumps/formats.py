@@ -22,6 +22,8 @@ _VERL_COLUMNS = ("input", "output", "gts", "score", "step", "uid", "request_id")
 """Fields of verl itself; every other number is a reward function's."""
 _TRL_COLUMNS = ("step", "prompt", "completion", "advantage")
 """Columns of TRL itself; every other column of numbers is a reward function, or was logged by the user."""
+_MOST_MESSAGES = 1 << 16
+"""Messages on all paths of a trace of verifiers together."""
 _SLIME_FINISHED = {"completed": True, "truncated": False}
 
 
@@ -34,13 +36,13 @@ def scoregram_rollouts(record: Mapping[str, Any], location: Location) -> Iterato
     mask = None if record.get("completion_mask") is None else row.flags("completion_mask", len(ids))[start:]
     sampled = "behaviour_log_probs" if record.get("behaviour_log_probs") is not None else "log_probs"
     log_probs, advantages = row.floats(sampled, len(ids)), row.floats("advantages", len(ids))
-    finished, prompt, completion = record.get("finished"), record.get("prompt"), record.get("completion")
+    prompt, completion, kind = record.get("prompt"), record.get("completion"), row.optional_text("kind")
     rewards = {name: row.number(name) for name in record if name.startswith(REWARD) and record[name] is not None}
     yield DumpedRollout(
         location=location,
         step=row.integer("step"),
-        group=f"{record.get('kind')}/{row.integer('group')}",
-        prompt_id=record.get("prompt_id"),
+        group=f"{kind}/{row.integer('group')}",
+        prompt_id=row.optional_text("prompt_id"),
         prompt=prompt if isinstance(prompt, str) else None,
         completion=completion if isinstance(completion, str) else None,
         prompt_ids=ids[:start],
@@ -51,8 +53,8 @@ def scoregram_rollouts(record: Mapping[str, Any], location: Location) -> Iterato
         advantage=row.finite_number("advantage"),
         advantages=None if advantages is None else advantages[start:],
         log_probs=None if log_probs is None else log_probs[start:],
-        finished=None if finished is None else bool(finished),
-        kind="train" if record.get("kind") in (None, "", LOSS_KIND) else str(record["kind"]),  # rows become scores
+        finished=row.flag("finished"),
+        kind="train" if kind in (None, "", LOSS_KIND) else kind,  # rows become scores
     )
 
 
@@ -205,7 +207,7 @@ def plain_rollouts(record: Mapping[str, Any], location: Location) -> Iterator[Du
     has_ids = "prompt_ids" in record and "completion_ids" in record
     completion = line.token_ids("completion_ids") if has_ids else None
     length = 0 if completion is None else len(completion)
-    group, rewards, finished = record.get("group"), record.get("rewards"), record.get("finished")
+    group, rewards = record.get("group"), record.get("rewards")
     yield DumpedRollout(
         location=location,
         step=line.integer("step"),
@@ -220,7 +222,7 @@ def plain_rollouts(record: Mapping[str, Any], location: Location) -> Iterator[Du
         rewards=line.nested("rewards").finite_numbers() if rewards is not None else {},
         advantage=line.finite_number("advantage"),
         log_probs=line.floats("log_probs", length) if has_ids else None,
-        finished=None if finished is None else bool(finished),
+        finished=line.flag("finished"),
     )
 
 
@@ -234,7 +236,7 @@ def slime_rollouts(record: Mapping[str, Any], location: Location) -> Iterator[Du
     if not 0 <= length <= len(ids):
         sample.refuse(f"response_length must lie in [0, {len(ids)}]", length)
     mask = None if record.get("loss_mask") is None else sample.flags("loss_mask", length)
-    if record.get("remove_sample"):
+    if sample.flag("remove_sample"):
         mask = torch.zeros(length, dtype=torch.bool)
     reward, rewards = _slime_rewards(sample)
     prompt, response, group = record.get("prompt"), record.get("response"), sample.integer("group_index")
@@ -302,11 +304,17 @@ def _trace_rollouts(episode: RecordFields, trace: RecordFields) -> Iterator[Dump
 def _message_paths(trace: RecordFields, nodes: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
     """From the root of the graph to each leaf."""
     parents = [node.get("parent") for node in nodes]
-    if any(
-        parent is not None and not (isinstance(parent, int) and 0 <= parent < i) for i, parent in enumerate(parents)
-    ):
-        trace.refuse("the parent of a node must be an earlier node", str(parents))
-    for leaf in [i for i in range(len(nodes)) if i not in parents]:
+    depths: list[int] = []
+    for i, parent in enumerate(parents):
+        if parent is not None and not (isinstance(parent, int) and 0 <= parent < i):
+            trace.refuse("the parent of a node must be an earlier node", parent)
+        depths.append(1 if parent is None else depths[parent] + 1)
+    inner = set(parents)
+    leaves = [i for i in range(len(nodes)) if i not in inner]
+    messages = sum(depths[leaf] for leaf in leaves)  # of one small graph, up to the square of its size
+    if messages > _MOST_MESSAGES:
+        trace.refuse(f"the paths of a trace must have at most {_MOST_MESSAGES:,} messages", messages)
+    for leaf in leaves:
         path, at = [], leaf
         while at is not None:
             path.append(nodes[at])
@@ -368,7 +376,7 @@ def _trace_rewards(trace: RecordFields) -> tuple[float, dict[str, float]]:
         weight = row.number("weight") if "weight" in row.record else 1.0
         scores[str(name)] = row.number("score")
         total += weight * scores[str(name)]
-    return (total if scores else math.nan), scores
+    return (trace.moderate("the sum of rewards", total) if scores else math.nan), scores
 
 
 def _trace_group(episode: RecordFields, trace: RecordFields) -> str | None:

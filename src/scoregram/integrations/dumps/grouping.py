@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from scoregram.checks import fail
 from scoregram.integrations.dumps.records import DumpedRollout
 
 
@@ -72,6 +73,9 @@ def rollout_groups(
         window: Most bytes of rollouts to hold, not counting the group that is being read.
         size: Rollouts of a complete group, if known: such a group is closed at once, and a further rollout of the same
             prompt begins another.
+
+    Raises:
+        ScoregramError: If `size` splits the rollouts of a prompt at one step into complete groups and a rest.
     """
     groups = _OpenGroups(window)
     for rollout in rollouts:
@@ -97,13 +101,15 @@ class _OpenGroups:
         self.begun: dict[bytes, int] = {}
         self.sizes: Counter[bytes] = Counter()
         self.closed: set[bytes] = set()
+        self.completed: set[bytes] = set()
+        """Closed because they had all their rollouts."""
         self.positions: Counter[int] = Counter()
         self.number = self.added = 0
         self.is_late_step = False
 
     def add(self, step: int, key: bytes, rollout: DumpedRollout) -> None:
         if step != self.step:
-            self.step, self.closed = step, set()
+            self.step, self.closed, self.completed = step, set(), set()
             self.is_late_step = self.positions[step] > 0
         self.added += 1
         self.begun.setdefault(key, self.added)
@@ -119,8 +125,11 @@ class _OpenGroups:
         rollouts = self.open.pop(key)
         del self.sizes[key], self.begun[key]
         late = key in self.closed or self.is_late_step
-        if not complete:
-            self.closed.add(key)
+        if not complete and key in self.completed:
+            got = f"{len(rollouts)} more for the prompt at {rollouts[0].location}"
+            remedy = "Pass the number of rollouts per prompt, or omit it; then measure again with --overwrite."
+            fail("measure --group-size", "must divide the rollouts of a prompt at one step", got, remedy)
+        (self.completed if complete else self.closed).add(key)
         group = DumpedGroup(self.number, self.step, self.positions[self.step], tuple(rollouts), late)
         self.positions[self.step] += 1
         self.number += 1

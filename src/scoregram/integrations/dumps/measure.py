@@ -12,13 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
-from scoregram.checks import fail
+from scoregram.checks import ScoregramError, fail
 from scoregram.distributed import Processes, all_processes
 from scoregram.integrations.dumps.config import MAY_CHANGE_ON_RESUME, MeasureConfig
 from scoregram.integrations.dumps.grouping import DumpedGroup, rank_of_group, rollout_groups, without_repeated_groups
@@ -32,13 +33,18 @@ from scoregram.integrations.dumps.steps import (
 from scoregram.integrations.dumps.stream import Dump, open_dump
 from scoregram.integrations.dumps.writing import PagedRun, ProgressBar
 from scoregram.machine import threads
-from scoregram.policy import Policy, PolicyConfig, chosen_device, load_policy, recompute_layers
+from scoregram.policy import Policy, PolicyConfig, chosen_device, load_policy, recompute_layers, vocabulary_of
 from scoregram.reading import StepTally
 from scoregram.runs import RunWriter, open_run, require_space
 from scoregram.training import stop_requests
 
 _LARGE_GAP = 0.1
 """Mean distance between log-probabilities above which the model is probably not the policy that was sampled."""
+_UNIFORM_SHARE = 0.75
+"""Mean log-probability of a token, as a share of that of a uniform guess, from which the model is probably not the
+policy that was sampled: it knows hardly more about these tokens than the size of its vocabulary."""
+_FIRST_GROUPS = 8
+"""Groups that are read before the run folder is created, and measured before the first warning about the model."""
 _LONGEST_ROUND = 256
 """Most passes in a round, for each process: bounds how far processes read ahead without work to share."""
 
@@ -57,6 +63,8 @@ class MeasuredDump:
     """Rollouts of the groups measured now."""
     left_out: int
     """Rollouts that cannot be measured, or exceed the limit of a group."""
+    without_group: int
+    """Those among them that belong to groups of which nothing can be measured."""
     broken: int
     """Records that cannot be read."""
     interrupted: bool
@@ -76,25 +84,41 @@ def measure(config: MeasureConfig, *, console: Console | None = None) -> Measure
 
 def measure_share(config: MeasureConfig, processes: Processes, console: Console | None) -> MeasuredDump:
     """Measure this process's share of a dump; the first process writes the shares of all."""
-    dump = open_dump(config.rollouts, name=config.format, allow_pickle=config.allow_pickle, strict=config.strict)
+    dump = open_dump(
+        config.rollouts,
+        name=config.format,
+        allow_pickle=config.allow_pickle,
+        strict=config.strict,
+        unpacked_bytes=config.unpacked_mb << 20,
+    )
     temperature = config.temperature or dumped_temperature(dump) or 1.0
     policy = load_process_policy(config, processes)
+    measured = measured_parameters(policy)
     measurer = GroupMeasurer(policy, temperature, config.estimator, config.reward_columns)
-    groups, total, counts = groups_of_dump(dump, config), StepTally(), ReadingCounts()
+    groups, tally, counts = groups_of_dump(dump, config), StepTally(), ReadingCounts()
     with ProgressBar(dump.total_bytes, console=console) as bar, stop_requests() as stop, ExitStack() as folder:
         bar.print(f"{dump.name}: {dump.format.about}, {len(dump.files)} files, {dump.total_bytes / 1e6:,.1f} MB")
+        if measured:
+            bar.print(f"measured: {measured}")
         dump.on_broken = lambda message: bar.note("broken", f"skipped: {message}")
-        first = first_group(groups, dump)
-        tokenised_rollout(first.rollouts[0], policy)  # refuse a model with another vocabulary before creating a run
+        first = first_groups(groups, dump, policy)
         runs: list[PagedRun] = []  # one in the first process, none in others
+        total: dict[str, float] = {}
+        remarks: dict[str, str] = {}
+
+        def store_remarks() -> None:
+            total.update(whole_run_scalars(runs[0]))
+            remarks.update(trust_remarks(total, policy, dump.broken, counts.without_group))
+            runs[0].writer.write_remarks(remarks)
 
         def open_paged_run() -> Mapping[int, set[int]]:
-            writer = folder.enter_context(open_run_writer(config, dump.name, temperature))
-            runs.append(folder.enter_context(PagedRun(writer)))
+            writer = open_run_writer(config, config.record(dump.name, temperature, measured))
+            runs.append(folder.enter_context(PagedRun(folder.enter_context(writer))))
+            folder.callback(store_remarks)  # also after an error
             return runs[0].groups_written
 
-        held, stopped = processes.from_first(open_paged_run), False
-        group_lists = pass_groups(chain([first], groups), whole_steps=config.between_prompts)
+        held, stopped, is_warned = processes.from_first(open_paged_run), False, False
+        group_lists = pass_groups(chain(first, groups), whole_steps=config.between_prompts)
         passes = planned_passes(group_lists, held, policy, config, bar, counts)
         for current_round in rounds(passes, processes.count):
             share = partial(measure_round, current_round, measurer, config, processes)
@@ -106,7 +130,12 @@ def measure_share(config: MeasureConfig, processes: Processes, console: Console 
                 if records is not None:
                     runs[0].add(records)
                     for group in records.groups:
-                        total.add(group)
+                        tally.add(group)
+            if not is_warned and counts.groups >= _FIRST_GROUPS and runs:
+                doubt = model_doubt(tally.scalars(), policy)
+                is_warned = bool(doubt)
+                if doubt:
+                    bar.print(f"warning: {doubt}")
             bar.update(dump.bytes_read, counts.groups)
             stopped = processes.any(stop.asked)
             if stopped:
@@ -117,9 +146,65 @@ def measure_share(config: MeasureConfig, processes: Processes, console: Console 
         done = MeasuredDump(
             folder=config.out, format=dump.name, broken=dump.broken, interrupted=stopped, **asdict(counts)
         )
-        for line in summary_lines(done, total.scalars(), sum(len(run.incomplete_lines) for run in runs)):
+        incomplete = sum(len(run.incomplete_lines) for run in runs)
+        for line in summary_lines(done, total, remarks, incomplete):
             bar.print(line)
     return done
+
+
+def measured_parameters(policy: Policy) -> str:
+    """Which parameters are measured, if not all of them: those of adapters on a frozen base."""
+    parameters = [(parameter.numel(), parameter.requires_grad) for parameter in policy.model.parameters()]
+    trained, every = sum(count for count, is_trained in parameters if is_trained), sum(count for count, _ in parameters)
+    return "" if trained == every else f"the adapters, {trained:,} of {every:,} parameters; their base is frozen"
+
+
+def whole_run_scalars(run: PagedRun) -> Mapping[str, float]:
+    """Scalars of all groups in the run folder, also those that a resumed measurement found there."""
+    run.flush()
+    tally = StepTally()
+    for group in open_run(run.writer.folder).groups(layers=False):
+        tally.add(group)
+    return tally.scalars()
+
+
+def model_doubt(total: Mapping[str, float], policy: Policy) -> str:
+    """Why the model is probably not the policy that sampled the rollouts; empty if nothing suggests it."""
+    gap, mean = total.get("dump/log_prob_gap", math.nan), total.get("token_log_prob", math.nan)
+    uniform = -math.log(vocabulary_of(policy.model))
+    if gap > _LARGE_GAP:
+        return (
+            f"log-probabilities differ from those in the dump by {gap:.2g} on average; "
+            "--model may not be the policy that sampled these rollouts"
+        )
+    if math.isnan(gap) and mean <= _UNIFORM_SHARE * uniform:  # recorded log-probabilities that agree outweigh this
+        return (
+            f"the model gives the sampled tokens a mean log-probability of {mean:.2f}, a uniform guess gives "
+            f"{uniform:.2f}; it is probably another model, or the tokens are those of another tokenizer"
+        )
+    return ""
+
+
+def trust_remarks(total: Mapping[str, float], policy: Policy, broken: int, without_group: int) -> dict[str, str]:
+    """Kind → what a reader of the run must know before trusting its numbers; empty if there is nothing to say.
+
+    Args:
+        total: Scalars of all groups of the run.
+        policy: The model that measured them.
+        broken: Records that cannot be read.
+        without_group: Rollouts of groups of which nothing can be measured.
+    """
+    remarks = {"approximate": "", "model": model_doubt(total, policy), "skipped": ""}
+    retokenised = 1 - total.get("dump/exact", 1.0)
+    if retokenised:
+        remarks["approximate"] = (
+            f"approximate: {retokenised:.1%} of the rollouts are text that was tokenised again; "
+            f"{total.get('dump/round_trip', math.nan):.1%} of these decode to the same text"
+        )
+    left_out = int(total.get("dump/rollouts_left_out", 0)) + without_group
+    if broken or left_out:
+        remarks["skipped"] = f"missing from all numbers: {broken} broken records, {left_out} rollouts left out"
+    return remarks
 
 
 @dataclass
@@ -130,6 +215,7 @@ class ReadingCounts:
     held: int = 0
     rollouts: int = 0
     left_out: int = 0
+    without_group: int = 0
 
 
 @dataclass(frozen=True)
@@ -196,23 +282,30 @@ def groups_of_dump(dump: Dump, config: MeasureConfig) -> Iterator[DumpedGroup]:
     return without_repeated_groups(groups) if dump.format.repeats else groups
 
 
-def first_group(groups: Iterator[DumpedGroup], dump: Dump) -> DumpedGroup:
-    """The first group of a dump.
+def first_groups(groups: Iterator[DumpedGroup], dump: Dump, policy: Policy) -> list[DumpedGroup]:
+    """The groups of a dump up to the first one that the policy's tokenizer and vocabulary fit.
 
     Raises:
-        ScoregramError: If there is none.
+        ScoregramError: If there is none, or they fit no rollout of the first few groups.
     """
-    first = next(groups, None)
-    if first is None:
-        got = f"{dump.broken} records that cannot be read" if dump.broken else "an empty one"
-        fail("measure --rollouts", "a dump must hold at least one rollout", got, "Check the path and the format.")
-    return first
+    first, refusals = [], []
+    for group in islice(groups, _FIRST_GROUPS):
+        first.append(group)
+        for rollout in group.rollouts:
+            try:
+                tokenised_rollout(rollout, policy)
+                return first
+            except ScoregramError as refusal:
+                refusals.append(refusal)
+    if refusals:
+        raise refusals[0]
+    got = f"{dump.broken} records that cannot be read" if dump.broken else "an empty one"
+    return fail("measure --rollouts", "a dump must hold at least one rollout", got, "Check the path and the format.")
 
 
-def open_run_writer(config: MeasureConfig, format_name: str, temperature: float) -> RunWriter:
+def open_run_writer(config: MeasureConfig, record: Mapping[str, Any]) -> RunWriter:
     """The writer of the run folder, new or resumed."""
     require_space(config.out, 100 << 20)
-    record = config.record(format_name, temperature)
     if not config.resume:
         return RunWriter.create(config.out, record, overwrite=config.overwrite, layers=config.layers)
     # with --between-prompts, an incomplete step must be measured again as a whole: cut the run after its last line
@@ -254,6 +347,9 @@ def planned_passes(
         rollouts = sum(len(one.rollouts) for one in measurable)
         counts.held += len(groups) - len(new)
         counts.left_out += sum(len(group.rollouts) for group in new) - rollouts
+        counts.without_group += sum(len(group.rollouts) for group in new) - sum(
+            len(one.group.rollouts) for one in measurable
+        )
         counts.groups += len(measurable)
         counts.rollouts += rollouts
         yield PlannedPass(groups[0].step, measurable)
@@ -270,7 +366,13 @@ def measurable_group(
         bar.note("late", f"{location}: arrived after its group or step was closed; raise --window-mb.")
     kept = []
     for dumped in group.rollouts[: config.group_size_limit or None]:
-        rollout = tokenised_rollout(dumped, policy, append_end=config.append_end)
+        try:
+            rollout = tokenised_rollout(dumped, policy, append_end=config.append_end)
+        except ScoregramError as error:
+            if config.strict:
+                raise
+            bar.note("left out", f"left out: {error}")
+            continue
         refusal = rollout.refusal(policy.context)
         if refusal:
             bar.note("left out", f"left out: {dumped.location} {refusal}.")
@@ -300,35 +402,37 @@ def measure_round(
     work = [one for one in passes if one.groups]
     mine = [one for number, one in enumerate(work) if rank_of_group(number, processes.count) == processes.rank]
     if mine:
-        return measurer.records(mine[0].groups, between_prompts=config.between_prompts)
+        try:
+            return measurer.records(mine[0].groups, between_prompts=config.between_prompts)
+        except ScoregramError as error:  # an estimator or a measurement: neither knows the file
+            location = f"measure {mine[0].groups[0].group.rollouts[0].location}"
+            raise error if str(error).startswith(location) else type(error)(f"{location}: {error}") from error
     if work and config.fsdp:  # a process without a pass of its own must still take part in gathering the shards
         measurer.records(work[0].groups, between_prompts=config.between_prompts)
     return None
 
 
-def summary_lines(done: MeasuredDump, total: Mapping[str, float], incomplete: int) -> Iterator[str]:
+def summary_lines(
+    done: MeasuredDump, total: Mapping[str, float], remarks: Mapping[str, str], incomplete: int
+) -> Iterator[str]:
     """The last lines of the output.
 
     Args:
         done: How the measurement ended.
-        total: Scalars of all groups measured now.
+        total: Scalars of all groups of the run.
+        remarks: As of `trust_remarks`.
         incomplete: Steps whose line in the metrics lacks groups.
     """
     held = f", groups already in the run: {done.held}" if done.held else ""
     yield f"{done.folder}: groups measured: {done.groups}, rollouts: {done.rollouts}{held}"
-    retokenised = 1 - total.get("dump/exact", 1.0)
-    if retokenised:
-        round_trip = total.get("dump/round_trip", math.nan)
-        yield (
-            f"approximate: {retokenised:.1%} of the rollouts are text that was tokenised again; "
-            f"{round_trip:.1%} of these decode to the same text"
-        )
+    if remarks.get("approximate"):
+        yield remarks["approximate"]
     if "dump/count_agreement" in total:
         yield f"token counts in the dump that match the tokenizer: {total['dump/count_agreement']:.1%}"
-    gap = total.get("dump/log_prob_gap")
-    if gap is not None:
-        doubt = "; --model may not be the policy that sampled these rollouts" if gap > _LARGE_GAP else ""
-        yield f"log-probabilities differ from those in the dump by {gap:.2g} on average{doubt}"
+    if remarks.get("model"):
+        yield f"warning: {remarks['model']}"
+    elif "dump/log_prob_gap" in total:
+        yield f"log-probabilities differ from those in the dump by {total['dump/log_prob_gap']:.2g} on average"
     counts = {
         "broken records skipped": done.broken,
         "rollouts left out": done.left_out,

@@ -20,6 +20,11 @@ Messages = Sequence[Mapping[str, Any]]
 """A conversation: mappings with `role` and `content`."""
 _LARGEST_INTEGER = 10**300
 """Integers from here on are refused, because large ones overflow a float."""
+_LARGEST_NUMBER = 1e30
+"""Largest reward, advantage or log-probability: float32 holds it, and float64 its fourth power."""
+_MOST_VALUES = 1 << 24
+"""Most numbers in a list, more than any context has tokens: a tensor of a few bytes can have any number of them."""
+_SCALAR_TYPES = {int, float, bool, type(None)}
 
 
 class Location(NamedTuple):
@@ -108,6 +113,17 @@ class RecordFields:
             self.refuse(f"{name} must be text", value)
         return value
 
+    def optional_text(self, name: str) -> str | None:
+        """Text; None if absent."""
+        return None if self.record.get(name) is None else self.text(name)
+
+    def flag(self, name: str) -> bool | None:
+        """A boolean, which may be written as a number; None if absent."""
+        value = self.record.get(name)
+        if value is not None and not is_number(value):
+            self.refuse(f"{name} must be true or false", value)
+        return None if value is None else bool(value)
+
     def text_or_messages(self, name: str) -> str | Messages:
         """Text, or a conversation."""
         value = self.record.get(name)
@@ -144,7 +160,13 @@ class RecordFields:
             return math.nan
         if not is_number(value):
             self.refuse(f"{name} must be a number", value)
-        return float(value)
+        return self.moderate(name, float(value))
+
+    def moderate(self, name: str, value: float) -> float:
+        """The value; refused if it is finite, but so large that its powers overflow."""
+        if _LARGEST_NUMBER < abs(value) < math.inf:
+            self.refuse(f"{name} must lie within ±{_LARGEST_NUMBER:g}", value)
+        return value
 
     def finite_number(self, name: str) -> float | None:
         """A finite number; None if absent or not finite."""
@@ -154,9 +176,9 @@ class RecordFields:
     def finite_numbers(self, *excluded: str) -> dict[str, float]:
         """Every finite number of the record, except the fields in `excluded`."""
         return {
-            name: float(value)
+            name: self.moderate(name, float(value))
             for name, value in self.record.items()
-            if name not in excluded and is_number(value) and math.isfinite(value)
+            if isinstance(name, str) and name not in excluded and is_number(value) and math.isfinite(value)
         }
 
     def token_ids(self, name: str) -> Tensor:
@@ -164,7 +186,7 @@ class RecordFields:
         values = self._array(name)
         if values.size == 0:
             return torch.zeros(0, dtype=torch.int64)
-        if values.dtype.kind not in "iu" or values.min() < 0:
+        if values.dtype.kind not in "iu" or values.min() < 0 or values.max() > np.iinfo(np.int64).max:
             self.refuse(f"{name} must be a list of token ids", _first_wrong(values))
         return torch.from_numpy(values.astype(np.int64))
 
@@ -177,29 +199,34 @@ class RecordFields:
         return torch.from_numpy(values.astype(np.float64) != 0)
 
     def floats(self, name: str, length: int) -> Tensor | None:
-        """`(length,)` numbers, `nan` for null; None if the list is absent or has no finite number."""
+        """`(length,)` numbers, `nan` for null and infinity; None if the list is absent or has no finite number."""
         if self.record.get(name) is None:
             return None
         try:
-            values = np.asarray(self.record[name], dtype=np.float64)
+            values = self._array(name).astype(np.float64)
         except (TypeError, ValueError, OverflowError):
             self.refuse(f"{name} must be a list of numbers", self.record[name])
         self._require_length(name, values, length)
-        return torch.from_numpy(values) if np.isfinite(values).any() else None
+        is_finite = np.isfinite(values)
+        self.moderate(name, float(np.abs(values[is_finite]).max(initial=0.0)))
+        return torch.from_numpy(np.where(is_finite, values, np.nan)) if is_finite.any() else None
 
     def _array(self, name: str) -> np.ndarray:
         value = self.record.get(name)
-        if isinstance(value, Tensor):
-            value = value.detach().cpu().numpy()
-        if not isinstance(value, list | tuple | np.ndarray):
+        if not isinstance(value, list | tuple | np.ndarray | Tensor):
             self.refuse(f"{name} must be a list", value)
+        shape = (len(value),) if isinstance(value, list | tuple) else tuple(value.shape)
+        if len(shape) != 1 or shape[0] > _MOST_VALUES:
+            self.refuse(f"{name} must be one list of at most {_MOST_VALUES:,} numbers", f"the shape {shape}")
+        if isinstance(value, list | tuple):
+            # numpy would unpack lists inside, and a pickle can nest a few short ones to any size
+            others = {type(one) for one in value} - _SCALAR_TYPES
+            if not all(issubclass(kind, np.generic) for kind in others):
+                self.refuse(f"{name} must be one list of numbers", next(v for v in value if type(v) in others))
         try:
-            values = np.asarray(value)
-        except ValueError:  # lists of different lengths inside
+            return np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
+        except (TypeError, RuntimeError, ValueError):  # dtypes and layouts that numpy does not have
             self.refuse(f"{name} must be one list of numbers", value)
-        if values.ndim != 1:
-            self.refuse(f"{name} must be one list of numbers", value)
-        return values
 
     def _require_length(self, name: str, values: np.ndarray, length: int) -> None:
         if values.shape != (length,):
@@ -213,7 +240,7 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 
 def _first_wrong(values: np.ndarray) -> object:
     if values.dtype.kind in "iu":
-        return int(values.min())
+        return int(values.min() if values.min() < 0 else values.max())
     return next((value for value in values.tolist() if type(value) is not int), values.tolist()[0])
 
 

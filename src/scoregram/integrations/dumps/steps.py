@@ -13,11 +13,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from scoregram.advantages import ESTIMATORS, estimate
-from scoregram.checks import fail, listed
+from scoregram.checks import ScoregramError, fail, listed
 from scoregram.gram import Gram, measure_gram
 from scoregram.integrations.dumps.grouping import DumpedGroup, prompt_digest
 from scoregram.integrations.dumps.records import DumpedRollout
-from scoregram.policy import Policy
+from scoregram.policy import Policy, vocabulary_of
 from scoregram.reading import (
     Step,
     batch_records,
@@ -88,10 +88,22 @@ def tokenised_rollout(dumped: DumpedRollout, policy: Policy, *, append_end: bool
         append_end: Append the end token to text, unless the dump says that the completion was cut off.
 
     Raises:
-        ScoregramError: If a token id is outside the vocabulary, or the tokenizer has no template for a conversation.
+        ScoregramError: If a token id is outside the vocabulary, the tokenizer has no template for a conversation, or
+            the tokenizer or its template fails on this text.
     """
     if dumped.prompt_ids is not None and dumped.completion_ids is not None:
         return _with_dumped_tokens(dumped, dumped.prompt_ids, dumped.completion_ids, policy)
+    try:
+        return _with_new_tokens(dumped, policy, append_end)
+    except ScoregramError:
+        raise
+    except Exception as error:  # templates raise anything they like; tokenizers do for lone surrogates
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        remedy = "Repair or remove this record."
+        fail(f"measure {dumped.location}", "the tokenizer must be able to encode the text", reason, remedy)
+
+
+def _with_new_tokens(dumped: DumpedRollout, policy: Policy, append_end: bool) -> TokenisedRollout:
     prompt = torch.tensor(_prompt_token_ids(dumped, policy), dtype=torch.int64)
     text = dumped.completion or ""
     ids = list(policy.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -100,20 +112,25 @@ def tokenised_rollout(dumped: DumpedRollout, policy: Policy, *, append_end: bool
     if append_end and dumped.finished is not False:
         ids.append(policy.stop_ids[0])
     whole = torch.cat([prompt, torch.tensor(ids, dtype=torch.int64)])
+    _require_known_tokens(dumped, whole, policy)
     mask = torch.arange(len(whole)) >= len(prompt)
     return TokenisedRollout(dumped, whole, len(prompt), mask, False, round_trip, count_agrees)
 
 
 def _with_dumped_tokens(dumped: DumpedRollout, prompt: Tensor, completion: Tensor, policy: Policy) -> TokenisedRollout:
     whole = torch.cat([prompt, completion])
-    vocabulary = int(policy.model.get_input_embeddings().weight.shape[0])
-    if len(whole) and int(whole.max()) >= vocabulary:
-        requirement = f"token ids must be below {vocabulary}, the vocabulary size of the model"
-        remedy = "Pass the model that the rollouts were sampled from."
-        fail(f"measure {dumped.location}", requirement, int(whole.max()), remedy)
+    _require_known_tokens(dumped, whole, policy)
     every, given = torch.ones(len(completion), dtype=torch.bool), dumped.completion_mask
     mask = torch.cat([torch.zeros(len(prompt), dtype=torch.bool), every if given is None else given])
     return TokenisedRollout(dumped, whole, len(prompt), mask, exact=True)
+
+
+def _require_known_tokens(dumped: DumpedRollout, ids: Tensor, policy: Policy) -> None:
+    vocabulary = vocabulary_of(policy.model)
+    if len(ids) and int(ids.max()) >= vocabulary:
+        requirement = f"token ids must be below {vocabulary}, the vocabulary size of the model"
+        remedy = "Pass the model that the rollouts were sampled from."
+        fail(f"measure {dumped.location}", requirement, int(ids.max()), remedy)
 
 
 def _prompt_token_ids(dumped: DumpedRollout, policy: Policy) -> list[int]:

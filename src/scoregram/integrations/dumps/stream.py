@@ -6,7 +6,9 @@ are loaded whole.
 """
 
 import json
+import pickle
 import re
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -29,6 +31,10 @@ _ROWS_AT_A_TIME = 16
 """Rows of a Parquet file that are converted to Python objects at a time."""
 _TRIED_RECORDS = 100
 """Most records of a file to try when its format is recognised; the first readable one decides."""
+UNPACKED_BYTES = 4 << 30
+"""Default of `--unpacked-mb`."""
+_USUAL_RATIO = 64
+"""A row group or file may always unpack to this many times its size on disk."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class RawRecord:
     """Why it could not be read; empty if it could."""
 
 
-def json_lines(path: Path, *, allow_pickle: bool = False) -> Iterator[RawRecord]:
+def json_lines(path: Path, **_: Any) -> Iterator[RawRecord]:
     """Lines of JSON; blank lines are skipped."""
     end = 0
     with path.open("rb") as file:
@@ -59,21 +65,52 @@ def json_lines(path: Path, *, allow_pickle: bool = False) -> Iterator[RawRecord]
                 yield RawRecord(line, end, reason=f"invalid JSON ({_first_line(error)})")
 
 
-def parquet_rows(path: Path, *, allow_pickle: bool = False) -> Iterator[RawRecord]:
-    """Rows of a Parquet file; a file that cannot be read is one broken record."""
+def parquet_rows(path: Path, *, unpacked_bytes: int = UNPACKED_BYTES, **_: Any) -> Iterator[RawRecord]:
+    """Rows of a Parquet file; what cannot be read of a file is one broken record."""
     size, line = path.stat().st_size, 0
     try:
         with pq.ParquetFile(path) as file:
             total = max(file.metadata.num_rows, 1)
-            for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME):
-                for row in batch.to_pylist():
-                    line += 1
-                    yield RawRecord(line, size * line // total, row)
-    except (pa.ArrowException, OSError) as error:
+            for number in range(file.num_row_groups):
+                group = file.metadata.row_group(number)
+                columns = [group.column(i) for i in range(group.num_columns)]
+                unpacked = sum(max(8 * column.num_values, column.total_uncompressed_size) for column in columns)
+                if reason := _too_large(unpacked, size, unpacked_bytes):
+                    yield RawRecord(line + 1, size * line // total, reason=f"row group {number + 1} {reason}")
+                    line += max(group.num_rows, 1)
+                    continue
+                for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME, row_groups=[number]):
+                    for row, reason in _rows_of_batch(batch):
+                        line += 1
+                        yield RawRecord(line, min(size * line // total, size), row, reason)
+    except Exception as error:  # damaged files raise almost anything
         yield RawRecord(line + 1, size, reason=f"an incomplete or invalid Parquet file ({_first_line(error)})")
 
 
-def torch_samples(path: Path, *, allow_pickle: bool = False) -> Iterator[RawRecord]:
+def _rows_of_batch(batch: pa.RecordBatch) -> Iterator[tuple[Any, str]]:
+    """Each row as a mapping, or the reason why it cannot be one."""
+    try:
+        yield from ((row, "") for row in batch.to_pylist())
+        return
+    except Exception:  # text that is no UTF-8, dates outside the calendar, …: find out in which rows
+        pass
+    for i in range(len(batch)):
+        try:
+            yield batch.slice(i, 1).to_pylist()[0], ""
+        except Exception as error:
+            yield None, f"a value that Python cannot represent ({_first_line(error)})"
+
+
+def _too_large(unpacked: int, packed: int, limit: int) -> str:
+    """Why something may not be unpacked, as the end of a sentence; empty if it may."""
+    if unpacked <= max(limit, _USUAL_RATIO * packed):
+        return ""
+    return f"that unpacks from {packed:,} bytes to {unpacked / 2**20:,.0f} MB (raise --unpacked-mb to read it)"
+
+
+def torch_samples(
+    path: Path, *, allow_pickle: bool = False, unpacked_bytes: int = UNPACKED_BYTES
+) -> Iterator[RawRecord]:
     """Entries of the list `samples` in a torch file, which is loaded without running code unless that is allowed.
 
     Raises:
@@ -81,15 +118,21 @@ def torch_samples(path: Path, *, allow_pickle: bool = False) -> Iterator[RawReco
     """
     size = path.stat().st_size
     try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                unpacked = sum(entry.file_size for entry in archive.infolist())
+            if reason := _too_large(unpacked, size, unpacked_bytes):
+                yield RawRecord(1, size, reason=f"a torch file {reason}")
+                return
         content = torch.load(path, map_location="cpu", weights_only=not allow_pickle)
-    except (OSError, EOFError, RuntimeError) as error:
-        yield RawRecord(1, size, reason=f"no torch file ({_first_line(error)})")
-        return
-    except Exception as error:  # unpickling foreign classes can raise anything
-        if not allow_pickle:
+    except pickle.UnpicklingError as error:
+        if not allow_pickle and "GLOBAL" in str(error):  # otherwise the file is damaged
             got = "a file with more than tensors, numbers and text"
             remedy = "Pass --allow-pickle if you trust its author: loading it runs the code inside."
             fail(f"measure {path}", "a file must be readable without a pickle", got, remedy)
+        yield RawRecord(1, size, reason=f"no torch file ({_first_line(error)})")
+        return
+    except Exception as error:  # damaged files raise almost anything
         yield RawRecord(1, size, reason=f"no torch file ({_first_line(error)})")
         return
     samples = content.get("samples") if isinstance(content, Mapping) else None
@@ -98,7 +141,7 @@ def torch_samples(path: Path, *, allow_pickle: bool = False) -> Iterator[RawReco
         return
     step = content.get("rollout_id")
     for line, sample in enumerate(samples, start=1):
-        record = {"rollout_step": step, **sample} if isinstance(sample, Mapping) else sample
+        record = {"rollout_step": step, **sample} if isinstance(sample, dict) else sample
         yield RawRecord(line, size * line // len(samples), record)
 
 
@@ -122,6 +165,8 @@ class Dump:
     allow_pickle: bool = False
     strict: bool = False
     """Raise for a broken record instead of skipping it."""
+    unpacked_bytes: int = UNPACKED_BYTES
+    """Largest unpacked size of a row group of Parquet, or of a torch file."""
     on_broken: Callable[[str], object] = field(default=lambda message: None)
     """Called for every broken record that is skipped, with a sentence that names file and line."""
     bytes_read: int = 0
@@ -140,7 +185,8 @@ class Dump:
     def __iter__(self) -> Iterator[DumpedRollout]:
         self.bytes_read = self.broken = before = 0
         for file in self.files:
-            for raw in CONTAINERS[self.format.suffix](file, allow_pickle=self.allow_pickle):
+            options = {"allow_pickle": self.allow_pickle, "unpacked_bytes": self.unpacked_bytes}
+            for raw in CONTAINERS[self.format.suffix](file, **options):
                 try:
                     rollouts = self._parsed_rollouts(raw, Location(file, raw.line))
                 except ScoregramError as error:
@@ -163,14 +209,28 @@ class Dump:
             is_mapping = isinstance(raw.record, dict)
             got = ", ".join(map(str, raw.record)) if is_mapping else f"a {type(raw.record).__name__}"
             fail(str(location), f"must have the fields {_fields_text(self.format)}", got[:200] or "none", remedy)
-        rollouts = list(self.format.parse(raw.record, location))
+        try:
+            rollouts = list(self.format.parse(raw.record, location))
+            for rollout in rollouts:
+                repr(rollout.prompt)  # grouping hashes it, which fails for messages that are nested too deeply
+        except ScoregramError:
+            raise
+        except Exception as error:  # values that no reader foresaw
+            fail(str(location), "must be readable", f"{type(error).__name__} ({_first_line(error)})", remedy)
         for rollout in rollouts:
             if not 0 <= (rollout.step or 0) <= LARGEST_STEP:
                 fail(str(location), f"step must lie in [0, {LARGEST_STEP}]", rollout.step, remedy)
         return rollouts
 
 
-def open_dump(path: Path, *, name: str = "auto", allow_pickle: bool = False, strict: bool = False) -> Dump:
+def open_dump(
+    path: Path,
+    *,
+    name: str = "auto",
+    allow_pickle: bool = False,
+    strict: bool = False,
+    unpacked_bytes: int = UNPACKED_BYTES,
+) -> Dump:
     """The dump at `path`, its format recognised by the first readable record.
 
     Args:
@@ -178,6 +238,7 @@ def open_dump(path: Path, *, name: str = "auto", allow_pickle: bool = False, str
         name: A key of `FORMATS`, or `auto`.
         allow_pickle: Load torch files that hold more than tensors, numbers and text.
         strict: Raise for a broken record.
+        unpacked_bytes: Largest unpacked size of a row group of Parquet, or of a torch file.
 
     Raises:
         ScoregramError: If the path does not exist, is empty, is a pickle, or no format matches; the message lists the
@@ -193,10 +254,11 @@ def open_dump(path: Path, *, name: str = "auto", allow_pickle: bool = False, str
     for candidate in names:
         row = lookup(FORMATS, candidate, kind="measure --format")
         files = _files_of_format(path, row)
-        record = _first_readable_record(files, row, allow_pickle) if files else None
-        if row.recognises(record) or (name != "auto" and files and record is not None):
-            return Dump(candidate, tuple(files), allow_pickle, strict)
-        seen += [f"{files[0]} with {_record_text(record)}"] if files else []
+        options = {"allow_pickle": allow_pickle, "unpacked_bytes": unpacked_bytes}
+        first = _first_record(files, row, options)
+        if first is not None and not first.reason and (row.recognises(first.record) or name != "auto"):
+            return Dump(candidate, tuple(files), allow_pickle, strict, unpacked_bytes)
+        seen += [f"{files[0]} with {_record_text(first)}"] if files else []
     got = "; ".join(dict.fromkeys(seen)) or "no file with such a name"
     remedy = "Check the path, or pass the name of the format as --format."
     return fail(_CALLER, f"{path} must hold one of: {_formats_text(names)}", got, remedy)
@@ -223,22 +285,25 @@ def natural_key(name: str) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _first_readable_record(files: Sequence[Path], row: Format, allow_pickle: bool) -> Any:
-    """The first readable record of the first file that has one; None if there is none."""
+def _first_record(files: Sequence[Path], row: Format, options: Mapping[str, Any]) -> RawRecord | None:
+    """The first readable record of the first file that has one, else the first that cannot be read, if there is any."""
+    unreadable = None
     for file in files:
-        raws = CONTAINERS[row.suffix](file, allow_pickle=allow_pickle)
-        readable = next((raw for raw in islice(raws, _TRIED_RECORDS) if not raw.reason), None)
-        if readable is not None:
-            return readable.record
-    return None
+        for raw in islice(CONTAINERS[row.suffix](file, **options), _TRIED_RECORDS):
+            if not raw.reason:
+                return raw
+            unreadable = unreadable or raw
+    return unreadable
 
 
-def _record_text(record: Any) -> str:
-    if record is None:
-        return "no readable record"
-    if isinstance(record, dict):
-        return "the fields " + ", ".join(list(map(str, record))[:8])
-    return f"a {type(record).__name__}"
+def _record_text(raw: RawRecord | None) -> str:
+    if raw is None:
+        return "no record"
+    if raw.reason:
+        return f"no readable record: {raw.reason}"
+    if isinstance(raw.record, dict):
+        return "the fields " + ", ".join(list(map(str, raw.record))[:8])[:200]
+    return f"a {type(raw.record).__name__}"
 
 
 def _fields_text(row: Format) -> str:

@@ -156,5 +156,7 @@ class ProgressBar:
             self.print(text + more)
 
     def print(self, text: str) -> None:
-        """Print a line above the bar."""
-        self.console.print(Text(text), soft_wrap=True)
+        """Print a line above the bar; characters that the terminal cannot show are escaped."""
+        encoding = self.console.encoding or "utf-8"
+        shown = text.encode(encoding, "backslashreplace").decode(encoding)
+        self.console.print(Text(shown), soft_wrap=True)
