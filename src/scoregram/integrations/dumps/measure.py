@@ -305,7 +305,7 @@ def first_groups(groups: Iterator[DumpedGroup], dump: Dump, policy: Policy) -> l
 
 def open_run_writer(config: MeasureConfig, record: Mapping[str, Any]) -> RunWriter:
     """The writer of the run folder, new or resumed."""
-    require_space(config.out, 100 << 20)
+    require_space(config.out, 100 << 20, caller="measure --out")
     if not config.resume:
         return RunWriter.create(config.out, record, overwrite=config.overwrite, layers=config.layers)
     # with --between-prompts, an incomplete step must be measured again as a whole: cut the run after its last line
