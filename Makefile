@@ -5,7 +5,7 @@ STAMP := .venv/.built
 
 TRL_TESTS := $(wildcard tests/test_integrations_trl*.py)
 
-.PHONY: run test test-all test-trl test-docs test-browser test-install test-gpu mutants check format clean
+.PHONY: run test test-all test-trl test-sweep test-docs test-browser test-install test-gpu mutants check format clean
 
 run: $(STAMP)
 	$(BIN)/scoregram replicate --preset quick --out runs/quick
@@ -22,6 +22,10 @@ test-trl: $(STAMP)
 	$(BIN)/python -m pytest -n auto -q -m "integration or not slow" $(TRL_TESTS)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .trl/oldest trl==1.0.0
 	PYTHONPATH=.trl/oldest $(BIN)/python -m pytest -n auto -q -m "integration or not slow" $(TRL_TESTS)
+
+# The architectures of transformers that take too long for `make test`.
+test-sweep: $(STAMP)
+	$(BIN)/python -m pytest -n auto -q -m slow -k every_axis tests/test_gram_sweep.py
 
 # Every command and snippet of the pages, run as printed.
 test-docs: $(STAMP)

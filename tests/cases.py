@@ -109,7 +109,8 @@ class KeepDouble(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.float and args[0].dtype is torch.float64:
             return args[0]
-        if func is Tensor.to and args[0].dtype is torch.float64 and torch.float32 in (*args[1:], *kwargs.values()):
+        casts = func in (Tensor.to, Tensor.type)
+        if casts and args[0].dtype is torch.float64 and torch.float32 in (*args[1:], *kwargs.values()):
             return args[0]
         if kwargs.get("dtype") is torch.float32 and any(
             isinstance(arg, Tensor) and arg.dtype is torch.float64 for arg in args
