@@ -437,18 +437,22 @@ def outcome(mutant: Mutant, status: int, log: Path, seconds: float) -> Row:
 
 
 def run_mutants(mutants: Sequence[Mutant], *, jobs: int, timeout: float) -> Iterator[Row]:
-    """Rows of the mutants as they end; first the tests run once on the sources as they are, and must pass."""
+    """Rows of the mutants as they end. The tests that killed one must pass on the sources as they are."""
+    # Imported once, before the forks.
+    import beartype  # noqa: F401
     import torch
-    import transformers  # noqa: F401  # imported once, before the forks
+    import transformers  # noqa: F401
 
     torch.set_num_threads(1)
     os.chdir(TREE)
     sys.path.insert(0, str(TREE))
     with tempfile.TemporaryDirectory() as folder:
         copies = [SourceCopy(Path(folder, str(i))) for i in range(jobs)]
-        _require_green(copies, mutants, Path(folder, "unchanged.log"))
-        sys.dont_write_bytecode = True  # the first run compiled the originals; no mutant may replace them
-        waiting, running = list(mutants), dict[int, tuple[Mutant, TestProcess]]()
+        files = sorted({test.split("::")[0] for mutant in mutants for test in mutant.tests})
+        for copy in copies:  # compiles the originals
+            _require_green(copy, ["--collect-only", *files], Path(folder, "unchanged.log"))
+        sys.dont_write_bytecode = True  # no mutant may replace the compiled originals
+        waiting, running, killers = list(mutants), dict[int, tuple[Mutant, TestProcess]](), set[str]()
         while waiting or running:
             for slot in range(jobs):
                 if slot in running:
@@ -456,7 +460,9 @@ def run_mutants(mutants: Sequence[Mutant], *, jobs: int, timeout: float) -> Iter
                     if (status := process.poll(timeout)) is not None:
                         del running[slot]
                         copies[slot].restore(mutant)
-                        yield outcome(mutant, status, process.log, process.seconds)
+                        row = outcome(mutant, status, process.log, process.seconds)
+                        killers |= {str(row["by"])} if status > 0 else set()
+                        yield row
                 elif waiting:
                     mutant = waiting.pop(0)
                     copies[slot].apply(mutant)
@@ -464,20 +470,17 @@ def run_mutants(mutants: Sequence[Mutant], *, jobs: int, timeout: float) -> Iter
                     log = Path(folder, f"{slot}.log")
                     running[slot] = mutant, TestProcess.start(copies[slot], ["-x", *keywords, *mutant.tests], log)
             time.sleep(0.05)
+        if killers:
+            _require_green(copies[0], sorted(killers), Path(folder, "unchanged.log"))
 
 
-def _require_green(copies: Sequence[SourceCopy], mutants: Sequence[Mutant], log: Path) -> None:
-    files = {test for mutant in mutants for test in mutant.tests if "::" not in test}
-    single = {test for mutant in mutants for test in mutant.tests if test.split("::")[0] not in files}
-    for i, copy in enumerate(copies):
-        # Every copy needs compiled files; one run of the tests is enough.
-        process = TestProcess.start(copy, [*(["--collect-only"] if i else []), *sorted(files | single)], log)
-        while (status := process.poll(3600)) is None:
-            time.sleep(0.1)
-        if status != 0:
-            raise SystemExit(f"mutants: the tests must pass before anything is broken:\n{log.read_text()[-3000:]}")
-        if not i:
-            print(f"the tests pass on the sources as they are, in {process.seconds:.0f} s", flush=True)
+def _require_green(copy: SourceCopy, arguments: Sequence[str], log: Path) -> None:
+    """Raise unless pytest passes on the sources as they are."""
+    process = TestProcess.start(copy, arguments, log)
+    while (status := process.poll(3600)) is None:
+        time.sleep(0.1)
+    if status != 0:
+        raise SystemExit(f"mutants: these tests fail without any mutant:\n{log.read_text()[-3000:]}")
 
 
 def write_record(rows: Iterable[Row], mutants: Sequence[Mutant], path: Path) -> dict[str, object]:
