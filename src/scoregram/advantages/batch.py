@@ -28,7 +28,7 @@ from scoregram.types import Advantages, Observed, PerRollout, Rewards
 def batch_whitened(
     rewards: Rewards, *, lengths: PerRollout, observed: Observed | None = None, eps: float | int = 0.0, ddof: int = 1
 ) -> Advantages:
-    """Reward minus the batch mean, over the batch's standard deviation; both statistics count every token once.
+    """Reward minus the batch mean, divided by the batch's standard deviation; both are taken over tokens.
 
     `A_i = (r_i − m) / (s + eps)` with `m = Σ ℓ_j r_j / Σ ℓ_j` and `s² = Σ ℓ_j (r_j − m)² / (Σ ℓ_j − ddof)` over all
     rollouts of all prompts. This whitens the reward repeated on every token, so a long rollout counts more; it is the
@@ -36,7 +36,7 @@ def batch_whitened(
     0; a constant group inside a varied batch does not. A rollout without tokens does not count and gets 0.
 
     Raises:
-        ScoregramError: If the batch has fewer than two observed rollouts, or no tokens.
+        ScoregramError: If fewer than two observed rollouts of the batch have tokens.
 
     Reference:
         REINFORCE++. Hu et al. 2025, arXiv:2501.03262.
@@ -58,7 +58,7 @@ def centered_batch_whitened(
     constant group inside a varied batch gets that small common offset instead of 0.
 
     Raises:
-        ScoregramError: If a group has one observed rollout, or the batch has no tokens.
+        ScoregramError: If a group has one observed rollout, or fewer than two observed rollouts have tokens.
 
     Reference:
         REINFORCE++-baseline. Hu et al. 2025, arXiv:2501.03262.
@@ -104,7 +104,7 @@ def mixed_groups_standardized(
 
     The selection uses `outcomes` (right or wrong); the advantage uses `rewards`, which may be shaped, for example by
     `overlong_penalty`. An all-wrong group gets 0 even if its shaped rewards differ. DAPO also refills the batch with
-    other prompts until it holds `P` mixed groups; the trainer has to do that. Refilling reweights prompts by
+    other prompts until it holds `P` mixed groups, which is left to the trainer. Refilling reweights prompts by
     `1 / P(mixed)` and does not change the direction within a prompt.
 
     Reference:
@@ -146,7 +146,7 @@ def overlong_penalty(lengths: PerRollout, *, limit: int, margin: int) -> Float[T
 def _token_counts(lengths: Tensor, members: Tensor, *, caller: str) -> Tensor:
     weights = nonnegative_weights(lengths, members, name="lengths", caller=caller)
     if int((weights > 0).sum()) < 2 or float(weights.sum()) <= 1:
-        got = f"{int((weights > 0).sum())} with {float(weights.sum()):g} tokens"
+        got = f"{int((weights > 0).sum())} rollouts with {float(weights.sum()):g} tokens in all"
         fail(caller, "needs at least two observed rollouts with tokens in the batch", got, "Pass a larger batch.")
     return weights
 

@@ -1,4 +1,4 @@
-"""Comparisons of rewards inside a group, and sums along a rollout: what every estimator is built from.
+"""Building blocks of every estimator: comparisons of rewards inside a group, and sums along a rollout.
 
 A baseline that is a weighted mean of rewards turns an advantage into a weighted mean of *differences*,
 `A_i = Σ_j w_ij (r_i − r_j) / Σ_j w_ij`. In this form a constant group gives exactly 0 whatever its reward (three
@@ -45,7 +45,7 @@ def floating_rewards(rewards: object, *, name: str = "rewards", caller: str) -> 
     dtype = torch.get_default_dtype()
     if rewards.is_floating_point() or rewards.is_complex():
         fail(caller, f"{name} must be integers or one of {REWARD_DTYPES}", rewards.dtype, "Convert them to float32.")
-    exact = int(2 / torch.finfo(dtype).eps)  # every integer up to here has a representation of its own
+    exact = int(2 / torch.finfo(dtype).eps)  # every integer up to this one is exact in `dtype`
     largest = max(int(rewards.max()), -int(rewards.min())) if rewards.numel() else 0
     if largest > exact:
         fail(caller, f"integer {name} must be at most {exact} to be exact in {dtype}", largest, "Pass float64.")
@@ -53,10 +53,10 @@ def floating_rewards(rewards: object, *, name: str = "rewards", caller: str) -> 
 
 
 def finite_estimator(fn: Callable[_Inputs, Tensor]) -> Callable[_Inputs, Tensor]:
-    """The border of an estimator: floating-point rewards come in, finite advantages go out.
+    """Decorator that converts an estimator's rewards to floating point and raises if an advantage is not finite.
 
-    Integer and boolean rewards, and inputs that are values, are converted by `floating_rewards`. The advantages have
-    the dtype of the rewards after that; one that this dtype cannot hold is an error, never `inf` or NaN.
+    `floating_rewards` converts the rewards and the inputs in `VALUE_INPUTS`. The advantages have the dtype of the
+    converted rewards; an advantage that this dtype cannot hold is an error, never `inf` or NaN.
     """
     first = next(iter(inspect.signature(fn).parameters))
 
@@ -170,7 +170,7 @@ def standard_scores(
 ) -> Float[Tensor, "*shape"]:
     """`(v − mean) / (std + eps)` among the members with the same label; 0 where they are constant or fewer than two.
 
-    Members are constant if their spread is within the rounding of `dtype`. `weights` says how often each value counts.
+    Members are constant if their spread is within the rounding of `dtype`. Each value counts `weights` times.
     Pass the original rewards as `sizes` if `values` are already differences: rounding is relative to the rewards.
     """
     kept = values[members]
@@ -198,7 +198,7 @@ def _labelled_scores(
     peak = over_group(deviations.abs(), "amax")
     peak = torch.where(peak > 0, peak, 1.0)
     squares = over_group(counts * (deviations / peak).square(), "sum")
-    # NaN, from rewards whose differences overflow, is not constant: the result is then NaN, which the border refuses.
+    # If differences of rewards overflow, this is False and the result is NaN: `finite_estimator` then raises.
     constant = over_group(raised, "amax") <= rounding_tolerance(dtype) * over_group(sizes, "amax")
     std = peak * torch.where(constant, 1.0, squares / (total - ddof)).sqrt()
     return torch.where(constant, 0.0, deviations / (std + eps))
@@ -217,7 +217,7 @@ def masked_steps(values: Shaped[Tensor, "..."], mask: Tensor, *, name: str, call
 
 
 def discounted_sums(rewards: Steps, mask: StepMask, *, decay: float | int) -> Steps:
-    """`Σ_{k≥0} decay^k x_{t+k}` over the steps inside the mask, which skips all others without decay; 0 outside."""
+    """`Σ_{k≥0} decay^k x_{t+k}`, where `k` counts only the steps inside the mask; 0 outside."""
     carried, columns = torch.zeros_like(rewards[..., 0]), []
     for t in reversed(range(rewards.shape[-1])):
         carried = torch.where(mask[..., t], rewards[..., t] + decay * carried, carried)

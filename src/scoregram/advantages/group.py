@@ -9,10 +9,10 @@ the result has the dtype of `rewards`.
 
 The update these advantages belong to is `ĝ = (1/R) Σ_i A_i ψ_i`, with `ψ_i` the summed score of rollout `i`.
 
-The last functions are the advantages of other trainers, with their `eps`, their `ddof` and their degenerate cases.
+The last functions are the advantages of other trainers: TRL, verl, OpenRLHF, prime-rl and NeMo-RL.
 "The GRPO advantage" is not one number: the same rewards give different advantages in different trainers. These
-functions reproduce the arithmetic of each, except that a group of equal rewards gives exactly 0, never a rounding
-residue divided by a tiny deviation.
+functions reproduce each trainer's arithmetic: its `eps`, its `ddof` and its degenerate cases. One case differs: a group
+of equal rewards gives exactly 0, never a rounding residue divided by a tiny deviation.
 """
 
 import torch
@@ -235,7 +235,7 @@ def openrlhf_standardized(rewards: Rewards, *, observed: Observed | None = None)
 
 @finite_estimator
 def prime_rl_centered(rewards: Rewards, *, observed: Observed | None = None) -> Advantages:
-    """prime-rl's default advantage: the reward minus the group's mean, without a deviation."""
+    """prime-rl's default advantage: the reward minus the group's mean, not divided by a deviation."""
     return mean_centered(rewards, observed=observed)
 
 
@@ -267,7 +267,7 @@ def _weighted_contrast(rewards, weights, observed, pairing, *, name: str, caller
 
 def _minus_per_prompt(rewards, subtracted, observed, *, name: str, caller: str) -> Tensor:
     values, members = observed_rewards(rewards, observed, at_least=1, caller=caller)
-    require_same_shape(subtracted, rewards[:, 0], name=name, like_name="one row of prompts", caller=caller)
+    require_same_shape(subtracted, rewards[:, 0], name=name, like_name="the prompts", caller=caller)
     level = require_finite(subtracted.detach().double(), name=name, caller=caller).unsqueeze(-1)  # (P, 1)
     return torch.where(members, values - level, 0.0).to(rewards.dtype)
 

@@ -56,8 +56,8 @@ class Estimator:
     """One estimator at its default options, and its claims. A claim that a row does not state is false.
 
     The claims hold for on-policy, i.i.d. rollouts, every group size `R >= min_group` and every distribution of
-    rewards. `ĝ = (1/R) Σ_i Σ_t A_it ∇log π(a_it | s_it)` is the update of one prompt, where `A_i` of a rollout applies
-    to all its tokens and that of a turn to the tokens of the turn; `J` is the expected undiscounted return.
+    rewards. One prompt's update is `ĝ = (1/R) Σ_i Σ_t A_it ∇log π(a_it | s_it)`: the advantage of a rollout applies
+    to all its tokens, the advantage of a turn to the tokens of that turn. `J` is the expected undiscounted return.
     """
 
     fn: Callable[..., Tensor]
@@ -94,7 +94,7 @@ class Estimator:
     """`A(c r) = A(r)` for every `c > 0`, where inputs that are rewards or values are scaled too."""
 
     shift_invariant: bool = False
-    """`A(r + b) = A(r)`, `b` added to the last reward of every rollout and to inputs that are rewards or values."""
+    """`A(r + b) = A(r)` if `b` is added to every rollout's last reward and to inputs that are rewards or values."""
 
 
 ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
@@ -347,12 +347,12 @@ ALWAYS = MappingProxyType({"group": (), "token": ("mask",), "turn": ("mask",)})
 
 
 def estimate(name: str, rewards: Tensor, **inputs: Tensor | None) -> Tensor:
-    """Advantages by the estimator called `name`, which takes what it needs from `inputs` and ignores the rest.
+    """Advantages from the estimator `name`, which takes what it needs from `inputs` and ignores the rest.
 
     Pass everything that is known (`lengths`, `score_energies`, `mask`, …): the same call works for every row of a
     level. `None` means not known. Options such as `eps` keep their defaults; call `ESTIMATORS[name].fn` to set them.
 
-    **Missing rewards.** In a group-level row a reward of NaN, or an `outcomes` of NaN, means that the rollout was not
+    **Missing rewards.** In a group-level row, NaN in `rewards` or in `outcomes` means that the rollout was not
     judged. Its advantage is 0 and the judged rollouts are compared among themselves, as if it had not been sampled. A
     group with fewer judged rollouts than the row's `min_group` gets zeros, as in TRL, and takes no part in statistics
     over the batch. If a row compares rollouts across prompts, a batch with fewer than two judged rollouts gets zeros

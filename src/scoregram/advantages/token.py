@@ -196,4 +196,4 @@ def _require_inside(flags: Tensor, mask: Tensor, *, name: str, caller: str) -> N
     require_same_shape(flags, mask, name=name, like_name="mask", caller=caller)
     if bool((flags & ~mask).any()):
         at = tuple(int(i) for i in (flags & ~mask).nonzero()[0])
-        fail(caller, f"{name} must lie inside the mask", f"True at index {at}", "Move it to the next token inside.")
+        fail(caller, f"{name} must lie inside the mask", f"True at index {at}", "Move it to a token inside the mask.")

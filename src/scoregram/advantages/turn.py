@@ -5,10 +5,10 @@ outside the mask are never read and get advantage exactly 0. `eps` is added to e
 sample deviation, 0 for the population's. Arithmetic is float64; the result has the dtype of `turn_rewards`.
 
 **Stopping.** If the policy decides how many turns to take, the number of rollouts that reach turn `h` is random, and a
-comparison with turn `h` of the others can bias the update. A baseline made of *other* rollouts alone never does, even
-if it averages only those that reached the turn; the one condition is that it does not depend on rollout `i`. The
-self-including mean shrinks turn `h` by `E[(n_h − 1)/n_h]`, more for the turns that few reach; so does leaving out the
-turns that no other rollout reached. Each turn then has its own factor, and the direction of the update is wrong.
+baseline from turn `h` can bias the update. A baseline from the *other* rollouts alone is unbiased, even if it averages
+only those that reached the turn: it does not depend on rollout `i`. A mean that includes rollout `i` shrinks turn `h`
+by `E[(n_h − 1)/n_h]`, most at the turns that few rollouts reach. Dropping the turns that no other rollout reached
+shrinks them too. Each turn then has its own factor, and the direction of the update is wrong.
 `turn_leave_one_out` is the unbiased form, `turn_mean_centered` the common one.
 """
 
@@ -38,7 +38,7 @@ def turn_mean_centered(turn_rewards: TurnRewards, *, mask: TurnMask) -> TurnAdva
     """Reward-to-go minus its mean over the rollouts that reached the same turn, this one included.
 
     `A_ih = G_ih − (1/n_h) Σ_{j reached h} G_jh`, `G_ih = Σ_{k≥h} r_ik`. Sums to zero within each turn; 0 for a rollout
-    alone at its turn. If the policy decides when to stop, the update is biased in direction too: see the module.
+    alone at its turn. If the policy decides when to stop, the direction of the update is biased too (see the module).
 
     Raises:
         ScoregramError: If `R < 2`.
@@ -52,8 +52,8 @@ def turn_leave_one_out(turn_rewards: TurnRewards, *, mask: TurnMask) -> TurnAdva
     """Reward-to-go minus its mean over the *other* rollouts that reached the same turn.
 
     `A_ih = G_ih − mean_{j≠i, j reached h} G_jh`, and `A_ih = G_ih` where no other rollout reached the turn: a baseline
-    of 0 keeps the update unbiased, dropping the turn would not. Because of this fallback rows need not sum to zero,
-    and a constant added to all rewards changes the result.
+    of 0 keeps the update unbiased, while dropping the turn would not. Because of this fallback, rows need not sum to
+    zero, and a constant added to all rewards changes the result.
 
     Raises:
         ScoregramError: If `R < 2`.
