@@ -25,17 +25,17 @@ class Aggregation:
     """One way to average over tokens, and its claims. A claim that a row does not state is false."""
 
     fn: Callable[[Tensor, float | None], Tensor]
-    """`fn(lengths, length)`: the weight of each rollout's tokens, `(N,)`, from their lengths and the constant."""
+    """`fn(lengths, length)`: `(N,)`, weight of each token of a rollout, from the lengths `(N,)` and the constant."""
     formula: str
     """The weight `u_it` of a completion token."""
     used_by: str
-    """Methods with this convention."""
+    """Methods that average in this way."""
     equal_tokens: bool = False
     """Every completion token of a batch gets the same weight, for any lengths."""
     equal_rollouts: bool = False
     """Every rollout with completion tokens gets the same total weight, for any lengths."""
     couples_rollouts: bool = False
-    """The weight of a token depends on the lengths of other rollouts, hence on how a batch is split."""
+    """The weight of a token depends on the lengths of other rollouts, hence on how the batch is split."""
     needs_length: bool = False
     """It requires the constant `length`."""
 
@@ -78,8 +78,8 @@ def token_weights(
     Args:
         mask: `(N, T)`, true on completion tokens.
         aggregation: A key of `AGGREGATIONS`.
-        length: The constant `L` of `"constant"`, usually the longest completion allowed; an error for the others,
-            which would ignore it.
+        length: The constant `L` of `"constant"`, usually the longest completion allowed; an error with any other
+            aggregation.
         dtype: Of the result.
 
     Raises:

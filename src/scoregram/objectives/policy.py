@@ -2,7 +2,8 @@
 
 All of them are `L = −Σ_it u_it surrogate_it` with the weights `u` of `aggregation`. With `π = π_old` each has the
 gradient of REINFORCE: `∂L/∂log π_it = −u_it A_it`, so the update is `Σ_it u_it A_it ∇log π_it`, and `Σ_i (A_i/N) ψ_i`
-under `token_sum`. They differ only once the policy has moved. `tokens` states which inputs are read and checked.
+under `token_sum`. They differ only once `π` has moved away from `π_old`. The module `tokens` states how inputs are read
+and checked.
 
 In every loss here `log_probs`, `old_log_probs` and `mask` are `(N, T)`, `advantages` is `(N,)` or `(N, T)`, and a
 rollout without completion tokens contributes exactly zero.
@@ -167,8 +168,9 @@ def stopped_ratio(
     """REINFORCE with each token weighted by its clipped ratio, which carries no gradient, negated (CISPO).
 
     `surrogate_it = sg(clip(ρ_it, 1 − eps_low, 1 + eps_high)) A_it log π_it`. No token ever loses its gradient. The
-    price is a truncated importance weight: it is biased where the ratio is clipped, and nothing stops a token that has
-    moved far enough, as PPO's clip does. `eps_low` is `None` by default: in practice only the upper end is clipped.
+    price is a truncated importance weight: it is biased where the ratio is clipped, and a token that has moved far is
+    still pushed further, where PPO's clip would stop it. `eps_low` is `None` by default: in practice only the upper end
+    is clipped.
     Weight on `∇log π_it`: `u_it clip(ρ_it) A_it`; with `π = π_old`: `u_it A_it`. The value has no meaning.
 
     The upper end is `1 + eps_high`. Code that uses `eps_high` as the upper end itself (`clip(ρ, max=0.2)`) scales every

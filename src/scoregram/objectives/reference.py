@@ -220,8 +220,8 @@ def consistency_variance(
 
     Weight on `∇log π_it`, at every policy: `β (v_i − v̄)/(P m)`, that is `(β/N)(v_i − v̄_{−i})` for leave-one-out:
     RLOO on the regularised reward, times `β`. Proof: `∂v_i = −β ∂log π(y_i)`, and `Σ_i (v_i − v̄) = 0` removes the
-    derivative of the mean. On-policy its mean is `∇L = −β ∇(E[r] − β KL(π‖π_ref))` for leave-one-out, and `(n−1)/n`
-    of that for full; the derivative of the sampling distribution is not part of it.
+    derivative of the mean. On-policy, `E[∇L] = −β ∇(E[r] − β KL(π‖π_ref))` for leave-one-out, and `(n−1)/n` of that
+    for full; `∇L` treats the sampling distribution as fixed.
 
     This estimator is ours: we have not verified the weights of the published one. The square of the leave-one-out
     deviation, another possible reading of the paper, would be `n/(n−1)` times larger.

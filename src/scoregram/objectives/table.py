@@ -47,13 +47,13 @@ class Objective:
     on_policy_is_reinforce: bool = False
     """With `π = π_old = π_ref` the gradient is a multiple of leave-one-out REINFORCE's, for any rewards."""
     bounded_ratio: bool = False
-    """The ratio amplifies no token beyond a constant, however far the policy has moved, for either sign of `A`."""
+    """The factor of the ratio in a token's weight is bounded by a constant, for either sign of `A`."""
     keeps_every_gradient: bool = False
     """No ratio sets the gradient of a token to zero."""
     sequence_ratio: bool = False
-    """How far one token has moved changes the weight of the other tokens of its rollout."""
+    """The log-ratio of one token changes the weight of the other tokens of its rollout."""
     couples_rollouts: bool = False
-    """How far one rollout has moved changes the weight of the others of its group."""
+    """The log-ratio of one rollout changes the weight of the other rollouts of its group."""
 
 
 OBJECTIVES = MappingProxyType(
