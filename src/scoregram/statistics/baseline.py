@@ -1,4 +1,4 @@
-"""The baseline with the least variance, and the variance it would save over the mean reward."""
+"""The baseline that minimises the variance of the gradient, and the variance it saves over the mean reward."""
 
 import math
 from dataclasses import dataclass

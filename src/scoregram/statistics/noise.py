@@ -135,7 +135,8 @@ def noise_scale(components: NoiseComponents, group_size: int) -> float:
     """Batch size, in rollouts, at which the error has the power of the signal: the simple noise scale.
 
     `tr Σ / |g|² = (c1 R + c2 + c3/(R-1)) / |g|²`; `tr Σ / N` is the error of `N` rollouts in groups of `R`. Divide
-    by `R` for prompts. A batch far below it is mostly noise, one far above it wastes rollouts. `inf` if the estimate
+    by `R` for a number of prompts. The gradient of a batch far below it is mostly noise; a batch far above it wastes
+    rollouts. `inf` if the estimate
     of `|g|²` is not positive: no signal was resolved. `nan` if the estimated noise is not positive.
 
     Reference:
@@ -157,7 +158,7 @@ def leave_one_out_mse(moments: GroupMoments, group_size: int) -> PerPrompt:
     `tr Σ_oracle / R + (σ² tr F + |g|²) / (R (R-1))`. The gradient is the average over pairs of
     `h_ij = (ψ_i - ψ_j)(r_i - r_j)/2`. Around its mean, `h_ij` is `(q_i + q_j)/2 + e_ij` with
     `q_i = ψ_i (r_i - V) - g` and `e_ij = -[ψ_i (r_j - V) + ψ_j (r_i - V)]/2`, uncorrelated with every `q`. The mean of
-    the `q` is the error with a known value, of variance `tr Σ_oracle / R`; the `R (R-1)/2` terms `e_ij` are
+    the `q` is the error if `V` were known, of variance `tr Σ_oracle / R`; the `R (R-1)/2` terms `e_ij` are
     uncorrelated with each other, of variance `(σ² tr F + |g|²)/2` each. Holds on-policy, for one gradient step,
     without division by the standard deviation.
 
@@ -266,7 +267,7 @@ class GroupSizeInterval:
     """Share of resamples that the interval covers."""
     resamples: int
     fraction_unbounded: float
-    """Share of resamples with `c1 <= 0`, in which any larger group is better."""
+    """Share of resamples with `c1 <= 0`: any larger group is better, or, if `c3 <= 0` too, the optimum is undefined."""
     fraction_undefined: float
     """Share of resamples with neither `c1` nor `c3` positive; left out of the interval."""
 

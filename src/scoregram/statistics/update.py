@@ -1,7 +1,7 @@
 """One update `Σ w_i ψ_i`: its norm and coherence, the shares of rollouts and prompts, its effect on held-out prompts.
 
 Every number here is a quadratic form in the Gram. Its absolute error is the precision of K times `Σ |w_i w_j K_ij|`,
-so a form that nearly cancels has few correct digits; `update_cancellation` says how few. If it is small, take
+so a form that nearly cancels has few correct digits; `update_cancellation` says how few. If that number is small, take
 `|Σ w_i ψ_i|` from the accumulated gradient instead. `rtol` is the share of `Σ |w_i w_j K_ij|` below which a form counts
 as zero; its default is what a Gram in float32 can resolve.
 """
@@ -75,7 +75,7 @@ def rollout_shares(gram: BatchGram, weights: BatchWeights, *, rtol: float = 1e-6
 
     The share is the projection of `w_i ψ_i` on the update, in units of the update. Reads: `1/N` everywhere if all
     rollouts contribute equally; negative for a rollout that pulls against the update (without it the step would be
-    longer); above one where others pull back; `nan` everywhere if the update is zero to within `rtol`.
+    longer); above one if others pull against the update; `nan` everywhere if the update is zero to within `rtol`.
 
     Example:
         >>> rollout_shares(torch.tensor([[1.0, -0.5], [-0.5, 1.0]]), torch.tensor([2.0, 1.0]))
