@@ -75,7 +75,7 @@ def test_known_dimensions_narrow_the_interval():
     gram, advantages = scores @ scores.mT, torch.linspace(-1, 2, 5)
     free, narrow = (spectrum_with_nulls(gram, advantages, max_rank=m).metric("effective_rank") for m in (None, 2))
     assert narrow.feasible.high == pytest.approx(narrow.measured) and free.feasible.high > narrow.measured + 0.5
-    with pytest.raises(ScoregramError, match="largest rank 1 cannot have more directions than that, got a numerical"):
+    with pytest.raises(ScoregramError, match="numerical rank must be at most max_rank = 1, got "):
         spectrum_with_nulls(gram, advantages, max_rank=1)
 
 

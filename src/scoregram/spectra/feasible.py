@@ -2,7 +2,7 @@
 
 The top-1 fraction `f` limits every rank metric. If half of the energy is in one direction, the effective rank is at
 least 2 whatever the gradients are, so "effective rank about 2" adds nothing to `f = 1/2`. A measured value is
-therefore shown with the interval that its own `f` and the largest possible rank `m` leave open.
+therefore shown with its feasible interval: the values that are possible given `f` and the largest possible rank `m`.
 
 Statement:
     Among energies with `e_1 = f`, `e_i <= f`, `Σe = 1` and at most `m` of them nonzero, every metric of

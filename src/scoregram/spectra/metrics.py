@@ -10,8 +10,9 @@ is `0`. For any other spectrum, with `r` nonzero singular values,
          stable rank <= nuclear/spectral    <= effective rank      <= entropy rank
                         participation ratio <= effective rank
 
-with equality from `1/e_1` to `r` exactly when the nonzero singular values are equal. All but nuclear/spectral are
-exponentials of Rényi entropies of `p` or `e`. These fall with their order, and `e` is more concentrated than `p`.
+and all these metrics equal `r` exactly when the nonzero singular values are equal. All but nuclear/spectral are
+exponentials of Rényi entropies of `p` or `e`. A Rényi entropy falls as its order rises, and `e` is more concentrated
+than `p`.
 """
 
 from collections.abc import Callable
@@ -37,7 +38,7 @@ def effective_rank(singular_values: Spectra) -> PerSpectrum:
     """Number of equal singular values that would have the same nuclear to Frobenius ratio.
 
     `(Σσ)² / Σσ²`, the participation ratio of the singular values. Reads: `1` one direction, `m` a flat spectrum. Small
-    singular values count for much: only the entropy rank and the rank itself are larger.
+    singular values have a strong influence: only the entropy rank and the rank itself are larger.
 
     Reference:
         The effective rank of arXiv:2606.29238.
@@ -155,7 +156,7 @@ SPECTRUM_METRICS = MappingProxyType(
         "top1_fraction": SpectrumMetric(top1_fraction, "e_1", "", schur_concave=False),
     }
 )
-"""Every metric that is one number per spectrum."""
+"""The metrics that give one number per spectrum."""
 
 
 def _relative(singular_values: Tensor, *, caller: str) -> Tensor:

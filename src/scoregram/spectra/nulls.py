@@ -1,4 +1,4 @@
-"""Null models of a spectrum, and the measured spectrum shown with all of them.
+"""Null models of a spectrum, and `spectrum_with_nulls`, which computes the measured spectrum with all of them.
 
 A null model is the spectrum that the group would have if the scores, or their relation to the rewards, had no
 structure:
@@ -157,7 +157,7 @@ def shuffled_null(
         gram: `(R, R)`. Score Gram `K`.
         advantages: `(R,)`. One weight per rollout.
         centred: Subtract the mean row first.
-        draws: Permutations to draw if there are too many distinct assignments to list.
+        draws: Permutations to draw if there are more than `exact_up_to` distinct assignments.
         seed: Of the draws; the global random state is not touched.
         exact_up_to: Largest number of distinct assignments to list. The default covers every group of seven.
         psd_rtol: As in `singular_values`.
@@ -226,7 +226,7 @@ def _least_common_cosine(count: int) -> float:
 
 @dataclass(frozen=True)
 class MetricReading:
-    """One metric: measured, the interval that its top-1 fraction leaves open, and its value under each null model."""
+    """One metric: its measured value, its feasible interval given the top-1 fraction, its value under each null."""
 
     measured: float | int
     feasible: Interval
@@ -300,8 +300,8 @@ def spectrum_with_nulls(
     if measured.numerical_rank > most:
         fail(
             "spectrum_with_nulls",
-            f"a stack of largest rank {most} cannot have more directions than that",
-            f"a numerical rank of {measured.numerical_rank}",
+            f"the numerical rank must be at most max_rank = {most}",
+            measured.numerical_rank,
             "Leave max_rank out, or check which scores went into K.",
         )
     shared = mean_pairwise_cosine(k, rtol=psd_rtol) if cosine is None else float(cosine)

@@ -107,8 +107,8 @@ def singular_values(
 
     Square roots of the eigenvalues of `diag(A) K diag(A)`; of `C diag(A) K diag(A) C` with `C = I - 11ᵀ/R` when
     centred. An eigenvalue below `(R ε + ε_K) Σ A_i² K_ii` is rounding and counts as zero, with `ε` the machine epsilon
-    of float64 and `ε_K` that of the Gram's own dtype. So a singular value under about `1e-8 √R` of the largest is
-    reported as `0`, and so are those of a group of identical rollouts after centring.
+    of float64 and `ε_K` that of the Gram's own dtype. So a singular value under about `1e-8 √R` of the largest
+    (`3e-4` for a Gram in float32) is reported as `0`, and so are those of a group of identical rollouts after centring.
 
     Args:
         gram: `(R, R)`. Score Gram `K`.
@@ -190,7 +190,7 @@ def row_spectra(
 
 def _double_centred(gram: Tensor) -> Tensor:
     """`C K C`: rows and columns sum to zero."""
-    for _ in range(2):  # the first pass leaves rounding of the size of the mean, which may exceed the result
+    for _ in range(2):  # after one pass the rounding error, relative to the mean, may exceed the result
         gram = gram - gram.mean(-1, keepdim=True)
         gram = gram - gram.mean(-2, keepdim=True)
     return (gram + gram.mT) / 2
