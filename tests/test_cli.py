@@ -139,7 +139,7 @@ def test_the_comparison_marks_its_winners_and_says_what_is_missing(capsys):
     ("options", "says"),
     [
         (["--world", "moon"], "lab: the name must be one of output_only, .*got 'moon'. Check the spelling."),
-        (["--budget", "3"], "comparison: the budget must pay for one group of reinforce, 4 rollouts, got 3. Raise it."),
+        (["--budget", "3"], "comparison: the budget must cover one group of reinforce, 4 rollouts, got 3. Raise it."),
         (["--group-size", "0"], "lab: a group must have at least 1 rollout, got 0. Raise --group-size."),
     ],
 )

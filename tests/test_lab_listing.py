@@ -56,7 +56,7 @@ def test_worlds_that_cannot_be_listed_are_refused(world, says):
 
 def test_too_many_rollouts_are_refused(monkeypatch):
     monkeypatch.setattr(module, "ROLLOUTS_LIMIT", 10)
-    with pytest.raises(ScoregramError, match="a world may have 10 rollouts"):
+    with pytest.raises(ScoregramError, match="at most 10 rollouts"):
         listing(WORLDS["output_only"])
 
 

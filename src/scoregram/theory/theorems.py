@@ -3,9 +3,9 @@
 Notation: `R` rollouts of one prompt, i.i.d. from the policy; rewards `r_i` with mean `V` and variance `σ²`; scores
 `ψ_i` with `E ψ = 0`, `F = E[ψψᵀ]`, `g = ∇V = E[ψ r]`; advantages `A_i = r_i - r̄`; update `ĝ = (1/R) Σ A_i ψ_i`.
 
-Three parts: the update of one group and its rank; the weight that dividing by the spread gives to each prompt; and the
-leave-one-out update as an average over pairs, with the kernel `h(1, 2) = (ψ_1 - ψ_2)(r_1 - r_2) / 2`. The exact errors
-that follow from the last are in `scoregram.statistics`.
+Three parts: the update of one group and its rank; the weight that dividing by the standard deviation gives to each
+prompt; and the leave-one-out update as an average over pairs, with the kernel `h(1, 2) = (ψ_1 - ψ_2)(r_1 - r_2) / 2`.
+The exact errors that follow from the third part are in `scoregram.statistics`.
 """
 
 import math
@@ -28,7 +28,7 @@ from scoregram.theory.lab.exact import GroundTruth
 from scoregram.types import GramMatrix, GroupAdvantages, GroupRewards, PerPrompt, Scores
 
 _LARGEST_GROUP = 1000
-"""Above it binomial coefficients leave the range of float64."""
+"""Binomial coefficients of larger groups overflow float64."""
 
 
 def group_mean_scale(group_size: int) -> float:
@@ -245,8 +245,9 @@ def standardized_weight(success: float | int, group_size: int, *, ddof: int = 0)
     Assumes: rewards in {0, 1}, on-policy, no `eps`; all-right and all-wrong groups give no update.
     Checked by: enumeration of groups in the lab.
 
-    Reads: `1 / sqrt(p (1-p))` for large groups; `sqrt(R-1)` as `p` tends to 0 or 1, where the former is infinite.
-    Without the division every prompt has `(R-1)/R`. With it the weight is the same for all prompts at `R = 2` and `3`.
+    Reads: `1 / sqrt(p (1-p))` for large groups; `sqrt(R-1)` as `p` tends to 0 or 1, where that limit is infinite.
+    Without division by the standard deviation every prompt has the weight `(R-1)/R`. With it the weight is the same for
+    all prompts at `R = 2` and `3`.
     From `R = 4` on it grows as `p` moves away from 1/2: prompts that are almost always or almost never solved get
     *more* weight.
 
@@ -354,7 +355,7 @@ def exact_components(truth: GroundTruth) -> NoiseComponents:
 
 
 def group_size_to_beat_vanilla(moments: GroupMoments) -> PerPrompt:
-    """Group size above which leave-one-out has less error than no baseline, for every prompt.
+    """Group size of each prompt above which leave-one-out has less error than no baseline.
 
     Statement: `MSE_LOO < MSE_vanilla` exactly if `R > 1 + (σ² tr F + |g|²) / (E|ψ r|² - E|ψ (r-V)|²)`; the
     denominator is `V (2 b* - V) tr F`, and `V² tr F` if `Cov(|ψ|², r) = 0`.

@@ -1,4 +1,4 @@
-"""Estimators compared: which has the least exact error at a rollout budget, and what each costs in rollouts."""
+"""Comparison of estimators: the exact error of each at one rollout budget, and what each costs in rollouts."""
 
 import json
 import math
@@ -23,10 +23,10 @@ PREFIX_VALUES = "vineppo"
 """The estimator whose values cost fresh rollouts from every state."""
 
 OTHER_SAMPLING = ("same-state",)
-"""Estimators whose groups are not groups of rollouts, so the budget does not apply to them."""
+"""Estimators that compare candidates of one turn instead of rollouts, so the budget does not apply to them."""
 
 STEP_GROUPS_LIMIT = 10_000
-"""Most groups of a prompt that are enumerated for an estimator of turns or tokens; these are slow to call."""
+"""Largest number of groups per prompt to enumerate for an estimator of turns or tokens, which is slow to call."""
 
 EXTRA_CREDITS = ("reward_to_go", "exact_advantage")
 """Credits of the lab that are not in the table of estimators."""
@@ -96,7 +96,7 @@ def comparison(
     The batch has as many groups as the budget allows: a group costs `R` rollouts, one more for a greedy baseline, and
     `rollouts_per_state` more for each visited state if values are sampled. An estimator that exceeds the budget, or
     has too many groups to enumerate, goes to `left_out` with the reason. If an estimator couples prompts, every group
-    counts as a batch of its own. If it selects groups, the lab drops none: those it would drop have an update of zero.
+    counts as a batch of its own. If it filters groups, the lab keeps them all: a filtered group has an update of zero.
 
     Args:
         truth: The world and the policy.
@@ -104,7 +104,7 @@ def comparison(
         group_size: `R`.
         estimators: Names; `None` for the whole table and two credits of the lab.
         rollouts_per_state: `K` of the Monte-Carlo prefix values.
-        step_groups_limit: Most groups of a prompt to enumerate for an estimator that credits turns or tokens.
+        step_groups_limit: Largest number of groups per prompt to enumerate for an estimator of turns or tokens.
 
     Raises:
         ScoregramError: If a name is unknown, or every estimator was left out; the error is the first reason.
@@ -184,7 +184,7 @@ def moments_of(
 
 def _require_a_group(prompts: int, name: str, *, cost: float, budget: int) -> None:
     if prompts < 1:
-        fail("comparison", f"the budget must pay for one group of {name}, {cost:g} rollouts", budget, "Raise it.")
+        fail("comparison", f"the budget must cover one group of {name}, {cost:g} rollouts", budget, "Raise it.")
 
 
 def _row(name: str, group_size: int, prompts: int, rollouts: float, moments: UpdateMoments) -> ComparisonRow:

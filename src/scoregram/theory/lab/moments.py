@@ -143,7 +143,7 @@ ROLLOUT_INPUTS: MappingProxyType[str, Callable[[GroundTruth], Tensor]] = Mapping
         "outcomes": lambda truth: truth.listing.returns,
     }
 )
-"""Inputs of an estimator besides the rewards. Each is one number per rollout; equal types need equal inputs."""
+"""Inputs of an estimator besides the rewards, one number per rollout. Rollouts of one type have equal inputs."""
 
 
 def group_update_moments(
@@ -194,16 +194,13 @@ def expected_advantages(
     *,
     prompt: int,
     group_size: int,
-    needs: tuple[str, ...] = (),
-    couples_prompts: bool = False,
 ) -> Float[Tensor, " chosen"]:
     """`E[A_i | rollout i]` for every rollout of the prompt: the advantage averaged over the rest of the group.
 
-    By symmetry `E[A_i | τ_i = τ] = E[Σ_{j of type τ} A_j] / (R p_τ)`. Arguments as in `group_update_moments`.
+    By symmetry `E[A_i | τ_i = τ] = E[Σ_{j of type τ} A_j] / (R p_τ)`. Arguments as in `group_update_moments`;
+    `advantage` takes the rewards alone.
     """
-    table = group_table(
-        truth, advantage, prompt=prompt, group_size=group_size, needs=needs, couples_prompts=couples_prompts
-    )
+    table = group_table(truth, advantage, prompt=prompt, group_size=group_size)
     by_type = (table.probability @ table.summed) / (group_size * table.type_probability)  # (K,)
     return by_type[table.type_of]
 

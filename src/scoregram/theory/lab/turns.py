@@ -1,9 +1,9 @@
 """Moments of updates whose credit differs from turn to turn: `ĝ = (1/R) Σ_i Σ_h A_ih ∇ log π(a_ih | s_ih)`.
 
-There are three kinds. Credit that depends only on its own rollout needs no group: rollouts are independent, so the
-variance of one is divided by `R`. Credit that depends on the whole group is enumerated over multisets of types, as in
-`moments`: rollouts are of one type if every reward and every input of every turn are equal. Credit from fresh rollouts
-from every state (Monte-Carlo prefix values) adds independent noise whose variance is known exactly.
+There are three kinds of credit. Credit that depends only on its own rollout needs no group: rollouts are independent,
+so the variance of one is divided by `R`. Credit that depends on the whole group is enumerated over multisets of types,
+as in `moments`: rollouts are of one type if every reward and every input of every turn are equal. Credit estimated from
+fresh rollouts (Monte-Carlo prefix values) adds independent noise whose variance is known exactly.
 """
 
 from collections.abc import Callable

@@ -226,7 +226,9 @@ def listing(world: World) -> Listing:
                 else:
                     walk((*history, action, outcome.observation), longer)
                 if len(paths) > ROLLOUTS_LIMIT:
-                    fail("listing", f"a world may have {ROLLOUTS_LIMIT} rollouts", "more", "Make the world smaller.")
+                    fail(
+                        "listing", f"there may be at most {ROLLOUTS_LIMIT} rollouts", "more", "Make the world smaller."
+                    )
 
     for prompt in range(len(world.prompt_weights)):
         walk((prompt,), _Path(prompt, (), 1.0))
@@ -250,7 +252,8 @@ def _outcomes(world: World, history: History, action: int) -> tuple:
     going_on = [outcome.observation for outcome in outcomes if not outcome.ends]
     if len(set(going_on)) < len(going_on):
         where = f"after action {action} in history {history}"
-        fail("listing", f"observations {where} must differ, or two outcomes are one state", going_on, "Number them.")
+        requirement = f"observations {where} must differ, so that each outcome leads to its own state"
+        fail("listing", requirement, going_on, "Number them.")
     return tuple(outcome for outcome in outcomes if outcome.probability > 0)
 
 
