@@ -52,7 +52,7 @@ def test_a_folder_has_its_own_splits(tmp_path):
         ([*rows(2), {"prompt": "x", "answer": "1", "completions": 1}], "got completions in line 3 of"),
         ([], "an empty"),
         (["", " "], "an empty"),
-        (rows(1), "must hold two problems"),
+        (rows(1), "must hold at least two problems"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path, lines, part):

@@ -52,7 +52,7 @@ def same_answer(completion: str, answer: str) -> bool:
 def stated_answer(completion: str) -> str | None:
     r"""The line after the first `####`, else the inside of the last `\boxed{…}`, else `None`.
 
-    The first mark counts: text that a policy writes after its answer changes nothing.
+    The first mark counts, so text that the policy writes after its answer is ignored.
     """
     if ANSWER_MARK in completion:
         return completion.split(ANSWER_MARK, 1)[1].strip(" \t").split("\n")[0].strip()
@@ -100,8 +100,8 @@ def normalised_text(text: str) -> str:
 def equal_by_algebra(stated: str, answer: str) -> bool:
     """Whether math-verify judges two expressions equal; `False` if it is not installed.
 
-    Its time limit is a signal, which only the main thread can set. Expressions that could hang are therefore refused in
-    every thread, so that the result does not depend on the thread.
+    math-verify enforces its time limit with a signal, which works only in the main thread. Expressions on which it may
+    hang therefore count as unequal in every thread, so that the result does not depend on the thread.
     """
     if importlib.util.find_spec("math_verify") is None:
         return False

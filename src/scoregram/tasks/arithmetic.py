@@ -1,12 +1,12 @@
-"""Running sums written step by step, `34+7+1+5=` solved as `41,42,47.`, and a careless teacher of them.
+"""Running sums written step by step, `34+7+1+5=` solved as `41,42,47.`, and a careless teacher.
 
 Only the last number is rewarded, but every step can be verified, so this task knows where a rollout went wrong. The
 first term has two digits and the others one, so that every step of the default difficulty has two digits.
 
 Warm starts learn from the solutions of the careless teacher. If it made random mistakes alone, the right step would
 stay the likeliest one, greedy decoding would solve everything, and nothing would be left to learn. So it has habits: at
-some pairs of digits it nearly always forgets to carry. After a mistake it goes on from the wrong number: a solution is
-consistent.
+some pairs of digits it nearly always forgets to carry. After a mistake it continues from the wrong number, so the later
+steps are consistent with the mistake.
 """
 
 from dataclasses import dataclass
@@ -111,7 +111,7 @@ def longest_solution(terms: int) -> int:
 
 
 def right_sum(prompts: list[str], completions: list[str], *, answer: list[str], **columns: Any) -> list[float | None]:
-    """`1` where the last number, with a full stop as the last character, is the sum; `0` otherwise."""
+    """`1` if the completion ends in the sum and a full stop; `0` otherwise."""
     return [float(final_number(text) == right) for text, right in zip(completions, answer, strict=True)]
 
 
@@ -175,7 +175,7 @@ class Teacher:
 
 
 def careless_teacher(terms: int, seed: int, *, right: float, habit: float, slip: float) -> Teacher:
-    """A teacher with so many habits that a share `right` of its solutions would be right if it always followed them.
+    """A teacher with so many habits that, if it always followed them, a share `right` of its solutions would be right.
 
     The share `q` of pairs that are habits solves `(1 - q)^(terms - 1) = right` and is at most one half, because only
     pairs that carry can be habits. About a share `((1 - q · habit)(1 - slip))^(terms - 1)` of its solutions is right.

@@ -14,7 +14,7 @@ from typing import Any, Protocol, overload, runtime_checkable
 from scoregram.checks import fail
 
 MAX_NEW_TOKENS = 256
-"""Tokens of a completion in tasks that set no limit of their own."""
+"""Longest completion, in tokens, of tasks that set no limit of their own."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Task:
     max_new_tokens: int
     """Longest completion, in tokens."""
     prompt_format: str = "{prompt}"
-    """Template of the text that the policy reads; `{prompt}` stands for the bare question."""
+    """Template of the text that the policy reads; `{prompt}` is replaced by the question."""
     demonstrate: Callable[[Problem, Random], str] | None = None
     """Writes a solution, for supervised warm starts."""
     steps: Callable[[Problem, str], tuple[SolutionStep, ...]] | None = None

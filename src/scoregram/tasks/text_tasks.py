@@ -16,9 +16,9 @@ CALCULATOR_MARK = re.compile(r"<<[^<>]*>>")
 FOLDER_REMEDY = "Pass a folder with train.jsonl and test.jsonl instead: gsm8k:FOLDER."
 
 _TRAIN_PROBLEMS, _TEST_PROBLEMS = 8192, 256
-"""Problems that a generator of reasoning-gym makes."""
+"""Sizes of the splits of a reasoning-gym task."""
 ATTEMPTS = 16
-"""Most problems to generate for one place of the training split, until one is not in the test split."""
+"""Attempts to generate a training problem whose question is not in the test split."""
 TAGGED_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 TAGGED_PROMPT = "{prompt}\nWrite the final answer between <answer> and </answer>.\n"
 
@@ -93,7 +93,7 @@ def _word_problem(row: Mapping[str, Any], problem_id: str) -> Problem:
 def _worked_solution(problem: Problem, rng: Random) -> str:
     """The dataset's solution without its calculator marks, ending in `#### N`.
 
-    It begins with a blank, because the prompt ends in `Answer:`.
+    It begins with a space, because the prompt ends in `Answer:`.
     """
     steps = CALCULATOR_MARK.sub("", str(problem.columns["solution"])).rsplit(ANSWER_MARK, 1)[0].rstrip()
     return f" {steps}\n{ANSWER_MARK} {problem.answer}"
@@ -102,9 +102,8 @@ def _worked_solution(problem: Problem, rng: Random) -> str:
 def reasoning_gym(argument: str, seed: int = 0) -> Task:
     """Problems of the generator `argument` in its default configuration, scored by that generator.
 
-    A training problem is generated when it is indexed, the test split at once (which takes minutes for the few
-    generators that search). A training problem whose question is in the test split is replaced by the next one that is
-    not.
+    The test split is generated at once, which takes minutes for the few generators that search; a training problem is
+    generated when it is indexed. A training problem whose question is in the test split is replaced by another.
 
     Raises:
         ScoregramError: If reasoning-gym is not installed or has no such generator; the error lists its generators.
@@ -200,7 +199,7 @@ def jsonl(argument: str, seed: int = 0) -> Task:
 def _split_problems(problems: Sequence[Problem], path: Path) -> tuple[Sequence[Problem], Sequence[Problem]]:
     """All but the last tenth, and the last tenth (at least one)."""
     if len(problems) < 2:
-        requirement = "a file must hold two problems, one to train on and one to test on"
+        requirement = "a file must hold at least two problems, one to train on and one to test on"
         fail("jsonl", requirement, f"1 in {path}", "Add problems.")
     held_out = max(1, len(problems) // TEST_SHARE)
     return problems[:-held_out], problems[-held_out:]
@@ -216,7 +215,7 @@ def _row_problem(row: Mapping[str, Any], problem_id: str, where: str) -> Problem
     if key is None or "answer" not in row:
         fail("jsonl", "a line must have a prompt (or question) and an answer", f"{where} with {[*row]}", "Add them.")
     if not isinstance(row[key], str):
-        fail("jsonl", f"{key} must be a string", f"{type(row[key]).__name__} in {where}", "Write the text alone.")
+        fail("jsonl", f"{key} must be a string", f"{type(row[key]).__name__} in {where}", "Write one JSON string.")
     if reserved := [name for name in row if name in RESERVED_COLUMNS]:
         requirement = f"no column may be called {', '.join(RESERVED_COLUMNS)}"
         fail("jsonl", requirement, f"{reserved[0]} in {where}", "Rename it.")
