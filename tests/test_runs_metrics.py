@@ -98,7 +98,7 @@ def test_a_spoilt_end_is_ignored(tmp_path, tail):
 @pytest.mark.parametrize("spoilt", [b"{\n", b"\n", b'{"step": true}\n', b'{"reward": 1}\n', LINES[0]])
 def test_a_spoilt_line_in_the_middle_is_named(tmp_path, spoilt):
     (tmp_path / "m").write_bytes(LINES[0] + spoilt + LINES[1])
-    with pytest.raises(ScoregramError, match="got line 2"):
+    with pytest.raises(ScoregramError, match="got an invalid line 2"):
         read_metrics(tmp_path / "m")
 
 

@@ -161,7 +161,8 @@ def test_a_damaged_config_is_named(tmp_path, content):
 
 
 def test_what_is_not_a_run(tmp_path):
-    for path, got in ((tmp_path, "one without"), (tmp_path / "absent", "no such folder"), (tmp_path / "f", "a file")):
+    cases = ((tmp_path, "a folder without it"), (tmp_path / "absent", "no such folder"), (tmp_path / "f", "a file"))
+    for path, got in cases:
         (tmp_path / "f").touch()
         with pytest.raises(ScoregramError, match=f"must be a run folder with a config.yaml, got {got}"):
             open_run(path)

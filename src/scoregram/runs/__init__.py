@@ -1,4 +1,4 @@
-"""The run folder: written step by step, safe against a kill at any moment, read by everything that shows a run.
+"""The run folder: written step by step, safe against a kill at any moment, and read by reports and studies.
 
 `disk` names, atomic writes, lock · `config` config.yaml · `metrics` metrics.jsonl · `records` Parquet tables ·
 `writer` · `reader`.

@@ -1,4 +1,4 @@
-"""`config.yaml`: what a run was asked to do and where it ran, written, read, and compared when a run is resumed."""
+"""`config.yaml`, the settings of a run and its environment: write it, read it, compare it when a run is resumed."""
 
 import math
 import os
@@ -36,7 +36,7 @@ PACKAGES = (
 
 
 def environment() -> dict[str, Any]:
-    """Versions, source and machine of this process: what besides the config can change the numbers of a run.
+    """Versions, source and machine of this process: everything besides the config that can change a run's numbers.
 
     No host name, no user name, no path.
 
@@ -60,7 +60,7 @@ def environment() -> dict[str, Any]:
 
 
 def source_commit(package: Path = Path(__file__).parent.parent) -> tuple[str | None, bool | None]:
-    """Git commit of the source in `package`, and whether the source has uncommitted changes; None if git tracks none.
+    """Git commit of the source in `package`, and whether it has uncommitted changes; None if git does not track it.
 
     The environment variable `SCOREGRAM_COMMIT` names the commit of a source that was copied without its history. A
     package that is installed inside another repository is not part of it: git must track its `__init__.py`.
@@ -90,7 +90,7 @@ def _package_version(name: str) -> str | None:
 
 def _git(folder: Path, *words: str) -> str | None:
     """Output of a git command, None if it fails."""
-    # A surrounding git command, such as a hook, sets GIT_DIR and others: they would point git at its repository.
+    # Inside a git hook, GIT_DIR and other variables are set and would make git use the hook's repository.
     clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         done = subprocess.run(
@@ -172,10 +172,10 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def require_run(folder: Path | str) -> Path:
-    """Path of a folder that holds a run, in which files are files and folders are folders."""
+    """`folder` as a Path; an error unless it holds a run whose metrics are a file and whose tables are folders."""
     root = disk.require_path(folder, caller="open_run")
     if not (root / CONFIG_FILE).is_file():
-        got = "one without" if root.is_dir() else "a file" if root.exists() else "no such folder"
+        got = "a folder without it" if root.is_dir() else "a file" if root.exists() else "no such folder"
         fail("open_run", f"{root} must be a run folder with a {CONFIG_FILE}", got, "Check the path.")
     for path in (root / name for name in (disk.METRICS, *disk.TABLE_FOLDERS, disk.CHECKPOINTS)):
         if path.exists() and path.is_dir() != (path.name != disk.METRICS):
@@ -215,9 +215,8 @@ def read_config(root: Path) -> dict[str, Any]:
     }
     wrong = [name for name, valid in is_valid.items() if not valid]
     if wrong:
-        fail(
-            "open_run", f"{path} must be written by scoregram", f"another kind of {wrong[0]}", "Restore it from a copy."
-        )
+        got = f"an invalid section {wrong[0]}"
+        fail("open_run", f"{path} must be written by scoregram", got, "Restore it from a copy.")
     return sections
 
 

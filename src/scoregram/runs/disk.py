@@ -113,9 +113,9 @@ def remedy_for(code: int | None) -> str:
     if code in _FORBIDDEN:
         return "Choose a folder that you may write to."
     if code == errno.ENAMETOOLONG:
-        return "Choose a shorter one: most disks allow 255 bytes for each name in a path, and 4096 for the path."
+        return "Choose a shorter path: most disks allow 255 bytes for each name in a path, and 4096 for the path."
     if code == errno.EISDIR:
-        return "Move the folder away that has the name of this file."
+        return "A folder has the name of this file: move it away."
     if code in _NOT_A_FOLDER:
         return "Choose a path that does not exist yet, or an existing folder; no part of the path may be a file."
     return "Check the disk, or choose a folder on another disk."
@@ -123,7 +123,7 @@ def remedy_for(code: int | None) -> str:
 
 @contextmanager
 def disk_errors(path: Path, *, caller: str) -> Iterator[None]:
-    """A block in which an `OSError`, or a full disk behind another error, becomes a `ScoregramError` with a remedy."""
+    """Turn an `OSError`, or any exception caused by a full disk, into a `ScoregramError` with a remedy."""
     try:
         yield
     except ScoregramError:
@@ -301,7 +301,7 @@ class FolderLock:
             self.release()
             remedy = "Wait until that process has ended, or choose another folder."
             fail(caller, f"{folder} must have one writer", "another process that is writing to it", remedy)
-        except OSError:  # a file system without locks: an unlocked run is better than none
+        except OSError:  # the file system has no locks: write without one
             self.release()
         else:
             _held_locks.add(self)

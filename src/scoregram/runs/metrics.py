@@ -1,7 +1,7 @@
 """`metrics.jsonl`: one line of strict JSON per step, appended, so that `tail -f` follows a run.
 
 A line is valid if it ends in a newline and parses. A kill or a power cut can damage only the end of the file, which
-readers skip. An invalid line followed by a valid one means other damage, which readers refuse.
+readers skip. An invalid line followed by a valid one means other damage: reading raises an error.
 """
 
 import json
@@ -49,17 +49,17 @@ OWN_PREFIX = "scoregram/"
 
 
 def own_name(name: str) -> str:
-    """Our scalar's name beside a foreign one of the same name."""
+    """Name of our scalar where another trainer logs one of the same name."""
     return OWN_PREFIX + name
 
 
 def beside_foreign(ours: Mapping[str, Any], foreign: Mapping[str, Any], taken: Collection[str] = ()) -> dict[str, Any]:
-    """One line of our scalars and another trainer's. A foreign name keeps the foreign value, whatever it is.
+    """Scalars of one step, ours and another trainer's. Ours are renamed where the other trainer uses the same name.
 
     Args:
-        ours: One of these whose name is foreign is written as `scoregram/NAME`.
-        foreign: The other trainer's scalars of this step.
-        taken: More foreign names, such as those of scalars that the trainer logs at other steps.
+        ours: Our scalars; renamed to `scoregram/NAME` if `foreign` or `taken` has NAME.
+        foreign: The other trainer's scalars of this step; they keep their names and values.
+        taken: Further names that the other trainer uses, such as those of scalars that it logs at other steps.
 
     Example:
         >>> beside_foreign({"reward_std": 0.4, "gram/snr": 1.5}, {"reward_std": 0.5})
@@ -107,7 +107,7 @@ def read_metrics(path: Path) -> MetricsFile:
         elif first_invalid:
             requirement = f"{path} must hold one JSON object per line, with increasing steps"
             remedy = "Restore the file, or delete that line if you can do without its step."
-            fail("open_run", requirement, f"line {first_invalid}", remedy)
+            fail("open_run", requirement, f"an invalid line {first_invalid}", remedy)
         else:
             lines.append(line)
             ends.append(end)

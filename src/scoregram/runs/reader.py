@@ -1,4 +1,4 @@
-"""Reading a run that is finished, still running or killed, and the hashes by which a changed file is found.
+"""Reading a run that is finished, still running or killed, and file hashes that show which files have changed.
 
 Everything complete can be read; `Run.notes` names what is incomplete.
 """
@@ -37,9 +37,9 @@ class Run:
     config: Mapping[str, Any]
     """The config that the run was started or last resumed with."""
     environment: Mapping[str, Any]
-    """Versions, source and machine that it began with."""
+    """Versions, source and machine that the run was started with."""
     resumed: tuple[Mapping[str, Any], ...]
-    """`step` and `environment` of each time it was resumed on another machine or with other versions."""
+    """`step` and `environment` of each resume on another machine or with other versions."""
     notes: tuple[str, ...]
     """What was incomplete in the folder when it was opened: traces of an interrupted write."""
     remarks: Mapping[str, str] = field(default_factory=dict)
