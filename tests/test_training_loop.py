@@ -289,7 +289,7 @@ def test_a_run_is_resumed_from_the_command_line_by_its_folder_alone(policy, tmp_
     for changes, says in (
         ({"colour": "red"}, "got colour"),
         ({"trust_remote_code": True}, "got trust_remote_code"),  # a run from elsewhere must not grant it
-        ({"steps": "many"}, "must have their types"),
+        ({"steps": "many"}, "must have the right types"),
     ):
         Path("runs/rloo/config.yaml").write_text(yaml.dump(other | {"config": other["config"] | changes}))
         with pytest.raises(ScoregramError, match=says):

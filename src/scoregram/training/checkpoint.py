@@ -1,4 +1,4 @@
-"""What a run needs to continue after a kill: weights, optimiser, position in the data.
+"""Checkpoints, from which a killed run continues: weights, optimiser, position in the data.
 
 Random numbers are functions of the seed and the step, so no generator state is stored. The weights are stored with
 `save_pretrained`, so that `from_pretrained` loads a checkpoint.
@@ -22,7 +22,7 @@ MODEL = "model"
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run has come."""
+    """Progress of a run."""
 
     step: int
     """Steps that are done."""
@@ -34,7 +34,7 @@ def save_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimiz
     """Write a checkpoint into an empty folder."""
     save_policy(folder / MODEL, policy)
     state = {"step": position.step, "problems": position.problems, "optimizer": optimizer.state_dict()}
-    with (folder / STATE).open("wb") as file:  # an open file keeps the disk's error, which torch hides behind a path
+    with (folder / STATE).open("wb") as file:  # given a path, torch.save would hide the OSError of a full disk
         torch.save(state, file)
 
 
@@ -56,7 +56,7 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimiz
         "Restore it from a copy, or remove it: the run then resumes from the checkpoint before it, or from the start."
     )
     if damaged := damaged_files(folder):
-        fail("train --resume", f"{folder} must be as it was written", f"other content in {', '.join(damaged)}", remedy)
+        fail("train --resume", f"{folder} must match its checksums", f"missing or changed {', '.join(damaged)}", remedy)
     device = next(policy.model.parameters()).device
     try:
         load_weights(policy.model, folder / MODEL)
@@ -97,7 +97,7 @@ def is_tied(model: nn.Module, name: str, saved: dict[str, Any]) -> bool:
 
 
 def write_failure(run: Path, step: int, policy: Policy, rollouts: Rollouts, error: Exception) -> Path:
-    """Save a step that failed: rollouts, rewards, the weights before it and the message. Returns the folder."""
+    """Save a step that failed: rollouts, rewards, the current weights and the message. Returns the folder."""
     folder = run / "failures" / f"step-{step}"
     assert rollouts.log_probs is not None
     kept = {

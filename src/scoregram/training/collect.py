@@ -1,4 +1,4 @@
-"""The rollouts of one step: problems drawn, rollouts sampled and rewarded, in whole groups.
+"""The rollouts of one step: draw problems, sample a group of rollouts for each, compute the rewards.
 
 The problems and the random numbers of a step depend only on the seed and on a position, not on earlier steps. So a run
 that is resumed at a position continues with the same problems and draws as one that was never interrupted.
@@ -30,7 +30,7 @@ def collect(
     """`group_size` rollouts of every problem, with texts and rewards.
 
     Raises:
-        ScoregramError: If a prompt leaves no room for a completion, or a reward is not a number.
+        ScoregramError: If a prompt leaves no room for a whole completion, or a user's reward function fails its checks.
     """
     prompts = [policy.encode_prompt(task.prompt(problem)) for problem in problems]
     refuse_long_prompts(prompts, problems, sampling, policy)
@@ -58,7 +58,7 @@ def collect(
 
 
 def greedy_rewards(policy: Policy, task: Task, problems: Sequence[Problem], sampling: SamplingConfig) -> PerPrompt:
-    """`(P,)` reward of the greedy rollout of every problem, `nan` without one."""
+    """`(P,)` reward of the greedy rollout of every problem; `nan` where the reward function returned `None`."""
     greedy = replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
     return collect(policy, task, problems, group_size=1, sampling=greedy, generator=None).rewards
 
@@ -81,7 +81,7 @@ def refuse_long_prompts(
 def drawn_problems(problems: Sequence[Problem], position: int, count: int, seed: int) -> list[Problem]:
     """The problems at places `position … position + count - 1` of an endless sequence of shuffled epochs.
 
-    Every epoch holds every problem once, in an order of its own.
+    Every epoch holds every problem once, in a different order.
     """
     size = len(problems)
     places = range(position, position + count)
@@ -95,7 +95,7 @@ def epoch_order(size: int, epoch: int, seed: int) -> tuple[int, ...]:
     return tuple(torch.randperm(size, generator=seeded_generator(seed, "order", epoch)).tolist())
 
 
-def seeded_generator(seed: int, purpose: str, number: int, device: torch.device | str = "cpu") -> torch.Generator:
+def seeded_generator(seed: int, purpose: str, number: int) -> torch.Generator:
     """A fresh generator for one purpose and one number, such as a step; no two of them share a stream."""
     digest = hashlib.sha256(f"{seed}/{purpose}/{number}".encode()).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)

@@ -37,20 +37,28 @@ METHODS: MappingProxyType[str, Method] = MappingProxyType(
         "grpo-verl": Method(estimator="grpo-verl", objective="dual_clip", about="as verl's defaults: token mean"),
         "grpo-openrlhf": Method(estimator="grpo-openrlhf", objective="grpo", about="as OpenRLHF's group_norm"),
         "grpo-nemo-rl": Method(
-            estimator="grpo-nemo-rl", objective="dual_clip", about="as NeMo-RL: mean and deviation of the others"
+            estimator="grpo-nemo-rl", objective="dual_clip", about="as NeMo-RL: statistics of the other rollouts"
         ),
-        "grpo-prime-rl": Method(estimator="grpo-prime-rl", objective="dapo", about="as prime-rl: no deviation"),
-        "rloo": Method(estimator="rloo", objective="reinforce", about="reward minus the mean of the others"),
-        "dr-grpo": Method(estimator="mean", objective="dr_grpo", about="no deviation, one constant length for all"),
+        "grpo-prime-rl": Method(
+            estimator="grpo-prime-rl", objective="dapo", about="as prime-rl: reward minus the group's mean"
+        ),
+        "rloo": Method(estimator="rloo", objective="reinforce", about="reward minus the mean of the other rollouts"),
+        "dr-grpo": Method(
+            estimator="mean", objective="dr_grpo", about="reward minus the group's mean, token sum over a constant"
+        ),
         "opo": Method(estimator="opo", objective="reinforce", about="length-weighted baseline"),
-        "opo-loo": Method(estimator="opo-loo", objective="reinforce", about="length-weighted baseline of the others"),
+        "opo-loo": Method(
+            estimator="opo-loo", objective="reinforce", about="length-weighted baseline from the other rollouts"
+        ),
         "optimal": Method(
             estimator="optimal", objective="reinforce", about="baseline weighted by the measured score norms"
         ),
         "optimal-loo": Method(
-            estimator="optimal-loo", objective="reinforce", about="the same over the others, hence unbiased"
+            estimator="optimal-loo", objective="reinforce", about="the same from the other rollouts, hence unbiased"
         ),
-        "remax": Method(estimator="remax", objective="reinforce", about="reward minus that of the greedy rollout"),
+        "remax": Method(
+            estimator="remax", objective="reinforce", about="reward minus the reward of the greedy rollout"
+        ),
         "reinforce++": Method(estimator="reinforce++", objective="grpo", about="reward whitened over the batch"),
         "reinforce++-baseline": Method(
             estimator="reinforce++-baseline", objective="grpo", about="centred in the group, whitened over the batch"
@@ -70,7 +78,7 @@ METHODS: MappingProxyType[str, Method] = MappingProxyType(
 MAY_DIFFER = ("steps", "out", "resume", "overwrite", "report_to", "checkpoint_every", "keep_checkpoints")
 """Settings that a resumed run may change without changing its numbers.
 
-`steps` only where the learning rate does not depend on it.
+`steps` may change only if the learning rate schedule is constant.
 """
 
 
@@ -82,7 +90,7 @@ class TrainConfig:
     """Run folder to write."""
     resume: bool = False
     """Continue the run in `out` from its last checkpoint, with its settings. Only steps (at a constant learning rate),
-    report_to, checkpoint_every and keep_checkpoints may be given anew."""
+    report_to, checkpoint_every and keep_checkpoints may be changed."""
     overwrite: bool = False
     """Replace an older run in `out`."""
 
@@ -149,7 +157,7 @@ class TrainConfig:
     beta: float = 0.0
     """Coefficient of the KL term to the initial policy; 0 for none."""
     kl: str = "k3"
-    """KL estimator: k1, k2 or k3, as a value or as a loss (keys of `KL_TERMS`)."""
+    """KL estimator that is added to the loss: k1, k2 or k3 (keys of `KL_TERMS`)."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """Optimiser."""
     learning_rate: float = 1e-4
@@ -206,7 +214,7 @@ class TrainConfig:
     seed: int = 0
     """Seed of prompts, rollouts and initial weights."""
     threads: int = 0
-    """Threads of torch on a CPU while the run lasts; 0 leaves the number as it is."""
+    """CPU threads that torch uses during the run; 0 leaves the number as it is."""
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
@@ -244,7 +252,7 @@ class TrainConfig:
         if self.method not in METHODS:
             refuse("train --method", f"must be one of {', '.join(METHODS)}", repr(self.method), "Check the spelling.")
         if self.resume and self.overwrite:
-            refuse("train", "resume or overwrite must be chosen, not both", "both", "Leave one of them out.")
+            refuse("train", "--resume and --overwrite must not be given together", "both", "Leave one of them out.")
 
     @classmethod
     def of_run(cls, out: Path | str) -> "TrainConfig":
@@ -259,14 +267,14 @@ class TrainConfig:
         if "method" not in stored or stored.keys() - known:
             got = ", ".join(sorted(stored.keys() - known)) or "no method"
             remedy = "Resume it with the program, or the version, that wrote it."
-            refuse("train --resume", f"{out} must hold settings of train only", got, remedy)
+            refuse("train --resume", f"{out} must hold only settings that scoregram train knows", got, remedy)
         plain: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()
         }
         try:
             return cls(**plain | {"out": Path(out), "resume": True, "overwrite": False})
         except TypeError as error:
-            refuse("train --resume", f"the settings of {out} must have their types", error, "Restore config.yaml.")
+            refuse("train --resume", f"the settings in {out} must have the right types", error, "Restore config.yaml.")
             raise
 
     @property

@@ -1,4 +1,4 @@
-"""From rewards to the weight of every token: the estimator and the loss of a method, in that order."""
+"""From rewards to token weights: the method's estimator gives the advantages, its loss the weights."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,9 +16,9 @@ from scoregram.training.config import Method
 from scoregram.types import Advantages, LogProbs, Mask, PerPrompt, TokenWeights
 
 TRAINER_INPUTS = frozenset({"lengths", "outcomes", "greedy_rewards", "score_energies"})
-"""Estimator inputs, besides rewards, that the trainer has."""
+"""Estimator inputs, besides rewards, that the trainer can supply."""
 LOSS_INPUTS = frozenset({"log_probs", "old_log_probs", "advantages", "mask", "length"})
-"""Loss inputs that the trainer has."""
+"""Loss inputs that the trainer can supply."""
 
 
 def require_method(method: Method, *, group_size: int, kl: str) -> None:
@@ -56,7 +56,7 @@ def credited_step(
         number: Number of the step.
         rollouts: Its rollouts.
         length: Longest completion, in tokens: the constant by which Dr.GRPO divides.
-        gram: Gram of all rollouts if it is known already, as estimators that need score norms require.
+        gram: Gram of all rollouts, if already measured; estimators that need score norms require it.
         greedy: `(P,)` rewards of greedy rollouts, for the estimator that needs them.
     """
     advantages = advantages_of(method.estimator, rollouts, gram=gram, greedy=greedy)
@@ -78,7 +78,7 @@ def advantages_of(
         greedy: `(P,)` rewards of greedy rollouts, for the estimator that needs them.
 
     Raises:
-        ScoregramError: If an advantage is not finite.
+        NotFiniteError: If an advantage is not finite.
     """
     rewards = rollouts.reward_grid
     inputs: dict[str, Tensor | None] = {
@@ -87,10 +87,7 @@ def advantages_of(
         "score_energies": None if gram is None else rollouts.by_group(gram.matrix.diagonal()),
         "greedy_rewards": greedy,
     }
-    advantages = estimate(estimator, rewards, **inputs)
-    if not bool(advantages.isfinite().all()):
-        fail("train", "advantages must be finite", f"{advantages.tolist()}", "Look at the rewards of this step.")
-    return advantages
+    return estimate(estimator, rewards, **inputs)
 
 
 def score_weights(objective: str, advantages: Advantages, mask: Mask, *, length: int) -> Tensor:
@@ -107,7 +104,7 @@ def score_weights(objective: str, advantages: Advantages, mask: Mask, *, length:
 def loss_value(
     method: Method, step: Step, log_probs: LogProbs, old_log_probs: LogProbs | None = None, *, length: int
 ) -> Tensor:
-    """The loss of all rollouts of a step, a scalar; on-policy, hence `old_log_probs = log_probs`, if they are None."""
+    """Scalar loss over all rollouts of a step; on-policy (`old_log_probs = log_probs`) if `old_log_probs` is None."""
     row = OBJECTIVES[method.objective]
     inputs: Mapping[str, Any] = {
         "log_probs": log_probs,

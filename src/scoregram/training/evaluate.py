@@ -1,4 +1,4 @@
-"""Looking at the policy without training it: accuracy on test problems, and probes of the same few problems.
+"""Measurements of the policy between updates: accuracy on test problems, and probes of the same few problems.
 
 An evaluation rewards greedy rollouts and rollouts sampled as in training. A probe measures the Gram of groups of fixed
 problems at intervals, which shows how the spectrum changes while the prompts stay the same.
@@ -42,9 +42,9 @@ class Evaluation:
     """Rewards on test problems."""
 
     rewards: tuple[float, ...]
-    """Greedy, one per problem, in the order of the problems; `nan` without a reward."""
+    """Reward of the greedy rollout of each problem; `nan` without a reward."""
     sampled: tuple[tuple[float, ...], ...] = ()
-    """Of the rollouts sampled for each problem; empty if none were sampled."""
+    """Rewards of the rollouts sampled for each problem; empty if none were sampled."""
 
     @property
     def accuracy(self) -> float:
@@ -100,7 +100,7 @@ def evaluate(
 
 
 def evaluation_records(step: int, problems: Sequence[Problem], evaluation: Evaluation) -> list[GroupRecord]:
-    """Groups of kind `test` and `test, greedy` with the rewards of an evaluation; nothing without sampled rollouts."""
+    """Groups of kind `test` and `test, greedy` with the rewards of an evaluation; none if no rollouts were sampled."""
     kinds = {SAMPLED_TEST: evaluation.sampled, GREEDY_TEST: tuple((reward,) for reward in evaluation.rewards)}
     return [
         GroupRecord(
@@ -135,9 +135,9 @@ def probe_kind(config: TrainConfig, sampled_at: float, scored_at: float) -> str:
 def run_probe(config: TrainConfig, policy: Policy, task: Task, problems: Sequence[Problem], step: int) -> ProbeResult:
     """Sample groups of the problems and measure their Grams; the policy and its gradients stay as they are.
 
-    At another temperature than the policy's the same rollouts are scored twice: at the temperature that they were
-    sampled at, where scores average to zero, and at the policy's, where they do not. Advantages are those of the group
-    mean, whatever the run is trained with. The scalars are those of the first temperature.
+    Rollouts sampled at another temperature than the policy's are scored twice: at their own temperature, where the
+    expected score is zero, and at the policy's, where it is not. Advantages are rewards minus the group mean, whatever
+    estimator the run trains with. The scalars are those of the first temperature.
     """
     groups: list[GroupRecord] = []
     batches: list[BatchRecord] = []
@@ -168,7 +168,7 @@ def run_probe(config: TrainConfig, policy: Policy, task: Task, problems: Sequenc
 def probe_step(
     policy: Policy, rollouts: Rollouts, *, number: int, kind: str, temperature: float, blocks: int | None
 ) -> Step:
-    """Rollouts with the advantages of the group mean and their Gram, measured in one pass without an update.
+    """Rollouts with mean-centred advantages and their Gram, measured in one pass without an update.
 
     Args:
         policy: The policy whose scores are measured.

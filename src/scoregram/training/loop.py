@@ -46,15 +46,15 @@ class Trained:
 
 
 def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
-    """Train as the config says, into its run folder.
+    """Train as the config says and write the run folder.
 
     Raises:
-        ScoregramError: If a setting cannot work, before any step is lost; NotFiniteError if a number of a step is
-            not finite and the config says to stop.
+        ScoregramError: If a setting is invalid, which is checked before the first step, or a prompt is too long.
+        NotFiniteError: If a loss, an advantage or a gradient is not finite and `on_not_finite` is `stop`.
     """
     require_method(config.chosen, group_size=config.group_size, kl=config.kl)
     if config.sampler == "vllm":
-        installed_vllm()  # raises without it, before the policy is loaded
+        installed_vllm()  # raises before the policy is loaded if vllm is not installed
     if config.resume:
         require_same_config(config.out, config.record(), config.may_differ())
     with threads(config.threads):
@@ -135,7 +135,7 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
                 where = write_failure(config.out, number, policy, rollouts, error)
                 optimizer.zero_grad(set_to_none=True)
                 if config.on_not_finite == "stop":
-                    raise NotFiniteError(f"step {number}: {error} The step is kept in {where}.") from error
+                    raise NotFiniteError(f"step {number}: {error} The step is saved in {where}.") from error
                 progress.note(f"step {number} was skipped: {error}")
                 writer.write_metrics(number, {"skipped": 1})
                 continue
@@ -262,7 +262,7 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """A block in which the first Ctrl-C or SIGTERM asks to stop after the current step; the second stops at once."""
+    """In this block the first Ctrl-C or SIGTERM requests a stop after the current step; the second stops at once."""
     request = StopRequest()
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -272,7 +272,7 @@ def stop_requests() -> Iterator[StopRequest]:
 
     try:
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # outside the main thread, which alone can handle signals
+    except ValueError:  # only the main thread can handle signals
         before = {}
     try:
         yield request
@@ -287,9 +287,9 @@ def is_due(step: int, every: int) -> bool:
 
 
 def checkpoints_to_come(config: TrainConfig) -> int:
-    """Most checkpoints that the disk must hold besides those that a resumed run already has.
+    """Number of checkpoints that need free disk space, besides those that a resumed run already has.
 
-    A checkpoint is complete before the one that it replaces is removed: with `keep_checkpoints` there is one more.
+    A new checkpoint is complete before the oldest one is removed, so `keep_checkpoints` needs space for one more.
     """
     every, done = config.checkpoint_every, len(open_run(config.out).checkpoints) if config.resume else 0
     written = config.steps // every if every else 0
@@ -300,7 +300,7 @@ def checkpoints_to_come(config: TrainConfig) -> int:
 
 
 def bytes_for_checkpoint(policy: Policy) -> int:
-    """Bytes of all weights, and of two moments for each trained one."""
+    """Bytes of all weights, and of two optimiser moments for each trained weight."""
     parameters = list(policy.model.parameters())
     return sum(p.numel() * p.element_size() * (3 if p.requires_grad else 1) for p in parameters)
 
@@ -318,7 +318,7 @@ def timing(tokens: int, began: float, sampled: float, updated: float) -> dict[st
 
 
 def progress_scalars(scalars: dict[str, Any]) -> dict[str, Any]:
-    """What the progress line shows."""
+    """The scalars that the progress line shows."""
     return {
         "reward": scalars["reward"],
         "live_groups": scalars["live_groups"],

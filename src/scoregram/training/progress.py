@@ -14,7 +14,7 @@ DASH = "–"
 """Shown for an undefined number."""
 
 SHORTER = {"live groups": "live", "effective rank": "rank", "tokens/s": "tok/s"}
-"""Words for a narrow terminal."""
+"""Shorter words for a narrow terminal."""
 
 RECENT = 20
 """Recent updates from which the remaining time is estimated; the first steps of a run are slower than the others."""
@@ -72,7 +72,7 @@ class Progress:
         """Show `step` as done.
 
         Args:
-            step: Its number.
+            step: Number of the step.
             scalars: Any of `reward`, `live_groups`, `groups`, `effective_rank`, `effective_rank_null` and
                 `tokens_per_second`. What is absent, None or `nan` is shown as a dash; other names are not shown.
         """
@@ -91,7 +91,7 @@ class Progress:
             self._waiting = line
 
     def note(self, text: str) -> None:
-        """A line of its own, above the live one."""
+        """Print a line of its own, above the live one."""
         self._console.print(Text(text), soft_wrap=True)
 
     def _print(self, line: str) -> None:

@@ -34,7 +34,7 @@ def warm_start(
         batch_size: Solutions in one step.
         learning_rate: At the start.
         seed: Of the order of the problems.
-        tell: Gets a line of progress every 100 steps.
+        tell: Called with a line of progress every 100 steps.
 
     Raises:
         ScoregramError: If the task has no demonstrations.

@@ -18,7 +18,7 @@ from scoregram.checks import fail, lookup
 from scoregram.runs import TRACKER_LOGS
 
 PROJECT = "scoregram"
-"""Project that runs are listed under, where the tracker's own environment variable names no other."""
+"""Project that runs are listed under, unless the tracker's own environment variable names another."""
 
 
 @runtime_checkable
@@ -100,7 +100,7 @@ class WeightsAndBiases:
 class Trackio:
     """A run of trackio, which keeps its own database; `trackio show` shows it.
 
-    trackio identifies a run by its name alone. The name includes an id, so that runs in folders of one name stay apart.
+    trackio identifies a run by its name alone. The name includes an id, so runs in folders of the same name differ.
     """
 
     def __init__(self, opening: Opening) -> None:
@@ -128,7 +128,7 @@ class TrackerRow:
 
     open: Callable[[Opening], Tracker]
     package: str
-    """What must be installed."""
+    """Package that must be installed."""
 
 
 TRACKERS: Mapping[str, TrackerRow] = MappingProxyType(
@@ -141,7 +141,7 @@ TRACKERS: Mapping[str, TrackerRow] = MappingProxyType(
 
 
 class Trackers:
-    """Any number of trackers as one; possibly none."""
+    """Zero or more trackers, used as one."""
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         self._open = dict(trackers)

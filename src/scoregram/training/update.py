@@ -1,4 +1,4 @@
-"""The update of one step, with the Gram from the same backward pass wherever the step is on-policy."""
+"""The update of one step, and its Gram from the same backward pass if the step is on-policy and has no KL term."""
 
 import copy
 import math
@@ -21,7 +21,7 @@ from scoregram.training.credit import advantages_of, credited_step, loss_coeffic
 from scoregram.types import LogProbs, PerPrompt
 
 VECTOR_BYTES = 1 << 30
-"""Most memory for the weighted gradients of an optimal baseline that comes out of the same backward pass."""
+"""Memory limit, in bytes, of the `1 + P` gradients that `Updater._one_baseline_a_group` keeps."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Updater:
     rollouts_per_pass: int
     """0 for all at once."""
     computing: Callable[[], AbstractContextManager[Any]]
-    """The precision that the policy computes in."""
+    """Returns the context manager of the policy's compute precision, such as autocast."""
     beta: float
     kl: str
     group_size: int | None = None
@@ -45,12 +45,12 @@ class Updater:
     def first(
         self, number: int, rollouts: Rollouts, *, measure: bool, greedy: PerPrompt | None, reference: Tensor | None
     ) -> tuple[Step, float]:
-        """The step and its loss, at the policy that the rollouts came from; the gradient is added to `.grad`.
+        """The step and its loss under the policy that sampled the rollouts; the gradient is added to `.grad`.
 
         Args:
             number: Number of the step.
             rollouts: Its rollouts.
-            measure: Whether the Gram is wanted.
+            measure: Whether to measure the Gram.
             greedy: `(P,)` greedy rewards, for the estimator that needs them.
             reference: `(N, T)` log-probabilities of the reference, None without a KL term.
         """
@@ -118,7 +118,7 @@ class Updater:
         return log_probs
 
     def _fits_one_pass(self, rollouts: Rollouts) -> bool:
-        """Whether the gradient of a baseline that needs the Gram can come out of the same backward pass."""
+        """Whether one backward pass can give both the Gram and the gradient with a baseline that needs the Gram."""
         vectors = 1 + len(rollouts.group_sizes)
         size = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         is_single = len(list(self.passes(rollouts))) == 1 and not bool(rollouts.rewards.isnan().any())
@@ -164,10 +164,10 @@ class Updater:
         return {"temperature": self.temperature, "group_size": self.group_size}
 
     def _backward_of_loss(self, step: Step, old: Tensor | None, reference: Tensor | None) -> tuple[float, Tensor]:
-        """Loss and log-probabilities `(N, T)`; without `old` the policy is the one that the rollouts came from.
+        """Loss and log-probabilities `(N, T)`; `old` is None if the policy is still the one that sampled the rollouts.
 
-        The loss is computed over all rollouts at once, even if they go through the model in several passes: its
-        coefficients come first, and the passes add up `Σ_it c_it ∇log π_it`.
+        The loss is computed over all rollouts at once, even if they go through the model in several passes: first its
+        coefficients `c_it`, then `Σ_it c_it ∇log π_it`, accumulated pass by pass.
         """
         rollouts = step.rollouts
         passes = list(self.passes(rollouts))
@@ -208,10 +208,13 @@ def gram_inputs(rollouts: Rollouts, here: slice = slice(None)) -> tuple[Tensor, 
 
 
 class Reference:
-    """Log-probabilities under the policy that a run began with: a frozen copy, or the base under new adapters."""
+    """Log-probabilities under the initial policy of a run: a frozen copy, or the model without its new adapters."""
 
     def __init__(self, updater: Updater, *, new_adapters: bool) -> None:
-        """Compute log-probabilities the way `updater` does; adapters that are new do not change the base yet."""
+        """Compute log-probabilities the way `updater` does.
+
+        `new_adapters`: the run added the adapters. They start at zero, so the model without them is the initial policy.
+        """
         self._new_adapters = new_adapters
         self._model: Any = updater.model if self._new_adapters else copy.deepcopy(updater.model).requires_grad_(False)
         self._updater = updater
@@ -226,7 +229,7 @@ class Reference:
 
 
 def make_optimizer(model: Any, config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimiser of everything that requires gradients."""
+    """The optimiser of all parameters that require gradients."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     shared: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     try:
