@@ -18,7 +18,7 @@ def test_measured_and_plain_steps_take_turns(tmp_path, capsys):
     record = json.loads((tmp_path / "record.json").read_text())
     assert json.loads(capsys.readouterr().out) == record
     assert record["settings"]["rollouts"] == 8
-    ways = ["fused", "beside", "accumulated", "idle"]
+    ways = ["fused", "separate", "accumulated", "idle"]
     assert [(row["mode"], row["way"]) for row in record["rows"]] == [(m, w) for m in ("scores", "loss") for w in ways]
     for row in record["rows"]:
         assert row["compared"] == {"fused": [8, 1, 1], "idle": []}.get(row["way"], [8, 8, 8])

@@ -119,11 +119,11 @@ def test_clipped_gradients_and_a_few_other_arguments(tmp_path):
 
 @pytest.mark.parametrize("mode", ["scores", "loss"])
 def test_gram_of_a_fused_step_is_that_of_a_pass_of_its_own(mode, tmp_path):
-    for name, asked in (("fused", True), ("beside", False)):
+    for name, asked in (("fused", True), ("separate", False)):
         torch.manual_seed(7)
         attached = trained(trainer_of(tmp_path, beta=0.0), mode=mode, fused=asked, out=tmp_path / name)
         assert compared(attached) == ([8, 1, 1, 1] if asked else [8, 8, 8, 8])
-    one, other = run_in(tmp_path / "fused"), run_in(tmp_path / "beside")
+    one, other = run_in(tmp_path / "fused"), run_in(tmp_path / "separate")
     for ours, theirs in zip(one.groups(), other.groups(), strict=True):
         size = float(theirs.gram.max())
         torch.testing.assert_close(ours.gram, theirs.gram, rtol=1e-5, atol=1e-5 * size)

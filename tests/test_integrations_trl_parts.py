@@ -18,9 +18,14 @@ from scoregram.integrations.trl.generation import (
     own_advantages,
     trl_rows,
 )
-from scoregram.integrations.trl.separate_pass import pass_inputs, process_bounds, relative_error
-from scoregram.integrations.trl.step import rollout_scalars
-from scoregram.integrations.trl.support import bytes_of_pass, passes_within, version_numbers
+from scoregram.integrations.trl.separate_pass import (
+    bytes_of_pass,
+    pass_inputs,
+    passes_within,
+    process_bounds,
+    relative_error,
+)
+from scoregram.integrations.trl.support import version_numbers
 from scoregram.integrations.trl.window import (
     MicroBatch,
     Window,
@@ -29,7 +34,7 @@ from scoregram.integrations.trl.window import (
     row_keys,
     step_slice,
 )
-from scoregram.reading import Step, read_step
+from scoregram.reading import Step, read_step, rollout_scalars
 from scoregram.rollouts import Rollouts
 from tests.test_layering import loaded_after
 
@@ -241,7 +246,9 @@ def test_relative_error_is_that_of_the_whole_vector():
 
 def test_passes_hold_as_many_groups_as_fit(monkeypatch):
     model = torch.nn.Linear(2, 2)
-    monkeypatch.setattr("scoregram.integrations.trl.support.bytes_of_pass", lambda model, rollouts, tokens: rollouts)
+    monkeypatch.setattr(
+        "scoregram.integrations.trl.separate_pass.bytes_of_pass", lambda model, rollouts, tokens: rollouts
+    )
     bounds = [0, 4, 6, 12, 16]
     assert passes_within(16.0, model, bounds, 8) == [slice(0, 16)]
     assert passes_within(10.0, model, bounds, 8) == [slice(0, 6), slice(6, 16)]

@@ -92,9 +92,9 @@ def run(
     if case.asked.get("mode") == "loss":
         watch_losses(trainer, seen["losses"])
     torch.manual_seed(7 + trainer.accelerator.process_index)
-    kept = separate_pass.backward_with_gram, support.bytes_of_pass, support.free_bytes
+    kept = separate_pass.backward_with_gram, separate_pass.bytes_of_pass, support.free_bytes
     if "memory_gb" in case.asked:
-        support.bytes_of_pass = lambda model, rollouts, tokens: int(rollouts * 1e9)
+        separate_pass.bytes_of_pass = lambda model, rollouts, tokens: int(rollouts * 1e9)
     if before is not None:
         before()
     told: dict[str, Any] = {}
@@ -113,7 +113,7 @@ def run(
         else:
             trainer.train()
     finally:
-        separate_pass.backward_with_gram, support.bytes_of_pass, support.free_bytes = kept
+        separate_pass.backward_with_gram, separate_pass.bytes_of_pass, support.free_bytes = kept
     logged = [line for line in trainer.state.log_history if "loss" in line]
     return (
         told | seen | {"weights": weights_of(trainer), "logged": logged, "kind": type(trainer.model_wrapped).__name__}

@@ -118,9 +118,9 @@ class BenchTrl(Benchmark):
     """Rollouts per backward pass of the trainer in the way `accumulated`."""
     tokens: int = 128
     """Completion tokens of every rollout."""
-    ways: tuple[str, ...] = ("fused", "beside", "accumulated", "idle")
-    """fused: the Gram from the trainer's backward pass; beside: from a separate pass; accumulated: from a separate pass
-    where the trainer accumulates micro-batches; idle: steps between two measurements."""
+    ways: tuple[str, ...] = ("fused", "separate", "accumulated", "idle")
+    """fused: the Gram from the trainer's backward pass; separate: from a pass of its own; accumulated: the same where
+    the trainer accumulates micro-batches; idle: steps between two measurements."""
     modes: tuple[str, ...] = ("scores", "loss")
     """What is measured: scores, loss or both."""
     checkpointing: tuple[bool, ...] = (False, True)

@@ -24,10 +24,10 @@ from scoregram.policy import character_tokenizer
 
 _CALLER = "bench trl"
 _MODES = ("scores", "loss")
-TRL_WAYS = ("fused", "beside", "accumulated", "idle")
+TRL_WAYS = ("fused", "separate", "accumulated", "idle")
 """Where the Gram of a measured step comes from.
 
-`fused`: the trainer's own backward pass. `beside`: a separate pass after it. `accumulated`: a separate pass where the
+`fused`: the trainer's own backward pass. `separate`: a separate pass after it. `accumulated`: a separate pass where the
 trainer accumulates micro-batches, which cannot be fused. `idle`: nothing is measured; steps between two measurements
 are compared with a trainer without an attachment.
 """
@@ -136,7 +136,7 @@ def timed_steps(job: TrlJob, way: str, mode: str, checkpointing: bool) -> TrlRow
     with tempfile.TemporaryDirectory() as folder:
         size = job.micro_batch_size if way == "accumulated" else job.rollouts
         trainer = trainer_of_random_tokens(job, folder, size, checkpointing, steps)
-        attached = attach(trainer, every=2, mode="scores" if mode == "scores" else "loss", fused=way != "beside")
+        attached = attach(trainer, every=2, mode="scores" if mode == "scores" else "loss", fused=way != "separate")
         trainer.train()
     if attached.failures:
         fail(_CALLER, "every measurement must succeed", attached.failures[0], "This is a bug; please report it.")

@@ -32,9 +32,9 @@ from scoregram.integrations.trl.support import (
     WRAPPED_METHODS,
     Mode,
     Settings,
-    computes_in_low_precision,
     default_tolerance,
     is_rloo,
+    low_precision_causes,
     memory_limit,
     processes_of,
     require_supported,
@@ -128,17 +128,17 @@ def attach(
         fail("attach", "fused must be True or False", repr(fused), "False leaves every gradient to the trainer.")
     if estimator is not None:
         require_trl_estimator(estimator, int(trainer.num_generations))
-    is_low_precision = computes_in_low_precision(trainer)
+    low_precision = low_precision_causes(trainer)
     settings = Settings(
         every=every,
         mode=mode,
         estimator=estimator,
-        tolerance=default_tolerance(is_low_precision) if tolerance is None else float(tolerance),
+        tolerance=default_tolerance(bool(low_precision)) if tolerance is None else float(tolerance),
         memory_gb=memory_gb,
         keep_rollouts=keep_rollouts and out is not None,
         between_prompts=between_prompts,
         fused=fused,
-        is_low_precision=is_low_precision,
+        low_precision=low_precision,
         uneven_term=uneven_term(trainer),
     )
     if mode == "scores" and settings.uneven_term is not None and processes.is_first:

@@ -31,11 +31,13 @@ from scoregram.gram import (
 )
 from scoregram.integrations.trl.separate_pass import (
     CheckedGram,
+    bytes_of_pass,
+    gradient_bytes,
     relative_error,
     rescaled_gram,
     squared_norm,
 )
-from scoregram.integrations.trl.support import Settings, bytes_of_pass, gradient_bytes, loss_scale
+from scoregram.integrations.trl.support import Settings, loss_scale
 from scoregram.integrations.trl.window import MicroBatch, ObservedStep
 
 EVEN = 1e-6

@@ -7,6 +7,7 @@ whole groups, wherever their rollouts were generated.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from torch import Tensor, nn
 
 from scoregram.distributed import ALONE, Processes
 from scoregram.gram import (
+    CHUNK_ELEMENTS,
+    CHUNK_ELEMENTS_CUDA,
+    STORE_BYTES,
     Gram,
     Sketch,
     Sketcher,
@@ -26,10 +30,13 @@ from scoregram.gram import (
     survey,
 )
 from scoregram.integrations.trl.generation import Generation
-from scoregram.integrations.trl.support import Settings, has_relative_positions, loss_scale, passes_within
+from scoregram.integrations.trl.support import Settings, has_relative_positions, loss_scale, text_config
 from scoregram.integrations.trl.window import ObservedStep
 from scoregram.reading import gram_of_passes
 from scoregram.rollouts import Rollouts
+
+HIDDEN_KEPT, INNER_KEPT = 16, 5
+"""Activations that a layer keeps for its backward pass, in units of its hidden and its intermediate size."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +134,78 @@ def process_bounds(bounds: Sequence[int], processes: int, *, between_prompts: bo
     return [
         list(bounds[groups * rank // processes : groups * (rank + 1) // processes + 1]) for rank in range(processes)
     ]
+
+
+# what a pass takes
+
+
+def bytes_of_pass(model: nn.Module, rollouts: int, tokens: int) -> int:
+    """Estimate of what one measuring pass allocates at its peak, the copy of the gradient included.
+
+    The sum of: activations of every layer (under gradient checkpointing, of one layer and the inputs of the others),
+    the kept gradients of the logits, the gradient, and one chunk of per-rollout gradients. For a sharded model no
+    gradient is kept; the parameters that it gathers at a time count instead. The estimate is generous for the usual
+    decoder. If a pass runs out of memory nevertheless, the step is skipped and the training goes on.
+    """
+    config = text_config(model)
+    hidden = int(getattr(config, "hidden_size", 0) or 1024)
+    inner = int(getattr(config, "intermediate_size", 0) or 4 * hidden)
+    layers = int(getattr(config, "num_hidden_layers", 0) or 1)
+    heads = int(getattr(config, "num_attention_heads", 0) or 1)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    width = max((parameter.element_size() for parameter in parameters), default=4)
+    layer = HIDDEN_KEPT * hidden + INNER_KEPT * inner
+    if getattr(config, "_attn_implementation", "") == "eager":
+        layer += 2 * heads * tokens
+    is_checkpointed = bool(getattr(model, "is_gradient_checkpointing", False))
+    kept = layer + 2 * layers * hidden if is_checkpointed else layers * layer
+    on_gpu = bool(parameters) and parameters[0].is_cuda
+    logits = min(rollouts * tokens * int(getattr(config, "vocab_size", 0) or 0) * width, STORE_BYTES)
+    gradient = gathered_bytes(model) or gradient_bytes(model)
+    chunk = (CHUNK_ELEMENTS_CUDA if on_gpu else CHUNK_ELEMENTS) * 4
+    return rollouts * tokens * kept * width + 2 * logits + gradient + chunk
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Size of the gradient of all trainable parameters."""
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """Bytes of parameters that a sharded model gathers at a time: its five largest units; 0 if it is not sharded.
+
+    The five are the running layer, the next one, the buffer into which it is gathered, the embedding and the head.
+    """
+    sizes: list[int] = []
+    seen: set[int] = set()
+    for module in reversed(sharded_modules(model)):  # inner modules first, so that an outer one counts only the rest
+        own = [parameter for parameter in module.parameters() if id(parameter) not in seen]
+        seen |= {id(parameter) for parameter in own}
+        sizes.append(sum(parameter.numel() * parameter.element_size() for parameter in own))
+    return sum(sorted(sizes)[-5:])
+
+
+def passes_within(limit: float, model: nn.Module, bounds: Sequence[int], tokens: int) -> list[slice] | None:
+    """The rows of each pass: as many whole groups as fit into memory; None if one group alone does not fit.
+
+    Args:
+        limit: Bytes.
+        model: The model.
+        bounds: First row of every group, then the end of the last one: `0, 8, 16`; one number if there is no group.
+        tokens: Length of the rows.
+    """
+    passes: list[slice] = []
+    start = bounds[0]
+    for before, here in pairwise(bounds):
+        if bytes_of_pass(model, here - before, tokens) > limit:
+            return None
+        if bytes_of_pass(model, here - start, tokens) > limit:
+            passes.append(slice(start, before))
+            start = before
+    return [*passes, slice(start, bounds[-1])] if bounds[-1] > start else passes
+
+
+# the passes
 
 
 def measure_separately(

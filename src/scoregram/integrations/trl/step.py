@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from scoregram.distributed import Processes
 from scoregram.integrations.trl.fused_step import FusedSteps
 from scoregram.integrations.trl.generation import Generation, tokenizer_of
 from scoregram.integrations.trl.separate_pass import CheckedGram, measure_separately
-from scoregram.integrations.trl.support import Settings, has_low_precision_parameters, loss_scale, memory_limit
-from scoregram.integrations.trl.window import ObservedStep, StepSlice, Window, observed_step, step_slice
+from scoregram.integrations.trl.support import Settings, loss_scale, memory_limit
+from scoregram.integrations.trl.window import ObservedStep, Window, observed_step, reason_not_measured, step_slice
 from scoregram.reading import (
     CHECK_COLUMN,
     CHECK_ERROR,
@@ -109,18 +110,6 @@ def measure_step(
     return made[0] if made else everywhere
 
 
-def reason_not_measured(parts: Sequence[StepSlice], *, is_loss: bool) -> str | None:
-    """Why a step cannot be measured, None if it can."""
-    generations = [one for part in parts for one in part.generations]
-    if not generations:
-        return "none of its rollouts was observed"
-    if any(one.has_images for one in generations):
-        return "its prompts have images, and measuring passes support text only"
-    if is_loss and not all(part.has_derivatives for part in parts):
-        return "the trainer's loss did not call its method for log-probabilities, whose derivative mode='loss' needs"
-    return None
-
-
 def _skip(step: int, reason: str, processes: Processes) -> None:
     """Warn that a step is not measured."""
     if processes.is_first:
@@ -131,6 +120,7 @@ def trl_step(trainer: Any, observed: ObservedStep, checked: CheckedGram, passed:
     """The step as scoregram's common `Step`, with the texts of its rollouts."""
     tokenizer, rollouts = tokenizer_of(trainer), observed.rollouts
     tokens, lengths = rollouts.token_ids(), rollouts.prompt_lengths.tolist()
+    log_probs, width = checked.gram.log_probs, rollouts.input_ids.shape[1]
     starts = observed.group_bounds[:-1]
     texts = [tokenizer.decode(tokens[row][: lengths[row]], skip_special_tokens=False) for row in starts]
     completions: list[str] = []
@@ -143,7 +133,7 @@ def trl_step(trainer: Any, observed: ObservedStep, checked: CheckedGram, passed:
         weights=-observed.weights,
         gram=checked.gram,
         kind=LOSS_KIND if settings.mode == "loss" else "train",
-        log_probs=observed.as_rows(checked.gram.log_probs),
+        log_probs=F.pad(log_probs, (0, max(width - log_probs.shape[1], 0)))[:, :width],
         token_advantages=observed.token_advantages,
         group_marks=[{CHECK_COLUMN: float(passed)}] * len(starts),
     )
@@ -158,7 +148,7 @@ def check_passes(trainer: Any, observed: ObservedStep, checked: CheckedGram, set
         return False
     if checked.error <= settings.tolerance:
         return True
-    causes = likely_causes(trainer, checked.gram.notes, observed.unevenness, settings.mode)
+    causes = likely_causes(trainer, checked.gram.notes, observed.unevenness, settings)
     if causes == [UNEVEN] and settings.uneven_term is not None:
         return False  # `attach` has warned of it
     likely = "; ".join(causes) or "unknown, please report it with the arguments of the trainer"
@@ -170,22 +160,19 @@ def check_passes(trainer: Any, observed: ObservedStep, checked: CheckedGram, set
     return False
 
 
-def likely_causes(trainer: Any, notes: Sequence[str], unevenness: float, mode: str) -> list[str]:
+def likely_causes(trainer: Any, notes: Sequence[str], unevenness: float, settings: Settings) -> list[str]:
     """Reasons why the rows may not add up to the trainer's gradient, the likeliest first."""
-    autocast = trainer.accelerator.mixed_precision
     facts: Mapping[str, bool] = {
         "active dropout: the trainer's pass drops activations, the measurement does not": any(
             "dropout" in note for note in notes
         ),
-        UNEVEN: mode == "scores" and unevenness > 1e-6,
+        UNEVEN: settings.mode == "scores" and unevenness > 1e-6,
         "an entropy bonus: its gradient does not go through log-probabilities": bool(
             getattr(trainer, "_entropy_bonus_enabled", False)
         ),
         "the auxiliary loss of a router": bool(getattr(trainer, "aux_loss_enabled", False)),
-        f"autocast to {autocast}": autocast in ("bf16", "fp16"),
-        "parameters in bfloat16 or float16": has_low_precision_parameters(trainer),
     }
-    return [cause for cause, holds in facts.items() if holds]
+    return [*(cause for cause, holds in facts.items() if holds), *settings.low_precision]
 
 
 class Folder:

@@ -7,9 +7,8 @@ import inspect
 import json
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -19,7 +18,6 @@ from torch import nn
 
 from scoregram.checks import fail, listed
 from scoregram.distributed import ALONE, Processes
-from scoregram.gram import CHUNK_ELEMENTS, CHUNK_ELEMENTS_CUDA, STORE_BYTES, sharded_modules
 
 OLDEST_TESTED, NEWEST_TESTED = "1.0.0", "1.16.0"
 """The oldest and the newest version of TRL that the tests of this integration ran with."""
@@ -44,8 +42,6 @@ ROUNDING_ERROR = 1e-5
 """Relative error in float32 up to which two gradients are taken to differ by rounding only."""
 MEMORY_SHARE = 0.8
 """Part of the free memory that a measurement may take where `memory_gb` is not given."""
-HIDDEN_KEPT, INNER_KEPT = 16, 5
-"""Activations that a layer keeps for its backward pass, in units of its hidden and its intermediate size."""
 
 
 # versions and names inside TRL
@@ -154,26 +150,26 @@ class Settings:
     """With several processes, the first one measures all groups, so that the Gram between prompts is known too."""
     fused: bool = True
     """Gram and gradient may come from one backward pass."""
-    is_low_precision: bool = False
-    """The trainer computes in a lower precision than float32."""
+    low_precision: tuple[str, ...] = ()
+    """Why the trainer computes in a lower precision than float32; empty if it does not."""
     uneven_term: str | None = None
     """The term of the loss that weights the tokens of a rollout differently, as far as the arguments tell."""
 
     @property
     def rounding_error(self) -> float:
         """Relative error up to which two gradients are taken to differ by rounding only."""
-        return self.tolerance if self.is_low_precision else min(ROUNDING_ERROR, self.tolerance)
+        return self.tolerance if self.low_precision else min(ROUNDING_ERROR, self.tolerance)
 
 
-def computes_in_low_precision(trainer: Any) -> bool:
-    """Whether the trainer rounds more coarsely than float32: by autocast, or by the dtype of its parameters."""
-    is_autocast = trainer.accelerator.mixed_precision in ("bf16", "fp16", "fp8")
-    return is_autocast or has_low_precision_parameters(trainer)
-
-
-def has_low_precision_parameters(trainer: Any) -> bool:
-    """Whether a trainable parameter is stored in bfloat16 or float16."""
-    return any(p.dtype in (torch.bfloat16, torch.float16) for p in trainer.model.parameters() if p.requires_grad)
+def low_precision_causes(trainer: Any) -> tuple[str, ...]:
+    """Why the trainer rounds more coarsely than float32: autocast, the dtype of its parameters; empty if not."""
+    autocast = trainer.accelerator.mixed_precision
+    stored = {parameter.dtype for parameter in trainer.model.parameters() if parameter.requires_grad}
+    causes = {
+        f"autocast to {autocast}": autocast in ("bf16", "fp16", "fp8"),
+        "parameters in bfloat16 or float16": bool(stored & {torch.bfloat16, torch.float16}),
+    }
+    return tuple(cause for cause, holds in causes.items() if holds)
 
 
 def uneven_term(trainer: Any) -> str | None:
@@ -219,7 +215,7 @@ def loss_scale(trainer: Any) -> float:
     return float(scaler.get_scale()) if scaler is not None else 1.0
 
 
-# the model, and the memory that a pass over it takes
+# the model, and the memory that is free
 
 
 def text_config(model: nn.Module) -> Any:
@@ -250,69 +246,3 @@ def free_bytes(model: nn.Module, processes: int = 1) -> float:
     import psutil  # installed with accelerate
 
     return psutil.virtual_memory().available / processes
-
-
-def bytes_of_pass(model: nn.Module, rollouts: int, tokens: int) -> int:
-    """Estimate of what one measuring pass allocates at its peak, the copy of the gradient included.
-
-    The sum of: activations of every layer (under gradient checkpointing, of one layer and the inputs of the others),
-    the kept gradients of the logits, the gradient, and one chunk of per-rollout gradients. For a sharded model no
-    gradient is kept; the parameters that it gathers at a time count instead. The estimate is generous for the usual
-    decoder. If a pass runs out of memory nevertheless, the step is skipped and the training goes on.
-    """
-    config = text_config(model)
-    hidden = int(getattr(config, "hidden_size", 0) or 1024)
-    inner = int(getattr(config, "intermediate_size", 0) or 4 * hidden)
-    layers = int(getattr(config, "num_hidden_layers", 0) or 1)
-    heads = int(getattr(config, "num_attention_heads", 0) or 1)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    width = max((parameter.element_size() for parameter in parameters), default=4)
-    layer = HIDDEN_KEPT * hidden + INNER_KEPT * inner
-    if getattr(config, "_attn_implementation", "") == "eager":
-        layer += 2 * heads * tokens
-    is_checkpointed = bool(getattr(model, "is_gradient_checkpointing", False))
-    kept = layer + 2 * layers * hidden if is_checkpointed else layers * layer
-    on_gpu = bool(parameters) and parameters[0].is_cuda
-    logits = min(rollouts * tokens * int(getattr(config, "vocab_size", 0) or 0) * width, STORE_BYTES)
-    gradient = gathered_bytes(model) or gradient_bytes(model)
-    chunk = (CHUNK_ELEMENTS_CUDA if on_gpu else CHUNK_ELEMENTS) * 4
-    return rollouts * tokens * kept * width + 2 * logits + gradient + chunk
-
-
-def gradient_bytes(model: nn.Module) -> int:
-    """Size of the gradient of all trainable parameters."""
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-
-
-def gathered_bytes(model: nn.Module) -> int:
-    """Bytes of parameters that a sharded model gathers at a time: its five largest units; 0 if it is not sharded.
-
-    The five are the running layer, the next one, the buffer into which it is gathered, the embedding and the head.
-    """
-    sizes: list[int] = []
-    seen: set[int] = set()
-    for module in reversed(sharded_modules(model)):  # inner modules first, so that an outer one counts only the rest
-        own = [parameter for parameter in module.parameters() if id(parameter) not in seen]
-        seen |= {id(parameter) for parameter in own}
-        sizes.append(sum(parameter.numel() * parameter.element_size() for parameter in own))
-    return sum(sorted(sizes)[-5:])
-
-
-def passes_within(limit: float, model: nn.Module, bounds: Sequence[int], tokens: int) -> list[slice] | None:
-    """The rows of each pass: as many whole groups as fit into memory; None if one group alone does not fit.
-
-    Args:
-        limit: Bytes.
-        model: The model.
-        bounds: First row of every group, then the end of the last one: `0, 8, 16`; one number if there is no group.
-        tokens: Length of the rows.
-    """
-    passes: list[slice] = []
-    start = bounds[0]
-    for before, here in pairwise(bounds):
-        if bytes_of_pass(model, here - before, tokens) > limit:
-            return None
-        if bytes_of_pass(model, here - start, tokens) > limit:
-            passes.append(slice(start, before))
-            start = before
-    return [*passes, slice(start, bounds[-1])] if bounds[-1] > start else passes

@@ -144,6 +144,18 @@ def step_slice(
     )
 
 
+def reason_not_measured(parts: Sequence[StepSlice], *, is_loss: bool) -> str | None:
+    """Why a step cannot be measured, None if it can."""
+    generations = [one for part in parts for one in part.generations]
+    if not generations:
+        return "none of its rollouts was observed"
+    if any(one.has_images for one in generations):
+        return "its prompts have images, and measuring passes support text only"
+    if is_loss and not all(part.has_derivatives for part in parts):
+        return "the trainer's loss did not call its method for log-probabilities, whose derivative mode='loss' needs"
+    return None
+
+
 @dataclass(frozen=True, eq=False)
 class ObservedStep:
     """The rollouts of a step from all processes, and the derivatives of its loss."""
@@ -176,11 +188,6 @@ class ObservedStep:
     def group_bounds(self) -> list[int]:
         """First row of every group of `rollouts`, then the number of rows."""
         return [0, *(here.stop for here in self.rollouts.group_slices())]
-
-    def as_rows(self, values: Tensor) -> Tensor:
-        """Values `(n, ·)` of measured rollouts, with as many columns as `rollouts` has."""
-        width = self.rollouts.input_ids.shape[1]
-        return F.pad(values, (0, max(width - values.shape[1], 0)))[:, :width]
 
 
 def observed_step(number: int, parts: Sequence[StepSlice]) -> ObservedStep:
