@@ -35,7 +35,7 @@ def test_measured_and_plain_steps_take_turns(tmp_path, capsys):
         ({"group_size": 1}, "--group-size: must be at least 2"),
         ({"repeats": 0}, "--repeats: must be at least 1"),
         ({"modes": ("psi",)}, "must be among scores, loss"),
-        ({"ways": ("twice",)}, "must be among fused, beside, accumulated"),
+        ({"ways": ("twice",)}, "must be among fused, separate, accumulated"),
         ({"micro_batch_size": 8}, "--micro-batch-size: must be less than --rollouts to accumulate"),
     ],
 )

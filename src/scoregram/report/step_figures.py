@@ -27,8 +27,9 @@ def learning(run: RunReading) -> Iterator[Figure]:
     yield from _figure(
         "learning",
         "Reward and test accuracy",
-        "Reward: mean over the rollouts of a step, sampled from the prompts of that step. Test accuracy: greedy, on "
-        "problems never trained on; the band is its 95 % Wilson interval.",
+        "Reward: mean over the rollouts of a step, sampled from the prompts of that step; in a run of another trainer, "
+        "as that trainer logged it. Test accuracy: greedy, on problems never trained on; the band is its 95 % Wilson "
+        "interval.",
         "mean reward, accuracy",
         (*_scalar(run, "reward", "reward"), *tested),
     )
