@@ -8,7 +8,7 @@ A model passes through these files, in this order:
        │
     measurement ── Measurement.run                                          the order of the stages below
        │
-       ├─ model ─────── survey · prepared_model                          2  modules listed, model prepared, put back
+       ├─ model ─────── survey · prepare_model · Undo                    2  modules listed, model prepared, put back
        ├─ intercept ─── Interceptor                                      3  forward pass: every use of a parameter seen
        │     ├─ axis ───── Axes, observed_axes                              which first axes run over the rollouts
        │     ├─ leaves ─── Leaves, small parameters and norms               one copy per rollout; autograd splits
@@ -35,11 +35,9 @@ from scoregram.gram.engine import cross_gram as cross_gram
 from scoregram.gram.engine import measure_gram as measure_gram
 from scoregram.gram.head import STORE_BYTES as STORE_BYTES
 from scoregram.gram.measurement import Gram as Gram
-from scoregram.gram.model import attributes as attributes
-from scoregram.gram.model import gradients_put_aside as gradients_put_aside
+from scoregram.gram.model import Undo as Undo
 from scoregram.gram.model import is_distributed as is_distributed
 from scoregram.gram.model import model_inside as model_inside
-from scoregram.gram.model import random_state_kept as random_state_kept
 from scoregram.gram.model import sharded_modules as sharded_modules
 from scoregram.gram.model import survey as survey
 from scoregram.gram.plain_passes import gradients as gradients

@@ -18,7 +18,7 @@ from scoregram.gram.batch import all_rollouts, distinct_rollouts, make_batch, re
 from scoregram.gram.head import head_forward
 from scoregram.gram.intercept import CapturedHead
 from scoregram.gram.measurement import Gram, Measurement
-from scoregram.gram.model import averages_gradients, facts_of, model_inside, prepared_model, random_state
+from scoregram.gram.model import Undo, averages_gradients, facts_of, model_inside, random_state
 from scoregram.gram.plain_passes import batch_entropies, batch_log_probs, verify_gram
 from scoregram.gram.sketch import Sketch
 from scoregram.rollouts import Rollouts
@@ -78,7 +78,7 @@ def measure_gram(
     measurement.run()
     gram = measurement.result()
     if verify:
-        with prepared_model(measurement.survey):
+        with Undo() as undo, undo, measurement.prepared(undo):
             verify_gram(measurement.model, batch, gram.matrix, gram.log_probs, group_size, measurement.survey)
     return replace(gram, log_probs=batch.as_given(gram.log_probs))
 
@@ -237,7 +237,7 @@ class DeferredGram(Measurement):
         self.is_narrow = not facts_of(self.model).needs_wide_pass
         self._held: CapturedHead | Tensor | None
         """What the backward pass starts from: the head's operands, or log-probabilities in autograd."""
-        with prepared_model(self.survey), torch.enable_grad():
+        with Undo() as undo, undo, self.prepared(undo), torch.enable_grad():
             self.observe_axes(narrow=self.is_narrow)
             before = random_state(self.device)
             self.hold_forward()
@@ -288,7 +288,7 @@ class DeferredGram(Measurement):
         self.take_batch(self.batch.with_coefficients(coefficients))
         self.take_weights(weights.to(self.device))
         self.collector.set_weights(self.weights)
-        with prepared_model(self.survey), torch.enable_grad():
+        with Undo() as undo, undo, self.prepared(undo), torch.enable_grad():
             before = random_state(self.device)
             with self.intercepted(narrow=self.is_narrow):
                 self.backward_from_held()

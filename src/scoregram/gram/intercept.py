@@ -17,7 +17,6 @@ the first two is where a parameter's per-rollout gradient arises:
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -49,7 +48,7 @@ from scoregram.gram.leaves import (
     layer_norm_with_copies,
     run_per_rollout,
 )
-from scoregram.gram.model import attributes, facts_of
+from scoregram.gram.model import Undo, facts_of
 from scoregram.gram.plain_passes import DropoutOff
 
 MATRIX_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
@@ -128,21 +127,18 @@ class Interceptor(DropoutOff):
         """First axes of activations, if this pass is one that observes them: then no operation is split by rollout."""
         self._observed: dict[OperationKey, Tensor] = {}
         self._parameters = {id(parameter): name for name, parameter in parameters.items()}
-        self._marked_inputs: list[Any] = []
+        self._undo = Undo()
+        """Removes the marks of a narrow pass."""
         for tensor in (batch.input_ids, batch.attention_mask):
             set_mark(tensor, ACTIVATION)
 
     # A narrow pass: module by module
 
-    @contextmanager
-    def around_modules(self, owners: Sequence[nn.Module]) -> Iterator[None]:
-        """Intercept the forward pass of these modules, and nothing else, inside the block."""
-        try:
-            with attributes(owners, "forward", self.intercepted_forward):
-                yield
-        finally:
-            while self._marked_inputs:  # a buffer of the model may be among them, and would keep its mark
-                del self._marked_inputs.pop()._scoregram
+    def intercept_modules(self, owners: Sequence[nn.Module], undo: Undo) -> None:
+        """Intercept the forward pass of these modules, and nothing else, until the end of the block."""
+        self._undo = undo
+        for module in owners:
+            undo.set_attribute(module, "forward", self.intercepted_forward(module))
 
     def intercepted_forward(self, module: nn.Module) -> Callable[..., Any]:
         """A forward function for `module`; plain linear layers and known norms need no mode around them."""
@@ -213,8 +209,9 @@ class Interceptor(DropoutOff):
         """Mark the inputs of a module as activations: a narrow pass has not seen how they were computed."""
         for tensor in tensors:
             if not tensor.requires_grad and mark_of(tensor) is None:
+                # a buffer of the model may be among them, and would keep its mark
+                self._undo.operations.append((vars(tensor).pop, "_scoregram", None))
                 set_mark(tensor, ACTIVATION)
-                self._marked_inputs.append(tensor)
 
     # The first axis of an activation
 

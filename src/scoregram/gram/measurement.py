@@ -8,7 +8,7 @@ starts again with a *wide* pass that intercepts every operation, and the model i
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,21 +16,22 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from scoregram.checks import ScoregramError, fail, not_finite
+from scoregram.checks import fail, not_finite
 from scoregram.gram.axis import PROBE_ROLLOUTS, Observations, merged_axes, observed_axes, probe_batch
 from scoregram.gram.batch import Batch, DistinctRollouts, all_rollouts
 from scoregram.gram.collect import Collector, under_autocast
 from scoregram.gram.head import HeadForward, HeadUse, Targets, fused_head
 from scoregram.gram.intercept import CapturedHead, Interceptor
 from scoregram.gram.model import (
-    attributes,
+    Survey,
+    Undo,
+    claimed_modules,
     facts_of,
-    in_evaluation,
     local_part,
     model_inside,
-    prepared_model,
+    prepare_model,
     random_state,
-    random_state_kept,
+    run_operations,
     survey,
 )
 from scoregram.gram.plain_passes import batch_log_probs, logits_of, replayed_rows, run_backward
@@ -64,6 +65,11 @@ class Gram:
 class Measurement:
     """One forward and backward pass over a batch, and everything that it collects."""
 
+    survey: Survey
+    """Of the model, from when it was first prepared: until then another measurement may have changed it."""
+    parameters: dict[str, Tensor]
+    """The trained ones, by name."""
+
     def __init__(
         self, model: nn.Module, rollouts: DistinctRollouts, *, weights: Tensor | None, sketch: Sketch | None = None
     ) -> None:
@@ -71,21 +77,31 @@ class Measurement:
         self.rollouts = rollouts
         self.take_batch(rollouts.batch)
         self.device = self.batch.input_ids.device
-        self.survey = survey(self.model)
-        self.parameters = self.survey.parameters
-        if not self.parameters:
-            fail(
-                "measure_gram",
-                "the model needs trainable parameters",
-                "none that requires gradients",
-                "Set requires_grad on the parameters that are trained.",
-            )
         self.groups = 1 if rollouts.group_size is None else self.batch.rollouts // rollouts.group_size
         self.take_weights(weights)
         self.sketch = sketch
         self.notes: list[str] = []
         self.replayed: list[str] = []
-        self.begin()
+
+    @contextmanager
+    def prepared(self, undo: Undo) -> Iterator[None]:
+        """Inside, no other measurement uses the model, and it is prepared for this one; `undo` puts it back."""
+        self.undo = undo
+        modules = claimed_modules(self.model, undo)
+        if not hasattr(self, "survey"):
+            self.survey = survey(self.model)
+            self.parameters = self.survey.parameters
+            if not self.parameters:
+                fail(
+                    "measure_gram",
+                    "the model needs trainable parameters",
+                    "none that requires gradients",
+                    "Set requires_grad on the parameters that are trained.",
+                )
+            self.begin()
+        with self.survey.shards.resharded_afterwards():
+            prepare_model(self.survey, modules, undo)
+            yield
 
     def take_batch(self, batch: Batch) -> None:
         """Take the batch, its coefficients divided by powers of two; the result multiplies with them again."""
@@ -102,6 +118,7 @@ class Measurement:
         sketcher = None if self.sketch is None else Sketcher(self.sketch, self.parameters, self.batch.rollouts)
         self.collector = Collector(self.batch.rollouts, self.groups, self.weights, sketcher)
         self.interceptor = Interceptor(self.parameters, self.batch, self.collector, facts_of(self.model).axes)
+        self.interceptor.dropped = bool(self.survey.dropping)  # evaluation mode: no dropout operation will be seen
 
     def begin_again(self) -> None:
         """Discard a pass that missed something."""
@@ -114,7 +131,7 @@ class Measurement:
     def run(self) -> None:
         """Forward and backward pass; `result` and `write_gradients` read what they collected."""
         facts = facts_of(self.model)
-        with prepared_model(self.survey), torch.enable_grad():
+        with Undo() as undo, undo, self.prepared(undo), torch.enable_grad():
             log_probs = None if facts.needs_wide_pass else self.narrow_pass()
             if log_probs is None:
                 facts.needs_wide_pass = True
@@ -166,6 +183,8 @@ class Measurement:
         seen = []
         for count in PROBE_ROLLOUTS:
             probe = Measurement(self.model, all_rollouts(probe_batch(self.batch, count)), weights=None)
+            probe.undo, probe.survey, probe.parameters = self.undo, self.survey, self.parameters
+            probe.begin()
             seen.append(probe.observed_first_axes(narrow=narrow))
         new = observed_axes(seen[0], seen[1], self.batch.input_ids.shape[1])
         facts.axes = merged_axes(facts.axes, new)
@@ -177,12 +196,12 @@ class Measurement:
         self.interceptor.observations = observations = {}
         shards = self.survey.shards
         hooked = [] if shards.modules else [self.model]  # hooks on the model are for the passes of its user
-        with ExitStack() as stack:
-            stack.enter_context(random_state_kept(self.device))
-            stack.enter_context(saved_tensors_hooks(lambda _: torch.empty(0), lambda saved: saved))
-            for name in ("_forward_pre_hooks", "_forward_hooks"):
-                stack.enter_context(attributes(hooked, name, lambda _: OrderedDict()))
-            stack.enter_context(self.intercepted(narrow=narrow))
+        nothing_saved = saved_tensors_hooks(lambda _: torch.empty(0), lambda saved: saved)
+        with Undo() as undo, undo, nothing_saved, self.intercepted(narrow=narrow):
+            undo.keep_random_state(self.device)
+            for module in hooked:
+                undo.set_attribute(module, "_forward_pre_hooks", OrderedDict())
+                undo.set_attribute(module, "_forward_hooks", OrderedDict())
             self.forward_to_head()
         shards.discard_pass()
         return observations
@@ -193,13 +212,14 @@ class Measurement:
 
     @contextmanager
     def around_owners(self) -> Iterator[None]:
-        """Inside, the modules that own parameters and the head are intercepted, and modules are in evaluation mode."""
+        """Inside, the modules that own parameters and the head are intercepted."""
         head = getattr(self.model, "get_output_embeddings", lambda: None)()
         owners = self.survey.owners
         if isinstance(head, nn.Module) and not any(module is head for module in owners):
             owners = [*owners, head]
-        self.interceptor.dropped = bool(self.survey.dropping)  # evaluation mode: no dropout operation will be seen
-        with in_evaluation(self.survey.in_training), self.interceptor.around_modules(owners):
+        with Undo() as undo, undo:
+            self.undo.operations.append((undo.__exit__,))  # an interrupt may skip the end of this block
+            self.interceptor.intercept_modules(owners, undo)
             yield
 
     def finish_collection(self) -> None:
@@ -349,8 +369,8 @@ class Measurement:
         self.collector.use_arrived(self.collector.expect(weight, weight), shared)
 
     def backward(self, tensor: Tensor, grad: Tensor) -> None:
-        """The backward pass; ordinary gradients stay in `.grad`, also in a sharded model."""
-        run_backward(tensor, grad, list(self.parameters.values()) if self.survey.shards.modules else ())
+        """The backward pass; ordinary gradients stay in `.grad`."""
+        run_backward(tensor, grad, list(self.parameters.values()))
 
     # Result
 
@@ -407,22 +427,31 @@ class Measurement:
             gram = self.result()
             self.write_gradients(None)
             return gram
-        self.write_gradients(None)
-        try:
-            return self.result()
-        except ScoregramError:
-            for parameter in parameters:
-                parameter.grad = None
-            raise
+        with Undo() as undo, undo:
+            undo.put_gradients_aside(list(parameters))
+            self.write_gradients(None)
+            gram = self.result()
+            undo.operations.clear()  # from here on the gradients stay
+        return gram
 
     def write_gradients(self, factors: Tensor | None) -> None:
-        """Add `Σ_m f_m Σ_i w_mi ψ_i` to `.grad`; None for a single weight vector, with the factor 1."""
+        """Add `Σ_m f_m Σ_i w_mi ψ_i` to `.grad`, of all parameters or none.
+
+        `factors` is None for a single weight vector, with the factor 1.
+        """
+        additions = []
         for parameter in self.parameters.values():
             sums = self.collector.take_sums(parameter)
             if sums is None:
                 continue
             grad = sums[0] if factors is None else torch.tensordot(factors.to(sums), sums, dims=1)
-            parameter.grad = grad.to(parameter.dtype) if parameter.grad is None else parameter.grad.add_(grad)
+            if parameter.grad is None:
+                additions.append((setattr, parameter, "grad", grad.to(parameter.dtype)))
+            else:
+                additions.append((Tensor.add_, parameter.grad, grad))
+        with Undo() as undo, undo:
+            claimed_modules(self.model, undo)  # another measurement would put these gradients aside
+            run_operations(additions)
 
 
 def layer_of(name: str) -> str:

@@ -1,7 +1,8 @@
 """Stage 2, the model: surveyed once, prepared for a measurement, and put back exactly as it was.
 
-`survey` walks over the modules and lists what a measurement needs. `prepared_model` is the `with` block in which one
-runs. `ModuleFacts` keeps what one measurement learned about a module for the next one.
+`survey` walks over the modules and lists what a measurement needs. `claimed_modules` refuses a model that another
+measurement is using, `prepare_model` changes it, and everything that is changed goes through an `Undo`. `ModuleFacts`
+keeps what one measurement learned about a module for the next one.
 
 **Several processes.** `DistributedDataParallel` wraps a whole model: the model inside is measured, and no process
 communicates. `fully_shard` (FSDP2) leaves a part of every parameter on each process. Outside a pass a module holds that
@@ -10,17 +11,22 @@ between. A measurement identifies a sharded parameter by its gathered form, so e
 Three things differ:
 
 - FSDP takes every ordinary gradient away and averages it over the processes. Scores belong to the rollouts of one
-  process, so their gradients are hidden from it (`plain_passes.run_backward`).
+  process, so their gradients are taken away before (`plain_passes.run_backward`).
 - The head is applied outside the forward pass, and the logits that the model gets in its place have no gradient, so
   FSDP would not gather the modules around the head for the backward pass. They are gathered before it.
 - Gathering is a collective operation, so every process must run the same passes.
 """
 
 import sys
+import threading
+import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import starmap
+from operator import call
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -265,90 +271,199 @@ def has_dropout_rate(module: nn.Module) -> bool:
     return isinstance(rate, float) and rate > 0
 
 
-# Prepared inside a block, as before outside it
+# Every change to a model, and how it is undone
+
+SAVED_BUFFER_BYTES = 1 << 22
+"""Largest buffer whose values are saved; larger ones are masks and quantised weights, which no forward pass changes."""
+
+_IN_USE: dict["Undo", tuple[int, frozenset[int]]] = {}
+"""Thread, and ids of modules and trained parameters, of every measurement that is running, the first one first."""
+
+_ABSENT = object()
+_TORCH: Any = torch._C
+"""Functions of torch that have no public name."""
 
 
-@contextmanager
-def prepared_model(model: Survey) -> Iterator[None]:
-    """The model prepared for a measurement inside the block, and exactly as before outside, random state included."""
-    parameters = list(model.parameters.values())
-    with ExitStack() as stack:
-        stack.enter_context(random_state_kept(parameters[0].device))
-        stack.enter_context(gradients_put_aside([*parameters, *model.shards.sharded.values()]))
-        stack.enter_context(model.shards.resharded_afterwards())
-        # Recompute checkpointed layers through saved-tensor hooks: a nested backward pass would accumulate gradients on
-        # its own, out of reach of `plain_passes`.
-        name = "_gradient_checkpointing_func"
-        stack.enter_context(attributes(model.checkpointing, name, lambda _: partial(checkpoint, use_reentrant=False)))
-        # Let mixtures multiply one expert at a time: plain products, which the interceptor knows.
-        name = "_experts_implementation_internal"
-        mixtures = [config for config in model.configs.values() if name in vars(config)]
-        stack.enter_context(attributes(mixtures, name, lambda _: "eager"))
-        yield
+class Undo:
+    """Operations that undo changes, run at the end of a `with` block; each is listed before its change is made.
 
+    Enter it twice, `with Undo() as undo, undo:`. Ctrl-C may arrive inside the first `__exit__`, and the second one then
+    undoes everything. The operations run in one call of C code, which no interrupt enters, and running them twice does
+    no harm.
+    """
 
-@contextmanager
-def random_state_kept(device: torch.device) -> Iterator[None]:
-    """The random generators continue after the block as if it had drawn nothing."""
-    saved = random_state(device)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(saved[0])
+    def __init__(self) -> None:
+        self.operations: list[tuple[Any, ...]] = []
+        """Functions and their arguments; the last one is called first."""
+
+    def __enter__(self) -> "Undo":
+        return self
+
+    def __exit__(self, _: object = None, error: BaseException | None = None, __: object = None) -> None:
+        interrupt = interrupt_behind(error)
+        if interrupt is not None:  # generators that it left suspended in torch end here, not some time later
+            traceback.clear_frames(interrupt.__traceback__)
+        run_operations(self.operations[::-1])
+        self.operations.clear()
+        if interrupt is not None and interrupt is not error:
+            raise interrupt
+
+    def set_attribute(self, owner: Any, name: str, value: object) -> None:
+        """Set an attribute of an object until the end of the block; then it is as before, or absent."""
+        state = owner.__dict__
+        before = state.get(name, _ABSENT)
+        undone = (dict.pop, state, name, None) if before is _ABSENT else (dict.__setitem__, state, name, before)
+        self.operations.append(undone)
+        state[name] = value
+
+    def put_gradients_aside(self, parameters: Sequence[Tensor]) -> None:
+        """`.grad` is None until the end of the block, and then the same tensor as before."""
+        self.operations += [(setattr, parameter, "grad", parameter.grad) for parameter in parameters]
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad = None
+
+    def keep_random_state(self, device: torch.device) -> None:
+        """At the end of the block the random generators continue as if it had drawn nothing."""
+        saved = random_state(device)
+        self.operations.append((torch.default_generator.set_state, saved[0]))
         if device.type == "cuda":
-            torch.cuda.set_rng_state(saved[1], device)
+            self.operations.append((torch.cuda.set_rng_state, saved[1], device))
+
+    def keep_modules(self, modules: Sequence[nn.Module]) -> None:
+        """At the end of the block attributes and buffers of modules, and the values of buffers, are those of now."""
+        buffers = [module._buffers for module in modules if module._buffers]
+        for state in [*(module.__dict__ for module in modules), *buffers]:
+            self.operations += [(dict.update, state, state.copy()), (dict.clear, state)]
+        found = {id(buffer): buffer for each in buffers for buffer in each.values() if buffer is not None}
+        small = [b for b in found.values() if b.nbytes <= SAVED_BUFFER_BYTES and not b.is_inference()]
+        self.operations += [(put_values_back, buffer, buffer._version, buffer.detach().clone()) for buffer in small]
+
+    def keep_torch_state(self) -> None:
+        """At the end of the block torch's modes in this thread are those of now.
+
+        They have `with` blocks of their own, in torch and in Python, whose `__exit__` an interrupt may skip.
+        """
+        hooks = _TORCH._autograd._top_saved_tensors_default_hooks(False)
+        vmap = _TORCH._functorch.get_dynamic_layer_stack_depth()
+        self.operations += [
+            (pop_saved_tensor_hooks, hooks),
+            (_TORCH._set_grad_enabled, torch.is_grad_enabled()),
+            (_TORCH._functorch.pop_dynamic_layer_stack_and_undo_to_depth, vmap),
+            (pop_function_modes, _TORCH._len_torch_function_stack()),
+            (_TORCH._set_torch_function_state, _TORCH._get_torch_function_state()),
+        ]
+
+
+def interrupt_behind(error: BaseException | None) -> BaseException | None:
+    """The interrupt among an error and those during whose handling it was raised; None if there is none."""
+    while isinstance(error, Exception):
+        error = error.__context__
+    return error
+
+
+def run_operations(operations: Sequence[tuple[Any, ...]]) -> None:
+    """Call each function with its arguments, from C code: no interrupt comes between two calls."""
+    deque(starmap(call, operations), maxlen=0)
+
+
+def put_values_back(buffer: Tensor, version: int, values: Tensor) -> None:
+    """Write the values that a buffer had when it had this version.
+
+    Autograd refuses a graph that saved the buffer if it was changed in between, unless it still has this version:
+    either nothing happened, or a batch norm wrote its statistics, which does not count as a change.
+    """
+    with torch.no_grad():
+        (buffer.data if buffer._version == version else buffer).copy_(values)
+
+
+def pop_function_modes(depth: int) -> None:
+    """Remove the innermost `TorchFunctionMode`s until `depth` are left."""
+    while _TORCH._len_torch_function_stack() > depth:
+        _TORCH._pop_torch_function_stack()
+
+
+def pop_saved_tensor_hooks(top: object) -> None:
+    """Remove the innermost saved-tensor hooks until `top` are the innermost."""
+    autograd = _TORCH._autograd
+    while (hooks := autograd._top_saved_tensors_default_hooks(False)) is not None and hooks != top:
+        autograd._pop_saved_tensors_default_hooks()
+
+
+# A model in use
+
+
+def claimed_modules(model: nn.Module, undo: Undo) -> list[nn.Module]:
+    """The modules of a model, which no other measurement may use until the end of the block.
+
+    Raises:
+        ScoregramError: If a running measurement uses one of the modules or trained parameters.
+    """
+    modules: dict[int, nn.Module] = {}
+    parameters: set[int] = set()
+    stack = [model]
+    while stack:
+        module = stack.pop()
+        if id(module) not in modules:
+            modules[id(module)] = module
+            parameters.update(id(p) for p in module._parameters.values() if p is not None and p.requires_grad)
+            stack += [child for child in module._modules.values() if child is not None]
+    own = parameters.union(modules)
+    undo.operations.append((_IN_USE.pop, undo, None))
+    _IN_USE[undo] = threading.get_ident(), frozenset(own)  # one dict operation, so threads need no lock
+    for other, (thread, used) in list(_IN_USE.items()):
+        if other is undo:  # the others are later, and will find this one
+            break
+        if not used.isdisjoint(own):
+            inside = thread == threading.get_ident()
+            fail(
+                "measure_gram",
+                "modules and trained parameters can be in one measurement at a time",
+                "a call from inside another measurement's forward or backward pass" if inside else "a second thread",
+                "Wait for the other measurement, or measure a deep copy of the model.",
+            )
+    return list(modules.values())
+
+
+def prepare_model(listed: Survey, modules: Sequence[nn.Module], undo: Undo) -> None:
+    """Prepare a model for a measurement; `undo` puts it back exactly as it was, the random state included."""
+    parameters = list(listed.parameters.values())
+    undo.keep_random_state(parameters[0].device)
+    undo.put_gradients_aside([*parameters, *listed.shards.sharded.values()])
+    undo.keep_modules(modules)
+    for hooks in [p._backward_hooks for p in parameters if p._backward_hooks]:  # they may change the gradient
+        undo.operations.append((hooks.update, dict(hooks)))
+        hooks.clear()
+    undo.keep_torch_state()  # listed last, so called first: a mode left behind would see all other operations
+    # A batch norm would mix rollouts, and a spectral norm change its weight from one pass to the next.
+    for module in listed.in_training:
+        vars(module)["training"] = False
+    # Recompute checkpointed layers through saved-tensor hooks: a nested backward pass would accumulate gradients on
+    # its own, out of reach of `plain_passes`.
+    for module in listed.checkpointing:
+        vars(module)["_gradient_checkpointing_func"] = partial(checkpoint, use_reentrant=False)
+    # Let mixtures multiply one expert at a time: plain products, which the interceptor knows.
+    copies = {key: with_eager_experts(config) for key, config in listed.configs.items()}
+    for module in modules:
+        config = copies.get(id(vars(module).get("config")))
+        if config is not None:
+            vars(module)["config"] = config
+
+
+def with_eager_experts(config: Any) -> Any:
+    """A copy of a configuration with the plain implementation of experts; None if it does not choose one.
+
+    A copy, because other models may have the same configuration.
+    """
+    name = "_experts_implementation_internal"
+    if vars(config).get(name) in (None, "eager"):
+        return None
+    changed = object.__new__(type(config))
+    vars(changed).update(vars(config) | {name: "eager"})
+    return changed
 
 
 def random_state(device: torch.device) -> list[Tensor]:
     """The state of the random generators that a forward pass on `device` would draw from."""
     states = [torch.get_rng_state()]
     return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
-
-
-@contextmanager
-def gradients_put_aside(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """`.grad` is None inside the block and as before outside it.
-
-    A gradient that appears inside then proves that some use of its parameter was not intercepted.
-    """
-    saved = [(parameter, grad) for parameter in parameters if (grad := parameter.grad) is not None]
-    for parameter, _ in saved:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad = None
-        for parameter, grad in saved:
-            parameter.grad = grad
-
-
-@contextmanager
-def in_evaluation(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Put modules that are in training mode into evaluation mode inside the block, and back after it."""
-    states = [module.__dict__ for module in modules]  # `module.training = …` costs more host time
-    for state in states:
-        state["training"] = False
-    try:
-        yield
-    finally:
-        for state in states:
-            state["training"] = True
-
-
-@contextmanager
-def attributes(owners: Sequence[Any], name: str, value: Callable[[Any], object]) -> Iterator[None]:
-    """Attribute `name` of each owner is `value(owner)` inside the block; outside it is as before, or absent."""
-    absent = object()
-    saved = [vars(owner).get(name, absent) for owner in owners]
-    for owner in owners:
-        vars(owner)[name] = value(owner)
-    try:
-        yield
-    finally:
-        for owner, before in zip(owners, saved, strict=True):
-            if before is absent:
-                del vars(owner)[name]
-            else:
-                vars(owner)[name] = before

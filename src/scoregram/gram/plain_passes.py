@@ -6,8 +6,8 @@ per rollout, slow and exact. And `verify_gram` compares a measured Gram with ind
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from scoregram.checks import fail
 from scoregram.gram.batch import Batch
-from scoregram.gram.model import Survey
+from scoregram.gram.model import Survey, Undo
 
 DROPOUTS = {torch.dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 VERIFY_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
@@ -122,22 +122,15 @@ class DropoutOff(TorchFunctionMode):
 # Backward
 
 
-def run_backward(tensor: Tensor, grad: Tensor, hidden: Sequence[Tensor] = ()) -> None:
-    """Add the gradients of `⟨tensor, grad⟩` to `.grad` of all leaves; those of `hidden` are hidden from FSDP.
+def run_backward(tensor: Tensor, grad: Tensor, parameters: Sequence[Tensor]) -> None:
+    """Add the gradients of `⟨tensor, grad⟩` to `.grad` of all leaves; those of `parameters` at the end.
+
+    A gradient is taken away as soon as it arrives. A hook on the parameter that runs an optimiser finds none, and so
+    does FSDP, which would average it over the processes at the end of each layer's backward pass.
 
     `torch.autograd.backward` and `grad` are themselves torch functions, and a `TorchFunctionMode` is off while it
     handles one: checkpointed layers would be recomputed without it, with their dropout. So this calls
     autograd's engine directly.
-    """
-    with gradients_hidden(hidden):
-        _engine_run_backward((tensor,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-@contextmanager
-def gradients_hidden(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Gradients that arrive inside the block are kept out of `.grad` until its end.
-
-    FSDP looks at `.grad` at the end of each layer's backward pass, takes it away, and averages it over the processes.
     """
     arrived: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -147,14 +140,15 @@ def gradients_hidden(parameters: Sequence[Tensor]) -> Iterator[None]:
             before = arrived.get(id(parameter))
             arrived[id(parameter)] = parameter, grad if before is None else before[1] + grad
 
-    hooks = [parameter.register_post_accumulate_grad_hook(take) for parameter in parameters]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for parameter, grad in arrived.values():
-            parameter.grad = grad
+    hooks, name = OrderedDict({0: take}), "_post_accumulate_grad_hooks"
+    with Undo() as undo, undo:
+        undo.operations.append((hooks.clear,))  # torch keeps the last dict if it is replaced by None
+        for parameter in parameters:  # one dict for all, in place of the parameter's own
+            undo.operations.append((setattr, parameter, name, getattr(parameter, name)))
+            setattr(parameter, name, hooks)
+        _engine_run_backward((tensor,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    for parameter, found in arrived.values():
+        parameter.grad = found
 
 
 def gradients(total: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -173,7 +167,7 @@ def gradients(total: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
 def loss_gradients(model: nn.Module, batch: Batch, survey: Survey) -> tuple[dict[int, Tensor], Tensor]:
     """Gradient of `Σ c log π` for each trained parameter, by its id, and `log π` `(N, T)`; dropout is off.
 
-    `.grad` of the parameters must be None (`model.gradients_put_aside`), and is so afterwards.
+    `.grad` of the parameters must be None (`Undo.put_gradients_aside`), and is so afterwards.
     """
     parameters = list(survey.parameters.values())
     with DropoutOff(), torch.enable_grad():

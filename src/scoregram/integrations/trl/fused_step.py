@@ -22,11 +22,9 @@ from scoregram.checks import fail, listed
 from scoregram.distributed import Processes
 from scoregram.gram import (
     DeferredGram,
-    attributes,
+    Undo,
     gradients,
-    gradients_put_aside,
     model_inside,
-    random_state_kept,
     survey,
 )
 from scoregram.integrations.trl.separate_pass import (
@@ -249,7 +247,9 @@ class FusedStep:
         assert self.call is not None
         here = slice(index, index + 1)
         one = {"input_ids": self.call["input_ids"][here], "attention_mask": self.call["attention_mask"][here]}
-        with random_state_kept(derivative.device), gradients_put_aside(parameters), torch.enable_grad():
+        with Undo() as undo, undo, torch.enable_grad():
+            undo.keep_random_state(derivative.device)
+            undo.put_gradients_aside(parameters)
             found = self.trainers_log_probs(**(self.call | one | {"compute_entropy": False}))[0]
             return gradients((found * derivative[here].to(found.dtype)).sum(), parameters)
 
@@ -389,18 +389,17 @@ class FusedSteps:
         """Wraps the trainer's `training_step`, so that `accelerator.backward` returns with the complete gradient."""
         self.step = self.failure = None
 
-        def with_finish(accelerator: Any) -> Callable[..., Any]:
-            inner = accelerator.backward
+        accelerator = self.trainer.accelerator
+        inner = accelerator.backward
 
-            def backward(*args: Any, **kwargs: Any) -> Any:
-                result = inner(*args, **kwargs)
-                self.finish()
-                return result
-
-            return backward
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            result = inner(*args, **kwargs)
+            self.finish()
+            return result
 
         try:
-            with attributes([self.trainer.accelerator], "backward", with_finish):
+            with Undo() as undo, undo:
+                undo.set_attribute(accelerator, "backward", backward)
                 yield
             self.finish()  # for a trainer that does not call accelerator.backward
         except BaseException:

@@ -21,8 +21,8 @@ from scoregram.gram import (
     Gram,
     Sketch,
     Sketcher,
+    Undo,
     backward_with_gram,
-    gradients_put_aside,
     is_distributed,
     measure_gram,
     model_inside,
@@ -257,7 +257,8 @@ def _measure_whole_model(
                 for here in plans[processes.rank]
             ]
 
-    with gradients_put_aside(parameters):  # the weighted rows are summed in `.grad`
+    with Undo() as undo, undo:
+        undo.put_gradients_aside(parameters)  # the weighted rows are summed in `.grad`
         grams = processes.gather(own_passes)
         error = relative_error(_summed_gradients(parameters, processes), theirs, loss_scale(trainer))
     return [gram for own in grams for gram in own], error
