@@ -6,7 +6,7 @@ listed in `docs/trust.md`; a listed type that works is a failure too, so that th
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,16 @@ PAGE = (Path(__file__).parent.parent / "docs" / "trust.md").read_text(encoding="
 LISTED = dict(re.findall(r"^\| `([\w-]+)` \| (not built|refused|wrong) \|", PAGE, re.MULTILINE))
 TYPES = sorted(MODEL_NAMES)
 EXACT = 1e-9
+ROUNDED = 1e-5  # where norms and routers compute in float32
 
 
 @contextmanager
-def float64() -> Iterator[None]:
+def float64(*, casts: bool = False) -> Iterator[None]:
     """No cast to float32, and constants in float64: some models write the least float64 into a new tensor."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with KeepDouble():
+        with nullcontext() if casts else KeepDouble():
             yield
     finally:
         torch.set_default_dtype(before)
@@ -57,16 +58,17 @@ def model_and_scores(model_type: str) -> tuple[Any, Tensor]:
     return model, scores
 
 
-def assert_exact(model: Any, scores: Tensor, *batch: Tensor, **given: Any) -> None:
+def assert_exact(model: Any, scores: Tensor, *batch: Tensor, casts: bool = False, **given: Any) -> None:
     weights = torch.linspace(-1.0, 2.0, len(scores), dtype=torch.float64)
     model.zero_grad(set_to_none=True)
-    with float64():
+    with float64(casts=casts):
         gram = backward_with_gram(model, *batch, weights=weights, **given)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradient = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained])
     model.zero_grad(set_to_none=True)
-    assert distance(gram.matrix, scores @ scores.T) <= EXACT
-    assert distance(gradient, weights @ scores) <= EXACT
+    bound = ROUNDED if casts else EXACT
+    assert distance(gram.matrix, scores @ scores.T) <= bound
+    assert distance(gradient, weights @ scores) <= bound
 
 
 def assert_exact_or_listed(model_type: str, *batch: Tensor, **given: Any) -> None:
@@ -150,22 +152,23 @@ def test_weights_streamed_and_rollouts_packed(model_type, monkeypatch):
 @pytest.mark.slow
 @built
 def test_checkpointing(model_type):
+    """Within float32 rounding: no mode reaches the second forward pass, so norms and routers stay in float32."""
     model, scores = model_and_scores(model_type)
     if not model.supports_gradient_checkpointing:
         pytest.skip("transformers has no checkpointing for this type")
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     try:
-        with float64():
+        with float64(casts=True):
             scores = score_rows(model, *padded_batch(5))  # some types behave differently in training mode
             again = score_rows(model, *padded_batch(5))
         if not torch.equal(scores, again):
             pytest.skip("random in training mode")
         if LISTED.get(model_type) == "refused":
             with pytest.raises(ScoregramError):
-                assert_exact(model, scores, *padded_batch(5))
+                assert_exact(model, scores, *padded_batch(5), casts=True)
         else:
-            assert_exact(model, scores, *padded_batch(5))
+            assert_exact(model, scores, *padded_batch(5), casts=True)
     finally:
         model.eval()
         model.gradient_checkpointing_disable()
