@@ -25,7 +25,7 @@ from tests.sweep_cases import MODEL_NAMES, SIDE, packed_batch, padded_batch, tin
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 PAGE = (Path(__file__).parent.parent / "docs" / "trust.md").read_text(encoding="utf-8")
-LISTED = dict(re.findall(r"^\| `([\w-]+)` \| (not built|refused|wrong) \|", PAGE, re.MULTILINE))
+LISTED = dict(re.findall(r"^\| `([\w-]+)` \| (not built|refused) \|", PAGE, re.MULTILINE))
 TYPES = sorted(MODEL_NAMES)
 EXACT = 1e-9
 ROUNDED = 1e-5  # where norms and routers compute in float32
@@ -100,16 +100,11 @@ LONG = {
 """Types that take more than a second."""
 
 
-def marks(model_type: str) -> list[pytest.MarkDecorator]:
-    """A type that is listed as wrong must fail, until it leaves the list."""
-    return [pytest.mark.xfail(strict=True)] * (LISTED.get(model_type) == "wrong")
-
-
-built = pytest.mark.parametrize("model_type", [name for name in BUILT if LISTED.get(name) != "wrong"])
+built = pytest.mark.parametrize("model_type", BUILT)
 
 
 @pytest.mark.parametrize(
-    "model_type", [pytest.param(name, marks=[*marks(name), *[pytest.mark.slow] * (name in LONG)]) for name in BUILT]
+    "model_type", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in BUILT]
 )
 def test_every_axis_has_the_length_of_the_batch(model_type):
     """Rollouts, tokens, heads, experts, groups and head width are 8; padding on the left, which is moved."""
@@ -124,9 +119,9 @@ def test_what_is_listed_as_not_built_cannot_be_built(model_type):
 
 def test_the_list_names_types_that_exist():
     assert set(LISTED) <= set(TYPES)
-    counts = re.search(r"(\d+) types: (\d+) exact, (\d+) refused, (\d+) wrong, (\d+) cannot be built", PAGE)
+    counts = re.search(r"(\d+) types: (\d+) exact, (\d+) refused, (\d+) cannot be built", PAGE)
     assert counts is not None
-    listed = [list(LISTED.values()).count(kind) for kind in ("refused", "wrong", "not built")]
+    listed = [list(LISTED.values()).count(kind) for kind in ("refused", "not built")]
     assert [int(count) for count in counts.groups()] == [len(TYPES), len(TYPES) - sum(listed), *listed]
 
 
