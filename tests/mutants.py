@@ -23,6 +23,7 @@ import argparse
 import ast
 import contextlib
 import datetime as dt
+import importlib
 import json
 import os
 import re
@@ -42,6 +43,18 @@ TREE = Path(__file__).parent.parent
 PACKAGE = TREE / "src" / "scoregram"
 EDITS = Path(__file__).parent / "mutations"
 RECORD = TREE / "benchmarks" / "results" / "mutants.json"
+PACKAGES = (
+    "torch",
+    "transformers",
+    "hypothesis",
+    "jaxtyping",
+    "peft",
+    "pyarrow.parquet",
+    "rich.progress",
+    "yaml",
+    "tyro",
+)
+"""What the tests import besides the code under test."""
 KILLED, SURVIVED, EQUIVALENT = "killed", "survived", "equivalent"
 
 Row = dict[str, object]
@@ -469,9 +482,10 @@ def outcome(mutant: Mutant, status: int, log: Path, seconds: float) -> Row:
 
 def run_mutants(mutants: Sequence[Mutant], *, jobs: int, timeout: float) -> Iterator[Row]:
     """Rows of the mutants as they end. The tests that killed one must pass on the sources as they are."""
-    # Imported once, before the forks.
+    for name in PACKAGES:  # imported once, before the forks
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     import torch
-    import transformers  # noqa: F401
 
     torch.set_num_threads(1)
     os.chdir(TREE)
