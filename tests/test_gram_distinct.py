@@ -30,8 +30,9 @@ def repeated(order: Tensor = REPEATED) -> Rollouts:
 
 @pytest.fixture
 def seen() -> Iterator[list[int]]:
-    """Rows of every pass through the Llama that is tested here."""
+    """Rows of every pass through the Llama that is tested here, after its first measurement, which also checks it."""
     counts: list[int] = []
+    measure_gram(model_of("llama-tied"), *rollouts().arguments)
     handle = model_of("llama-tied").register_forward_pre_hook(
         lambda _, args, kwargs: counts.append(len(kwargs["input_ids"])), with_kwargs=True
     )

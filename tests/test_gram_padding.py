@@ -169,22 +169,30 @@ def test_kept_padding_is_the_model_s_own_padded_call():
 class LengthScaled(nn.Module):
     """A model whose logits depend on the length of the batch, padding included."""
 
-    def __init__(self) -> None:
+    def __init__(self, strength: float) -> None:
         super().__init__()
         self.embedding = nn.Embedding(61, 8)
         self.head = nn.Linear(8, 61)
+        self.strength = strength
 
     def forward(self, input_ids: Tensor) -> Tensor:  # noqa: D102
-        return self.head(self.embedding(input_ids).cumsum(1) / input_ids.shape[1])
+        return self.head(self.embedding(input_ids).cumsum(1) / (1 + self.strength * input_ids.shape[1]))
 
 
-def test_verification_finds_a_model_that_depends_on_padding():
+def test_a_model_that_depends_on_padding_is_refused_or_found_by_verification():
     torch.manual_seed(0)
-    model, batch = LengthScaled().double(), rollouts()
+    batch, weights = rollouts(), torch.ones(5)
+    even = [tensor[:, :9] for tensor in batch.arguments]
+    model = LengthScaled(1.0).double()
+    measure_gram(model, *even, verify=True)
+    with pytest.raises(ScoregramError, match="must not depend on padding, got log-probabilities that change by"):
+        backward_with_gram(model, *batch.arguments, weights=weights)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    measure_gram(model, *batch.arguments, keep_padding=True, verify=True)
+    model = LengthScaled(1e-4).double()
+    measure_gram(model, *batch.arguments)
     with pytest.raises(ScoregramError, match=r"rollout alone .* log-probabilities that differ .* depends on padding"):
         measure_gram(model, *batch.arguments, verify=True)
-    even = [tensor[:, :9] for tensor in batch.arguments]
-    measure_gram(model, *even, verify=True)
 
 
 class LengthMinded(nn.Module):

@@ -34,7 +34,13 @@ from scoregram.gram.model import (
     run_operations,
     survey,
 )
-from scoregram.gram.plain_passes import batch_log_probs, logits_of, replayed_rows, run_backward
+from scoregram.gram.plain_passes import (
+    batch_log_probs,
+    logits_of,
+    refuse_padding_dependence,
+    replayed_rows,
+    run_backward,
+)
 from scoregram.gram.sketch import Sketch, Sketcher
 
 LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -136,6 +142,8 @@ class Measurement:
             if log_probs is None:
                 facts.needs_wide_pass = True
                 log_probs = self.wide_pass()
+            if not self.survey.shards.modules:  # a pass of a sharded model would need every process
+                refuse_padding_dependence(self.model, self.batch, log_probs)
             self.finish_collection()
         self.log_probs = log_probs.detach()
         self.report_dropout()

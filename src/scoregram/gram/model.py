@@ -49,6 +49,8 @@ class ModuleFacts:
     """Of a model: the operations whose activations have the rollouts on their first axis (`axis.Axes`)."""
     probed: set[bool] = field(default_factory=set)
     """Of a model: the kinds of passes, narrow or not, that `axes` was learned for."""
+    ignores_padding: bool = False
+    """Of a model: the log-probabilities of a padded rollout were those without its padding."""
     broadcast_axes: int | None = None
     """Of a norm-like module, which only broadcasts its parameters: the number of axes of its input."""
     gathered: list[tuple[Tensor, Tensor]] | None = None

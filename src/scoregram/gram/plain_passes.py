@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from scoregram.checks import fail
 from scoregram.gram.batch import Batch
-from scoregram.gram.model import Survey, Undo
+from scoregram.gram.model import Survey, Undo, facts_of
 
 DROPOUTS = {torch.dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 VERIFY_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
@@ -189,6 +189,36 @@ def replayed_rows(model: nn.Module, batch: Batch, wanted: Sequence[Tensor], surv
         for collected, parameter in zip(rows, wanted, strict=True):
             collected.append(grads[id(parameter)])
     return [torch.stack(collected[: batch.rollouts]) for collected in rows]
+
+
+def refuse_padding_dependence(model: nn.Module, batch: Batch, log_probs: Tensor) -> None:
+    """Raise if most log-probabilities of the most padded rollout change once it is alone, without padding.
+
+    It runs once for each model: one forward pass over one rollout. Rounding moves log-probabilities a little, and those
+    behind a changed choice of experts a lot, but not most of them.
+    """
+    facts = facts_of(model)
+    if facts.ignores_padding or batch.keeps_padding:
+        return
+    padding = torch.where(batch.completion_mask.any(1), (batch.attention_mask == 0).sum(1), 0)
+    row = int(padding.argmax())
+    if not int(padding[row]):
+        return
+    one = batch.alone(row)
+    try:
+        with DropoutOff(), torch.no_grad():
+            alone = batch_log_probs(logits_of(model, one), one)[one.completion_mask]
+    except Exception:  # a model for certain lengths alone
+        return
+    moved = float((log_probs.detach()[row][batch.completion_mask[row]] - alone).abs().median())
+    if moved > (0.5 if next(model.parameters()).dtype in (torch.bfloat16, torch.float16) else 0.01):
+        fail(
+            "measure_gram",
+            "the model's output must not depend on padding",
+            f"log-probabilities that change by {moved:.2g} when {int(padding[row])} tokens of padding are removed",
+            "Measure rollouts of one length together, or pass keep_padding=True to measure the padded model.",
+        )
+    facts.ignores_padding = True
 
 
 def verify_gram(
