@@ -225,17 +225,16 @@ class Interrupt(KeyboardInterrupt):
     """Ctrl-C of a test."""
 
 
-def traced_lines(call: Callable[[], object], within: str, at: Collection[int] = ()) -> int:
-    """Number of lines that `call` runs in files whose path contains `within`; raises at the given ones of them."""
-    lines = 0
+def traced_lines(call: Callable[[], object], within: str, at: Collection[int] = ()) -> list[tuple[str, int]]:
+    """Files and numbers of the lines that `call` runs in files whose path contains `within`; raises at some of them."""
+    lines: list[tuple[str, int]] = []
 
     def trace(frame: Any, event: str, _: object) -> Any:
-        nonlocal lines
         if within not in frame.f_code.co_filename:
             return None
         if event == "line":
-            lines += 1
-            if lines in at:
+            lines.append((frame.f_code.co_filename, frame.f_lineno))
+            if len(lines) - 1 in at:
                 raise Interrupt
         return trace
 
@@ -248,6 +247,14 @@ def traced_lines(call: Callable[[], object], within: str, at: Collection[int] = 
     return lines
 
 
+def every_line(lines: list[tuple[str, int]]) -> list[int]:
+    """The first, a middle and the last visit of every line."""
+    visits: dict[tuple[str, int], list[int]] = {}
+    for k, line in enumerate(lines):
+        visits.setdefault(line, []).append(k)
+    return sorted({k for found in visits.values() for k in (found[0], found[len(found) // 2], found[-1])})
+
+
 def interrupts(
     make: Callable[[], nn.Module],
     call: Callable[[nn.Module], object],
@@ -255,19 +262,18 @@ def interrupts(
     points: int | None,
     also: Callable[[int], int] | None = None,
 ) -> None:
-    """Interrupt `call` at evenly spaced lines, at all of them for None, and compare the model each time.
+    """Interrupt `call` at so many lines, at every line for None, and compare the model each time.
 
     `also(k)` is the number of a second line, for an interrupt that meets the handling of the first.
     """
     model = with_gradients(make())
-    call(model)  # norms are remembered: later calls take the same lines
-    total = traced_lines(lambda: call(model), within)
+    call(model)  # what was learned is remembered: later calls take the same lines
+    lines = traced_lines(lambda: call(model), within)
     before = state_of(model)
-    for k in range(1, total + 1, 1 if points is None else -(-total // points)):
+    for k in every_line(lines) if points is None else range(0, len(lines), -(-len(lines) // points)):
         with contextlib.suppress(Interrupt):
             traced_lines(lambda: call(model), within, {k} if also is None else {k, also(k)})
-        changed = changes(before, state_of(model))
-        assert changed == [], f"after an interrupt at line {k} of {total}"
+        assert changes(before, state_of(model)) == [], f"after an interrupt at {lines[k]}, visit {k}"
 
 
 EVERYWHERE = "/"
@@ -340,10 +346,10 @@ def test_interrupts_leave_all_gradients_of_a_step_or_none(is_empty):
     step()
     start()
     before = grads()
-    total = traced_lines(step, ENGINE)
+    total = len(traced_lines(step, ENGINE))
     after = grads()
     seen = set()
-    for k in [total // 2, *range(total - 100, total + 1, 7)]:
+    for k in [total // 2, *range(total - 100, total, 7)]:
         start()
         with contextlib.suppress(Interrupt):
             traced_lines(step, ENGINE, {k})

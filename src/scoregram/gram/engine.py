@@ -42,8 +42,8 @@ def measure_gram(
 
     `ψ_i = Σ_t c_it ∇ log π(y_it)` over the completion tokens of rollout `i`, summed, never averaged; `c = 1` gives the
     score itself, and the `c = ∂L/∂log π` of a loss gives that loss's per-rollout gradients. It takes one
-    forward and one backward pass, with equal rollouts only once, and leaves the model unchanged. A rollout with no
-    completion token has a zero row.
+    forward and one backward pass, with equal rollouts only once, and leaves the model unchanged, also after Ctrl-C. Two
+    threads can measure two models, not one. A rollout with no completion token has a zero row.
 
     Args:
         model: A causal language model; only parameters that require gradients count.
@@ -61,8 +61,9 @@ def measure_gram(
 
     Raises:
         ScoregramError: Shapes that do not match, an empty batch, masks of other values than 0 and 1, ids outside the
-            vocabulary, a completion token that nothing predicts, parameters or gradients that are not finite; with
-            `verify`, a model whose output depends on padding or on the other rollouts.
+            vocabulary, a completion token that nothing predicts, parameters or gradients that are not finite, a
+            model that shares modules or trained parameters with a measurement that is running, in this thread or
+            another; with `verify`, a model whose output depends on padding or on the other rollouts.
     """
     batch = make_batch(
         model_inside(model),
