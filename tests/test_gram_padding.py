@@ -1,5 +1,6 @@
 """Padding, positions and masks: every rollout counts as if it were alone and unpadded, or an error says why not."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -193,6 +194,16 @@ def test_a_model_that_depends_on_padding_is_refused_or_found_by_verification():
     measure_gram(model, *batch.arguments)
     with pytest.raises(ScoregramError, match=r"rollout alone .* log-probabilities that differ .* depends on padding"):
         measure_gram(model, *batch.arguments, verify=True)
+
+
+def test_noise_of_autocast_is_not_taken_for_dependence_on_padding():
+    torch.manual_seed(0)
+    model, batch = LengthScaled(0.02).float(), rollouts()
+    measure_gram(copy.deepcopy(model).bfloat16(), *batch.arguments)
+    with torch.autocast("cpu", torch.bfloat16):
+        measure_gram(copy.deepcopy(model), *batch.arguments)
+    with pytest.raises(ScoregramError, match="must not depend on padding"):
+        measure_gram(model, *batch.arguments)
 
 
 class LengthMinded(nn.Module):
