@@ -355,7 +355,9 @@ class StreamedProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.use = use
         ctx.save_for_backward(x, low_weight)
-        return F.linear(x, low_weight.mT if use.transposed else low_weight, low_bias)
+        product = F.linear(x, low_weight.mT if use.transposed else low_weight, low_bias)
+        # With a bias, `F.linear` returns a view, and autograd forbids to change a view of this function in place.
+        return product if product._base is None else torch.ops.aten._unsafe_view(product, product.shape)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102

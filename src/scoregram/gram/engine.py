@@ -239,15 +239,27 @@ class DeferredGram(Measurement):
         self._held: CapturedHead | Tensor | None
         """What the backward pass starts from: the head's operands, or log-probabilities in autograd."""
         with Undo() as undo, undo, self.prepared(undo), torch.enable_grad():
-            self.observe_axes(narrow=self.is_narrow)
             before = random_state(self.device)
-            self.hold_forward()
-            if self.interceptor.unknown:
-                self.observe_axes(narrow=self.is_narrow)
+            try:
+                self.hold_forward_with_known_axes()
+            except Exception:
+                if not self.is_narrow:
+                    raise
                 self.begin_again()
-                self.hold_forward()
-                self.give_up_unknown_axes()
+                self.leave_evaluation()
+                self.is_narrow = False  # a wide pass sees more
+                self.hold_forward_with_known_axes()
             self._drew_random = self.has_drawn(before)
+
+    def hold_forward_with_known_axes(self) -> None:
+        """The forward pass; a second one if the first met operations that were not observed yet."""
+        self.observe_axes(narrow=self.is_narrow)
+        self.hold_forward()
+        if self.interceptor.unknown:
+            self.observe_axes(narrow=self.is_narrow)
+            self.begin_again()
+            self.hold_forward()
+            self.give_up_unknown_axes()
 
     def hold_forward(self) -> None:
         """The forward pass."""

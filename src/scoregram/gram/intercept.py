@@ -37,6 +37,7 @@ from scoregram.gram.collect import (
     under_autocast,
 )
 from scoregram.gram.leaves import (
+    BROADCASTS,
     CASTS,
     LAYER_NORMS,
     Leaves,
@@ -46,6 +47,7 @@ from scoregram.gram.leaves import (
     forward_with_copies,
     is_of_transformers,
     layer_norm_with_copies,
+    overlaps_itself,
     run_per_rollout,
 )
 from scoregram.gram.model import Undo, facts_of
@@ -53,6 +55,18 @@ from scoregram.gram.plain_passes import DropoutOff
 
 MATRIX_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
 ROW_SELECTIONS = {Tensor.__getitem__, torch.index_select, Tensor.index_select}
+SIGNATURES: dict[Callable[..., Any], tuple[str, ...]] = {
+    F.linear: ("input", "weight", "bias"),
+    F.embedding: ("input", "weight", "padding_idx"),
+    torch.matmul: ("input", "other"),
+    torch.mm: ("input", "mat2"),
+    torch.addmm: ("input", "mat1", "mat2"),
+    torch.index_select: ("input", "dim", "index"),
+    Tensor.matmul: ("self", "other"),
+    Tensor.mm: ("self", "mat2"),
+    Tensor.index_select: ("self", "dim", "index"),
+}
+"""Names of the first arguments of operations with a rule; they may be given as keywords."""
 
 
 # Marks on intermediate tensors
@@ -288,9 +302,11 @@ class Interceptor(DropoutOff):
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, by a rule if a parameter meets activations in it."""
+        if kwargs and func in SIGNATURES:
+            args, kwargs = positional_arguments(SIGNATURES[func], args, kwargs)
         if func is F.linear and self.head is not None and self.announcing and args[1] is self.head:
             return self.capture_head(*args, **kwargs)
-        if func is F.embedding and args and args[0].ndim == 2 and len(args[0]) == 1 and self.is_activation(args[0]):
+        if func is F.embedding and args[0].ndim == 2 and len(args[0]) == 1 and self.is_activation(args[0]):
             expanded = args[0].expand(self.layout.rollouts, -1)  # positions that all rollouts share: a lookup for each
             set_mark(expanded, ACTIVATION)
             args = (expanded, *args[1:])
@@ -306,7 +322,9 @@ class Interceptor(DropoutOff):
         if meets and parameters and self.observes_products() and self.leads_operation(func, tensors):
             result = self.run_by_rule(func, args, kwargs)
         else:
-            result = func(*args, **kwargs)
+            result = self.repeated_rule(func, args, kwargs) if parameters and not meets else None
+            meets = meets or result is not None
+            result = func(*args, **kwargs) if result is None else result
         if parameters:
             self.watch.see_operation(func, tensors, result, meets=meets)
         if meets:
@@ -365,8 +383,13 @@ class Interceptor(DropoutOff):
         if self.is_parameter_side(weight) and source is None:
             return None  # a derived weight: factors cannot be pulled back to its parameters
         trains_bias = bias is not None and self.is_parameter_side(bias)
-        if trains_bias and id(bias) not in self._parameters:
-            return None  # likewise for a derived bias
+        if bias is not None and trains_bias and id(bias) not in self._parameters:  # a derived bias: added after
+            product = self._streamed_product(x, weight, None, transposed=transposed)
+            if product is None:
+                return None
+            set_mark(product, Activation(self.owner_of(x)))
+            added = self.per_rollout_rule(torch.add, (product, bias), {})
+            return product + bias if added is None else added
         if source is not None and source[0] is source[1] and owner is None and self.gets_leaf(source[0]):
             return self._product_with_leaf(x, weight, bias, transposed=transposed)
         x, low_weight, low_bias = under_autocast(x, weight, bias)
@@ -412,14 +435,41 @@ class Interceptor(DropoutOff):
     def per_rollout_rule(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Any operation on small parameter-side tensors, with one copy of them per rollout."""
         tensors = list(tensors_in(args, kwargs))
-        if any(self.owner_of(tensor) is not None for tensor in tensors if self.is_activation(tensor)):
-            return None  # rows that were selected have no rollout axis to run over
         if not all(self.leaves.accepts(tensor) for tensor in tensors if self.is_parameter_side(tensor)):
             return None
+        if any(self.owner_of(tensor) is not None for tensor in tensors if self.is_activation(tensor)):
+            return self.selected_rows_rule(func, args) if len(args) == 2 and not kwargs else None
         kinds = TensorKinds(
             self.layout, lambda t: self.leaves.of(t) if self.is_parameter_side(t) else None, self.is_activation
         )
         return run_per_rollout(func, args, kwargs, kinds)
+
+    def selected_rows_rule(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Selected rows and a parameter that is broadcast over them, such as the bias of an expert."""
+        x, side = args if isinstance(args[0], Tensor) and self.is_activation(args[0]) else args[::-1]
+        owner = self.owner_of(x) if isinstance(x, Tensor) else None
+        if owner is None or func not in BROADCASTS or not isinstance(side, Tensor) or side.ndim >= x.ndim:
+            return None  # rows that were selected have no rollout axis to run over
+        copies = self.leaves.of(side)[owner.to(side.device)]  # (n, *shape)
+        copies = copies.view(len(owner), *[1] * (x.ndim - copies.ndim), *side.shape)
+        return func(x, copies) if x is args[0] else func(copies, x)
+
+    def repeated_rule(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """A parameter that is repeated for every rollout: expanded, or looked up at positions given for each."""
+        if func not in (Tensor.expand, F.embedding) or not self.observes_products():
+            return None
+        key = (operation_name(func), self.names_of(tensors_in(args, kwargs)), "repeated")
+        if func is F.embedding:
+            is_repeated = not self.is_parameter_side(args[0]) and self.leads(key, args[0])
+            return self.embedding_rule(*args, **kwargs) if is_repeated else None
+        source, result = args[0], func(*args, **kwargs)
+        if not self.leads(key, result) or len(result) != self.layout.rollouts or not self.leaves.accepts(source):
+            return None
+        if source.ndim == result.ndim and len(source) != 1:
+            return None
+        leaf = self.leaves.of(source)
+        leaf = leaf.squeeze(1) if source.ndim == result.ndim else leaf
+        return leaf.view(len(leaf), *[1] * (result.ndim - leaf.ndim), *leaf.shape[1:]).expand(result.shape)
 
     # Marks of results
 
@@ -431,13 +481,15 @@ class Interceptor(DropoutOff):
         if id(weight) in self._parameters:
             return weight, weight
         base = weight._base
-        return (base, weight) if base is not None and id(base) in self._parameters else None
+        if base is None or id(base) not in self._parameters or overlaps_itself(weight):
+            return None
+        return base, weight
 
     def mark_activations(
         self, result: Any, func: Callable[..., Any], args: tuple[Any, ...], tensors: list[Tensor]
     ) -> None:
         """Mark the results of an operation on activations; owners are carried along with the first axis."""
-        if result is args[0]:
+        if args and result is args[0]:
             return  # an in-place operation: its first argument has its mark already
         owners = [owner for tensor in tensors if (owner := self.owner_of(tensor)) is not None]
         selected = self.selected_owner(func, args) if func in ROW_SELECTIONS else None
@@ -483,6 +535,18 @@ def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor
             yield value
         elif isinstance(value, list | tuple):
             yield from tensors_in(tuple(value), {})
+
+
+def positional_arguments(
+    names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with those of `names` that were given as keywords among the positional ones."""
+    rest = dict(kwargs)
+    for name in names[len(args) :]:
+        if name not in rest:
+            break
+        args = (*args, rest.pop(name))
+    return args, rest
 
 
 def is_same_memory(tensor: Tensor, other: Tensor) -> bool:

@@ -84,15 +84,40 @@ class Leaves:
     def rows(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Pairs (parameter, its per-rollout gradient `(N, *shape)`) after the backward pass."""
         derived = []
+        wholes: dict[int, tuple[Tensor, Tensor]] = {}
         for (_, transposed), (tensor, leaf) in self.leaf_of.items():
             if leaf.grad is None:
                 continue
             rows = leaf.grad.mT if transposed else leaf.grad
+            base = tensor._base
             if tensor.is_leaf:
                 yield tensor, rows
+            elif base is not None and base.is_leaf and base.is_contiguous() and not overlaps_itself(tensor):
+                # A part of a parameter, such as the bias of one expert: all parts are added to one tensor of rows.
+                if id(base) not in wholes:
+                    wholes[id(base)] = base, rows.new_zeros(len(rows), *base.shape)
+                add_to_region(wholes[id(base)][1], base, tensor, rows)
             else:
                 derived.append((tensor, rows))
+        yield from wholes.values()
         yield from pulled_back_rows(derived)
+
+
+def add_to_region(wholes: Tensor, parameter: Tensor, view: Tensor, rows: Tensor) -> None:
+    """Add rows `(N, …)` to the region of `(N, *shape)` that `view` shows of `parameter`."""
+    offset = view.storage_offset() - parameter.storage_offset()
+    strides = (parameter.numel(), *view.stride())
+    wholes.as_strided((len(wholes), *view.shape), strides, offset).add_(rows)
+
+
+def overlaps_itself(view: Tensor) -> bool:
+    """Whether several elements of a view may share one place in memory, as in an expanded tensor."""
+    reach = 0
+    for stride, size in sorted(zip(view.stride(), view.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
 
 
 def pulled_back_rows(derived: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:

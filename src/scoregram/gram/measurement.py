@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from scoregram.checks import fail, not_finite
+from scoregram.checks import ScoregramError, fail, not_finite
 from scoregram.gram.axis import PROBE_ROLLOUTS, Observations, merged_axes, observed_axes, probe_batch
 from scoregram.gram.batch import Batch, DistinctRollouts, all_rollouts
 from scoregram.gram.collect import Collector, under_autocast
@@ -35,6 +35,7 @@ from scoregram.gram.model import (
     survey,
 )
 from scoregram.gram.plain_passes import (
+    DropoutOff,
     batch_log_probs,
     logits_of,
     refuse_padding_dependence,
@@ -132,16 +133,24 @@ class Measurement:
             parameter.grad = None
         self.begin()
 
+    def leave_evaluation(self) -> None:
+        """Put modules back in training mode, for a model that fails in evaluation mode."""
+        for module in self.survey.in_training:
+            vars(module)["training"] = True
+
     # The order of the stages
 
     def run(self) -> None:
         """Forward and backward pass; `result` and `write_gradients` read what they collected."""
         facts = facts_of(self.model)
         with Undo() as undo, undo, self.prepared(undo), torch.enable_grad():
-            log_probs = None if facts.needs_wide_pass else self.narrow_pass()
-            if log_probs is None:
+            log_probs = None if facts.needs_wide_pass or facts.needs_plain_passes else self.narrow_pass()
+            if log_probs is None and not facts.needs_plain_passes:
                 facts.needs_wide_pass = True
-                log_probs = self.wide_pass()
+                log_probs = self.wide_pass_or_none()
+            if log_probs is None:
+                log_probs = self.plain_passes()
+                facts.needs_plain_passes = True
             if not self.survey.shards.modules:  # a pass of a sharded model would need every process
                 refuse_padding_dependence(self.model, self.batch, log_probs)
             self.finish_collection()
@@ -151,14 +160,39 @@ class Measurement:
     def narrow_pass(self) -> Tensor | None:
         """Log-probabilities from a pass that intercepts the modules that own parameters.
 
-        None if that does not suffice: a parameter was used outside its module, or random numbers were drawn.
+        None if that does not suffice: a parameter was used outside its module, random numbers were drawn, or the model
+        failed, because it needs training mode or the shape of something that was replaced.
         """
         before = random_state(self.device)
-        log_probs = self.pass_with_known_axes(narrow=True)
-        if not self.has_drawn(before) and not self.parameters_with_grad():
+        try:
+            log_probs = self.pass_with_known_axes(narrow=True)
+        except (ScoregramError, torch.OutOfMemoryError):
+            raise
+        except Exception:
+            log_probs = None
+            self.leave_evaluation()
+        if log_probs is not None and not self.has_drawn(before) and not self.parameters_with_grad():
             return log_probs
         self.begin_again()
         return None
+
+    def wide_pass_or_none(self) -> Tensor | None:
+        """The same from a wide pass; None if the model failed in it."""
+        try:
+            return self.wide_pass()
+        except (ScoregramError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            self.begin_again()
+            self.notes.append(f"no operation was intercepted: {type(error).__name__}: {str(error).splitlines()[0]}")
+            return None
+
+    def plain_passes(self) -> Tensor:
+        """Log-probabilities without interception; every parameter is replayed."""
+        with torch.no_grad(), DropoutOff():
+            log_probs = batch_log_probs(logits_of(self.model, self.batch), self.batch)
+        self.replay(list(self.parameters.values()))
+        return log_probs
 
     def wide_pass(self) -> Tensor:
         """Log-probabilities from a pass that intercepts every operation of the model."""
@@ -284,8 +318,15 @@ class Measurement:
         self.interceptor.head = self.capturable_head()
         logits, captured = self.forward()
         # If the head was captured twice, or the model changed the logits, it does not return the head's product.
-        if captured is not None and (self.interceptor.captures > 1 or not is_same(logits, captured.first_logits)):
+        if captured is not None and (
+            self.interceptor.captures > 1
+            or not is_same(logits, captured.first_logits)
+            or captured.hidden.shape[:2] != self.batch.input_ids.shape
+        ):
             logits, captured = self.forward_without_capture()
+        if captured is None and logits.shape[:2] != self.batch.input_ids.shape:
+            requirement = f"the model must return logits for {self.batch.input_ids.shape[1]} tokens"
+            fail("measure_gram", requirement, logits.shape[1], "Wrap it in a module that returns one for each token.")
         self.interceptor.announcing = captured is not None
         self.interceptor.captured = None  # or the graph would keep itself alive through the interceptor
         return logits, captured

@@ -45,6 +45,8 @@ class ModuleFacts:
 
     needs_wide_pass: bool = False
     """Of a model: a pass that observes only the modules that own parameters missed a use of one."""
+    needs_plain_passes: bool = False
+    """Of a model: it failed while its operations were intercepted, and ran without."""
     axes: dict[Any, Any] = field(default_factory=dict)
     """Of a model: the operations whose activations have the rollouts on their first axis (`axis.Axes`)."""
     probed: set[bool] = field(default_factory=set)

@@ -34,7 +34,11 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     """Logits `(N, T, V)` of a forward pass."""
     inputs = model_inputs(model, batch)
     output = model(**inputs) if "input_ids" in inputs else model(batch.input_ids)
-    return output if isinstance(output, Tensor) else output.logits
+    logits = output if isinstance(output, Tensor) else output.logits
+    tokens = batch.input_ids.shape[1]
+    if logits.shape[1] > tokens and getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        return logits[:, -tokens:]  # trained prompt vectors come before the tokens
+    return logits
 
 
 def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:

@@ -1,0 +1,139 @@
+"""Parameters in calls of every form: by keyword, in place, cast, expanded; and adapters that replace products."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from scoregram.checks import ScoregramError
+from scoregram.gram import DeferredGram, leaves, measure_gram
+from tests.cases import KeepDouble, build, rollouts
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+class Called(nn.Module):
+    """A small model that passes its hidden states through one call."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 8)
+        self.layer = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+        self.number = nn.Parameter(torch.tensor([0.7]))
+        self.positions = nn.Parameter(torch.randn(16, 8))
+        self.head = nn.Linear(8, 61, bias=False)
+        self.call = call
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The head, as Hugging Face models tell it."""
+        return self.head
+
+    def forward(self, input_ids: Tensor) -> Tensor:  # noqa: D102
+        x = CALLS[self.call](self, self.embedding(input_ids).cumsum(1))
+        return F.linear(x, weight=self.head.weight) if self.call == "head by keyword" else self.head(x)
+
+
+def needs_training(m: Any, x: Tensor) -> Tensor:
+    assert m.training, "use model.train()"
+    return x
+
+
+def added_in_place(m: Any, x: Tensor) -> Tensor:
+    y = m.layer(x)
+    y += x
+    return y
+
+
+CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "linear by keyword": lambda m, x: F.linear(x, weight=m.layer.weight, bias=m.layer.bias),
+    "linear by keywords alone": lambda m, x: F.linear(input=x, weight=m.layer.weight),
+    "matmul by keywords": lambda m, x: torch.matmul(input=x, other=m.layer.weight),
+    "multiplied by keywords": lambda m, x: torch.mul(input=x, other=m.scale),
+    "selected by keywords": lambda m, x: m.layer(torch.index_select(input=x, dim=0, index=torch.arange(len(x)))),
+    "head by keyword": lambda m, x: x,
+    "relu in place": lambda m, x: m.layer(x).relu_(),
+    "added in place": added_in_place,
+    "cast like its input": lambda m, x: F.linear(x, m.layer.weight.type_as(x), m.layer.bias) * m.scale.type_as(x),
+    "expanded scale": lambda m, x: x * m.number.expand(8),
+    "expanded weight": lambda m, x: F.linear(x, m.scale.expand(8, 8)),
+    "expanded to the batch": lambda m, x: torch.cat([x[..., 1:], m.number.expand(*x.shape[:2], 1)], -1),
+    "positions for each rollout": lambda m, x: (
+        x + F.embedding(torch.arange(x.shape[1]).expand(len(x), -1), m.positions)
+    ),
+    "derived bias": lambda m, x: F.linear(x, m.layer.weight, m.positions[3]),
+    "training mode": needs_training,
+}
+
+
+def reference(model: Any, batch: Any) -> Tensor:
+    """The Gram from one backward pass per rollout; trained prompt vectors before the tokens have no targets."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rows = []
+    for i in range(len(batch.input_ids)):
+        real = batch.attention_mask[i].bool()
+        ids = batch.input_ids[i][real][None]
+        output = model(ids)
+        logits = (output if isinstance(output, Tensor) else output.logits)[0, -ids.shape[1] :]
+        chosen = logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        total = (chosen * batch.completion_mask[i][real][1:]).sum()
+        grads = torch.autograd.grad(total, parameters, allow_unused=True)
+        pairs = zip(parameters, grads, strict=True)
+        rows.append(torch.cat([(torch.zeros_like(p) if grad is None else grad).flatten() for p, grad in pairs]))
+    return torch.stack(rows) @ torch.stack(rows).T
+
+
+@pytest.mark.parametrize("kept", [0, 1 << 17])
+@pytest.mark.parametrize("call", sorted(CALLS))
+def test_calls(call, kept, monkeypatch):
+    monkeypatch.setattr(leaves, "KEPT_ELEMENTS", kept)
+    torch.manual_seed(0)
+    model, batch = Called(call).double().train(), rollouts()
+    expected = reference(model, batch)
+    gram = measure_gram(model, *batch.arguments)
+    assert float((gram.matrix - expected).norm()) < 1e-12 * float(expected.norm())
+    assert not gram.replayed
+    model = copy.deepcopy(model)  # nothing is known about this one
+    deferred = DeferredGram(model, *batch.arguments)
+    later, _ = deferred.finish(batch.completion_mask.double(), torch.ones(1, 5))
+    assert float((later.matrix - expected).norm()) < 1e-12 * float(expected.norm())
+
+
+@pytest.mark.parametrize("kind", ["boft", "hra", "prompt tuning", "p-tuning", "prefix tuning"])
+def test_adapters(kind):
+    import peft
+
+    targets = ["q_proj", "down_proj"]
+    task: dict[str, Any] = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+    configs: dict[str, Callable[[], Any]] = {
+        "boft": lambda: peft.BOFTConfig(boft_block_size=4, target_modules=targets),
+        "hra": lambda: peft.HRAConfig(r=2, target_modules=targets),
+        "prompt tuning": lambda: peft.PromptTuningConfig(**task),
+        "p-tuning": lambda: peft.PromptEncoderConfig(encoder_hidden_size=8, **task),
+        "prefix tuning": lambda: peft.PrefixTuningConfig(**task),
+    }
+    torch.manual_seed(0)
+    model: Any = peft.get_peft_model(build("Llama"), configs[kind]()).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    batch = rollouts()
+    with KeepDouble():
+        expected = reference(model, batch)
+        for _ in range(2):
+            gram = measure_gram(model, *batch.arguments)
+            assert float((gram.matrix - expected).norm()) < 1e-12 * float(expected.norm())
+
+
+def test_logits_of_another_length_are_refused():
+    class Longer(Called):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return super().forward(F.pad(input_ids, (2, 0)))
+
+    with pytest.raises(ScoregramError, match="must return logits for 11 tokens, got 13"):
+        measure_gram(Longer("training mode").train(), *rollouts().arguments)
