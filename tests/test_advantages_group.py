@@ -359,7 +359,7 @@ def test_overlong_penalty_is_piecewise_linear():
         (lambda: adv.standardized(torch.zeros(2, 2), eps=-1.0), "eps must be finite"),
         (lambda: adv.standardized(torch.zeros(2, 2), ddof=2), "ddof must be 0 or 1"),
         (lambda: adv.batch_whitened(torch.ones(1, 1), lengths=torch.ones(1, 1)), "two observed rollouts"),
-        (lambda: adv.batch_whitened(torch.ones(1, 2), lengths=torch.zeros(1, 2)), "got 0 with 0 tokens"),
+        (lambda: adv.batch_whitened(torch.ones(1, 2), lengths=torch.zeros(1, 2)), "got 0 rollouts with 0 tokens"),
     ],
 )
 def test_refusals_say_what_was_received(call, message):

@@ -121,7 +121,7 @@ def test_what_the_budget_does_not_pay_for_is_said_to_be_left_out():
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda t: comparison(t, budget=3, estimators=("rloo",)), "pay for one group of rloo, 4 rollouts, got 3"),
+        (lambda t: comparison(t, budget=3, estimators=("rloo",)), "cover one group of rloo, 4 rollouts, got 3"),
         (lambda t: comparison(t, budget=64, estimators=("nonsense",)), "one of .*rloo.*'nonsense'"),
         (lambda t: comparison(t, budget=64, estimators=("gae",)).least_error, "without exact values, got 1"),
     ],

@@ -213,7 +213,7 @@ def test_an_infinite_reward_is_refused_and_a_broken_gradient_can_be_passed_over(
         ({"temperature": 0.0}, "positive"),
         ({"steps": 0}, "at least 1"),
         ({"learning_rate": float("nan")}, "finite"),
-        ({"resume": True, "overwrite": True}, "not both"),
+        ({"resume": True, "overwrite": True}, "must not be given together"),
         ({"sampler": "vllm", "lora_rank": 2}, "without adapters"),
     ],
 )

@@ -76,7 +76,7 @@ def measure_gram(
         keep_padding=keep_padding,
     )
     measurement = Measurement(model, distinct_rollouts(batch, group_size), weights=None, sketch=sketch)
-    measurement.run()
+    measurement.run(check_padding=not verify)
     gram = measurement.result()
     if verify:
         with Undo() as undo, undo, measurement.prepared(undo):

@@ -87,6 +87,8 @@ class Measurement:
         self.groups = 1 if rollouts.group_size is None else self.batch.rollouts // rollouts.group_size
         self.take_weights(weights)
         self.sketch = sketch
+        self.failure: Exception | None = None
+        """The first error of the model while its operations were intercepted."""
         self.notes: list[str] = []
         self.replayed: list[str] = []
 
@@ -140,8 +142,12 @@ class Measurement:
 
     # The order of the stages
 
-    def run(self) -> None:
-        """Forward and backward pass; `result` and `write_gradients` read what they collected."""
+    def run(self, *, check_padding: bool = True) -> None:
+        """Forward and backward pass; `result` and `write_gradients` read what they collected.
+
+        Args:
+            check_padding: Refuse a model whose output depends on padding; `verify` checks more and says more.
+        """
         facts = facts_of(self.model)
         with Undo() as undo, undo, self.prepared(undo), torch.enable_grad():
             log_probs = None if facts.needs_wide_pass or facts.needs_plain_passes else self.narrow_pass()
@@ -151,7 +157,7 @@ class Measurement:
             if log_probs is None:
                 log_probs = self.plain_passes()
                 facts.needs_plain_passes = True
-            if not self.survey.shards.modules:  # a pass of a sharded model would need every process
+            if check_padding and not self.survey.shards.modules:  # a pass of a sharded model would need every process
                 refuse_padding_dependence(self.model, self.batch, log_probs)
             self.finish_collection()
         self.log_probs = log_probs.detach()
@@ -168,8 +174,8 @@ class Measurement:
             log_probs = self.pass_with_known_axes(narrow=True)
         except (ScoregramError, torch.OutOfMemoryError):
             raise
-        except Exception:
-            log_probs = None
+        except Exception as error:
+            log_probs, self.failure = None, error
             self.leave_evaluation()
         if log_probs is not None and not self.has_drawn(before) and not self.parameters_with_grad():
             return log_probs
@@ -183,15 +189,19 @@ class Measurement:
         except (ScoregramError, torch.OutOfMemoryError):
             raise
         except Exception as error:
+            self.failure = self.failure or error
             self.begin_again()
             self.notes.append(f"no operation was intercepted: {type(error).__name__}: {str(error).splitlines()[0]}")
             return None
 
     def plain_passes(self) -> Tensor:
         """Log-probabilities without interception; every parameter is replayed."""
-        with torch.no_grad(), DropoutOff():
-            log_probs = batch_log_probs(logits_of(self.model, self.batch), self.batch)
-        self.replay(list(self.parameters.values()))
+        try:
+            with torch.no_grad(), DropoutOff():
+                log_probs = batch_log_probs(logits_of(self.model, self.batch), self.batch)
+            self.replay(list(self.parameters.values()))
+        except Exception as error:  # the model itself fails, so its first error is the one to show
+            raise self.failure or error from None
         return log_probs
 
     def wide_pass(self) -> Tensor:

@@ -220,7 +220,7 @@ def refuse_padding_dependence(model: nn.Module, batch: Batch, log_probs: Tensor)
     is_exact = dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(device)
     if is_exact and device == "cuda":
         is_exact = dtype is torch.float64 or torch.get_float32_matmul_precision() == "highest"
-    if moved > (0.01 if is_exact else 0.5):
+    if moved > (1e-3 if is_exact else 0.5):
         fail(
             "measure_gram",
             "the model's output must not depend on padding",

@@ -359,7 +359,7 @@ DISCUSSION_CLAIMS = (
     claim(
         "sec-8-future-2",
         "section 8, future direction (2)",
-        "If the effective rank predicts saturation, can it tell when to enlarge the group? (a question with a condition)",
+        "The effective rank may predict saturation and tell when to enlarge the group.",
         rank_as_signal,
     ),
     claim(
