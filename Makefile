@@ -5,7 +5,7 @@ STAMP := .venv/.built
 
 TRL_TESTS := $(wildcard tests/test_integrations_trl*.py)
 
-.PHONY: run test test-all test-trl test-sweep test-docs test-browser test-install test-gpu mutants check format clean
+.PHONY: run test test-all test-results test-trl test-sweep test-docs test-browser test-install test-gpu mutants check format clean
 
 run: $(STAMP)
 	$(BIN)/scoregram replicate --preset quick --out runs/quick
@@ -26,6 +26,10 @@ test-trl: $(STAMP)
 # The architectures of transformers that take too long for `make test`.
 test-sweep: $(STAMP)
 	$(BIN)/python -m pytest -n auto -q -m slow -k every_axis tests/test_gram_sweep.py
+
+# The committed results, recomputed from their Grams.
+test-results: $(STAMP)
+	$(BIN)/python -m pytest -n auto -q -m "not gpu" tests/test_results*.py
 
 # Every command and snippet of the pages, run as printed.
 test-docs: $(STAMP)

@@ -42,6 +42,7 @@ def test_every_figure_is_drawn_from_the_recorded_data(record):
         assert script.digest(figure) in drawn, "run python results/figures.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.parent.name)
 def test_records_verify_down_to_the_grams(record):
     found = verify(record, recompute=recompute)
@@ -61,6 +62,7 @@ def test_the_tables_of_many_settings_follow_from_their_grams():
     assert recorded_differences(stored, json.loads(json.dumps(script.tables())), "table") == []
 
 
+@pytest.mark.slow
 def test_no_text_of_the_data_set_is_there():
     from scoregram.runs import open_run
 
