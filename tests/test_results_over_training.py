@@ -27,7 +27,8 @@ def summarise() -> ModuleType:
 
 
 def test_files_have_the_sums_that_stand_beside_them():
-    sums = dict(reversed(line.split("  ")) for line in (FOLDER / "SHA256SUMS").read_text().splitlines())
+    lines = (FOLDER / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
+    sums = {name: digest for digest, name in (line.split("  ") for line in lines)}
     assert sums.keys() == {str(path.relative_to(FOLDER)) for run in RUNS for path in run.iterdir()}
     assert sums == {name: hashlib.sha256((FOLDER / name).read_bytes()).hexdigest() for name in sums}
 
