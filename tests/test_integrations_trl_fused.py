@@ -409,7 +409,8 @@ def test_a_scaled_loss_leaves_a_scaled_gradient(mode, tmp_path, monkeypatch):
         assert compared(attached) == [8, 1]
         readings[scaled] = attached.readings[-1]
     torch.testing.assert_close(torch.stack(norms[True]), 1024 * torch.stack(norms[False]), rtol=1e-5, atol=1e-4)
-    names = ("gram/update_norm", "group/score_norm", "advantage_abs")
+    # norm and coherence of the update give the energy of its rows, also where rows are no scores
+    names = ("gram/update_norm", "gram/coherence", "advantage_abs", *["group/score_norm"] * (mode == "scores"))
     assert [readings[True].scalars[n] for n in names] == pytest.approx(
         [readings[False].scalars[n] for n in names], 1e-5
     )
