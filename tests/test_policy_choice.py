@@ -50,7 +50,7 @@ def test_prompts_that_cannot_share_a_batch_give_a_warning(monkeypatch):
     model = ARCHITECTURES["gpt2"]()
     right = SharedCacheDecoder.logits
     monkeypatch.setattr(SharedCacheDecoder, "logits", lambda self, *given: right(self, *given) * 1.01)
-    with torch.no_grad(), pytest.warns(PolicyWarning, match="each length is drawn on its own"):
+    with torch.no_grad(), pytest.warns(PolicyWarning, match="of each length are sampled in a batch of their own"):
         assert fastest_decoder(model, 20) is ModelCacheDecoder
 
 

@@ -287,7 +287,7 @@ def test_code_of_a_model_runs_only_if_asked_for(folder, tmp_path, monkeypatch):
     own = {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}}
     path.write_text(json.dumps(json.loads(path.read_text()) | own))
     monkeypatch.setattr("builtins.input", lambda _="": "y")
-    with pytest.raises(ScoregramError, match=r"must need no code of its own, got .*Pass --trust-remote-code"):
+    with pytest.raises(ScoregramError, match=r"must load without custom code, got .*Pass --trust-remote-code"):
         load_policy(PolicyConfig(str(folder), device="cpu"))
     assert not marker.exists()
     policy = load_policy(PolicyConfig(str(folder), device="cpu", trust_remote_code=True))

@@ -58,7 +58,7 @@ def test_transformers_works_without_a_cache(monkeypatch):
     expected = drawn(model, "transformers")
     monkeypatch.setattr(ModelCacheDecoder, "step", lambda self, token: step(self, token) * 1.01)
     other = ARCHITECTURES["gpt2"]()
-    with pytest.warns(PolicyWarning, match="every token is a forward pass over the whole text"):
+    with pytest.warns(PolicyWarning, match="every token takes a forward pass over the whole text"):
         found = drawn(other, "transformers")
     with torch.no_grad():
         assert fastest_decoder(other, 20, "transformers") is UncachedDecoder

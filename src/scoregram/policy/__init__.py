@@ -1,6 +1,6 @@
 """Language models as policies: load, sample, log-probabilities.
 
-The names below load their module when first used, so that the settings can be read without torch.
+Each name imports its module on first use, so that the settings can be read without importing torch.
 """
 
 from scoregram.lazy import lazy_exports

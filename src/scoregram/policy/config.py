@@ -1,4 +1,4 @@
-"""Settings: which model a policy is loaded from, and how rollouts are drawn. Nothing heavy is imported here."""
+"""Settings: which model a policy is loaded from, and how rollouts are drawn. Imports neither torch nor transformers."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -13,7 +13,7 @@ class PolicyConfig:
 
     model: str = "tiny"
     """A hub id, a local folder, a `.gguf` file, or `tiny`: a small Llama that is built and warm-started here. The
-    checkpoint of a PEFT adapter is loaded onto its base, and only what the adapter trained requires a gradient."""
+    checkpoint of a PEFT adapter is loaded onto its base, and only the parameters that it trained require a gradient."""
     dtype: str = "float32"
     """Precision of the weights: float32, bfloat16, float16 or float64."""
     autocast: bool = False
@@ -23,7 +23,7 @@ class PolicyConfig:
     attention: str = "sdpa"
     """Attention implementation of transformers: sdpa, eager, flash_attention_2, …"""
     lora_rank: int = 0
-    """Train adapters of this rank on a frozen base; 0 trains every weight."""
+    """Train LoRA adapters of this rank on a frozen base; 0 trains every weight."""
     lora_alpha: float = 32.0
     """Adapters are scaled by `lora_alpha / lora_rank`."""
     lora_targets: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class PolicyConfig:
     seed: int = 0
     """Seed of everything random in loading: fresh adapters, the tiny policy."""
     trust_remote_code: bool = False
-    """Run the Python code that the model's repository brings; without it, such a model is refused."""
+    """Run the Python code in the model's repository; without it, loading such a model is an error."""
 
     def __post_init__(self) -> None:
         if self.lora_rank < 0:
@@ -59,15 +59,15 @@ class SamplingConfig:
     """The backend that draws the tokens. All draw from the same distribution, up to rounding.
 
     - `auto`: `fast` for a model that supports it, else `transformers`.
-    - `transformers`: the forward pass of transformers with the model's own KV cache, or without any where that cache
-      gives other logits. Works for every model.
+    - `transformers`: the forward pass of transformers with the model's own KV cache, or without a cache if the cache
+      changes the logits. Works for every model.
     - `fast`: one KV cache filled once per prompt for all its rollouts; fused operations, Triton kernels and CUDA graphs
-      where the model and the device support them. An error for a model that it does not support.
+      where the model and the device support them. Raises an error for a model that it does not support.
     - `vllm`: a vLLM engine in this process, which gets the policy's weights at every call. Needs vllm and a GPU."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            refuse("SamplingConfig", "max_new_tokens must be at least 1", self.max_new_tokens, "Ask for a token.")
+            refuse("SamplingConfig", "max_new_tokens must be at least 1", self.max_new_tokens, "Pass 1 or more.")
         if not 0 <= self.temperature < float("inf"):
             refuse("SamplingConfig", "temperature must be 0 or more, and finite", self.temperature, "0 is greedy.")
         if self.top_k < 0:
@@ -80,12 +80,12 @@ class SamplingConfig:
 
     @property
     def truncates(self) -> bool:
-        """Whether top-k or top-p keeps some tokens from being drawn."""
+        """Whether top-k or top-p excludes some tokens."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
 
 
 def refuse(caller: str, requirement: str, got: object, remedy: str) -> None:
-    """Raise in the wording of `scoregram.checks`, which imports torch and is loaded only for an error."""
+    """Call `scoregram.checks.fail`, whose module imports torch and is therefore imported only to raise an error."""
     from scoregram.checks import fail
 
     fail(caller, requirement, got, remedy)

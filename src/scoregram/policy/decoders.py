@@ -1,12 +1,13 @@
-"""Decoders: logits of the next token of many rollouts, by the forward pass of transformers and three kinds of cache.
+"""Decoders: next-token logits of many rollouts, from the forward pass of transformers with three kinds of KV cache.
 
 | decoder | keys and values | prompts in a batch |
 |---|---|---|
-| `SharedCacheDecoder` | one block per layer, prefilled once per prompt for all its rollouts | of any lengths |
-| `ModelCacheDecoder` | the model's own cache | of one length |
-| `UncachedDecoder` | none: every token is a forward pass over the whole text | of one length |
+| `SharedCacheDecoder` | one block per layer, prefilled once per prompt for all its rollouts | any lengths |
+| `ModelCacheDecoder` | the model's own cache | equal lengths |
+| `UncachedDecoder` | none: every token takes a forward pass over the whole text | equal lengths |
 
-`fused_decoders` has two more for Llama-like models. Needs transformers: imported when the first rollout is drawn.
+`fused_decoders` has two more for Llama-like models. This module imports transformers, and `sampler` imports this module
+when it draws the first rollout.
 """
 
 from abc import ABC, abstractmethod
@@ -42,7 +43,7 @@ class Decoder(ABC):
     is_capturable: ClassVar[bool] = False
     """Whether a step can be captured as a CUDA graph."""
     refusal: ClassVar[str] = ""
-    """Warning for a model that should be able to use this decoder, but whose logits come out different."""
+    """Warning for a model whose config supports this decoder but whose logits differ from it."""
 
     def __init__(self, model: nn.Module, capacity: int) -> None:
         """`capacity`: tokens of the longest prompt and completion together."""
@@ -58,7 +59,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def keep(self, places: Tensor) -> None:
-        """Keep only the rows at these places."""
+        """Keep only the rows at these indices."""
 
     def decoding(self) -> AbstractContextManager[None]:
         """Context in which every `step` must run."""
@@ -96,8 +97,8 @@ class SharedCache(Cache):
     def _block_like(self, part: Tensor) -> Tensor:
         """A block for every row, in the dtype of attention: under autocast, a wider block would be cast at every step.
 
-        Zeros on a GPU: a captured step reads columns before they are written, behind a mask, where a NaN would poison
-        the sum.
+        Zeros on a GPU: a captured step also reads masked columns that are not written yet, and a NaN in them would
+        poison the sum.
         """
         make = torch.zeros if part.is_cuda else torch.empty
         shape = self.rows, part.shape[1], self.capacity, part.shape[3]
@@ -117,7 +118,7 @@ class SharedCache(Cache):
         return keys.narrow(2, 0, self.length + 1), values.narrow(2, 0, self.length + 1)
 
     def advance(self) -> None:
-        """Go on to the next column, after every layer has written this one."""
+        """Move to the next column, after every layer has written this one."""
         if self.column is not None:
             self.column += 1
         else:
@@ -137,7 +138,7 @@ class SharedCache(Cache):
         return self.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Columns that a mask has to cover, and the first of them."""
+        """Number of columns that a mask covers, and the index of the first."""
         return (self.visible if self.column is not None else self.length + query_length), 0
 
 
@@ -152,7 +153,7 @@ class SharedCacheDecoder(Decoder):
     is_capturable = True
     refusal = (
         "this model's logits change when prompts of unequal lengths share a batch; "
-        "each length is drawn on its own, which is slower"
+        "prompts of each length are sampled in a batch of their own, which is slower"
     )
 
     def __init__(self, model: nn.Module, capacity: int) -> None:
@@ -179,7 +180,7 @@ class SharedCacheDecoder(Decoder):
         return torch.cat(logits).repeat_interleave(repeats, 0)
 
     def prefill(self, ids: Tensor, positions: Tensor, first_row: int, repeats: int) -> Tensor:
-        """`(P, V)` logits after prompts, whose keys and values go into the rows of their rollouts.
+        """`(P, V)` logits after the prompts; their keys and values are copied into the rows of their rollouts.
 
         Args:
             ids: `(P, T)`, padded on the left.
@@ -223,7 +224,7 @@ class SharedCacheDecoder(Decoder):
         return out.logits[:, -1]
 
     def use_column_tensor(self) -> int:
-        """Keep the column index in a tensor from now on, so that a step can be captured; returns the columns so far."""
+        """Keep the column index in a tensor, so that a step can be captured; returns the number of columns written."""
         written = self.cache.length
         self.cache.column = torch.tensor([written], device=self.mask.device)
         self.mask[..., written:] = torch.finfo(self.mask.dtype).min
@@ -240,7 +241,7 @@ class SharedCacheDecoder(Decoder):
 class ModelCacheDecoder(Decoder):
     """The model's forward pass with its own cache: sliding windows, state-space models, hybrids.
 
-    Prompts in a batch have one length: nothing is padded, so the model need not support padding.
+    All prompts in a batch have the same length: nothing is padded, so the model need not support padding.
     """
 
     name = "model-cache"
@@ -290,7 +291,7 @@ def single_token_attention(
     """`softmax(s q kᵀ + mask) v`, `(N, H, G, d)`, of one new token per row, for `G` query heads that share a key head.
 
     On a CPU with MKL, two batched products beat the fused kernel, which starts a task for every row and head. Without
-    MKL a batched product is a loop of single ones. Half precision uses the kernel, which sums in float32.
+    MKL, torch computes a batched product as a loop. Half precision uses the kernel, because it sums in float32.
 
     Args:
         query: `(N, H, G, d)`.
@@ -324,8 +325,8 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Attention of one new token per row that does not copy keys and values shared by several query heads.
 
-    `(N, Hq, 1, d)` queries are read as `(N, Hkv, Hq/Hkv, d)`: one product with the `(N, Hkv, L, d)` keys as they are in
-    the cache, where sdpa first repeats keys and values for every query head. Calls with several query positions or with
+    `(N, Hq, 1, d)` queries are viewed as `(N, Hkv, Hq/Hkv, d)` and multiplied with the `(N, Hkv, L, d)` keys in the
+    cache; sdpa would first repeat keys and values for every query head. Calls with several query positions or with
     arguments beyond a mask (capped scores, sinks, position biases) go to sdpa.
     """
     odd = any(isinstance(given, Tensor) and name not in UNUSED_ARGUMENTS for name, given in more.items())

@@ -1,4 +1,4 @@
-"""The distribution that the next token is drawn from: drawing from it, and how far it is from the policy itself."""
+"""The sampling distribution of the next token: how tokens are drawn from it, and how far it is from the policy."""
 
 import warnings
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class DrawnTokens:
 
     token: Int[Tensor, " batch"]
     log_prob: Float[Tensor, " batch"]
-    """Log-probability under the policy at the sampling temperature; at temperature 1 for greedy choice."""
+    """Log-probability under the policy at the sampling temperature; at temperature 1 for greedy decoding."""
     behaviour: Float[Tensor, " batch"]
     """Log-probability under the distribution that the token was drawn from."""
 
@@ -70,7 +70,7 @@ def draw_tokens(
 def uniform_numbers(
     *shape: int, generator: torch.Generator | None, device: torch.device | None = None
 ) -> Float[Tensor, "..."]:
-    """Numbers in `[0, 1)` for `draw_tokens`, so far below 1 that `u Σw` rounds to less than the sum `Σw`.
+    """Numbers in `[0, 1)` for `draw_tokens`, far enough below 1 that `u Σw`, once rounded, is less than `Σw`.
 
     A generator on the CPU gives the same numbers for every device.
     """
@@ -101,7 +101,7 @@ def truncation(scores: Float[Tensor, "batch vocabulary"], top_k: int, top_p: flo
 
 
 def invert_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The token in whose share of the cumulative distribution `u` falls, one per row of `(N, V)` weights."""
+    """The token whose interval of the cumulative distribution contains `u`, one per row of `(N, V)` weights."""
     size = weights.shape[1]
     if size <= SHORT_VOCABULARY:
         return _first_above(weights.cumsum(1, dtype=torch.float64), uniforms)
@@ -112,7 +112,7 @@ def invert_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     block = _first_above(ends, uniforms)[:, None]
     end = ends.gather(1, block)[:, 0]
     start = F.pad(ends, (1, 0)).gather(1, block)[:, 0]
-    # The place of `u` in its block is itself uniform in [0, 1), and is kept as far below 1 as `u` was.
+    # The position of `u` in its block is again uniform in [0, 1), and is clamped as far below 1 as `u`.
     inside = ((uniforms * ends[:, -1] - start) / (end - start)).clamp(0, 1 - 2**-52)
     picked = blocks.gather(1, block[:, :, None].expand(-1, 1, VOCABULARY_BLOCK))[:, 0]
     return block[:, 0] * VOCABULARY_BLOCK + _first_above(picked.cumsum(1, dtype=torch.float64), inside)
@@ -133,7 +133,7 @@ def warn_of_bias(sampling: SamplingConfig, *, stacklevel: int = 2) -> None:
     """
     if sampling.truncates:
         warnings.warn(
-            "sample: top-k and top-p never draw some tokens that the policy would draw. Scores do not average to zero "
+            "sample: top-k and top-p exclude tokens that the policy would draw. Scores do not average to zero "
             "(E[ψ] ≠ 0) and policy gradients are biased; score_mean_bias measures by how much.",
             BiasedSamplingWarning,
             stacklevel + 1,
@@ -171,7 +171,7 @@ class ScoreBias:
 def score_mean_bias(
     model: Any, rollouts: Rollouts, sampling: SamplingConfig, *, scored_temperature: float = 1.0
 ) -> ScoreBias:
-    """The exact size of the mean score at every position of given rollouts; no sampling is involved.
+    """The size of the mean score at every position of given rollouts, computed exactly, without sampling.
 
     A token drawn from `q` (tempered by `sampling`, then truncated) and scored under `π = softmax(logits / τ)` has the
     mean score `E_q[∇_logits log π(a)] = (q - π) / τ` with respect to the logits, in float32 or wider. It is zero at

@@ -29,7 +29,7 @@ from scoregram.policy.models import base_model, compute_dtype
 LLAMA_LIKE = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 """Models with this forward pass: norm, attention with rotary positions, norm, gated MLP."""
 MOST_COPIED_BYTES = 2**31
-"""Joined weights are copies; a model with larger projections is not fused."""
+"""Joining weights copies them; a model with larger projections is not fused."""
 KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 """Dtypes that the Triton kernels support."""
 KERNEL_COLUMNS = 64
@@ -39,7 +39,7 @@ KERNEL_GATES = 1024
 
 
 def is_fusible(model: nn.Module) -> bool:
-    """Whether a model is Llama-like in every part, without adapters and without hooks, which would not be called."""
+    """Whether a model is Llama-like in every part, without adapters and without hooks: a fused pass calls no hook."""
     if type(model).__name__ not in LLAMA_LIKE or not type(model).__module__.startswith("transformers."):
         return False
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
@@ -55,7 +55,7 @@ def is_fusible(model: nn.Module) -> bool:
 
 
 def supports_kernels(model: nn.Module) -> bool:
-    """Whether a model is fusible, on a GPU with Triton, with a dtype, head size and activation of the kernels."""
+    """Whether a model is fusible, on a GPU with Triton, and the kernels support its dtype, head size and activation."""
     weight = next(model.parameters())
     if not weight.is_cuda or not machine.can_launch() or not is_fusible(model):
         return False
@@ -71,27 +71,27 @@ class RmsNorm:
 
     factors: Tensor | None
     epsilon: Tensor
-    open_factors: Tensor | None
-    """Factors that are multiplied into the linear maps after the norm instead."""
+    folded_factors: Tensor | None
+    """Factors that are folded into the linear layers after the norm instead."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The norm of every row, without its open factors."""
-        if self.open_factors is None:
+        """The norm of every row, without its folded factors."""
+        if self.folded_factors is None:
             return F.rms_norm(x, x.shape[-1:], self.factors, float(self.epsilon))
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x * torch.addcmul(self.epsilon, length, length, value=1 / x.shape[-1]).rsqrt_()
 
 
 def _rms_norm(module: Any, dtype: torch.dtype) -> RmsNorm:
-    """A norm of the model; in full precision on a CPU its factors are left open, which saves half of the operations."""
+    """A norm of the model; in full precision on a CPU its factors are folded, which saves half of the operations."""
     weight = module.weight
-    leaves_open = not weight.is_cuda and dtype == weight.dtype and dtype in (torch.float32, torch.float64)
+    is_folded = not weight.is_cuda and dtype == weight.dtype and dtype in (torch.float32, torch.float64)
     epsilon = torch.tensor(module.variance_epsilon, dtype=weight.dtype)
-    return RmsNorm(None if leaves_open else weight, epsilon, weight if leaves_open else None)
+    return RmsNorm(None if is_folded else weight, epsilon, weight if is_folded else None)
 
 
 def _head_norm(x: Tensor, norm: Any) -> Tensor:
-    """The norm of single heads."""
+    """RMSNorm over each head."""
     return F.rms_norm(x.to(norm.weight.dtype), norm.weight.shape, norm.weight, norm.variance_epsilon).to(x.dtype)
 
 
@@ -115,7 +115,7 @@ class JoinedLinear:
 
 
 def _join_linear(parts: Sequence[Any], dtype: torch.dtype, norm: RmsNorm | None = None) -> JoinedLinear:
-    """Linear layers side by side, times the open factors of the norm before them.
+    """Linear layers side by side, times the folded factors of the norm before them.
 
     On a CPU the weights are copied input-major, which is faster for few rows. Rows are padded by 16: at a distance of a
     power of two they would compete for the same cache lines. On a GPU a single layer is not copied.
@@ -128,8 +128,8 @@ def _join_linear(parts: Sequence[Any], dtype: torch.dtype, norm: RmsNorm | None 
         inputs, outputs = weights[0].shape[1], sum(len(weight) for weight in weights)
         weight = torch.empty(inputs, outputs + 16, dtype=dtype)[:, :outputs]
         torch.cat([part.T for part in weights], 1, out=weight)
-    if norm is not None and norm.open_factors is not None:
-        weight *= norm.open_factors[:, None]
+    if norm is not None and norm.folded_factors is not None:
+        weight *= norm.folded_factors[:, None]
     return JoinedLinear(weight, torch.cat(biases).to(dtype) if biases else None)
 
 
@@ -158,7 +158,7 @@ class FusedDecoder(SharedCacheDecoder):
     """`SharedCacheDecoder` with the forward pass of this file."""
 
     name = "fused"
-    refusal = "the fused forward pass gives other logits than this model; the model's own is used, which is slower"
+    refusal = "the fused forward pass does not match this model's logits; the model's own is used, which is slower"
 
     def start(self, prompts: Sequence[Sequence[int]], repeats: int) -> Tensor:
         """As `SharedCacheDecoder`, after joining the weights as they are now."""
@@ -265,7 +265,7 @@ class TritonDecoder(FusedDecoder):
     """`FusedDecoder` with Triton kernels between the matrix products."""
 
     name = "triton"
-    refusal = "the Triton kernels give other logits than this model; it decodes without them, which is slower"
+    refusal = "the Triton kernels do not match this model's logits; it decodes without them, which is slower"
 
     def start(self, prompts: Sequence[Sequence[int]], repeats: int) -> Tensor:
         """As `FusedDecoder`; the kernels read the column index from a tensor, also before a capture."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from scoregram.policy.decoders import Decoder, SharedCacheDecoder
 
 CHECK_STEPS = 4
-"""Steps between two checks for ended rollouts, on a device that the host has to wait for."""
+"""Steps between two checks for ended rollouts, on a device where a check makes the host wait."""
 GRAPH_CHECK_STEPS = 16
 """The same while a CUDA graph is replayed."""
 DROP_SHARE = 0.25
@@ -48,8 +48,8 @@ class Completions:
 class CompletionRecord:
     """`(M, N)` tokens of all rollouts of a request with their log-probabilities, written one step at a time.
 
-    Rollouts are written batch after batch; `rows` are the rollouts that the next step writes, in order. A rollout is
-    written past its stop token, and `assemble_rollouts` cuts it off there, so no step has to check.
+    Rollouts are written batch after batch; `rows` are the rollouts that the next step writes, in order. Steps keep
+    writing a rollout past its stop token, so that no step has to check; `assemble_rollouts` cuts it there.
     """
 
     def __init__(self, rollouts: int, most: int, stop_ids: Tensor, *, has_behaviour: bool) -> None:
@@ -78,18 +78,18 @@ class CompletionRecord:
         self.steps += step is None
 
     def open_places(self) -> list[int]:
-        """Places in `rows` of the rollouts that have not drawn a stop token."""
+        """Indices into `rows` of the rollouts that have not drawn a stop token."""
         since, self._checked = self._checked, self.steps
         for tokens in self._blocks[0][since : self.steps, self.rows].tolist():
             self._ended.update(place for place, token in enumerate(tokens) if token in self._stops)
         return [place for place in range(len(self.rows)) if place not in self._ended]
 
     def keep(self, places: Tensor) -> None:
-        """From now on write only the rollouts at these places in `rows`, none of which has ended."""
+        """From now on write only the rollouts at these indices into `rows`, none of which has ended."""
         self.rows, self._ended = self.rows[places], set()
 
     def finish(self) -> Completions:
-        """Everything written."""
+        """All completions, as written."""
         blocks = [block.T for block in self._blocks]
         return Completions(blocks[0], blocks[1], blocks[-1])
 
@@ -144,7 +144,7 @@ def replay_steps(
     Args:
         decoder: Started, with the prompts in its cache.
         token: `(N,)` first tokens, recorded already.
-        record: Gets the tokens.
+        record: Receives the tokens.
         uniforms: `(M, N)`, one number for every token of every rollout.
         sampling: Temperature and truncation.
         capture: Runs a step once and returns a function that repeats it; by default `cuda_graph`.

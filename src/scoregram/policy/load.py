@@ -47,7 +47,7 @@ class Policy:
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a prompt, up to the place where the completion begins.
 
-        With `chat` the text is a user message in the tokenizer's chat template. Without, it is encoded as it is, with
+        With `chat` the text is a user message in the tokenizer's chat template. Otherwise it is encoded as it is, with
         the special tokens that the tokenizer adds.
         """
         if not self.chat:
@@ -75,10 +75,10 @@ def load_policy(config: PolicyConfig, task: Task | None = None) -> Policy:
 
     Args:
         config: Model, precision, device, adapters.
-        task: Sets the difficulty that `tiny` is taught at; `prompt="auto"` depends on its prompt format.
+        task: Sets the difficulty that `tiny` is trained on; `prompt="auto"` depends on its prompt format.
 
     Raises:
-        ScoregramError: A model that does not exist or cannot be read, one that brings its own code without
+        ScoregramError: A model that does not exist or cannot be read, one with custom code but without
             `trust_remote_code`, a missing package or device, a chat prompt without a template, a vocabulary without an
             end token.
     """
@@ -106,7 +106,7 @@ def chosen_device(name: str) -> torch.device:
     except RuntimeError:
         fail("load_policy", "device must be auto, cpu, cuda or cuda:N", repr(name), "Check the spelling.")
     if device.type == "cuda" and not (has_gpu and (device.index or 0) < torch.cuda.device_count()):
-        visible = f"{torch.cuda.device_count() if has_gpu else 0} of them"
+        visible = f"{torch.cuda.device_count() if has_gpu else 0} GPUs"
         fail("load_policy", f"{name} needs a GPU that torch can see", visible, "Pass cpu, or auto.")
     return device
 
@@ -133,7 +133,7 @@ def _load_model(config: PolicyConfig, task: Task | None, dtype: torch.dtype) -> 
     shared: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     weights = shared | {"dtype": dtype, "attn_implementation": config.attention}
     with without_bars(), _load_errors(config):
-        # of a hub id the tokenizer comes first: looking for an adapter does not tell that the hub cannot be reached
+        # For a hub id the tokenizer comes first: the search for an adapter does not raise if the hub is unreachable.
         is_folder = Path(name).is_dir()
         tokenizer = None if is_folder else transformers.AutoTokenizer.from_pretrained(**where, **shared)
         adapter = None if "gguf_file" in where else find_adapter_config_file(name)
@@ -151,9 +151,9 @@ def _load_model(config: PolicyConfig, task: Task | None, dtype: torch.dtype) -> 
 def _load_adapters(
     config: PolicyConfig, name: str, adapter_config: Path, shared: dict[str, Any], weights: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """The checkpoint of an adapter on its base; only what the adapter trained requires a gradient.
+    """The checkpoint of an adapter on its base; only the parameters that the adapter trained require a gradient.
 
-    A relative path of the base starts at the adapter's folder or at the working directory.
+    A relative path of the base is resolved against the adapter's folder, then against the working directory.
     """
     import transformers
     from transformers.utils.hub import cached_file
@@ -183,7 +183,7 @@ def _load_adapters(
 
 
 def _needs_code(error: Exception) -> bool:
-    """Whether transformers refused a model because it brings its own code."""
+    """Whether transformers refused a model because its repository has custom code."""
     return "trust_remote_code" in str(error)
 
 
@@ -221,7 +221,7 @@ def _load_errors(config: PolicyConfig) -> Iterator[None]:
     except UNREADABLE as error:
         if _needs_code(error) and not config.trust_remote_code:
             remedy = "Pass --trust-remote-code to train or measure if you trust its author: the code runs on loading."
-            fail("load_policy", f"{config.model!r} must need no code of its own", "a model that brings code", remedy)
+            fail("load_policy", f"{config.model!r} must load without custom code", "a model with custom code", remedy)
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         remedy = "Pass a hub id, a folder with config.json, a .gguf file, or tiny."
         fail("load_policy", f"{config.model!r} must be a causal language model that can be loaded", reason, remedy)
@@ -269,7 +269,8 @@ def pad_token(model: Any, tokenizer: Any, end: int) -> int:
     pad_id = tokenizer.pad_token_id
     if pad_id is None:
         name = tokenizer.convert_ids_to_tokens(end)
-        warnings.warn(f"load_policy: the tokenizer has no pad token; {name!r} is used, and masked.", PolicyWarning, 3)
+        message = f"load_policy: the tokenizer has no pad token; padding uses {name!r} and is masked."
+        warnings.warn(message, PolicyWarning, 3)
         tokenizer.pad_token, pad_id = name, end
     if model.config.pad_token_id is None:
         model.config.pad_token_id = pad_id
@@ -294,7 +295,7 @@ def with_adapters(model: Any, config: PolicyConfig) -> Any:
     except ImportError as missing:
         fail("load_policy", "lora_rank needs peft", str(missing), "Install it: pip install 'scoregram[peft]'.")
     targets = list(config.lora_targets) or "all-linear"
-    scale: Any = config.lora_alpha  # any number, although annotated as an int
+    scale: Any = config.lora_alpha  # peft annotates an int but accepts any number
     settings = peft.LoraConfig(
         r=config.lora_rank, lora_alpha=scale, target_modules=targets, task_type=peft.TaskType.CAUSAL_LM
     )
@@ -304,4 +305,4 @@ def with_adapters(model: Any, config: PolicyConfig) -> Any:
             return peft.get_peft_model(model, settings)
         except ValueError as error:
             reason = str(error).splitlines()[0]
-            fail("load_policy", f"lora_targets must name modules of {config.model!r}", reason, "Leave it out for all.")
+            fail("load_policy", f"lora_targets must name modules of {config.model!r}", reason, "Omit it for all.")

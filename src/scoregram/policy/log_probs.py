@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens, with gradient: row by row, or with common prefixes computed once.
 
 `group_log_probs` packs the rollouts of a prompt into one row as a prefix tree: one copy of the prompt, and one copy of
-every beginning that several rollouts share. An attention mask lets a token see exactly the tokens it follows, and each
+every prefix that several rollouts share. An attention mask lets a token see exactly the tokens it follows, and each
 token keeps the position it has in its own text, so log-probabilities and gradients are those of one row per rollout.
 With half of the tokens in prompts and groups of eight, a packed pass has 44 % fewer tokens; fewer still where rollouts
 repeat each other.
@@ -106,9 +106,9 @@ class PrefixTree:
     tokens: np.ndarray
     positions: np.ndarray
     ends: np.ndarray
-    """First place after all descendants of a token."""
+    """For every token, the index after its last descendant."""
     paths: list[np.ndarray]
-    """For every completion, the places that predict its tokens."""
+    """For every completion, the indices of the tokens that predict its tokens."""
 
 
 def prefix_tree(prompt: np.ndarray, completions: Sequence[np.ndarray]) -> PrefixTree:
@@ -120,7 +120,7 @@ def prefix_tree(prompt: np.ndarray, completions: Sequence[np.ndarray]) -> Prefix
     tokens, positions, size = [prompt], [np.arange(len(prompt))], len(prompt)
     ends = np.zeros(size + sum(map(len, reads)), dtype=np.int64)
     paths = [prompt[:0]] * len(completions)
-    before = branch = prompt[:0]  # the completion before this one, and the places of its tokens
+    before = branch = prompt[:0]  # the completion before this one, and the indices of its tokens
     # In sorted order, a completion shares its longest prefix in the tree with the completion before it.
     for index in sorted(range(len(completions)), key=lambda index: reads[index].tolist()):
         read = reads[index]
@@ -152,13 +152,13 @@ class PackedGroups:
     positions: Tensor
     """`(G, W)`"""
     ends: Tensor
-    """`(G, W)`. First place in the row after all descendants of a token; padding has no descendants."""
+    """`(G, W)`. For every token, the index in its row after its last descendant; padding has no descendants."""
     predictors: Tensor
-    """`(u,)` places in the flattened rows whose hidden states predict completion tokens."""
+    """`(u,)` indices into the flattened rows whose hidden states predict completion tokens."""
     chosen: Tensor
     """`(n,)` index into `predictors` for each of the `n` completion tokens."""
     places: Tensor
-    """`(n,)` places of the completion tokens in the flattened `(N, T)` batch."""
+    """`(n,)` indices of the completion tokens in the flattened `(N, T)` batch."""
 
     @property
     def visible(self) -> Tensor:
@@ -241,7 +241,7 @@ def packing_saves_work(model: nn.Module, input_ids: Tensor, groups: PackedGroups
 
 
 def supports_packing(model: nn.Module) -> bool:
-    """Whether packed rollouts have the log-probabilities of single rows: tried once for each model."""
+    """Whether packed rollouts have the log-probabilities of single rows, from one trial per model."""
     known, is_cast = models.policy_facts(model).supports_packing, models.is_autocast(model)
     if is_cast not in known:
         base = models.base_model(model)

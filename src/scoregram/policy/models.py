@@ -44,7 +44,7 @@ class ModelFacts:
     size: tuple[int, int] | None = None
     """Weights outside the embeddings, and hidden units of all layers together."""
     decoder_misfits: dict[tuple[type, bool], float] = field(default_factory=dict)
-    """By decoder class and whether autocast was on: how far its logits are off, 1 being what rounding explains."""
+    """By decoder class and whether autocast was on: the error of its logits, in units of what rounding explains."""
     supports_packing: dict[bool, bool] = field(default_factory=dict)
     """By whether autocast was on: whether packed groups have the log-probabilities of single rows."""
     vllm_engine: Any = None
@@ -168,7 +168,7 @@ def recompute_layers(model: nn.Module, *, caller: str) -> None:
 
 
 def vocabulary_of(model: nn.Module) -> int:
-    """Token ids that the input embedding knows."""
+    """Number of token ids that the input embedding has."""
     return int(base_model(model).get_input_embeddings().num_embeddings)
 
 

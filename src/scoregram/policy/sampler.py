@@ -128,7 +128,7 @@ def _require_request(
 ) -> None:
     """Raise for the first part of a request that cannot be sampled."""
     if rollouts_per_prompt < 1:
-        fail("sample", "rollouts_per_prompt must be at least 1", rollouts_per_prompt, "Ask for a rollout.")
+        fail("sample", "rollouts_per_prompt must be at least 1", rollouts_per_prompt, "Pass 1 or more.")
     if len(prompts) == 0:
         fail("sample", "needs at least one prompt", "none", "Pass token ids of prompts.")
     context, known = models.context_of(model), model.get_input_embeddings().num_embeddings
@@ -192,7 +192,7 @@ def fastest_decoder(model: nn.Module, capacity: int, sampler: SamplerName = "aut
     if (UncachedDecoder, is_cast) not in misfits:
         misfits[UncachedDecoder, is_cast] = 0.0
         warnings.warn(
-            "sample: with a KV cache this model gives other logits; every token is a forward pass over the whole text",
+            "sample: a KV cache changes this model's logits; every token takes a forward pass over the whole text",
             models.PolicyWarning,
             stacklevel=4,
         )
@@ -206,7 +206,7 @@ def _misfit_text(misfit: float) -> str:
 def logit_misfit(decoder: "type[Decoder]", model: nn.Module) -> float | None:
     """Largest difference between the logits of a decoder and of plain forward passes, over what rounding explains.
 
-    At most 1 for a decoder that is right; infinite for one that raises or whose logits are not finite; None if the
+    At most 1 for a correct decoder; infinite for one that raises or whose logits are not finite; None if the
     model's own logits are not finite. Under autocast it is also measured without autocast, where rounding hides less.
     """
     if models.hides_precision(model):

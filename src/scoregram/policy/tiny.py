@@ -52,12 +52,12 @@ class WarmStart:
     heads: int = 6
     batch: int = 32
     learning_rate: float = 1e-3
-    """Learning rate of the first stage, after a linear rise over `rise` steps."""
+    """Learning rate of the first stage, after a linear warmup over `rise` steps."""
     rise: int = 20
     skilled: float = 0.12
-    """The policy can add when the smoothed loss falls below this."""
+    """The first stage ends when the smoothed loss falls below this: the policy can add."""
     longest: int = 600
-    """Largest number of steps to wait for that."""
+    """Most steps of the first stage."""
     polish_steps: int = 130
     """Further steps on correct solutions, while the learning rate falls linearly to `habit_rate`."""
     habit_rate: float = 3e-4

@@ -1,7 +1,7 @@
 """Sampling backend `vllm`: vLLM draws the tokens, the policy itself gives their log-probabilities.
 
-An inference engine has its own kernels, so its probabilities differ from the policy's by rounding. Scores are taken of
-the policy: `log_probs` come from one of its forward passes and `behaviour_log_probs` from the engine. An importance
+An inference engine has its own kernels, so its probabilities differ from the policy's by rounding. Scores are those
+of the policy: `log_probs` come from one of its forward passes and `behaviour_log_probs` from the engine. An importance
 correction needs exactly these two.
 """
 
@@ -42,7 +42,7 @@ def vllm_engine(
 
 
 def engine_of(model: Any) -> Any:
-    """The engine of a model: built from its config when it is first asked for, and kept as long as the model."""
+    """The engine of a model: built from its config on first use, and kept as long as the model."""
     facts = policy_facts(model)
     if facts.vllm_engine is None:
         _require_plain_weights(model)
@@ -51,7 +51,7 @@ def engine_of(model: Any) -> Any:
         dtype = str(compute_dtype(next(model.parameters()))).removeprefix("torch.")
         with TemporaryDirectory() as folder, _engine_in_this_process():
             config.save_pretrained(folder)
-            # Random weights suffice: every call of `sample_with_vllm` brings the policy's.
+            # Random weights suffice: every call of `sample_with_vllm` loads the policy's.
             facts.vllm_engine = vllm_engine(folder, dtype=dtype, load_format="dummy", skip_tokenizer_init=True)
     return facts.vllm_engine
 
@@ -91,7 +91,7 @@ def sample_with_vllm(
     _require_plain_weights(model)
     weights = [(name, weight.detach()) for name, weight in model.state_dict().items()]
     engine.apply_model(lambda inner: inner.load_weights(weights))
-    engine.reset_prefix_cache()  # its keys and values were computed with the weights before
+    engine.reset_prefix_cache()  # its keys and values were computed with the previous weights
     greedy = sampling.temperature == 0
     settings = vllm.SamplingParams(
         n=1 if greedy else rollouts_per_prompt,
