@@ -1,4 +1,4 @@
-"""The commands of `scoregram bench`, one frozen dataclass each. This module imports nothing heavy."""
+"""The commands of `scoregram bench`, one frozen dataclass each. Imports neither torch nor transformers."""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -10,7 +10,7 @@ import tyro
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What all benchmarks share. `BenchNAME` calls `run_NAME_bench` of `scoregram.bench.NAME` with its fields."""
+    """Options of every benchmark. `BenchNAME` calls `run_NAME_bench` of `scoregram.bench.NAME` with its fields."""
 
     json: bool = False
     """Print strict JSON instead of a table."""
@@ -18,7 +18,7 @@ class Benchmark:
     """File to write the JSON to as well."""
 
     def run(self, **inputs: object) -> int:
-        """Measure and print; `inputs` are arguments of the benchmark that no option gives."""
+        """Measure and print; `inputs` are arguments of the benchmark that no option sets."""
         name = type(self).__name__.removeprefix("Bench").lower()
         options = {"as_json" if option == "json" else option: value for option, value in vars(self).items()}
         return getattr(import_module(f"scoregram.bench.{name}"), f"run_{name}_bench")(**inputs, **options)
@@ -136,7 +136,7 @@ class BenchPreset(Benchmark):
     """Time and memory of a replication's steps, with its own trainer on random weights of its model's shape."""
 
     preset: str = "nemotron-4b-gsm8k"
-    """A preset of `scoregram replicate`; its largest group size from the paper is trained."""
+    """A preset of `scoregram replicate`, trained at the largest of the paper's group sizes."""
     shape: str = "nemotron-4b"
     """tiny, llama-tiny, llama-25m, smollm2-135m, llama-1b or nemotron-4b; weights are random."""
     prompt_tokens: int = 100

@@ -1,7 +1,7 @@
 """`scoregram bench gram`: the cost of the exact Gram, relative to a plain training step, and of other ways to get it.
 
 Every way takes the same model and rollouts and returns its Gram, or None if it computes none. All ways except the Gram
-alone leave the training gradient `Σ_i w_i ψ_i` in `.grad`. Their answers are compared before they are timed.
+alone leave the training gradient `Σ_i w_i ψ_i` in `.grad`. The benchmark compares their results before it times them.
 """
 
 import statistics
@@ -35,7 +35,7 @@ from scoregram.machine import threads as torch_threads
 
 _CALLER = "bench gram"
 _COLUMNS_AT_ONCE = 1 << 26
-"""Columns of kept gradients in one product: on a GPU, products over rows a billion elements apart are wrong."""
+"""Columns of kept gradients in one matrix product: on a GPU, products of rows a billion elements apart are wrong."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def run_gram_bench(
 
 
 def rows_of_one_size(model: nn.Module, rollouts: int, tokens: int, names: Sequence[str], repeats: int) -> list[GramRow]:
-    """Every way at one size: one call of each to warm up and compare answers, then the repeats in turns."""
+    """Every way at one size: one call of each to warm up and compare results, then the repeats in turns."""
     work = random_work(model, rollouts, tokens)
     device = work.input_ids.device
     skipped: dict[str, str] = {}

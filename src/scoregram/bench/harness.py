@@ -1,4 +1,4 @@
-"""What every benchmark shares: model shapes, sizes and devices, timing and peak memory, the record and its table."""
+"""Shared by all benchmarks: model shapes, sizes and devices, timing and peak memory, the record and its table."""
 
 import ctypes
 import json
@@ -29,7 +29,7 @@ GIB = 2**30
 LEFT_COLUMNS = ("way", "mode")
 """Columns of text; all others hold numbers and are right-aligned."""
 _MMAP_THRESHOLD = -3
-"""glibc's `M_MMAP_THRESHOLD`: larger blocks are mapped on their own and unmapped when they are freed."""
+"""glibc's `M_MMAP_THRESHOLD`: `malloc` gets larger blocks from `mmap` and unmaps them when they are freed."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _with_adapters(model: nn.Module, rank: int, dtype: torch.dtype) -> Any:
 
 
 def require_at_least(caller: str, **sizes: tuple[int, int | Sequence[int]]) -> None:
-    """Raise for the first option below its minimum; `name=(minimum, value or values)`, no values count as 0."""
+    """Raise for the first option below its minimum: `name=(minimum, value or values)`. An empty value counts as 0."""
     for name, (minimum, given) in sizes.items():
         values = [given] if isinstance(given, int) else given or [0]
         for value in values:
@@ -184,8 +184,8 @@ class PeakResident:
     """Peak resident memory of this process inside a `with` block, sampled every few milliseconds (Linux)."""
 
     def __enter__(self) -> "PeakResident":
-        # By default glibc keeps freed memory, and the process looks larger than it is. Mapping blocks from 64 KiB on
-        # makes the peak exact and allocation slow, so it applies to this block alone and never to a timed call.
+        # By default glibc keeps freed memory, and the process looks larger than it is. With `mmap` from 64 KiB on, the
+        # peak is exact but allocation is slow, so it applies inside this block only and never to a timed call.
         _map_blocks_from(1 << 16)
         self._start = self._highest = _resident_bytes()
         self._done = threading.Event()
@@ -215,7 +215,7 @@ def _resident_bytes() -> float:
 
 
 def _map_blocks_from(size: int) -> None:
-    """Return freed memory to the system, and map blocks of at least `size` bytes on their own from now on."""
+    """Return freed memory to the system, and allocate blocks of at least `size` bytes with `mmap` from now on."""
     try:
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(_MMAP_THRESHOLD, size)
@@ -227,7 +227,7 @@ def _map_blocks_from(size: int) -> None:
 def model_settings(
     shape: str, dtype: str, device: torch.device, lora: int, repeats: int, model: nn.Module
 ) -> dict[str, Any]:
-    """What a reader of a record needs to know of the model, the machine and the versions."""
+    """Model, machine and versions, for the record."""
     on_gpu = device.type == "cuda"
     return {
         "shape": shape,
@@ -243,14 +243,14 @@ def model_settings(
 
 
 def software_versions(*packages: str) -> dict[str, Any]:
-    """Versions of scoregram, its commit as git abbreviates it, Python, and the installed ones of `packages`."""
+    """Versions of scoregram, with its short commit hash, of Python and of those `packages` that are installed."""
     commit, _ = source_commit()
     own = {"scoregram": __version__, "commit": commit[:7] if commit else None, "python": platform.python_version()}
     return own | {name: version(name) for name in packages if find_spec(name) is not None}
 
 
 def progress_bar() -> Progress:
-    """A bar on the standard error, removed at the end: the standard output is for the table, or for JSON alone."""
+    """A progress bar on stderr, removed at the end: stdout is for the table, or for JSON alone."""
     return Progress(console=Console(stderr=True), transient=True)
 
 

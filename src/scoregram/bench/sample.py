@@ -38,7 +38,7 @@ class SampleRow:
 
     way: str
     first_seconds: float
-    """The first call, with everything that is loaded, compiled and tried out once."""
+    """The first call, with one-time loading, compilation and trials of decoders."""
     seconds: float
     """Median over the repeats."""
     tokens_per_second: float
@@ -94,7 +94,7 @@ def run_sample_bench(
 def endless_model(shape: str, dtype: str, device: torch.device, *, caller: str) -> Any:
     """A random model in evaluation mode without a stop token: every completion has the full length."""
     model = random_model(shape, dtype, device, caller=caller).eval()
-    model.generation_config.eos_token_id = None  # a logits processor that forbids it would slow `generate`
+    model.generation_config.eos_token_id = None  # forbidding it by a logits processor would slow `generate`
     model.generation_config.bos_token_id = None
     return model
 

@@ -1,7 +1,8 @@
 """`scoregram bench train`: steps per second of scoregram's trainer and of TRL's GRPOTrainer, on a CPU.
 
 Both train the same policy on the same prompts in the same order, with the same reward, group size, batch size, longest
-completion, temperature 1, advantages, loss, optimiser and learning rate. Each run has a process of its own, in turns.
+completion, temperature 1, advantages, loss, optimiser and learning rate. Each run has its
+own process, and the trainers take turns.
 """
 
 import json
@@ -189,7 +190,7 @@ def trainer_rows(runs_by_way: Mapping[str, Sequence[TimedTraining]], batch_size:
 
 
 def comparison_conditions() -> dict[str, Any]:
-    """What else a reader of a comparison with TRL needs to know: method, machine, versions."""
+    """Conditions of a comparison with TRL, for the record: method, machine, versions."""
     return {
         "method": TRL_METHOD,
         "dtype": "float32",

@@ -1,4 +1,4 @@
-"""One training run under the clock, by scoregram or by TRL, with the same policy, prompts and reward."""
+"""One timed training run, by scoregram or by TRL, with the same policy, prompts and reward."""
 
 import json
 import statistics
@@ -149,12 +149,12 @@ class TrainingJob:
 
     @property
     def all_steps(self) -> int:
-        """All updates: the clock ticks inside a step, so `n` timed periods need `n + 1` steps."""
+        """All updates: laps are recorded inside steps, so `n` timed periods need `n + 1` steps."""
         return self.warmup + self.steps + 1
 
 
 def train_by_scoregram(job: TrainingJob, task: Task, out: Path, *, measure_every: int) -> TimedTraining:
-    """Train with scoregram, its writing included and its evaluation left out."""
+    """Train with scoregram, which writes its run folder but does not evaluate."""
     train(
         TrainConfig(
             out=out,
@@ -182,7 +182,7 @@ def train_by_scoregram(job: TrainingJob, task: Task, out: Path, *, measure_every
 
 
 def train_by_trl(job: TrainingJob, task: Task, out: Path) -> TimedTraining:
-    """Train with TRL's GRPOTrainer; `trl_arguments` has what differs from its defaults."""
+    """Train with TRL's GRPOTrainer; `trl_arguments` lists what differs from its defaults."""
     import datasets  # pyright: ignore[reportMissingImports]
     from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingImports]
     from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports]
@@ -190,13 +190,13 @@ def train_by_trl(job: TrainingJob, task: Task, out: Path) -> TimedTraining:
     problems = drawn_problems(task.train, 0, job.all_steps * (job.batch_size // job.group_size), job.seed)
     rows = [{"prompt": task.prompt(problem), "place": place} for place, problem in enumerate(problems)]
 
-    def rewarded(prompts: list[str], completions: list[str], place: list[int], **given: Any) -> list[float | None]:
+    def timed_reward(prompts: list[str], completions: list[str], place: list[int], **given: Any) -> list[float | None]:
         columns = reward_columns([problems[index] for index in place])
         return CLOCK(prompts, completions, completion_ids=given["completion_ids"], **columns)
 
     trainer = GRPOTrainer(
         model=job.model,
-        reward_funcs=rewarded,  # pyright: ignore[reportArgumentType]
+        reward_funcs=timed_reward,  # pyright: ignore[reportArgumentType]
         args=GRPOConfig(**trl_arguments(job, out)),
         train_dataset=datasets.Dataset.from_list(rows),
     )

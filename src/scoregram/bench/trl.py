@@ -45,7 +45,7 @@ class TrlRow:
     measured_seconds: float
     """The same for a measured step, with the measurement; for `idle`, for a step between two measurements."""
     overhead: float
-    """What the measurement adds, relative to a plain step."""
+    """Time that the measurement adds, relative to a plain step."""
     error: float | None
     """Largest relative error of the self-check; None if nothing was measured."""
     compared: tuple[int, ...]
@@ -115,7 +115,7 @@ def run_trl_bench(
         ]
     settings = {"bench": "trl", "threads": threads} | asdict(job)
     settings |= {name: value for name, value in conditions.items() if name not in ("method", "temperature")}
-    settings |= {"trl_differs_from_its_defaults_in": "float32, rollouts of random tokens that are not on the clock"}
+    settings |= {"trl_differs_from_its_defaults_in": "float32, rollouts of random tokens whose generation is not timed"}
     settings |= {"load_average": {"before": load_before, "after": os.getloadavg()}}
     return publish_rows(
         settings,
@@ -124,7 +124,7 @@ def run_trl_bench(
         out=out,
         title=f"{shape}: {rollouts} rollouts of {tokens} tokens; accumulated: {micro_batch_size} each",
         columns=_TABLE,
-        caption="CPU time without generation. Overhead: what a measurement adds, relative to a plain step.",
+        caption="CPU time without generation. Overhead: time that a measurement adds, relative to a plain step.",
     )
 
 
@@ -230,7 +230,7 @@ def trainer_of_random_tokens(job: TrlJob, folder: str, size: int, checkpointing:
 
     trainer._generate_single_turn = random_completions
     trainer._generate_and_score_completions = generate_untimed
-    trainer.remove_callback(PrinterCallback)  # the standard output is for the table, or for JSON alone
+    trainer.remove_callback(PrinterCallback)  # stdout is for the table, or for JSON alone
     trainer.add_callback(StepWatch())
     return trainer
 
