@@ -90,7 +90,7 @@ def test_what_json_cannot_hold_is_refused_where_it_stands(value, where):
         (b"", "line 1"),
         (b'{"a": "\xff"}', "utf-8"),
         (b"\xef\xbb\xbf{}", "BOM"),
-        (b'"\\ud800"', "fit for JSON"),
+        (b'"\\ud800"', "be a JSON value"),
         (b"[" * 100_000, "RecursionError"),
         (b"9" * 5000, "digits"),
         (b"{} {}", "Extra data"),

@@ -165,20 +165,20 @@ def test_another_layout_passes_and_is_told(folder):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('"about"', '"number": "x", "about"', "lacks|no record has"),
+        ('"about"', '"number": "x", "about"', "lacks|an unknown field"),
         ('"seeds":', '"seeds": [9], "seeds":', "'seeds' appears twice"),
         ("{", '{"sha256": "0", ', "'sha256' appears twice"),
         ('"lr": 1e-06', '"lr": NaN', "NaN is not JSON"),
         ('"lr": 1e-06', '"lr": 1e999', "inf"),
         ('"about"', '"abouu"', "the content lacks about"),
-        ('"about"', '"about": 1, "more\\n"', "which no record has"),
-        ('"seeds": [', '"seeds": 0, "x": [', "seeds is of the wrong kind, int"),
-        ('"schema_version": 1', '"schema_version": true', "schema_version is of the wrong kind, bool"),
+        ('"about"', '"about": 1, "more\\n"', "an unknown field"),
+        ('"seeds": [', '"seeds": 0, "x": [', "seeds has the wrong type, int"),
+        ('"schema_version": 1', '"schema_version": true', "schema_version has the wrong type, bool"),
         ('"schema_version": 1', '"schema_version": 2', "a newer scoregram wrote it"),
         ('"schema_version": 1', '"schema_version": 0', "schema_version is 0, not 1$"),
         ('"replication_record"', '"poem"', "record_type is poem"),
-        ('"2026-07-04"', '"2026-02-30"', "2026-02-30, which is no date"),
-        ('"2026-07-04"', '"20260704"', "20260704, which is no date"),
+        ('"2026-07-04"', '"2026-02-30"', "2026-02-30, which is not a date"),
+        ('"2026-07-04"', '"20260704"', "20260704, which is not a date"),
         ('"exhibits.json": "', '"exhibits.json": null, "y": "', "files has no hash for exhibits.json"),
     ],
 )
@@ -241,8 +241,8 @@ def test_a_changed_number_is_named(folder, name, old, new):
         (lambda signature: signature.update(signature=1), "signature is not base64 of 64 bytes"),
         (lambda signature: signature.update(signature=signature["signature"] + " "), "not base64"),
         (lambda signature: signature.update(public_key="é"), "public key is not base64 of 32 bytes"),
-        (lambda signature: signature.update(public_key="A" * 43 + "="), "but signed with A"),
-        (lambda signature: signature.update(signature="A" * 86 + "=="), "signature is not of this content"),
+        (lambda signature: signature.update(public_key="A" * 43 + "="), "but is signed with A"),
+        (lambda signature: signature.update(signature="A" * 86 + "=="), "signature does not match this content"),
     ],
 )
 def test_a_changed_signature_is_named(folder, change, said):
@@ -277,7 +277,8 @@ def test_a_signature_cannot_be_taken_off_or_replaced_unseen(folder, tmp_path):
     rewrite(folder, lambda record: record.update(signature=by_other))
     found = faults(verify(folder))
     assert (
-        found.keys() == {SIGNATURE_CHECK} and f"but signed with {by_other['public_key']}" in found[SIGNATURE_CHECK][0]
+        found.keys() == {SIGNATURE_CHECK}
+        and f"but is signed with {by_other['public_key']}" in found[SIGNATURE_CHECK][0]
     )
 
 
@@ -286,7 +287,7 @@ def test_a_signature_cannot_be_added_unseen(folder, tmp_path):
     records.new_key(tmp_path / "other.pem")
     sha256 = json.loads((folder / "replication.json").read_bytes())["sha256"]
     rewrite(folder, lambda r: r.update(signature=records.sign(bytes.fromhex(sha256), tmp_path / "other.pem")))
-    assert "the content is by no key" in faults(verify(folder))[SIGNATURE_CHECK][0]
+    assert "the content names no key" in faults(verify(folder))[SIGNATURE_CHECK][0]
 
 
 @pytest.mark.parametrize("folder", ["signed"], indirect=True)
@@ -294,7 +295,7 @@ def test_only_the_holder_of_the_key_can_change_a_signed_record(folder):
     forge(folder, lambda content: content["seeds"].append(2))
     found = faults(verify(folder, recompute=recompute))
     assert found.keys() == {SIGNATURE_CHECK}
-    assert "signature is not of this content" in found[SIGNATURE_CHECK][0]
+    assert "signature does not match this content" in found[SIGNATURE_CHECK][0]
 
 
 @pytest.mark.parametrize("folder", ["signed"], indirect=True)
@@ -380,7 +381,7 @@ def test_lists_beside_the_record_must_be_those_in_it(folder):
     write_parts(folder, exhibits[:1], [])
     found = faults(verify(folder))
     assert found[FILES_CHECK] == ("exhibits.json was changed", "verdicts.json was changed")
-    assert "does not hold the exhibits that the record was made of" in found[EXHIBITS_CHECK][0]
+    assert "does not hold the exhibits that the record was made from" in found[EXHIBITS_CHECK][0]
     assert "are not the same" in found[VERDICTS_CHECK][0]
     found = faults(verify(folder, recompute=recompute))
     assert found[EXHIBITS_CHECK][1] == 'figure "over-steps": recomputed, but not recorded'
@@ -402,7 +403,7 @@ def test_data_that_cannot_be_read_and_numbers_that_are_none_are_answers(folder):
     assert found.keys() == {FILES_CHECK, *FOLLOW}
     assert all(found[name][0].startswith("nothing could be recomputed: ") for name in FOLLOW)
     said = faults(verify(folder, recompute=lambda _: ([float("nan")], [])))[EXHIBITS_CHECK][0]
-    assert "value[0] must be fit for JSON, got float nan" in said
+    assert "value[0] must be a JSON value, got float nan" in said
 
 
 def test_many_faults_are_counted_not_printed():

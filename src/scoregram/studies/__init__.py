@@ -1,6 +1,6 @@
 """Studies of papers, one folder each: the ledger of a paper's claims, and its replication from presets to record.
 
-The files beside the folders are what every study uses: the ledger's types, the record, its verification, the page.
+Every study uses the files beside the folders: the ledger's types, the record, its verification, the page.
 Studies are clients of the library: nothing but the command line imports them.
 """
 

@@ -123,7 +123,7 @@ def answered(*, truth: bool, evidence: NamedNumbers, answer: str) -> Finding:
 
 
 def to_be_measured(*, truth: bool, evidence: NamedNumbers, measure: str) -> Finding:
-    """`needs measurement`; the evidence is what is known before it: null models and feasible intervals."""
+    """`needs measurement`; the evidence is what is known before a measurement: null models and feasible intervals."""
     return Finding(Verdict.NEEDS_MEASUREMENT if truth else Verdict.BROKEN, evidence, measure)
 
 

@@ -16,7 +16,7 @@ from scoregram.runs import REPORT
 from scoregram.studies.record import EXHIBITS, VERDICTS
 
 PageText = Callable[[Path, Sequence[Mapping[str, Any]]], Mapping[str, Any]]
-"""Folder and verdicts → `title`, `lead` and `sections` of the page, as far as a study has them."""
+"""Folder and verdicts → `title`, `lead` and `sections` of the page; a study may leave out any of them."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def verdict_table(verdicts: Sequence[Mapping[str, Any]]) -> Table:
     return Table(
         id="verdicts",
         title="Every empirical claim",
-        caption="A claim is called replicated only if it held, and not merely as its null model predicts.",
+        caption="A claim is called replicated only if it holds and no null model predicts it.",
         columns=("claim", "the paper says", "verdict", "measured", "effect", "where"),
         rows=tuple(rows),
     )
@@ -161,7 +161,7 @@ def _read(path: Path, key: str) -> Mapping[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        fail("report", f"{path} must be a file of JSON", error, "Run the replication again, or restore the file.")
+        fail("report", f"{path} must be a JSON file", error, "Run the replication again, or restore the file.")
     if not isinstance(content, dict) or not isinstance(content.get(key), list):
         fail("report", f"{path} must hold a list under {key!r}", type(content).__name__, "Restore the file.")
     return content

@@ -1,10 +1,10 @@
-"""The replication record: the settings and verdicts of a replication, and the hash of every file they rest on.
+"""The replication record: the settings and verdicts of a replication, and the hash of every file they depend on.
 
 The record is addressed by its content, as is the record that pith.science keeps for arXiv:2606.29238. There
 `canonical_sha256` is the sha256 of the nested `canonical_record`, written as JSON with sorted keys, without spaces, in
 UTF-8. The number of a record is a prefix, a year, and the first 16 bytes of that hash in base32 (26 letters without
-padding); the short number is the prefix and the first 8 letters, without the year. The 32 bytes of the hash are what is
-signed. This module does the same, with `content` in the place of `canonical_record`.
+padding); the short number is the prefix and the first 8 letters, without the year. The signature
+is of the 32 bytes of the hash. This module does the same, with `content` in the place of `canonical_record`.
 
 Signatures are made with ed25519 keys, through `cryptography`. A signature proves that the holder of a key signed the
 record. It does not prove who the holder is: compare the public key with the one that the author publishes elsewhere.
@@ -80,7 +80,7 @@ def write_record(
         folder: Holds `exhibits.json`, `verdicts.json` and `runs/`.
         about: Identifier of the paper.
         config: The preset, with everything needed to run it again.
-        seeds: Of the runs.
+        seeds: Seeds of the runs.
         created: The date of the record; its year is part of the number.
         environment: Versions, source and machine of this program; read from this process if not given.
         key_file: Sign with the ed25519 key in this PEM file.
@@ -174,7 +174,7 @@ def record_number(sha256: str, year: int) -> str:
 
 
 def short_record_number(sha256: str) -> str:
-    """Name of a record for people, with 40 bits of its hash.
+    """Short name of a record, with 40 bits of its hash.
 
     Example:
         >>> short_record_number("ff" * 32)
@@ -214,7 +214,7 @@ def read_list(folder: Path, name: str) -> list[Any]:
     value = parse_strict_json(text, name)
     if not isinstance(value, dict) or value.keys() != {key} or not isinstance(value[key], list):
         return fail(
-            "verify", f"{name} must hold a list of {key} and nothing else", "another", "Restore it from a copy."
+            "verify", f"{name} must hold a list of {key} and nothing else", "other JSON", "Restore it from a copy."
         )
     return value[key]
 
@@ -229,7 +229,7 @@ def _plain(value: Any, name: str) -> Any:
     if (isinstance(value, int) and value in _INTEGERS) or (isinstance(value, str) and _is_unicode(value)):
         return value
     remedy = "Pass text, finite numbers, truth values, None, and lists and mappings of them."
-    return fail("canonical", f"{name} must be fit for JSON", f"{type(value).__name__} {value!r:.60}", remedy)
+    return fail("canonical", f"{name} must be a JSON value", f"{type(value).__name__} {value!r:.60}", remedy)
 
 
 def _key(key: Any, name: str) -> str:
@@ -259,7 +259,7 @@ def _refuse(constant: str) -> None:
 
 
 def data_files(folder: Path | str) -> dict[str, str]:
-    """Path inside the folder → sha256, for every file that the replication rests on, sorted by path.
+    """Path inside the folder → sha256, for every file that the replication depends on, sorted by path.
 
     These are the exhibits, the verdicts, and everything in the runs except checkpoints, reports, logs of trackers and
     unfinished files. Files that scoregram did not write are included: a reader could take them for data.
@@ -339,7 +339,7 @@ def sign(message: bytes, key_file: Path | str) -> dict[str, str]:
     The same key and message always give the same signature.
 
     Raises:
-        ScoregramError: If `cryptography` is absent, or the file does not hold an ed25519 key without a password.
+        ScoregramError: If `cryptography` is absent, or the file does not hold an unencrypted ed25519 key.
     """
     key = _private(key_file, caller="sign")
     return {"algorithm": ALGORITHM, "public_key": _public(key), "signature": _base64(key.sign(message))}
@@ -383,7 +383,7 @@ def _private(key_file: Path | str, *, caller: str) -> Any:
     except OSError as error:
         fail(caller, f"{key_file} must be readable", error.strerror, _MAKE_KEY)
     except TypeError:
-        fail(caller, f"{key_file} must hold a key without a password", "one with", _MAKE_KEY)
+        fail(caller, f"{key_file} must hold a key without a password", "an encrypted key", _MAKE_KEY)
     except (ValueError, UnsupportedAlgorithm):  # the message shows nothing of the file: it may hold a secret
         fail(caller, f"{key_file} must hold a private key in PEM format", "something else", _MAKE_KEY)
     if not isinstance(key, Ed25519PrivateKey):

@@ -1,7 +1,7 @@
 """Verification of a replication record: its form, hash, number and signature, every file, and whether the exhibits and
-verdicts follow from the stored Grams. Each fault is named, down to the cell of a table.
+verdicts follow from the stored Grams. A fault is located down to the cell of a table.
 
-Recomputed numbers may differ from the recorded ones by rounding: BLAS libraries and processors add in different orders.
+Recomputed numbers may differ from the recorded ones by rounding: BLAS libraries and processors sum in different orders.
 """
 
 import json
@@ -67,7 +67,7 @@ FAULTS_SHOWN = 20
 RTOL = 1e-9
 """Tolerated difference, relative to the larger of the two numbers."""
 COLUMN_RTOL = 1e-12
-"""The same, relative to the largest number in the column or series: the rounding left where such numbers cancel."""
+"""The same, relative to the largest number in the column or series: rounding remains where large numbers cancel."""
 
 
 @dataclass(frozen=True)
@@ -171,9 +171,9 @@ def _form_faults(record: Any) -> list[str]:
 
 def _field_faults(found: Mapping[str, Any], fields: Mapping[str, Any], of: str) -> list[str]:
     faults = [f"{of} lacks {name}" for name in fields if name not in found]
-    faults += [f"{of} has a field {printable(name)}, which no record has" for name in found if name not in fields]
+    faults += [f"{of} has an unknown field {printable(name)}" for name in found if name not in fields]
     return faults + [
-        f"{name} is of the wrong kind, {type(found[name]).__name__}"
+        f"{name} has the wrong type, {type(found[name]).__name__}"
         for name, kind in fields.items()
         if name in found and (not isinstance(found[name], kind) or isinstance(found[name], bool))
     ]
@@ -187,7 +187,7 @@ def _value_faults(record: Mapping[str, Any], content: Mapping[str, Any]) -> list
         newer = ": a newer scoregram wrote it, or it was changed" if version > SCHEMA_VERSION else ""
         faults.append(f"schema_version is {version}, not {SCHEMA_VERSION}{newer}")
     if _year(content["created"]) is None:
-        faults.append(f"created is {printable(content['created'])}, which is no date")
+        faults.append(f"created is {printable(content['created'])}, which is not a date")
     wrong = [name for name, sha256 in content["files"].items() if not isinstance(sha256, str)]
     faults += [f"files has no hash for {printable(name)}" for name in wrong]
     return faults
@@ -226,17 +226,17 @@ def _signature(record: Mapping[str, Any], sha256: str) -> Check:
         if signer is None:
             return Check(SIGNATURE_CHECK, "not checked", ("the record is not signed",), by_choice=True)
         return _judged(
-            SIGNATURE_CHECK, [f"the record is by the key {printable(signer)}, but its signature was removed"]
+            SIGNATURE_CHECK, [f"the record names the key {printable(signer)}, but its signature was removed"]
         )
     signature = record["signature"]
     faults = records.signature_faults(signature)
     if not faults and signature["public_key"] != signer:
         by = "no key" if signer is None else f"the key {printable(signer)}"
-        faults = [f"the content is by {by}, but signed with {signature['public_key']}"]
+        faults = [f"the content names {by}, but is signed with {signature['public_key']}"]
     if not faults and not records.can_verify():
         return Check(SIGNATURE_CHECK, "not checked", (f"that needs cryptography. {records.INSTALL}",))
     if not faults and not records.is_valid_signature(signature, bytes.fromhex(sha256)):
-        faults = [f"the signature is not of this content by the key {signer}: one of them was changed"]
+        faults = [f"the signature does not match this content and the key {signer}: one of them was changed"]
     return _judged(SIGNATURE_CHECK, faults, f"by the {records.ALGORITHM} key {signer}; compare it with the author's")
 
 
@@ -285,7 +285,7 @@ def _exhibits(content: Mapping[str, Any], folder: Path, anew: _Recomputed) -> Ch
     except ScoregramError as error:
         return _judged(EXHIBITS_CHECK, [str(error)])
     as_recorded = sha256_hex(canonical(stored)) == content["exhibits_sha256"]
-    faults = [] if as_recorded else [f"{EXHIBITS} does not hold the exhibits that the record was made of"]
+    faults = [] if as_recorded else [f"{EXHIBITS} does not hold the exhibits that the record was made from"]
     return _follows(EXHIBITS_CHECK, faults, stored, anew, "exhibit")
 
 
@@ -306,7 +306,7 @@ def _follows(name: str, faults: list[str], stored: list[Any], anew: _Recomputed,
         return Check(name, "not checked", ("the caller did not ask to recompute it",), by_choice=True)
     recomputed = anew.exhibits if what == "exhibit" else anew.verdicts
     faults = faults + ([anew.fault] if anew.fault else recorded_differences(stored, recomputed, what))
-    return _judged(name, faults, f"{len(stored)} recomputed, and the same")
+    return _judged(name, faults, f"{len(stored)} recomputed, all the same")
 
 
 def _judged(name: str, faults: list[str], otherwise: str = "") -> Check:
