@@ -153,11 +153,11 @@ def test_a_broken_sample_of_slime_is_passed_over(tmp_path):
     dump = open_dump(tmp_path, name="slime")
     dump.on_broken = said.append
     assert len(list(dump)) == 3
-    assert [re.findall("line .:|no torch|without a list", text)[-1] for text in said] == [
+    assert [re.findall("line .:|invalid torch|without a list", text)[-1] for text in said] == [
         "line 3:",
-        "no torch",
+        "invalid torch",
         "without a list",
-        "no torch",
+        "invalid torch",
     ]
 
 

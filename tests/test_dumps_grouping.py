@@ -92,7 +92,7 @@ def test_a_known_size_closes_groups_and_tells_two_of_one_prompt_apart(adjacent):
 @pytest.mark.parametrize(("rollouts", "adjacent"), [("aaaabbbb", True), ("aaaabbbb", False), ("abababab", False)])
 def test_a_size_that_does_not_divide_the_rollouts_of_a_prompt_is_refused(rollouts, adjacent):
     with pytest.raises(
-        ScoregramError, match=r"measure --group-size: must divide .*, got 1 more for the prompt at .*line"
+        ScoregramError, match=r"measure --group-size: must divide .*, got 1 left over for the prompt at .*line"
     ):
         list(rollout_groups(stream(rollouts), adjacent=adjacent, window=WIDE, size=3))
 

@@ -356,7 +356,7 @@ def test_steps_out_of_order_are_measured_and_said(model, tmp_path):
         ({"rollouts": Path("nowhere")}, "measure --rollouts: the path must exist"),
         ({"max_groups": -1}, "measure --max-groups: must be at least 0"),
         ({"temperature": 0.0}, "measure --temperature: must be positive and finite"),
-        ({"resume": True, "overwrite": True}, "resume or overwrite, not both"),
+        ({"resume": True, "overwrite": True}, "--resume and --overwrite exclude each other"),
         ({"resume": True}, "must be a run folder"),
     ],
 )

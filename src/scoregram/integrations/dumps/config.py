@@ -1,4 +1,4 @@
-"""Every setting of a measurement of a dump, in one frozen record. This module imports nothing heavy."""
+"""Every setting of `scoregram measure`, in one frozen dataclass. Imports neither torch nor transformers."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -29,8 +29,8 @@ class MeasureConfig:
     """Measure the Gram of every group in a dump of rollouts, from any trainer, into a run folder.
 
     Formats: scoregram, trl, nemo-rl, prime-rl, verifiers, open-instruct, verl, plain and slime; docs/dumps.md shows an
-    example of each. Dumps with token ids are measured exactly. Text is tokenised again, which is an approximation; the
-    output then says so.
+    example of each. Dumps with token ids are measured exactly. Text is tokenised again, which is an approximation, and
+    the output says so.
     """
 
     model: str
@@ -50,7 +50,7 @@ class MeasureConfig:
     allow_pickle: bool = False
     """Load pickles; loading one runs the code inside."""
     trust_remote_code: bool = False
-    """Load a model that brings its own code; loading it runs that code."""
+    """Load a model with custom code; loading it runs that code."""
 
     estimator: str = "auto"
     """Advantages: `dump` for those of the dump, the name of an estimator, or `auto`: those of the dump for groups in
@@ -64,14 +64,13 @@ class MeasureConfig:
     max_groups: int = 0
     """Measure at most this many groups; 0 for all."""
     group_size: int = 0
-    """Rollouts of a complete group, if all groups have the same size: separates two groups of one prompt. 0 if
-    unknown."""
+    """Rollouts per group, if all groups have the same size; it separates two groups of one prompt. 0 if unknown."""
     group_size_limit: int = 0
     """Measure at most this many rollouts of a group, the first ones; 0 for all."""
     unpacked_mb: int = 4096
-    """Largest unpacked size of a row group of Parquet or of a torch file: a few KB can unpack to any size."""
+    """Largest unpacked size of a Parquet row group or of a torch file, in MB: a few KB can unpack to any size."""
     window_mb: int = 256
-    """Memory for rollouts of incomplete groups, for formats that do not write the rollouts of a group together."""
+    """MB of memory for incomplete groups, for formats that do not write the rollouts of a group together."""
 
     prompt: Literal["plain", "chat"] = "plain"
     """How the text of a prompt is tokenised: as it is, or as the user's message in a chat."""
@@ -90,7 +89,7 @@ class MeasureConfig:
     attention: str = "sdpa"
     """Attention implementation of transformers."""
     layers: Literal["float64", "float32", "none"] = "float32"
-    """Precision of the stored Grams of single layers; none stores none."""
+    """Precision of the stored per-layer Grams; `none` stores none."""
     threads: int = 0
     """Threads of torch on a CPU; 0 keeps the current number."""
 
@@ -110,7 +109,7 @@ class MeasureConfig:
             remedy = "Pass the sampling temperature, usually 1."
             refuse("measure --temperature", "must be positive and finite", self.temperature, remedy)
         if self.resume and self.overwrite:
-            refuse("measure", "resume or overwrite, not both", "both", "Omit one of them.")
+            refuse("measure", "--resume and --overwrite exclude each other", "both", "Omit one of them.")
 
     @property
     def policy(self) -> PolicyConfig:
@@ -128,7 +127,7 @@ class MeasureConfig:
     def record(self, format_name: str, temperature: float, measured: str = "") -> Mapping[str, Any]:
         """The config as plain values for `config.yaml`, with the format and temperature that were used.
 
-        `measured` is added if it says that only some parameters are measured.
+        `measured` names the measured parameters, and is empty if they are all of the model's.
         """
         plain = asdict(self) | {"out": str(self.out), "rollouts": str(self.rollouts)}
         plain |= {

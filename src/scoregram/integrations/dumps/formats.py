@@ -54,7 +54,7 @@ def scoregram_rollouts(record: Mapping[str, Any], location: Location) -> Iterato
         advantages=None if advantages is None else advantages[start:],
         log_probs=None if log_probs is None else log_probs[start:],
         finished=row.flag("finished"),
-        kind="train" if kind in (None, "", LOSS_KIND) else kind,  # rows become scores
+        kind="train" if kind in (None, "", LOSS_KIND) else kind,  # rows of a loss are measured as scores
     )
 
 
@@ -148,7 +148,7 @@ def prime_rl_rollouts(record: Mapping[str, Any], location: Location) -> Iterator
 def open_instruct_rollouts(record: Mapping[str, Any], location: Location) -> Iterator[DumpedRollout]:
     """Dump of open-instruct, `{run}_rollouts_NNNNNN.jsonl`: one line with token ids of prompt and response.
 
-    The file does not mark the tokens of tools: they count as the policy's.
+    The file does not mark tool tokens: they count as the policy's.
     """
     line = RecordFields(record, location)
     response, group = line.token_ids("response_tokens"), line.integer("prompt_idx")
@@ -311,7 +311,7 @@ def _message_paths(trace: RecordFields, nodes: Sequence[Mapping[str, Any]]) -> I
         depths.append(1 if parent is None else depths[parent] + 1)
     inner = set(parents)
     leaves = [i for i in range(len(nodes)) if i not in inner]
-    messages = sum(depths[leaf] for leaf in leaves)  # of one small graph, up to the square of its size
+    messages = sum(depths[leaf] for leaf in leaves)  # up to the square of the size of the graph
     if messages > _MOST_MESSAGES:
         trace.refuse(f"the paths of a trace must have at most {_MOST_MESSAGES:,} messages", messages)
     for leaf in leaves:
@@ -341,7 +341,7 @@ def _path_tokens(trace: RecordFields, path: Sequence[Mapping[str, Any]]) -> dict
 
 
 def _node_values(node: RecordFields, name: str, mask: Tensor) -> Tensor:
-    """`(T,)` values of a node, which lists them for chosen tokens only: `nan` there if it has none; 0 elsewhere."""
+    """`(T,)` values of a node, which lists those of chosen tokens; `nan` if the list is missing. Others are 0."""
     count = int(mask.sum())
     values = node.floats(name, count) if node.record.get(name) else None
     per_token = torch.zeros(len(mask), dtype=torch.float64)
@@ -425,7 +425,7 @@ class Format:
     parse: Callable[[Mapping[str, Any], Location], Iterator[DumpedRollout]]
     """The rollouts of a record; raises `ScoregramError` for a broken one."""
     suffix: str
-    """Of its files; a key of `CONTAINERS`."""
+    """Suffix of its files; a key of `CONTAINERS`."""
     names: tuple[str, ...]
     """Patterns of its files in a folder, at any depth; the first pattern with a match is used."""
     fields: tuple[tuple[str, ...], ...]

@@ -126,7 +126,7 @@ class _OpenGroups:
         del self.sizes[key], self.begun[key]
         late = key in self.closed or self.is_late_step
         if not complete and key in self.completed:
-            got = f"{len(rollouts)} more for the prompt at {rollouts[0].location}"
+            got = f"{len(rollouts)} left over for the prompt at {rollouts[0].location}"
             remedy = "Pass the number of rollouts per prompt, or omit it; then measure again with --overwrite."
             fail("measure --group-size", "must divide the rollouts of a prompt at one step", got, remedy)
         (self.completed if complete else self.closed).add(key)

@@ -39,10 +39,10 @@ from scoregram.runs import RunWriter, open_run, require_space
 from scoregram.training import stop_requests
 
 _LARGE_GAP = 0.1
-"""Mean distance between log-probabilities above which the model is probably not the policy that was sampled."""
+"""Mean difference between log-probabilities above which the model is probably not the policy that was sampled."""
 _UNIFORM_SHARE = 0.75
-"""Mean log-probability of a token, as a share of that of a uniform guess, from which the model is probably not the
-policy that was sampled: it knows hardly more about these tokens than the size of its vocabulary."""
+"""If the mean log-probability of a token is at least this share of `-log V`, that of a uniform guess, the model is
+probably not the policy that was sampled: it hardly predicts these tokens."""
 _FIRST_GROUPS = 8
 """Groups that are read before the run folder is created, and measured before the first warning about the model."""
 _LONGEST_ROUND = 256
@@ -64,7 +64,7 @@ class MeasuredDump:
     left_out: int
     """Rollouts that cannot be measured, or exceed the limit of a group."""
     without_group: int
-    """Those among them that belong to groups of which nothing can be measured."""
+    """Those among them that belong to groups without any measurable rollout."""
     broken: int
     """Records that cannot be read."""
     interrupted: bool
@@ -192,7 +192,7 @@ def trust_remarks(total: Mapping[str, float], policy: Policy, broken: int, witho
         total: Scalars of all groups of the run.
         policy: The model that measured them.
         broken: Records that cannot be read.
-        without_group: Rollouts of groups of which nothing can be measured.
+        without_group: Rollouts of groups without any measurable rollout.
     """
     remarks = {"approximate": "", "model": model_doubt(total, policy), "skipped": ""}
     retokenised = 1 - total.get("dump/exact", 1.0)
@@ -283,10 +283,10 @@ def groups_of_dump(dump: Dump, config: MeasureConfig) -> Iterator[DumpedGroup]:
 
 
 def first_groups(groups: Iterator[DumpedGroup], dump: Dump, policy: Policy) -> list[DumpedGroup]:
-    """The groups of a dump up to the first one that the policy's tokenizer and vocabulary fit.
+    """The groups of a dump up to the first one with a rollout that fits the policy's tokenizer and vocabulary.
 
     Raises:
-        ScoregramError: If there is none, or they fit no rollout of the first few groups.
+        ScoregramError: If the dump has no group, or no rollout of the first few groups fits.
     """
     first, refusals = [], []
     for group in islice(groups, _FIRST_GROUPS):
@@ -404,7 +404,7 @@ def measure_round(
     if mine:
         try:
             return measurer.records(mine[0].groups, between_prompts=config.between_prompts)
-        except ScoregramError as error:  # an estimator or a measurement: neither knows the file
+        except ScoregramError as error:  # raised by an estimator or a measurement, which do not know the file
             location = f"measure {mine[0].groups[0].group.rollouts[0].location}"
             raise error if str(error).startswith(location) else type(error)(f"{location}: {error}") from error
     if work and config.fsdp:  # a process without a pass of its own must still take part in gathering the shards
@@ -420,7 +420,7 @@ def summary_lines(
     Args:
         done: How the measurement ended.
         total: Scalars of all groups of the run.
-        remarks: As of `trust_remarks`.
+        remarks: From `trust_remarks`.
         incomplete: Steps whose line in the metrics lacks groups.
     """
     held = f", groups already in the run: {done.held}" if done.held else ""

@@ -23,7 +23,7 @@ _LARGEST_INTEGER = 10**300
 _LARGEST_NUMBER = 1e30
 """Largest reward, advantage or log-probability: float32 holds it, and float64 its fourth power."""
 _MOST_VALUES = 1 << 24
-"""Most numbers in a list, more than any context has tokens: a tensor of a few bytes can have any number of them."""
+"""Most numbers in a list, more than any context has tokens: an expanded tensor of a few bytes can have any size."""
 _SCALAR_TYPES = {int, float, bool, type(None)}
 
 
@@ -89,7 +89,7 @@ class DumpedRollout:
 
 @dataclass(frozen=True)
 class RecordFields:
-    """The fields of one record; a value of the wrong kind raises `ScoregramError` with its file and line."""
+    """The fields of one record; a value of the wrong type raises `ScoregramError` with its file and line."""
 
     record: Mapping[str, Any]
     location: Location
@@ -251,7 +251,7 @@ def split_sequence(
 
     Args:
         ids: `(T,)`.
-        mask: `(T,)`, true for the tokens that the policy chose. Without any, the whole sequence is prompt.
+        mask: `(T,)`, true for the tokens that the policy chose. If there are none, the whole sequence is the prompt.
         per_token: Further fields, each `(T,)` or None.
     """
     chosen = mask.nonzero()

@@ -1,7 +1,7 @@
 """From groups of a dump to a `Step` and its records: token ids, one pass through the policy, advantages.
 
 Token ids are those of the dump, or its text tokenised again, which is an approximation: the policy may have drawn other
-tokens with the same text. How far a dump agrees with the policy is stored with every group (`group_marks`).
+tokens with the same text. Every group is stored with how far its dump agrees with the policy (`group_marks`).
 """
 
 import math
@@ -97,7 +97,7 @@ def tokenised_rollout(dumped: DumpedRollout, policy: Policy, *, append_end: bool
         return _with_new_tokens(dumped, policy, append_end)
     except ScoregramError:
         raise
-    except Exception as error:  # templates raise anything they like; tokenizers do for lone surrogates
+    except Exception as error:  # templates raise any exception; tokenizers fail on lone surrogates
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         remedy = "Repair or remove this record."
         fail(f"measure {dumped.location}", "the tokenizer must be able to encode the text", reason, remedy)
@@ -253,7 +253,7 @@ class StepRecords:
     groups: list[GroupRecord]
     rollouts: list[RolloutRecord]
     batches: list[BatchRecord]
-    """The Gram between prompts, if it was asked for."""
+    """The Gram between prompts, if requested."""
     between_prompts: Mapping[str, float]
     """Scalars that need the Gram between prompts."""
 

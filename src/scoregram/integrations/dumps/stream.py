@@ -66,7 +66,7 @@ def json_lines(path: Path, **_: Any) -> Iterator[RawRecord]:
 
 
 def parquet_rows(path: Path, *, unpacked_bytes: int = UNPACKED_BYTES, **_: Any) -> Iterator[RawRecord]:
-    """Rows of a Parquet file; what cannot be read of a file is one broken record."""
+    """Rows of a Parquet file; a part that cannot be read counts as one broken record."""
     size, line = path.stat().st_size, 0
     try:
         with pq.ParquetFile(path) as file:
@@ -92,7 +92,7 @@ def _rows_of_batch(batch: pa.RecordBatch) -> Iterator[tuple[Any, str]]:
     try:
         yield from ((row, "") for row in batch.to_pylist())
         return
-    except Exception:  # text that is no UTF-8, dates outside the calendar, …: find out in which rows
+    except Exception:  # text that is not UTF-8, dates outside the calendar, …: find the rows that have it
         pass
     for i in range(len(batch)):
         try:
@@ -130,10 +130,10 @@ def torch_samples(
             got = "a file with more than tensors, numbers and text"
             remedy = "Pass --allow-pickle if you trust its author: loading it runs the code inside."
             fail(f"measure {path}", "a file must be readable without a pickle", got, remedy)
-        yield RawRecord(1, size, reason=f"no torch file ({_first_line(error)})")
+        yield RawRecord(1, size, reason=f"an invalid torch file ({_first_line(error)})")
         return
     except Exception as error:  # damaged files raise almost anything
-        yield RawRecord(1, size, reason=f"no torch file ({_first_line(error)})")
+        yield RawRecord(1, size, reason=f"an invalid torch file ({_first_line(error)})")
         return
     samples = content.get("samples") if isinstance(content, Mapping) else None
     if not isinstance(samples, list):
