@@ -1,4 +1,4 @@
-"""`attach`: wraps the methods of a trainer, measures its steps as they go by, and restores everything at the end."""
+"""`attach`: wraps the methods of a trainer, measures its steps while it trains, and restores everything at the end."""
 
 import math
 import warnings
@@ -46,7 +46,7 @@ from scoregram.reading import Trust, needs_gram
 from scoregram.runs import OWN_PREFIX, LayerPrecision, own_name
 
 FAILED_PREFIX = own_name("failed/")
-"""Prefix, in the trainer's log, of scalars from the Gram of a step whose self-check failed: a logger averages steps."""
+"""Prefix, in the trainer's log, of Gram scalars of a step whose self-check failed: a logger would average them in."""
 
 HEADLINE_SCALARS: Mapping[str, str] = {
     "reward": "mean reward",
@@ -59,7 +59,7 @@ HEADLINE_SCALARS: Mapping[str, str] = {
     "group/effective_rank_orthogonal": "  null: orthogonal scores",
     "check/relative_error": "self-check: relative error",
 }
-"""Scalars that `print(attachment)` shows, and what it calls them."""
+"""Scalars that `print(attachment)` shows, and their labels."""
 
 
 def attach(
@@ -117,7 +117,7 @@ def attach(
     version = require_supported(trainer)
     processes = processes_of(trainer)
     if getattr(vars(trainer).get("training_step"), "__scoregram__", None) is not None:
-        fail("attach", "the trainer must not be attached yet", "a second call", "Call detach() on the first one.")
+        fail("attach", "the trainer must not be attached yet", "a second call", "Detach the first attachment.")
     if every < 1:
         fail("attach", "every must be at least 1", every, "1 measures every step.")
     if mode not in ("scores", "loss"):
@@ -144,8 +144,8 @@ def attach(
     if mode == "scores" and settings.uneven_term is not None and processes.is_first:
         warnings.warn(
             f"scoregram: the loss has {settings.uneven_term}, which weights the tokens of a rollout differently: the "
-            "update is not a weighted sum of scores. Steps at which it matters fail the self-check, and their numbers "
-            "enter no mean. Use mode='loss', which is exact there.",
+            "update is not a weighted sum of scores. Steps at which it matters fail the self-check, and no mean "
+            "includes their numbers. Use mode='loss', which is exact there.",
             stacklevel=2,
         )
     folders: list[Folder] = []

@@ -39,13 +39,13 @@ from scoregram.integrations.trl.support import Settings, loss_scale
 from scoregram.integrations.trl.window import MicroBatch, ObservedStep
 
 EVEN = 1e-6
-"""Unevenness up to which the tokens of a rollout count as weighted alike: rounding of float32."""
+"""Unevenness up to which a loss counts as weighting the tokens of a rollout alike: float32 rounding."""
 KNOWN_ARGUMENTS = ("self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy")
 """Arguments of TRL's method for log-probabilities that a fused step supports; a call that sets another is declined."""
 FULL_CHECK_EVERY = 10
-"""Of this many measured steps, one is measured in a separate pass, so that the whole gradient is compared."""
+"""One in this many measured steps is measured in a separate pass, so that the whole gradient is compared."""
 REPLACED_METHODS = ("_get_per_token_logps_and_entropies", "training_step")
-"""Methods whose work a fused step does instead; they must be TRL's own. The loss may be overridden or wrapped."""
+"""Methods that a fused step replaces; they must be TRL's own. The loss may be overridden or wrapped."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ class FusedStep:
     inputs: Mapping[str, Any]
     """Inputs of the trainer's loss."""
     batch: MicroBatch
-    """Catches the derivative of the loss."""
+    """Records the derivative of the loss."""
     generator: torch.Generator
     """Draws the rollout that is checked."""
     call: dict[str, Any] | None = None
     """Arguments of the trainer's call for log-probabilities; None before it."""
     deferred: DeferredGram | None = None
     declined: str | None = None
-    """Why the call was declined, so that the trainer's own method answers it."""
+    """Why the call was declined and left to the trainer's own method."""
     entropy_gradients: list[Tensor] = field(default_factory=list)
     result: CheckedGram | None = None
     """Gram and check, rollouts in the order of the micro-batch; None if the trainer's own pass had to run. Its
@@ -209,7 +209,8 @@ class FusedStep:
         seconds = time.perf_counter() - began
         if not error <= self.settings.rounding_error:
             requirement = f"must agree with the trainer's own pass to {self.settings.rounding_error:g}"
-            fail("a fused step", requirement, f"{error:.2g}", "The trainer's own pass replaced it.")
+            got = f"a relative error of {error:.2g}"
+            fail("a fused step", requirement, got, "The trainer's own pass replaced it.")
         made = {}
         for parameter in [p for p in parameters if p in sums]:  # each sum is freed as soon as it is converted
             made[parameter] = sums.pop(parameter)[0].to(parameter.dtype, copy=True)
@@ -257,7 +258,7 @@ class FusedStep:
 def fused_gradient_error(
     sums: Sequence[Tensor | None], theirs: Sequence[Tensor], gram: Tensor, weights: Tensor, index: int
 ) -> float:
-    """Error of a fused gradient `ĝ = Σ_j w_j ψ_j`, of which the trainer's part `g_i` from one rollout is known.
+    """Error of a fused gradient `ĝ = Σ_j w_j ψ_j`, given the part `g_i` of the trainer's gradient from one rollout.
 
     The largest of three: `|w_i ψ_i − g_i| / |g_i|` over all parameters; `⟨ĝ, g_i⟩` against `Σ_j w_i w_j K_ij`; and
     `|ĝ|²` against `wᵀKw`. The last two are relative to the sums of the absolute values of their terms, which may

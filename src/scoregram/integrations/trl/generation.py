@@ -38,14 +38,14 @@ class Generation:
     """`N = P·R` rollouts that TRL generated together, before it shuffled them.
 
     `rollouts` holds them as rows; the other tensors hold them as TRL lays them out, in the same order, because its loss
-    and custom estimators use that layout. With several processes each has a slice of a generation, which
-    may begin and end inside a group.
+    and custom estimators use that layout. With several processes each has a slice of a generation, which may begin and
+    end inside a group.
     """
 
     serial: int
     """Number of the generation since `attach`."""
     policy_step: int
-    """Optimisation steps done when it was generated."""
+    """Number of optimisation steps before it was generated."""
     group_size: int
     """`R`."""
     rollouts: Rollouts
@@ -60,7 +60,7 @@ class Generation:
     completion_mask: Tensor
     """`(N, C)`: tokens that TRL attends to; all 0 for a truncated rollout that it masks out."""
     loss_mask: Tensor
-    """`(N, C)` bool: tokens that the policy chose and that the loss counts; no tokens of tools."""
+    """`(N, C)` bool: tokens that the policy chose and that the loss counts; no tool tokens."""
     advantages: Tensor
     """`(N,)` or `(N, C)`, as the loss takes them."""
     has_images: bool = False
@@ -159,8 +159,8 @@ def trl_rows(
         loss_mask: `(N, C)` bool: tokens that carry credit.
         lengths: `(N,)` sampled tokens.
         group_ids: `(N,)`.
-        moves_padding: Move the padding of prompts to the right, so that rows are as short as their tokens; right for
-            every model with relative positions. Others need the padding where TRL has it.
+        moves_padding: Move the padding of prompts to the right, so that rows are as short as their tokens; correct for
+            every model with relative positions. Other models need the padding where TRL has it.
     """
     prompt_mask, attended = output["prompt_mask"].bool(), output["completion_mask"].bool()
     # TRL's mask is all 0 for a truncated rollout that it masks out; the row keeps its tokens

@@ -1,7 +1,7 @@
 """Measures the Gram of a step in separate passes, and compares the sum of its rows with the trainer's gradient.
 
 These passes run after the trainer's backward pass and leave its gradient in `.grad` unchanged. Each process measures
-whole groups, wherever their rollouts were generated.
+whole groups, whichever process generated their rollouts.
 """
 
 import math
@@ -59,7 +59,7 @@ class PassInputs:
 
     model: nn.Module
     keep_padding: bool
-    """Whether TRL's left padding is kept: TRL passes no positions, so a model with absolute ones counts it."""
+    """Whether TRL's left padding is kept: TRL passes no positions, so absolute positions count the padding."""
     input_ids: Tensor
     """`(n, T)`"""
     completion_mask: Tensor
@@ -136,16 +136,16 @@ def process_bounds(bounds: Sequence[int], processes: int, *, between_prompts: bo
     ]
 
 
-# what a pass takes
+# memory of a pass
 
 
 def bytes_of_pass(model: nn.Module, rollouts: int, tokens: int) -> int:
-    """Estimate of what one measuring pass allocates at its peak, the copy of the gradient included.
+    """Estimated peak memory of one measuring pass in bytes, the copy of the gradient included.
 
     The sum of: activations of every layer (under gradient checkpointing, of one layer and the inputs of the others),
     the kept gradients of the logits, the gradient, and one chunk of per-rollout gradients. For a sharded model no
-    gradient is kept; the parameters that it gathers at a time count instead. The estimate is generous for the usual
-    decoder. If a pass runs out of memory nevertheless, the step is skipped and the training goes on.
+    gradient is kept; the parameters that it gathers at a time count instead. The estimate is generous for usual
+    decoders. If a pass runs out of memory nevertheless, the step is skipped and the training goes on.
     """
     config = text_config(model)
     hidden = int(getattr(config, "hidden_size", 0) or 1024)
@@ -231,7 +231,7 @@ def measure_separately(
     weights = (torch.ones_like(observed.weights) if settings.mode == "loss" else observed.weights) * sizes
     measure = _measure_sharded_model if sharded_modules(model) else _measure_whole_model
     grams, error = measure(trainer, unit, weights, plans, processes)
-    if not observed.has_derivatives:  # the weights are a guess, and so would be the error
+    if not observed.has_derivatives:  # the weights are a guess, and the error would be one too
         error = math.nan
     return CheckedGram(rescaled_gram(gram_of_passes(grams), sizes), error, rollouts=len(weights))
 
@@ -280,7 +280,7 @@ def _measure_sharded_model(
     """Grams of all passes of all processes, and the error of the sum of weighted rows, from sketches.
 
     No process has room for a whole gradient. But a sketch is linear: the sketch of `g − Σ_i w_i ψ_i` is that of the
-    trainer's gradient minus the weighted sketches of the rows, and its norm is that of the difference to a few percent.
+    trainer's gradient minus the weighted sketches of the rows, and its norm equals the difference's to a few percent.
     """
     sketch, own = Sketch(), plans[processes.rank]
     spare = next(plan[0] for plan in plans if plan)

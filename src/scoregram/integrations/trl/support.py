@@ -153,7 +153,7 @@ class Settings:
     low_precision: tuple[str, ...] = ()
     """Why the trainer computes in a lower precision than float32; empty if it does not."""
     uneven_term: str | None = None
-    """The term of the loss that weights the tokens of a rollout differently, as far as the arguments tell."""
+    """The term of the loss that weights the tokens of a rollout differently, if the trainer's arguments show one."""
 
     @property
     def rounding_error(self) -> float:
@@ -225,7 +225,7 @@ def text_config(model: nn.Module) -> Any:
 
 
 def has_relative_positions(model: nn.Module) -> bool:
-    """Whether only distances between tokens matter to a model, so that padding may be moved from left to right."""
+    """Whether a model depends only on distances between tokens, so that padding may be moved from left to right."""
     config = text_config(model)
     return any(getattr(config, name, None) for name in RELATIVE_POSITIONS)
 

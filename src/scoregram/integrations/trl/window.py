@@ -1,7 +1,7 @@
 """One optimisation step: its micro-batches as the trainer runs them, then its rollouts from all processes.
 
 TRL shuffles a generation and splits it into micro-batches. Every row carries a key that names its generation and
-its place there. A hook on the log-probabilities catches the derivative of the loss in the trainer's own backward pass.
+its row there. A hook on the log-probabilities records the derivative of the loss in the trainer's own backward pass.
 """
 
 from collections.abc import Sequence
