@@ -126,9 +126,9 @@ def test_the_group_size_changes_only_when_its_interval_says_so():
 @pytest.mark.parametrize(
     ("scale", "told"),
     [
-        (Estimate(100.0, 40.0, math.inf), "Take more rollouts a step, towards 40 or more"),
-        (Estimate(math.inf, math.inf, math.inf), "Take more rollouts a step, well beyond"),
-        (Estimate(1.0, 0.5, 1.5), "Fewer rollouts a step would be enough, towards 2"),
+        (Estimate(100.0, 40.0, math.inf), "Use more rollouts per step, towards 40 or more"),
+        (Estimate(math.inf, math.inf, math.inf), "Use more rollouts per step, well beyond"),
+        (Estimate(1.0, 0.5, 1.5), "Fewer rollouts per step would be enough, towards 2"),
         (Estimate(100.0, 20.0, math.inf), None),
         (Estimate(1.0, 0.5, 30.0), None),
         (Estimate(100.0), None),
@@ -149,7 +149,7 @@ def test_the_baseline_the_limit_on_length_and_a_single_driver():
 
 def test_prompts_that_are_known_by_heart():
     (sentence,) = said(run_of(), reward=Estimate(0.195, 0.178, 0.213), tested=Estimate(0.111, 0.097, 0.125))
-    assert sentence.startswith("Train on more prompts: sampled alike")
+    assert sentence.startswith("Train on more prompts: sampled in the same way")
     assert "0.195 [0.178, 0.213]" in sentence and "0.111 [0.097, 0.125]" in sentence
     assert said(run_of(), reward=Estimate(0.195, 0.12, 0.25), tested=Estimate(0.111, 0.097, 0.125)) == []
     assert said(run_of(), reward=Estimate(0.15, 0.14, 0.16), tested=Estimate(0.111, 0.097, 0.125)) == []

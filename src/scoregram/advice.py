@@ -132,7 +132,7 @@ def _batch_size(run: RunReading) -> list[Advice] | None:
     if scale.low > NOISE_FACTOR * batch:
         target = f"towards {scale.low:.0f} or more" if math.isfinite(scale.low) else "well beyond"
         sentence = (
-            f"Take more rollouts a step, {target}, or a smaller learning rate: steps of {batch:g} are mostly noise."
+            f"Use more rollouts per step, {target}, or a smaller learning rate: steps of {batch:g} are mostly noise."
         )
         rule = (
             f"given if the whole 95 % interval of the noise scale lies above {NOISE_FACTOR:g} times the batch; {seen}"
@@ -140,7 +140,7 @@ def _batch_size(run: RunReading) -> list[Advice] | None:
         return [Advice(sentence, rule)]
     if scale.high < batch / NOISE_FACTOR:
         sentence = (
-            f"Fewer rollouts a step would be enough, towards {scale.high:.0f}: steps of {batch:g} average more than "
+            f"Fewer rollouts per step would be enough, towards {scale.high:.0f}: steps of {batch:g} average more than "
             "needed."
         )
         rule = (
@@ -170,7 +170,7 @@ def _truncated(run: RunReading) -> list[Advice] | None:
         return None if math.isnan(share) else []
     return [
         Advice(
-            f"Allow longer completions: {1 - share:.0%} of the rollouts were cut off at the limit on tokens.",
+            f"Allow longer completions: {1 - share:.0%} of the rollouts were cut off at the token limit.",
             f"given if less than {FINISHED_SHARE:.0%} of the rollouts of the last third ended with a stop token; "
             f"{share:.1%} did.",
         )
@@ -183,7 +183,7 @@ def _prompts(run: RunReading) -> list[Advice] | None:
         return None if math.isnan(trained.low) or math.isnan(tested.high) else []
     return [
         Advice(
-            f"Train on more prompts: sampled alike, the policy earns {cell_text(trained)} on the prompts "
+            f"Train on more prompts: sampled in the same way, the policy earns {cell_text(trained)} on the prompts "
             f"that it trains on and {cell_text(tested)} on test problems.",
             "given if the 95 % intervals do not overlap and the means differ by at least "
             f"{LEAST_GAIN:g}; this assumes that test problems are no harder.",
@@ -198,7 +198,7 @@ def _driver(run: RunReading) -> list[Advice] | None:
     return [
         Advice(
             f"Look at the rollouts with the largest share: one alone accounts for {share:.0%} of the squared update of "
-            "a step on average. More rollouts a step, or a limit on length, would spread it.",
+            "a step on average. More rollouts per step, or a length limit, would spread it.",
             f"given if the mean largest share of the last third is above {DRIVER_SHARE:.0%}.",
         )
     ]
@@ -225,7 +225,7 @@ RULES: Mapping[str, Callable[[RunReading], list[Advice] | None]] = MappingProxyT
         "batch size": _batch_size,
         "baseline": _baseline,
         "length limit": _truncated,
-        "prompts seen again": _prompts,
+        "overfitting to prompts": _prompts,
         "single rollouts": _driver,
         "effective rank": _rank,
     }

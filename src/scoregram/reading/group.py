@@ -195,7 +195,7 @@ class StoredGroup:
         """
         reading, rows = self.reading, self.nonzero_rows
         if reading is None or math.isnan(reading.top1_fraction) or not rows or reading.numerical_rank > rows:
-            return math.nan, math.nan  # the stored metrics are of other weights than the advantages
+            return math.nan, math.nan  # the stored metrics belong to other weights than the advantages
         top1 = reading.top1_fraction
         try:
             energies = torch.stack([concentrated_energies(top1, rows), spread_energies(top1, rows)])

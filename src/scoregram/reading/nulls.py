@@ -3,7 +3,7 @@
 | null | what the scores keep |
 |---|---|
 | `shape` | nothing: orthogonal and of equal norm, so only `|A|` matters |
-| `orthogonal` | their norms, at right angles |
+| `orthogonal` | their norms; every pair at a right angle |
 | `alike` | their norms; every pair at the measured mean cosine |
 | `two_kinds` | their norms, and the mean cosines among right, among wrong, and between right and wrong rollouts |
 | `shuffled_means` | everything; the advantages are permuted |

@@ -54,7 +54,7 @@ class RunReading:
 
     @cached_property
     def trust(self) -> Trust:
-        """How far the numbers can be trusted; a step in `trust.failed` enters no mean."""
+        """How far the numbers can be trusted; no mean includes a step in `trust.failed`."""
         return trust_of(self.lines, self.groups, self.last_third, self.remarks)
 
     @cached_property
@@ -121,7 +121,7 @@ class RunReading:
 
     @property
     def complete_prompts(self) -> int:
-        """Prompts with every reward per step, from which the noise comes: mean of the last third, rounded; 1 if none.
+        """Prompts per step that have every reward, as noise needs: mean over the last third, rounded; 1 if none.
 
         Steps with fewer than two are left out: they have no estimate of the noise.
         """
@@ -132,14 +132,14 @@ class RunReading:
     def series(self, name: str, *, failed: bool = False) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Steps that logged a scalar, and its values; both empty if no step did, or if it was never defined.
 
-        A scalar from the Gram is given for the steps whose self-check did not fail, with `failed` for the others. Where
-        another trainer used its name in every line, scoregram's own value is taken.
+        A scalar from the Gram is given for the steps whose self-check did not fail, with `failed` for the others. If no
+        line has the name, because another trainer uses it, `scoregram/NAME` is read.
         """
-        foreign = name if any(name in line for line in self.lines) else own_name(name)
+        key = name if any(name in line for line in self.lines) else own_name(name)
         pairs = [
-            (float(line["step"]), float(line[foreign]))
+            (float(line["step"]), float(line[key]))
             for line in self.lines
-            if foreign in line and (needs_gram(name) and line["step"] in self.trust.failed) == failed
+            if key in line and (needs_gram(name) and line["step"] in self.trust.failed) == failed
         ]
         if all(math.isnan(value) for _, value in pairs):
             return (), ()

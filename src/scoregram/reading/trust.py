@@ -1,7 +1,7 @@
 """How far the numbers of a run can be trusted: its self-checks, its tokens, its remarks, and how much was measured.
 
-A step whose self-check failed never enters a mean. Where one lies in the last third, the means from the Gram over the
-last third are withheld: the steps that passed are not a fair sample of the others.
+No mean includes a step whose self-check failed. If there is one in the last third, the means from the Gram over the
+last third are withheld: the steps that passed are a biased sample.
 """
 
 import math
@@ -21,7 +21,7 @@ SHOWN_STEPS = 8
 
 
 def needs_gram(name: str) -> bool:
-    """Whether a scalar is computed from a Gram, so that it is worth no more than the check of its step.
+    """Whether a scalar is computed from a Gram, so that it can be trusted as far as the self-check of its step.
 
     Example:
         >>> [needs_gram(name) for name in ("gram/snr", "group/effective_rank", "group/reward_std", "reward")]
@@ -43,7 +43,7 @@ class Trust:
     failed: frozenset[int] = frozenset()
     """Steps whose self-check failed or could not be made."""
     approximate: float = 0.0
-    """Share of the rollouts that are text which was tokenised again, weighted by rollouts."""
+    """Share of the rollouts whose text was tokenised again."""
     has_tokens: bool = False
     """Whether the source says if its token ids are the sampled ones."""
     remarks: Mapping[str, str] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Trust:
 
     @property
     def mark(self) -> str:
-        """What is put behind the name of every number from a Gram that is not exact; empty if all are."""
+        """Suffix for the name of every number from a Gram that is not exact; empty if all are."""
         words = ["approximate"] * self.is_approximate + ["model in doubt"] * ("model" in self.remarks)
         return f" ({', '.join(words)})" if words else ""
 
@@ -96,7 +96,7 @@ class Trust:
         shown = ", ".join(map(str, sorted(self.failed)[:SHOWN_STEPS])) + ", …" * (len(self.failed) > SHOWN_STEPS)
         return (
             f"Self-check passed at {count - len(self.failed)} of {count} measured steps{worst}. It failed or could not "
-            f"be made at step {shown}: numbers from the Gram of such steps enter no mean."
+            f"be made at step {shown}: no mean includes numbers from the Gram of such steps."
         )
 
 

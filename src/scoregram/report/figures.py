@@ -39,8 +39,8 @@ def plotly_figure(figure: Figure) -> Any:
     """The plotly figure. Title and caption are not part of it: the page shows them as text.
 
     Measured series are solid with a band, null models dashed and greyed, bounds dotted, the paper's numbers open
-    diamonds. A series named `R = 8, …` has the hue of the measured series `R = 8`. Text is escaped, since plotly reads
-    some HTML.
+    diamonds. A series named `R = 8, …` has the hue of the measured series `R = 8`. Text is escaped, because
+    plotly interprets some HTML.
 
     Raises:
         ScoregramError: If plotly is not installed.

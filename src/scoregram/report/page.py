@@ -38,8 +38,8 @@ def write_page(
     """Write the page, whole or not at all; the same arguments give the same bytes.
 
     Args:
-        path: Where to; its folder must exist.
-        title: Of the page.
+        path: File to write; its folder must exist.
+        title: Title of the page.
         lead: The main result in one sentence, plain text.
         sections: In order.
         redo: The command that makes the page again, for its footer.

@@ -18,7 +18,7 @@ from scoregram.runs import CONFIG_FILE, REPORT, Run, open_run
 SHOWN_NAMES = 8
 """Names of a folder's content that an error lists."""
 EVALUATIONS = {SAMPLED_TEST: "sampled, as trained", GREEDY_TEST: "greedy"}
-"""Kinds of test groups, and what the page calls them."""
+"""Kinds of test groups, and their labels on the page."""
 
 DEFINITIONS = {
     "dead groups": "groups whose rollouts all have the same reward, so that every advantage is 0.",
@@ -52,7 +52,7 @@ def write_report(
     """Write the page of a run folder; returns its path.
 
     Args:
-        folder: Of the run.
+        folder: Folder of the run.
         out: The file to write; `report.html` in the folder if not given.
         tell: Called with the lines on how far the numbers can be trusted.
 
@@ -224,7 +224,7 @@ def summary_table(run: RunReading) -> Table:
         *([("test accuracy, last", accuracy[0], accuracy[1], accuracy[2], accuracy[3])] if accuracy else []),
         ("share of dead groups", summary.dead, summary.equally_hard_dead, "if all prompts were equally hard", rewarded),
         (f"effective rank{mark}", summary.effective_rank, summary.effective_rank_null, null, live),
-        (f"effective rank less its null{mark}", summary.rank_difference, 0, "rows as different as can be", live),
+        (f"effective rank minus its null{mark}", summary.rank_difference, 0, null, live),
         (f"effective rank, least possible{mark}", summary.least_rank, None, "given the top-1 fractions", live),
         (f"effective rank, most possible{mark}", summary.most_rank, None, "given the top-1 fractions", live),
         (f"top-1 fraction{mark}", summary.top1, summary.top1_null, null, live),
@@ -241,7 +241,7 @@ def summary_table(run: RunReading) -> Table:
         "groups. Signal, noise scale and group size come from noise components averaged over steps; their intervals "
         "resample steps. ∞ means that no signal, or no difference between prompts, was resolved. Intervals over few "
         "groups or steps are too narrow, and groups of the same prompt are treated as independent.",
-        columns=("quantity", "value", "beside", "which is", "from"),
+        columns=("quantity", "value", "compare with", "which is", "from"),
         rows=tuple(row for row in rows if not _is_unknown(row[1])),
     )
 
@@ -262,8 +262,8 @@ def gain_table(tests: EvaluationRewards) -> Table:
     return Table(
         "test-gain",
         "Gain on test problems",
-        "Mean reward at the first and the last evaluation; the gain is taken problem by problem, and its 95 % interval "
-        "is over problems. One run: the spread between seeds is not in it.",
+        "Mean reward at the first and the last evaluation. The gain is the mean difference per problem, and its 95 % "
+        "interval is over problems. This is one run: the interval does not include the spread between seeds.",
         ("rollouts", "problems", "before", "after", "gain"),
         tuple(rows),
     )

@@ -13,7 +13,7 @@ from scoregram.spectra import orthogonal_effective_rank
 MOST_POINTS = 400
 """Most points of a line; with more steps, neighbouring ones are averaged."""
 FAILED = "self-check failed"
-"""What a series of steps whose self-check failed is called, behind the name of its quantity."""
+"""Suffix, in the name of a series, for steps whose self-check failed."""
 
 
 def learning(run: RunReading) -> Iterator[Figure]:
@@ -35,9 +35,9 @@ def learning(run: RunReading) -> Iterator[Figure]:
     )
     yield from _figure(
         "groups",
-        "Groups that teach, and groups that do not",
-        "A group is live if its rewards differ. All right or all wrong, it has no group-relative advantage and adds "
-        "nothing to the update.",
+        "Live and dead groups",
+        "A group is live if its rewards differ. A group that is all right or all wrong has no group-relative advantage "
+        "and adds nothing to the update.",
         "share of groups",
         (
             *_line("live", *run.live_share),
@@ -58,7 +58,7 @@ def spectrum(run: RunReading) -> Iterator[Figure]:
         "Effective rank over steps",
         "Mean over the live groups of a step, with a 95 % bootstrap interval over them. Dashed: what orthogonal rows "
         "of the same norms would give. Dotted: the least and the most that the measured top-1 fractions allow. "
-        "A value on the dashed line says nothing about similarity between rollouts.",
+        "A value on the dashed line is no evidence of similarity between rollouts.",
         "effective rank",
         (
             *_over_groups(live, "effective rank", _reading("effective_rank")),
@@ -83,9 +83,9 @@ def spectrum(run: RunReading) -> Iterator[Figure]:
     )
     yield from _figure(
         "rank-by-right",
-        "Effective rank by how many rollouts were right",
-        "All steps together. Where the scores are orthogonal and equally long, k right of R give 4k(R-k)/R under the "
-        "mean baseline: the effective rank then tells how even the group was, and nothing else.",
+        "Effective rank by number of right rollouts",
+        "All steps together. If scores are orthogonal and of equal norm, k right rollouts of R give 4k(R-k)/R under "
+        "the mean baseline: the effective rank then shows only how evenly the group is split.",
         "effective rank",
         tuple(_by_right(live)) if run.rows == "scores" else (),
         x_title="right rollouts k",
@@ -107,7 +107,7 @@ def update_figures(run: RunReading) -> Iterator[Figure]:
     yield from _figure(
         "update-norm",
         "Norm of the update",
-        "Length of the gradient before clipping and before the optimiser.",
+        "Norm of the gradient before clipping and before the optimiser.",
         "norm",
         _scalar(run, "gram/update_norm", "update norm"),
         y_log=True,
@@ -127,7 +127,7 @@ def update_figures(run: RunReading) -> Iterator[Figure]:
         "snr",
         "Signal to noise of one step",
         "Estimated power (squared norm) of the true gradient over the power of the step's error. At 1, half of the "
-        "step is noise. One step estimates it badly, hence points; below zero means that no signal was resolved. The "
+        "step is noise. A single step is a poor estimate, hence points; below zero, no signal was resolved. The "
         "table above pools steps.",
         "signal to noise",
         (
@@ -138,8 +138,8 @@ def update_figures(run: RunReading) -> Iterator[Figure]:
     yield from _figure(
         "noise-scale",
         "Noise scale beside the batch size",
-        "Noise scale: the number of rollouts at which signal and error have equal power. Points above the dotted "
-        "line: the batch averages less than that. Steps without a resolved signal have no point.",
+        "Noise scale: the number of rollouts at which signal and error have equal power. At points above the "
+        "dotted line, the batch is smaller than that. Steps without a resolved signal have no point.",
         "rollouts",
         (
             *_scalar(run, "gram/noise_scale", "noise scale", points=True),
