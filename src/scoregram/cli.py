@@ -1,6 +1,6 @@
 """The command line: one frozen dataclass per command, which tyro turns into options.
 
-This module imports nothing heavy; each command imports what it runs, so that `scoregram --help` is fast.
+This module does not import torch; each command imports what it runs, so that `scoregram --help` is fast.
 """
 
 import sys
@@ -149,10 +149,10 @@ class Report:
     folder: tyro.conf.Positional[Path]
     """Folder of the run, or of the replication."""
     out: Path | None = None
-    """Write it here, in place of `report.html` in the folder."""
+    """File to write; `report.html` in the folder if not given."""
 
     def run(self) -> int:
-        """Write the page and print its path; how far its numbers can be trusted goes to the standard error."""
+        """Write the page and print its path; print to stderr how far its numbers can be trusted."""
         from scoregram.studies import is_replication
 
         if is_replication(self.folder):
