@@ -286,7 +286,7 @@ def test_interrupts_leave_no_trace(make, call):
     interrupts(make, call, ENGINE, 10)
 
 
-@pytest.mark.parametrize("within", ["gram/model.py", "contextlib.py"])
+@pytest.mark.parametrize("within", ["gram/undo.py", "gram/model.py", "contextlib.py"])
 def test_interrupts_while_the_model_is_changed_or_put_back(within):
     interrupts(llama, deferred, within, 20)
 

@@ -2,27 +2,29 @@
 
 A model passes through these files, in this order:
 
-    engine ─── measure_gram · backward_with_gram · cross_gram · DeferredGram        the entry points
+    engine ─────── measure_gram · backward_with_gram · cross_gram · DeferredGram    the entry points
        │
-    batch ──── Batch · DistinctRollouts · RolloutLayout                  1  checked, unpacked, duplicates removed
+    batch ──────── make_batch · distinct_rollouts                     1  checked, unpacked, duplicates removed
        │
-    measurement ── Measurement.run                                          the order of the stages below
+    model ──────── MeasuredModel.in_use                               2  surveyed, prepared, put back by `undo`
        │
-       ├─ model ─────── survey · prepare_model · Undo                    2  modules listed, model prepared, put back
-       ├─ intercept ─── Interceptor                                      3  forward pass: every use of a parameter seen
-       │     ├─ axis ───── Axes, observed_axes                              which first axes run over the rollouts
-       │     ├─ leaves ─── Leaves, small parameters and norms               one copy per rollout; autograd splits
-       │     └─ head ───── fused_head                                       log-probabilities and their gradient
-       ├─ collect ───── Collector, one ParameterState each               4  backward pass: factors (x, g) of products
-       ├─ contract ──── Contractor                                       5  factors → K and Σ w_i ψ_i, in chunks
-       │     └─ triton_kernels                                              the same in half precision on a GPU
-       ├─ sketch ────── Sketcher                                            optional: a short sketch of every score
-       ├─ plain_passes ─ replayed_rows · verify_gram                        parameters without a rule; verification
+    measurement ── Measurement.run                                       which passes, in which order
        │
-    measurement ── Measurement.result → Gram                             6  K, its split by layer, log-probabilities
+    passes ─────── Pass.run                                              one forward and one backward pass
+       ├─ intercept ── Interceptor                                    3  forward: every use of a parameter seen
+       │     ├─ axis ──── observed_axes                                  which first axes run over the rollouts
+       │     └─ leaves ── Leaves                                         small parameters: one copy per rollout
+       ├─ head ─────── fused_head                                        log-probabilities and their gradient
+       ├─ collect ──── Collector                                      4  backward: factors (x, g) of products
+       │     ├─ contract ── Contractor                                5  factors → K and Σ w_i ψ_i, in chunks
+       │     │     └─ triton_kernels                                     the same in half precision on a GPU
+       │     └─ sketch ──── Sketcher                                     optional: a short sketch of every score
+       └─ plain_passes ── replayed_rows · verify_gram                    parameters without a rule; verification
+       │
+    result ─────── CollectedScores.gram → Gram                        6  K, its split by layer, gradients
 
-`batch`, `model` and `contract` import no other file of this folder; only `engine` imports `measurement`. `model` also
-handles models spread over processes (`DistributedDataParallel`, FSDP2).
+`batch`, `contract` and `undo` import no other file of this folder. `model` also handles models spread over processes
+(`DistributedDataParallel`, FSDP2).
 """
 
 from scoregram.gram.batch import segment_rows as segment_rows
@@ -34,12 +36,12 @@ from scoregram.gram.engine import backward_with_gram as backward_with_gram
 from scoregram.gram.engine import cross_gram as cross_gram
 from scoregram.gram.engine import measure_gram as measure_gram
 from scoregram.gram.head import STORE_BYTES as STORE_BYTES
-from scoregram.gram.measurement import Gram as Gram
-from scoregram.gram.model import Undo as Undo
 from scoregram.gram.model import is_distributed as is_distributed
 from scoregram.gram.model import model_inside as model_inside
 from scoregram.gram.model import sharded_modules as sharded_modules
 from scoregram.gram.model import survey as survey
 from scoregram.gram.plain_passes import gradients as gradients
+from scoregram.gram.result import Gram as Gram
 from scoregram.gram.sketch import Sketch as Sketch
 from scoregram.gram.sketch import Sketcher as Sketcher
+from scoregram.gram.undo import Undo as Undo

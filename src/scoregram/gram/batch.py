@@ -269,10 +269,20 @@ class DistinctRollouts:
     """
 
     batch: Batch
-    """`P` groups of `group_size` rows; a group with fewer distinct rollouts is filled up with its first one."""
+    """`P` groups of `group_size` rows; a group with fewer distinct rollouts is filled up with its first one.
+
+    The coefficients of every row are divided by a power of two, `powers`.
+    """
+    powers: Tensor
+    """`(rows,)`; a row of the model's scores is multiplied with its power in the end."""
     group_size: int | None
     row_of: Tensor
     """`(N,)` row of every given rollout, on the CPU."""
+
+    @property
+    def groups(self) -> int:
+        """Number of groups; 1 if the Gram is of the whole batch."""
+        return 1 if self.group_size is None else self.batch.rollouts // self.group_size
 
     @property
     def is_identity(self) -> bool:
@@ -283,12 +293,13 @@ class DistinctRollouts:
         """The given rollouts that a row stands for."""
         return (self.row_of == row).nonzero().squeeze(1).tolist()
 
-    def summed_weights(self, weights: Tensor) -> Tensor:
-        """`(M, rows)` from `(M, N)` weights: the weights of equal rollouts are added up."""
-        if self.is_identity:
-            return weights
-        totals = weights.new_zeros(len(weights), self.batch.rollouts)
-        return totals.index_add_(1, self.row_of.to(weights.device), weights)
+    def row_weights(self, weights: Tensor) -> Tensor:
+        """`(M, rows)` float64 from `(M, N)` weights: those of equal rollouts added up, then times `powers`."""
+        totals = weights
+        if not self.is_identity:
+            totals = weights.new_zeros(len(weights), self.batch.rollouts)
+            totals.index_add_(1, self.row_of.to(weights.device), weights)
+        return totals.double() * self.powers
 
     def expanded_rows(self, values: Tensor) -> Tensor:
         """`(N, …)` from `(rows, …)`: one row for every given rollout."""
@@ -330,12 +341,14 @@ def distinct_rollouts(batch: Batch, group_size: int | None) -> DistinctRollouts:
         row_of_text = {text: group * most + place for place, text in enumerate(first_of)}
         row_of += [row_of_text[text] for text in texts[group * size : (group + 1) * size]]
     chosen = torch.tensor(rows, device=batch.input_ids.device)
-    return DistinctRollouts(batch.at(chosen), None if group_size is None else most, torch.tensor(row_of))
+    unit, powers = batch.at(chosen).of_unit_size()
+    return DistinctRollouts(unit, powers, None if group_size is None else most, torch.tensor(row_of))
 
 
 def all_rollouts(batch: Batch, group_size: int | None = None) -> DistinctRollouts:
     """Every rollout in a row of its own, equal or not."""
-    return DistinctRollouts(batch, group_size, torch.arange(batch.rollouts))
+    unit, powers = batch.of_unit_size()
+    return DistinctRollouts(unit, powers, group_size, torch.arange(batch.rollouts))
 
 
 # Rows of a tensor inside the model

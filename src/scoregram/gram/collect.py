@@ -278,7 +278,7 @@ def in_touched_rows(uses: list[Use]) -> tuple[Tensor | None, list[Use]]:
     """The rows of the weight that the uses touch (None for all), and the uses in terms of those rows, factors first.
 
     An embedding touches only the rows that were looked up. A tied head whose other rows were contracted before
-    (`Measurement.collect_head`) covers the same rows.
+    (`Pass.collect_head`) covers the same rows.
     """
     if len(uses) == 1 and uses[0].rows is None:
         return None, uses

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from scoregram.checks import fail, require_finite, require_same_shape
 from scoregram.gram.batch import all_rollouts, distinct_rollouts, make_batch, require_tensors
-from scoregram.gram.head import head_forward
-from scoregram.gram.intercept import CapturedHead
-from scoregram.gram.measurement import Gram, Measurement
-from scoregram.gram.model import Undo, averages_gradients, facts_of, model_inside, random_state
-from scoregram.gram.plain_passes import batch_entropies, batch_log_probs, verify_gram
+from scoregram.gram.measurement import Measurement
+from scoregram.gram.model import MeasuredModel, averages_gradients
+from scoregram.gram.plain_passes import verify_gram
+from scoregram.gram.result import Gram
 from scoregram.gram.sketch import Sketch
+from scoregram.gram.undo import Undo
 from scoregram.rollouts import Rollouts
 
 
@@ -65,8 +65,9 @@ def measure_gram(
             model that shares modules or trained parameters with a measurement that is running, in this thread or
             another; with `verify`, a model whose output depends on padding or on the other rollouts.
     """
+    measured = MeasuredModel(model)
     batch = make_batch(
-        model_inside(model),
+        measured.model,
         input_ids,
         completion_mask,
         attention_mask,
@@ -75,12 +76,13 @@ def measure_gram(
         temperature=temperature,
         keep_padding=keep_padding,
     )
-    measurement = Measurement(model, distinct_rollouts(batch, group_size), weights=None, sketch=sketch)
-    measurement.run(check_padding=not verify)
-    gram = measurement.result()
-    if verify:
-        with Undo() as undo, undo, measurement.prepared(undo):
-            verify_gram(measurement.model, batch, gram.matrix, gram.log_probs, group_size, measurement.survey)
+    rollouts = distinct_rollouts(batch, group_size)
+    with Undo() as undo, undo, measured.in_use(undo):
+        measurement = Measurement(measured, rollouts, sketch=sketch)
+        scores = measurement.run(check_padding=not verify)
+        gram = scores.gram()
+        if verify:
+            verify_gram(measured, batch, gram.matrix, gram.log_probs, group_size)
     return replace(gram, log_probs=batch.as_given(gram.log_probs))
 
 
@@ -107,8 +109,9 @@ def backward_with_gram(
     errors, are those of `measure_gram`.
     """
     caller = "backward_with_gram"
+    measured = MeasuredModel(model)
     batch = make_batch(
-        model_inside(model),
+        measured.model,
         input_ids,
         completion_mask,
         attention_mask,
@@ -133,12 +136,14 @@ def backward_with_gram(
         remedy = "Pass a function from the Gram to one factor for each."
         fail(caller, "several weight vectors need `combine`", f"{len(vectors)} vectors", remedy)
     require_finite(vectors, name="weights", caller=caller)
-    measurement = Measurement(model, distinct_rollouts(batch, group_size), weights=vectors, sketch=sketch)
-    measurement.run()
-    gram = measurement.result_and_gradients() if combine is None else measurement.result()
+    rollouts = distinct_rollouts(batch, group_size)
+    with Undo() as undo, undo, measured.in_use(undo):
+        measurement = Measurement(measured, rollouts, weights=vectors, sketch=sketch)
+        scores = measurement.run()
+    gram = scores.gram_and_gradients() if combine is None else scores.gram()
     gram = replace(gram, log_probs=batch.as_given(gram.log_probs))
     if combine is not None:
-        measurement.write_gradients(combine(gram))
+        scores.write_gradients(combine(gram))
     return gram
 
 
@@ -198,7 +203,7 @@ def padded_part(part: Sequence[Tensor | None], name: str, tokens: int = 0) -> tu
 # Forward pass now, backward pass later
 
 
-class DeferredGram(Measurement):
+class DeferredGram:
     """A forward pass over rollouts, and later one backward pass that gives the Gram and weighted sums of its rows.
 
     `backward_with_gram` needs the coefficients of the log-probabilities beforehand. The loss of another library takes
@@ -226,65 +231,20 @@ class DeferredGram(Measurement):
         if averages_gradients(model):
             got = "one whose gradients are averaged over processes"
             fail("DeferredGram", "the model must lie whole in one process", got, "Use measure_gram.")
-        batch = make_batch(
-            model_inside(model),
+        self._measured = MeasuredModel(model)
+        self._batch = make_batch(
+            self._measured.model,
             input_ids,
             completion_mask,
             attention_mask,
             temperature=temperature,
             keep_padding=keep_padding,
         )
-        super().__init__(model, all_rollouts(batch), weights=None)  # equal texts may get different coefficients later
-        self.is_narrow = not facts_of(self.model).needs_wide_pass
-        self._held: CapturedHead | Tensor | None
-        """What the backward pass starts from: the head's operands, or log-probabilities in autograd."""
-        with Undo() as undo, undo, self.prepared(undo), torch.enable_grad():
-            before = random_state(self.device)
-            try:
-                self.hold_forward_with_known_axes()
-            except Exception:
-                if not self.is_narrow:
-                    raise
-                self.begin_again()
-                self.leave_evaluation()
-                self.is_narrow = False  # a wide pass sees more
-                self.hold_forward_with_known_axes()
-            self._drew_random = self.has_drawn(before)
-
-    def hold_forward_with_known_axes(self) -> None:
-        """The forward pass; a second one if the first met operations that were not observed yet."""
-        self.observe_axes(narrow=self.is_narrow)
-        self.hold_forward()
-        if self.interceptor.unknown:
-            self.observe_axes(narrow=self.is_narrow)
-            self.begin_again()
-            self.hold_forward()
-            self.give_up_unknown_axes()
-
-    def hold_forward(self) -> None:
-        """The forward pass."""
-        with self.intercepted(narrow=self.is_narrow):
-            logits, captured = self.forward_to_head()
-            if captured is None:
-                self._held = self.log_probs_in_autograd(logits)
-            else:
-                self._held = captured
-                self.look_at_head(captured)
-
-    def look_at_head(self, captured: CapturedHead) -> None:
-        """Log-probabilities and entropies from the captured head."""
-        with torch.no_grad():
-            operands = self.head_operands(captured)
-            self.head_forward = head = head_forward(*operands, self.targets, temperature=self.batch.temperature)
-            values = (self.targets.scattered(part, self.batch.input_ids) for part in (head.log_probs, head.entropies))
-            self.log_probs, self.entropies = map(self.batch.as_given, values)
-
-    def log_probs_in_autograd(self, logits: Tensor) -> Tensor:
-        """Log-probabilities in autograd, for a model that does more with its head's product than return it."""
-        log_probs = batch_log_probs(logits, self.batch)
-        values = log_probs.detach(), batch_entropies(logits.detach(), self.batch)
-        self.log_probs, self.entropies = map(self.batch.as_given, values)
-        return log_probs
+        # All rollouts: equal texts may get different coefficients later.
+        self._measurement = Measurement(self._measured, all_rollouts(self._batch))
+        with Undo() as undo, undo, self._measured.in_use(undo):
+            found = self._measurement.forward()
+        self.log_probs, self.entropies = map(self._batch.as_given, found)
 
     def finish(self, coefficients: Tensor, weights: Tensor) -> tuple[Gram, dict[Tensor, Tensor]]:
         """The Gram of `ψ_i = Σ_t c_it ∇ log π(y_it)`, and for every parameter `(M, …)` the sums `Σ_i w_mi ψ_i`.
@@ -298,28 +258,8 @@ class DeferredGram(Measurement):
         Raises:
             ScoregramError: If anything is not finite.
         """
-        self.take_batch(self.batch.with_coefficients(coefficients))
-        self.take_weights(weights.to(self.device))
-        self.collector.set_weights(self.weights)
-        with Undo() as undo, undo, self.prepared(undo), torch.enable_grad():
-            before = random_state(self.device)
-            with self.intercepted(narrow=self.is_narrow):
-                self.backward_from_held()
-            if self.is_narrow and (self._drew_random or self.has_drawn(before) or self.parameters_with_grad()):
-                self.begin_again()
-                facts_of(self.model).needs_wide_pass = True
-                self.wide_pass()
-            self.finish_collection()
-        self.report_dropout()
-        gram = self.result()
-        sums = {parameter: self.collector.take_sums(parameter) for parameter in self.parameters.values()}
-        return gram, {parameter: taken for parameter, taken in sums.items() if taken is not None}
-
-    def backward_from_held(self) -> None:
-        """The backward pass from where the forward pass ended."""
-        held, self._held = self._held, None
-        assert held is not None, "a graph can be traversed once"
-        if isinstance(held, Tensor):
-            self.backward_through_log_probs(held)
-        else:
-            self.backward_through_head(held)
+        rollouts = all_rollouts(self._batch.with_coefficients(coefficients))
+        weights = weights.to(self.log_probs.device)
+        with Undo() as undo, undo, self._measured.in_use(undo):
+            scores = self._measurement.backward(rollouts, weights)
+        return replace(scores.gram(), log_probs=self.log_probs), scores.sums()

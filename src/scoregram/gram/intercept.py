@@ -50,8 +50,9 @@ from scoregram.gram.leaves import (
     overlaps_itself,
     run_per_rollout,
 )
-from scoregram.gram.model import Undo, facts_of
+from scoregram.gram.model import facts_of
 from scoregram.gram.plain_passes import DropoutOff
+from scoregram.gram.undo import Undo
 
 MATRIX_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
 ROW_SELECTIONS = {Tensor.__getitem__, torch.index_select, Tensor.index_select}

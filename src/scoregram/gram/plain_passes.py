@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from scoregram.checks import fail
 from scoregram.gram.batch import Batch
-from scoregram.gram.model import Survey, Undo, facts_of
+from scoregram.gram.model import MeasuredModel
+from scoregram.gram.undo import Undo
 
 DROPOUTS = {torch.dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 VERIFY_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
@@ -168,40 +169,40 @@ def gradients(total: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     return grads
 
 
-def loss_gradients(model: nn.Module, batch: Batch, survey: Survey) -> tuple[dict[int, Tensor], Tensor]:
+def loss_gradients(measured: MeasuredModel, batch: Batch) -> tuple[dict[int, Tensor], Tensor]:
     """Gradient of `Σ c log π` for each trained parameter, by its id, and `log π` `(N, T)`; dropout is off.
 
     `.grad` of the parameters must be None (`Undo.put_gradients_aside`), and is so afterwards.
     """
-    parameters = list(survey.parameters.values())
+    parameters = list(measured.parameters.values())
     with DropoutOff(), torch.enable_grad():
-        log_probs = batch_log_probs(logits_of(model, batch), batch)
+        log_probs = batch_log_probs(logits_of(measured.model, batch), batch)
         total = (log_probs * batch.coefficients).sum()
         grads = gradients(total, parameters) if total.requires_grad else [torch.zeros_like(p) for p in parameters]
     return {id(parameter): grad for parameter, grad in zip(parameters, grads, strict=True)}, log_probs.detach()
 
 
-def replayed_rows(model: nn.Module, batch: Batch, wanted: Sequence[Tensor], survey: Survey) -> list[Tensor]:
+def replayed_rows(measured: MeasuredModel, batch: Batch, wanted: Sequence[Tensor]) -> list[Tensor]:
     """Per-rollout gradients `(N, *shape)` of the wanted parameters, from one forward and backward pass per rollout.
 
     A pass of a sharded model needs every process, so a process with fewer rollouts repeats its last one.
     """
     rows: list[list[Tensor]] = [[] for _ in wanted]
-    for index in range(survey.shards.largest_count(batch.rollouts)):
+    for index in range(measured.survey.shards.largest_count(batch.rollouts)):
         own = min(index, batch.rollouts - 1)
-        grads, _ = loss_gradients(model, batch.at(slice(own, own + 1)), survey)
+        grads, _ = loss_gradients(measured, batch.at(slice(own, own + 1)))
         for collected, parameter in zip(rows, wanted, strict=True):
             collected.append(grads[id(parameter)])
     return [torch.stack(collected[: batch.rollouts]) for collected in rows]
 
 
-def refuse_padding_dependence(model: nn.Module, batch: Batch, log_probs: Tensor) -> None:
+def refuse_padding_dependence(measured: MeasuredModel, batch: Batch, log_probs: Tensor) -> None:
     """Raise if most log-probabilities of the most padded rollout change once it is alone, without padding.
 
     It runs once for each model: one forward pass over one rollout. Rounding moves log-probabilities a little, and those
     behind a changed choice of experts a lot, but not most of them.
     """
-    facts = facts_of(model)
+    model, facts = measured.model, measured.facts
     if facts.ignores_padding or batch.keeps_padding:
         return
     padding = torch.where(batch.completion_mask.any(1), (batch.attention_mask == 0).sum(1), 0)
@@ -231,13 +232,7 @@ def refuse_padding_dependence(model: nn.Module, batch: Batch, log_probs: Tensor)
 
 
 def verify_gram(
-    model: nn.Module,
-    batch: Batch,
-    matrix: Tensor,
-    log_probs: Tensor,
-    group_size: int | None,
-    survey: Survey,
-    seed: int = 0,
+    measured: MeasuredModel, batch: Batch, matrix: Tensor, log_probs: Tensor, group_size: int | None, seed: int = 0
 ) -> None:
     """Raise unless `wᵀKw = ‖Σ w_i ψ_i‖²` for a random `w` on each group, with `ψ_i` by its definition.
 
@@ -246,14 +241,14 @@ def verify_gram(
     """
     size = batch.rollouts if group_size is None else group_size
     weights = torch.randn(batch.rollouts, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    allowed = max(VERIFY_TOLERANCE.get(parameter.dtype, 1e-4) for parameter in survey.parameters.values())
+    allowed = max(VERIFY_TOLERANCE.get(parameter.dtype, 1e-4) for parameter in measured.parameters.values())
     unit, powers = batch.of_unit_size()
     sums: dict[int, Tensor] = {}
     moved = 0.0  # largest change of a log-probability, in units of what is allowed
-    for index in range(survey.shards.largest_count(batch.rollouts)):  # as many passes in every process
+    for index in range(measured.survey.shards.largest_count(batch.rollouts)):  # as many passes in every process
         row = min(index, batch.rollouts - 1)
         one = unit.alone(row)
-        grads, alone = loss_gradients(model, one, survey)
+        grads, alone = loss_gradients(measured, one)
         if index > row:
             continue
         factor = float(weights[row] * powers[row])

@@ -188,7 +188,7 @@ class FusedStep:
         if rows is None:
             return None
         coefficients, weights = rows
-        before = self.deferred.batch.input_ids.shape[1] - derivative.shape[1]
+        before = self.deferred.log_probs.shape[1] - derivative.shape[1]
         checked = self.random_rollout(weights)
         # two sums over rows: the gradient, and the row of the rollout that is checked
         vectors = torch.stack([weights, torch.zeros_like(weights)])

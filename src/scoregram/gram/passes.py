@@ -1,0 +1,252 @@
+"""Stages 3 and 4, one pass: forward through the intercepted model, backward into the collector.
+
+A *narrow* pass intercepts only the modules that own parameters, a *wide* pass every operation of the model. The output
+head is captured if the model returns its product unchanged: log-probabilities and their gradient then come from
+`fused_head`, and the backward pass starts at the hidden states.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from scoregram.checks import fail
+from scoregram.gram.axis import Observations
+from scoregram.gram.batch import Batch
+from scoregram.gram.collect import Collector, under_autocast
+from scoregram.gram.head import HeadForward, HeadUse, Targets, fused_head, head_forward
+from scoregram.gram.intercept import CapturedHead, Interceptor
+from scoregram.gram.model import MeasuredModel
+from scoregram.gram.plain_passes import batch_entropies, batch_log_probs, logits_of, replayed_rows, run_backward
+from scoregram.gram.undo import Undo, random_state
+
+
+class Pass:
+    """One forward and one backward pass over a batch, with an interceptor and a collector of its own."""
+
+    def __init__(self, measured: MeasuredModel, batch: Batch, collector: Collector, *, narrow: bool) -> None:
+        self.measured = measured
+        self.batch = batch
+        self.collector = collector
+        self.is_narrow = narrow
+        self.targets = Targets.of(batch)  # before the pass: inside it, this would wait for the device
+        self.interceptor = Interceptor(measured.parameters, batch, collector, measured.facts.axes)
+        # Modules with dropout are in evaluation mode: no dropout operation will be seen.
+        self.interceptor.dropped = bool(measured.survey.dropping)
+        self.drew_random = False
+        """Whether the model drew random numbers: dropout outside a module."""
+        self._start: CapturedHead | Tensor | None = None
+        """What the backward pass starts from: the head's operands, or log-probabilities in autograd."""
+        self._head_forward: HeadForward | None = None
+
+    def run(self) -> Tensor:
+        """Log-probabilities `(N, T)` from a forward and a backward pass."""
+        with self.intercepted():
+            logits, captured = self.forward_to_head()
+            if captured is not None:
+                del logits
+                return self.backward_through_head(captured)
+            log_probs = batch_log_probs(logits, self.batch)
+            self.backward_through_log_probs(log_probs)
+            return log_probs
+
+    @contextmanager
+    def intercepted(self) -> Iterator[None]:
+        """Context for everything that runs the model, including checkpointed layers in the backward pass."""
+        device = self.batch.input_ids.device
+        before = random_state(device)
+        if self.is_narrow:
+            with Undo() as undo, undo:
+                self.measured.undo.operations.append((undo.__exit__,))  # an interrupt may skip the end of this block
+                owners, head = self.measured.survey.owners, self.measured.head()
+                if head is not None and not any(module is head for module in owners):
+                    owners = [*owners, head]
+                self.interceptor.intercept_modules(owners, undo)
+                yield
+        else:
+            with self.interceptor:
+                yield
+        self.drew_random |= any(not torch.equal(a, b) for a, b in zip(before, random_state(device), strict=True))
+
+    # Forward
+
+    def forward_to_head(self) -> tuple[Tensor, CapturedHead | None]:
+        """Logits in autograd and None; or the logits of the first position, and the captured head."""
+        self.interceptor.head = self.measured.capturable_head()
+        logits, captured = self.forward_with_capture()
+        # If the head was captured twice, or the model changed the logits, it does not return the head's product.
+        if captured is not None and (
+            self.interceptor.captures > 1
+            or not is_same(logits, captured.first_logits)
+            or captured.hidden.shape[:2] != self.batch.input_ids.shape
+        ):
+            logits, captured = self.forward_without_capture()
+        if captured is None and logits.shape[:2] != self.batch.input_ids.shape:
+            requirement = f"the model must return logits for {self.batch.input_ids.shape[1]} tokens"
+            fail("measure_gram", requirement, logits.shape[1], "Wrap it in a module that returns one for each token.")
+        self.interceptor.announcing = captured is not None
+        self.interceptor.captured = None  # or the graph would keep itself alive through the interceptor
+        return logits, captured
+
+    def forward_with_capture(self) -> tuple[Tensor, CapturedHead | None]:
+        """Logits, and the captured head."""
+        try:
+            return logits_of(self.measured.model, self.batch), self.interceptor.captured
+        except Exception:
+            if not self.interceptor.captures:
+                raise
+            self.measured.survey.shards.reset_pass()
+        return self.forward_without_capture()  # the model needs all logits, not those of the first position
+
+    def forward_without_capture(self) -> tuple[Tensor, None]:
+        """Logits in autograd, for a model that does more with its head's product than return it."""
+        self.interceptor.head = self.interceptor.captured = None
+        self.interceptor.captures = 0
+        self.collector.states.clear()  # announcements of the discarded forward pass
+        self.interceptor.leaves.leaf_of.clear()
+        return logits_of(self.measured.model, self.batch), None
+
+    def first_axes(self) -> Observations:
+        """First axes of the activations in a forward pass that runs as in training, but saves nothing."""
+        self.interceptor.observations = observations = {}
+        shards = self.measured.survey.shards
+        hooked = [] if shards.modules else [self.measured.model]  # hooks on the model are for the passes of its user
+        nothing_saved = saved_tensors_hooks(lambda _: torch.empty(0), lambda saved: saved)
+        with Undo() as undo, undo, nothing_saved, self.intercepted():
+            undo.keep_random_state(self.batch.input_ids.device)
+            for module in hooked:
+                undo.set_attribute(module, "_forward_pre_hooks", OrderedDict())
+                undo.set_attribute(module, "_forward_hooks", OrderedDict())
+            self.forward_to_head()
+        shards.discard_pass()
+        return observations
+
+    # Backward
+
+    def backward_through_log_probs(self, log_probs: Tensor) -> None:
+        """The backward pass of `Σ c log π`, for log-probabilities in autograd."""
+        total = (log_probs * self.batch.coefficients.to(log_probs.dtype)).sum()
+        if total.requires_grad:
+            run_backward(total, torch.ones_like(total), list(self.measured.parameters.values()))
+
+    def backward_through_head(self, captured: CapturedHead) -> Tensor:
+        """Log-probabilities `(N, T)` from the fused head; then the rest of the backward pass."""
+        hidden, bias, weight, targets = captured.hidden, captured.bias, self.interceptor.head, self.targets
+        assert weight is not None
+        self.measured.survey.shards.gather_around(self.measured.head())
+        with torch.no_grad():
+            head = fused_head(
+                *self.head_operands(captured),
+                targets,
+                temperature=self.batch.temperature,
+                keep=weight.requires_grad or (bias is not None and bias.requires_grad),
+                forward=self._head_forward,
+            )
+            if weight.requires_grad:
+                self.collect_head(weight, head.use)
+            if bias is not None and bias.requires_grad:
+                self.collector.rows_arrived(bias, head.use.bias_rows())
+            rollout, place, position = targets.real_at
+            grad = torch.zeros_like(hidden)
+            grad[rollout, position] = head.grad_hidden[rollout, place].to(hidden.dtype)
+            log_probs = targets.scattered(head.log_probs, self.batch.input_ids)
+        del head  # and its logits, before the rest of the backward pass
+        self._head_forward = None
+        self.interceptor.announcing = False
+        if hidden.requires_grad:
+            run_backward(hidden, grad, list(self.measured.parameters.values()))
+        return log_probs
+
+    def head_operands(self, captured: CapturedHead) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states `(N, C, h)` that predict completion tokens, weight and bias, in the dtype of the product."""
+        weight = self.interceptor.head
+        assert weight is not None
+        every = torch.arange(len(captured.hidden), device=captured.hidden.device).unsqueeze(1)
+        return under_autocast(captured.hidden.detach()[every, self.targets.position], weight, captured.bias)
+
+    def collect_head(self, weight: Tensor, use: HeadUse) -> None:
+        """Give the head's use to the collector.
+
+        A weight tied to the embedding gets cross terms in the rows that the embedding looked up, so these rows wait
+        for the embedding. All others are contracted now: waiting would keep `N · T · V` logit gradients alive.
+        """
+        state = self.collector.state(weight)
+        lookups = state.lookups
+        if not lookups or len(lookups) != state.announced:  # a use in a product touches all rows
+            self.collector.use_arrived(self.collector.expect(weight, weight), use)
+            return
+        rest, shared = use.split(lookups[0] if len(lookups) == 1 else torch.cat(lookups).unique())
+        self.collector.contract(weight, weight, [rest])
+        self.collector.use_arrived(self.collector.expect(weight, weight), shared)
+
+    # Forward now, backward later
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies `(N, T)`; the graph is kept for `backward`."""
+        with self.intercepted():
+            logits, captured = self.forward_to_head()
+        if captured is None:
+            self._start = log_probs = batch_log_probs(logits, self.batch)
+            return log_probs.detach(), batch_entropies(logits.detach(), self.batch)
+        self._start = captured
+        with torch.no_grad():
+            operands, ids = self.head_operands(captured), self.batch.input_ids
+            self._head_forward = head = head_forward(*operands, self.targets, temperature=self.batch.temperature)
+            return self.targets.scattered(head.log_probs, ids), self.targets.scattered(head.entropies, ids)
+
+    def backward(self, batch: Batch, weights: Tensor) -> Tensor:
+        """The backward pass from where `forward` ended; log-probabilities as `run` gives them.
+
+        `batch` is that of the forward pass with its coefficients, `weights` `(M, N)` those of the rows.
+        """
+        start, self._start = self._start, None
+        assert start is not None, "a graph can be traversed once"
+        self.batch, self.targets = batch, Targets.of(batch)
+        self.collector.set_weights(weights)
+        with self.intercepted():
+            if isinstance(start, Tensor):
+                self.backward_through_log_probs(start)
+                return start
+            return self.backward_through_head(start)
+
+    # After the backward pass
+
+    def missed_something(self) -> bool:
+        """Whether a parameter was used outside its module, or random numbers were drawn."""
+        return self.drew_random or bool(self.parameters_with_grad())
+
+    def parameters_with_grad(self) -> list[Tensor]:
+        """Parameters with an ordinary gradient: some use of them was not split by rollout."""
+        return [parameter for parameter in self.measured.parameters.values() if parameter.grad is not None]
+
+    def collect_rest(self) -> list[str]:
+        """Collect the rows of the leaves, replay what was missed, contract the rest; names of what was replayed."""
+        for tensor, rows in self.interceptor.leaves.rows():
+            self.collector.rows_arrived(tensor, rows)
+        replayed = self.replay(self.parameters_with_grad() + self.collector.incomplete())
+        self.collector.finish()
+        return replayed
+
+    def replay(self, parameters: Sequence[Tensor]) -> list[str]:
+        """Collect rows from one backward pass per rollout for parameters that no rule covered; returns their names."""
+        left = list({id(parameter): parameter for parameter in parameters}.values())
+        if not left:
+            return []
+        for parameter in left:  # part of its gradient may have been collected; replay gives all of it
+            self.collector.forget(parameter)
+        for parameter in self.measured.parameters.values():
+            parameter.grad = None
+        for parameter, rows in zip(left, replayed_rows(self.measured, self.batch, left), strict=True):
+            self.collector.rows_arrived(parameter, rows)
+        names = {id(parameter): name for name, parameter in self.measured.parameters.items()}
+        return [names[id(parameter)] for parameter in left]
+
+
+def is_same(logits: Tensor, product: Tensor) -> bool:
+    """Whether the model returned the head's product unchanged, except for its dtype."""
+    return logits is product or (
+        logits.shape == product.shape and bool(torch.equal(logits.detach().to(product.dtype), product))
+    )

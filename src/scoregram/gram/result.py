@@ -1,0 +1,145 @@
+"""Stage 6, the result: Grams by parameter become K and its split by layer; weighted sums become gradients."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from scoregram.checks import not_finite
+from scoregram.gram.batch import DistinctRollouts
+from scoregram.gram.collect import Collector
+from scoregram.gram.model import MeasuredModel, claimed_modules, local_part
+from scoregram.gram.undo import Undo, run_operations
+
+
+@dataclass(frozen=True)
+class Gram:
+    """Inner products of per-rollout scores over all trainable parameters."""
+
+    matrix: Float[Tensor, "rollouts rollouts"]
+    """`K_ij = ⟨ψ_i, ψ_j⟩`, float64, on the CPU; `nan` between groups if only blocks within groups were asked for."""
+    by_layer: Mapping[str, Float[Tensor, "rollouts rollouts"]]
+    """The same for every module that owns trainable parameters; they add up to `matrix`.
+
+    A tied parameter counts for the first module that owns it, cross terms between its uses included.
+    """
+    log_probs: Float[Tensor, "sequences tokens"]
+    """Log-probability of every completion token of `input_ids`, 0 elsewhere."""
+    replayed: tuple[str, ...] = ()
+    """Parameters whose rows came from one backward pass per rollout."""
+    notes: tuple[str, ...] = ()
+    """Remarks for the reader of the numbers: dropout that was switched off, parameters that were replayed."""
+    sketch: Float[Tensor, "rollouts features"] | None = None
+    """A seeded sketch of each score, if asked for; see `scoregram.gram.sketch`."""
+
+
+@dataclass(frozen=True)
+class CollectedScores:
+    """What one measurement collected about the scores of a batch."""
+
+    measured: MeasuredModel
+    rollouts: DistinctRollouts
+    collector: Collector
+    log_probs: Tensor
+    """`(rows, T)`"""
+    replayed: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def gram(self) -> Gram:
+        """The Gram of all given rollouts, duplicates included; this is the first call that waits for the device.
+
+        Raises:
+            NotFiniteError: Naming the parameter, or the rollouts and the layer, with a NaN or an infinity.
+        """
+        contractor, rollouts = self.collector.contractor, self.rollouts
+        taking_part = contractor.owners()  # the scores of all other parameters are zero
+        layers = {id(p): layer_of(name) for name, p in self.measured.parameters.items() if id(p) in taking_part}
+        order = {layer: index for index, layer in enumerate(dict.fromkeys(layers.values()))}
+        stacked = contractor.grams({owner: order[layer] for owner, layer in layers.items()}, len(order))
+        powers = rollouts.powers.cpu()
+        by_group = powers.view(rollouts.groups, -1)
+        stacked = stacked * by_group[:, :, None] * by_group[:, None, :]  # (L, P, R, R)
+        if not bool(stacked.isfinite().all()):
+            self.refuse_not_finite(dict(zip(order, stacked, strict=True)))
+        stacked = block_diagonal_matrices((stacked + stacked.mT) / 2)  # matrix products round asymmetrically
+        sketcher = self.collector.sketcher
+        sketch = None if sketcher is None else (sketcher.total() * powers[:, None]).float()
+        return Gram(
+            matrix=rollouts.expanded_matrix(stacked.sum(0)),
+            by_layer={layer: rollouts.expanded_matrix(gram) for layer, gram in zip(order, stacked, strict=True)},
+            log_probs=rollouts.expanded_rows(self.log_probs),
+            replayed=self.replayed,
+            notes=self.notes,
+            sketch=None if sketch is None else rollouts.expanded_rows(sketch),
+        )
+
+    def refuse_not_finite(self, by_layer: dict[str, Tensor]) -> None:
+        """Raise with the first parameter, or else the rollouts and the layer, that is not finite."""
+        for name, parameter in (self.measured.survey.shards.sharded or self.measured.parameters).items():
+            if not bool(local_part(parameter).isfinite().all()):
+                not_finite(
+                    "measure_gram", "parameters must be finite", f"nan or inf in {name}", "Restore a checkpoint."
+                )
+        broken = {layer: gram for layer, gram in by_layer.items() if not bool(gram.isfinite().all())}
+        layer, gram = list(broken.items())[-1]  # the last layer: the backward pass went through it first
+        rows = (~gram.diagonal(dim1=1, dim2=2).reshape(-1).isfinite()).nonzero().squeeze(1).tolist()
+        named = sorted(member for row in rows for member in self.rollouts.members(row))
+        not_finite(
+            "measure_gram",
+            "gradients must be finite",
+            f"nan or inf for rollout {', '.join(map(str, named))} in {layer} and {len(broken) - 1} other layers",
+            "Look at these rollouts; low precision may have overflowed.",
+        )
+
+    def gram_and_gradients(self) -> Gram:
+        """The Gram, and `Σ_i w_i ψ_i` added to `.grad`; if possible, before waiting for the device."""
+        parameters = self.measured.parameters.values()
+        if any(parameter.grad is not None for parameter in parameters):  # an addition could not be undone on an error
+            gram = self.gram()
+            self.write_gradients(None)
+            return gram
+        with Undo() as undo, undo:
+            undo.put_gradients_aside(list(parameters))
+            self.write_gradients(None)
+            gram = self.gram()
+            undo.operations.clear()  # from here on the gradients stay
+        return gram
+
+    def write_gradients(self, factors: Tensor | None) -> None:
+        """Add `Σ_m f_m Σ_i w_mi ψ_i` to `.grad`, of all parameters or none.
+
+        `factors` is None for a single weight vector, with the factor 1.
+        """
+        additions = []
+        for parameter, sums in self.sums().items():
+            grad = sums[0] if factors is None else torch.tensordot(factors.to(sums), sums, dims=1)
+            if parameter.grad is None:
+                additions.append((setattr, parameter, "grad", grad.to(parameter.dtype)))
+            else:
+                additions.append((Tensor.add_, parameter.grad, grad))
+        with Undo() as undo, undo:
+            claimed_modules(self.measured.model, undo)  # another measurement would put these gradients aside
+            run_operations(additions)
+
+    def sums(self) -> dict[Tensor, Tensor]:
+        """For every parameter that took part, `(M, …)` the sums `Σ_i w_mi ψ_i`, handed over."""
+        sums = {parameter: self.collector.take_sums(parameter) for parameter in self.measured.parameters.values()}
+        return {parameter: taken for parameter, taken in sums.items() if taken is not None}
+
+
+def layer_of(name: str) -> str:
+    """The name of the module that owns a parameter; a parameter of the model itself counts as its own layer."""
+    return name.rpartition(".")[0] or name
+
+
+def block_diagonal_matrices(blocks: Tensor) -> Tensor:
+    """Blocks `(L, P, R, R)` on the diagonals of `(L, N, N)` matrices, `nan` between groups."""
+    layers, groups, size, _ = blocks.shape
+    if groups == 1:
+        return blocks[:, 0]
+    matrices = blocks.new_full((layers, groups, size, groups, size), torch.nan)
+    for group in range(groups):
+        matrices[:, group, :, group] = blocks[:, group]
+    return matrices.reshape(layers, groups * size, groups * size)

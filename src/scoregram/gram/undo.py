@@ -1,0 +1,130 @@
+"""Every change that a measurement makes to a model, and how it is undone, also after Ctrl-C."""
+
+import traceback
+from collections import deque
+from collections.abc import Sequence
+from itertools import starmap
+from operator import call
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SAVED_BUFFER_BYTES = 1 << 22
+"""Largest buffer whose values are saved; larger ones are masks and quantised weights, which no forward pass changes."""
+
+_ABSENT = object()
+_TORCH: Any = torch._C
+"""Functions of torch that have no public name."""
+
+
+class Undo:
+    """Operations that undo changes, run at the end of a `with` block; each is listed before its change is made.
+
+    Enter it twice, `with Undo() as undo, undo:`. Ctrl-C may arrive inside the first `__exit__`, and the second one then
+    undoes everything. The operations run in one call of C code, which no interrupt enters, and running them twice does
+    no harm.
+    """
+
+    def __init__(self) -> None:
+        self.operations: list[tuple[Any, ...]] = []
+        """Functions and their arguments; the last one is called first."""
+
+    def __enter__(self) -> "Undo":
+        return self
+
+    def __exit__(self, _: object = None, error: BaseException | None = None, __: object = None) -> None:
+        interrupt = interrupt_behind(error)
+        if interrupt is not None:  # generators that it left suspended in torch end here, not some time later
+            traceback.clear_frames(interrupt.__traceback__)
+        run_operations(self.operations[::-1])
+        self.operations.clear()
+        if interrupt is not None and interrupt is not error:
+            raise interrupt
+
+    def set_attribute(self, owner: Any, name: str, value: object) -> None:
+        """Set an attribute of an object until the end of the block; then it is as before, or absent."""
+        state = owner.__dict__
+        before = state.get(name, _ABSENT)
+        undone = (dict.pop, state, name, None) if before is _ABSENT else (dict.__setitem__, state, name, before)
+        self.operations.append(undone)
+        state[name] = value
+
+    def put_gradients_aside(self, parameters: Sequence[Tensor]) -> None:
+        """`.grad` is None until the end of the block, and then the same tensor as before."""
+        self.operations += [(setattr, parameter, "grad", parameter.grad) for parameter in parameters]
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad = None
+
+    def keep_random_state(self, device: torch.device) -> None:
+        """At the end of the block the random generators continue as if it had drawn nothing."""
+        saved = random_state(device)
+        self.operations.append((torch.default_generator.set_state, saved[0]))
+        if device.type == "cuda":
+            self.operations.append((torch.cuda.set_rng_state, saved[1], device))
+
+    def keep_modules(self, modules: Sequence[nn.Module]) -> None:
+        """At the end of the block attributes and buffers of modules, and the values of buffers, are those of now."""
+        buffers = [module._buffers for module in modules if module._buffers]
+        for state in [*(module.__dict__ for module in modules), *buffers]:
+            self.operations += [(dict.update, state, state.copy()), (dict.clear, state)]
+        found = {id(buffer): buffer for each in buffers for buffer in each.values() if buffer is not None}
+        small = [b for b in found.values() if b.nbytes <= SAVED_BUFFER_BYTES and not b.is_inference()]
+        self.operations += [(put_values_back, buffer, buffer._version, buffer.detach().clone()) for buffer in small]
+
+    def keep_torch_state(self) -> None:
+        """At the end of the block torch's modes in this thread are those of now.
+
+        They have `with` blocks of their own, in torch and in Python, whose `__exit__` an interrupt may skip.
+        """
+        hooks = _TORCH._autograd._top_saved_tensors_default_hooks(False)
+        vmap = _TORCH._functorch.get_dynamic_layer_stack_depth()
+        self.operations += [
+            (pop_saved_tensor_hooks, hooks),
+            (_TORCH._set_grad_enabled, torch.is_grad_enabled()),
+            (_TORCH._functorch.pop_dynamic_layer_stack_and_undo_to_depth, vmap),
+            (pop_function_modes, _TORCH._len_torch_function_stack()),
+            (_TORCH._set_torch_function_state, _TORCH._get_torch_function_state()),
+        ]
+
+
+def interrupt_behind(error: BaseException | None) -> BaseException | None:
+    """The interrupt among an error and those during whose handling it was raised; None if there is none."""
+    while isinstance(error, Exception):
+        error = error.__context__
+    return error
+
+
+def run_operations(operations: Sequence[tuple[Any, ...]]) -> None:
+    """Call each function with its arguments, from C code: no interrupt comes between two calls."""
+    deque(starmap(call, operations), maxlen=0)
+
+
+def put_values_back(buffer: Tensor, version: int, values: Tensor) -> None:
+    """Write the values that a buffer had when it had this version.
+
+    Autograd refuses a graph that saved the buffer if it was changed in between, unless it still has this version:
+    either nothing happened, or a batch norm wrote its statistics, which does not count as a change.
+    """
+    with torch.no_grad():
+        (buffer.data if buffer._version == version else buffer).copy_(values)
+
+
+def pop_function_modes(depth: int) -> None:
+    """Remove the innermost `TorchFunctionMode`s until `depth` are left."""
+    while _TORCH._len_torch_function_stack() > depth:
+        _TORCH._pop_torch_function_stack()
+
+
+def pop_saved_tensor_hooks(top: object) -> None:
+    """Remove the innermost saved-tensor hooks until `top` are the innermost."""
+    autograd = _TORCH._autograd
+    while (hooks := autograd._top_saved_tensors_default_hooks(False)) is not None and hooks != top:
+        autograd._pop_saved_tensors_default_hooks()
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    """The state of the random generators that a forward pass on `device` would draw from."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
