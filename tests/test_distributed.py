@@ -178,5 +178,5 @@ def test_layers_that_run_again_give_the_same_run(tmp_path, monkeypatch):
 def test_one_process_cannot_shard(tmp_path):
     save_policy(tmp_path / "model")
     lines(tmp_path / "dump.jsonl", list(records()))
-    with pytest.raises(ValueError, match="measure --fsdp: a model is sharded over several processes, got one process"):
+    with pytest.raises(ValueError, match="measure --fsdp: needs several processes, got one process"):
         alone(tmp_path, tmp_path / "out", fsdp=True)

@@ -66,8 +66,8 @@ def test_the_text_is_sorted_compact_and_not_escaped():
     [
         ({"a": [0.0, math.nan]}, r"value\.a\[1\]"),
         (math.inf, "value"),
-        ({1: "x"}, "text for keys"),
-        ({"\ud800": "x"}, "text for keys"),
+        ({1: "x"}, "string keys"),
+        ({"\ud800": "x"}, "string keys"),
         ("\udfff", "value"),
         ({"path": object()}, r"value\.path"),
         ([2**63], r"value\[0\]"),

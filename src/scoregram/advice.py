@@ -97,7 +97,7 @@ def _dead_groups(run: RunReading) -> list[Advice] | None:
         sentence = (
             f"A group size of {size} in place of {run.group_size} would make {WANTED_LIVE:.0%} of the groups live."
         )
-    least = f"{rule} The size is the least whose mean chance of a mixed group is {WANTED_LIVE}, if {how}."
+    least = f"{rule} The size is the least with a mean probability of {WANTED_LIVE} of a live group, if {how}."
     return [*given, Advice(sentence, least)]
 
 
@@ -212,7 +212,7 @@ def _rank(run: RunReading) -> list[Advice] | None:
         Advice(
             f"Do not read redundancy into the effective rank of {cell_text(run.summary.effective_rank)}: orthogonal "
             f"rows of the same norms would give {cell_text(run.summary.effective_rank_null)}.",
-            "given if the 95 % interval of measured less null contains zero; it is "
+            "given if the 95 % interval of measured minus null contains zero; it is "
             f"{cell_text(difference)} over {run.summary.live} live groups.",
         )
     ]

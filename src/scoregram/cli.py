@@ -204,7 +204,7 @@ Command = (
 
 @dataclass(frozen=True)
 class ResumedRun:
-    """The options of `train` that say where the settings of a resumed run are."""
+    """The options of `train` that select the run to resume."""
 
     out: Path = TrainConfig.out
     resume: bool = False

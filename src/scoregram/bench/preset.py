@@ -118,7 +118,7 @@ def every_other(completions: Sequence[str], **_: object) -> list[float]:
 
 
 def save_random_model(shape: str, device: torch.device, folder: Path) -> dict[str, Any]:
-    """Save a random model and a tokenizer of characters; returns the settings of the record.
+    """Save a random model and a character tokenizer; returns the settings of the record.
 
     The model itself is not returned, so that its memory is free when the trainer loads the saved copy.
     """

@@ -174,7 +174,7 @@ def row_of_times(
     error: float | None = None,
     compared: tuple[int, ...] = (),
 ) -> TrlRow:
-    """The row of the times of plain and of measured steps."""
+    """A row from the times of plain and of measured steps."""
     plain, measured = (statistics.median(of_kind) for of_kind in times)
     return TrlRow(way, mode, checkpointing, plain, measured, (measured - plain) / plain, error, compared, times)
 

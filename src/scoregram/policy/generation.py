@@ -1,4 +1,4 @@
-"""The decoding loop: draw one token per rollout and step until every rollout has ended, then lay out the rollouts.
+"""The decoding loop: draw one token per rollout and step until every rollout has ended, then assemble the rollouts.
 
 On a GPU a decoding step of a small model is hundreds of short kernels, and launching them one by one from Python takes
 longer than running them. There a whole step, from the last token to the next one recorded, is captured once as a CUDA

@@ -78,7 +78,7 @@ def completion_logits(
 
 
 def _refuse_orphans(real: Tensor, completion_mask: Tensor, caller: str) -> None:
-    """Raise for a completion token that is padding or that no real token precedes."""
+    """Raise for a completion token that is padding or has no real token before it."""
     orphans = completion_mask & ~(F.pad(real, (1, 0))[:, :-1] & real)
     if bool(orphans.any()):
         row, column = orphans.nonzero()[0].tolist()
@@ -168,7 +168,7 @@ class PackedGroups:
 
 
 def pack_groups(input_ids: TokenIds, completion_mask: Mask) -> PackedGroups | None:
-    """Neighbouring rollouts of one prompt as a prefix tree each; None if no two neighbours share a prompt.
+    """One prefix tree for neighbouring rollouts of one prompt; None if no two neighbours share a prompt.
 
     Rows must be prompt, completion and padding on the right, every completion contiguous, after at least one token.
     """

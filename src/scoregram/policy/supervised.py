@@ -41,9 +41,9 @@ def supervised_losses(
     reading losses.
 
     Args:
-        model: In the mode that it is to be trained in.
+        model: Already in the mode to train in.
         optimizer: Holds the parameters that are trained.
-        batch_loss: From the number of a step, the loss of its batch, with a gradient.
+        batch_loss: Number of a step → loss of its batch, with a gradient.
         learning_rates: One per step.
     """
     for step, learning_rate in enumerate(learning_rates):

@@ -106,7 +106,7 @@ def tiny_policy(
 
     Args:
         task: Sets the difficulty of the warm start if it is an arithmetic task; any other task gets the default one.
-        seed: Of the initial weights, the problems and the teacher's habits. Global random state is not touched.
+        seed: Seed of the initial weights, the problems and the teacher's habits. Global random state is not touched.
         recipe: How it is warm-started; the benchmarks use the default.
 
     Returns:

@@ -36,7 +36,7 @@ def vllm_engine(
         settings: Further arguments of `vllm.LLM`.
     """
     vllm = installed_vllm()
-    # log-probabilities of the distribution that is drawn from, after temperature, top-k and top-p
+    # log-probabilities of the sampling distribution, after temperature, top-k and top-p
     settings = {"logprobs_mode": "processed_logprobs", **settings}
     return vllm.LLM(folder, dtype=dtype, gpu_memory_utilization=memory, max_model_len=context, **settings)
 

@@ -121,7 +121,7 @@ class RunReading:
 
     @property
     def complete_prompts(self) -> int:
-        """Prompts per step that have every reward, as noise needs: mean over the last third, rounded; 1 if none.
+        """Prompts per step with every reward, which noise needs: mean over the last third, rounded; 1 if none.
 
         Steps with fewer than two are left out: they have no estimate of the noise.
         """
@@ -170,8 +170,8 @@ class RunReading:
     def success_rates(self) -> list[float]:
         """Success rate of every prompt of the last third, `(right + ½) / (rollouts + 1)`.
 
-        Empty unless all rewards are 0 or 1. Without the half, a prompt that was never solved, or always, would count as
-        one whose groups can never be live.
+        Empty unless all rewards are 0 or 1. Without the ½, the groups of a prompt that was never or always solved
+        would count as dead at every size.
         """
         seen: dict[str, list[int]] = {}
         for group in self.last_groups:

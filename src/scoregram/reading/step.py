@@ -54,10 +54,10 @@ class Step:
     kind: str = "train"
     """What the rollouts were sampled for: `train`, `loss` (trained on, rows of a loss), or the name of a probe."""
     log_probs: Float[Tensor, "batch tokens"] | None = None
-    """Under the policy before the update; None if nothing needed them."""
+    """Under the policy before the update; None if they were not computed."""
     token_advantages: Float[Tensor, "batch tokens"] | None = None
-    """Advantage of every token, for rollouts whose tokens differ in it; a row of `nan` for any other rollout. None if
-    every rollout has a single advantage."""
+    """Advantage of every token; a row of `nan` for a rollout whose tokens share one. None if every rollout has a single
+    advantage."""
     group_marks: Sequence[Mapping[str, float]] = ()
     """Facts about each group that do not follow from its rewards and its Gram, such as whether a self-check passed;
     stored with the group."""

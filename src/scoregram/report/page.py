@@ -35,7 +35,7 @@ class Section:
 def write_page(
     path: Path, *, title: str, lead: str, sections: Sequence[Section], redo: str = "", trust: Sequence[str] = ()
 ) -> Path:
-    """Write the page, whole or not at all; the same arguments give the same bytes.
+    """Write the page atomically; the same arguments give the same bytes.
 
     Args:
         path: File to write; its folder must exist.
@@ -87,7 +87,7 @@ def _trust(sentences: Sequence[str]) -> str:
 
 
 def _exhibit_ids(sections: Sequence[Section]) -> list[list[str]]:
-    """A unique HTML id for every exhibit, from its own id with a number where that is taken."""
+    """A unique HTML id for every exhibit: its own id, with a number if that is taken."""
     taken: set[str] = set()
     made = []
     for section in sections:

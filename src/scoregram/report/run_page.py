@@ -81,7 +81,7 @@ def folder_content(root: Path) -> str:
 
 
 def run_page(folder: Run) -> RunPage:
-    """The page of a run; it names what the run lacks, and shows what is complete of a run in progress."""
+    """The page of a run. It names what the run lacks; of a run in progress, it shows the complete steps."""
     run = read_run(folder)
     tables = [table for table in (summary_table(run), gain_table(run.tests)) if table.rows]
     text = "\n\n".join(part for part in (_settings(run), _definitions(tables)) if part)
@@ -130,7 +130,7 @@ def last_third_text(run: RunReading) -> str:
 
 
 def _null(run: RunReading) -> str:
-    """What the null model of the spectrum is made of."""
+    """The rows of the spectrum's null model."""
     return "orthogonal scores" if run.rows == "scores" else "orthogonal gradients"
 
 
@@ -166,7 +166,7 @@ def _figures(run: RunReading) -> Iterator[tuple[str, str, tuple[Figure, ...]]]:
 
 
 def marked_figures(figures: Iterable[Figure], run: RunReading) -> tuple[Figure, ...]:
-    """Figures of numbers from the Gram, with the mark of a run whose numbers are not exact in their titles."""
+    """Figures from the Gram, with `trust.mark` in their titles."""
     return tuple(replace(figure, title=f"{figure.title}{run.trust.mark}") for figure in figures)
 
 
@@ -249,7 +249,7 @@ def summary_table(run: RunReading) -> Table:
 def gain_table(tests: EvaluationRewards) -> Table:
     """Mean reward on test problems at the first and the last evaluation, and the difference with its interval.
 
-    Needs a run that kept the rewards of its evaluations (`eval_samples`); without rows otherwise.
+    Without rows if the run did not keep the rewards of its evaluations (`eval_samples`).
     """
     rows: list[tuple[Cell, ...]] = []
     for kind, by_step in tests.items():

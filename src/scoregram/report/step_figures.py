@@ -137,7 +137,7 @@ def update_figures(run: RunReading) -> Iterator[Figure]:
     )
     yield from _figure(
         "noise-scale",
-        "Noise scale beside the batch size",
+        "Noise scale and batch size",
         "Noise scale: the number of rollouts at which signal and error have equal power. At points above the "
         "dotted line, the batch is smaller than that. Steps without a resolved signal have no point.",
         "rollouts",

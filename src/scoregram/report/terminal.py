@@ -1,4 +1,4 @@
-"""Tables printed to a terminal, or to a file that its output is redirected to."""
+"""Tables printed to a terminal or to redirected output."""
 
 import textwrap
 

@@ -228,13 +228,13 @@ def _plain(value: Any, name: str) -> Any:
         return value
     if (isinstance(value, int) and value in _INTEGERS) or (isinstance(value, str) and _is_unicode(value)):
         return value
-    remedy = "Pass text, finite numbers, truth values, None, and lists and mappings of them."
+    remedy = "Pass strings, finite numbers, booleans, None, and lists and mappings of them."
     return fail("canonical", f"{name} must be a JSON value", f"{type(value).__name__} {value!r:.60}", remedy)
 
 
 def _key(key: Any, name: str) -> str:
     if not (isinstance(key, str) and _is_unicode(key)):
-        fail("canonical", f"{name} must have text for keys", repr(key), "Pass text.")
+        fail("canonical", f"{name} must have string keys", repr(key), "Pass a string.")
     return key
 
 

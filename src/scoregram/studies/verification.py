@@ -201,7 +201,7 @@ def _hash(record: Mapping[str, Any], sha256: str) -> Check:
     else:
         fault = (
             f"the content of the record was changed: it has the hash {sha256}, but {printable(record['sha256'])} is "
-            "recorded. A hash cannot show which field it was; compare with another copy"
+            "recorded. A hash cannot show which field changed; compare with another copy"
         )
     return _judged(HASH_CHECK, [fault])
 
@@ -234,7 +234,7 @@ def _signature(record: Mapping[str, Any], sha256: str) -> Check:
         by = "no key" if signer is None else f"the key {printable(signer)}"
         faults = [f"the content names {by}, but is signed with {signature['public_key']}"]
     if not faults and not records.can_verify():
-        return Check(SIGNATURE_CHECK, "not checked", (f"that needs cryptography. {records.INSTALL}",))
+        return Check(SIGNATURE_CHECK, "not checked", (f"the check needs cryptography. {records.INSTALL}",))
     if not faults and not records.is_valid_signature(signature, bytes.fromhex(sha256)):
         faults = [f"the signature does not match this content and the key {signer}: one of them was changed"]
     return _judged(SIGNATURE_CHECK, faults, f"by the {records.ALGORITHM} key {signer}; compare it with the author's")

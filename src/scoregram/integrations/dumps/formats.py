@@ -1,4 +1,4 @@
-"""The formats that rollouts are dumped in: a reader for each, and the literal table of what is claimed about them.
+"""The formats of rollout dumps: a reader for each, and a literal table of their properties.
 
 A reader turns one record into the rollouts that it describes. Every boolean of the table is checked in
 `tests/test_dumps_formats.py` on an example of that format; `docs/dumps.md` shows one of each.
@@ -421,7 +421,7 @@ class Format:
     """One row of the table of formats."""
 
     about: str
-    """The trainer that writes it, and the setting that makes it do so."""
+    """The trainer that writes it, and the setting that enables it."""
     parse: Callable[[Mapping[str, Any], Location], Iterator[DumpedRollout]]
     """The rollouts of a record; raises `ScoregramError` for a broken one."""
     suffix: str

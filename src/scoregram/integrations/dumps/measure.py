@@ -1,9 +1,9 @@
 """`scoregram measure`: the Gram of every group in a dump of rollouts, written as a run folder.
 
 Top to bottom: find the dump, load the policy, group the rollouts as they are read, measure group after group, write. A
-group does not depend on the groups before it, so `torchrun` can deal them out round-robin (`rank_of_group`): every
-process reads the whole dump and measures its share, and the first process writes all of them in the order of the dump.
-The run folder is the same as from one process.
+group does not depend on the groups before it, so the processes of `torchrun` share them round-robin (`rank_of_group`):
+every process reads the whole dump and measures its share, and the first process writes all of them in the order of the
+dump. The run folder is the same as from one process.
 """
 
 import math
@@ -41,7 +41,7 @@ from scoregram.training import stop_requests
 _LARGE_GAP = 0.1
 """Mean difference between log-probabilities above which the model is probably not the policy that was sampled."""
 _UNIFORM_SHARE = 0.75
-"""If the mean log-probability of a token is at least this share of `-log V`, that of a uniform guess, the model is
+"""If the mean log-probability of a token is at or below this share of `-ln V`, that of a uniform guess, the model is
 probably not the policy that was sampled: it hardly predicts these tokens."""
 _FIRST_GROUPS = 8
 """Groups that are read before the run folder is created, and measured before the first warning about the model."""
@@ -177,7 +177,7 @@ def model_doubt(total: Mapping[str, float], policy: Policy) -> str:
             f"log-probabilities differ from those in the dump by {gap:.2g} on average; "
             "--model may not be the policy that sampled these rollouts"
         )
-    if math.isnan(gap) and mean <= _UNIFORM_SHARE * uniform:  # recorded log-probabilities that agree outweigh this
+    if math.isnan(gap) and mean <= _UNIFORM_SHARE * uniform:  # if recorded ones agree, the model is right
         return (
             f"the model gives the sampled tokens a mean log-probability of {mean:.2f}, a uniform guess gives "
             f"{uniform:.2f}; it is probably another model, or the tokens are those of another tokenizer"
@@ -249,7 +249,7 @@ def sharded_policy(settings: PolicyConfig, processes: Processes) -> Policy:
     """
     if processes.count == 1:
         remedy = "Start it with torchrun --nproc-per-node N."
-        fail("measure --fsdp", "a model is sharded over several processes", "one process", remedy)
+        fail("measure --fsdp", "needs several processes", "one process", remedy)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

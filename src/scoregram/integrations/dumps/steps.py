@@ -234,7 +234,7 @@ def _is_finished(row: TokenisedRollout, policy: Policy) -> bool:
 def _padded_values(
     rows: Sequence[TokenisedRollout], completions: Sequence[Tensor | None], longest: int
 ) -> Float[Tensor, "batch tokens"] | None:
-    """`(N, T)` values of completion tokens, `nan` in the row of a rollout without values. None if none has any."""
+    """`(N, T)` values of completion tokens, a row of `nan` for a rollout without values. None if no rollout has any."""
     if all(values is None for values in completions):
         return None
     table = torch.zeros(len(rows), longest)
@@ -353,8 +353,8 @@ def group_marks(group: MeasurableGroup, log_probs: Float[Tensor, "rollouts token
     `group`: position in its step. `late`: it arrived late. `rollouts_left_out`: not measured. `exact`: share of its
     rollouts with the sampled tokens. `round_trip`: share of the other rollouts whose new tokens decode to their text.
     `count_agreement`: share with as many tokens as the dump counted. `finished`: share that finished. Means over
-    rollouts: `token_log_prob`, log-probability of a chosen token under the policy; `log_prob_gap`, its distance from
-    the log-probability in the dump. `log_prob_gap_max`: the largest distance.
+    rollouts: `token_log_prob`, log-probability of a chosen token under the policy; `log_prob_gap`, its difference
+    from the log-probability in the dump. `log_prob_gap_max`: the largest difference.
     """
     rows = list(zip(group.rollouts, log_probs, strict=True))
     flags = {
@@ -377,7 +377,7 @@ def group_marks(group: MeasurableGroup, log_probs: Float[Tensor, "rollouts token
 
 
 def log_prob_gaps(row: TokenisedRollout, log_probs: Float[Tensor, " tokens"]) -> Tensor:
-    """Distances between log-probabilities of the dump and of the policy, over chosen tokens; empty if none is known."""
+    """Absolute differences between log-probabilities of dump and policy, over chosen tokens; empty if none is known."""
     dumped, start = row.dumped.log_probs, row.prompt_length
     if dumped is None or not row.exact:
         return torch.zeros(0)

@@ -286,7 +286,7 @@ def natural_key(name: str) -> list[tuple[int, int | str]]:
 
 
 def _first_record(files: Sequence[Path], row: Format, options: Mapping[str, Any]) -> RawRecord | None:
-    """The first readable record of the first file that has one, else the first that cannot be read, if there is any."""
+    """The first readable record of all files, else the first unreadable one; None without records."""
     unreadable = None
     for file in files:
         for raw in islice(CONTAINERS[row.suffix](file, **options), _TRIED_RECORDS):

@@ -1,4 +1,4 @@
-"""`attach(trainer)`, called before `trainer.train()`, measures the Gram of a TRL trainer's steps, and metrics from it.
+"""`attach(trainer)`, called before `trainer.train()`, measures the Gram and the metrics of a TRL trainer's steps.
 
 ```
 attachment      attach(trainer): TRL's methods wrapped, restored at the end ── support: versions, settings, memory

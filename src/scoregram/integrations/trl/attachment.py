@@ -46,7 +46,7 @@ from scoregram.reading import Trust, needs_gram
 from scoregram.runs import OWN_PREFIX, LayerPrecision, own_name
 
 FAILED_PREFIX = own_name("failed/")
-"""Prefix, in the trainer's log, of Gram scalars of a step whose self-check failed: a logger would average them in."""
+"""Prefix, in the trainer's log, of Gram scalars of steps whose self-check failed: no logger may average them in."""
 
 HEADLINE_SCALARS: Mapping[str, str] = {
     "reward": "mean reward",
@@ -432,7 +432,7 @@ class Attachment:
             self.folder.write(measured, keep_rollouts=self.settings.keep_rollouts, foreign_names=foreign_names)
 
     def _begin_fused_step(self, model: Any, inputs: Mapping[str, Any], batch: MicroBatch, window: Window) -> None:
-        """Try to fuse a step that is this one loss; in mode `scores`, only if it has all rollouts of its generation."""
+        """Try to fuse a step of this one loss; in mode `scores`, only if it has all rollouts of its generation."""
         serials = set(batch.rows[:, 0].tolist())
         generation = self._generations.get(serials.pop())
         if generation is None or generation.has_images or serials or window.batches:

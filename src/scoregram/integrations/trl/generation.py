@@ -77,7 +77,7 @@ class Generation:
 
     @property
     def mean_advantages(self) -> Tensor:
-        """`(N,)` float64; the mean over counted tokens where every token has its own."""
+        """`(N,)` float64; the mean over counted tokens if every token has its own advantage."""
         if self.advantages.ndim == 1:
             return self.advantages.detach().double().cpu()
         counted = self.loss_mask.double()

@@ -43,7 +43,7 @@ class Window:
 
     @property
     def serials(self) -> list[int]:
-        """Serial numbers of the generations that take part, in order."""
+        """Serial numbers of the generations that the step uses, in order."""
         found: set[int] = set()
         for batch in self.batches:
             found |= set(batch.rows[:, 0].tolist())
@@ -55,12 +55,12 @@ class Window:
         return bool(self.batches) and all(batch.coefficients is not None for batch in self.batches)
 
     def rows_of(self, generation: Generation) -> Tensor:
-        """Rows of a generation that take part, in order."""
+        """Rows of a generation that the step uses, in order."""
         rows = [batch.rows[batch.rows[:, 0] == generation.serial, 1] for batch in self.batches]
         return torch.cat(rows).unique()
 
     def derivatives(self, generation: Generation, scale: float) -> Tensor:
-        """`(N, C)` derivative of the loss for every rollout of a generation; 0 for those that take no part.
+        """`(N, C)` derivative of the loss for every rollout of a generation; 0 for those that the step does not use.
 
         `scale` is the factor of the loss in the backward pass; derivatives are divided by it.
         """
@@ -99,7 +99,7 @@ class StepSlice:
     """The part of a step that one process saw."""
 
     generations: Sequence[Generation]
-    """Its slices of the generations that take part."""
+    """Its slices of the generations that the step uses."""
     chosen: Sequence[Tensor]
     """For each slice `(n,)` bool: the rollouts that are measured."""
     weights: Sequence[Tensor]
@@ -163,7 +163,7 @@ class ObservedStep:
     number: int
     """Number of the step."""
     generations: Sequence[Generation]
-    """The whole generations that take part."""
+    """The whole generations that the step uses."""
     whole: Rollouts
     """Their rollouts, `N` rows."""
     chosen: Tensor
