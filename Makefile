@@ -48,10 +48,10 @@ GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)
 test-gpu:
 	$(GPU_PYTHON) tests/gpu.py $(GPU_FLAGS)
 
-# Breaks one rule of the code at a time and expects a test to fail; about an hour on two cores, minutes an area:
-# make mutants ONLY=estimators. Writes benchmarks/results/mutants.json.
+# Breaks one rule of the code at a time and expects a test to fail. An area alone: make mutants ONLY=estimators.
+# Writes benchmarks/results/mutants.json.
 mutants: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py --only "$(ONLY)" $(MUTANT_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants --only "$(ONLY)" $(MUTANT_FLAGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

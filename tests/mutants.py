@@ -9,8 +9,8 @@ the checks of the ledger, so that a new row or claim has its mutants without fur
     + the new text
     = why it changes nothing that can be observed, if it is equivalent
 
-Where code changes, its edits change with it; a new rule gets an edit that breaks it. A mutant is applied to a copy of
-`src/`, and its tests run until the first failure. Outcomes:
+Where code changes, its edits change with it; a new rule gets an edit that breaks it. `mutant_runner.py` runs the tests
+of a mutant until the first failure. Outcomes:
 
 - killed: a test failed.
 - survived: every test passed. Add a test that sees the difference; a mutant is never removed for this.
@@ -21,65 +21,21 @@ The outcomes go to `benchmarks/results/mutants.json`; `--only AREA` replaces the
 
 import argparse
 import ast
-import contextlib
 import datetime as dt
-import importlib
 import json
-import os
 import re
-import shutil
-import signal
 import sys
-import tempfile
-import time
-import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-TREE = Path(__file__).parent.parent
-PACKAGE = TREE / "src" / "scoregram"
+from tests.mutant_runner import KILLED, SURVIVED, TREE, Mutant, Row, run_mutants, source_text
+
 EDITS = Path(__file__).parent / "mutations"
 RECORD = TREE / "benchmarks" / "results" / "mutants.json"
-PACKAGES = ("torch", "transformers", "hypothesis", "jaxtyping", "rich.progress", "yaml", "tyro")
-"""Imported before the forks. Not among them: pyarrow, whose threads do not survive a fork."""
-KILLED, SURVIVED, EQUIVALENT = "killed", "survived", "equivalent"
-
-Row = dict[str, object]
-"""What became of a mutant: area, name, file, outcome, seconds, and the test that failed first."""
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One edit of one source file, and the tests that should notice it."""
-
-    area: str
-    name: str
-    path: str
-    """File inside `src/scoregram`."""
-    start: int
-    end: int
-    """Characters `start` to `end` of the file are replaced."""
-    new: str
-    tests: tuple[str, ...]
-    """Files or tests, as pytest names them."""
-    keywords: str = ""
-    """Only the tests that this `-k` expression selects."""
-    equivalent: str = ""
-    """Why no test can notice it; empty for a mutant that must be killed."""
-
-    def source(self) -> str:
-        """The file after the edit."""
-        text = source_text(self.path)
-        return text[: self.start] + self.new + text[self.end :]
-
-
-@cache
-def source_text(path: str) -> str:
-    """A file of the package."""
-    return (PACKAGE / path).read_text(encoding="utf-8")
+EQUIVALENT = "equivalent"
 
 
 @cache
@@ -118,9 +74,7 @@ class ClaimsTable:
     row_class: str
     test: str
     """Test of a claim; `{claim}` and `{row}` are filled in."""
-    keywords: str = ""
-    others: Mapping[str, str] = field(default_factory=dict)
-    """Tests of claims that have one of their own."""
+    keywords: tuple[str, ...] = ()
 
 
 TABLES = (
@@ -144,7 +98,7 @@ TABLES = (
         "KL_TERMS",
         "KLTerm",
         "tests/test_objectives_kl.py::test_claims_by_enumeration_of_every_action",
-        keywords="{row}",
+        keywords=("{row}",),
     ),
     ClaimsTable(
         "objective claims",
@@ -152,7 +106,7 @@ TABLES = (
         "AGGREGATIONS",
         "Aggregation",
         "tests/test_objectives_aggregation.py",
-        keywords="{row} or refused",
+        keywords=("{row}", "refused"),
     ),
 )
 
@@ -194,7 +148,8 @@ def flipped_claims(table: ClaimsTable) -> Iterator[Mutant]:
                 new = f", {claim}=True"
             test = table.test.format(claim=claim, row=name)
             what = f"{table.table}[{name!r}].{claim} flipped"
-            yield Mutant(table.area, what, table.path, start, end, new, (test,), table.keywords.format(row=name))
+            keywords = tuple(keyword.format(row=name) for keyword in table.keywords)
+            yield Mutant(table.area, what, table.path, start, end, new, (test,), keywords)
 
 
 def _name(node: ast.expr | None) -> str:
@@ -226,26 +181,25 @@ def functions(path: str) -> dict[str, ast.FunctionDef]:
 
 
 def wrapped_result(
-    area: str, what: str, path: str, function: ast.FunctionDef, before: str, tests: Sequence[str], keywords: str = ""
+    area: str, what: str, path: str, function: ast.FunctionDef, before: str, tests: Sequence[str]
 ) -> Mutant:
     """What the last `return` of a function returns, with a factor or a function before it."""
     last = function.body[-1]
     assert isinstance(last, ast.Return) and last.value is not None, function.name
     start, end = _span(path, last.value)
     new = f"{before}({source_text(path)[start:end]})"
-    return Mutant(area, f"{function.name}: {what}", path, start, end, new, tuple(tests), keywords)
+    return Mutant(area, f"{function.name}: {what}", path, start, end, new, tuple(tests))
 
 
 def wrong_estimators() -> Iterator[Mutant]:
     """The advantages of every estimator of the table, all a hundredth too large, then those of the first rollout."""
     rows = table_rows("advantages/table.py", "ESTIMATORS")
-    used = {_name(row.keywords[0].value): name for name, row in rows.items()}
+    used = {_name(row.keywords[0].value) for row in rows.values()}
     first = "(lambda a: torch.cat([1.01 * a[:, :1], a[:, 1:]], dim=1))"
     for path, tests in ADVANTAGE_TESTS.items():
         for function in (f for f in functions(path).values() if f.name in used):
-            keywords = f"[{used[function.name]}]" if tests.endswith("group.py") else ""
-            yield wrapped_result("estimators", "1 % too large", path, function, "1.01 * ", [tests], keywords)
-            yield wrapped_result("estimators", "first rollout 1 % off", path, function, first, [tests], keywords)
+            yield wrapped_result("estimators", "1 % too large", path, function, "1.01 * ", [tests])
+            yield wrapped_result("estimators", "first rollout 1 % off", path, function, first, [tests])
 
 
 def wrong_objectives() -> Iterator[Mutant]:
@@ -353,7 +307,7 @@ def all_mutants(only: str) -> list[Mutant]:
     """Every mutant, in the order in which they run."""
     derived = [*wrong_estimators(), *wrong_objectives(), *(m for table in TABLES for m in flipped_claims(table))]
     mutants = [*derived, *wrong_ledger_checks(), *written_edits(only)]
-    for mutant in mutants:
+    for mutant in (m for m in mutants if m.area.startswith(only)):
         ast.parse(mutant.source(), filename=f"{mutant.path} after {mutant.name!r}")
     twice = [key for key, count in Counter((m.area, m.name) for m in mutants).items() if count > 1]
     return [mutant for mutant in mutants if (mutant.area, mutant.name) not in twice] + _numbered(mutants, twice)
@@ -368,153 +322,6 @@ def _numbered(mutants: Sequence[Mutant], twice: Sequence[tuple[str, str]]) -> li
             seen[key] += 1
             named.append(Mutant(**{**mutant.__dict__, "name": f"{mutant.name} ({seen[key]})"}))
     return named
-
-
-# Running.
-
-
-class SourceCopy:
-    """A copy of `src/`, to which one mutant at a time is applied."""
-
-    def __init__(self, folder: Path) -> None:
-        self.src = folder / "src"
-        shutil.copytree(TREE / "src", self.src, ignore=shutil.ignore_patterns("__pycache__"))
-
-    def apply(self, mutant: Mutant) -> None:
-        """Write the file with the edit. Its time is new, so that Python does not read the compiled original."""
-        path = self.src / "scoregram" / mutant.path
-        path.write_text(mutant.source(), encoding="utf-8")
-        later = (PACKAGE / mutant.path).stat().st_mtime + 100
-        os.utime(path, (later, later))
-
-    def restore(self, mutant: Mutant) -> None:
-        """Put the original back, with its time."""
-        shutil.copy2(PACKAGE / mutant.path, self.src / "scoregram" / mutant.path)
-
-
-@dataclass
-class TestProcess:
-    """A forked process that runs pytest on a copy of the sources."""
-
-    pid: int
-    log: Path
-    began: float
-
-    @staticmethod
-    def start(copy: SourceCopy, arguments: Sequence[str], log: Path) -> "TestProcess":
-        """Fork: torch and transformers are imported already, which saves seconds a mutant."""
-        sys.stdout.flush()
-        pid = os.fork()
-        if pid:
-            return TestProcess(pid, log, time.monotonic())
-        status = 3
-        try:
-            os.setsid()
-            os.nice(10)
-            descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(descriptor, 1)
-            os.dup2(descriptor, 2)
-            sys.path.insert(0, str(copy.src))
-            os.environ["PYTHONPATH"] = os.pathsep.join([str(copy.src), str(TREE)])
-            import pytest
-            from hypothesis import Phase, settings
-
-            # One failing example is enough: it need not be the smallest.
-            phases = (Phase.explicit, Phase.generate)
-            settings.register_profile("mutants", deadline=None, max_examples=50, derandomize=True, phases=phases)
-            # Shapes are not checked: a test has to notice, not an annotation, and half of the time is saved.
-            flags = ["-o", "addopts=", "-m", "not slow and not gpu and not integration and not browser", "-ra"]
-            flags += ["-q", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-profile=mutants"]
-            # transformers has imported anyio, which brings a plugin of its own.
-            flags += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-            status = int(pytest.main([*flags, *arguments]))
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-
-    def poll(self, timeout: float) -> int | None:
-        """Exit status, None while it runs, -1 once it was stopped for taking too long."""
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() - self.began < timeout:
-            return None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        return -1
-
-    @property
-    def seconds(self) -> float:
-        """Since the start."""
-        return time.monotonic() - self.began
-
-
-def first_failure(log: Path) -> str:
-    """The test that failed first, or the file that could not be imported."""
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", log.read_text(errors="replace"), flags=re.MULTILINE)
-    return found.group(1) if found else ""
-
-
-def outcome(mutant: Mutant, status: int, log: Path, seconds: float) -> Row:
-    """The row of a mutant: what became of it."""
-    row: Row = {"area": mutant.area, "name": mutant.name, "file": mutant.path}
-    if status == 0:
-        return row | {"outcome": SURVIVED, "tests": list(mutant.tests), "seconds": round(seconds, 1)}
-    if status not in {-1, 1, 2} or (status == 2 and not first_failure(log)):
-        raise SystemExit(f"mutants: pytest ended with {status} for {mutant.name}:\n{log.read_text()[-3000:]}")
-    by = "the time limit" if status == -1 else first_failure(log)
-    return row | {"outcome": KILLED, "by": by, "seconds": round(seconds, 1)}
-
-
-def run_mutants(mutants: Sequence[Mutant], *, jobs: int, timeout: float) -> Iterator[Row]:
-    """Rows of the mutants as they end. The tests that killed one must pass on the sources as they are."""
-    for name in PACKAGES:  # imported once, before the forks
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    import torch
-
-    torch.set_num_threads(1)
-    os.chdir(TREE)
-    sys.path.insert(0, str(TREE))
-    with tempfile.TemporaryDirectory() as folder:
-        copies = [SourceCopy(Path(folder, str(i))) for i in range(jobs)]
-        files = sorted({test.split("::")[0] for mutant in mutants for test in mutant.tests})
-        for copy in copies:  # compiles the originals
-            _require_green(copy, ["--collect-only", *files], Path(folder, "unchanged.log"))
-        sys.dont_write_bytecode = True  # no mutant may replace the compiled originals
-        waiting, running, killers = list(mutants), dict[int, tuple[Mutant, TestProcess]](), set[str]()
-        while waiting or running:
-            for slot in range(jobs):
-                if slot in running:
-                    mutant, process = running[slot]
-                    if (status := process.poll(timeout)) is not None:
-                        del running[slot]
-                        copies[slot].restore(mutant)
-                        row = outcome(mutant, status, process.log, process.seconds)
-                        killers |= {str(row["by"])} if status > 0 else set()
-                        yield row
-                elif waiting:
-                    mutant = waiting.pop(0)
-                    copies[slot].apply(mutant)
-                    keywords = ["-k", mutant.keywords] if mutant.keywords else []
-                    log = Path(folder, f"{slot}.log")
-                    running[slot] = mutant, TestProcess.start(copies[slot], ["-x", *keywords, *mutant.tests], log)
-            time.sleep(0.05)
-        if killers:
-            _require_green(copies[0], sorted(killers), Path(folder, "unchanged.log"))
-
-
-def _require_green(copy: SourceCopy, arguments: Sequence[str], log: Path) -> None:
-    """Raise unless pytest passes on the sources as they are."""
-    process = TestProcess.start(copy, arguments, log)
-    while (status := process.poll(3600)) is None:
-        time.sleep(0.1)
-    if status != 0:
-        raise SystemExit(f"mutants: these tests fail without any mutant:\n{log.read_text()[-3000:]}")
 
 
 def write_record(rows: Iterable[Row], mutants: Sequence[Mutant], path: Path) -> dict[str, object]:
@@ -545,10 +352,8 @@ def main() -> int:
     parser.add_argument("--survivors", action="store_true", help="only those that survived according to the record")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--timeout", type=float, default=600, help="seconds a mutant may take")
     parser.add_argument("--record", type=Path, default=RECORD)
     options = parser.parse_args()
-    sys.path.insert(0, str(TREE))
     everyone = all_mutants(options.only)
     chosen = [m for m in everyone if m.area.startswith(options.only) and options.name in m.name]
     if options.survivors:
@@ -563,7 +368,7 @@ def main() -> int:
         for m in chosen
         if m.equivalent
     ]
-    for row in run_mutants([m for m in chosen if not m.equivalent], jobs=options.jobs, timeout=options.timeout):
+    for row in run_mutants([m for m in chosen if not m.equivalent], jobs=options.jobs):
         rows.append(row)
         print(f"{row['outcome']:9} {row['seconds']:6} s  {row['area']}: {row['name']}", flush=True)
         write_record(rows, everyone, options.record)  # after each: a run that is stopped keeps what it found
