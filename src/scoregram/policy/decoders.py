@@ -43,7 +43,7 @@ class Decoder(ABC):
     is_capturable: ClassVar[bool] = False
     """Whether a step can be captured as a CUDA graph."""
     refusal: ClassVar[str] = ""
-    """Warning for a model whose config supports this decoder but whose logits it does not reproduce."""
+    """Warning if the model's config supports this decoder but the logits of both differ."""
 
     def __init__(self, model: nn.Module, capacity: int) -> None:
         """`capacity`: tokens of the longest prompt and completion together."""

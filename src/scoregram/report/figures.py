@@ -101,7 +101,7 @@ def series_hues(series: Sequence[Series]) -> list[tuple[str, str]]:
 
 
 def mixed_colour(colour: str, other: str, share: float) -> str:
-    """`colour` with a share of another one, both as `#RRGGBB`.
+    """`colour` mixed with a share of `other`, both as `#RRGGBB`.
 
     Example:
         >>> mixed_colour("#000000", "#ff8000", 0.5)

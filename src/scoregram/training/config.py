@@ -105,7 +105,7 @@ class TrainConfig:
     attention: str = "sdpa"
     """Attention implementation of transformers, such as sdpa or eager."""
     trust_remote_code: bool = False
-    """Load a model that brings its own code; loading it runs that code. Never stored with a run."""
+    """Load a model with custom code; loading it runs that code. Never stored with a run."""
     lora_rank: int = 0
     """Rank of LoRA adapters on a frozen base; 0 trains all parameters."""
     lora_alpha: float = 32.0
