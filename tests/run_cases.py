@@ -47,11 +47,21 @@ def make_rollout(step: int, group: int, index: int, tokens: int = 6) -> RolloutR
     )
 
 
+def step_groups(step: int) -> list[GroupRecord]:
+    """The groups of a step: one of two rollouts, one of three."""
+    return [make_group(step, 2), make_group(step, 3, seed=1)]
+
+
+def mean_reward(step: int) -> float:
+    """Mean reward over the rollouts of a step."""
+    return float(torch.cat([group.rewards for group in step_groups(step)]).mean())
+
+
 def write_step(writer: RunWriter, step: int) -> None:
     """All that one step leaves behind; a checkpoint after every second one."""
-    writer.write_groups(step, [make_group(step, 2), make_group(step, 3, seed=1)])
+    writer.write_groups(step, step_groups(step))
     writer.write_rollouts(step, [make_rollout(step, 0, 0), make_rollout(step, 0, 1, tokens=4)])
-    writer.write_metrics(step, {"reward": step / 3, "undefined": float("nan")})
+    writer.write_metrics(step, {"reward": mean_reward(step), "undefined": float("nan")})
     if step % 2 == 0:
         with writer.checkpoint(step) as folder:
             (folder / "state.bin").write_bytes(bytes([step % 256]) * 1000)

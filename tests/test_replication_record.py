@@ -136,7 +136,8 @@ def test_the_content_says_what_was_run_and_what_came_out(tmp_path):
     exhibits, verdicts = recompute(tmp_path)
     assert content["about"] == PAPER and content["created"] == "2026-07-04"
     assert content["config"] == {"preset": "quick", "lr": 1e-6} and content["seeds"] == [0, 1]
-    assert content["environment"] == ENVIRONMENT and content["signer"] is None
+    assert content["environment"] == [{"environment": ENVIRONMENT, "runs": ["a", "b"]}]
+    assert content["recorded_with"] == ENVIRONMENT and content["signer"] is None
     assert content["verdicts"] == verdicts
     assert content["exhibits_sha256"] == hashlib.sha256(canonical(exhibits)).hexdigest()
     assert content["files"] == data_files(tmp_path)
@@ -144,7 +145,7 @@ def test_the_content_says_what_was_run_and_what_came_out(tmp_path):
 
 def test_the_environment_is_found_out(tmp_path):
     content = json.loads(replication(tmp_path, environment=None).read_text())["content"]
-    assert {"commit", "dirty", "python", "packages"} <= content["environment"].keys()
+    assert {"commit", "dirty", "tree", "python", "packages"} <= content["recorded_with"].keys()
 
 
 def test_every_data_file_of_every_run_is_in_it(tmp_path):

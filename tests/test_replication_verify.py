@@ -23,6 +23,7 @@ from scoregram.studies.verification import (
     FORM_CHECK,
     HASH_CHECK,
     NUMBER_CHECK,
+    RUNS_CHECK,
     SIGNATURE_CHECK,
     VERDICTS_CHECK,
     Check,
@@ -31,7 +32,7 @@ from scoregram.studies.verification import (
 )
 from tests.replication_cases import put_record, recompute, replication, write_parts
 
-ALL = [FORM_CHECK, HASH_CHECK, NUMBER_CHECK, SIGNATURE_CHECK, FILES_CHECK, EXHIBITS_CHECK, VERDICTS_CHECK]
+ALL = [FORM_CHECK, HASH_CHECK, NUMBER_CHECK, SIGNATURE_CHECK, FILES_CHECK, RUNS_CHECK, EXHIBITS_CHECK, VERDICTS_CHECK]
 FOLLOW = {EXHIBITS_CHECK, VERDICTS_CHECK}
 
 
@@ -122,7 +123,7 @@ def test_a_flipped_byte_of_any_data_file_is_found_and_the_file_named(made, data,
         (folder / name).write_bytes(content)
     assert not verification.passed
     assert faults(verification)[FILES_CHECK] == (f"{name} was changed",)
-    assert faults(verification).keys() <= {FILES_CHECK, *FOLLOW}
+    assert faults(verification).keys() <= {FILES_CHECK, RUNS_CHECK, *FOLLOW}
 
 
 @pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.slow)])
@@ -131,7 +132,7 @@ def test_every_byte_of_the_record_counts(made, kind, stride, tmp_path):
     """One after another, in a folder without the data: what is left to find it are hash, number and signature."""
     text = (made[kind] / "replication.json").read_bytes()
     (tmp_path / "replication.json").write_bytes(text)
-    assert faults(verify(tmp_path)).keys() == {FILES_CHECK, *FOLLOW}
+    assert faults(verify(tmp_path)).keys() == {FILES_CHECK, RUNS_CHECK, *FOLLOW}
     for at in range(0, len(text), stride):
         flipped(tmp_path / "replication.json", at, 1)
         assert faults(verify(tmp_path)).keys() & {FORM_CHECK, HASH_CHECK, NUMBER_CHECK, SIGNATURE_CHECK}, at
@@ -173,9 +174,9 @@ def test_another_layout_passes_and_is_told(folder):
         ('"about"', '"abouu"', "the content lacks about"),
         ('"about"', '"about": 1, "more\\n"', "an unknown field"),
         ('"seeds": [', '"seeds": 0, "x": [', "seeds has the wrong type, int"),
-        ('"schema_version": 1', '"schema_version": true', "schema_version has the wrong type, bool"),
-        ('"schema_version": 1', '"schema_version": 2', "a newer scoregram wrote it"),
-        ('"schema_version": 1', '"schema_version": 0', "schema_version is 0, not 1$"),
+        ('"schema_version": 2', '"schema_version": true', "schema_version has the wrong type, bool"),
+        ('"schema_version": 2', '"schema_version": 3', "a newer scoregram wrote it"),
+        ('"schema_version": 2', '"schema_version": 0', "schema_version is 0, not 2$"),
         ('"replication_record"', '"poem"', "record_type is poem"),
         ('"2026-07-04"', '"2026-02-30"', "2026-02-30, which is not a date"),
         ('"2026-07-04"', '"20260704"', "20260704, which is not a date"),
@@ -316,15 +317,15 @@ def test_files_that_went_and_came_are_named(folder):
     (folder / "runs/c").mkdir()
     (folder / "runs/c/config.yaml").write_text("")
     (folder / "runs/b/config.yaml").unlink()
-    assert faults(verify(folder)) == {
-        FILES_CHECK: (
-            "runs/a/groups/note.txt was added",
-            "runs/a/groups/step-000000001-000.parquet is missing",
-            "runs/a/groups/step-000000009-000.parquet was added",
-            "runs/b/config.yaml is missing",
-            "runs/c/config.yaml was added",
-        )
-    }
+    found = faults(verify(folder))
+    assert found.keys() == {FILES_CHECK, RUNS_CHECK}
+    assert found[FILES_CHECK] == (
+        "runs/a/groups/note.txt was added",
+        "runs/a/groups/step-000000001-000.parquet is missing",
+        "runs/a/groups/step-000000009-000.parquet was added",
+        "runs/b/config.yaml is missing",
+        "runs/c/config.yaml was added",
+    )
 
 
 def test_a_missing_list_or_folder_is_named(folder):
@@ -400,7 +401,8 @@ def test_data_that_cannot_be_read_and_numbers_that_are_none_are_answers(folder):
     part = folder / "runs/a/groups/step-000000000-000.parquet"
     part.write_bytes(part.read_bytes()[:100])
     found = faults(verify(folder, recompute=recompute))
-    assert found.keys() == {FILES_CHECK, *FOLLOW}
+    assert found.keys() == {FILES_CHECK, RUNS_CHECK, *FOLLOW}
+    assert found[RUNS_CHECK][0].startswith("runs/a: cannot be read: ScoregramError: ")
     assert all(found[name][0].startswith("nothing could be recomputed: ") for name in FOLLOW)
     said = faults(verify(folder, recompute=lambda _: ([float("nan")], [])))[EXHIBITS_CHECK][0]
     assert "value[0] must be a JSON value, got float nan" in said

@@ -9,7 +9,7 @@ import yaml
 
 import scoregram
 from scoregram.runs import environment
-from scoregram.runs.config import source_commit
+from scoregram.runs.config import commit_tree, source_commit, source_tree
 
 
 def test_versions_and_machine():
@@ -58,3 +58,24 @@ def test_commit_and_dirt_of_the_source(tmp_path, monkeypatch):
 def test_a_source_without_its_history_may_be_told_its_commit(monkeypatch):
     monkeypatch.setenv("SCOREGRAM_COMMIT", "abc123")
     assert source_commit() == ("abc123", None)
+    monkeypatch.setenv("SCOREGRAM_TREE", source_tree())
+    assert source_commit() == ("abc123", False)
+    monkeypatch.setenv("SCOREGRAM_TREE", "0" * 40)
+    assert source_commit() == ("abc123", True)
+
+
+def test_the_name_of_the_source_is_gits_own(tmp_path):
+    package = tmp_path / "src" / "package"
+    for name in ("a.py", "a-b.py", "a/__init__.py", "a/x.json", "ab.py", "b/c/d.py"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(f"# {name}")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "first")
+    (package / "__pycache__").mkdir()
+    (package / "__pycache__" / "a.pyc").write_bytes(b"x")
+    (package / "empty").mkdir()
+    assert source_tree(package) == git(tmp_path, "rev-parse", "HEAD:src/package") == commit_tree("HEAD", package)
+    (package / "b/c/d.py").write_text("x = 1")
+    assert source_tree(package) != commit_tree("HEAD", package)
+    assert commit_tree("0" * 40, package) is None

@@ -9,7 +9,7 @@ import yaml
 
 from scoregram.checks import ScoregramError
 from scoregram.runs import FORMAT_VERSION, GroupRecord, open_run
-from tests.run_cases import CONFIG, ENVIRONMENT, create, make_group, make_rollout, resume, tree, write
+from tests.run_cases import CONFIG, ENVIRONMENT, create, make_group, make_rollout, mean_reward, resume, tree, write
 
 
 def test_what_was_written_is_read(tmp_path):
@@ -17,7 +17,7 @@ def test_what_was_written_is_read(tmp_path):
     run = open_run(tmp_path / "r")
     assert run.config == CONFIG and run.environment == ENVIRONMENT and run.resumed == () and run.notes == ()
     np.testing.assert_equal(
-        run.metrics(), [{"step": step, "reward": step / 3, "undefined": math.nan} for step in range(3)]
+        run.metrics(), [{"step": step, "reward": mean_reward(step), "undefined": math.nan} for step in range(3)]
     )
     assert [(group.step, len(group.rewards)) for group in run.groups()] == [(s, r) for s in range(3) for r in (2, 3)]
     assert [len(rollout.token_ids) for rollout in run.rollouts()] == [6, 4] * 3

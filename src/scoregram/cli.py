@@ -120,7 +120,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Verify:
-    """Check a replication record: its hash, number and signature, every file, and that tables follow from the Grams.
+    """Check a replication record: hash, number, signature, every file and run, and that tables follow from the Grams.
 
     Exit status 1 if a check failed, or if a requested check could not be made.
     """
@@ -132,12 +132,12 @@ class Verify:
 
     def run(self) -> int:
         """Print a line for each check."""
-        from scoregram.studies import verify
+        from scoregram.studies import run_name, verify
 
         recompute = None
         if self.recompute:
             from scoregram.studies import recompute  # needs scipy, which the other checks do without
-        verification = verify(self.path, recompute=recompute)
+        verification = verify(self.path, recompute=recompute, run_name=run_name)
         print(*verification.lines(), sep="\n")
         return 0 if verification.passed else 1
 

@@ -4,9 +4,11 @@
 `writer` · `reader`.
 """
 
+from scoregram.runs.config import commit_tree as commit_tree
 from scoregram.runs.config import environment as environment
 from scoregram.runs.config import require_run as require_run
 from scoregram.runs.config import source_commit as source_commit
+from scoregram.runs.disk import BATCHES as BATCHES
 from scoregram.runs.disk import CHECKPOINTS as CHECKPOINTS
 from scoregram.runs.disk import CHECKSUMS as CHECKSUMS
 from scoregram.runs.disk import CONFIG_FILE as CONFIG_FILE
@@ -40,6 +42,7 @@ from scoregram.runs.records import GroupRecord as GroupRecord
 from scoregram.runs.records import LayerPrecision as LayerPrecision
 from scoregram.runs.records import RolloutRecord as RolloutRecord
 from scoregram.runs.records import Rows as Rows
+from scoregram.runs.records import read_part as read_part
 from scoregram.runs.records import rows_of_kind as rows_of_kind
 from scoregram.runs.writer import RunWriter as RunWriter
 from scoregram.runs.writer import require_same_config as require_same_config

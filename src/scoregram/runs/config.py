@@ -1,5 +1,6 @@
 """`config.yaml`, the settings of a run and its environment: write it, read it, compare it when a run is resumed."""
 
+import hashlib
 import math
 import os
 import platform
@@ -41,8 +42,8 @@ def environment() -> dict[str, Any]:
     No host name, no user name, no path.
 
     Returns:
-        `python`, `scoregram`, `commit` and `dirty` (None outside a checkout of scoregram), `packages`, `platform`,
-        `cpu`, `threads` of torch, `gpus` and `cuda`.
+        `python`, `scoregram`, `commit` and `dirty` (None outside a checkout of scoregram), `tree` (git's name for the
+        source files as they are), `packages`, `platform`, `cpu`, `threads` of torch, `gpus` and `cuda`.
     """
     commit, dirty = source_commit()
     return {
@@ -50,6 +51,7 @@ def environment() -> dict[str, Any]:
         "scoregram": __version__,
         "commit": commit,
         "dirty": dirty,
+        "tree": source_tree(),
         "packages": {name: installed for name in PACKAGES if (installed := _package_version(name))},
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": cpu_name(),
@@ -62,15 +64,44 @@ def environment() -> dict[str, Any]:
 def source_commit(package: Path = Path(__file__).parent.parent) -> tuple[str | None, bool | None]:
     """Git commit of the source in `package`, and whether it has uncommitted changes; None if git does not track it.
 
-    The environment variable `SCOREGRAM_COMMIT` names the commit of a source that was copied without its history. A
+    The environment variable `SCOREGRAM_COMMIT` names the commit of a source that was copied without its history, and
+    `SCOREGRAM_TREE` the output of `git rev-parse HEAD:src/scoregram` there, which tells whether the copy was changed. A
     package that is installed inside another repository is not part of it: git must track its `__init__.py`.
     """
     if given := os.environ.get("SCOREGRAM_COMMIT"):
-        return given, None
+        tree = os.environ.get("SCOREGRAM_TREE")
+        return given, None if not tree else tree != source_tree(package)
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None, None
     changes = _git(package, "status", "--porcelain", "--", ".")
     return _git(package, "rev-parse", "HEAD"), None if changes is None else changes != ""
+
+
+def source_tree(folder: Path = Path(__file__).parent.parent) -> str:
+    """Git's name for the source files in a folder as they are now, computed without git.
+
+    It equals `git rev-parse COMMIT:src/scoregram` if and only if the files are those of the commit. So a run that was
+    measured with an installed or copied package can still be tied to a commit, or be shown to be of none.
+    """
+    entries = []
+    for path in folder.iterdir():
+        if path.is_dir():
+            if path.name != "__pycache__" and any(path.rglob("*")):
+                entries.append((f"{path.name}/", b"40000", source_tree(path)))
+        elif path.suffix != ".pyc":
+            entries.append((path.name, b"100644", _git_object(b"blob", path.read_bytes())))  # no source is executable
+    entries.sort(key=lambda entry: entry[0].encode())  # git sorts a folder as if its name ended in a slash
+    rows = (mode + b" " + name.rstrip("/").encode() + b"\0" + bytes.fromhex(sha1) for name, mode, sha1 in entries)
+    return _git_object(b"tree", b"".join(rows))
+
+
+def _git_object(kind: bytes, content: bytes) -> str:
+    return hashlib.sha1(kind + b" %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+
+def commit_tree(commit: str, package: Path = Path(__file__).parent.parent) -> str | None:
+    """Git's name for the source of this package at a commit; None where git does not know the commit."""
+    return _git(package, "rev-parse", "--verify", "--quiet", f"{commit}:./")
 
 
 def cpu_name() -> str:

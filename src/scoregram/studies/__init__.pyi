@@ -2,6 +2,7 @@ from .grpo_rank.claims import CLAIMS as CLAIMS
 from .grpo_rank.evidence import recompute as recompute
 from .grpo_rank.evidence import write_replication_report as write_replication_report
 from .grpo_rank.presets import largest_config as largest_config
+from .grpo_rank.presets import run_name as run_name
 from .grpo_rank.replication import replicate as replicate
 from .grpo_rank.verdicts import measured_verdicts as measured_verdicts
 from .ledger import show_claims as show_claims

@@ -29,6 +29,7 @@ from scoregram.runs import (
     TEMPORARY,
     TRACKER_LOGS,
     disk_errors,
+    open_run,
     require_run,
     write_all,
     write_atomically,
@@ -38,12 +39,20 @@ from scoregram.runs import environment as this_environment
 RECORD = "replication.json"
 EXHIBITS = "exhibits.json"
 VERDICTS = "verdicts.json"
+SETTING = "setting.json"
+"""File with the preset and the number of seeds of a replication."""
 RUNS = "runs"
 """Folder of the runs inside the folder of a replication."""
+FIGURES = "figures"
+"""Folder of the drawn figures, if there is one."""
 
 RECORD_TYPE = "replication_record"
-SCHEMA_VERSION = 1
-"""Version of the record format. It increases when an older reader would misread a newer record."""
+SCHEMA_VERSION = 2
+"""Version of the record format. It increases when an older reader would misread a newer record.
+
+Version 1 hashes neither `setting.json` nor figures, and its `environment` is that of the machine that wrote the record,
+not of those that measured.
+"""
 
 NUMBER_PREFIX = "scoregram"
 NUMBER_BYTES = 16
@@ -74,7 +83,8 @@ def write_record(
     """Write `replication.json` into the folder of a replication that is otherwise complete.
 
     Exhibits, verdicts and runs are read from the folder, so that the record cannot disagree with it. The settings of
-    each run are in the run's own config, which is hashed like all its data.
+    each run are in the run's own config, which is hashed like all its data. So is the environment of the machine that
+    measured it, which the record repeats.
 
     Args:
         folder: Holds `exhibits.json`, `verdicts.json` and `runs/`.
@@ -82,7 +92,7 @@ def write_record(
         config: The preset, with everything needed to run it again.
         seeds: Seeds of the runs.
         created: The date of the record; its year is part of the number.
-        environment: Versions, source and machine of this program; read from this process if not given.
+        environment: Versions, source and machine that computed exhibits and verdicts; this process if not given.
         key_file: Sign with the ed25519 key in this PEM file.
 
     Raises:
@@ -95,9 +105,10 @@ def write_record(
         "about": about,
         "config": config,
         "created": _day(created).isoformat(),
-        "environment": this_environment() if environment is None else environment,
+        "environment": measured_environments(root),
         "exhibits_sha256": sha256_hex(canonical(exhibits)),
         "files": data_files(root),
+        "recorded_with": this_environment() if environment is None else environment,
         "schema_version": SCHEMA_VERSION,
         "seeds": list(seeds),
         "signer": None if key_file is None else public_key(key_file),
@@ -124,8 +135,24 @@ def _addressed(content: Mapping[str, Any], key_file: Path | str | None) -> dict[
     return record if key_file is None else record | {"signature": sign(bytes.fromhex(sha256), key_file)}
 
 
+def run_folders(root: Path) -> list[Path]:
+    """Folders of the runs of a replication, sorted by name."""
+    return [path for path in sorted((root / RUNS).glob("*")) if not path.name.startswith(TEMPORARY)]
+
+
+def measured_environments(root: Path) -> list[dict[str, Any]]:
+    """`environment` and `runs` of every machine, version and source that measured: one entry for each, by run name."""
+    runs = [open_run(path) for path in run_folders(root)]
+    named = [(one.folder.name, e) for one in runs for e in (one.environment, *(r["environment"] for r in one.resumed))]
+    found: dict[bytes, dict[str, Any]] = {}
+    for name, environment in named:
+        entry = found.setdefault(canonical(environment), {"environment": dict(environment), "runs": []})
+        entry["runs"] += [] if name in entry["runs"] else [name]
+    return list(found.values())
+
+
 def _require_runs(root: Path) -> None:
-    runs = [path for path in sorted((root / RUNS).glob("*")) if not path.name.startswith(TEMPORARY)]
+    runs = run_folders(root)
     if not runs:
         fail("write_record", f"{root / RUNS} must hold the runs", "none", "Run the replication first.")
     for path in runs:
@@ -258,25 +285,29 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-def data_files(folder: Path | str) -> dict[str, str]:
+def data_files(folder: Path | str, *, version: int = SCHEMA_VERSION) -> dict[str, str]:
     """Path inside the folder → sha256, for every file that the replication depends on, sorted by path.
 
-    These are the exhibits, the verdicts, and everything in the runs except checkpoints, reports, logs of trackers and
-    unfinished files. Files that scoregram did not write are included: a reader could take them for data.
+    These are the settings, the exhibits, the verdicts, the figures, and everything in the runs except checkpoints,
+    reports, logs of trackers and unfinished files. Files that scoregram did not write are included: a reader could take
+    them for data. A record of version 1 has neither settings nor figures.
 
     Raises:
         ScoregramError: If a file is unreadable, or a folder is a link, which could hide files.
     """
     root = Path(folder)
     try:
-        files = [path for name in (EXHIBITS, VERDICTS) if (path := root / name).is_file()] + list(_run_files(root))
+        names = (EXHIBITS, VERDICTS) if version == 1 else (EXHIBITS, VERDICTS, SETTING)
+        folders = (RUNS,) if version == 1 else (RUNS, FIGURES)
+        files = [path for name in names if (path := root / name).is_file()]
+        files += [path for name in folders for path in _files_below(root, name)]
         return {name: _file_sha256(root / name) for name in sorted(path.relative_to(root).as_posix() for path in files)}
     except OSError as error:
         return fail("data_files", f"{root} must be readable", error, "Check the permissions and the disk.")
 
 
-def _run_files(root: Path) -> Iterator[Path]:
-    for inside, folders, names in os.walk(root / RUNS, onerror=_unless_absent):
+def _files_below(root: Path, top: str) -> Iterator[Path]:
+    for inside, folders, names in os.walk(root / top, onerror=_unless_absent):
         here = Path(inside)
         dropped = NOT_DATA if here.parent == root / RUNS else frozenset[str]()
         folders[:] = [name for name in folders if name not in dropped and not name.startswith(TEMPORARY)]
@@ -285,7 +316,7 @@ def _run_files(root: Path) -> Iterator[Path]:
         odd += [path for path in files if not path.is_file()]
         for path in odd:
             name = path.relative_to(root).as_posix()
-            fail("data_files", f"{RUNS}/ must hold plain files and folders", f"{name!a}", "Replace it with a copy.")
+            fail("data_files", f"{top}/ must hold plain files and folders", f"{name!a}", "Replace it with a copy.")
         yield from files
 
 

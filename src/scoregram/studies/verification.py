@@ -1,5 +1,6 @@
-"""Verification of a replication record: its form, hash, number and signature, every file, and whether the exhibits and
-verdicts follow from the stored Grams. A fault is located down to the cell of a table.
+"""Verification of a replication record: its form, hash, number and signature, every file, whether the files of each run
+belong together, and whether the exhibits and verdicts follow from the stored Grams. A fault is located down to the
+cell of a table.
 
 Recomputed numbers may differ from the recorded ones by rounding: BLAS libraries and processors sum in different orders.
 """
@@ -23,6 +24,7 @@ from scoregram.studies.record import (
     VERDICTS,
     canonical,
     data_files,
+    measured_environments,
     parse_strict_json,
     read_list,
     record_number,
@@ -30,6 +32,7 @@ from scoregram.studies.record import (
     sha256_hex,
     short_record_number,
 )
+from scoregram.studies.run_files import RunName, compare_runs
 
 State = Literal["passed", "failed", "not checked"]
 
@@ -44,7 +47,7 @@ RECORD_FIELDS: Mapping[str, type] = {
     "short_number": str,
     "content": dict,
 }
-CONTENT_FIELDS: Mapping[str, type | tuple[type, ...]] = {
+_FIRST_FIELDS: Mapping[str, type | tuple[type, ...]] = {
     "about": str,
     "config": dict,
     "created": str,
@@ -56,8 +59,18 @@ CONTENT_FIELDS: Mapping[str, type | tuple[type, ...]] = {
     "signer": (str, type(None)),
     "verdicts": list,
 }
+CONTENT_FIELDS: Mapping[int, Mapping[str, type | tuple[type, ...]]] = {
+    1: _FIRST_FIELDS,
+    2: {**_FIRST_FIELDS, "environment": list, "recorded_with": dict},
+}
+"""Version of the format → fields of the content, and their types."""
+OLD_RECORD = (
+    "version 1: neither setting.json nor the figures are hashed, and the record's environment is that of the machine "
+    "that wrote it; those that measured are in the runs' configs"
+)
+"""What a record of version 1 cannot show."""
 FORM_CHECK, HASH_CHECK, NUMBER_CHECK = "form", "hash", "number"
-SIGNATURE_CHECK, FILES_CHECK = "signature", "files"
+SIGNATURE_CHECK, FILES_CHECK, RUNS_CHECK = "signature", "files", "runs"
 EXHIBITS_CHECK = "exhibits follow from the Grams"
 VERDICTS_CHECK = "verdicts follow from the exhibits"
 
@@ -104,12 +117,13 @@ class Verification:
         return f"{self.record}: {'verified.' if self.passed else 'NOT verified.'}{but}"
 
 
-def verify(path: Path | str, *, recompute: Recompute | None = None) -> Verification:
+def verify(path: Path | str, *, recompute: Recompute | None = None, run_name: RunName | None = None) -> Verification:
     """Check a record and the folder that holds it.
 
     Args:
         path: `replication.json`, or its folder.
         recompute: Computes exhibits and verdicts from the runs; None leaves both unchecked.
+        run_name: The study's names of runs; None accepts any name that the run's own config has.
 
     Returns:
         The checks, each passed, failed or not checked. Damage to the folder is a failed check, never an exception.
@@ -120,7 +134,7 @@ def verify(path: Path | str, *, recompute: Recompute | None = None) -> Verificat
     file = _record_file(Path(path))
     form, record = _form(file)
     if record is None:
-        rest = (HASH_CHECK, NUMBER_CHECK, SIGNATURE_CHECK, FILES_CHECK, EXHIBITS_CHECK, VERDICTS_CHECK)
+        rest = (HASH_CHECK, NUMBER_CHECK, SIGNATURE_CHECK, FILES_CHECK, RUNS_CHECK, EXHIBITS_CHECK, VERDICTS_CHECK)
         unread = [Check(name, "not checked", ("the file does not have the form of a record",)) for name in rest]
         return Verification(file, (form, *unread))
     content, folder = record["content"], file.parent
@@ -132,6 +146,7 @@ def verify(path: Path | str, *, recompute: Recompute | None = None) -> Verificat
         _number(record, sha256),
         _signature(record, sha256),
         _files(content, folder, intact=record["sha256"] == sha256),
+        _runs(content, folder, run_name),
         _exhibits(content, folder, anew),
         _verdicts(content, folder, anew),
     )
@@ -156,7 +171,9 @@ def _form(file: Path) -> tuple[Check, dict[str, Any] | None]:
     if faults:
         return _judged(FORM_CHECK, faults), None
     reformatted = "the file was reformatted (spaces, escapes, order of keys); its values are the same"
-    return Check(FORM_CHECK, "passed", () if text == record_text(record) else (reformatted,)), record
+    remarks = [] if text == record_text(record) else [reformatted]
+    remarks += [OLD_RECORD] if record["schema_version"] == 1 else []
+    return Check(FORM_CHECK, "passed", ("; ".join(remarks),) if remarks else ()), record
 
 
 def _form_faults(record: Any) -> list[str]:
@@ -165,7 +182,9 @@ def _form_faults(record: Any) -> list[str]:
     faults = _field_faults({k: v for k, v in record.items() if k != "signature"}, RECORD_FIELDS, "the record")
     content = record.get("content")
     if isinstance(content, dict):
-        faults += _field_faults(content, CONTENT_FIELDS, "the content")
+        version = record.get("schema_version")
+        known = version if isinstance(version, int) and version in CONTENT_FIELDS else SCHEMA_VERSION
+        faults += _field_faults(content, CONTENT_FIELDS[known], "the content")
     return faults or _value_faults(record, record["content"])
 
 
@@ -183,9 +202,11 @@ def _value_faults(record: Mapping[str, Any], content: Mapping[str, Any]) -> list
     faults = []
     if record["record_type"] != RECORD_TYPE:
         faults.append(f"record_type is {printable(record['record_type'])}, not {RECORD_TYPE}")
-    for version in {record["schema_version"], content["schema_version"]} - {SCHEMA_VERSION}:
+    for version in {record["schema_version"], content["schema_version"]} - CONTENT_FIELDS.keys():
         newer = ": a newer scoregram wrote it, or it was changed" if version > SCHEMA_VERSION else ""
         faults.append(f"schema_version is {version}, not {SCHEMA_VERSION}{newer}")
+    if not faults and record["schema_version"] != content["schema_version"]:
+        faults.append(f"schema_version is {record['schema_version']}, but {content['schema_version']} in the content")
     if _year(content["created"]) is None:
         faults.append(f"created is {printable(content['created'])}, which is not a date")
     wrong = [name for name, sha256 in content["files"].items() if not isinstance(sha256, str)]
@@ -243,7 +264,7 @@ def _signature(record: Mapping[str, Any], sha256: str) -> Check:
 def _files(content: Mapping[str, Any], folder: Path, *, intact: bool) -> Check:
     recorded = content["files"]
     try:
-        found = data_files(folder)
+        found = data_files(folder, version=content["schema_version"])
     except ScoregramError as error:
         return _judged(FILES_CHECK, [str(error)])
     doubt = "" if intact else " (or its hash in the record, which was changed too)"
@@ -253,6 +274,19 @@ def _files(content: Mapping[str, Any], folder: Path, *, intact: bool) -> Check:
         if recorded.get(name) != found.get(name)
     ]
     return _judged(FILES_CHECK, faults, f"{len(found)} files are as recorded")
+
+
+def _runs(content: Mapping[str, Any], folder: Path, run_name: RunName | None) -> Check:
+    try:
+        found = compare_runs(folder, config=content["config"], run_name=run_name)
+        faults = [printable(fault) for fault in found.faults]
+        if content["schema_version"] > 1 and canonical(measured_environments(folder)) != canonical(
+            content["environment"]
+        ):
+            faults.append("the environments in the record are not those in the runs' configs")
+    except Exception as error:  # damaged data may raise anything
+        return _judged(RUNS_CHECK, [printable(error)])
+    return _judged(RUNS_CHECK, faults, found.sentence())
 
 
 def _fate(recorded: Any, found: str | None) -> str:

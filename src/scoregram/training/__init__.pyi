@@ -5,6 +5,7 @@ from .config import METHODS as METHODS
 from .config import Method as Method
 from .config import TrainConfig as TrainConfig
 from .evaluate import FIXED_PROBE as FIXED_PROBE
+from .evaluate import Evaluation as Evaluation
 from .loop import StopRequest as StopRequest
 from .loop import Trained as Trained
 from .loop import stop_requests as stop_requests

@@ -100,7 +100,7 @@ def evaluate(
 
 
 def evaluation_records(step: int, problems: Sequence[Problem], evaluation: Evaluation) -> list[GroupRecord]:
-    """Groups of kind `test` and `test, greedy` with the rewards of an evaluation; none if no rollouts were sampled."""
+    """Groups of kind `test, greedy`, and `test` if rollouts were sampled, with the rewards of an evaluation."""
     kinds = {SAMPLED_TEST: evaluation.sampled, GREEDY_TEST: tuple((reward,) for reward in evaluation.rewards)}
     return [
         GroupRecord(
@@ -111,8 +111,8 @@ def evaluation_records(step: int, problems: Sequence[Problem], evaluation: Evalu
             lengths=torch.zeros(len(rewards), dtype=torch.int64),
             advantages=torch.zeros(len(rewards), dtype=torch.float64),
         )
-        for kind, each in (kinds if evaluation.sampled else {}).items()
-        for problem, rewards in zip(problems, each, strict=True)
+        for kind, each in kinds.items()
+        for problem, rewards in zip(problems if each else (), each, strict=True)
     ]
 
 

@@ -10,11 +10,11 @@ import torch
 from scoregram.exhibits import Cell, Exhibit, Table, to_plain
 from scoregram.runs import write_atomically
 from scoregram.studies.grpo_rank import cause_exhibits, learning_exhibits, rank_exhibits
-from scoregram.studies.grpo_rank.presets import SETTING, read_setting
+from scoregram.studies.grpo_rank.presets import read_setting
 from scoregram.studies.grpo_rank.readings import Evidence, read_evidence
 from scoregram.studies.grpo_rank.verdicts import judge_claims
 from scoregram.studies.page import write_replication_page
-from scoregram.studies.record import EXHIBITS, VERDICTS
+from scoregram.studies.record import EXHIBITS, SETTING, VERDICTS
 from scoregram.theory import WORLDS, GroundTruth, credit_costs, ground_truth, listing, network_policy, offsets_by_turn
 
 TURN_WORLD = "user_turns"

@@ -10,13 +10,11 @@ from typing import Any, Literal
 from scoregram.checks import fail, lookup
 from scoregram.runs import write_atomically
 from scoregram.studies.grpo_rank import PAPER_SIZES
-from scoregram.studies.record import RUNS
+from scoregram.studies.record import RUNS, SETTING
 from scoregram.training import TrainConfig
 
 START = "start"
 """Folder of the policies that the runs start from."""
-SETTING = "setting.json"
-"""File with the preset and the number of seeds of a replication."""
 PAPER_METHOD = "grpo-paper"
 """Group mean as baseline, output-only reward; no clipping, no KL term, no division by the standard deviation."""
 
@@ -168,11 +166,26 @@ def plan(preset: Preset, folder: Path, *, seeds: int, device: str) -> tuple[Plan
     for seed in range(seeds):
         wanted = [(size, PAPER_METHOD) for size in preset.sizes] + [(largest, rival) for rival in preset.rivals]
         for size, method in wanted:
-            name = f"R{size}-seed{seed}" if method == PAPER_METHOD else f"{method}-R{size}-seed{seed}"
+            name = _name(size, seed, method)
             sized = _sized_config(preset, size, model=str(start_of(preset, folder, seed)), device=device)
             config = replace(sized, out=folder / RUNS / name, method=method, seed=seed)
             runs.append(PlannedRun(name, size, seed, method, config))
     return tuple(runs)
+
+
+def run_name(config: Mapping[str, Any]) -> str | None:
+    """Name of a run of this study, from the group size, seed and method in its config; None if it lacks one of them.
+
+    Example:
+        >>> run_name({"group_size": 8, "seed": 1, "method": "rloo"})
+        'rloo-R8-seed1'
+    """
+    known = [config.get(key) for key in ("group_size", "seed", "method")]
+    return None if None in known else _name(*known)
+
+
+def _name(size: Any, seed: Any, method: Any) -> str:
+    return f"R{size}-seed{seed}" if method == PAPER_METHOD else f"{method}-R{size}-seed{seed}"
 
 
 def largest_config(preset: str) -> TrainConfig:
