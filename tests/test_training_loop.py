@@ -500,3 +500,12 @@ def test_batches_that_are_not_measured_in_one_pass_are_refused(changes, tmp_path
 def test_batches_of_steps_that_are_not_measured_are_refused(measured, tmp_path):
     with pytest.raises(ScoregramError, match=f"batches_every 3 and measure_every {measured}. Make it a multiple"):
         TrainConfig(out=tmp_path / "run", batches_every=3, measure_every=measured)
+
+
+def test_greedy_rewards_are_kept_as_evidence(policy, tmp_path):
+    train(config_for(policy, tmp_path / "run", steps=1, eval_every=1, keep_evidence=True))
+    run = open_run(tmp_path / "run")
+    for step in (0, 1):
+        kept = [group for group in run.groups([step]) if group.kind == "test, greedy"]
+        shares = [float(group.rewards >= 1) for group in kept]
+        assert len(kept) == 6 and run.metrics()[step]["eval/accuracy"] == pytest.approx(sum(shares) / 6)

@@ -187,6 +187,8 @@ class TrainConfig:
     """Store the whole Gram of a step, across prompts, at every N-th step; 0 for never."""
     keep_prompts: bool = True
     """Store the text of each prompt with its group."""
+    keep_evidence: bool = False
+    """Store what others need to check the run: the reward of every greedy test rollout."""
     probe_every: int = 0
     """Measure groups of the same few test problems at every N-th step and before the first; 0 for never."""
     probe_problems: int = 8
@@ -331,6 +333,8 @@ class TrainConfig:
         del plain["trust_remote_code"]  # a run from elsewhere must not grant it when it is resumed
         if self.sampler == "auto":
             del plain["sampler"]  # older runs lack this option, behave like auto, and stay resumable
+        if not self.keep_evidence:
+            del plain["keep_evidence"]  # as above
         return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
     def may_differ(self) -> tuple[str, ...]:

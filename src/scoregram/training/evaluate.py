@@ -99,8 +99,13 @@ def evaluate(
     return Evaluation(tuple(rewards), tuple(sampled))
 
 
-def evaluation_records(step: int, problems: Sequence[Problem], evaluation: Evaluation) -> list[GroupRecord]:
-    """Groups of kind `test, greedy`, and `test` if rollouts were sampled, with the rewards of an evaluation."""
+def evaluation_records(
+    step: int, problems: Sequence[Problem], evaluation: Evaluation, *, keep_greedy: bool = False
+) -> list[GroupRecord]:
+    """Groups of kind `test` and `test, greedy` with the rewards of an evaluation.
+
+    None if no rollouts were sampled; with `keep_greedy`, the greedy ones even then.
+    """
     kinds = {SAMPLED_TEST: evaluation.sampled, GREEDY_TEST: tuple((reward,) for reward in evaluation.rewards)}
     return [
         GroupRecord(
@@ -111,7 +116,7 @@ def evaluation_records(step: int, problems: Sequence[Problem], evaluation: Evalu
             lengths=torch.zeros(len(rewards), dtype=torch.int64),
             advantages=torch.zeros(len(rewards), dtype=torch.float64),
         )
-        for kind, each in kinds.items()
+        for kind, each in (kinds if evaluation.sampled or keep_greedy else {}).items()
         for problem, rewards in zip(problems if each else (), each, strict=True)
     ]
 

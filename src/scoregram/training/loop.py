@@ -222,7 +222,7 @@ def evaluation_scalars(
     """Evaluate on the test problems and write their groups; returns the scalars `eval/…`."""
     sampling, stream = config.sampling(task.max_new_tokens), seeded_generator(config.seed, "test", step)
     evaluation = evaluate(policy, task, problems, sampling, samples=config.eval_samples, generator=stream)
-    writer.write_groups(step, evaluation_records(step, problems, evaluation))
+    writer.write_groups(step, evaluation_records(step, problems, evaluation, keep_greedy=config.keep_evidence))
     return evaluation.scalars()
 
 

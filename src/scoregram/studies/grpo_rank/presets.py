@@ -223,6 +223,7 @@ def _sized_config(preset: Preset, size: int, *, model: str, device: str) -> Trai
         layers="float32",
         layer_detail="probes",
         keep_prompts=False,
+        keep_evidence=True,
         batches_every=0 if preset.micro_batch_size else preset.batches_every,
         probe_every=preset.batches_every,
         probe_problems=preset.batch_size // size,
