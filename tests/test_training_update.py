@@ -1,5 +1,6 @@
 """The gradient of a step against autograd on the loss itself, for every method; one pass against many."""
 
+import statistics
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -75,7 +76,64 @@ def taken(model: Any) -> Tensor:
     return flat
 
 
-def gradient_by_definition(model: Any, rollouts: Rollouts, method: Method, greedy: Tensor) -> Tensor:
+def inputs_of(method: Method, rollouts: Rollouts) -> dict[str, Tensor]:
+    """Arbitrary inputs for the estimator of a method, as sources supply them: `(P,)`, or `(N, T)` for tokens."""
+    generator = torch.Generator().manual_seed(5)
+    mask = rollouts.completion_mask
+    drawn = torch.rand(mask.shape, generator=generator, dtype=torch.float64)
+    is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+    ends = is_last | (mask & (drawn > 0.6))
+    given = {
+        "greedy_rewards": torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64),
+        "baselines": torch.tensor([0.3, 0.3, 0.3], dtype=torch.float64),
+        "step_ends": ends,
+        "prefix_values": drawn,
+        "segment_starts": mask & (drawn > 0.5),
+        "values": drawn,
+    }
+    inputs = {name: given[name] for name in ESTIMATORS[method.estimator].needs if name in given}
+    if "step_ends" in inputs:
+        inputs["token_rewards"] = torch.where(ends, (drawn > 0.8).double(), 0.0)
+    return inputs
+
+
+def token_advantages_by_definition(method: Method, rollouts: Rollouts, inputs: dict[str, Tensor]) -> Tensor:
+    """`(N, T)`, rollout by rollout, in loops."""
+    mask, result = rollouts.completion_mask, torch.zeros(rollouts.completion_mask.shape, dtype=torch.float64)
+    if method.estimator == "grpo-process":
+        for group in range(PROMPTS):
+            rows = range(group * SIZE, (group + 1) * SIZE)
+            steps = [(i, int(t)) for i in rows for t in inputs["step_ends"][i].nonzero()]
+            scores = [float(inputs["token_rewards"][at]) for at in steps]
+            mean, spread = statistics.fmean(scores), statistics.stdev(scores)
+            for i in rows if spread else ():
+                for t in mask[i].nonzero().flatten().tolist():
+                    later = [s for (j, end), s in zip(steps, scores, strict=True) if j == i and end >= t]
+                    result[i, t] = sum((s - mean) / spread for s in later)
+        return result
+    if method.estimator in ("gae", "gae-monte-carlo"):
+        decay = {"gae": 0.95, "gae-monte-carlo": 1.0}[method.estimator]
+        for i in range(rollouts.count):
+            after = advantage = 0.0
+            reward = float(rollouts.rewards[i])
+            for t in reversed(mask[i].nonzero().flatten().tolist()):
+                value = float(inputs["values"][i, t])
+                advantage = result[i, t] = reward + after - value + decay * advantage
+                after, reward = value, 0.0
+        return result
+    assert method.estimator == "spo-chain"
+    for i in range(rollouts.count):
+        tokens = mask[i].nonzero().flatten().tolist()
+        starts = [t for t in tokens if t == tokens[0] or bool(inputs["segment_starts"][i, t])]
+        for start, end in zip(starts, [*starts[1:], None], strict=True):
+            after = float(rollouts.rewards[i]) if end is None else float(inputs["prefix_values"][i, end])
+            for t in tokens:
+                if t >= start and (end is None or t < end):
+                    result[i, t] = after - float(inputs["prefix_values"][i, start])
+    return result
+
+
+def gradient_by_definition(model: Any, rollouts: Rollouts, method: Method, inputs: dict[str, Tensor]) -> Tensor:
     """Autograd on the method's loss, the old policy being the same one."""
     rows = measure_gram(
         model, rollouts.input_ids, rollouts.completion_mask, rollouts.attention_mask, temperature=0.8
@@ -83,11 +141,14 @@ def gradient_by_definition(model: Any, rollouts: Rollouts, method: Method, greed
     given = {
         "lengths": rollouts.lengths.view(PROMPTS, SIZE),
         "outcomes": rollouts.reward_grid,
-        "greedy_rewards": greedy,
         "score_energies": rows.view(PROMPTS, SIZE),
+        **inputs,
     }
-    inputs: Any = {name: given[name] for name in ESTIMATORS[method.estimator].needs}
-    advantages = estimate(method.estimator, rollouts.reward_grid, **inputs).flatten()
+    if ESTIMATORS[method.estimator].level == "token":
+        advantages = token_advantages_by_definition(method, rollouts, inputs)
+    else:
+        needed: Any = {name: given[name] for name in ESTIMATORS[method.estimator].needs}
+        advantages = estimate(method.estimator, rollouts.reward_grid, **needed).flatten()
     log_probs = plain_log_probs(model, rollouts)
     known = {
         "log_probs": log_probs,
@@ -104,14 +165,14 @@ def gradient_by_definition(model: Any, rollouts: Rollouts, method: Method, greed
 @pytest.mark.parametrize("measure", [True, False])
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_the_gradient_is_that_of_the_loss(model, rollouts, name, measure):
-    method, greedy = METHODS[name], torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
-    expected = gradient_by_definition(model, rollouts, method, greedy)
-    step, _ = updater_for(model, method).first(1, rollouts, measure=measure, greedy=greedy, reference=None)
+    method, inputs = METHODS[name], inputs_of(METHODS[name], rollouts)
+    expected = gradient_by_definition(model, rollouts, method, inputs)
+    step, _ = updater_for(model, method).first(1, rollouts, measure=measure, inputs=inputs, reference=None)
     torch.testing.assert_close(taken(model), expected, rtol=1e-9, atol=1e-12)
     gram = step.gram
     assert (gram is not None) == (measure or "optimal" in name)
     if gram is not None:
-        w = step.weights.double()
+        w = step.row_weights
         torch.testing.assert_close(w @ gram.matrix @ w, expected.square().sum(), rtol=1e-9, atol=1e-12)
 
 
@@ -119,9 +180,9 @@ def test_the_gradient_is_that_of_the_loss(model, rollouts, name, measure):
 @pytest.mark.parametrize("measure", [True, False])
 def test_passes_of_whole_groups_add_up(model, rollouts, name, measure):
     one = updater_for(model, METHODS[name])
-    whole, _ = one.first(1, rollouts, measure=measure, greedy=None, reference=None)
+    whole, _ = one.first(1, rollouts, measure=measure, reference=None)
     expected = taken(model)
-    parts, _ = replace(one, rollouts_per_pass=SIZE).first(1, rollouts, measure=measure, greedy=None, reference=None)
+    parts, _ = replace(one, rollouts_per_pass=SIZE).first(1, rollouts, measure=measure, reference=None)
     torch.testing.assert_close(taken(model), expected, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(parts.log_probs, whole.log_probs)
     if parts.gram is not None and whole.gram is not None:
@@ -133,9 +194,9 @@ def test_passes_of_whole_groups_add_up(model, rollouts, name, measure):
 @pytest.mark.parametrize("name", ["rloo", "optimal", "optimal-loo"])
 def test_blocks_within_groups_suffice_for_the_update(model, rollouts, name):
     one = updater_for(model, METHODS[name])
-    whole, _ = one.first(1, rollouts, measure=True, greedy=None, reference=None)
+    whole, _ = one.first(1, rollouts, measure=True, reference=None)
     expected = taken(model)
-    blocks, _ = replace(one, group_size=SIZE).first(1, rollouts, measure=True, greedy=None, reference=None)
+    blocks, _ = replace(one, group_size=SIZE).first(1, rollouts, measure=True, reference=None)
     torch.testing.assert_close(taken(model), expected, rtol=1e-9, atol=1e-12)
     assert blocks.gram is not None and whole.gram is not None
     known = blocks.gram.matrix.isfinite()
@@ -148,7 +209,7 @@ def test_blocks_within_groups_suffice_for_the_update(model, rollouts, name):
 def test_a_second_update_follows_the_ratio(model, rollouts, name, passes):
     method = METHODS[name]
     updater = updater_for(model, method, rollouts_per_pass=passes)
-    before, _ = updater.first(1, rollouts, measure=False, greedy=None, reference=None)
+    before, _ = updater.first(1, rollouts, measure=False, reference=None)
     model.zero_grad(set_to_none=True)
     saved = [p.detach().clone() for p in model.parameters()]
     with torch.no_grad():
@@ -190,7 +251,7 @@ def test_a_kl_term_pulls_towards_the_reference(model, rollouts, passes):
     kl = ((distance.exp() - 1 - distance) * mask).sum(1) / mask.sum(1)
     (-(advantages * log_probs.sum(1)).mean() + 0.3 * kl.mean()).backward()
     expected = taken(model)
-    step, _ = updater.first(1, rollouts, measure=True, greedy=None, reference=shifted)
+    step, _ = updater.first(1, rollouts, measure=True, reference=shifted)
     torch.testing.assert_close(taken(model), expected, rtol=1e-9, atol=1e-12)
     assert step.gram is not None
 

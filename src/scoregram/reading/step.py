@@ -58,6 +58,10 @@ class Step:
     token_advantages: Float[Tensor, "batch tokens"] | None = None
     """Advantage of every token; a row of `nan` for a rollout whose tokens share one. None if every rollout has a single
     advantage."""
+    token_weights: Float[Tensor, "batch tokens"] | None = None
+    """Weight of every token's score in the update, for tokens that differ in it within a rollout; else None."""
+    has_whole_groups: bool = False
+    """For rows of a loss, whether every group is complete: another trainer's loss may be of a part of a group."""
     group_marks: Sequence[Mapping[str, float]] = ()
     """Facts about each group that do not follow from its rewards and its Gram, such as whether a self-check passed;
     stored with the group."""
@@ -113,7 +117,7 @@ def reward_scalars(step: Step) -> dict[str, float]:
     """Scalars of a step that need no Gram."""
     rewards = step.rollouts.rewards
     advantages = step.rollouts.by_group(step.advantages, fill=0.0)
-    if step.rows == "loss":  # a loss step may hold only part of a group, so its outcome is unknown
+    if step.rows == "loss" and not step.has_whole_groups:  # the outcome of a part of a group is unknown
         return {"reward": _mean(rewards), "advantage_abs": float(step.advantages.abs().mean())}
     return outcome_scalars(step.rollouts.reward_grid, advantages)
 

@@ -4,6 +4,7 @@ Random numbers are functions of the seed and the step, so no generator state is 
 `save_pretrained`, so that `from_pretrained` loads a checkpoint.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from scoregram.checks import ScoregramError, fail
 from scoregram.policy import Policy, without_bars
 from scoregram.rollouts import Rollouts
 from scoregram.runs import damaged_files, disk_errors
+from scoregram.training.inputs import InputSource
 
 STATE = "state.pt"
 MODEL = "model"
@@ -30,10 +32,21 @@ class Position:
     """Problems that were drawn."""
 
 
-def save_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, position: Position) -> None:
-    """Write a checkpoint into an empty folder."""
+def save_checkpoint(
+    folder: Path,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    position: Position,
+    sources: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    """Write a checkpoint into an empty folder; `sources` are the states of the estimator's sources of inputs."""
     save_policy(folder / MODEL, policy)
-    state = {"step": position.step, "problems": position.problems, "optimizer": optimizer.state_dict()}
+    state = {
+        "step": position.step,
+        "problems": position.problems,
+        "optimizer": optimizer.state_dict(),
+        "sources": [dict(source) for source in sources],
+    }
     with (folder / STATE).open("wb") as file:  # given a path, torch.save would hide the OSError of a full disk
         torch.save(state, file)
 
@@ -45,8 +58,10 @@ def save_policy(folder: Path, policy: Policy) -> None:
         policy.tokenizer.save_pretrained(folder)
 
 
-def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> Position:
-    """Load the weights and the optimiser state of a checkpoint into the policy and the optimiser.
+def load_checkpoint(
+    folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, sources: Sequence[InputSource] = ()
+) -> Position:
+    """Load the weights and the other states of a checkpoint into the policy, the optimiser and the sources.
 
     Raises:
         ScoregramError: If a file differs from its hash in `SHA256SUMS` or cannot be read, or if it does not fit the
@@ -62,6 +77,8 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimiz
         load_weights(policy.model, folder / MODEL)
         state: dict[str, Any] = torch.load(folder / STATE, map_location=device, weights_only=True)
         optimizer.load_state_dict(state["optimizer"])
+        for source, stored in zip(sources, state.get("sources", [{}] * len(sources)), strict=True):
+            source.load_state(stored)
         return Position(state["step"], state["problems"])
     except (ScoregramError, MemoryError, torch.OutOfMemoryError):
         raise

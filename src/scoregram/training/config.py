@@ -19,11 +19,32 @@ class Method:
     """Key of `OBJECTIVES`."""
     dynamic_sampling: bool = False
     """Sample further prompts until the step is full of live groups."""
+    learned_baseline: bool = False
+    """Whether the estimator's baselines are the values of a critic, instead of a running mean."""
     about: str
 
 
 METHODS: MappingProxyType[str, Method] = MappingProxyType(
     {
+        "reinforce-baseline": Method(
+            estimator="constant", objective="reinforce", about="reward minus the running mean of earlier rewards"
+        ),
+        "reinforce-critic": Method(
+            estimator="constant",
+            objective="reinforce",
+            learned_baseline=True,
+            about="reward minus the learned value of the prompt",
+        ),
+        "ppo": Method(estimator="gae", objective="dapo", about="a critic's values, GAE with λ = 0.95, clipped ratio"),
+        "ppo-monte-carlo": Method(
+            estimator="gae-monte-carlo", objective="dapo", about="reward minus a critic's value of the prefix: λ = 1"
+        ),
+        "grpo-process": Method(
+            estimator="grpo-process", objective="grpo", about="process rewards: every verified step is rewarded"
+        ),
+        "vineppo": Method(
+            estimator="spo-chain", objective="grpo", about="gain in Monte-Carlo value over each step of the solution"
+        ),
         "reinforce": Method(
             estimator="reinforce", objective="reinforce", about="the reward itself, without a baseline"
         ),
@@ -82,6 +103,16 @@ MAY_DIFFER = ("steps", "out", "resume", "overwrite", "report_to", "checkpoint_ev
 """
 
 
+LATER_OPTIONS = frozenset(
+    {
+        *("sampler", "keep_evidence", "baseline", "baseline_decay"),
+        *("critic", "critic_learning_rate", "critic_updates", "critic_clip", "critic_warmup"),
+        *("prefix_rollouts", "segments", "segment_tokens", "segment_probability"),
+    }
+)
+"""Options that older runs do not have; they are stored only if they differ from their defaults."""
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """Train a policy on a task with verifiable rewards, and measure what every update is made of."""
@@ -128,6 +159,31 @@ class TrainConfig:
     """Replace the advantage estimator of the method."""
     objective: str | None = None
     """Replace the loss of the method."""
+
+    baseline: float | None = None
+    """Baseline of the estimator `constant`; the running mean of earlier rewards by default."""
+    baseline_decay: float = 0.9
+    """Decay of that running mean per step."""
+    critic: Literal["copy", "head"] = "copy"
+    """Network of the critic: a copy of the initial policy with a scalar head, or that head on the policy's own hidden
+    states."""
+    critic_learning_rate: float = 1e-3
+    """Learning rate of the critic."""
+    critic_updates: int = 1
+    """Updates of the critic per step."""
+    critic_clip: float = 0.2
+    """Clip the change of a value per step in the critic's loss; 0 for no clipping."""
+    critic_warmup: int = 0
+    """Steps at the start in which the critic learns and the policy does not."""
+    prefix_rollouts: int = 4
+    """Rollouts per prefix for Monte-Carlo values (methods such as vineppo). They come on top of batch_size."""
+    segments: Literal["steps", "unlikely", "even"] = "steps"
+    """Where Monte-Carlo values are estimated: after each step of the solution (a line, for tasks that verify no steps),
+    after each unlikely token, or after every segment_tokens tokens."""
+    segment_tokens: int = 8
+    """Tokens of a segment, with --segments even."""
+    segment_probability: float = 0.9
+    """Tokens less likely than this are cut after, with --segments unlikely."""
 
     steps: int = 100
     """Training steps, inner updates not counted."""
@@ -251,6 +307,9 @@ class TrainConfig:
         if self.sampler == "vllm" and self.lora_rank:
             remedy = "Choose another sampler, or --lora-rank 0."
             refuse("train --sampler", "vllm needs a model without adapters", f"lora_rank {self.lora_rank}", remedy)
+        if self.baseline_decay >= 1:
+            remedy = "0.9 averages over about ten steps."
+            refuse("train --baseline-decay", "must be below 1", self.baseline_decay, remedy)
         if self.method not in METHODS:
             refuse("train --method", f"must be one of {', '.join(METHODS)}", repr(self.method), "Check the spelling.")
         if self.resume and self.overwrite:
@@ -287,6 +346,7 @@ class TrainConfig:
             estimator=self.estimator or row.estimator,
             objective=self.objective or row.objective,
             dynamic_sampling=row.dynamic_sampling,
+            learned_baseline=row.learned_baseline,
             about=row.about,
         )
 
@@ -331,10 +391,9 @@ class TrainConfig:
         """The config as plain values, for `config.yaml`."""
         plain = asdict(self) | {"out": str(self.out)}
         del plain["trust_remote_code"]  # a run from elsewhere must not grant it when it is resumed
-        if self.sampler == "auto":
-            del plain["sampler"]  # older runs lack this option, behave like auto, and stay resumable
-        if not self.keep_evidence:
-            del plain["keep_evidence"]  # as above
+        for field in fields(self):
+            if field.name in LATER_OPTIONS and plain[field.name] == field.default:
+                del plain[field.name]  # older runs lack it, behave like its default, and stay resumable
         return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
     def may_differ(self) -> tuple[str, ...]:
@@ -349,6 +408,14 @@ LEAST = {
     "micro_batch_size": 0,
     "inner_updates": 1,
     "dynamic_rounds": 1,
+    "baseline_decay": 0,
+    "critic_learning_rate": 0,
+    "critic_updates": 1,
+    "critic_clip": 0,
+    "critic_warmup": 0,
+    "prefix_rollouts": 1,
+    "segment_tokens": 1,
+    "segment_probability": 0,
     "max_new_tokens": 0,
     "lora_rank": 0,
     "beta": 0,

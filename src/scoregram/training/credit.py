@@ -13,10 +13,17 @@ from scoregram.objectives import KL_TERMS, OBJECTIVES, kl_penalty, token_coeffic
 from scoregram.reading import Step
 from scoregram.rollouts import Rollouts
 from scoregram.training.config import Method
-from scoregram.types import Advantages, LogProbs, Mask, PerPrompt, TokenWeights
+from scoregram.types import Advantages, LogProbs, Mask, TokenWeights
 
-TRAINER_INPUTS = frozenset({"lengths", "outcomes", "greedy_rewards", "score_energies"})
+TRAINER_INPUTS = frozenset(
+    {
+        *("lengths", "outcomes", "score_energies", "greedy_rewards", "baselines"),
+        *("step_ends", "prefix_values", "segment_starts", "values"),
+    }
+)
 """Estimator inputs, besides rewards, that the trainer can supply."""
+TRAINER_LEVELS = ("group", "token")
+"""Levels of credit that the trainer can apply."""
 LOSS_INPUTS = frozenset({"log_probs", "old_log_probs", "advantages", "mask", "length"})
 """Loss inputs that the trainer can supply."""
 
@@ -24,9 +31,9 @@ LOSS_INPUTS = frozenset({"log_probs", "old_log_probs", "advantages", "mask", "le
 def require_method(method: Method, *, group_size: int, kl: str) -> None:
     """Raise before any work if the trainer cannot run this estimator or this loss."""
     row = lookup(ESTIMATORS, method.estimator, kind="train --estimator")
-    if row.level != "group" or not set(row.needs) <= TRAINER_INPUTS:
+    if row.level not in TRAINER_LEVELS or not set(row.needs) <= TRAINER_INPUTS:
         rows = ESTIMATORS.items()
-        able = listed(name for name, r in rows if r.level == "group" and set(r.needs) <= TRAINER_INPUTS)
+        able = listed(name for name, r in rows if r.level in TRAINER_LEVELS and set(r.needs) <= TRAINER_INPUTS)
         remedy = "The other estimators need more than rollouts and their rewards."
         fail("train --estimator", f"must be one of {able}", repr(method.estimator), remedy)
     if group_size < row.min_group:
@@ -37,6 +44,9 @@ def require_method(method: Method, *, group_size: int, kl: str) -> None:
         able = listed(name for name, r in OBJECTIVES.items() if set(r.needs) <= LOSS_INPUTS)
         remedy = "The other losses need more than rollouts and their advantages."
         fail("train --objective", f"must be one of {able}", repr(method.objective), remedy)
+    if row.level == "token" and "advantages" not in objective.needs:
+        able = listed(name for name, r in OBJECTIVES.items() if "advantages" in r.needs)
+        fail("train --objective", f"credit for tokens needs one of {able}", repr(method.objective), "Choose another.")
     lookup(KL_TERMS, kl, kind="train --kl")
 
 
@@ -47,9 +57,11 @@ def credited_step(
     *,
     length: int,
     gram: Gram | None = None,
-    greedy: PerPrompt | None = None,
+    inputs: Mapping[str, Tensor] | None = None,
 ) -> Step:
     """A step before its backward pass: the rollouts with the advantages and weights of a method.
+
+    With one advantage per rollout the rows of its Gram are scores. With one per token they are gradients of the loss.
 
     Args:
         method: Its estimator gives the advantages, its loss the weights.
@@ -57,17 +69,32 @@ def credited_step(
         rollouts: Its rollouts.
         length: Longest completion, in tokens: the constant by which Dr.GRPO divides.
         gram: Gram of all rollouts, if already measured; estimators that need score norms require it.
-        greedy: `(P,)` rewards of greedy rollouts, for the estimator that needs them.
+        inputs: What sources of inputs supplied (`scoregram.training.inputs`).
     """
-    advantages = advantages_of(method.estimator, rollouts, gram=gram, greedy=greedy)
-    weights = score_weights(method.objective, advantages, rollouts.completion_mask, length=length)
+    mask = rollouts.completion_mask
+    if ESTIMATORS[method.estimator].level == "token":
+        by_token = token_advantages_of(method.estimator, rollouts, inputs or {})
+        lengths = mask.sum(1).clamp(min=1).cpu()
+        weights = token_weights_of(method.objective, by_token.to(mask.device), mask, length=length)
+        return Step(
+            number=number,
+            rollouts=rollouts,
+            kind="loss",
+            advantages=by_token.sum(1) / lengths,
+            weights=weights.sum(1).cpu() / lengths,
+            token_advantages=by_token,
+            token_weights=weights,
+            has_whole_groups=True,
+        )
+    advantages = advantages_of(method.estimator, rollouts, gram=gram, inputs=inputs)
+    weights = score_weights(method.objective, advantages, mask, length=length)
     return Step(
         number=number, rollouts=rollouts, advantages=advantages.flatten().double(), weights=weights.cpu(), gram=gram
     )
 
 
 def advantages_of(
-    estimator: str, rollouts: Rollouts, *, gram: Gram | None = None, greedy: PerPrompt | None = None
+    estimator: str, rollouts: Rollouts, *, gram: Gram | None = None, inputs: Mapping[str, Tensor] | None = None
 ) -> Advantages:
     """`(P, R)` advantages in float64; 0 for a rollout without a reward.
 
@@ -75,19 +102,37 @@ def advantages_of(
         estimator: A group-level row of `ESTIMATORS`.
         rollouts: The rollouts of a step.
         gram: Gram of all rollouts; its diagonal is for the estimators that need squared score norms.
-        greedy: `(P,)` rewards of greedy rollouts, for the estimator that needs them.
+        inputs: Further inputs, such as the rewards of greedy rollouts.
 
     Raises:
         NotFiniteError: If an advantage is not finite.
     """
     rewards = rollouts.reward_grid
-    inputs: dict[str, Tensor | None] = {
+    known: dict[str, Tensor | None] = {
         "lengths": rollouts.lengths.cpu().view_as(rewards),
         "outcomes": rewards,
         "score_energies": None if gram is None else rollouts.by_group(gram.matrix.diagonal()),
-        "greedy_rewards": greedy,
     }
-    return estimate(estimator, rewards, **inputs)
+    return estimate(estimator, rewards, **known | dict(inputs or {}))
+
+
+def token_advantages_of(estimator: str, rollouts: Rollouts, inputs: Mapping[str, Tensor]) -> TokenWeights:
+    """`(N, T)` advantages in float64 on the CPU, 0 outside the completion and for a rollout without a reward.
+
+    `inputs` are `(N, T)`. The reward of a rollout is at its last completion token, unless they have `token_rewards`.
+
+    Raises:
+        NotFiniteError: If an advantage is not finite.
+    """
+    mask = rollouts.completion_mask.cpu() & ~rollouts.rewards.isnan()[:, None]
+    given = dict(inputs)
+    rewards = given.pop("token_rewards", None)
+    if rewards is None:
+        is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+        rewards = torch.where(is_last, rollouts.rewards.nan_to_num()[:, None], 0.0)
+    groups = len(rollouts.group_sizes)
+    tables = {name: value.view(groups, -1, value.shape[1]) for name, value in {"mask": mask, **given}.items()}
+    return estimate(estimator, rewards.view_as(tables["mask"]).double(), **tables).view(mask.shape)
 
 
 def score_weights(objective: str, advantages: Advantages, mask: Mask, *, length: int) -> Tensor:
@@ -95,10 +140,15 @@ def score_weights(objective: str, advantages: Advantages, mask: Mask, *, length:
 
     At `π = π_old` every loss here gives all tokens of a rollout the same weight. 0 for a rollout without tokens.
     """
-    row = OBJECTIVES[objective]
-    inputs: Mapping[str, Any] = {"advantages": advantages.flatten().to(mask.device), "mask": mask, "length": length}
-    weights = row.weight(**{name: inputs[name] for name in row.weight_needs})  # (N, T)
+    weights = token_weights_of(objective, advantages.flatten().to(mask.device), mask, length=length)
     return weights.sum(1) / mask.sum(1).clamp(min=1)
+
+
+def token_weights_of(objective: str, advantages: Tensor, mask: Mask, *, length: int) -> TokenWeights:
+    """`(N, T)` weight of each token's score in an on-policy update, for advantages `(N,)` or `(N, T)`."""
+    row = OBJECTIVES[objective]
+    inputs: Mapping[str, Any] = {"advantages": advantages, "mask": mask, "length": length}
+    return row.weight(**{name: inputs[name] for name in row.weight_needs})
 
 
 def loss_value(
@@ -109,7 +159,7 @@ def loss_value(
     inputs: Mapping[str, Any] = {
         "log_probs": log_probs,
         "old_log_probs": log_probs if old_log_probs is None else old_log_probs,
-        "advantages": step.advantages.to(log_probs),
+        "advantages": (step.advantages if step.token_advantages is None else step.token_advantages).to(log_probs),
         "mask": step.rollouts.completion_mask,
         "length": length,
     }

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from scoregram.advantages import ESTIMATORS
 from scoregram.checks import NotFiniteError, fail
 from scoregram.machine import threads
 from scoregram.policy import Policy, installed_vllm, load_policy, recompute_layers
@@ -26,10 +25,11 @@ from scoregram.rollouts import Rollouts, concatenated_rollouts
 from scoregram.runs import CHECKSUMS, RunWriter, open_run, require_same_config, require_space
 from scoregram.tasks import Problem, Task, load_task
 from scoregram.training.checkpoint import Position, load_checkpoint, save_checkpoint, write_failure
-from scoregram.training.collect import collect, drawn_problems, greedy_rewards, refuse_long_prompts, seeded_generator
+from scoregram.training.collect import collect, drawn_problems, refuse_long_prompts, seeded_generator
 from scoregram.training.config import TrainConfig
 from scoregram.training.credit import require_method
 from scoregram.training.evaluate import evaluate, evaluation_records, run_probe
+from scoregram.training.inputs import InputSource, input_sources
 from scoregram.training.progress import Progress
 from scoregram.training.trackers import open_trackers, require_trackers
 from scoregram.training.update import Reference, Updater, apply_gradient, learning_rate, make_optimizer
@@ -79,6 +79,7 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
         kl=config.kl,
         group_size=None if config.between_prompts else config.group_size,
     )
+    sources = input_sources(config.chosen, config, policy, task)
     reference = Reference(updater, new_adapters=config.lora_rank > 0) if config.beta > 0 else None
     require_space(config.out, bytes_for_checkpoint(policy) * checkpoints_to_come(config), caller="train")
     tests = task.test[: config.eval_problems]
@@ -87,7 +88,7 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
         prompts = [policy.encode_prompt(task.prompt(problem)) for problem in problems]
         refuse_long_prompts(prompts, problems, sampling, policy)
     require_trackers(config.report_to)
-    writer, position = open_writer(config, policy, optimizer)
+    writer, position = open_writer(config, policy, optimizer, sources)
     resumed = position.step if config.resume and position.step else None
     interrupted = False
     with (
@@ -122,15 +123,15 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
             measure = is_due(number, config.measure_every)
             rate = learning_rate(number, config)
             try:
-                needs_greedy = "greedy_rewards" in ESTIMATORS[config.chosen.estimator].needs
-                greedy = greedy_rewards(policy, task, problems, sampling) if needs_greedy else None
+                inputs = {n: v for source in sources for n, v in source.inputs(number, rollouts, problems).items()}
                 known = None if reference is None else reference.log_probs(rollouts)
-                step, loss = updater.first(number, rollouts, measure=measure, greedy=greedy, reference=known)
+                step, loss = updater.first(number, rollouts, measure=measure, inputs=inputs, reference=known)
                 norm = apply_gradient(optimizer, policy.model, rate, config.max_grad_norm)
                 for _ in range(config.inner_updates - 1):
                     loss = updater.again(step, reference=known)
                     apply_gradient(optimizer, policy.model, rate, config.max_grad_norm)
                 reading = read_step(step)
+                learned = {n: v for source in sources for n, v in source.learn(rollouts).items()}
             except NotFiniteError as error:
                 where = write_failure(config.out, number, policy, rollouts, error)
                 optimizer.zero_grad(set_to_none=True)
@@ -143,6 +144,7 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
 
             # write the records
             scalars = reading.scalars | {"loss": loss, "grad_norm": norm, "learning_rate": rate} | policy_scalars(step)
+            scalars |= learned
             if measure:
                 writer.write_groups(number, group_records(step, reading.groups, **config.recording()))
             if is_due(number, config.batches_every):
@@ -164,7 +166,7 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
             is_last = number == config.steps and config.final_checkpoint
             if is_due(number, config.checkpoint_every) or is_last or interrupted:
                 with writer.checkpoint(number) as folder:
-                    save_checkpoint(folder, policy, optimizer, position)
+                    save_checkpoint(folder, policy, optimizer, position, [source.state() for source in sources])
             if interrupted:
                 progress.note(f"stopped after step {number}; continue with --resume")
                 break
@@ -236,14 +238,16 @@ def probe_scalars(
     return result.scalars
 
 
-def open_writer(config: TrainConfig, policy: Policy, optimizer: torch.optim.Optimizer) -> tuple[RunWriter, Position]:
+def open_writer(
+    config: TrainConfig, policy: Policy, optimizer: torch.optim.Optimizer, sources: Sequence[InputSource]
+) -> tuple[RunWriter, Position]:
     """The writer of the run folder, and the position of the run."""
     settings: dict[str, Any] = {"layers": config.layers, "keep_checkpoints": config.keep_checkpoints or None}
     if not config.resume:
         writer = RunWriter.create(config.out, config.record(), overwrite=config.overwrite, **settings)
         return writer, Position(0, 0)
     latest = open_run(config.out).latest_checkpoint
-    position = Position(0, 0) if latest is None else load_checkpoint(latest[1], policy, optimizer)
+    position = Position(0, 0) if latest is None else load_checkpoint(latest[1], policy, optimizer, sources)
     if position.step > config.steps:
         fail(
             "train --resume", f"steps must be at least {position.step}, which are done", config.steps, "Raise --steps."

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +18,7 @@ from scoregram.reading import Step, gram_of_passes
 from scoregram.rollouts import Rollouts
 from scoregram.training.config import Method, TrainConfig
 from scoregram.training.credit import advantages_of, credited_step, loss_coefficients, loss_value, score_weights
-from scoregram.types import LogProbs, PerPrompt
+from scoregram.types import LogProbs
 
 VECTOR_BYTES = 1 << 30
 """Memory limit, in bytes, of the `1 + P` gradients that `Updater._one_baseline_a_group` keeps."""
@@ -43,7 +43,13 @@ class Updater:
     """Measure only the blocks within groups of this size; None for the whole Gram."""
 
     def first(
-        self, number: int, rollouts: Rollouts, *, measure: bool, greedy: PerPrompt | None, reference: Tensor | None
+        self,
+        number: int,
+        rollouts: Rollouts,
+        *,
+        measure: bool,
+        inputs: Mapping[str, Tensor] | None = None,
+        reference: Tensor | None = None,
     ) -> tuple[Step, float]:
         """The step and its loss under the policy that sampled the rollouts; the gradient is added to `.grad`.
 
@@ -51,7 +57,7 @@ class Updater:
             number: Number of the step.
             rollouts: Its rollouts.
             measure: Whether to measure the Gram.
-            greedy: `(P,)` greedy rewards, for the estimator that needs them.
+            inputs: What the estimator needs besides the rollouts, from `scoregram.training.inputs`.
             reference: `(N, T)` log-probabilities of the reference, None without a KL term.
         """
         gram = None
@@ -59,7 +65,7 @@ class Updater:
             if reference is None and self._fits_one_pass(rollouts):
                 return self._one_baseline_a_group(number, rollouts)
             gram, measure = self._measure(rollouts), False
-        step = credited_step(self.method, number, rollouts, length=self.length, gram=gram, greedy=greedy)
+        step = credited_step(self.method, number, rollouts, length=self.length, gram=gram, inputs=inputs)
         return self._backward(step, measure=measure, reference=reference)
 
     def again(self, step: Step, *, reference: Tensor | None) -> float:
@@ -69,7 +75,7 @@ class Updater:
     def _backward(self, step: Step, *, measure: bool, reference: Tensor | None) -> tuple[Step, float]:
         """A step with known weights, after its backward pass, and its loss."""
         if reference is not None:
-            gram = self._measure(step.rollouts) if measure else step.gram
+            gram = self._measure(step.rollouts, step.token_weights) if measure else step.gram
             loss, log_probs = self._backward_of_loss(step, None, reference)
             return replace(step, gram=gram, log_probs=log_probs), loss
         if measure:
@@ -81,11 +87,14 @@ class Updater:
         return replace(step, gram=gram, log_probs=log_probs), loss
 
     def _backward_with_gram(self, step: Step) -> Gram:
-        weights, grams = step.weights.to(step.rollouts.input_ids.device), []
+        weights = step.weights if step.token_weights is None else torch.ones_like(step.weights)
+        weights, grams = weights.to(step.rollouts.input_ids.device), []
         for here in self.passes(step.rollouts):
-            given = gram_inputs(step.rollouts, here)
+            given: dict[str, Any] = {"weights": -weights[here], **self.gram_options}
+            if step.token_weights is not None:
+                given["coefficients"] = step.token_weights[here]
             with self.computing():
-                grams.append(backward_with_gram(self.model, *given, weights=-weights[here], **self.gram_options))
+                grams.append(backward_with_gram(self.model, *gram_inputs(step.rollouts, here), **given))
         return gram_of_passes(grams)
 
     def _backward_of_nonzero_weights(self, step: Step) -> Tensor:
@@ -98,22 +107,23 @@ class Updater:
         assert rollouts.log_probs is not None
         wide = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
         log_probs = rollouts.log_probs.to(wide, copy=True)
-        weights = step.weights.to(log_probs.device)
-        places = (weights != 0).nonzero().squeeze(1)
+        weights = (step.weights[:, None] if step.token_weights is None else step.token_weights).to(log_probs.device)
+        is_used = (weights != 0).any(1)
+        places = is_used.nonzero().squeeze(1)
         if len(places) == 0:
             # zero instead of None, so that the optimiser still applies its momentum
             for parameter in self.model.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             return log_probs
-        chosen = rollouts.select(weights != 0)
+        chosen = rollouts.select(is_used)
         size = self.rollouts_per_pass or len(places)
         for start in range(0, len(places), size):
             here = slice(start, start + size)
             ids, completion, attention = gram_inputs(chosen, here)
             with self.computing():
                 current = group_log_probs(self.model, ids, attention, completion, temperature=self.temperature)
-            (current * -weights[places[here], None]).sum().backward()
+            (current * -weights[places[here], : current.shape[1]]).sum().backward()
             log_probs[places[here], : current.shape[1]] = current.detach()
         return log_probs
 
@@ -151,11 +161,15 @@ class Updater:
         loss = float(loss_value(self.method, step, gram.log_probs, length=self.length))
         return replace(step, log_probs=gram.log_probs), loss
 
-    def _measure(self, rollouts: Rollouts) -> Gram:
+    def _measure(self, rollouts: Rollouts, coefficients: Tensor | None = None) -> Gram:
+        """The Gram of the scores, or of the rows `Σ_t c_it ∇log π_it` with coefficients `c` `(N, T)`."""
         grams = []
         for here in self.passes(rollouts):
+            given: dict[str, Any] = dict(self.gram_options)
+            if coefficients is not None:
+                given["coefficients"] = coefficients[here]
             with self.computing():
-                grams.append(measure_gram(self.model, *gram_inputs(rollouts, here), **self.gram_options))
+                grams.append(measure_gram(self.model, *gram_inputs(rollouts, here), **given))
         return gram_of_passes(grams)
 
     @property
@@ -241,7 +255,12 @@ def make_optimizer(model: Any, config: TrainConfig) -> torch.optim.Optimizer:
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Learning rate of step `1 … steps`: a linear rise over the warm-up, then constant or falling to 0."""
+    """Learning rate of step `1 … steps`: a linear rise over the warm-up, then constant or falling to 0.
+
+    It is 0 while only the critic learns.
+    """
+    if step <= config.critic_warmup:
+        return 0.0
     if step <= config.warmup_steps:
         return config.learning_rate * step / (config.warmup_steps + 1)
     after = config.steps - config.warmup_steps

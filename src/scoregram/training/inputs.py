@@ -1,0 +1,298 @@
+"""What estimators need besides rewards, and how the trainer obtains it: one source for each kind of input.
+
+| source | inputs | costs |
+|---|---|---|
+| `GreedyRollouts` | rewards of greedy rollouts | one rollout per prompt |
+| `BaselineRewards` | a constant, or the running mean of earlier rewards | nothing |
+| `VerifiedSteps` | process rewards: 1 for a right step, 0 for a wrong one | nothing, but the task must verify steps |
+| `Critic` | values of prefixes, or of prompts, by a network that learns them | a second model, or its head |
+| `PrefixRollouts` | Monte-Carlo values of prefixes, where segments start | `prefix_rollouts` per distinct prefix |
+
+A source may learn from every step; its state is part of a checkpoint.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from scoregram.advantages import ESTIMATORS
+from scoregram.checks import fail
+from scoregram.policy import Policy, SamplingConfig, sample
+from scoregram.rollouts import Rollouts
+from scoregram.tasks import Problem, Task
+from scoregram.training.collect import greedy_rewards, seeded_generator
+from scoregram.training.config import Method, TrainConfig
+from scoregram.training.critic import Critic
+
+
+@runtime_checkable
+class InputSource(Protocol):
+    """Supplies inputs of an estimator."""
+
+    def inputs(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> dict[str, Tensor]:
+        """The inputs for step `number`, by name; `token_rewards` `(N, T)` replaces the reward at the last token."""
+        ...
+
+    def learn(self, rollouts: Rollouts) -> dict[str, float]:
+        """Learn from a step that was trained on; returns scalars for the metrics."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs, plain numbers and tensors."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from a stored state."""
+        ...
+
+
+class StatelessSource:
+    """A source that learns nothing."""
+
+    extra_rollouts: int | None = None
+    """Rollouts that the latest step took on top of those it trains on; None for a source that samples none."""
+
+    def learn(self, rollouts: Rollouts) -> dict[str, float]:
+        """Learn nothing; returns how many rollouts the step took on top of its own."""
+        return {} if self.extra_rollouts is None else {"credit/extra_rollouts": float(self.extra_rollouts)}
+
+    def state(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Nothing to load."""
+
+
+# Baselines
+
+
+@dataclass
+class GreedyRollouts(StatelessSource):
+    """The reward of the greedy rollout of every prompt, as in ReMax."""
+
+    policy: Policy
+    task: Task
+    sampling: SamplingConfig
+
+    def inputs(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> dict[str, Tensor]:
+        """`greedy_rewards` `(P,)`."""
+        self.extra_rollouts = len(problems)
+        return {"greedy_rewards": greedy_rewards(self.policy, self.task, problems, self.sampling)}
+
+
+@dataclass
+class BaselineRewards:
+    """A baseline that the rollouts of the step do not influence: a constant, or the running mean of earlier rewards.
+
+    The running mean is `b ← d b + (1 - d) mean(r)`, corrected for its start at 0 as in Adam; before the first step
+    it is 0. Because it depends on earlier steps only, the update stays unbiased.
+    """
+
+    constant: float | None
+    decay: float
+    total: float = 0.0
+    weight: float = 0.0
+
+    @property
+    def value(self) -> float:
+        """The baseline of the next step."""
+        if self.constant is not None:
+            return self.constant
+        return self.total / self.weight if self.weight else 0.0
+
+    def inputs(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> dict[str, Tensor]:
+        """`baselines` `(P,)`, all equal."""
+        return {"baselines": torch.full((len(rollouts.group_sizes),), self.value, dtype=torch.float64)}
+
+    def learn(self, rollouts: Rollouts) -> dict[str, float]:
+        """Move the running mean towards the mean reward of the step; returns the baseline that the step had."""
+        used, mean = self.value, rollouts.rewards.nanmean()
+        if bool(mean.isfinite()):
+            self.total = self.decay * self.total + (1 - self.decay) * float(mean)
+            self.weight = self.decay * self.weight + (1 - self.decay)
+        return {"credit/baseline": used}
+
+    def state(self) -> dict[str, Any]:
+        """The running mean."""
+        return {"total": self.total, "weight": self.weight}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue the running mean."""
+        self.total, self.weight = float(state["total"]), float(state["weight"])
+
+
+# Process rewards
+
+
+@dataclass
+class VerifiedSteps(StatelessSource):
+    """Process rewards from a task that verifies steps: 1 at the last token of a right step, 0 of a wrong one."""
+
+    policy: Policy
+    task: Task
+
+    def inputs(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> dict[str, Tensor]:
+        """`token_rewards` and `step_ends`, both `(N, T)`.
+
+        A completion in which the task finds no step counts as one wrong step.
+        """
+        assert self.task.steps is not None
+        rewards = torch.zeros(rollouts.input_ids.shape, dtype=torch.float64)
+        ends = torch.zeros(rollouts.input_ids.shape, dtype=torch.bool)
+        owners = rollouts.group_ids.tolist()
+        for row, places in enumerate(completion_places(rollouts)):
+            if not places:
+                continue
+            reached = text_lengths(self.policy, rollouts.input_ids[row, places].tolist())
+            for step in self.task.steps(problems[owners[row]], rollouts.completions[row]):
+                token = places[min(sum(length < step.end for length in reached), len(places) - 1)]
+                rewards[row, token], ends[row, token] = float(step.correct), True
+            if not bool(ends[row].any()):
+                ends[row, places[-1]] = True
+        return {"token_rewards": rewards, "step_ends": ends}
+
+
+def completion_places(rollouts: Rollouts) -> list[list[int]]:
+    """Columns of the completion tokens of every rollout."""
+    return [row.nonzero().squeeze(1).tolist() for row in rollouts.completion_mask.cpu()]
+
+
+def text_lengths(policy: Policy, ids: Sequence[int]) -> list[int]:
+    """Characters of the text after each token; a token that completes no character adds none."""
+    return [len(policy.decode(ids[: count + 1])) for count in range(len(ids))]
+
+
+# Monte-Carlo values
+
+
+@dataclass
+class PrefixRollouts(StatelessSource):
+    """Values of prefixes: the mean reward of fresh rollouts that continue them.
+
+    A value is estimated where a segment starts. Equal prefixes, such as the prompt, share their rollouts. A prefix has
+    the tokens left that its own rollout had, so that its value is that of the same game.
+    """
+
+    policy: Policy
+    task: Task
+    sampling: SamplingConfig
+    config: TrainConfig
+    every_token: bool
+    """Whether every token is a segment of its own, whatever the config says."""
+
+    def inputs(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> dict[str, Tensor]:
+        """`prefix_values` and `segment_starts`, both `(N, T)`."""
+        starts = self.segment_starts(rollouts, problems)
+        ids, owners = rollouts.input_ids.tolist(), rollouts.group_ids.tolist()
+        prompts = [int(length) for length in rollouts.prompt_lengths]
+        real = rollouts.attention_mask.tolist()
+        prefix_of: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
+        for row, place in starts.nonzero().tolist():
+            before = tuple(token for token, is_real in zip(ids[row][:place], real[row][:place], strict=True) if is_real)
+            prefix_of[row, place] = (owners[row], before)
+        lengths = {owners[row]: prompts[row] for row in range(rollouts.count)}
+        value_of = self.values(number, list(dict.fromkeys(prefix_of.values())), problems, lengths)
+        values = torch.zeros(rollouts.input_ids.shape, dtype=torch.float64)
+        for (row, place), prefix in prefix_of.items():
+            values[row, place] = value_of[prefix]
+        return {"prefix_values": values, "segment_starts": starts}
+
+    def values(
+        self,
+        number: int,
+        prefixes: Sequence[tuple[int, tuple[int, ...]]],
+        problems: Sequence[Problem],
+        prompt_lengths: Mapping[int, int],
+    ) -> dict[tuple[int, tuple[int, ...]], float]:
+        """Mean reward of fresh rollouts from every prefix, given with the index of its problem."""
+        copies, limit = self.config.prefix_rollouts, self.sampling.max_new_tokens
+        self.extra_rollouts = len(prefixes) * copies
+        done = [len(ids) - prompt_lengths[problem] for problem, ids in prefixes]
+        with self.policy.computing():
+            fresh = sample(
+                self.policy.model,
+                [list(ids) for _, ids in prefixes],
+                rollouts_per_prompt=copies,
+                sampling=replace(self.sampling, max_new_tokens=limit - min(done)),
+                stop_ids=self.policy.stop_ids,
+                pad_id=self.policy.pad_id,
+                generator=seeded_generator(self.config.seed, "prefixes", number),
+            )
+        texts, columns, each = [], [], []
+        for row, continued in enumerate(fresh.completion_ids()):
+            problem, ids = prefixes[row // copies]
+            completion = [*ids[prompt_lengths[problem] :], *continued][:limit]
+            texts.append(self.policy.decode(completion))
+            columns.append(completion)
+            each.append(problems[problem])
+        rewards = self.task.rewards(each, texts, completion_ids=columns)
+        if any(reward is None for reward in rewards):
+            remedy = "Choose an estimator without prefix values, or a reward function that judges every rollout."
+            fail("train --estimator", "prefix values need a reward for every rollout", "None", remedy)
+        table = torch.tensor(rewards, dtype=torch.float64).view(len(prefixes), copies)
+        return dict(zip(prefixes, table.mean(1).tolist(), strict=True))
+
+    def segment_starts(self, rollouts: Rollouts, problems: Sequence[Problem]) -> Tensor:
+        """`(N, T)` bool: the first completion token, and each token after a cut.
+
+        A cut depends on the tokens before it alone: the end of a step or a line, an unlikely token, or a fixed number
+        of tokens.
+        """
+        if self.every_token:
+            return rollouts.completion_mask.cpu()
+        starts = torch.zeros(rollouts.input_ids.shape, dtype=torch.bool)
+        owners = rollouts.group_ids.tolist()
+        for row, places in enumerate(completion_places(rollouts)):
+            if not places:
+                continue
+            ends = self.cuts(rollouts, row, places, problems[owners[row]])
+            starts[row, [places[0], *(places[end + 1] for end in ends if end + 1 < len(places))]] = True
+        return starts
+
+    def cuts(self, rollouts: Rollouts, row: int, places: Sequence[int], problem: Problem) -> list[int]:
+        """Completion tokens after which a rollout is cut, counted from its first one."""
+        if self.config.segments == "even":
+            size = self.config.segment_tokens
+            return list(range(size - 1, len(places), size))
+        if self.config.segments == "unlikely":
+            assert rollouts.log_probs is not None
+            chances = rollouts.log_probs[row, list(places)].exp().tolist()
+            return [index for index, chance in enumerate(chances) if chance < self.config.segment_probability]
+        reached = text_lengths(self.policy, rollouts.input_ids[row, list(places)].tolist())
+        text = rollouts.completions[row]
+        if self.task.steps is not None:
+            ends = [step.end for step in self.task.steps(problem, text)]
+        else:
+            ends = [index + 1 for index, character in enumerate(text) if character == "\n"]
+        return sorted({sum(length < end for length in reached) for end in ends})
+
+
+def input_sources(method: Method, config: TrainConfig, policy: Policy, task: Task) -> list[InputSource]:
+    """The sources that a method's estimator needs.
+
+    Raises:
+        ScoregramError: If the task cannot supply an input.
+    """
+    needs = set(ESTIMATORS[method.estimator].needs)
+    sampling = config.sampling(task.max_new_tokens)
+    sources: list[InputSource] = []
+    if "greedy_rewards" in needs:
+        sources.append(GreedyRollouts(policy, task, sampling))
+    if "baselines" in needs and method.learned_baseline:
+        sources.append(Critic(config, policy, prompts_only=True))
+    elif "baselines" in needs:
+        sources.append(BaselineRewards(config.baseline, config.baseline_decay))
+    if "values" in needs:
+        sources.append(Critic(config, policy, prompts_only=False))
+    if "step_ends" in needs:
+        if task.steps is None:
+            remedy = "Train on arithmetic, or choose another estimator."
+            fail("train --estimator", f"{method.estimator} needs a task that verifies steps", task.name, remedy)
+        sources.append(VerifiedSteps(policy, task))
+    if "prefix_values" in needs:
+        sources.append(PrefixRollouts(policy, task, sampling, config, every_token="segment_starts" not in needs))
+    return sources

@@ -1,0 +1,254 @@
+"""Sources of estimator inputs: baselines, process rewards, Monte-Carlo values."""
+
+import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scoregram.checks import ScoregramError
+from scoregram.policy import Policy, PolicyConfig, load_policy
+from scoregram.rollouts import Rollouts
+from scoregram.runs import open_run
+from scoregram.tasks import Problem, Task, load_task
+from scoregram.training.collect import collect, seeded_generator
+from scoregram.training.config import METHODS
+from scoregram.training.inputs import BaselineRewards, PrefixRollouts, VerifiedSteps, input_sources
+from scoregram.training.loop import train
+from tests.training_cases import config_for, save_policy, without_times
+
+TASK = load_task("arithmetic:3", seed=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def policy(folder) -> Policy:
+    return load_policy(PolicyConfig(model=str(folder), device="cpu", prompt="plain"), TASK)
+
+
+def rollouts_of(policy: Policy, texts: list[str], problems: list[Problem], stop: bool = True) -> Rollouts:
+    """Rollouts with these completions, the same number for every problem, each with a stop token."""
+    size = len(texts) // len(problems)
+    rows, masks = [], []
+    for index, text in enumerate(texts):
+        prompt = policy.encode_prompt(TASK.prompt(problems[index // size]))
+        completion = policy.tokenizer(text, add_special_tokens=False)["input_ids"] + [policy.stop_ids[0]] * stop
+        rows.append(torch.tensor([*prompt, *completion]))
+        masks.append(torch.arange(len(rows[-1])) >= len(prompt))
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=policy.pad_id)
+    mask = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
+    real = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).bool()
+    return Rollouts(
+        input_ids=ids,
+        attention_mask=real,
+        completion_mask=mask,
+        prompt_lengths=torch.tensor([int((~mask).sum()) for mask in masks]),
+        group_ids=torch.arange(len(texts)) // size,
+        completions=texts,
+        rewards=torch.zeros(len(texts), dtype=torch.float64),
+    )
+
+
+def problem(terms: str) -> Problem:
+    return Problem("one", f"{terms}=", str(eval(terms)), {"terms": tuple(map(int, terms.split("+")))})
+
+
+# Baselines
+
+
+def test_a_running_mean_is_the_weighted_mean_of_earlier_rewards(policy):
+    source, past = BaselineRewards(None, 0.8), []
+    for step in range(5):
+        rewards = torch.rand(6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        rewards[0] = math.nan
+        rollouts = replace(rollouts_of(policy, ["1"] * 6, [problem("11+1+1")] * 2), rewards=rewards)
+        weights = [0.8 ** (step - 1 - i) for i in range(step)]
+        expected = sum(w * r for w, r in zip(weights, past, strict=True)) / sum(weights) if step else 0.0
+        assert source.inputs(step, rollouts, [])["baselines"].tolist() == pytest.approx([expected] * 2)
+        assert source.learn(rollouts) == {"credit/baseline": pytest.approx(expected)}
+        past.append(float(rewards[1:].mean()))
+
+
+def test_a_constant_baseline_learns_nothing(policy):
+    source = BaselineRewards(0.25, 0.9)
+    rollouts = replace(rollouts_of(policy, ["1"] * 2, [problem("11+1+1")]), rewards=torch.ones(2).double())
+    source.learn(rollouts)
+    assert source.inputs(1, rollouts, [])["baselines"].tolist() == [0.25]
+
+
+def test_a_resumed_run_continues_the_running_mean(folder, tmp_path):
+    changes: dict[str, Any] = {"method": "reinforce-baseline"}
+    train(config_for(folder, tmp_path / "whole", steps=4, **changes))
+    train(config_for(folder, tmp_path / "parts", steps=2, **changes))
+    train(config_for(folder, tmp_path / "parts", steps=4, resume=True, **changes))
+    whole, parts = (without_times(open_run(tmp_path / name).metrics()) for name in ("whole", "parts"))
+    assert whole == parts
+    assert whole[-1]["credit/baseline"] != 0
+
+
+# Process rewards
+
+
+@pytest.mark.parametrize(
+    ("text", "ends", "rewards"),
+    [
+        ("12,13.", [2, 5], [1, 1]),
+        ("13,14.", [2, 5], [0, 1]),  # a step is judged by the number before it
+        ("12,13", [2, 4], [1, 0]),  # no full stop
+        ("12,13.7.", [2, 5, 7], [1, 1, 0]),
+        ("", [0], [0]),  # the stop token alone is one wrong step
+    ],
+)
+def test_every_verified_step_is_rewarded_at_its_last_token(policy, text, ends, rewards):
+    one = problem("11+1+1")
+    rollouts = rollouts_of(policy, [text, "12,13."], [one])
+    inputs = VerifiedSteps(policy, TASK).inputs(1, rollouts, [one])
+    prompt = int(rollouts.prompt_lengths[0])
+    found = inputs["step_ends"][0].nonzero().flatten() - prompt
+    assert found.tolist() == ends
+    assert inputs["token_rewards"][0, found + prompt].tolist() == rewards
+    assert int((inputs["token_rewards"][0] != 0).sum()) == sum(rewards)
+
+
+def test_a_task_without_steps_is_refused(folder, policy, tmp_path):
+    task = replace(TASK, steps=None)
+    config = config_for(folder, tmp_path / "run", method="grpo-process")
+    with pytest.raises(ScoregramError, match="needs a task that verifies steps, got arithmetic:3"):
+        input_sources(config.chosen, config, policy, task)
+
+
+@pytest.mark.parametrize("name", ["mt-grpo", "turn-rloo"])
+def test_estimators_without_a_source_are_refused(name, folder, tmp_path):
+    with pytest.raises(ScoregramError, match="train --estimator: must be one of"):
+        train(config_for(folder, tmp_path / "run", estimator=name))
+
+
+# Monte-Carlo values
+
+
+def prefix_source(policy: Policy, folder: Path, task: Task = TASK, **changes: Any) -> PrefixRollouts:
+    config = config_for(folder, Path("nowhere"), method="vineppo", **changes)
+    return PrefixRollouts(policy, task, config.sampling(task.max_new_tokens), config, every_token=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"segments": "steps"}, [0, 3, 6]),
+        ({"segments": "even", "segment_tokens": 2}, [0, 2, 4, 6]),
+        ({"segments": "even", "segment_tokens": 1}, [0, 1, 2, 3, 4, 5, 6]),
+        ({"segments": "even", "segment_tokens": 99}, [0]),
+        ({"segments": "unlikely", "segment_probability": 0.5}, [0, 2, 5]),
+    ],
+)
+def test_segments_start_after_their_cuts(policy, folder, changes, expected):
+    one = problem("11+1+1")
+    rollouts = rollouts_of(policy, ["12,13."], [one])  # and a stop token
+    prompt = int(rollouts.prompt_lengths[0])
+    log_probs = torch.zeros(rollouts.input_ids.shape)
+    log_probs[0, [prompt + 1, prompt + 4]] = math.log(0.4)
+    starts = prefix_source(policy, folder, **changes).segment_starts(replace(rollouts, log_probs=log_probs), [one])
+    assert (starts[0].nonzero().flatten() - prompt).tolist() == expected
+
+
+def test_without_verified_steps_lines_are_segments(policy, folder):
+    task = replace(TASK, steps=None)
+    source = prefix_source(policy, folder, task, segments="steps")
+    rollouts = replace(rollouts_of(policy, ["12,13."], [problem("11+1+1")]), completions=["12\n13\n"])
+    starts = source.segment_starts(rollouts, [problem("11+1+1")])
+    assert (starts[0].nonzero().flatten() - int(rollouts.prompt_lengths[0])).tolist() == [0, 3, 6]
+
+
+def test_a_value_is_the_mean_reward_of_fresh_rollouts_from_the_prefix(policy, folder):
+    seen: list[str] = []
+
+    def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
+        seen.extend(completions)
+        return [float(len(text)) for text in completions]
+
+    task, problems = replace(TASK, reward=reward), [problem("11+1+1"), problem("12+1+1")]
+    source = prefix_source(policy, folder, task, prefix_rollouts=3, segments="even", segment_tokens=2)
+    rollouts = rollouts_of(policy, ["12,1", "12,1", "99", "12,1"], problems, stop=False)
+    inputs = source.inputs(7, rollouts, problems)
+    # Prefixes: "", "12" of the first problem (twice, once sampled), "" and "12" of the second.
+    starts = inputs["segment_starts"]
+    assert int(starts.sum()) == 2 + 2 + 1 + 2
+    assert len(seen) == 4 * 3
+    means = torch.tensor([len(text) for text in seen], dtype=torch.float64).view(4, 3).mean(1).tolist()
+    assert [text.startswith("12") for text in seen[3:6] + seen[9:]] == [True] * 6
+    limit = source.sampling.max_new_tokens
+    assert all(len(text) <= limit for text in seen)
+    values = [inputs["prefix_values"][i][starts[i]].tolist() for i in range(4)]
+    assert values == [means[:2], means[:2], [means[2]], means[2:]]
+    again = source.inputs(7, rollouts, problems)["prefix_values"]
+    torch.testing.assert_close(again, inputs["prefix_values"], rtol=0, atol=0)
+    assert not torch.equal(source.inputs(8, rollouts, problems)["prefix_values"], again)
+
+
+def test_values_agree_with_enumeration(policy, folder):
+    """The value of a prompt under a limit of two tokens, over all completions; Monte Carlo within four errors."""
+    one, limit, samples = problem("11+1+1"), 2, 4000
+
+    def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
+        return [float(sum(map(ord, text)) % 7) for text in completions]
+
+    task = replace(TASK, reward=reward)
+    source = prefix_source(policy, folder, task, prefix_rollouts=samples, max_new_tokens=limit)
+    prompt = policy.encode_prompt(TASK.prompt(one))
+    vocabulary = range(policy.model.config.vocab_size)
+    with torch.no_grad():
+        first = policy.model(torch.tensor([prompt])).logits[0, -1].double().softmax(0)
+        rows = torch.tensor([[*prompt, token] for token in vocabulary])
+        second = policy.model(rows).logits[:, -1].double().softmax(1)
+    mean = square = 0.0
+    for a, b in itertools.product(vocabulary, vocabulary):
+        if a in policy.stop_ids:
+            chance, ids = float(first[a]) / len(vocabulary), [a]
+        else:
+            chance, ids = float(first[a] * second[a, b]), [a, b]
+        (value,) = reward([""], [policy.decode(ids)])
+        assert value is not None
+        mean, square = mean + chance * value, square + chance * value**2
+    rollouts = rollouts_of(policy, ["1"], [one], stop=False)
+    found = float(source.inputs(1, rollouts, [one])["prefix_values"].sum())
+    error = math.sqrt((square - mean**2) / samples)
+    assert abs(found - mean) < 4 * error
+
+
+def test_missing_rewards_are_refused_for_prefixes(policy, folder):
+    task = replace(TASK, reward=lambda **columns: [None] * len(columns["completions"]))
+    rollouts = rollouts_of(policy, ["12,13."], [problem("11+1+1")])
+    with pytest.raises(ScoregramError, match="prefix values need a reward for every rollout"):
+        prefix_source(policy, folder, task).inputs(1, rollouts, [problem("11+1+1")])
+
+
+def test_the_credit_of_tokens_is_stored_with_the_rollouts(folder, tmp_path):
+    train(config_for(folder, tmp_path / "run", method="vineppo", reward=None))
+    rollouts = list(open_run(tmp_path / "run").rollouts())
+    assert all(rollout.advantages is not None for rollout in rollouts)
+    assert {group.kind for group in open_run(tmp_path / "run").groups()} == {"loss"}
+
+
+def test_sampled_rollouts_reach_every_source(policy, folder, tmp_path):
+    """Real rollouts, with padding and cut-off completions, through every source of every method."""
+    problems = list(TASK.train[:3])
+    for name, method in METHODS.items():
+        config = config_for(folder, tmp_path, method=name)
+        rollouts = collect(
+            policy,
+            TASK,
+            problems,
+            group_size=4,
+            sampling=config.sampling(TASK.max_new_tokens),
+            generator=seeded_generator(0, "rollouts", 1),
+        )
+        for source in input_sources(method, config, policy, TASK):
+            for value in source.inputs(1, rollouts, problems).values():
+                assert bool(value.double().isfinite().all())
