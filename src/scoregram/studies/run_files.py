@@ -27,7 +27,7 @@ RunName = Callable[[Mapping[str, Any]], str | None]
 NOT_SHARED = frozenset({"model", "batches_every", "about", "preset", "seeds"})
 """Settings of a replication that a run's config may hold with another meaning: a run starts from its own folder."""
 
-RTOL = 1e-6
+RECOMPUTED_RTOL = 1e-6
 """Tolerated difference between a metric and the same number recomputed from the groups, relative to the larger one."""
 
 COUNTS = ("reward", "live_groups", "groups")
@@ -184,7 +184,7 @@ def _group_scalars(kind: str, groups: Sequence[GroupRecord]) -> dict[str, float]
 
 
 def _same(left: float, right: float) -> bool:
-    return (math.isnan(left) and math.isnan(right)) or math.isclose(left, right, rel_tol=RTOL, abs_tol=1e-12)
+    return (math.isnan(left) and math.isnan(right)) or math.isclose(left, right, rel_tol=RECOMPUTED_RTOL, abs_tol=1e-12)
 
 
 def _source_faults(run: Run, found: RunsFound) -> Iterator[str]:
