@@ -107,7 +107,7 @@ class JoinedLinear:
         """`x W + b`."""
         return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
 
-    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+    def plus_residual(self, residual: Tensor, x: Tensor) -> Tensor:
         """`residual + x W + b`, in one product where dtypes allow."""
         if residual.dtype == x.dtype and self.bias is None:
             return torch.addmm(residual, x, self.weight)
@@ -226,14 +226,16 @@ class FusedDecoder(SharedCacheDecoder):
         cosine, sine = rotation.unsqueeze(-2).unbind(-3)  # (n, 1, d) or (1, d)
         for index, layer in enumerate(self.layers):
             flat = layer.queries_keys_values(layer.attention_norm(hidden).to(dtype))
-            mixed = attend(index, *self.rotated(flat, layer, cosine, sine))
-            hidden = layer.output.added_to(hidden, mixed)
+            mixed = attend(index, *self.rotated_heads(flat, layer, cosine, sine))
+            hidden = layer.output.plus_residual(hidden, mixed)
             both = layer.gate_and_up(layer.mlp_norm(hidden).to(dtype))
             gate, up = both.chunk(2, 1)
-            hidden = layer.down.added_to(hidden, layer.activation(gate).mul_(up))
+            hidden = layer.down.plus_residual(hidden, layer.activation(gate).mul_(up))
         return hidden
 
-    def rotated(self, flat: Tensor, layer: FusedLayer, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def rotated_heads(
+        self, flat: Tensor, layer: FusedLayer, cosine: Tensor, sine: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys rotated to their positions, and values, `(n, heads, d)` each."""
         queries, keys = self.heads
         split = flat.view(len(flat), queries + 2 * keys, -1)
@@ -283,14 +285,14 @@ class TritonDecoder(FusedDecoder):
         next_norms = [*(layer.attention_norm for layer in self.layers[1:]), self.norm]
         normed = self.add_and_norm(hidden, None, self.layers[0].attention_norm)
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
-            mixed = self.attend(index, self.projected(layer, normed))
+            mixed = self.attend(index, self.projections(layer, normed))
             normed = self.add_and_norm(hidden, layer.output(mixed), layer.mlp_norm)
-            normed = self.add_and_norm(hidden, layer.down(_gated(layer.gate_and_up(normed))), next_norm)
+            normed = self.add_and_norm(hidden, layer.down(_gate_product(layer.gate_and_up(normed))), next_norm)
         self.cache.advance()
         self.position += 1
         return self.head(normed)
 
-    def projected(self, layer: FusedLayer, normed: Tensor) -> Tensor:
+    def projections(self, layer: FusedLayer, normed: Tensor) -> Tensor:
         """`(N, (Hq + 2 Hkv) d)` queries, keys and values, not rotated yet."""
         flat = layer.queries_keys_values(normed)
         if layer.head_norms is None:
@@ -331,7 +333,7 @@ class TritonDecoder(FusedDecoder):
         return out
 
 
-def _gated(both: Tensor) -> Tensor:
+def _gate_product(both: Tensor) -> Tensor:
     """`silu(g) u` from `(g, u)` side by side: `(N, 2 I)` to `(N, I)`."""
     rows, width = len(both), both.shape[1] // 2
     out = both.new_empty(rows, width)

@@ -125,7 +125,7 @@ class RunReading:
 
         Steps with fewer than two are left out: they have no estimate of the noise.
         """
-        per_step = Counter(group.record.step for group in _complete(self.last_groups, self.group_size or 0))
+        per_step = Counter(group.record.step for group in _complete_groups(self.last_groups, self.group_size or 0))
         counts = [count for count in per_step.values() if count > 1]
         return round(sum(counts) / len(counts)) if counts else 1
 
@@ -185,7 +185,7 @@ class RunReading:
     @cached_property
     def summary(self) -> "RunSummary":
         """The numbers of the last third."""
-        return summarised(self)
+        return run_summary(self)
 
 
 def read_run(run: Run) -> RunReading:
@@ -247,7 +247,7 @@ class RunSummary:
     """Pooled over steps."""
 
 
-def summarised(run: RunReading) -> RunSummary:
+def run_summary(run: RunReading) -> RunSummary:
     """The numbers of the last third: means over groups, noise components pooled over steps."""
     groups = run.last_measured
     live = [group for group in groups if group.has_spectrum]
@@ -259,7 +259,7 @@ def summarised(run: RunReading) -> RunSummary:
         groups=len(run.last_groups),
         live=len(live),
         noise_steps=len(rows),
-        reward=_reward(run),
+        reward=_mean_reward(run),
         tested=_last_tested(run.tests),
         dead=_dead_share(run),
         equally_hard_dead=_equally_hard_dead(run),
@@ -271,10 +271,10 @@ def summarised(run: RunReading) -> RunSummary:
         top1=mean_estimate(_column(live, "top1_fraction")),
         top1_null=mean_estimate(_column(live, "top1_fraction_orthogonal")),
         cosine=mean_estimate(_column(groups, "cosine")),
-        baseline_saving=_saving(run),
-        noise_scale=_pooled(rows, lambda noise: noise_scale(noise, size)),
-        snr=_pooled(rows, lambda noise: signal_to_noise(noise, run.complete_prompts, size)),
-        best_group_size=_pooled(rows, lambda noise: optimal_group_size(noise).exact),
+        baseline_saving=_saving_estimate(run),
+        noise_scale=_pooled_estimate(rows, lambda noise: noise_scale(noise, size)),
+        snr=_pooled_estimate(rows, lambda noise: signal_to_noise(noise, run.complete_prompts, size)),
+        best_group_size=_pooled_estimate(rows, lambda noise: optimal_group_size(noise).exact),
         components=NoiseComponents(*rows.mean(axis=0).tolist()) if len(rows) else None,
     )
 
@@ -289,15 +289,15 @@ def noise_rows(run: RunReading) -> np.ndarray:
     for line in run.last_lines:
         known = [float(line.get(name, math.nan)) for name in names]
         groups = by_step.get(int(line["step"]), [])
-        complete = _complete(groups, run.group_size or 0)
+        complete = _complete_groups(groups, run.group_size or 0)
         if any(map(math.isnan, known)) or len(complete) < 2:
             continue
-        moments = group_moments(*_stacked(complete))
+        moments = group_moments(*_stacked_groups(complete))
         rows.append([*known, float((moments.variance_fisher_trace + moments.gradient_squared).mean())])
     return np.array(rows).reshape(-1, 4)
 
 
-def _pooled(rows: np.ndarray, quantity: Callable[[NoiseComponents], float]) -> Estimate:
+def _pooled_estimate(rows: np.ndarray, quantity: Callable[[NoiseComponents], float]) -> Estimate:
     """A quantity of the components averaged over steps; the interval resamples steps."""
     if not len(rows):
         return UNKNOWN_ESTIMATE
@@ -310,11 +310,11 @@ def _pooled(rows: np.ndarray, quantity: Callable[[NoiseComponents], float]) -> E
     return bootstrap_estimate(len(rows), statistic)
 
 
-def _saving(run: RunReading) -> Estimate:
-    groups = _complete(run.last_measured, run.group_size or 0)
+def _saving_estimate(run: RunReading) -> Estimate:
+    groups = _complete_groups(run.last_measured, run.group_size or 0)
     if not groups:
         return UNKNOWN_ESTIMATE
-    grams, rewards = _stacked(groups)
+    grams, rewards = _stacked_groups(groups)
     saved = (baseline_saving(grams, rewards).per_prompt * rewards.shape[1]).numpy()
     variance = group_moments(grams, rewards).oracle_trace.numpy()
 
@@ -325,12 +325,12 @@ def _saving(run: RunReading) -> Estimate:
     return bootstrap_estimate(len(groups), statistic)
 
 
-def _complete(groups: Sequence[StoredGroup], size: int) -> list[StoredGroup]:
+def _complete_groups(groups: Sequence[StoredGroup], size: int) -> list[StoredGroup]:
     """Groups of the usual size, large enough for unbiased moments, with a Gram and every reward."""
     return [group for group in groups if group.size == size and group.is_complete] if size >= 4 else []
 
 
-def _stacked(groups: Sequence[StoredGroup]) -> tuple[torch.Tensor, torch.Tensor]:
+def _stacked_groups(groups: Sequence[StoredGroup]) -> tuple[torch.Tensor, torch.Tensor]:
     grams = [group.record.gram for group in groups if group.record.gram is not None]
     return torch.stack(grams).double(), torch.stack([group.record.rewards for group in groups]).double()
 
@@ -339,7 +339,7 @@ def _column(groups: Sequence[StoredGroup], name: str) -> np.ndarray:
     return np.array([getattr(group.reading, name, math.nan) for group in groups], dtype=np.float64)
 
 
-def _reward(run: RunReading) -> Estimate:
+def _mean_reward(run: RunReading) -> Estimate:
     means = [float(group.record.rewards.nanmean()) for group in run.last_groups]
     return mean_estimate(means or run.last_values("reward"))
 

@@ -355,7 +355,7 @@ def rollout_records(step: Step, decode: Callable[[list[int]], str] | None = None
         for row in range(here.start, here.stop):
             tokens, mask = real[row], credited[row][real[row]]
             is_plain = bool(mask[prompt_lengths[row] :].all())
-            per_token = {name: _known(value, row, tokens) for name, value in columns.items()}
+            per_token = {name: _known_values(value, row, tokens) for name, value in columns.items()}
             records.append(
                 RolloutRecord(
                     step=step.number,
@@ -369,7 +369,7 @@ def rollout_records(step: Step, decode: Callable[[list[int]], str] | None = None
                     prompt_length=prompt_lengths[row],
                     completion_mask=None if is_plain else mask,
                     reward=float(rewards[row]),
-                    rewards={name: _given(values[row]) for name, values in rollouts.reward_parts.items()},
+                    rewards={name: _given_reward(values[row]) for name, values in rollouts.reward_parts.items()},
                     log_probs=log_probs[row][tokens],
                     advantage=None if per_token["advantages"] is not None else advantages[row],
                     finished=bool(rollouts.finished[row]) if rollouts.finished is not None else True,
@@ -379,14 +379,14 @@ def rollout_records(step: Step, decode: Callable[[list[int]], str] | None = None
     return records
 
 
-def _known(values: Tensor | None, row: int, tokens: Tensor) -> Tensor | None:
+def _known_values(values: Tensor | None, row: int, tokens: Tensor) -> Tensor | None:
     """Values of the tokens of one rollout; None if all of them are `nan`, which means that it has none."""
     if values is None or bool(values[row][tokens].isnan().all()):
         return None
     return values[row][tokens]
 
 
-def _given(reward: Tensor) -> float | None:
+def _given_reward(reward: Tensor) -> float | None:
     return None if bool(reward.isnan()) else float(reward)
 
 

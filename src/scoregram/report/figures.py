@@ -53,7 +53,7 @@ def plotly_figure(figure: Figure) -> Any:
     dashes = _dashes(figure.series)
     traces: list[Any] = []
     for place, one in enumerate(figure.series):
-        shown = _positive(one, figure) if figure.y_log else one
+        shown = _positive_series(one, figure) if figure.y_log else one
         colour, symbol = hues[place]
         band = _band(shown, colour)
         traces += [] if band is None else [go.Scatter(**band, legendgroup=str(place))]
@@ -153,10 +153,10 @@ def _mark_sizes(one: Series) -> float | list[float]:
     """Marker sizes on a line: all points if they are few, else only isolated points, which no line would show."""
     if one.role == "measured" and len(one.y) <= FEW:
         return 5.0
-    return [5.0 if alone else 0.0 for alone in _alone(one.y)]
+    return [5.0 if alone else 0.0 for alone in _isolated_points(one.y)]
 
 
-def _alone(values: Sequence[float]) -> list[bool]:
+def _isolated_points(values: Sequence[float]) -> list[bool]:
     there = [False, *map(math.isfinite, values), False]
     return [there[i] and not there[i - 1] and not there[i + 1] for i in range(1, len(there) - 1)]
 
@@ -179,16 +179,19 @@ def _error_bars(one: Series) -> dict[str, Any] | None:
     """Intervals of points, and of a line's points that stand alone, where a band has no width."""
     if not one.low or not one.high:
         return None
-    wanted = [True] * len(one.y) if one.points else _alone(_band_values(one))
+    wanted = [True] * len(one.y) if one.points else _isolated_points(_band_values(one))
     above = [high - y if want else math.nan for want, high, y in zip(wanted, one.high, one.y, strict=True)]
     below = [y - low if want else math.nan for want, low, y in zip(wanted, one.low, one.y, strict=True)]
     if not any(map(math.isfinite, above + below)):
         return None
-    ends = {"array": [max(0.0, end) for end in _zero(above)], "arrayminus": [max(0.0, end) for end in _zero(below)]}
+    ends = {
+        "array": [max(0.0, end) for end in _finite_or_zero(above)],
+        "arrayminus": [max(0.0, end) for end in _finite_or_zero(below)],
+    }
     return {"type": "data", "symmetric": False, "thickness": 1.2, "width": 3} | ends
 
 
-def _zero(values: Sequence[float]) -> list[float]:
+def _finite_or_zero(values: Sequence[float]) -> list[float]:
     return [value if math.isfinite(value) else 0.0 for value in values]
 
 
@@ -215,7 +218,7 @@ def _band(one: Series, colour: str) -> dict[str, Any] | None:
     return {"x": xs, "y": ys, "mode": "lines", "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"} | fill
 
 
-def _positive(one: Series, figure: Figure) -> Series:
+def _positive_series(one: Series, figure: Figure) -> Series:
     """The series on a logarithmic axis: ends of intervals at or below zero move to the least positive number."""
     seen = [v for each in figure.series for v in (*each.y, *each.low, *each.high) if math.isfinite(v) and v > 0]
     least = min(seen, default=1.0)

@@ -172,19 +172,19 @@ def paragraphs(text: str) -> str:
         '<p>a &lt; b</p>'
     """
     blocks = [block.strip() for block in re.split(r"\n\s*\n", text) if block.strip()]
-    return "\n".join(_listed(block) if _is_list(block) else f"<p>{escape(block)}</p>" for block in blocks)
+    return "\n".join(_list_block(block) if _is_list(block) else f"<p>{escape(block)}</p>" for block in blocks)
 
 
 def table_block(table: Table, anchor: str) -> str:
     """A table under its title, with how to read it."""
     caption = f'<p class="caption">{escape(table.caption)}</p>' if table.caption else ""
-    return f'<h3 id="{anchor}">{escape(table.title)}</h3>\n{_scrolling(table, f"{anchor}-table")}\n{caption}'
+    return f'<h3 id="{anchor}">{escape(table.title)}</h3>\n{_scrolling_table(table, f"{anchor}-table")}\n{caption}'
 
 
 def figure_block(figure: Figure, anchor: str) -> str:
     """An element for plotly to draw in, the caption, and the same numbers as a table."""
     label = escape(f"{figure.title}. {figure.caption} The same numbers follow as a table.", quote=True)
-    data = _scrolling(data_table(figure), f"{anchor}-data")
+    data = _scrolling_table(data_table(figure), f"{anchor}-data")
     return (
         f'<figure>\n<h3 id="{anchor}">{escape(figure.title)}</h3>\n'
         f'<div class="plot" id="{anchor}-plot" role="img" aria-label="{label}"></div>\n'
@@ -212,12 +212,12 @@ def _is_list(block: str) -> bool:
     return all(line.lstrip().startswith("- ") for line in block.splitlines())
 
 
-def _listed(block: str) -> str:
+def _list_block(block: str) -> str:
     items = "\n".join(f"<li>{escape(line.lstrip()[2:])}</li>" for line in block.splitlines())
     return f"<ul>\n{items}\n</ul>"
 
 
-def _scrolling(table: Table, anchor: str) -> str:
+def _scrolling_table(table: Table, anchor: str) -> str:
     """A table that scrolls on its own on a narrow page, also by keyboard."""
     label = escape(table.title, quote=True)
     return f'<div class="scroll" role="region" tabindex="0" aria-label="{label}" id="{anchor}">{_table(table)}</div>'
