@@ -91,9 +91,9 @@ def test_what_is_refused_of_a_sharded_model_leaves_it_ready(rank, found_more):
     assert interrupted == "in the middle of a pass"
     assert beyond.startswith("measure_gram: token ids must lie in 0 … 60, got 1000 in rollout 0")
     assert sharded == parallel
-    assert sharded.startswith("backward_with_gram: the model must lie whole in one process, got")
+    assert sharded.startswith("backward_with_gram: the model must be in one process, got")
     assert "got FullyShardedDataParallel around the model. Use fully_shard (FSDP2)." in flattened
-    assert "gathered parameters must be whole, got lm_head.weight with placements (Shard(dim=0),)" in split
+    assert "gathered parameters must not be DTensors, got lm_head.weight with placements (Shard(dim=0),)" in split
     assert "parameters must be finite, got nan or inf in model.norm.weight" in broken
 
 

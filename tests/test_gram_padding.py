@@ -268,13 +268,13 @@ def test_weights_of_sums_in_float16_do_not_go_through_the_kernel(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda i, c, a: (i, c, a * 2), "attention_mask must hold 0 and 1 alone, got 2 at row 0, column 0"),
-        (lambda i, c, a: (i, c, a * 0.5), r"attention_mask must hold 0 and 1 alone, got 0\.5 at row 0, column 0"),
-        (lambda i, c, a: (i, c * 3, a), "completion_mask must hold 0 and 1 alone, got 3 at row 0, column 4"),
+        (lambda i, c, a: (i, c, a * 2), "attention_mask must contain only 0 and 1, got 2 at row 0, column 0"),
+        (lambda i, c, a: (i, c, a * 0.5), r"attention_mask must contain only 0 and 1, got 0\.5 at row 0, column 0"),
+        (lambda i, c, a: (i, c * 3, a), "completion_mask must contain only 0 and 1, got 3 at row 0, column 4"),
         (lambda i, c, a: (np.asarray(i), c, a), "input_ids must be a tensor, got ndarray"),
         (lambda i, c, a: (i, np.asarray(c), a), "completion_mask must be a tensor, got ndarray"),
         (lambda i, c, a: (i, c, a.tolist()), "attention_mask must be a tensor, got list"),
-        (lambda i, c, a: (i.double(), c, a), r"input_ids must be whole numbers, got torch\.float64"),
+        (lambda i, c, a: (i.double(), c, a), r"input_ids must be integers, got torch\.float64"),
         (lambda i, c, a: (i + 55, c, a), r"token ids must lie in 0 … 60, got \d+ in rollout 0"),
         (lambda i, c, a: (torch.where(a == 0, -100, i), c, a), r"token ids must lie in 0 … 60, got -100 in rollout 1"),
     ],

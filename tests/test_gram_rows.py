@@ -101,14 +101,14 @@ def test_bad_input_is_named():
     with pytest.raises(ScoregramError, match=r"attention_mask must have the shape"):
         segment_rows(ids, attention[:, 1:], turns(batch))
     for wrong in (mask, mask.float()):
-        with pytest.raises(ScoregramError, match=rf"segments must be whole numbers, got {wrong.dtype}"):
+        with pytest.raises(ScoregramError, match=rf"segments must be integers, got {wrong.dtype}"):
             segment_rows(ids, attention, wrong)
     with pytest.raises(ScoregramError, match="at least one segment, got only negative ids"):
         segment_rows(ids, attention, torch.full_like(ids, -1))
     model = model_of("llama")
     with pytest.raises(ScoregramError, match=r"held_out must be \(input_ids, completion_mask, attention_mask\), got"):
         cross_gram(model, batch.arguments, (ids,))
-    with pytest.raises(ScoregramError, match=r"train must hold at least one rollout \(N, T\), got \(0, 11\)"):
+    with pytest.raises(ScoregramError, match=r"train must be \(N, T\) with at least one rollout, got \(0, 11\)"):
         cross_gram(model, (ids[:0], mask[:0]), batch.arguments)
     with pytest.raises(ScoregramError, match=r"completion_mask of held_out must have the shape of input_ids"):
         cross_gram(model, batch.arguments, (ids, mask[:, 1:], attention))

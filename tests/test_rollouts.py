@@ -121,7 +121,7 @@ def test_a_gram_is_measured_of_rollouts_as_of_their_tensors():
     assert torch.equal(measure_gram(model, batch).matrix, apart.matrix)
     weights = torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64)
     assert torch.equal(backward_with_gram(model, batch, weights=weights).matrix, apart.matrix)
-    with pytest.raises(ScoregramError, match="masks belong to token ids, got rollouts and a mask"):
+    with pytest.raises(ScoregramError, match="a Rollouts must come without masks, got a Rollouts and a mask"):
         measure_gram(model, batch, batch.completion_mask)
     with pytest.raises(ScoregramError, match="token ids need a completion_mask"):
         measure_gram(model, batch.input_ids)

@@ -1,29 +1,43 @@
 """The exact Gram of per-rollout scores of a language model.
 
-A model passes through these files, in this order:
+A call runs through these files in this order:
 
     engine ─────── measure_gram · backward_with_gram · cross_gram · DeferredGram    the entry points
        │
-    batch ──────── make_batch · distinct_rollouts                     1  checked, unpacked, duplicates removed
+    batch ──────── make_batch · distinct_rollouts                     1  check the tokens, remove duplicates
        │
-    model ──────── MeasuredModel.in_use                               2  surveyed, prepared, put back by `undo`
+    model ──────── MeasuredModel.in_use                               2  prepare the model; `undo` restores it
        │
-    measurement ── Measurement.run                                       which passes, in which order
+    measurement ── Measurement.run                                       choose the passes and their order
        │
-    passes ─────── Pass.run                                              one forward and one backward pass
-       ├─ intercept ── Interceptor                                    3  forward: every use of a parameter seen
-       │     ├─ axis ──── observed_axes                                  which first axes run over the rollouts
-       │     └─ leaves ── Leaves                                         small parameters: one copy per rollout
+    passes ─────── Pass.run                                              run one forward and one backward pass
+       ├─ intercept ── Interceptor                                    3  forward: find every use of a parameter
+       │     ├─ axis ──── observed_axes                                  find the axes that run over the rollouts
+       │     └─ leaves ── Leaves                                         copy small parameters for each rollout
        ├─ head ─────── fused_head                                        log-probabilities and their gradient
-       ├─ collect ──── Collector                                      4  backward: factors (x, g) of products
-       │     ├─ contract ── Contractor                                5  factors → K and Σ w_i ψ_i, in chunks
+       ├─ collect ──── Collector                                      4  backward: collect the factors (x, g)
+       │     ├─ contract ── Contractor                                5  contract them to K and Σ w_i ψ_i
        │     │     └─ triton_kernels                                     the same in half precision on a GPU
-       │     └─ sketch ──── Sketcher                                     optional: a short sketch of every score
-       └─ plain_passes ── replayed_rows · verify_gram                    parameters without a rule; verification
+       │     └─ sketch ──── Sketcher                                     optional: sketch every score
+       └─ plain_passes ── replayed_rows · verify_gram                    replay parameters without a rule; verify
        │
     result ─────── CollectedScores.gram → Gram                        6  K, its split by layer, gradients
 
-`batch`, `contract` and `undo` import no other file of this folder. `model` also handles models spread over processes
+Terms that all files share:
+
+    use          one operation on a weight: a product or an embedding lookup. A tied weight has several
+    factors      (x, g): input and output gradient of a product; `Σ_t g_t ⊗ x_t` is the weight's gradient
+    rows         `(N, *shape)`: the gradients of a small parameter, one row per rollout
+    leaf         `(N, *shape)`: one copy of a small parameter per rollout; its gradient is the rows
+    narrow pass  intercepts only the modules that own trainable parameters
+    wide pass    intercepts every operation of the model
+    probe pass   a forward pass over two or three rollouts that only records the first axes of activations
+    replay       measure a parameter that no rule covers, by one backward pass per rollout
+    owner        of an entry of a first axis: its rollout. Of a Gram in `contract`: the id of its parameter
+
+In `batch`, rows are also those of a batch, and in `contract` those of a weight matrix.
+
+`batch`, `contract` and `undo` import no other file of this folder. `model` also handles distributed models
 (`DistributedDataParallel`, FSDP2).
 """
 

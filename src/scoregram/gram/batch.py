@@ -1,9 +1,9 @@
-"""Stage 1, the batch: rollouts as they were given, checked, aligned on the left, and without duplicates.
+"""Stage 1, the batch: check the caller's tensors, move padding to the right, and remove duplicate rollouts.
 
-`Batch` is what the engine measures: one rollout per row, all padding on the right. `TokenLayout` says where the tokens
-of the caller's tensors are in it. `DistinctRollouts` removes equal rows before the model sees them. `RolloutLayout`
-says which rollout owns which row of a tensor inside the model. `segment_rows` turns the turns of a rollout into rows of
-their own.
+`Batch` is what the engine measures: one rollout per row, padding on the right unless the caller keeps it elsewhere.
+`TokenLayout` maps the caller's tokens to these rows and back. `DistinctRollouts` removes duplicate rows before the
+model runs. `RolloutLayout` says which rollout each entry of an activation's first axis belongs to. `segment_rows` makes
+one row of every turn of a rollout.
 """
 
 from dataclasses import dataclass, replace
@@ -19,25 +19,26 @@ from scoregram.rollouts import Rollouts
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """Where the real tokens of a caller's tensors `(B, T)` are in rows with one rollout each, padded on the right."""
+    """The map between the caller's tensors `(B, T)` and rows with one rollout each, padded on the right."""
 
     given: torch.Size
     """The caller's shape `(B, T)`: one rollout per row with padding anywhere, or packed rollouts."""
     rows: tuple[int, int]
-    """The shape of the rows."""
+    """The shape `(N, T')` of the rows."""
     source: Tensor
-    """Index of every real token in the flattened tensor of the caller."""
+    """Index of every real token in the caller's flattened tensor."""
     target: tuple[Tensor, Tensor]
-    """Row and column of the same tokens in the rows."""
+    """Row and column of each of these tokens."""
 
     @staticmethod
     def of(rollout_ids: Tensor, rollouts: int = 0) -> "TokenLayout":
-        """The layout of tokens that `rollout_ids` `(B, T)` gives to a rollout `0 … N-1`, negative for padding."""
+        """The layout for `rollout_ids` `(B, T)`: the rollout `0 … N-1` of every token, negative for padding.
+
+        There are at least `rollouts` rows: a rollout without real tokens keeps its row.
+        """
         owner = rollout_ids.reshape(-1)
         source = (owner >= 0).nonzero().squeeze(1)
-        source = source[
-            owner[source].argsort(stable=True)
-        ]  # one rollout after another, each in the order of its tokens
+        source = source[owner[source].argsort(stable=True)]  # by rollout, tokens in their order
         owner = owner[source]
         counts = torch.bincount(owner, minlength=rollouts)
         place = torch.arange(len(source), device=owner.device) - (counts.cumsum(0) - counts)[owner]
@@ -45,13 +46,13 @@ class TokenLayout:
         return TokenLayout(rollout_ids.shape, rows, source, (owner, place))
 
     def in_rows(self, values: Tensor) -> Tensor:
-        """The caller's values as rows, 0 for padding."""
+        """The caller's values `(B, T)` as rows `(N, T')`, 0 for padding."""
         rows = values.new_zeros(self.rows)
         rows[self.target] = values.reshape(-1)[self.source]
         return rows
 
     def as_given(self, rows: Tensor) -> Tensor:
-        """Values of rows in the caller's shape, 0 for padding."""
+        """Values of the rows `(N, T')` in the caller's shape `(B, T)`, 0 for padding."""
         values = rows.new_zeros(self.given.numel())
         values[self.source] = rows[self.target]
         return values.view(self.given)
@@ -67,9 +68,9 @@ class Batch:
     coefficients: Tensor  # (N, T) float64, 0 outside the completion
     temperature: float = 1.0
     layout: TokenLayout | None = None
-    """Where the caller's tokens are; None if the rows are the caller's."""
+    """The map from the caller's tensors to these rows; None if they are the same."""
     keeps_padding: bool = False
-    """Whether the model gets the caller's rows with their padding, wherever it is."""
+    """Whether the caller's padding stays where it is."""
 
     @property
     def rollouts(self) -> int:
@@ -77,7 +78,7 @@ class Batch:
         return len(self.input_ids)
 
     def at(self, rows: Tensor | slice) -> "Batch":
-        """The rollouts of these rows."""
+        """The batch of these rows."""
         return replace(
             self,
             input_ids=self.input_ids[rows],
@@ -88,7 +89,7 @@ class Batch:
         )
 
     def alone(self, row: int) -> "Batch":
-        """One rollout without its padding, unless padding is kept."""
+        """The batch of one rollout, without its padding unless `keeps_padding`."""
         one = self.at(slice(row, row + 1))
         real = one.attention_mask[0].bool()
         if self.keeps_padding or bool(real.all()) or not bool(real.any()):
@@ -106,17 +107,17 @@ class Batch:
         return rows if self.layout is None else self.layout.as_given(rows)
 
     def of_unit_size(self) -> tuple["Batch", Tensor]:
-        """The same batch with the coefficients of each rollout divided by a power of two, and these powers `(N,)`.
+        """This batch with each rollout's coefficients divided by a power of two, and these powers `(N,)`.
 
-        The largest coefficient of a rollout is then in [1, 2). Small ones would underflow in half precision, and when
-        squared in float32. Dividing by a power of two changes no digit.
+        The largest coefficient of a rollout is then in [1, 2). Small coefficients would underflow in half precision,
+        and their squares in float32. The division is exact.
         """
         largest = self.coefficients.abs().amax(1)
         powers = torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1), 1.0)
         return replace(self, coefficients=self.coefficients / powers[:, None]), powers
 
     def with_coefficients(self, coefficients: Tensor) -> "Batch":
-        """The same batch with other coefficients, in the shape of the caller's token ids."""
+        """This batch with new coefficients, which have the shape of the caller's token ids."""
         require_tensors("measure_gram", coefficients=coefficients)
         checked = checked_coefficients(coefficients, self.as_given(self.completion_mask))
         return replace(self, coefficients=checked if self.layout is None else self.layout.in_rows(checked))
@@ -133,24 +134,24 @@ def make_batch(
     temperature: float = 1.0,
     keep_padding: bool = False,
 ) -> Batch:
-    """The checked batch: one rollout per row, padding on the right unless it is kept, missing masks filled in."""
+    """The caller's tensors, checked, as a batch: one rollout per row, padding on the right unless `keep_padding`."""
     caller = "measure_gram"
     if isinstance(input_ids, Rollouts):
         if completion_mask is not None or attention_mask is not None:
-            remedy = "Leave the masks out: rollouts have their own."
-            fail(caller, "masks belong to token ids", "rollouts and a mask", remedy)
+            remedy = "Leave the masks out: a Rollouts has its own."
+            fail(caller, "a Rollouts must come without masks", "a Rollouts and a mask", remedy)
         rollouts = input_ids
         input_ids, completion_mask = rollouts.input_ids, rollouts.completion_mask
         attention_mask = rollouts.attention_mask
     if completion_mask is None:
-        fail(caller, "token ids need a completion_mask", "none", "Pass one, or a Rollouts in place of the ids.")
+        fail(caller, "token ids need a completion_mask", "none", "Pass one, or a Rollouts instead of token ids.")
     require_tensors(caller, input_ids=input_ids, completion_mask=completion_mask, attention_mask=attention_mask)
     require_tensors(caller, coefficients=coefficients, rollout_ids=rollout_ids)
     if input_ids.ndim != 2 or input_ids.numel() == 0:
         fail(caller, "input_ids must be (N, T) and not empty", tuple(input_ids.shape), "Pass at least one rollout.")
     if not temperature > 0:
         fail(caller, "temperature must be positive", temperature, "Pass the temperature of the policy, usually 1.")
-    mask = zeros_and_ones(completion_mask, input_ids, name="completion_mask", remedy="Pass factors as coefficients.")
+    mask = zeros_and_ones(completion_mask, input_ids, name="completion_mask", remedy="Pass weights as coefficients.")
     attention = torch.ones_like(mask) if attention_mask is None else attention_mask
     attention = zeros_and_ones(attention, input_ids, name="attention_mask", remedy="Pass 1 for real tokens.")
     weight = checked_coefficients(mask if coefficients is None else coefficients, mask)
@@ -167,7 +168,7 @@ def make_batch(
     if layout is not None:
         input_ids, attention, mask, weight = map(layout.in_rows, (input_ids, attention, mask, weight))
     require_known_tokens(model, input_ids, mask, caller)
-    # Views and copies: the interceptor marks the tensors that enter the model, and the caller's must stay unmarked.
+    # Views or copies: the interceptor sets an attribute on the tensors that enter the model, not on the caller's.
     ids = input_ids.long().view_as(input_ids)
     return Batch(ids, attention.long(), mask, weight, temperature, layout, keep_padding)
 
@@ -183,7 +184,7 @@ def require_tensors(caller: str, **values: Any) -> None:
 
 
 def zeros_and_ones(mask: Tensor, input_ids: Tensor, *, name: str, remedy: str) -> Tensor:
-    """The mask as bool; an error unless it has the shape of the ids and holds zeros and ones alone."""
+    """The mask as bool. Raises unless it has the shape of the ids and contains only 0 and 1."""
     require_same_shape(mask, input_ids, name=name, like_name="input_ids", caller="measure_gram")
     if mask.dtype is torch.bool:
         return mask
@@ -191,22 +192,22 @@ def zeros_and_ones(mask: Tensor, input_ids: Tensor, *, name: str, remedy: str) -
     if bool(odd.any()):
         row, column = (int(i) for i in odd.nonzero()[0])
         got = f"{mask[row, column].item():g} at row {row}, column {column}"
-        fail("measure_gram", f"{name} must hold 0 and 1 alone", got, remedy)
+        fail("measure_gram", f"{name} must contain only 0 and 1", got, remedy)
     return mask.bool()
 
 
 def checked_coefficients(coefficients: Tensor, mask: Tensor) -> Tensor:
-    """Coefficients in float64, 0 outside the completion, where a caller may leave NaN."""
+    """Coefficients in float64, set to 0 outside the completion; the caller's values there may be NaN."""
     caller = "measure_gram"
     require_same_shape(coefficients, mask, name="coefficients", like_name="input_ids", caller=caller)
     return require_finite(torch.where(mask, coefficients.double(), 0.0), name="coefficients", caller=caller)
 
 
 def require_known_tokens(model: nn.Module, input_ids: Tensor, mask: Tensor, caller: str) -> None:
-    """Raise for ids that are no whole numbers, or outside the model's vocabulary: a GPU would lose its context."""
+    """Raise for ids that are not integers or not in the vocabulary: on a GPU they would break the CUDA context."""
     if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype is torch.bool:
-        fail(caller, "input_ids must be whole numbers", input_ids.dtype, "Pass token ids.")
-    # Embedding and head may differ in size: some ids are never predicted.
+        fail(caller, "input_ids must be integers", input_ids.dtype, "Pass token ids.")
+    # Embedding and head may differ in size: ids that only the embedding has are never predicted.
     sizes = [vocabulary_size(model, "get_input_embeddings"), vocabulary_size(model, "get_output_embeddings")]
     for size, ids in zip(sizes, (input_ids, torch.where(mask, input_ids, 0)), strict=True):
         unknown = (ids < 0) | (ids >= size) if size else ids < 0
@@ -218,7 +219,7 @@ def require_known_tokens(model: nn.Module, input_ids: Tensor, mask: Tensor, call
 
 
 def vocabulary_size(model: nn.Module, part: str) -> int:
-    """Rows of the model's input or output embedding; 0 if it does not have one."""
+    """Number of rows of the model's input or output embedding; 0 if it does not have one."""
     try:
         weight = getattr(getattr(model, part)(), "weight", None)
     except (AttributeError, NotImplementedError):
@@ -250,9 +251,9 @@ def refuse_unpredicted_tokens(mask: Tensor, attention: Tensor, layout: TokenLayo
         row, column = (int(i) for i in at_start.nonzero()[0])
         fail(
             "measure_gram",
-            "the first token of a rollout cannot be a completion token, nothing predicts it",
+            "the first token of a rollout cannot be a completion token (no token predicts it)",
             f"completion_mask[{row}, {column}] = True",
-            "Start the completion after the prompt, or put a BOS token in front.",
+            "Start the completion after the prompt, or prepend a BOS token.",
         )
 
 
@@ -261,23 +262,24 @@ def refuse_unpredicted_tokens(mask: Tensor, attention: Tensor, layout: TokenLayo
 
 @dataclass(frozen=True)
 class DistinctRollouts:
-    """The distinct rollouts of every group, and the row of each given rollout among them.
+    """The distinct rollouts of every group, and the row of each of the caller's rollouts among them.
 
-    Rollouts with the same tokens have the same score: their rows of the Gram are copies, and in a weighted sum of
-    scores their weights add up. A policy of low entropy writes the same text again and again; a group of eight with
-    three different texts costs as much as a group of three.
+    Equal rollouts have the same score: their rows of the Gram are copies, and in a weighted sum of scores their weights
+    add up. A low-entropy policy repeats itself: a group of eight rollouts with three distinct texts costs as much as a
+    group of three.
     """
 
     batch: Batch
-    """`P` groups of `group_size` rows; a group with fewer distinct rollouts is filled up with its first one.
+    """`P` groups of `group_size` rows; a group with fewer distinct rollouts repeats its first one.
 
-    The coefficients of every row are divided by a power of two, `powers`.
+    The coefficients of each row are divided by its entry of `powers`.
     """
     powers: Tensor
-    """`(rows,)`; a row of the model's scores is multiplied with its power in the end."""
+    """`(rows,)` powers of two; the Gram, the sketches and the row weights are multiplied by them."""
     group_size: int | None
+    """Rows per group, fewer than the caller's `group_size` if there are duplicates; None: one group."""
     row_of: Tensor
-    """`(N,)` row of every given rollout, on the CPU."""
+    """`(N,)` row of each of the caller's rollouts, on the CPU."""
 
     @property
     def groups(self) -> int:
@@ -286,15 +288,15 @@ class DistinctRollouts:
 
     @property
     def is_identity(self) -> bool:
-        """Whether every given rollout has a row of its own."""
+        """Whether there are no duplicates: each of the caller's rollouts has its own row."""
         return self.batch.rollouts == len(self.row_of)
 
     def members(self, row: int) -> list[int]:
-        """The given rollouts that a row stands for."""
+        """The caller's rollouts that share a row."""
         return (self.row_of == row).nonzero().squeeze(1).tolist()
 
     def row_weights(self, weights: Tensor) -> Tensor:
-        """`(M, rows)` float64 from `(M, N)` weights: those of equal rollouts added up, then times `powers`."""
+        """`(M, rows)` float64 from the caller's weights `(M, N)`: summed over equal rollouts, times `powers`."""
         totals = weights
         if not self.is_identity:
             totals = weights.new_zeros(len(weights), self.batch.rollouts)
@@ -302,16 +304,16 @@ class DistinctRollouts:
         return totals.double() * self.powers
 
     def expanded_rows(self, values: Tensor) -> Tensor:
-        """`(N, …)` from `(rows, …)`: one row for every given rollout."""
+        """`(N, …)` from `(rows, …)`: one row for each of the caller's rollouts."""
         return values if self.is_identity else values[self.row_of.to(values.device)]
 
     def expanded_matrix(self, matrix: Tensor) -> Tensor:
-        """`(N, N)` from `(rows, rows)`: one row and one column for every given rollout."""
+        """`(N, N)` from `(rows, rows)`: one row and one column for each of the caller's rollouts."""
         return matrix if self.is_identity else matrix[self.row_of][:, self.row_of]
 
 
 def distinct_rollouts(batch: Batch, group_size: int | None) -> DistinctRollouts:
-    """The distinct rollouts of every group of `group_size` consecutive ones; None makes the whole batch one group.
+    """The distinct rollouts within groups of `group_size` consecutive ones; None: the whole batch is one group.
 
     Two rollouts are equal if their tokens, masks and coefficients are equal, padding included.
 
@@ -322,8 +324,8 @@ def distinct_rollouts(batch: Batch, group_size: int | None) -> DistinctRollouts:
     size = count if group_size is None else group_size
     if size < 1 or count % size:
         requirement = f"group_size must divide the number of rollouts {count}"
-        fail("measure_gram", requirement, group_size, "Pass whole groups.")
-    # The coefficients' bits, not their values: NaN cannot occur, and 0.0 and -0.0 may safely count as different.
+        fail("measure_gram", requirement, group_size, "Pass complete groups.")
+    # Compares the bits of coefficients: none is NaN, and it is harmless if 0.0 and -0.0 count as different.
     parts = batch.input_ids, batch.attention_mask, batch.completion_mask, batch.coefficients.view(torch.int64)
     texts = [row.tobytes() for row in torch.cat([part.long() for part in parts], 1).cpu().numpy()]
     groups: list[dict[bytes, int]] = []  # per group: each distinct text and the first rollout that has it
@@ -346,7 +348,7 @@ def distinct_rollouts(batch: Batch, group_size: int | None) -> DistinctRollouts:
 
 
 def all_rollouts(batch: Batch, group_size: int | None = None) -> DistinctRollouts:
-    """Every rollout in a row of its own, equal or not."""
+    """Every rollout in its own row, duplicates included."""
     unit, powers = batch.of_unit_size()
     return DistinctRollouts(unit, powers, group_size, torch.arange(batch.rollouts))
 
@@ -356,29 +358,29 @@ def all_rollouts(batch: Batch, group_size: int | None = None) -> DistinctRollout
 
 @dataclass(frozen=True)
 class RolloutLayout:
-    """Where `N` rollouts of `T` tokens are in a tensor that the model computes.
+    """Which of the `N` rollouts of `T` tokens each entry of an activation's first axis belongs to.
 
-    The first axis of an activation runs over the `N` sequences, over all `N · T` tokens, or over as many entries of
-    every rollout (`axis` knows whether it does). A mixture of experts selects some of the tokens; then the tensor is
-    marked with the owner (the rollout) of every row.
+    The first axis runs over the `N` sequences, over all `N · T` tokens, or has another number of entries per rollout,
+    the same for all (`axis` finds out). In a mixture of experts it runs over selected tokens; then the interceptor
+    marks the tensor with the owner of each entry, that is its rollout.
     """
 
     rollouts: int
     tokens: int
 
     def entries(self, value: Tensor) -> int:
-        """Entries of the first axis for each rollout; 0 if it is no multiple of the number of rollouts."""
+        """Entries of the first axis per rollout; 0 if its length is not a multiple of the number of rollouts."""
         return 0 if not value.ndim or value.shape[0] % self.rollouts else value.shape[0] // self.rollouts
 
     def owners(self, value: Tensor) -> Tensor | None:
-        """Rollout of every entry of the first axis of a tensor; None if they do not have equally many."""
+        """Rollout of every entry of the first axis; None if `entries` is 0."""
         entries = self.entries(value)
         return torch.arange(self.rollouts).repeat_interleave(entries) if entries else None
 
     def blocks(self, value: Tensor, owner: Tensor | None = None) -> Tensor:
         """`value` `(first, …, f)` as `(N, S, f)`: one block of rows per rollout.
 
-        `owner` names the rollout of each entry of the first axis; without it every rollout has equally many.
+        `owner` is the rollout of each entry of the first axis; without it, all rollouts have equally many entries.
         """
         if owner is None:
             return value.reshape(self.rollouts, -1, value.shape[-1])
@@ -409,26 +411,26 @@ class SegmentRows:
     completion_mask: Bool[Tensor, "segments tokens"]
     attention_mask: Int[Tensor, "segments tokens"]
     owner: Int[Tensor, " segments"]
-    """The rollout that each row is a part of; in order."""
+    """The rollout of each row, ascending."""
     segment: Int[Tensor, " segments"]
-    """The id of the segment; in order within a rollout."""
+    """The segment id of each row, ascending within a rollout."""
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The arguments of `measure_gram` that follow the model."""
+        """The arguments of `measure_gram` after the model."""
         return self.input_ids, self.completion_mask, self.attention_mask
 
 
 def segment_rows(input_ids: Tensor, attention_mask: Tensor | None, segments: Tensor) -> SegmentRows:
-    """One row for every segment of every rollout; `measure_gram` of them is the Gram of turns.
+    """One row for every segment (turn) of every rollout; `measure_gram` of these rows is the Gram of the turns.
 
-    The scores of a rollout's segments add up to its own: `Σ_{a of i} Σ_{b of j} K_ab` is the Gram of the rollouts.
-    Every row runs through the model with all its tokens, so the cost grows with the number of segments.
+    The scores of a rollout's segments add up to its score, so `Σ_{a of i} Σ_{b of j} K_ab` is entry `(i, j)` of the
+    Gram of the rollouts. Every row has all tokens of its rollout, so the cost grows with the number of segments.
 
     Args:
         input_ids: `(N, T)`.
-        attention_mask: `(N, T)`, 0 for padding; all real by default.
-        segments: `(N, T)` integers: the turn of each completion token, negative for a token outside every turn.
+        attention_mask: `(N, T)`, 0 for padding; by default there is no padding.
+        segments: `(N, T)` integers: the turn of each completion token, negative for tokens outside every turn.
             Turn ids of different rollouts are unrelated; a rollout without a turn has no row.
 
     Raises:
@@ -444,7 +446,7 @@ def segment_rows(input_ids: Tensor, attention_mask: Tensor | None, segments: Ten
     attention = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
     require_same_shape(attention, input_ids, name="attention_mask", like_name="input_ids", caller=caller)
     if segments.is_floating_point() or segments.is_complex() or segments.dtype is torch.bool:
-        fail(caller, "segments must be whole numbers", segments.dtype, "Pass the turn of each token.")
+        fail(caller, "segments must be integers", segments.dtype, "Pass the turn of each token.")
     rollout, _ = (segments >= 0).nonzero(as_tuple=True)
     if not len(rollout):
         fail(caller, "needs at least one segment", "only negative ids", "Number the turns from 0.")

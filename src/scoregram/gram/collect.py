@@ -1,9 +1,10 @@
-"""Stage 4, collection: products and lookups hand their factors to the collector, and the weight gets no gradient.
+"""Stage 4, collection: products and lookups give their factors to the collector, and the weight gets no gradient.
 
 The `Collector` has one `ParameterState` per parameter. A weight may be used several times (tied embeddings, shared
 layers). Its per-rollout gradient is the sum over its uses, so its Gram can be taken only when the last use has arrived.
-The forward pass announces every use; the backward pass delivers them; when all have arrived, they are contracted and
-dropped. A region with a use that never receives a gradient is contracted at the end.
+The forward pass announces every use, and the backward pass delivers it. When all uses of a region (the part of the
+parameter that one view covers) have arrived, the collector contracts them and drops them. If one of them never receives
+a gradient, the region is contracted after the backward pass.
 
 `StreamedProduct`, `hooked_product` and `StreamedLookup` are the autograd operations that deliver uses: they pass the
 gradient on to their input, and give the factors `(x, g)` of the weight's per-rollout gradients to the collector.
@@ -24,7 +25,7 @@ from scoregram.gram.contract import Contractor, Factors, Lookup, Use, row_gram
 from scoregram.gram.sketch import Sketcher
 
 STACKED_ELEMENTS = 1 << 12
-"""On a CPU, largest parameter whose rows are stacked with those of others; on a GPU all are, to save launches."""
+"""Largest parameter whose rows are stacked with those of others on a CPU; on a GPU all are, to save launches."""
 
 # Per-parameter state
 
@@ -40,11 +41,11 @@ class RegionUses:
     pending: list[Use] = field(default_factory=list)
     """Uses that have arrived and wait for the others."""
     arrival: int = 0
-    """When the first pending use arrived."""
+    """Number of the arrival (`Collector.next_arrival`) of the first pending use."""
     is_contracted: bool = False
 
     def storage_span(self) -> tuple[int, int]:
-        """First and one past the last storage element; a strided region also covers the elements in between."""
+        """First and one past the last storage element; a strided region includes the elements in between."""
         offset = region_key(self.parameter, self.view)[0]
         shape, stride = self.view.shape, self.view.stride()
         return offset, offset + 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
@@ -62,21 +63,21 @@ def region_key(parameter: Tensor, view: Tensor) -> RegionKey:
 
 @dataclass
 class ParameterState:
-    """Everything that is collected about one parameter during a measurement."""
+    """Everything that one pass collects about a parameter."""
 
     parameter: Tensor
-    """Held here, so that no other tensor can take over its id."""
+    """Referenced, so that no other tensor can get its id."""
     regions: dict[RegionKey, RegionUses] = field(default_factory=dict)
     lookups: list[Tensor] = field(default_factory=list)
     """Rows looked up in it as an embedding, one tensor per announced lookup."""
     rows: Tensor | None = None
-    """`(N, *shape)` per-rollout gradients of a small parameter, summed over what has arrived."""
+    """`(N, *shape)` per-rollout gradients of a small parameter, summed over the uses that have arrived."""
     rows_arrival: int = 0
-    """When the first rows arrived."""
+    """Number of the arrival of the first rows."""
     sums: Tensor | None = None
     """`(M, *shape)` weighted sums of the per-rollout gradients."""
     late_arrival: int | None = None
-    """When a use first arrived after the other uses of its region had been contracted; its cross terms are lost."""
+    """Number of the first use that arrived after its region had been contracted; its cross terms are lost."""
 
     def region(self, view: Tensor) -> RegionUses:
         """The uses of the region that `view` shows."""
@@ -92,10 +93,10 @@ class ParameterState:
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether uses were contracted separately that should have been added first.
+        """Whether uses were contracted separately although their gradients had to be added first.
 
-        This happens if regions overlap, if a matrix is also used as a small parameter, or if an unannounced use came
-        too late.
+        This happens if regions overlap, if the parameter has both factors and rows, or if an unannounced use came too
+        late.
         """
         if not self.regions:
             return False
@@ -119,7 +120,7 @@ class ParameterState:
 
 
 class Collector:
-    """Grams and weighted gradients of one measurement, by parameter."""
+    """Collects the uses of every parameter in one pass, and contracts them to Grams and weighted sums."""
 
     def __init__(self, rollouts: int, groups: int, weights: Tensor | None, sketcher: Sketcher | None = None) -> None:
         """Take the number of rollouts and of groups, the `(M, N)` weight vectors or None, and a sketcher or None.
@@ -146,7 +147,7 @@ class Collector:
         return self.states[id(parameter)]
 
     def next_arrival(self) -> int:
-        """The number of the next arrival: Grams of a layer are added in this order, which decides their rounding."""
+        """The number of the next arrival; Grams of a layer are added in this order, because it decides the rounding."""
         self._arrivals += 1
         return self._arrivals
 
@@ -179,10 +180,10 @@ class Collector:
             self.contract_pending(region)
 
     def late_use_arrived(self, parameter: Tensor, view: Tensor, use: Use) -> None:
-        """Take a use that was not announced: it is first seen when a nested backward pass recomputes its layer.
+        """Take a use that was not announced: it first ran when a nested backward pass recomputed its layer.
 
         It is contracted at the end of the backward pass, because the number of such uses is unknown until then. If the
-        announced uses of the region were contracted already, their cross terms are lost: the parameter is replayed.
+        announced uses of the region are contracted already, the cross terms are lost and the parameter is replayed.
         """
         state = self.state(parameter)
         region = state.region(view)
@@ -205,7 +206,7 @@ class Collector:
 
     @torch.no_grad()
     def contract(self, parameter: Tensor, view: Tensor, uses: list[Use]) -> None:
-        """Add the Gram and the weighted sums of the summed uses of a region."""
+        """Add up the uses of a region, and contract the sum to its Gram and weighted sums."""
         if self.sketcher is not None:  # before rows are renumbered: a sketch is of the whole parameter
             self.sketcher.add_uses(parameter, view, uses)
         rows, uses = in_touched_rows(uses)
@@ -217,7 +218,7 @@ class Collector:
     # after the backward pass
 
     def incomplete(self) -> list[Tensor]:
-        """Parameters that have to be replayed, because their uses were not added up before contraction."""
+        """Parameters to replay, because their uses were not added before contraction."""
         incomplete = [state for state in self.states.values() if state.is_incomplete]
         # Lost cross terms first, in the order of arrival; the sort is stable.
         incomplete.sort(key=lambda state: math.inf if state.late_arrival is None else state.late_arrival)
@@ -231,7 +232,7 @@ class Collector:
             self.sketcher.forget(parameter)
 
     def finish(self) -> None:
-        """Contract the rest: regions with uses that got no gradient or came late, and rows of small parameters."""
+        """Contract the rest: regions with uses that came late or got no gradient, and rows of small parameters."""
         regions = [region for state in self.states.values() for region in state.regions.values() if region.pending]
         for region in sorted(regions, key=lambda region: region.arrival):
             self.contract_pending(region)
@@ -266,7 +267,7 @@ class Collector:
                 state.add_sums(state.parameter, part)
 
     def take_sums(self, parameter: Tensor) -> Tensor | None:
-        """The weighted sums `(M, *shape)` of a parameter, handed over; None if it took no part."""
+        """The weighted sums `(M, *shape)` of a parameter, which the state then drops; None if it was not used."""
         state = self.states.get(id(parameter))
         if state is None:
             return None
@@ -275,10 +276,10 @@ class Collector:
 
 
 def in_touched_rows(uses: list[Use]) -> tuple[Tensor | None, list[Use]]:
-    """The rows of the weight that the uses touch (None for all), and the uses in terms of those rows, factors first.
+    """The rows of the weight that the uses touch (None for all), and the uses renumbered to those rows, products first.
 
-    An embedding touches only the rows that were looked up. A tied head whose other rows were contracted before
-    (`Pass.collect_head`) covers the same rows.
+    An embedding touches only the rows that were looked up. If a tied head has the other rows contracted before
+    (`Pass.collect_head`), its use covers the same rows.
     """
     if len(uses) == 1 and uses[0].rows is None:
         return None, uses
@@ -305,12 +306,13 @@ class WeightUse:
     owner: Tensor | None
     """Rollout of every entry of the first axis, if that is no longer the batch axis."""
     transposed: bool
+    """Whether the weight is stored as (in, out)."""
     source: tuple[Tensor, Tensor] | None
     """Parameter and region of the weight, None if the weight is not trained."""
     bias: Tensor | None
     """The bias, None if it is not trained."""
     region: RegionUses | None = None
-    """Where the use was announced; None for an operation first seen when its layer is recomputed."""
+    """Where the use was announced; None if the operation first ran when its layer was recomputed."""
 
     def blocks(self, value: Tensor) -> Tensor:
         """Rows of a tensor, one block per rollout."""
@@ -356,13 +358,13 @@ class StreamedProduct(torch.autograd.Function):
         ctx.use = use
         ctx.save_for_backward(x, low_weight)
         product = F.linear(x, low_weight.mT if use.transposed else low_weight, low_bias)
-        # With a bias, `F.linear` returns a view, and autograd forbids to change a view of this function in place.
+        # With a bias, `F.linear` returns a view, and autograd forbids in-place changes of a custom function's view.
         return product if product._base is None else torch.ops.aten._unsafe_view(product, product.shape)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
         (g,) = grad_outputs
-        # Unpacking may recompute a checkpointed layer, which must be intercepted, so it is outside the block below.
+        # Unpacking may recompute a checkpointed layer. That must be intercepted, so it is outside the block below.
         x, weight = ctx.saved_tensors
         use: WeightUse = ctx.use
         grad_x = None
@@ -374,10 +376,10 @@ class StreamedProduct(torch.autograd.Function):
 
 
 def hooked_product(x: Tensor, weight: Tensor, use: WeightUse) -> Tensor:
-    """`x Wᵀ` with a hook on the result in place of `StreamedProduct.backward`: the same in less host time.
+    """`x Wᵀ` with a hook on the result instead of `StreamedProduct.backward`: the same in less host time.
 
     The hook holds the input until the gradient arrives. Under checkpointing it would keep the input alive from the
-    forward pass on, so `StreamedProduct` is used there, which saves through autograd (`has_saved_tensor_hooks`).
+    forward pass on, so there `StreamedProduct` is used, which saves the input through autograd.
     """
     product = F.linear(x, weight)
     held = [x.detach()]
@@ -396,7 +398,7 @@ def has_saved_tensor_hooks() -> bool:
 
 
 class StreamedLookup(torch.autograd.Function):
-    """Rows of an embedding; the backward pass gives ids and gradients to the collector, none to the weight."""
+    """Rows of an embedding; the backward pass gives ids and gradients to the collector, and none to the weight."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, counted: Tensor, rows: Tensor, weight: Tensor, use: WeightUse) -> Tensor:  # noqa: D102
@@ -416,7 +418,7 @@ class StreamedLookup(torch.autograd.Function):
 
 
 def under_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Operands of a matrix product in the dtype that autocast would give them; weight and bias detached."""
+    """Operands of a matrix product in the dtype that autocast gives them; weight and bias detached."""
     if not torch.is_autocast_enabled(x.device.type):
         return x, weight.detach(), None if bias is None else bias.detach()
     dtype = torch.get_autocast_dtype(x.device.type)

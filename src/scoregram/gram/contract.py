@@ -1,13 +1,14 @@
 """Stage 5, contraction: per-rollout gradients `G_i = Σ_t a_it ⊗ b_it` become Grams and weighted sums, chunk by chunk.
 
 Plain backpropagation forms `Σ_i G_i` with one matrix product; leaving out the sum over `i` costs the same number of
-operations. Chunks of rows of `G` are formed, contracted into `K_ij = ⟨G_i, G_j⟩` and into the weighted sums
-`Σ_i w_i G_i` that a training step needs, and dropped, so no `N × p × q` block is ever held.
+operations. The contractor forms chunks of rows of `G`, contracts them into `K_ij = ⟨G_i, G_j⟩` and into the weighted
+sums `Σ_i w_i G_i` that a training step needs, and drops them, so no `N × p × q` block is ever held.
 
-In half precision on a GPU a Triton kernel contracts (`PartialGrams`). `G` has `N` rows of millions of elements; stock
-routines form `GGᵀ` and `wG` at a fifth of the memory bandwidth, the kernel forms both in one read of `G`. It feeds the
-tensor cores tiles of 16 rows: with fewer rollouts, several column blocks are stacked to fill a tile, and only the
-diagonal blocks of the product are kept. No float32 product is longer than 8192 columns; they are added in float64.
+In half precision on a GPU a Triton kernel does the contraction (`PartialGrams`). `G` has `N` rows of millions of
+elements; stock routines form `GGᵀ` and `wG` at a fifth of the memory bandwidth, the kernel forms both in one read of
+`G`. It feeds the tensor cores tiles of 16 rows: with fewer rollouts, several column blocks are stacked to fill a tile,
+and only the diagonal blocks of the product are kept. No float32 product is longer than 8192 columns; these products are
+added in float64.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +44,7 @@ PARTIAL_BYTES = 1 << 25
 
 @runtime_checkable
 class Use(Protocol):
-    """One use of a weight of shape `(p, q)`: yields any rows of the per-rollout gradients `G_i`."""
+    """One use of a weight of shape `(p, q)`: gives any rows of the per-rollout gradients `G_i`."""
 
     @property
     def rows(self) -> Tensor | None:
@@ -113,7 +114,7 @@ class Contractor:
     """Contracts per-rollout gradients into Grams, which it keeps, and weighted sums, which it returns.
 
     Every Gram has an owner, any integer that identifies a parameter to the caller. Grams stay on the device, unsummed,
-    until `grams` is called: the first wait for the device in a measurement.
+    until `grams` is called: only then does a measurement wait for the device.
     """
 
     def __init__(self, rollouts: int, groups: int, weights: Tensor | None) -> None:
@@ -262,7 +263,7 @@ def suits_kernel(rows: Tensor, out: Tensor | None) -> bool:
 
 @dataclass(frozen=True)
 class Tile:
-    """Layout of the rollouts in a tile: `padded` rows for each of `stack` column blocks; and the weights in it."""
+    """Layout of the rollouts in a tile, `padded` rows for each of `stack` column blocks, and the weights in it."""
 
     padded: int
     stack: int
@@ -286,7 +287,7 @@ class Tile:
 
 
 class PartialGrams:
-    """Grams of a sequence of row matrices: the kernel writes one partial Gram per program; many are summed at once."""
+    """Grams of several row matrices: the kernel writes one partial Gram per program, and many are summed at once."""
 
     def __init__(self, tile: Tile, device: torch.device) -> None:
         """Take the tile that all matrices share."""
@@ -303,7 +304,7 @@ class PartialGrams:
         return self._used == len(self._buffer)
 
     def add(self, rows: Tensor, out: Tensor | None) -> None:
-        """Launch `GGᵀ` of rows `(N, D)`, and `wG` written into `out` `(M, D)`, from one read."""
+        """Launch the kernel that reads rows `(N, D)` once, forms `GGᵀ`, and writes `wG` into `out` `(M, D)`."""
         rollouts, width = rows.shape
         tile, size = self.tile, self._size
         columns = max(64, TILE_COLUMNS * 16 // size)  # tiles of one size, whatever the number of rollouts

@@ -2,7 +2,8 @@
 
 `measure_gram` leaves the model as it was. `backward_with_gram` is for a training step: the same single backward pass
 gives the Gram and leaves `Σ_i w_i ψ_i` in `.grad`. `cross_gram` compares trained with held-out rollouts. `DeferredGram`
-splits a measurement into its forward and its backward pass. `docs/gram.md` derives the algorithm.
+splits a measurement into its forward and its backward pass. All enter `Undo` twice, so that Ctrl-C cannot skip it.
+`docs/gram.md` derives the algorithm.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,30 +41,32 @@ def measure_gram(
 ) -> Gram:
     """The Gram `K_ij = ⟨ψ_i, ψ_j⟩` of the scores of `N` rollouts, over every trainable parameter.
 
-    `ψ_i = Σ_t c_it ∇ log π(y_it)` over the completion tokens of rollout `i`, summed, never averaged; `c = 1` gives the
-    score itself, and the `c = ∂L/∂log π` of a loss gives that loss's per-rollout gradients. It takes one
-    forward and one backward pass, with equal rollouts only once, and leaves the model unchanged, also after Ctrl-C. Two
-    threads can measure two models, not one. A rollout with no completion token has a zero row.
+    `ψ_i = Σ_t c_it ∇ log π(y_it)` is summed, not averaged, over the completion tokens of rollout `i`. `c = 1` gives the
+    score; `c = ∂L/∂log π` of a loss gives the per-rollout gradients of that loss. The call takes one forward and one
+    backward pass over the distinct rollouts. It leaves the model unchanged, also after Ctrl-C. Two threads can measure
+    two models at once, but not the same model. A rollout without completion tokens has a zero row.
 
     Args:
         model: A causal language model; only parameters that require gradients count.
-        input_ids: `(N, T)` prompt and completion, padded anywhere; or a `Rollouts`, which brings both masks.
+        input_ids: `(N, T)` prompt and completion, padded anywhere; or a `Rollouts`, which has its own masks.
         completion_mask: `(N, T)`, true for the tokens whose log-probabilities count.
-        attention_mask: `(N, T)`, 0 for padding; all real by default.
-        coefficients: `(N, T)` factors `c`; read at completion tokens only.
-        rollout_ids: For packed rollouts: the rollout `0 … N-1` of every token, negative for padding.
-        group_size: Only the blocks within groups of this many consecutive rollouts; `nan` elsewhere.
-        temperature: Logits are divided by it; pass the temperature that the policy is sampled at.
-        sketch: Also sketch every score, so that it can be compared with those of other calls.
-        keep_padding: Give the model the rows as they are, padding included, as a trainer does. By default padding
-            before or between real tokens is moved to the right end, where a causal model does not see it.
-        verify: Compare with one plain backward pass per rollout, alone and without padding, and raise if they disagree.
+        attention_mask: `(N, T)`, 0 for padding; by default there is no padding.
+        coefficients: `(N, T)` coefficients `c`, 1 by default; only those of completion tokens are read.
+        rollout_ids: For packed rollouts, in the shape of `input_ids`: the rollout `0 … N-1` of every token, negative
+            for padding.
+        group_size: Measure only the blocks within groups of this many consecutive rollouts; the rest of `K` is `nan`.
+        temperature: The sampling temperature of the policy; logits are divided by it.
+        sketch: Also return a sketch of every score, which can be compared with the sketches of other calls.
+        keep_padding: Leave the padding of the rows where it is, as a trainer does. By default the engine moves padding
+            to the right end of a row, where a causal model does not attend to it.
+        verify: Compare `K` with one plain backward pass per rollout, alone and without padding, and raise if they
+            disagree.
 
     Raises:
-        ScoregramError: Shapes that do not match, an empty batch, masks of other values than 0 and 1, ids outside the
-            vocabulary, a completion token that nothing predicts, parameters or gradients that are not finite, a
-            model that shares modules or trained parameters with a measurement that is running, in this thread or
-            another; with `verify`, a model whose output depends on padding or on the other rollouts.
+        ScoregramError: If shapes differ, the batch is empty, a mask has values other than 0 and 1, a token id is not in
+            the vocabulary, a completion token is the first token of its rollout, a parameter or gradient is not finite,
+            or another measurement, in any thread, is using one of the modules or trainable parameters; with `verify`,
+            also if the model's output depends on padding or on the other rollouts.
     """
     measured = MeasuredModel(model)
     batch = make_batch(
@@ -101,12 +104,12 @@ def backward_with_gram(
     sketch: Sketch | None = None,
     keep_padding: bool = False,
 ) -> Gram:
-    """The Gram as `measure_gram` gives it, and `Σ_i w_i ψ_i` added to `.grad`, from the same single backward pass.
+    """The Gram of `measure_gram`; the same backward pass adds `Σ_i w_i ψ_i` to `.grad`.
 
-    `weights` is `(N,)`: `-A_i / R`, for example, for an optimiser that descends. With several weight vectors `(M, N)`,
-    `combine` is called with the Gram and returns one factor for each, `(M,)`: a baseline `b` that depends on `K` needs
-    the two vectors `r` and `1` and the factors `1` and `-b`, and no second backward pass. All other arguments, and the
-    errors, are those of `measure_gram`.
+    `weights` is `(N,)`, for example `-A_i / R` for an optimiser that minimises. It can also be several vectors,
+    `(M, N)`; then `combine` takes the Gram and returns one factor per vector, `(M,)`. So a baseline `b` that depends on
+    `K` needs no second backward pass: pass the vectors `r` and `1`, and return the factors `1` and `-b`. The other
+    arguments and the errors are those of `measure_gram`.
     """
     caller = "backward_with_gram"
     measured = MeasuredModel(model)
@@ -124,16 +127,16 @@ def backward_with_gram(
     if averages_gradients(model):
         fail(
             caller,
-            "the model must lie whole in one process",
-            "one whose gradients are averaged over processes",
-            "Use measure_gram, and take the training step as before.",
+            "the model must be in one process",
+            "a model whose gradients are averaged over processes",
+            "Use measure_gram, and keep your own training step.",
         )
     vectors = torch.atleast_2d(weights).to(batch.input_ids.device)
     if vectors.ndim != 2 or vectors.shape[1] != batch.rollouts:
         requirement = f"weights must be (N,) or (M, N) with N = {batch.rollouts}"
-        fail(caller, requirement, tuple(weights.shape), "Pass one weight for each rollout.")
+        fail(caller, requirement, tuple(weights.shape), "Pass one weight per rollout.")
     if len(vectors) > 1 and combine is None:
-        remedy = "Pass a function from the Gram to one factor for each."
+        remedy = "Pass a function that takes the Gram and returns one factor per vector."
         fail(caller, "several weight vectors need `combine`", f"{len(vectors)} vectors", remedy)
     require_finite(vectors, name="weights", caller=caller)
     rollouts = distinct_rollouts(batch, group_size)
@@ -163,12 +166,12 @@ class HeldOutGram:
 def cross_gram(
     model: nn.Module, train: Sequence[Tensor | None], held_out: Sequence[Tensor | None], *, temperature: float = 1.0
 ) -> HeldOutGram:
-    """The rectangular block of the Gram of trained against held-out rollouts, from one pass over both.
+    """Inner products of the scores of trained rollouts with those of held-out rollouts, from one pass over both.
 
     Args:
         model: As for `measure_gram`.
-        train: `(input_ids, completion_mask, attention_mask)`, each `(N, T)`; the last may be None or left out.
-        held_out: The same with `(M, T')`; the shorter of the two is padded on the right.
+        train: `(input_ids, completion_mask, attention_mask)`, each `(N, T)`; the last is optional and may be None.
+        held_out: The same, each `(M, T')`; the shorter of the two parts is padded on the right.
         temperature: Logits are divided by it.
 
     Raises:
@@ -184,15 +187,15 @@ def cross_gram(
 
 
 def padded_part(part: Sequence[Tensor | None], name: str, tokens: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, completion mask and attention mask, checked, padded on the right to `tokens`."""
+    """The checked ids, completion mask and attention mask of one part, padded on the right to `tokens`."""
     caller = "cross_gram"
     if len(part) not in (2, 3) or part[0] is None or part[1] is None:
         given = [None if tensor is None else tuple(tensor.shape) for tensor in part]
         fail(caller, f"{name} must be (input_ids, completion_mask, attention_mask)", given, "The last may be None.")
     ids, mask, attention = part[0], part[1], part[2] if len(part) == 3 else None
     if ids.ndim != 2 or not ids.numel():
-        remedy = "Use measure_gram for one part."
-        fail(caller, f"{name} must hold at least one rollout (N, T)", tuple(ids.shape), remedy)
+        remedy = "To measure one part alone, use measure_gram."
+        fail(caller, f"{name} must be (N, T) with at least one rollout", tuple(ids.shape), remedy)
     attention = torch.ones_like(ids) if attention is None else attention.long()
     require_same_shape(mask, ids, name=f"completion_mask of {name}", like_name="input_ids", caller=caller)
     require_same_shape(attention, ids, name=f"attention_mask of {name}", like_name="input_ids", caller=caller)
@@ -204,19 +207,19 @@ def padded_part(part: Sequence[Tensor | None], name: str, tokens: int = 0) -> tu
 
 
 class DeferredGram:
-    """A forward pass over rollouts, and later one backward pass that gives the Gram and weighted sums of its rows.
+    """A measurement in two calls: the forward pass now, the backward pass when the coefficients are known.
 
-    `backward_with_gram` needs the coefficients of the log-probabilities beforehand. The loss of another library takes
-    the log-probabilities first, and its coefficients `∂L/∂log π` are known only when its own backward pass reaches
-    them. In between the model's graph is held, as in any training step. Nothing about the model changes, not even
-    `.grad`: the caller decides what to do with the sums. The arguments are those of `measure_gram`, for a model in one
+    `backward_with_gram` needs the coefficients before the forward pass. The loss of another library takes the
+    log-probabilities first, and its backward pass then gives the coefficients `∂L/∂log π`. Between the two calls this
+    object holds the autograd graph, as every training step does. It does not change the model, not even `.grad`: the
+    caller decides what to do with the sums. The arguments are those of `measure_gram`; the model must be in one
     process.
     """
 
     log_probs: Tensor
     """`(N, T)` log-probability of every completion token, 0 elsewhere; no gradient."""
     entropies: Tensor
-    """`(N, T)` entropy of the distribution that each of them was drawn from, 0 elsewhere; no gradient."""
+    """`(N, T)` entropy of the model's distribution at every completion token, 0 elsewhere; no gradient."""
 
     def __init__(
         self,
@@ -229,8 +232,8 @@ class DeferredGram:
         keep_padding: bool = False,
     ) -> None:
         if averages_gradients(model):
-            got = "one whose gradients are averaged over processes"
-            fail("DeferredGram", "the model must lie whole in one process", got, "Use measure_gram.")
+            got = "a model whose gradients are averaged over processes"
+            fail("DeferredGram", "the model must be in one process", got, "Use measure_gram.")
         self._measured = MeasuredModel(model)
         self._batch = make_batch(
             self._measured.model,
@@ -240,23 +243,23 @@ class DeferredGram:
             temperature=temperature,
             keep_padding=keep_padding,
         )
-        # All rollouts: equal texts may get different coefficients later.
+        # Duplicates stay: equal rollouts may get different coefficients later.
         self._measurement = Measurement(self._measured, all_rollouts(self._batch))
         with Undo() as undo, undo, self._measured.in_use(undo):
             found = self._measurement.forward()
         self.log_probs, self.entropies = map(self._batch.as_given, found)
 
     def finish(self, coefficients: Tensor, weights: Tensor) -> tuple[Gram, dict[Tensor, Tensor]]:
-        """The Gram of `ψ_i = Σ_t c_it ∇ log π(y_it)`, and for every parameter `(M, …)` the sums `Σ_i w_mi ψ_i`.
+        """The Gram of `ψ_i = Σ_t c_it ∇ log π(y_it)`, and the sums `Σ_i w_mi ψ_i`, `(M, *shape)` for each parameter.
 
-        Can be called once. A parameter that took no part has no sums.
+        Call it once. A parameter that was not used has no entry.
 
         Args:
-            coefficients: `(N, T)` factors `c`; read at completion tokens only.
+            coefficients: `(N, T)` coefficients `c`; only those of completion tokens are read.
             weights: `(M, N)`.
 
         Raises:
-            ScoregramError: If anything is not finite.
+            ScoregramError: If a coefficient, a parameter or a gradient is not finite.
         """
         rollouts = all_rollouts(self._batch.with_coefficients(coefficients))
         weights = weights.to(self.log_probs.device)

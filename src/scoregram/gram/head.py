@@ -1,9 +1,10 @@
 """The output head fused with the log-probability, over completion positions only.
 
 The gradient of `Σ_t c_t log π(y_t)` with respect to the logits is `c_t (onehot(y_t) - softmax)`, known as soon as the
-logits are. So the head never enters autograd: one pass over token chunks gives the log-probabilities, the gradient
-that flows back into the network, and the factors of the head's own weight. `N · T · V` logits exist at most once, in
-the model's dtype, and not at all if they would take more than `STORE_BYTES`: then each vocabulary chunk is recomputed.
+logits are. So the head does not need autograd: one pass over token chunks gives the log-probabilities, the gradient
+that flows back into the network, and the factors of the head's own weight. The logits `(N, C, V)` of the completion
+tokens exist at most once, in the model's dtype. If they take more than `STORE_BYTES`, they are recomputed by vocabulary
+chunk instead.
 """
 
 from dataclasses import dataclass, replace
@@ -20,12 +21,12 @@ STORE_BYTES = 4 << 30
 """Largest block of logit gradients that is kept for the head's Gram."""
 LOGIT_CHUNK_ELEMENTS = 1 << 24
 LOGIT_CHUNK_ELEMENTS_CUDA = 1 << 28
-"""Logits held at a time while the log-probabilities are taken."""
+"""Logits held at a time, on a CPU and on a GPU."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The completion tokens, one padded block `C` per rollout, with their positions and coefficients."""
+    """The completion tokens with their positions and coefficients, one block per rollout, padded to `C` tokens."""
 
     position: Tensor  # (N, C) position whose hidden state predicts the token
     token: Tensor  # (N, C)
@@ -53,7 +54,7 @@ class Targets:
         )
 
     def scattered(self, values: Tensor, like: Tensor) -> Tensor:
-        """Values `(N, C)` of the targets at the places of their tokens: `(N, T)`, the shape of `like`, 0 elsewhere."""
+        """Values `(N, C)` of the targets at the positions of their tokens, `(N, T)` like `like`; 0 elsewhere."""
         rollout, place, position = self.real_at
         whole = torch.zeros(like.shape, dtype=values.dtype, device=values.device)
         whole[rollout, position + 1] = values[rollout, place]
@@ -62,7 +63,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class HeadUse:
-    """The use of the head's weight `(V, h)`: `G_i = Σ_t dl_it ⊗ h_it`, its logit gradients kept or recomputed."""
+    """The use of the head's weight `(V, h)`: `G_i = Σ_t dl_it ⊗ h_it` with logit gradients `dl`, kept or recomputed."""
 
     hidden: Tensor  # (N, C, h)
     weight: Tensor  # (V, h)
@@ -71,9 +72,9 @@ class HeadUse:
     log_normaliser: Tensor  # (N, C)
     temperature: float
     kept: Tensor | None
-    """`(N, C, V)` logit gradients; None: they are recomputed."""
+    """`(N, C, V)` logit gradients; None if they are recomputed."""
     without: Tensor | None = None
-    """Rows of the vocabulary that another use covers; they are zero here."""
+    """Rows of the vocabulary that another use covers; this use counts them as zero."""
 
     @property
     def rows(self) -> None:  # noqa: D102
@@ -125,15 +126,15 @@ class HeadUse:
 
 @dataclass(frozen=True)
 class HeadForward:
-    """The head's forward pass alone, for a caller who does not know the coefficients yet."""
+    """The head's forward pass alone, for a caller that does not have the coefficients yet."""
 
     log_probs: Tensor
     """`(N, C)` log-probability of each completion token, 0 where the block is padding."""
     entropies: Tensor
-    """`(N, C)` entropy of the distribution that the token was drawn from, 0 where the block is padding."""
-    normaliser: Tensor  # (N·C,)
+    """`(N, C)` entropy of the model's distribution at each completion token, 0 where the block is padding."""
+    normaliser: Tensor  # (N·C,) log-normaliser
     kept: Tensor | None
-    """`(N·C, V)` that `fused_head` overwrites: probabilities in float32 and wider, logits in half precision.
+    """`(N·C, V)`, which `fused_head` overwrites: probabilities in float32 and wider, logits in half precision.
 
     In half precision a probability near 1 loses the digits that a logit keeps.
     """
@@ -142,7 +143,7 @@ class HeadForward:
 def head_forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, *, temperature: float
 ) -> HeadForward:
-    """Log-probabilities and entropies, and what the backward pass can reuse, unless it exceeds `STORE_BYTES`.
+    """Log-probabilities, entropies, and probabilities or logits to reuse, unless these exceed `STORE_BYTES`.
 
     The arguments are those of `fused_head`; coefficients are not read.
     """
@@ -178,7 +179,7 @@ def head_forward(
 
 
 def tokens_at_a_time(rows: Tensor, weight: Tensor) -> int:
-    """Tokens whose logits are held at a time."""
+    """Number of tokens whose logits are held at a time."""
     return max(1, (LOGIT_CHUNK_ELEMENTS_CUDA if rows.is_cuda else LOGIT_CHUNK_ELEMENTS) // len(weight))
 
 
@@ -211,7 +212,7 @@ def fused_head(
         bias: `(V,)` or None.
         targets: The completion tokens, with coefficients.
         temperature: Logits are divided by it.
-        keep: Whether the head's weight or bias is trained, so that logit gradients are worth keeping.
+        keep: Whether the head's weight or bias is trainable, so that its logit gradients are needed again.
         forward: `head_forward` of the same arguments, to reuse; its `kept` is overwritten.
     """
     rollouts, longest, width = hidden.shape
@@ -235,8 +236,8 @@ def fused_head(
             logits = torch.mm(rows[here], weight.mT, out=None if kept is None else kept[here])
             if bias is not None:
                 logits += bias
-        # In float32 and wider the gradient overwrites the logits, in `kept` if they are there; in half precision on a
-        # CPU it is computed in float32 and copied.
+        # In float32 and wider the gradient overwrites the logits, inside `kept` if that exists. In half precision on a
+        # CPU the gradient is computed in float32 and copied.
         gradient, log_probs[here], normaliser[here] = softmax_gradient(logits, tokens[here], factors[here], temperature)
         if kept is not None and gradient is not logits:
             kept[here] = gradient

@@ -1,19 +1,19 @@
-"""Stage 3, the observed forward pass: every operation in which a parameter meets activations gets an exact rule.
+"""Stage 3, interception: every operation in which a parameter meets activations runs by an exact rule.
 
-A `TorchFunctionMode` sees every torch operation without touching the model. Seeing all of them costs host time, and
-nearly always a parameter is used by the module that owns it. So the mode is first put around those modules alone (a
-*narrow* pass), and around the whole model (a *wide* pass) only where that missed something.
+A `TorchFunctionMode` intercepts torch operations without changing the model. Intercepting all of them costs host time,
+and nearly every parameter is used only by the module that owns it. So a *narrow* pass puts the mode around those
+modules alone. If that missed something, a *wide* pass puts it around the whole model.
 
 Tensors are of three kinds: *activations* depend on the rollouts; *parameter-side* tensors require gradients and depend
-on no rollout (the parameters, and tensors derived from them alone); all others are constants. An operation that mixes
-the first two is where a parameter's per-rollout gradient arises:
+on no rollout (the parameters, and tensors derived from them alone); all others are constants. A per-rollout gradient
+arises where an operation mixes the first two:
 
 - a matrix product or an embedding lookup becomes an operation of `collect`, which gives its factors to the collector
   instead of returning a weight gradient;
 - any other operation on a small parameter-side tensor runs with one copy of it per rollout (`leaves`);
-- an operation that cannot be split runs as it is. Autograd then gives the parameter an ordinary gradient, and the
-  engine replays that parameter one rollout at a time. Nothing can be missed: a parameter that received neither
-  factors, nor rows, nor an ordinary gradient took no part.
+- an operation that cannot be split by rollout runs unchanged. Autograd then writes the parameter's `.grad`, and the
+  engine replays that parameter, one rollout at a time. So no parameter is missed: one that received neither factors,
+  nor rows, nor a `.grad`, was not used.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -86,16 +86,16 @@ class Derived:
     """Mark of a tensor that depends on parameters alone."""
 
     cast_of: Tensor | None = None
-    """The tensor that it is a cast of, if it is one."""
+    """The tensor that this one is a cast of, or None."""
     names: tuple[str, ...] = ()
-    """Names of these parameters."""
+    """Names of the parameters that it depends on."""
 
 
 ACTIVATION = Activation()
 
 
 def set_mark(tensor: Tensor, mark: Activation | Derived) -> None:
-    """Mark an intermediate tensor; the mark lives and dies with it. Parameters are never marked."""
+    """Mark an intermediate tensor; the mark lives as long as the tensor. Parameters are never marked."""
     tensor._scoregram = mark  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -106,7 +106,7 @@ def mark_of(tensor: Tensor) -> Activation | Derived | None:
 
 @dataclass(frozen=True)
 class CapturedHead:
-    """The operands of the head's product, captured so that the model does not compute it."""
+    """The operands of the head's product; the model does not compute that product."""
 
     hidden: Tensor
     """`(N, T, h)`"""
@@ -116,30 +116,30 @@ class CapturedHead:
 
 
 class Interceptor(DropoutOff):
-    """The mode under which one forward and backward pass is measured."""
+    """The `TorchFunctionMode` of one forward and backward pass."""
 
     def __init__(self, parameters: Mapping[str, Tensor], batch: Batch, collector: Collector, axes: Axes) -> None:
-        """Take the trained parameters, the batch that enters the model, the collector of factors, the known axes."""
+        """Take the trainable parameters, the batch that enters the model, the collector, and the known axes."""
         super().__init__()
         self.input_ids = batch.input_ids
-        self.vocabulary = batch.input_ids.unique()  # before the pass: inside it, this would wait for the device
+        self.vocabulary = batch.input_ids.unique()  # before the pass: it waits for the device
         self.layout = RolloutLayout(batch.rollouts, batch.input_ids.shape[1])
         self.collector = collector
         self.leaves = Leaves(self.layout)
         self.announcing = True
-        """Whether uses are announced; False during the backward pass, when checkpointed layers run once more."""
+        """Whether uses are announced; False in the backward pass, when checkpointed layers run again."""
         self.head: Tensor | None = None
         """The head's weight, if its product is captured instead of computed."""
         self.captured: CapturedHead | None = None
         self.captures = 0
-        """Number of products with the head's weight; more than one means that it is not only the head."""
+        """Number of products with the head's weight; if there are several, the weight is not only the head."""
         self.watch = ParameterWatch()
         """How the running module uses its parameters."""
         self.axes = axes
         self.unknown: set[OperationKey] = set()
-        """Operations that `axes` says nothing about, or that had another number of entries for each rollout."""
+        """Operations that are not in `axes`, or had another number of entries per rollout."""
         self.observations: Observations | None = None
-        """First axes of activations, if this pass is one that observes them: then no operation is split by rollout."""
+        """First axes of activations in a probe pass, which splits no operation by rollout; None in other passes."""
         self._observed: dict[OperationKey, Tensor] = {}
         self._parameters = {id(parameter): name for name, parameter in parameters.items()}
         self._undo = Undo()
@@ -150,7 +150,7 @@ class Interceptor(DropoutOff):
     # A narrow pass: module by module
 
     def intercept_modules(self, owners: Sequence[nn.Module], undo: Undo) -> None:
-        """Intercept the forward pass of these modules, and nothing else, until the end of the block."""
+        """Intercept the forward pass of these modules, and nothing else, until `undo` restores them."""
         self._undo = undo
         for module in owners:
             undo.set_attribute(module, "forward", self.intercepted_forward(module))
@@ -158,7 +158,7 @@ class Interceptor(DropoutOff):
     def intercepted_forward(self, module: nn.Module) -> Callable[..., Any]:
         """A forward function for `module`; plain linear layers and known norms need no mode around them."""
         if self.observations is not None or "forward" in vars(module):
-            return partial(self.run_module, module, module.forward)  # replaced by its user: its class says nothing
+            return partial(self.run_module, module, module.forward)  # a user replaced it: the class says nothing
         if type(module) is nn.Linear:
             return partial(self.run_linear_layer, module)
         is_known = facts_of(module).broadcast_axes is not None and is_of_transformers(module)
@@ -178,9 +178,9 @@ class Interceptor(DropoutOff):
         return self.run_module(module, forward, *args, **kwargs) if result is None else result
 
     def run_linear_layer(self, module: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002
-        """Forward pass of a plain linear layer: most of the host time of a pass, so the usual case takes a shortcut."""
+        """Forward pass of a plain linear layer: these take most of the host time, so the usual case has a shortcut."""
         weight, bias = module.weight, module.bias
-        with torch._C.DisableTorchFunction():  # the rule is applied right here: no mode has to see the product
+        with torch._C.DisableTorchFunction():  # the rule is applied here, not by a mode
             if weight is self.head and self.announcing:
                 return self.capture_head(input, weight, bias)
             result = None
@@ -221,17 +221,17 @@ class Interceptor(DropoutOff):
         return result
 
     def mark_inputs(self, tensors: Iterable[Tensor]) -> None:
-        """Mark the inputs of a module as activations: a narrow pass has not seen how they were computed."""
+        """Mark the inputs of a module as activations: a narrow pass has not seen the operations before it."""
         for tensor in tensors:
             if not tensor.requires_grad and mark_of(tensor) is None:
-                # a buffer of the model may be among them, and would keep its mark
+                # a buffer of the model may be among them, so the mark must be removed afterwards
                 self._undo.operations.append((vars(tensor).pop, "_scoregram", None))
                 set_mark(tensor, ACTIVATION)
 
     # The first axis of an activation
 
     def leads(self, key: OperationKey, value: Tensor) -> bool:
-        """Whether the first axis of an activation without owners is known to run over the rollouts."""
+        """Whether the first axis of an activation without owners is known to run over the rollouts; `key` names it."""
         if self.observations is not None:
             if self._observed.get(key) is not value:  # a loop over experts selects from the same tensor again and again
                 self.observations.setdefault(key, []).append(FirstAxis.of(value))
@@ -249,23 +249,23 @@ class Interceptor(DropoutOff):
         return False
 
     def observes_products(self) -> bool:
-        """Whether parameters can get gradients here; a pass that observes looks into checkpointed layers too."""
+        """Whether rules apply: gradients are enabled, or a probe pass looks into a checkpointed layer."""
         return torch.is_grad_enabled() or self.observations is not None
 
     def leads_module(self, module: nn.Module, value: Tensor) -> bool:
-        """The same for the only input of a module that owns parameters."""
+        """`leads` for the only input of a module that owns parameters."""
         names = (self._parameters.get(id(parameter)) for parameter in module._parameters.values())
         return self.leads(("module", next(filter(None, names), None), value.ndim), value)
 
     def leads_operation(self, func: Callable[..., Any], tensors: list[Tensor]) -> bool:
-        """The same for every activation in an operation on parameter-side tensors."""
+        """`leads` for all activations without owners in an operation on parameter-side tensors."""
         names = self.names_of(tensors)
         free = [tensor for tensor in tensors if self.is_activation(tensor) and self.owner_of(tensor) is None]
         answers = [self.leads((operation_name(func), names, tensor.ndim), tensor) for tensor in free]
         return all(answers)
 
     def names_of(self, tensors: Iterable[Tensor]) -> tuple[str, ...]:
-        """The names of the parameters that tensors depend on."""
+        """The names of the parameters that these tensors depend on."""
         names: dict[str, None] = {}
         for tensor in tensors:
             mark = mark_of(tensor)
@@ -291,18 +291,18 @@ class Interceptor(DropoutOff):
         return tensor.requires_grad and not self.is_parameter_side(tensor)
 
     def owner_of(self, tensor: Tensor) -> Tensor | None:
-        """Owners of the first axis of an activation, if they were carried along; else None."""
+        """Owners of the entries of an activation's first axis, or None if it is not marked with them."""
         mark = mark_of(tensor)
         return mark.owner if isinstance(mark, Activation) else None
 
     def gets_leaf(self, weight: Tensor) -> bool:
-        """Whether a weight gets one leaf per rollout: it is small, and not an embedding (whose rows are streamed)."""
+        """Whether a weight gets a leaf: it is small, and not an embedding (whose lookups are streamed)."""
         return self.leaves.prefers(weight) and not self.collector.is_embedding(weight)
 
     # One operation under the mode
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation, by a rule if a parameter meets activations in it."""
+        """Run an operation; by a rule if a parameter meets activations in it."""
         if kwargs and func in SIGNATURES:
             args, kwargs = positional_arguments(SIGNATURES[func], args, kwargs)
         if func is F.linear and self.head is not None and self.announcing and args[1] is self.head:
@@ -335,20 +335,20 @@ class Interceptor(DropoutOff):
         return result
 
     def read(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Read an attribute; the watch notes reads from a parameter, because a copy may have another value."""
+        """Read an attribute; the watch notes reads from a parameter, because a copy may return another value."""
         if self.is_parameter_side(args[0]):
             self.watch.see_read(func)
         return super().read(func, args)
 
     def capture_head(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
-        """Keep the head's operands, and give the model the logits of the first position in place of all."""
+        """Keep the head's operands, and return only the logits of the first position."""
         first = F.linear(input[:, :1], weight, bias).detach()
         self.captured = CapturedHead(input, first, bias)
         self.captures += 1
         return first
 
     def run_by_rule(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation in which a parameter meets activations; as it is if no rule covers it."""
+        """Run an operation in which a parameter meets activations; unchanged if no rule covers it."""
         result = None
         if func is F.linear:
             result = self.linear_rule(*args, **kwargs)
@@ -375,6 +375,7 @@ class Interceptor(DropoutOff):
         return self._streamed_product(left, right, bias, transposed=True)
 
     def _streamed_product(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor | None:
+        """`x Wᵀ + b`, or `x W + b` if `transposed`, whose backward pass gives the factors to the collector."""
         if not self.is_activation(x) or self.is_activation(weight) or weight.ndim != 2:
             return None
         if bias is not None and self.is_activation(bias):
@@ -420,13 +421,13 @@ class Interceptor(DropoutOff):
     ) -> Tensor | None:
         """Rows of an embedding; the padding row, if there is one, receives no gradient.
 
-        Positions `(1, T)` are the same for all rollouts: they are looked up once for each.
+        Positions `(1, T)` are the same for all rollouts; `run` has expanded them to one row per rollout.
         """
         is_unusual = max_norm is not None or scale_grad_by_freq or sparse  # each of them changes weight or gradient
         if is_unusual or id(weight) not in self._parameters or input.ndim < 1:
             return None
         counted = input if padding_idx is None else torch.where(input == padding_idx % len(weight), -1, input)
-        # The token ids were sorted before the pass; a model may look up something else too, such as positions.
+        # The unique token ids are known from before the pass; a model may look up something else, such as positions.
         rows = self.vocabulary if is_same_memory(input, self.input_ids) else input.unique()
         use = WeightUse(self.layout, self.collector, None, False, (weight, weight), None)
         if self.announcing:
@@ -456,7 +457,7 @@ class Interceptor(DropoutOff):
         return func(x, copies) if x is args[0] else func(copies, x)
 
     def repeated_rule(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """A parameter that is repeated for every rollout: expanded, or looked up at positions given for each."""
+        """A parameter that is repeated for every rollout: expanded, or looked up at positions of each rollout."""
         if func not in (Tensor.expand, F.embedding) or not self.observes_products():
             return None
         key = (operation_name(func), self.names_of(tensors_in(args, kwargs)), "repeated")
@@ -489,7 +490,7 @@ class Interceptor(DropoutOff):
     def mark_activations(
         self, result: Any, func: Callable[..., Any], args: tuple[Any, ...], tensors: list[Tensor]
     ) -> None:
-        """Mark the results of an operation on activations; owners are carried along with the first axis."""
+        """Mark the results of an operation on activations; owners stay with the first axis."""
         if args and result is args[0]:
             return  # an in-place operation: its first argument has its mark already
         owners = [owner for tensor in tensors if (owner := self.owner_of(tensor)) is not None]
@@ -519,7 +520,7 @@ class Interceptor(DropoutOff):
     def mark_derived(self, result: Any, func: Callable[..., Any], parameters: list[Tensor]) -> None:
         """Mark the results of an operation on parameters alone as parameter-side."""
         for tensor in tensors_in((result,), {}):
-            # A pass that observes also looks into checkpointed layers, where nothing requires gradients yet.
+            # A probe pass also looks into checkpointed layers, where nothing requires gradients yet.
             has_gradient = tensor.requires_grad or (self.observations is not None and not torch.is_grad_enabled())
             if has_gradient and id(tensor) not in self._parameters:
                 # a cast of a cast leads back to the parameter, so that a product with it can still be streamed
@@ -541,7 +542,7 @@ def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor
 def positional_arguments(
     names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with those of `names` that were given as keywords among the positional ones."""
+    """The arguments of a call, with the keywords among `names` moved to their positions."""
     rest = dict(kwargs)
     for name in names[len(args) :]:
         if name not in rest:

@@ -1,16 +1,17 @@
-"""Stage 3b, small parameters: one leaf per rollout, so that autograd itself returns the per-rollout gradients.
+"""Stage 3b, small parameters: one copy per rollout, so that autograd itself returns the per-rollout gradients.
 
-A norm's weight, a bias, a scale or a convolution kernel meets the activations in some operation. With one copy of the
-parameter per rollout in its place, by broadcasting or under `torch.vmap`, the gradient of the copies is the matrix of
-per-rollout gradients, summed over every use. A tensor that is derived from parameters (`1 + w`, `-exp(a)`) gets a leaf
-in the same way; at the end its rows are pulled back to the parameters.
+A norm's weight, a bias, a scale or a convolution kernel meets the activations in some operation. The interceptor
+replaces it there by its *leaf*, a tensor `(N, *shape)` with one copy per rollout, by broadcasting or under
+`torch.vmap`. The gradient of the leaf has one row per rollout, summed over every use. A tensor that is derived from
+parameters (`1 + w`, `-exp(a)`) gets a leaf in the same way; after the backward pass its rows are pulled back to the
+parameters.
 
 Most modules that own a small parameter are norms: they scale their input and do nothing else with it. Intercepting
 every operation of a norm costs more host time than the norm itself. So a module of transformers without children is
 watched once. If it only cast, shifted or scaled its parameters by numbers and then broadcast them against its input, it
 runs from then on without interception, with the copies in place of its parameters (`forward_with_copies`). A layer norm
-takes its weight inside a fused operation instead; the classes known to do that are listed in `LAYER_NORMS`. Any other
-module may do something else the next time, at another length say, and is intercepted every time.
+uses its weight inside a fused operation instead; `LAYER_NORMS` lists the classes that do this. Any other module may
+behave differently at the next call, for example at another length, so it is intercepted every time.
 """
 
 from collections.abc import Callable, Iterator
@@ -61,7 +62,7 @@ class Leaves:
     leaf_of: dict[tuple[int, bool], tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Pairs (tensor, its leaf), by the tensor's id and whether the leaf is transposed.
 
-    The tensor is held here, so that no other tensor can take over its id.
+    The tensor is referenced here, so that no other tensor can get its id.
     """
 
     def accepts(self, tensor: Tensor) -> bool:
@@ -73,7 +74,7 @@ class Leaves:
         return weight.numel() * self.layout.rollouts <= (KEPT_ELEMENTS_CUDA if weight.is_cuda else KEPT_ELEMENTS)
 
     def of(self, tensor: Tensor, *, transposed: bool = False) -> Tensor:
-        """The leaf of `tensor`, created at the first call: its copies share their values, not their gradients."""
+        """The leaf of `tensor`, created at the first call; its copies share their memory, not their gradients."""
         key = (id(tensor), transposed)
         if key not in self.leaf_of:
             value = tensor.detach()  # gradients end at the leaf, so `.grad` of the parameter stays None
@@ -121,7 +122,7 @@ def overlaps_itself(view: Tensor) -> bool:
 
 
 def pulled_back_rows(derived: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Per-rollout gradients of the parameters behind derived tensors, from those of the derived tensors."""
+    """Per-rollout gradients of the parameters behind derived tensors, from the rows of the derived tensors."""
     if not derived:
         return
     tensors = [tensor for tensor, _ in derived]
@@ -173,7 +174,7 @@ class TensorKinds:
 def run_per_rollout(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kinds: TensorKinds) -> Any:
     """The result of an operation in which every parameter-side tensor is replaced by one copy per rollout.
 
-    It equals that of the plain call, or is None if the operation cannot be split by rollout: an activation has no
+    It equals the result of the plain call. None if the operation cannot be split by rollout: an activation has no
     rollout axis, or vmap has no rule for the operation.
     """
     if func is F.layer_norm:
@@ -271,7 +272,7 @@ def run_under_vmap(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         return None
     results = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
     if any(value.ndim < 2 or value.shape[1] not in entries for value in results):
-        return None  # the operation did something to the first axis
+        return None  # the operation changed the first axis
     return tree_map(lambda value: value.flatten(0, 1) if isinstance(value, Tensor) else value, result)
 
 
@@ -295,7 +296,7 @@ class ParameterWatch:
     """Ranks (`ndim`) of the activations that the parameters were broadcast against."""
 
     def see_operation(self, func: Callable[..., Any], tensors: list[Tensor], result: Any, *, meets: bool) -> None:
-        """Note an operation on a parameter, one that `meets` activations or one on parameters alone."""
+        """Note an operation on a parameter; `meets` says whether activations take part."""
         # An operation that changes the shape may mix elements, and would treat the copies' extra axis differently.
         kept_shape = isinstance(result, Tensor) and result.shape == max(tensors, key=Tensor.dim).shape
         if not kept_shape or func not in (BROADCASTS if meets else BROADCASTS | CASTS):
@@ -308,7 +309,7 @@ class ParameterWatch:
         self.only_broadcasts &= func in COPY_SAFE_READS
 
     def remember(self, module: nn.Module, x: Tensor) -> None:
-        """Remember a childless norm that only broadcast its parameters against tensors of the rank of its input."""
+        """Remember a childless module that only broadcast its parameters against tensors of its input's rank."""
         if self.only_broadcasts and self.axes == {x.ndim} and not module._modules and is_of_transformers(module):
             facts_of(module).broadcast_axes = x.ndim
 
@@ -316,7 +317,7 @@ class ParameterWatch:
 def forward_with_copies(module: nn.Module, forward: Callable[..., Any], x: Tensor, leaves: Leaves) -> Any:
     """The forward pass of a broadcasting module, with one copy of each trained parameter per rollout.
 
-    None if the input differs from the one that the module was watched with.
+    None if the copies do not fit the input, or its rank is not that of the watched call.
     """
     if x.ndim != facts_of(module).broadcast_axes or x.shape[0] != leaves.layout.rollouts:
         return None
@@ -334,7 +335,7 @@ def forward_with_copies(module: nn.Module, forward: Callable[..., Any], x: Tenso
 
 
 def layer_norm_with_copies(module: Any, shift: float, x: Tensor, leaves: Leaves) -> Tensor | None:
-    """The forward pass of a layer norm with copies of its parameters; None in the cases left to interception."""
+    """The forward pass of a layer norm with copies of its parameters; None if it must be intercepted instead."""
     weight = module.weight
     if weight is None or not weight.requires_grad or torch.is_autocast_enabled(x.device.type):
         return None
@@ -343,7 +344,7 @@ def layer_norm_with_copies(module: Any, shift: float, x: Tensor, leaves: Leaves)
 
 
 def is_of_transformers(module: nn.Module) -> bool:
-    """Whether the forward function of a module's class is defined by transformers: it does the same at every call."""
+    """Whether transformers defines the forward function of a module's class: it does the same at every call."""
     return type(module).forward.__module__.startswith("transformers.")
 
 

@@ -1,9 +1,9 @@
-"""The order of the passes of one measurement.
+"""The passes of one measurement, in order.
 
-A narrow pass comes first. If it missed a use of a parameter, or if the model drew random numbers or failed, a wide pass
-follows, and the model is remembered as one that needs it. A model that fails in both is measured without interception,
-by one backward pass per rollout. Before the first pass of its kind, two small ones learn which first axes of
-activations run over the rollouts (`axis`).
+A narrow pass runs first. If it missed a use of a parameter, or if the model drew random numbers or failed, a wide pass
+follows, and later measurements of this model start with it. A model that fails in both is measured without
+interception, by one backward pass per rollout. Before the first pass of each kind, two probe passes find the
+activations whose first axis runs over the rollouts (`axis`). `passes` defines *narrow* and *wide*.
 """
 
 import warnings
@@ -27,10 +27,10 @@ Found = TypeVar("Found")
 
 
 class Measurement:
-    """The passes over one batch; the model is in use (`MeasuredModel.in_use`) whenever a method is called."""
+    """The passes over one batch. Its methods must be called inside `MeasuredModel.in_use`."""
 
     current: Pass
-    """The latest pass; its collector has what was measured."""
+    """The latest pass; its collector has the result."""
 
     def __init__(
         self,
@@ -40,20 +40,20 @@ class Measurement:
         weights: Tensor | None = None,
         sketch: Sketch | None = None,
     ) -> None:
-        """Take the model, the rollouts, `(M, N)` weights of the given rollouts or None, and a sketch or None."""
+        """Take the model, the rollouts, `(M, N)` weights of the caller's rollouts or None, and a sketch or None."""
         self.measured = measured
         self.rollouts = rollouts
         self.weights = None if weights is None else rollouts.row_weights(weights)
         self.sketch = sketch
         self.failure: Exception | None = None
-        """The first error of the model while its operations were intercepted."""
+        """The model's first error under interception."""
         self.notes: list[str] = []
 
     def run(self, *, check_padding: bool = True) -> CollectedScores:
-        """Forward and backward pass.
+        """The scores, from the first kind of pass that suffices.
 
         Args:
-            check_padding: Refuse a model whose output depends on padding; `verify` checks more and says more.
+            check_padding: Raise if the model's output depends on padding. Not needed with `verify`, which checks more.
         """
         facts = self.measured.facts
         log_probs, replayed = None, []
@@ -65,17 +65,17 @@ class Measurement:
         if log_probs is None:
             log_probs, replayed = self.plain_passes()
             facts.needs_plain_passes = True
-        if check_padding and not self.measured.survey.shards.modules:  # a sharded model's pass needs every process
+        if check_padding and not self.measured.survey.shards.modules:  # a pass of a sharded model needs every process
             refuse_padding_dependence(self.measured, self.rollouts.batch, log_probs)
         return self.collected(log_probs, replayed)
 
-    # Passes; each returns None if it does not suffice
+    # The kinds of passes; the first two return None if they do not suffice
 
     def narrow_pass(self) -> Tensor | None:
-        """Log-probabilities from a pass that intercepts the modules that own parameters.
+        """Log-probabilities from a pass that intercepts only the modules that own parameters.
 
-        None if a parameter was used outside its module, random numbers were drawn, or the model failed: it may need
-        training mode, or the shape of something that was replaced.
+        None if the model used a parameter outside its module, drew random numbers, or failed: it may need training
+        mode, or the shape of a tensor that the interceptor replaced.
         """
         try:
             log_probs = self.with_known_axes(Pass.run, narrow=True)
@@ -95,11 +95,11 @@ class Measurement:
             raise
         except Exception as error:
             self.failure = self.failure or error
-            self.notes.append(f"no operation was intercepted: {type(error).__name__}: {str(error).splitlines()[0]}")
+            self.notes.append(f"measured without interception: {type(error).__name__}: {str(error).splitlines()[0]}")
             return None
 
     def plain_passes(self) -> tuple[Tensor, list[str]]:
-        """Log-probabilities without interception, and the names of all parameters, which are replayed."""
+        """Log-probabilities from a pass without interception. Replays all parameters; returns their names."""
         parameters = list(self.measured.parameters.values())
         try:
             plain = self.new_pass(narrow=True)
@@ -110,7 +110,7 @@ class Measurement:
             raise self.failure or error from None
 
     def new_pass(self, *, narrow: bool) -> Pass:
-        """A pass with nothing collected; whatever an earlier one left behind is discarded."""
+        """A pass with an empty collector; discards the gradients of an earlier pass."""
         parameters, batch = self.measured.parameters, self.rollouts.batch
         for parameter in parameters.values():
             parameter.grad = None
@@ -122,7 +122,10 @@ class Measurement:
     # First axes
 
     def with_known_axes(self, run: Callable[[Pass], Found], *, narrow: bool) -> Found:
-        """What a pass gives; a second one if the first met operations that were not observed yet."""
+        """The result of `run` for a new pass whose rollout axes are known.
+
+        If the pass meets operations that no probe pass has seen, two probe passes follow, and `run` is repeated.
+        """
         facts = self.measured.facts
         if narrow not in facts.probed:
             self.learn_axes(narrow=narrow)
@@ -131,12 +134,12 @@ class Measurement:
             return result
         self.learn_axes(narrow=narrow)
         result = run(self.new_pass(narrow=narrow))
-        # What is unknown even now is not sought again: it counts as a first axis without the rollouts.
+        # Operations that are still unknown are not probed again: they count as ones without a rollout axis.
         facts.axes.update(dict.fromkeys(self.current.interceptor.unknown, frozenset()))
         return result
 
     def learn_axes(self, *, narrow: bool) -> None:
-        """Learn which first axes run over the rollouts, from forward passes over two and over three."""
+        """Learn which first axes run over the rollouts, from probe passes over two and over three rollouts."""
         batch, facts = self.rollouts.batch, self.measured.facts
         few, many = (
             Pass(self.measured, probe_batch(batch, count), Collector(count, 1, None), narrow=narrow).first_axes()
@@ -159,7 +162,7 @@ class Measurement:
         return self.with_known_axes(Pass.forward, narrow=False)
 
     def backward(self, rollouts: DistinctRollouts, weights: Tensor) -> CollectedScores:
-        """The backward pass of what `forward` began, for the same rollouts with their coefficients."""
+        """The backward pass after `forward`, for the same rollouts with their final coefficients."""
         self.rollouts, self.weights = rollouts, rollouts.row_weights(weights)
         log_probs = self.current.backward(rollouts.batch, self.weights)
         if self.current.is_narrow and self.current.missed_something():
@@ -170,7 +173,7 @@ class Measurement:
     # Result
 
     def collected(self, log_probs: Tensor, replayed: list[str]) -> CollectedScores:
-        """What the latest pass collected, once its remaining parameters are replayed; warns of dropout."""
+        """The scores from the latest pass. Replays parameters that it missed, and warns if dropout was active."""
         replayed = replayed + self.current.collect_rest()
         if replayed:
             shown = ", ".join(replayed[:3]) + (", …" if len(replayed) > 3 else "")

@@ -1,19 +1,19 @@
-"""Stage 2, the model: surveyed once, prepared for a measurement, and put back exactly as it was.
+"""Stage 2, the model: survey its modules, prepare it for a measurement, and restore it exactly.
 
-`MeasuredModel.in_use` does it: `claimed_modules` refuses a model that another measurement is using, `survey` walks over
-the modules and lists what a measurement needs, `prepare_model` changes the model, and an `Undo` puts it back.
-`ModuleFacts` keeps what one measurement learned about a module for the next one.
+`MeasuredModel.in_use` does this: `claimed_modules` raises if another measurement is using the model, `survey` walks
+over the modules and lists what a measurement needs, `prepare_model` changes the model, and an `Undo` restores it.
+`ModuleFacts` stores what one measurement learned about a module for the next one.
 
-**Several processes.** `DistributedDataParallel` wraps a whole model: the model inside is measured, and no process
-communicates. `fully_shard` (FSDP2) leaves a part of every parameter on each process. Outside a pass a module holds that
-part, a `DTensor`; during a pass it holds the gathered parameter, the same object every time, whose memory is freed in
-between. A measurement identifies a sharded parameter by its gathered form, so everything else works as on one process.
-Three things differ:
+**Several processes.** `DistributedDataParallel` wraps a whole model: the engine measures the model inside, and the
+processes do not communicate. `fully_shard` (FSDP2) leaves one shard of every parameter on each process. Between passes
+a module holds its shard, a `DTensor`; during a pass it holds the gathered parameter. This is the same tensor object
+every time; FSDP frees its memory between passes. A measurement identifies a sharded parameter by its gathered tensor,
+so the rest of the engine works as on one process. Three things differ:
 
-- FSDP takes every ordinary gradient away and averages it over the processes. Scores belong to the rollouts of one
-  process, so their gradients are taken away before (`plain_passes.run_backward`).
-- The head is applied outside the forward pass, and the logits that the model gets in its place have no gradient, so
-  FSDP would not gather the modules around the head for the backward pass. They are gathered before it.
+- After the backward pass of a layer, FSDP takes every `.grad` and averages it over the processes. Scores belong to the
+  rollouts of one process, so `plain_passes.run_backward` takes their gradients first.
+- `head` applies the head outside the model, and the logits that the model returns have no gradient. So FSDP would not
+  gather the modules around the head for the backward pass; `Shards.gather_around` gathers them.
 - Gathering is a collective operation, so every process must run the same passes.
 """
 
@@ -41,17 +41,17 @@ class ModuleFacts:
     """What earlier measurements learned about one module; a whole model is a module too."""
 
     needs_wide_pass: bool = False
-    """Of a model: a pass that observes only the modules that own parameters missed a use of one."""
+    """Of a model: a narrow pass did not suffice; measurements start with a wide pass."""
     needs_plain_passes: bool = False
-    """Of a model: it failed while its operations were intercepted, and ran without."""
+    """Of a model: it fails under interception, but runs without."""
     axes: dict[Any, Any] = field(default_factory=dict)
-    """Of a model: the operations whose activations have the rollouts on their first axis (`axis.Axes`)."""
+    """Of a model: which operations have activations whose first axis runs over the rollouts (`axis.Axes`)."""
     probed: set[bool] = field(default_factory=set)
-    """Of a model: the kinds of passes, narrow or not, that `axes` was learned for."""
+    """Of a model: the kinds of passes that `axes` was learned for: True for narrow, False for wide."""
     ignores_padding: bool = False
-    """Of a model: the log-probabilities of a padded rollout were those without its padding."""
+    """Of a model: its log-probabilities were the same with and without padding (`refuse_padding_dependence`)."""
     broadcast_axes: int | None = None
-    """Of a norm-like module, which only broadcasts its parameters: the number of axes of its input."""
+    """Of a module that only broadcasts its parameters, such as a norm: the rank (`ndim`) of its input."""
     gathered: list[tuple[Tensor, Tensor]] | None = None
     """Of a module with `fully_shard`: pairs (sharded, gathered) of all parameters that it manages."""
 
@@ -61,7 +61,7 @@ _FACTS: WeakKeyDictionary[nn.Module, ModuleFacts] = WeakKeyDictionary()
 
 
 def facts_of(module: nn.Module) -> ModuleFacts:
-    """The facts about a module, to read or to change."""
+    """The facts about a module; the caller may change them."""
     facts = _FACTS.get(module)
     if facts is None:
         facts = _FACTS[module] = ModuleFacts()
@@ -78,13 +78,13 @@ class Shards:
     modules: Sequence[Any] = ()
     """Modules with `fully_shard`, the outermost first."""
     sharded: dict[str, Tensor] = field(default_factory=dict)
-    """This process's part of every trained parameter, by name."""
+    """This process's shard of every trainable parameter, by name."""
     whole: dict[int, Tensor] = field(default_factory=dict)
-    """The gathered form of every parameter, frozen ones included, by the id of this process's part."""
+    """The gathered tensor of every parameter, frozen ones included, by the id of this process's shard."""
 
     @contextmanager
     def resharded_afterwards(self) -> Iterator[None]:
-        """Every parameter is sharded again after the block, also after an exception."""
+        """A block after which every parameter is sharded again, also after an exception."""
         try:
             yield
         except BaseException:
@@ -107,7 +107,7 @@ class Shards:
             module.reshard()
 
     def gather_around(self, inner: nn.Module | None) -> None:
-        """Gather the parameters of the sharded modules around `inner`; the backward pass frees them."""
+        """Gather the parameters of the sharded modules that contain `inner`; the backward pass frees them."""
         for module in self.modules:
             if any(part is inner for part in module.modules()):
                 module.unshard()
@@ -129,12 +129,12 @@ def model_inside(model: nn.Module) -> nn.Module:
 
 
 def averages_gradients(model: nn.Module) -> bool:
-    """Whether gradients of a model are averaged over processes: data parallel or sharded."""
+    """Whether gradients are averaged over processes: the model is data parallel or sharded."""
     return isinstance(model, nn.parallel.DistributedDataParallel) or bool(sharded_modules(model_inside(model)))
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
-    """Modules with `fully_shard`, the outermost first; their parameters are sharded when this returns.
+    """Modules with `fully_shard`, the outermost first; shards their parameters if these are gathered.
 
     Raises:
         ScoregramError: For the older `FullyShardedDataParallel`, which flattens parameters.
@@ -149,12 +149,12 @@ def sharded_modules(model: nn.Module) -> list[Any]:
             modules[-1].reshard()
         elif isinstance(module, fsdp.FullyShardedDataParallel):
             got = f"FullyShardedDataParallel around {name or 'the model'}"
-            fail("measure_gram", "parameters must be whole, or sharded one by one", got, "Use fully_shard (FSDP2).")
+            fail("measure_gram", "parameters must not be flattened", got, "Use fully_shard (FSDP2).")
     return modules
 
 
 def shards_of(modules: Sequence[Any], parameters: dict[str, Tensor]) -> Shards:
-    """The sharded part of a model; replaces sharded parameters in `parameters` by their gathered forms.
+    """The sharded part of a model; replaces every sharded parameter in `parameters` by its gathered tensor.
 
     Raises:
         ScoregramError: If a gathered parameter is still a `DTensor`, as with tensor parallelism.
@@ -165,7 +165,7 @@ def shards_of(modules: Sequence[Any], parameters: dict[str, Tensor]) -> Shards:
         whole = whole_of.get(id(parameter), parameter)
         if is_distributed(whole):
             got = f"{name} with placements {getattr(whole, 'placements', '')}"
-            fail("measure_gram", "gathered parameters must be whole", got, "Measure without tensor parallelism.")
+            fail("measure_gram", "gathered parameters must not be DTensors", got, "Measure without tensor parallelism.")
         parameters[name] = whole
     return shards
 
@@ -192,7 +192,7 @@ def is_distributed(parameter: Tensor) -> bool:
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """This process's part of a sharded parameter; a whole one as it is."""
+    """This process's shard of a parameter; the parameter itself if it is not sharded."""
     return parameter.to_local() if is_distributed(parameter) else parameter  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -204,15 +204,15 @@ class Survey:
     """The modules of a model, listed by what a measurement does with them."""
 
     parameters: dict[str, Tensor] = field(default_factory=dict)
-    """Every parameter that requires gradients, once, by its first name; of a sharded one, its gathered form."""
+    """Every trainable parameter once, by its first name; for a sharded one, the gathered tensor."""
     owners: list[nn.Module] = field(default_factory=list)
-    """Modules that own such parameters."""
+    """Modules that own trainable parameters."""
     in_training: list[nn.Module] = field(default_factory=list)
-    """Modules in training mode, except those that checkpoint: they do so only in training mode."""
+    """Modules in training mode, except those with gradient checkpointing, which is off in evaluation mode."""
     checkpointing: list[nn.Module] = field(default_factory=list)
-    """Modules that hold a checkpointing function."""
+    """Modules that have a checkpointing function."""
     configs: dict[int, Any] = field(default_factory=dict)
-    """Configurations of the modules, each once, by id."""
+    """The configs of the modules, each once, by id."""
     dropping: list[nn.Module] = field(default_factory=list)
     """Modules with active dropout."""
     shards: Shards = field(default_factory=Shards)
@@ -220,7 +220,7 @@ class Survey:
 
 
 PURE_CONTAINERS = frozenset({nn.ModuleDict, nn.ModuleList, nn.Identity, nn.Sequential})
-"""Modules that only hold others; with adapters most modules are of these types, and skipping them saves host time."""
+"""Modules that only hold others. With adapters most modules are of these types; skipping them saves host time."""
 
 
 def survey(model: nn.Module) -> Survey:
@@ -245,7 +245,7 @@ def survey(model: nn.Module) -> Survey:
 
 
 def list_module(listed: Survey, prefix: str, module: nn.Module, named: set[int]) -> None:
-    """Add one module to a survey; `named` holds the ids of the parameters that have a name already."""
+    """Add one module to a survey; `named` has the ids of the parameters that already have a name."""
     state = module.__dict__
     trained = {name: p for name, p in state["_parameters"].items() if p is not None and p.requires_grad}
     for name, parameter in trained.items():
@@ -266,7 +266,7 @@ def list_module(listed: Survey, prefix: str, module: nn.Module, named: set[int])
 
 
 def has_dropout_rate(module: nn.Module) -> bool:
-    """Whether a module has a positive dropout rate: a dropout layer, or an attention with its own."""
+    """Whether a module has a positive dropout rate: a dropout layer, or an attention with its own rate."""
     name = "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "attention_dropout"
     rate = module.__dict__.get(name, 0.0)
     return isinstance(rate, float) and rate > 0
@@ -275,16 +275,16 @@ def has_dropout_rate(module: nn.Module) -> bool:
 # A model in use
 
 LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Settings with which a model changes its logits after the head's product."""
+"""Config settings that make a model change its logits after the head's product."""
 
 
 class MeasuredModel:
-    """A model without wrappers, and what its measurement needs to know about it."""
+    """The model that is measured, without wrappers, and what the engine knows about it."""
 
     survey: Survey
-    """From when the model is first in use: until then another measurement may have changed it."""
+    """Taken when the model is first in use; before, another measurement may have changed the model."""
     undo: Undo
-    """Puts the model back at the end of the block in which it is in use."""
+    """Restores the model at the end of the `in_use` block."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model_inside(model)
@@ -292,12 +292,12 @@ class MeasuredModel:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """The trained parameters, by name."""
+        """The trainable parameters, by name."""
         return self.survey.parameters
 
     @contextmanager
     def in_use(self, undo: Undo) -> Iterator[None]:
-        """Inside, no other measurement uses the model, and it is prepared for this one; `undo` puts it back."""
+        """A block in which the model is prepared and no other measurement can use it; `undo` restores it."""
         self.undo = undo
         modules = claimed_modules(self.model, undo)
         if not hasattr(self, "survey"):
@@ -307,14 +307,14 @@ class MeasuredModel:
                     "measure_gram",
                     "the model needs trainable parameters",
                     "none that requires gradients",
-                    "Set requires_grad on the parameters that are trained.",
+                    "Set requires_grad on the parameters to train.",
                 )
         with self.survey.shards.resharded_afterwards(), torch.enable_grad():
             prepare_model(self.survey, modules, undo)
             yield
 
     def leave_evaluation(self) -> None:
-        """Put modules back in training mode, for a model that fails in evaluation mode."""
+        """Set modules back to training mode, for a model that fails in evaluation mode."""
         for module in self.survey.in_training:
             vars(module)["training"] = True
 
@@ -324,7 +324,7 @@ class MeasuredModel:
         return head if isinstance(head, nn.Module) else None
 
     def capturable_head(self) -> Tensor | None:
-        """The weight of the output head, unless the model's configuration says that it changes the logits."""
+        """The weight of a linear output head; None if the model's config changes the logits after it."""
         head = self.head()
         config = getattr(self.model, "config", None)
         if not isinstance(head, nn.Linear) or any(getattr(config, name, None) for name in LOGIT_SETTINGS):
@@ -333,14 +333,14 @@ class MeasuredModel:
 
 
 _IN_USE: dict[Undo, tuple[int, frozenset[int]]] = {}
-"""Thread, and ids of modules and trained parameters, of every measurement that is running, the first one first."""
+"""For every running measurement, oldest first: its thread, and the ids of its modules and trainable parameters."""
 
 
 def claimed_modules(model: nn.Module, undo: Undo) -> list[nn.Module]:
-    """The modules of a model, which no other measurement may use until the end of the block.
+    """The modules of a model, claimed for one measurement until the end of its `undo` block.
 
     Raises:
-        ScoregramError: If a running measurement uses one of the modules or trained parameters.
+        ScoregramError: If a running measurement uses one of the modules or trainable parameters.
     """
     modules: dict[int, nn.Module] = {}
     parameters: set[int] = set()
@@ -361,7 +361,7 @@ def claimed_modules(model: nn.Module, undo: Undo) -> list[nn.Module]:
             inside = thread == threading.get_ident()
             fail(
                 "measure_gram",
-                "modules and trained parameters can be in one measurement at a time",
+                "a module or trainable parameter can be in one measurement at a time",
                 "a call from inside another measurement's forward or backward pass" if inside else "a second thread",
                 "Wait for the other measurement, or measure a deep copy of the model.",
             )
@@ -369,7 +369,7 @@ def claimed_modules(model: nn.Module, undo: Undo) -> list[nn.Module]:
 
 
 def prepare_model(listed: Survey, modules: Sequence[nn.Module], undo: Undo) -> None:
-    """Prepare a model for a measurement; `undo` puts it back exactly as it was, the random state included."""
+    """Prepare a model for a measurement; `undo` restores it exactly, including the random state."""
     parameters = list(listed.parameters.values())
     undo.keep_random_state(parameters[0].device)
     undo.put_gradients_aside([*parameters, *listed.shards.sharded.values()])
@@ -378,14 +378,14 @@ def prepare_model(listed: Survey, modules: Sequence[nn.Module], undo: Undo) -> N
         undo.operations.append((hooks.update, dict(hooks)))
         hooks.clear()
     undo.keep_torch_state()  # listed last, so called first: a mode left behind would see all other operations
-    # A batch norm would mix rollouts, and a spectral norm change its weight from one pass to the next.
+    # In training mode, a batch norm would mix rollouts, and a spectral norm would change its weight in every pass.
     for module in listed.in_training:
         vars(module)["training"] = False
-    # Recompute checkpointed layers through saved-tensor hooks: a nested backward pass would accumulate gradients on
-    # its own, out of reach of `plain_passes`.
+    # Non-reentrant checkpointing: the reentrant kind accumulates gradients in a nested backward pass, where
+    # `plain_passes` cannot take them.
     for module in listed.checkpointing:
         vars(module)["_gradient_checkpointing_func"] = partial(checkpoint, use_reentrant=False)
-    # Let mixtures multiply one expert at a time: plain products, which the interceptor knows.
+    # Eager mixtures of experts multiply by one expert at a time, in plain products that the interceptor has a rule for.
     copies = {key: with_eager_experts(config) for key, config in listed.configs.items()}
     for module in modules:
         config = copies.get(id(vars(module).get("config")))
@@ -394,9 +394,9 @@ def prepare_model(listed: Survey, modules: Sequence[nn.Module], undo: Undo) -> N
 
 
 def with_eager_experts(config: Any) -> Any:
-    """A copy of a configuration with the plain implementation of experts; None if it does not choose one.
+    """A copy of a config with eager experts; None if the config is eager already or has no such setting.
 
-    A copy, because other models may have the same configuration.
+    A copy, because other models may share the config.
     """
     name = "_experts_implementation_internal"
     if vars(config).get(name) in (None, "eager"):

@@ -1,8 +1,9 @@
-"""Stages 3 and 4, one pass: forward through the intercepted model, backward into the collector.
+"""Stages 3 and 4, one pass: forward under interception, backward into the collector.
 
-A *narrow* pass intercepts only the modules that own parameters, a *wide* pass every operation of the model. The output
-head is captured if the model returns its product unchanged: log-probabilities and their gradient then come from
-`fused_head`, and the backward pass starts at the hidden states.
+A *narrow* pass intercepts only the modules that own parameters, a *wide* pass every operation of the model. If the
+model returns the product of its output head unchanged, the head is *captured*: the model computes only the logits of
+the first position, `fused_head` computes the log-probabilities and their gradient, and the backward pass starts at the
+hidden states.
 """
 
 from collections import OrderedDict
@@ -32,14 +33,14 @@ class Pass:
         self.batch = batch
         self.collector = collector
         self.is_narrow = narrow
-        self.targets = Targets.of(batch)  # before the pass: inside it, this would wait for the device
+        self.targets = Targets.of(batch)  # before the pass: it waits for the device
         self.interceptor = Interceptor(measured.parameters, batch, collector, measured.facts.axes)
-        # Modules with dropout are in evaluation mode: no dropout operation will be seen.
+        # Modules with dropout are in evaluation mode by now, so the interceptor will not see their dropout.
         self.interceptor.dropped = bool(measured.survey.dropping)
         self.drew_random = False
-        """Whether the model drew random numbers: dropout outside a module."""
+        """Whether the model drew random numbers, for example for dropout outside a module."""
         self._start: CapturedHead | Tensor | None = None
-        """What the backward pass starts from: the head's operands, or log-probabilities in autograd."""
+        """Where the backward pass starts: at the captured head, or at log-probabilities that have a graph."""
         self._head_forward: HeadForward | None = None
 
     def run(self) -> Tensor:
@@ -55,7 +56,7 @@ class Pass:
 
     @contextmanager
     def intercepted(self) -> Iterator[None]:
-        """Context for everything that runs the model, including checkpointed layers in the backward pass."""
+        """A block in which the model runs under interception; checkpointed layers also run in the backward pass."""
         device = self.batch.input_ids.device
         before = random_state(device)
         if self.is_narrow:
@@ -74,10 +75,10 @@ class Pass:
     # Forward
 
     def forward_to_head(self) -> tuple[Tensor, CapturedHead | None]:
-        """Logits in autograd and None; or the logits of the first position, and the captured head."""
+        """Logits with a graph, and None; or the logits of the first position, and the captured head."""
         self.interceptor.head = self.measured.capturable_head()
         logits, captured = self.forward_with_capture()
-        # If the head was captured twice, or the model changed the logits, it does not return the head's product.
+        # The head ran twice, or the model does not return its product unchanged: the model needs all logits.
         if captured is not None and (
             self.interceptor.captures > 1
             or not is_same(logits, captured.first_logits)
@@ -86,13 +87,13 @@ class Pass:
             logits, captured = self.forward_without_capture()
         if captured is None and logits.shape[:2] != self.batch.input_ids.shape:
             requirement = f"the model must return logits for {self.batch.input_ids.shape[1]} tokens"
-            fail("measure_gram", requirement, logits.shape[1], "Wrap it in a module that returns one for each token.")
+            fail("measure_gram", requirement, logits.shape[1], "Wrap it in a module that returns logits per token.")
         self.interceptor.announcing = captured is not None
-        self.interceptor.captured = None  # or the graph would keep itself alive through the interceptor
+        self.interceptor.captured = None  # else the graph would keep itself alive through the interceptor
         return logits, captured
 
     def forward_with_capture(self) -> tuple[Tensor, CapturedHead | None]:
-        """Logits, and the captured head."""
+        """Logits, and the captured head; all logits if the model fails with those of the first position."""
         try:
             return logits_of(self.measured.model, self.batch), self.interceptor.captured
         except Exception:
@@ -102,7 +103,7 @@ class Pass:
         return self.forward_without_capture()  # the model needs all logits, not those of the first position
 
     def forward_without_capture(self) -> tuple[Tensor, None]:
-        """Logits in autograd, for a model that does more with its head's product than return it."""
+        """Logits with a graph, for a model that does more with its head's product than return it."""
         self.interceptor.head = self.interceptor.captured = None
         self.interceptor.captures = 0
         self.collector.states.clear()  # announcements of the discarded forward pass
@@ -110,10 +111,11 @@ class Pass:
         return logits_of(self.measured.model, self.batch), None
 
     def first_axes(self) -> Observations:
-        """First axes of the activations in a forward pass that runs as in training, but saves nothing."""
+        """First axes of the activations, from a forward pass with gradients enabled that saves no tensors."""
         self.interceptor.observations = observations = {}
         shards = self.measured.survey.shards
-        hooked = [] if shards.modules else [self.measured.model]  # hooks on the model are for the passes of its user
+        # The user's hooks on the model do not run in a probe pass, except on a sharded model: FSDP's are among them.
+        hooked = [] if shards.modules else [self.measured.model]
         nothing_saved = saved_tensors_hooks(lambda _: torch.empty(0), lambda saved: saved)
         with Undo() as undo, undo, nothing_saved, self.intercepted():
             undo.keep_random_state(self.batch.input_ids.device)
@@ -127,13 +129,13 @@ class Pass:
     # Backward
 
     def backward_through_log_probs(self, log_probs: Tensor) -> None:
-        """The backward pass of `Σ c log π`, for log-probabilities in autograd."""
+        """The backward pass of `Σ c log π`, for log-probabilities that have a graph."""
         total = (log_probs * self.batch.coefficients.to(log_probs.dtype)).sum()
         if total.requires_grad:
             run_backward(total, torch.ones_like(total), list(self.measured.parameters.values()))
 
     def backward_through_head(self, captured: CapturedHead) -> Tensor:
-        """Log-probabilities `(N, T)` from the fused head; then the rest of the backward pass."""
+        """Log-probabilities `(N, T)` from the fused head; then runs the rest of the backward pass."""
         hidden, bias, weight, targets = captured.hidden, captured.bias, self.interceptor.head, self.targets
         assert weight is not None
         self.measured.survey.shards.gather_around(self.measured.head())
@@ -153,7 +155,7 @@ class Pass:
             grad = torch.zeros_like(hidden)
             grad[rollout, position] = head.grad_hidden[rollout, place].to(hidden.dtype)
             log_probs = targets.scattered(head.log_probs, self.batch.input_ids)
-        del head  # and its logits, before the rest of the backward pass
+        del head  # frees its logits before the rest of the backward pass
         self._head_forward = None
         self.interceptor.announcing = False
         if hidden.requires_grad:
@@ -168,10 +170,11 @@ class Pass:
         return under_autocast(captured.hidden.detach()[every, self.targets.position], weight, captured.bias)
 
     def collect_head(self, weight: Tensor, use: HeadUse) -> None:
-        """Give the head's use to the collector.
+        """Give the use of the head's weight to the collector.
 
-        A weight tied to the embedding gets cross terms in the rows that the embedding looked up, so these rows wait
-        for the embedding. All others are contracted now: waiting would keep `N · T · V` logit gradients alive.
+        If the weight is tied to the embedding, its Gram has cross terms in the rows that the embedding looked up, so
+        these rows wait for the embedding. All others are contracted now: waiting would keep `N · T · V` logit gradients
+        alive.
         """
         state = self.collector.state(weight)
         lookups = state.lookups
@@ -198,12 +201,12 @@ class Pass:
             return self.targets.scattered(head.log_probs, ids), self.targets.scattered(head.entropies, ids)
 
     def backward(self, batch: Batch, weights: Tensor) -> Tensor:
-        """The backward pass from where `forward` ended; log-probabilities as `run` gives them.
+        """Log-probabilities as in `run`, from the backward pass that follows `forward`.
 
-        `batch` is that of the forward pass with its coefficients, `weights` `(M, N)` those of the rows.
+        `batch` is the batch of the forward pass with its final coefficients; `weights` is `(M, N)`, for its rows.
         """
         start, self._start = self._start, None
-        assert start is not None, "a graph can be traversed once"
+        assert start is not None, "the backward pass can run only once"
         self.batch, self.targets = batch, Targets.of(batch)
         self.collector.set_weights(weights)
         with self.intercepted():
@@ -215,15 +218,15 @@ class Pass:
     # After the backward pass
 
     def missed_something(self) -> bool:
-        """Whether a parameter was used outside its module, or random numbers were drawn."""
+        """Whether the model used a parameter outside its module, or drew random numbers."""
         return self.drew_random or bool(self.parameters_with_grad())
 
     def parameters_with_grad(self) -> list[Tensor]:
-        """Parameters with an ordinary gradient: some use of them was not split by rollout."""
+        """Parameters with a `.grad`: autograd computed it for a use that was not split by rollout."""
         return [parameter for parameter in self.measured.parameters.values() if parameter.grad is not None]
 
     def collect_rest(self) -> list[str]:
-        """Collect the rows of the leaves, replay what was missed, contract the rest; names of what was replayed."""
+        """Collect the rows of the leaves, replay missed parameters, contract the rest; names of replayed parameters."""
         for tensor, rows in self.interceptor.leaves.rows():
             self.collector.rows_arrived(tensor, rows)
         replayed = self.replay(self.parameters_with_grad() + self.collector.incomplete())
@@ -231,7 +234,7 @@ class Pass:
         return replayed
 
     def replay(self, parameters: Sequence[Tensor]) -> list[str]:
-        """Collect rows from one backward pass per rollout for parameters that no rule covered; returns their names."""
+        """Collect rows of parameters that no rule covered, from one backward pass per rollout; returns their names."""
         left = list({id(parameter): parameter for parameter in parameters}.values())
         if not left:
             return []

@@ -1,8 +1,8 @@
 """Plain passes without interception: logits, log-probabilities, and one backward pass per rollout.
 
-They serve three ends. A model whose logits stay in autograd takes its log-probabilities here. A parameter that no rule
-of the interceptor covers (a fused kernel, a scan) is *replayed*: its per-rollout gradients come from one backward pass
-per rollout, slow and exact. And `verify_gram` compares a measured Gram with independent plain gradients.
+They have three purposes. If the head is not captured, log-probabilities are computed here. If no interception rule
+covers a parameter (a fused kernel, a scan), it is *replayed*: its per-rollout gradients come from one backward pass per
+rollout, slow and exact. And `verify_gram` compares a measured Gram with independent plain gradients.
 """
 
 import inspect
@@ -25,7 +25,7 @@ DROPOUTS = {torch.dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.a
 VERIFY_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 """Allowed disagreement relative to `Σ |w_i w_j K_ij|`, by the lowest precision among the parameters.
 
-Many models compute their norms in float32 whatever their dtype, so float64 promises little more than float32 does.
+Many models compute their norms in float32 whatever their dtype, so float64 models are not much more exact.
 """
 
 # Forward
@@ -43,10 +43,10 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """Keyword arguments of a forward pass: token ids, mask and cache switch, as far as it accepts them.
+    """Keyword arguments of a forward pass: token ids, mask and cache switch, if the model accepts them.
 
-    It gets no `position_ids`: rows start at their first real token, and the model knows best what it counts from (0, or
-    `padding_idx + 1`).
+    It gets no `position_ids`: rows start at their first real token, and the model counts positions itself (from 0, or
+    from `padding_idx + 1`).
     """
     offered = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "use_cache": False}
     accepted = dict(inspect.signature(type(model).forward).parameters)
@@ -69,7 +69,7 @@ def batch_log_probs(logits: Tensor, batch: Batch) -> Tensor:
 
 
 def batch_entropies(logits: Tensor, batch: Batch) -> Tensor:
-    """`(N, T)`: entropy of the distribution that every completion token was drawn from, 0 elsewhere."""
+    """`(N, T)`: entropy of the model's distribution at every completion token, 0 elsewhere."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     predicted = torch.log_softmax(logits[:, :-1].to(wide) / batch.temperature, 2)
     entropies = torch.where(batch.completion_mask[:, 1:], -(predicted.exp() * predicted).sum(2), 0.0)
@@ -77,7 +77,7 @@ def batch_entropies(logits: Tensor, batch: Batch) -> Tensor:
 
 
 class DropoutOff(TorchFunctionMode):
-    """Runs a model without dropout, whatever its training mode, and records whether any was active.
+    """Runs a model without dropout, whatever its training mode, and records whether dropout was active.
 
     A score needs the policy's own distribution, and two passes with different dropout masks would not agree.
     """
@@ -103,7 +103,7 @@ class DropoutOff(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def read(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Read an attribute; one that is a tensor (`.T`, `.data`) is the result of an operation."""
+        """Read an attribute; if its value is a tensor (`.T`, `.data`), the read counts as an operation."""
         value = func(*args)
         return self.run(func, args, {}) if isinstance(value, Tensor) else value
 
@@ -128,13 +128,13 @@ class DropoutOff(TorchFunctionMode):
 
 
 def run_backward(tensor: Tensor, grad: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Add the gradients of `⟨tensor, grad⟩` to `.grad` of all leaves; those of `parameters` at the end.
+    """Add the gradients of `⟨tensor, grad⟩` to `.grad` of all leaves; `parameters` get theirs at the end.
 
-    A gradient is taken away as soon as it arrives. A hook on the parameter that runs an optimiser finds none, and so
-    does FSDP, which would average it over the processes at the end of each layer's backward pass.
+    A hook takes each gradient of `parameters` as soon as it arrives. So neither an optimiser in a hook finds one, nor
+    FSDP, which averages gradients over the processes at the end of each layer's backward pass.
 
     `torch.autograd.backward` and `grad` are themselves torch functions, and a `TorchFunctionMode` is off while it
-    handles one: checkpointed layers would be recomputed without it, with their dropout. So this calls
+    handles one: checkpointed layers would be recomputed without it, with their dropout. So this function calls
     autograd's engine directly.
     """
     arrived: dict[int, tuple[Tensor, Tensor]] = {}
@@ -157,10 +157,10 @@ def run_backward(tensor: Tensor, grad: Tensor, parameters: Sequence[Tensor]) -> 
 
 
 def gradients(total: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Gradient of a scalar for each of `parameters`, all that it depends on; `.grad` is None before and after.
+    """Gradients of a scalar, which depends on no other leaves than `parameters`; `.grad` is None before and after.
 
-    `torch.autograd.grad` visits only paths on which a chosen parameter is an input of the graph, and so misses layers
-    that are checkpointed with a nested backward pass. Here everything is accumulated in `.grad`, and taken out again.
+    `torch.autograd.grad` visits only paths on which a chosen parameter is an input of the graph, so it misses layers
+    with reentrant checkpointing. This function lets autograd accumulate in `.grad`, and takes the gradients from there.
     """
     run_backward(total, torch.ones_like(total), parameters)
     grads = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
@@ -170,9 +170,9 @@ def gradients(total: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def loss_gradients(measured: MeasuredModel, batch: Batch) -> tuple[dict[int, Tensor], Tensor]:
-    """Gradient of `Σ c log π` for each trained parameter, by its id, and `log π` `(N, T)`; dropout is off.
+    """Gradient of `Σ c log π` for each trainable parameter, by its id, and `log π` `(N, T)`; dropout is off.
 
-    `.grad` of the parameters must be None (`Undo.put_gradients_aside`), and is so afterwards.
+    `.grad` of the parameters must be None before (`Undo.put_gradients_aside`) and is None afterwards.
     """
     parameters = list(measured.parameters.values())
     with DropoutOff(), torch.enable_grad():
@@ -197,10 +197,10 @@ def replayed_rows(measured: MeasuredModel, batch: Batch, wanted: Sequence[Tensor
 
 
 def refuse_padding_dependence(measured: MeasuredModel, batch: Batch, log_probs: Tensor) -> None:
-    """Raise if most log-probabilities of the most padded rollout change once it is alone, without padding.
+    """Raise if removing the padding of the most padded rollout changes most of its log-probabilities.
 
-    It runs once for each model: one forward pass over one rollout. Rounding moves log-probabilities a little, and those
-    behind a changed choice of experts a lot, but not most of them.
+    It is checked until one padded batch of the model passes, by one forward pass over that rollout alone. Rounding
+    changes log-probabilities a little; where it changes the choice of experts, by a lot, but it does not change most.
     """
     model, facts = measured.model, measured.facts
     if facts.ignores_padding or batch.keeps_padding:
@@ -213,10 +213,10 @@ def refuse_padding_dependence(measured: MeasuredModel, batch: Batch, log_probs: 
     try:
         with DropoutOff(), torch.no_grad():
             alone = batch_log_probs(logits_of(model, one), one)[one.completion_mask]
-    except Exception:  # a model for certain lengths alone
+    except Exception:  # the model accepts only certain lengths
         return
     moved = float((log_probs.detach()[row][batch.completion_mask[row]] - alone).abs().median())
-    # Half precision, autocast and TF32 alone move log-probabilities by some hundredths.
+    # Half precision, autocast and TF32 by themselves change log-probabilities by some hundredths.
     device, dtype = log_probs.device.type, next(model.parameters()).dtype
     is_exact = dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(device)
     if is_exact and device == "cuda":
@@ -234,9 +234,9 @@ def refuse_padding_dependence(measured: MeasuredModel, batch: Batch, log_probs: 
 def verify_gram(
     measured: MeasuredModel, batch: Batch, matrix: Tensor, log_probs: Tensor, group_size: int | None, seed: int = 0
 ) -> None:
-    """Raise unless `wᵀKw = ‖Σ w_i ψ_i‖²` for a random `w` on each group, with `ψ_i` by its definition.
+    """Raise unless `wᵀKw = ‖Σ w_i ψ_i‖²` for a random `w` on each group, with every `ψ_i` by its definition.
 
-    Each `ψ_i` comes from a plain backward pass over rollout `i` alone, without padding. So the comparison also sees a
+    Each `ψ_i` comes from a plain backward pass over rollout `i` alone, without padding. So the comparison also finds a
     model whose output depends on padding or on the other rollouts of a batch.
     """
     size = batch.rollouts if group_size is None else group_size
@@ -244,8 +244,8 @@ def verify_gram(
     allowed = max(VERIFY_TOLERANCE.get(parameter.dtype, 1e-4) for parameter in measured.parameters.values())
     unit, powers = batch.of_unit_size()
     sums: dict[int, Tensor] = {}
-    moved = 0.0  # largest change of a log-probability, in units of what is allowed
-    for index in range(measured.survey.shards.largest_count(batch.rollouts)):  # as many passes in every process
+    moved = 0.0  # largest change of a log-probability, relative to `1 + |log π|`
+    for index in range(measured.survey.shards.largest_count(batch.rollouts)):  # every process runs as many passes
         row = min(index, batch.rollouts - 1)
         one = unit.alone(row)
         grads, alone = loss_gradients(measured, one)
@@ -268,7 +268,7 @@ def verify_gram(
 
 
 def compare_with_plain(block: Tensor, w: Tensor, plain: float, allowed: float, rollouts: str, moved: float) -> None:
-    """Raise unless `wᵀKw` is `plain`; `moved` is how far the log-probabilities were from those of rollouts alone."""
+    """Raise unless `wᵀKw` is `plain`; `moved` is the largest change of a log-probability when rollouts are alone."""
     disagreement = abs(float(w @ block @ w) - plain) / max(float(w.abs() @ block.abs() @ w.abs()), 1e-300)
     if disagreement <= allowed:
         return

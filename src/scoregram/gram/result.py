@@ -19,20 +19,20 @@ class Gram:
     """Inner products of per-rollout scores over all trainable parameters."""
 
     matrix: Float[Tensor, "rollouts rollouts"]
-    """`K_ij = ⟨ψ_i, ψ_j⟩`, float64, on the CPU; `nan` between groups if only blocks within groups were asked for."""
+    """`K_ij = ⟨ψ_i, ψ_j⟩`, float64, on the CPU; `nan` between groups if the call had a `group_size`."""
     by_layer: Mapping[str, Float[Tensor, "rollouts rollouts"]]
     """The same for every module that owns trainable parameters; they add up to `matrix`.
 
-    A tied parameter counts for the first module that owns it, cross terms between its uses included.
+    A tied parameter counts for the first module that owns it, including the cross terms between its uses.
     """
     log_probs: Float[Tensor, "sequences tokens"]
     """Log-probability of every completion token of `input_ids`, 0 elsewhere."""
     replayed: tuple[str, ...] = ()
-    """Parameters whose rows came from one backward pass per rollout."""
+    """Parameters whose gradients came from one backward pass per rollout."""
     notes: tuple[str, ...] = ()
-    """Remarks for the reader of the numbers: dropout that was switched off, parameters that were replayed."""
+    """Remarks, for example that dropout was switched off or that parameters were replayed."""
     sketch: Float[Tensor, "rollouts features"] | None = None
-    """A seeded sketch of each score, if asked for; see `scoregram.gram.sketch`."""
+    """A seeded sketch of each score, if the call had a `sketch`; see `scoregram.gram.sketch`."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class CollectedScores:
     notes: tuple[str, ...]
 
     def gram(self) -> Gram:
-        """The Gram of all given rollouts, duplicates included; this is the first call that waits for the device.
+        """The Gram of all the caller's rollouts, duplicates included; the first call that waits for the device.
 
         Raises:
-            NotFiniteError: Naming the parameter, or the rollouts and the layer, with a NaN or an infinity.
+            NotFiniteError: If a parameter or a gradient is NaN or infinite; names the parameter, or layer and rollouts.
         """
         contractor, rollouts = self.collector.contractor, self.rollouts
-        taking_part = contractor.owners()  # the scores of all other parameters are zero
+        taking_part = contractor.owners()  # all other parameters have zero scores
         layers = {id(p): layer_of(name) for name, p in self.measured.parameters.items() if id(p) in taking_part}
         order = {layer: index for index, layer in enumerate(dict.fromkeys(layers.values()))}
         stacked = contractor.grams({owner: order[layer] for owner, layer in layers.items()}, len(order))
@@ -76,7 +76,7 @@ class CollectedScores:
         )
 
     def refuse_not_finite(self, by_layer: dict[str, Tensor]) -> None:
-        """Raise with the first parameter, or else the rollouts and the layer, that is not finite."""
+        """Raise an error that names the first parameter, or else the layer and the rollouts, with NaN or infinity."""
         for name, parameter in (self.measured.survey.shards.sharded or self.measured.parameters).items():
             if not bool(local_part(parameter).isfinite().all()):
                 not_finite(
@@ -94,7 +94,7 @@ class CollectedScores:
         )
 
     def gram_and_gradients(self) -> Gram:
-        """The Gram, and `Σ_i w_i ψ_i` added to `.grad`; if possible, before waiting for the device."""
+        """The Gram, and `Σ_i w_i ψ_i` added to `.grad`; if `.grad` is None, without waiting for the device."""
         parameters = self.measured.parameters.values()
         if any(parameter.grad is not None for parameter in parameters):  # an addition could not be undone on an error
             gram = self.gram()
@@ -124,7 +124,7 @@ class CollectedScores:
             run_operations(additions)
 
     def sums(self) -> dict[Tensor, Tensor]:
-        """For every parameter that took part, `(M, …)` the sums `Σ_i w_mi ψ_i`, handed over."""
+        """The sums `Σ_i w_mi ψ_i`, `(M, *shape)` for every parameter that was used; the collector drops them."""
         sums = {parameter: self.collector.take_sums(parameter) for parameter in self.measured.parameters.values()}
         return {parameter: taken for parameter, taken in sums.items() if taken is not None}
 

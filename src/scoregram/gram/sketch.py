@@ -7,7 +7,7 @@ the sketch of an update `Σ_i w_i ψ_i` is `Σ_i w_i s_i`.
 A parameter is read as a matrix `(p, q)`: `q` is its last axis, `p` all others (a vector is one row). Element `(i, j)`
 is added with sign `σ(i) τ(j)` to coordinate `h(i) + k(j) mod m`; signs and places are independent and uniform, drawn
 for each index `i` and `j` from SHAKE-128 of seed, name and axis. So the map depends on seed, `m`, name and shape alone:
-not on the batch, the device, the route a parameter took through the engine, nor the version of torch. For a gradient
+not on the batch, the device, the rule that covered a parameter, nor the version of torch. For a gradient
 `G = Σ_t a_t ⊗ b_t` it needs the factors only: the sketch of an outer product is the circular convolution of the two
 sketched factors, a product after a Fourier transform (Pagh 2013; Pham and Pagh 2013).
 
@@ -47,8 +47,8 @@ class Sketch:
     def relative_error_bound(self) -> float:
         """Largest standard deviation of `⟨s_i, s_j⟩` in units of `|ψ_i| |ψ_j|`: `√((6 + 4/m)/m)`.
 
-        Over random seeds, for every model and every rollout. An error of `k` times this has a probability of at
-        most `1/k²`, by Chebyshev's inequality.
+        It holds over random seeds, for every model and every rollout. By Chebyshev's inequality, an error of `k` times
+        this bound has a probability of at most `1/k²`.
 
         Example:
             >>> round(Sketch(features=1024).relative_error_bound, 4)
@@ -86,10 +86,10 @@ class Hash:
 
 
 class Sketcher:
-    """Sketches of one measurement, parameter by parameter, so that a replayed parameter can be forgotten first."""
+    """Sketches of one pass, parameter by parameter, so that those of a replayed parameter can be dropped."""
 
     def __init__(self, sketch: Sketch, parameters: Mapping[str, Tensor], rollouts: int) -> None:
-        """Take the settings, the trained parameters by name, and the number of rollouts."""
+        """Take the settings, the trainable parameters by name, and the number of rollouts."""
         self.sketch = sketch
         self.rollouts = rollouts
         self.made: dict[int, Tensor] = {}
@@ -98,7 +98,7 @@ class Sketcher:
         self._hashes: dict[int, tuple[Hash, Hash]] = {}
 
     def hashes(self, parameter: Tensor) -> tuple[Hash, Hash]:
-        """The hashes of the rows and columns of a parameter, as a matrix of all other axes by the last."""
+        """The hashes of the rows and columns of a parameter, read as a matrix: its last axis by all others."""
         if id(parameter) not in self._hashes:
             width = parameter.shape[-1] if parameter.ndim else 1
             sizes = (("rows", parameter.numel() // max(width, 1)), ("columns", width))
@@ -109,7 +109,7 @@ class Sketcher:
 
     @torch.no_grad()
     def add_uses(self, parameter: Tensor, view: Tensor, uses: Sequence[Use]) -> None:
-        """Add the gradients of a region of a parameter, as the sum of its uses."""
+        """Add the gradients of a region of a parameter, which are the sum of its uses."""
         sides = self.sides(parameter, view)
         for use in uses:
             if sides is None:
@@ -181,7 +181,7 @@ class Sketcher:
     def _convolved(self, a: Tensor, b: Tensor, right: Hash, left: Hash | None = None) -> Tensor:
         """`Σ_t` of the circular convolutions of the sketches of `a` and `b` `(N, T, …)`.
 
-        Without `left`, `a` is a sketch already. The sum over tokens is taken in Fourier space: one inverse transform.
+        Without `left`, `a` is a sketch already. Tokens are summed in Fourier space, so one inverse transform suffices.
         """
         m = self.sketch.features
         step = rows_at_a_time(self.rollouts * (a.shape[2] + b.shape[2] + 4 * m), b.device)
@@ -196,7 +196,7 @@ class Sketcher:
         return torch.fft.irfft(spectrum, n=m)
 
     def _of_vocabulary(self, use: HeadUse, rows: Hash) -> Tensor:
-        """Sketched logit gradients `(N, C, m)`, without the rows of a tied embedding that another use covers."""
+        """Sketched logit gradients `(N, C, m)`, without the rows that the use of a tied embedding covers."""
         if use.without is not None:
             rows = Hash(rows.place, rows.sign.index_fill(0, use.without, 0))
         step = rows_at_a_time(use.hidden.shape[0] * use.hidden.shape[1], use.hidden.device)

@@ -1,4 +1,4 @@
-"""Every change that a measurement makes to a model, and how it is undone, also after Ctrl-C."""
+"""Undo every change that a measurement makes to a model, also after Ctrl-C."""
 
 import traceback
 from collections import deque
@@ -19,11 +19,10 @@ _TORCH: Any = torch._C
 
 
 class Undo:
-    """Operations that undo changes, run at the end of a `with` block; each is listed before its change is made.
+    """Operations that undo changes, run at the end of a `with` block; each is added before its change is made.
 
-    Enter it twice, `with Undo() as undo, undo:`. Ctrl-C may arrive inside the first `__exit__`, and the second one then
-    undoes everything. The operations run in one call of C code, which no interrupt enters, and running them twice does
-    no harm.
+    Enter it twice, `with Undo() as undo, undo:`. If Ctrl-C arrives inside the first `__exit__`, the second one undoes
+    everything. The operations run in one call of C code, which Ctrl-C cannot interrupt. They may run twice.
     """
 
     def __init__(self) -> None:
@@ -35,7 +34,7 @@ class Undo:
 
     def __exit__(self, _: object = None, error: BaseException | None = None, __: object = None) -> None:
         interrupt = interrupt_behind(error)
-        if interrupt is not None:  # generators that it left suspended in torch end here, not some time later
+        if interrupt is not None:  # ends generators that it left suspended in torch now, not later
             traceback.clear_frames(interrupt.__traceback__)
         run_operations(self.operations[::-1])
         self.operations.clear()
@@ -43,7 +42,7 @@ class Undo:
             raise interrupt
 
     def set_attribute(self, owner: Any, name: str, value: object) -> None:
-        """Set an attribute of an object until the end of the block; then it is as before, or absent."""
+        """Set an attribute of an object until the end of the block; then restore or remove it."""
         state = owner.__dict__
         before = state.get(name, _ABSENT)
         undone = (dict.pop, state, name, None) if before is _ABSENT else (dict.__setitem__, state, name, before)
@@ -51,21 +50,21 @@ class Undo:
         state[name] = value
 
     def put_gradients_aside(self, parameters: Sequence[Tensor]) -> None:
-        """`.grad` is None until the end of the block, and then the same tensor as before."""
+        """Set `.grad` to None until the end of the block; then restore the same tensors."""
         self.operations += [(setattr, parameter, "grad", parameter.grad) for parameter in parameters]
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad = None
 
     def keep_random_state(self, device: torch.device) -> None:
-        """At the end of the block the random generators continue as if it had drawn nothing."""
+        """Restore the state of the random generators at the end of the block."""
         saved = random_state(device)
         self.operations.append((torch.default_generator.set_state, saved[0]))
         if device.type == "cuda":
             self.operations.append((torch.cuda.set_rng_state, saved[1], device))
 
     def keep_modules(self, modules: Sequence[nn.Module]) -> None:
-        """At the end of the block attributes and buffers of modules, and the values of buffers, are those of now."""
+        """Restore attributes and buffers of modules, and the values of buffers, at the end of the block."""
         buffers = [module._buffers for module in modules if module._buffers]
         for state in [*(module.__dict__ for module in modules), *buffers]:
             self.operations += [(dict.update, state, state.copy()), (dict.clear, state)]
@@ -74,9 +73,9 @@ class Undo:
         self.operations += [(put_values_back, buffer, buffer._version, buffer.detach().clone()) for buffer in small]
 
     def keep_torch_state(self) -> None:
-        """At the end of the block torch's modes in this thread are those of now.
+        """Restore torch's modes in this thread at the end of the block.
 
-        They have `with` blocks of their own, in torch and in Python, whose `__exit__` an interrupt may skip.
+        Torch and Python enter them in `with` blocks of their own, and Ctrl-C may skip the `__exit__` of these.
         """
         hooks = _TORCH._autograd._top_saved_tensors_default_hooks(False)
         vmap = _TORCH._functorch.get_dynamic_layer_stack_depth()
@@ -90,7 +89,7 @@ class Undo:
 
 
 def interrupt_behind(error: BaseException | None) -> BaseException | None:
-    """The interrupt among an error and those during whose handling it was raised; None if there is none."""
+    """The interrupt in an error's chain of `__context__`, which starts with the error; None if there is none."""
     while isinstance(error, Exception):
         error = error.__context__
     return error
@@ -102,10 +101,10 @@ def run_operations(operations: Sequence[tuple[Any, ...]]) -> None:
 
 
 def put_values_back(buffer: Tensor, version: int, values: Tensor) -> None:
-    """Write the values that a buffer had when it had this version.
+    """Restore the values of a buffer that were saved when its version counter was `version`.
 
-    Autograd refuses a graph that saved the buffer if it was changed in between, unless it still has this version:
-    either nothing happened, or a batch norm wrote its statistics, which does not count as a change.
+    Autograd rejects a graph that saved the buffer if the counter has changed since. If it has not changed (nothing
+    happened, or a batch norm wrote its statistics, which does not count), the values are written without counting.
     """
     with torch.no_grad():
         (buffer.data if buffer._version == version else buffer).copy_(values)
