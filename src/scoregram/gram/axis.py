@@ -2,9 +2,9 @@
 
 The length of an axis does not tell: with 16 rollouts, a tensor `(16, …)` may hold 16 experts, and with rollouts of 16
 tokens, 16 positions. So two *probe passes* run the model forward, over two and over three rollouts. The interceptor
-records the first axis of every activation that meets a parameter. It runs over the rollouts if it has `2 m` entries in
-one pass and `3 m` in the other. If `m > 1`, the first `2 m` entries must also have the same values in both passes: the
-entries of one rollout must be adjacent, as in `(N · T, …)` and not in `(T · N, …)`.
+records the first axis of every activation that meets a parameter. The axis runs over the rollouts if it has `2 m`
+entries in one pass and `3 m` in the other. If `m > 1`, the first `2 m` entries must also have the same values in both
+passes: the entries of one rollout must be adjacent (sorted by rollout, not by token).
 
 The model's facts store the result by operation, parameter and rank. A pass that meets an operation that is not stored,
 or one with another `m`, does not split it; two more probe passes follow, and the pass is repeated.

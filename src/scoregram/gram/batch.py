@@ -151,7 +151,7 @@ def make_batch(
         fail(caller, "input_ids must be (N, T) and not empty", tuple(input_ids.shape), "Pass at least one rollout.")
     if not temperature > 0:
         fail(caller, "temperature must be positive", temperature, "Pass the temperature of the policy, usually 1.")
-    mask = zeros_and_ones(completion_mask, input_ids, name="completion_mask", remedy="Pass weights as coefficients.")
+    mask = zeros_and_ones(completion_mask, input_ids, name="completion_mask", remedy="Pass factors as coefficients.")
     attention = torch.ones_like(mask) if attention_mask is None else attention_mask
     attention = zeros_and_ones(attention, input_ids, name="attention_mask", remedy="Pass 1 for real tokens.")
     weight = checked_coefficients(mask if coefficients is None else coefficients, mask)

@@ -278,8 +278,8 @@ class Collector:
 def in_touched_rows(uses: list[Use]) -> tuple[Tensor | None, list[Use]]:
     """The rows of the weight that the uses touch (None for all), and the uses renumbered to those rows, products first.
 
-    An embedding touches only the rows that were looked up. If a tied head has the other rows contracted before
-    (`Pass.collect_head`), its use covers the same rows.
+    An embedding touches only the rows that were looked up. A tied head covers the same rows, because
+    `Pass.collect_head` has contracted its other rows.
     """
     if len(uses) == 1 and uses[0].rows is None:
         return None, uses
@@ -382,13 +382,13 @@ def hooked_product(x: Tensor, weight: Tensor, use: WeightUse) -> Tensor:
     forward pass on, so there `StreamedProduct` is used, which saves the input through autograd.
     """
     product = F.linear(x, weight)
-    held = [x.detach()]
+    held_input = [x.detach()]
 
-    def arrived(g: Tensor) -> None:
+    def collect_factors(g: Tensor) -> None:
         with torch._C.DisableTorchFunction():
-            use.collect(held.pop(), g)
+            use.collect(held_input.pop(), g)
 
-    product.register_hook(arrived)
+    product.register_hook(collect_factors)
     return product
 
 

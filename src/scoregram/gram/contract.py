@@ -102,7 +102,7 @@ class Lookup:
         return own[:, :-1] if chunk is None else chunk + own[:, :-1]
 
     def among_rows(self) -> "Lookup":
-        """The same use of the smaller weight that consists of `rows` alone."""
+        """This use, renumbered for the smaller weight that consists of `rows` alone."""
         place = torch.searchsorted(self.rows, self.ids.clamp(min=0))
         return replace(self, ids=torch.where(self.ids >= 0, place, -1))
 

@@ -177,9 +177,9 @@ def cross_gram(
     Raises:
         ScoregramError: As `measure_gram`, and if a part is empty or does not have two or three tensors.
     """
-    named = {"train": train, "held_out": held_out}
-    tokens = max(padded_part(part, name)[0].shape[1] for name, part in named.items())
-    parts = [padded_part(part, name, tokens) for name, part in named.items()]
+    named_parts = {"train": train, "held_out": held_out}
+    tokens = max(padded_part(part, name)[0].shape[1] for name, part in named_parts.items())
+    parts = [padded_part(part, name, tokens) for name, part in named_parts.items()]
     ids, mask, attention = (torch.cat(pair) for pair in zip(*parts, strict=True))
     matrix = measure_gram(model, ids, mask, attention, temperature=temperature).matrix
     count = len(parts[0][0])

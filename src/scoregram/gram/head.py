@@ -3,8 +3,8 @@
 The gradient of `Σ_t c_t log π(y_t)` with respect to the logits is `c_t (onehot(y_t) - softmax)`, known as soon as the
 logits are. So the head does not need autograd: one pass over token chunks gives the log-probabilities, the gradient
 that flows back into the network, and the factors of the head's own weight. The logits `(N, C, V)` of the completion
-tokens exist at most once, in the model's dtype. If they take more than `STORE_BYTES`, they are recomputed by vocabulary
-chunk instead.
+tokens exist at most once, in the model's dtype. If they take more than `STORE_BYTES`, they are not kept but recomputed
+by vocabulary chunk.
 """
 
 from dataclasses import dataclass, replace

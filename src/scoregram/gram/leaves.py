@@ -129,7 +129,7 @@ def pulled_back_rows(derived: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[Ten
     parameters = list({id(p): p for tensor in tensors for p in parameters_behind(tensor)}.values())
     rows = [rows for _, rows in derived]
     try:
-        pulled = torch.autograd.grad(
+        pulled_rows = torch.autograd.grad(
             tensors, parameters, rows, allow_unused=True, is_grads_batched=True, retain_graph=True
         )
     except RuntimeError:  # some operation has no batching rule: one rollout after another
@@ -137,8 +137,8 @@ def pulled_back_rows(derived: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[Ten
             torch.autograd.grad(tensors, parameters, list(row), allow_unused=True, retain_graph=True)
             for row in zip(*(r.unbind() for r in rows), strict=True)
         ]
-        pulled = [None if column[0] is None else torch.stack(column) for column in zip(*each, strict=True)]
-    yield from ((parameter, rows) for parameter, rows in zip(parameters, pulled, strict=True) if rows is not None)
+        pulled_rows = [None if column[0] is None else torch.stack(column) for column in zip(*each, strict=True)]
+    yield from ((parameter, rows) for parameter, rows in zip(parameters, pulled_rows, strict=True) if rows is not None)
 
 
 def parameters_behind(tensor: Tensor) -> list[Tensor]:
@@ -315,7 +315,7 @@ class ParameterWatch:
 
 
 def forward_with_copies(module: nn.Module, forward: Callable[..., Any], x: Tensor, leaves: Leaves) -> Any:
-    """The forward pass of a broadcasting module, with one copy of each trained parameter per rollout.
+    """The forward pass of a broadcasting module, with one copy of each trainable parameter per rollout.
 
     None if the copies do not fit the input, or its rank is not that of the watched call.
     """

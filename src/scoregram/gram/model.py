@@ -68,7 +68,7 @@ def facts_of(module: nn.Module) -> ModuleFacts:
     return facts
 
 
-# Models spread over processes
+# Distributed models
 
 
 @dataclass(frozen=True)
@@ -172,17 +172,17 @@ def shards_of(modules: Sequence[Any], parameters: dict[str, Tensor]) -> Shards:
 
 def gathered_parameters(module: Any) -> list[tuple[Tensor, Tensor]]:
     """Pairs (sharded, gathered) of the parameters that one sharded module manages; gathers them the first time."""
-    held = [(owner, name, part) for owner in module.modules() for name, part in owner._parameters.items()]
+    held_parameters = [(owner, name, part) for owner in module.modules() for name, part in owner._parameters.items()]
     facts = facts_of(module)
-    known = facts.gathered
+    known_pairs = facts.gathered
     # FSDP makes new sharded parameters when a model is moved or loaded; then the pairs are stale.
-    if known is None or {id(part) for part, _ in known} - {id(part) for _, _, part in held}:
+    if known_pairs is None or {id(part) for part, _ in known_pairs} - {id(part) for _, _, part in held_parameters}:
         module.unshard()
-        pairs = [(part, owner._parameters[name]) for owner, name, part in held if part is not None]
-        known = [(part, whole) for part, whole in pairs if whole is not part]
+        pairs = [(part, owner._parameters[name]) for owner, name, part in held_parameters if part is not None]
+        known_pairs = [(part, whole) for part, whole in pairs if whole is not part]
         module.reshard()
-        facts.gathered = known
-    return known
+        facts.gathered = known_pairs
+    return known_pairs
 
 
 def is_distributed(parameter: Tensor) -> bool:
@@ -324,7 +324,7 @@ class MeasuredModel:
         return head if isinstance(head, nn.Module) else None
 
     def capturable_head(self) -> Tensor | None:
-        """The weight of a linear output head; None if the model's config changes the logits after it."""
+        """The weight of the output head; None if that is not linear, or if the config changes the logits after it."""
         head = self.head()
         config = getattr(self.model, "config", None)
         if not isinstance(head, nn.Linear) or any(getattr(config, name, None) for name in LOGIT_SETTINGS):
@@ -355,7 +355,7 @@ def claimed_modules(model: nn.Module, undo: Undo) -> list[nn.Module]:
     undo.operations.append((_IN_USE.pop, undo, None))
     _IN_USE[undo] = threading.get_ident(), frozenset(own)  # one dict operation, so threads need no lock
     for other, (thread, used) in list(_IN_USE.items()):
-        if other is undo:  # the others are later, and will find this one
+        if other is undo:  # later measurements check against this one
             break
         if not used.isdisjoint(own):
             inside = thread == threading.get_ident()

@@ -33,7 +33,7 @@ class Pass:
         self.batch = batch
         self.collector = collector
         self.is_narrow = narrow
-        self.targets = Targets.of(batch)  # before the pass: it waits for the device
+        self.targets = Targets.of(batch)  # computed before the pass: it waits for the device
         self.interceptor = Interceptor(measured.parameters, batch, collector, measured.facts.axes)
         # Modules with dropout are in evaluation mode by now, so the interceptor will not see their dropout.
         self.interceptor.dropped = bool(measured.survey.dropping)
@@ -115,11 +115,11 @@ class Pass:
         self.interceptor.observations = observations = {}
         shards = self.measured.survey.shards
         # The user's hooks on the model do not run in a probe pass, except on a sharded model: FSDP's are among them.
-        hooked = [] if shards.modules else [self.measured.model]
+        hooked_modules = [] if shards.modules else [self.measured.model]
         nothing_saved = saved_tensors_hooks(lambda _: torch.empty(0), lambda saved: saved)
         with Undo() as undo, undo, nothing_saved, self.intercepted():
             undo.keep_random_state(self.batch.input_ids.device)
-            for module in hooked:
+            for module in hooked_modules:
                 undo.set_attribute(module, "_forward_pre_hooks", OrderedDict())
                 undo.set_attribute(module, "_forward_hooks", OrderedDict())
             self.forward_to_head()
@@ -226,7 +226,7 @@ class Pass:
         return [parameter for parameter in self.measured.parameters.values() if parameter.grad is not None]
 
     def collect_rest(self) -> list[str]:
-        """Collect the rows of the leaves, replay missed parameters, contract the rest; names of replayed parameters."""
+        """Collect the rows of the leaves, replay missed parameters (returns their names), and contract the rest."""
         for tensor, rows in self.interceptor.leaves.rows():
             self.collector.rows_arrived(tensor, rows)
         replayed = self.replay(self.parameters_with_grad() + self.collector.incomplete())

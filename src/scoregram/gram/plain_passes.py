@@ -25,7 +25,7 @@ DROPOUTS = {torch.dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.a
 VERIFY_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 """Allowed disagreement relative to `Σ |w_i w_j K_ij|`, by the lowest precision among the parameters.
 
-Many models compute their norms in float32 whatever their dtype, so float64 models are not much more exact.
+Many models compute norms in float32 whatever their dtype, so float64 models are little more exact than float32 ones.
 """
 
 # Forward
@@ -99,7 +99,7 @@ class DropoutOff(TorchFunctionMode):
         return self.run(func, args, kwargs)
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation as it is."""
+        """Run an operation unchanged."""
         return func(*args, **kwargs)
 
     def read(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -130,11 +130,11 @@ class DropoutOff(TorchFunctionMode):
 def run_backward(tensor: Tensor, grad: Tensor, parameters: Sequence[Tensor]) -> None:
     """Add the gradients of `⟨tensor, grad⟩` to `.grad` of all leaves; `parameters` get theirs at the end.
 
-    A hook takes each gradient of `parameters` as soon as it arrives. So neither an optimiser in a hook finds one, nor
-    FSDP, which averages gradients over the processes at the end of each layer's backward pass.
+    A hook takes each gradient of `parameters` as soon as it arrives. So an optimiser in a hook finds none, and neither
+    does FSDP, which averages gradients over the processes at the end of each layer's backward pass.
 
     `torch.autograd.backward` and `grad` are themselves torch functions, and a `TorchFunctionMode` is off while it
-    handles one: checkpointed layers would be recomputed without it, with their dropout. So this function calls
+    handles one: checkpointed layers would be recomputed without the mode, with dropout. So this function calls
     autograd's engine directly.
     """
     arrived: dict[int, tuple[Tensor, Tensor]] = {}
@@ -157,7 +157,7 @@ def run_backward(tensor: Tensor, grad: Tensor, parameters: Sequence[Tensor]) -> 
 
 
 def gradients(total: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients of a scalar, which depends on no other leaves than `parameters`; `.grad` is None before and after.
+    """Gradients of a scalar for `parameters`, all leaves that it depends on; `.grad` is None before and after.
 
     `torch.autograd.grad` visits only paths on which a chosen parameter is an input of the graph, so it misses layers
     with reentrant checkpointing. This function lets autograd accumulate in `.grad`, and takes the gradients from there.
@@ -199,8 +199,8 @@ def replayed_rows(measured: MeasuredModel, batch: Batch, wanted: Sequence[Tensor
 def refuse_padding_dependence(measured: MeasuredModel, batch: Batch, log_probs: Tensor) -> None:
     """Raise if removing the padding of the most padded rollout changes most of its log-probabilities.
 
-    It is checked until one padded batch of the model passes, by one forward pass over that rollout alone. Rounding
-    changes log-probabilities a little; where it changes the choice of experts, by a lot, but it does not change most.
+    The check takes one forward pass over that rollout alone, and is not repeated once a model has passed it. Rounding
+    changes log-probabilities a little, and a changed choice of experts changes some of them a lot, but not most.
     """
     model, facts = measured.model, measured.facts
     if facts.ignores_padding or batch.keeps_padding:
@@ -245,7 +245,7 @@ def verify_gram(
     unit, powers = batch.of_unit_size()
     sums: dict[int, Tensor] = {}
     moved = 0.0  # largest change of a log-probability, relative to `1 + |log π|`
-    for index in range(measured.survey.shards.largest_count(batch.rollouts)):  # every process runs as many passes
+    for index in range(measured.survey.shards.largest_count(batch.rollouts)):  # the same number in every process
         row = min(index, batch.rollouts - 1)
         one = unit.alone(row)
         grads, alone = loss_gradients(measured, one)
@@ -255,10 +255,10 @@ def verify_gram(
         for key, grad in grads.items():
             grad = grad.to(torch.promote_types(grad.dtype, torch.float32)) * factor
             sums[key] = sums[key].add_(grad) if key in sums else grad
-        said = log_probs[row][batch.completion_mask[row]]
-        if len(said):
+        log_probs_in_batch = log_probs[row][batch.completion_mask[row]]
+        if len(log_probs_in_batch):
             alone = alone[one.completion_mask]
-            moved = max(moved, float(((said - alone).abs() / (1 + alone.abs())).max()))
+            moved = max(moved, float(((log_probs_in_batch - alone).abs() / (1 + alone.abs())).max()))
         if (row + 1) % size:
             continue
         here = slice(row + 1 - size, row + 1)

@@ -54,8 +54,8 @@ class CollectedScores:
             NotFiniteError: If a parameter or a gradient is NaN or infinite; names the parameter, or layer and rollouts.
         """
         contractor, rollouts = self.collector.contractor, self.rollouts
-        taking_part = contractor.owners()  # all other parameters have zero scores
-        layers = {id(p): layer_of(name) for name, p in self.measured.parameters.items() if id(p) in taking_part}
+        used_ids = contractor.owners()  # all other parameters have zero scores
+        layers = {id(p): layer_of(name) for name, p in self.measured.parameters.items() if id(p) in used_ids}
         order = {layer: index for index, layer in enumerate(dict.fromkeys(layers.values()))}
         stacked = contractor.grams({owner: order[layer] for owner, layer in layers.items()}, len(order))
         powers = rollouts.powers.cpu()
@@ -94,7 +94,7 @@ class CollectedScores:
         )
 
     def gram_and_gradients(self) -> Gram:
-        """The Gram, and `Σ_i w_i ψ_i` added to `.grad`; if `.grad` is None, without waiting for the device."""
+        """The Gram; adds `Σ_i w_i ψ_i` to `.grad`, before waiting for the device if every `.grad` is None."""
         parameters = self.measured.parameters.values()
         if any(parameter.grad is not None for parameter in parameters):  # an addition could not be undone on an error
             gram = self.gram()

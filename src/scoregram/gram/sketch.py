@@ -47,7 +47,7 @@ class Sketch:
     def relative_error_bound(self) -> float:
         """Largest standard deviation of `⟨s_i, s_j⟩` in units of `|ψ_i| |ψ_j|`: `√((6 + 4/m)/m)`.
 
-        It holds over random seeds, for every model and every rollout. By Chebyshev's inequality, an error of `k` times
+        Taken over random seeds; it holds for every model and rollout. By Chebyshev's inequality, an error of `k` times
         this bound has a probability of at most `1/k²`.
 
         Example:
@@ -98,7 +98,7 @@ class Sketcher:
         self._hashes: dict[int, tuple[Hash, Hash]] = {}
 
     def hashes(self, parameter: Tensor) -> tuple[Hash, Hash]:
-        """The hashes of the rows and columns of a parameter, read as a matrix: its last axis by all others."""
+        """The hashes of the rows and columns of a parameter, read as a matrix `(p, q)`; `q` is its last axis."""
         if id(parameter) not in self._hashes:
             width = parameter.shape[-1] if parameter.ndim else 1
             sizes = (("rows", parameter.numel() // max(width, 1)), ("columns", width))

@@ -22,7 +22,7 @@ class Undo:
     """Operations that undo changes, run at the end of a `with` block; each is added before its change is made.
 
     Enter it twice, `with Undo() as undo, undo:`. If Ctrl-C arrives inside the first `__exit__`, the second one undoes
-    everything. The operations run in one call of C code, which Ctrl-C cannot interrupt. They may run twice.
+    everything. The operations run in one call of C code, which Ctrl-C cannot interrupt. Running them twice is harmless.
     """
 
     def __init__(self) -> None:
@@ -45,8 +45,8 @@ class Undo:
         """Set an attribute of an object until the end of the block; then restore or remove it."""
         state = owner.__dict__
         before = state.get(name, _ABSENT)
-        undone = (dict.pop, state, name, None) if before is _ABSENT else (dict.__setitem__, state, name, before)
-        self.operations.append(undone)
+        undo_operation = (dict.pop, state, name, None) if before is _ABSENT else (dict.__setitem__, state, name, before)
+        self.operations.append(undo_operation)
         state[name] = value
 
     def put_gradients_aside(self, parameters: Sequence[Tensor]) -> None:
@@ -68,8 +68,8 @@ class Undo:
         buffers = [module._buffers for module in modules if module._buffers]
         for state in [*(module.__dict__ for module in modules), *buffers]:
             self.operations += [(dict.update, state, state.copy()), (dict.clear, state)]
-        found = {id(buffer): buffer for each in buffers for buffer in each.values() if buffer is not None}
-        small = [b for b in found.values() if b.nbytes <= SAVED_BUFFER_BYTES and not b.is_inference()]
+        found_buffers = {id(buffer): buffer for each in buffers for buffer in each.values() if buffer is not None}
+        small = [b for b in found_buffers.values() if b.nbytes <= SAVED_BUFFER_BYTES and not b.is_inference()]
         self.operations += [(put_values_back, buffer, buffer._version, buffer.detach().clone()) for buffer in small]
 
     def keep_torch_state(self) -> None:
