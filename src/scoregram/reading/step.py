@@ -59,9 +59,9 @@ class Step:
     """Advantage of every token; a row of `nan` for a rollout whose tokens share one. None if every rollout has a single
     advantage."""
     token_weights: Float[Tensor, "batch tokens"] | None = None
-    """Weight of every token's score in the update, for tokens that differ in it within a rollout; else None."""
+    """Weight of every token's score in the update; None if the tokens of each rollout share one weight."""
     has_whole_groups: bool = False
-    """For rows of a loss, whether every group is complete: another trainer's loss may be of a part of a group."""
+    """For rows of a loss, whether every group is complete: a step of another trainer may hold only a part of a group."""
     group_marks: Sequence[Mapping[str, float]] = ()
     """Facts about each group that do not follow from its rewards and its Gram, such as whether a self-check passed;
     stored with the group."""

@@ -114,7 +114,7 @@ def _setting_faults(run: Run, setting: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _step_faults(path: Path, run: Run) -> Iterator[str]:
-    """Rows that belong to another step than the name of their file says, or to groups of another size."""
+    """Rows whose step is not the one in their file's name, or whose group has another size."""
     size = run.config.get("group_size")
     for table in (GROUPS, BATCHES, ROLLOUTS):
         for step, part in parts(path / table):
@@ -188,7 +188,7 @@ def _same(left: float, right: float) -> bool:
 
 
 def _source_faults(run: Run, found: RunsFound) -> Iterator[str]:
-    """A source that is not the one at the commit that the run names; counts what a run does not record."""
+    """A fault if the source of a run differs from the commit that it names; counts what the run does not record."""
     for environment in (run.environment, *(one["environment"] for one in run.resumed)):
         commit, dirty, tree = (environment.get(name) for name in ("commit", "dirty", "tree"))
         committed = commit_tree(commit) if commit and tree else None
