@@ -61,7 +61,7 @@ class Step:
     token_weights: Float[Tensor, "batch tokens"] | None = None
     """Weight of every token's score in the update; None if the tokens of each rollout share one weight."""
     has_whole_groups: bool = False
-    """For rows of a loss, whether every group is complete: a step of another trainer may hold only a part of a group."""
+    """For rows of a loss, whether every group is complete: a step of another trainer may hold part of a group."""
     group_marks: Sequence[Mapping[str, float]] = ()
     """Facts about each group that do not follow from its rewards and its Gram, such as whether a self-check passed;
     stored with the group."""
