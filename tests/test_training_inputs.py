@@ -252,3 +252,9 @@ def test_sampled_rollouts_reach_every_source(policy, folder, tmp_path):
         for source in input_sources(method, config, policy, TASK):
             for value in source.inputs(1, rollouts, problems).values():
                 assert bool(value.double().isfinite().all())
+
+
+@pytest.mark.parametrize("objective", ["agro", "dpo"])
+def test_a_loss_with_a_reference_replaces_that_of_any_method(folder, tmp_path, objective):
+    train(config_for(folder, tmp_path / "run", method="grpo", objective=objective, inner_updates=2))
+    assert all("gram/update_norm" in line for line in list(open_run(tmp_path / "run").metrics())[1:])

@@ -226,7 +226,8 @@ def test_settings_that_cannot_work_are_refused_at_once(changes, says, policy, tm
     ("changes", "says"),
     [
         ({"estimator": "mt-grpo"}, "must be one of"),
-        ({"objective": "dpo"}, "must be one of"),
+        ({"objective": "no-such-loss"}, "train --objective"),
+        ({"objective": "dpo", "estimator": "gae"}, "credit for tokens needs one of"),
         ({"group_size": 1, "method": "rloo"}, "at least 2 rollouts"),
         ({"max_new_tokens": 600}, "context"),
         ({"kl": "k9"}, "k1"),

@@ -1,5 +1,6 @@
 """The gradient of a step against autograd on the loss itself, for every method; one pass against many."""
 
+import copy
 import statistics
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,7 +16,7 @@ from scoregram.gram import measure_gram
 from scoregram.objectives import OBJECTIVES
 from scoregram.reading import outcomes_of
 from scoregram.rollouts import Rollouts, concatenated_rollouts
-from scoregram.training.config import METHODS, Method
+from scoregram.training.config import METHODS, REFERENCE_STRENGTHS, Method
 from scoregram.training.credit import advantages_of, score_weights
 from scoregram.training.update import Reference, Updater
 from tests.cases import KeepDouble, build
@@ -133,8 +134,38 @@ def token_advantages_by_definition(method: Method, rollouts: Rollouts, inputs: d
     return result
 
 
+def some_reference(rollouts: Rollouts) -> Tensor:
+    """`(N, T)` log-probabilities of some other policy."""
+    drawn = torch.rand(rollouts.input_ids.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    return -2 * drawn * rollouts.completion_mask
+
+
+def pairs_by_definition(rollouts: Rollouts) -> list[tuple[int, int]]:
+    pairs = []
+    for group in range(PROMPTS):
+        rows = range(group * SIZE, (group + 1) * SIZE)
+        rewards = {row: float(rollouts.rewards[row]) for row in rows}
+        best, worst = max(rows, key=lambda row: rewards[row]), min(rows, key=lambda row: rewards[row])
+        if rewards[best] > rewards[worst]:
+            pairs.append((best, worst))
+    return pairs
+
+
+def reference_loss(log_probs: Tensor, rollouts: Rollouts, objective: str, beta: float) -> Tensor:
+    """AGRO and DPO, written out rollout by rollout."""
+    ratios = ((log_probs - some_reference(rollouts)) * rollouts.completion_mask).sum(1)
+    if objective == "dpo":
+        pairs = pairs_by_definition(rollouts)
+        return -torch.stack([(beta * (ratios[w] - ratios[v])).sigmoid().log() for w, v in pairs]).mean()
+    regularised = (rollouts.rewards - beta * ratios).view(PROMPTS, SIZE)
+    return torch.stack([row.var(correction=1) / 2 for row in regularised]).mean()
+
+
 def gradient_by_definition(model: Any, rollouts: Rollouts, method: Method, inputs: dict[str, Tensor]) -> Tensor:
     """Autograd on the method's loss, the old policy being the same one."""
+    if method.objective in ("agro", "dpo"):
+        reference_loss(plain_log_probs(model, rollouts), rollouts, method.objective, 0.3).backward()
+        return taken(model)
     rows = measure_gram(
         model, rollouts.input_ids, rollouts.completion_mask, rollouts.attention_mask, temperature=0.8
     ).matrix.diagonal()
@@ -167,7 +198,9 @@ def gradient_by_definition(model: Any, rollouts: Rollouts, method: Method, input
 def test_the_gradient_is_that_of_the_loss(model, rollouts, name, measure):
     method, inputs = METHODS[name], inputs_of(METHODS[name], rollouts)
     expected = gradient_by_definition(model, rollouts, method, inputs)
-    step, _ = updater_for(model, method).first(1, rollouts, measure=measure, inputs=inputs, reference=None)
+    reference = some_reference(rollouts) if method.objective in REFERENCE_STRENGTHS else None
+    updater = updater_for(model, method, beta=0.0 if reference is None else 0.3)
+    step, _ = updater.first(1, rollouts, measure=measure, inputs=inputs, reference=reference)
     torch.testing.assert_close(taken(model), expected, rtol=1e-9, atol=1e-12)
     gram = step.gram
     assert (gram is not None) == (measure or "optimal" in name)
@@ -302,3 +335,32 @@ def test_groups_can_be_selected_and_concatenated(rollouts):
         real = rollouts.attention_mask[place]
         assert torch.equal(again.input_ids[row][again.attention_mask[row]], rollouts.input_ids[place][real])
         assert int(again.completion_mask[row].sum()) == int(rollouts.completion_mask[place].sum())
+
+
+@pytest.mark.parametrize("name", ["agro", "dpo"])
+def test_a_second_update_follows_the_loss_against_the_reference(model, rollouts, name):
+    method, reference, model = METHODS[name], some_reference(rollouts), copy.deepcopy(model)
+    updater = updater_for(model, method, beta=0.3)
+    step, _ = updater.first(1, rollouts, measure=False, reference=reference)
+    model.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)
+    loss = updater.again(step, reference=reference)
+    found = taken(model)
+    expected = reference_loss(plain_log_probs(model, rollouts), rollouts, method.objective, 0.3)
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-9)
+    expected.backward()
+    torch.testing.assert_close(found, taken(model), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["agro", "dpo"])
+def test_rollouts_without_a_reward_are_not_compared_with_the_reference(model, rollouts, name):
+    rewards = rollouts.rewards.clone()
+    rewards[1] = torch.nan
+    missing = replace(rollouts, rewards=rewards)
+    step, _ = updater_for(model, METHODS[name], beta=0.3).first(
+        1, missing, measure=True, reference=some_reference(rollouts)
+    )
+    assert float(step.weights[1]) == 0 and bool(step.weights.isfinite().all())
+    assert float(step.weights.abs().sum()) > 0

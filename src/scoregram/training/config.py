@@ -92,9 +92,22 @@ METHODS: MappingProxyType[str, Method] = MappingProxyType(
         ),
         "gspo": Method(estimator="grpo", objective="gspo", about="one clipped ratio per rollout"),
         "cispo": Method(estimator="grpo", objective="cispo", about="clipped importance weight without gradient"),
+        "agro": Method(
+            estimator="rloo",
+            objective="agro",
+            about="variance of the KL-regularised reward within a group, for rollouts of any policy",
+        ),
+        "dpo": Method(
+            estimator="mean",
+            objective="dpo",
+            about="preference of the best over the worst rollout of a group",
+        ),
         "tic": Method(estimator="rloo", objective="tic", about="ratio of the whole rollout, clipped from above"),
     }
 )
+
+REFERENCE_STRENGTHS: MappingProxyType[str, float] = MappingProxyType({"agro": 0.1, "dpo": 0.1})
+"""Losses that compare the policy with the initial one, and the `beta` of each if none is given."""
 
 MAY_DIFFER = ("steps", "out", "resume", "overwrite", "report_to", "checkpoint_every", "keep_checkpoints")
 """Settings that a resumed run may change without changing its numbers.
@@ -211,7 +224,8 @@ class TrainConfig:
     pass and KV cache), fast (shared KV cache, fused kernels, CUDA graphs) or vllm (needs vllm and a GPU)."""
 
     beta: float = 0.0
-    """Coefficient of the KL term to the initial policy; 0 for none."""
+    """Coefficient of the KL term to the initial policy; 0 for none. In agro and dpo, which have no such term, the
+    strength of the initial policy in the loss; 0 for 0.1."""
     kl: str = "k3"
     """KL estimator that is added to the loss: k1, k2 or k3 (keys of `KL_TERMS`)."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
@@ -349,6 +363,11 @@ class TrainConfig:
             learned_baseline=row.learned_baseline,
             about=row.about,
         )
+
+    @property
+    def reference_strength(self) -> float:
+        """`beta`, or the loss's own where that is 0; 0 if nothing compares the policy with the initial one."""
+        return self.beta or REFERENCE_STRENGTHS.get(self.chosen.objective, 0.0)
 
     @property
     def prompts(self) -> int:

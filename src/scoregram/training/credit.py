@@ -9,7 +9,7 @@ from torch import Tensor
 from scoregram.advantages import ESTIMATORS, estimate
 from scoregram.checks import fail, listed, lookup
 from scoregram.gram import Gram
-from scoregram.objectives import KL_TERMS, OBJECTIVES, kl_penalty, token_coefficients
+from scoregram.objectives import KL_TERMS, OBJECTIVES, best_and_worst, kl_penalty, token_coefficients
 from scoregram.reading import Step
 from scoregram.rollouts import Rollouts
 from scoregram.training.config import Method
@@ -24,7 +24,12 @@ TRAINER_INPUTS = frozenset(
 """Estimator inputs, besides rewards, that the trainer can supply."""
 TRAINER_LEVELS = ("group", "token")
 """Levels of credit that the trainer can apply."""
-LOSS_INPUTS = frozenset({"log_probs", "old_log_probs", "advantages", "mask", "length"})
+LOSS_INPUTS = frozenset(
+    {
+        *("log_probs", "old_log_probs", "advantages", "mask", "length"),
+        *("ref_log_probs", "rewards", "pairs", "group_size", "beta"),
+    }
+)
 """Loss inputs that the trainer can supply."""
 
 
@@ -151,10 +156,51 @@ def token_weights_of(objective: str, advantages: Tensor, mask: Mask, *, length: 
     return row.weight(**{name: inputs[name] for name in row.weight_needs})
 
 
+def compares_with_reference(objective: str) -> bool:
+    """Whether a loss itself compares the policy with a reference, instead of having a KL term added to it."""
+    return "ref_log_probs" in OBJECTIVES[objective].needs
+
+
+def reference_inputs(rollouts: Rollouts, reference: LogProbs, beta: float) -> dict[str, Any]:
+    """Inputs of a loss that compares with a reference; its mask leaves out rollouts without a reward."""
+    device, judged = rollouts.input_ids.device, ~rollouts.rewards.isnan()
+    return {
+        "ref_log_probs": reference,
+        "rewards": rollouts.rewards.nan_to_num().to(device),
+        "pairs": best_and_worst(rollouts.reward_grid).to(device),
+        "mask": rollouts.completion_mask & judged.to(device)[:, None],
+        "group_size": rollouts.group_size,
+        "beta": beta,
+    }
+
+
+def reference_step(
+    method: Method, number: int, rollouts: Rollouts, log_probs: LogProbs, reference: LogProbs, *, beta: float
+) -> Step:
+    """A step whose weights follow from the log-probabilities of the policy and of the reference.
+
+    The advantages are `N w_i`: with them REINFORCE would make the same update.
+    """
+    row, inputs = OBJECTIVES[method.objective], reference_inputs(rollouts, reference, beta) | {"log_probs": log_probs}
+    by_token = row.weight(**{name: inputs[name] for name in row.weight_needs})
+    weights = (by_token.sum(1) / inputs["mask"].sum(1).clamp(min=1)).double().cpu()
+    return Step(number=number, rollouts=rollouts, advantages=weights * rollouts.count, weights=weights)
+
+
 def loss_value(
-    method: Method, step: Step, log_probs: LogProbs, old_log_probs: LogProbs | None = None, *, length: int
+    method: Method,
+    step: Step,
+    log_probs: LogProbs,
+    old_log_probs: LogProbs | None = None,
+    *,
+    length: int,
+    reference: LogProbs | None = None,
+    beta: float = 0.0,
 ) -> Tensor:
-    """Scalar loss over all rollouts of a step; on-policy (`old_log_probs = log_probs`) if `old_log_probs` is None."""
+    """Scalar loss over all rollouts of a step; on-policy (`old_log_probs = log_probs`) if `old_log_probs` is None.
+
+    `reference` and `beta` are for a loss that compares the policy with a reference.
+    """
     row = OBJECTIVES[method.objective]
     inputs: Mapping[str, Any] = {
         "log_probs": log_probs,
@@ -162,6 +208,7 @@ def loss_value(
         "advantages": (step.advantages if step.token_advantages is None else step.token_advantages).to(log_probs),
         "mask": step.rollouts.completion_mask,
         "length": length,
+        **({} if reference is None else reference_inputs(step.rollouts, reference, beta)),
     }
     return row.fn(**{name: inputs[name] for name in row.needs})
 

@@ -75,12 +75,12 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
         length=sampling.max_new_tokens,
         rollouts_per_pass=config.micro_batch_size,
         computing=policy.computing,
-        beta=config.beta,
+        beta=config.reference_strength,
         kl=config.kl,
         group_size=None if config.between_prompts else config.group_size,
     )
     sources = input_sources(config.chosen, config, policy, task)
-    reference = Reference(updater, new_adapters=config.lora_rank > 0) if config.beta > 0 else None
+    reference = Reference(updater, new_adapters=config.lora_rank > 0) if config.reference_strength > 0 else None
     require_space(config.out, bytes_for_checkpoint(policy) * checkpoints_to_come(config), caller="train")
     tests = task.test[: config.eval_problems]
     probes = task.test[-config.probe_problems :] if config.probe_every else []

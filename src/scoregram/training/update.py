@@ -17,7 +17,15 @@ from scoregram.policy import group_log_probs, token_log_probs
 from scoregram.reading import Step, gram_of_passes
 from scoregram.rollouts import Rollouts
 from scoregram.training.config import Method, TrainConfig
-from scoregram.training.credit import advantages_of, credited_step, loss_coefficients, loss_value, score_weights
+from scoregram.training.credit import (
+    advantages_of,
+    compares_with_reference,
+    credited_step,
+    loss_coefficients,
+    loss_value,
+    reference_step,
+    score_weights,
+)
 from scoregram.types import LogProbs
 
 VECTOR_BYTES = 1 << 30
@@ -60,6 +68,12 @@ class Updater:
             inputs: What the estimator needs besides the rollouts, from `scoregram.training.inputs`.
             reference: `(N, T)` log-probabilities of the reference, None without a KL term.
         """
+        if compares_with_reference(self.method.objective):
+            assert reference is not None
+            with torch.no_grad():
+                log_probs = torch.cat([self.log_probs(rollouts, here) for here in self.passes(rollouts)])
+            step = reference_step(self.method, number, rollouts, log_probs, reference, beta=self.beta)
+            return self._backward(step, measure=measure, reference=reference)
         gram = None
         if "score_energies" in ESTIMATORS[self.method.estimator].needs:  # the advantages need the Gram
             if reference is None and self._fits_one_pass(rollouts):
@@ -74,7 +88,8 @@ class Updater:
 
     def _backward(self, step: Step, *, measure: bool, reference: Tensor | None) -> tuple[Step, float]:
         """A step with known weights, after its backward pass, and its loss."""
-        if reference is not None:
+        own_reference = reference if compares_with_reference(self.method.objective) else None
+        if reference is not None and own_reference is None:  # a KL term: weights differ between tokens
             gram = self._measure(step.rollouts, step.token_weights) if measure else step.gram
             loss, log_probs = self._backward_of_loss(step, None, reference)
             return replace(step, gram=gram, log_probs=log_probs), loss
@@ -83,7 +98,8 @@ class Updater:
             log_probs = gram.log_probs
         else:
             gram, log_probs = step.gram, self._backward_of_nonzero_weights(step)
-        loss = float(loss_value(self.method, step, log_probs, length=self.length))
+        given: dict[str, Any] = {"length": self.length, "reference": own_reference, "beta": self.beta}
+        loss = float(loss_value(self.method, step, log_probs, **given))
         return replace(step, gram=gram, log_probs=log_probs), loss
 
     def _backward_with_gram(self, step: Step) -> Gram:
@@ -194,11 +210,14 @@ class Updater:
                 log_probs = torch.cat([self.log_probs(rollouts, here) for here in passes])
         before = log_probs if old is None else old
 
-        def loss(leaf: Tensor) -> Tensor:
-            return loss_value(self.method, step, leaf, before, length=self.length)
+        own_reference = reference if compares_with_reference(self.method.objective) else None
+        given: dict[str, Any] = {"length": self.length, "reference": own_reference, "beta": self.beta}
 
-        mask = rollouts.completion_mask
-        value, coefficients = loss_coefficients(log_probs, mask, loss, beta=self.beta, kl=self.kl, reference=reference)
+        def loss(leaf: Tensor) -> Tensor:
+            return loss_value(self.method, step, leaf, before, **given)
+
+        mask, penalised = rollouts.completion_mask, reference if own_reference is None else None
+        value, coefficients = loss_coefficients(log_probs, mask, loss, beta=self.beta, kl=self.kl, reference=penalised)
         for here in passes:
             current = self.log_probs(rollouts, here) if kept is None else kept
             current.backward(coefficients[here])
