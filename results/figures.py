@@ -58,8 +58,13 @@ def numbers(values: list[float | None]) -> list[float]:
     return [float("nan") if value is None else value for value in values]
 
 
-if __name__ == "__main__":
+def draw_all(folder: Path) -> None:
+    """Draw every figure of a replication into its folder."""
     mpl.rcParams["svg.hashsalt"] = "scoregram"
+    for figure in figures(folder):
+        draw(figure, folder / "figures" / f"{figure['id']}.svg")
+
+
+if __name__ == "__main__":
     for exhibits in sorted(HERE.glob("*/exhibits.json")):
-        for figure in figures(exhibits.parent):
-            draw(figure, exhibits.parent / "figures" / f"{figure['id']}.svg")
+        draw_all(exhibits.parent)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import date
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from scoregram.studies.record import EXHIBITS, RUNS, VERDICTS, write_record
 from tests.run_cases import ENVIRONMENT, write
 
 CREATED = date(2026, 7, 4)
+SIGNED = datetime(2026, 7, 4, 12, 30, 15, tzinfo=UTC)
 PAPER = "arXiv:2606.29238"
 
 
@@ -42,7 +43,7 @@ def write_parts(folder: Path, exhibits: list[Any], verdicts: list[Any]) -> None:
 
 def put_record(folder: Path, **options: Any) -> Path:
     settings = {"about": PAPER, "config": {"preset": "quick", "lr": 1e-6}, "seeds": (0, 1), "created": CREATED}
-    return write_record(folder, **{"environment": ENVIRONMENT, **settings, **options})
+    return write_record(folder, **{"environment": ENVIRONMENT, "signed_at": SIGNED, **settings, **options})
 
 
 def replication(folder: Path, **options: Any) -> Path:
@@ -143,6 +144,11 @@ def toy_evidence(folder: Path, *, sizes: Sequence[int] = (2, 4, 8), seeds: int =
             groups += [draw_group(step, size, generator, kind=kind) for step in (0, 2) for kind in PROBED]
             groups += [draw_group(2, size, generator, kind="test", gram=None, by_layer={})]
             batches = [draw_batch(step, 4, size, generator) for step in (2, 4)]
+            groups += [  # the groups of those batches, as a run stores both
+                draw_group(batch.step, size, generator, rewards=rewards, prompt_id=name)
+                for batch in batches
+                for name, rewards in zip(batch.prompt_ids, batch.rewards.view(4, size), strict=True)
+            ]
             batches += [draw_batch(2, 4, size, generator, kind="fixed")]
             write_trial(
                 folder / RUNS / f"R{size}-seed{seed}",

@@ -125,12 +125,23 @@ def test_table_1_counts_and_averages_live_training_groups_of_the_paper(evidence,
         assert largest == max(one.numerical_rank for one in spectra) == min(size, 6)
 
 
-def test_unrelated_prompts_are_taken_from_the_training_batches(evidence, exhibits):
+def test_unrelated_scores_stand_in_for_groups_of_table_1(evidence, exhibits):
+    """The mean of the row, times stand-ins over own values among the groups whose batch is stored."""
     for row, size in enumerate(evidence.sizes):
-        batches = [(t, b) for t in evidence.of_paper(size=size) for b in t.run.batches() if b.kind == "train"]
-        made = [group for trial, batch in batches for group in unrelated_groups(batch, seed=trial.seed)]
-        ranks = [spectrum_summary(gram, advantages, psd_rtol=1e-5).effective_rank for gram, advantages in made]
-        assert cells(exhibits["table-1"], "null: unrelated")[row] == pytest.approx(fmean(ranks), **CLOSE)
+        made, own = [], []
+        for trial in evidence.of_paper(size=size):
+            for batch in (one for one in trial.run.batches() if one.kind == "train"):
+                for place, drawn in unrelated_groups(batch, seed=trial.seed).items():
+                    ranks = [spectrum_summary(gram, a, psd_rtol=1e-5).effective_rank for gram, a in drawn]
+                    name = batch.prompt_ids[place]
+                    (group,) = (g for g in trial.run.groups([batch.step]) if (g.kind, g.prompt_id) == ("train", name))
+                    made.append(fmean(ranks))
+                    own.append(spectrum_summary(group.gram, group.rewards - group.rewards.mean()).effective_rank)
+        cell = cells(exhibits["table-1"], "null: unrelated")[row]
+        rank = cells(exhibits["table-1"], "effective rank")[row].value
+        assert made and cell.value == pytest.approx(rank * fmean(made) / fmean(own), **CLOSE)
+        assert cell.low <= cell.value <= cell.high
+        assert cells(exhibits["table-1"], "groups with unrelated")[row].startswith(f"{len(made)} of ")
 
 
 def test_possible_is_the_mean_of_the_feasible_intervals(evidence):
@@ -237,10 +248,12 @@ def test_a_reward_independent_of_the_scores_has_the_share_of_its_null():
 
 
 def test_the_best_size_is_open_above_where_prompts_do_not_differ():
-    assert best_size(NoiseSamples([1.0, 1.0], [4.0, 4.0])).value == 3.0
-    found = best_size(NoiseSamples([1.0, 1.0, 1.0, 1.0, -30.0], [4.0] * 5))
+    assert best_size(NoiseSamples([0, 0], [1.0, 1.0], [4.0, 4.0])).value == 3.0
+    found = best_size(NoiseSamples([0] * 5, [1.0, 1.0, 1.0, 1.0, -30.0], [4.0] * 5))
     assert math.isinf(found.value) and found.low == 3.0 and math.isinf(found.high)
-    assert math.isnan(best_size(NoiseSamples([-1.0], [-1.0])).value) and math.isnan(best_size(NoiseSamples()).value)
+    assert math.isnan(best_size(NoiseSamples([0], [-1.0], [-1.0])).value) and math.isnan(
+        best_size(NoiseSamples()).value
+    )
 
 
 def test_probes_stand_in_for_batches_that_a_run_does_not_store(tmp_path):

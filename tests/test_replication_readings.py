@@ -237,17 +237,31 @@ def test_scarce_prompts_are_kept_for_whom_they_alone_can_serve():
 def test_unrelated_groups_are_blocks_of_the_batch_and_the_same_every_time():
     batch = draw_batch(3, 6, 4, stream(5))
     first, second = (unrelated_groups(batch, seed=1) for _ in range(2))
-    live = [r for r in batch.rewards.view(6, 4) if r.max() > r.min()]
-    assert len(first) == UNRELATED_DRAWS * len(live) > 0
-    for (gram, advantages), (again, others) in zip(first, second, strict=True):
-        torch.testing.assert_close(gram, again, rtol=0, atol=0)
-        torch.testing.assert_close(advantages, others, rtol=0, atol=0)
-        assert set(gram.diagonal().tolist()) <= set(batch.gram.diagonal().tolist())
-    expected = [
-        advantages for rewards in live for advantages in [(rewards - rewards.mean()).tolist()] * UNRELATED_DRAWS
-    ]
-    assert [advantages.tolist() for _, advantages in first] == expected
+    live = {place: r for place, r in enumerate(batch.rewards.view(6, 4)) if r.max() > r.min()}
+    assert first.keys() == second.keys() == live.keys() and live
+    for place, rewards in live.items():
+        assert len(first[place]) == UNRELATED_DRAWS
+        for (gram, advantages), (again, _) in zip(first[place], second[place], strict=True):
+            torch.testing.assert_close(gram, again, rtol=0, atol=0)
+            assert advantages.tolist() == (rewards - rewards.mean()).tolist()
+            assert set(gram.diagonal().tolist()) <= set(batch.gram.diagonal().tolist())
     other = unrelated_groups(batch, seed=2)
-    assert any(not torch.equal(a, b) for (a, _), (b, _) in zip(first, other, strict=True))
+    assert any(not torch.equal(first[place][0][0], other[place][0][0]) for place in live)
     dead = draw_batch(3, 2, 4, stream(5), rewards=torch.ones(8).double())
-    assert unrelated_groups(dead, seed=1) == []
+    assert unrelated_groups(dead, seed=1) == {}
+
+
+def test_no_unrelated_score_comes_from_the_groups_own_prompt():
+    for seed in range(5):
+        batch = draw_batch(3, 4, 4, stream(seed))
+        norms = batch.gram.diagonal().view(4, 4)
+        for place, drawn in unrelated_groups(batch, seed=seed).items():
+            own = set(norms[place].tolist())
+            assert all(own.isdisjoint(gram.diagonal().tolist()) for gram, _ in drawn)
+
+
+def test_a_group_without_enough_stand_ins_is_left_out():
+    """Prompt 0 has three right rollouts; the others have two between them. Prompt 1 finds its one."""
+    rewards = torch.tensor([1, 1, 1, 0, 1, 0, 0, 0, 1, 0, 0, 0]).double()
+    batch = draw_batch(3, 3, 4, stream(0), rewards=rewards)
+    assert unrelated_groups(batch, seed=0).keys() == {1, 2}

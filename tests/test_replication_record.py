@@ -143,6 +143,23 @@ def test_the_content_says_what_was_run_and_what_came_out(tmp_path):
     assert content["files"] == data_files(tmp_path)
 
 
+def test_the_content_says_what_the_study_concludes_and_who_signed_it_when(tmp_path):
+    """The fields of the record on the paper that a replication can fill."""
+    pytest.importorskip("cryptography")
+    own = records.Assessment("In one line.", "This much.", "That it carries over.", ("arXiv:1",), 1)
+    records.new_key(tmp_path / "key.pem")
+    content = json.loads(replication(tmp_path / "r", assessment=own, key_file=tmp_path / "key.pem").read_text())[
+        "content"
+    ]
+    assert content["about_version"] == 1 and content["references"] == ["arXiv:1"]
+    assert (content["summary"], content["strongest_claim"]) == ("In one line.", "This much.")
+    assert content["weakest_assumption"] == "That it carries over."
+    assert content["signed_at"] == "2026-07-04T12:30:15Z"
+    assert content["key_id"] == hashlib.sha256(base64.b64decode(content["signer"])).hexdigest()[:32]
+    unsigned = json.loads(put_record(tmp_path / "r").read_text())["content"]
+    assert unsigned["key_id"] is unsigned["signed_at"] is unsigned["about_version"] is None and not unsigned["summary"]
+
+
 def test_the_environment_is_found_out(tmp_path):
     content = json.loads(replication(tmp_path, environment=None).read_text())["content"]
     assert {"commit", "dirty", "tree", "python", "packages"} <= content["recorded_with"].keys()

@@ -94,7 +94,7 @@ def test_without_recomputing_nothing_is_said_of_the_tables(made):
     verification = verify(made["signed"])
     assert states(verification) == dict.fromkeys(ALL, "passed") | dict.fromkeys(FOLLOW, "not checked")
     assert verification.passed
-    assert verification.lines()[-1].endswith(f"verified. Not checked: {EXHIBITS_CHECK}; {VERDICTS_CHECK}.")
+    assert verification.lines()[-2].endswith(f"verified. Not checked: {EXHIBITS_CHECK}; {VERDICTS_CHECK}.")
 
 
 def test_there_must_be_a_record(tmp_path):
@@ -300,6 +300,22 @@ def test_only_the_holder_of_the_key_can_change_a_signed_record(folder):
 
 
 @pytest.mark.parametrize("folder", ["signed"], indirect=True)
+def test_the_name_of_the_key_is_that_of_the_key(folder, made):
+    replication(folder / "again", key_file=made["signed"].parent / "key.pem")
+    assert verify(folder / "again").passed
+
+    def change(record: dict[str, Any]) -> None:
+        record["content"]["key_id"] = "0" * 32
+        sha256 = sha256_hex(canonical(record["content"]))
+        record |= {"sha256": sha256, "number": record_number(sha256, 2026), "short_number": short_record_number(sha256)}
+        record["signature"] = records.sign(bytes.fromhex(sha256), made["signed"].parent / "key.pem")
+
+    rewrite(folder / "again", change)
+    (fault,) = faults(verify(folder / "again"))[SIGNATURE_CHECK]
+    assert fault.startswith("key_id is 00000000000000000000000000000000, but the key has ")
+
+
+@pytest.mark.parametrize("folder", ["signed"], indirect=True)
 def test_a_signature_that_cannot_be_checked_has_not_passed(folder, monkeypatch):
     monkeypatch.setattr(records, "can_verify", lambda: False)
     verification = verify(folder, recompute=recompute)
@@ -413,8 +429,9 @@ def test_many_faults_are_counted_not_printed():
         Path("r"), (Check(FILES_CHECK, "failed", tuple(f"f{i} was changed" for i in range(99))),)
     ).lines()
     assert lines[0] == "failed       files: f0 was changed"
-    assert lines[-2].strip() == "and 78 more" and len(lines) == 23
-    assert lines[-1] == "r: NOT verified."
+    assert lines[-3].strip() == "and 78 more" and len(lines) == 24
+    assert lines[-2] == "r: NOT verified."
+    assert lines[-1].startswith("Shown: ") and "Not shown: that the Grams follow from the rollouts' tokens" in lines[-1]
 
 
 @pytest.fixture
@@ -429,9 +446,9 @@ def evidence(monkeypatch) -> None:
 def test_the_command_prints_a_line_for_each_check(folder, capsys):
     assert cli.main(["verify", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(ALL) + 1
-    assert [line[13:].split(":")[0] for line in lines[:-1]] == ALL
-    assert lines[-1].startswith(f"{folder / 'replication.json'}: verified.")
+    assert len(lines) == len(ALL) + 2
+    assert [line[13:].split(":")[0] for line in lines[:-2]] == ALL
+    assert lines[-2].startswith(f"{folder / 'replication.json'}: verified.")
 
 
 @pytest.mark.usefixtures("evidence")

@@ -44,6 +44,57 @@ def clustered_mean(values: Sequence[float] | np.ndarray, clusters: Sequence[Hash
     return bootstrap_estimate(len(counts), lambda drawn: totals[drawn].sum(axis=-1) / counts[drawn].sum(axis=-1))
 
 
+def nested_mean(values: Sequence[float] | np.ndarray, nests: Sequence[tuple[Hashable, Hashable]]) -> Estimate:
+    """Mean of the values that are not `nan`, with a 95 % percentile bootstrap interval over nested clusters.
+
+    Use it for values of several runs: whole runs are resampled, then the clusters (prompts) inside each drawn run. The
+    interval covers what differs from run to run, which resampling prompts alone leaves out. `nan` if all values are; no
+    interval for fewer than two clusters.
+
+    Args:
+        values: The values.
+        nests: Run, and cluster inside the run, of each value.
+    """
+    known = np.asarray(values, dtype=np.float64)
+    names = {name: place for place, name in enumerate(dict.fromkeys(nests))}
+    owner = np.array([names[name] for name in nests], dtype=np.int64)
+    defined = ~np.isnan(known)
+    totals = np.bincount(owner[defined], known[defined], minlength=len(names))
+    counts = np.bincount(owner[defined], minlength=len(names))
+    runs = [run for (run, _), count in zip(names, counts, strict=True) if count]
+    totals, counts = totals[counts > 0], counts[counts > 0]
+    return (
+        nested_estimate(runs, lambda weights: (weights @ totals) / (weights @ counts)) if runs else Estimate(math.nan)
+    )
+
+
+def nested_estimate(runs: Sequence[Hashable], statistic: Callable[[np.ndarray], np.ndarray]) -> Estimate:
+    """A statistic of weighted observations, with a 95 % percentile bootstrap interval over runs and their observations.
+
+    Args:
+        runs: Run of each observation.
+        statistic: Maps weights of the observations `(…, count)` to one value per row. All weights 1: the estimate;
+            otherwise a weight is the number of times that an observation was drawn.
+    """
+    value = float(statistic(np.ones(len(runs))))
+    if len(runs) < 2:
+        return Estimate(value)
+    return _with_interval(value, statistic(nested_weights(runs)))
+
+
+def nested_weights(runs: Sequence[Hashable]) -> np.ndarray:
+    """`(RESAMPLES, count)`: how often each observation is drawn if runs are resampled, then observations within runs."""
+    members = [np.flatnonzero([run == other for other in runs]) for run in dict.fromkeys(runs)]
+    rng, weights = np.random.default_rng(0), np.zeros((RESAMPLES, len(runs)))
+    for _ in members:  # as many runs are drawn as there are
+        chosen = rng.integers(len(members), size=RESAMPLES)
+        for place, inside in enumerate(members):
+            rows = np.flatnonzero(chosen == place)
+            drawn = inside[rng.integers(len(inside), size=(len(rows), len(inside)))]
+            np.add.at(weights, (rows[:, None], drawn), 1)
+    return weights
+
+
 def ratio_of_means(above: Sequence[float], below: Sequence[float]) -> Estimate:
     """Mean of `above` divided by the mean of `below`, with a 95 % percentile bootstrap interval over pairs.
 
@@ -85,7 +136,11 @@ def bootstrap_estimate(count: int, statistic: Callable[[np.ndarray], np.ndarray]
         np.atleast_1d(statistic(rng.integers(count, size=(min(rows, RESAMPLES - start), count))))
         for start in range(0, RESAMPLES, rows)
     ]
-    resampled = np.concatenate(parts)
+    return _with_interval(value, np.concatenate(parts))
+
+
+def _with_interval(value: float, resampled: np.ndarray) -> Estimate:
+    """The value, between the quantiles of the resampled statistic that are not `nan`."""
     resampled = resampled[~np.isnan(resampled)]
     if not len(resampled):
         return Estimate(value)

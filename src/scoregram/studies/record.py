@@ -17,7 +17,8 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import date, datetime
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,22 @@ _INTEGERS = range(-(2**63), 2**63)
 _MAKE_KEY = "Make a key with `openssl genpkey -algorithm ed25519 -out FILE`."
 
 
+@dataclass(frozen=True)
+class Assessment:
+    """What a study concludes, in its own words: the fields of a pith.science verdict that a replication can fill."""
+
+    summary: str = ""
+    """The result in one line; there `one_line_summary`."""
+    strongest_claim: str = ""
+    """What the evidence supports best."""
+    weakest_assumption: str = ""
+    """What the conclusion rests on most weakly."""
+    references: tuple[str, ...] = ()
+    """Papers that the study compares with or takes methods from."""
+    about_version: int | None = None
+    """Version of the paper; there `source.version`."""
+
+
 def write_record(
     folder: Path | str,
     *,
@@ -77,8 +94,10 @@ def write_record(
     config: Mapping[str, Any],
     seeds: Sequence[int],
     created: date,
+    assessment: Assessment | None = None,
     environment: Mapping[str, Any] | None = None,
     key_file: Path | str | None = None,
+    signed_at: datetime | None = None,
 ) -> Path:
     """Write `replication.json` into the folder of a replication that is otherwise complete.
 
@@ -93,7 +112,9 @@ def write_record(
         seeds: Seeds of the runs.
         created: The date of the record; its year is part of the number.
         environment: Versions, source and machine that computed exhibits and verdicts; this process if not given.
+        assessment: What the study concludes, in its own words; empty if not given.
         key_file: Sign with the ed25519 key in this PEM file.
+        signed_at: When the record is signed, to the second in UTC; now if not given.
 
     Raises:
         ScoregramError: If a part of the folder is missing or unreadable, or JSON cannot hold a value.
@@ -101,18 +122,28 @@ def write_record(
     root = Path(folder)
     _require_runs(root)
     verdicts, exhibits = read_list(root, VERDICTS), read_list(root, EXHIBITS)
+    own = assessment or Assessment()
+    moment = (signed_at or datetime.now(UTC)).astimezone(UTC)
+    signer = None if key_file is None else public_key(key_file)
     content = {
         "about": about,
+        "about_version": own.about_version,
         "config": config,
         "created": _day(created).isoformat(),
         "environment": measured_environments(root),
         "exhibits_sha256": sha256_hex(canonical(exhibits)),
         "files": data_files(root),
+        "key_id": None if signer is None else key_id(signer),
         "recorded_with": this_environment() if environment is None else environment,
+        "references": list(own.references),
         "schema_version": SCHEMA_VERSION,
         "seeds": list(seeds),
-        "signer": None if key_file is None else public_key(key_file),
+        "signed_at": None if signer is None else moment.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "signer": signer,
+        "strongest_claim": own.strongest_claim,
+        "summary": own.summary,
         "verdicts": verdicts,
+        "weakest_assumption": own.weakest_assumption,
     }
     path = root / RECORD
     text = record_text(_addressed(content, key_file))
@@ -362,6 +393,11 @@ def new_key(path: Path | str) -> str:
 def public_key(key_file: Path | str) -> str:
     """Public half of the key in a PEM file, base64 of 32 bytes."""
     return _public(_private(key_file, caller="public_key"))
+
+
+def key_id(signer: str) -> str:
+    """Short name of a public key: the first 16 bytes of its sha256, as 32 hexadecimal digits."""
+    return hashlib.sha256(_bytes(signer)).hexdigest()[: 2 * NUMBER_BYTES]
 
 
 def sign(message: bytes, key_file: Path | str) -> dict[str, str]:

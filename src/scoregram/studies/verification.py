@@ -61,7 +61,18 @@ _FIRST_FIELDS: Mapping[str, type | tuple[type, ...]] = {
 }
 CONTENT_FIELDS: Mapping[int, Mapping[str, type | tuple[type, ...]]] = {
     1: _FIRST_FIELDS,
-    2: {**_FIRST_FIELDS, "environment": list, "recorded_with": dict},
+    2: {
+        **_FIRST_FIELDS,
+        "about_version": (int, type(None)),
+        "environment": list,
+        "key_id": (str, type(None)),
+        "recorded_with": dict,
+        "references": list,
+        "signed_at": (str, type(None)),
+        "strongest_claim": str,
+        "summary": str,
+        "weakest_assumption": str,
+    },
 }
 """Version of the format → fields of the content, and their types."""
 OLD_RECORD = (
@@ -73,6 +84,12 @@ FORM_CHECK, HASH_CHECK, NUMBER_CHECK = "form", "hash", "number"
 SIGNATURE_CHECK, FILES_CHECK, RUNS_CHECK = "signature", "files", "runs"
 EXHIBITS_CHECK = "exhibits follow from the Grams"
 VERDICTS_CHECK = "verdicts follow from the exhibits"
+
+SCOPE = (
+    "Shown: which files the record was made of, and that its tables and verdicts follow from the stored Grams. "
+    "Not shown: that the Grams follow from the rollouts' tokens, nor who holds the key."
+)
+"""What verification can and cannot show."""
 
 FAULTS_SHOWN = 20
 """Further sentences of one check that are printed after the first."""
@@ -108,8 +125,8 @@ class Verification:
         return all(check.state == "passed" or check.by_choice for check in self.checks)
 
     def lines(self) -> list[str]:
-        """One line for each check, its further faults on lines of their own, and a summary."""
-        return [line for check in self.checks for line in _lines(check)] + [self._summary()]
+        """One line for each check, its further faults on lines of their own, a summary, and what that can show."""
+        return [line for check in self.checks for line in _lines(check)] + [self._summary(), SCOPE]
 
     def _summary(self) -> str:
         unchecked = [check.name for check in self.checks if check.state == "not checked"]
@@ -258,7 +275,12 @@ def _signature(record: Mapping[str, Any], sha256: str) -> Check:
         return Check(SIGNATURE_CHECK, "not checked", (f"the check needs cryptography. {records.INSTALL}",))
     if not faults and not records.is_valid_signature(signature, bytes.fromhex(sha256)):
         faults = [f"the signature does not match this content and the key {signer}: one of them was changed"]
-    return _judged(SIGNATURE_CHECK, faults, f"by the {records.ALGORITHM} key {signer}; compare it with the author's")
+    content = record["content"]
+    if not faults and content.get("key_id", records.key_id(signer)) != records.key_id(signer):
+        faults = [f"key_id is {printable(content['key_id'])}, but the key has {records.key_id(signer)}"]
+    moment = f" at {printable(content['signed_at'])}" if content.get("signed_at") else ""
+    said = f"by the {records.ALGORITHM} key {signer}{moment}; compare it with the author's"
+    return _judged(SIGNATURE_CHECK, faults, said)
 
 
 def _files(content: Mapping[str, Any], folder: Path, *, intact: bool) -> Check:

@@ -10,6 +10,7 @@ presets ──► replication (train, measure) ──► readings ──► exhi
 from types import MappingProxyType
 
 PAPER_ID = "arXiv:2606.29238"
+PAPER_VERSION = 1
 PRINTED_TOP1 = MappingProxyType({2: (0.6, 0.7), 4: (0.7, 0.8), 8: (0.5, 0.6)})
 """Group size → range of top-1 fractions that Table 1 of the paper prints."""
 PAPER_SIZES = tuple(PRINTED_TOP1)

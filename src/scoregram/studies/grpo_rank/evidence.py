@@ -9,12 +9,12 @@ import torch
 
 from scoregram.exhibits import Cell, Exhibit, Table, to_plain
 from scoregram.runs import write_atomically
-from scoregram.studies.grpo_rank import cause_exhibits, learning_exhibits, rank_exhibits
+from scoregram.studies.grpo_rank import PAPER_VERSION, cause_exhibits, learning_exhibits, rank_exhibits
 from scoregram.studies.grpo_rank.presets import read_setting
 from scoregram.studies.grpo_rank.readings import Evidence, read_evidence
 from scoregram.studies.grpo_rank.verdicts import judge_claims
 from scoregram.studies.page import write_replication_page
-from scoregram.studies.record import EXHIBITS, SETTING, VERDICTS
+from scoregram.studies.record import EXHIBITS, SETTING, VERDICTS, Assessment
 from scoregram.theory import WORLDS, GroundTruth, credit_costs, ground_truth, listing, network_policy, offsets_by_turn
 
 TURN_WORLD = "user_turns"
@@ -109,6 +109,24 @@ def headline(verdicts: Sequence[Mapping[str, Any]]) -> str:
     """The verdict on the paper's main claim, with its numbers."""
     main = next(one for one in verdicts if one["claim"] == "abstract-effective-rank")
     return f"“Effective rank about 2 whatever the group size” is {main['verdict']} here. {main['sentence']}"
+
+
+REFERENCES = ("arXiv:2606.29238", "arXiv:2603.01162", "arXiv:2402.03300", "arXiv:2402.14740", "arXiv:2110.14168")
+"""The paper; GRPO's gradient as a U-statistic; GRPO; RLOO; GSM8K."""
+
+
+def assessment(verdicts: Sequence[Mapping[str, Any]], setting: Mapping[str, Any]) -> Assessment:
+    """What the study concludes, with the numbers of its verdicts."""
+    main = next(one for one in verdicts if one["claim"] == "abstract-effective-rank")
+    return Assessment(
+        summary=headline(verdicts),
+        strongest_claim=f"On {setting['model']} and {setting['task']}, advantages and score norms account for the "
+        f"effective rank of a group. {main['sentence']}",
+        weakest_assumption="That this policy stands for the paper's: its size, its success rate and its training differ, "
+        "and the rank of a group depends on how many of its rollouts are right.",
+        references=REFERENCES,
+        about_version=PAPER_VERSION,
+    )
 
 
 def write_evidence(folder: Path) -> tuple[list[Any], list[Any]]:

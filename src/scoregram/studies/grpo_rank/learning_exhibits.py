@@ -10,7 +10,7 @@ import torch
 from scipy.stats import t as student
 
 from scoregram.advantages import estimate as advantages_by
-from scoregram.bootstrap import bootstrap_estimate, clustered_mean, if_enough, mean_estimate, ratio_of_means
+from scoregram.bootstrap import if_enough, nested_estimate, nested_mean, ratio_of_means
 from scoregram.exhibits import Cell, Estimate, Figure, Series, Table
 from scoregram.reading import stacked_spectra
 from scoregram.spectra import effective_rank, top1_fraction
@@ -118,9 +118,9 @@ def by_estimator(evidence: Evidence) -> Table:
     for name in BASELINES:
         if live:
             spectra = stacked_spectra([r.gram for r in live], [other_advantages(name, r) for r in live])
-            clusters = [r.cluster for r in live]
+            nests = [r.nest for r in live]
             values = (effective_rank(spectra).tolist(), top1_fraction(spectra).tolist())
-            rows.append((name, *(clustered_mean(each, clusters) for each in values)))
+            rows.append((name, *(nested_mean(each, nests) for each in values)))
     return Table(
         "by-estimator",
         f"Other baselines on the same rollouts, R = {size}",
@@ -163,8 +163,10 @@ def methods_table(evidence: Evidence) -> Table:
 
 @dataclass(frozen=True)
 class NoiseSamples:
-    """Unbiased estimates, to be averaged before any division: the first two per batch, the others per prompt."""
+    """Unbiased estimates, to be averaged before any division: `c1` and `c3` per batch, the others per prompt."""
 
+    seeds: list[int] = field(default_factory=list)
+    """Seed of each batch."""
     between_prompts: list[float] = field(default_factory=list)
     """`c1`: variance between prompts."""
     group_baseline: list[float] = field(default_factory=list)
@@ -191,6 +193,7 @@ def pooled_noise(evidence: Evidence) -> dict[int, NoiseSamples]:
         components = noise_components(batch.gram, rewards)
         moments = group_moments(group_blocks(batch.gram, size), rewards)
         noise = found.setdefault(size, NoiseSamples())
+        noise.seeds.append(trial.seed)
         noise.between_prompts.append(components.between_prompts)
         noise.group_baseline.append(components.group_baseline)
         noise.oracle.extend((moments.oracle_trace / size).tolist())
@@ -201,19 +204,20 @@ def pooled_noise(evidence: Evidence) -> dict[int, NoiseSamples]:
 
 
 def best_size(noise: NoiseSamples) -> Estimate:
-    """`R* = 1 + √(c3/c1)` of the mean components, with a bootstrap interval over batches; infinite unless `c1 > 0`.
+    """`R* = 1 + √(c3/c1)` of the mean components, infinite unless `c1 > 0`; intervals over seeds and their batches.
 
     Fewer batches than `bootstrap.FEWEST` give no interval.
     """
     c1, c3 = np.array(noise.between_prompts), np.array(noise.group_baseline)
 
-    def optimum(drawn: np.ndarray) -> np.ndarray:
-        between, baseline = c1[drawn].mean(axis=-1), np.maximum(c3[drawn].mean(axis=-1), 0)
+    def optimum(weights: np.ndarray) -> np.ndarray:
+        total = weights.sum(axis=-1)
+        between, baseline = (weights @ c1) / total, np.maximum((weights @ c3) / total, 0)
         with np.errstate(divide="ignore", invalid="ignore"):
             found = 1 + np.sqrt(np.where(between > 0, baseline / between, math.inf))
         return np.where((between <= 0) & (baseline <= 0), math.nan, found)
 
-    return if_enough(bootstrap_estimate(len(c1), optimum), len(c1)) if len(c1) else Estimate(math.nan)
+    return if_enough(nested_estimate(noise.seeds, optimum), len(c1)) if len(c1) else Estimate(math.nan)
 
 
 def group_size_table(evidence: Evidence) -> Table:
@@ -225,14 +229,16 @@ def group_size_table(evidence: Evidence) -> Table:
         ends, gains = [values[-1] for values in evaluated], [values[-1] - values[0] for values in evaluated]
         noise = pooled.get(size, NoiseSamples())
         counted = len(noise.between_prompts)
-        c1, c3 = (if_enough(mean_estimate(each), counted) for each in (noise.between_prompts, noise.group_baseline))
+        nests = list(zip(noise.seeds, range(counted), strict=True))
+        parts = (noise.between_prompts, noise.group_baseline)
+        c1, c3 = (if_enough(nested_mean(each, nests), counted) for each in parts)
         end, gain = over_seeds(ends, least=0.0, most=1.0), over_seeds(gains, least=-1.0, most=1.0)
         rows.append((size, end, gain, counted, c1, c3, best_size(noise)))
     return Table(
         "group-size",
         "Best group size: from the Gram, and by accuracy",
         f"Accuracy on test problems, {evidence.decoding}. R* = 1 + √(c3/c1), components averaged over the stored "
-        "batches (R of at least 4), intervals over batches; c1 is what prompts differ by, c3 the noise of the group's "
+        "batches (R of at least 4), intervals over seeds and their batches; c1 is what prompts differ by, c3 the noise of the group's "
         "baseline. An end, or a number, that is missing: c1 was not resolved from zero: R* is open above.",
         ("R", "final accuracy", "gain", "batches", "c1", "c3", "estimated R*"),
         tuple(rows),

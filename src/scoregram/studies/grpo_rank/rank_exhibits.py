@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from statistics import fmean
 
+import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from scoregram.bootstrap import clustered_mean
+from scoregram.bootstrap import nested_estimate, nested_mean
 from scoregram.exhibits import Cell, Estimate, Figure, Series, Table
 from scoregram.reading import stacked_spectra
 from scoregram.runs import BatchRecord
@@ -33,8 +35,8 @@ _FORBIDDEN = 1e6
 
 
 def mean_of(readings: Sequence[Reading], value: Callable[[Reading], float]) -> Estimate:
-    """Mean over groups, with a bootstrap interval over prompts."""
-    return clustered_mean([value(reading) for reading in readings], [reading.cluster for reading in readings])
+    """Mean over groups, with a bootstrap interval over seeds and, inside them, prompts."""
+    return nested_mean([value(reading) for reading in readings], [reading.nest for reading in readings])
 
 
 def defined_mean(values: Sequence[float]) -> float:
@@ -52,6 +54,7 @@ def table_1(evidence: Evidence) -> Table:
         counted = [c for c in evidence.census if c.kind == TRAIN and c.trial in evidence.of_paper(size=size)]
         low, high = PRINTED_TOP1.get(size, (None, None))
         strange = unrelated.get(size, [])
+        nulls = [unrelated_mean(live, strange, name) for name in ("rank", "top")]
         rows.append(
             (
                 size,
@@ -61,22 +64,25 @@ def table_1(evidence: Evidence) -> Table:
                 *feasible_ranks(live, size),
                 defined_mean([r.orthogonal for r in live]),
                 defined_mean([r.shuffled for r in live]),
-                defined_mean([rank for rank, _ in strange]),
+                nulls[0],
                 max((r.numerical_rank for r in live), default=0),
                 f"{low}–{high}" if low else None,
                 mean_of(live, lambda r: r.top),
                 defined_mean([r.orthogonal_top for r in live]),
                 defined_mean([r.shuffled_top for r in live]),
-                defined_mean([top for _, top in strange]),
+                nulls[1],
+                f"{len(strange)} of {len(live)}",
             )
         )
     return Table(
         id="table-1",
         title="Table 1: spectrum of stacked per-rollout gradients",
-        caption="Training groups whose rewards differ, all measured steps and seeds; intervals at 95 %, prompts "
-        "resampled. Possible: what the top-1 fractions leave open, on average. Null "
-        "models: orthogonal scores of the measured norms; the same scores with advantages shuffled; scores of "
-        "unrelated prompts with the same rewards. At its null, a value says nothing beyond advantages and norms.",
+        caption="Training groups whose rewards differ, all measured steps and seeds; intervals at 95 %, seeds and then "
+        "prompts resampled. Possible: what the top-1 fractions leave open, on average. Null "
+        "models: orthogonal scores of the measured norms (a ceiling: no scores of these norms have a higher rank); the "
+        "same scores with advantages shuffled; scores of other prompts with the same rewards, measured where the whole batch is stored "
+        "and other prompts have enough rollouts of each reward, and scaled to all groups of the row by the ratio to "
+        "the same groups' own values. At its null, a value says nothing beyond advantages and norms.",
         columns=(
             "R",
             "live groups",
@@ -93,6 +99,7 @@ def table_1(evidence: Evidence) -> Table:
             "top-1 orthogonal",
             "top-1 shuffled",
             "top-1 unrelated",
+            "groups with unrelated",
         ),
         rows=tuple(rows),
     )
@@ -107,16 +114,41 @@ def feasible_ranks(live: Sequence[Reading], size: int) -> tuple[float, float]:
     return least, most
 
 
-def unrelated_spectra(evidence: Evidence) -> dict[int, list[tuple[float, float]]]:
-    """Group size → effective rank and top-1 fraction of groups whose scores come from different prompts."""
-    found: dict[int, list[tuple[float, float]]] = {}
+@dataclass(frozen=True)
+class UnrelatedReading:
+    """One group of Table 1, and the mean spectrum of its stand-ins from other prompts."""
+
+    own: Reading
+    rank: float
+    top: float
+
+
+def unrelated_spectra(evidence: Evidence) -> dict[int, list[UnrelatedReading]]:
+    """Group size → groups of Table 1 whose batch is stored, each with the mean over its draws of unrelated scores."""
+    own = {(r.trial.name, r.step, r.kind, r.prompt_id): r for r in evidence.readings}
+    found: dict[int, list[UnrelatedReading]] = {}
     for trial, batch in evidence.batches():
-        groups = unrelated_groups(batch, seed=trial.seed)
-        if groups:
-            spectra = stacked_spectra([gram for gram, _ in groups], [advantages for _, advantages in groups])
-            pairs = zip(effective_rank(spectra).tolist(), top1_fraction(spectra).tolist(), strict=True)
-            found.setdefault(trial.size, []).extend(pairs)
+        for prompt, drawn in unrelated_groups(batch, seed=trial.seed).items():
+            reading = own.get((trial.name, batch.step, batch.kind, batch.prompt_ids[prompt]))
+            if reading is None or reading.kind != TRAIN:
+                continue
+            spectra = stacked_spectra([gram for gram, _ in drawn], [advantages for _, advantages in drawn])
+            means = [float(metric(spectra).mean()) for metric in (effective_rank, top1_fraction)]
+            found.setdefault(trial.size, []).append(UnrelatedReading(reading, *means))
     return found
+
+
+def unrelated_mean(live: Sequence[Reading], drawn: Sequence[UnrelatedReading], name: str) -> Estimate:
+    """Mean of the unrelated null over the groups of Table 1: their own mean, times the ratio of null to own mean.
+
+    The ratio is that of the groups whose batch is stored; it corrects for their other numbers of right rollouts.
+    """
+    if not drawn or not live:
+        return Estimate(math.nan)
+    null = np.array([getattr(one, name) for one in drawn])
+    own = np.array([getattr(one.own, name) for one in drawn])
+    mean = defined_mean([getattr(reading, name) for reading in live])
+    return nested_estimate([one.own.trial.seed for one in drawn], lambda w: mean * (w @ null) / (w @ own))
 
 
 def over_steps(evidence: Evidence, size: int, value: Callable[[Reading], float], bins: int = 12) -> Series:
@@ -150,7 +182,7 @@ def figure_1(evidence: Evidence) -> Figure:
     return Figure(
         "figure-1",
         "Figure 1: effective rank over training",
-        "Mean over live groups; bands are 95 % intervals over prompts. Dashed: orthogonal scores of the same norms.",
+        "Mean over live groups; bands are 95 % intervals over seeds and prompts. Dashed: orthogonal scores of the same norms.",
         "step",
         "effective rank",
         tuple(series),
@@ -229,7 +261,7 @@ def by_layer(evidence: Evidence) -> Table:
         ranks = effective_rank(stacked_spectra(grams, advantages)).tolist()
         nulls = effective_rank(stacked_spectra([gram.diagonal().diag() for gram in grams], advantages)).tolist()
         cosines = [mean_pairwise_cosine(gram, rtol=MEASURED_RTOL) for gram in grams]
-        values = clustered_mean(ranks, [r.cluster for r in here])
+        values = nested_mean(ranks, [r.nest for r in here])
         rows.append((name, defined_mean(energy), values, defined_mean(nulls), defined_mean(cosines)))
     return Table(
         "by-layer",
@@ -240,25 +272,27 @@ def by_layer(evidence: Evidence) -> Table:
     )
 
 
-def unrelated_groups(batch: BatchRecord, *, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Gram and advantages of groups with the rewards of a batch's live groups and the scores of unrelated prompts.
+def unrelated_groups(batch: BatchRecord, *, seed: int) -> dict[int, list[tuple[Tensor, Tensor]]]:
+    """Place of a live group in its batch → Gram and advantages of groups with its rewards and other prompts' scores.
 
-    Every rollout of a live group is replaced by one of the batch with the same reward. The replacements come from as
-    many different prompts as the batch allows. The same batch and seed give the same groups.
+    Every rollout of the group is replaced by one with the same reward from another prompt of the batch, and the
+    replacements come from as many different prompts as the batch allows. A group is left out if the other prompts have
+    too few rollouts of one of its rewards. The same batch and seed give the same groups.
     """
     sizes = batch.sizes.tolist()
     prompt_of = torch.arange(len(sizes)).repeat_interleave(batch.sizes)
     stream = seeded_generator(seed, "unrelated", batch.step)
-    groups = []
-    start = 0
-    for size in sizes:
-        rewards = batch.rewards[start : start + size]
-        start += size
+    groups: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    for prompt in range(len(sizes)):
+        rewards, others = batch.rewards[prompt_of == prompt], (prompt_of != prompt).nonzero().flatten()
+        pool = batch.rewards[others]
         if not bool(rewards.max() > rewards.min()):
             continue
+        if any(int((pool == reward).sum()) < int((rewards == reward).sum()) for reward in rewards.unique()):
+            continue
         for _ in range(UNRELATED_DRAWS):
-            places = matching_rollouts(rewards, batch.rewards, prompt_of, stream)
-            groups.append((batch.gram[places][:, places], rewards - rewards.mean()))
+            places = others[matching_rollouts(rewards, pool, prompt_of[others], stream)]
+            groups.setdefault(prompt, []).append((batch.gram[places][:, places], rewards - rewards.mean()))
     return groups
 
 

@@ -93,8 +93,13 @@ class Reading:
 
     @property
     def cluster(self) -> tuple[str, str]:
-        """Unit of the bootstrap over prompts: all groups of one prompt in one run."""
+        """All groups of one prompt in one run."""
         return self.trial.name, self.prompt_id
+
+    @property
+    def nest(self) -> tuple[int, tuple[str, str]]:
+        """Units of the nested bootstrap: the seed, and inside it the cluster."""
+        return self.trial.seed, self.cluster
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from scoregram.policy import PolicyConfig, load_policy
 from scoregram.report import show_table
 from scoregram.runs import CONFIG_FILE, METRICS, open_run, read_metrics, write_atomically
 from scoregram.studies.grpo_rank import PAPER_ID
-from scoregram.studies.grpo_rank.evidence import headline, write_evidence, write_replication_report
+from scoregram.studies.grpo_rank.evidence import assessment, headline, write_evidence, write_replication_report
 from scoregram.studies.grpo_rank.presets import PRESETS, PlannedRun, Preset, plan, start_of, write_setting
 from scoregram.studies.record import public_key, write_record
 from scoregram.tasks import load_task
@@ -99,8 +99,8 @@ def replicate(
         console.print(f"Stopped. The same command continues from here: {out}")
         return 130
     exhibits, verdicts = write_evidence(out)
-    today = datetime.now(UTC).date()
-    write_record(out, about=PAPER_ID, config=dict(setting), seeds=range(count), created=today, key_file=sign_with)
+    facts = {"about": PAPER_ID, "config": dict(setting), "seeds": range(count), "created": datetime.now(UTC).date()}
+    write_record(out, **facts, assessment=assessment(verdicts, setting), key_file=sign_with)
     page = write_replication_report(out)
     _print_results(exhibits, verdicts, console)
     console.print(f"{time.perf_counter() - began:.0f} s. Report: {page}", soft_wrap=True)

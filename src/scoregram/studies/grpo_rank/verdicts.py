@@ -139,7 +139,8 @@ def about_two(cell: Estimate) -> MeasuredVerdict:
 def nulls_at(table: Table, size: int, columns: Mapping[str, str]) -> dict[str, float]:
     """Null model → its value at one group size, in the given columns."""
     place = _column(table, "R").index(size)
-    return {name: _column(table, title)[place] for name, title in columns.items()}
+    cells = {name: _column(table, title)[place] for name, title in columns.items()}
+    return {name: cell.value if isinstance(cell, Estimate) else cell for name, cell in cells.items()}
 
 
 def judge_rank_at(table: Table, size: int) -> JudgedClaim:
