@@ -56,6 +56,31 @@ def test_the_shipped_copy_is_the_record(record):
     assert claims <= measured_verdicts().keys()
 
 
+def test_the_page_announces_number_and_key_of_the_signed_record():
+    record = json.loads((RESULTS / "smollm2-gsm8k" / RECORD).read_text(encoding="utf-8"))
+    page = (ROOT / "docs/replication.md").read_text(encoding="utf-8")
+    assert record["signature"]["public_key"] == record["content"]["signer"]
+    for announced in (record["number"], record["content"]["signer"], record["content"]["key_id"]):
+        assert f"| `{announced}` |" in page
+    assert not [path for path in ROOT.rglob("*.pem") if ".venv" not in path.parts], "no private key is committed"
+
+
+def test_the_snippet_of_the_page_redoes_table_1(monkeypatch, capsys):
+    page = (ROOT / "docs/replication.md").read_text(encoding="utf-8")
+    code = page.split("Table 1 needs nothing but numpy and pyarrow.")[1].split("```python\n")[1].split("```")[0]
+    assert "scoregram" not in code and len([line for line in code.splitlines() if line]) <= 12
+    monkeypatch.chdir(ROOT)
+    exec(code, {})
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    exhibits = json.loads((RESULTS / "smollm2-gsm8k" / "exhibits.json").read_text(encoding="utf-8"))["exhibits"]
+    table = next(one for one in exhibits if one["id"] == "table-1")
+    wanted = ("R", "live groups", "effective rank", "top-1 fraction")
+    rows = [[row[table["columns"].index(name)] for name in wanted] for row in table["rows"]]
+    for (size, live, rank, top), found in zip(rows, printed, strict=True):
+        assert found[:2] == [str(size), live.split()[0]]
+        assert [float(value) for value in found[2:]] == pytest.approx([rank["value"], top["value"]], abs=1e-4)
+
+
 def test_the_tables_of_many_settings_follow_from_their_grams():
     script = load_script("tiny_settings")
     stored = json.loads((script.HERE / "exhibits.json").read_text(encoding="utf-8"))["exhibits"]

@@ -83,7 +83,7 @@ def nested_estimate(runs: Sequence[Hashable], statistic: Callable[[np.ndarray], 
 
 
 def nested_weights(runs: Sequence[Hashable]) -> np.ndarray:
-    """`(RESAMPLES, count)`: how often each observation is drawn if runs are resampled, then observations within runs."""
+    """`(RESAMPLES, count)`: how often each observation is drawn; runs are resampled, then observations within runs."""
     members = [np.flatnonzero([run == other for other in runs]) for run in dict.fromkeys(runs)]
     rng, weights = np.random.default_rng(0), np.zeros((RESAMPLES, len(runs)))
     for _ in members:  # as many runs are drawn as there are

@@ -122,8 +122,8 @@ def assessment(verdicts: Sequence[Mapping[str, Any]], setting: Mapping[str, Any]
         summary=headline(verdicts),
         strongest_claim=f"On {setting['model']} and {setting['task']}, advantages and score norms account for the "
         f"effective rank of a group. {main['sentence']}",
-        weakest_assumption="That this policy stands for the paper's: its size, its success rate and its training differ, "
-        "and the rank of a group depends on how many of its rollouts are right.",
+        weakest_assumption="That this policy stands for the paper's: its size, its success rate and its training "
+        "differ, and the rank of a group depends on how many of its rollouts are right.",
         references=REFERENCES,
         about_version=PAPER_VERSION,
     )

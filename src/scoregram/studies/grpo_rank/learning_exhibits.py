@@ -238,8 +238,9 @@ def group_size_table(evidence: Evidence) -> Table:
         "group-size",
         "Best group size: from the Gram, and by accuracy",
         f"Accuracy on test problems, {evidence.decoding}. R* = 1 + √(c3/c1), components averaged over the stored "
-        "batches (R of at least 4), intervals over seeds and their batches; c1 is what prompts differ by, c3 the noise of the group's "
-        "baseline. An end, or a number, that is missing: c1 was not resolved from zero: R* is open above.",
+        "batches (R of at least 4), intervals over seeds and their batches; c1 is what prompts differ by, c3 the noise "
+        "of the group's baseline. An end, or a number, that is missing: c1 was not resolved from zero: R* is open "
+        "above.",
         ("R", "final accuracy", "gain", "batches", "c1", "c3", "estimated R*"),
         tuple(rows),
     )

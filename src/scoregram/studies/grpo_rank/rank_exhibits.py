@@ -80,9 +80,9 @@ def table_1(evidence: Evidence) -> Table:
         caption="Training groups whose rewards differ, all measured steps and seeds; intervals at 95 %, seeds and then "
         "prompts resampled. Possible: what the top-1 fractions leave open, on average. Null "
         "models: orthogonal scores of the measured norms (a ceiling: no scores of these norms have a higher rank); the "
-        "same scores with advantages shuffled; scores of other prompts with the same rewards, measured where the whole batch is stored "
-        "and other prompts have enough rollouts of each reward, and scaled to all groups of the row by the ratio to "
-        "the same groups' own values. At its null, a value says nothing beyond advantages and norms.",
+        "same scores with advantages shuffled; scores of other prompts with the same rewards, measured where the whole "
+        "batch is stored and other prompts have enough rollouts of each reward, and scaled to all groups of the row "
+        "by the ratio to the same groups' own values. At its null, a value says nothing beyond advantages and norms.",
         columns=(
             "R",
             "live groups",
@@ -182,7 +182,8 @@ def figure_1(evidence: Evidence) -> Figure:
     return Figure(
         "figure-1",
         "Figure 1: effective rank over training",
-        "Mean over live groups; bands are 95 % intervals over seeds and prompts. Dashed: orthogonal scores of the same norms.",
+        "Mean over live groups; bands are 95 % intervals over seeds and prompts. Dashed: orthogonal scores of the same "
+        "norms.",
         "step",
         "effective rank",
         tuple(series),
