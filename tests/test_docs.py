@@ -157,6 +157,7 @@ def snippet_with(page: str, words: str) -> str:
 
 NOT_RUN = {
     "docs/dumps.md": 1,  # a record, read by test_dumps_docs.py
+    "docs/replication.md": 1,  # run by test_results.py
     "results/fixed-policies/README.md": 1,  # run by test_results_fixed_policies.py
     "docs/verl.md": 1,  # two lines for SkyRL's own script
 }
