@@ -132,3 +132,10 @@ def test_what_is_not_finite_is_refused_and_nothing_is_left_behind():
         deferred.finish(COEFFICIENTS * torch.nan, WEIGHTS)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(vars(module).get("forward") for module in model.modules())
+
+
+def test_a_second_call_of_finish_is_refused():
+    batch = rollouts()
+    _, _, deferred = finished(build("Llama"), batch)
+    with pytest.raises(ScoregramError, match=r"DeferredGram\.finish: can be called once"):
+        deferred.finish(COEFFICIENTS, WEIGHTS)

@@ -234,6 +234,7 @@ class DeferredGram:
         if averages_gradients(model):
             got = "a model whose gradients are averaged over processes"
             fail("DeferredGram", "the model must be in one process", got, "Use measure_gram.")
+        self._is_finished = False
         self._measured = MeasuredModel(model)
         self._batch = make_batch(
             self._measured.model,
@@ -261,6 +262,9 @@ class DeferredGram:
         Raises:
             ScoregramError: If a coefficient, a parameter or a gradient is not finite.
         """
+        if self._is_finished:
+            fail("DeferredGram.finish", "can be called once", "a second call", "Make a new DeferredGram.")
+        self._is_finished = True  # the backward pass frees the graph
         rollouts = all_rollouts(self._batch.with_coefficients(coefficients))
         weights = weights.to(self.log_probs.device)
         with Undo() as undo, undo, self._measured.in_use(undo):

@@ -79,7 +79,9 @@ class Critic:
         self.policy = policy
         self.prompts_only = prompts_only
         self.model = ValueModel(policy.model, shares_policy=config.critic == "head")
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.critic_learning_rate, weight_decay=0.0)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=config.critic_learning_rate, weight_decay=0.0
+        )
 
     def inputs(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> dict[str, Tensor]:
         """`values` `(N, T)`, or `baselines` `(P,)`: the value of each prompt."""
