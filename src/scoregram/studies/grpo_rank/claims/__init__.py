@@ -1,10 +1,12 @@
 """The claims of the paper in its order, each with a check that decides it by enumeration; a file per part of the paper.
 
-The U-statistic paper, arXiv:2603.01162, follows at the end: it analyses the same estimator.
+The U-statistic paper, arXiv:2603.01162, follows: it analyses the same estimator. Last come assertions of a summary.
 """
 
+from scoregram.studies.grpo_rank.claims.announcements import SETUP_CLAIMS, SUMMARY_CLAIMS
 from scoregram.studies.grpo_rank.claims.derivation import CREDIT_CLAIMS, DERIVATION_CLAIMS
 from scoregram.studies.grpo_rank.claims.discussion import ABSTRACT_CLAIMS, DISCUSSION_CLAIMS
+from scoregram.studies.grpo_rank.claims.limits import LIMIT_CLAIMS
 from scoregram.studies.grpo_rank.claims.multiturn import MULTITURN_APPENDIX_CLAIMS, MULTITURN_CLAIMS
 from scoregram.studies.grpo_rank.claims.rank import RANK_CLAIMS, SPARSITY_CLAIMS, TABLE_CLAIMS
 from scoregram.studies.grpo_rank.claims.structure import STRUCTURE_APPENDIX_CLAIMS, STRUCTURE_CLAIMS
@@ -18,6 +20,7 @@ CLAIMS: tuple[Claim, ...] = (
     *STRUCTURE_CLAIMS,
     *SPARSITY_CLAIMS,
     *MULTITURN_CLAIMS,
+    *SETUP_CLAIMS,
     *RANK_CLAIMS,
     *TABLE_CLAIMS,
     *DISCUSSION_CLAIMS,
@@ -25,4 +28,6 @@ CLAIMS: tuple[Claim, ...] = (
     *MULTITURN_APPENDIX_CLAIMS,
     *USTATISTIC_CLAIMS,
     *GROUP_SIZE_CLAIMS,
+    *LIMIT_CLAIMS,
+    *SUMMARY_CLAIMS,
 )

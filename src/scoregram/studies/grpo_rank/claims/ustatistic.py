@@ -58,13 +58,13 @@ USTATISTIC_PAPER = "arXiv:2603.01162"
 _SIZES = (2, 3, 4, 8, 16)
 
 
-def _uncorrelated_worlds() -> Iterator[GroundTruth]:
+def uncorrelated_worlds() -> Iterator[GroundTruth]:
     """Worlds in which every rollout has the same score norm, so that the norm cannot covary with the reward."""
     for world in (WORLDS["step_rewards"], WORLDS["user_turns"], ONE_DECISION):
         yield ground(world, "uniform")
 
 
-def _constant_mse(truth: GroundTruth, prompt: int, baseline: Tensor, group_size: int) -> float:
+def constant_mse(truth: GroundTruth, prompt: int, baseline: Tensor, group_size: int) -> float:
     """Mean squared error of a prompt's update with a constant baseline, by enumeration of groups."""
 
     def advantage(rewards: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ def _oracle_property() -> Finding:
         for prompt in prompts_of(truth):
             added = exact.variance_fisher_trace[prompt] + exact.gradient_squared[prompt]
             for size in worst:
-                oracle = _constant_mse(truth, prompt, truth.value[prompt], size)
+                oracle = constant_mse(truth, prompt, truth.value[prompt], size)
                 ratio = _group_mse(truth, leave_one_out, prompt, size) / oracle
                 worst[size] = max(worst[size], ratio)
                 limit = float(added / exact.oracle_trace[prompt])
@@ -191,12 +191,12 @@ def _oracle_property() -> Finding:
 
 def _optimal_with_assumption() -> Finding:
     covariance, least = 0.0, math.inf
-    for truth in _uncorrelated_worlds():
+    for truth in uncorrelated_worlds():
         for prompt in prompts_of(truth):
             value, best = truth.value[prompt], truth.optimal_baseline[prompt]
             covariance = max(covariance, abs(float(best - value)))
-            own = _constant_mse(truth, prompt, value, 4)
-            others = [_constant_mse(truth, prompt, value + shift, 4) for shift in (-0.5, -0.01, 0.01, 0.5)]
+            own = constant_mse(truth, prompt, value, 4)
+            others = [constant_mse(truth, prompt, value + shift, 4) for shift in (-0.5, -0.01, 0.01, 0.5)]
             least = min(least, min(others) / own)
     return as_printed(
         covariance <= EXACT and least > 1,
@@ -209,7 +209,7 @@ def _optimal_without_assumption() -> Finding:
     for truth in lab_worlds():
         for prompt in prompts_of(truth):
             value, best, trace = (x[prompt] for x in (truth.value, truth.optimal_baseline, truth.fisher_trace))
-            own, other = (_constant_mse(truth, prompt, baseline, 4) for baseline in (value, best))
+            own, other = (constant_mse(truth, prompt, baseline, 4) for baseline in (value, best))
             saved = max(saved, 1 - other / own)
             formula = max(formula, abs(own - other - float(excess_variance(value, best, trace, 4))))
     truth, attained = ground(WORLDS["output_only"], "network"), {}
@@ -231,7 +231,7 @@ def _optimal_without_assumption() -> Finding:
 
 def _below_vanilla() -> Finding:
     gap, ratio = 0.0, 0.0
-    for truth in _uncorrelated_worlds():
+    for truth in uncorrelated_worlds():
         exact = exact_moments(truth)
         for prompt in prompts_of(truth):
             saved = exact.raw_square[prompt] - exact.gradient_squared[prompt] - exact.oracle_trace[prompt]
@@ -245,7 +245,7 @@ def _below_vanilla() -> Finding:
 
 def _below_vanilla_at_every_size() -> Finding:
     agreed, worse, cases, thresholds = True, 0, 0, []
-    for truth in (*_uncorrelated_worlds(), *lab_worlds(*SINGLE_TURN)):
+    for truth in (*uncorrelated_worlds(), *lab_worlds(*SINGLE_TURN)):
         threshold = group_size_to_beat_vanilla(exact_moments(truth))
         for prompt in prompts_of(truth):
             for size in _SIZES:
