@@ -6,7 +6,7 @@ This module does not import torch; each command imports what it runs, so that `s
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -129,15 +129,25 @@ class Verify:
     """replication.json, or the folder that holds it."""
     recompute: bool = True
     """Recompute tables and verdicts from the stored Grams and compare them with the recorded ones."""
+    remeasure: int = 0
+    """Measure the Grams of N groups again from their tokens. This needs the starting policy and the task."""
+    start: Path | None = None
+    """Folder of the starting policy; that in the folder of the replication if not given."""
+    device: str = "cpu"
+    """Where to measure again: cpu, cuda or cuda:N."""
 
     def run(self) -> int:
         """Print a line for each check."""
-        from scoregram.studies import run_name, verify
+        from scoregram.studies import remeasure, run_name, verify
+
+        def again(folder: Path) -> Any:
+            return remeasure(folder, self.remeasure, start=self.start, device=self.device)
 
         recompute = None
         if self.recompute:
             from scoregram.studies import recompute  # needs scipy, which the other checks do without
-        verification = verify(self.path, recompute=recompute, run_name=run_name)
+        measuring = again if self.remeasure > 0 else None
+        verification = verify(self.path, recompute=recompute, run_name=run_name, remeasure=measuring)
         print(*verification.lines(), sep="\n")
         return 0 if verification.passed else 1
 

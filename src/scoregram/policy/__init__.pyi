@@ -15,6 +15,7 @@ from .models import context_of as context_of
 from .models import evaluating as evaluating
 from .models import recompute_layers as recompute_layers
 from .models import vocabulary_of as vocabulary_of
+from .models import weights_sha256 as weights_sha256
 from .sampler import fastest_decoder as fastest_decoder
 from .sampler import sample as sample
 from .supervised import Demonstration as Demonstration

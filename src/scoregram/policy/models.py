@@ -1,5 +1,6 @@
 """Transformers models as policies: their mode, precision and context, and facts that are found out once per model."""
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -192,3 +193,15 @@ def logit_rounding(logits: Tensor) -> float:
     """Relative difference between logits that rounding explains, for their dtype and device."""
     uses_tf32 = logits.is_cuda and torch.get_float32_matmul_precision() != "highest"
     return TF32_ROUNDING if uses_tf32 and logits.dtype is torch.float32 else LOGIT_ROUNDING[logits.dtype]
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """The sha256 of all parameters: name, dtype, shape and values of each, in the order of their names.
+
+    It does not depend on the file format or the device.
+    """
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.named_parameters()):
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
+        digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -7,7 +7,7 @@ the same step gives the same numbers whatever its source.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -16,7 +16,7 @@ from torch import Tensor
 from scoregram.gram import Gram
 from scoregram.reading.group import GroupReading, mean_over_groups, read_group
 from scoregram.rollouts import Rollouts
-from scoregram.runs import BatchRecord, GroupRecord, RolloutRecord, Rows, rows_of_kind
+from scoregram.runs import BatchRecord, GroupRecord, RolloutRecord, Rows, rows_of_kind, token_hash
 from scoregram.spectra import MEASURED_RTOL
 from scoregram.statistics import (
     baseline_saving,
@@ -284,9 +284,18 @@ def _block_diagonal(blocks: Sequence[Tensor]) -> Tensor:
 
 
 def group_records(
-    step: Step, readings: Sequence[GroupReading], *, keep_prompts: bool = True, layers: LayerDetail = "each"
+    step: Step,
+    readings: Sequence[GroupReading],
+    *,
+    keep_prompts: bool = True,
+    layers: LayerDetail = "each",
+    keep_tokens: bool = False,
 ) -> list[GroupRecord]:
-    """One record for every group of a step, with its Gram and metrics if the step was measured."""
+    """One record for every group of a step, with its Gram and metrics if the step was measured.
+
+    With `keep_tokens`, a record also has the tokens of its completions, unless they hold tokens that the policy did not
+    sample, such as the output of a tool.
+    """
     rollouts, lengths, advantages = step.rollouts, step.rollouts.lengths.cpu(), step.advantages.double()
     by_layer = step.gram.by_layer if step.gram is not None and layers != "none" else {}
     by_layer = layer_kinds(by_layer) if layers == "kinds" else by_layer
@@ -305,9 +314,27 @@ def group_records(
                 gram=None if step.gram is None else step.gram.matrix[here, here],
                 by_layer={layer: gram[here, here] for layer, gram in by_layer.items()},
                 statistics=({} if step.gram is None else readings[place].scalars()) | dict(marks),
+                **(_kept_tokens(rollouts, here) if keep_tokens else {}),
             )
         )
     return records
+
+
+def _kept_tokens(rollouts: Rollouts, here: slice) -> dict[str, Any]:
+    """Fields of a group's record from which its Gram can be measured again."""
+    ids, starts = _unpadded_rows(rollouts, here)
+    completions = [row[start:] for row, start in zip(ids, starts, strict=True)]
+    if [len(row) for row in completions] != rollouts.completion_mask[here].sum(1).tolist():
+        return {}
+    flat = torch.tensor([token for row in completions for token in row], dtype=torch.int64)
+    return {"completion_ids": flat, "prompt_sha256": token_hash(ids[0][: starts[0]])}
+
+
+def _unpadded_rows(rollouts: Rollouts, here: slice) -> tuple[list[list[int]], list[int]]:
+    """Tokens of some rollouts without padding, and the number of their prompt tokens."""
+    pairs = zip(rollouts.input_ids[here].tolist(), rollouts.attention_mask[here].tolist(), strict=True)
+    ids = [[token for token, real in zip(row, mask, strict=True) if real] for row, mask in pairs]
+    return ids, rollouts.prompt_lengths[here].tolist()
 
 
 def batch_records(step: Step) -> list[BatchRecord]:

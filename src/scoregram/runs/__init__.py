@@ -44,5 +44,6 @@ from scoregram.runs.records import RolloutRecord as RolloutRecord
 from scoregram.runs.records import Rows as Rows
 from scoregram.runs.records import read_part as read_part
 from scoregram.runs.records import rows_of_kind as rows_of_kind
+from scoregram.runs.records import token_hash as token_hash
 from scoregram.runs.writer import RunWriter as RunWriter
 from scoregram.runs.writer import require_same_config as require_same_config

@@ -5,6 +5,7 @@ flattened, and one column per named scalar. The same records give the same bytes
 enters a file.
 """
 
+import hashlib
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,11 @@ _SYMMETRY = 1e-5
 """Largest asymmetry of a stored Gram, relative to its largest entry."""
 
 
+def token_hash(token_ids: Sequence[int]) -> str:
+    """The sha256 of token ids, written in decimal with commas between them."""
+    return hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()
+
+
 def rows_of_kind(kind: str) -> Rows:
     """What the rows of a Gram are, by the kind of its rollouts. Everything that weights rows asks here."""
     return "loss" if kind == LOSS_KIND else "scores"
@@ -72,6 +78,10 @@ class GroupRecord:
     """Module path → `(R, R)`. Stored symmetrised, in the writer's `layers` precision (float32 by default)."""
     statistics: Mapping[str, float | int] = field(default_factory=dict)
     """Scalars of this group, such as its effective rank; `nan` where undefined. One column each."""
+    completion_ids: Int[Tensor, " tokens"] | None = None
+    """Completion tokens of all rollouts, one rollout after another; `lengths` tells them apart. None if not kept."""
+    prompt_sha256: str | None = None
+    """Hash of the prompt's tokens, by `token_hash`: the prompt itself may not be stored. None if not kept."""
 
     @property
     def rows(self) -> Rows:
@@ -203,7 +213,12 @@ ROLLOUT_SCHEMA = pa.schema(
 def groups_to_table(groups: Sequence[GroupRecord], layers: LayerPrecision = "float32") -> pa.Table:
     """One row per group."""
     rows = [_group_row(group, layers) for group in groups]
-    return _table(rows, group_schema(layers), STATISTIC, [group.statistics for group in groups])
+    table = _table(rows, group_schema(layers), STATISTIC, [group.statistics for group in groups])
+    if all(group.completion_ids is None for group in groups):
+        return table
+    ids = [None if group.completion_ids is None else group.completion_ids.tolist() for group in groups]
+    table = table.append_column("completion_ids", pa.array(ids, pa.list_(pa.int32())))
+    return table.append_column("prompt_sha256", pa.array([group.prompt_sha256 for group in groups], pa.string()))
 
 
 def batches_to_table(batches: Sequence[BatchRecord]) -> pa.Table:
@@ -229,6 +244,8 @@ def table_to_groups(table: pa.Table) -> Iterator[GroupRecord]:
             gram=None if row["gram"] is None else _tensor(row["gram"]).reshape(size, size),
             by_layer=_unpacked(row.get("layers"), row.get("layer_grams"), size),
             statistics=_named_scalars(row, STATISTIC),
+            completion_ids=None if (ids := row.get("completion_ids")) is None else _tensor(ids),
+            prompt_sha256=row.get("prompt_sha256"),
             **{name: _tensor(row[name]) for name in ("rewards", "lengths", "advantages")},
         )
 

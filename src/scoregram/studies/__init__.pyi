@@ -7,4 +7,5 @@ from .grpo_rank.replication import replicate as replicate
 from .grpo_rank.verdicts import measured_verdicts as measured_verdicts
 from .ledger import show_claims as show_claims
 from .page import is_replication as is_replication
+from .remeasurement import remeasure as remeasure
 from .verification import verify as verify

@@ -44,6 +44,8 @@ SETTING = "setting.json"
 """File with the preset and the number of seeds of a replication."""
 RUNS = "runs"
 """Folder of the runs inside the folder of a replication."""
+START = "start"
+"""Folder of the policies that the runs start from."""
 FIGURES = "figures"
 """Folder of the drawn figures, if there is one."""
 

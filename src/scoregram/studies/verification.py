@@ -32,6 +32,7 @@ from scoregram.studies.record import (
     sha256_hex,
     short_record_number,
 )
+from scoregram.studies.remeasurement import Remeasured
 from scoregram.studies.run_files import RunName, compare_runs
 
 State = Literal["passed", "failed", "not checked"]
@@ -84,10 +85,12 @@ FORM_CHECK, HASH_CHECK, NUMBER_CHECK = "form", "hash", "number"
 SIGNATURE_CHECK, FILES_CHECK, RUNS_CHECK = "signature", "files", "runs"
 EXHIBITS_CHECK = "exhibits follow from the Grams"
 VERDICTS_CHECK = "verdicts follow from the exhibits"
+TOKENS_CHECK = "Grams follow from the tokens"
 
 SCOPE = (
     "Shown: which files the record was made of, and that its tables and verdicts follow from the stored Grams. "
-    "Not shown: that the Grams follow from the rollouts' tokens, nor who holds the key."
+    "Not shown: that the Grams follow from the rollouts' tokens (--remeasure N measures some again), nor who holds the "
+    "key."
 )
 """What verification can and cannot show."""
 
@@ -134,13 +137,20 @@ class Verification:
         return f"{self.record}: {'verified.' if self.passed else 'NOT verified.'}{but}"
 
 
-def verify(path: Path | str, *, recompute: Recompute | None = None, run_name: RunName | None = None) -> Verification:
+def verify(
+    path: Path | str,
+    *,
+    recompute: Recompute | None = None,
+    run_name: RunName | None = None,
+    remeasure: Callable[[Path], Remeasured] | None = None,
+) -> Verification:
     """Check a record and the folder that holds it.
 
     Args:
         path: `replication.json`, or its folder.
         recompute: Computes exhibits and verdicts from the runs; None leaves both unchecked.
         run_name: The study's names of runs; None accepts any name that the run's own config has.
+        remeasure: Measures Grams of the folder again; None leaves that check out.
 
     Returns:
         The checks, each passed, failed or not checked. Damage to the folder is a failed check, never an exception.
@@ -166,6 +176,7 @@ def verify(path: Path | str, *, recompute: Recompute | None = None, run_name: Ru
         _runs(content, folder, run_name),
         _exhibits(content, folder, anew),
         _verdicts(content, folder, anew),
+        *([] if remeasure is None else [_tokens(folder, remeasure)]),
     )
     return Verification(file, checks)
 
@@ -309,6 +320,16 @@ def _runs(content: Mapping[str, Any], folder: Path, run_name: RunName | None) ->
     except Exception as error:  # damaged data may raise anything
         return _judged(RUNS_CHECK, [printable(error)])
     return _judged(RUNS_CHECK, faults, found.sentence())
+
+
+def _tokens(folder: Path, remeasure: Callable[[Path], Remeasured]) -> Check:
+    try:
+        found = remeasure(folder)
+    except Exception as error:  # a damaged folder, or a model that cannot be loaded
+        return _judged(TOKENS_CHECK, [f"nothing could be measured: {type(error).__name__}: {printable(error)}"])
+    if not found.candidates:
+        return Check(TOKENS_CHECK, "not checked", ("no run keeps the tokens of groups of its starting policy",))
+    return _judged(TOKENS_CHECK, [printable(fault) for fault in found.faults], found.sentence())
 
 
 def _fate(recorded: Any, found: str | None) -> str:

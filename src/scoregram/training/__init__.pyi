@@ -6,6 +6,8 @@ from .config import Method as Method
 from .config import TrainConfig as TrainConfig
 from .evaluate import FIXED_PROBE as FIXED_PROBE
 from .evaluate import Evaluation as Evaluation
+from .evaluate import probe_step as probe_step
+from .loop import START_HASH as START_HASH
 from .loop import StopRequest as StopRequest
 from .loop import Trained as Trained
 from .loop import stop_requests as stop_requests

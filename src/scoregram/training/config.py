@@ -258,7 +258,8 @@ class TrainConfig:
     keep_prompts: bool = True
     """Store the text of each prompt with its group."""
     keep_evidence: bool = False
-    """Store what others need to check the run: the reward of every greedy test rollout."""
+    """Store what others need to check the run: the completion tokens of every measured group, the hash of the weights
+    that the run started from, and the reward of every greedy test rollout."""
     probe_every: int = 0
     """Measure groups of the same few test problems at every N-th step and before the first; 0 for never."""
     probe_problems: int = 8
@@ -394,7 +395,7 @@ class TrainConfig:
     def recording(self, *, is_probe: bool = False) -> dict[str, Any]:
         """Options of `group_records`: which texts and layers are stored."""
         layers = self.layer_detail if self.layer_detail != "probes" else "kinds" if is_probe else "none"
-        return {"keep_prompts": self.keep_prompts, "layers": layers}
+        return {"keep_prompts": self.keep_prompts, "layers": layers, "keep_tokens": self.keep_evidence}
 
     def sampling(self, max_new_tokens: int) -> SamplingConfig:
         """How rollouts are sampled; `max_new_tokens` is the task's default."""

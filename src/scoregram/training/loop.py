@@ -19,10 +19,10 @@ from rich.console import Console
 
 from scoregram.checks import NotFiniteError, fail
 from scoregram.machine import threads
-from scoregram.policy import Policy, installed_vllm, load_policy, recompute_layers
+from scoregram.policy import Policy, installed_vllm, load_policy, recompute_layers, weights_sha256
 from scoregram.reading import Step, batch_records, group_records, outcomes_of, read_step, rollout_records
 from scoregram.rollouts import Rollouts, concatenated_rollouts
-from scoregram.runs import CHECKSUMS, RunWriter, open_run, require_same_config, require_space
+from scoregram.runs import CHECKSUMS, RunWriter, environment, open_run, require_same_config, require_space
 from scoregram.tasks import Problem, Task, load_task
 from scoregram.training.checkpoint import Position, load_checkpoint, save_checkpoint, write_failure
 from scoregram.training.collect import collect, drawn_problems, refuse_long_prompts, seeded_generator
@@ -33,6 +33,9 @@ from scoregram.training.inputs import InputSource, input_sources
 from scoregram.training.progress import Progress
 from scoregram.training.trackers import open_trackers, require_trackers
 from scoregram.training.update import Reference, Updater, apply_gradient, learning_rate, make_optimizer
+
+START_HASH = "start_sha256"
+"""Key of a run's environment: `weights_sha256` of the policy before the first step."""
 
 
 @dataclass(frozen=True)
@@ -243,6 +246,9 @@ def open_writer(
 ) -> tuple[RunWriter, Position]:
     """The writer of the run folder, and the position of the run."""
     settings: dict[str, Any] = {"layers": config.layers, "keep_checkpoints": config.keep_checkpoints or None}
+    if config.keep_evidence:
+        known = open_run(config.out).environment.get(START_HASH) if config.resume else None
+        settings["environment"] = environment() | {START_HASH: known or weights_sha256(policy.model)}
     if not config.resume:
         writer = RunWriter.create(config.out, config.record(), overwrite=config.overwrite, **settings)
         return writer, Position(0, 0)

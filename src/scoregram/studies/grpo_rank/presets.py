@@ -10,11 +10,9 @@ from typing import Any, Literal
 from scoregram.checks import fail, lookup
 from scoregram.runs import write_atomically
 from scoregram.studies.grpo_rank import PAPER_SIZES
-from scoregram.studies.record import RUNS, SETTING
+from scoregram.studies.record import RUNS, SETTING, START
 from scoregram.training import TrainConfig
 
-START = "start"
-"""Folder of the policies that the runs start from."""
 PAPER_METHOD = "grpo-paper"
 """Group mean as baseline, output-only reward; no clipping, no KL term, no division by the standard deviation."""
 
