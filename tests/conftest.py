@@ -6,12 +6,15 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from tests import shape_checks
+
 if find_spec("hypothesis"):  # a machine with a GPU may lack it, see gpu.py
     from hypothesis import settings
 
     settings.register_profile("suite", deadline=None, max_examples=50, derandomize=True)
     settings.load_profile("suite")
 torch.set_num_threads(1)
+shape_checks.install()
 
 
 @pytest.fixture
