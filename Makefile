@@ -3,6 +3,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 BIN := .venv/bin
 STAMP := .venv/.built
 
+# Bytecode is kept even where the environment says otherwise: the tests start many processes.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n auto --dist worksteal -q
+
 TRL_TESTS := $(wildcard tests/test_integrations_trl*.py)
 
 .PHONY: run test test-all test-results test-trl test-sweep test-docs test-browser test-install test-gpu mutants check format clean
@@ -11,32 +14,32 @@ run: $(STAMP)
 	$(BIN)/scoregram replicate --preset quick --out runs/quick
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto -q
+	$(PYTEST)
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -n auto -q -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 # The newest version of TRL that was tested, then the oldest.
 test-trl: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,trl]'
-	$(BIN)/python -m pytest -n auto -q -m "integration or not slow" $(TRL_TESTS)
+	$(PYTEST) -m "integration or not slow" $(TRL_TESTS)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .trl/oldest trl==1.0.0
-	PYTHONPATH=.trl/oldest $(BIN)/python -m pytest -n auto -q -m "integration or not slow" $(TRL_TESTS)
+	PYTHONPATH=.trl/oldest $(PYTEST) -m "integration or not slow" $(TRL_TESTS)
 
 # The architectures of transformers that take too long for `make test`.
 test-sweep: $(STAMP)
-	$(BIN)/python -m pytest -n auto -q -m slow -k every_axis tests/test_gram_sweep.py
+	$(PYTEST) -m slow -k every_axis tests/test_gram_sweep.py
 
 # The committed results, recomputed from their Grams.
 test-results: $(STAMP)
-	$(BIN)/python -m pytest -n auto -q -m "not gpu" tests/test_results*.py
+	$(PYTEST) -m "not gpu" tests/test_results*.py
 
 # Every command and snippet of the pages, run as printed.
 test-docs: $(STAMP)
-	$(BIN)/python -m pytest -n auto -q -m "not gpu" tests/test_docs.py tests/test_readme.py tests/test_dumps_docs.py
+	$(PYTEST) -m "not gpu" tests/test_docs.py tests/test_readme.py tests/test_dumps_docs.py
 
 test-browser: $(STAMP)
-	$(BIN)/python -m pytest -n auto -q -m browser tests/test_report_browser.py
+	$(PYTEST) -m browser tests/test_report_browser.py
 
 # Wheel and sdist in clean environments, and every extra against constraints.txt.
 test-install:

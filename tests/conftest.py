@@ -1,10 +1,13 @@
 """Fixtures and settings for the whole suite."""
 
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
 import torch
+
+from tests import shape_checks
 
 if find_spec("hypothesis"):  # a machine with a GPU may lack it, see gpu.py
     from hypothesis import settings
@@ -12,6 +15,8 @@ if find_spec("hypothesis"):  # a machine with a GPU may lack it, see gpu.py
     settings.register_profile("suite", deadline=None, max_examples=50, derandomize=True)
     settings.load_profile("suite")
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+shape_checks.install()
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,8 @@ def floor(room: str) -> int:
     return next(level for level, rooms in enumerate(FLOORS) if room in rooms)
 
 
-def imported_modules(source: str) -> set[str]:
+@cache
+def imported_modules(source: str) -> frozenset[str]:
     """Every module of this package that a file imports, inside functions too."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
@@ -52,7 +54,7 @@ def imported_modules(source: str) -> set[str]:
             module = node.module or ""
             names = {alias.name for alias in node.names}
             found |= {f"scoregram.{name}" for name in names} if module == "scoregram" else {module}
-    return {module for module in found if module.split(".")[0] == "scoregram"}
+    return frozenset(module for module in found if module.split(".")[0] == "scoregram")
 
 
 def may_import(importer: str, imported: str) -> bool:
@@ -197,12 +199,14 @@ def importers(module: str) -> list[str]:
 def imports_from(source: str, module: str) -> bool:
     """Whether a file imports a module, or names from it."""
     package, _, name = module.rpartition(".")
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.module == module:
-            return True
-        if isinstance(node, ast.ImportFrom) and node.module == package and name in {one.name for one in node.names}:
-            return True
-    return False
+    return any(home == module or (home == package and name in names) for home, names in imported_names(source))
+
+
+@cache
+def imported_names(source: str) -> list[tuple[str | None, set[str]]]:
+    """Module and names of every `from module import names` in a file."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    return [(node.module, {one.name for one in node.names}) for node in nodes]
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if "/" in name and not name.endswith("__init__")])

@@ -81,6 +81,7 @@ def test_the_snippet_of_the_page_redoes_table_1(monkeypatch, capsys):
         assert [float(value) for value in found[2:]] == pytest.approx([rank["value"], top["value"]], abs=1e-4)
 
 
+@pytest.mark.slow  # runs in `make test-results`
 def test_the_tables_of_many_settings_follow_from_their_grams():
     script = load_script("tiny_settings")
     stored = json.loads((script.HERE / "exhibits.json").read_text(encoding="utf-8"))["exhibits"]

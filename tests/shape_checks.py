@@ -1,0 +1,90 @@
+"""Run-time checks of every annotation in scoregram, as cheap as the annotation allows.
+
+Under pytest, jaxtyping's import hook decorates every function of the package with `jaxtyping.jaxtyped`. That decorator
+binds the arguments to the signature and checks them twice in every call, which was half of the suite's time.
+`checked` does the same checks once: beartype checks arguments and return value, and axis names are shared between them
+within one call. Generators, classes and shapes that refer to an argument (`"{group_size}"`) go to jaxtyping.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any, get_args
+from unittest.mock import patch
+
+
+def install() -> None:
+    """Replace jaxtyping's decorator, if its import hook is installed; scoregram must not be imported yet."""
+    if not any(type(finder).__name__ == "_JaxtypingFinder" for finder in sys.meta_path):
+        return
+    assert "scoregram" not in sys.modules
+    package: Any = import_module("jaxtyping")
+    package.jaxtyped = functools.partial(checked, jaxtyped=package.jaxtyped)
+    package._import_hook._JaxtypingLoader.exec_module = execute_module
+
+
+def execute_module(loader: Any, module: Any) -> None:
+    """Load the bytecode of a module of scoregram under jaxtyping's name for it, then run the module.
+
+    jaxtyping keeps its name for bytecode files in force while the module runs, so that everything which the module
+    imports, torch and transformers included, would be compiled again.
+    """
+    from jaxtyping import _import_hook as hook
+
+    name = functools.partial(hook._optimized_cache_from_source, loader._typechecker.get_hash())
+    with patch("importlib._bootstrap_external.cache_from_source", name):
+        code = loader.get_code(module.__name__)
+    exec(code, module.__dict__)
+
+
+def checked(fn: Any = None, *, typechecker: Any, jaxtyped: Callable[..., Any]) -> Any:
+    """`jaxtyped(fn, typechecker=typechecker)`, with every check made once."""
+    if fn is None:
+        return functools.partial(checked, typechecker=typechecker, jaxtyped=jaxtyped)
+    if not inspect.isfunction(fn) or inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
+        return jaxtyped(fn, typechecker=typechecker)
+    parts = [part for annotation in fn.__annotations__.values() for part in parts_of(annotation)]
+    shapes = [str(part.dim_str) for part in parts if hasattr(part, "dim_str")]
+    if any(isinstance(part, str) for part in parts) or any("{" in shape for shape in shapes):
+        return jaxtyped(fn, typechecker=typechecker)
+    return with_axis_names(fn, typechecker(fn)) if shapes else without_axis_names(fn, typechecker(fn))
+
+
+def parts_of(annotation: Any) -> Iterator[Any]:
+    """An annotation and everything within its brackets."""
+    yield annotation
+    for inner in annotation if isinstance(annotation, list | tuple) else get_args(annotation):
+        yield from parts_of(inner)
+
+
+def with_axis_names(fn: Callable[..., Any], checked_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function in whose calls an axis name has one length; unchecked while `jaxtyping_disable` is set."""
+    from jaxtyping import config
+    from jaxtyping._storage import pop_shape_memo, push_shape_memo
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        if config.jaxtyping_disable:
+            return fn(*args, **kwargs)
+        push_shape_memo({})
+        try:
+            return checked_fn(*args, **kwargs)
+        finally:
+            pop_shape_memo()
+
+    return call
+
+
+def without_axis_names(fn: Callable[..., Any], checked_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose annotations have no shapes; unchecked while `jaxtyping_disable` is set."""
+    from jaxtyping import config
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        return (fn if config.jaxtyping_disable else checked_fn)(*args, **kwargs)
+
+    return call

@@ -1,0 +1,107 @@
+"""The checks that every other test relies on: a wrong shape or type in a call of scoregram is an error."""
+
+from typing import Any
+
+import pytest
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from scoregram.advantages import leave_one_out
+from scoregram.exhibits import Estimate
+from scoregram.statistics import update_coherence
+from scoregram.theory.theorems import advantage_covariance
+from tests.shape_checks import checked
+
+Rows = Float[Tensor, "rows columns"]
+Square = Float[Tensor, "rows rows"]
+WRONG: Any = [["one"]]
+
+
+def decorated(fn):
+    import beartype
+    import jaxtyping
+    from jaxtyping import _decorator
+
+    assert jaxtyping.jaxtyped is not _decorator.jaxtyped  # the hook calls ours
+    return checked(fn, typechecker=beartype.beartype, jaxtyped=_decorator.jaxtyped)
+
+
+def test_functions_of_the_package_are_checked():
+    with pytest.raises(Exception, match="leave_one_out"):
+        leave_one_out(torch.ones(4))  # one axis too few
+    with pytest.raises(Exception, match="leave_one_out"):
+        leave_one_out(WRONG)
+    with pytest.raises(Exception, match="update_coherence"):
+        update_coherence(torch.eye(3), torch.ones(4))  # each is right alone
+    with pytest.raises(Exception, match="Estimate"):
+        Estimate(WRONG)
+    assert advantage_covariance(1.0, 4).shape == (4, 4)
+
+
+def test_an_axis_name_has_one_length_within_a_call():
+    def transposed(x: Rows, y: Rows) -> Float[Tensor, "columns rows"]:
+        return y.mT if len(x) < 5 else y
+
+    x = torch.ones(2, 3)
+    assert decorated(transposed)(x, x).shape == (3, 2)
+    assert decorated(transposed)(x.mT, x.mT).shape == (2, 3)  # the next call begins anew
+    with pytest.raises(Exception, match="transposed"):
+        decorated(transposed)(x, torch.ones(2, 4))
+    with pytest.raises(Exception, match="transposed"):
+        decorated(transposed)(torch.ones(6, 3), torch.ones(6, 3))  # only the return value is wrong
+
+
+def test_a_call_within_a_call_has_axes_of_its_own():
+    def inner(x: Rows) -> Square:
+        return x @ x.mT
+
+    def outer(x: Rows) -> Square:
+        return decorated(inner)(x.mT)[:2, :2]
+
+    assert decorated(outer)(torch.ones(2, 3)).shape == (2, 2)
+    with pytest.raises(Exception, match="outer"):
+        decorated(outer)(torch.ones(1, 3))
+
+
+def test_shapes_inside_other_types_share_the_names():
+    def first(xs: list[Rows], square: Square | None = None) -> tuple[Rows, int]:
+        return xs[0], 1
+
+    assert decorated(first)([torch.ones(2, 3)], torch.ones(2, 2))[1] == 1
+    assert decorated(first)([torch.ones(2, 3)])[1] == 1
+    with pytest.raises(Exception, match="first"):
+        decorated(first)([torch.ones(2, 3)], torch.ones(3, 3))
+    with pytest.raises(Exception, match="first"):
+        decorated(first)([torch.ones(3)])
+
+
+def test_functions_without_shapes_generators_and_shapes_of_arguments():
+    def count(x: int) -> int:
+        return x if x else WRONG
+
+    def counted(x: int):
+        yield x
+
+    def square(n: int, wrong: int = 0) -> Float[Tensor, "{n} {n}"]:
+        return torch.ones(n, n + wrong)
+
+    assert decorated(count)(1) == 1 and list(decorated(counted)(2)) == [2] and decorated(square)(3).shape == (3, 3)
+    for call in (
+        lambda: decorated(count)("one"),
+        lambda: decorated(count)(0),
+        lambda: decorated(counted)("one"),
+        lambda: decorated(square)(3, 1),
+    ):
+        with pytest.raises(Exception, match=r"type|hint"):
+            call()
+
+
+def test_nothing_is_checked_where_a_test_turns_checks_off(unchecked_shapes):
+    def count(x: int) -> Rows:
+        return WRONG
+
+    def named(x: int) -> str:
+        return WRONG
+
+    assert decorated(count)("one") is decorated(named)("one") is WRONG
