@@ -510,3 +510,12 @@ def test_greedy_rewards_are_kept_as_evidence(policy, tmp_path):
         kept = [group for group in run.groups([step]) if group.kind == "test, greedy"]
         shares = [float(group.rewards >= 1) for group in kept]
         assert len(kept) == 6 and run.metrics()[step]["eval/accuracy"] == pytest.approx(sum(shares) / 6)
+
+
+def test_a_resumed_run_keeps_the_hash_of_its_start(policy, tmp_path):
+    settings = {"keep_evidence": True, "learning_rate": 0.1, "eval_every": 0}
+    train(config_for(policy, tmp_path / "run", steps=1, **settings))
+    kept = open_run(tmp_path / "run").environment["start_sha256"]
+    train(config_for(policy, tmp_path / "run", steps=2, resume=True, **settings))
+    run = open_run(tmp_path / "run")
+    assert run.environment["start_sha256"] == kept and not run.resumed

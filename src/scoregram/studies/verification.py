@@ -287,8 +287,9 @@ def _signature(record: Mapping[str, Any], sha256: str) -> Check:
     if not faults and not records.is_valid_signature(signature, bytes.fromhex(sha256)):
         faults = [f"the signature does not match this content and the key {signer}: one of them was changed"]
     content = record["content"]
-    if not faults and content.get("key_id", records.key_id(signer)) != records.key_id(signer):
-        faults = [f"key_id is {printable(content['key_id'])}, but the key has {records.key_id(signer)}"]
+    name = "" if faults else records.key_id(signature["public_key"])
+    if not faults and content.get("key_id", name) != name:
+        faults = [f"key_id is {printable(content['key_id'])}, but the key has {name}"]
     moment = f" at {printable(content['signed_at'])}" if content.get("signed_at") else ""
     said = f"by the {records.ALGORITHM} key {signer}{moment}; compare it with the author's"
     return _judged(SIGNATURE_CHECK, faults, said)
