@@ -15,6 +15,8 @@ import torch
 
 from scoregram import Rollouts, cli
 from scoregram.errors import ScoregramError
+from scoregram.objectives import OBJECTIVES
+from scoregram.training.config import METHODS, Method
 from tests.cases import build, rollouts
 from tests.dump_cases import write_verl
 from tests.training_cases import save_policy
@@ -164,6 +166,7 @@ NOT_RUN = {
 """Snippets of a page that no test below runs."""
 RUN = {
     "README.md": 2,
+    "CONTRIBUTING.md": 1,
     "docs/gram.md": 1,
     "docs/scale.md": 1,
     "docs/trl.md": 1,
@@ -177,7 +180,12 @@ def test_every_snippet_is_listed_and_parses():
     assert counts == {page: RUN.get(page, 0) + NOT_RUN.get(page, 0) for page in RUN | NOT_RUN}
     for page in counts:
         for snippet in snippets(page):
-            ast.parse(snippet)
+            ast.parse(snippet if page != "CONTRIBUTING.md" else f"{{{snippet}}}")  # a row of a table
+
+
+def test_the_row_of_a_new_training_method_is_one():
+    (row,) = eval(f"{{{snippets('CONTRIBUTING.md')[0]}}}", {"Method": Method}).items()
+    assert row[0] not in METHODS and row[1].objective in OBJECTIVES and row[1].about
 
 
 def test_the_pretrained_model_by_hand(tmp_path, monkeypatch, capsys):

@@ -167,3 +167,18 @@ def test_every_sentence_carries_its_rule_and_number():
     (one,) = findings(run)
     assert one.rule.startswith("given if ") and "0.400 [0.100, 0.700]" in one.rule
     assert f"- {one.sentence} Rule: {one.rule}" in advice_text(run)
+
+
+@pytest.mark.parametrize("measured", [1, 4, 5])
+def test_nothing_is_concluded_about_noise_from_few_steps(measured):
+    run = with_summary(
+        run_of("1000", "1100"),
+        dead=Estimate(0.1, 0.0, 0.2),
+        noise_scale=Estimate(100.0, 90.0, 110.0),
+        baseline_saving=Estimate(0.5, 0.4, 0.6),
+        rank_difference=Estimate(0.0, -0.1, 0.1),
+    )
+    vars(run)["trust"] = dataclasses.replace(run.trust, last_measured=measured)
+    assert bool(findings(run)) == (measured == 5)
+    assert ("Cannot tell: group size, batch size, baseline" in advice_text(run)) == (measured < 5)
+    assert "Nothing to change: dead groups." in advice_text(run)

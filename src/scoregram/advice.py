@@ -37,18 +37,30 @@ class Advice:
 
 def findings(run: RunReading) -> list[Advice]:
     """What every rule advises for a run, the most important first; empty if no rule applies."""
-    return [one for rule in RULES.values() for one in rule(run) or ()]
+    return [one for verdict in rule_verdicts(run).values() for one in verdict or ()]
+
+
+def rule_verdicts(run: RunReading) -> dict[str, list[Advice] | None]:
+    """Name of a rule → what it advises; None where the numbers do not decide.
+
+    Rules about noise do not decide while too few steps are measured: their intervals know the groups, not how much one
+    step differs from the next.
+    """
+    few = run.trust.has_few_steps
+    return {name: None if few and name in NOISE_RULES else rule(run) for name, rule in RULES.items()}
 
 
 def advice_text(run: RunReading) -> str:
     """The advice as a list for a section of the page; then what needs no change, and what the numbers do not decide."""
-    verdicts = {name: rule(run) for name, rule in RULES.items()}
+    verdicts = rule_verdicts(run)
     given = "\n".join(f"- {one.sentence} Rule: {one.rule}" for several in verdicts.values() for one in several or ())
     fine = ", ".join(name for name, several in verdicts.items() if several == [])
     open_ = ", ".join(name for name, several in verdicts.items() if several is None)
     rest = (
         f"Nothing to change: {fine}." if fine else "",
-        f"Cannot tell: {open_}. The run lacks the numbers, or their intervals are too wide." if open_ else "",
+        f"Cannot tell: {open_}. The run lacks the numbers, their intervals are too wide, or it has too few steps."
+        if open_
+        else "",
     )
     return "\n\n".join(part for part in (given, *rest) if part)
 
@@ -231,3 +243,6 @@ RULES: Mapping[str, Callable[[RunReading], list[Advice] | None]] = MappingProxyT
     }
 )
 """Every rule by its subject, the most important first."""
+
+NOISE_RULES = frozenset({"group size", "batch size", "baseline", "single rollouts", "effective rank"})
+"""Rules whose numbers differ a lot from step to step."""

@@ -65,6 +65,11 @@ class Trust:
         return not (self.failed or self.is_approximate or self.remarks)
 
     @property
+    def has_few_steps(self) -> bool:
+        """Whether some steps were measured in the last third, but too few for conclusions on noise or trends."""
+        return 0 < self.last_measured < FEW_STEPS
+
+    @property
     def mark(self) -> str:
         """Suffix for the name of every number from a Gram that is not exact; empty if all are."""
         words = ["approximate"] * self.is_approximate + ["model in doubt"] * ("model" in self.remarks)
@@ -77,7 +82,7 @@ class Trust:
             said.append(f"Approximate: {self.approximate:.1%} of the rollouts are text that was tokenised again.")
         elif self.has_tokens and not self.is_approximate:
             said.append("Exact: all token ids are the sampled ones.")
-        if 0 < self.last_measured < FEW_STEPS:
+        if self.has_few_steps:
             steps = "step was" if self.last_measured == 1 else "steps were"
             said.append(
                 f"Only {self.last_measured} {steps} measured in the last third, fewer than {FEW_STEPS}: too few for "

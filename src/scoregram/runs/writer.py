@@ -256,7 +256,11 @@ def _clear(root: Path, *, overwrite: bool) -> None:
     is_run = (root / disk.CONFIG_FILE).is_file()
     others = [path.name for path in sorted(root.iterdir()) if not path.name.startswith(disk.TEMPORARY)]
     if others and not (is_run and overwrite):
-        remedy = "Resume it, overwrite it, or choose another folder." if is_run else "Choose a new or an empty folder."
+        remedy = (
+            "Resume it, overwrite it, or choose another folder (overwrite=True, --overwrite)."
+            if is_run
+            else "Choose a new or an empty folder."
+        )
         got = "a run" if is_run else ", ".join(others[:3]) + (" and more" if len(others) > 3 else "")
         fail("RunWriter.create", f"{root} must be empty", got, remedy)
     if is_run:
