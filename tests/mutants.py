@@ -349,7 +349,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--only", default="", help="an area, or the beginning of one")
     parser.add_argument("--name", default="", help="part of a mutant's name")
-    parser.add_argument("--survivors", action="store_true", help="only those that survived according to the record")
+    parser.add_argument("--survivors", action="store_true", help="only those that the record does not show as killed")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--record", type=Path, default=RECORD)
@@ -358,8 +358,8 @@ def main() -> int:
     chosen = [m for m in everyone if m.area.startswith(options.only) and options.name in m.name]
     if options.survivors:
         recorded = json.loads(options.record.read_text(encoding="utf-8"))["rows"]
-        survived = {(row["area"], row["name"]) for row in recorded if row["outcome"] == SURVIVED}
-        chosen = [mutant for mutant in chosen if (mutant.area, mutant.name) in survived]
+        killed = {(row["area"], row["name"]) for row in recorded if row["outcome"] != SURVIVED}
+        chosen = [mutant for mutant in chosen if (mutant.area, mutant.name) not in killed]
     if options.list or not chosen:
         print("\n".join(f"{m.area}: {m.name} ({m.path})" for m in chosen) or "no mutant of that name")
         return 0 if chosen else 2

@@ -289,6 +289,21 @@ def test_nothing_is_modified_and_dtype_is_kept(name):
     assert torch.equal(rewards, kept) and all(torch.equal(extra[k], before[k]) for k in extra)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_advantages_beyond_the_dtype_are_refused(dtype):
+    largest = torch.finfo(dtype).max  # rloo's advantages would be ±2 times as large
+    with pytest.raises(ScoregramError, match="advantages must be finite, got inf"):
+        estimate("rloo", torch.tensor([[largest, -largest]], dtype=dtype))
+
+
+@pytest.mark.parametrize("name", GROUP_ROWS)
+def test_advantages_are_constants_to_autograd(name):
+    rewards = torch.tensor([[1.0, 0.0, 2.0], [0.0, 0.5, 0.0]]).requires_grad_()
+    extra = inputs_for(name, rewards.detach())
+    extra = {k: v.requires_grad_() if v.is_floating_point() else v for k, v in extra.items()}
+    assert not estimate(name, rewards, **extra).requires_grad
+
+
 def test_verl_gives_a_single_rollout_its_raw_reward():
     torch.testing.assert_close(adv.verl_standardized(torch.tensor([[3.0]])), torch.tensor([[3.0]]))
 

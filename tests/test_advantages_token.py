@@ -158,6 +158,15 @@ def test_a_reward_inside_the_mask_must_be_finite(name, bad):
         estimate(name, rewards, mask=mask, **inputs_for(name, mask))
 
 
+@pytest.mark.parametrize("name", TOKEN_ROWS)
+def test_advantages_are_constants_to_autograd(name):
+    rewards = torch.tensor([[[1.0, 2.0], [0.0, 1.5], [0.5, 0.0]]]).requires_grad_()
+    mask = torch.ones(1, 3, 2).bool()
+    extra = inputs_for(name, mask)
+    extra = {k: v.requires_grad_() if v.is_floating_point() else v for k, v in extra.items()}
+    assert not estimate(name, rewards, mask=mask, **extra).requires_grad
+
+
 ZEROS, FULL = torch.zeros(1, 2, 2), torch.ones(1, 2, 2).bool()
 HALF = torch.tensor([[[True, False], [True, False]]])
 

@@ -135,6 +135,15 @@ def test_a_rollout_out_of_the_mask_counts_for_nothing(name):
     torch.testing.assert_close(result[:, kept], estimate(name, rewards[:, kept], mask=mask[:, kept], **fewer))
 
 
+@pytest.mark.parametrize("name", TURN_ROWS)
+def test_advantages_are_constants_to_autograd(name):
+    rewards = torch.tensor([[[1.0, 2.0], [0.0, 1.5], [0.5, 0.0]]]).requires_grad_()
+    mask = torch.ones(1, 3, 2).bool()
+    extra = inputs_for(name, mask)
+    extra = {k: v.requires_grad_() if v.is_floating_point() else v for k, v in extra.items()}
+    assert not estimate(name, rewards, mask=mask, **extra).requires_grad
+
+
 @pytest.mark.parametrize("name", ["mt-grpo", "gigpo"])
 def test_one_rollout_with_turns_has_nothing_to_be_compared_with(name):
     mask = torch.tensor([[[True, True], [False, False]]])
