@@ -265,6 +265,15 @@ class Tracer:
         threading.settrace(None)  # pyright: ignore[reportArgumentType]
 
 
+def take_few_examples(item: pytest.Item) -> None:
+    """Five examples of a property, the first of the fifty that a mutant has to pass."""
+    from hypothesis import settings
+
+    test, name = getattr(item, "obj", None), "_hypothesis_internal_use_settings"
+    if (chosen := getattr(test, name, None)) is not None:
+        setattr(test, name, settings(chosen, max_examples=min(5, chosen.max_examples)))
+
+
 def warm_up_hypothesis() -> None:
     """A failing property: Hypothesis reads the constants of all imported sources once, which takes a second."""
     from hypothesis import given
@@ -363,6 +372,8 @@ class MutantSession:
     def run_unchanged(self, found: Path) -> int:
         """Time every test, and note the functions that it calls and what all of them import."""
         tests, imported = list(self.items), set(sys.modules)
+        for item in self.items.values():
+            take_few_examples(item)
         measured = {}
         for test, following in zip(tests, [*tests[1:], None], strict=True):
             began = time.process_time()
