@@ -5,8 +5,8 @@ green; it gives the processor time of each test and the functions that it calls.
 session, in which the code of the changed function is replaced, and the tests that call it run, the cheapest first.
 This takes milliseconds where a fresh Python that imports torch, scoregram and the tests takes seconds.
 
-A fork cannot show what an edit changes at import. Such mutants run in a second way, and so does every mutant that
-survives the first: a process that has not imported scoregram yet imports a copy of `src/` with the edit in it.
+A fork cannot show what an edit changes at import, nor in processes that a test starts. Such mutants run in a second
+way: a process that has not imported scoregram yet imports a copy of `src/` with the edit in it.
 
 - At import: the edit changes a constant, a class body or a default, or a function that runs while modules are imported.
 - A row of a literal table is the exception: its new fields are written into the row that the tests hold.
@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from inspect import CO_OPTIMIZED
+from itertools import zip_longest
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -55,6 +56,8 @@ PACKAGES = (
 NOT_IMPORTED = ("pyarrow", "pandas", "datasets", "scoregram", "tests")
 """Never imported on behalf of the tests: pyarrow's threads do not survive a fork."""
 KILLED, SURVIVED = "killed", "survived"
+STARTS = frozenset({"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty"})
+"""Audit events of a test that starts a process."""
 
 Row = dict[str, object]
 """What became of a mutant: area, name, file, outcome, processor seconds, and the test that failed first."""
@@ -240,6 +243,8 @@ class UnchangedTest:
     """Processor time."""
     reached: frozenset[Place]
     """Functions of the package that it calls."""
+    starts_processes: bool
+    """Whether it starts processes, which import the package anew."""
 
 
 class Tracer:
@@ -345,7 +350,7 @@ class MutantSession:
         for number, mutant in enumerate(self.mutants):
             change = self.change(mutant)
             tests = self.tests_of(mutant, change)
-            if change is None or not tests:
+            if change is None:
                 self.send({"number": number, "status": None, "tests": tests})
                 continue
             log, cpu = self.folder / f"{number}.log", 30 + 5 * sum(self.unchanged[test].seconds for test in tests)
@@ -374,14 +379,17 @@ class MutantSession:
         tests, imported = list(self.items), set(sys.modules)
         for item in self.items.values():
             take_few_examples(item)
+        started: list[str] = []
+        sys.addaudithook(lambda event, _: started.append(event) if event in STARTS else None)
         measured = {}
-        for test, following in zip(tests, [*tests[1:], None], strict=True):
-            began = time.process_time()
+        for test, following in zip_longest(tests, tests[1:]):
+            began, count = time.process_time(), len(started)
             with Tracer() as tracer:
                 self.run_test(test, following)
             if self.failed:
                 return 1
-            measured[test] = UnchangedTest(time.process_time() - began, frozenset(tracer.reached))
+            seconds, starts_processes = time.process_time() - began, len(started) > count
+            measured[test] = UnchangedTest(seconds, frozenset(tracer.reached), starts_processes)
         names = [name for name in sys.modules if name not in imported and name.split(".")[0] not in NOT_IMPORTED]
         found.write_bytes(pickle.dumps((measured, names)))
         return 0
@@ -394,7 +402,7 @@ class MutantSession:
     def run_changed(self, change: Change, tests: Sequence[str], log: Path) -> int:
         """Run tests on changed sources until one fails; 1 if one did."""
         change.apply()
-        for test, following in zip(tests, [*tests[1:], None], strict=True):
+        for test, following in zip_longest(tests, tests[1:]):
             self.run_test(test, following)
             if self.failed:
                 log.with_suffix(".by").write_text(self.failed, encoding="utf-8")
@@ -435,7 +443,10 @@ class MutantSession:
                 f"mutants: {self.mutants[number].name} ended with {ended.status}:\n{log.read_text()[-3000:]}"
             )
         self.kills[self.mutants[number].path, by] += 1
-        self.send({"number": number, "status": ended.status, "by": by, "seconds": ended.seconds, "tests": []})
+        mutant = self.mutants[number]
+        tests = [t for t in self.items if mutant.selects(t) and self.unchanged[t].starts_processes]
+        message = {"by": by, "seconds": ended.seconds, "tests": [] if ended.status else tests}
+        self.send({"number": number, "status": ended.status, **message})
         for file in (log, log.with_suffix(".by")):
             file.unlink(missing_ok=True)
 
@@ -495,14 +506,14 @@ def run_at_import(mutant: Mutant, tests: Sequence[str], known: Sequence[str], co
     if not (ended.timed_out or ended.status == 0 or (ended.status in {1, 2} and by.exists())):
         raise SystemExit(f"mutants: pytest ended with {ended.status} for {mutant.name}:\n{log.read_text()[-3000:]}")
     failed = by.read_text(encoding="utf-8") if by.exists() else ""
-    return row_of(mutant, ended.status, failed, ended.seconds, [] if failed else tests)
+    return row_of(mutant, ended.status, failed, ended.seconds)
 
 
-def row_of(mutant: Mutant, status: int, by: str, seconds: float, tests: Sequence[str]) -> Row:
+def row_of(mutant: Mutant, status: int, by: str, seconds: float) -> Row:
     """The row of a mutant: what became of it."""
     row: Row = {"area": mutant.area, "name": mutant.name, "file": mutant.path}
     if status == 0:
-        return row | {"outcome": SURVIVED, "tests": len(tests), "seconds": round(seconds, 2)}
+        return row | {"outcome": SURVIVED, "seconds": round(seconds, 2)}
     return row | {"outcome": KILLED, "by": by or "the time limit", "seconds": round(seconds, 2)}
 
 
@@ -523,10 +534,10 @@ def run_mutants(mutants: Sequence[Mutant], *, jobs: int) -> Iterator[Row]:
                 print(f"{len(known)} tests pass without any mutant, {message['seconds']:.0f} s", flush=True)
                 continue
             mutant = mutants[message["number"]]
-            if message["status"]:
-                yield row_of(mutant, message["status"], message["by"], message["seconds"], known)
+            if message["status"] is not None and not message["tests"]:
+                yield row_of(mutant, message["status"], message["by"], message["seconds"])
             else:
-                left.append((mutant, message["tests"] or [test for test in known if mutant.selects(test)]))
+                left.append((mutant, message["tests"]))
         print(f"{len(left)} mutants need an import of their own", flush=True)
         copy = SourceCopy(folder)
         sys.dont_write_bytecode = True  # no mutant may replace the compiled originals

@@ -171,7 +171,7 @@ OBJECTIVE_TESTS = {
         "tests/test_objectives_preference.py",
         "tests/test_objectives_regularised.py",
     ),
-    "objectives/aggregation.py": ("tests/test_objectives_aggregation.py",),
+    "objectives/aggregation.py": ("tests/test_objectives_aggregation.py", "tests/test_objectives_policy.py"),
 }
 
 
