@@ -304,6 +304,14 @@ def test_advantages_are_constants_to_autograd(name):
     assert not estimate(name, rewards, **extra).requires_grad
 
 
+def test_rewards_whose_squares_overflow_are_standardised_by_the_others():
+    rewards = [0.0, 1.0, 3.0, 7.0]
+    rest = [[x for j, x in enumerate(rewards) if j != i] for i in range(4)]
+    formula = [(x - statistics.fmean(r)) / statistics.stdev(r) for x, r in zip(rewards, rest, strict=True)]
+    actual = estimate("grpo-nemo-rl", torch.tensor([rewards], dtype=torch.float64) * 1e200)
+    torch.testing.assert_close(actual, torch.tensor([formula], dtype=torch.float64), rtol=1e-9, atol=0)
+
+
 def test_verl_gives_a_single_rollout_its_raw_reward():
     torch.testing.assert_close(adv.verl_standardized(torch.tensor([[3.0]])), torch.tensor([[3.0]]))
 

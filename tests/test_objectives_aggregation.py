@@ -1,3 +1,4 @@
+import contextlib
 import itertools
 import math
 
@@ -48,6 +49,19 @@ def test_claims_by_enumeration_of_all_lengths(name):
     firsts = {float(weights(name, (2, a, b))[0, 0]) for a, b in itertools.product(range(4), repeat=2)}
     assert (equal_tokens, equal_rollouts) == (row.equal_tokens, row.equal_rollouts)
     assert (len(firsts) > 1) == row.couples_rollouts
+
+
+@pytest.mark.parametrize("name", sorted(AGGREGATIONS))
+def test_needs_length_claim(name):
+    """One of the two calls is refused: the one without the length, or the one with it."""
+    needed, unused = True, True
+    with contextlib.suppress(ScoregramError):
+        token_weights(mask_of((1, 2, 3)), name)
+        needed = False
+    with contextlib.suppress(ScoregramError):
+        token_weights(mask_of((1, 2, 3)), name, length=7)
+        unused = False
+    assert (needed, unused) == (AGGREGATIONS[name].needs_length, not AGGREGATIONS[name].needs_length)
 
 
 @pytest.mark.parametrize("name", sorted(AGGREGATIONS))

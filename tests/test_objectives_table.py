@@ -93,6 +93,18 @@ def test_on_policy_is_reinforce_claim(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_only_the_current_policy_gets_a_gradient(name):
+    inputs = batch(0.1)
+    others = [key for key in OBJECTIVES[name].needs if key.endswith("_log_probs") or key in {"advantages", "rewards"}]
+    for key in others:
+        inputs[key] = inputs[key].detach().clone().requires_grad_()
+    loss = loss_of(name, inputs)
+    assert others and torch.autograd.grad(loss, inputs["log_probs"], retain_graph=True)[0].abs().sum() > 0
+    found = torch.autograd.grad(loss, [inputs[key] for key in others], allow_unused=True)
+    assert dict(zip(others, found, strict=True)) == dict.fromkeys(others)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_on_policy_weight_of_the_table(name):
     row, inputs = OBJECTIVES[name], batch()
     weight = row.weight(**{key: inputs[key] for key in row.weight_needs})
