@@ -124,7 +124,9 @@ def test_a_constant_group_in_a_varied_batch_keeps_the_offset_of_the_batch():
     assert float(result[1, 0]) == float(result[1, 1]) != 0.0
 
 
-@pytest.mark.parametrize("name", ["grpo", "grpo-openrlhf", "grpo-verl", "dapo", "grpo-nemo-rl"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "grpo-openrlhf", "grpo-verl", "dapo", "grpo-nemo-rl", "reinforce++", "reinforce++-baseline"]
+)
 def test_rounding_residue_is_never_divided_by(name):
     third = torch.tensor([[0.3, 0.1 + 0.2, 0.3]], dtype=torch.float64)
     assert float(third.max() - third.min()) > 0  # one rounding step apart

@@ -50,6 +50,13 @@ def test_generalized_advantage_is_the_sum_of_decayed_differences(batch, gamma, l
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_generalized_advantage_decays_by_95_percent_a_token_unless_told_otherwise():
+    rewards = torch.tensor([[[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]], dtype=torch.float64)
+    mask, values = torch.ones(1, 2, 3).bool(), torch.zeros(1, 2, 3, dtype=torch.float64)
+    actual = estimate("gae", rewards, mask=mask, values=values)
+    assert actual[0, 0].tolist() == pytest.approx([0.95**2, 0.95, 1.0], rel=1e-14)
+
+
 @given(batch=batches())
 def test_monte_carlo_critic_is_reward_to_go_minus_value(batch):
     rewards, mask, values, _ = batch

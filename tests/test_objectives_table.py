@@ -104,6 +104,17 @@ def test_only_the_current_policy_gets_a_gradient(name):
     assert dict(zip(others, found, strict=True)) == dict.fromkeys(others)
 
 
+@pytest.mark.parametrize(
+    ("name", "low", "high"), [("grpo", 0.8, 1.2), ("dr_grpo", 0.8, 1.2), ("dapo", 0.8, 1.28), ("gspo", 0.9997, 1.0004)]
+)
+def test_a_ratio_is_clipped_from_the_limits_of_the_paper(name, low, high):
+    below, above = BOTH_SIGNS  # a positive advantage is clipped from above, a negative one from below
+    for rollout, limit, inwards in ((above, high, 1 - 1e-6), (below, low, 1 + 1e-6)):
+        inside = coefficients_of(name, batch(math.log(limit * inwards)))
+        outside = coefficients_of(name, batch(math.log(limit / inwards)))
+        assert bool((inside[rollout][MASK[rollout]] != 0).all()) and bool((outside[rollout] == 0).all())
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_on_policy_weight_of_the_table(name):
     row, inputs = OBJECTIVES[name], batch()
