@@ -2,7 +2,7 @@
 
 A session imports and collects everything once, and runs every test once on the sources as they are. That run must be
 green; it gives the processor time of each test and the functions that it calls. Each mutant then gets a fork of the
-session, in which the code of the changed function is replaced, and the tests that call it run, the cheapest first.
+session, in which the code of the changed function is replaced. The tests that call it run first, the cheapest first.
 This takes milliseconds where a fresh Python that imports torch, scoregram and the tests takes seconds.
 
 A fork cannot show what an edit changes at import, nor in processes that a test starts. Such mutants run in a second
@@ -427,10 +427,18 @@ class MutantSession:
         return Change(codes=tuple(codes), places=places)
 
     def tests_of(self, mutant: Mutant, change: Change | None) -> list[str]:
-        """Tests that can notice a mutant: those that noticed others in the same file, then the cheapest."""
+        """Tests that should notice a mutant: those that call what it changes come first, then the cheapest.
+
+        A test that does not call it may still see the difference: in the run without mutants an earlier test may have
+        filled a cache or set up a fixture for it.
+        """
         places = change.places if change else frozenset()
-        tests = [t for t in self.items if mutant.selects(t) and (not places or places & self.unchanged[t].reached)]
-        return sorted(tests, key=lambda t: self.unchanged[t].seconds / (1 + 4 * self.kills[mutant.path, t]))
+
+        def order(test: str) -> tuple[bool, float]:
+            unchanged, kills = self.unchanged[test], self.kills[mutant.path, test]
+            return bool(places) and not places & unchanged.reached, unchanged.seconds / (1 + 4 * kills)
+
+        return sorted((test for test in self.items if mutant.selects(test)), key=order)
 
     def finish(self, running: dict[int, tuple[int, Path]]) -> None:
         """Wait for one of the forks and report how it ended."""

@@ -245,8 +245,10 @@ EXCLUSIVE = {
     "rank_two",
     "row_two",
     "small_near_the_ends",
+    "specific_to_grpo",
     "two_directions_a_step",
     "vanish_together",
+    "which_step_matters",
 }
 """Checks whose corrected statement contradicts the printed one, so that no run can make both true."""
 FINDINGS = {"as_printed", "corrected", "refuted", "unsupported", "to_be_measured"}

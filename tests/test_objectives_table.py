@@ -92,9 +92,13 @@ def test_on_policy_is_reinforce_claim(name):
     assert proportional == OBJECTIVES[name].on_policy_is_reinforce
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_only_the_current_policy_gets_a_gradient(name):
+@pytest.mark.parametrize(
+    ("name", "per_token"), [(name, False) for name in NAMES] + [(name, True) for name in [*AGGREGATION, "reinforce"]]
+)
+def test_only_the_current_policy_gets_a_gradient(name, per_token):
     inputs = batch(0.1)
+    if per_token:
+        inputs["advantages"] = inputs["advantages"][:, None].expand(MASK.shape)
     others = [key for key in OBJECTIVES[name].needs if key.endswith("_log_probs") or key in {"advantages", "rewards"}]
     for key in others:
         inputs[key] = inputs[key].detach().clone().requires_grad_()

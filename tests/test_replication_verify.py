@@ -152,6 +152,13 @@ def test_another_byte_in_the_record_is_found_unless_the_record_says_the_same(mad
         assert "was reformatted" in verification.checks[0].sentences[0]
 
 
+def test_a_link_among_the_runs_is_refused(folder):
+    (folder / "runs" / "linked").symlink_to(folder / "runs" / "b")
+    verification = verify(folder)
+    assert "runs/ must hold plain files and folders, got 'runs/linked'" in faults(verification)[FILES_CHECK][0]
+    assert not verification.passed
+
+
 def test_another_layout_passes_and_is_told(folder):
     path = folder / "replication.json"
     record = json.loads(path.read_bytes())
@@ -169,6 +176,7 @@ def test_another_layout_passes_and_is_told(folder):
         ('"about"', '"number": "x", "about"', "lacks|an unknown field"),
         ('"seeds":', '"seeds": [9], "seeds":', "'seeds' appears twice"),
         ("{", '{"sha256": "0", ', "'sha256' appears twice"),
+        ("{", '{"more": 1, ', "the record has an unknown field more"),
         ('"lr": 1e-06', '"lr": NaN', "NaN is not JSON"),
         ('"lr": 1e-06', '"lr": 1e999', "inf"),
         ('"about"', '"abouu"', "the content lacks about"),
