@@ -39,6 +39,10 @@ def test_a_wrong_part_is_noticed(monkeypatch, name, wrong, claim):
     assert finding(RANK_CLAIMS, claim).verdict is Verdict.BROKEN
 
 
+def test_a_stack_of_rank_two_is_refuted():
+    assert rank_two().verdict is Verdict.FALSE
+
+
 def test_rank_two_notices_rows_that_get_lost(monkeypatch):
     break_estimator(monkeypatch, "mean", lambda r: r)  # wrong rollouts get no row
     assert rank_two().verdict is Verdict.BROKEN

@@ -1,5 +1,7 @@
 """How a verdict comes about, and that no check can end the run."""
 
+import json
+
 import pytest
 
 from scoregram.studies.grpo_rank.claims import CLAIMS
@@ -11,6 +13,7 @@ from scoregram.studies.ledger import (
     corrected,
     extremes,
     refuted,
+    show_claims,
     to_be_measured,
     unsupported,
 )
@@ -63,3 +66,11 @@ def test_what_cannot_be_decided_needs_its_facts(truth):
 
 def test_between_is_the_least_and_the_largest():
     assert extremes("gap", [0.5, -1.0, 0.25]) == {"gap, least": -1.0, "gap, largest": 0.5}
+
+
+def test_verdicts_of_replications_stand_beside_their_claim(capsys):
+    claims = [Claim(name, "here", name, lambda: as_printed(True, {"gap": 0.0}), "paper") for name in ("one", "other")]
+    found = {"verdict": "confirmed", "sentence": "It fell.", "model": "tiny", "task": "copy", "seeds": [0, 1]}
+    assert show_claims(claims, as_json=True, measured={"one": [found]}) == 0
+    shown = json.loads(capsys.readouterr().out)["claims"]
+    assert {claim["id"]: claim["measured"] for claim in shown} == {"one": [found], "other": []}
