@@ -1,5 +1,6 @@
 """What a measurement leaves alone, and what it says of bad input."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from torch import nn
 
 from scoregram.checks import ScoregramError
-from scoregram.gram import backward_with_gram, measure_gram
+from scoregram.gram import Gram, backward_with_gram, measure_gram
+from scoregram.gram.result import CollectedScores
 from tests.cases import ARCHITECTURES, build, rollouts
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -128,3 +130,18 @@ def test_verification_finds_a_layer_that_mixes_rollouts():
     measure_gram(build("Llama"), *batch.arguments, verify=True)
     with pytest.raises(ScoregramError, match="must agree with a plain backward pass"):
         measure_gram(model, *batch.arguments, verify=True)
+
+
+def test_verification_sees_an_error_that_cancels_in_the_sum_of_all_rows(monkeypatch):
+    """`1ᵀE1 = 0` for `E = [[1, -1], [-1, 1]]`: equal weights would not show it."""
+    of_scores = CollectedScores.gram
+
+    def disturbed(self: CollectedScores) -> Gram:
+        gram = of_scores(self)
+        error = torch.zeros_like(gram.matrix)
+        error[:2, :2] = torch.tensor([[1.0, -1.0], [-1.0, 1.0]]) * gram.matrix.norm()
+        return replace(gram, matrix=gram.matrix + error)
+
+    monkeypatch.setattr(CollectedScores, "gram", disturbed)
+    with pytest.raises(ScoregramError, match="must agree with a plain backward pass"):
+        measure_gram(build("Llama"), *rollouts().arguments, verify=True)
