@@ -23,7 +23,7 @@ from scoregram.studies.grpo_rank.presets import PRESETS, START, Preset, plan, re
 from scoregram.studies.grpo_rank.readings import read_evidence
 from scoregram.studies.grpo_rank.replication import replicate, run_all, run_in_processes, run_one, steps_done
 from scoregram.studies.record import write_record
-from scoregram.studies.verification import EXHIBITS_CHECK, FILES_CHECK, VERDICTS_CHECK, verify
+from scoregram.studies.verification import EXHIBITS_CHECK, FILES_CHECK, RUNS_CHECK, VERDICTS_CHECK, verify
 from scoregram.training.loop import Trained
 from tests.run_cases import ENVIRONMENT
 from tests.training_cases import JUDGE, save_policy, without_times
@@ -294,7 +294,8 @@ def test_a_changed_gram_does_not_give_the_same_exhibits(folder):
     failed = {
         check.name: check.sentences for check in verify(folder, recompute=recompute).checks if check.state == "failed"
     }
-    assert FILES_CHECK not in failed and failed.keys() <= {EXHIBITS_CHECK, VERDICTS_CHECK}
+    assert FILES_CHECK not in failed and failed.keys() <= {RUNS_CHECK, EXHIBITS_CHECK, VERDICTS_CHECK}
+    assert all("group/effective_rank is" in text for text in failed[RUNS_CHECK])
     said = failed[EXHIBITS_CHECK]
     assert any(text.startswith('table "table-1", row 2 (R = 4), column "effective rank"') for text in said)
     assert not any("(R = 2)" in text and "table-1" in text for text in said)
