@@ -10,7 +10,6 @@ from .policy import stopped_ratio as stopped_ratio
 from .policy import trajectory_ratio as trajectory_ratio
 from .reference import KL_TERMS as KL_TERMS
 from .reference import KLTerm as KLTerm
-from .reference import best_and_worst as best_and_worst
 from .reference import consistency_variance as consistency_variance
 from .reference import consistency_weights as consistency_weights
 from .reference import kl_penalty as kl_penalty

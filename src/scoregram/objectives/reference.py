@@ -138,25 +138,6 @@ def preference_pairs(rewards: Rewards) -> Pairs:
     return torch.stack([prompt * rewards.shape[1] + better, prompt * rewards.shape[1] + worse], dim=-1)
 
 
-def best_and_worst(rewards: Rewards) -> Pairs:
-    """The best and the worst rollout of every prompt whose rewards differ, as rows of a flat batch; one pair each.
-
-    Of equal rewards the first rollout is taken. `nan` is no reward: such a rollout is in no pair.
-
-    Returns:
-        `(M, 2)` int64, better first, possibly with `M = 0`.
-
-    Example:
-        >>> best_and_worst(torch.tensor([[0.5, 1.0, torch.nan, 0.0], [1.0, 1.0, 1.0, 1.0]])).tolist()
-        [[1, 3]]
-    """
-    best = rewards.nan_to_num(nan=-torch.inf).argmax(dim=1)
-    worst = rewards.nan_to_num(nan=torch.inf).argmin(dim=1)
-    prompt = torch.arange(len(rewards), device=rewards.device)
-    differ = rewards[prompt, best] > rewards[prompt, worst]  # false for nan too
-    return torch.stack([prompt * rewards.shape[1] + best, prompt * rewards.shape[1] + worst], dim=-1)[differ]
-
-
 def pair_preference(
     log_probs: LogProbs, ref_log_probs: LogProbs, mask: Mask, pairs: Pairs, *, beta: float | int = 0.1
 ) -> Loss:

@@ -9,11 +9,11 @@ from torch import Tensor
 from scoregram.advantages import ESTIMATORS, estimate
 from scoregram.checks import fail, listed, lookup
 from scoregram.gram import Gram
-from scoregram.objectives import KL_TERMS, OBJECTIVES, best_and_worst, kl_penalty, token_coefficients
+from scoregram.objectives import KL_TERMS, OBJECTIVES, kl_penalty, token_coefficients
 from scoregram.reading import Step
 from scoregram.rollouts import Rollouts
 from scoregram.training.config import Method
-from scoregram.types import Advantages, LogProbs, Mask, TokenWeights
+from scoregram.types import Advantages, LogProbs, Mask, Pairs, Rewards, TokenWeights
 
 TRAINER_INPUTS = frozenset(
     {
@@ -172,6 +172,25 @@ def reference_inputs(rollouts: Rollouts, reference: LogProbs, beta: float) -> di
         "group_size": rollouts.group_size,
         "beta": beta,
     }
+
+
+def best_and_worst(rewards: Rewards) -> Pairs:
+    """The best and the worst rollout of every prompt whose rewards differ, as rows of a flat batch; one pair each.
+
+    Of equal rewards the first rollout is taken. `nan` is no reward: such a rollout is in no pair.
+
+    Returns:
+        `(M, 2)` int64, better first, possibly with `M = 0`.
+
+    Example:
+        >>> best_and_worst(torch.tensor([[0.5, 1.0, torch.nan, 0.0], [1.0, 1.0, 1.0, 1.0]])).tolist()
+        [[1, 3]]
+    """
+    best = rewards.nan_to_num(nan=-torch.inf).argmax(dim=1)
+    worst = rewards.nan_to_num(nan=torch.inf).argmin(dim=1)
+    prompt = torch.arange(len(rewards), device=rewards.device)
+    differ = rewards[prompt, best] > rewards[prompt, worst]  # false for nan too
+    return torch.stack([prompt * rewards.shape[1] + best, prompt * rewards.shape[1] + worst], dim=-1)[differ]
 
 
 def reference_step(
