@@ -258,3 +258,18 @@ def test_sampled_rollouts_reach_every_source(policy, folder, tmp_path):
 def test_a_loss_with_a_reference_replaces_that_of_any_method(folder, tmp_path, objective):
     train(config_for(folder, tmp_path / "run", method="grpo", objective=objective, inner_updates=2))
     assert all("gram/update_norm" in line for line in list(open_run(tmp_path / "run").metrics())[1:])
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"baseline": math.nan}, "train --baseline: must be finite, got nan"),
+        ({"baseline_decay": 1.0}, "train --baseline-decay: must be below 1, got 1.0"),
+        ({"segment_probability": 7.0}, "train --segment-probability: must be at most 1, got 7.0"),
+        ({"critic_warmup": 2}, "train --critic-warmup: needs a method with a critic, got estimator grpo"),
+    ],
+)
+def test_wrong_options_are_refused_before_the_first_step(changes, says, folder, tmp_path):
+    with pytest.raises((ScoregramError, ValueError), match=says):
+        train(config_for(folder, tmp_path / "run", **changes))
+    assert not (tmp_path / "run").exists()

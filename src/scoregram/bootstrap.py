@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -12,6 +13,9 @@ LEVEL = 0.95
 FEWEST = 5
 """Fewer observations than this give an interval that is too narrow to decide by."""
 _DRAWS_IN_MEMORY = 2**22
+
+
+_Name = TypeVar("_Name", bound=Hashable)
 
 
 def mean_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
@@ -32,13 +36,7 @@ def clustered_mean(values: Sequence[float] | np.ndarray, clusters: Sequence[Hash
     Use it for dependent values, such as groups of one prompt at several steps. `nan` if all values are; no interval for
     fewer than two clusters.
     """
-    known = np.asarray(values, dtype=np.float64)
-    names = {name: place for place, name in enumerate(dict.fromkeys(clusters))}
-    owner = np.array([names[name] for name in clusters], dtype=np.int64)
-    defined = ~np.isnan(known)
-    totals = np.bincount(owner[defined], known[defined], minlength=len(names))
-    counts = np.bincount(owner[defined], minlength=len(names))
-    totals, counts = totals[counts > 0], counts[counts > 0]
+    _, totals, counts = _cluster_totals(values, clusters)
     if not len(counts):
         return Estimate(math.nan)
     return bootstrap_estimate(len(counts), lambda drawn: totals[drawn].sum(axis=-1) / counts[drawn].sum(axis=-1))
@@ -55,17 +53,24 @@ def nested_mean(values: Sequence[float] | np.ndarray, nests: Sequence[tuple[Hash
         values: The values.
         nests: Run, and cluster inside the run, of each value.
     """
+    nested, totals, counts = _cluster_totals(values, nests)
+    if not len(counts):
+        return Estimate(math.nan)
+    runs = [run for run, _ in nested]
+    return nested_estimate(runs, lambda weights: (weights @ totals) / (weights @ counts))
+
+
+def _cluster_totals(
+    values: Sequence[float] | np.ndarray, clusters: Sequence[_Name]
+) -> tuple[list[_Name], np.ndarray, np.ndarray]:
+    """Names of the clusters with a value that is not `nan`, and the sum and the number of such values in each."""
     known = np.asarray(values, dtype=np.float64)
-    names = {name: place for place, name in enumerate(dict.fromkeys(nests))}
-    owner = np.array([names[name] for name in nests], dtype=np.int64)
+    names = {name: place for place, name in enumerate(dict.fromkeys(clusters))}
+    owner = np.array([names[name] for name in clusters], dtype=np.int64)
     defined = ~np.isnan(known)
     totals = np.bincount(owner[defined], known[defined], minlength=len(names))
     counts = np.bincount(owner[defined], minlength=len(names))
-    runs = [run for (run, _), count in zip(names, counts, strict=True) if count]
-    totals, counts = totals[counts > 0], counts[counts > 0]
-    return (
-        nested_estimate(runs, lambda weights: (weights @ totals) / (weights @ counts)) if runs else Estimate(math.nan)
-    )
+    return [name for name, count in zip(names, counts, strict=True) if count], totals[counts > 0], counts[counts > 0]
 
 
 def nested_estimate(runs: Sequence[Hashable], statistic: Callable[[np.ndarray], np.ndarray]) -> Estimate:

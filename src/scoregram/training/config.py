@@ -322,6 +322,11 @@ class TrainConfig:
         if self.sampler == "vllm" and self.lora_rank:
             remedy = "Choose another sampler, or --lora-rank 0."
             refuse("train --sampler", "vllm needs a model without adapters", f"lora_rank {self.lora_rank}", remedy)
+        if self.baseline is not None and not abs(self.baseline) < float("inf"):
+            refuse("train --baseline", "must be finite", self.baseline, "Leave it out for a running mean.")
+        if self.segment_probability > 1:
+            remedy = "With 1 every token that was not certain ends a segment."
+            refuse("train --segment-probability", "must be at most 1", self.segment_probability, remedy)
         if self.baseline_decay >= 1:
             remedy = "0.9 averages over about ten steps."
             refuse("train --baseline-decay", "must be below 1", self.baseline_decay, remedy)

@@ -73,6 +73,9 @@ class Critic:
     a reward are left out.
     """
 
+    old: Tensor
+    """`(N, T)` values of the latest step, from before the critic learned from it."""
+
     def __init__(self, config: TrainConfig, policy: Policy, *, prompts_only: bool) -> None:
         """`prompts_only`: the value of the prompt is the baseline of a whole rollout, and nothing else is learned."""
         self.config = config

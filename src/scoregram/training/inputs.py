@@ -295,4 +295,7 @@ def input_sources(method: Method, config: TrainConfig, policy: Policy, task: Tas
         sources.append(VerifiedSteps(policy, task))
     if "prefix_values" in needs:
         sources.append(PrefixRollouts(policy, task, sampling, config, every_token="segment_starts" not in needs))
+    if config.critic_warmup and not any(isinstance(source, Critic) for source in sources):
+        remedy = "Leave it out, or train with ppo, ppo-monte-carlo or reinforce-critic."
+        fail("train --critic-warmup", "needs a method with a critic", f"estimator {method.estimator}", remedy)
     return sources

@@ -88,8 +88,7 @@ class Updater:
 
     def _backward(self, step: Step, *, measure: bool, reference: Tensor | None) -> tuple[Step, float]:
         """A step with known weights, after its backward pass, and its loss."""
-        own_reference = reference if compares_with_reference(self.method.objective) else None
-        if reference is not None and own_reference is None:  # a KL term: weights differ between tokens
+        if reference is not None and not compares_with_reference(self.method.objective):  # a KL term, token by token
             gram = self._measure(step.rollouts, step.token_weights) if measure else step.gram
             loss, log_probs = self._backward_of_loss(step, None, reference)
             return replace(step, gram=gram, log_probs=log_probs), loss
@@ -98,8 +97,7 @@ class Updater:
             log_probs = gram.log_probs
         else:
             gram, log_probs = step.gram, self._backward_of_nonzero_weights(step)
-        given: dict[str, Any] = {"length": self.length, "reference": own_reference, "beta": self.beta}
-        loss = float(loss_value(self.method, step, log_probs, **given))
+        loss = float(loss_value(self.method, step, log_probs, **self._loss_options(reference)))
         return replace(step, gram=gram, log_probs=log_probs), loss
 
     def _backward_with_gram(self, step: Step) -> Gram:
@@ -188,6 +186,11 @@ class Updater:
                 grams.append(measure_gram(self.model, *gram_inputs(rollouts, here), **given))
         return gram_of_passes(grams)
 
+    def _loss_options(self, reference: Tensor | None) -> dict[str, Any]:
+        """Options of `loss_value`; it gets the reference only if the loss itself compares the policy with it."""
+        own = reference if compares_with_reference(self.method.objective) else None
+        return {"length": self.length, "reference": own, "beta": self.beta}
+
     @property
     def gram_options(self) -> dict[str, Any]:
         """Arguments that every measurement of the run shares."""
@@ -210,13 +213,12 @@ class Updater:
                 log_probs = torch.cat([self.log_probs(rollouts, here) for here in passes])
         before = log_probs if old is None else old
 
-        own_reference = reference if compares_with_reference(self.method.objective) else None
-        given: dict[str, Any] = {"length": self.length, "reference": own_reference, "beta": self.beta}
+        options = self._loss_options(reference)
 
         def loss(leaf: Tensor) -> Tensor:
-            return loss_value(self.method, step, leaf, before, **given)
+            return loss_value(self.method, step, leaf, before, **options)
 
-        mask, penalised = rollouts.completion_mask, reference if own_reference is None else None
+        mask, penalised = rollouts.completion_mask, reference if options["reference"] is None else None
         value, coefficients = loss_coefficients(log_probs, mask, loss, beta=self.beta, kl=self.kl, reference=penalised)
         for here in passes:
             current = self.log_probs(rollouts, here) if kept is None else kept
