@@ -70,7 +70,8 @@ class Train(TrainConfig):  # noqa: D101
         from scoregram.training import train
 
         trained = train(self)
-        print(f"{trained.folder}: step {trained.step} of {self.steps}")
+        budget = f", {trained.rollouts} of {self.rollouts} rollouts" if self.rollouts else f" of {self.steps}"
+        print(f"{trained.folder}: step {trained.step}{budget}")
         return 130 if trained.interrupted else 0
 
 

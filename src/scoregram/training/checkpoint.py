@@ -30,6 +30,8 @@ class Position:
     """Steps that are done."""
     problems: int
     """Problems that were drawn."""
+    rollouts: int = 0
+    """Rollouts that were sampled for training, extra ones included."""
 
 
 def save_checkpoint(
@@ -44,6 +46,7 @@ def save_checkpoint(
     state = {
         "step": position.step,
         "problems": position.problems,
+        "rollouts": position.rollouts,
         "optimizer": optimizer.state_dict(),
         "sources": [dict(source) for source in sources],
     }
@@ -79,7 +82,7 @@ def load_checkpoint(
         optimizer.load_state_dict(state["optimizer"])
         for source, stored in zip(sources, state.get("sources", [{}] * len(sources)), strict=True):
             source.load_state(stored)
-        return Position(state["step"], state["problems"])
+        return Position(state["step"], state["problems"], state.get("rollouts", 0))
     except (ScoregramError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # damaged files make their readers raise almost anything

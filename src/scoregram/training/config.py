@@ -109,10 +109,10 @@ METHODS: MappingProxyType[str, Method] = MappingProxyType(
 REFERENCE_STRENGTHS: MappingProxyType[str, float] = MappingProxyType({"agro": 0.1, "dpo": 0.1})
 """Losses that compare the policy with the initial one, and the `beta` of each if none is given."""
 
-MAY_DIFFER = ("steps", "out", "resume", "overwrite", "report_to", "checkpoint_every", "keep_checkpoints")
+MAY_DIFFER = ("steps", "rollouts", "out", "resume", "overwrite", "report_to", "checkpoint_every", "keep_checkpoints")
 """Settings that a resumed run may change without changing its numbers.
 
-`steps` may change only if the learning rate schedule is constant.
+`steps` may change only if the learning rate schedule is constant, as it is with `rollouts`.
 """
 
 
@@ -121,6 +121,7 @@ LATER_OPTIONS = frozenset(
         *("sampler", "keep_evidence", "baseline", "baseline_decay"),
         *("critic", "critic_learning_rate", "critic_updates", "critic_clip", "critic_warmup"),
         *("prefix_rollouts", "segments", "segment_tokens", "segment_probability"),
+        *("rollouts", "every_rollouts"),
     }
 )
 """Options that older runs do not have; they are stored only if they differ from their defaults."""
@@ -133,8 +134,8 @@ class TrainConfig:
     out: Path = Path("runs/train")
     """Run folder to write."""
     resume: bool = False
-    """Continue the run in `out` from its last checkpoint, with its settings. Only steps (at a constant learning rate),
-    report_to, checkpoint_every and keep_checkpoints may be changed."""
+    """Continue the run in `out` from its last checkpoint, with its settings. Only steps and rollouts (at a constant
+    learning rate), report_to, checkpoint_every and keep_checkpoints may be changed."""
     overwrite: bool = False
     """Replace an older run in `out`."""
 
@@ -200,6 +201,12 @@ class TrainConfig:
 
     steps: int = 100
     """Training steps, inner updates not counted."""
+    rollouts: int = 0
+    """Train until this many rollouts are sampled, whatever the number of steps; 0 to train for `steps`. Every sampled
+    rollout counts: of groups that dynamic sampling drops, of prefixes, greedy ones. Evaluations do not count."""
+    every_rollouts: int = 0
+    """Measure and evaluate each time this many rollouts are sampled, not at steps counted by measure_every and
+    eval_every; 0 for never."""
     batch_size: int = 64
     """Rollouts per step."""
     group_size: int = 8
@@ -315,6 +322,9 @@ class TrainConfig:
             got = f"micro_batch_size {self.micro_batch_size} and between_prompts {self.between_prompts}"
             remedy = "Leave out --batches-every; probes store their whole Gram anyway."
             refuse("train --batches-every", "a stored batch must be measured in one pass, across prompts", got, remedy)
+        if self.batches_every and self.every_rollouts:
+            remedy = "Leave one of them out; probes store their whole Gram anyway."
+            refuse("train --batches-every", "needs measured steps by number", "every_rollouts", remedy)
         for temperature in self.probe_temperatures:
             if not 0 < temperature < float("inf"):
                 remedy = "Leave it out to probe at the policy's temperature."
@@ -330,6 +340,9 @@ class TrainConfig:
         if self.baseline_decay >= 1:
             remedy = "0.9 averages over about ten steps."
             refuse("train --baseline-decay", "must be below 1", self.baseline_decay, remedy)
+        if self.rollouts and self.lr_schedule != "constant":
+            remedy = "Leave out --lr-schedule, or give --steps instead of --rollouts."
+            refuse("train --rollouts", "needs a constant learning rate", self.lr_schedule, remedy)
         if self.method not in METHODS:
             refuse("train --method", f"must be one of {', '.join(METHODS)}", repr(self.method), "Check the spelling.")
         if self.resume and self.overwrite:
@@ -374,6 +387,11 @@ class TrainConfig:
     def reference_strength(self) -> float:
         """`beta`, or the loss's own where that is 0; 0 if nothing compares the policy with the initial one."""
         return self.beta or REFERENCE_STRENGTHS.get(self.chosen.objective, 0.0)
+
+    @property
+    def most_steps(self) -> int:
+        """`steps`, or with a budget of rollouts the steps that it allows if a step samples `batch_size` rollouts."""
+        return -(-self.rollouts // self.batch_size) if self.rollouts else self.steps
 
     @property
     def prompts(self) -> int:
@@ -428,6 +446,8 @@ class TrainConfig:
 
 LEAST = {
     "steps": 1,
+    "rollouts": 0,
+    "every_rollouts": 0,
     "batch_size": 1,
     "group_size": 1,
     "micro_batch_size": 0,

@@ -73,6 +73,7 @@ class Critic:
     a reward are left out.
     """
 
+    extra_rollouts: int | None = None
     old: Tensor
     """`(N, T)` values of the latest step, from before the critic learned from it."""
 

@@ -32,6 +32,11 @@ from scoregram.training.critic import Critic
 class InputSource(Protocol):
     """Supplies inputs of an estimator."""
 
+    @property
+    def extra_rollouts(self) -> int | None:
+        """Rollouts that the latest step took on top of those it trains on; None for a source that samples none."""
+        ...
+
     def inputs(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> dict[str, Tensor]:
         """The inputs for step `number`, by name; `token_rewards` `(N, T)` replaces the reward at the last token."""
         ...
@@ -53,11 +58,10 @@ class StatelessSource:
     """A source that learns nothing."""
 
     extra_rollouts: int | None = None
-    """Rollouts that the latest step took on top of those it trains on; None for a source that samples none."""
 
     def learn(self, rollouts: Rollouts) -> dict[str, float]:
-        """Learn nothing; returns how many rollouts the step took on top of its own."""
-        return {} if self.extra_rollouts is None else {"credit/extra_rollouts": float(self.extra_rollouts)}
+        """Nothing."""
+        return {}
 
     def state(self) -> dict[str, Any]:
         """Nothing."""
@@ -96,6 +100,7 @@ class BaselineRewards:
     decay: float
     total: float = 0.0
     weight: float = 0.0
+    extra_rollouts: int | None = None
 
     @property
     def value(self) -> float:

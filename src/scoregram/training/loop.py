@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -46,6 +46,8 @@ class Trained:
     step: int
     """Last step that was done."""
     interrupted: bool
+    rollouts: int = 0
+    """Rollouts that were sampled for training."""
 
 
 def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
@@ -93,18 +95,19 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
     require_trackers(config.report_to)
     writer, position = open_writer(config, policy, optimizer, sources)
     resumed = position.step if config.resume and position.step else None
+    evaluates = config.eval_every > 0 or config.every_rollouts > 0
     interrupted = False
     with (
         writer,
         open_trackers(config.report_to, config.out, config.record(), resume_step=resumed) as trackers,
-        Progress(config.steps, first_step=position.step, console=console) as progress,
+        Progress(config.most_steps, first_step=position.step, console=console) as progress,
         stop_requests() as stop,
     ):
         if resumed and not (open_run(config.out).checkpoints[resumed] / CHECKSUMS).exists():
             progress.note(f"the checkpoint of step {resumed} has no {CHECKSUMS}: its files could not be checked")
-        if position.step == 0 and (config.eval_every or config.probe_every):
-            scalars: dict[str, Any] = {}
-            if config.eval_every:
+        if position.step == 0 and (evaluates or config.probe_every):
+            scalars: dict[str, Any] = {"rollouts": 0}
+            if evaluates:
                 began = time.perf_counter()
                 scalars |= evaluation_scalars(config, policy, task, tests, writer, 0)
                 scalars["time/eval"] = time.perf_counter() - began
@@ -116,17 +119,19 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
             writer.write_metrics(0, scalars)
             trackers.log(0, scalars)
 
-        for number in range(position.step + 1, config.steps + 1):
-            began = time.perf_counter()
+        while not is_finished(config, position):
+            began, before, number = time.perf_counter(), position, position.step + 1
             # draw and reward
             rollouts, problems, position = draw_rollouts(config, policy, task, position, number)
             sampled = time.perf_counter()
 
             # update, and measure in the same pass
-            measure = is_due(number, config.measure_every)
             rate = learning_rate(number, config)
             try:
                 inputs = {n: v for source in sources for n, v in source.inputs(number, rollouts, problems).items()}
+                extra = extra_rollouts(sources)
+                position = replace(position, rollouts=position.rollouts + (extra or 0))
+                measure = is_due_at(config, config.measure_every, before, position)
                 known = None if reference is None else reference.log_probs(rollouts)
                 step, loss = updater.first(number, rollouts, measure=measure, inputs=inputs, reference=known)
                 norm = apply_gradient(optimizer, policy.model, rate, config.max_grad_norm)
@@ -141,13 +146,15 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
                 if config.on_not_finite == "stop":
                     raise NotFiniteError(f"step {number}: {error} The step is saved in {where}.") from error
                 progress.note(f"step {number} was skipped: {error}")
-                writer.write_metrics(number, {"skipped": 1})
+                writer.write_metrics(number, {"skipped": 1, "rollouts": position.rollouts})
                 continue
             updated = time.perf_counter()
 
             # write the records
             scalars = reading.scalars | {"loss": loss, "grad_norm": norm, "learning_rate": rate} | policy_scalars(step)
-            scalars |= learned
+            scalars |= learned | {"rollouts": position.rollouts}
+            scalars |= {} if extra is None else {"credit/extra_rollouts": extra}
+            is_last = is_finished(config, position)
             if measure:
                 writer.write_groups(number, group_records(step, reading.groups, **config.recording()))
             if is_due(number, config.batches_every):
@@ -156,7 +163,7 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
                 scalars |= probe_scalars(config, policy, task, probes, writer, number)
             if is_due(number, config.rollouts_every):
                 writer.write_rollouts(number, rollout_records(step, policy.decode))
-            if is_due(number, config.eval_every) or (number == config.steps and config.eval_every):
+            if is_due_at(config, config.eval_every, before, position) or (is_last and evaluates):
                 scalars |= evaluation_scalars(config, policy, task, tests, writer, number)
                 progress.note(f"step {number}: test accuracy {scalars['eval/accuracy']:.3f}")
             scalars |= timing(int(rollouts.completion_mask.sum()), began, sampled, updated)
@@ -165,15 +172,14 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
             progress.update(number, progress_scalars(scalars))
 
             # checkpoint
-            interrupted = stop.asked and number < config.steps
-            is_last = number == config.steps and config.final_checkpoint
-            if is_due(number, config.checkpoint_every) or is_last or interrupted:
+            interrupted = stop.asked and not is_last
+            if is_due(number, config.checkpoint_every) or (is_last and config.final_checkpoint) or interrupted:
                 with writer.checkpoint(number) as folder:
                     save_checkpoint(folder, policy, optimizer, position, [source.state() for source in sources])
             if interrupted:
                 progress.note(f"stopped after step {number}; continue with --resume")
                 break
-    return Trained(config.out, position.step, interrupted)
+    return Trained(config.out, position.step, interrupted, position.rollouts)
 
 
 def draw_rollouts(
@@ -198,7 +204,7 @@ def draw_rollouts(
         live += [outcome == "live" for outcome in outcomes_of(parts[-1].reward_grid)]
         if sum(live) >= config.prompts:
             break
-    after = Position(number, position.problems + len(drawn))
+    after = Position(number, position.problems + len(drawn), position.rollouts + len(drawn) * config.group_size)
     if not config.chosen.dynamic_sampling or not any(live):
         return parts[0], drawn[: config.prompts], after
     places = [place for place, is_live in enumerate(live) if is_live][: config.prompts]
@@ -254,7 +260,9 @@ def open_writer(
         return writer, Position(0, 0)
     latest = open_run(config.out).latest_checkpoint
     position = Position(0, 0) if latest is None else load_checkpoint(latest[1], policy, optimizer, sources)
-    if position.step > config.steps:
+    if not position.rollouts:  # a checkpoint of an older version
+        position = replace(position, rollouts=position.problems * config.group_size)
+    if position.step > config.steps and not config.rollouts:
         fail(
             "train --resume", f"steps must be at least {position.step}, which are done", config.steps, "Raise --steps."
         )
@@ -291,6 +299,24 @@ def stop_requests() -> Iterator[StopRequest]:
             signal.signal(number, handler)
 
 
+def is_finished(config: TrainConfig, position: Position) -> bool:
+    """Whether the run has done its steps, or sampled its budget of rollouts; the last step may exceed the budget."""
+    return position.rollouts >= config.rollouts if config.rollouts else position.step >= config.steps
+
+
+def extra_rollouts(sources: Sequence[InputSource]) -> int | None:
+    """Rollouts that the step took on top of those it trains on; None if no source samples any."""
+    counts = [source.extra_rollouts for source in sources if source.extra_rollouts is not None]
+    return sum(counts) if counts else None
+
+
+def is_due_at(config: TrainConfig, every: int, before: Position, after: Position) -> bool:
+    """Whether a measurement or an evaluation is due at this step, by steps or by rollouts as the config says."""
+    if config.every_rollouts:
+        return after.rollouts // config.every_rollouts > before.rollouts // config.every_rollouts
+    return is_due(after.step, every)
+
+
 def is_due(step: int, every: int) -> bool:
     """Whether an action with the period `every` is due at this step; 0 means never."""
     return every > 0 and step % every == 0
@@ -302,8 +328,8 @@ def checkpoints_to_come(config: TrainConfig) -> int:
     A new checkpoint is complete before the oldest one is removed, so `keep_checkpoints` needs space for one more.
     """
     every, done = config.checkpoint_every, len(open_run(config.out).checkpoints) if config.resume else 0
-    written = config.steps // every if every else 0
-    if config.final_checkpoint and not is_due(config.steps, every):
+    written = config.most_steps // every if every else 0
+    if config.final_checkpoint and not is_due(config.most_steps, every):
         written += 1
     most = min(written, config.keep_checkpoints + 1) if config.keep_checkpoints else written
     return max(most - done, min(most, 1))
