@@ -218,6 +218,7 @@ def _annotation(node: ast.expr | None) -> str:
 
 CLAIMS = "studies/grpo_rank/claims"
 CLAIM_TESTS = {
+    "companions": ("companions",),
     "derivation": ("derivation", "credit"),
     "discussion": ("discussion", "abstract"),
     "multiturn": ("multiturn",),
@@ -241,6 +242,8 @@ EXCLUSIVE = {
     "ineffective_rollouts",
     "max_rank",
     "no_new_dimensions",
+    "output_set",
+    "performative_optimum",
     "rank_falls_with_spread",
     "rank_two",
     "row_two",

@@ -1,9 +1,11 @@
 """The claims of the paper in its order, each with a check that decides it by enumeration; a file per part of the paper.
 
-The U-statistic paper, arXiv:2603.01162, follows: it analyses the same estimator. Last come assertions of a summary.
+The U-statistic paper, arXiv:2603.01162, follows: it analyses the same estimator. Then come five companions, each in a world
+of its own, and assertions of a summary.
 """
 
 from scoregram.studies.grpo_rank.claims.announcements import SETUP_CLAIMS, SUMMARY_CLAIMS
+from scoregram.studies.grpo_rank.claims.companions import COMPANION_CLAIMS, DISCOUNT_CLAIMS
 from scoregram.studies.grpo_rank.claims.derivation import CREDIT_CLAIMS, DERIVATION_CLAIMS
 from scoregram.studies.grpo_rank.claims.discussion import ABSTRACT_CLAIMS, DISCUSSION_CLAIMS
 from scoregram.studies.grpo_rank.claims.limits import LIMIT_CLAIMS
@@ -15,6 +17,7 @@ from scoregram.studies.ledger import Claim
 
 CLAIMS: tuple[Claim, ...] = (
     *ABSTRACT_CLAIMS,
+    *DISCOUNT_CLAIMS,
     *DERIVATION_CLAIMS,
     *CREDIT_CLAIMS,
     *STRUCTURE_CLAIMS,
@@ -29,5 +32,6 @@ CLAIMS: tuple[Claim, ...] = (
     *USTATISTIC_CLAIMS,
     *GROUP_SIZE_CLAIMS,
     *LIMIT_CLAIMS,
+    *COMPANION_CLAIMS,
     *SUMMARY_CLAIMS,
 )
