@@ -218,9 +218,11 @@ def _annotation(node: ast.expr | None) -> str:
 
 CLAIMS = "studies/grpo_rank/claims"
 CLAIM_TESTS = {
+    "announcements": ("limits",),
     "companions": ("companions",),
     "derivation": ("derivation", "credit"),
     "discussion": ("discussion", "abstract"),
+    "limits": ("limits",),
     "multiturn": ("multiturn",),
     "rank": ("rank", "sparsity", "table"),
     "structure": ("structure", "concentration"),

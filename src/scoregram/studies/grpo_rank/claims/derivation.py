@@ -266,39 +266,64 @@ def clipping_leaves_structure() -> Finding:
 
 
 DERIVATION_CLAIMS = (
-    claim("eq-6", "eq. (6)", "A baseline that depends on the state alone adds no bias.", state_baseline),
-    claim("eq-7-baseline", "after eq. (7)", "The baseline of least variance is the value v(s).", best_baseline),
-    claim("eq-8", "eq. (8)", "The sampled return equals reward plus value of the next state.", bootstrapped_return),
+    claim(
+        "eq-6",
+        "section 2.4, eq. (6)",
+        "Subtracting a baseline that depends on the state alone introduces no bias.",
+        state_baseline,
+    ),
+    claim(
+        "eq-7-baseline",
+        "section 2.4, sentence after eq. (7)",
+        "The baseline that minimises the variance is b*(s) = v(s).",
+        best_baseline,
+    ),
+    claim(
+        "eq-8",
+        "section 2.4, eq. (8)",
+        "In one-step form the sampled return is Ĝ_t = r_{t+1} + γ v(S_{t+1}).",
+        bootstrapped_return,
+    ),
     claim(
         "eq-9",
-        "eq. (9)",
-        "Given state and action, return minus value and temporal difference both have the advantage as their mean.",
+        "section 2.4, eq. (9) and the sentence after it",
+        "Return minus value is about the TD error; given state and action its expectation is the advantage.",
         temporal_difference_mean,
     ),
-    claim("eq-10", "eq. (10)", "The gradient is the mean of advantage times score, summed over time.", advantage_form),
+    claim(
+        "eq-10",
+        "section 2.4, eq. (10)",
+        "The policy gradient is E[Σ_t γ^t A(S_t, A_t) ∇ log π(A_t | S_t)].",
+        advantage_form,
+    ),
     claim(
         "eq-12",
-        "eq. (12)",
-        "Under output-only reward the temporal difference is v(s_{t+1}) - v(s_t) at every position.",
+        "section 2.5, eq. (12)",
+        "Under output-only reward and γ = 1 the TD error at every position is v(s_{t+1}) - v(s_t).",
         terminal_differences,
     ),
     claim(
         "eq-13",
-        "eq. (13), section 6",
-        "Under output-only reward the advantage of every token is R_terminal - v(s0).",
+        "section 2.5, eq. (13); section 6, third paragraph",
+        "Under output-only reward the advantage reduces to R_terminal - v(s_0) at every token.",
         collapsed_advantage,
     ),
-    claim("eq-14", "eq. (14)", "The group's mean reward is a valid Monte-Carlo estimate of v(s0).", sample_mean),
+    claim(
+        "eq-14",
+        "section 2.5, eq. (14) and the sentence after it",
+        "The group's mean reward is a valid Monte Carlo estimate of v(s_0).",
+        sample_mean,
+    ),
     claim(
         "single-turn-exact",
-        "eq. (15), section 6 ('In short')",
-        "With the group mean as baseline the single-turn gradient estimate is exact (no bias).",
+        "section 6, 'In short', second sentence",
+        "GRPO is exact for single-turn generation, where no bootstrapping is needed (read: its gradient has no bias).",
         exactness,
     ),
     claim(
         "scope-clipping",
-        "section 1 (scope), note after eq. (15)",
-        "Clipping changes the step, not the structure of the gradient: credit and rank depend on the advantages alone.",
+        "section 1, 'Scope'; section 2.5, note after eq. (15)",
+        "Clipping and KL change the step, not the gradient signal: credit and rank depend only on the advantage estimator.",
         clipping_leaves_structure,
     ),
 )
@@ -411,21 +436,26 @@ def _rank(rows: Tensor) -> int:
 CREDIT_CLAIMS = (
     claim(
         "thm-3.1",
-        "Theorem 3.1, eqs. (16)-(17)",
-        "With output-only reward and the group mean, every token of a rollout gets the same advantage.",
+        "section 3, Theorem 3.1, eqs. (16) and (17)",
+        "Under output-only reward with γ = 1, every token of rollout i gets the same advantage r_i - v̂_R(s_0).",
         uniform_credit,
     ),
     claim(
         "remark-3.2",
-        "Remark 3.2",
-        "In a rollout all tokens are reinforced alike: its credit cannot tell which of them decided the outcome.",
+        "section 3, Remark 3.2, second to fourth sentence",
+        "The credit cannot tell which tokens of a rollout caused the outcome: all of them, filler too, are reinforced equally.",
         no_credit_inside,
     ),
-    claim("eq-18-19", "eqs. (18)-(19)", "The update is (1/R) Σ A_i ψ_i with ψ_i the summed score.", factorisation),
+    claim(
+        "eq-18-19",
+        "section 3.1, eqs. (18) and (19)",
+        "The gradient factors into (1/R) Σ A_i ψ_i, where ψ_i is the trajectory score, the sum of a rollout's token scores.",
+        factorisation,
+    ),
     claim(
         "sec-3.1-rank",
-        "section 3.1",
-        "Uniform credit is what reduces the rank; with credit per token the update would not factor over rollouts.",
+        "section 3.1, last two sentences",
+        "With token-level advantages the gradient would not factor; uniform credit enables this rank-reducing factorisation.",
         rank_reducing,
     ),
 )

@@ -114,8 +114,8 @@ def effective_rank_two() -> Finding:
 ABSTRACT_CLAIMS = (
     claim(
         "abstract-sparsity",
-        "abstract, section 5",
-        "It is proved that uniform credit makes the gradient sparse, more so as training goes on.",
+        "abstract, third sentence; section 5, first sentence",
+        "Giving all tokens of a rollout the same advantage is proved to make the gradient sparse, more so over training.",
         sparsity_intensifies,
     ),
     claim(
@@ -126,14 +126,14 @@ ABSTRACT_CLAIMS = (
     ),
     claim(
         "rank-2",
-        "abstract, contribution 3, section 10",
-        "The zero-sum constraint gives the gradient matrix an intrinsic rank of two, independent of R.",
+        "abstract, fourth sentence; contribution 3; section 10, first sentence",
+        "The gradient matrix has an intrinsic rank-2 structure, independent of R, from the zero-sum constraint on advantages.",
         rank_two,
     ),
     claim(
         "abstract-baseline",
-        "abstract",
-        "Conditions are derived under which the group mean is the optimal baseline.",
+        "abstract, fourth sentence",
+        "Conditions are derived under which GRPO's baseline is optimal.",
         baseline_conditions,
     ),
 )
@@ -334,26 +334,26 @@ def leave_one_out_bias() -> Finding:
 DISCUSSION_CLAIMS = (
     claim(
         "sec-8-template",
-        "section 8, memorization",
-        "Uniform credit biases learning towards whole templates instead of composition.",
+        "section 8, 'Connection to memorization vs. generalization', second sentence",
+        "Uniform credit biases towards template-level learning: sequences are reinforced as wholes and not decomposed.",
         template_learning,
     ),
     claim(
         "sec-8-dense",
-        "section 8, multi-step reasoning, second sentence",
-        "Even with dense rewards the zero-sum group baseline limits what the gradient can express.",
+        "section 8, 'Implications for multi-step reasoning', second sentence",
+        "Even with dense reward the group-relative baseline (negative correlations, zero sum) constrains what the gradient can express.",
         dense_rewards,
     ),
     claim(
         "sec-8-which-step",
-        "section 8, multi-step reasoning, first sentence",
-        "Bias over turns and rank two make GRPO poorly suited for learning which step of a chain matters.",
+        "section 8, 'Implications for multi-step reasoning', first sentence",
+        "Multi-turn bias and rank-2 collapse suggest that GRPO is poorly suited for learning which step of a chain matters.",
         which_step_matters,
     ),
     claim(
         "sec-8-future-1",
-        "section 8, future direction (1)",
-        "Can a leave-one-out baseline, or one per token, break the rank-2 bottleneck? (a question)",
+        "section 8, 'Future directions' (1)",
+        "Can leave-one-out or learned token-level baselines break the rank-2 bottleneck? (a question)",
         leave_one_out_breaks_rank,
     ),
     claim(
@@ -370,20 +370,20 @@ DISCUSSION_CLAIMS = (
     ),
     claim(
         "sec-9-rloo",
-        "section 9, GRPO and RLHF",
-        "The leave-one-out baseline removes a bias of order 1/R.",
+        "section 9, 'GRPO and RLHF', second sentence",
+        "RLOO's leave-one-out baseline eliminates the O(1/R) bias.",
         leave_one_out_bias,
     ),
     claim(
         "sec-9-specific",
-        "section 9, gradient rank",
-        "The low rank has a theoretical reason that is specific to GRPO's gradient.",
+        "section 9, 'Gradient rank in deep learning', last sentence",
+        "The low rank has a theoretical reason that is specific to GRPO's policy gradient structure.",
         specific_to_grpo,
     ),
     claim(
         "sec-10-justified",
-        "section 10",
-        "It is formalised when GRPO's simplicity is justified: a single turn and a high initial σ_r.",
+        "section 10, third sentence; abstract, last sentence",
+        "The results formalise when GRPO's simplicity is justified: a single turn and a high initial σ_r.",
         when_justified,
     ),
 )

@@ -100,9 +100,10 @@ def _best_in_the_limit() -> Finding:
             "largest share of one direction's variance that another baseline saves": saved,
             "gap to E(u·ψ)² (V - b_u)²": formula,
         },
-        correction="Assumption 2 makes V best for the sum of the variances over directions, that is, for equal curvature. "
-        "In the limit each direction counts with its own curvature, and there the best baseline is "
-        "E[(u·ψ)² z]/E(u·ψ)²: V is best for every curvature only if ψψᵀ as a whole does not covary with the reward.",
+        correction="If Corollary 10 rests on Assumption 2 alone, as in our notes: that makes V best for the sum "
+        "of the variances over directions, that is, for equal curvature. In the limit each direction counts with its own "
+        "curvature, and there the best baseline is E[(u·ψ)² z]/E(u·ψ)²: V is best for every curvature only if ψψᵀ as a whole "
+        "does not covary with the reward.",
     )
 
 
@@ -151,38 +152,38 @@ _ustatistic_claim = partial(claim, paper=USTATISTIC_PAPER)
 LIMIT_CLAIMS = (
     _ustatistic_claim(
         "ustat-lemma-6-decreasing",
-        "Lemma 6, second part: steps β/i",
+        "Lemma 6, steps β/i; its constants from notes",
         "With steps β/i, β > 1/(2μ), n times the expected gap ends at or below L β² M/(4μβ - 2).",
         _decreasing_steps,
     ),
     _ustatistic_claim(
         "ustat-theorem-8",
         "Theorem 8",
-        "With steps β/i, n times the gap tends in law to Σ_k w_k χ²₁.",
+        "With steps β/i, n times the suboptimality gap converges in law to Σ_k w_k χ²₁.",
         _limit_law,
     ),
     _ustatistic_claim(
         "ustat-cor-9",
-        "Corollary 9",
-        "The weights of that law differ from the oracle's by terms of order 1/G².",
+        "Corollary 9 (oracle property of the policy); its order in G from notes",
+        "The weights w_k of that law differ from the oracle's by terms of order 1/G².",
         _weights,
     ),
     _ustatistic_claim(
         "ustat-cor-10",
-        "Corollary 10",
-        "In that law no baseline that depends on the prompt alone does better as G grows.",
+        "Corollary 10 (optimality of the policy)",
+        "In that law no algorithm whose baseline depends on the prompt alone does better as G grows.",
         _best_in_the_limit,
     ),
     _ustatistic_claim(
         "ustat-theorem-12",
-        "Theorem 12 (appendix A), one update per sample",
-        "With rewards divided by their spread the error is trΣ₁/G plus a term of order 1/G².",
+        "appendix A, Theorem 12, at one update per sample (from notes)",
+        "With standardised rewards the MSE is trΣ₁/G plus a term of order 1/G².",
         _standardised_error,
     ),
     _ustatistic_claim(
         "ustat-experiment-gsm8k",
-        "Experiments, GSM8K",
-        "Trained on GSM8K with 1,024 rollouts a step, G = 32 is best at all checkpoints but one.",
+        "section 5.2, Figure 5 (GSM8K)",
+        "Trained on GSM8K with 1,024 rollouts a step, G = 32 is best at every checkpoint but step 200.",
         _gsm8k_runs,
     ),
 )

@@ -183,30 +183,35 @@ def _no_bootstrap() -> Finding:
 
 
 MULTITURN_CLAIMS = (
-    claim("eq-21", "§6, eq. (21)", "The advantage equals r + γ v(s') - v(s).", _equation_21),
+    claim("eq-21", "section 6, eq. (21)", "A(s_t, a_t) = r_{t+1} + γ v(s_{t+1}) - v(s_t).", _equation_21),
     claim(
         "eq-22",
-        "§6, eq. (22)",
-        "GRPO credits every turn with the total return minus the group's mean return.",
+        "section 6, eq. (22)",
+        "With per-step rewards GRPO subtracts v̂_R(s_0) from the total return, at every stage h.",
         _equation_22,
     ),
     claim(
         "eq-23",
-        "§6, eq. (23)",
-        "At turn h that advantage is off by the past rewards plus v(s_h) - v(s_0).",
+        "section 6, eq. (23)",
+        "At stage h this advantage is off by Σ_{h'<h} r_h' + v(s_h) - v(s_0).",
         _equation_23,
     ),
     claim(
         "multi-turn-bias",
-        "§6, after (22), and 'In short'",
-        "Using the value of the first state at later turns biases GRPO in multi-turn problems.",
+        "section 6, sentence before eq. (23); 'In short', second sentence",
+        "Mixing past with future rewards introduces bias into GRPO for multi-turn problems.",
         _bias,
     ),
-    claim("multi-turn-bias-linear", "§6, after (23)", "The bias grows linearly with the turn.", _linear_growth),
+    claim(
+        "multi-turn-bias-linear",
+        "section 6, sentence after eq. (23)",
+        "Bias_h grows linearly with the stage h.",
+        _linear_growth,
+    ),
     claim(
         "multi-turn-no-bootstrap",
-        "§6, 'In short'",
-        "Without a value function GRPO cannot use the value of the next state.",
+        "section 6, 'In short', first sentence",
+        "GRPO cannot perform the bootstrapping step γ v(s_{t+1}), because it has no value function.",
         _no_bootstrap,
     ),
 )
@@ -377,35 +382,40 @@ MULTITURN_APPENDIX_CLAIMS = (
     claim(
         "eq-26",
         "A.3, eq. (26)",
-        "Given (s_h, a_h), GRPO's advantage averages to past rewards + q(s_h,a_h) - v(s_0).",
+        "Given (s_h, a_h), GRPO's advantage averages to past rewards + q(s_h, a_h) - v(s_0).",
         _equation_26,
     ),
     claim(
         "eq-27",
         "A.3, eq. (27)",
-        "That mean splits into past rewards, the true advantage and v(s_h) - v(s_0).",
+        "That mean is past rewards + A(s_h, a_h) + v(s_h) - v(s_0).",
         _equation_27,
     ),
     claim(
         "a3-past-reward-leakage",
-        "A.3, source 1",
-        "Past rewards stay in the return of later turns, and their sum grows with h.",
+        "A.3, source 1, 'Past reward leakage'",
+        "Rewards before stage h stay in the return of its action, and their sum grows as h increases.",
         _leakage,
     ),
     claim(
         "a3-value-needs-critic",
-        "A.3, source 2",
-        "Without a critic the value of a later state is out of reach.",
+        "A.3, source 2, 'Value mismatch', last sentence",
+        "Without a critic GRPO cannot compute v(s_h) for h > 0.",
         _values_without_a_critic,
     ),
     claim(
         "a3-subtract-state-value",
-        "A.3, 'the key issue'",
-        "What has to be subtracted at turn h is v(s_h), not v(s_0).",
+        "A.3, 'The key issue'",
+        "GRPO subtracts v̂_R(s_0) when it should subtract v(s_h).",
         _subtract_the_value,
     ),
-    claim("a3-bound-value-change", "A.3, first bound", "|Bias_h| ≤ (h-1) r_max + |v(s_h) - v(s_0)|.", _value_bound),
-    claim("a3-bound-v-max", "A.3, second bound", "|Bias_h| ≤ (h-1) r_max + 2 V_max.", _range_bound),
-    claim("a3-single-turn", "A.3, last line", "With H = 1 the bias is zero and GRPO is exact.", _one_decision),
+    claim(
+        "a3-bound-value-change",
+        "A.3, 'Bounding', first inequality",
+        "|Bias_h| ≤ (h-1) r_max + |v(s_h) - v(s_0)|.",
+        _value_bound,
+    ),
+    claim("a3-bound-v-max", "A.3, 'Bounding', second inequality", "|Bias_h| ≤ (h-1) r_max + 2 V_max.", _range_bound),
+    claim("a3-single-turn", "A.3, last line", "For a single turn, H = 1, Bias_1 = 0 and GRPO is exact.", _one_decision),
 )
 """The claims of Appendix A.3."""

@@ -113,20 +113,20 @@ def similar_scores() -> Finding:
 SPARSITY_CLAIMS = (
     claim(
         "sec-5.1-1-contrast",
-        "section 5.1 (1)",
-        "With k of R right, advantages are 1 - k/R and -k/R, and the update is the contrast of right and wrong.",
+        "section 5.1 (1), first and second sentence",
+        "The gradient is the contrast between rollouts: with k of R right, advantages are 1 - k/R and -k/R.",
         contrast,
     ),
     claim(
         "sec-5.1-1-small",
-        "section 5.1 (1)",
-        "With k close to 0 or R the advantages are small and the gradient vanishes.",
+        "section 5.1 (1), third sentence",
+        "With k close to 0 or R the advantages become small and the gradient vanishes.",
         small_near_the_ends,
     ),
     claim(
         "sec-5.1-2",
         "section 5.1 (2)",
-        "Uniform credit, and scores alike within a prompt, concentrate the gradient in few directions.",
+        "Each rollout pulls in one direction ψ_i; where the scores of a prompt are alike, the gradient lies in few dimensions.",
         similar_scores,
     ),
 )
@@ -315,26 +315,26 @@ def larger_groups_learn_faster() -> Finding:
 RANK_CLAIMS = (
     claim(
         "max-rank",
-        "section 7.2, Figure 1, Table 1",
-        "The largest possible rank of the stacked gradient matrix is R - 1.",
+        "section 7.2, first paragraph; caption of Figure 1; Table 1, max rank",
+        "The theoretical maximum rank of the gradient matrix is R - 1, that is 1, 3 and 7 for R = 2, 4 and 8.",
         max_rank,
     ),
     claim(
         "sec-7.2-directions",
-        "section 7.2, interpretation",
-        "Each step moves the parameters along about two directions only.",
+        "section 7.2, 'Interpretation', first sentence",
+        "Each GRPO gradient step moves the parameters along only about 2 directions, with 2 rollouts as with 8.",
         two_directions_a_step,
     ),
     claim(
         "sec-7.2-dimensions",
-        "section 7.2, interpretation",
-        "Rollouts beyond two refine the same two directions and add no new ones.",
+        "section 7.2, 'Interpretation', second sentence",
+        "Rollouts beyond two refine magnitude and direction of these two components and add no new dimensions of movement.",
         no_new_dimensions,
     ),
     claim(
         "sec-7.2-diminishing",
-        "section 7.2, interpretation",
-        "Because of the rank, larger groups bring diminishing returns in what the gradient tells.",
+        "section 7.2, 'Interpretation', third sentence",
+        "So increasing R brings diminishing returns in how informative the gradient is.",
         diminishing_returns,
     ),
     claim(

@@ -1,6 +1,9 @@
 """The U-statistic view of the leave-one-out update, arXiv:2603.01162: kernel, error, best baseline, best group size, steps.
 
 `G` of that paper is our `R`; its 'GRPO-type' baseline is the mean of the *other* rollouts.
+
+Statements follow notes from a full reading. A published summary of the paper confirms them and their numbers, except what a
+place calls 'from notes'; the text itself was not at hand when this was checked.
 """
 
 import math
@@ -276,61 +279,61 @@ USTATISTIC_CLAIMS = (
     _ustatistic_claim(
         "ustat-lemma-1",
         "Lemma 1",
-        "The leave-one-out update is the average of (ψ_i - ψ_j)(Z_i - Z_j)/2 over all pairs.",
+        "For one prompt the GRPO gradient is a U-statistic: the average of (ψ_i - ψ_j)(Z_i - Z_j)/2 over all pairs.",
         _kernel,
     ),
     _ustatistic_claim(
         "ustat-projection",
-        "Lemma 1, projection of the kernel",
+        "after Lemma 1, projection of the kernel (from notes)",
         "Twice the kernel's mean given one rollout is ψ (z - V).",
         _projection,
     ),
     _ustatistic_claim(
         "ustat-hoeffding-split",
-        "Lemma 1, Hoeffding decomposition",
-        "The update is g plus the centred oracle update plus a term whose mean given any one rollout is zero.",
+        "after Lemma 1, Hoeffding decomposition",
+        "The update is g plus the centred oracle update plus a degenerate term of second order.",
         _split,
     ),
     _ustatistic_claim(
         "ustat-theorem-2",
         "Theorem 2",
-        "For one prompt the error is trΣ_oracle/G plus a term of order E|ψ|²/G².",
+        "For one prompt the MSE is trΣ_oracle/G plus a term of order E|ψ|²/G².",
         _mean_squared_error,
     ),
     _ustatistic_claim(
         "ustat-prop-3",
         "Proposition 3",
-        "For B prompts the error is E|g(X) - g|²/B + trΣ_oracle/(BG) plus a term of order 1/(BG²).",
+        "For B prompts the MSE is E|g(X) - g|²/B + trΣ_oracle/(BG) plus a term of order 1/(BG²).",
         _minibatch,
     ),
     _ustatistic_claim(
         "ustat-cor-4",
-        "Corollary 4",
-        "Up to terms of order 1/G² the error is that of the oracle, which knows the value.",
+        "Corollary 4 (oracle property)",
+        "Up to terms of order 1/G² the MSE is that of the oracle algorithm, which knows the value function.",
         _oracle_property,
     ),
     _ustatistic_claim(
         "ustat-cor-5-optimal",
-        "Corollary 5, under Assumption 2",
-        "If |ψ|² and the reward are uncorrelated, no baseline that depends on the prompt alone does better in the limit.",
+        "Corollary 5 (optimality); its Assumption 2 from notes",
+        "If |ψ|² and the reward are uncorrelated, no baseline that depends on the prompt alone has a lower MSE as G grows.",
         _optimal_with_assumption,
     ),
     _ustatistic_claim(
         "ustat-abstract-optimal",
-        "Abstract",
-        "Asymptotically no algorithm of this class does better.",
+        "abstract, fifth sentence",
+        "GRPO is asymptotically optimal within a broad class of policy gradient algorithms.",
         _optimal_without_assumption,
     ),
     _ustatistic_claim(
         "ustat-cor-5-below-vanilla",
-        "Corollary 5, in the limit",
-        "Under Assumption 2, with V ≠ 0, the error is strictly below that without a baseline.",
+        "Corollary 5, comparison with the vanilla algorithm (from notes)",
+        "Under Assumption 2, with V ≠ 0, the MSE is strictly below that without a baseline as G grows.",
         _below_vanilla,
     ),
     _ustatistic_claim(
         "ustat-cor-5-finite-group",
-        "Corollary 5, read at a finite G",
-        "The error is below that without a baseline at every group size.",
+        "Corollary 5, read at a finite G (the reading is ours)",
+        "The MSE is below that without a baseline at every group size.",
         _below_vanilla_at_every_size,
     ),
 )
@@ -428,8 +431,9 @@ def _math_runs() -> Finding:
         truth=max(ahead.values()) < noise and len(set(best.values())) > 1,
         evidence={f"best G as printed, N={rollouts}": size for rollouts, size in best.items()}
         | {"largest lead over the second": max(ahead.values()), "standard error of .77 on 500 questions": noise},
-        measure="One run each, leads within the noise of one evaluation. Measure c1 and c3 from the Gram at several "
-        "steps, and accuracy over at least five seeds per G and N; null: G* does not change with N.",
+        measure="One run each, leads within the noise of one evaluation; the authors suspect the limited number "
+        "of prompts behind the third budget. Measure c1 and c3 from the Gram at several steps, and accuracy over at least five "
+        "seeds per G and N; null: G* does not change with N.",
     )
 
 
@@ -506,17 +510,20 @@ def _mixed_groups() -> Finding:
 GROUP_SIZE_CLAIMS = (
     _ustatistic_claim(
         "ustat-lemma-6",
-        "Lemma 6, constant step",
-        "With a constant step the expected gap falls geometrically to a floor set by the error of the gradient.",
+        "Lemma 6, constant step; its constants from notes",
+        "Under the PL condition and a constant step, the expected gap falls geometrically to a floor set by the gradient's MSE.",
         _descent,
     ),
     _ustatistic_claim(
-        "ustat-theorem-7", "Theorem 7", "At a fixed number of rollouts the best group size is √(c3/c1).", _group_size
+        "ustat-theorem-7",
+        "Theorem 7",
+        "At a fixed number of rollouts the best group size is G* = √(c3/c1).",
+        _group_size,
     ),
     _ustatistic_claim(
         "ustat-theorem-7-universal",
         "Theorem 7, universality",
-        "The best group size does not depend on the number of rollouts.",
+        "The best group size depends on data and model, not on the budget of rollouts or the number of iterations.",
         _universal,
     ),
     _ustatistic_claim(
@@ -527,20 +534,20 @@ GROUP_SIZE_CLAIMS = (
     ),
     _ustatistic_claim(
         "ustat-experiment-universal",
-        "Experiments, MATH",
-        "Trained on MATH, the best group size is the same at every number of rollouts.",
+        "section 5.2, Table 2 (MATH)",
+        "On MATH the best group size is 64, 64 and 128 at three budgets of rollouts, which supports that it is universal.",
         _math_runs,
     ),
     _ustatistic_claim(
         "ustat-prop-13",
-        "Proposition 13",
-        "With right-or-wrong rewards, dividing by the spread makes the objective 2 arcsin √V, for large groups.",
+        "appendix A, Proposition 13 (from notes)",
+        "With binary rewards, dividing by the standard deviation maximises E[2 arcsin √V], for large groups.",
         _arcsine,
     ),
     claim(
         "mixed-group-selection",
-        "Selection of mixed groups",
-        "Among mixed groups hard prompts look easier and easy prompts harder than they are.",
+        "Theorem 1, known from summaries",
+        "Given both outcomes in a group, its mean overrates the success rate of hard prompts and underrates that of easy ones.",
         _mixed_groups,
         paper="arXiv:2601.08521",
     ),
