@@ -229,10 +229,13 @@ CLAIM_TESTS = {
     "ustatistic": ("ustatistic",),
 }
 EXCLUSIVE = {
+    "_baseline_collapses_credit",
+    "_best_in_the_limit",
     "_bias",
     "_bound_table",
     "_linear_growth",
     "_optimal_without_assumption",
+    "_parity",
     "_row",
     "_subtract_the_value",
     "_vacuous_labels",

@@ -1,12 +1,14 @@
 import math
 from itertools import product
 from statistics import pstdev
+from types import SimpleNamespace
 
 import pytest
 
 from scoregram.advantages import mean_centered
 from scoregram.studies.grpo_rank.claims import CLAIMS, announcements, limits
 from scoregram.studies.grpo_rank.claims.announcements import SETUP_CLAIMS, SUMMARY_CLAIMS
+from scoregram.studies.grpo_rank.claims.grounds import lab_worlds
 from scoregram.studies.grpo_rank.claims.limits import LIMIT_CLAIMS
 from scoregram.studies.ledger import Verdict
 from tests.claims_cases import check_verdicts, finding
@@ -44,7 +46,12 @@ def test_verdicts():
         (limits, "_STEPS", 3, ("ustat-theorem-8",)),
         (announcements, "right_chances", lambda p, size: [1.0 / (size + 1)] * (size + 1), ("sec-7.1-deviation",)),
         (announcements, "leave_one_out", mean_centered, ("summary-parity",)),
+        (limits, "uncorrelated_worlds", lambda: lab_worlds("output_only"), ("ustat-cor-10",)),
+        (limits, "math", SimpleNamespace(sqrt=lambda x: 0.0), ("ustat-experiment-gsm8k",)),
         (announcements, "_within_rollouts", lambda world: 0.0, ("summary-baseline-credit",)),
+        (announcements, "_within_rollouts", lambda world: 1.0, ("summary-baseline-credit",)),
+        (announcements, "expected_orthogonal_effective_rank", lambda p, size: 10.0 - size, ("summary-group-size",)),
+        (announcements, "expected_orthogonal_effective_rank", lambda p, size: 2 + size / 100, ("summary-group-size",)),
         (
             announcements,
             "expected_orthogonal_effective_rank",
