@@ -15,7 +15,8 @@ from scoregram.advantages import ESTIMATORS, estimate
 from scoregram.checks import ScoregramError
 
 GROUP_ROWS = sorted(name for name, row in ESTIMATORS.items() if row.level == "group")
-RELATIVE = sorted(set(GROUP_ROWS) - {"reinforce", "constant", "remax", "reinforce++", "reinforce++-baseline"})
+ABSOLUTE = {"reinforce", "constant", "remax", "reinforce++", "reinforce++-baseline", "tic"}
+RELATIVE = sorted(set(GROUP_ROWS) - ABSOLUTE)
 
 
 def inputs_for(name: str, rewards: Tensor) -> dict[str, Tensor]:
@@ -26,6 +27,7 @@ def inputs_for(name: str, rewards: Tensor) -> dict[str, Tensor]:
         "baselines": torch.full(rewards.shape[:1], 0.25, dtype=rewards.dtype),
         "greedy_rewards": torch.full(rewards.shape[:1], 0.5, dtype=rewards.dtype),
         "outcomes": rewards,
+        "best_of": torch.full(rewards.shape[:1], 2),
     }
     return {need: every[need] for need in ESTIMATORS[name].needs}
 
@@ -56,6 +58,13 @@ def by_hand(name: str, r: list[float], extra: dict[str, list[float]]) -> list[fl
             case "grpo-nemo-rl":
                 a = r[i] - statistics.fmean(rest)
                 a = a if rest_flat else a / (statistics.stdev(rest) + 1e-6)
+            case "tic":
+                per_token = [x / w for x, w in zip(r, weights, strict=True)]
+                spread = statistics.stdev(per_token)
+                flat = max(per_token) - min(per_token) <= 1e-13 * max(map(abs, per_token))
+                a = 0.0 if flat else (per_token[i] - statistics.fmean(per_token)) / spread
+            case "max-at-k":
+                a = sum(max(r[i], x) - x for x in rest) * len(r) / math.comb(len(r), 2)
             case "opo" | "optimal":
                 a = r[i] - sum(w * x for w, x in zip(weights, r, strict=True)) / sum(weights)
             case "opo-loo" | "optimal-loo":
@@ -84,7 +93,7 @@ def test_equals_the_formula(name, data, scale):
     actual = estimate(name, rewards, **extra)
     formula = torch.tensor(expected, dtype=torch.float64)
     # The loop leaves a residue where the library is exactly zero: a rounding of what it subtracts.
-    size = 1.0 if name.startswith(("grpo", "dapo")) and name != "grpo-prime-rl" else float(rewards.abs().max())
+    size = 1.0 if name.startswith(("grpo", "dapo", "tic")) and name != "grpo-prime-rl" else float(rewards.abs().max())
     size = max(size, float(formula.abs().max()))
     torch.testing.assert_close(actual, formula, rtol=1e-9, atol=1e-12 * size)
 
@@ -416,3 +425,44 @@ def test_estimate_leaves_what_a_row_does_not_need():
     rewards = torch.tensor([[1.0, 0.0]])
     everything = inputs_for("opo", rewards) | inputs_for("remax", rewards) | {"mask": None}
     torch.testing.assert_close(estimate("rloo", rewards, **everything), adv.leave_one_out(rewards))
+
+
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_best_of_contribution_is_the_gradient_of_the_best_of_k(k):
+    """Every group of four draws from three actions: the expected update is `∇E[max of k rewards]`, by autograd."""
+    rewards, size = [0.0, 1.0, 2.5], 4
+    logits = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64, requires_grad=True)
+    log_pi = logits.log_softmax(0)
+    best = sum(
+        torch.stack([log_pi[a] for a in actions]).sum().exp() * max(rewards[a] for a in actions)
+        for actions in itertools.product(range(3), repeat=k)
+    )
+    (expected,) = torch.autograd.grad(best, logits, retain_graph=True)
+    scores = [torch.autograd.grad(log_pi[a], logits, retain_graph=True)[0] for a in range(3)]
+    update = torch.zeros(3, dtype=torch.float64)
+    for group in itertools.product(range(3), repeat=size):
+        chance = math.exp(sum(float(log_pi[a].detach()) for a in group))
+        drawn = torch.tensor([[rewards[a] for a in group]], dtype=torch.float64)
+        advantages = estimate("max-at-k", drawn, best_of=torch.tensor([k]))[0]
+        update += chance * sum(advantages[i] * scores[a] for i, a in enumerate(group)) / size
+    torch.testing.assert_close(update, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_best_of_contribution_averages_over_all_sets():
+    rewards = [0.5, -1.0, 2.0, 2.0, 0.0]
+    for k in (2, 3, 4, 5):
+        expected = []
+        for i in range(5):
+            sets = [s for s in itertools.combinations(range(5), k) if i in s]
+            added = [max(rewards[j] for j in s) - max(rewards[j] for j in s if j != i) for s in sets]
+            expected.append(5 * sum(added) / math.comb(5, k))
+        found = estimate("max-at-k", torch.tensor([rewards], dtype=torch.float64), best_of=torch.tensor([k]))
+        torch.testing.assert_close(found, torch.tensor([expected], dtype=torch.float64), rtol=1e-12, atol=1e-14)
+
+
+def test_a_group_with_fewer_observed_rollouts_than_k_gets_zeros_and_a_smaller_group_is_an_error():
+    rewards = torch.tensor([[1.0, math.nan, 0.0], [1.0, 0.0, 0.0]])
+    assert estimate("max-at-k", rewards, best_of=torch.tensor([3, 3])).tolist() == [[0.0] * 3, [3.0, 0.0, 0.0]]
+    for k in (1, 4):
+        with pytest.raises(ScoregramError, match=rf"best_of must lie in \[2, 3\], got {k}"):
+            estimate("max-at-k", rewards, best_of=torch.tensor([k, 2]))

@@ -152,6 +152,7 @@ def _one_prompt(row: Estimator, w: World, size: int) -> Listing:
         "lengths": mask.sum(-1),
         "score_energies": w.scores[rollout].sum(-2).square().sum(-1),
         "baselines": 0.3 * flat,
+        "best_of": 2 * flat.long(),
         "greedy_rewards": w.rewards.sum(-1)[w.probability.argmax()] * flat,
         "outcomes": total,
         "values": critic[states],

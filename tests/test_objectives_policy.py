@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from scoregram.checks import ScoregramError
 from scoregram.objectives import (
     AGGREGATIONS,
+    advantage_weighted,
     advantage_weights,
     clipped_ratio,
     clipped_sequence_ratio,
+    exponential_advantage_weights,
     reinforce,
     stopped_ratio,
     token_coefficients,
@@ -257,3 +259,34 @@ def test_half_precision_is_summed_in_float32():
     loss = reinforce(log_probs, torch.ones(1, dtype=torch.bfloat16), torch.ones(1, 4096, dtype=torch.bool))
     assert loss.dtype == torch.float32
     assert float(loss) == -4096 * float(log_probs[0, 0])
+
+
+def test_advantage_weighted_is_a_regression_on_exponentiated_advantages():
+    """Rollout by rollout: `min(exp(A/τ), most)` times its log-likelihood; a large advantage does not overflow."""
+    log_probs = torch.tensor([[-1.0, -2.0], [-0.5, -9.0], [-3.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[True, True], [True, False], [True, True]])
+    advantages = torch.tensor([0.7, -1.2, 900.0], dtype=torch.float64)
+    for options, tau, most in (({}, 1.0, 20.0), ({"temperature": 0.5, "most": 3.0}, 0.5, 3.0)):
+        weights = [math.exp(min(float(a) / tau, math.log(most))) for a in advantages]
+        expected = -(weights[0] * -3.0 + weights[1] * -0.5 + weights[2] * -4.0) / 3
+        loss = advantage_weighted(log_probs, advantages, mask, **options)
+        assert float(loss.detach()) == pytest.approx(expected, rel=1e-12)
+        gradient = -torch.autograd.grad(loss, log_probs)[0]
+        torch.testing.assert_close(exponential_advantage_weights(advantages, mask, **options), gradient)
+    for name in ("temperature", "most"):
+        with pytest.raises(ScoregramError, match=f"{name} must lie in"):
+            advantage_weighted(log_probs, advantages, mask, **{name: 0.0})
+
+
+def test_at_its_optimum_advantage_weighted_regression_tilts_the_sampling_law():
+    """The exact minimiser over all policies of `−E_μ[exp(r/τ) log π]` is `π ∝ μ exp(r/τ)`, for any law `μ`."""
+    law = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    rewards = torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64)
+    best = (law * rewards.exp() / (law * rewards.exp()).sum()).log().requires_grad_()
+    weighted = [
+        law[a]
+        * advantage_weighted(best.log_softmax(0)[a].view(1, 1), rewards[a : a + 1], torch.ones(1, 1, dtype=torch.bool))
+        for a in range(3)
+    ]
+    (gradient,) = torch.autograd.grad(sum(weighted), best)
+    torch.testing.assert_close(gradient, torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-14)

@@ -154,6 +154,14 @@ def test_sequence_ratio_claim(name):
     assert changed == OBJECTIVES[name].sequence_ratio
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if "advantages" in OBJECTIVES[name].needs])
+def test_weighs_ties_claim(name):
+    inputs = batch()
+    inputs["advantages"] = torch.zeros_like(inputs["advantages"])
+    weighed = bool((coefficients_of(name, inputs)[MASK] != 0).all())
+    assert weighed == bool((coefficients_of(name, inputs) != 0).any()) == OBJECTIVES[name].weighs_ties
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_couples_rollouts_claim(name):
     changed = any(not torch.equal(drifted(name, drift, 0)[1:GROUP], drifted(name, 0.0, 0)[1:GROUP]) for drift in DRIFTS)

@@ -151,6 +151,7 @@ def inputs_of_estimators(at: Case) -> dict[str, Tensor]:
         "lengths": shared["lengths"],  # type: ignore[dict-item]
         "score_energies": shared["squared_norms"],  # type: ignore[dict-item]
         "baselines": per_prompt,
+        "best_of": torch.full((prompts,), 2),
         "greedy_rewards": per_prompt,
         "outcomes": at.rewards,
         "outcome_rewards": at.rewards,

@@ -1,6 +1,7 @@
 """The gradient of a step against autograd on the loss itself, for every method; one pass against many."""
 
 import copy
+import math
 import statistics
 from contextlib import nullcontext
 from dataclasses import replace
@@ -87,6 +88,7 @@ def inputs_of(method: Method, rollouts: Rollouts) -> dict[str, Tensor]:
     given = {
         "greedy_rewards": torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64),
         "baselines": torch.tensor([0.3, 0.3, 0.3], dtype=torch.float64),
+        "best_of": torch.tensor([2, 3, 4]),
         "step_ends": ends,
         "prefix_values": drawn,
         "segment_starts": mask & (drawn > 0.5),
@@ -207,6 +209,30 @@ def test_the_gradient_is_that_of_the_loss(model, rollouts, name, measure):
     if gram is not None:
         w = step.row_weights
         torch.testing.assert_close(w @ gram.matrix @ w, expected.square().sum(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("measure", [True, False])
+def test_regression_leaves_out_a_rollout_without_a_reward(model, rollouts, measure):
+    """Its advantage is 0, which the loss would weigh with exp(0) = 1."""
+    rewards = rollouts.rewards.clone()
+    rewards[1] = torch.nan
+    log_probs, mask = plain_log_probs(model, rollouts), rollouts.completion_mask
+    total = torch.zeros((), dtype=torch.float64)
+    for group in range(PROMPTS):
+        rows = [row for row in range(group * SIZE, (group + 1) * SIZE) if not rewards[row].isnan()]
+        judged = [float(rewards[row]) for row in rows]
+        spread = statistics.stdev(judged)
+        for row in rows:
+            standard = (float(rewards[row]) - statistics.fmean(judged)) / spread if spread else 0.0
+            total = total - math.exp(standard) * (log_probs[row] * mask[row]).sum() / (PROMPTS * SIZE)
+    total.backward()
+    expected = taken(model)
+    updater = updater_for(model, METHODS["awr"])
+    step, loss = updater.first(1, replace(rollouts, rewards=rewards), measure=measure, reference=None)
+    torch.testing.assert_close(taken(model), expected, rtol=1e-9, atol=1e-12)
+    assert loss == pytest.approx(float(total.detach()), rel=1e-9)
+    assert updater.again(step, reference=None) == pytest.approx(loss, rel=1e-9)
+    torch.testing.assert_close(taken(model), expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["rloo", "dapo", "optimal", "dr-grpo"])

@@ -3,11 +3,13 @@ from .batch import centered_batch_whitened as centered_batch_whitened
 from .batch import mixed_groups as mixed_groups
 from .batch import mixed_groups_standardized as mixed_groups_standardized
 from .batch import overlong_penalty as overlong_penalty
+from .group import best_of_contribution as best_of_contribution
 from .group import constant_baseline as constant_baseline
 from .group import energy_weighted as energy_weighted
 from .group import energy_weighted_leave_one_out as energy_weighted_leave_one_out
 from .group import greedy_baseline as greedy_baseline
 from .group import leave_one_out as leave_one_out
+from .group import length_corrected_standardized as length_corrected_standardized
 from .group import length_weighted as length_weighted
 from .group import length_weighted_leave_one_out as length_weighted_leave_one_out
 from .group import mean_centered as mean_centered

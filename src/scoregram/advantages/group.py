@@ -15,7 +15,10 @@ functions reproduce each trainer's arithmetic: its `eps`, its `ddof` and its deg
 of equal rewards gives exactly 0, never a rounding residue divided by a tiny deviation.
 """
 
+import math
+
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from scoregram.advantages.comparisons import (
@@ -30,7 +33,7 @@ from scoregram.advantages.comparisons import (
     standard_scores,
     weighted_pairs,
 )
-from scoregram.checks import require_finite, require_same_shape
+from scoregram.checks import require_finite, require_in_range, require_same_shape
 from scoregram.groups import differ_beyond_rounding, rounding_tolerance
 from scoregram.types import Advantages, Observed, PerPrompt, PerRollout, Rewards
 
@@ -140,6 +143,77 @@ def standardized(
     values, members = observed_rewards(rewards, observed, at_least=2, caller="standardized")
     scores = standard_scores(values, group_labels(members), members, eps=eps, ddof=ddof, dtype=rewards.dtype)
     return scores.to(rewards.dtype)
+
+
+@finite_estimator
+def length_corrected_standardized(
+    rewards: Rewards, *, lengths: PerRollout, observed: Observed | None = None, eps: float | int = 0.0, ddof: int = 1
+) -> Advantages:
+    """Reward per token, in standard deviations of its group.
+
+    `A_i = (q_i − mean(q)) / (std(q) + eps)` with `q_i = r_i/max(ℓ_i, 1)`. It favours short right rollouts and, where
+    rewards are negative, long wrong ones. Equal rewards other than 0 still differ per token, so a group of right
+    rollouts pushes towards the shorter ones; adding a constant to all rewards changes the advantages.
+
+    Reference:
+        TIC-GRPO, Pang, Luo, Jin 2025, arXiv:2508.02833, as one re-implementation has it; not verified in the paper.
+
+    Example:
+        >>> length_corrected_standardized(torch.tensor([[1.0, 1.0, 0.0]]), lengths=torch.tensor([[1, 2, 4]]))
+        tensor([[ 1.,  0., -1.]])
+    """
+    caller = "length_corrected_standardized"
+    require_spread_options(eps, ddof, caller=caller)
+    values, members = observed_rewards(rewards, observed, at_least=2, caller=caller)
+    per_token = values / nonnegative_weights(lengths, members, name="lengths", caller=caller).clamp_min(1)
+    scores = standard_scores(per_token, group_labels(members), members, eps=eps, ddof=ddof, dtype=rewards.dtype)
+    return scores.to(rewards.dtype)
+
+
+@finite_estimator
+def best_of_contribution(
+    rewards: Rewards, *, best_of: Int[Tensor, " prompts"], observed: Observed | None = None
+) -> Advantages:
+    """What a rollout adds to the best reward of `k` rollouts, averaged over all sets of `k` that hold it.
+
+    `A_i = (R/C(R,k)) Σ_{I∋i, |I|=k} (max_I r − max_{I∖i} r)`, which is `(R/C(R,k)) Σ_{j below i} C(j, k−2) (r_i − r_j)`
+    over the rewards in ascending order, `j = 0, 1, …`. The subtracted maximum does not see rollout `i`, so the expected
+    update is the gradient of `E[max of k rewards]`, for binary rewards of pass@k, and not of the mean reward. No
+    advantage is negative: the best rollout of a group gets the most and the worst gets 0. At `k = R` only the best one
+    gets credit. A group with fewer than `k` observed rollouts gets zeros.
+
+    Args:
+        rewards: `(P, R)`.
+        best_of: `(P,)` integers `k`, from 2 to `R`.
+        observed: `(P, R)` bool, or None.
+
+    Reference:
+        PKPO, Walder and Karkhanis 2025, arXiv:2505.15201, with the baseline from the other `k − 1` rollouts.
+
+    Example:
+        >>> best_of_contribution(torch.tensor([[1.0, 0.0, 0.0]]), best_of=torch.tensor([2]))
+        tensor([[2., 0., 0.]])
+    """
+    caller = "best_of_contribution"
+    values, members = observed_rewards(rewards, observed, at_least=2, caller=caller)
+    require_same_shape(best_of, rewards[:, 0], name="best_of", like_name="the prompts", caller=caller)
+    for k in {best_of.min().item(), best_of.max().item()} if len(best_of) else ():
+        require_in_range(float(k), low=2.0, high=float(rewards.shape[1]), name="best_of", caller=caller)
+    lowest_first = torch.where(members, values, torch.inf).argsort(dim=-1)  # the unobserved ones last
+    ordered, counts = values.gather(-1, lowest_first), members.sum(dim=-1)
+    gaps = (ordered.unsqueeze(-1) - ordered.unsqueeze(-2)).tril()  # (P, R, R): to every reward below
+    added = (gaps * _sets_below(best_of, counts, rewards.shape[1]).unsqueeze(-2)).sum(dim=-1)
+    advantages = torch.zeros_like(values).scatter(-1, lowest_first, added)
+    return torch.where(members, advantages, 0.0).to(rewards.dtype)
+
+
+def _sets_below(best_of: Tensor, counts: Tensor, size: int) -> Tensor:
+    """`(P, R)`: `n C(j, k−2)/C(n, k)` at place `j` of `n` rollouts in ascending order, 0 where `n < k`."""
+    table = torch.zeros(len(best_of), size, dtype=torch.float64, device=best_of.device)
+    for k, n in {(int(k), int(n)) for k, n in zip(best_of, counts, strict=True) if n >= k}:
+        row = [n * math.comb(j, k - 2) / math.comb(n, k) for j in range(size)]
+        table[(best_of == k) & (counts == n)] = torch.tensor(row, dtype=torch.float64, device=table.device)
+    return table
 
 
 @finite_estimator

@@ -15,11 +15,13 @@ from torch import Tensor
 from scoregram.advantages.batch import batch_whitened, centered_batch_whitened, mixed_groups_standardized
 from scoregram.advantages.comparisons import floating_rewards, require_reward_table
 from scoregram.advantages.group import (
+    best_of_contribution,
     constant_baseline,
     energy_weighted,
     energy_weighted_leave_one_out,
     greedy_baseline,
     leave_one_out,
+    length_corrected_standardized,
     length_weighted,
     length_weighted_leave_one_out,
     mean_centered,
@@ -219,6 +221,23 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
             needs=("lengths",),
             unbiased=True,
             direction_exact=True,
+            uniform_credit=True,
+            shift_invariant=True,
+        ),
+        "tic": Estimator(
+            fn=length_corrected_standardized,
+            paper="arXiv:2508.02833, as one re-implementation has it",
+            level="group",
+            needs=("lengths",),
+            row_sum_zero=True,
+            uniform_credit=True,
+            scale_invariant=True,
+        ),
+        "max-at-k": Estimator(
+            fn=best_of_contribution,
+            paper="arXiv:2505.15201",
+            level="group",
+            needs=("best_of",),
             uniform_credit=True,
             shift_invariant=True,
         ),

@@ -2,9 +2,11 @@ from .aggregation import AGGREGATIONS as AGGREGATIONS
 from .aggregation import Aggregation as Aggregation
 from .aggregation import token_coefficients as token_coefficients
 from .aggregation import token_weights as token_weights
+from .policy import advantage_weighted as advantage_weighted
 from .policy import advantage_weights as advantage_weights
 from .policy import clipped_ratio as clipped_ratio
 from .policy import clipped_sequence_ratio as clipped_sequence_ratio
+from .policy import exponential_advantage_weights as exponential_advantage_weights
 from .policy import reinforce as reinforce
 from .policy import stopped_ratio as stopped_ratio
 from .policy import trajectory_ratio as trajectory_ratio

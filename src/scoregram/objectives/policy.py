@@ -1,6 +1,6 @@
-"""Surrogate losses for one advantage per rollout or token: REINFORCE, and four ways to bound an importance ratio.
+"""Surrogate losses for one advantage per rollout or token: REINFORCE, four ways to bound an importance ratio, and AWR.
 
-All of them are `L = −Σ_it u_it surrogate_it` with the weights `u` of `aggregation`. With `π = π_old` each has the
+All but AWR are `L = −Σ_it u_it surrogate_it` with the weights `u` of `aggregation`. With `π = π_old` each has the
 gradient of REINFORCE: `∂L/∂log π_it = −u_it A_it`, so the update is `Σ_it u_it A_it ∇log π_it`, and `Σ_i (A_i/N) ψ_i`
 under `token_sum`. They differ only once `π` has moved away from `π_old`. The module `tokens` states how inputs are read
 and checked.
@@ -203,7 +203,7 @@ def trajectory_ratio(
 
     This form is ours. Of TIC-GRPO we know the product ratio and an upper-only clip. We have not verified in the paper
     whether its clip is inside a pessimistic minimum, nor its constants (`0.28` is from a re-implementation). Its length
-    correction belongs to the advantages and is not applied here.
+    correction belongs to the advantages: `length_corrected_standardized`.
 
     Reference:
         TIC-GRPO, Pang, Luo, Jin 2025, arXiv:2508.02833.
@@ -213,6 +213,70 @@ def trajectory_ratio(
     a = rollout_values(advantages, mask, name="advantages", caller="trajectory_ratio").to(log_ratio.dtype)
     ratio = bounded_exp(rollout_log_ratio(log_ratio)).clamp(max=1 + eps_high)  # (N,)
     return finite_loss(-(ratio * a).mean(), caller="trajectory_ratio")
+
+
+def advantage_weighted(
+    log_probs: LogProbs,
+    advantages: BatchAdvantages,
+    mask: Mask,
+    *,
+    temperature: float | int = 1.0,
+    most: float | int = 20.0,
+    aggregation: str = "token_sum",
+    length: float | int | None = None,
+) -> Loss:
+    """Log-likelihood of the rollouts weighted by their exponentiated advantage, negated (AWR).
+
+    `L = −Σ_it u_it min(exp(A_it/τ), most) log π_it`: supervised learning on the sampled rollouts, for rollouts of any
+    policy. No weight is negative, so bad rollouts are imitated less and never pushed away. An advantage of zero has the
+    weight 1: a dead group is imitated as it is, which on-policy moves the policy by noise alone (`E[ψ] = 0`). Pass a
+    mask without the tokens of a rollout that has no reward.
+
+    Args:
+        log_probs: `(N, T)`, carries the gradient.
+        advantages: `(N,)` or `(N, T)`; a constant.
+        mask: `(N, T)`, true on completion tokens.
+        temperature: `τ > 0`; as it grows, all weights tend to 1.
+        most: The largest weight, `> 0`.
+        aggregation: A key of `AGGREGATIONS`.
+        length: For `aggregation="constant"`.
+
+    Reference:
+        AWR, Peng et al. 2019, arXiv:1910.00177. The paper's advantages come from a value function; `τ = 1` for
+        advantages in standard deviations is our choice.
+
+    Example:
+        >>> advantage_weighted(torch.tensor([[-2.0], [-2.0]]), torch.tensor([0.0, -200.0]), torch.ones(2, 1).bool())
+        tensor(1.)
+    """
+    current = completion_log_probs(log_probs, mask, caller="advantage_weighted")
+    a = advantages_on_tokens(advantages, mask, like=current, caller="advantage_weighted")
+    weights = _exponential_weights(a, temperature, most)
+    return -weighted_sum(current * weights, mask, aggregation, length, caller="advantage_weighted")
+
+
+def exponential_advantage_weights(
+    advantages: BatchAdvantages,
+    mask: Mask,
+    *,
+    temperature: float | int = 1.0,
+    most: float | int = 20.0,
+    aggregation: str = "token_sum",
+    length: float | int | None = None,
+) -> TokenWeights:
+    """Weight `w_it = u_it min(exp(A_it/τ), most)` that `advantage_weighted` gives to `∇log π_it`, at every policy."""
+    caller = "exponential_advantage_weights"
+    require_mask(mask, mask, caller=caller)
+    a = advantages_on_tokens(advantages, mask, like=float32_or_better(advantages), caller=caller)
+    return token_weights(mask, aggregation, length=length, dtype=a.dtype) * _exponential_weights(a, temperature, most)
+
+
+def _exponential_weights(advantages: Tensor, temperature: float | int, most: float | int) -> Tensor:
+    """`min(exp(A/τ), most)`, without overflow."""
+    tiny = torch.finfo(torch.float32).tiny
+    for name, value in (("temperature", temperature), ("most", most)):
+        require_in_range(float(value), low=tiny, high=1e30, name=name, caller="advantage_weighted")
+    return (advantages / temperature).clamp(max=math.log(most)).exp()
 
 
 def _pessimistic(ratio: Tensor, advantages: Tensor, eps_low: float | int, eps_high: float | int) -> Tensor:

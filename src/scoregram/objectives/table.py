@@ -9,9 +9,11 @@ from functools import partial
 from types import MappingProxyType
 
 from scoregram.objectives.policy import (
+    advantage_weighted,
     advantage_weights,
     clipped_ratio,
     clipped_sequence_ratio,
+    exponential_advantage_weights,
     reinforce,
     stopped_ratio,
     trajectory_ratio,
@@ -52,6 +54,8 @@ class Objective:
     """No ratio sets the gradient of a token to zero."""
     sequence_ratio: bool = False
     """The log-ratio of one token changes the weight of the other tokens of its rollout."""
+    weighs_ties: bool = False
+    """A token whose advantage is zero has a weight that is not zero."""
     couples_rollouts: bool = False
     """The log-ratio of one rollout changes the weight of the other rollouts of its group."""
 
@@ -137,6 +141,17 @@ OBJECTIVES = MappingProxyType(
             on_policy_is_reinforce=True,
             bounded_ratio=True,
             sequence_ratio=True,
+        ),
+        "awr": Objective(
+            advantage_weighted,
+            ON_POLICY,
+            exponential_advantage_weights,
+            ADVANTAGES,
+            "min(exp(A_i), 20)/N",
+            "arXiv:1910.00177",
+            bounded_ratio=True,
+            keeps_every_gradient=True,
+            weighs_ties=True,
         ),
         "agro": Objective(
             consistency_variance,

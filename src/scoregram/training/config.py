@@ -103,6 +103,17 @@ METHODS: MappingProxyType[str, Method] = MappingProxyType(
             about="preference of the best over the worst rollout of a group",
         ),
         "tic": Method(estimator="rloo", objective="tic", about="ratio of the whole rollout, clipped from above"),
+        "tic-length": Method(estimator="tic", objective="tic", about="the same with standardised rewards per token"),
+        "awr": Method(
+            estimator="grpo",
+            objective="awr",
+            about="advantage-weighted regression: imitate rollouts with weight exp(advantage), at most 20",
+        ),
+        "pass-at-k": Method(
+            estimator="max-at-k",
+            objective="reinforce",
+            about="what a rollout adds to the best reward of k rollouts: the gradient of pass@k",
+        ),
     }
 )
 
@@ -118,7 +129,7 @@ MAY_DIFFER = ("steps", "rollouts", "out", "resume", "overwrite", "report_to", "c
 
 LATER_OPTIONS = frozenset(
     {
-        *("sampler", "keep_evidence", "baseline", "baseline_decay"),
+        *("sampler", "keep_evidence", "baseline", "baseline_decay", "best_of"),
         *("critic", "critic_learning_rate", "critic_updates", "critic_clip", "critic_warmup"),
         *("prefix_rollouts", "segments", "segment_tokens", "segment_probability"),
         *("rollouts", "every_rollouts"),
@@ -189,6 +200,8 @@ class TrainConfig:
     """Clip the change of a value per step in the critic's loss; 0 for no clipping."""
     critic_warmup: int = 0
     """Steps at the start in which the critic learns and the policy does not."""
+    best_of: int = 2
+    """Rollouts k of pass@k, in the method pass-at-k; from 2 to group_size."""
     prefix_rollouts: int = 4
     """Rollouts per prefix for Monte-Carlo values (methods such as vineppo). They come on top of batch_size."""
     segments: Literal["steps", "unlikely", "even"] = "steps"
@@ -458,6 +471,7 @@ LEAST = {
     "critic_updates": 1,
     "critic_clip": 0,
     "critic_warmup": 0,
+    "best_of": 2,
     "prefix_rollouts": 1,
     "segment_tokens": 1,
     "segment_probability": 0,

@@ -17,7 +17,7 @@ from scoregram.types import Advantages, LogProbs, Mask, Pairs, Rewards, TokenWei
 
 TRAINER_INPUTS = frozenset(
     {
-        *("lengths", "outcomes", "score_energies", "greedy_rewards", "baselines"),
+        *("lengths", "outcomes", "score_energies", "greedy_rewards", "baselines", "best_of"),
         *("step_ends", "prefix_values", "segment_starts", "values"),
     }
 )
@@ -76,7 +76,7 @@ def credited_step(
         gram: Gram of all rollouts, if already measured; estimators that need score norms require it.
         inputs: What sources of inputs supplied (`scoregram.training.inputs`).
     """
-    mask = rollouts.completion_mask
+    mask = weighted_tokens(method.objective, rollouts)
     if ESTIMATORS[method.estimator].level == "token":
         by_token = token_advantages_of(method.estimator, rollouts, inputs or {})
         lengths = mask.sum(1).clamp(min=1).cpu()
@@ -156,6 +156,17 @@ def token_weights_of(objective: str, advantages: Tensor, mask: Mask, *, length: 
     return row.weight(**{name: inputs[name] for name in row.weight_needs})
 
 
+def weighted_tokens(objective: str, rollouts: Rollouts) -> Mask:
+    """`(N, T)` bool: completion tokens; without those of rollouts that have no reward, if a loss weighs ties.
+
+    A rollout without a reward has the advantage 0. Most losses give it no weight; one that weighs ties would.
+    """
+    mask = rollouts.completion_mask
+    if not OBJECTIVES[objective].weighs_ties:
+        return mask
+    return mask & ~rollouts.rewards.isnan().to(mask.device)[:, None]
+
+
 def compares_with_reference(objective: str) -> bool:
     """Whether a loss itself compares the policy with a reference, instead of having a KL term added to it."""
     return "ref_log_probs" in OBJECTIVES[objective].needs
@@ -225,7 +236,7 @@ def loss_value(
         "log_probs": log_probs,
         "old_log_probs": log_probs if old_log_probs is None else old_log_probs,
         "advantages": (step.advantages if step.token_advantages is None else step.token_advantages).to(log_probs),
-        "mask": step.rollouts.completion_mask,
+        "mask": weighted_tokens(method.objective, step.rollouts),
         "length": length,
         **({} if reference is None else reference_inputs(step.rollouts, reference, beta)),
     }

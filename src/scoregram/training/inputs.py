@@ -4,6 +4,7 @@
 |---|---|---|
 | `GreedyRollouts` | rewards of greedy rollouts | one rollout per prompt |
 | `BaselineRewards` | a constant, or the running mean of earlier rewards | nothing |
+| `BestOf` | the `k` of pass@k | nothing |
 | `VerifiedSteps` | process rewards: 1 for a right step, 0 for a wrong one | nothing, but the task must verify steps |
 | `Critic` | values of prefixes, or of prompts, by a network that learns them | a second model, or its head |
 | `PrefixRollouts` | Monte-Carlo values of prefixes, where segments start | `prefix_rollouts` per distinct prefix |
@@ -128,6 +129,17 @@ class BaselineRewards:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue the running mean."""
         self.total, self.weight = float(state["total"]), float(state["weight"])
+
+
+@dataclass
+class BestOf(StatelessSource):
+    """The `k` of pass@k, the same for every prompt."""
+
+    count: int
+
+    def inputs(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> dict[str, Tensor]:
+        """`best_of` `(P,)`."""
+        return {"best_of": torch.full((len(rollouts.group_sizes),), self.count)}
 
 
 # Process rewards
@@ -291,6 +303,11 @@ def input_sources(method: Method, config: TrainConfig, policy: Policy, task: Tas
         sources.append(Critic(config, policy, prompts_only=True))
     elif "baselines" in needs:
         sources.append(BaselineRewards(config.baseline, config.baseline_decay))
+    if "best_of" in needs:
+        if config.best_of > config.group_size:
+            got = f"best_of {config.best_of} and group_size {config.group_size}"
+            fail("train --best-of", "must be at most group_size", got, "Lower it, or raise --group-size.")
+        sources.append(BestOf(config.best_of))
     if "values" in needs:
         sources.append(Critic(config, policy, prompts_only=False))
     if "step_ends" in needs:
