@@ -5,8 +5,9 @@ that is resumed at a position continues with the same problems and draws as one 
 """
 
 import hashlib
+import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -26,13 +27,17 @@ def collect(
     group_size: int,
     sampling: SamplingConfig,
     generator: torch.Generator | None,
+    texts: Sequence[str] | None = None,
 ) -> Rollouts:
     """`group_size` rollouts of every problem, with texts and rewards.
+
+    `texts` replaces the prompts of the task that the policy reads; the rewards are those of the problems.
 
     Raises:
         ScoregramError: If a prompt leaves no room for a whole completion, or a user's reward function fails its checks.
     """
-    prompts = [policy.encode_prompt(task.prompt(problem)) for problem in problems]
+    read = [task.prompt(problem) for problem in problems] if texts is None else texts
+    prompts = [policy.encode_prompt(text) for text in read]
     refuse_long_prompts(prompts, problems, sampling, policy)
     with policy.computing():
         rollouts = sample(
@@ -51,10 +56,44 @@ def collect(
     return replace(
         rollouts,
         prompt_names=[problem.id for problem in problems],
-        prompts=[problem.prompt for problem in problems],
+        prompts=[problem.prompt for problem in problems] if texts is None else list(texts),
         completions=completions,
         rewards=torch.tensor([torch.nan if value is None else value for value in rewards], dtype=torch.float64),
     )
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """The best draft of every problem."""
+
+    texts: Sequence[str]
+    rewards: Sequence[float]
+    """`nan` where no draft of a problem has a reward."""
+    extra_rollouts: int
+    """Number of drafts, of all problems together."""
+
+    def refinement_prompts(self, prompts: Sequence[str], layout: str) -> list[str]:
+        """What the policy reads to refine them: `layout` with `{prompt}` and `{draft}` replaced in one go."""
+        pairs = zip(prompts, self.texts, strict=True)
+        return [
+            re.sub(r"\{(prompt|draft)\}", lambda found, both=both: both[found[1] == "draft"], layout) for both in pairs
+        ]
+
+
+def best_drafts(
+    policy: Policy,
+    task: Task,
+    problems: Sequence[Problem],
+    *,
+    count: int,
+    sampling: SamplingConfig,
+    generator: torch.Generator,
+) -> Drafts:
+    """The draft with the highest reward among `count` of every problem; of equal ones the first, as of missing ones."""
+    drafts = collect(policy, task, problems, group_size=count, sampling=sampling, generator=generator)
+    best = drafts.reward_grid.nan_to_num(nan=-torch.inf).argmax(dim=1)
+    rows = [here.start + int(place) for here, place in zip(drafts.group_slices(), best, strict=True)]
+    return Drafts([drafts.completions[row] for row in rows], drafts.rewards[rows].tolist(), drafts.count)
 
 
 def greedy_rewards(policy: Policy, task: Task, problems: Sequence[Problem], sampling: SamplingConfig) -> PerPrompt:

@@ -1,7 +1,8 @@
 """Everything that decides a training run: the table of methods and one frozen config, without heavy imports."""
 
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -21,6 +22,8 @@ class Method:
     """Sample further prompts until the step is full of live groups."""
     learned_baseline: bool = False
     """Whether the estimator's baselines are the values of a critic, instead of a running mean."""
+    drafts: bool = False
+    """Sample drafts first; the rollouts of the step refine the best draft of their prompt."""
     about: str
 
 
@@ -90,6 +93,12 @@ METHODS: MappingProxyType[str, Method] = MappingProxyType(
             dynamic_sampling=True,
             about="only groups whose rewards differ, higher upper clip, token mean",
         ),
+        "igrpo": Method(
+            estimator="grpo",
+            objective="grpo",
+            drafts=True,
+            about="grpo on refinements: the best of some drafts is shown in the prompt",
+        ),
         "gspo": Method(estimator="grpo", objective="gspo", about="one clipped ratio per rollout"),
         "cispo": Method(estimator="grpo", objective="cispo", about="clipped importance weight without gradient"),
         "agro": Method(
@@ -129,7 +138,7 @@ MAY_DIFFER = ("steps", "rollouts", "out", "resume", "overwrite", "report_to", "c
 
 LATER_OPTIONS = frozenset(
     {
-        *("sampler", "keep_evidence", "baseline", "baseline_decay", "best_of"),
+        *("sampler", "keep_evidence", "baseline", "baseline_decay", "best_of", "drafts", "draft_format"),
         *("critic", "critic_learning_rate", "critic_updates", "critic_clip", "critic_warmup"),
         *("prefix_rollouts", "segments", "segment_tokens", "segment_probability"),
         *("rollouts", "every_rollouts"),
@@ -200,6 +209,10 @@ class TrainConfig:
     """Clip the change of a value per step in the critic's loss; 0 for no clipping."""
     critic_warmup: int = 0
     """Steps at the start in which the critic learns and the policy does not."""
+    drafts: int = 4
+    """Drafts per prompt of which the best is refined (method igrpo). They come on top of batch_size."""
+    draft_format: str = "{prompt}{draft}\n{prompt}"
+    """Prompt of a refinement; `{prompt}` is the prompt of the draft and `{draft}` the draft itself."""
     best_of: int = 2
     """Rollouts k of pass@k, in the method pass-at-k; from 2 to group_size."""
     prefix_rollouts: int = 4
@@ -347,6 +360,9 @@ class TrainConfig:
             refuse("train --sampler", "vllm needs a model without adapters", f"lora_rank {self.lora_rank}", remedy)
         if self.baseline is not None and not abs(self.baseline) < float("inf"):
             refuse("train --baseline", "must be finite", self.baseline, "Leave it out for a running mean.")
+        if not {"{prompt}", "{draft}"} <= set(re.findall(r"\{\w+\}", self.draft_format)):
+            remedy = "Leave it out, or write both."
+            refuse("train --draft-format", "must contain {prompt} and {draft}", repr(self.draft_format), remedy)
         if self.segment_probability > 1:
             remedy = "With 1 every token that was not certain ends a segment."
             refuse("train --segment-probability", "must be at most 1", self.segment_probability, remedy)
@@ -388,13 +404,7 @@ class TrainConfig:
     def chosen(self) -> Method:
         """The method, with estimator and objective replaced where the config replaces them."""
         row = METHODS[self.method]
-        return Method(
-            estimator=self.estimator or row.estimator,
-            objective=self.objective or row.objective,
-            dynamic_sampling=row.dynamic_sampling,
-            learned_baseline=row.learned_baseline,
-            about=row.about,
-        )
+        return replace(row, estimator=self.estimator or row.estimator, objective=self.objective or row.objective)
 
     @property
     def reference_strength(self) -> float:
@@ -471,6 +481,7 @@ LEAST = {
     "critic_updates": 1,
     "critic_clip": 0,
     "critic_warmup": 0,
+    "drafts": 1,
     "best_of": 2,
     "prefix_rollouts": 1,
     "segment_tokens": 1,

@@ -25,7 +25,14 @@ from scoregram.rollouts import Rollouts, concatenated_rollouts
 from scoregram.runs import CHECKSUMS, RunWriter, environment, open_run, require_same_config, require_space
 from scoregram.tasks import Problem, Task, load_task
 from scoregram.training.checkpoint import Position, load_checkpoint, save_checkpoint, write_failure
-from scoregram.training.collect import collect, drawn_problems, refuse_long_prompts, seeded_generator
+from scoregram.training.collect import (
+    Drafts,
+    best_drafts,
+    collect,
+    drawn_problems,
+    refuse_long_prompts,
+    seeded_generator,
+)
 from scoregram.training.config import TrainConfig
 from scoregram.training.credit import require_method
 from scoregram.training.evaluate import evaluate, evaluation_records, run_probe
@@ -122,14 +129,15 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
         while not is_finished(config, position):
             began, before, number = time.perf_counter(), position, position.step + 1
             # draw and reward
-            rollouts, problems, position = draw_rollouts(config, policy, task, position, number)
+            drawn = draw_rollouts(config, policy, task, position, number)
+            rollouts, problems, position = drawn.rollouts, drawn.problems, drawn.position
             sampled = time.perf_counter()
 
             # update, and measure in the same pass
             rate = learning_rate(number, config)
             try:
                 inputs = {n: v for source in sources for n, v in source.inputs(number, rollouts, problems).items()}
-                extra = extra_rollouts(sources)
+                extra = extra_rollouts([*sources, *drawn.drafts])
                 position = replace(position, rollouts=position.rollouts + (extra or 0))
                 measure = is_due_at(config, config.measure_every, before, position)
                 known = None if reference is None else reference.log_probs(rollouts)
@@ -152,7 +160,7 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
 
             # write the records
             scalars = reading.scalars | {"loss": loss, "grad_norm": norm, "learning_rate": rate} | policy_scalars(step)
-            scalars |= learned | {"rollouts": position.rollouts}
+            scalars |= learned | draft_scalars(drawn.drafts) | {"rollouts": position.rollouts}
             scalars |= {} if extra is None else {"credit/extra_rollouts": extra}
             is_last = is_finished(config, position)
             if measure:
@@ -182,9 +190,19 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
     return Trained(config.out, position.step, interrupted, position.rollouts)
 
 
-def draw_rollouts(
-    config: TrainConfig, policy: Policy, task: Task, position: Position, number: int
-) -> tuple[Rollouts, Sequence[Problem], Position]:
+@dataclass(frozen=True)
+class DrawnRollouts:
+    """The groups of a step."""
+
+    rollouts: Rollouts
+    problems: Sequence[Problem]
+    position: Position
+    """Position after the step."""
+    drafts: Sequence[Drafts]
+    """The drafts that the rollouts refine, round by round; empty for a method without drafts."""
+
+
+def draw_rollouts(config: TrainConfig, policy: Policy, task: Task, position: Position, number: int) -> DrawnRollouts:
     """The groups of a step, their problems, and the position after it.
 
     With dynamic sampling, further prompts are drawn until the step is full of live groups or the rounds are used up; a
@@ -192,25 +210,38 @@ def draw_rollouts(
     """
     sampling = config.sampling(task.max_new_tokens)
     rounds = config.dynamic_rounds if config.chosen.dynamic_sampling else 1
-    stream = seeded_generator(config.seed, "rollouts", number)
+    stream, draft_stream = (seeded_generator(config.seed, purpose, number) for purpose in ("rollouts", "drafts"))
+    drafts: list[Drafts] = []
     drawn: list[Problem] = []
     parts: list[Rollouts] = []
     live: list[bool] = []
     for _ in range(rounds):
         problems = drawn_problems(task.train, position.problems + len(drawn), config.prompts, config.seed)
         drawn += problems
+        texts = None
+        if config.chosen.drafts:
+            drafts.append(
+                best_drafts(policy, task, problems, count=config.drafts, sampling=sampling, generator=draft_stream)
+            )
+            texts = drafts[-1].refinement_prompts([task.prompt(p) for p in problems], config.draft_format)
         size = config.group_size
-        parts.append(collect(policy, task, problems, group_size=size, sampling=sampling, generator=stream))
+        parts.append(collect(policy, task, problems, group_size=size, sampling=sampling, generator=stream, texts=texts))
         live += [outcome == "live" for outcome in outcomes_of(parts[-1].reward_grid)]
         if sum(live) >= config.prompts:
             break
     after = Position(number, position.problems + len(drawn), position.rollouts + len(drawn) * config.group_size)
     if not config.chosen.dynamic_sampling or not any(live):
-        return parts[0], drawn[: config.prompts], after
+        return DrawnRollouts(parts[0], drawn[: config.prompts], after, drafts)
     places = [place for place, is_live in enumerate(live) if is_live][: config.prompts]
     everything = concatenated_rollouts(parts, policy.pad_id)
     kept = torch.isin(everything.group_ids, torch.tensor(places))
-    return everything.select(kept), [drawn[place] for place in places], after
+    return DrawnRollouts(everything.select(kept), [drawn[place] for place in places], after, drafts)
+
+
+def draft_scalars(drafts: Sequence[Drafts]) -> dict[str, float]:
+    """The mean reward of the best drafts of a step, all rounds together; nothing without drafts."""
+    rewards = torch.tensor([reward for part in drafts for reward in part.rewards], dtype=torch.float64)
+    return {"credit/draft_reward": float(rewards.nanmean())} if drafts else {}
 
 
 def policy_scalars(step: Step) -> dict[str, float]:
@@ -304,7 +335,7 @@ def is_finished(config: TrainConfig, position: Position) -> bool:
     return position.rollouts >= config.rollouts if config.rollouts else position.step >= config.steps
 
 
-def extra_rollouts(sources: Sequence[InputSource]) -> int | None:
+def extra_rollouts(sources: Sequence[InputSource | Drafts]) -> int | None:
     """Rollouts that the step took on top of those it trains on; None if no source samples any."""
     counts = [source.extra_rollouts for source in sources if source.extra_rollouts is not None]
     return sum(counts) if counts else None
