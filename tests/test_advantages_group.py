@@ -433,11 +433,11 @@ def test_best_of_contribution_is_the_gradient_of_the_best_of_k(k):
     rewards, size = [0.0, 1.0, 2.5], 4
     logits = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64, requires_grad=True)
     log_pi = logits.log_softmax(0)
-    best = sum(
+    best = [
         torch.stack([log_pi[a] for a in actions]).sum().exp() * max(rewards[a] for a in actions)
         for actions in itertools.product(range(3), repeat=k)
-    )
-    (expected,) = torch.autograd.grad(best, logits, retain_graph=True)
+    ]
+    (expected,) = torch.autograd.grad(torch.stack(best).sum(), logits, retain_graph=True)
     scores = [torch.autograd.grad(log_pi[a], logits, retain_graph=True)[0] for a in range(3)]
     update = torch.zeros(3, dtype=torch.float64)
     for group in itertools.product(range(3), repeat=size):

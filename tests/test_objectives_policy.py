@@ -1,5 +1,6 @@
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -266,7 +267,8 @@ def test_advantage_weighted_is_a_regression_on_exponentiated_advantages():
     log_probs = torch.tensor([[-1.0, -2.0], [-0.5, -9.0], [-3.0, -1.0]], dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[True, True], [True, False], [True, True]])
     advantages = torch.tensor([0.7, -1.2, 900.0], dtype=torch.float64)
-    for options, tau, most in (({}, 1.0, 20.0), ({"temperature": 0.5, "most": 3.0}, 0.5, 3.0)):
+    for tau, most in ((1.0, 20.0), (0.5, 3.0)):
+        options: Any = {} if tau == 1 else {"temperature": tau, "most": most}
         weights = [math.exp(min(float(a) / tau, math.log(most))) for a in advantages]
         expected = -(weights[0] * -3.0 + weights[1] * -0.5 + weights[2] * -4.0) / 3
         loss = advantage_weighted(log_probs, advantages, mask, **options)
@@ -275,7 +277,8 @@ def test_advantage_weighted_is_a_regression_on_exponentiated_advantages():
         torch.testing.assert_close(exponential_advantage_weights(advantages, mask, **options), gradient)
     for name in ("temperature", "most"):
         with pytest.raises(ScoregramError, match=f"{name} must lie in"):
-            advantage_weighted(log_probs, advantages, mask, **{name: 0.0})
+            wrong: Any = {name: 0.0}
+            advantage_weighted(log_probs, advantages, mask, **wrong)
 
 
 def test_at_its_optimum_advantage_weighted_regression_tilts_the_sampling_law():
@@ -288,5 +291,5 @@ def test_at_its_optimum_advantage_weighted_regression_tilts_the_sampling_law():
         * advantage_weighted(best.log_softmax(0)[a].view(1, 1), rewards[a : a + 1], torch.ones(1, 1, dtype=torch.bool))
         for a in range(3)
     ]
-    (gradient,) = torch.autograd.grad(sum(weighted), best)
+    (gradient,) = torch.autograd.grad(torch.stack(weighted).sum(), best)
     torch.testing.assert_close(gradient, torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-14)

@@ -92,7 +92,7 @@ def best_drafts(
     """The draft with the highest reward among `count` of every problem; of equal ones the first, as of missing ones."""
     drafts = collect(policy, task, problems, group_size=count, sampling=sampling, generator=generator)
     best = drafts.reward_grid.nan_to_num(nan=-torch.inf).argmax(dim=1)
-    rows = [here.start + int(place) for here, place in zip(drafts.group_slices(), best, strict=True)]
+    rows: list[int] = [here.start + int(place) for here, place in zip(drafts.group_slices(), best, strict=True)]
     return Drafts([drafts.completions[row] for row in rows], drafts.rewards[rows].tolist(), drafts.count)
 
 
