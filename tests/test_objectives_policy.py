@@ -276,8 +276,8 @@ def test_advantage_weighted_is_a_regression_on_exponentiated_advantages():
         gradient = -torch.autograd.grad(loss, log_probs)[0]
         torch.testing.assert_close(exponential_advantage_weights(advantages, mask, **options), gradient)
     for name in ("temperature", "most"):
+        wrong: Any = {name: 0.0}
         with pytest.raises(ScoregramError, match=f"{name} must lie in"):
-            wrong: Any = {name: 0.0}
             advantage_weighted(log_probs, advantages, mask, **wrong)
 
 
