@@ -3,7 +3,8 @@
 Under pytest, jaxtyping's import hook decorates every function of the package with `jaxtyping.jaxtyped`. That decorator
 binds the arguments to the signature and checks them twice in every call, which was half of the suite's time.
 `checked` does the same checks once: beartype checks arguments and return value, and axis names are shared between them
-within one call. Generators, classes and shapes that refer to an argument (`"{group_size}"`) go to jaxtyping.
+within one call. Generators, classes and shapes that refer to an argument (`"{group_size}"`) go to jaxtyping. Triton
+kernels are left as they are.
 """
 
 import functools
@@ -22,7 +23,20 @@ def install() -> None:
     assert "scoregram" not in sys.modules
     package: Any = import_module("jaxtyping")
     package.jaxtyped = functools.partial(checked, jaxtyped=package.jaxtyped)
-    package._import_hook._JaxtypingLoader.exec_module = execute_module
+    hook = package._import_hook
+    hook._JaxtypingLoader.exec_module = execute_module
+    hook._JaxtypingFinder.should_instrument = functools.partialmethod(
+        should_check, of_package=hook._JaxtypingFinder.should_instrument
+    )
+
+
+def should_check(finder: Any, module_name: str, *, of_package: Callable[..., bool]) -> bool:
+    """Whether the functions of a module are checked: all of the package but the Triton kernels.
+
+    `triton.jit` compiles the source of a function and looks its names up in `__globals__`. Those of a checking wrapper
+    are the wrapper's, which have no `tl`.
+    """
+    return not module_name.endswith(".triton_kernels") and of_package(finder, module_name)
 
 
 def execute_module(loader: Any, module: Any) -> None:

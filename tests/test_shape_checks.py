@@ -1,5 +1,8 @@
 """The checks that every other test relies on: a wrong shape or type in a call of scoregram is an error."""
 
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+import scoregram
 from scoregram.advantages import leave_one_out
 from scoregram.exhibits import Estimate
 from scoregram.statistics import update_coherence
@@ -37,6 +41,21 @@ def test_functions_of_the_package_are_checked():
     with pytest.raises(Exception, match="Estimate"):
         Estimate(WRONG)
     assert advantage_covariance(1.0, 4).shape == (4, 4)
+
+
+def test_every_module_but_those_of_kernels_is_checked():
+    """`triton.jit` needs the function itself: on a GPU every launch fails if a kernel is wrapped."""
+    source = Path(scoregram.__file__).parent
+    modules = [".".join(("scoregram", *p.relative_to(source).with_suffix("").parts)) for p in source.rglob("*.py")]
+    kernels = [name for name in modules if "@triton.jit" in Path(loader_of(name).path).read_text(encoding="utf-8")]
+    plain = [name for name in modules if type(loader_of(name)) is SourceFileLoader]
+    assert sorted(plain) == sorted(kernels) != []
+
+
+def loader_of(module: str) -> Any:
+    spec = find_spec(module.removesuffix(".__init__"))
+    assert spec is not None
+    return spec.loader
 
 
 def test_an_axis_name_has_one_length_within_a_call():
