@@ -181,7 +181,15 @@ class Ended:
         return self.status in {-signal.SIGXCPU, -signal.SIGALRM}
 
 
-def start(task: Callable[[], int], log: Path, *, cpu: float = 3600, wall: float = 36000) -> int:
+def limit_time(cpu: float) -> None:
+    """End this process after `cpu` more seconds of processor time, or ten times as long by the clock."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    limit = int(used.ru_utime + used.ru_stime + cpu) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+    signal.alarm(int(10 * cpu))
+
+
+def start(task: Callable[[], int], log: Path) -> int:
     """Fork a process that runs `task` and exits with what it returns; its output goes to `log`."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -190,10 +198,7 @@ def start(task: Callable[[], int], log: Path, *, cpu: float = 3600, wall: float 
     status = 3
     try:
         os.setsid()
-        signal.alarm(int(wall))
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        limit = int(used.ru_utime + used.ru_stime + cpu) + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
+        limit_time(3600)
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
@@ -353,8 +358,8 @@ class MutantSession:
             if change is None:
                 self.send({"number": number, "status": None, "tests": tests})
                 continue
-            log, cpu = self.folder / f"{number}.log", 30 + 5 * sum(self.unchanged[test].seconds for test in tests)
-            pid = start(lambda change=change, tests=tests, log=log: self.run_changed(change, tests, log), log, cpu=cpu)
+            log = self.folder / f"{number}.log"
+            pid = start(lambda change=change, tests=tests, log=log: self.run_changed(change, tests, log), log)
             running[pid] = number, log
             if len(running) >= self.jobs:
                 self.finish(running)
@@ -403,6 +408,7 @@ class MutantSession:
         """Run tests on changed sources until one fails; 1 if one did."""
         change.apply()
         for test, following in zip_longest(tests, tests[1:]):
+            limit_time(20 + 20 * self.unchanged[test].seconds)
             self.run_test(test, following)
             if self.failed:
                 log.with_suffix(".by").write_text(self.failed, encoding="utf-8")

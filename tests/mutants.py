@@ -2,7 +2,8 @@
 
 A mutant is one edit of one source file. Some are derived here, from the tables of estimators and objectives and from
 the checks of the ledger, so that a new row or claim has its mutants without further work. The others are written in
-`mutations/AREA.txt`, below the `file` that they change and the `tests` that should notice them:
+`mutations/AREA.txt`, below the `file` that they change and the `tests` that should notice them (`*` stands for any
+part of a name):
 
     # what the edit breaks
     - the old text, which must occur exactly once in the file
@@ -27,7 +28,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -287,6 +288,15 @@ def _wrong_facts(path: str, check: str, call: ast.Call, tests: tuple[str, ...]) 
 # Mutants that are written down.
 
 
+def test_files(pattern: str) -> list[str]:
+    """Files of tests by name, where `*` stands for any part of it; an error if there is none."""
+    folder = Path(__file__).parent
+    found = sorted(f"tests/{file.name}" for file in folder.glob(f"{pattern}.py"))
+    if not found:
+        raise SystemExit(f"mutants: there is no tests/{pattern}.py. Follow the change in {EDITS.name}/.")
+    return found
+
+
 def written_edits(only: str) -> Iterator[Mutant]:
     """The mutants of `mutations/`; an error that lists every old text that does not occur exactly once.
 
@@ -301,7 +311,7 @@ def written_edits(only: str) -> Iterator[Mutant]:
             if kind == "file":
                 path = rest
             elif kind == "tests":
-                tests = tuple(f"tests/{name}.py" for name in rest.split())
+                tests = tuple(test for name in rest.split() for test in test_files(name))
             else:
                 old, new, why = ("\n".join(line[2:] for line in lines if line[:1] == sign) for sign in "-+=")
                 at, count = source_text(path).find(old), source_text(path).count(old)
@@ -330,7 +340,7 @@ def _numbered(mutants: Sequence[Mutant], twice: Sequence[tuple[str, str]]) -> li
     for mutant in mutants:
         if (key := (mutant.area, mutant.name)) in twice:
             seen[key] += 1
-            named.append(Mutant(**{**mutant.__dict__, "name": f"{mutant.name} ({seen[key]})"}))
+            named.append(replace(mutant, name=f"{mutant.name} ({seen[key]})"))
     return named
 
 
@@ -360,6 +370,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="an area, or the beginning of one")
     parser.add_argument("--name", default="", help="part of a mutant's name")
     parser.add_argument("--survivors", action="store_true", help="only those that the record does not show as killed")
+    parser.add_argument("--also", nargs="*", default=[], help="further test files, for edits that survived the listed")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--record", type=Path, default=RECORD)
@@ -370,6 +381,8 @@ def main() -> int:
         recorded = json.loads(options.record.read_text(encoding="utf-8"))["rows"]
         killed = {(row["area"], row["name"]) for row in recorded if row["outcome"] != SURVIVED}
         chosen = [mutant for mutant in chosen if (mutant.area, mutant.name) not in killed]
+    also = tuple(test for name in options.also for test in test_files(name))
+    chosen = [replace(mutant, tests=mutant.tests + also) for mutant in chosen]
     if options.list or not chosen:
         print("\n".join(f"{m.area}: {m.name} ({m.path})" for m in chosen) or "no mutant of that name")
         return 0 if chosen else 2
