@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers.models.llama.modeling_llama  # noqa: F401
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -37,7 +38,8 @@ def in_processes(work: Callable[[int, Path], dict[str, Any]], folder: Path) -> l
 def connected(rank: int, work: Callable[[int, Path], dict[str, Any]], folder: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=PROCESSES)
+    meeting, patience = f"file://{folder}/meeting", timedelta(minutes=5)  # a process that waits in vain fails
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=PROCESSES, timeout=patience)
     torch.save(work(rank, folder), folder / f"found-{rank}.pt")
     dist.destroy_process_group()
 
@@ -77,9 +79,46 @@ OTHERS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
 }
 
 
+class RareToken(nn.Module):
+    """An embedding with a further product for one token, which no other token reaches."""
+
+    TOKEN = 60
+
+    def __init__(self, embedding: nn.Module, width: int) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.turn = nn.Parameter(torch.eye(width, dtype=torch.float64).roll(1, 0))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden, rare = self.embedding(ids), ids == self.TOKEN
+        return torch.where(rare.unsqueeze(2), (hidden.tanh() @ self.turn).cumsum(2), hidden) if rare.any() else hidden
+
+
+def rare_token_model() -> Any:
+    model = model_of("llama", torch.float64)
+    model.model.embed_tokens = RareToken(model.model.embed_tokens, model.config.hidden_size)
+    return model
+
+
+def rare_token_batch(rank: int) -> Rollouts:
+    """Only the last rollout of the second process has the token, so no probe pass reaches it."""
+    batch = batch_of(rank)
+    batch.input_ids[batch.input_ids == RareToken.TOKEN] = 1
+    if rank == 1:
+        batch.input_ids[3, 2] = RareToken.TOKEN
+    return batch
+
+
+def measure_rare_token(rank: int) -> dict[str, Any]:
+    """Two Grams: the second starts from what the first has learnt."""
+    model = sharded(rare_token_model())
+    return {"rare token": [measure_gram(model, *rare_token_batch(rank).arguments).matrix for _ in range(2)]}
+
+
 def everything(rank: int, folder: Path) -> dict[str, Any]:
     """All that the quick tests look at: processes take longer to start than to do it."""
-    return measure_sharded(rank, folder) | {"left": dict(left_as_it_was(batch_of(rank)))} | measure_dumps(rank, folder)
+    found = measure_sharded(rank, folder) | {"left": dict(left_as_it_was(batch_of(rank)))} | measure_dumps(rank, folder)
+    return found | measure_rare_token(rank)
 
 
 def the_rest(rank: int, folder: Path) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from tests.distributed_cases import (
     everything,
     in_processes,
     model_of,
+    rare_token_batch,
+    rare_token_model,
     the_rest,
 )
 from tests.dump_cases import lines
@@ -70,6 +72,13 @@ def check(got: dict[str, Any], name: str, dtype: torch.dtype, rank: int) -> None
     for layer, gram in truth.by_layer.items():
         torch.testing.assert_close(got["by_layer"][layer], gram, rtol=0, atol=allowed * scale)
     assert got["replayed"] == truth.replayed
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_an_operation_that_one_process_alone_reaches_keeps_none_waiting(rank, found):
+    truth = measure_gram(rare_token_model(), *rare_token_batch(rank).arguments, verify=True).matrix
+    for matrix in found[rank]["rare token"]:
+        torch.testing.assert_close(matrix, truth, rtol=0, atol=1e-12 * float(truth.abs().max()))
 
 
 @pytest.mark.parametrize("rank", RANKS)

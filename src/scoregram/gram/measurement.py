@@ -130,7 +130,7 @@ class Measurement:
         if narrow not in facts.probed:
             self.learn_axes(narrow=narrow)
         result = run(self.new_pass(narrow=narrow))
-        if not self.current.interceptor.unknown:
+        if not self.measured.survey.shards.in_any_process(bool(self.current.interceptor.unknown)):
             return result
         self.learn_axes(narrow=narrow)
         result = run(self.new_pass(narrow=narrow))

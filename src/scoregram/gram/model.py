@@ -120,6 +120,14 @@ class Shards:
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
         return int(largest)
 
+    def in_any_process(self, condition: bool) -> bool:
+        """Whether a condition holds in any process: a pass that one process must make needs all of them.
+
+        Decisions that depend on the data of one process, such as an operation that only its rollouts reach, go through
+        here, so that all processes make the same passes. `condition` itself for a model in one process.
+        """
+        return bool(self.largest_count(int(condition)))
+
 
 def model_inside(model: nn.Module) -> nn.Module:
     """The model without the wrappers of `torch.compile` and `DistributedDataParallel`."""

@@ -79,11 +79,12 @@ class Pass:
         self.interceptor.head = self.measured.capturable_head()
         logits, captured = self.forward_with_capture()
         # The head ran twice, or the model does not return its product unchanged: the model needs all logits.
-        if captured is not None and (
+        needs_logits = captured is not None and (
             self.interceptor.captures > 1
             or not is_same(logits, captured.first_logits)
             or captured.hidden.shape[:2] != self.batch.input_ids.shape
-        ):
+        )
+        if self.measured.survey.shards.in_any_process(needs_logits):
             logits, captured = self.forward_without_capture()
         if captured is None and logits.shape[:2] != self.batch.input_ids.shape:
             requirement = f"the model must return logits for {self.batch.input_ids.shape[1]} tokens"
@@ -218,8 +219,9 @@ class Pass:
     # After the backward pass
 
     def missed_something(self) -> bool:
-        """Whether the model used a parameter outside its module, or drew random numbers."""
-        return self.drew_random or bool(self.parameters_with_grad())
+        """Whether the model used a parameter outside its module, or drew random numbers, in any process."""
+        missed = self.drew_random or bool(self.parameters_with_grad())
+        return self.measured.survey.shards.in_any_process(missed)
 
     def parameters_with_grad(self) -> list[Tensor]:
         """Parameters with a `.grad`: autograd computed it for a use that was not split by rollout."""
@@ -236,7 +238,7 @@ class Pass:
     def replay(self, parameters: Sequence[Tensor]) -> list[str]:
         """Collect rows of parameters that no rule covered, from one backward pass per rollout; returns their names."""
         left = list({id(parameter): parameter for parameter in parameters}.values())
-        if not left:
+        if not self.measured.survey.shards.in_any_process(bool(left)):
             return []
         for parameter in left:  # part of its gradient may have been collected; replay gives all of it
             self.collector.forget(parameter)
