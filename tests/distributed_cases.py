@@ -90,6 +90,7 @@ class RareToken(nn.Module):
         self.turn = nn.Parameter(torch.eye(width, dtype=torch.float64).roll(1, 0))
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Embeddings, those of the token turned."""
         hidden, rare = self.embedding(ids), ids == self.TOKEN
         return torch.where(rare.unsqueeze(2), (hidden.tanh() @ self.turn).cumsum(2), hidden) if rare.any() else hidden
 

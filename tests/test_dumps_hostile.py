@@ -2,9 +2,13 @@
 
 import copy
 import math
+import os
 import random
 import re
 import shutil
+import subprocess
+import sys
+import textwrap
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -283,7 +287,7 @@ def test_one_row_of_a_table_that_python_cannot_represent(policy, tmp_path):
 
 
 def test_a_parquet_bomb_is_refused_with_the_way_to_read_it(policy, tmp_path):
-    """A few KB that unpack to 80 MB, read with a limit of 16 MB; the same rule holds for 5 GB."""
+    """A few KB that unpack to ten million numbers, 40 bytes each in Python, read with a limit of 300 MB."""
     count = 10_000_000
     row = pa.ListArray.from_arrays(pa.array([0, count], pa.int32()), pa.array(np.full(count, 7)))
     columns = {"token_ids": row, "prompt_length": pa.array([1]), "reward": pa.array([1.0])}
@@ -292,9 +296,39 @@ def test_a_parquet_bomb_is_refused_with_the_way_to_read_it(policy, tmp_path):
     assert path.stat().st_size < 100_000
     with pytest.raises(
         ScoregramError,
-        match=r"no readable record: row group 1 that unpacks from 1,\d+ bytes to 76 MB \(raise --unpacked-mb",
+        match=r"no readable record: row group 1 that unpacks from 1,\d+ bytes to 381 MB \(raise --unpacked-mb",
     ):
-        measured(path, tmp_path / "out", unpacked_mb=16)
+        measured(path, tmp_path / "out", unpacked_mb=300)
+
+
+@pytest.mark.parametrize("where", ["rows", "a list"])
+def test_a_parquet_bomb_of_repeated_text_is_refused_in_little_memory(where, tmp_path):
+    """About 1 KB that unpacks to 5 GB: the file has one text, which all its values refer to."""
+    count, path = (5_000, tmp_path / "step-000000001-000.parquet")
+    index = pa.array(np.zeros(count, np.int32))
+    prompts = pa.DictionaryArray.from_arrays(index, ["a" * (1 << 20)])
+    if where == "a list":
+        prompts = pa.ListArray.from_arrays(pa.array([0, count], pa.int32()), prompts)
+    rows = len(prompts)
+    columns = {"prompt": prompts, "completion": pa.array(["b"] * rows), "reward": pa.array([1.0] * rows)}
+    pq.write_table(pa.table(columns), path, compression="brotli", dictionary_pagesize_limit=1 << 30)
+    assert path.stat().st_size < 2_000
+    script = f"""
+        import resource
+        from pathlib import Path
+        from scoregram.integrations.dumps.stream import parquet_rows
+
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), used + (1 << 30)))
+        for limit in (1 << 28, 4 << 30):
+            reasons = [row.reason for row in parquet_rows(Path({str(path)!r}), unpacked_bytes=limit)]
+            print(len(reasons), reasons[-1])
+    """
+    environment = os.environ | {"ARROW_DEFAULT_MEMORY_POOL": "system"}  # the others reserve more than they use
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    refused = r"row group 1, whose text is repeated, that unpacks from [\d,]+ bytes to \S+ MB \(raise --unpacked-mb"
+    assert len(re.findall(refused, done.stdout)) == 2, done.stdout
 
 
 def test_a_torch_bomb_is_refused_with_the_way_to_read_it(policy, tmp_path):

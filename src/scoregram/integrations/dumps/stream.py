@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
@@ -35,6 +36,8 @@ UNPACKED_BYTES = 4 << 30
 """Default of `--unpacked-mb`."""
 _USUAL_RATIO = 64
 """A row group or file may always unpack to this many times its size on disk."""
+_VALUE_BYTES = 40
+"""Memory of a number in a Python list."""
 
 
 @dataclass(frozen=True)
@@ -66,25 +69,60 @@ def json_lines(path: Path, **_: Any) -> Iterator[RawRecord]:
 
 
 def parquet_rows(path: Path, *, unpacked_bytes: int = UNPACKED_BYTES, **_: Any) -> Iterator[RawRecord]:
-    """Rows of a Parquet file; a part that cannot be read counts as one broken record."""
+    """Rows of a Parquet file; a part that cannot be read, or is too large, counts as one broken record."""
     size, line = path.stat().st_size, 0
     try:
         with pq.ParquetFile(path) as file:
-            total = max(file.metadata.num_rows, 1)
+            metadata = file.metadata
+        texts = _texts_that_may_expand(metadata, size, unpacked_bytes)
+        with pq.ParquetFile(path, metadata=metadata, read_dictionary=texts) as file:
+            total = max(metadata.num_rows, 1)
             for number in range(file.num_row_groups):
-                group = file.metadata.row_group(number)
-                columns = [group.column(i) for i in range(group.num_columns)]
-                unpacked = sum(max(8 * column.num_values, column.total_uncompressed_size) for column in columns)
-                if reason := _too_large(unpacked, size, unpacked_bytes):
-                    yield RawRecord(line + 1, size * line // total, reason=f"row group {number + 1} {reason}")
-                    line += max(group.num_rows, 1)
-                    continue
-                for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME, row_groups=[number]):
-                    for row, reason in _rows_of_batch(batch):
-                        line += 1
-                        yield RawRecord(line, min(size * line // total, size), row, reason)
+                first = line
+                for row, reason in _rows_of_group(file, number, size, unpacked_bytes):
+                    line += 1
+                    yield RawRecord(line, min(size * line // total, size), row, reason)
+                line = first + metadata.row_group(number).num_rows
     except Exception as error:  # damaged files raise almost anything
         yield RawRecord(line + 1, size, reason=f"an incomplete or invalid Parquet file ({_first_line(error)})")
+
+
+def _columns(metadata: pq.FileMetaData, group: int) -> list[pq.ColumnChunkMetaData]:
+    return [metadata.row_group(group).column(i) for i in range(metadata.num_columns)]
+
+
+def _texts_that_may_expand(metadata: pq.FileMetaData, size: int, limit: int) -> list[str]:
+    """Columns of text that may unpack to more than is allowed: a text that recurs is stored once, in a dictionary."""
+    columns = [column for group in range(metadata.num_row_groups) for column in _columns(metadata, group)]
+    texts = [column for column in columns if column.physical_type == "BYTE_ARRAY"]
+    large = [text for text in texts if _too_large(text.num_values * text.total_uncompressed_size, size, limit)]
+    return sorted({text.path_in_schema for text in large})
+
+
+def _rows_of_group(file: pq.ParquetFile, number: int, size: int, limit: int) -> Iterator[tuple[Any, str]]:
+    """Rows of a row group, each as a mapping or the reason why it cannot be one; ends where they become too large."""
+    columns = _columns(file.metadata, number)
+    unpacked = sum(max(_VALUE_BYTES * column.num_values, column.total_uncompressed_size) for column in columns)
+    if reason := _too_large(unpacked, size, limit):
+        yield None, f"row group {number + 1} {reason}"
+        return
+    texts = 0
+    for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME, row_groups=[number]):
+        texts += sum(map(_text_bytes, batch.columns))
+        if reason := _too_large(texts, size, limit):
+            yield None, f"row group {number + 1}, whose text is repeated, {reason}"
+            return
+        yield from _rows_of_batch(batch)
+
+
+def _text_bytes(array: pa.Array) -> int:
+    """Bytes of the texts of a column that was read with its dictionary; 0 for any other column."""
+    if isinstance(array, pa.DictionaryArray):
+        lengths = pc.binary_length(array.dictionary).take(array.indices)
+        return pc.sum(lengths, min_count=0).as_py()
+    if isinstance(array, pa.StructArray):
+        return sum(map(_text_bytes, array.flatten()))
+    return _text_bytes(array.flatten()) if isinstance(array, pa.ListArray | pa.LargeListArray) else 0
 
 
 def _rows_of_batch(batch: pa.RecordBatch) -> Iterator[tuple[Any, str]]:
