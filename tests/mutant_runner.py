@@ -16,6 +16,7 @@ import ast
 import contextlib
 import dataclasses
 import gc
+import hashlib
 import importlib
 import json
 import os
@@ -55,7 +56,7 @@ PACKAGES = (
 """Imported before the forks."""
 NOT_IMPORTED = ("pyarrow", "pandas", "datasets", "scoregram", "tests")
 """Never imported on behalf of the tests: pyarrow's threads do not survive a fork."""
-KILLED, SURVIVED = "killed", "survived"
+KILLED, SURVIVED, UNDECIDED = "killed", "survived", "undecided"
 STARTS = frozenset({"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty"})
 """Audit events of a test that starts a process."""
 
@@ -63,6 +64,17 @@ Row = dict[str, object]
 """What became of a mutant: area, name, file, outcome, processor seconds, and the test that failed first."""
 Place = tuple[str, str, int]
 """File, qualified name and first line of a function."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How mutants are run."""
+
+    jobs: int = 2
+    seconds: float = 3600
+    """Processor time after which a mutant that no test has noticed yet is left undecided."""
+    timings: Path | None = None
+    """File that keeps the run without mutants, which is not repeated while sources and tests stay the same."""
 
 
 @dataclass(frozen=True)
@@ -297,6 +309,13 @@ def warm_up_hypothesis() -> None:
         property_that_fails()
 
 
+def sources_digest(tests: Iterable[str]) -> str:
+    """A hash of everything that decides how long tests take and what they call."""
+    files = sorted([*PACKAGE.rglob("*.py"), *(TREE / "tests").glob("*.py")])
+    content = [file.read_bytes() for file in files if not file.name.startswith("mutant")]
+    return hashlib.sha256(b"\0".join([*content, *(test.encode() for test in tests)])).hexdigest()
+
+
 @dataclass(frozen=True)
 class Change:
     """What a mutant changes in a process that has imported the package."""
@@ -320,8 +339,10 @@ class Change:
 class MutantSession:
     """A pytest plugin: instead of running the collected tests, fork once for every mutant."""
 
-    def __init__(self, mutants: Sequence[Mutant], folder: Path, send: Callable[[Row], None], jobs: int) -> None:
-        self.mutants, self.folder, self.send, self.jobs = mutants, folder, send, jobs
+    def __init__(
+        self, mutants: Sequence[Mutant], folder: Path, send: Callable[[Row], None], options: RunOptions
+    ) -> None:
+        self.mutants, self.folder, self.send, self.options = mutants, folder, send, options
         self.at_import = Tracer()
         self.failed = ""
         self.functions: dict[Place, list[FunctionType]] = defaultdict(list)
@@ -361,7 +382,7 @@ class MutantSession:
             log = self.folder / f"{number}.log"
             pid = start(lambda change=change, tests=tests, log=log: self.run_changed(change, tests, log), log)
             running[pid] = number, log
-            if len(running) >= self.jobs:
+            if len(running) >= self.options.jobs:
                 self.finish(running)
         while running:
             self.finish(running)
@@ -369,17 +390,20 @@ class MutantSession:
 
     def measure_unchanged(self) -> None:
         """Run every test on the sources as they are, in a fork; an error unless all pass."""
-        log, found = self.folder / "unchanged.log", self.folder / "unchanged.pickle"
-        ended = wait(start(lambda: self.run_unchanged(found), log), log)
-        if ended.status != 0:
-            raise SystemExit(f"mutants: a test fails without any mutant:\n{log.read_text()[-3000:]}")
-        self.unchanged, imported = pickle.loads(found.read_bytes())
+        log, found = self.folder / "unchanged.log", self.options.timings or self.folder / "unchanged.pickle"
+        digest, seconds = sources_digest(self.items), 0.0
+        if not found.is_file() or pickle.loads(found.read_bytes())[0] != digest:
+            ended = wait(start(lambda: self.run_unchanged(found, digest), log), log)
+            if ended.status != 0:
+                raise SystemExit(f"mutants: a test fails without any mutant:\n{log.read_text()[-3000:]}")
+            seconds = ended.seconds
+        _, self.unchanged, imported = pickle.loads(found.read_bytes())
         for name in imported:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
-        self.send({"unchanged": list(self.unchanged), "seconds": ended.seconds})
+        self.send({"unchanged": list(self.unchanged), "seconds": seconds})
 
-    def run_unchanged(self, found: Path) -> int:
+    def run_unchanged(self, found: Path, digest: str) -> int:
         """Time every test, and note the functions that it calls and what all of them import."""
         tests, imported = list(self.items), set(sys.modules)
         for item in self.items.values():
@@ -396,7 +420,7 @@ class MutantSession:
             seconds, starts_processes = time.process_time() - began, len(started) > count
             measured[test] = UnchangedTest(seconds, frozenset(tracer.reached), starts_processes)
         names = [name for name in sys.modules if name not in imported and name.split(".")[0] not in NOT_IMPORTED]
-        found.write_bytes(pickle.dumps((measured, names)))
+        found.write_bytes(pickle.dumps((digest, measured, names)))
         return 0
 
     def run_test(self, test: str, following: str | None) -> None:
@@ -405,14 +429,17 @@ class MutantSession:
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=self.items[following] if following else None)
 
     def run_changed(self, change: Change, tests: Sequence[str], log: Path) -> int:
-        """Run tests on changed sources until one fails; 1 if one did."""
+        """Run tests on changed sources until one fails; 1 if one did, 2 if the time for a mutant was too short."""
         change.apply()
+        began = time.process_time()
         for test, following in zip_longest(tests, tests[1:]):
             limit_time(20 + 20 * self.unchanged[test].seconds)
             self.run_test(test, following)
             if self.failed:
                 log.with_suffix(".by").write_text(self.failed, encoding="utf-8")
                 return 1
+            if time.process_time() - began > self.options.seconds:
+                return 2
         return 0
 
     def change(self, mutant: Mutant) -> Change | None:
@@ -452,7 +479,7 @@ class MutantSession:
         number, log = running.pop(pid)
         ended = wait(pid, log)
         by = log.with_suffix(".by").read_text(encoding="utf-8") if ended.status == 1 else ""
-        if ended.status not in {0, 1} and not ended.timed_out:
+        if ended.status not in {0, 1, 2} and not ended.timed_out:
             raise SystemExit(
                 f"mutants: {self.mutants[number].name} ended with {ended.status}:\n{log.read_text()[-3000:]}"
             )
@@ -520,18 +547,18 @@ def run_at_import(mutant: Mutant, tests: Sequence[str], known: Sequence[str], co
     if not (ended.timed_out or ended.status == 0 or (ended.status in {1, 2} and by.exists())):
         raise SystemExit(f"mutants: pytest ended with {ended.status} for {mutant.name}:\n{log.read_text()[-3000:]}")
     failed = by.read_text(encoding="utf-8") if by.exists() else ""
-    return row_of(mutant, ended.status, failed, ended.seconds)
+    return row_of(mutant, 1 if failed else ended.status, failed, ended.seconds)
 
 
 def row_of(mutant: Mutant, status: int, by: str, seconds: float) -> Row:
     """The row of a mutant: what became of it."""
     row: Row = {"area": mutant.area, "name": mutant.name, "file": mutant.path}
-    if status == 0:
-        return row | {"outcome": SURVIVED, "seconds": round(seconds, 2)}
+    if status in {0, 2}:
+        return row | {"outcome": UNDECIDED if status else SURVIVED, "seconds": round(seconds, 2)}
     return row | {"outcome": KILLED, "by": by or "the time limit", "seconds": round(seconds, 2)}
 
 
-def run_mutants(mutants: Sequence[Mutant], *, jobs: int) -> Iterator[Row]:
+def run_mutants(mutants: Sequence[Mutant], options: RunOptions) -> Iterator[Row]:
     """Rows of the mutants as they end."""
     for name in PACKAGES:  # imported once, before the forks
         with contextlib.suppress(ImportError):
@@ -542,7 +569,7 @@ def run_mutants(mutants: Sequence[Mutant], *, jobs: int) -> Iterator[Row]:
     os.chdir(TREE)
     with tempfile.TemporaryDirectory() as name:
         folder, known, left = Path(name), list[str](), list[tuple[Mutant, list[str]]]()
-        for message in session_messages(mutants, folder, jobs):
+        for message in session_messages(mutants, folder, options):
             if "unchanged" in message:
                 known = message["unchanged"]
                 print(f"{len(known)} tests pass without any mutant, {message['seconds']:.0f} s", flush=True)
@@ -559,7 +586,7 @@ def run_mutants(mutants: Sequence[Mutant], *, jobs: int) -> Iterator[Row]:
             yield run_at_import(mutant, tests, known, copy, folder)
 
 
-def session_messages(mutants: Sequence[Mutant], folder: Path, jobs: int) -> Iterator[dict[str, Any]]:
+def session_messages(mutants: Sequence[Mutant], folder: Path, options: RunOptions) -> Iterator[dict[str, Any]]:
     """What a forked `MutantSession` reports, as it goes."""
     reader, writer = os.pipe()
     files = sorted({test.split("::")[0] for mutant in mutants for test in mutant.tests})
@@ -571,7 +598,7 @@ def session_messages(mutants: Sequence[Mutant], folder: Path, jobs: int) -> Iter
             def send(message: Row) -> None:
                 print(json.dumps(message), file=pipe, flush=True)
 
-            return pytest_session(TREE / "src", files, MutantSession(mutants, folder, send, jobs))
+            return pytest_session(TREE / "src", files, MutantSession(mutants, folder, send, options))
 
     log = folder / "session.log"
     pid = start(session, log)

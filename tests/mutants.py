@@ -16,6 +16,7 @@ of a mutant until the first failure. Outcomes:
 - killed: a test failed.
 - survived: every test passed. Add a test that sees the difference; a mutant is never removed for this.
 - equivalent: the edit changes nothing that can be observed, for the reason stated beside it. It does not run.
+- undecided: no test failed within `--seconds`. It is not recorded.
 
 The outcomes go to `benchmarks/results/mutants.json`; `--only AREA` replaces the rows of that area alone.
 """
@@ -32,7 +33,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from tests.mutant_runner import KILLED, SURVIVED, TREE, Mutant, Row, run_mutants, source_text
+from tests.mutant_runner import KILLED, SURVIVED, TREE, UNDECIDED, Mutant, Row, RunOptions, run_mutants, source_text
 
 EDITS = Path(__file__).parent / "mutations"
 RECORD = TREE / "benchmarks" / "results" / "mutants.json"
@@ -373,6 +374,8 @@ def main() -> int:
     parser.add_argument("--also", nargs="*", default=[], help="further test files, for edits that survived the listed")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=3600, help="leave a mutant undecided after this time")
+    parser.add_argument("--timings", type=Path, help="file that keeps the run without mutants for the next call")
     parser.add_argument("--record", type=Path, default=RECORD)
     options = parser.parse_args()
     everyone = all_mutants(options.only)
@@ -391,8 +394,9 @@ def main() -> int:
         for m in chosen
         if m.equivalent
     ]
-    for row in run_mutants([m for m in chosen if not m.equivalent], jobs=options.jobs):
-        rows.append(row)
+    run_options = RunOptions(options.jobs, options.seconds, options.timings)
+    for row in run_mutants([m for m in chosen if not m.equivalent], run_options):
+        rows += [row] if row["outcome"] != UNDECIDED else []
         print(f"{row['outcome']:9} {row['seconds']:6} s  {row['area']}: {row['name']}", flush=True)
         write_record(rows, everyone, options.record)  # after each: a run that is stopped keeps what it found
     record = write_record(rows, everyone, options.record)
