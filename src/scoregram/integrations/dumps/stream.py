@@ -118,8 +118,8 @@ def _rows_of_group(file: pq.ParquetFile, number: int, size: int, limit: int) -> 
 def _text_bytes(array: pa.Array) -> int:
     """Bytes of the texts of a column that was read with its dictionary; 0 for any other column."""
     if isinstance(array, pa.DictionaryArray):
-        lengths = pc.binary_length(array.dictionary).take(array.indices)
-        return pc.sum(lengths, min_count=0).as_py()
+        lengths = pc.call_function("binary_length", [array.dictionary]).take(array.indices)
+        return int(pc.call_function("sum", [lengths]).as_py() or 0)
     if isinstance(array, pa.StructArray):
         return sum(map(_text_bytes, array.flatten()))
     return _text_bytes(array.flatten()) if isinstance(array, pa.ListArray | pa.LargeListArray) else 0
