@@ -33,7 +33,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from tests.mutant_runner import KILLED, SURVIVED, TREE, UNDECIDED, Mutant, Row, RunOptions, run_mutants, source_text
+from tests.mutant_code import TREE, Mutant, source_text
+from tests.mutant_runner import KILLED, SURVIVED, UNDECIDED, Row, RunOptions, run_mutants
 
 EDITS = Path(__file__).parent / "mutations"
 RECORD = TREE / "benchmarks" / "results" / "mutants.json"

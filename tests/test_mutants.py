@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutant_runner import Mutant, changed_functions
+from tests.mutant_code import Mutant, changed_functions
 from tests.mutants import RECORD
 
 PAGE = (Path(__file__).parents[1] / "docs" / "trust.md").read_text(encoding="utf-8")
