@@ -1,7 +1,9 @@
 """Gram and gradient of a TRL trainer from one backward pass: the same training, and only where it is exact."""
 
 import warnings
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,6 +57,12 @@ def train(trainer: Any, **asked: Any) -> Any:
         if "Unknown loss type" in str(error):
             pytest.skip(f"this version of TRL: {error}")
         raise
+
+
+@pytest.fixture(autouse=True)
+def every_fused_step_is_compared(monkeypatch):
+    """Whatever it costs."""
+    monkeypatch.setattr(fused_step, "CHECK_SHARE", 1e9)
 
 
 def compared(attached: Any) -> list[int]:
@@ -153,6 +161,21 @@ def test_steps_that_are_not_measured_are_left_alone(tmp_path, monkeypatch):
 def test_the_whole_gradient_is_compared_again_and_again(tmp_path, monkeypatch):
     monkeypatch.setattr(fused_step, "FULL_CHECK_EVERY", 3)
     assert compared(train(trainer_of(tmp_path, max_steps=7), every=1)) == [8, 1, 1, 8, 1, 1, 8]
+
+
+def test_comparisons_take_a_small_share_of_the_time(tmp_path, monkeypatch):
+    """After the first one they wait until the share allows another; the norm is held against the Gram at every step."""
+    ticks = count()  # every interval takes a second: forward and backward pass two, a comparison one
+    monkeypatch.setattr(fused_step, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    monkeypatch.setattr(fused_step, "CHECK_SHARE", 0.2)
+    monkeypatch.setattr(fused_step, "norm_error", lambda *given: norms.append(norm_error(*given)) or norms[-1])
+    norms, norm_error = [], fused_step.norm_error
+    attached = train(trainer_of(tmp_path, max_steps=6), every=1)
+    assert compared(attached) == [8, 1, 0, 0, 1, 0]
+    errors = [reading.error for reading in attached.readings]
+    assert [errors[step] for step in (2, 3, 5)] == [norms[step - 1] for step in (2, 3, 5)]
+    assert len(norms) == 5 and max(norms) < 1e-5
+    assert all(reading.passed for reading in attached.readings)
 
 
 @pytest.mark.parametrize("mode", ["scores", "loss"])
@@ -429,7 +452,8 @@ def test_every_part_of_a_fused_gradient_is_held_against_another(what):
     row[:5] *= 1.01 if what == "row" else 1.0
     gram[1] *= 1.01 if what == "gram" else 1.0
     sums = torch.stack([whole, row]).split(10, 1)
-    error = fused_step.fused_gradient_error(sums, theirs, gram, weights, 1)
+    error = fused_step.fused_row_error(sums, theirs, gram, weights, 1)
+    error = max(error, fused_step.norm_error([both[0] for both in sums], gram, weights))
     assert error < 1e-12 if what == "nothing" else 1e-4 < error < 2e-2
 
 

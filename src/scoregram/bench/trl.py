@@ -49,7 +49,7 @@ class TrlRow:
     error: float | None
     """Largest relative error of the self-check; None if nothing was measured."""
     compared: tuple[int, ...]
-    """Rollouts whose gradient the self-check compared at each measured step: all, or one if fused."""
+    """Rollouts whose gradient the self-check compared at each measured step: all; one or none if fused."""
     seconds: tuple[tuple[float, ...], tuple[float, ...]]
     """CPU time of every plain and of every measured step."""
 
@@ -143,8 +143,8 @@ def timed_steps(job: TrlJob, way: str, mode: str, checkpointing: bool) -> TrlRow
     warm = {step: seconds for step, seconds in steps.items() if step > 2}
     plain = tuple(seconds for step, seconds in warm.items() if step % 2)
     compared = {reading.step: int(reading.scalars["check/rollouts"]) for reading in attached.readings}
-    expected = 1 if way == "fused" else job.rollouts
-    measured = tuple(seconds for step, seconds in warm.items() if compared.get(step) == expected)
+    expected = (0, 1) if way == "fused" else (job.rollouts,)
+    measured = tuple(seconds for step, seconds in warm.items() if compared.get(step) in expected)
     if not measured:
         remedy = "This is a bug; please report it."
         fail(_CALLER, f"steps must be measured {way}", f"checks of {list(compared.values())} rollouts", remedy)

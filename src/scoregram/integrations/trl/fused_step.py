@@ -29,6 +29,7 @@ from scoregram.gram import (
 )
 from scoregram.integrations.trl.separate_pass import (
     CheckedGram,
+    added_up,
     bytes_of_pass,
     gradient_bytes,
     relative_error,
@@ -42,8 +43,10 @@ EVEN = 1e-6
 """Unevenness up to which a loss counts as weighting the tokens of a rollout alike: float32 rounding."""
 KNOWN_ARGUMENTS = ("self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy")
 """Arguments of TRL's method for log-probabilities that a fused step supports; a call that sets another is declined."""
-FULL_CHECK_EVERY = 10
+FULL_CHECK_EVERY = 50
 """One in this many measured steps is measured in a separate pass, so that the whole gradient is compared."""
+CHECK_SHARE = 0.03
+"""Largest share of the time of fused steps that comparisons of one rollout's gradient may take, after the first."""
 REPLACED_METHODS = ("_get_per_token_logps_and_entropies", "training_step")
 """Methods that a fused step replaces; they must be TRL's own. The loss may be overridden or wrapped."""
 
@@ -83,6 +86,8 @@ class FusedStep:
     """Records the derivative of the loss."""
     generator: torch.Generator
     """Draws the rollout that is checked."""
+    compares_rollout: bool
+    """Whether one rollout's gradient is compared with the trainer's own."""
     call: dict[str, Any] | None = None
     """Arguments of the trainer's call for log-probabilities; None before it."""
     deferred: DeferredGram | None = None
@@ -95,6 +100,8 @@ class FusedStep:
     failure: Exception | None = None
     """An unexpected error, after which the trainer's own pass ran."""
     is_over: bool = False
+    seconds: float = 0.0
+    """Time of the engine's forward and backward pass, without the comparison."""
 
     @property
     def is_begun(self) -> bool:
@@ -115,10 +122,11 @@ class FusedStep:
         ids, attention, tokens = call["input_ids"], call["attention_mask"], int(call["logits_to_keep"])
         completion = attention.bool().clone()
         completion[:, :-tokens] = False
+        began = time.perf_counter()
         with self.trainer.accelerator.autocast():
             temperature = float(self.trainer.temperature)
             deferred = DeferredGram(self.model, ids, completion, attention, temperature=temperature, keep_padding=True)
-        self.call, self.deferred = call, deferred
+        self.call, self.deferred, self.seconds = call, deferred, time.perf_counter() - began
         dtype, entropy_dtype = self.format.dtypes
         found = deferred.log_probs[:, -tokens:].to(dtype).clone().requires_grad_()
         entropies = None
@@ -189,37 +197,41 @@ class FusedStep:
             return None
         coefficients, weights = rows
         before = self.deferred.log_probs.shape[1] - derivative.shape[1]
-        checked = self.random_rollout(weights)
-        # two sums over rows: the gradient, and the row of the rollout that is checked
-        vectors = torch.stack([weights, torch.zeros_like(weights)])
-        if checked is not None:
-            vectors[1, checked] = 1.0
+        compared = self.random_rollout(weights) if self.compares_rollout else None
+        vectors = weights.unsqueeze(0)
+        if compared is not None:  # a second sum over rows: the row that is compared
+            vectors = torch.stack([weights, torch.zeros_like(weights)])
+            vectors[1, compared] = 1.0
+        began = time.perf_counter()
         with self.trainer.accelerator.autocast():
             gram, sums = self.deferred.finish(F.pad(coefficients, (before, 0)), vectors)
         log_probs = self.deferred.log_probs.cpu()
         self.deferred = None
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        began = time.perf_counter()
-        error = 0.0
-        if checked is not None:
-            theirs = self.gradient_of_rollout(checked, derivative, parameters)
+        error = norm_error([both[0] for both in sums.values()], gram.matrix, weights)
+        self.seconds += time.perf_counter() - began
+        seconds = 0.0
+        if compared is not None:
+            began = time.perf_counter()
+            theirs = self.gradient_of_rollout(compared, derivative, parameters)
             own = [sums.get(parameter) for parameter in parameters]
-            error = fused_gradient_error(own, theirs, gram.matrix, weights, checked)
+            error = max(error, fused_row_error(own, theirs, gram.matrix, weights, compared))
             del theirs, own
-        seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - began
         if not error <= self.settings.rounding_error:
             requirement = f"must agree with the trainer's own pass to {self.settings.rounding_error:g}"
             got = f"a relative error of {error:.2g}"
             fail("a fused step", requirement, got, "The trainer's own pass replaced it.")
         made = {}
         for parameter in [p for p in parameters if p in sums]:  # each sum is freed as soon as it is converted
-            made[parameter] = sums.pop(parameter)[0].to(parameter.dtype, copy=True)
+            made[parameter] = sums.pop(parameter)[0].to(parameter.dtype, copy=compared is not None)
         for parameter, grad in made.items():  # last, when nothing can fail any more
             parameter.grad = grad
         is_loss = self.settings.mode == "loss"
         sizes = weights / loss_scale(self.trainer) if is_loss else torch.ones_like(weights)
         scaled = rescaled_gram(gram, sizes.double().cpu())
-        return CheckedGram(replace(scaled, log_probs=log_probs), error, rollouts=1, seconds=seconds)
+        rollouts = int(compared is not None)
+        return CheckedGram(replace(scaled, log_probs=log_probs), error, rollouts=rollouts, seconds=seconds)
 
     def rows(self, derivative: Tensor) -> tuple[Tensor, Tensor] | None:
         """Coefficients `(B, C)` of rows, and weights `(B,)` that sum them to the gradient; None if no weights do."""
@@ -255,14 +267,27 @@ class FusedStep:
             return gradients((found * derivative[here].to(found.dtype)).sum(), parameters)
 
 
-def fused_gradient_error(
+def norm_error(gradient: Sequence[Tensor], gram: Tensor, weights: Tensor) -> float:
+    """`|ĝ|²` of a fused gradient `ĝ = Σ_j w_j ψ_j` against `wᵀKw`, relative to the sum of the terms' absolute values.
+
+    Args:
+        gradient: `ĝ`, one tensor for each parameter that the pass used.
+        gram: `(N, N)`.
+        weights: `(N,)`.
+    """
+    terms = update_terms(gram, weights)
+    size = float(terms.abs().sum())
+    return abs(squared_norm(gradient) - float(terms.sum())) / size if size else 0.0
+
+
+def fused_row_error(
     sums: Sequence[Tensor | None], theirs: Sequence[Tensor], gram: Tensor, weights: Tensor, index: int
 ) -> float:
-    """Error of a fused gradient `ĝ = Σ_j w_j ψ_j`, given the part `g_i` of the trainer's gradient from one rollout.
+    """Error of one row of a fused gradient `ĝ = Σ_j w_j ψ_j`, given the part `g_i` of the trainer's own gradient.
 
-    The largest of three: `|w_i ψ_i − g_i| / |g_i|` over all parameters; `⟨ĝ, g_i⟩` against `Σ_j w_i w_j K_ij`; and
-    `|ĝ|²` against `wᵀKw`. The last two are relative to the sums of the absolute values of their terms, which may
-    cancel. So the row is compared with the trainer's own pass, and the whole gradient with row and Gram.
+    The larger of two: `|w_i ψ_i − g_i| / |g_i|` over all parameters; and `⟨ĝ, g_i⟩` against `Σ_j w_i w_j K_ij`,
+    relative to the sum of the terms' absolute values. So the row is compared with the trainer's own pass, and the whole
+    gradient with row and Gram.
 
     Args:
         sums: For each parameter `(2, …)`: the sum with weights `w`, and `ψ_i`; None if the pass did not use it.
@@ -274,15 +299,15 @@ def fused_gradient_error(
     scale = float(weights[index])
     apart = relative_error([None if both is None else both[1] * scale for both in sums], theirs)
     pairs = [(both[0], grad) for both, grad in zip(sums, theirs, strict=True) if both is not None]
-    along = sum(float(torch.sum(own * their.to(own.dtype), dtype=torch.float64)) for own, their in pairs)
-    size = sum(squared_norm(own) for own, _ in pairs)
+    products = [torch.sum(own * their.to(own.dtype), dtype=torch.float64) for own, their in pairs]
+    terms = update_terms(gram, weights)[index]
+    return max(apart, abs(added_up(products) - float(terms.sum())) / float(terms.abs().sum()))
+
+
+def update_terms(gram: Tensor, weights: Tensor) -> Tensor:
+    """`w_i K_ij w_j`, float64 on the CPU."""
     w = weights.double().cpu()
-    terms = w[:, None] * gram * w
-    return max(
-        apart,
-        abs(along - float(terms[index].sum())) / float(terms[index].abs().sum()),
-        abs(size - float(terms.sum())) / float(terms.abs().sum()),
-    )
+    return w[:, None] * gram * w
 
 
 class FusedSteps:
@@ -299,6 +324,8 @@ class FusedSteps:
         self.format: LogProbsFormat | None = None
         self.since_full_check: int | None = None
         """Fused steps since the whole gradient was compared; None if it never was, or did not agree."""
+        self.seconds = self.check_seconds = 0.0
+        """Time of all fused steps so far, and of the comparisons in them."""
         self.step: FusedStep | None = None
         """The current step, if it is fused."""
         self.failure: Exception | None = None
@@ -358,6 +385,7 @@ class FusedSteps:
             inputs=inputs,
             batch=batch,
             generator=self.generator,
+            compares_rollout=self.check_seconds <= CHECK_SHARE * self.seconds,
         )
 
     def log_probs(self, *args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
@@ -419,6 +447,8 @@ class FusedSteps:
             self.since_full_check = None  # compare the whole gradient before the next attempt
         elif self.since_full_check is not None:
             self.since_full_check += 1
+            self.seconds += step.seconds
+            self.check_seconds += step.result.seconds
 
     def measured(self, observed: ObservedStep) -> CheckedGram | None:
         """Gram and check of the current step, in the order of its observed rollouts; None if it was not fused."""

@@ -317,7 +317,7 @@ def _sketched_gradient(model: nn.Module, sketch: Sketch) -> tuple[Tensor | None,
             continue
         grad: Any = parameter.grad.detach()
         whole = grad.full_tensor() if is_distributed(grad) else grad
-        squares += squared_norm(whole)
+        squares += squared_norm([whole])
         sketcher.add_rows(parameter, whole.reshape(1, -1))
     return (sketcher.total()[0].double() if sketcher.made else None), math.sqrt(squares)
 
@@ -354,19 +354,30 @@ def relative_error(ours: Iterable[Tensor | None], theirs: Sequence[Tensor | None
     """`|ours − theirs / scale| / |theirs / scale|` over all parameters; 0 if both vanish, `nan` without `theirs`."""
     if all(grad is None for grad in theirs):
         return math.nan
-    apart, size = 0.0, 0.0
+    apart, sizes = [], []  # scalars on the devices of the gradients: reading each would wait for the device
     for own, their in zip(ours, theirs, strict=True):
         if their is not None:
-            size += squared_norm(their) / scale**2
+            sizes.append(square(their) / scale**2)
         if own is None and their is not None:
-            apart += squared_norm(their) / scale**2
+            apart.append(square(their) / scale**2)
         elif own is not None:
-            apart += squared_norm(own if their is None else own - their.to(own.dtype) / scale)
+            apart.append(square(own if their is None else own - their.to(own.dtype) / scale))
+    size, distance = added_up(sizes), added_up(apart)
     if size == 0:
-        return 0.0 if apart == 0 else math.inf
-    return math.sqrt(apart / size)
+        return 0.0 if distance == 0 else math.inf
+    return math.sqrt(distance / size)
 
 
-def squared_norm(value: Tensor) -> float:
-    """`|v|²`, added up in float64."""
-    return float(torch.linalg.vector_norm(value.detach(), dtype=torch.float64)) ** 2
+def squared_norm(values: Iterable[Tensor]) -> float:
+    """`|v|²` of a vector that is given in parts, added up in float64."""
+    return added_up([square(value) for value in values])
+
+
+def square(value: Tensor) -> Tensor:
+    """`|v|²`, a float64 scalar."""
+    return torch.linalg.vector_norm(value.detach(), dtype=torch.float64) ** 2
+
+
+def added_up(scalars: Sequence[Tensor]) -> float:
+    """The sum of scalars on any device; waits for the device once."""
+    return float(torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).sum()) if scalars else 0.0
