@@ -165,11 +165,11 @@ def test_the_whole_gradient_is_compared_again_and_again(tmp_path, monkeypatch):
 
 def test_comparisons_take_a_small_share_of_the_time(tmp_path, monkeypatch):
     """After the first one they wait until the share allows another; the norm is held against the Gram at every step."""
+    norms, norm_error = [], fused_step.norm_error
     ticks = count()  # every interval takes a second: forward and backward pass two, a comparison one
     monkeypatch.setattr(fused_step, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     monkeypatch.setattr(fused_step, "CHECK_SHARE", 0.2)
     monkeypatch.setattr(fused_step, "norm_error", lambda *given: norms.append(norm_error(*given)) or norms[-1])
-    norms, norm_error = [], fused_step.norm_error
     attached = train(trainer_of(tmp_path, max_steps=6), every=1)
     assert compared(attached) == [8, 1, 0, 0, 1, 0]
     errors = [reading.error for reading in attached.readings]
