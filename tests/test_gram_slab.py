@@ -132,6 +132,10 @@ def test_a_slab_contracts_when_it_is_full_and_only_then():
     owners, grams = half.take()
     assert owners == [0, 1, 2] and [float(gram[0, 0, 1]) for gram in grams] == [128.0, 4 * 128.0, 9 * 128.0]
     assert half.take()[0] == [] and len(half.take()[1]) == 0
+    waiting.reserve(2, 64, 7, received.append).fill_(1.0)
+    waiting.flush()
+    owners, grams = half.take()
+    assert owners == [7] and len(grams) == 1 and len(received) == 4
 
 
 def test_weights_of_sums_in_float16_do_not_go_through_the_tensor_cores():

@@ -167,20 +167,18 @@ class HalfContractor:
     ) -> None:
         """Take the number of rollouts and of groups, and the `(M, N)` weight vectors or None."""
         self.rollouts, self.groups, self.weights = rollouts, groups, weights
-        self.tile: Tile | None = None  # with matrix products
-        self._stacked: tuple[Tensor, Tensor] | None = None  # unless the Gram's kernel forms the sums too
+        self.tile: Tile | None = None
+        """The tile of the Gram's kernel; None if the Gram is taken by matrix products."""
+        self._stacked: tuple[Tensor, Tensor] | None = None
+        """Weights for the Gram's kernel; None if the other kernel forms the sums."""
         size = rollouts // groups
-        # The kernel takes weights in the dtype of the rows, and in float16 small ones would underflow.
-        if (
-            rollouts <= KERNEL_ROLLOUTS
-            and weights is not None
-            and len(weights) <= FUSED_VECTORS
-            and dtype == torch.bfloat16
-        ):
-            self.tile = Tile.of(rollouts, len(weights))
-            self._stacked = self.tile.stacked_weights(weights, dtype)
-        elif rollouts <= KERNEL_ROLLOUTS:
-            self.tile = Tile.of(rollouts, 0)
+        if rollouts <= KERNEL_ROLLOUTS:
+            # The Gram's kernel takes weights in the dtype of the rows, and in float16 small ones would underflow.
+            fused = (
+                weights if weights is not None and len(weights) <= FUSED_VECTORS and dtype == torch.bfloat16 else None
+            )
+            self.tile = Tile.of(rollouts, 0 if fused is None else len(fused))
+            self._stacked = None if fused is None else self.tile.stacked_weights(fused, dtype)
         elif size <= KERNEL_ROLLOUTS:
             self.tile = Tile.of(KERNEL_ROLLOUTS // size * size, 0)
         self._device = device
