@@ -107,8 +107,7 @@ class Lookup:
 class Contractor:
     """Contracts per-rollout gradients into Grams, which it keeps, and weighted sums, which it returns.
 
-    Every Gram has an owner, any integer that identifies a parameter to the caller. Grams stay on the device, unsummed,
-    until `grams` is called: only then does a measurement wait for the device.
+    Every Gram has an owner, any integer that identifies a parameter to the caller. Grams stay on the device.
     """
 
     def __init__(self, rollouts: int, groups: int, weights: Tensor | None) -> None:
@@ -216,10 +215,7 @@ class Contractor:
         return {owner for owner in kept if owner is not None}
 
     def grams(self, place: Mapping[int, int], count: int) -> Tensor:
-        """`(count, P, N/P, N/P)` float64 on the CPU: for each place, the sum of the Grams of all owners mapped to it.
-
-        The Grams are added on the device and copied in one piece.
-        """
+        """`(count, P, N/P, N/P)` float64: for each place, the sum of the Grams of all owners mapped to it."""
         self.flush()
         for half in self._halves.values():
             self.keep(*half.take())
@@ -230,7 +226,7 @@ class Contractor:
         grams = torch.cat(self._grams)
         index = [count if owner is None else place[owner] for owner in self._owners]  # forgotten ones to one extra row
         totals = grams.new_zeros(count + 1, *grams.shape[1:])
-        return totals.index_add_(0, torch.tensor(index, device=grams.device), grams)[:count].cpu()
+        return totals.index_add_(0, torch.tensor(index, device=grams.device), grams)[:count]
 
 
 def rows_at_a_time(elements: int, device: torch.device) -> int:

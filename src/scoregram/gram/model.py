@@ -1,6 +1,6 @@
 """Stage 2, the model: survey its modules, prepare it for a measurement, and restore it exactly.
 
-`MeasuredModel.in_use` does this: `claimed_modules` raises if another measurement is using the model, `survey` walks
+`MeasuredModel.in_use` does this: `claim` raises if another measurement is using the model, `survey` walks
 over the modules and lists what a measurement needs, `prepare_model` changes the model, and an `Undo` restores it.
 `ModuleFacts` stores what one measurement learned about a module for the next one.
 
@@ -148,7 +148,7 @@ def sharded_modules(model: nn.Module) -> list[Any]:
         ScoregramError: For the older `FullyShardedDataParallel`, which flattens parameters.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:  # not imported, so nothing is sharded
+    if fsdp is None or not torch.distributed.is_initialized():  # nothing can be sharded
         return []
     modules: list[Any] = []
     for module in modules_inside(model):
@@ -299,6 +299,10 @@ LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Config settings that make a model change its logits after the head's product."""
 
 
+_IN_USE: dict[Undo, tuple[int, frozenset[int]]] = {}
+"""For every running measurement, oldest first: its thread, and the ids of its modules and trainable parameters."""
+
+
 class MeasuredModel:
     """The model that is measured, without wrappers, and what the engine knows about it."""
 
@@ -320,7 +324,7 @@ class MeasuredModel:
     def in_use(self, undo: Undo) -> Iterator[None]:
         """A block in which the model is prepared and no other measurement can use it; `undo` restores it."""
         self.undo = undo
-        modules = claimed_modules(self.model, undo)
+        modules = self.claim(undo)
         if not hasattr(self, "survey"):
             self.survey = survey(self.model)
             if not self.parameters:
@@ -333,6 +337,32 @@ class MeasuredModel:
         with self.survey.shards.resharded_afterwards(), torch.enable_grad():
             prepare_model(self.survey, modules, undo)
             yield
+
+    def claim(self, undo: Undo) -> list[nn.Module]:
+        """The modules of the model, claimed for one measurement until the end of its `undo` block.
+
+        Raises:
+            ScoregramError: If a running measurement uses one of the modules or trainable parameters.
+        """
+        modules = modules_inside(self.model)
+        own = {id(module) for module in modules}
+        own.update(id(p) for m in modules for p in m._parameters.values() if p is not None and p.requires_grad)
+        undo.operations.append((_IN_USE.pop, undo, None))
+        _IN_USE[undo] = threading.get_ident(), frozenset(own)  # one dict operation, so threads need no lock
+        for other, (thread, used) in list(_IN_USE.items()):
+            if other is undo:  # later measurements check against this one
+                break
+            if not used.isdisjoint(own):
+                inside = thread == threading.get_ident()
+                fail(
+                    "measure_gram",
+                    "a module or trainable parameter can be in one measurement at a time",
+                    "a call from inside another measurement's forward or backward pass"
+                    if inside
+                    else "a second thread",
+                    "Wait for the other measurement, or measure a deep copy of the model.",
+                )
+        return modules
 
     def leave_evaluation(self) -> None:
         """Set modules back to training mode, for a model that fails in evaluation mode."""
@@ -351,35 +381,6 @@ class MeasuredModel:
         if not isinstance(head, nn.Linear) or any(getattr(config, name, None) for name in LOGIT_SETTINGS):
             return None
         return self.survey.shards.whole.get(id(head.weight), head.weight)
-
-
-_IN_USE: dict[Undo, tuple[int, frozenset[int]]] = {}
-"""For every running measurement, oldest first: its thread, and the ids of its modules and trainable parameters."""
-
-
-def claimed_modules(model: nn.Module, undo: Undo) -> list[nn.Module]:
-    """The modules of a model, claimed for one measurement until the end of its `undo` block.
-
-    Raises:
-        ScoregramError: If a running measurement uses one of the modules or trainable parameters.
-    """
-    modules = modules_inside(model)
-    own = {id(module) for module in modules}
-    own.update(id(p) for m in modules for p in m._parameters.values() if p is not None and p.requires_grad)
-    undo.operations.append((_IN_USE.pop, undo, None))
-    _IN_USE[undo] = threading.get_ident(), frozenset(own)  # one dict operation, so threads need no lock
-    for other, (thread, used) in list(_IN_USE.items()):
-        if other is undo:  # later measurements check against this one
-            break
-        if not used.isdisjoint(own):
-            inside = thread == threading.get_ident()
-            fail(
-                "measure_gram",
-                "a module or trainable parameter can be in one measurement at a time",
-                "a call from inside another measurement's forward or backward pass" if inside else "a second thread",
-                "Wait for the other measurement, or measure a deep copy of the model.",
-            )
-    return modules
 
 
 def prepare_model(listed: Survey, modules: Sequence[nn.Module], undo: Undo) -> None:

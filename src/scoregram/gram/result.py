@@ -1,6 +1,6 @@
 """Stage 6, the result: Grams by parameter become K and its split by layer; weighted sums become gradients."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from scoregram.checks import not_finite
 from scoregram.gram.batch import DistinctRollouts
 from scoregram.gram.collect import Collector
-from scoregram.gram.model import MeasuredModel, claimed_modules, local_part
+from scoregram.gram.model import MeasuredModel, local_part
 from scoregram.gram.undo import Undo, run_operations
 
 
@@ -33,6 +33,38 @@ class Gram:
     """Remarks, for example that dropout was switched off or that parameters were replayed."""
     sketch: Float[Tensor, "rollouts features"] | None = None
     """A seeded sketch of each score, if the call had a `sketch`; see `scoregram.gram.sketch`."""
+
+
+class LayerGrams(Mapping[str, Tensor]):
+    """`(N, N)` Gram of every layer by name, float64 on the CPU; copied from the device when one is first asked for.
+
+    Most steps of a training need the Gram of all layers alone, and copying every layer's takes longer than the rest.
+    """
+
+    def __init__(self, layers: tuple[str, ...], blocks: Tensor, rollouts: DistinctRollouts) -> None:
+        """Take the names of the layers, their blocks `(L, P, R, R)` and the rollouts of these."""
+        self._place = {layer: index for index, layer in enumerate(layers)}
+        self._blocks = blocks
+        self._rollouts = rollouts
+
+    def blocks(self) -> Tensor:
+        """`(L, P, R, R)` on the CPU."""
+        self._blocks = self._blocks.cpu()
+        return self._blocks
+
+    def __getitem__(self, layer: str) -> Tensor:
+        place = self._place[layer]  # before anything is copied: a missing layer is a KeyError
+        return self._rollouts.expanded_matrix(block_diagonal_matrix(self.blocks()[place]))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._place)
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Tensor]]]:
+        """Another process gets a plain dict on the CPU."""
+        return dict, (dict(self),)
 
 
 @dataclass(frozen=True)
@@ -58,31 +90,33 @@ class CollectedScores:
         layers = {id(p): layer_of(name) for name, p in self.measured.parameters.items() if id(p) in used_ids}
         order = {layer: index for index, layer in enumerate(dict.fromkeys(layers.values()))}
         stacked = contractor.grams({owner: order[layer] for owner, layer in layers.items()}, len(order))
-        powers = rollouts.powers.cpu()
-        by_group = powers.view(rollouts.groups, -1)
+        by_group = rollouts.powers.to(stacked.device).view(rollouts.groups, -1)
         stacked = stacked * by_group[:, :, None] * by_group[:, None, :]  # (L, P, R, R)
-        if not bool(stacked.isfinite().all()):
-            self.refuse_not_finite(dict(zip(order, stacked, strict=True)))
-        stacked = block_diagonal_matrices((stacked + stacked.mT) / 2)  # matrix products round asymmetrically
+        stacked = (stacked + stacked.mT) / 2  # matrix products round asymmetrically
+        total = stacked.sum(0).cpu()
+        by_layer = LayerGrams(tuple(order), stacked, rollouts)
+        if not bool(total.isfinite().all()):
+            self.refuse_not_finite(by_layer)
         sketcher = self.collector.sketcher
-        sketch = None if sketcher is None else (sketcher.total() * powers[:, None]).float()
+        sketch = None if sketcher is None else (sketcher.total() * rollouts.powers.cpu()[:, None]).float()
         return Gram(
-            matrix=rollouts.expanded_matrix(stacked.sum(0)),
-            by_layer={layer: rollouts.expanded_matrix(gram) for layer, gram in zip(order, stacked, strict=True)},
+            matrix=rollouts.expanded_matrix(block_diagonal_matrix(total)),
+            by_layer=by_layer,
             log_probs=rollouts.expanded_rows(self.log_probs),
             replayed=self.replayed,
             notes=self.notes,
             sketch=None if sketch is None else rollouts.expanded_rows(sketch),
         )
 
-    def refuse_not_finite(self, by_layer: dict[str, Tensor]) -> None:
+    def refuse_not_finite(self, by_layer: "LayerGrams") -> None:
         """Raise an error that names the first parameter, or else the layer and the rollouts, with NaN or infinity."""
         for name, parameter in (self.measured.survey.shards.sharded or self.measured.parameters).items():
             if not bool(local_part(parameter).isfinite().all()):
                 not_finite(
                     "measure_gram", "parameters must be finite", f"nan or inf in {name}", "Restore a checkpoint."
                 )
-        broken = {layer: gram for layer, gram in by_layer.items() if not bool(gram.isfinite().all())}
+        blocks = dict(zip(by_layer, by_layer.blocks().unbind(), strict=True))
+        broken = {layer: gram for layer, gram in blocks.items() if not bool(gram.isfinite().all())}
         layer, gram = list(broken.items())[-1]  # the last layer: the backward pass went through it first
         rows = (~gram.diagonal(dim1=1, dim2=2).reshape(-1).isfinite()).nonzero().squeeze(1).tolist()
         named = sorted(member for row in rows for member in self.rollouts.members(row))
@@ -120,7 +154,7 @@ class CollectedScores:
             else:
                 additions.append((Tensor.add_, parameter.grad, grad))
         with Undo() as undo, undo:
-            claimed_modules(self.measured.model, undo)  # another measurement would put these gradients aside
+            self.measured.claim(undo)  # another measurement would put these gradients aside
             run_operations(additions)
 
     def sums(self) -> dict[Tensor, Tensor]:
@@ -134,12 +168,12 @@ def layer_of(name: str) -> str:
     return name.rpartition(".")[0] or name
 
 
-def block_diagonal_matrices(blocks: Tensor) -> Tensor:
-    """Blocks `(L, P, R, R)` on the diagonals of `(L, N, N)` matrices, `nan` between groups."""
-    layers, groups, size, _ = blocks.shape
+def block_diagonal_matrix(blocks: Tensor) -> Tensor:
+    """Blocks `(P, R, R)` on the diagonal of an `(N, N)` matrix, `nan` between groups."""
+    groups, size, _ = blocks.shape
     if groups == 1:
-        return blocks[:, 0]
-    matrices = blocks.new_full((layers, groups, size, groups, size), torch.nan)
+        return blocks[0]
+    matrix = blocks.new_full((groups, size, groups, size), torch.nan)
     for group in range(groups):
-        matrices[:, group, :, group] = blocks[:, group]
-    return matrices.reshape(layers, groups * size, groups * size)
+        matrix[group, :, group] = blocks[group]
+    return matrix.reshape(groups * size, groups * size)
