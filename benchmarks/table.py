@@ -16,19 +16,28 @@ PAGE = HERE.parent / "docs" / "performance.md"
 def table(results: Path = HERE / "results") -> str:
     """The Gram with the training gradient at every size: time and peak memory relative to a plain step."""
     lines = [
-        "| machine | model | N | T | time / plain step | peak memory / plain step |",
-        "|---|---|---|---|---|---|",
+        "| machine | model | N | T | time / plain | time / chunked | busy / chunked | peak memory / plain |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for about, rows in records(results, "ratio"):
-        model = f"{about['shape']} {about['dtype']}" + (f", LoRA {about['lora']}" if about["lora"] else "")
-        floor = {(row["rollouts"], row["tokens"]): row for row in rows if row["way"] == "plain"}
+        adapters = f", LoRA {about['lora']}" if about["lora"] else ""
+        precision = f"{about['dtype']}{' under autocast' if about.get('autocast') else ''}"
+        at = {(row["way"], row["rollouts"], row["tokens"]): row for row in rows}
         for row in rows:
             if row["way"] != "gram+gradient" or row["skipped"]:
                 continue
-            memory = row["peak_gib"] / floor[row["rollouts"], row["tokens"]]["peak_gib"]
-            sizes = f"{row['rollouts']} | {row['tokens']}"
-            lines.append(f"| {machine(about)} | {model} | {sizes} | {row['ratio']:.2f} | {memory:.2f} |")
+            size = row["rollouts"], row["tokens"]
+            plain, chunked = at["plain", *size], at.get(("plain-chunked", *size))
+            cells = [machine(about), f"{about['shape']} {precision}{adapters}", *map(str, size), f"{row['ratio']:.2f}"]
+            cells += [] if chunked is None else [f"{row['chunked_ratio']:.2f}", busy_ratio(row, chunked)]
+            cells += ["", ""] if chunked is None else []
+            lines.append(f"| {' | '.join([*cells, format(row['peak_gib'] / plain['peak_gib'], '.2f')])} |")
     return "\n".join(lines)
+
+
+def busy_ratio(row: dict, plain: dict) -> str:
+    """Time with a kernel running relative to that of a plain step; blank on a CPU."""
+    return f"{row['busy_seconds'] / plain['busy_seconds']:.2f}" if row["busy_seconds"] else ""
 
 
 def training_table(results: Path = HERE / "results") -> str:

@@ -17,7 +17,7 @@ A call runs through these files in this order:
        ├─ head ─────── fused_head                                        log-probabilities and their gradient
        ├─ collect ──── Collector                                      4  backward: collect the factors (x, g)
        │     ├─ contract ── Contractor                                5  contract them to K and Σ w_i ψ_i
-       │     │     └─ triton_kernels                                     the same in half precision on a GPU
+       │     │     └─ slab ── Slab · triton_kernels                       the same in half precision on a GPU
        │     └─ sketch ──── Sketcher                                     optional: sketch every score
        └─ plain_passes ── replayed_rows · verify_gram                    replay parameters without a rule; verify
        │
@@ -37,7 +37,7 @@ Terms that all files share:
 
 In `batch`, rows are also those of a batch, and in `contract` those of a weight matrix.
 
-`batch`, `contract` and `undo` import no other file of this folder. `model` also handles distributed models
+`batch`, `slab` and `undo` import no other file of this folder. `model` also handles distributed models
 (`DistributedDataParallel`, FSDP2).
 """
 
