@@ -43,7 +43,6 @@ In `batch`, rows are also those of a batch, and in `contract` those of a weight 
 
 from scoregram.gram.batch import segment_rows as segment_rows
 from scoregram.gram.contract import CHUNK_ELEMENTS as CHUNK_ELEMENTS
-from scoregram.gram.contract import CHUNK_ELEMENTS_CUDA as CHUNK_ELEMENTS_CUDA
 from scoregram.gram.contract import row_gram as row_gram
 from scoregram.gram.engine import DeferredGram as DeferredGram
 from scoregram.gram.engine import backward_with_gram as backward_with_gram
@@ -58,4 +57,5 @@ from scoregram.gram.plain_passes import gradients as gradients
 from scoregram.gram.result import Gram as Gram
 from scoregram.gram.sketch import Sketch as Sketch
 from scoregram.gram.sketch import Sketcher as Sketcher
+from scoregram.gram.slab import SLAB_ELEMENTS as SLAB_ELEMENTS
 from scoregram.gram.undo import Undo as Undo

@@ -13,6 +13,7 @@ gradient on to their input, and give the factors `(x, g)` of the weight's per-ro
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -211,9 +212,8 @@ class Collector:
             self.sketcher.add_uses(parameter, view, uses)
         rows, uses = in_touched_rows(uses)
         height = view.shape[0] if rows is None else len(rows)
-        sums = self.contractor.stream(uses, height, owner=id(parameter), out_dtype=parameter.dtype)
-        if sums is not None:
-            self.state(parameter).add_sums(view, sums, rows)
+        add_sums = partial(self.state(parameter).add_sums, view, rows=rows)
+        self.contractor.stream(uses, height, owner=id(parameter), out_dtype=parameter.dtype, receive=add_sums)
 
     # after the backward pass
 
@@ -247,6 +247,7 @@ class Collector:
                 alike[state.parameter.shape, state.rows.dtype, state.parameter.dtype].append(state)
         for states in alike.values():
             self.contract_rows(states)
+        self.contractor.flush()
 
     @torch.no_grad()
     def contract_rows(self, alike: list[ParameterState]) -> None:

@@ -4,14 +4,10 @@ Plain backpropagation forms `Σ_i G_i` with one matrix product; leaving out the 
 operations. The contractor forms chunks of rows of `G`, contracts them into `K_ij = ⟨G_i, G_j⟩` and into the weighted
 sums `Σ_i w_i G_i` that a training step needs, and drops them, so no `N × p × q` block is ever held.
 
-In half precision on a GPU a Triton kernel does the contraction (`PartialGrams`). `G` has `N` rows of millions of
-elements; stock routines form `GGᵀ` and `wG` at a fifth of the memory bandwidth, the kernel forms both in one read of
-`G`. It feeds the tensor cores tiles of 16 rows: with fewer rollouts, several column blocks are stacked to fill a tile,
-and only the diagonal blocks of the product are kept. No float32 product is longer than 8192 columns; these products are
-added in float64.
+In half precision on a GPU the kernels of `slab` do the contraction, for several weights at once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
@@ -19,25 +15,23 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from scoregram import machine
-from scoregram.machine import plain_products, power_of_two
+from scoregram.gram.slab import (
+    KERNEL_ROLLOUTS,
+    SEGMENT_ALIGNMENT,
+    SLAB_ELEMENTS,
+    HalfContractor,
+    Segment,
+    Slab,
+    is_half_on_gpu,
+    multiplies_into_float32,
+    slab_columns,
+)
+from scoregram.machine import plain_products
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements of `G` held at a time on a CPU: a few megabytes, so that a chunk stays in cache."""
-CHUNK_ELEMENTS_CUDA = 1 << 28
-"""The same on a GPU without the kernel: large, because stock skinny products are bound by launches."""
 DOT_LENGTH = 1 << 11
 """Longest dot product taken in float32 before partial sums are added in float64."""
-KERNELS = "scoregram.gram.triton_kernels"
-"""The module with the Triton kernels; imported at the first launch, because a CPU build of torch has no Triton."""
-KERNEL_ROLLOUTS = 64
-"""Largest number of rollouts that the contraction kernel takes."""
-TILE_COLUMNS, TILE_BLOCKS, TILE_WARPS, TILE_STAGES = 512, 16, 2, 4
-"""Best of 144 settings on an H200: 2.45 TB/s of gradients read."""
-PROGRAMS_PER_PROCESSOR = 3
-"""As many as fit into the shared memory of one multiprocessor at these settings: all run at once, with equal shares."""
-PARTIAL_BYTES = 1 << 25
-"""Bytes of partial Grams that are held before they are summed."""
 
 # Uses of a weight
 
@@ -124,53 +118,85 @@ class Contractor:
         self.weights = weights
         self._owners: list[int | None] = []
         self._grams: list[Tensor] = []  # each (n, P, N/P, N/P) float64; together one Gram for each owner
-        self._partials: dict[torch.dtype, tuple[PartialGrams, list[int | None]]] = {}
+        self._halves: dict[torch.dtype, HalfContractor] = {}
+        self._slabs: dict[tuple[torch.dtype, torch.dtype], Slab] = {}
 
-    def stream(self, uses: Sequence[Use], rows: int, *, owner: int, out_dtype: torch.dtype) -> Tensor | None:
-        """Weighted sums of the per-rollout gradients of one weight, chunk by chunk over its rows; keeps its Gram.
+    def stream(
+        self,
+        uses: Sequence[Use],
+        rows: int,
+        *,
+        owner: int,
+        out_dtype: torch.dtype,
+        receive: Callable[[Tensor], None],
+    ) -> None:
+        """Contract the per-rollout gradients of one weight, chunk by chunk over its rows; keeps its Gram.
 
         All uses of the weight (`p` rows) are added *before* the Gram is taken, so it includes their cross terms.
-        The sums are `(M, p, q)`, or None if there are no weight vectors.
+        `receive` gets the weighted sums `(M, p, q)`, if there are weight vectors: now, or when `flush` is called.
         """
-        sample = uses[0].columns
+        first, sample = uses[0], uses[0].columns
         q = sample.shape[2]
+        if len(uses) == 1 and isinstance(first, Factors) and self.suits_slab(rows, sample):
+            slab = self.slab(sample, out_dtype)
+            space = slab.reserve(rows, q, owner, receive)
+            torch.bmm(first.a.mT, first.b, out=space)
+            return
         sums = None
         if self.weights is not None:
             sums = torch.empty(len(self.weights), rows, q, dtype=out_dtype, device=sample.device)
         step = rows_at_a_time(self.rollouts * q, sample.device)
         for start in range(0, rows, step):
             stop = min(start + step, rows)
-            chunk = uses[0].add_to(None, start, stop)  # (N, stop - start, q)
+            chunk = first.add_to(None, start, stop)  # (N, stop - start, q)
             for use in uses[1:]:
                 chunk = use.add_to(chunk, start, stop)
             self.contract(chunk.flatten(1), None if sums is None else sums[:, start:stop].flatten(1), owner=owner)
-        return sums
+        if sums is not None:
+            receive(sums)
 
     def contract(self, rows: Tensor, out: Tensor | None, *, owner: int) -> None:
         """Keep the Gram of rows `(N, D)`, and write their weighted sums into `out` `(M, D)`."""
-        if suits_kernel(rows, out):
-            self._contract_by_kernel(rows, out, owner)
+        if self.suits_kernels(rows) and rows.stride(1) == 1:
+            self.half(rows).contract(rows, out, (Segment(0, rows.shape[1]),), [owner])
             return
         if out is not None and self.weights is not None:
             wide = torch.promote_types(rows.dtype, torch.float32)
             out.copy_(self.weights.to(wide) @ rows.to(wide))
         self.keep([owner], row_gram(rows, self.groups).unsqueeze(0))
 
-    def _contract_by_kernel(self, rows: Tensor, out: Tensor | None, owner: int) -> None:
-        if rows.dtype not in self._partials:
-            tile = Tile.of(self.rollouts, self.weights, rows.dtype)
-            self._partials[rows.dtype] = (PartialGrams(tile, rows.device), [])
-        partials, owners = self._partials[rows.dtype]
-        if partials.is_full:
-            self._sum_partials(partials, owners)
-        partials.add(rows, out)
-        owners.append(owner)
+    # In half precision on a GPU
 
-    def _sum_partials(self, partials: "PartialGrams", owners: list[int | None]) -> None:
-        if owners:
-            grams = partials.take()[:, : self.rollouts, : self.rollouts]
-            self.keep(owners.copy(), blocks_within_groups(grams, self.groups))
-            owners.clear()
+    def suits_kernels(self, rows: Tensor) -> bool:
+        """Whether the kernels of `slab` can contract rows of this dtype and device."""
+        return is_half_on_gpu(rows) and (self.rollouts // self.groups <= KERNEL_ROLLOUTS or multiplies_into_float32())
+
+    def suits_slab(self, rows: int, sample: Tensor) -> bool:
+        """Whether a weight of `rows` rows can wait in a slab: the kernels take it, it fits, and it is aligned."""
+        width = rows * sample.shape[2]
+        return self.suits_kernels(sample) and width <= slab_columns(self.rollouts) and width % SEGMENT_ALIGNMENT == 0
+
+    def half(self, sample: Tensor) -> HalfContractor:
+        """The contractor for rows of the dtype and device of `sample`."""
+        if sample.dtype not in self._halves:
+            given = (self.rollouts, self.groups, self.weights, sample.dtype, sample.device)
+            self._halves[sample.dtype] = HalfContractor(*given)
+        return self._halves[sample.dtype]
+
+    def slab(self, sample: Tensor, out_dtype: torch.dtype) -> Slab:
+        """The slab for gradients of the dtype and device of `sample`, with weighted sums in `out_dtype`."""
+        key = sample.dtype, out_dtype
+        if key not in self._slabs:
+            memory = sample.new_empty(self.rollouts, slab_columns(self.rollouts))
+            self._slabs[key] = Slab(self.half(sample), memory, out_dtype)
+        return self._slabs[key]
+
+    def flush(self) -> None:
+        """Contract the weights that wait in slabs."""
+        for slab in self._slabs.values():
+            slab.flush()
+
+    # Grams
 
     def keep(self, owners: Sequence[int | None], grams: Tensor) -> None:
         """Keep Grams `(n, P, N/P, N/P)` of `n` owners."""
@@ -179,12 +205,14 @@ class Contractor:
 
     def forget(self, owner: int) -> None:
         """Drop every Gram of an owner."""
-        for owners in (self._owners, *(owners for _, owners in self._partials.values())):
+        self.flush()
+        for owners in (self._owners, *(half.owners for half in self._halves.values())):
             owners[:] = [None if other == owner else other for other in owners]
 
     def owners(self) -> set[int]:
         """Every owner of a Gram."""
-        kept = {*self._owners, *(owner for _, owners in self._partials.values() for owner in owners)}
+        self.flush()
+        kept = {*self._owners, *(owner for half in self._halves.values() for owner in half.owners)}
         return {owner for owner in kept if owner is not None}
 
     def grams(self, place: Mapping[int, int], count: int) -> Tensor:
@@ -192,8 +220,10 @@ class Contractor:
 
         The Grams are added on the device and copied in one piece.
         """
-        for partials, owners in self._partials.values():
-            self._sum_partials(partials, owners)
+        self.flush()
+        for half in self._halves.values():
+            self.keep(*half.take())
+        self._slabs.clear()  # frees their memory
         size = self.rollouts // self.groups
         if not self._grams:
             return torch.zeros(count, self.groups, size, size, dtype=torch.float64)
@@ -206,14 +236,8 @@ class Contractor:
 def rows_at_a_time(elements: int, device: torch.device) -> int:
     """Number of rows in a chunk, for rows of `elements` elements each."""
     if device.type == "cuda":  # a multiple of 128: products of aligned operands are faster
-        return max(128, CHUNK_ELEMENTS_CUDA // elements // 128 * 128)
+        return max(128, SLAB_ELEMENTS // elements // 128 * 128)
     return max(1, CHUNK_ELEMENTS // elements)
-
-
-def blocks_within_groups(grams: Tensor, groups: int) -> Tensor:
-    """The blocks `(…, P, N/P, N/P)` on the diagonal of Grams `(…, N, N)`."""
-    size = grams.shape[-1] // groups
-    return grams.unflatten(-1, (groups, size)).unflatten(-3, (groups, size)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
 def row_gram(rows: Tensor, groups: int = 1) -> Tensor:
@@ -238,104 +262,3 @@ def row_products(rows: Tensor) -> Tensor:
     """`rows @ rowsᵀ`, `(…, R, D)` to `(…, R, R)`."""
     with nullcontext() if rows.is_cuda else plain_products():
         return rows @ rows.mT
-
-
-# Contraction by the Triton kernel
-
-
-def is_half_on_gpu(tensor: Tensor) -> bool:
-    """Whether the kernels can take a tensor: half precision, on a GPU, with Triton."""
-    return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16) and machine.can_launch()
-
-
-def suits_kernel(rows: Tensor, out: Tensor | None) -> bool:
-    """Whether the kernel can contract these rows: half precision on a GPU, few rollouts, sums in bfloat16 if any.
-
-    The kernel takes the weights of sums in the dtype of the rows, and in float16 the small ones would underflow.
-    """
-    return (
-        is_half_on_gpu(rows)
-        and rows.stride(1) == 1
-        and len(rows) <= KERNEL_ROLLOUTS
-        and (out is None or out.dtype == rows.dtype == torch.bfloat16)
-    )
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Layout of the rollouts in a tile, `padded` rows for each of `stack` column blocks, and the weights in it."""
-
-    padded: int
-    stack: int
-    high: Tensor | None
-    """`(TILE, TILE)` block-diagonal weights in half precision."""
-    low: Tensor | None
-    """The rounding error of `high`: `high + low` has every digit of the weights."""
-
-    @staticmethod
-    def of(rollouts: int, weights: Tensor | None, dtype: torch.dtype) -> "Tile":
-        """The tile for a number of rollouts and weight vectors `(M, N)`."""
-        padded = max(2, power_of_two(rollouts), 0 if weights is None else power_of_two(len(weights)))
-        stack = max(1, 16 // padded)
-        if weights is None:
-            return Tile(padded, stack, None, None)
-        block = torch.zeros(padded, padded, dtype=torch.float32, device=weights.device)
-        block[: weights.shape[0], : weights.shape[1]] = weights
-        whole = torch.block_diag(*[block] * stack)
-        high = whole.to(dtype)
-        return Tile(padded, stack, high, (whole - high).to(dtype))
-
-
-class PartialGrams:
-    """Grams of several row matrices: the kernel writes one partial Gram per program, and many are summed at once."""
-
-    def __init__(self, tile: Tile, device: torch.device) -> None:
-        """Take the tile that all matrices share."""
-        self.tile = tile
-        self.programs = PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
-        self._size = tile.padded * tile.stack
-        slots = max(1, PARTIAL_BYTES // (8 * self.programs * self._size**2))
-        self._buffer = torch.empty(slots, self.programs, self._size, self._size, dtype=torch.float64, device=device)
-        self._used = 0
-
-    @property
-    def is_full(self) -> bool:
-        """Whether `take` must be called before the next matrix."""
-        return self._used == len(self._buffer)
-
-    def add(self, rows: Tensor, out: Tensor | None) -> None:
-        """Launch the kernel that reads rows `(N, D)` once, forms `GGᵀ`, and writes `wG` into `out` `(M, D)`."""
-        rollouts, width = rows.shape
-        tile, size = self.tile, self._size
-        columns = max(64, TILE_COLUMNS * 16 // size)  # tiles of one size, whatever the number of rollouts
-        partial = self._buffer[self._used]
-        self._used += 1
-        # Without weights the kernel reads none of the pointers that `rows` and `partial` stand in for.
-        machine.kernel(KERNELS, "gram_and_sums_kernel")[(self.programs,)](
-            rows,
-            rows if out is None else out,
-            partial if tile.high is None else tile.high,
-            partial if tile.low is None else tile.low,
-            partial,
-            width,
-            rows.stride(0),
-            width if out is None else out.stride(0),
-            rollouts,
-            -(-width // (columns * tile.stack * self.programs)),
-            COUNT=0 if out is None else len(out),
-            PADDED=tile.padded,
-            STACK=tile.stack,
-            TILE=size,
-            COLUMNS=columns,
-            BLOCKS=TILE_BLOCKS,
-            num_warps=TILE_WARPS if size <= 32 else 2 * TILE_WARPS,
-            num_stages=TILE_STAGES,
-        )
-
-    def take(self) -> Tensor:
-        """Grams `(n, padded, padded)` of the matrices added since the last call, in order."""
-        products = self._buffer[: self._used].sum(1)  # (n, TILE, TILE)
-        self._used = 0
-        # Only the diagonal blocks multiply a column block with itself.
-        stacked = (self.tile.stack, self.tile.padded)
-        return products.unflatten(1, stacked).unflatten(3, stacked).diagonal(dim1=1, dim2=3).sum(-1)

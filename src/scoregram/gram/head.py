@@ -15,7 +15,8 @@ from torch import Tensor
 
 from scoregram import machine
 from scoregram.gram.batch import Batch
-from scoregram.gram.contract import KERNELS, Factors, is_half_on_gpu
+from scoregram.gram.contract import Factors
+from scoregram.gram.slab import KERNELS, is_half_on_gpu
 
 STORE_BYTES = 4 << 30
 """Largest block of logit gradients that is kept for the head's Gram."""

@@ -1,4 +1,4 @@
-"""The Triton kernels. `contract` and `head` launch them, next to their plain PyTorch twins. Importing needs Triton."""
+"""The Triton kernels. `slab` and `head` launch them, next to their plain PyTorch twins. Importing needs Triton."""
 
 # pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
 import triton
@@ -12,48 +12,94 @@ def gram_and_sums_kernel(
     high_ptr,
     low_ptr,
     partial_ptr,
-    width,
+    first_ptr,
+    end_ptr,
     rows_stride,
     sums_stride,
     rollouts,
-    blocks,
     COUNT: tl.constexpr,
+    SPAN: tl.constexpr,
     PADDED: tl.constexpr,
+    VECTORS: tl.constexpr,
     STACK: tl.constexpr,
-    TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
-    """Gram of a tile of rows, summed over this program's `blocks` column blocks, and the weighted sums of its rows.
+    """Gram of `SPAN` rows over the columns `first … end` of this program, and the weighted sums of these columns.
 
     Row `r` of a tile is rollout `r % PADDED` in column block `r // PADDED` of `STACK`; off-diagonal blocks of the
-    product mix column blocks and are dropped later (`contract.PartialGrams.take`).
+    product mix column blocks and are dropped later (`slab.Tile.unstacked`). The second axis of the grid runs over spans
+    of rows. `ALIGNED` says that every `end` is a multiple of 16, so that loads and stores can be wide.
     """
     program = tl.program_id(0).to(tl.int64)
+    span = tl.program_id(1).to(tl.int64)
+    TILE: tl.constexpr = PADDED * STACK
     row = tl.arange(0, TILE)
+    lane = tl.arange(0, COLUMNS)[None, :]
     rollout = (row % PADDED)[:, None]
-    within = ((row // PADDED) * COLUMNS)[:, None] + tl.arange(0, COLUMNS)[None, :]
-    square = row[:, None] * TILE + row[None, :]
-    read = rollout < rollouts
-    offset = rollout.to(tl.int64) * rows_stride
-    sums_offset = rollout.to(tl.int64) * sums_stride
+    within = ((row // PADDED) * COLUMNS)[:, None] + lane
+    read = rollout < tl.minimum(SPAN, rollouts - span * SPAN)
+    offset = (span * SPAN + rollout) * rows_stride
+    first = tl.multiple_of(tl.load(first_ptr + program), 16)
+    end = tl.load(end_ptr + program)
+    if ALIGNED:
+        end = tl.multiple_of(end, 16)
     total = tl.zeros((TILE, TILE), dtype=tl.float64)
     if COUNT > 0:
+        vector_row = tl.arange(0, VECTORS * STACK)
+        vector = (vector_row % VECTORS)[:, None]
+        sums_within = ((vector_row // VECTORS) * COLUMNS)[:, None] + lane
+        sums_offset = vector.to(tl.int64) * sums_stride
+        square = vector_row[:, None] * TILE + row[None, :]
         high = tl.load(high_ptr + square)
         low = tl.load(low_ptr + square)
+    blocks = tl.cdiv(end - first, COLUMNS * STACK)
     for start in range(0, blocks, BLOCKS):
         # float32 on the tensor cores for BLOCKS * COLUMNS columns, then float64: longer sums would lose digits
         gram = tl.zeros((TILE, TILE), dtype=tl.float32)
         for block in range(start, tl.minimum(start + BLOCKS, blocks)):
-            column = (program * blocks + block) * (COLUMNS * STACK) + within
-            tile = tl.load(rows_ptr + offset + column, mask=read & (column < width), other=0.0)
+            here = first + block * (COLUMNS * STACK)
+            column = here + within
+            tile = tl.load(rows_ptr + offset + column, mask=read & (column < end), other=0.0)
             gram = tl.dot(tile, tl.trans(tile), gram)
             if COUNT > 0:
                 mixed = tl.dot(high, tile)  # high + low: weights to full precision from two half-precision products
-                mixed = tl.dot(low, tile, mixed).to(tile.dtype)
-                tl.store(sums_ptr + sums_offset + column, mixed, mask=(rollout < COUNT) & (column < width))
+                mixed = tl.dot(low, tile, mixed).to(sums_ptr.dtype.element_ty)
+                column = here + sums_within
+                tl.store(sums_ptr + sums_offset + column, mixed, mask=(vector < COUNT) & (column < end))
         total += gram.to(tl.float64)
-    tl.store(partial_ptr + program * TILE * TILE + square, total)
+    partial_ptr += (span * tl.num_programs(0) + program) * (TILE * TILE)
+    tl.store(partial_ptr + row[:, None] * TILE + row[None, :], total)
+
+
+@triton.jit
+def weighted_sums_kernel(
+    rows_ptr,
+    weights_ptr,
+    sums_ptr,
+    width,
+    rows_stride,
+    sums_stride,
+    rollouts,
+    COUNT: tl.constexpr,
+    VECTORS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Weighted sums of rows, `COUNT` of them, for one block of columns; weights `(rollouts, COUNT)` in float32."""
+    column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    here = column < width
+    vector = tl.arange(0, VECTORS)
+    total = tl.zeros((VECTORS, COLUMNS), dtype=tl.float32)
+    for _ in range(rollouts):
+        value = tl.load(rows_ptr + column, mask=here, other=0.0).to(tl.float32)
+        weight = tl.load(weights_ptr + vector, mask=vector < COUNT, other=0.0)
+        total += weight[:, None] * value[None, :]
+        rows_ptr += rows_stride
+        weights_ptr += COUNT
+    place = vector.to(tl.int64)[:, None] * sums_stride + column[None, :]
+    mask = (vector < COUNT)[:, None] & here[None, :]
+    tl.store(sums_ptr + place, total.to(sums_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from scoregram.distributed import ALONE, Processes
 from scoregram.gram import (
     CHUNK_ELEMENTS,
-    CHUNK_ELEMENTS_CUDA,
+    SLAB_ELEMENTS,
     STORE_BYTES,
     Gram,
     Sketch,
@@ -162,7 +162,7 @@ def bytes_of_pass(model: nn.Module, rollouts: int, tokens: int) -> int:
     on_gpu = bool(parameters) and parameters[0].is_cuda
     logits = min(rollouts * tokens * int(getattr(config, "vocab_size", 0) or 0) * width, STORE_BYTES)
     gradient = gathered_bytes(model) or gradient_bytes(model)
-    chunk = (CHUNK_ELEMENTS_CUDA if on_gpu else CHUNK_ELEMENTS) * 4
+    chunk = (SLAB_ELEMENTS if on_gpu else CHUNK_ELEMENTS) * 4
     return rollouts * tokens * kept * width + 2 * logits + gradient + chunk
 
 

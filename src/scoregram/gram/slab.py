@@ -1,0 +1,320 @@
+"""Stage 5 on a GPU: per-rollout gradients of several weights in half precision, contracted by one kernel launch.
+
+`G` has `N` rows of millions of elements. Stock routines form `GGᵀ` and `wG` at a fifth of the memory bandwidth; a
+Triton kernel forms both in one read of `G`. It feeds the tensor cores tiles of at least 16 rows: with fewer rollouts,
+several column blocks are stacked to fill a tile, and only the diagonal blocks of the product are kept. No float32
+product is longer than 8192 columns; these products are added in float64. Beyond 64 rollouts the Gram is a batch of
+ordinary matrix products, and a kernel of its own forms the weighted sums.
+
+A launch costs the host more time than a small weight costs the GPU. So the gradients of several weights wait side by
+side in a `Slab` `(N, columns)`, and one launch contracts all of them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from scoregram import machine
+from scoregram.machine import power_of_two
+
+KERNELS = "scoregram.gram.triton_kernels"
+"""The module with the Triton kernels; imported at the first launch, because a CPU build of torch has no Triton."""
+SLAB_ELEMENTS = 1 << 28
+"""Elements of a slab, and of the chunk of one large weight: half a gigabyte."""
+SEGMENT_ALIGNMENT = 64
+"""Weights of a slab have a multiple of this many elements, so that all of them are aligned in memory."""
+KERNEL_ROLLOUTS = 64
+"""Largest number of rollouts whose Gram one tile of the kernel can hold."""
+FUSED_VECTORS = 16
+"""Largest number of weight vectors whose sums the Gram's kernel forms; it multiplies tiles of this many rows."""
+TILE_COLUMNS, TILE_BLOCKS, TILE_WARPS, TILE_STAGES = 512, 16, 2, 4
+"""Best of 144 settings on an H200: 2.45 TB/s of gradients read."""
+PROGRAMS_PER_PROCESSOR = 3
+"""As many as fit into the shared memory of one multiprocessor at these settings: all run at once, with equal shares."""
+PRODUCT_LENGTH = 1 << 13
+"""Columns in one float32 product beyond `KERNEL_ROLLOUTS` rollouts; these products are added in float64."""
+SUM_COLUMNS = 1 << 10
+"""Columns that one program of the kernel for weighted sums takes."""
+
+
+def is_half_on_gpu(tensor: Tensor) -> bool:
+    """Whether the kernels can take a tensor: half precision, on a GPU, with Triton."""
+    return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16) and machine.can_launch()
+
+
+@cache
+def multiplies_into_float32() -> bool:
+    """Whether a batched product of half-precision matrices can have a float32 result, as from torch 2.8 on."""
+    one = torch.ones(1, 1, 1, dtype=torch.bfloat16, device="cuda")
+    try:
+        torch.bmm(one, one, out_dtype=torch.float32)
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+def blocks_within_groups(grams: Tensor, groups: int) -> Tensor:
+    """The blocks `(…, P, N/P, N/P)` on the diagonal of Grams `(…, N, N)`."""
+    size = grams.shape[-1] // groups
+    return grams.unflatten(-1, (groups, size)).unflatten(-3, (groups, size)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The columns `start … start + width - 1` of a slab: the gradients of one weight."""
+
+    start: int
+    width: int
+
+
+# Contraction of half-precision rows
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Layout of rows in a tile of the kernel: `padded` rows for each of `stack` column blocks."""
+
+    span: int
+    """Rows of `G` in one tile."""
+    padded: int
+    stack: int
+
+    @staticmethod
+    def of(span: int, vectors: int) -> "Tile":
+        """The tile for a number of rows and of weight vectors, at most `FUSED_VECTORS`; a column block holds both."""
+        padded = max(2, power_of_two(span), power_of_two(vectors))
+        return Tile(span, padded, max(1, FUSED_VECTORS // padded))
+
+    @property
+    def size(self) -> int:
+        """Rows of the tile."""
+        return self.padded * self.stack
+
+    @property
+    def columns(self) -> int:
+        """Columns of one block: tiles have one size in memory, whatever the number of rows."""
+        return max(64, TILE_COLUMNS * 16 // self.size)
+
+    @property
+    def vectors(self) -> int:
+        """Rows for the weight vectors in each column block, `FUSED_VECTORS` in all."""
+        return FUSED_VECTORS // self.stack
+
+    def stacked_weights(self, weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Weights `(M, N)` on the block diagonal of `(vectors · stack, size)`, and their rounding errors.
+
+        Together the two have every digit of bfloat16's range; float16 would lose small weights.
+        """
+        block = torch.zeros(self.vectors, self.padded, dtype=torch.float32, device=weights.device)
+        block[: weights.shape[0], : weights.shape[1]] = weights
+        whole = torch.block_diag(*[block] * self.stack)
+        high = whole.to(dtype)
+        return high, (whole - high).to(dtype)
+
+    def unstacked(self, products: Tensor) -> Tensor:
+        """Grams `(…, span, span)` from products of tiles `(…, size, size)`."""
+        # Only the diagonal blocks multiply a column block with itself.
+        grams = blocks_within_groups(products, self.stack).sum(-3)
+        return grams[..., : self.span, : self.span]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The columns `first … end - 1` of every program of a launch; no program crosses the border of a segment."""
+
+    first: Tensor
+    """`(programs,)` int64"""
+    end: Tensor
+    per_segment: Tensor
+    """`(segments,)` number of programs, in order."""
+
+    @staticmethod
+    @lru_cache(maxsize=512)
+    def of(segments: tuple[Segment, ...], unit: int, programs: int, device: torch.device) -> "Shares":
+        """Equal shares in multiples of `unit` columns, for at most `programs` programs or one for each segment."""
+        units = [-(-segment.width // unit) for segment in segments]
+        share = -(-sum(units) // max(programs, len(units)))
+        while sum(-(-count // share) for count in units) > max(programs, len(units)):
+            share += max(1, share // 16)
+        first, end, per_segment = [], [], []
+        for segment in segments:
+            stop = segment.start + segment.width
+            starts = range(segment.start, stop, share * unit)
+            first += starts
+            end += [min(start + share * unit, stop) for start in starts]
+            per_segment.append(len(starts))
+        return Shares(*(torch.tensor(values, device=device) for values in (first, end, per_segment)))
+
+
+class HalfContractor:
+    """Grams and weighted sums of half-precision rows on a GPU. The Grams stay on the device, unsummed, until asked for.
+
+    All rows have `N` rollouts in `P` groups and the same dtype and device.
+    """
+
+    def __init__(
+        self, rollouts: int, groups: int, weights: Tensor | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Take the number of rollouts and of groups, and the `(M, N)` weight vectors or None."""
+        self.rollouts, self.groups, self.weights = rollouts, groups, weights
+        self.tile: Tile | None = None  # with matrix products
+        self._stacked: tuple[Tensor, Tensor] | None = None  # unless the Gram's kernel forms the sums too
+        size = rollouts // groups
+        # The kernel takes weights in the dtype of the rows, and in float16 small ones would underflow.
+        if (
+            rollouts <= KERNEL_ROLLOUTS
+            and weights is not None
+            and len(weights) <= FUSED_VECTORS
+            and dtype == torch.bfloat16
+        ):
+            self.tile = Tile.of(rollouts, len(weights))
+            self._stacked = self.tile.stacked_weights(weights, dtype)
+        elif rollouts <= KERNEL_ROLLOUTS:
+            self.tile = Tile.of(rollouts, 0)
+        elif size <= KERNEL_ROLLOUTS:
+            self.tile = Tile.of(KERNEL_ROLLOUTS // size * size, 0)
+        self._device = device
+        self._transposed = None if weights is None else weights.float().t().contiguous()
+        self._programs = PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+        self._products: list[Tensor] = []
+        self.owners: list[int | None] = []
+        """One for each Gram that waits for `take`."""
+
+    def contract(
+        self, rows: Tensor, out: Tensor | None, segments: tuple[Segment, ...], owners: Sequence[int | None]
+    ) -> None:
+        """Keep the Gram of each segment of rows `(N, D)`, and write the weighted sums into `out` `(M, D)`."""
+        self.owners += owners
+        if out is not None and self._stacked is None:
+            self.launch_sums(rows, out)
+        if self.tile is None:
+            self._products += [self.products(rows[:, s.start : s.start + s.width]) for s in segments]
+        else:
+            self._products.append(self.launch(self.tile, rows, out if self._stacked else None, segments))
+
+    def launch(self, tile: Tile, rows: Tensor, out: Tensor | None, segments: tuple[Segment, ...]) -> Tensor:
+        """Products of tiles `(n, spans, size, size)` of the `n` segments; writes the weighted sums into `out`."""
+        shares = Shares.of(segments, tile.columns * tile.stack, self._programs, rows.device)
+        programs, spans = len(shares.first), -(-self.rollouts // tile.span)
+        partial = torch.empty(spans, programs, tile.size, tile.size, dtype=torch.float64, device=rows.device)
+        high, low = self._stacked or (partial, partial)  # without sums the kernel reads neither
+        machine.kernel(KERNELS, "gram_and_sums_kernel")[(programs, spans)](
+            rows,
+            rows if out is None else out,
+            high,
+            low,
+            partial,
+            shares.first,
+            shares.end,
+            rows.stride(0),
+            0 if out is None else out.stride(0),
+            self.rollouts,
+            COUNT=0 if out is None else len(out),
+            SPAN=tile.span,
+            PADDED=tile.padded,
+            VECTORS=tile.vectors,
+            STACK=tile.stack,
+            COLUMNS=tile.columns,
+            BLOCKS=TILE_BLOCKS,
+            ALIGNED=all((segment.start + segment.width) % 16 == 0 for segment in segments),
+            num_warps=TILE_WARPS if tile.size <= 32 else 2 * TILE_WARPS,
+            num_stages=TILE_STAGES,
+        )
+        flat = partial.transpose(0, 1).flatten(1)  # (programs, spans · size²)
+        if len(segments) == 1:
+            sums = flat.sum(0, keepdim=True)
+        else:  # `unsafe` only leaves out checks that wait for the device
+            sums = torch.segment_reduce(flat, "sum", lengths=shares.per_segment, unsafe=True)
+        return sums.view(len(segments), spans, tile.size, tile.size)
+
+    def launch_sums(self, rows: Tensor, out: Tensor) -> None:
+        """Write the weighted sums of rows `(N, D)` into `out` `(M, D)`."""
+        width = rows.shape[1]
+        machine.kernel(KERNELS, "weighted_sums_kernel")[(-(-width // SUM_COLUMNS),)](
+            rows,
+            self._transposed,
+            out,
+            width,
+            rows.stride(0),
+            out.stride(0),
+            self.rollouts,
+            COUNT=len(out),
+            VECTORS=power_of_two(len(out)),
+            COLUMNS=SUM_COLUMNS,
+        )
+
+    def products(self, rows: Tensor) -> Tensor:
+        """Gram of rows `(N, D)` within groups, `(1, P, N/P, N/P)` float64, by products of `PRODUCT_LENGTH` columns."""
+        whole = rows.shape[1] - rows.shape[1] % PRODUCT_LENGTH
+        grams = []
+        for group in rows.unflatten(0, (self.groups, -1)):
+            parts = [group[:, whole:].unsqueeze(0)]
+            if whole:
+                parts.append(group[:, :whole].unflatten(1, (-1, PRODUCT_LENGTH)).transpose(0, 1))
+            grams.append(sum(torch.bmm(p, p.mT, out_dtype=torch.float32).sum(0, dtype=torch.float64) for p in parts))
+        return torch.stack(grams).unsqueeze(0)
+
+    def take(self) -> tuple[list[int | None], Tensor]:
+        """Owners and Grams `(n, P, N/P, N/P)` of the segments contracted since the last call, in order."""
+        size = self.rollouts // self.groups
+        owners, self.owners = self.owners, []
+        if not owners:
+            return owners, torch.zeros(0, self.groups, size, size, dtype=torch.float64, device=self._device)
+        products, self._products = torch.cat(self._products), []
+        if self.tile is None:
+            return owners, products
+        grams = self.tile.unstacked(products)  # (n, spans, span, span)
+        return owners, blocks_within_groups(grams, self.tile.span // size).flatten(1, 2)[:, : self.groups]
+
+
+# Several weights side by side
+
+
+class Slab:
+    """Per-rollout gradients `(N, p, q)` of several weights, side by side, until one launch contracts them."""
+
+    def __init__(self, contractor: HalfContractor, rows: Tensor, out_dtype: torch.dtype) -> None:
+        """Take the contractor, memory `(N, columns)`, and the dtype of weighted sums."""
+        self.contractor = contractor
+        self.rows = rows
+        self.out_dtype = out_dtype
+        self._used = 0
+        self._waiting: list[tuple[int, int, int, Callable[[Tensor], None]]] = []  # p, q, owner, receiver of the sums
+
+    def reserve(self, p: int, q: int, owner: int, receive: Callable[[Tensor], None]) -> Tensor:
+        """Space `(N, p, q)` for the gradients of one weight, at most as large as the slab; flushes a full slab.
+
+        `p · q` is a multiple of `SEGMENT_ALIGNMENT`. `flush` gives the weighted sums `(M, p, q)` to `receive`, if there
+        are weight vectors.
+        """
+        if self._used + p * q > self.rows.shape[1]:
+            self.flush()
+        start = self._used
+        self._used += p * q
+        self._waiting.append((p, q, owner, receive))
+        return self.rows.as_strided((len(self.rows), p, q), (self.rows.stride(0), q, 1), start)
+
+    def flush(self) -> None:
+        """Contract the weights that wait, in order, and empty the slab."""
+        if not self._waiting:
+            return
+        waiting, used = self._waiting, self._used
+        self._waiting, self._used = [], 0
+        ends = list(accumulate(p * q for p, q, _, _ in waiting))
+        segments = tuple(Segment(end - p * q, p * q) for end, (p, q, _, _) in zip(ends, waiting, strict=True))
+        weights, sums = self.contractor.weights, None
+        if weights is not None:
+            sums = self.rows.new_empty(len(weights), used, dtype=self.out_dtype)
+        self.contractor.contract(self.rows[:, :used], sums, segments, [owner for _, _, owner, _ in waiting])
+        if sums is not None:
+            for part, (p, q, _, receive) in zip(sums.split([s.width for s in segments], 1), waiting, strict=True):
+                receive(part.unflatten(1, (p, q)))
+
+
+def slab_columns(rollouts: int) -> int:
+    """Columns of a slab for a number of rollouts."""
+    return SLAB_ELEMENTS // rollouts // SEGMENT_ALIGNMENT * SEGMENT_ALIGNMENT
