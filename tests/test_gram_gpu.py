@@ -12,23 +12,83 @@ from tests.cases import ARCHITECTURES, rollouts
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 16, 24, 64])
+@pytest.mark.parametrize(
+    ("count", "groups"),
+    [(1, 1), (2, 1), (3, 1), (5, 1), (8, 1), (8, 2), (16, 1), (24, 3), (64, 1), (64, 8), (66, 1), (96, 8), (512, 1)],
+)
 @pytest.mark.parametrize("width", [100, 8192, 100_003])
-@pytest.mark.parametrize("vectors", [0, 1, 2])
-def test_gram_and_sums_match_float64(count, width, vectors):
+@pytest.mark.parametrize("vectors", [0, 1, 3, 20])
+def test_gram_and_sums_match_float64(count, groups, width, vectors):
+    for dtype, out_dtype in ((torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float16,) * 2):
+        torch.manual_seed(0)
+        held = torch.randn(count, width + 40, device="cuda").to(dtype)
+        rows = held[:, :width]  # rows that do not follow each other in memory
+        weights = torch.randn(vectors, count, device="cuda") if vectors else None
+        out = torch.full((vectors, width), torch.nan, device="cuda", dtype=out_dtype) if vectors else None
+        contractor = contract.Contractor(count, groups, weights)
+        contractor.contract(rows, out, owner=7)
+        gram = contractor.grams({7: 0}, 1)[0]
+        size = count // groups
+        exact = (rows.double() @ rows.double().T).cpu()
+        for group in range(groups):
+            here = slice(group * size, (group + 1) * size)
+            assert float((gram[group] - exact[here, here]).norm() / exact[here, here].norm()) < 5e-5
+        if weights is not None and out is not None:
+            sums = weights.double() @ rows.double()
+            error = float((out.double() - sums).norm() / sums.norm())
+            assert error < (2e-5 if out_dtype == torch.float32 else 3e-3)
+
+
+@pytest.mark.parametrize("count", [8, 64, 96])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_weights_in_a_slab_keep_apart(count, out_dtype, monkeypatch):
+    """Several launches, several weights each; a weight of odd size or too large for the slab goes its own way."""
+    monkeypatch.setattr("scoregram.gram.slab.SLAB_ELEMENTS", count * (1 << 15))
     torch.manual_seed(0)
-    held = torch.randn(count, width + 40, device="cuda").bfloat16()
-    rows = held[:, :width]  # rows that do not follow each other in memory
-    weights = torch.randn(vectors, count, device="cuda") if vectors else None
-    out = torch.full((vectors, width), torch.nan, device="cuda", dtype=torch.bfloat16) if vectors else None
+    weights = torch.randn(2, count, device="cuda")
     contractor = contract.Contractor(count, 1, weights)
-    contractor.contract(rows, out, owner=7)
-    gram = contractor.grams({7: 0}, 1)[0, 0]
-    exact = (rows.double() @ rows.double().T).cpu()
-    assert float((gram - exact).norm() / exact.norm()) < 5e-5
-    if weights is not None and out is not None:
-        sums = weights.double() @ rows.double()
-        assert float((out.double() - sums).norm() / sums.norm()) < 3e-3
+    shapes = [(64, 128), (7, 9), (128, 192), (64, 64), (32, 32), (300, 256), (16, 1024)]
+    received, expected = {}, {}
+    for owner, (p, q) in enumerate(shapes):
+        a, b = (torch.randn(count, 5, width, device="cuda").bfloat16() for width in (p, q))
+        expected[owner] = torch.bmm(a.mT, b).flatten(1).double()
+        contractor.stream(
+            [contract.Factors(a, b)],
+            p,
+            owner=owner,
+            out_dtype=out_dtype,
+            receive=lambda sums, owner=owner: received.update({owner: sums}),
+        )
+    contractor.flush()
+    grams = contractor.grams({owner: owner for owner in expected}, len(shapes))[:, 0]
+    for owner, rows in expected.items():
+        exact, sums = (rows @ rows.T).cpu(), weights.double() @ rows
+        assert float((grams[owner] - exact).norm() / exact.norm()) < 5e-5
+        assert received[owner].shape == (2, *shapes[owner]) and received[owner].dtype == out_dtype
+        error = float((received[owner].flatten(1).double() - sums).norm() / sums.norm())
+        assert error < (2e-5 if out_dtype == torch.float32 else 3e-3)
+
+
+@pytest.mark.parametrize("count", [8, 72])
+@pytest.mark.parametrize("group_size", [None, 8])
+def test_float32_weights_under_autocast(count, group_size, monkeypatch):
+    """Mixed precision as people train: the rows are in half precision, the sums in float32."""
+    monkeypatch.setattr("scoregram.gram.leaves.KEPT_ELEMENTS_CUDA", 0)
+    exact = ARCHITECTURES["llama-tied"]().float()
+    low = copy.deepcopy(exact).cuda()
+    batch = rollouts(count, 24)
+    weights = torch.linspace(-1.0, 2.0, count)
+    expected = backward_with_gram(exact, *batch.arguments, weights=weights, group_size=group_size)
+    with torch.autocast("cuda", torch.bfloat16):
+        given = [tensor.cuda() for tensor in batch.arguments]
+        gram = backward_with_gram(low, *given, weights=weights.cuda(), group_size=group_size)
+    known = ~expected.matrix.isnan()
+    assert torch.equal(known, ~gram.matrix.isnan())
+    apart = (gram.matrix - expected.matrix)[known].norm() / expected.matrix[known].norm()
+    assert float(apart) < 3e-2
+    for (name, parameter), reference in zip(low.named_parameters(), exact.parameters(), strict=True):
+        assert parameter.grad is not None and reference.grad is not None and parameter.grad.dtype == torch.float32
+        assert float((parameter.grad.cpu() - reference.grad).norm() / reference.grad.norm()) < 8e-2, name
 
 
 def test_softmax_gradient_matches_its_twin():

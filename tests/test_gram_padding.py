@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from scoregram.checks import ScoregramError
-from scoregram.gram import DeferredGram, backward_with_gram, contract, measure_gram
+from scoregram.gram import DeferredGram, backward_with_gram, measure_gram
 from tests.cases import ARCHITECTURES, KeepDouble, Rollouts, build, rollouts
 from tests.naive import score_rows
 
@@ -250,19 +250,6 @@ def test_the_size_of_coefficients_costs_no_digit(dtype, exponent):
     assert torch.equal(other.matrix, one.matrix * size**2)
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), grads, strict=True))
     measure_gram(model, *batch.arguments, coefficients=coefficients * size, verify=True)
-
-
-def test_weights_of_sums_in_float16_do_not_go_through_the_kernel(monkeypatch):
-    monkeypatch.setattr(contract, "is_half_on_gpu", lambda rows: True)
-    weights = torch.tensor([[1e-7, 3e-6]])
-    tile = contract.Tile.of(2, weights, torch.float16)
-    assert tile.high is not None and tile.low is not None
-    kept = (tile.high.float() + tile.low.float())[:1, :2]
-    assert float(((kept - weights) / weights).abs().max()) > 1e-3, "float16 holds no weight this small"
-    for dtype, suits in ((torch.float16, False), (torch.bfloat16, True)):
-        rows = torch.ones(2, 8, dtype=dtype)
-        assert contract.suits_kernel(rows, torch.empty(1, 8, dtype=dtype)) is suits
-        assert contract.suits_kernel(rows, None)
 
 
 @pytest.mark.parametrize(

@@ -36,12 +36,14 @@ class BenchGram(Benchmark):
     """Tokens per rollout; the first quarter is the prompt."""
     dtype: str = "float32"
     """float32, bfloat16 or float16."""
+    autocast: bool = False
+    """Take products in bfloat16 by autocast, as mixed-precision training does."""
     device: str = "auto"
     """auto, cpu or cuda."""
     lora: int = 0
     """Train only LoRA adapters of this rank; 0 trains all parameters."""
     ways: tuple[str, ...] = ("gram+gradient", "gram", "n-backwards", "vmap", "opacus")
-    """What to time besides the plain step."""
+    """What to time besides the plain step, which runs with and without a chunked head; also blocks+gradient."""
     repeats: int = 5
     """Timed calls of each way, in turns."""
     threads: int = 1

@@ -7,6 +7,7 @@ alone leave the training gradient `Σ_i w_i ψ_i` in `.grad`. The benchmark comp
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from scoregram.bench.harness import (
     GIB,
     bench_device,
+    busy_seconds,
     formatted_number,
     median_ratio,
     model_settings,
@@ -34,6 +36,10 @@ from scoregram.gram import backward_with_gram, measure_gram, row_gram
 from scoregram.machine import threads as torch_threads
 
 _CALLER = "bench gram"
+BLOCK_SIZE = 8
+"""Group size of `blocks+gradient`."""
+CHUNK_OF_LOGITS = 1 << 28
+"""Logits that the plain step with a chunked head holds at a time."""
 _COLUMNS_AT_ONCE = 1 << 26
 """Columns of kept gradients in one matrix product: on a GPU, products of rows a billion elements apart are wrong."""
 
@@ -47,6 +53,8 @@ class GramWork:
     input_ids: Tensor
     completion_mask: Tensor
     weights: Tensor
+    autocast: bool = False
+    """Whether products are taken in bfloat16, whatever the dtype of the weights."""
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -57,6 +65,10 @@ class GramWork:
     def prompt_length(self) -> int:
         """Tokens before the completion."""
         return int((~self.completion_mask[0]).sum())
+
+    def precision(self) -> torch.autocast:
+        """A block in which every way runs."""
+        return torch.autocast(self.input_ids.device.type, torch.bfloat16, enabled=self.autocast)
 
     def log_probs(self, rows: slice = slice(None)) -> Tensor:
         """Summed log-probability of each completion, by a plain forward pass; the head sees completions only."""
@@ -75,6 +87,21 @@ class GramWork:
 def plain_step(work: GramWork) -> None:
     """The baseline: one forward and backward pass of the weighted loss, without a Gram."""
     (work.log_probs() * work.weights).sum().backward()
+
+
+def plain_step_with_chunked_head(work: GramWork) -> None:
+    """The same step, its head in chunks of tokens, forward and backward: it never holds all logits."""
+    model = work.model.get_base_model() if hasattr(work.model, "get_base_model") else work.model
+    hidden = model.get_decoder()(input_ids=work.input_ids, use_cache=False).last_hidden_state
+    kept = hidden[:, work.prompt_length - 1 : -1].flatten(0, 1)
+    inputs, targets = kept.detach().requires_grad_(), work.input_ids[:, work.prompt_length :].flatten()
+    weights = work.weights.repeat_interleave(len(targets) // len(work.weights))
+    step = max(1, CHUNK_OF_LOGITS // model.config.vocab_size)
+    for start in range(0, len(targets), step):
+        here = slice(start, start + step)
+        logits = model.get_output_embeddings()(inputs[here]).float()
+        (-F.cross_entropy(logits, targets[here], reduction="none") * weights[here]).sum().backward()
+    kept.backward(inputs.grad)
 
 
 def one_backward_per_rollout(work: GramWork) -> Tensor:
@@ -150,10 +177,18 @@ def gram_and_gradient(work: GramWork) -> Tensor:
     return backward_with_gram(work.model, work.input_ids, work.completion_mask, weights=work.weights).matrix
 
 
+def blocks_and_gradient(work: GramWork) -> Tensor:
+    """scoregram: only the blocks of the Gram within groups of `BLOCK_SIZE`, and the training gradient."""
+    given = (work.model, work.input_ids, work.completion_mask)
+    return backward_with_gram(*given, weights=work.weights, group_size=BLOCK_SIZE).matrix
+
+
 GRAM_WAYS: MappingProxyType[str, Callable[[GramWork], Tensor | None]] = MappingProxyType(
     {
         "plain": plain_step,
+        "plain-chunked": plain_step_with_chunked_head,
         "gram+gradient": gram_and_gradient,
+        "blocks+gradient": blocks_and_gradient,
         "gram": gram_only,
         "n-backwards": one_backward_per_rollout,
         "vmap": vmap_of_grad,
@@ -173,6 +208,10 @@ class GramRow:
     """Median over the repeats."""
     ratio: float | None = None
     """Median over the repeats of the time relative to the plain step of the same turn."""
+    chunked_ratio: float | None = None
+    """The same relative to the plain step with a chunked head."""
+    busy_seconds: float | None = None
+    """Time in which a kernel runs on the GPU, in one profiled call; None on a CPU."""
     peak_gib: float | None = None
     """Peak memory above that before the call, gradients included."""
     gram_error: float | None = None
@@ -188,7 +227,9 @@ _TABLE: Mapping[str, Callable[[GramRow], str]] = {
     "T": lambda row: str(row.tokens),
     "way": lambda row: row.way,
     "seconds": lambda row: formatted_number(row.seconds, ".4g"),
+    "busy": lambda row: formatted_number(row.busy_seconds, ".4g"),
     "ratio": lambda row: formatted_number(row.ratio, ".3f"),
+    "chunked": lambda row: formatted_number(row.chunked_ratio, ".3f"),
     "GiB": lambda row: formatted_number(row.peak_gib, ".2f"),
     "K error": lambda row: formatted_number(row.gram_error, ".1e"),
     "grad error": lambda row: formatted_number(row.gradient_error, ".1e"),
@@ -201,6 +242,7 @@ def run_gram_bench(
     rollouts: Sequence[int],
     tokens: Sequence[int],
     dtype: str,
+    autocast: bool,
     device: str,
     lora: int,
     ways: Sequence[str],
@@ -215,7 +257,7 @@ def run_gram_bench(
     sizes = {"rollouts": (1, rollouts), "tokens": (4, tokens), "repeats": (1, repeats), "threads": (1, threads)}
     require_at_least(_CALLER, **sizes, lora=(0, lora))
     place = bench_device(device, caller=_CALLER)
-    names = list(dict.fromkeys(["plain", *ways]))
+    names = list(dict.fromkeys(["plain", "plain-chunked", *ways]))
     for name in names:
         lookup(GRAM_WAYS, name, kind=f"{_CALLER} --ways")
     rows: list[GramRow] = []
@@ -224,9 +266,10 @@ def run_gram_bench(
         bar = progress.add_task("Measuring", total=len(rollouts) * len(tokens))
         for length in tokens:
             for count in rollouts:
-                rows += rows_of_one_size(model, count, length, names, repeats)
+                work = random_work(model, count, length, autocast=autocast)
+                rows += rows_of_one_size(work, names, repeats)
                 progress.advance(bar)
-        settings = model_settings(shape, dtype, place, lora, repeats, model)
+        settings = model_settings(shape, dtype, place, lora, repeats, model) | {"autocast": autocast}
     if plot is not None:
         plot_ratios(rows, plot)
     return publish_rows(
@@ -234,7 +277,8 @@ def run_gram_bench(
         rows,
         as_json=as_json,
         out=out,
-        title=f"{shape}, {dtype}, {settings['device']}; time relative to a plain forward and backward pass",
+        title=f"{shape}, {dtype}{' under autocast' if autocast else ''}, {settings['device']}",
+        caption="Ratio: time relative to a plain forward and backward pass; chunked: to one whose head runs in chunks.",
         columns=_TABLE,
         notes=[
             f"{row.way}, N = {row.rollouts}, T = {row.tokens}: skipped. {row.skipped}" for row in rows if row.skipped
@@ -242,28 +286,36 @@ def run_gram_bench(
     )
 
 
-def rows_of_one_size(model: nn.Module, rollouts: int, tokens: int, names: Sequence[str], repeats: int) -> list[GramRow]:
+def rows_of_one_size(work: GramWork, names: Sequence[str], repeats: int) -> list[GramRow]:
     """Every way at one size: one call of each to warm up and compare results, then the repeats in turns."""
-    work = random_work(model, rollouts, tokens)
     device = work.input_ids.device
+    rollouts, tokens = work.input_ids.shape
     skipped: dict[str, str] = {}
     grams: dict[str, Tensor | None] = {}
     gradients: dict[str, Tensor | None] = {}
+
+    def run(name: str) -> Tensor | None:
+        with work.precision():
+            return GRAM_WAYS[name](work)
+
     for name in names:
         try:
             require_possible(name, work)
             for _ in range(3 if device.type == "cuda" else 1):
                 work.drop_gradients()
-                grams[name] = GRAM_WAYS[name](work)
+                grams[name] = run(name)
             gradients[name] = flat_gradient(work) if name != "gram" else None
         except (ScoregramError, ImportError, RuntimeError, torch.cuda.OutOfMemoryError) as error:
             skipped[name] = str(error).splitlines()[0][:160]
-    calls = {name: lambda name=name: GRAM_WAYS[name](work) for name in names if name not in skipped}
+    calls = {name: partial(run, name) for name in names if name not in skipped}
     times = seconds_in_turns(calls, device, repeats, prepare=work.drop_gradients)
+    busy: dict[str, float | None] = {}
     peaks: dict[str, float] = {}
     for name, call in calls.items():
         work.drop_gradients()
         peaks[name] = peak_bytes(call, device)
+        work.drop_gradients()
+        busy[name] = busy_seconds(call, device)
     work.drop_gradients()
     exact, step = grams.get("n-backwards"), gradients.get("plain")
     return [
@@ -275,15 +327,17 @@ def rows_of_one_size(model: nn.Module, rollouts: int, tokens: int, names: Sequen
             tokens=tokens,
             seconds=statistics.median(times[name]),
             ratio=median_ratio(times[name], times["plain"]),
+            chunked_ratio=median_ratio(times[name], times["plain-chunked"]) if "plain-chunked" in times else None,
+            busy_seconds=busy[name],
             peak_gib=peaks[name] / GIB,
-            gram_error=relative_distance(grams[name], exact),
+            gram_error=None if name == "blocks+gradient" else relative_distance(grams[name], exact),
             gradient_error=relative_distance(gradients[name], step),
         )
         for name in names
     ]
 
 
-def random_work(model: nn.Module, rollouts: int, tokens: int) -> GramWork:
+def random_work(model: nn.Module, rollouts: int, tokens: int, *, autocast: bool = False) -> GramWork:
     """Random weights, and rollouts of random tokens in which low token ids are frequent, as in text."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
@@ -291,13 +345,16 @@ def random_work(model: nn.Module, rollouts: int, tokens: int) -> GramWork:
     ids = (vocabulary * torch.rand(rollouts, tokens, generator=generator) ** 3).long().to(device)
     mask = torch.zeros(rollouts, tokens, dtype=torch.bool, device=device)
     mask[:, tokens // 4 :] = True
-    return GramWork(model, ids, mask, torch.randn(rollouts, generator=generator).to(device))
+    return GramWork(model, ids, mask, torch.randn(rollouts, generator=generator).to(device), autocast)
 
 
 def require_possible(name: str, work: GramWork) -> None:
     """Raise for a way whose package is not installed, or whose kept gradients do not fit into memory."""
     if name == "opacus" and find_spec("opacus") is None:
         fail(_CALLER, "opacus must be installed", "no such package", "pip install opacus.")
+    if name == "blocks+gradient" and len(work.input_ids) % BLOCK_SIZE:
+        got = f"{len(work.input_ids)} rollouts"
+        fail(_CALLER, f"{name} needs groups of {BLOCK_SIZE}", got, "Choose a multiple.")
     if name in {"n-backwards", "vmap", "opacus"}:
         needed = len(work.input_ids) * sum(p.numel() * p.element_size() for p in work.parameters) / GIB
         device = work.input_ids.device

@@ -166,6 +166,27 @@ def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
+def busy_seconds(call: Callable[[], object], device: torch.device) -> float | None:
+    """Time during one call in which at least one kernel runs on the GPU; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    kinds = torch.profiler.ProfilerActivity
+    torch.cuda.synchronize(device)
+    with torch.profiler.profile(activities=[kinds.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize(device)
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profile.events() or ()
+        if event.device_type.name == "CUDA"
+    )
+    total, reached = 0.0, 0.0
+    for start, end in spans:  # kernels on several streams may overlap
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total / 1e6
+
+
 def peak_bytes(call: Callable[[], object], device: torch.device) -> float:
     """Peak memory during one call above that before it; `nan` where the system does not report it."""
     if device.type == "cuda":

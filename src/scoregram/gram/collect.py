@@ -57,7 +57,7 @@ RegionKey = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 def region_key(parameter: Tensor, view: Tensor) -> RegionKey:
-    """The region of `parameter` that `view` shows; the whole parameter if `view` is the parameter itself."""
+    """The region of `parameter` that `view` shows."""
     offset = int(view.storage_offset()) - int(parameter.storage_offset())
     return offset, tuple(view.shape), tuple(view.stride())
 
@@ -71,6 +71,8 @@ class ParameterState:
     regions: dict[RegionKey, RegionUses] = field(default_factory=dict)
     lookups: list[Tensor] = field(default_factory=list)
     """Rows looked up in it as an embedding, one tensor per announced lookup."""
+    whole: RegionUses | None = None
+    """The region of the whole parameter, which is also in `regions`; kept apart because most uses are of it."""
     rows: Tensor | None = None
     """`(N, *shape)` per-rollout gradients of a small parameter, summed over the uses that have arrived."""
     rows_arrival: int = 0
@@ -82,10 +84,13 @@ class ParameterState:
 
     def region(self, view: Tensor) -> RegionUses:
         """The uses of the region that `view` shows."""
+        if view is self.parameter and self.whole is not None:
+            return self.whole
         key = region_key(self.parameter, view)
-        if key not in self.regions:
-            self.regions[key] = RegionUses(self.parameter, view)
-        return self.regions[key]
+        region = self.regions.setdefault(key, RegionUses(self.parameter, view))
+        if view is self.parameter:
+            self.whole = region
+        return region
 
     @property
     def announced(self) -> int:
@@ -205,9 +210,8 @@ class Collector:
         uses, region.pending, region.is_contracted = region.pending, [], True
         self.contract(region.parameter, region.view, uses)
 
-    @torch.no_grad()
     def contract(self, parameter: Tensor, view: Tensor, uses: list[Use]) -> None:
-        """Add up the uses of a region, and contract the sum to its Gram and weighted sums."""
+        """Add up the uses of a region, and contract the sum to its Gram and weighted sums; gradients are disabled."""
         if self.sketcher is not None:  # before rows are renumbered: a sketch is of the whole parameter
             self.sketcher.add_uses(parameter, view, uses)
         rows, uses = in_touched_rows(uses)
@@ -231,6 +235,7 @@ class Collector:
         if self.sketcher is not None:
             self.sketcher.forget(parameter)
 
+    @torch.no_grad()
     def finish(self) -> None:
         """Contract the rest: regions with uses that came late or got no gradient, and rows of small parameters."""
         regions = [region for state in self.states.values() for region in state.regions.values() if region.pending]
@@ -249,7 +254,6 @@ class Collector:
             self.contract_rows(states)
         self.contractor.flush()
 
-    @torch.no_grad()
     def contract_rows(self, alike: list[ParameterState]) -> None:
         """Contract the rows `(N, *shape)` of parameters of one shape in one batched product, and drop them."""
         shape = alike[0].parameter.shape

@@ -141,6 +141,9 @@ class Interceptor(DropoutOff):
         self.observations: Observations | None = None
         """First axes of activations in a probe pass, which splits no operation by rollout; None in other passes."""
         self._observed: dict[OperationKey, Tensor] = {}
+        self._leading: set[tuple[OperationKey, int]] = set()
+        """Operations with the first length at which `leads` was true: the answer is the same for the whole pass."""
+        self._module_names: dict[int, str | None] = {}
         self._parameters = {id(parameter): name for name, parameter in parameters.items()}
         self._undo = Undo()
         """Removes the marks of a narrow pass."""
@@ -232,6 +235,9 @@ class Interceptor(DropoutOff):
 
     def leads(self, key: OperationKey, value: Tensor) -> bool:
         """Whether the first axis of an activation without owners is known to run over the rollouts; `key` names it."""
+        first = value.shape[0] if value.ndim else 0
+        if (key, first) in self._leading:
+            return True
         if self.observations is not None:
             if self._observed.get(key) is not value:  # a loop over experts selects from the same tensor again and again
                 self.observations.setdefault(key, []).append(FirstAxis.of(value))
@@ -243,6 +249,7 @@ class Interceptor(DropoutOff):
             return False
         entries = self.layout.entries(value)
         if any(each.fits(entries, self.layout.tokens) for each in known):
+            self._leading.add((key, first))
             return True
         if known:
             self.unknown.add(key)
@@ -254,8 +261,10 @@ class Interceptor(DropoutOff):
 
     def leads_module(self, module: nn.Module, value: Tensor) -> bool:
         """`leads` for the only input of a module that owns parameters."""
-        names = (self._parameters.get(id(parameter)) for parameter in module._parameters.values())
-        return self.leads(("module", next(filter(None, names), None), value.ndim), value)
+        if id(module) not in self._module_names:  # the interceptor lives no longer than the model, so ids stay unique
+            names = (self._parameters.get(id(parameter)) for parameter in module._parameters.values())
+            self._module_names[id(module)] = next(filter(None, names), None)
+        return self.leads(("module", self._module_names[id(module)], value.ndim), value)
 
     def leads_operation(self, func: Callable[..., Any], tensors: list[Tensor]) -> bool:
         """`leads` for all activations without owners in an operation on parameter-side tensors."""

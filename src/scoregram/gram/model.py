@@ -143,14 +143,27 @@ def sharded_modules(model: nn.Module) -> list[Any]:
     if fsdp is None:  # not imported, so nothing is sharded
         return []
     modules: list[Any] = []
-    for name, module in model.named_modules():
+    for module in modules_inside(model):
         if isinstance(module, fsdp.FSDPModule):
             modules.append(module)
             modules[-1].reshard()
         elif isinstance(module, fsdp.FullyShardedDataParallel):
+            name = next(name for name, other in model.named_modules() if other is module)
             got = f"FullyShardedDataParallel around {name or 'the model'}"
             fail("measure_gram", "parameters must not be flattened", got, "Use fully_shard (FSDP2).")
     return modules
+
+
+def modules_inside(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model, itself first, parents before children; `model.modules()` in a third of the host time."""
+    modules: dict[int, nn.Module] = {}
+    stack = [model]
+    while stack:
+        module = stack.pop()
+        if id(module) not in modules:
+            modules[id(module)] = module
+            stack += [child for child in reversed(module._modules.values()) if child is not None]
+    return list(modules.values())
 
 
 def shards_of(modules: Sequence[Any], parameters: dict[str, Tensor]) -> Shards:
@@ -342,16 +355,9 @@ def claimed_modules(model: nn.Module, undo: Undo) -> list[nn.Module]:
     Raises:
         ScoregramError: If a running measurement uses one of the modules or trainable parameters.
     """
-    modules: dict[int, nn.Module] = {}
-    parameters: set[int] = set()
-    stack = [model]
-    while stack:
-        module = stack.pop()
-        if id(module) not in modules:
-            modules[id(module)] = module
-            parameters.update(id(p) for p in module._parameters.values() if p is not None and p.requires_grad)
-            stack += [child for child in module._modules.values() if child is not None]
-    own = parameters.union(modules)
+    modules = modules_inside(model)
+    own = {id(module) for module in modules}
+    own.update(id(p) for m in modules for p in m._parameters.values() if p is not None and p.requires_grad)
     undo.operations.append((_IN_USE.pop, undo, None))
     _IN_USE[undo] = threading.get_ident(), frozenset(own)  # one dict operation, so threads need no lock
     for other, (thread, used) in list(_IN_USE.items()):
@@ -365,7 +371,7 @@ def claimed_modules(model: nn.Module, undo: Undo) -> list[nn.Module]:
                 "a call from inside another measurement's forward or backward pass" if inside else "a second thread",
                 "Wait for the other measurement, or measure a deep copy of the model.",
             )
-    return list(modules.values())
+    return modules
 
 
 def prepare_model(listed: Survey, modules: Sequence[nn.Module], undo: Undo) -> None:

@@ -47,6 +47,12 @@ def is_half_on_gpu(tensor: Tensor) -> bool:
 
 
 @cache
+def resident_programs(device: torch.device) -> int:
+    """Programs of the Gram's kernel that run at once on a GPU."""
+    return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
 def multiplies_into_float32() -> bool:
     """Whether a batched product of half-precision matrices can have a float32 result, as from torch 2.8 on."""
     one = torch.ones(1, 1, 1, dtype=torch.bfloat16, device="cuda")
@@ -179,7 +185,7 @@ class HalfContractor:
             self.tile = Tile.of(KERNEL_ROLLOUTS // size * size, 0)
         self._device = device
         self._transposed = None if weights is None else weights.float().t().contiguous()
-        self._programs = PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+        self._programs = resident_programs(device)
         self._products: list[Tensor] = []
         self.owners: list[int | None] = []
         """One for each Gram that waits for `take`."""
