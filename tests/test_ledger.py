@@ -12,6 +12,7 @@ from scoregram.studies.ledger import (
     check_claims,
     corrected,
     extremes,
+    independent_counts,
     refuted,
     show_claims,
     to_be_measured,
@@ -22,6 +23,38 @@ from scoregram.studies.ledger import (
 def test_ids_and_statements_are_told_apart():
     assert len({claim.id for claim in CLAIMS}) == len(CLAIMS)
     assert len({claim.statement for claim in CLAIMS}) == len(CLAIMS)
+
+
+def test_a_claim_restates_one_of_its_own_paper_that_restates_none():
+    by_id = {claim.id: claim for claim in CLAIMS}
+    again = [claim for claim in CLAIMS if claim.restates]
+    assert again
+    for claim in again:
+        assert by_id[claim.restates].paper == claim.paper and not by_id[claim.restates].restates
+
+
+def test_a_statement_counts_once_and_a_failed_check_always():
+    def claims(restated_holds):
+        yield Claim("first", "section 1", "It is so.", lambda: as_printed(True, {}), "paper")
+        yield Claim("again", "appendix", "So it is.", lambda: as_printed(restated_holds, {}), "paper", "first")
+
+    assert independent_counts(list(check_claims(claims(True)))) == {Verdict.HOLDS: 1}
+    assert independent_counts(list(check_claims(claims(False)))) == {Verdict.HOLDS: 1, Verdict.BROKEN: 1}
+    alone = [entry for entry in check_claims(claims(True)) if entry.claim.restates]
+    assert independent_counts(alone) == {Verdict.HOLDS: 1}  # the first one was not asked for
+
+
+def test_the_ledger_says_what_it_does_not_count(capsys):
+    claims = [
+        Claim("first", "section 1", "It is so.", lambda: as_printed(True, {}), "paper"),
+        Claim("again", "appendix", "So it is.", lambda: as_printed(True, {}), "paper", "first"),
+    ]
+    show_claims(claims)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "1 holds" in shown and "2 claims checked" in shown
+    assert "1 of them restate others and are not counted above" in shown and "(restates first)" in shown
+    show_claims(claims, as_json=True)
+    assert [claim["restates"] for claim in json.loads(capsys.readouterr().out)["claims"]] == [None, "first"]
 
 
 def test_a_check_that_raises_has_failed_and_the_others_still_run():

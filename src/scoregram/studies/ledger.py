@@ -86,6 +86,8 @@ class Claim:
     check: Callable[[], Finding]
     paper: str
     """Identifier of the paper, such as `arXiv:2606.29238`."""
+    restates: str = ""
+    """Id of the claim that makes the same statement elsewhere in the paper; the counts leave this one out."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,7 @@ def _record(entries: Iterable[Entry], measured: RecordedVerdicts) -> dict[str, o
                 "paper": entry.claim.paper,
                 "place": entry.claim.place,
                 "statement": entry.claim.statement,
+                "restates": entry.claim.restates or None,
                 "verdict": str(entry.finding.verdict),
                 "evidence": {name: _finite(value) for name, value in entry.finding.evidence.items()},
                 "correction": entry.finding.correction,
@@ -229,13 +232,28 @@ def _print_entries(entries: Sequence[Entry], console: Console, measured: Recorde
     table.add_column("this run says", ratio=7)
     for entry in entries:
         named = Text(entry.claim.id, style="bold").append(f"\n{entry.claim.place}", style="not bold")
+        if entry.claim.restates:
+            named.append(f"\n(restates {entry.claim.restates})", style="not bold dim")
         table.add_row(named, Text(entry.claim.statement), _verdict_cell(entry, measured.get(entry.claim.id, ())))
     console.print(table)
-    for verdict in Verdict:
-        count = sum(entry.finding.verdict is verdict for entry in entries)
-        if count:
-            console.print(Text(f"{count:4d}  ").append(str(verdict), style=_COLOURS[verdict]))
-    console.print(f"{len(entries)} claims checked in {sum(entry.seconds for entry in entries):.1f} s")
+    for verdict, count in independent_counts(entries).items():
+        console.print(Text(f"{count:4d}  ").append(str(verdict), style=_COLOURS[verdict]))
+    again = sum(_restates_another(entry, entries) for entry in entries)
+    counted = f", {again} of them restate others and are not counted above" * bool(again)
+    console.print(f"{len(entries)} claims checked in {sum(entry.seconds for entry in entries):.1f} s{counted}")
+
+
+def independent_counts(entries: Sequence[Entry]) -> dict[Verdict, int]:
+    """Verdict → number of independent statements; a claim that restates another one of the list is not counted."""
+    counted = [entry for entry in entries if not _restates_another(entry, entries)]
+    counts = {verdict: sum(entry.finding.verdict is verdict for entry in counted) for verdict in Verdict}
+    return {verdict: count for verdict, count in counts.items() if count}
+
+
+def _restates_another(entry: Entry, entries: Sequence[Entry]) -> bool:
+    """Whether the statement of this claim is counted with another claim of the list. A failed check always counts."""
+    present = {other.claim.id for other in entries}
+    return entry.claim.restates in present and entry.finding.verdict is not Verdict.BROKEN
 
 
 def _verdict_cell(entry: Entry, measured: Sequence[Mapping[str, Any]]) -> Group:

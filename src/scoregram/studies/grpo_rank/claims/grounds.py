@@ -39,9 +39,11 @@ MULTI_TURN = ("step_rewards", "user_turns", "stopping")
 SINGLE_TURN = ("output_only", "output_only_binary")
 
 
-def claim(name: str, place: str, statement: str, check: Callable[[], Finding], paper: str = PAPER_ID) -> Claim:
+def claim(
+    name: str, place: str, statement: str, check: Callable[[], Finding], paper: str = PAPER_ID, restates: str = ""
+) -> Claim:
     """A claim of this paper, or of another one that it builds on."""
-    return Claim(name, place, statement, check, paper)
+    return Claim(name, place, statement, check, paper, restates)
 
 
 @lru_cache

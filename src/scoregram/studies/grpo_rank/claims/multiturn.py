@@ -384,12 +384,14 @@ MULTITURN_APPENDIX_CLAIMS = (
         "A.3, eq. (26)",
         "Given (s_h, a_h), GRPO's advantage averages to past rewards + q(s_h, a_h) - v(s_0).",
         _equation_26,
+        restates="eq-23",
     ),
     claim(
         "eq-27",
         "A.3, eq. (27)",
         "That mean is past rewards + A(s_h, a_h) + v(s_h) - v(s_0).",
         _equation_27,
+        restates="eq-23",
     ),
     claim(
         "a3-past-reward-leakage",
@@ -408,6 +410,7 @@ MULTITURN_APPENDIX_CLAIMS = (
         "A.3, 'The key issue'",
         "GRPO subtracts v̂_R(s_0) when it should subtract v(s_h).",
         _subtract_the_value,
+        restates="multi-turn-bias",
     ),
     claim(
         "a3-bound-value-change",
@@ -416,6 +419,12 @@ MULTITURN_APPENDIX_CLAIMS = (
         _value_bound,
     ),
     claim("a3-bound-v-max", "A.3, 'Bounding', second inequality", "|Bias_h| ≤ (h-1) r_max + 2 V_max.", _range_bound),
-    claim("a3-single-turn", "A.3, last line", "For a single turn, H = 1, Bias_1 = 0 and GRPO is exact.", _one_decision),
+    claim(
+        "a3-single-turn",
+        "A.3, last line",
+        "For a single turn, H = 1, Bias_1 = 0 and GRPO is exact.",
+        _one_decision,
+        restates="single-turn-exact",
+    ),
 )
 """The claims of Appendix A.3."""

@@ -473,13 +473,15 @@ STRUCTURE_APPENDIX_CLAIMS = (
         "A.1, 'Variance', eq. (24)",
         "The variance of an advantage is ((R-1)/R)² Var(r_i) plus the other rollouts' variances over R².",
         _equation_24,
+        restates="thm-4.1-ii",
     ),
-    claim("eq-25", "A.1, 'Variance', eq. (25)", "That sum is (R-1)/R σ_r².", _equation_25),
+    claim("eq-25", "A.1, 'Variance', eq. (25)", "That sum is (R-1)/R σ_r².", _equation_25, restates="thm-4.1-ii"),
     claim(
         "a1-covariance",
         "A.1, 'Covariance'",
         "From Var(Σ A_i) = 0 the covariance of two advantages is -Var(A_i)/(R-1) = -σ_r²/R.",
         _covariance_step,
+        restates="thm-4.1-iii",
     ),
     claim(
         "hoeffding",
