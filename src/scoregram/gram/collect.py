@@ -106,9 +106,12 @@ class ParameterState:
         """
         if not self.regions:
             return False
+        if self.rows is not None or self.late_arrival is not None:
+            return True
+        if len(self.regions) == 1:
+            return False
         spans = sorted(region.storage_span() for region in self.regions.values())
-        overlap = any(end > start for (_, end), (start, _) in pairwise(spans))
-        return overlap or self.rows is not None or self.late_arrival is not None
+        return any(end > start for (_, end), (start, _) in pairwise(spans))
 
     def add_sums(self, view: Tensor, sums: Tensor, rows: Tensor | None = None) -> None:
         """Add weighted gradients `(M, …)` to the region that `view` shows, or only to `rows` of that region."""
