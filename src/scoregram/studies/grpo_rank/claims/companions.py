@@ -58,6 +58,7 @@ AGNOSTIC_PAPER = "arXiv:2507.04406"
 _CLIMBED = 1e-9
 """An ascent has arrived where nothing is farther than this from its limit."""
 _TEMPERATURE = 1.0
+"""Of the entropy bonus. Ascent slows down as it falls: at 1/4 it was still 1e-3 from the optimum after 400 steps."""
 _SHARES = tuple(k / 20 for k in range(21))
 _EVEN = torch.full((2, 2), 0.5, dtype=torch.float64)
 
