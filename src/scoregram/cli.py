@@ -178,6 +178,26 @@ class Report:
 
 
 @dataclass(frozen=True)
+class WhatIf:
+    """Replay other estimators on the stored Grams of a run: their noise, their direction and their spectrum."""
+
+    folder: tyro.conf.Positional[Path]
+    """Folder of the run."""
+    estimators: tuple[str, ...] = ()
+    """Estimators of advantages, such as rloo or grpo; one of each kind if not given."""
+    group_size: int = 0
+    """Rollouts per group, at most half of the run's; 0 for that half."""
+    json: bool = False
+    """Print strict JSON instead of a table."""
+
+    def run(self) -> int:
+        """Print the comparison."""
+        from scoregram.whatif import show_replay
+
+        return show_replay(self.folder, self.estimators, group_size=self.group_size, as_json=self.json)
+
+
+@dataclass(frozen=True)
 class BenchCommand(Bench):  # noqa: D101
     __doc__ = Bench.__doc__
 
@@ -205,6 +225,7 @@ Command = (
     | Annotated[Lab, tyro.conf.subcommand("lab")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Measure, tyro.conf.subcommand("measure")]
+    | Annotated[WhatIf, tyro.conf.subcommand("whatif")]
     | Annotated[BenchCommand, tyro.conf.subcommand("bench")]
     | Annotated[Replicate, tyro.conf.subcommand("replicate")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]

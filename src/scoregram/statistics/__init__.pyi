@@ -12,6 +12,9 @@ from .groups import expected_success_given_mixed as expected_success_given_mixed
 from .groups import group_outcomes as group_outcomes
 from .groups import mixed_probability as mixed_probability
 from .groups import right_chances as right_chances
+from .halves import SplitProducts as SplitProducts
+from .halves import disjoint_parts as disjoint_parts
+from .halves import split_products as split_products
 from .moments import GroupMoments as GroupMoments
 from .moments import group_blocks as group_blocks
 from .moments import group_moments as group_moments

@@ -1,0 +1,264 @@
+"""`scoregram whatif`: other estimators of advantages on the very rollouts of a run, without a model.
+
+The groups of a run hold rewards, lengths and the Gram of their scores. That is enough to compute the update that
+another estimator would have made of the same rollouts. Disjoint parts of a group are independent samples, so parts of
+half its size give signal and noise of any estimator without a formula for it (`statistics.halves`). Numbers are of
+single prompts, because the Gram between prompts is stored for few steps. They are free of the estimator's scale.
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from scoregram.advantages import ESTIMATORS, estimate
+from scoregram.bootstrap import bootstrap_estimate, mean_estimate
+from scoregram.checks import fail, listed, lookup
+from scoregram.exhibits import Estimate, cell_text
+from scoregram.reading import RunReading, StoredGroup, read_group, read_run
+from scoregram.runs import open_run
+from scoregram.statistics import SplitProducts, disjoint_parts, split_products
+
+REFERENCE = "rloo"
+"""Estimator that the others are compared with: it is unbiased."""
+USUAL = (
+    *("rloo", "mean", "grpo", "reinforce", "reinforce++", "reinforce++-baseline"),
+    *("opo", "opo-loo", "optimal", "optimal-loo", "tic"),
+)
+"""Estimators compared if none is named: one of each kind, without the variants of grpo in several trainers."""
+STORED_INPUTS = frozenset({"lengths", "score_energies", "outcomes"})
+"""Inputs of estimators that a run's groups hold."""
+FEW_GROUPS = 20
+"""Groups below which no interval is given: too few to know how much groups differ."""
+UNKNOWN = Estimate(math.nan)
+_CALLER = "whatif"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """One estimator on the groups of a run."""
+
+    estimator: str
+    snr: Estimate
+    """Signal over noise, `|E ĝ|² / tr Cov ĝ` of one prompt's update, pooled over groups; negative by chance."""
+    efficiency: Estimate
+    """The same relative to `REFERENCE`: at 2, half as many groups give the same; `nan` if no signal is certain."""
+    direction: Estimate
+    """Cosine between the expected update and that of `REFERENCE`, the true direction; above 1 by chance, `nan` if no
+    signal is certain."""
+    taken: Estimate
+    """Cosine between the update of the whole groups and the one that the run took."""
+    effective_rank: Estimate
+    """Of whole live groups."""
+    effective_rank_null: Estimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Several estimators on the same groups."""
+
+    groups: int
+    """Groups replayed: those of the last third with all rewards and a Gram."""
+    run_size: int
+    """Rollouts of each."""
+    group_size: int
+    """Rollouts of the parts that signal and noise are taken from."""
+    rows: tuple[Replay, ...]
+
+
+def what_if(run: RunReading, estimators: Sequence[str] = (), *, group_size: int = 0) -> Comparison:
+    """Noise, direction and spectrum of other estimators on the groups of a run's last third.
+
+    Args:
+        run: From `read_run(open_run(folder))`.
+        estimators: Rows of `ESTIMATORS`; `USUAL` by default.
+        group_size: Rollouts of the parts, at most half of the run's group size; 0 for that half.
+
+    Raises:
+        ScoregramError: If an estimator is unknown or needs what a run does not store, if the size is not between the
+            estimator's smallest and half of the run's, or if the run has no group to replay.
+    """
+    groups, run_size = replayable_groups(run)
+    size = group_size or run_size // 2
+    names = list(dict.fromkeys(estimators)) or [name for name in USUAL if ESTIMATORS[name].min_group <= size]
+    for name in names:
+        require_replayable(name, size)
+    if not 1 < size <= run_size // 2:
+        requirement = f"must be from 2 to {run_size // 2}, half of the run's groups of {run_size}"
+        fail(f"{_CALLER} --group-size", requirement, size, "Signal and noise need two disjoint parts of a group.")
+    every = list(dict.fromkeys([REFERENCE, *names]))
+    table = GroupTable(groups)
+    parts = disjoint_parts(run_size, size)
+    split = torch.stack([table.advantages_of_parts(name, parts) for name in every])
+    products = split_products(table.grams, split, parts)
+    rows = tuple(replay(table, name, products, every.index(name)) for name in names)
+    return Comparison(groups=len(groups), run_size=run_size, group_size=size, rows=rows)
+
+
+def replayable_groups(run: RunReading) -> tuple[list[StoredGroup], int]:
+    """Groups of the last third with all rewards and a Gram of scores, of the run's usual size; and that size."""
+    size = run.group_size or 0
+    groups = [group for group in run.last_measured if group.size == size and group.is_complete]
+    if not groups or size < 4:
+        got = f"{len(groups)} in the last third, of {size} rollouts"
+        remedy = "Measure more steps, or larger groups."
+        fail(_CALLER, "a run needs measured groups of four rollouts or more with all rewards", got, remedy)
+    return groups, size
+
+
+def can_replay(name: str) -> bool:
+    """Whether the groups of a run hold every input of an estimator."""
+    row = ESTIMATORS[name]
+    return row.level == "group" and set(row.needs) <= STORED_INPUTS
+
+
+def require_replayable(name: str, size: int) -> None:
+    """Raise unless an estimator can be replayed on parts of `size` rollouts."""
+    row = lookup(ESTIMATORS, name, kind=f"{_CALLER} --estimators")
+    if not can_replay(name):
+        missing = listed(set(row.needs) - STORED_INPUTS) or f"credit for every {row.level}"
+        remedy = f"Choose among {listed(n for n in ESTIMATORS if can_replay(n))}."
+        fail(
+            f"{_CALLER} --estimators",
+            "a run must hold what the estimator needs",
+            f"{name}, which needs {missing}",
+            remedy,
+        )
+    if row.min_group > size:
+        fail(_CALLER, f"{name} needs groups of {row.min_group} or more", size, "Choose a larger --group-size.")
+
+
+class GroupTable:
+    """The stored groups as tensors, `P` groups of `R` rollouts."""
+
+    def __init__(self, groups: Sequence[StoredGroup]) -> None:
+        records = [group.record for group in groups]
+        self.rewards = torch.stack([record.rewards.double() for record in records])  # (P, R)
+        self.lengths = torch.stack([record.lengths for record in records])
+        self.taken = torch.stack([record.advantages.double() for record in records])
+        self.grams = torch.stack([record.gram.double() for record in records if record.gram is not None])
+        self.steps = torch.tensor([record.step for record in records])
+
+    def advantages(self, name: str, places: Tensor) -> Tensor:
+        """`(P, r)` advantages of the rollouts at `places` `(r,)` of every group, compared among themselves."""
+        inputs = {
+            "lengths": self.lengths[:, places],
+            "score_energies": self.grams.diagonal(dim1=1, dim2=2)[:, places],
+            "outcomes": self.rewards[:, places],
+        }
+        rewards = self.rewards[:, places]
+        if not ESTIMATORS[name].couples_prompts:
+            return estimate(name, rewards, **inputs)
+        found = torch.empty_like(rewards)
+        for step in self.steps.unique():  # only prompts of one step meet
+            here = self.steps == step
+            found[here] = estimate(name, rewards[here], **{key: value[here] for key, value in inputs.items()})
+        return found
+
+    def advantages_of_parts(self, name: str, parts: Tensor) -> Tensor:
+        """`(P, K, 2, r)` advantages in both parts of every split `(K, 2, r)`."""
+        flat = [self.advantages(name, places) for places in parts.flatten(0, 1)]
+        return torch.stack(flat, dim=1).unflatten(1, parts.shape[:2])
+
+    def whole_advantages(self, name: str) -> Tensor:
+        """`(P, R)` advantages in the whole groups."""
+        return self.advantages(name, torch.arange(self.rewards.shape[1]))
+
+
+def replay(table: GroupTable, name: str, products: SplitProducts, place: int) -> Replay:
+    """The numbers of one estimator, which is at `place` of the products; the reference is at 0."""
+    signal, noise = products.signal.numpy(), products.noise.numpy()
+    across = products.across[0, place].numpy()
+    whole = table.whole_advantages(name)
+    dot, own, run_s = (
+        torch.einsum("pi,pij,pj->p", left, table.grams, right).numpy()
+        for left, right in ((whole, table.taken), (whole, whole), (table.taken, table.taken))
+    )
+    readings = [
+        read_group(gram, rewards, advantages)
+        for gram, rewards, advantages in zip(table.grams, table.rewards, whole, strict=True)
+        if bool(advantages.any())
+    ]
+
+    def snr(drawn: np.ndarray, index: int) -> np.ndarray:
+        return over_positive(signal[index][drawn].sum(-1), noise[index][drawn].sum(-1))
+
+    def efficiency(drawn: np.ndarray) -> np.ndarray:
+        return over_positive(snr(drawn, place), snr(drawn, 0))
+
+    def cosine(drawn: np.ndarray, product: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+        lengths = np.maximum(first[drawn].sum(-1), 0) * np.maximum(second[drawn].sum(-1), 0)
+        return over_positive(product[drawn].sum(-1), np.sqrt(lengths))
+
+    count = len(table.rewards)
+    both = [pooled(count, partial(snr, index=index)) for index in (0, place)]
+    is_certain = all(found.low > 0 for found in both)
+    across_cosine = partial(cosine, product=across, first=signal[0], second=signal[place])
+    return Replay(
+        estimator=name,
+        snr=both[1],
+        efficiency=pooled(count, efficiency) if is_certain else UNKNOWN,
+        direction=pooled(count, across_cosine) if is_certain else UNKNOWN,
+        taken=pooled(count, partial(cosine, product=dot, first=own, second=run_s)),
+        effective_rank=mean_estimate([reading.effective_rank for reading in readings]),
+        effective_rank_null=mean_estimate([reading.effective_rank_orthogonal for reading in readings]),
+    )
+
+
+def over_positive(above: np.ndarray | np.floating, below: np.ndarray | np.floating) -> np.ndarray:
+    """`above / below`, `nan` where `below` is not positive."""
+    return np.where(below > 0, above / np.where(below > 0, below, 1.0), math.nan)
+
+
+def pooled(count: int, statistic: Callable[[np.ndarray], np.ndarray]) -> Estimate:
+    """A statistic of `count` groups; its interval resamples groups, and is left out below `FEW_GROUPS`."""
+    found = bootstrap_estimate(count, statistic)
+    return found if count >= FEW_GROUPS else Estimate(found.value)
+
+
+# On the terminal
+
+
+def show_replay(folder: Path, estimators: Sequence[str] = (), *, group_size: int = 0, as_json: bool = False) -> int:
+    """Print the comparison as a table or as strict JSON, and return the exit status 0."""
+    run = read_run(open_run(folder))
+    found = what_if(run, estimators, group_size=group_size)
+    if as_json:
+        print(json.dumps(without_nan(asdict(found)), indent=1, allow_nan=False))
+        return 0
+    names = ("estimator", "signal / noise", f"efficiency, {REFERENCE} = 1", "direction", "as taken", "rank", "null")
+    table = Table(title=f"{found.groups} groups of {found.run_size}, in parts of {found.group_size}")
+    for name in names:
+        table.add_column(name, justify="left" if name == "estimator" else "right")
+    for row in sorted(found.rows, key=lambda row: -row.snr.value):
+        cells = (row.snr, row.efficiency, row.direction, row.taken, row.effective_rank, row.effective_rank_null)
+        table.add_row(row.estimator, *("cannot tell" if math.isnan(cell.value) else cell_text(cell) for cell in cells))
+    console = Console()
+    console.print(table)
+    console.print(
+        f"Signal over noise is that of one prompt's update from {found.group_size} rollouts. Direction is the cosine "
+        f"between the expected update and that of {REFERENCE}, which is unbiased; as taken, between the update of the "
+        "whole groups and the run's own. Groups of the last third; 95 % intervals resample groups.",
+        style="dim",
+    )
+    for sentence in run.trust.sentences():
+        console.print(sentence, style="dim")
+    return 0
+
+
+def without_nan(value: Any) -> Any:
+    """The same with None in place of `nan`, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: without_nan(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
