@@ -57,3 +57,4 @@ from .training import METHODS as METHODS
 from .training import TrainConfig as TrainConfig
 from .training import train as train
 from .training import warm_start as warm_start
+from .whatif import what_if as what_if
