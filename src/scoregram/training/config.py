@@ -22,6 +22,8 @@ class Method:
     """Sample further prompts until the step is full of live groups."""
     learned_baseline: bool = False
     """Whether the estimator's baselines are the values of a critic, instead of a running mean."""
+    exact_energies: bool = False
+    """Whether energies of paths come from exact scores, instead of the policy's probabilities."""
     drafts: bool = False
     """Sample drafts first; the rollouts of the step refine the best draft of their prompt."""
     about: str
@@ -79,6 +81,23 @@ METHODS: MappingProxyType[str, Method] = MappingProxyType(
         ),
         "optimal-loo": Method(
             estimator="optimal-loo", objective="reinforce", about="the same from the other rollouts, hence unbiased"
+        ),
+        "optimal-token": Method(
+            estimator="optimal-token",
+            objective="reinforce",
+            about="a baseline for every token, weighted by a proxy of the gradient so far",
+        ),
+        "optimal-token-exact": Method(
+            estimator="optimal-token",
+            objective="reinforce",
+            exact_energies=True,
+            about="the same weighted by the exact norm of the gradient so far",
+        ),
+        "optimal-token-loo": Method(
+            estimator="optimal-token-loo",
+            objective="reinforce",
+            exact_energies=True,
+            about="the same from the other rollouts, hence unbiased",
         ),
         "remax": Method(
             estimator="remax", objective="reinforce", about="reward minus the reward of the greedy rollout"
@@ -183,7 +202,7 @@ class TrainConfig:
     """Recompute activations in the backward pass."""
 
     task: str = "arithmetic"
-    """arithmetic[:TERMS], gsm8k[:FOLDER], reasoning-gym:NAME or jsonl:FILE."""
+    """arithmetic[:TERMS], forecast, gsm8k[:FOLDER], reasoning-gym:NAME or jsonl:FILE."""
     reward: str | None = None
     """`module:function` with TRL's reward signature, instead of the task's reward."""
 

@@ -18,7 +18,7 @@ from scoregram.types import Advantages, LogProbs, Mask, Pairs, Rewards, TokenWei
 TRAINER_INPUTS = frozenset(
     {
         *("lengths", "outcomes", "score_energies", "greedy_rewards", "baselines", "best_of"),
-        *("step_ends", "prefix_values", "segment_starts", "values"),
+        *("step_ends", "prefix_values", "segment_starts", "values", "path_energies"),
     }
 )
 """Estimator inputs, besides rewards, that the trainer can supply."""

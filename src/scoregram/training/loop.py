@@ -160,7 +160,12 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
 
             # write the records
             scalars = reading.scalars | {"loss": loss, "grad_norm": norm, "learning_rate": rate} | policy_scalars(step)
-            scalars |= learned | draft_scalars(drawn.drafts) | {"rollouts": position.rollouts}
+            scalars |= (
+                task_scalars(task, problems, rollouts)
+                | learned
+                | draft_scalars(drawn.drafts)
+                | {"rollouts": position.rollouts}
+            )
             scalars |= {} if extra is None else {"credit/extra_rollouts": extra}
             is_last = is_finished(config, position)
             if measure:
@@ -236,6 +241,14 @@ def draw_rollouts(config: TrainConfig, policy: Policy, task: Task, position: Pos
     everything = concatenated_rollouts(parts, policy.pad_id)
     kept = torch.isin(everything.group_ids, torch.tensor(places))
     return DrawnRollouts(everything.select(kept), [drawn[place] for place in places], after, drafts)
+
+
+def task_scalars(task: Task, problems: Sequence[Problem], rollouts: Rollouts) -> dict[str, float]:
+    """The scalars `task/…` of a step, from a task that has some."""
+    if task.scalars is None:
+        return {}
+    each = [problems[group] for group in rollouts.group_ids.tolist()]
+    return {f"task/{name}": value for name, value in task.scalars(each, rollouts.completions).items()}
 
 
 def draft_scalars(drafts: Sequence[Drafts]) -> dict[str, float]:
