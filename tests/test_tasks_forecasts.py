@@ -1,11 +1,12 @@
 import math
+from random import Random
 
 import pytest
 
 from scoregram.checks import ScoregramError
 from scoregram.runs import open_run
 from scoregram.tasks import Problem, load_task
-from scoregram.tasks.forecasts import CHANCES, calibration_scalars, stated_chance
+from scoregram.tasks.forecasts import CHANCES, calibration_scalars, rough_forecast, stated_chance
 from scoregram.training.loop import train
 from tests.training_cases import config_for, save_policy
 
@@ -41,6 +42,16 @@ def test_tosses_have_the_chance_of_their_kind_and_differ_between_seeds():
     assert [p.answer for p in problems[:64]] != [p.answer for p in other.train[:64]]
     assert [p.answer for p in task.test[:64]] == [p.answer for p in other.test[:64]]
     assert task.train[5] == task.train[5]
+
+
+def test_demonstrations_are_right_on_average():
+    task, rng = load_task("forecast"), Random(0)
+    assert task.demonstrate is not None
+    for chance in CHANCES.values():
+        digits = {rough_forecast(chance, rng) for _ in range(200)}
+        stated = [stated_chance(digit) for digit in digits]
+        assert len(digits) == 5 and math.fsum(q for q in stated if q is not None) / 5 == pytest.approx(chance)
+    assert stated_chance(task.demonstrate(task.train[0], rng)) is not None
 
 
 def test_claimed_and_actual_confidence():

@@ -158,6 +158,7 @@ MAY_DIFFER = ("steps", "rollouts", "out", "resume", "overwrite", "report_to", "c
 LATER_OPTIONS = frozenset(
     {
         *("sampler", "keep_evidence", "baseline", "baseline_decay", "best_of", "drafts", "draft_format"),
+        "sampling_temperature",
         *("critic", "critic_learning_rate", "critic_updates", "critic_clip", "critic_warmup"),
         *("prefix_rollouts", "segments", "segment_tokens", "segment_probability"),
         *("rollouts", "every_rollouts"),
@@ -267,6 +268,9 @@ class TrainConfig:
     """Longest completion, in tokens; 0 for the task's default."""
     temperature: float = 1.0
     """Temperature of the policy: rollouts are sampled, scored and trained at it."""
+    sampling_temperature: float = 0.0
+    """Sample the rollouts of training at this temperature instead, for a loss that takes rollouts of any policy (agro);
+    0 for the temperature of the policy."""
     top_k: int = 0
     """Sample among this many of the likeliest tokens; 0 for all."""
     top_p: float = 1.0
@@ -472,6 +476,10 @@ class TrainConfig:
             sampler=self.sampler,
         )
 
+    def behaviour(self, max_new_tokens: int) -> SamplingConfig:
+        """How the rollouts of training are sampled: as the policy, or at `sampling_temperature`."""
+        return replace(self.sampling(max_new_tokens), temperature=self.sampling_temperature or self.temperature)
+
     def record(self) -> Mapping[str, Any]:
         """The config as plain values, for `config.yaml`."""
         plain = asdict(self) | {"out": str(self.out)}
@@ -501,6 +509,7 @@ LEAST = {
     "critic_clip": 0,
     "critic_warmup": 0,
     "drafts": 1,
+    "sampling_temperature": 0,
     "best_of": 2,
     "prefix_rollouts": 1,
     "segment_tokens": 1,
