@@ -135,12 +135,34 @@ def test_uniform_credit_is_zero_outside_the_mask():
     assert spread.tolist() == [[[2.0, 0.0, 2.0], [0.0, 0.0, 0.0]]]
 
 
+@given(batch=batches(), alone=st.booleans())
+def test_path_energies_weigh_the_rewards_to_go_of_the_same_token(batch, alone):
+    rewards, mask, drawn, _ = batch
+    energies = drawn.square()
+    name = "path_energy_weighted_leave_one_out" if alone else "path_energy_weighted"
+    found = getattr(adv, name)(with_garbage(rewards, mask), mask=mask, path_energies=with_garbage(energies, mask))
+    expected = torch.zeros_like(rewards)
+    for p, i, tokens in each_rollout(mask):
+        for k, t in enumerate(tokens):
+            to_go, weights = [], []
+            for j in range(mask.shape[1]):
+                own = mask[p, j].nonzero().flatten().tolist()
+                if len(own) > k and not (alone and j == i):
+                    to_go.append(float(sum(rewards[p, j, s] for s in own[k:])))
+                    weights.append(float(energies[p, j, own[k]]))
+            weights = weights if sum(weights) > 0 else [1.0] * len(weights)
+            level = sum(w * g for w, g in zip(weights, to_go, strict=True)) / sum(weights) if weights else 0.0
+            expected[p, i, t] = float(sum(rewards[p, i, s] for s in tokens[k:])) - level
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
 def inputs_for(name: str, mask: Tensor) -> dict[str, Tensor]:
     every = {
         "values": torch.zeros(mask.shape),
         "prefix_values": torch.zeros(mask.shape),
         "segment_starts": mask,
         "step_ends": mask,
+        "path_energies": torch.ones(mask.shape),
     }
     return {need: every[need] for need in ESTIMATORS[name].needs}
 

@@ -159,6 +159,7 @@ def _one_prompt(row: Estimator, w: World, size: int) -> Listing:
         "prefix_values": w.value[states] + noise[index],
         "segment_starts": starts[states] & mask,
         "step_ends": mask,
+        "path_energies": w.scores[rollout].cumsum(-2).square().sum(-1) * mask,
         "anchors": states,
         "outcome_rewards": w.second[rollout],
     }

@@ -1,5 +1,6 @@
 """What holds for every objective: the claims of the table, and what no objective may do with a bad batch."""
 
+import itertools
 import math
 
 import pytest
@@ -166,6 +167,34 @@ def test_weighs_ties_claim(name):
 def test_couples_rollouts_claim(name):
     changed = any(not torch.equal(drifted(name, drift, 0)[1:GROUP], drifted(name, 0.0, 0)[1:GROUP]) for drift in DRIFTS)
     assert changed == OBJECTIVES[name].couples_rollouts
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_sampling_claim(name):
+    """The mean gradient over every group of two that another policy draws, at the regularised optimum: zero or not."""
+    law, values = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), torch.tensor([1.0, 0.0, 0.6], dtype=torch.float64)
+    reference = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    logits = (reference.log() + values / 0.5).requires_grad_()
+    mean = torch.zeros(3, dtype=torch.float64)
+    for first, second in itertools.product(range(3), repeat=2):
+        pair = torch.tensor([first, second])
+        rewards = values[pair]
+        inputs = {
+            "log_probs": logits.log_softmax(0)[pair][:, None],
+            "old_log_probs": law.log()[pair][:, None],
+            "ref_log_probs": reference.log()[pair][:, None],
+            "advantages": rewards - rewards.flip(0),
+            "rewards": rewards,
+            "mask": torch.ones(2, 1, dtype=torch.bool),
+            "pairs": preference_pairs(rewards[None]),
+            "group_size": 2,
+            "beta": 0.5,
+            "length": 1,
+        }
+        mean += law[first] * law[second] * torch.autograd.grad(loss_of(name, inputs), logits)[0]
+    size = float(mean.norm())
+    assert size < 1e-12 or size > 1e-3
+    assert (size < 1e-12) == OBJECTIVES[name].any_sampling
 
 
 @pytest.mark.parametrize("name", NAMES)

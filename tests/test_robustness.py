@@ -159,6 +159,7 @@ def inputs_of_estimators(at: Case) -> dict[str, Tensor]:
         "prefix_values": step_rewards(at),
         "segment_starts": mask & (torch.arange(TOKENS) == 0),
         "step_ends": mask,
+        "path_energies": mask * torch.arange(1.0, TOKENS + 1).to(at.rewards.dtype),
         "anchors": torch.zeros(prompts, size, TOKENS, dtype=torch.long),
     }
 

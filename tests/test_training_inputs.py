@@ -273,3 +273,34 @@ def test_wrong_options_are_refused_before_the_first_step(changes, says, folder, 
     with pytest.raises((ScoregramError, ValueError), match=says):
         train(config_for(folder, tmp_path / "run", **changes))
     assert not (tmp_path / "run").exists()
+
+
+def score_of(policy: Policy, ids: list[int], start: int, end: int, temperature: float) -> torch.Tensor:
+    """Gradient of the log-probability of tokens `start … end`, by autograd."""
+    model = policy.model
+    logits = model(input_ids=torch.tensor([ids])).logits[0] / temperature
+    total = sum((logits[t - 1].log_softmax(0)[ids[t]] for t in range(start, end + 1)), torch.zeros(()))
+    return torch.cat([g.flatten() for g in torch.autograd.grad(total, list(model.parameters()))]).double()
+
+
+def test_energies_of_paths_are_squared_gradients(policy, folder, tmp_path):
+    """Exactly over all parameters, and the proxy over the logits; both by autograd, token by token."""
+    problems = [problem("11+1+1")]
+    texts = ["12,13.", "12,1", "9", "12,13."]
+    rollouts = rollouts_of(policy, texts, problems)
+    for method, exact in (("optimal-token", False), ("optimal-token-exact", True)):
+        config = config_for(folder, tmp_path, method=method, temperature=0.7)
+        (source,) = input_sources(METHODS[method], config, policy, TASK)
+        found = source.inputs(1, rollouts, problems)["path_energies"]
+        assert bool((found[~rollouts.completion_mask] == 0).all())
+        for row in range(4):
+            ids = rollouts.input_ids[row][rollouts.attention_mask[row]].tolist()
+            first, total = int(rollouts.prompt_lengths[row]), 0.0
+            for t in range(first, len(ids)):
+                logits = policy.model(input_ids=torch.tensor([ids])).logits[0, t - 1].detach() / 0.7
+                leaf = logits.requires_grad_()
+                (gradient,) = torch.autograd.grad(leaf.log_softmax(0)[ids[t]], leaf)
+                total += float(gradient.square().sum())
+                expected = float(score_of(policy, ids, first, t, 0.7).square().sum()) if exact else total
+                assert float(found[row, t]) == pytest.approx(expected, rel=1e-4)
+    assert all(parameter.grad is None for parameter in policy.model.parameters())

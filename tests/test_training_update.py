@@ -93,6 +93,7 @@ def inputs_of(method: Method, rollouts: Rollouts) -> dict[str, Tensor]:
         "prefix_values": drawn,
         "segment_starts": mask & (drawn > 0.5),
         "values": drawn,
+        "path_energies": drawn.cumsum(1) * mask,
     }
     inputs = {name: given[name] for name in ESTIMATORS[method.estimator].needs if name in given}
     if "step_ends" in inputs:
@@ -123,6 +124,15 @@ def token_advantages_by_definition(method: Method, rollouts: Rollouts, inputs: d
                 value = float(inputs["values"][i, t])
                 advantage = result[i, t] = reward + after - value + decay * advantage
                 after, reward = value, 0.0
+        return result
+    if method.estimator in ("optimal-token", "optimal-token-loo"):
+        for i in range(rollouts.count):
+            rows = range(i // SIZE * SIZE, (i // SIZE + 1) * SIZE)
+            for t in mask[i].nonzero().flatten().tolist():
+                others = [j for j in rows if bool(mask[j, t]) and not (j == i and method.estimator.endswith("loo"))]
+                weights = [float(inputs["path_energies"][j, t]) for j in others]
+                level = sum(w * float(rollouts.rewards[j]) for w, j in zip(weights, others, strict=True))
+                result[i, t] = float(rollouts.rewards[i]) - (level / sum(weights) if others else 0.0)
         return result
     assert method.estimator == "spo-chain"
     for i in range(rollouts.count):
@@ -205,7 +215,7 @@ def test_the_gradient_is_that_of_the_loss(model, rollouts, name, measure):
     step, _ = updater.first(1, rollouts, measure=measure, inputs=inputs, reference=reference)
     torch.testing.assert_close(taken(model), expected, rtol=1e-9, atol=1e-12)
     gram = step.gram
-    assert (gram is not None) == (measure or "optimal" in name)
+    assert (gram is not None) == (measure or "score_energies" in ESTIMATORS[method.estimator].needs)
     if gram is not None:
         w = step.row_weights
         torch.testing.assert_close(w @ gram.matrix @ w, expected.square().sum(), rtol=1e-9, atol=1e-12)

@@ -26,6 +26,8 @@ from .table import Estimator as Estimator
 from .table import estimate as estimate
 from .token import generalized_advantage as generalized_advantage
 from .token import monte_carlo_critic as monte_carlo_critic
+from .token import path_energy_weighted as path_energy_weighted
+from .token import path_energy_weighted_leave_one_out as path_energy_weighted_leave_one_out
 from .token import prefix_value_differences as prefix_value_differences
 from .token import process_rewards_to_go as process_rewards_to_go
 from .token import segment_value_differences as segment_value_differences

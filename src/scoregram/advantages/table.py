@@ -36,6 +36,8 @@ from scoregram.advantages.group import (
 from scoregram.advantages.token import (
     generalized_advantage,
     monte_carlo_critic,
+    path_energy_weighted,
+    path_energy_weighted_leave_one_out,
     prefix_value_differences,
     process_rewards_to_go,
     segment_value_differences,
@@ -317,6 +319,21 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
             unbiased=True,
             direction_exact=True,
             shift_invariant=True,
+        ),
+        "optimal-token": Estimator(
+            fn=path_energy_weighted,
+            paper="arXiv:2602.07078",
+            level="token",
+            needs=("path_energies",),
+            shift_invariant=True,
+        ),
+        "optimal-token-loo": Estimator(
+            fn=path_energy_weighted_leave_one_out,
+            paper="arXiv:2602.07078, without its bias",
+            level="token",
+            needs=("path_energies",),
+            unbiased=True,
+            direction_exact=True,
         ),
         "grpo-process": Estimator(
             fn=process_rewards_to_go,

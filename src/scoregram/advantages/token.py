@@ -13,13 +13,17 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from scoregram.advantages.comparisons import (
+    all_pairs,
     discounted_sums,
     finite_estimator,
     group_labels,
     masked_steps,
+    mean_differences,
+    other_pairs,
     require_spread_options,
     standard_scores,
     values_after,
+    weighted_pairs,
 )
 from scoregram.checks import fail, require_in_range, require_same_shape
 from scoregram.types import Advantages, TokenAdvantages, TokenMask, TokenValues
@@ -181,6 +185,61 @@ def process_rewards_to_go(
         fail(caller, "needs at least two step rewards in a group", f"1 in prompt {prompt}", remedy)
     scores = standard_scores(rewards, group_labels(mask), step_ends, eps=eps, ddof=ddof, dtype=token_rewards.dtype)
     return discounted_sums(scores, mask, decay=1.0).to(token_rewards.dtype)
+
+
+@finite_estimator
+def path_energy_weighted(token_rewards: TokenValues, *, mask: TokenMask, path_energies: TokenValues) -> TokenAdvantages:
+    """Reward-to-go minus its mean over the group at the same token, weighted by the energy of the path so far.
+
+    `A_it = G_it − Σ_j W_jt G_jt / Σ_j W_jt` over the rollouts `j` that reach token `t`, the rollout itself included.
+    `W_it` is `|Σ_{s≤t} ∇log π_is|²` or a proxy of it. A path of large gradients pulls the baseline to its own reward
+    and is pushed less. Tokens are counted inside the mask, so a rollout with tool output is compared at the same
+    number of its own tokens. The baseline includes rollout `i`, so the expected update is not a multiple of the
+    gradient (`path_energy_weighted_leave_one_out` is unbiased), and the last rollout that is still running gets 0.
+
+    Args:
+        token_rewards: `(P, R, T)`.
+        mask: `(P, R, T)` bool.
+        path_energies: `(P, R, T)`. `W_it >= 0`; if all are zero at a token, the weights are equal.
+
+    Reference:
+        Optimal token baseline. Li et al. 2026, arXiv:2602.07078, as in verl, where `W_it` is
+        `Σ_{s≤t} (1 − 2π_is + Σ_v π_isv²)`.
+    """
+    return _path_contrast(token_rewards, mask, path_energies, alone=False, caller="path_energy_weighted")
+
+
+@finite_estimator
+def path_energy_weighted_leave_one_out(
+    token_rewards: TokenValues, *, mask: TokenMask, path_energies: TokenValues
+) -> TokenAdvantages:
+    """Reward-to-go minus the energy-weighted mean over the *other* rollouts that reach the same token.
+
+    `A_it = G_it − Σ_{j≠i} W_jt G_jt / Σ_{j≠i} W_jt`, and `A_it = G_it` where no other rollout reaches token `t`: a
+    baseline of 0 keeps the update unbiased. Because of this fallback a constant added to all rewards counts.
+
+    Reference:
+        Optimal token baseline, arXiv:2602.07078; the leave-one-out form is ours.
+    """
+    return _path_contrast(token_rewards, mask, path_energies, alone=True, caller="path_energy_weighted_leave_one_out")
+
+
+def _path_contrast(token_rewards, mask, path_energies, *, alone: bool, caller: str) -> Tensor:
+    rewards = masked_steps(token_rewards, mask, name="token_rewards", caller=caller, at_least=2)
+    energies = masked_steps(path_energies, mask, name="path_energies", caller=caller)
+    if bool((energies < 0).any()):
+        at = tuple(int(i) for i in (energies < 0).nonzero()[0])
+        fail(caller, "path_energies must not be negative", f"{float(energies[at]):g} at index {at}", "Pass 0 or more.")
+    order = (mask.cumsum(dim=-1) - 1).clamp_min(0)  # (P, R, T): which of its own tokens a token is
+    empty = torch.zeros_like(rewards)
+    to_go = empty.scatter_add(-1, order, discounted_sums(rewards, mask, decay=1.0)).mT  # (P, T, R)
+    weights = empty.scatter_add(-1, order, energies).mT
+    reached = (torch.arange(mask.shape[-1], device=mask.device) < mask.sum(dim=-1, keepdim=True)).mT
+    pairs = weighted_pairs((other_pairs if alone else all_pairs)(reached), weights)
+    advantages = mean_differences(to_go, pairs)
+    if alone:
+        advantages = torch.where(reached & (reached.sum(dim=-1, keepdim=True) == 1), to_go, advantages)
+    return torch.where(mask, advantages.mT.gather(-1, order), 0.0).to(token_rewards.dtype)
 
 
 def _generalized(token_rewards, mask, values, gamma, lam, *, name: str, caller: str) -> Tensor:

@@ -56,6 +56,8 @@ class Objective:
     """The log-ratio of one token changes the weight of the other tokens of its rollout."""
     weighs_ties: bool = False
     """A token whose advantage is zero has a weight that is not zero."""
+    any_sampling: bool = False
+    """Whichever distribution the rollouts are drawn from, the loss has its optimum at `π ∝ π_ref exp(r/β)`."""
     couples_rollouts: bool = False
     """The log-ratio of one rollout changes the weight of the other rollouts of its group."""
 
@@ -161,6 +163,7 @@ OBJECTIVES = MappingProxyType(
             "(β/N)(v_i − v̄_{−i}), v = r − β log(π/π_ref)",
             "arXiv:2503.19612",
             on_policy_is_reinforce=True,
+            any_sampling=True,
             keeps_every_gradient=True,
             sequence_ratio=True,
             couples_rollouts=True,

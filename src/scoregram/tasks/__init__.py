@@ -1,7 +1,7 @@
 """Prompts with verifiable rewards.
 
-`task` tasks, problems and reward functions · `arithmetic` the embedded task · `text_tasks` GSM8K, reasoning-gym, JSON
-lines · `answers` whether two answers are equal · `table` every task by name.
+`task` tasks, problems and reward functions · `arithmetic` the embedded task · `forecasts` random outcomes ·
+`text_tasks` GSM8K, reasoning-gym, JSON lines · `answers` whether two answers are equal · `table` every task by name.
 """
 
 from scoregram.tasks.arithmetic import arithmetic as arithmetic
@@ -10,6 +10,7 @@ from scoregram.tasks.arithmetic import careless_teacher as careless_teacher
 from scoregram.tasks.arithmetic import first_wrong_character as first_wrong_character
 from scoregram.tasks.arithmetic import number_of_terms as number_of_terms
 from scoregram.tasks.arithmetic import solution as solution
+from scoregram.tasks.forecasts import coin_forecasts as coin_forecasts
 from scoregram.tasks.table import TASKS as TASKS
 from scoregram.tasks.table import TaskRow as TaskRow
 from scoregram.tasks.table import load_task as load_task

@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from scoregram.checks import fail, lookup
 from scoregram.tasks.arithmetic import arithmetic
+from scoregram.tasks.forecasts import coin_forecasts
 from scoregram.tasks.task import Task, load_reward
 from scoregram.tasks.text_tasks import gsm8k, jsonl, reasoning_gym
 
@@ -32,6 +33,12 @@ TASKS: MappingProxyType[str, TaskRow] = MappingProxyType(
             needs_argument=False,
             about="running sums written step by step; needs no data, every step is verifiable",
         ),
+        "forecast": TaskRow(
+            load=coin_forecasts,
+            argument="nothing",
+            needs_argument=False,
+            about="stated probabilities of random outcomes under a proper scoring rule: is the policy overconfident?",
+        ),
         "gsm8k": TaskRow(
             load=gsm8k,
             argument="folder with train.jsonl and test.jsonl",
@@ -55,7 +62,7 @@ TASKS: MappingProxyType[str, TaskRow] = MappingProxyType(
 
 
 def load_task(spec: str, *, seed: int = 0, reward: str | None = None) -> Task:
-    """The task that `spec` names: `arithmetic`, `arithmetic:6`, `gsm8k:FOLDER`, `reasoning-gym:NAME`, `jsonl:FILE`.
+    """The task that `spec` names: `arithmetic:6`, `forecast`, `gsm8k:FOLDER`, `reasoning-gym:NAME`, `jsonl:FILE`.
 
     Args:
         spec: Name of a row of `TASKS`, then a colon and its argument.

@@ -72,6 +72,8 @@ class Task:
     """Writes a solution, for supervised warm starts."""
     steps: Callable[[Problem, str], tuple[SolutionStep, ...]] | None = None
     """Splits a completion into verified steps, for process rewards and for the first error."""
+    scalars: "Callable[[Sequence[Problem], Sequence[str]], Mapping[str, float]] | None" = None
+    """Numbers about completions, each with its problem, for the metrics `task/…`."""
 
     def prompt(self, problem: Problem) -> str:
         """The text that the policy reads.

@@ -36,6 +36,12 @@ from .lab.comparison import moments_of as moments_of
 from .lab.comparison import show_comparison as show_comparison
 from .lab.exact import GroundTruth as GroundTruth
 from .lab.exact import ground_truth as ground_truth
+from .lab.forecasts import STATED as STATED
+from .lab.forecasts import brier_score as brier_score
+from .lab.forecasts import forecast as forecast
+from .lab.forecasts import forecast_ascent as forecast_ascent
+from .lab.forecasts import forecast_update as forecast_update
+from .lab.forecasts import mean_forecast as mean_forecast
 from .lab.moments import UpdateMoments as UpdateMoments
 from .lab.moments import across_prompts as across_prompts
 from .lab.moments import expected_advantages as expected_advantages

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 
 from scoregram.checks import fail
-from scoregram.policy import Policy, SamplingConfig, sample
+from scoregram.policy import Policy, SamplingConfig, sample, token_log_probs
 from scoregram.rollouts import Rollouts
 from scoregram.tasks import Problem, Task
 from scoregram.types import PerPrompt
@@ -60,6 +60,21 @@ def collect(
         completions=completions,
         rewards=torch.tensor([torch.nan if value is None else value for value in rewards], dtype=torch.float64),
     )
+
+
+@torch.no_grad()
+def rescored(policy: Policy, rollouts: Rollouts, temperature: float, rows: int) -> Rollouts:
+    """Rollouts of another distribution with the policy's own `log_probs`, `rows` at a time; 0 for all at once.
+
+    `behaviour_log_probs` stay those of the distribution that they were drawn from.
+    """
+    size, parts = rows or rollouts.count, []
+    for start in range(0, rollouts.count, size):
+        here = slice(start, start + size)
+        masks = rollouts.attention_mask[here], rollouts.completion_mask[here]
+        with policy.computing():
+            parts.append(token_log_probs(policy.model, rollouts.input_ids[here], *masks, temperature=temperature))
+    return replace(rollouts, log_probs=torch.cat(parts).float())
 
 
 @dataclass(frozen=True)

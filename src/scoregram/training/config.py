@@ -22,6 +22,8 @@ class Method:
     """Sample further prompts until the step is full of live groups."""
     learned_baseline: bool = False
     """Whether the estimator's baselines are the values of a critic, instead of a running mean."""
+    exact_energies: bool = False
+    """Whether energies of paths come from exact scores, instead of the policy's probabilities."""
     drafts: bool = False
     """Sample drafts first; the rollouts of the step refine the best draft of their prompt."""
     about: str
@@ -79,6 +81,23 @@ METHODS: MappingProxyType[str, Method] = MappingProxyType(
         ),
         "optimal-loo": Method(
             estimator="optimal-loo", objective="reinforce", about="the same from the other rollouts, hence unbiased"
+        ),
+        "optimal-token": Method(
+            estimator="optimal-token",
+            objective="reinforce",
+            about="a baseline for every token, weighted by a proxy of the gradient so far",
+        ),
+        "optimal-token-exact": Method(
+            estimator="optimal-token",
+            objective="reinforce",
+            exact_energies=True,
+            about="the same weighted by the exact norm of the gradient so far",
+        ),
+        "optimal-token-loo": Method(
+            estimator="optimal-token-loo",
+            objective="reinforce",
+            exact_energies=True,
+            about="the same from the other rollouts, hence unbiased",
         ),
         "remax": Method(
             estimator="remax", objective="reinforce", about="reward minus the reward of the greedy rollout"
@@ -139,6 +158,7 @@ MAY_DIFFER = ("steps", "rollouts", "out", "resume", "overwrite", "report_to", "c
 LATER_OPTIONS = frozenset(
     {
         *("sampler", "keep_evidence", "baseline", "baseline_decay", "best_of", "drafts", "draft_format"),
+        "sampling_temperature",
         *("critic", "critic_learning_rate", "critic_updates", "critic_clip", "critic_warmup"),
         *("prefix_rollouts", "segments", "segment_tokens", "segment_probability"),
         *("rollouts", "every_rollouts"),
@@ -183,7 +203,7 @@ class TrainConfig:
     """Recompute activations in the backward pass."""
 
     task: str = "arithmetic"
-    """arithmetic[:TERMS], gsm8k[:FOLDER], reasoning-gym:NAME or jsonl:FILE."""
+    """arithmetic[:TERMS], forecast, gsm8k[:FOLDER], reasoning-gym:NAME or jsonl:FILE."""
     reward: str | None = None
     """`module:function` with TRL's reward signature, instead of the task's reward."""
 
@@ -248,6 +268,9 @@ class TrainConfig:
     """Longest completion, in tokens; 0 for the task's default."""
     temperature: float = 1.0
     """Temperature of the policy: rollouts are sampled, scored and trained at it."""
+    sampling_temperature: float = 0.0
+    """Sample the rollouts of training at this temperature instead, for a loss that takes rollouts of any policy (agro);
+    0 for the temperature of the policy."""
     top_k: int = 0
     """Sample among this many of the likeliest tokens; 0 for all."""
     top_p: float = 1.0
@@ -453,6 +476,10 @@ class TrainConfig:
             sampler=self.sampler,
         )
 
+    def behaviour(self, max_new_tokens: int) -> SamplingConfig:
+        """How the rollouts of training are sampled: as the policy, or at `sampling_temperature`."""
+        return replace(self.sampling(max_new_tokens), temperature=self.sampling_temperature or self.temperature)
+
     def record(self) -> Mapping[str, Any]:
         """The config as plain values, for `config.yaml`."""
         plain = asdict(self) | {"out": str(self.out)}
@@ -482,6 +509,7 @@ LEAST = {
     "critic_clip": 0,
     "critic_warmup": 0,
     "drafts": 1,
+    "sampling_temperature": 0,
     "best_of": 2,
     "prefix_rollouts": 1,
     "segment_tokens": 1,

@@ -18,7 +18,7 @@ from scoregram.types import Advantages, LogProbs, Mask, Pairs, Rewards, TokenWei
 TRAINER_INPUTS = frozenset(
     {
         *("lengths", "outcomes", "score_energies", "greedy_rewards", "baselines", "best_of"),
-        *("step_ends", "prefix_values", "segment_starts", "values"),
+        *("step_ends", "prefix_values", "segment_starts", "values", "path_energies"),
     }
 )
 """Estimator inputs, besides rewards, that the trainer can supply."""
@@ -33,7 +33,7 @@ LOSS_INPUTS = frozenset(
 """Loss inputs that the trainer can supply."""
 
 
-def require_method(method: Method, *, group_size: int, kl: str) -> None:
+def require_method(method: Method, *, group_size: int, kl: str, sampling_temperature: float = 0.0) -> None:
     """Raise before any work if the trainer cannot run this estimator or this loss."""
     row = lookup(ESTIMATORS, method.estimator, kind="train --estimator")
     if row.level not in TRAINER_LEVELS or not set(row.needs) <= TRAINER_INPUTS:
@@ -52,6 +52,11 @@ def require_method(method: Method, *, group_size: int, kl: str) -> None:
     if row.level == "token" and "advantages" not in objective.needs:
         able = listed(name for name, r in OBJECTIVES.items() if "advantages" in r.needs)
         fail("train --objective", f"credit for tokens needs one of {able}", repr(method.objective), "Choose another.")
+    if sampling_temperature and not objective.any_sampling:
+        able = listed(name for name, r in OBJECTIVES.items() if r.any_sampling)
+        got = f"objective {method.objective}"
+        remedy = "Leave it out: --temperature changes the policy that is sampled and trained."
+        fail("train --sampling-temperature", f"needs a loss for rollouts of any policy: {able}", got, remedy)
     lookup(KL_TERMS, kl, kind="train --kl")
 
 

@@ -7,12 +7,14 @@
 | `BestOf` | the `k` of pass@k | nothing |
 | `VerifiedSteps` | process rewards: 1 for a right step, 0 for a wrong one | nothing, but the task must verify steps |
 | `Critic` | values of prefixes, or of prompts, by a network that learns them | a second model, or its head |
+| `LogitEnergies` | energy of the path to a token, `Σ_{s≤t} (1 − 2π_s + Σ_v π_sv²)`, in logits | a forward pass |
+| `ScoreEnergies` | the same in all parameters, `|Σ_{s≤t} ∇log π_s|²` | a row of a Gram per distinct prefix |
 | `PrefixRollouts` | Monte-Carlo values of prefixes, where segments start | `prefix_rollouts` per distinct prefix |
 
 A source may learn from every step; its state is part of a checkpoint.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,12 +23,16 @@ from torch import Tensor
 
 from scoregram.advantages import ESTIMATORS
 from scoregram.checks import fail
+from scoregram.gram import measure_gram
 from scoregram.policy import Policy, SamplingConfig, sample
 from scoregram.rollouts import Rollouts
 from scoregram.tasks import Problem, Task
 from scoregram.training.collect import greedy_rewards, seeded_generator
 from scoregram.training.config import Method, TrainConfig
 from scoregram.training.critic import Critic
+
+ROWS_PER_PASS = 256
+"""Rows that go through the model at a time for energies of paths, where the config sets no micro-batch."""
 
 
 @runtime_checkable
@@ -288,6 +294,69 @@ class PrefixRollouts(StatelessSource):
         return sorted({sum(length < end for length in reached) for end in ends})
 
 
+# Energies of paths
+
+
+@dataclass
+class LogitEnergies(StatelessSource):
+    """Energies of paths from the policy's probabilities alone: squared gradients with respect to the logits.
+
+    It is the proxy of the optimal token baseline (arXiv:2602.07078) as verl computes it.
+    """
+
+    policy: Policy
+    config: TrainConfig
+
+    @torch.no_grad()
+    def inputs(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> dict[str, Tensor]:
+        """`path_energies` `(N, T)`, 0 outside the completion."""
+        parts = [self._energies(rollouts, here) for here in self._passes(rollouts.count)]
+        return {"path_energies": torch.cat(parts).cumsum(1) * rollouts.completion_mask.cpu()}
+
+    def _energies(self, rollouts: Rollouts, here: slice) -> Tensor:
+        """`(n, T)` squared norm of the gradient of each completion token's log-probability in its logits."""
+        ids, mask = rollouts.input_ids[here], rollouts.completion_mask[here]
+        with self.policy.computing():
+            logits = self.policy.model(input_ids=ids, attention_mask=rollouts.attention_mask[here].long()).logits
+        chances = (logits[:, :-1].float() / self.config.temperature).softmax(2)  # of the tokens from the second one on
+        taken = chances.gather(2, ids[:, 1:, None]).squeeze(2)
+        energies = 1 - 2 * taken + chances.square().sum(2)
+        return torch.nn.functional.pad(energies, (1, 0)).double().cpu().clamp_min(0) * mask.cpu()
+
+    def _passes(self, rows: int) -> Iterator[slice]:
+        size = self.config.micro_batch_size or ROWS_PER_PASS
+        yield from (slice(start, start + size) for start in range(0, rows, size))
+
+
+@dataclass
+class ScoreEnergies(StatelessSource):
+    """Energies of paths over all parameters, which the logits are a proxy of: the diagonal of the Gram of prefixes."""
+
+    policy: Policy
+    config: TrainConfig
+
+    def inputs(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> dict[str, Tensor]:
+        """`path_energies` `(N, T)`, 0 outside the completion. Equal prefixes are measured once."""
+        mask = rollouts.completion_mask
+        rows, places = mask.nonzero(as_tuple=True)
+        energies = torch.zeros(mask.shape, dtype=torch.float64)
+        for start in range(0, len(rows), ROWS_PER_PASS):
+            owners, ends = rows[start : start + ROWS_PER_PASS], places[start : start + ROWS_PER_PASS]
+            energies[owners.cpu(), ends.cpu()] = self._prefix_energies(rollouts, owners, ends).cpu()
+        return {"path_energies": energies}
+
+    def _prefix_energies(self, rollouts: Rollouts, owners: Tensor, ends: Tensor) -> Tensor:
+        """`(n,)` squared norms of the scores of rollouts that are cut after a token."""
+        kept = torch.arange(rollouts.input_ids.shape[1], device=ends.device) <= ends[:, None]  # (n, T)
+        ids = torch.where(kept, rollouts.input_ids[owners], self.policy.pad_id)  # so that equal prefixes are equal rows
+        completion, attention = rollouts.completion_mask[owners] & kept, rollouts.attention_mask[owners] & kept
+        with self.policy.computing():
+            gram = measure_gram(
+                self.policy.model, ids, completion, attention, temperature=self.config.temperature, group_size=1
+            )
+        return gram.matrix.diagonal()
+
+
 def input_sources(method: Method, config: TrainConfig, policy: Policy, task: Task) -> list[InputSource]:
     """The sources that a method's estimator needs.
 
@@ -317,6 +386,8 @@ def input_sources(method: Method, config: TrainConfig, policy: Policy, task: Tas
         sources.append(VerifiedSteps(policy, task))
     if "prefix_values" in needs:
         sources.append(PrefixRollouts(policy, task, sampling, config, every_token="segment_starts" not in needs))
+    if "path_energies" in needs:
+        sources.append((ScoreEnergies if method.exact_energies else LogitEnergies)(policy, config))
     if config.critic_warmup and not any(isinstance(source, Critic) for source in sources):
         remedy = "Leave it out, or train with ppo, ppo-monte-carlo or reinforce-critic."
         fail("train --critic-warmup", "needs a method with a critic", f"estimator {method.estimator}", remedy)

@@ -7,6 +7,7 @@ a run that is killed at any point continues from its last checkpoint to the same
 import math
 import signal
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +20,14 @@ from rich.console import Console
 
 from scoregram.checks import NotFiniteError, fail
 from scoregram.machine import threads
-from scoregram.policy import Policy, installed_vllm, load_policy, recompute_layers, weights_sha256
+from scoregram.policy import (
+    BiasedSamplingWarning,
+    Policy,
+    installed_vllm,
+    load_policy,
+    recompute_layers,
+    weights_sha256,
+)
 from scoregram.reading import Step, batch_records, group_records, outcomes_of, read_step, rollout_records
 from scoregram.rollouts import Rollouts, concatenated_rollouts
 from scoregram.runs import CHECKSUMS, RunWriter, environment, open_run, require_same_config, require_space
@@ -31,6 +39,7 @@ from scoregram.training.collect import (
     collect,
     drawn_problems,
     refuse_long_prompts,
+    rescored,
     seeded_generator,
 )
 from scoregram.training.config import TrainConfig
@@ -64,7 +73,12 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
         ScoregramError: If a setting is invalid, which is checked before the first step, or a prompt is too long.
         NotFiniteError: If a loss, an advantage or a gradient is not finite and `on_not_finite` is `stop`.
     """
-    require_method(config.chosen, group_size=config.group_size, kl=config.kl)
+    require_method(
+        config.chosen,
+        group_size=config.group_size,
+        kl=config.kl,
+        sampling_temperature=config.sampling_temperature,
+    )
     if config.sampler == "vllm":
         installed_vllm()  # raises before the policy is loaded if vllm is not installed
     if config.resume:
@@ -160,7 +174,12 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
 
             # write the records
             scalars = reading.scalars | {"loss": loss, "grad_norm": norm, "learning_rate": rate} | policy_scalars(step)
-            scalars |= learned | draft_scalars(drawn.drafts) | {"rollouts": position.rollouts}
+            scalars |= (
+                task_scalars(task, problems, rollouts)
+                | learned
+                | draft_scalars(drawn.drafts)
+                | {"rollouts": position.rollouts}
+            )
             scalars |= {} if extra is None else {"credit/extra_rollouts": extra}
             is_last = is_finished(config, position)
             if measure:
@@ -208,7 +227,7 @@ def draw_rollouts(config: TrainConfig, policy: Policy, task: Task, position: Pos
     With dynamic sampling, further prompts are drawn until the step is full of live groups or the rounds are used up; a
     step without a live group keeps its first round, and its update is zero.
     """
-    sampling = config.sampling(task.max_new_tokens)
+    sampling = config.behaviour(task.max_new_tokens)
     rounds = config.dynamic_rounds if config.chosen.dynamic_sampling else 1
     stream, draft_stream = (seeded_generator(config.seed, purpose, number) for purpose in ("rollouts", "drafts"))
     drafts: list[Drafts] = []
@@ -225,7 +244,13 @@ def draw_rollouts(config: TrainConfig, policy: Policy, task: Task, position: Pos
             )
             texts = drafts[-1].refinement_prompts([task.prompt(p) for p in problems], config.draft_format)
         size = config.group_size
-        parts.append(collect(policy, task, problems, group_size=size, sampling=sampling, generator=stream, texts=texts))
+        with warnings.catch_warnings():
+            if config.sampling_temperature:  # the loss takes rollouts of any policy, so there is no bias to warn of
+                warnings.simplefilter("ignore", BiasedSamplingWarning)
+            part = collect(policy, task, problems, group_size=size, sampling=sampling, generator=stream, texts=texts)
+        if config.sampling_temperature:
+            part = rescored(policy, part, config.temperature, config.micro_batch_size)
+        parts.append(part)
         live += [outcome == "live" for outcome in outcomes_of(parts[-1].reward_grid)]
         if sum(live) >= config.prompts:
             break
@@ -236,6 +261,14 @@ def draw_rollouts(config: TrainConfig, policy: Policy, task: Task, position: Pos
     everything = concatenated_rollouts(parts, policy.pad_id)
     kept = torch.isin(everything.group_ids, torch.tensor(places))
     return DrawnRollouts(everything.select(kept), [drawn[place] for place in places], after, drafts)
+
+
+def task_scalars(task: Task, problems: Sequence[Problem], rollouts: Rollouts) -> dict[str, float]:
+    """The scalars `task/…` of a step, from a task that has some."""
+    if task.scalars is None:
+        return {}
+    each = [problems[group] for group in rollouts.group_ids.tolist()]
+    return {f"task/{name}": value for name, value in task.scalars(each, rollouts.completions).items()}
 
 
 def draft_scalars(drafts: Sequence[Drafts]) -> dict[str, float]:

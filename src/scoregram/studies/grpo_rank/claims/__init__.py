@@ -1,10 +1,11 @@
 """The claims of the paper in its order, each with a check that decides it by enumeration; a file per part of the paper.
 
 The U-statistic paper, arXiv:2603.01162, follows: it analyses the same estimator. Then come five companions, each in a world
-of its own, and assertions of a summary.
+of its own, a paper on calibration, and assertions of a summary.
 """
 
 from scoregram.studies.grpo_rank.claims.announcements import SETUP_CLAIMS, SUMMARY_CLAIMS
+from scoregram.studies.grpo_rank.claims.calibration import CALIBRATION_CLAIMS
 from scoregram.studies.grpo_rank.claims.companions import COMPANION_CLAIMS, DISCOUNT_CLAIMS
 from scoregram.studies.grpo_rank.claims.derivation import CREDIT_CLAIMS, DERIVATION_CLAIMS
 from scoregram.studies.grpo_rank.claims.discussion import ABSTRACT_CLAIMS, DISCUSSION_CLAIMS
@@ -33,5 +34,6 @@ CLAIMS: tuple[Claim, ...] = (
     *GROUP_SIZE_CLAIMS,
     *LIMIT_CLAIMS,
     *COMPANION_CLAIMS,
+    *CALIBRATION_CLAIMS,
     *SUMMARY_CLAIMS,
 )

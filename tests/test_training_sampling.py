@@ -1,0 +1,52 @@
+"""Rollouts that are sampled at another temperature than the policy's, for a loss that takes rollouts of any policy."""
+
+import pytest
+import torch
+
+from scoregram.checks import ScoregramError
+from scoregram.policy import load_policy
+from scoregram.runs import open_run
+from scoregram.tasks import load_task
+from scoregram.training import loop
+from scoregram.training.checkpoint import Position
+from scoregram.training.loop import train
+from tests.training_cases import JUDGE, config_for, save_policy, without_times
+
+TASK = load_task("arithmetic:3", reward=JUDGE)
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+def test_rollouts_have_the_log_probabilities_of_both_temperatures(tmp_path, rows):
+    folder = save_policy(tmp_path / "policy")
+    config = config_for(
+        folder, tmp_path, method="agro", temperature=0.8, sampling_temperature=2.0, micro_batch_size=rows
+    )
+    policy = load_policy(config.policy, TASK)
+    rollouts = loop.draw_rollouts(config, policy, TASK, Position(0, 0, 0), 1).rollouts
+    assert rollouts.log_probs is not None and rollouts.behaviour_log_probs is not None
+    with torch.no_grad():
+        logits = policy.model(rollouts.input_ids, attention_mask=rollouts.attention_mask.long()).logits
+    for temperature, found in ((0.8, rollouts.log_probs), (2.0, rollouts.behaviour_log_probs)):
+        everything = (logits[:, :-1] / temperature).log_softmax(2)
+        expected = everything.gather(2, rollouts.input_ids[:, 1:, None]).squeeze(2)
+        mask = rollouts.completion_mask
+        torch.testing.assert_close(found[mask], expected[mask[:, 1:]], rtol=1e-4, atol=1e-4)
+        assert bool((found[~mask] == 0).all())
+
+
+def test_a_run_on_such_rollouts_is_reproducible_and_resumable(tmp_path):
+    folder = save_policy(tmp_path / "policy")
+    settings = {"method": "agro", "sampling_temperature": 1.5, "steps": 2, "inner_updates": 2}
+    train(config_for(folder, tmp_path / "whole", **settings))
+    train(config_for(folder, tmp_path / "halves", **(settings | {"steps": 1})))
+    train(config_for(folder, tmp_path / "halves", **settings, resume=True))
+    whole, halves = (without_times(list(open_run(tmp_path / name).metrics())) for name in ("whole", "halves"))
+    assert whole[-1] == halves[-1] and whole[-1]["sampler_gap"] < 1e-4
+
+
+def test_other_losses_and_wrong_temperatures_are_refused(tmp_path):
+    folder = save_policy(tmp_path / "policy")
+    with pytest.raises(ScoregramError, match="needs a loss for rollouts of any policy: agro, got objective grpo"):
+        train(config_for(folder, tmp_path / "run", method="grpo", sampling_temperature=1.5))
+    with pytest.raises(ScoregramError, match="train --sampling-temperature: must be finite and at least 0, got -1"):
+        config_for(folder, tmp_path / "run", sampling_temperature=-1.0)
