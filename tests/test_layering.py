@@ -20,7 +20,7 @@ FLOORS = (
     {"rollouts", "spectra", "statistics", "advantages", "objectives", "tasks", "runs", "exhibits"},
     {"theory", "gram", "policy", "bootstrap"},
     {"reading"},
-    {"training", "advice"},
+    {"training", "advice", "whatif"},
     {"integrations"},
     {"report"},
     {"bench", "studies"},

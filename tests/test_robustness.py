@@ -20,7 +20,7 @@ from scoregram.advantages import ALWAYS, ESTIMATORS, estimate
 from scoregram.checks import ScoregramError
 from scoregram.objectives import AGGREGATIONS, KL_TERMS, OBJECTIVES, preference_pairs
 from scoregram.spectra import SPECTRUM_METRICS
-from scoregram.statistics import GroupMoments, NoiseComponents
+from scoregram.statistics import GroupMoments, NoiseComponents, disjoint_parts, split_products
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 
@@ -291,6 +291,7 @@ NEEDS_MORE = {
         "leave_one_out_mse",
         "mean_baseline_mse",
         "vanilla_mse",
+        "split_products",
     },
     "objectives": {"token_weights", "token_coefficients"},
     "spectra": set(),
@@ -509,3 +510,15 @@ def test_divergence_terms_far_apart(term, apart):
     mask, here = torch.ones(2, 3, dtype=torch.bool), torch.full((2, 3), -1.0)
     for log_probs, other in ((here, here - apart), (here - apart, here)):
         answered(public_functions("objectives")["kl_penalty"], log_probs, other, mask, term=term)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_updates_of_parts_are_refused_unless_finite(bad):
+    parts = disjoint_parts(4, 2)
+    grams, advantages = torch.eye(4).double().expand(2, 4, 4).clone(), torch.ones(1, 2, len(parts), 2, 2).double()
+    assert bool(split_products(grams, advantages, parts).squared.isfinite().all())
+    for place, name in enumerate(("grams", "advantages")):
+        given = [grams.clone(), advantages.clone()]
+        given[place].view(-1)[1] = bad
+        with pytest.raises(ScoregramError, match=f"{name} must be finite"):
+            split_products(*given, parts)

@@ -13,7 +13,7 @@ from scoregram.checks import ScoregramError
 from scoregram.reading import RunReading, StoredGroup
 from scoregram.runs import GroupRecord
 from scoregram.statistics import disjoint_parts, split_products
-from scoregram.whatif import USUAL, GroupTable, can_replay, what_if
+from scoregram.whatif import USUAL, ReplayedGroups, can_replay, what_if
 
 CHANCES = (0.5, 0.3, 0.2)
 REWARDS = (0.0, 1.0, 0.4)
@@ -59,7 +59,7 @@ def test_signal_and_noise_are_unbiased_for_every_estimator(size, parts_of):
 
 
 def table_of(groups, **changes):
-    return GroupTable([StoredGroup(record_of(chosen, **changes)) for chosen in groups])
+    return ReplayedGroups([StoredGroup(record_of(chosen, **changes)) for chosen in groups])
 
 
 def record_of(chosen, step=1, advantages=None, kind="train"):
@@ -125,7 +125,7 @@ def test_the_mean_baseline_differs_from_leave_one_out_by_scale_alone():
 def test_only_prompts_of_one_step_meet():
     groups = drawn_groups(6, 4)
     records = [record_of(chosen, step=1 + place // 3) for place, chosen in enumerate(groups)]
-    found = GroupTable([*map(StoredGroup, records)]).whole_advantages("reinforce++")
+    found = ReplayedGroups([*map(StoredGroup, records)]).whole_advantages("reinforce++")
     for step in (0, 1):
         rewards = torch.stack([record.rewards for record in records[3 * step : 3 * step + 3]])
         lengths = torch.stack([record.lengths for record in records[3 * step : 3 * step + 3]])

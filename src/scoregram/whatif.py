@@ -63,7 +63,7 @@ class Replay:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class ReplayedRun:
     """Several estimators on the same groups."""
 
     groups: int
@@ -75,7 +75,7 @@ class Comparison:
     rows: tuple[Replay, ...]
 
 
-def what_if(run: RunReading, estimators: Sequence[str] = (), *, group_size: int = 0) -> Comparison:
+def what_if(run: RunReading, estimators: Sequence[str] = (), *, group_size: int = 0) -> ReplayedRun:
     """Noise, direction and spectrum of other estimators on the groups of a run's last third.
 
     Args:
@@ -96,12 +96,12 @@ def what_if(run: RunReading, estimators: Sequence[str] = (), *, group_size: int 
         requirement = f"must be from 2 to {run_size // 2}, half of the run's groups of {run_size}"
         fail(f"{_CALLER} --group-size", requirement, size, "Signal and noise need two disjoint parts of a group.")
     every = list(dict.fromkeys([REFERENCE, *names]))
-    table = GroupTable(groups)
+    table = ReplayedGroups(groups)
     parts = disjoint_parts(run_size, size)
     split = torch.stack([table.advantages_of_parts(name, parts) for name in every])
     products = split_products(table.grams, split, parts)
     rows = tuple(replay(table, name, products, every.index(name)) for name in names)
-    return Comparison(groups=len(groups), run_size=run_size, group_size=size, rows=rows)
+    return ReplayedRun(groups=len(groups), run_size=run_size, group_size=size, rows=rows)
 
 
 def replayable_groups(run: RunReading) -> tuple[list[StoredGroup], int]:
@@ -137,7 +137,7 @@ def require_replayable(name: str, size: int) -> None:
         fail(_CALLER, f"{name} needs groups of {row.min_group} or more", size, "Choose a larger --group-size.")
 
 
-class GroupTable:
+class ReplayedGroups:
     """The stored groups as tensors, `P` groups of `R` rollouts."""
 
     def __init__(self, groups: Sequence[StoredGroup]) -> None:
@@ -174,7 +174,7 @@ class GroupTable:
         return self.advantages(name, torch.arange(self.rewards.shape[1]))
 
 
-def replay(table: GroupTable, name: str, products: SplitProducts, place: int) -> Replay:
+def replay(table: ReplayedGroups, name: str, products: SplitProducts, place: int) -> Replay:
     """The numbers of one estimator, which is at `place` of the products; the reference is at 0."""
     signal, noise = products.signal.numpy(), products.noise.numpy()
     across = products.across[0, place].numpy()

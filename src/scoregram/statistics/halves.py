@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from scoregram.checks import fail
+from scoregram.checks import fail, require_finite
 from scoregram.types import GroupGrams
 
 MOST_SPLITS = 64
@@ -82,6 +82,9 @@ def split_products(
         advantages: `(E, P, K, 2, r)`: those of every estimator in both parts of every split.
         parts: `(K, 2, r)`, from `disjoint_parts`.
 
+    Raises:
+        ScoregramError: If a Gram or an advantage is not finite.
+
     Example:
         Two rollouts, one in each part: the product of the parts is the off-diagonal element.
 
@@ -90,6 +93,8 @@ def split_products(
         >>> found.signal.item(), found.squared.item(), found.noise.item()
         (1.0, 6.5, 5.5)
     """
+    require_finite(grams, name="grams", caller="split_products")
+    require_finite(advantages, name="advantages", caller="split_products")
     estimators, prompts, splits, _, size = advantages.shape
     spread = torch.zeros(estimators, prompts, splits, 2, grams.shape[-1], dtype=grams.dtype)
     spread.scatter_(-1, parts.expand(estimators, prompts, -1, -1, -1), advantages.to(grams.dtype) / size)
