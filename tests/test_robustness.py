@@ -521,4 +521,4 @@ def test_updates_of_parts_are_refused_unless_finite(bad):
         given = [grams.clone(), advantages.clone()]
         given[place].view(-1)[1] = bad
         with pytest.raises(ScoregramError, match=f"{name} must be finite"):
-            split_products(*given, parts)
+            split_products(given[0], given[1], parts)
