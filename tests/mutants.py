@@ -222,6 +222,7 @@ def _annotation(node: ast.expr | None) -> str:
 CLAIMS = "studies/grpo_rank/claims"
 CLAIM_TESTS = {
     "announcements": ("limits",),
+    "calibration": ("calibration",),
     "companions": ("companions",),
     "derivation": ("derivation", "credit"),
     "discussion": ("discussion", "abstract"),
