@@ -49,6 +49,11 @@ def added_in_place(m: Any, x: Tensor) -> Tensor:
     return y
 
 
+def pairs_of_positions(x: Tensor) -> Tensor:
+    """Ids `(N, T)`: two tokens share each."""
+    return (torch.arange(x.shape[1]) // 2).expand(len(x), -1)
+
+
 CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "linear by keyword": lambda m, x: F.linear(x, weight=m.layer.weight, bias=m.layer.bias),
     "linear by keywords alone": lambda m, x: F.linear(input=x, weight=m.layer.weight),
@@ -65,6 +70,7 @@ CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "positions for each rollout": lambda m, x: (
         x + F.embedding(torch.arange(x.shape[1]).expand(len(x), -1), m.positions)
     ),
+    "padding row": lambda m, x: x + F.embedding(pairs_of_positions(x), m.positions, padding_idx=2),
     "derived bias": lambda m, x: F.linear(x, m.layer.weight, m.positions[3]),
     "training mode": needs_training,
 }
@@ -101,6 +107,16 @@ def test_calls(call, kept, monkeypatch):
     deferred = DeferredGram(model, *batch.arguments)
     later, _ = deferred.finish(batch.completion_mask.double(), torch.ones(1, 5))
     assert float((later.matrix - expected).norm()) < 1e-12 * float(expected.norm())
+
+
+@pytest.mark.parametrize("how", [{"scale_grad_by_freq": True}, {"max_norm": 0.5}], ids=str)
+def test_embeddings_that_change_their_weight_or_its_gradient(how, monkeypatch):
+    monkeypatch.setitem(CALLS, "embedding", lambda m, x: x + F.embedding(pairs_of_positions(x), m.positions, **how))
+    torch.manual_seed(0)
+    model, batch = Called("embedding").double(), rollouts()
+    expected = reference(copy.deepcopy(model), batch)
+    gram = measure_gram(model, *batch.arguments)
+    assert float((gram.matrix - expected).norm()) < 1e-12 * float(expected.norm())
 
 
 @pytest.mark.parametrize("kind", ["boft", "hra", "prompt tuning", "p-tuning", "prefix tuning"])

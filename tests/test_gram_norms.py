@@ -76,6 +76,16 @@ def test_a_module_that_does_more_than_broadcast_is_not_remembered(kind):
         assert facts_of(module).broadcast_axes is None
 
 
+def test_a_norm_whose_class_was_patched_is_forgotten(monkeypatch):
+    """As libraries of kernels do it: the class is the same, its forward function another."""
+    model: Any = ARCHITECTURES["llama"]()
+    assert error_of(model, rollouts()) < 1e-12
+    norm = model.model.norm
+    assert facts_of(norm).broadcast_axes is not None
+    monkeypatch.setattr(type(norm), "forward", Centred.forward)
+    assert error_of(model, rollouts()) < 1e-12
+
+
 @pytest.mark.parametrize("rows", [15, 16, 21, 40])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_strips_give_the_whole_gram(rows, groups):
