@@ -361,16 +361,21 @@ class MutantSession:
     def tests_of(self, mutant: Mutant, change: Change | None) -> list[str]:
         """Tests that should notice a mutant: those that call what it changes come first, then the cheapest.
 
-        A test that does not call it may still see the difference: in the run without mutants an earlier test may have
-        filled a cache or set up a fixture for it.
+        A function of tests with many parameters comes back with each of them, so its next parameters come later. A test
+        that does not call what changes may still see the difference: in the run without mutants an earlier test may
+        have filled a cache or set up a fixture for it.
         """
         places = change.places if change else frozenset()
+        seen: Counter[str] = Counter()
 
         def order(test: str) -> tuple[bool, float]:
-            unchanged, kills = self.unchanged[test], self.kills[mutant.path, test]
-            return bool(places) and not places & unchanged.reached, unchanged.seconds / (1 + 4 * kills)
+            function, unchanged = test.partition("[")[0], self.unchanged[test]
+            seen[function] += 1
+            cost = unchanged.seconds * seen[function] / (1 + 4 * self.kills[mutant.path, test])
+            return bool(places) and not places & unchanged.reached, cost
 
-        return sorted((test for test in self.items if mutant.selects(test)), key=order)
+        chosen = [test for test in self.items if mutant.selects(test)]
+        return sorted(sorted(chosen, key=lambda test: self.unchanged[test].seconds), key=order)
 
     def finish(self, running: dict[int, tuple[int, Path]]) -> None:
         """Wait for one of the forks and report how it ended."""

@@ -83,6 +83,7 @@ class Mixed(nn.Module):
         self.embedding = nn.Embedding(61, 6)
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 6))
         self.layer = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
         self.head = nn.Linear(6, 61, bias=False)
         self.layout = layout
 
@@ -100,8 +101,8 @@ class Mixed(nn.Module):
         return self.head(x)
 
     def mixed(self, x: Tensor) -> Tensor:
-        """A product, a bias and a scale."""
-        return torch.tanh(self.layer(x)) * self.scale
+        """A product, a bias, a norm and a scale."""
+        return self.norm(torch.tanh(self.layer(x))) * self.scale
 
 
 @pytest.mark.parametrize("layout", ["tokens", "time first", "tokens, time first", "halves"])
@@ -120,6 +121,75 @@ def test_layouts(layout, count):
         gram = measure_gram(model, ids, mask, attention)
         assert float((gram.matrix - reference).norm()) <= 1e-12 * float(reference.norm())
         assert bool(gram.replayed) == ("time first" in layout), "rollouts that are not first cannot be split"
+
+
+class TimeFirst(nn.Module):
+    """A model in which one module alone, the owner of its parameters, gets time as the first axis."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 6)
+        self.module = module
+        self.head = nn.Linear(6, 61, bias=False)
+
+    def forward(self, input_ids: Tensor) -> Any:  # noqa: D102
+        x = self.embedding(input_ids).cumsum(1)
+        return self.head(self.module(x.transpose(0, 1)).transpose(0, 1).tanh())
+
+
+@pytest.mark.parametrize("module", [nn.Linear(6, 6), nn.Linear(6, 6, bias=False), nn.LayerNorm(6)], ids=str)
+@pytest.mark.parametrize("count", [3, 11])
+def test_a_module_with_time_first_is_not_split_by_rollouts(module, count):
+    gram = measure_gram(TimeFirst(module).double(), *rollouts(count).arguments[:2], verify=True)
+    assert all(name.startswith("module.") for name in gram.replayed) and gram.replayed
+
+
+class RarelyTimeFirst(Mixed):
+    """A layer that only rollouts with one rare token reach, with time as the first axis."""
+
+    def forward(self, input_ids: Tensor) -> Any:  # noqa: D102
+        x, rare = self.embedding(input_ids).cumsum(1), (input_ids == 60).any(1)[:, None, None]
+        if bool(rare.any()):
+            x = torch.where(rare, self.mixed(x.transpose(0, 1)).transpose(0, 1), x)
+        return self.head(x)
+
+
+def test_an_operation_that_no_probe_pass_reaches_is_not_split_by_guess():
+    torch.manual_seed(0)
+    model, batch = RarelyTimeFirst("").double(), rollouts(5)
+    batch.input_ids[batch.input_ids == 60] = 1
+    batch.input_ids[4, 1] = 60
+    measure_gram(model, *batch.arguments[:2], verify=True)
+
+
+class Tabled(nn.Module):
+    """A parameter that meets two activations at once; the first axis of one of them is time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:  # noqa: D102
+        return torch.addcmul(x, table, self.scale)
+
+
+class WithTable(Mixed):
+    """A model that hands a table of positions to one of its modules."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__("")
+        self.tabled = Tabled()
+        self.register_buffer("table", torch.randn(tokens, 6))
+
+    def forward(self, input_ids: Tensor) -> Any:  # noqa: D102
+        return self.head(self.tabled(self.embedding(input_ids).cumsum(1), self.table).tanh())
+
+
+def test_every_activation_of_an_operation_must_have_the_rollouts_first():
+    torch.manual_seed(0)
+    model, batch = WithTable(8).double(), rollouts(8, tokens=8)
+    measure_gram(model, *batch.arguments[:2], verify=True)
+    assert not vars(model.table), "no mark stays on what the model gave to a module"
 
 
 def test_what_is_known_of_a_model_is_kept_and_other_lengths_are_learned():

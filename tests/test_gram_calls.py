@@ -71,6 +71,7 @@ CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
         x + F.embedding(torch.arange(x.shape[1]).expand(len(x), -1), m.positions)
     ),
     "padding row": lambda m, x: x + F.embedding(pairs_of_positions(x), m.positions, padding_idx=2),
+    "second lookup": lambda m, x: x + F.embedding(pairs_of_positions(x), m.embedding.weight),
     "derived bias": lambda m, x: F.linear(x, m.layer.weight, m.positions[3]),
     "training mode": needs_training,
 }
@@ -107,6 +108,87 @@ def test_calls(call, kept, monkeypatch):
     deferred = DeferredGram(model, *batch.arguments)
     later, _ = deferred.finish(batch.completion_mask.double(), torch.ones(1, 5))
     assert float((later.matrix - expected).norm()) < 1e-12 * float(expected.norm())
+
+
+def scaled_in_place(m: Any, x: Tensor) -> Tensor:
+    y = x.clone()
+    y *= m.scale
+    return y
+
+
+def written_in_place(m: Any, x: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, 2:5] = m.scale
+    return y
+
+
+def looked_up_and_averaged(m: Any, x: Tensor) -> Tensor:
+    return x * m.embedding.weight.mean(0)
+
+
+def put_into_last_rows(m: Any, x: Tensor) -> Tensor:
+    """The index has one entry per rollout, the rows that it counts are those of all tokens."""
+    last = (0 * x[:, 0, 0]).long() + x.shape[1] * torch.arange(1, len(x) + 1) - 1
+    return x.flatten(0, 1).index_put((last,), m.scale).view_as(x)
+
+
+@pytest.mark.parametrize(
+    ("call", "parameter"),
+    [
+        (scaled_in_place, "scale"),
+        (written_in_place, "scale"),
+        (put_into_last_rows, "scale"),
+        (looked_up_and_averaged, "embedding.weight"),
+    ],
+)
+def test_parameters_whose_uses_cannot_be_added_are_replayed(call, parameter, monkeypatch):
+    monkeypatch.setitem(CALLS, "replayed", call)
+    torch.manual_seed(0)
+    model, batch = Called("replayed").double(), rollouts()
+    gram, expected = measure_gram(model, *batch.arguments), reference(model, batch)
+    assert float((gram.matrix - expected).norm()) < 1e-12 * float(expected.norm())
+    assert gram.replayed == (parameter,)
+
+
+def test_a_weight_that_is_cast_is_streamed(monkeypatch):
+    monkeypatch.setattr(leaves, "KEPT_ELEMENTS", 0)
+    monkeypatch.setitem(CALLS, "cast", lambda m, x: F.linear(x, m.layer.weight.to(x.dtype)))
+    torch.manual_seed(0)
+    model, batch = Called("cast").double(), rollouts()
+    model.layer.float()
+    gram, expected = measure_gram(model, *batch.arguments), reference(model, batch)
+    assert float((gram.matrix - expected).norm()) < 1e-6 * float(expected.norm())
+    assert not gram.replayed
+
+
+class Sorted(Called):
+    """Rows of all rollouts, those of one rare token behind the others, as experts sort them; selected twice."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, input_ids: Tensor) -> Tensor:  # noqa: D102
+        x = self.embedding(input_ids).cumsum(1)
+        rare = (input_ids == 60).any(1) if self.call == "rollouts" else (input_ids == 60).flatten()
+        order = rare.long().argsort(stable=True)
+        rows = (x if self.call == "rollouts" else x.flatten(0, 1))[order][torch.arange(len(order))]
+        rows = self.norm(self.layer(rows) * self.scale)
+        return self.head(rows[order.argsort()].view_as(x).cumsum(1).tanh())
+
+
+@pytest.mark.parametrize("kind", ["rollouts", "tokens"])
+@pytest.mark.parametrize("kept", [0, 1 << 17])
+def test_rows_that_were_selected_keep_their_rollouts(kind, kept, monkeypatch):
+    """In the probe passes, which do not reach the rare token, all rows stay in the order of the rollouts."""
+    monkeypatch.setattr(leaves, "KEPT_ELEMENTS", kept)
+    torch.manual_seed(0)
+    model, batch = Sorted(kind).double(), rollouts()
+    batch.input_ids[batch.input_ids == 60] = 1
+    batch.input_ids[3, 0] = 60
+    expected = reference(model, batch)
+    gram = measure_gram(model, *batch.arguments)
+    assert float((gram.matrix - expected).norm()) < 1e-12 * float(expected.norm())
 
 
 @pytest.mark.parametrize("how", [{"scale_grad_by_freq": True}, {"max_norm": 0.5}], ids=str)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from scoregram.gram import backward_with_gram, contract, head, leaves, measure_gram
+from scoregram.gram import backward_with_gram, collect, contract, head, leaves, measure_gram
 from scoregram.gram.measurement import Measurement
 from scoregram.gram.model import facts_of
 from tests.cases import ARCHITECTURES, KeepDouble, build, rollouts
@@ -84,6 +84,12 @@ def test_recomputed_logit_gradients_and_small_chunks_match_the_definition(name, 
     monkeypatch.setattr(contract, "CHUNK_ELEMENTS", 1000)
     monkeypatch.setattr(contract, "DOT_LENGTH", 64)
     assert_matches_definition(name)
+
+
+def test_large_rows_match_the_definition(monkeypatch):
+    """Rows of large parameters are contracted one by one, not stacked."""
+    monkeypatch.setattr(collect, "STACKED_ELEMENTS", 0)
+    assert_matches_definition("gpt2")
 
 
 def test_looking_is_the_same_as_training():
@@ -274,8 +280,10 @@ def test_only_blocks_within_groups():
     assert distance(blocks[inside], whole[inside]) < 1e-12
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "gemma2"])
-def test_gram_of_a_weighted_loss_at_a_temperature(name):
+@pytest.mark.parametrize("name", ["llama-tied", "gemma2", "phi"])
+@pytest.mark.parametrize("stored", [0, 1 << 30])
+def test_gram_of_a_weighted_loss_at_a_temperature(name, stored, monkeypatch):
+    monkeypatch.setattr(head, "STORE_BYTES", stored)
     model, batch = model_of(name), rollouts()
     coefficients = torch.randn(batch.input_ids.shape, generator=torch.Generator().manual_seed(2)).double()
     coefficients[~batch.completion_mask] = torch.nan
@@ -342,6 +350,22 @@ def test_autocast_is_as_good_as_plain_autocast():
     assert all(gradient_of(parameter).dtype is torch.float32 for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "nemotron"])
+@pytest.mark.usefixtures("streamed")
+def test_a_measurement_casts_what_autocast_casts(name):
+    model, batch = ARCHITECTURES[name]().float(), rollouts()
+    kinds: dict[str, torch.dtype] = {}
+    for place, module in model.named_modules():
+        if any(True for _ in module.parameters(recurse=False)) and module is not model.get_output_embeddings():
+            module.register_forward_hook(lambda module, args, out, place=place: kinds.update({place: out.dtype}))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(batch.input_ids)
+        plain = dict(kinds)
+        measure_gram(model, *batch.arguments)
+        measure_gram(model, *batch.arguments)  # by what was remembered
+    assert kinds == plain and torch.bfloat16 in plain.values()
+
+
 def test_a_layer_whose_forward_was_replaced_is_measured_as_it_is():
     model, batch = build("Llama"), rollouts()
     layer = model.model.layers[0].mlp.up_proj
@@ -377,6 +401,14 @@ def test_a_weight_used_outside_its_module_is_seen_from_outside(kept, monkeypatch
     assert not first.replayed
     assert facts_of(model).needs_wide_pass, "it is not tried the narrow way again"
     torch.testing.assert_close(measure_gram(model, *batch.arguments).matrix, first.matrix)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2", "phi"])
+def test_an_ordinary_model_needs_no_pass_from_outside(name):
+    """Every parameter is used by its own module, positions that all rollouts share included."""
+    model = ARCHITECTURES[name]()
+    measure_gram(model, *rollouts().arguments)
+    assert not facts_of(model).needs_wide_pass
 
 
 class TwiceHeaded(nn.Module):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from scoregram.checks import ScoregramError
 from scoregram.gram import backward_with_gram, measure_gram, row_gram
+from scoregram.gram.contract import Contractor
 from scoregram.gram.model import facts_of
 from tests.cases import ARCHITECTURES, KeepDouble, build, rollouts
 from tests.naive import score_rows
@@ -67,13 +68,79 @@ class Stretched(ByShape):
         return x + x.mean(-1, keepdim=True) * self.weight
 
 
-@pytest.mark.parametrize("kind", [ByShape, Centred, Stretched])
-def test_a_module_that_does_more_than_broadcast_is_not_remembered(kind):
+class Plain(ByShape):
+    """Scales by its weight, as a norm does."""
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        return x * self.weight
+
+
+class Parent(Plain):
+    """Scales by its weight, and has a module that could do anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        return self.child(x) * self.weight
+
+
+@pytest.mark.parametrize("kind", [ByShape, Centred, Stretched, Parent])
+def test_a_module_that_does_more_than_broadcast_is_not_remembered(kind, monkeypatch):
+    monkeypatch.setattr(kind.forward, "__module__", "transformers.models.custom")
     model: Any = ARCHITECTURES["llama"]()
     model.model.layers[1].input_layernorm = module = kind()
     for _ in range(2):
         assert error_of(model, rollouts()) < 1e-12
         assert facts_of(module).broadcast_axes is None
+
+
+@pytest.mark.parametrize("source", ["transformers.models.custom", "a_script"])
+def test_a_module_is_remembered_if_transformers_defines_it(source, monkeypatch):
+    monkeypatch.setattr(Plain.forward, "__module__", source)
+    model: Any = ARCHITECTURES["llama"]()
+    model.model.layers[1].input_layernorm = module = Plain()
+    assert error_of(model, rollouts()) < 1e-12
+    assert (facts_of(module).broadcast_axes is not None) == (source != "a_script")
+
+
+class ByRank(Plain):
+    """Scales by its weight; by the weight reversed if its input has four axes."""
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        return x * (self.weight if x.ndim == 3 else self.weight.flip(0))
+
+
+class Reshaped(nn.Module):
+    """A module that gives another one three axes, or four."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.axes = inner, 3
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        return self.inner(x) if self.axes == 3 else self.inner(x.unsqueeze(1)).squeeze(1)
+
+
+def test_what_was_remembered_for_three_axes_is_not_used_for_four(monkeypatch):
+    monkeypatch.setattr(ByRank.forward, "__module__", "transformers.models.custom")
+    model: Any = ARCHITECTURES["llama"]()
+    with torch.no_grad():
+        inner = ByRank()
+        inner.weight.copy_(torch.linspace(0.5, 1.5, 32))
+    model.model.layers[1].input_layernorm = outer = Reshaped(inner)
+    assert error_of(model, rollouts()) < 1e-12
+    assert facts_of(inner).broadcast_axes == 3
+    outer.axes = 4
+    assert error_of(model, rollouts()) < 1e-12
+
+
+def test_norms_of_which_only_the_bias_is_trained():
+    model: Any = ARCHITECTURES["gpt2"]()
+    for block in model.transformer.h:
+        block.ln_1.weight.requires_grad_(False)
+    assert error_of(model, rollouts()) < 1e-12
 
 
 def test_a_norm_whose_class_was_patched_is_forgotten(monkeypatch):
@@ -101,3 +168,9 @@ def test_gradients_are_taken_back_when_they_are_not_finite():
     with pytest.raises(ScoregramError, match="must be finite"):
         backward_with_gram(model, *rollouts().arguments, weights=torch.ones(5))
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_weights_keep_their_digits_beside_rows_in_half_precision():
+    weights, sums = torch.tensor([[1 + 2**-9, -1.0]]), torch.empty(1, 3)
+    Contractor(2, 1, weights).contract(torch.ones(2, 3).bfloat16(), sums, owner=0)
+    assert sums.tolist() == [[2**-9] * 3], "1 + 2⁻⁹ is 1 in bfloat16"

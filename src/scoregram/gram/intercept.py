@@ -172,7 +172,8 @@ class Interceptor(DropoutOff):
     def run_norm(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Forward pass of a module that only scales and shifts by its parameters."""
         result = None
-        if len(args) == 1 and not kwargs and torch.is_grad_enabled() and self.leads_module(module, args[0]):
+        is_usual = len(args) == 1 and not kwargs and torch.is_grad_enabled()
+        if is_usual and self.owner_of(args[0]) is None and self.leads_module(module, args[0]):
             shift = LAYER_NORMS.get(class_path(module))
             if shift is not None:
                 result = layer_norm_with_copies(module, shift, args[0], self.leaves)
@@ -197,6 +198,8 @@ class Interceptor(DropoutOff):
                     result = self._usual_product(input, weight)
                 else:
                     result = self._streamed_product(input, weight, bias, transposed=False)
+                if owner is not None and result is not None:
+                    set_mark(result, Activation(owner))
             return F.linear(input, weight, bias) if result is None else result
 
     def _usual_product(self, x: Tensor, weight: Tensor) -> Tensor:

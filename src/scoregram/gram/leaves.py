@@ -337,7 +337,7 @@ def forward_with_copies(module: nn.Module, forward: Callable[..., Any], x: Tenso
 def layer_norm_with_copies(module: Any, shift: float, x: Tensor, leaves: Leaves) -> Tensor | None:
     """The forward pass of a layer norm with copies of its parameters; None if it must be intercepted instead."""
     weight = module.weight
-    if weight is None or not weight.requires_grad or torch.is_autocast_enabled(x.device.type):
+    if weight is None or torch.is_autocast_enabled(x.device.type):
         return None
     kinds = TensorKinds(leaves.layout, lambda t: leaves.of(t) if t.requires_grad else None, lambda t: t is x)
     return layer_norm_per_rollout(x, module.normalized_shape, weight, module.bias, module.eps, kinds, shift)
