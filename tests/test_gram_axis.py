@@ -144,22 +144,33 @@ def test_a_module_with_time_first_is_not_split_by_rollouts(module, count):
     assert all(name.startswith("module.") for name in gram.replayed) and gram.replayed
 
 
-class RarelyTimeFirst(Mixed):
-    """A layer that only rollouts with one rare token reach, with time as the first axis."""
+class Rarely(Mixed):
+    """A layer that only rollouts with one rare token reach, with time or the rollouts as the first axis."""
 
     def forward(self, input_ids: Tensor) -> Any:  # noqa: D102
         x, rare = self.embedding(input_ids).cumsum(1), (input_ids == 60).any(1)[:, None, None]
         if bool(rare.any()):
-            x = torch.where(rare, self.mixed(x.transpose(0, 1)).transpose(0, 1), x)
+            time_first = self.layout == "time first"
+            y = self.mixed(x.transpose(0, 1)).transpose(0, 1) if time_first else self.mixed(x)
+            x = torch.where(rare, y, x)
         return self.head(x)
 
 
 def test_an_operation_that_no_probe_pass_reaches_is_not_split_by_guess():
     torch.manual_seed(0)
-    model, batch = RarelyTimeFirst("").double(), rollouts(5)
+    model, batch = Rarely("time first").double(), rollouts(5)
     batch.input_ids[batch.input_ids == 60] = 1
     batch.input_ids[4, 1] = 60
     measure_gram(model, *batch.arguments[:2], verify=True)
+
+
+def test_an_operation_that_a_later_batch_reaches_is_probed_then():
+    torch.manual_seed(0)
+    model, batch = Rarely("rollouts first").double(), rollouts(5)
+    batch.input_ids[batch.input_ids == 60] = 1
+    measure_gram(model, *batch.arguments[:2])
+    batch.input_ids[:, 1] = 60
+    assert not measure_gram(model, *batch.arguments[:2], verify=True).replayed
 
 
 class Tabled(nn.Module):

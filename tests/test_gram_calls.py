@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from scoregram.checks import ScoregramError
-from scoregram.gram import DeferredGram, leaves, measure_gram
+from scoregram.gram import DeferredGram, Gram, leaves, measure_gram
 from tests.cases import KeepDouble, build, rollouts
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -148,10 +148,12 @@ def test_parameters_whose_uses_cannot_be_added_are_replayed(call, parameter, mon
     gram, expected = measure_gram(model, *batch.arguments), reference(model, batch)
     assert float((gram.matrix - expected).norm()) < 1e-12 * float(expected.norm())
     assert gram.replayed == (parameter,)
+    assert gram.notes == (f"rows of {parameter} came from one backward pass per rollout",)
 
 
 def test_a_weight_that_is_cast_is_streamed(monkeypatch):
     monkeypatch.setattr(leaves, "KEPT_ELEMENTS", 0)
+    monkeypatch.setattr(leaves, "MOST_LEAF_ELEMENTS", 0)
     monkeypatch.setitem(CALLS, "cast", lambda m, x: F.linear(x, m.layer.weight.to(x.dtype)))
     torch.manual_seed(0)
     model, batch = Called("cast").double(), rollouts()
@@ -159,6 +161,59 @@ def test_a_weight_that_is_cast_is_streamed(monkeypatch):
     gram, expected = measure_gram(model, *batch.arguments), reference(model, batch)
     assert float((gram.matrix - expected).norm()) < 1e-6 * float(expected.norm())
     assert not gram.replayed
+
+
+class FunctionalDropout(nn.Module):
+    """A model with dropout in its own forward function, where no module owns parameters, whatever its mode."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.embedding, self.layer, self.head = nn.Embedding(61, 8), nn.Linear(8, 8), nn.Linear(8, 61, bias=False)
+        self.rate = rate
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The head, as Hugging Face models tell it."""
+        return self.head
+
+    def forward(self, input_ids: Tensor) -> Tensor:  # noqa: D102
+        x = self.embedding(input_ids).cumsum(1)
+        return self.head(F.dropout(self.layer(x), self.rate, training=True) if self.rate else self.layer(x))
+
+
+@pytest.mark.parametrize("is_deferred", [True, False])
+def test_dropout_outside_every_module_is_switched_off(is_deferred):
+    torch.manual_seed(0)
+    model, batch = FunctionalDropout(0.5).double(), rollouts()
+    plain = FunctionalDropout(0.0).double()
+    plain.load_state_dict(model.state_dict())
+
+    def measured() -> Gram:
+        if not is_deferred:
+            return measure_gram(model, *batch.arguments)
+        return DeferredGram(model, *batch.arguments).finish(batch.completion_mask.double(), torch.ones(1, 5))[0]
+
+    with pytest.warns(UserWarning, match="dropout was switched off"):
+        gram = measured()
+    expected = reference(plain, batch)
+    assert float((gram.matrix - expected).norm()) < 1e-12 * float(expected.norm())
+
+
+class Wary(FunctionalDropout):
+    """A model that refuses to run under interception."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:  # noqa: D102
+        x = self.embedding(input_ids).cumsum(1)
+        assert not hasattr(x, "_scoregram"), "a mark"
+        return self.head(self.layer(x))
+
+
+def test_a_model_that_refuses_interception_is_measured_by_plain_passes():
+    torch.manual_seed(0)
+    model, batch = Wary(0.0).double(), rollouts()
+    gram, expected = measure_gram(model, *batch.arguments), reference(model, batch)
+    assert float((gram.matrix - expected).norm()) < 1e-12 * float(expected.norm())
+    assert set(gram.replayed) == {name for name, _ in model.named_parameters()}
+    assert gram.notes[0] == "measured without interception: AssertionError: a mark"
 
 
 class Sorted(Called):

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from scoregram.gram import leaves, measure_gram
@@ -20,7 +21,25 @@ def streamed(monkeypatch):
     monkeypatch.setattr(leaves, "KEPT_ELEMENTS", 0)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2"])
+class Scaled(nn.Module):
+    """A model that changes its logits after the head: its first forward pass, for the head alone, is discarded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer, self.head = nn.Embedding(61, 8), nn.Linear(8, 8), nn.Linear(8, 61, bias=False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The head, as Hugging Face models tell it."""
+        return self.head
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # noqa: D102
+        return 2 * self.head(self.layer(self.embedding(input_ids).cumsum(1)))
+
+
+MODELS = {"scaled": lambda: Scaled().double()} | {name: ARCHITECTURES[name] for name in ("llama", "llama-tied", "gpt2")}
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_factors_are_dropped_when_the_last_use_of_a_weight_has_arrived(name, monkeypatch):
     pending: list[Any] = []
     finish = Collector.finish
@@ -30,7 +49,7 @@ def test_factors_are_dropped_when_the_last_use_of_a_weight_has_arrived(name, mon
         finish(collector)
 
     monkeypatch.setattr(Collector, "finish", noted_finish)
-    measure_gram(ARCHITECTURES[name](), *rollouts().arguments)
+    measure_gram(MODELS[name](), *rollouts().arguments, verify=True)
     assert not pending
 
 
