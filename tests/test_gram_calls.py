@@ -202,9 +202,9 @@ class Wary(FunctionalDropout):
     """A model that refuses to run under interception."""
 
     def forward(self, input_ids: Tensor) -> Tensor:  # noqa: D102
-        x = self.embedding(input_ids).cumsum(1)
+        x = self.embedding(input_ids)
         assert not hasattr(x, "_scoregram"), "a mark"
-        return self.head(self.layer(x))
+        return self.head(self.layer(x.cumsum(1)))
 
 
 def test_a_model_that_refuses_interception_is_measured_by_plain_passes():

@@ -361,9 +361,9 @@ def test_a_measurement_casts_what_autocast_casts(name):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(batch.input_ids)
         plain = dict(kinds)
-        measure_gram(model, *batch.arguments)
-        measure_gram(model, *batch.arguments)  # by what was remembered
+        grams = [measure_gram(model, *batch.arguments) for _ in range(2)]  # the second by what was remembered
     assert kinds == plain and torch.bfloat16 in plain.values()
+    assert not any(gram.replayed for gram in grams)
 
 
 def test_a_layer_whose_forward_was_replaced_is_measured_as_it_is():

@@ -68,6 +68,13 @@ class Stretched(ByShape):
         return x + x.mean(-1, keepdim=True) * self.weight
 
 
+class Summed(ByShape):
+    """Mixes the elements of its weight, and keeps its shape."""
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        return x * self.weight.cumsum(0) / 16
+
+
 class Plain(ByShape):
     """Scales by its weight, as a norm does."""
 
@@ -86,7 +93,7 @@ class Parent(Plain):
         return self.child(x) * self.weight
 
 
-@pytest.mark.parametrize("kind", [ByShape, Centred, Stretched, Parent])
+@pytest.mark.parametrize("kind", [ByShape, Centred, Stretched, Summed, Parent])
 def test_a_module_that_does_more_than_broadcast_is_not_remembered(kind, monkeypatch):
     monkeypatch.setattr(kind.forward, "__module__", "transformers.models.custom")
     model: Any = ARCHITECTURES["llama"]()
