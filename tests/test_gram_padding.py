@@ -76,13 +76,13 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-def with_holes() -> Rollouts:
-    """Left-padded prompts, then padding between prompt and completion, then completions of unequal lengths."""
+def with_holes(*, left: bool = True) -> Rollouts:
+    """Prompts, left-padded or not, then padding between prompt and completion, then completions of unequal lengths."""
     generator = torch.Generator().manual_seed(4)
     ids = torch.randint(3, 61, (5, 14), generator=generator)
     attention, completion = torch.zeros_like(ids), torch.zeros(5, 14, dtype=torch.bool)
     for row in range(5):
-        attention[row, row % 2 : 5] = 1
+        attention[row, row % 2 if left else 0 : 5] = 1
         attention[row, 6 + row % 3 : 14 - row % 2] = 1
         completion[row, 6 + row % 3 : 14 - row % 2] = True
     completion[3] = False
@@ -117,7 +117,9 @@ def test_padding_on_the_left_and_in_the_middle_changes_nothing(name):
             assert not gram.replayed, "positions that all rollouts share are looked up for each"
 
 
-@pytest.mark.parametrize("batch", [rollouts(padding="left"), with_holes()], ids=["left", "holes"])
+@pytest.mark.parametrize(
+    "batch", [rollouts(padding="left"), with_holes(), with_holes(left=False)], ids=["left", "holes", "holes alone"]
+)
 def test_log_probs_are_at_the_places_of_the_given_tokens(batch):
     model = ARCHITECTURES["gpt2"]()
     expected = torch.zeros(batch.input_ids.shape, dtype=torch.float64)
