@@ -71,3 +71,13 @@ def test_inputs_inside_a_checkpointed_layer_are_gone_before_the_backward_pass(mo
     monkeypatch.setattr(Pass, "backward_through_head", noted_backward)
     measure_gram(model, *rollouts().arguments)
     assert inputs and held == [0]
+
+
+def test_the_logits_of_a_frozen_head_are_not_kept(monkeypatch):
+    model: Any = ARCHITECTURES["llama"]()
+    model.lm_head.requires_grad_(False)
+    fused: list[int] = []
+    backward = Pass.backward_through_head
+    monkeypatch.setattr(Pass, "backward_through_head", lambda running, head: fused.append(1) or backward(running, head))
+    measure_gram(model, *rollouts().arguments)
+    assert fused == [1]
