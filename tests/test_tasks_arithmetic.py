@@ -166,3 +166,42 @@ def test_the_teacher_is_right_as_often_as_asked_by_habit_and_by_chance(difficult
         rewards = task.rewards(problems, [careless_solution(problem, who, rng) for problem in problems])
         standard_error = (expected * (1 - expected) / len(problems)) ** 0.5
         assert abs(rewards.count(1.0) / len(rewards) - expected) < 4 * standard_error + 0.08
+
+
+def pairs_in_a_row(problem: Problem) -> set[tuple[int, int]]:
+    """Every two added terms that stand next to each other, read from the prompt."""
+    _, *added = [int(term) for term in problem.prompt.rstrip("=").split("+")]
+    return {(added[k], added[k + 1]) for k in range(len(added) - 1)}
+
+
+@pytest.mark.parametrize("terms", [3, 4, 16])
+@pytest.mark.parametrize("seed", [0, 7])
+def test_held_out_compositions_do_not_leak_into_training(terms, seed):
+    task = load_task(f"arithmetic-compositions:{terms}", seed=seed)
+    composed = task.held_out["composition"]
+    seen = set().union(*map(pairs_in_a_row, (*task.train, *task.test)))
+    unseen = {(a, b) for a in range(1, 10) for b in range(1, 10)} - seen
+    assert len(unseen) == 9 == len({a for a, _ in unseen}) == len({b for _, b in unseen})
+    assert all(pairs_in_a_row(problem) & unseen for problem in composed)
+    prompts = [problem.prompt for problem in (*task.train, *task.test, *composed)]
+    assert len(set(prompts)) == len(prompts)
+    assert len(task.test) == len(composed) >= 300 and len(task.train) >= 4 * len(task.test)
+
+
+def test_every_single_addition_of_a_held_out_composition_is_trained():
+    task = load_task("arithmetic-compositions")
+    places = [tuple(map(int, p.prompt.rstrip("=").split("+")))[1:] for p in task.train]
+    for place in range(3):
+        assert {terms[place] for terms in places} == set(range(1, 10))
+
+
+def test_compositions_are_the_same_test_for_every_seed():
+    one, other = (load_task("arithmetic-compositions", seed=seed) for seed in (1, 2))
+    assert list(one.test) == list(other.test)
+    assert list(one.held_out["composition"]) == list(other.held_out["composition"])
+    assert not {p.prompt for p in other.train} & {p.prompt for p in one.test}
+
+
+def test_a_composition_needs_two_additions():
+    with pytest.raises(ScoregramError, match=r"arithmetic-compositions: the number of terms must be .* from 3 to 16"):
+        load_task("arithmetic-compositions:2")

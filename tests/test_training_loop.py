@@ -519,3 +519,17 @@ def test_a_resumed_run_keeps_the_hash_of_its_start(policy, tmp_path):
     train(config_for(policy, tmp_path / "run", steps=2, resume=True, **settings))
     run = open_run(tmp_path / "run")
     assert run.environment["start_sha256"] == kept and not run.resumed
+
+
+def test_a_held_out_split_is_evaluated_on_its_own(policy, tmp_path):
+    changes = {"task": "arithmetic-compositions:3", "keep_evidence": True, "eval_samples": 2}
+    train(config_for(policy, tmp_path / "run", steps=1, **changes))
+    run = open_run(tmp_path / "run")
+    for line in run.metrics():
+        assert line["eval/problems"] == line["eval/composition/problems"] == 6
+    kinds = {group.kind for group in run.groups() if group.kind.startswith("test")}
+    assert kinds == {"test", "test, greedy", "test composition", "test composition, greedy"}
+    asked = {group.prompt_id.split("/")[1] for group in run.groups() if group.kind == "test composition, greedy"}
+    assert asked == {"composition"}
+    last = [g.rewards for g in run.groups() if g.kind == "test composition, greedy" and g.step == 1]
+    assert run.metrics()[-1]["eval/composition/accuracy"] == float(torch.cat(last).mean())

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,16 @@ from torch import Tensor
 from scoregram.checks import fail
 from scoregram.machine import threads
 from scoregram.policy.supervised import Demonstration, padded_demonstrations, supervised_losses
-from scoregram.tasks import Problem, Task, arithmetic, careless_solution, careless_teacher, number_of_terms, solution
+from scoregram.tasks import (
+    Problem,
+    Task,
+    arithmetic,
+    arithmetic_compositions,
+    careless_solution,
+    careless_teacher,
+    number_of_terms,
+    solution,
+)
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -36,6 +46,8 @@ VOCABULARY = {token: index for index, token in enumerate((PAD, EOS, UNKNOWN_CHAR
 CONTEXT = 512
 IGNORED = -100
 """Label of a token that the loss leaves out."""
+SUM_TASKS = MappingProxyType({"arithmetic": arithmetic, "arithmetic-compositions": arithmetic_compositions})
+"""Tasks on whose own training split the policy is warm-started, so that it has not seen what they hold out."""
 THREADS = 2
 """Threads of the warm start on any machine, so that sums are taken in one order."""
 
@@ -117,12 +129,13 @@ def tiny_policy(
     """
     recipe = recipe or WarmStart()
     name, _, argument = (task.name if task else "arithmetic").partition(":")
-    terms = number_of_terms(argument if name == "arithmetic" else "")
+    terms = number_of_terms(argument if name in SUM_TASKS else "")
+    split = name if name in SUM_TASKS else "arithmetic"
     model = untrained(recipe, seed)
-    path = cache_folder() / f"tiny-{cache_key(recipe, terms, seed)}.safetensors"
+    path = cache_folder() / f"tiny-{cache_key(recipe, terms, seed, split)}.safetensors"
     weights = read_weights(path, like=model.state_dict())
     if weights is None:
-        warm_start_tiny(model, recipe, terms, seed)
+        warm_start_tiny(model, recipe, terms, seed, split)
         write_weights(path, model.state_dict())
     else:
         model.load_state_dict(weights)
@@ -153,14 +166,16 @@ def untrained(recipe: WarmStart, seed: int) -> "LlamaForCausalLM":
         return LlamaForCausalLM(config)
 
 
-def warm_start_tiny(model: "LlamaForCausalLM", recipe: WarmStart, terms: int, seed: int) -> None:
+def warm_start_tiny(
+    model: "LlamaForCausalLM", recipe: WarmStart, terms: int, seed: int, split: str = "arithmetic"
+) -> None:
     """Train `model` in place: until it adds correctly, then on the solutions of a careless teacher.
 
     The first stage ends at a loss, not at a step: addition is learnt suddenly, at a step that depends on difficulty and
     seed.
     """
     rng = Random(f"warm start/{terms}/{seed}")
-    problems = arithmetic(str(terms), seed).train
+    problems = SUM_TASKS[split](str(terms), seed).train
     teacher = careless_teacher(terms, seed, right=recipe.right, habit=recipe.habit, slip=recipe.slip)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98), fused=True)
 
@@ -216,7 +231,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "scoregram"
 
 
-def cache_key(recipe: WarmStart, terms: int, seed: int) -> str:
+def cache_key(recipe: WarmStart, terms: int, seed: int, split: str = "arithmetic") -> str:
     """Hash of everything that determines the weights, down to the libraries and the kind of processor."""
     import transformers
 
@@ -224,6 +239,7 @@ def cache_key(recipe: WarmStart, terms: int, seed: int) -> str:
         "recipe": asdict(recipe),
         "terms": terms,
         "seed": seed,
+        **({} if split == "arithmetic" else {"split": split}),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",

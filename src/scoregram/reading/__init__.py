@@ -11,6 +11,7 @@ metrics themselves. `group.Outcome` lists the outcomes of a group; `scoregram.gr
 missing reward is `nan` throughout.
 """
 
+from scoregram.reading.credit import CreditTruth as CreditTruth
 from scoregram.reading.group import GroupReading as GroupReading
 from scoregram.reading.group import Outcome as Outcome
 from scoregram.reading.group import StoredGroup as StoredGroup
@@ -26,6 +27,7 @@ from scoregram.reading.run import EvaluationRewards as EvaluationRewards
 from scoregram.reading.run import RunReading as RunReading
 from scoregram.reading.run import RunSummary as RunSummary
 from scoregram.reading.run import read_run as read_run
+from scoregram.reading.run import split_kinds as split_kinds
 from scoregram.reading.step import LayerDetail as LayerDetail
 from scoregram.reading.step import Step as Step
 from scoregram.reading.step import StepReading as StepReading

@@ -21,6 +21,7 @@ from scoregram.reading.trust import Trust, needs_gram, trust_of
 from scoregram.runs import GroupRecord, Rows, Run, own_name
 from scoregram.statistics import (
     NoiseComponents,
+    UpdatePower,
     baseline_saving,
     group_moments,
     mixed_probability,
@@ -35,6 +36,18 @@ EvaluationRewards = Mapping[str, Mapping[int, Mapping[str, float]]]
 """Mean reward of every test problem, by kind of rollouts, step of the evaluation, and problem."""
 SAMPLED_TEST, GREEDY_TEST = "test", "test, greedy"
 """Kinds of groups that hold the rewards of an evaluation."""
+
+
+def split_kinds(split: str = "") -> tuple[str, str]:
+    """Kinds of the sampled and of the greedy rollouts of an evaluation on a held-out split, or on the test problems.
+
+    Example:
+        >>> split_kinds("composition")
+        ('test composition', 'test composition, greedy')
+    """
+    return (f"test {split}", f"test {split}, greedy") if split else (SAMPLED_TEST, GREEDY_TEST)
+
+
 UNKNOWN_ESTIMATE = Estimate(math.nan)
 
 
@@ -183,6 +196,26 @@ class RunReading:
         return [(right + 0.5) / (rollouts + 1) for right, rollouts in seen.values()]
 
     @cached_property
+    def update_power(self) -> UpdatePower:
+        """Signal and noise of the run's own updates, each a mean over all measured steps; `nan` without any.
+
+        A ratio of the two means is far less noisy than a mean of ratios: the signal of one step is often below 0.
+        """
+        signal, noise = (self.series(f"gram/update_{name}")[1] for name in ("signal", "noise"))
+        pairs = [pair for pair in zip(signal, noise, strict=True) if not any(map(math.isnan, pair))]
+        if not pairs:
+            return UpdatePower(math.nan, math.nan)
+        return UpdatePower(*(float(mean) for mean in np.mean(pairs, axis=0)))
+
+    @cached_property
+    def rank_means(self) -> tuple[float, float]:
+        """Mean effective rank and mean of its orthogonal null, over all groups with a spectrum; `nan` without any."""
+        shown = [group for group in self.groups if group.has_spectrum and group.record.step not in self.trust.failed]
+        names = ("effective_rank", "effective_rank_orthogonal")
+        rank, null = (float(_column(shown, name).mean()) if shown else math.nan for name in names)
+        return rank, null
+
+    @cached_property
     def summary(self) -> "RunSummary":
         """The numbers of the last third."""
         return run_summary(self)
@@ -206,11 +239,11 @@ def read_run(run: Run) -> RunReading:
 
 
 def evaluation_rewards(tests: Iterable[GroupRecord]) -> EvaluationRewards:
-    """Rewards of evaluations, from groups of the kinds `test` and `test, greedy`."""
+    """Rewards of evaluations, from groups whose kinds are those of `split_kinds`."""
     rewards: dict[str, dict[int, dict[str, float]]] = {SAMPLED_TEST: {}, GREEDY_TEST: {}}
     for group in tests:
-        if group.kind in rewards:
-            rewards[group.kind].setdefault(group.step, {})[group.prompt_id] = float(group.rewards.nanmean())
+        by_step = rewards.setdefault(group.kind, {})
+        by_step.setdefault(group.step, {})[group.prompt_id] = float(group.rewards.nanmean())
     return rewards
 
 

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from scoregram.gram import Gram
+from scoregram.reading.credit import CreditTruth, credit_scalars, push_scalars
 from scoregram.reading.group import GroupReading, mean_over_groups, read_group
 from scoregram.rollouts import Rollouts
 from scoregram.runs import BatchRecord, GroupRecord, RolloutRecord, Rows, rows_of_kind, token_hash
@@ -29,6 +30,7 @@ from scoregram.statistics import (
     signal_to_noise,
     update_coherence,
     update_norm,
+    update_power,
 )
 from scoregram.types import Advantages, BatchGram, BatchWeights, PerPrompt, Rewards
 
@@ -60,6 +62,10 @@ class Step:
     advantage."""
     token_weights: Float[Tensor, "batch tokens"] | None = None
     """Weight of every token's score in the update; None if the tokens of each rollout share one weight."""
+    truth: CreditTruth | None = None
+    """True advantages of the tokens; None if they are not known."""
+    push: Float[Tensor, "batch tokens"] | None = None
+    """Log-probability of every token after the update minus that before it; None if it was not measured."""
     has_whole_groups: bool = False
     """For rows of a loss, whether every group is complete: a step of another trainer may hold part of a group."""
     group_marks: Sequence[Mapping[str, float]] = ()
@@ -70,6 +76,12 @@ class Step:
     def rows(self) -> Rows:
         """What the rows of the Gram are: scores `ψ_i`, or gradients of a loss, which already include the weights."""
         return rows_of_kind(self.kind)
+
+    @property
+    def credit(self) -> Float[Tensor, "batch tokens"]:
+        """`(N, T)` float64 on the CPU: the advantage of every token, that of its rollout if its tokens share one."""
+        shared = self.advantages[:, None].expand(self.rollouts.input_ids.shape)
+        return shared if self.token_advantages is None else self.token_advantages.double().cpu().nan_to_num()
 
     @property
     def row_weights(self) -> Float[Tensor, " batch"]:
@@ -95,6 +107,10 @@ def read_step(step: Step) -> StepReading:
     the gradient of these prompts.
     """
     scalars = reward_scalars(step)
+    if step.truth is not None:
+        scalars |= credit_scalars(step.truth, step.credit)
+    if step.push is not None:
+        scalars |= push_scalars(step.truth, step.push, step.rollouts.completion_mask)
     if step.gram is None:
         return StepReading(scalars, ())
     groups = group_readings(step)
@@ -172,6 +188,8 @@ WHOLE_GRAM = (
     "largest_share",
     "conflicting_prompts",
     "cancelled",
+    "update_signal",
+    "update_noise",
     "gradient_squared",
     "between_prompts",
     "within_prompt",
@@ -180,7 +198,7 @@ WHOLE_GRAM = (
     "optimal_group_size",
 )
 """Scalars that need the Gram between all rollouts of a step."""
-OF_WEIGHTS = WHOLE_GRAM[:5]
+OF_WEIGHTS = WHOLE_GRAM[:7]
 """Those of them that need no rewards."""
 
 
@@ -225,7 +243,7 @@ def whole_gram_scalars(gram: BatchGram, weights: BatchWeights, rollouts: Rollout
 
 
 def update_scalars(gram: BatchGram, weights: BatchWeights, group_ids: Tensor) -> dict[str, float]:
-    """Norm, coherence, largest share and conflict of the update `Σ_i w_i ψ_i`."""
+    """Norm, coherence, largest share, conflict, signal and noise of the update `Σ_i w_i ψ_i`."""
     scalars = {
         "gram/update_norm": update_norm(gram, weights, rtol=MEASURED_RTOL),
         "gram/coherence": update_coherence(gram, weights),
@@ -234,6 +252,8 @@ def update_scalars(gram: BatchGram, weights: BatchWeights, group_ids: Tensor) ->
     if len(group_ids.unique()) > 1:
         conflict = prompt_conflict(gram, weights, group_ids.cpu())
         scalars |= {"gram/conflicting_prompts": conflict.conflicting, "gram/cancelled": conflict.cancelled}
+        power = update_power(gram, weights, group_ids.cpu())
+        scalars |= {"gram/update_signal": power.signal, "gram/update_noise": power.noise}
     return scalars
 
 

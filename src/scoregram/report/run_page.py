@@ -258,7 +258,7 @@ def gain_table(tests: EvaluationRewards) -> Table:
             both = sorted(first.keys() & last.keys())
             gain = mean_estimate([last[name] - first[name] for name in both])
             before, after = (mean_estimate([each[name] for name in both]) for each in (first, last))
-            rows.append((EVALUATIONS[kind], len(both), before, after, gain))
+            rows.append((EVALUATIONS.get(kind, kind), len(both), before, after, gain))
     return Table(
         "test-gain",
         "Gain on test problems",

@@ -4,6 +4,8 @@ from .baseline import excess_variance as excess_variance
 from .baseline import norm_reward_covariance as norm_reward_covariance
 from .baseline import optimal_baseline as optimal_baseline
 from .baseline import optimal_baseline_leave_one_out as optimal_baseline_leave_one_out
+from .fidelity import CreditFidelity as CreditFidelity
+from .fidelity import credit_fidelity as credit_fidelity
 from .groups import GroupOutcomes as GroupOutcomes
 from .groups import effective_fraction as effective_fraction
 from .groups import effective_fraction_bound as effective_fraction_bound
@@ -35,6 +37,7 @@ from .noise import signal_to_noise as signal_to_noise
 from .noise import vanilla_mse as vanilla_mse
 from .update import HeldOutEffect as HeldOutEffect
 from .update import PromptConflict as PromptConflict
+from .update import UpdatePower as UpdatePower
 from .update import cosine_matrix as cosine_matrix
 from .update import held_out_effect as held_out_effect
 from .update import prompt_conflict as prompt_conflict
@@ -44,3 +47,4 @@ from .update import rollout_shares as rollout_shares
 from .update import update_cancellation as update_cancellation
 from .update import update_coherence as update_coherence
 from .update import update_norm as update_norm
+from .update import update_power as update_power

@@ -141,6 +141,43 @@ def prompt_update_gram(gram: BatchGram, weights: BatchWeights, prompt_of: Prompt
 
 
 @dataclass(frozen=True)
+class UpdatePower:
+    """Signal and noise of an update `ĝ`, in units of its squared norm."""
+
+    signal: float
+    """`|E ĝ|²`; an estimate can be negative."""
+    noise: float
+    """`E|ĝ − E ĝ|²`: the trace of the covariance."""
+
+
+def update_power(gram: BatchGram, weights: BatchWeights, prompt_of: PromptOf) -> UpdatePower:
+    """Unbiased estimates of signal and noise of the update `ĝ = Σ_p u_p` of `P` independent prompts, for any method.
+
+    With `m` the mean of `⟨u_p, u_q⟩` over pairs of different prompts and `d` the mean of `|u_p|²`: `signal = P² m`,
+    `noise = P (d − m)`. They sum to `|ĝ|²`. The updates of the prompts must be independent and alike in distribution;
+    an estimator that shares statistics between prompts, such as the standard deviation of the batch, violates this
+    slightly. `nan` for one prompt.
+
+    Args:
+        gram: `(N, N)`.
+        weights: `(N,)`. The weight of each row in the update.
+        prompt_of: `(N,)`. The prompt of each rollout, `0 … P-1`.
+
+    Example:
+        >>> import torch
+        >>> update_power(torch.tensor([[2.0, 1.0], [1.0, 2.0]]), torch.ones(2), torch.tensor([0, 1]))
+        UpdatePower(signal=4.0, noise=2.0)
+    """
+    inner = prompt_update_gram(gram, weights, prompt_of)
+    prompts = int(prompt_of.max()) + 1 if len(prompt_of) else 0
+    if prompts < 2:
+        return UpdatePower(math.nan, math.nan)
+    own = float(inner.diagonal().sum())
+    between = (float(inner.sum()) - own) / (prompts * (prompts - 1))
+    return UpdatePower(prompts**2 * between, own - prompts * between)
+
+
+@dataclass(frozen=True)
 class PromptConflict:
     """Agreement between the updates `u_p` of single prompts."""
 

@@ -5,6 +5,7 @@
 """
 
 from scoregram.tasks.arithmetic import arithmetic as arithmetic
+from scoregram.tasks.arithmetic import arithmetic_compositions as arithmetic_compositions
 from scoregram.tasks.arithmetic import careless_solution as careless_solution
 from scoregram.tasks.arithmetic import careless_teacher as careless_teacher
 from scoregram.tasks.arithmetic import first_wrong_character as first_wrong_character

@@ -9,9 +9,9 @@ some pairs of digits it nearly always forgets to carry. After a mistake it conti
 steps are consistent with the mistake.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from math import prod
+from itertools import accumulate, pairwise
 from random import Random
 from typing import Any
 
@@ -23,10 +23,17 @@ FEWEST_TERMS, MOST_TERMS = 2, 16
 FIRST_TERMS = range(10, 50)
 LATER_TERMS = range(1, 10)
 _TRAIN_PROBLEMS, _TEST_PROBLEMS = 8192, 512
+_CANDIDATES = 60_000
+"""Sums from which the splits with held-out compositions are chosen, where there are more."""
 SPARE_TOKENS = 2
 """Tokens beyond the longest right solution, so that a policy that fails to stop is noticed."""
 CARRYING = tuple((units, term) for units in range(10) for term in LATER_TERMS if units + term >= 10)
 """Pairs of last digit and term whose sum carries: half of all pairs."""
+
+HELD_OUT_PAIRS = frozenset(
+    zip(LATER_TERMS, Random("held-out compositions").sample(LATER_TERMS, len(LATER_TERMS)), strict=True)
+)
+"""Pairs of terms of which the second never follows the first in training on `arithmetic-compositions`."""
 
 
 def arithmetic(argument: str = "", seed: int = 0) -> Task:
@@ -45,8 +52,7 @@ def arithmetic(argument: str = "", seed: int = 0) -> Task:
         (SolutionStep(start=3, end=6, correct=False), [True, False, True])
     """
     terms = number_of_terms(argument)
-    alphabets = (FIRST_TERMS, *[LATER_TERMS] * (terms - 1))
-    space = prod(len(alphabet) for alphabet in alphabets)
+    space = number_of_sums(terms)
     test_size = min(_TEST_PROBLEMS, space // 5)
     train_size = min(_TRAIN_PROBLEMS, space - test_size)
     # Problems are numbers below `space`. The test split is the same for every seed, so that a policy that was trained
@@ -55,32 +61,85 @@ def arithmetic(argument: str = "", seed: int = 0) -> Task:
     tested = set(held_out)
     drawn = Random(f"arithmetic/{terms}/train/{seed}").sample(range(space), test_size + train_size)
     trained = [number for number in drawn if number not in tested][:train_size]
+    return sum_task("arithmetic", terms, {"train": trained, "test": held_out})
 
-    def build(split: str, index: int, number: int) -> Problem:
-        values = []
-        for alphabet in alphabets:
-            number, digit = divmod(number, len(alphabet))
-            values.append(alphabet[digit])
-        return sum_problem(f"arithmetic:{terms}/{split}/{index}", values)
+
+def arithmetic_compositions(argument: str = "", seed: int = 0) -> Task:
+    """Running sums in which some combinations of operations are held out: does a policy compose what it has learnt?
+
+    An operation is the addition of a term, a combination two additions in a row. For each term there is one term that
+    never follows it in training (`HELD_OUT_PAIRS`, 9 of 81 pairs), while both occur at every place. `test` has new
+    problems without such a pair, and the held-out split `composition` problems with at least one. A policy that knows
+    the single steps does equally well on both; one that knows templates of several steps does worse on `composition`.
+
+    Raises:
+        ScoregramError: If `argument` is not a whole number from 3 to 16.
+
+    Example:
+        >>> task = arithmetic_compositions("3")
+        >>> len(task.train), len(task.test), len(task.held_out["composition"])
+        (2520, 360, 360)
+    """
+    terms = number_of_terms(argument, fewest=3, task="arithmetic-compositions")
+    space = number_of_sums(terms)
+    shuffled = Random(f"arithmetic-compositions/{terms}/test").sample(range(space), min(space, _CANDIDATES))
+    composed = [number for number in shuffled if has_held_out_pair(terms_of_number(number, terms))]
+    familiar = [number for number in shuffled if not has_held_out_pair(terms_of_number(number, terms))]
+    size = min(_TEST_PROBLEMS, len(composed), len(familiar) // 5)
+    tested = set(familiar[:size])
+    drawn = Random(f"arithmetic-compositions/{terms}/train/{seed}").sample(range(space), min(space, _CANDIDATES))
+    trained = [n for n in drawn if n not in tested and not has_held_out_pair(terms_of_number(n, terms))]
+    splits = {"train": trained[:_TRAIN_PROBLEMS], "test": familiar[:size], "composition": composed[:size]}
+    return sum_task("arithmetic-compositions", terms, splits)
+
+
+def has_held_out_pair(terms: Sequence[int]) -> bool:
+    """Whether two terms in a row, after the first, are a held-out pair."""
+    return any(pair in HELD_OUT_PAIRS for pair in pairwise(terms[1:]))
+
+
+def sum_task(name: str, terms: int, splits: Mapping[str, Sequence[int]]) -> Task:
+    """The task whose splits hold these problems, given as numbers; splits besides train and test are held out."""
+
+    def problems(split: str) -> LazyProblems:
+        numbers = splits[split]
+        full = f"{name}:{terms}/{split}"
+        return LazyProblems(len(numbers), lambda i: sum_problem(f"{full}/{i}", terms_of_number(numbers[i], terms)))
 
     return Task(
-        name=f"arithmetic:{terms}",
-        train=LazyProblems(train_size, lambda i: build("train", i, trained[i])),
-        test=LazyProblems(test_size, lambda i: build("test", i, held_out[i])),
+        name=f"{name}:{terms}",
+        train=problems("train"),
+        test=problems("test"),
         reward=right_sum,
         max_new_tokens=longest_solution(terms) + 1 + SPARE_TOKENS,  # 1: the stop token
         demonstrate=lambda problem, rng: solution(problem),
         steps=verified_steps,
+        solution=solution,
+        held_out={split: problems(split) for split in splits if split not in ("train", "test")},
     )
 
 
-def number_of_terms(argument: str) -> int:
+def number_of_sums(terms: int) -> int:
+    """How many sums of this many terms there are."""
+    return len(FIRST_TERMS) * len(LATER_TERMS) ** (terms - 1)
+
+
+def terms_of_number(number: int, terms: int) -> list[int]:
+    """The sum that a number below `number_of_sums` stands for: its digits in mixed base, as terms."""
+    values = []
+    for alphabet in (FIRST_TERMS, *[LATER_TERMS] * (terms - 1)):
+        number, digit = divmod(number, len(alphabet))
+        values.append(alphabet[digit])
+    return values
+
+
+def number_of_terms(argument: str, *, fewest: int = FEWEST_TERMS, task: str = "arithmetic") -> int:
     """The number of terms in `arithmetic:TERMS`; the default if it is empty."""
     if not argument:
         return DEFAULT_TERMS
-    if not argument.isdecimal() or not FEWEST_TERMS <= int(argument) <= MOST_TERMS:
-        requirement = f"the number of terms must be a whole number from {FEWEST_TERMS} to {MOST_TERMS}"
-        fail("arithmetic", requirement, repr(argument), f"Write for example arithmetic:{DEFAULT_TERMS}.")
+    if not argument.isdecimal() or not fewest <= int(argument) <= MOST_TERMS:
+        requirement = f"the number of terms must be a whole number from {fewest} to {MOST_TERMS}"
+        fail(task, requirement, repr(argument), f"Write for example {task}:{DEFAULT_TERMS}.")
     return int(argument)
 
 

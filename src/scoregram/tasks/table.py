@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from scoregram.checks import fail, lookup
-from scoregram.tasks.arithmetic import arithmetic
+from scoregram.tasks.arithmetic import arithmetic, arithmetic_compositions
 from scoregram.tasks.forecasts import coin_forecasts
 from scoregram.tasks.task import Task, load_reward
 from scoregram.tasks.text_tasks import gsm8k, jsonl, reasoning_gym
@@ -32,6 +32,12 @@ TASKS: MappingProxyType[str, TaskRow] = MappingProxyType(
             argument="number of terms",
             needs_argument=False,
             about="running sums written step by step; needs no data, every step is verifiable",
+        ),
+        "arithmetic-compositions": TaskRow(
+            load=arithmetic_compositions,
+            argument="number of terms",
+            needs_argument=False,
+            about="the same sums, with pairs of additions that training never has; evaluated with and without them",
         ),
         "forecast": TaskRow(
             load=coin_forecasts,

@@ -74,6 +74,10 @@ class Task:
     """Splits a completion into verified steps, for process rewards and for the first error."""
     scalars: "Callable[[Sequence[Problem], Sequence[str]], Mapping[str, float]] | None" = None
     """Numbers about completions, each with its problem, for the metrics `task/…`."""
+    solution: Callable[[Problem], str] | None = None
+    """Writes the right solution of a problem, for tasks in which there is only one."""
+    held_out: Mapping[str, Sequence[Problem]] = field(default_factory=dict)
+    """Further test problems by name, which an evaluation reports on their own: `eval/NAME/accuracy`."""
 
     def prompt(self, problem: Problem) -> str:
         """The text that the policy reads.

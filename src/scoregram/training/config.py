@@ -161,7 +161,7 @@ LATER_OPTIONS = frozenset(
         "sampling_temperature",
         *("critic", "critic_learning_rate", "critic_updates", "critic_clip", "critic_warmup"),
         *("prefix_rollouts", "segments", "segment_tokens", "segment_probability"),
-        *("rollouts", "every_rollouts"),
+        *("rollouts", "every_rollouts", "credit_truth", "truth_rollouts", "push"),
     }
 )
 """Options that older runs do not have; they are stored only if they differ from their defaults."""
@@ -309,6 +309,13 @@ class TrainConfig:
     """Dtype in which per-layer Grams are stored; none leaves them out."""
     layer_detail: Literal["each", "kinds", "probes"] = "each"
     """Store the Gram of each layer, of each kind of layer summed over depth, or of each kind for probes only."""
+    credit_truth: Literal["none", "auto", "exact", "sampled"] = "none"
+    """At measured steps, compare the credit of every token with its true advantage: exact where a task has one right
+    solution, sampled elsewhere, auto for exact or nothing."""
+    truth_rollouts: int = 16
+    """Rollouts per prefix, with --credit-truth sampled. They are a cost of measuring and do not count in --rollouts."""
+    push: bool = False
+    """At measured steps, measure by how much the update changed the log-probability of every token it trained on."""
     batches_every: int = 0
     """Store the whole Gram of a step, across prompts, at every N-th step; 0 for never."""
     keep_prompts: bool = True
@@ -512,6 +519,7 @@ LEAST = {
     "sampling_temperature": 0,
     "best_of": 2,
     "prefix_rollouts": 1,
+    "truth_rollouts": 2,
     "segment_tokens": 1,
     "segment_probability": 0,
     "max_new_tokens": 0,

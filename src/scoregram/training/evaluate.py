@@ -14,14 +14,13 @@ import torch
 from scoregram.gram import measure_gram
 from scoregram.policy import BiasedSamplingWarning, Policy, SamplingConfig
 from scoregram.reading import (
-    GREEDY_TEST,
-    SAMPLED_TEST,
     Step,
     batch_records,
     group_readings,
     group_records,
     mean_over_groups,
     reward_scalars,
+    split_kinds,
 )
 from scoregram.rollouts import Rollouts
 from scoregram.runs import BatchRecord, GroupRecord
@@ -59,20 +58,21 @@ class Evaluation:
         half = z * math.sqrt(self.accuracy * (1 - self.accuracy) / n + z * z / (4 * n * n)) / (1 + z * z / n)
         return centre - half, centre + half
 
-    def scalars(self) -> dict[str, float]:
-        """The scalars `eval/…` of the metrics."""
+    def scalars(self, split: str = "") -> dict[str, float]:
+        """The scalars `eval/…` of the metrics, `eval/SPLIT/…` for a held-out split."""
         low, high = self.interval
         drawn = [reward for group in self.sampled for reward in group]
-        sampled = {"eval/sampled_accuracy": sum(reward >= 1 for reward in drawn) / len(drawn)} if drawn else {}
+        sampled = {"sampled_accuracy": sum(reward >= 1 for reward in drawn) / len(drawn)} if drawn else {}
         rewards = [reward for reward in self.rewards if not math.isnan(reward)]
-        return {
-            "eval/accuracy": self.accuracy,
-            "eval/accuracy_low": low,
-            "eval/accuracy_high": high,
-            "eval/reward": sum(rewards) / len(rewards) if rewards else math.nan,
-            "eval/problems": len(self.rewards),
+        named = {
+            "accuracy": self.accuracy,
+            "accuracy_low": low,
+            "accuracy_high": high,
+            "reward": sum(rewards) / len(rewards) if rewards else math.nan,
+            "problems": len(self.rewards),
             **sampled,
         }
+        return {f"eval/{split}/{name}" if split else f"eval/{name}": value for name, value in named.items()}
 
 
 def evaluate(
@@ -100,13 +100,14 @@ def evaluate(
 
 
 def evaluation_records(
-    step: int, problems: Sequence[Problem], evaluation: Evaluation, *, keep_greedy: bool = False
+    step: int, problems: Sequence[Problem], evaluation: Evaluation, *, keep_greedy: bool = False, split: str = ""
 ) -> list[GroupRecord]:
-    """Groups of kind `test` and `test, greedy` with the rewards of an evaluation.
+    """Groups of kind `test` and `test, greedy` with the rewards of an evaluation; `test SPLIT` for a held-out split.
 
     None if no rollouts were sampled; with `keep_greedy`, the greedy ones even then.
     """
-    kinds = {SAMPLED_TEST: evaluation.sampled, GREEDY_TEST: tuple((reward,) for reward in evaluation.rewards)}
+    sampled, greedy = split_kinds(split)
+    kinds = {sampled: evaluation.sampled, greedy: tuple((reward,) for reward in evaluation.rewards)}
     return [
         GroupRecord(
             step=step,

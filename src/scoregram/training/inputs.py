@@ -192,6 +192,18 @@ def text_lengths(policy: Policy, ids: Sequence[int]) -> list[int]:
 # Monte-Carlo values
 
 
+@dataclass(frozen=True, eq=False)
+class PrefixRewards:
+    """Rewards of fresh rollouts from the prefixes of a step."""
+
+    starts: Tensor
+    """`(N, T)` bool: the first token of every segment."""
+    prefix_of: Tensor
+    """`(N, T)` int64: where a segment starts, the row of `rewards` that continues the tokens before it; 0 elsewhere."""
+    rewards: Tensor
+    """`(prefixes, rollouts)` float64; equal prefixes share a row."""
+
+
 @dataclass
 class PrefixRollouts(StatelessSource):
     """Values of prefixes: the mean reward of fresh rollouts that continue them.
@@ -207,31 +219,37 @@ class PrefixRollouts(StatelessSource):
     every_token: bool
     """Whether every token is a segment of its own, whatever the config says."""
 
+    purpose: str = "prefixes"
+    """Stream of random numbers: other sources draw from others."""
+
     def inputs(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> dict[str, Tensor]:
         """`prefix_values` and `segment_starts`, both `(N, T)`."""
+        drawn = self.draw(number, rollouts, problems)
+        values = drawn.rewards.mean(1)[drawn.prefix_of]
+        return {"prefix_values": torch.where(drawn.starts, values, 0.0), "segment_starts": drawn.starts}
+
+    def draw(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> "PrefixRewards":
+        """Continue every distinct prefix before a segment of these rollouts."""
         starts = self.segment_starts(rollouts, problems)
         ids, owners = rollouts.input_ids.tolist(), rollouts.group_ids.tolist()
         prompts = [int(length) for length in rollouts.prompt_lengths]
         real = rollouts.attention_mask.tolist()
-        prefix_of: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
+        places: dict[tuple[int, tuple[int, ...]], int] = {}
+        prefix_of = torch.zeros(rollouts.input_ids.shape, dtype=torch.int64)
         for row, place in starts.nonzero().tolist():
             before = tuple(token for token, is_real in zip(ids[row][:place], real[row][:place], strict=True) if is_real)
-            prefix_of[row, place] = (owners[row], before)
+            prefix_of[row, place] = places.setdefault((owners[row], before), len(places))
         lengths = {owners[row]: prompts[row] for row in range(rollouts.count)}
-        value_of = self.values(number, list(dict.fromkeys(prefix_of.values())), problems, lengths)
-        values = torch.zeros(rollouts.input_ids.shape, dtype=torch.float64)
-        for (row, place), prefix in prefix_of.items():
-            values[row, place] = value_of[prefix]
-        return {"prefix_values": values, "segment_starts": starts}
+        return PrefixRewards(starts, prefix_of, self.rewards(number, list(places), problems, lengths))
 
-    def values(
+    def rewards(
         self,
         number: int,
         prefixes: Sequence[tuple[int, tuple[int, ...]]],
         problems: Sequence[Problem],
         prompt_lengths: Mapping[int, int],
-    ) -> dict[tuple[int, tuple[int, ...]], float]:
-        """Mean reward of fresh rollouts from every prefix, given with the index of its problem."""
+    ) -> Tensor:
+        """`(prefixes, prefix_rollouts)` rewards of rollouts that continue prefixes, each given with its problem."""
         copies, limit = self.config.prefix_rollouts, self.sampling.max_new_tokens
         self.extra_rollouts = len(prefixes) * copies
         done = [len(ids) - prompt_lengths[problem] for problem, ids in prefixes]
@@ -243,7 +261,7 @@ class PrefixRollouts(StatelessSource):
                 sampling=replace(self.sampling, max_new_tokens=limit - min(done)),
                 stop_ids=self.policy.stop_ids,
                 pad_id=self.policy.pad_id,
-                generator=seeded_generator(self.config.seed, "prefixes", number),
+                generator=seeded_generator(self.config.seed, self.purpose, number),
             )
         texts, columns, each = [], [], []
         for row, continued in enumerate(fresh.completion_ids()):
@@ -256,8 +274,7 @@ class PrefixRollouts(StatelessSource):
         if any(reward is None for reward in rewards):
             remedy = "Choose an estimator without prefix values, or a reward function that judges every rollout."
             fail("train --estimator", "prefix values need a reward for every rollout", "None", remedy)
-        table = torch.tensor(rewards, dtype=torch.float64).view(len(prefixes), copies)
-        return dict(zip(prefixes, table.mean(1).tolist(), strict=True))
+        return torch.tensor(rewards, dtype=torch.float64).view(len(prefixes), copies)
 
     def segment_starts(self, rollouts: Rollouts, problems: Sequence[Problem]) -> Tensor:
         """`(N, T)` bool: the first completion token, and each token after a cut.

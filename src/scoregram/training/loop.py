@@ -48,6 +48,7 @@ from scoregram.training.evaluate import evaluate, evaluation_records, run_probe
 from scoregram.training.inputs import InputSource, input_sources
 from scoregram.training.progress import Progress
 from scoregram.training.trackers import open_trackers, require_trackers
+from scoregram.training.truth import CreditObserver, truth_source
 from scoregram.training.update import Reference, Updater, apply_gradient, learning_rate, make_optimizer
 
 START_HASH = "start_sha256"
@@ -106,6 +107,7 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
         group_size=None if config.between_prompts else config.group_size,
     )
     sources = input_sources(config.chosen, config, policy, task)
+    observer = CreditObserver(updater, truth_source(config, policy, task), config.push)
     reference = Reference(updater, new_adapters=config.lora_rank > 0) if config.reference_strength > 0 else None
     require_space(config.out, bytes_for_checkpoint(policy) * checkpoints_to_come(config), caller="train")
     tests = task.test[: config.eval_problems]
@@ -154,12 +156,14 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
                 extra = extra_rollouts([*sources, *drawn.drafts])
                 position = replace(position, rollouts=position.rollouts + (extra or 0))
                 measure = is_due_at(config, config.measure_every, before, position)
+                seen = observer.before(number, rollouts, problems) if measure else None
                 known = None if reference is None else reference.log_probs(rollouts)
                 step, loss = updater.first(number, rollouts, measure=measure, inputs=inputs, reference=known)
                 norm = apply_gradient(optimizer, policy.model, rate, config.max_grad_norm)
                 for _ in range(config.inner_updates - 1):
                     loss = updater.again(step, reference=known)
                     apply_gradient(optimizer, policy.model, rate, config.max_grad_norm)
+                step = step if seen is None else observer.after(step, seen)
                 reading = read_step(step)
                 learned = {n: v for source in sources for n, v in source.learn(rollouts).items()}
             except NotFiniteError as error:
@@ -294,11 +298,16 @@ def policy_scalars(step: Step) -> dict[str, float]:
 def evaluation_scalars(
     config: TrainConfig, policy: Policy, task: Task, problems: Sequence[Problem], writer: RunWriter, step: int
 ) -> Mapping[str, float]:
-    """Evaluate on the test problems and write their groups; returns the scalars `eval/…`."""
-    sampling, stream = config.sampling(task.max_new_tokens), seeded_generator(config.seed, "test", step)
-    evaluation = evaluate(policy, task, problems, sampling, samples=config.eval_samples, generator=stream)
-    writer.write_groups(step, evaluation_records(step, problems, evaluation, keep_greedy=config.keep_evidence))
-    return evaluation.scalars()
+    """Evaluate on the test problems, and on those of each held-out split; returns the scalars `eval/…`."""
+    sampling, scalars = config.sampling(task.max_new_tokens), {}
+    for split, tested in {"": problems, **task.held_out}.items():
+        tested = tested[: config.eval_problems]
+        stream = seeded_generator(config.seed, f"test {split}".strip(), step)
+        evaluation = evaluate(policy, task, tested, sampling, samples=config.eval_samples, generator=stream)
+        kept = {"keep_greedy": config.keep_evidence, "split": split}
+        writer.write_groups(step, evaluation_records(step, tested, evaluation, **kept))
+        scalars |= evaluation.scalars(split)
+    return scalars
 
 
 def probe_scalars(

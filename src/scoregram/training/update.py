@@ -70,8 +70,7 @@ class Updater:
         """
         if compares_with_reference(self.method.objective):
             assert reference is not None
-            with torch.no_grad():
-                log_probs = torch.cat([self.log_probs(rollouts, here) for here in self.passes(rollouts)])
+            log_probs = self.all_log_probs(rollouts)
             step = reference_step(self.method, number, rollouts, log_probs, reference, beta=self.beta)
             return self._backward(step, measure=measure, reference=reference)
         gram = None
@@ -209,8 +208,7 @@ class Updater:
             kept = self.log_probs(rollouts, passes[0])
             log_probs = kept.detach()
         else:
-            with torch.no_grad():
-                log_probs = torch.cat([self.log_probs(rollouts, here) for here in passes])
+            log_probs = self.all_log_probs(rollouts)
         before = log_probs if old is None else old
 
         options = self._loss_options(reference)
@@ -230,6 +228,11 @@ class Updater:
         ids, completion, attention = gram_inputs(rollouts, here)
         with self.computing():
             return token_log_probs(self.model, ids, attention, completion, temperature=self.temperature)
+
+    @torch.no_grad()
+    def all_log_probs(self, rollouts: Rollouts) -> Tensor:
+        """`(N, T)` log-probabilities of all rollouts, without gradients."""
+        return torch.cat([self.log_probs(rollouts, here) for here in self.passes(rollouts)])
 
     def passes(self, rollouts: Rollouts) -> Iterator[slice]:
         """Rows of whole groups that go through the model together."""
@@ -254,13 +257,12 @@ class Reference:
         self._model: Any = updater.model if self._new_adapters else copy.deepcopy(updater.model).requires_grad_(False)
         self._updater = updater
 
-    @torch.no_grad()
     def log_probs(self, rollouts: Rollouts) -> LogProbs:
         """`(N, T)` log-probabilities of the completion tokens, 0 elsewhere."""
         own = replace(self._updater, model=self._model)
         without = self._model.disable_adapter() if self._new_adapters else nullcontext()
         with without:
-            return torch.cat([own.log_probs(rollouts, here) for here in own.passes(rollouts)])
+            return own.all_log_probs(rollouts)
 
 
 def make_optimizer(model: Any, config: TrainConfig) -> torch.optim.Optimizer:
