@@ -23,7 +23,7 @@ FLOORS = (
     {"training", "advice", "whatif"},
     {"integrations"},
     {"report"},
-    {"bench", "studies"},
+    {"bench", "studies", "compare"},
     {"cli"},
 )
 """Rooms from the ground up. A room may import itself and every floor below it, never its neighbours."""

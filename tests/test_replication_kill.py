@@ -11,22 +11,21 @@ from pathlib import Path
 import pytest
 
 from scoregram.runs import open_run
-from scoregram.studies.grpo_rank.replication import resumable
 from scoregram.training.loop import train
+from scoregram.training.several import resumable
 from tests.training_cases import config_for, save_policy, without_times
 
 STEPS = 400
 PARENT = """
 import json, sys
 from pathlib import Path
-from scoregram.studies.grpo_rank.presets import PlannedRun
-from scoregram.studies.grpo_rank.replication import run_in_processes
+from scoregram.training.several import run_in_processes
 from tests.training_cases import config_for
 
 if __name__ == "__main__":
     model, folder, steps = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     configs = [config_for(model, folder / name, steps=steps, checkpoint_every=0, eval_every=0) for name in ("a", "b")]
-    run_in_processes([PlannedRun(c.out.name, 4, 0, "grpo", c) for c in configs], 2)
+    run_in_processes(configs, 2)
 """
 
 

@@ -21,10 +21,11 @@ from scoregram.runs.records import groups_to_table, read_part, table_to_bytes, t
 from scoregram.studies.grpo_rank.evidence import SECTIONS, headline, recompute, write_evidence, write_replication_report
 from scoregram.studies.grpo_rank.presets import PRESETS, START, Preset, plan, read_setting, start_of, write_setting
 from scoregram.studies.grpo_rank.readings import read_evidence
-from scoregram.studies.grpo_rank.replication import replicate, run_all, run_in_processes, run_one, steps_done
+from scoregram.studies.grpo_rank.replication import replicate, run_all, steps_done
 from scoregram.studies.record import write_record
 from scoregram.studies.verification import EXHIBITS_CHECK, FILES_CHECK, RUNS_CHECK, VERDICTS_CHECK, verify
 from scoregram.training.loop import Trained
+from scoregram.training.several import run_in_processes, run_one
 from tests.run_cases import ENVIRONMENT
 from tests.training_cases import JUDGE, save_policy, without_times
 
@@ -245,9 +246,9 @@ def test_a_stop_between_processes_leaves_the_rest_undone(mini, tmp_path, monkeyp
         def shutdown(self, *, cancel_futures: bool) -> None:
             self.cancelled = cancel_futures
 
-    monkeypatch.setattr(f"{REPLICATION}.ProcessPoolExecutor", Pool)
+    monkeypatch.setattr("scoregram.training.several.ProcessPoolExecutor", Pool)
     planned = plan(mini, tmp_path, seeds=1, device="cpu")
-    assert not run_in_processes(planned, 2)
+    assert not run_in_processes([one.config for one in planned], 2)
     assert len(futures) == 3
 
 

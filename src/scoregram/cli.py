@@ -12,6 +12,7 @@ import tyro
 
 from scoregram import __version__
 from scoregram.bench import Bench, BenchPreset
+from scoregram.compare import CompareConfig
 from scoregram.errors import ScoregramError
 from scoregram.integrations import MeasureConfig
 from scoregram.training import METHODS, TrainConfig
@@ -73,6 +74,26 @@ class Train(TrainConfig):  # noqa: D101
         budget = f", {trained.rollouts} of {self.rollouts} rollouts" if self.rollouts else f" of {self.steps}"
         print(f"{trained.folder}: step {trained.step}{budget}")
         return 130 if trained.interrupted else 0
+
+
+@dataclass(frozen=True)
+class Compare(CompareConfig):  # noqa: D101
+    __doc__ = CompareConfig.__doc__
+
+    resume: tyro.conf.Suppress[bool] = False
+    overwrite: tyro.conf.Suppress[bool] = False
+    method: tyro.conf.Suppress[str] = "grpo"
+    seed: tyro.conf.Suppress[int] = 0
+    steps: tyro.conf.Suppress[int] = 100
+    measure_every: tyro.conf.Suppress[int] = 1
+    eval_every: tyro.conf.Suppress[int] = 20
+    lr_schedule: tyro.conf.Suppress[Literal["constant", "linear", "cosine"]] = "constant"
+
+    def run(self) -> int:
+        """Train what is missing and print the table."""
+        from scoregram.compare import compare_methods
+
+        return compare_methods(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,18 +176,23 @@ class Verify:
 
 @dataclass(frozen=True)
 class Report:
-    """Write one self-contained page for a run or a replication: tables, figures, and what to change."""
+    """Write one self-contained page for a run, a comparison or a replication: tables, figures, and what to change."""
 
     folder: tyro.conf.Positional[Path]
-    """Folder of the run, or of the replication."""
+    """Folder of the run, of the comparison, or of the replication."""
     out: Path | None = None
     """File to write; `report.html` in the folder if not given."""
 
     def run(self) -> int:
         """Write the page and print its path; print to stderr how far its numbers can be trusted."""
+        from scoregram.compare import is_comparison
         from scoregram.studies import is_replication
 
-        if is_replication(self.folder):
+        if is_comparison(self.folder):
+            from scoregram.compare import write_comparison_report
+
+            print(write_comparison_report(self.folder, self.out))
+        elif is_replication(self.folder):
             from scoregram.studies import write_replication_report
 
             print(write_replication_report(self.folder, self.out))
@@ -224,6 +250,7 @@ Command = (
     Annotated[Claims, tyro.conf.subcommand("claims")]
     | Annotated[Lab, tyro.conf.subcommand("lab")]
     | Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Measure, tyro.conf.subcommand("measure")]
     | Annotated[WhatIf, tyro.conf.subcommand("whatif")]
     | Annotated[BenchCommand, tyro.conf.subcommand("bench")]

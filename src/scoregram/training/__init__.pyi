@@ -4,6 +4,7 @@ from .collect import seeded_generator as seeded_generator
 from .config import METHODS as METHODS
 from .config import Method as Method
 from .config import TrainConfig as TrainConfig
+from .credit import require_method as require_method
 from .evaluate import FIXED_PROBE as FIXED_PROBE
 from .evaluate import Evaluation as Evaluation
 from .evaluate import probe_step as probe_step
@@ -13,5 +14,11 @@ from .loop import Trained as Trained
 from .loop import stop_requests as stop_requests
 from .loop import train as train
 from .progress import duration as duration
+from .several import available_cores as available_cores
+from .several import last_scalar as last_scalar
+from .several import progress_bar as progress_bar
+from .several import resumable as resumable
+from .several import run_in_processes as run_in_processes
+from .several import run_one as run_one
 from .supervised import warm_start as warm_start
 from .supervised import write_warm_start as write_warm_start

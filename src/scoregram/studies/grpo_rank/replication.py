@@ -5,15 +5,9 @@ A replication may take any number of attempts: runs that are complete are not tr
 
 import gc
 import json
-import multiprocessing
-import os
 import shutil
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,19 +15,26 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from scoregram.checks import fail, lookup
 from scoregram.exhibits import Table, from_plain
 from scoregram.policy import PolicyConfig, load_policy
 from scoregram.report import show_table
-from scoregram.runs import CONFIG_FILE, METRICS, open_run, read_metrics, write_atomically
+from scoregram.runs import write_atomically
 from scoregram.studies.grpo_rank import PAPER_ID
 from scoregram.studies.grpo_rank.evidence import assessment, headline, write_evidence, write_replication_report
 from scoregram.studies.grpo_rank.presets import PRESETS, PlannedRun, Preset, plan, start_of, write_setting
 from scoregram.studies.record import public_key, write_record
 from scoregram.tasks import load_task
-from scoregram.training import TrainConfig, Trained, train, warm_start, write_warm_start
+from scoregram.training import (
+    last_scalar,
+    progress_bar,
+    resumable,
+    run_in_processes,
+    run_one,
+    warm_start,
+    write_warm_start,
+)
 
 TERMINAL_COLUMNS = (
     *("R", "rank, paper", "effective rank", "null: orthogonal"),
@@ -43,14 +44,6 @@ TERMINAL_COLUMNS = (
 
 START_STAMP = "start.json"
 """Settings of a starting policy, written last: without this file, or with other settings, it is prepared again."""
-
-SHARED_MEMORY = 0.92
-"""Share of a GPU's memory that the workers divide; the rest is for what each process needs besides tensors."""
-
-_PROGRESS_SECONDS = 0.5
-"""Seconds between two updates of the progress bar."""
-_PLAIN_EVERY = 20
-"""Updates between two plain lines, where the output is not a terminal."""
 
 
 def replicate(
@@ -139,9 +132,10 @@ def run_all(
         return True
     for start, seed in {start_of(preset, folder, one.seed): one.seed for one in missing}.items():
         prepare_start(preset, start, seed=seed, device=device, tell=console.print)
-    with _progress_bar(planned, console):
+    total = sum(one.config.steps for one in planned)
+    with progress_bar(total, lambda: sum(map(steps_done, planned)), unit="steps", console=console):
         if (workers or preset.workers) > 1:
-            return run_in_processes(missing, workers or preset.workers)
+            return run_in_processes([one.config for one in missing], workers or preset.workers)
         return all(not run_one(resumable(one.config)).interrupted for one in missing)
 
 
@@ -180,88 +174,6 @@ def prepare_start(preset: Preset, folder: Path, *, seed: int, device: str, tell:
     return folder
 
 
-def run_in_processes(missing: Sequence[PlannedRun], workers: int) -> bool:
-    """Train several runs at a time, one process each; if one is interrupted, no further run starts."""
-    context = multiprocessing.get_context("spawn")  # forking a process with threads may deadlock
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_init_worker, initargs=(workers,)) as pool:
-        running: list[Future[Trained]] = [pool.submit(run_one, resumable(one.config)) for one in missing]
-        try:
-            return not any(future.result().interrupted for future in running)
-        except KeyboardInterrupt:  # the workers received it too, and end after their step
-            return False
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _init_worker(workers: int) -> None:
-    """Make this process end with its parent, and limit it to its share of each GPU's memory.
-
-    Without a limit, one process could cache memory that another one needs.
-    """
-    _end_with_parent()
-    if torch.cuda.is_available():
-        for device in range(torch.cuda.device_count()):
-            torch.cuda.set_per_process_memory_fraction(SHARED_MEMORY / workers, device)
-
-
-def _end_with_parent() -> None:
-    """Terminate this process, after the current step of its run, when its parent process dies."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def watch() -> None:
-        parent.join()
-        os.kill(os.getpid(), signal.SIGTERM)  # training handles SIGTERM by ending after the current step
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def run_one(config: TrainConfig) -> Trained:
-    """Train one run without printing."""
-    trained = train(config, console=Console(quiet=True))
-    parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():
-        os._exit(1)  # without a parent, the worker would wait forever for its next run
-    return trained
-
-
-def resumable(config: TrainConfig) -> TrainConfig:
-    """The config, set to resume if an interrupted run left a checkpoint, and to overwrite one that left none."""
-    if not (config.out / CONFIG_FILE).is_file():
-        return config
-    has_checkpoint = open_run(config.out).latest_checkpoint is not None
-    return replace(config, resume=has_checkpoint, overwrite=not has_checkpoint)
-
-
 def steps_done(one: PlannedRun) -> int:
     """The last step that a run has written."""
-    lines = read_metrics(one.config.out / METRICS).lines
-    return int(lines[-1]["step"]) if lines else 0
-
-
-@contextmanager
-def _progress_bar(planned: Sequence[PlannedRun], console: Console) -> Iterator[None]:
-    """A bar over the steps of all runs while the block runs; plain lines where the output is not a terminal."""
-    total = sum(one.config.steps for one in planned)
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("steps ·"), TimeElapsedColumn())
-    bar = Progress(*columns, TextColumn("· left"), TimeRemainingColumn(), console=console, transient=True)
-    ended = threading.Event()
-
-    def watch() -> None:
-        task, updates = bar.add_task("training", total=total), 0
-        while not ended.wait(_PROGRESS_SECONDS):
-            done = sum(map(steps_done, planned))
-            bar.update(task, completed=done)
-            if not console.is_terminal and updates % _PLAIN_EVERY == 0:
-                console.print(f"training: {done} of {total} steps")
-            updates += 1
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    with bar:
-        watcher.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            watcher.join()
+    return last_scalar(one.config.out, "step")

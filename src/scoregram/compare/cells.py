@@ -1,0 +1,178 @@
+"""The runs of a comparison: one for each method and seed, trained where they are missing or incomplete."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from scoregram.checks import ScoregramError, fail
+from scoregram.compare.config import CompareConfig
+from scoregram.compare.table import SETTING, write_comparison
+from scoregram.policy import load_policy
+from scoregram.report import show_table
+from scoregram.runs import CONFIG_FILE, disk_errors, require_same_config, write_atomically
+from scoregram.tasks import load_task
+from scoregram.training import (
+    TrainConfig,
+    Trained,
+    available_cores,
+    last_scalar,
+    progress_bar,
+    require_method,
+    resumable,
+    run_in_processes,
+    run_one,
+)
+
+FAILURE = "failure.txt"
+"""Why a run failed, beside its folder."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a comparison."""
+
+    label: str
+    seed: int
+    config: TrainConfig
+
+    @property
+    def done(self) -> int:
+        """Rollouts that are sampled, at most the budget."""
+        return min(last_scalar(self.config.out, "rollouts"), self.config.rollouts)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the budget is used up."""
+        return self.done == self.config.rollouts
+
+
+def compare_methods(config: CompareConfig, *, console: Console | None = None) -> int:
+    """Train what is missing, write and print the table; returns 0, 1 if a run failed, 130 if the user stopped it.
+
+    Raises:
+        ScoregramError: If the folder holds runs with other settings, or a method cannot run with these.
+    """
+    console = console or Console()
+    cells = planned_cells(config)
+    refuse_other_runs(config, cells)
+    write_setting(config)
+    if not train_cells(config, cells, console):
+        console.print(f"Stopped. The same command continues from here: {config.out}", soft_wrap=True)
+        return 130
+    for table in write_comparison(config.out):
+        show_table(table, console)
+    failures = failed_cells(cells)
+    for name, reason in failures.items():
+        console.print(f"{name} failed: {reason}", soft_wrap=True, highlight=False, markup=False)
+    console.print(f"Table: {config.out}/table.md, .csv, .json. Page: scoregram report {config.out}", soft_wrap=True)
+    return 1 if failures else 0
+
+
+def planned_cells(config: CompareConfig) -> list[Cell]:
+    """Every method with every seed, seed by seed, so that an interrupted comparison has whole seeds.
+
+    Raises:
+        ScoregramError: If a method cannot run with these settings.
+    """
+    choices = {
+        choice.label: [config.run_config(choice, seed) for seed in range(config.seeds)] for choice in config.choices
+    }
+    for runs in choices.values():
+        require_method(runs[0].chosen, group_size=runs[0].group_size, kl=runs[0].kl)
+    return [Cell(label, seed, runs[seed]) for seed in range(config.seeds) for label, runs in choices.items()]
+
+
+def refuse_other_runs(config: CompareConfig, cells: Sequence[Cell]) -> None:
+    """Raise if the folder holds a comparison with a larger budget, or a run with other settings."""
+    known = read_setting(config.out).get("rollouts", 0)
+    if known > config.rollouts:
+        remedy = "Choose another --out, or a larger budget."
+        fail("compare --rollouts", f"must be at least {known}, which {config.out} has", config.rollouts, remedy)
+    for cell in cells:
+        if (cell.config.out / CONFIG_FILE).is_file():
+            require_same_config(cell.config.out, cell.config.record(), cell.config.may_differ())
+
+
+def read_setting(folder: Path) -> Mapping[str, Any]:
+    """What a folder compares; empty if it holds no comparison."""
+    path = folder / SETTING
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        return fail("compare --out", f"{path} must be a JSON file", error, "Restore it, or choose another --out.")
+
+
+def write_setting(config: CompareConfig) -> None:
+    """Write what the folder compares: methods in order, seeds, budget. A folder keeps the methods it had before."""
+    old = read_setting(config.out).get("methods", {})
+    methods = {choice.label: choice.folder for choice in config.choices}
+    setting = {
+        "task": config.task,
+        "model": config.model,
+        "rollouts": config.rollouts,
+        "every_rollouts": config.evaluation_rollouts,
+        "batch_size": config.batch_size,
+        "seeds": config.seeds,
+        "target": config.target,
+        "methods": methods | {label: folder for label, folder in old.items() if label not in methods},
+    }
+    with disk_errors(config.out, caller="compare"):
+        config.out.mkdir(parents=True, exist_ok=True)
+        write_atomically(config.out / SETTING, json.dumps(setting, indent=1).encode())
+
+
+def train_cells(config: CompareConfig, cells: Sequence[Cell], console: Console) -> bool:
+    """Train every run that is not complete; False if the user stopped it. A run that fails leaves its reason behind."""
+    missing = [cell.config for cell in cells if not cell.is_complete]
+    if not missing:
+        return True
+    if config.model == "tiny":
+        prepare_tiny(missing)
+    jobs = min(config.jobs or default_jobs(config), len(missing))
+    with progress_bar(
+        config.rollouts * len(cells), lambda: sum(cell.done for cell in cells), unit="rollouts", console=console
+    ):
+        if jobs > 1:
+            return run_in_processes(missing, jobs, run=run_or_explain)
+        return all(not run_or_explain(resumable(one)).interrupted for one in missing)
+
+
+def prepare_tiny(missing: Sequence[TrainConfig]) -> None:
+    """Build the embedded policy of every seed once, so that parallel runs find it in the cache."""
+    for config in {one.seed: one for one in missing}.values():
+        load_policy(config.policy, load_task(config.task, seed=config.seed, reward=config.reward))
+
+
+def default_jobs(config: CompareConfig) -> int:
+    """One run for each core, or one at a time on a GPU."""
+    on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
+    return 1 if on_gpu else max(1, available_cores() // max(config.threads, 1))
+
+
+def run_or_explain(config: TrainConfig) -> Trained:
+    """Train one run; an error ends this run alone, and its reason is written beside the folder."""
+    reason = failure_path(config)
+    reason.unlink(missing_ok=True)
+    try:
+        return run_one(config)
+    except ScoregramError as error:
+        with disk_errors(reason, caller="compare"):
+            reason.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(reason, f"{error}\n".encode())
+        return Trained(config.out, 0, interrupted=False)
+
+
+def failure_path(config: TrainConfig) -> Path:
+    """File with the reason why a run failed."""
+    return config.out.parent / f"{config.out.name}-{FAILURE}"
+
+
+def failed_cells(cells: Sequence[Cell]) -> dict[str, str]:
+    """Label and seed → reason, for every run that failed."""
+    paths = {f"{cell.label}, seed {cell.seed}": failure_path(cell.config) for cell in cells}
+    return {name: path.read_text(encoding="utf-8").strip() for name, path in paths.items() if path.is_file()}

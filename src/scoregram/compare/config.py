@@ -1,0 +1,162 @@
+"""Everything that decides a comparison: methods with their options, seeds, and the settings that all runs share."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from scoregram.errors import ScoregramError
+from scoregram.policy import refuse
+from scoregram.training import METHODS, TrainConfig
+
+EVALUATIONS = 10
+"""Evaluations and measured steps of a run, besides the evaluation before the first step."""
+
+OF_THE_COMPARISON = (
+    *("out", "resume", "overwrite", "method", "seed", "steps", "rollouts", "every_rollouts"),
+    *("measure_every", "eval_every", "eval_problems", "lr_schedule", "task", "model", "threads"),
+)
+"""Settings that one method cannot have for itself: the comparison sets them, or they make its runs comparable."""
+
+
+@dataclass(frozen=True)
+class MethodChoice:
+    """A method with options of its own."""
+
+    label: str
+    """As the user wrote it, such as `grpo:learning_rate=3e-4`."""
+    method: str
+    options: Mapping[str, Any]
+
+    @property
+    def folder(self) -> str:
+        """The label as the name of a folder."""
+        return re.sub(r"[^A-Za-z0-9+.=_-]", "_", self.label)
+
+
+@dataclass(frozen=True)
+class CompareConfig(TrainConfig):
+    """Train several methods on one task with the same number of rollouts, and compare them in one table.
+
+    Each method and seed is an ordinary run folder under `OUT/runs`. After an interruption the same command continues:
+    finished runs are kept, the others resumed. More methods, more seeds or a larger budget extend a comparison.
+    """
+
+    methods: str = "grpo,dr-grpo,rloo"
+    """Methods of `scoregram train`, separated by commas; the others are compared with the first. A method may have
+    options of its own: `grpo,grpo:learning_rate=3e-4:beta=0.01`."""
+    seeds: int = 3
+    """Runs of each method. Seed S trains on the same problems from the same weights for every method."""
+    jobs: int = 0
+    """Runs at a time, one process each; they share the memory of a GPU. 0: one for each core, one on a GPU."""
+    target: float | None = None
+    """Accuracy for the column `rollouts to …`; the final accuracy of the first method if not given."""
+
+    out: Path = Path("runs/compare")
+    """Folder of the comparison."""
+    rollouts: int = 20_000
+    """Rollouts of each run, extra ones of the method included; the number of steps follows."""
+    every_rollouts: int = 0
+    """Measure and evaluate each time this many rollouts are sampled; 0 for a tenth of the budget."""
+    credit_truth: Literal["none", "auto", "exact", "sampled"] = "auto"
+    push: bool = True
+    layers: Literal["float64", "float32", "none"] = "none"
+    keep_prompts: bool = False
+    keep_evidence: bool = True
+    rollouts_every: int = 0
+    keep_checkpoints: int = 1
+    threads: int = 1
+    """CPU threads of each run."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("rollouts", "seeds"):
+            if getattr(self, name) < 1:
+                refuse(f"compare --{name}", "must be at least 1", getattr(self, name), "Choose a larger value.")
+        if self.jobs < 0:
+            refuse("compare --jobs", "must be at least 0", self.jobs, "Leave it out for one per core.")
+        if self.target is not None and not 0 < self.target <= 1:
+            refuse("compare --target", "must be an accuracy above 0 and at most 1", self.target, "Write 0.8 for 80 %.")
+        _ = self.choices
+
+    @cached_property
+    def choices(self) -> tuple[MethodChoice, ...]:
+        """The methods, in the given order.
+
+        Raises:
+            ScoregramError: If a method or an option does not exist, or a method is given twice.
+        """
+        chosen = tuple(method_choice(text.strip()) for text in self.methods.split(",") if text.strip())
+        if not chosen:
+            refuse("compare --methods", f"must name some of {', '.join(METHODS)}", repr(self.methods), "Separate by ,.")
+        names = [one.folder for one in chosen]
+        if len(set(names)) < len(names):
+            refuse("compare --methods", "must name each method once", self.methods, "Give one of them other options.")
+        return chosen
+
+    @property
+    def evaluation_rollouts(self) -> int:
+        """Rollouts between two evaluations."""
+        return self.every_rollouts or max(1, self.rollouts // EVALUATIONS)
+
+    def run_config(self, choice: MethodChoice, seed: int) -> TrainConfig:
+        """The run of one method and seed."""
+        shared = {field.name: getattr(self, field.name) for field in fields(TrainConfig)}
+        own = {
+            "method": choice.method,
+            "seed": seed,
+            "out": self.out / "runs" / choice.folder / f"seed-{seed}",
+            "every_rollouts": self.evaluation_rollouts,
+        }
+        return TrainConfig(**shared | own | dict(choice.options))
+
+
+def method_choice(text: str) -> MethodChoice:
+    """A method and its options from `METHOD:OPTION=VALUE:…`.
+
+    Example:
+        >>> method_choice("grpo:learning_rate=3e-4:segments=even").options
+        {'learning_rate': 0.0003, 'segments': 'even'}
+    """
+    name, *pairs = text.split(":")
+    if name not in METHODS:
+        refuse("compare --methods", f"must be among {', '.join(METHODS)}", repr(name), "Check the spelling.")
+    hints = get_type_hints(TrainConfig)
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        key = key.replace("-", "_")
+        if not equals or key not in hints or key in OF_THE_COMPARISON:
+            requirement = f"an option of {name} must be OPTION=VALUE with an option of scoregram train"
+            refuse("compare --methods", requirement, repr(pair), "Write for example grpo:learning_rate=3e-4.")
+        options[key] = option_value(f"{name}:{key}", hints[key], value)
+    return MethodChoice(text, name, options)
+
+
+def option_value(what: str, hint: Any, text: str) -> Any:
+    """`text` as a value of the type `hint`, as the command line would read it.
+
+    Example:
+        >>> option_value("beta", float, "3e-4"), option_value("push", bool, "false"), option_value("b", int | None, "2")
+        (0.0003, False, 2)
+    """
+    if get_origin(hint) in (Union, UnionType):
+        hint = next(one for one in get_args(hint) if one is not type(None))
+    if get_origin(hint) is Literal:
+        choices = get_args(hint)
+        if text not in choices:
+            refuse("compare --methods", f"{what} must be one of {', '.join(choices)}", repr(text), "Check it.")
+        return text
+    if hint is bool:
+        hint = {"true": True, "false": False}.__getitem__
+    try:
+        return hint(text) if callable(hint) and get_origin(hint) is None else _not_supported(what)
+    except (ValueError, KeyError):
+        return refuse("compare --methods", f"{what} must have a value of its type", repr(text), "Check the value.")
+
+
+def _not_supported(what: str) -> None:
+    raise ScoregramError(f"compare --methods: {what} cannot be set for one method. Set it for all of them.")

@@ -1,0 +1,234 @@
+"""The tables, the figure and the page of a comparison, from the runs in its folder."""
+
+import csv
+import io
+import json
+import math
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scoregram.checks import fail
+from scoregram.compare.intervals import mean_over_seeds, verdict
+from scoregram.compare.results import Comparison, MethodResult, read_comparison, read_json
+from scoregram.exhibits import Cell, Estimate, Figure, Series, Table, cell_text, to_plain
+from scoregram.report import Section, write_page
+from scoregram.runs import REPORT, disk_errors, write_atomically
+
+SETTING = "compare.json"
+"""What a folder compares."""
+
+DEFINITIONS = """\
+- accuracy: share of test problems whose greedy rollout is right after the last step.
+- rollouts: all that a run sampled for training, also those from which no update is computed. Evaluations and \
+measurements do not count.
+- signal to noise: |E ĝ|² over E|ĝ − E ĝ|² of the method's own update, both summed over measured steps. The scale of \
+the advantages cancels; in the column noise it does not.
+- rank over null: effective rank of the rows of a group over that of orthogonal rows of the same norms.
+- credit correlation and error: of the advantage that the method gave to each token with its true advantage, the \
+change in the probability of success. Error is a root mean square in units of reward.
+- filler: tokens whose true advantage is at most 0.01. Filler share: their share of all credit, and of the change in \
+log-probability that the update made (push). Credit of one size everywhere has the share of filler tokens.
+- intervals: 95 %, t distribution over seeds; accuracy over seeds and problems."""
+
+
+def is_comparison(folder: Path | str) -> bool:
+    """Whether a folder holds a comparison."""
+    return (Path(folder) / SETTING).is_file()
+
+
+def open_comparison(folder: Path) -> Comparison:
+    """The comparison in a folder.
+
+    Raises:
+        ScoregramError: If its setting is damaged, or no run of the first method is finished.
+    """
+    path = folder / SETTING
+    try:
+        setting = read_json(path)
+        known = {"methods", "seeds", "rollouts", "batch_size", "every_rollouts"} <= setting.keys()
+    except (ValueError, AttributeError) as error:
+        return fail("report", f"{path} must be written by scoregram compare", error, "Restore it from a copy.")
+    if not known:
+        fail("report", f"{path} must be written by scoregram compare", "something else", "Restore it from a copy.")
+    return read_comparison(folder, setting)
+
+
+def write_comparison(folder: Path) -> tuple[Table, Table]:
+    """Write `table.json`, `table.csv` and `table.md`; returns the two tables."""
+    comparison = open_comparison(folder)
+    tables = accuracy_table(comparison), update_table(comparison)
+    exhibits = {"setting": dict(comparison.setting), "exhibits": to_plain([*tables, accuracy_figure(comparison)])}
+    contents = {
+        "table.json": json.dumps(exhibits, indent=1, allow_nan=False),
+        "table.csv": csv_text(tables),
+        "table.md": "\n".join(map(markdown_text, tables)),
+    }
+    with disk_errors(folder, caller="compare"):
+        for name, text in contents.items():
+            write_atomically(folder / name, text.encode())
+    return tables
+
+
+def write_comparison_report(folder: Path | str, out: Path | str | None = None) -> Path:
+    """Write the page of a comparison and return its path; `report.html` in the folder if `out` is not given."""
+    root = Path(folder)
+    comparison = open_comparison(root)
+    sections = [
+        Section("Accuracy at equal rollouts", "", (accuracy_table(comparison), accuracy_figure(comparison))),
+        Section("What the updates were made of", "", (update_table(comparison),)),
+        Section("How to read it", DEFINITIONS),
+    ]
+    title = f"Methods compared on {comparison.setting.get('task', 'a task')}"
+    redo = shlex.join(["scoregram", "report", str(root)])
+    path = root / REPORT if out is None else Path(out)
+    return write_page(path, title=title, lead=lead_sentence(comparison), sections=sections, redo=redo)
+
+
+def lead_sentence(comparison: Comparison) -> str:
+    """Which methods are better or worse than the first, in one sentence."""
+    first, *others = comparison.methods
+    said: dict[str, list[str]] = {"better": [], "worse": [], "cannot tell": []}
+    for method in others:
+        gain = method.gain_over(first)
+        said[verdict(gain)].append(f"{method.label} ({100 * gain.value:+.1f} points)")
+    budget = f"{comparison.setting['rollouts']:,} rollouts, {comparison.setting['seeds']} seeds"
+    parts = [
+        f"{', '.join(names)} {word} than {first.label}" for word, names in said.items() if names and " " not in word
+    ]
+    if said["cannot tell"]:
+        parts.append(f"no difference to {first.label} can be told for {', '.join(said['cannot tell'])}")
+    return f"With {budget}: {'; '.join(parts) or first.label + ' alone'}."
+
+
+def accuracy_table(comparison: Comparison) -> Table:
+    """Who wins, by how much, at what cost: one row per method."""
+    first = comparison.methods[0]
+    columns: dict[str, Callable[[MethodResult], Cell]] = {
+        "method": lambda method: method.label,
+        "seeds": lambda method: len(method.runs),
+        "accuracy": lambda method: percent(method.accuracy()),
+        f"points over {first.label}": lambda method: None if method is first else percent(method.gain_over(first)),
+        "verdict": lambda method: None if method is first else verdict(method.gain_over(first)),
+        **{f"accuracy, {split}": held_out_accuracy(split) for split in comparison.splits},
+        f"rollouts to {100 * comparison.target:.0f} %": lambda method: method.rollouts_to(comparison.target),
+        "steps": lambda method: mean_over_seeds([float(run.steps) for run in method.runs]).value,
+        "extra rollouts, %": lambda method: percent(method.extra()).value,
+        "minutes": lambda method: mean_over_seeds([run.seconds / 60 for run in method.runs]),
+    }
+    budget = f"{comparison.setting['rollouts']:,}"
+    return Table(
+        id="accuracy",
+        title=f"Accuracy after {budget} rollouts on {comparison.setting.get('task')}",
+        caption="Accuracies in %, greedy. 95 % intervals over seeds and problems; differences are paired by seed and "
+        "problem. Cannot tell: the interval includes 0, or there is one seed. Extra rollouts: sampled, not trained on.",
+        columns=tuple(columns),
+        rows=table_rows(comparison.methods, columns),
+    )
+
+
+def held_out_accuracy(split: str) -> Callable[[MethodResult], Cell]:
+    """The column with the accuracy on a held-out split."""
+    return lambda method: percent(method.accuracy(split))
+
+
+def update_table(comparison: Comparison) -> Table:
+    """What the updates of each method were made of, over its measured steps."""
+    scalars = {
+        "credit correlation": "credit/correlation",
+        "credit error": "credit/error",
+        "filler share of credit": "credit/filler_share",
+        "filler share of push": "push/filler_share",
+        "filler tokens": "credit/filler_tokens",
+        "push correlation": "push/correlation",
+    }
+    columns: dict[str, Callable[[MethodResult], Cell]] = {
+        "method": lambda method: method.label,
+        "signal to noise": MethodResult.signal_to_noise,
+        "noise": MethodResult.noise,
+        "rank over null": MethodResult.rank_over_null,
+        **{shown: scalar_column(name) for shown, name in scalars.items()},
+    }
+    return Table(
+        id="updates",
+        title="What the updates were made of",
+        caption="Means over measured steps, 95 % intervals over seeds. A dash: not defined for this method or task.",
+        columns=tuple(columns),
+        rows=table_rows(comparison.methods, columns),
+    )
+
+
+def scalar_column(name: str) -> Callable[[MethodResult], Cell]:
+    """The column with the mean of a scalar."""
+    return lambda method: method.mean(name)
+
+
+def table_rows(
+    methods: Sequence[MethodResult], columns: Mapping[str, Callable[[MethodResult], Cell]]
+) -> tuple[tuple[Cell, ...], ...]:
+    """One row for each method that has a finished run."""
+    return tuple(tuple(column(method) for column in columns.values()) for method in methods if method.runs)
+
+
+def accuracy_figure(comparison: Comparison) -> Figure:
+    """Accuracy on test problems over sampled rollouts, one line per method."""
+    every, budget = comparison.setting["every_rollouts"], comparison.setting["rollouts"]
+    grid = [float(value) for value in [*range(0, budget, every), budget]]
+    lines = []
+    for method in comparison.methods:
+        curves = [run.accuracy_at(grid) for run in method.runs if run.evaluations]
+        if curves:
+            points = [mean_over_seeds([float(curve[place]) for curve in curves]) for place in range(len(grid))]
+            y, low, high = (tuple(getattr(point, end) for point in points) for end in ("value", "low", "high"))
+            lines.append(Series(method.label, tuple(grid), y, low, high))
+    return Figure(
+        id="accuracy-over-rollouts",
+        title="Accuracy over rollouts",
+        caption="Mean over seeds, on straight lines between evaluations; bands are 95 % intervals over seeds.",
+        x_title="rollouts",
+        y_title="test accuracy",
+        series=tuple(lines),
+    )
+
+
+def percent(estimate: Estimate) -> Estimate:
+    """The same in hundredths."""
+    return Estimate(*(100 * value for value in (estimate.value, estimate.low, estimate.high)))
+
+
+def markdown_text(table: Table) -> str:
+    """A table in Markdown, with its title above and its caption below."""
+    head = [f"### {table.title}", "", _line(table.columns), _line(["---"] * len(table.columns))]
+    rows = [_line([cell_text(cell) for cell in row]) for row in table.rows]
+    return "\n".join([*head, *rows, "", table.caption, ""])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def csv_text(tables: Sequence[Table]) -> str:
+    """Both tables as one, a row per method; an estimate has columns for its value and for the ends of its interval."""
+    rows: dict[Any, dict[str, Any]] = {}
+    for table in tables:
+        for row in table.rows:
+            own = rows.setdefault(row[0], {})
+            for name, cell in zip(table.columns, row, strict=True):
+                own |= _csv_cells(name, cell)
+    names = list(dict.fromkeys(name for row in rows.values() for name in row))
+    file = io.StringIO()
+    writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows.values())
+    return file.getvalue()
+
+
+def _csv_cells(name: str, cell: Cell) -> dict[str, Any]:
+    if not isinstance(cell, Estimate):
+        return {name: _plain(cell)}
+    return {name: _plain(cell.value), f"{name}, low": _plain(cell.low), f"{name}, high": _plain(cell.high)}
+
+
+def _plain(value: Any) -> Any:
+    return "" if value is None or (isinstance(value, float) and math.isnan(value)) else value

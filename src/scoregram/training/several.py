@@ -1,0 +1,161 @@
+"""Several runs at a time: a process each, all resumed where they ended, and a bar over all of them."""
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+from scoregram.runs import CONFIG_FILE, METRICS, open_run
+from scoregram.training.config import TrainConfig
+from scoregram.training.loop import Trained, train
+from scoregram.training.progress import duration
+
+SHARED_MEMORY = 0.92
+"""Share of a GPU's memory that the workers divide; the rest is for what each process needs besides tensors."""
+
+_PROGRESS_SECONDS = 0.5
+"""Seconds between two updates of the progress bar."""
+_PLAIN_EVERY = 20
+"""Updates between two plain lines, where the output is not a terminal."""
+_TAIL_BYTES = 1 << 16
+"""Bytes at the end of `metrics.jsonl` in which the last line is looked for."""
+
+
+def run_in_processes(
+    configs: Sequence[TrainConfig], workers: int, *, run: Callable[[TrainConfig], Trained] | None = None
+) -> bool:
+    """Train several runs at a time, one process each; if one is interrupted, no further run starts.
+
+    Args:
+        configs: The runs, in order.
+        workers: Processes.
+        run: Trains one of them; `run_one` if not given. A function of a module, so that processes can import it.
+
+    Returns:
+        False if the user stopped it.
+    """
+    context = multiprocessing.get_context("spawn")  # forking a process with threads may deadlock
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_init_worker, initargs=(workers,)) as pool:
+        running: list[Future[Trained]] = [pool.submit(run or run_one, resumable(config)) for config in configs]
+        try:
+            return not any(future.result().interrupted for future in running)
+        except KeyboardInterrupt:  # the workers received it too, and end after their step
+            return False
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _init_worker(workers: int) -> None:
+    """Make this process end with its parent, and limit it to its share of each GPU's memory.
+
+    Without a limit, one process could cache memory that another one needs.
+    """
+    _end_with_parent()
+    if torch.cuda.is_available():
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.set_per_process_memory_fraction(SHARED_MEMORY / workers, device)
+
+
+def _end_with_parent() -> None:
+    """Terminate this process, after the current step of its run, when its parent process dies."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)  # training handles SIGTERM by ending after the current step
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def run_one(config: TrainConfig) -> Trained:
+    """Train one run without printing."""
+    trained = train(config, console=Console(quiet=True))
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():
+        os._exit(1)  # without a parent, the worker would wait forever for its next run
+    return trained
+
+
+def resumable(config: TrainConfig) -> TrainConfig:
+    """The config, set to resume if an interrupted run left a checkpoint, and to overwrite one that left none."""
+    if not (config.out / CONFIG_FILE).is_file():
+        return config
+    has_checkpoint = open_run(config.out).latest_checkpoint is not None
+    return replace(config, resume=has_checkpoint, overwrite=not has_checkpoint)
+
+
+def last_scalar(folder: Path, name: str) -> int:
+    """A counting scalar, such as `step`, in the last line that a run has written; 0 before the first line.
+
+    Only the end of the file is read, so that many runs can be watched.
+    """
+    path = folder / METRICS
+    if not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        lines = file.read().splitlines(keepends=True)
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)[name]) if line.endswith(b"\n") else 0
+        except (ValueError, KeyError, TypeError):  # torn by a kill, or another program's line
+            continue
+    return 0
+
+
+@contextmanager
+def progress_bar(
+    total: int, done: Callable[[], int], *, unit: str, console: Console, clock: Callable[[], float] = time.monotonic
+) -> Iterator[None]:
+    """A bar with the remaining time while the block runs; plain lines where the output is not a terminal.
+
+    Args:
+        total: Number at which everything is done.
+        done: How much is done now.
+        unit: What is counted.
+        console: Where it is shown.
+        clock: Monotonic seconds.
+    """
+    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn(f"{unit} ·"), TimeElapsedColumn())
+    bar = Bars(*columns, TextColumn("· left"), TimeRemainingColumn(), console=console, transient=True)
+    ended, first, began = threading.Event(), done(), clock()
+
+    def watch() -> None:
+        task, updates = bar.add_task("training", total=total, completed=first), 0
+        while not ended.wait(_PROGRESS_SECONDS):
+            now = done()
+            bar.update(task, completed=now)
+            if not console.is_terminal and updates % _PLAIN_EVERY == 0:
+                left = (clock() - began) / (now - first) * (total - now) if now > first else float("nan")
+                console.print(f"training: {now} of {total} {unit} · ETA {duration(left)}")
+            updates += 1
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    with bar:
+        watcher.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watcher.join()
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    affinity: Any = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
