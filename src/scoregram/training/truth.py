@@ -57,7 +57,9 @@ class SolutionValues:
     def truth(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> CreditTruth:
         """One unit for each completion token of a rollout with a reward."""
         solutions = [self.solution_tokens(problem) for problem in problems]
-        values = self.values(problems, solutions)
+        rows, lengths = rollouts.token_ids(), rollouts.prompt_lengths.tolist()
+        prompts = [rows[here.start][: lengths[here.start]] for here in rollouts.group_slices()]
+        values = self.values(prompts, solutions)
         unit_of = torch.full(rollouts.input_ids.shape, -1, dtype=torch.int64)
         owners, rewards, stops = rollouts.group_ids.tolist(), rollouts.rewards.tolist(), set(self.policy.stop_ids)
         gains: list[float] = []
@@ -65,9 +67,9 @@ class SolutionValues:
         for row, places in enumerate(completion_places(rollouts)):
             if not places or math.isnan(rewards[row]):
                 continue
-            known, ids = values[owners[row]], rollouts.input_ids[row, places].tolist()
-            right = matching_tokens(ids, solutions[owners[row]], stops)
-            after = [known[min(place, len(known) - 1)] if place <= right else 0.0 for place in range(len(ids) + 1)]
+            known, written = values[owners[row]], rollouts.input_ids[row, places].tolist()
+            right = matching_tokens(written, solutions[owners[row]], stops)
+            after = [known[min(place, len(known) - 1)] if place <= right else 0.0 for place in range(len(written) + 1)]
             unit_of[row, places] = torch.arange(len(gains), len(gains) + len(places))
             gains += [late - early for early, late in pairwise(after)]
             agree.append(after[-1] == rewards[row])
@@ -83,9 +85,8 @@ class SolutionValues:
         return list(self.policy.tokenizer(self.task.solution(problem), add_special_tokens=False)["input_ids"])
 
     @torch.no_grad()
-    def values(self, problems: Sequence[Problem], solutions: Sequence[Sequence[int]]) -> list[list[float]]:
-        """For every problem the value before each token of its right solution and its stop, and 1 after the last."""
-        prompts = [self.policy.encode_prompt(self.task.prompt(problem)) for problem in problems]
+    def values(self, prompts: Sequence[Sequence[int]], solutions: Sequence[Sequence[int]]) -> list[list[float]]:
+        """For every prompt the value before each token of its right solution and its stop, and 1 after the last."""
         by_stop = torch.stack([self.log_probs(prompts, solutions, stop) for stop in self.policy.stop_ids])
         found = []
         for row, (prompt, solution) in enumerate(zip(prompts, solutions, strict=True)):
