@@ -1,0 +1,361 @@
+"""Methods at equal rollouts: options, intervals by simulation, numbers from hand-made runs, and whole comparisons."""
+
+import csv
+import io
+import json
+import math
+import shutil
+from dataclasses import fields
+from io import StringIO
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from scipy.stats import t as student
+
+from scoregram import cli
+from scoregram.checks import ScoregramError
+from scoregram.compare import CompareConfig, compare_methods, is_comparison, write_comparison_report
+from scoregram.compare import cells as cells_module
+from scoregram.compare.config import method_choice
+from scoregram.compare.intervals import mean_over_problems, mean_over_seeds, ratio_over_seeds, t_quantile, verdict
+from scoregram.compare.results import Comparison, MethodResult, RunResult
+from scoregram.compare.table import accuracy_table, csv_text, lead_sentence, markdown_text, update_table
+from scoregram.exhibits import Estimate, Table, from_plain
+from scoregram.reading import GREEDY_TEST, RunReading
+from scoregram.runs import open_run
+from scoregram.statistics import update_power
+from scoregram.training import TrainConfig, Trained
+from tests.training_cases import JUDGE, save_policy, without_times
+
+QUIET = Console(file=StringIO(), width=200)
+
+
+# Options
+
+
+def test_every_run_has_the_shared_settings_and_its_own_options():
+    config = CompareConfig(methods="grpo, vineppo:prefix_rollouts=2:segments=even", rollouts=500, learning_rate=0.5)
+    first, second = (config.run_config(choice, seed=3) for choice in config.choices)
+    assert (first.method, first.seed, first.learning_rate, first.every_rollouts) == ("grpo", 3, 0.5, 50)
+    assert (second.prefix_rollouts, second.segments, second.rollouts) == (2, "even", 500)
+    assert first.out != second.out and first.out.is_relative_to(config.out)
+    own = {"method", "out", "prefix_rollouts", "segments"}
+    for field in fields(TrainConfig):
+        if field.name not in own:
+            assert getattr(first, field.name) == getattr(second, field.name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"methods": ""}, "compare --methods: must name some of"),
+        ({"methods": "grpo,grop"}, "compare --methods: must be among .*, got 'grop'"),
+        ({"methods": "grpo,grpo"}, "compare --methods: must name each method once"),
+        ({"methods": "grpo:learning_rate"}, "an option of grpo must be OPTION=VALUE"),
+        ({"methods": "grpo:speed=3"}, "an option of grpo must be OPTION=VALUE"),
+        ({"methods": "grpo:seed=3"}, "an option of grpo must be OPTION=VALUE"),
+        ({"methods": "grpo:learning_rate=fast"}, "grpo:learning_rate must have a value of its type, got 'fast'"),
+        ({"methods": "grpo:autocast=maybe"}, "grpo:autocast must have a value of its type"),
+        ({"methods": "vineppo:segments=lines"}, "vineppo:segments must be one of steps, unlikely, even"),
+        ({"methods": "grpo:adam_betas=0.9"}, "grpo:adam_betas cannot be set for one method"),
+        ({"seeds": 0}, "compare --seeds: must be at least 1"),
+        ({"rollouts": 0}, "compare --rollouts: must be at least 1"),
+        ({"jobs": -1}, "compare --jobs: must be at least 0"),
+        ({"target": 80.0}, "compare --target: must be an accuracy above 0 and at most 1"),
+    ],
+)
+def test_comparisons_that_cannot_work_are_refused(changes, says):
+    with pytest.raises(ScoregramError, match=says):
+        CompareConfig(**changes)
+
+
+def test_options_are_read_as_on_the_command_line():
+    chosen = method_choice("grpo:learning-rate=3e-4:baseline=0.5:dynamic_rounds=2:push=false:estimator=rloo")
+    assert chosen.options == {
+        "learning_rate": 3e-4,
+        "baseline": 0.5,
+        "dynamic_rounds": 2,
+        "push": False,
+        "estimator": "rloo",
+    }
+    assert "/" not in method_choice("grpo:reward=a").folder and ":" not in chosen.folder
+
+
+def test_a_method_that_the_settings_exclude_is_said_before_any_run(tmp_path):
+    with pytest.raises(ScoregramError, match="rloo needs at least 2 rollouts"):
+        compare_methods(CompareConfig(methods="reinforce,rloo", group_size=1, out=tmp_path), console=QUIET)
+    assert not list(tmp_path.iterdir())
+
+
+# Intervals
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 9, 200])
+def test_the_quantile_is_that_of_student(degrees):
+    assert t_quantile(degrees) == pytest.approx(student.ppf(0.975, degrees), rel=1e-6)
+
+
+def test_the_interval_of_a_mean_over_seeds_is_students():
+    values = [0.5, 0.7, 0.9]
+    half = student.ppf(0.975, 2) * 0.2 / math.sqrt(3)
+    found = mean_over_seeds([*values, math.nan])
+    assert (found.value, found.low, found.high) == pytest.approx((0.7, 0.7 - half, 0.7 + half), rel=1e-6)
+    assert math.isnan(mean_over_seeds([0.5]).low) and math.isnan(mean_over_seeds([]).value)
+
+
+def test_a_ratio_of_sums():
+    assert ratio_over_seeds([1.0, 2.0], [2.0, 4.0]) == Estimate(0.5, 0.5, 0.5)
+    assert math.isnan(ratio_over_seeds([1.0], [0.0]).value)
+
+
+@pytest.mark.parametrize("of_seed", [0.0, 0.5, 2.0])
+def test_the_interval_over_seeds_and_problems_covers(of_seed):
+    """Seed and problem effects of known size, three seeds: the true mean is inside at least 93 of 100 times."""
+    rng, inside, trials = np.random.default_rng(1), 0, 1000
+    for _ in range(trials):
+        values = of_seed * rng.normal(size=(3, 1)) + rng.normal(size=(1, 50)) + rng.normal(size=(3, 50))
+        found = mean_over_problems(values)
+        inside += found.low <= 0 <= found.high
+    assert inside / trials >= 0.93  # three standard errors below 0.95 would be 0.93
+
+
+def test_one_seed_tells_nothing():
+    assert verdict(mean_over_problems(np.ones((1, 50)))) == "cannot tell"
+
+
+# Signal and noise of an update
+
+
+def test_signal_and_noise_are_right_on_average_over_every_batch():
+    """Prompts whose update is one of three vectors: all 27 batches of three prompts, two rollouts each."""
+    choices = torch.tensor([[1.0, 0.0], [0.0, 2.0], [-1.0, 1.0]], dtype=torch.float64)
+    weights, prompt_of = torch.tensor([0.5, 0.5] * 3, dtype=torch.float64), torch.tensor([0, 0, 1, 1, 2, 2])
+    found, updates = [], []
+    for batch in product(choices, repeat=3):
+        scores = torch.stack([row for one in batch for row in (one * 1.5, one * 0.5)])  # they average to the choice
+        found.append(update_power(scores @ scores.T, weights, prompt_of))
+        updates.append(torch.stack(batch).sum(0))
+    stacked = torch.stack(updates)
+    mean = stacked.mean(0)
+    assert np.mean([one.signal for one in found]) == pytest.approx(float(mean @ mean))
+    assert np.mean([one.noise for one in found]) == pytest.approx(float((stacked - mean).square().sum(1).mean()))
+    one = update_power(torch.eye(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64), torch.tensor([0, 0]))
+    assert math.isnan(one.signal) and math.isnan(one.noise)
+
+
+# Tables of hand-made runs
+
+
+def run_of(seed: int, right: list[int], accuracies: list[float], **scalars: float) -> RunResult:
+    lines: list[dict[str, Any]] = [
+        {"step": step, "rollouts": 80 * step, "eval/accuracy": value, "time/step": 30.0 if step else 0.0}
+        for step, value in enumerate(accuracies)
+    ]
+    lines[-1] |= {"reward": 0.5, "gram/update_signal": 2.0, "gram/update_noise": 4.0} | scalars
+    tests = {GREEDY_TEST: {len(lines) - 1: {f"p{place}": float(one) for place, one in enumerate(right)}}}
+    return RunResult(seed, RunReading(config={}, notes=(), lines=lines, groups=[], tests=tests))
+
+
+def hand_made() -> Comparison:
+    grpo = [run_of(seed, [1, 1, 0, 0], [0.0, 0.25, 0.5]) for seed in range(3)]
+    better = [run_of(seed, [1, 1, 1, 0], [0.0, 0.5, 0.75], **{"credit/correlation": 0.5}) for seed in range(3)]
+    mixed = [run_of(seed, [1, seed % 2, 0, 0], [0.0, 0.25, 0.5 * (seed > 0)]) for seed in range(3)]
+    setting = {"task": "toy", "rollouts": 160, "every_rollouts": 80, "batch_size": 64, "seeds": 3, "target": 0.5}
+    rows = {"grpo": grpo, "better": better, "mixed": mixed}
+    return Comparison(setting, [MethodResult(label, runs, 64) for label, runs in rows.items()])
+
+
+def column(table: Table, name: str) -> list[Any]:
+    return [row[table.columns.index(name)] for row in table.rows]
+
+
+def test_the_accuracy_table_by_hand():
+    table = accuracy_table(hand_made())
+    assert [cell.value for cell in column(table, "accuracy")] == pytest.approx([50, 75, 100 / 3])
+    gains = column(table, "points over grpo")
+    assert gains[0] is None and gains[1].value == 25 and gains[2].value == pytest.approx(-50 / 3)
+    assert column(table, "verdict") == [None, "cannot tell", "cannot tell"]  # one problem of four decides
+    to_half = column(table, "rollouts to 50 %")
+    assert (to_half[0].value, to_half[1].value, to_half[2]) == (160, 80, "2 of 3 seeds")
+    assert column(table, "steps") == [2, 2, 2] and column(table, "minutes")[0].value == 1
+    assert column(table, "extra rollouts, %") == pytest.approx([20.0] * 3)  # 160 sampled, 2 · 64 trained on
+
+
+def test_rollouts_to_an_accuracy_lie_between_evaluations():
+    run = run_of(0, [1], [0.2, 0.4, 0.8])
+    assert run.rollouts_to(0.6) == pytest.approx(120) and run.rollouts_to(0.1) == 0 and run.rollouts_to(0.9) == math.inf
+    assert run.accuracy_at([40, 120]).tolist() == pytest.approx([0.3, 0.6])
+
+
+def test_the_update_table_by_hand():
+    table = update_table(hand_made())
+    assert [cell.value for cell in column(table, "signal to noise")] == [0.5] * 3
+    correlations = [cell.value for cell in column(table, "credit correlation")]
+    assert correlations[1] == 0.5 and math.isnan(correlations[0])
+
+
+def test_the_texts_hold_the_same_numbers():
+    comparison = hand_made()
+    tables = accuracy_table(comparison), update_table(comparison)
+    rows = list(csv.DictReader(io.StringIO(csv_text(tables))))
+    assert [row["method"] for row in rows] == ["grpo", "better", "mixed"]
+    assert float(rows[1]["points over grpo"]) == 25 and float(rows[1]["credit correlation"]) == 0.5
+    assert float(rows[1]["accuracy, low"]) < 75 < float(rows[1]["accuracy, high"])
+    lines = markdown_text(tables[0]).splitlines()
+    assert lines[4].startswith("| grpo | 3 | 50.0") and len({line.count("|") for line in lines[2:7]}) == 1
+    assert "no difference to grpo can be told for better (+25.0 points), mixed (-16.7 points)" in lead_sentence(
+        comparison
+    )
+
+
+# Whole comparisons
+
+
+def small(model: Path, out: Path, **changes: Any) -> CompareConfig:
+    settings: dict[str, Any] = {
+        "methods": "grpo,vineppo:prefix_rollouts=1",
+        "seeds": 2,
+        "rollouts": 36,
+        "batch_size": 12,
+        "group_size": 4,
+        "out": out,
+        "model": str(model),
+        "reward": JUDGE,
+        "task": "arithmetic-compositions:3",
+        "prompt": "plain",
+        "device": "cpu",
+        "max_new_tokens": 6,
+        "learning_rate": 1e-3,
+        "eval_problems": 6,
+        "jobs": 1,
+    }
+    return CompareConfig(**settings | changes)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> Path:
+    return save_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def made(policy, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("compared")
+    assert compare_methods(small(policy, folder), console=QUIET) == 0
+    return folder
+
+
+def runs_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    paths = sorted(path.parent for path in folder.rglob("config.yaml"))
+    return {str(path.relative_to(folder)): without_times(open_run(path).metrics()) for path in paths}
+
+
+def test_a_comparison_writes_runs_tables_and_a_page(made, tmp_path, capsys):
+    runs = runs_of(made)
+    assert len(runs) == 4 and all(lines[-1]["rollouts"] >= 36 for lines in runs.values())
+    exhibits = from_plain(json.loads((made / "table.json").read_text())["exhibits"])
+    accuracy, updates, _ = exhibits
+    assert isinstance(accuracy, Table) and isinstance(updates, Table)
+    assert column(accuracy, "method") == ["grpo", "vineppo:prefix_rollouts=1"]
+    for row, method in zip(accuracy.rows, ("grpo", "vineppo"), strict=True):
+        last = [lines[-1] for name, lines in runs.items() if f"/{method}" in name]
+        cells = dict(zip(accuracy.columns, row, strict=True))
+        assert cells["accuracy"].value == pytest.approx(100 * np.mean([line["eval/accuracy"] for line in last]))
+        held_out = 100 * np.mean([line["eval/composition/accuracy"] for line in last])
+        assert cells["accuracy, composition"].value == pytest.approx(held_out)
+    assert column(accuracy, "extra rollouts, %")[0] == 0 < column(accuracy, "extra rollouts, %")[1]
+    assert (made / "table.md").read_text().count("\n| ") == 8 and (made / "table.csv").read_text().count("\n") == 3
+    assert is_comparison(made) and not is_comparison(tmp_path)
+    assert cli.main(["report", str(made), "--out", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "Accuracy over rollouts" in page and "vineppo:prefix_rollouts=1" in page
+    assert write_comparison_report(made, tmp_path / "again.html").read_text() == page.replace(
+        str(tmp_path / "page.html"), str(tmp_path / "again.html")
+    )
+
+
+def test_what_is_finished_is_kept_and_what_is_lost_is_trained_again(made, policy, tmp_path, monkeypatch):
+    folder = tmp_path / "copy"
+    shutil.copytree(made, folder)
+    shutil.rmtree(folder / "runs/grpo/seed-1")
+    asked: list[str] = []
+    original = cells_module.run_one
+
+    def counted(config: TrainConfig) -> Trained:
+        asked.append(str(config.out.relative_to(folder)))
+        return original(config)
+
+    monkeypatch.setattr(cells_module, "run_one", counted)
+    assert compare_methods(small(policy, folder), console=QUIET) == 0
+    assert asked == ["runs/grpo/seed-1"] and runs_of(folder) == runs_of(made)
+
+
+def test_an_interrupted_comparison_continues(made, policy, tmp_path, monkeypatch):
+    folder = tmp_path / "stopped"
+    original = cells_module.run_one
+    monkeypatch.setattr(cells_module, "run_one", lambda config: Trained(config.out, 0, interrupted=True))
+    assert compare_methods(small(policy, folder), console=QUIET) == 130
+    assert not (folder / "table.json").exists()
+    monkeypatch.setattr(cells_module, "run_one", original)
+    assert compare_methods(small(policy, folder), console=QUIET) == 0
+    assert runs_of(folder) == runs_of(made)
+
+
+def test_a_run_that_fails_does_not_end_the_others(made, policy, tmp_path, monkeypatch):
+    folder = tmp_path / "failing"
+    shutil.copytree(made, folder)
+    shutil.rmtree(folder / "runs/grpo/seed-0")
+    shutil.rmtree(folder / "runs/grpo/seed-1")
+    original = cells_module.run_one
+
+    def broken(config: TrainConfig) -> Trained:
+        if config.seed == 0:
+            raise ScoregramError("train: broken on purpose.")
+        return original(config)
+
+    monkeypatch.setattr(cells_module, "run_one", broken)
+    said = StringIO()
+    assert compare_methods(small(policy, folder), console=Console(file=said, width=200)) == 1
+    assert "grpo, seed 0 failed: train: broken on purpose." in said.getvalue()
+    exhibits = from_plain(json.loads((folder / "table.json").read_text())["exhibits"])
+    assert isinstance(exhibits[0], Table) and column(exhibits[0], "seeds") == [1, 2]
+    monkeypatch.setattr(cells_module, "run_one", original)
+    assert compare_methods(small(policy, folder), console=QUIET) == 0
+    assert runs_of(folder) == runs_of(made)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"learning_rate": 2e-3}, "must have the same config, got learning_rate: 0.001 in the run, 0.002 requested"),
+        ({"rollouts": 12}, "compare --rollouts: must be at least 36"),
+    ],
+)
+def test_other_settings_do_not_mix_into_a_comparison(changes, says, made, policy):
+    with pytest.raises(ScoregramError, match=says):
+        compare_methods(small(policy, made, **changes), console=QUIET)
+
+
+def test_a_damaged_setting_is_a_sentence(tmp_path, capsys):
+    (tmp_path / "compare.json").write_text("{}")
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "must be written by scoregram compare, got something else" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_same_runs(made, policy, tmp_path):
+    assert compare_methods(small(policy, tmp_path / "two", jobs=2), console=QUIET) == 0
+    assert runs_of(tmp_path / "two") == runs_of(made)
+
+
+def test_the_command_line_knows_the_options_of_train_but_not_those_it_sets(capsys):
+    given = "--methods rloo,grpo --seeds 2 --learning-rate 0.1 --no-push"
+    parsed: Any = cli.parsed_command(["compare", *given.split()])
+    assert (parsed.seeds, parsed.learning_rate, parsed.push, len(parsed.choices)) == (2, 0.1, False, 2)
+    for refused in ("--seed 1", "--method grpo", "--steps 3", "--resume"):
+        with pytest.raises(SystemExit):
+            cli.parsed_command(["compare", *refused.split()])
