@@ -62,7 +62,7 @@ def test_every_run_has_the_shared_settings_and_its_own_options():
         ({"methods": "grpo:learning_rate=fast"}, "grpo:learning_rate must have a value of its type, got 'fast'"),
         ({"methods": "grpo:autocast=maybe"}, "grpo:autocast must have a value of its type"),
         ({"methods": "vineppo:segments=lines"}, "vineppo:segments must be one of steps, unlikely, even"),
-        ({"methods": "grpo:adam_betas=0.9"}, "grpo:adam_betas cannot be set for one method"),
+        ({"methods": "grpo:adam_betas=0.9"}, "grpo:adam_betas must be the same for all methods"),
         ({"seeds": 0}, "compare --seeds: must be at least 1"),
         ({"rollouts": 0}, "compare --rollouts: must be at least 1"),
         ({"jobs": -1}, "compare --jobs: must be at least 0"),

@@ -1,14 +1,13 @@
 """Everything that decides a comparison: methods with their options, seeds, and the settings that all runs share."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from scoregram.errors import ScoregramError
 from scoregram.policy import refuse
 from scoregram.training import METHODS, TrainConfig
 
@@ -20,6 +19,14 @@ OF_THE_COMPARISON = (
     *("measure_every", "eval_every", "eval_problems", "lr_schedule", "task", "model", "threads"),
 )
 """Settings that one method cannot have for itself: the comparison sets them, or they make its runs comparable."""
+
+READERS: Mapping[Any, Callable[[str], Any]] = {
+    bool: {"true": True, "false": False}.__getitem__,
+    int: int,
+    float: float,
+    str: str,
+}
+"""Type of an option → the function that reads its value."""
 
 
 @dataclass(frozen=True)
@@ -150,13 +157,9 @@ def option_value(what: str, hint: Any, text: str) -> Any:
         if text not in choices:
             refuse("compare --methods", f"{what} must be one of {', '.join(choices)}", repr(text), "Check it.")
         return text
-    if hint is bool:
-        hint = {"true": True, "false": False}.__getitem__
+    if hint not in READERS:
+        refuse("compare --methods", f"{what} must be the same for all methods", repr(text), "Give it as an option.")
     try:
-        return hint(text) if callable(hint) and get_origin(hint) is None else _not_supported(what)
+        return READERS[hint](text)
     except (ValueError, KeyError):
         return refuse("compare --methods", f"{what} must have a value of its type", repr(text), "Check the value.")
-
-
-def _not_supported(what: str) -> None:
-    raise ScoregramError(f"compare --methods: {what} cannot be set for one method. Set it for all of them.")

@@ -203,7 +203,8 @@ class TrainConfig:
     """Recompute activations in the backward pass."""
 
     task: str = "arithmetic"
-    """arithmetic[:TERMS], forecast, gsm8k[:FOLDER], reasoning-gym:NAME or jsonl:FILE."""
+    """arithmetic[:TERMS], arithmetic-compositions[:TERMS], forecast, gsm8k[:FOLDER], reasoning-gym:NAME or
+    jsonl:FILE."""
     reward: str | None = None
     """`module:function` with TRL's reward signature, instead of the task's reward."""
 
