@@ -23,8 +23,8 @@ from scoregram.compare import CompareConfig, compare_methods, is_comparison, wri
 from scoregram.compare import cells as cells_module
 from scoregram.compare.config import method_choice
 from scoregram.compare.intervals import mean_over_problems, mean_over_seeds, ratio_over_seeds, t_quantile, verdict
-from scoregram.compare.results import Comparison, MethodResult, RunResult
-from scoregram.compare.table import accuracy_table, csv_text, lead_sentence, markdown_text, update_table
+from scoregram.compare.results import MethodComparison, MethodResult, RunResult
+from scoregram.compare.table import accuracy_table, csv_text, markdown_text, update_table, verdict_sentence
 from scoregram.exhibits import Estimate, Table, from_plain
 from scoregram.reading import GREEDY_TEST, RunReading
 from scoregram.runs import open_run
@@ -161,13 +161,13 @@ def run_of(seed: int, right: list[int], accuracies: list[float], **scalars: floa
     return RunResult(seed, RunReading(config={}, notes=(), lines=lines, groups=[], tests=tests))
 
 
-def hand_made() -> Comparison:
+def hand_made() -> MethodComparison:
     grpo = [run_of(seed, [1, 1, 0, 0], [0.0, 0.25, 0.5]) for seed in range(3)]
     better = [run_of(seed, [1, 1, 1, 0], [0.0, 0.5, 0.75], **{"credit/correlation": 0.5}) for seed in range(3)]
     mixed = [run_of(seed, [1, seed % 2, 0, 0], [0.0, 0.25, 0.5 * (seed > 0)]) for seed in range(3)]
     setting = {"task": "toy", "rollouts": 160, "every_rollouts": 80, "batch_size": 64, "seeds": 3, "target": 0.5}
     rows = {"grpo": grpo, "better": better, "mixed": mixed}
-    return Comparison(setting, [MethodResult(label, runs, 64) for label, runs in rows.items()])
+    return MethodComparison(setting, [MethodResult(label, runs, 64) for label, runs in rows.items()])
 
 
 def column(table: Table, name: str) -> list[Any]:
@@ -189,7 +189,7 @@ def test_the_accuracy_table_by_hand():
 def test_rollouts_to_an_accuracy_lie_between_evaluations():
     run = run_of(0, [1], [0.2, 0.4, 0.8])
     assert run.rollouts_to(0.6) == pytest.approx(120) and run.rollouts_to(0.1) == 0 and run.rollouts_to(0.9) == math.inf
-    assert run.accuracy_at([40, 120]).tolist() == pytest.approx([0.3, 0.6])
+    assert run.accuracy_at([40.0, 120.0]).tolist() == pytest.approx([0.3, 0.6])
 
 
 def test_the_update_table_by_hand():
@@ -207,8 +207,11 @@ def test_the_texts_hold_the_same_numbers():
     assert float(rows[1]["points over grpo"]) == 25 and float(rows[1]["credit correlation"]) == 0.5
     assert float(rows[1]["accuracy, low"]) < 75 < float(rows[1]["accuracy, high"])
     lines = markdown_text(tables[0]).splitlines()
-    assert lines[4].startswith("| grpo | 3 | 50.0") and len({line.count("|") for line in lines[2:7]}) == 1
-    assert "no difference to grpo can be told for better (+25.0 points), mixed (-16.7 points)" in lead_sentence(
+    assert (
+        lines[4].startswith("| grpo | 3 | 50 [0, 100] |  |  | 160 [160, 160] | 2 | 20.0 |")
+        and len({line.count("|") for line in lines[2:7]}) == 1
+    )
+    assert "no difference to grpo can be told for better (+25.0 points), mixed (-16.7 points)" in verdict_sentence(
         comparison
     )
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from scoregram.checks import ScoregramError, fail
 from scoregram.compare.config import CompareConfig
-from scoregram.compare.table import SETTING, write_comparison
+from scoregram.compare.table import COMPARISON_FILE, write_comparison
 from scoregram.policy import load_policy
 from scoregram.report import show_table
 from scoregram.runs import CONFIG_FILE, disk_errors, require_same_config, write_atomically
@@ -21,11 +21,11 @@ from scoregram.training import (
     Trained,
     available_cores,
     last_scalar,
-    progress_bar,
     require_method,
     resumable,
     run_in_processes,
     run_one,
+    runs_progress,
 )
 
 FAILURE = "failure.txt"
@@ -33,7 +33,7 @@ FAILURE = "failure.txt"
 
 
 @dataclass(frozen=True)
-class Cell:
+class PlannedCell:
     """One run of a comparison."""
 
     label: str
@@ -60,7 +60,7 @@ def compare_methods(config: CompareConfig, *, console: Console | None = None) ->
     console = console or Console()
     cells = planned_cells(config)
     refuse_other_runs(config, cells)
-    write_setting(config)
+    write_comparison_setting(config)
     if not train_cells(config, cells, console):
         console.print(f"Stopped. The same command continues from here: {config.out}", soft_wrap=True)
         return 130
@@ -73,7 +73,7 @@ def compare_methods(config: CompareConfig, *, console: Console | None = None) ->
     return 1 if failures else 0
 
 
-def planned_cells(config: CompareConfig) -> list[Cell]:
+def planned_cells(config: CompareConfig) -> list[PlannedCell]:
     """Every method with every seed, seed by seed, so that an interrupted comparison has whole seeds.
 
     Raises:
@@ -84,12 +84,12 @@ def planned_cells(config: CompareConfig) -> list[Cell]:
     }
     for runs in choices.values():
         require_method(runs[0].chosen, group_size=runs[0].group_size, kl=runs[0].kl)
-    return [Cell(label, seed, runs[seed]) for seed in range(config.seeds) for label, runs in choices.items()]
+    return [PlannedCell(label, seed, runs[seed]) for seed in range(config.seeds) for label, runs in choices.items()]
 
 
-def refuse_other_runs(config: CompareConfig, cells: Sequence[Cell]) -> None:
+def refuse_other_runs(config: CompareConfig, cells: Sequence[PlannedCell]) -> None:
     """Raise if the folder holds a comparison with a larger budget, or a run with other settings."""
-    known = read_setting(config.out).get("rollouts", 0)
+    known = read_comparison_setting(config.out).get("rollouts", 0)
     if known > config.rollouts:
         remedy = "Choose another --out, or a larger budget."
         fail("compare --rollouts", f"must be at least {known}, which {config.out} has", config.rollouts, remedy)
@@ -98,18 +98,18 @@ def refuse_other_runs(config: CompareConfig, cells: Sequence[Cell]) -> None:
             require_same_config(cell.config.out, cell.config.record(), cell.config.may_differ())
 
 
-def read_setting(folder: Path) -> Mapping[str, Any]:
+def read_comparison_setting(folder: Path) -> Mapping[str, Any]:
     """What a folder compares; empty if it holds no comparison."""
-    path = folder / SETTING
+    path = folder / COMPARISON_FILE
     try:
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
         return fail("compare --out", f"{path} must be a JSON file", error, "Restore it, or choose another --out.")
 
 
-def write_setting(config: CompareConfig) -> None:
+def write_comparison_setting(config: CompareConfig) -> None:
     """Write what the folder compares: methods in order, seeds, budget. A folder keeps the methods it had before."""
-    old = read_setting(config.out).get("methods", {})
+    old = read_comparison_setting(config.out).get("methods", {})
     methods = {choice.label: choice.folder for choice in config.choices}
     setting = {
         "task": config.task,
@@ -123,10 +123,10 @@ def write_setting(config: CompareConfig) -> None:
     }
     with disk_errors(config.out, caller="compare"):
         config.out.mkdir(parents=True, exist_ok=True)
-        write_atomically(config.out / SETTING, json.dumps(setting, indent=1).encode())
+        write_atomically(config.out / COMPARISON_FILE, json.dumps(setting, indent=1).encode())
 
 
-def train_cells(config: CompareConfig, cells: Sequence[Cell], console: Console) -> bool:
+def train_cells(config: CompareConfig, cells: Sequence[PlannedCell], console: Console) -> bool:
     """Train every run that is not complete; False if the user stopped it. A run that fails leaves its reason behind."""
     missing = [cell.config for cell in cells if not cell.is_complete]
     if not missing:
@@ -134,7 +134,7 @@ def train_cells(config: CompareConfig, cells: Sequence[Cell], console: Console) 
     if config.model == "tiny":
         prepare_tiny(missing)
     jobs = min(config.jobs or default_jobs(config), len(missing))
-    with progress_bar(
+    with runs_progress(
         config.rollouts * len(cells), lambda: sum(cell.done for cell in cells), unit="rollouts", console=console
     ):
         if jobs > 1:
@@ -172,7 +172,7 @@ def failure_path(config: TrainConfig) -> Path:
     return config.out.parent / f"{config.out.name}-{FAILURE}"
 
 
-def failed_cells(cells: Sequence[Cell]) -> dict[str, str]:
+def failed_cells(cells: Sequence[PlannedCell]) -> dict[str, str]:
     """Label and seed → reason, for every run that failed."""
     paths = {f"{cell.label}, seed {cell.seed}": failure_path(cell.config) for cell in cells}
     return {name: path.read_text(encoding="utf-8").strip() for name, path in paths.items() if path.is_file()}

@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from scoregram.policy import refuse
 from scoregram.training import METHODS, TrainConfig
 
-EVALUATIONS = 10
+EVALUATIONS_PER_RUN = 10
 """Evaluations and measured steps of a run, besides the evaluation before the first step."""
 
 OF_THE_COMPARISON = (
@@ -107,7 +107,7 @@ class CompareConfig(TrainConfig):
     @property
     def evaluation_rollouts(self) -> int:
         """Rollouts between two evaluations."""
-        return self.every_rollouts or max(1, self.rollouts // EVALUATIONS)
+        return self.every_rollouts or max(1, self.rollouts // EVALUATIONS_PER_RUN)
 
     def run_config(self, choice: MethodChoice, seed: int) -> TrainConfig:
         """The run of one method and seed."""

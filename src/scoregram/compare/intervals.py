@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from scoregram.bootstrap import LEVEL
 from scoregram.exhibits import Estimate
 
-LEVEL = 0.95
 GRID = 200_001
 
 

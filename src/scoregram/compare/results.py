@@ -83,11 +83,13 @@ class MethodResult:
         return np.array([[float(by_seed[seed][name]) for name in problems] for seed in seeds])
 
     def accuracy(self, split: str = "") -> Estimate:
-        """Accuracy after the last step, over seeds and problems."""
+        """Accuracy after the last step, over seeds and problems; the interval is cut off at 0 and 1."""
         tested = {run.seed: run.right(split) for run in self.runs if run.right(split)}
         if not tested:
             return Estimate(math.nan)
-        return mean_over_problems(self.rights(split, list(tested), shared_problems(tested.values())))
+        found = mean_over_problems(self.rights(split, list(tested), shared_problems(tested.values())))
+        low, high = (float(np.clip(end, 0.0, 1.0)) for end in (found.low, found.high))
+        return Estimate(found.value, low, high)
 
     def gain_over(self, other: "MethodResult", split: str = "") -> Estimate:
         """Accuracy minus that of another method, on the same seeds and problems."""
@@ -138,7 +140,7 @@ def shared_problems(tables: Any) -> list[str]:
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class MethodComparison:
     """A folder of runs, read."""
 
     setting: Mapping[str, Any]
@@ -159,7 +161,7 @@ class Comparison:
         return float(stated) if stated is not None else self.methods[0].accuracy().value
 
 
-def read_comparison(folder: Path, setting: Mapping[str, Any]) -> Comparison:
+def read_comparison(folder: Path, setting: Mapping[str, Any]) -> MethodComparison:
     """The finished runs of a comparison, method by method; runs that are missing or incomplete are left out."""
     methods = []
     for label, name in setting["methods"].items():
@@ -170,7 +172,7 @@ def read_comparison(folder: Path, setting: Mapping[str, Any]) -> Comparison:
             if result is not None and result.rollouts >= setting["rollouts"]:
                 runs.append(result)
         methods.append(MethodResult(label, runs, own_batch_size(runs, setting)))
-    return Comparison(setting, methods)
+    return MethodComparison(setting, methods)
 
 
 def own_batch_size(runs: Sequence[RunResult], setting: Mapping[str, Any]) -> int:

@@ -11,15 +11,15 @@ from typing import Any
 
 from scoregram.checks import fail
 from scoregram.compare.intervals import mean_over_seeds, verdict
-from scoregram.compare.results import Comparison, MethodResult, read_comparison, read_json
+from scoregram.compare.results import MethodComparison, MethodResult, read_comparison, read_json
 from scoregram.exhibits import Cell, Estimate, Figure, Series, Table, cell_text, to_plain
 from scoregram.report import Section, write_page
 from scoregram.runs import REPORT, disk_errors, write_atomically
 
-SETTING = "compare.json"
+COMPARISON_FILE = "compare.json"
 """What a folder compares."""
 
-DEFINITIONS = """\
+COLUMN_DEFINITIONS = """\
 - accuracy: share of test problems whose greedy rollout is right after the last step.
 - rollouts: all that a run sampled for training, also those from which no update is computed. Evaluations and \
 measurements do not count.
@@ -35,16 +35,16 @@ log-probability that the update made (push). Credit of one size everywhere has t
 
 def is_comparison(folder: Path | str) -> bool:
     """Whether a folder holds a comparison."""
-    return (Path(folder) / SETTING).is_file()
+    return (Path(folder) / COMPARISON_FILE).is_file()
 
 
-def open_comparison(folder: Path) -> Comparison:
+def open_comparison(folder: Path) -> MethodComparison:
     """The comparison in a folder.
 
     Raises:
         ScoregramError: If its setting is damaged, or no run of the first method is finished.
     """
-    path = folder / SETTING
+    path = folder / COMPARISON_FILE
     try:
         setting = read_json(path)
         known = {"methods", "seeds", "rollouts", "batch_size", "every_rollouts"} <= setting.keys()
@@ -78,15 +78,15 @@ def write_comparison_report(folder: Path | str, out: Path | str | None = None) -
     sections = [
         Section("Accuracy at equal rollouts", "", (accuracy_table(comparison), accuracy_figure(comparison))),
         Section("What the updates were made of", "", (update_table(comparison),)),
-        Section("How to read it", DEFINITIONS),
+        Section("How to read it", COLUMN_DEFINITIONS),
     ]
     title = f"Methods compared on {comparison.setting.get('task', 'a task')}"
     redo = shlex.join(["scoregram", "report", str(root)])
     path = root / REPORT if out is None else Path(out)
-    return write_page(path, title=title, lead=lead_sentence(comparison), sections=sections, redo=redo)
+    return write_page(path, title=title, lead=verdict_sentence(comparison), sections=sections, redo=redo)
 
 
-def lead_sentence(comparison: Comparison) -> str:
+def verdict_sentence(comparison: MethodComparison) -> str:
     """Which methods are better or worse than the first, in one sentence."""
     first, *others = comparison.methods
     said: dict[str, list[str]] = {"better": [], "worse": [], "cannot tell": []}
@@ -102,7 +102,7 @@ def lead_sentence(comparison: Comparison) -> str:
     return f"With {budget}: {'; '.join(parts) or first.label + ' alone'}."
 
 
-def accuracy_table(comparison: Comparison) -> Table:
+def accuracy_table(comparison: MethodComparison) -> Table:
     """Who wins, by how much, at what cost: one row per method."""
     first = comparison.methods[0]
     columns: dict[str, Callable[[MethodResult], Cell]] = {
@@ -113,7 +113,7 @@ def accuracy_table(comparison: Comparison) -> Table:
         "verdict": lambda method: None if method is first else verdict(method.gain_over(first)),
         **{f"accuracy, {split}": held_out_accuracy(split) for split in comparison.splits},
         f"rollouts to {100 * comparison.target:.0f} %": lambda method: method.rollouts_to(comparison.target),
-        "steps": lambda method: mean_over_seeds([float(run.steps) for run in method.runs]).value,
+        "steps": lambda method: round(sum(run.steps for run in method.runs) / len(method.runs)),
         "extra rollouts, %": lambda method: percent(method.extra()).value,
         "minutes": lambda method: mean_over_seeds([run.seconds / 60 for run in method.runs]),
     }
@@ -133,7 +133,7 @@ def held_out_accuracy(split: str) -> Callable[[MethodResult], Cell]:
     return lambda method: percent(method.accuracy(split))
 
 
-def update_table(comparison: Comparison) -> Table:
+def update_table(comparison: MethodComparison) -> Table:
     """What the updates of each method were made of, over its measured steps."""
     scalars = {
         "credit correlation": "credit/correlation",
@@ -171,7 +171,7 @@ def table_rows(
     return tuple(tuple(column(method) for column in columns.values()) for method in methods if method.runs)
 
 
-def accuracy_figure(comparison: Comparison) -> Figure:
+def accuracy_figure(comparison: MethodComparison) -> Figure:
     """Accuracy on test problems over sampled rollouts, one line per method."""
     every, budget = comparison.setting["every_rollouts"], comparison.setting["rollouts"]
     grid = [float(value) for value in [*range(0, budget, every), budget]]

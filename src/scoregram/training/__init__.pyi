@@ -16,9 +16,9 @@ from .loop import train as train
 from .progress import duration as duration
 from .several import available_cores as available_cores
 from .several import last_scalar as last_scalar
-from .several import progress_bar as progress_bar
 from .several import resumable as resumable
 from .several import run_in_processes as run_in_processes
 from .several import run_one as run_one
+from .several import runs_progress as runs_progress
 from .supervised import warm_start as warm_start
 from .supervised import write_warm_start as write_warm_start

@@ -119,7 +119,7 @@ def last_scalar(folder: Path, name: str) -> int:
 
 
 @contextmanager
-def progress_bar(
+def runs_progress(
     total: int, done: Callable[[], int], *, unit: str, console: Console, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[None]:
     """A bar with the remaining time while the block runs; plain lines where the output is not a terminal.

@@ -28,10 +28,10 @@ from scoregram.studies.record import public_key, write_record
 from scoregram.tasks import load_task
 from scoregram.training import (
     last_scalar,
-    progress_bar,
     resumable,
     run_in_processes,
     run_one,
+    runs_progress,
     warm_start,
     write_warm_start,
 )
@@ -133,7 +133,7 @@ def run_all(
     for start, seed in {start_of(preset, folder, one.seed): one.seed for one in missing}.items():
         prepare_start(preset, start, seed=seed, device=device, tell=console.print)
     total = sum(one.config.steps for one in planned)
-    with progress_bar(total, lambda: sum(map(steps_done, planned)), unit="steps", console=console):
+    with runs_progress(total, lambda: sum(map(steps_done, planned)), unit="steps", console=console):
         if (workers or preset.workers) > 1:
             return run_in_processes([one.config for one in missing], workers or preset.workers)
         return all(not run_one(resumable(one.config)).interrupted for one in missing)
