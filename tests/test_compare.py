@@ -266,7 +266,7 @@ def test_a_comparison_writes_runs_tables_and_a_page(made, tmp_path, capsys):
     assert column(accuracy, "method") == ["grpo", "vineppo:prefix_rollouts=1"]
     for row, method in zip(accuracy.rows, ("grpo", "vineppo"), strict=True):
         last = [lines[-1] for name, lines in runs.items() if f"/{method}" in name]
-        cells = dict(zip(accuracy.columns, row, strict=True))
+        cells: dict[str, Any] = dict(zip(accuracy.columns, row, strict=True))
         assert cells["accuracy"].value == pytest.approx(100 * np.mean([line["eval/accuracy"] for line in last]))
         held_out = 100 * np.mean([line["eval/composition/accuracy"] for line in last])
         assert cells["accuracy, composition"].value == pytest.approx(held_out)
