@@ -122,6 +122,8 @@ def tensors_of(room: str, at: Case) -> dict[str, object]:
             "baseline": flat,
             "optimal": flat * 0,
             "fisher_trace": energies,
+            "credit": flat,
+            "truth": flat / 2,
         }
     if room == "advantages":
         shared["mask"] = mask.reshape(prompts, size, TOKENS)

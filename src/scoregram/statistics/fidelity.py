@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from scoregram.checks import require_finite
+
 FILLER = 0.01
 """A token is filler if its true advantage is at most this: it changes the expected reward by at most one hundredth."""
 
@@ -48,11 +50,16 @@ def credit_fidelity(
         variances: `(M,)` variance of each estimate; None if the advantages are exact.
         filler: Largest true advantage, in absolute value, of filler.
 
+    Raises:
+        ScoregramError: If a credit or a true advantage is not finite.
+
     Example:
         >>> from torch import tensor
         >>> credit_fidelity(tensor([1.0, 1.0, 1.0, 1.0]), tensor([0.5, 0.0, 0.0, 0.0])).filler_share
         0.75
     """
+    for name, values in {"credit": credit, "truth": truth}.items():
+        require_finite(values, name=name, caller="credit_fidelity")
     if not len(credit):
         return CreditFidelity(math.nan, math.nan, math.nan, math.nan)
     c, a = credit.double(), truth.double()
