@@ -7,7 +7,8 @@ from scoregram.tasks import TASKS, load_task
 
 
 def test_an_unknown_task_lists_the_choices():
-    with pytest.raises(ScoregramError, match="one of arithmetic, forecast, gsm8k, jsonl, reasoning-gym, got 'maths'"):
+    choices = "arithmetic, arithmetic-compositions, forecast, gsm8k, jsonl, reasoning-gym"
+    with pytest.raises(ScoregramError, match=f"one of {choices}, got 'maths'"):
         load_task("maths:3")
 
 
