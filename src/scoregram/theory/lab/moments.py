@@ -164,8 +164,8 @@ def group_update_moments(
         prompt: Row of `truth.gradient` to compare with.
         group_size: `R`.
         needs: Names among `lengths`, `score_energies`, `outcomes` (one per rollout; the outcome is the return),
-            `baselines` (the prompt's exact value) and `greedy_rewards` (the return of one more rollout that takes the
-            likeliest action everywhere; if outcomes are random, so is this return).
+            `baselines` (the prompt's exact value), `best_of` (2) and `greedy_rewards` (the return of one more rollout
+            that takes the likeliest action everywhere; if outcomes are random, so is this return).
         couples_prompts: Whether `advantage` mixes prompts. If so it gets one group at a time, and the result is that
             of a batch with a single prompt.
 
@@ -269,7 +269,7 @@ def greedy_returns(truth: GroundTruth, prompt: int) -> tuple[Float[Tensor, " val
 
 
 def _require_known_needs(needs: tuple[str, ...]) -> None:
-    known = (*ROLLOUT_INPUTS, "greedy_rewards", "baselines")
+    known = (*ROLLOUT_INPUTS, "greedy_rewards", "baselines", "best_of")
     for name in needs:
         if name not in known:
             requirement = f"needs must be among {listed(known)}"
@@ -280,7 +280,8 @@ def _shared_inputs(
     truth: GroundTruth, prompt: int, needs: tuple[str, ...], groups: int
 ) -> tuple[list[float], list[dict[str, Tensor]]]:
     """Inputs that a group shares: the probability of each case, and its keyword arguments."""
-    fixed = {"baselines": truth.value[prompt].expand(groups)} if "baselines" in needs else {}
+    every = {"baselines": truth.value[prompt].expand(groups), "best_of": torch.full((groups,), 2)}
+    fixed = {name: value for name, value in every.items() if name in needs}
     if "greedy_rewards" not in needs:
         return [1.0], [fixed]
     values, chances = greedy_returns(truth, prompt)

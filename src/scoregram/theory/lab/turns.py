@@ -117,10 +117,11 @@ STEP_INPUTS: MappingProxyType[str, Callable[[GroundTruth], Tensor]] = MappingPro
         "step_ends": lambda truth: truth.listing.mask,
         "segment_starts": lambda truth: truth.listing.mask & (torch.arange(truth.listing.mask.shape[1]) % 2 == 0),
         "outcome_rewards": lambda truth: truth.listing.returns,
+        "path_energies": lambda truth: truth.turn_scores.cumsum(dim=1).square().sum(dim=-1) * truth.listing.mask,
     }
 )
 """Inputs of an estimator for turns or tokens besides the rewards. Values and prefix values are exact, every decision
-is one step, a segment is two steps, and the outcome of a rollout is its return."""
+is one step, a segment is two steps, the outcome of a rollout is its return, and energies of paths are exact."""
 
 
 def turn_moments(
