@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from scoregram import Rollouts, cli
 from scoregram.errors import ScoregramError
 from scoregram.objectives import OBJECTIVES
 from scoregram.training.config import METHODS, Method
+from scoregram.training.loop import train
 from tests.cases import build, rollouts
 from tests.dump_cases import write_verl
-from tests.training_cases import save_policy
+from tests.training_cases import config_for, save_policy
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -167,6 +169,7 @@ NOT_RUN = {
 RUN = {
     "README.md": 2,
     "CONTRIBUTING.md": 1,
+    "docs/environments.md": 1,
     "docs/gram.md": 1,
     "docs/scale.md": 1,
     "docs/trl.md": 1,
@@ -186,6 +189,14 @@ def test_every_snippet_is_listed_and_parses():
 def test_the_row_of_a_new_training_method_is_one():
     (row,) = eval(f"{{{snippets('CONTRIBUTING.md')[0]}}}", {"Method": Method}).items()
     assert row[0] not in METHODS and row[1].objective in OBJECTIVES and row[1].about
+
+
+def test_the_environment_of_the_page_trains(tmp_path, monkeypatch):
+    (tmp_path / "guess.py").write_text(snippet_with("docs/environments.md", "class Guess"))
+    monkeypatch.chdir(tmp_path)
+    config = config_for(save_policy(tmp_path / "policy"), tmp_path / "run", task="python:guess:task", reward=None)
+    trained = train(replace(config, method="gigpo", steps=2, eval_problems=2, batch_size=8))
+    assert trained.step == 2
 
 
 def test_the_pretrained_model_by_hand(tmp_path, monkeypatch, capsys):

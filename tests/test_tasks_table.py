@@ -7,7 +7,7 @@ from scoregram.tasks import TASKS, load_task
 
 
 def test_an_unknown_task_lists_the_choices():
-    choices = "arithmetic, arithmetic-compositions, forecast, gsm8k, jsonl, reasoning-gym"
+    choices = "arithmetic, arithmetic-compositions, calculator, forecast, gsm8k, jsonl, python, reasoning-gym, stopping"
     with pytest.raises(ScoregramError, match=f"one of {choices}, got 'maths'"):
         load_task("maths:3")
 

@@ -197,14 +197,14 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
 
 
 def test_the_key_changes_with_everything_that_decides_the_weights(monkeypatch):
-    keys = [cache_key(SHORT, 4, 0), cache_key(SHORT, 4, 1), cache_key(SHORT, 5, 0)]
-    keys.append(cache_key(replace(SHORT, version=SHORT.version + 1), 4, 0))
-    keys.append(cache_key(replace(SHORT, habit=0.5), 4, 0))
-    assert keys[0] == cache_key(replace(SHORT), 4, 0)
+    keys = [cache_key(SHORT, {"terms": 4}, 0), cache_key(SHORT, {"terms": 4}, 1), cache_key(SHORT, {"terms": 5}, 0)]
+    keys.append(cache_key(replace(SHORT, version=SHORT.version + 1), {"terms": 4}, 0))
+    keys.append(cache_key(replace(SHORT, habit=0.5), {"terms": 4}, 0))
+    assert keys[0] == cache_key(replace(SHORT), {"terms": 4}, 0)
     monkeypatch.setattr(torch, "__version__", "0.0")
-    keys.append(cache_key(SHORT, 4, 0))
+    keys.append(cache_key(SHORT, {"terms": 4}, 0))
     monkeypatch.setattr("transformers.__version__", "0.0")
-    keys.append(cache_key(SHORT, 4, 0))
+    keys.append(cache_key(SHORT, {"terms": 4}, 0))
     assert len(set(keys)) == len(keys)
 
 

@@ -134,6 +134,15 @@ def token_advantages_by_definition(method: Method, rollouts: Rollouts, inputs: d
                 level = sum(w * float(rollouts.rewards[j]) for w, j in zip(weights, others, strict=True))
                 result[i, t] = float(rollouts.rewards[i]) - (level / sum(weights) if others else 0.0)
         return result
+    if ESTIMATORS[method.estimator].level == "turn":  # these rollouts have one turn, and no two prompts are equal
+        for i in range(rollouts.count):
+            own = float(rollouts.rewards[i])
+            among = rollouts.reward_grid[i // SIZE].tolist()
+            spread = statistics.stdev(among)
+            centred = {"turn-mean": own - statistics.fmean(among), "turn-rloo": own - (sum(among) - own) / (SIZE - 1)}
+            standard = (own - statistics.fmean(among)) / spread if spread else 0.0
+            result[i][mask[i]] = centred.get(method.estimator, standard)
+        return result
     assert method.estimator == "spo-chain"
     for i in range(rollouts.count):
         tokens = mask[i].nonzero().flatten().tolist()
@@ -187,7 +196,7 @@ def gradient_by_definition(model: Any, rollouts: Rollouts, method: Method, input
         "score_energies": rows.view(PROMPTS, SIZE),
         **inputs,
     }
-    if ESTIMATORS[method.estimator].level == "token":
+    if ESTIMATORS[method.estimator].level != "group":
         advantages = token_advantages_by_definition(method, rollouts, inputs)
     else:
         needed: Any = {name: given[name] for name in ESTIMATORS[method.estimator].needs}

@@ -55,7 +55,10 @@ class Rollouts:
     finished: Bool[Tensor, " batch"] | None = None
     """True for a rollout that ended with a stop token, false for one cut off at the limit; None where unknown."""
     turn_ids: Int[Tensor, "batch tokens"] | None = None
-    """Turn of each completion token, from 0; None for rollouts of one turn."""
+    """Turn of each completion token, from 0; 0 elsewhere. None for rollouts of one turn."""
+    token_rewards: Float[Tensor, "batch tokens"] | None = None
+    """Rewards at the tokens that they follow: that of a turn at its last token, 0 elsewhere; a row sums to its entry of
+    `rewards`. On the CPU. None if a rollout gets its reward at its end."""
 
     def __post_init__(self) -> None:
         count = len(self.input_ids)
@@ -107,6 +110,30 @@ class Rollouts:
         """`(P, R)` rewards, `nan` where a rollout has none or a group is smaller than the largest."""
         return self.by_group(self.rewards)
 
+    @property
+    def turn_mask(self) -> Bool[Tensor, "batch turns"]:
+        """`(N, H)`: whether a rollout has completion tokens in each turn; on the CPU. `H = 1` without `turn_ids`."""
+        return self._by_turn(self.completion_mask.cpu().double()) > 0
+
+    @property
+    def turn_rewards(self) -> Float[Tensor, "batch turns"]:
+        """`(N, H)` float64 reward of each turn, 0 for turns that a rollout did not reach; on the CPU.
+
+        Without `token_rewards`, the reward of a rollout is that of its last turn; `nan` if it is missing.
+        """
+        if self.token_rewards is not None:
+            return self._by_turn(self.token_rewards.double())
+        mask = self.turn_mask
+        is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+        return torch.where(is_last, self.rewards[:, None], 0.0)
+
+    def _by_turn(self, values: Float[Tensor, "batch tokens"]) -> Float[Tensor, "batch turns"]:
+        """Sums over the completion tokens of each turn."""
+        mask = self.completion_mask.cpu()
+        turns = torch.zeros(mask.shape, dtype=torch.int64) if self.turn_ids is None else self.turn_ids.cpu()
+        sums = torch.zeros(len(mask), int(turns.max()) + 1, dtype=values.dtype)
+        return sums.scatter_add(1, turns, torch.where(mask, values, 0.0))
+
     def token_ids(self) -> list[list[int]]:
         """Prompt and completion tokens of every rollout, without padding."""
         masks = self.attention_mask.tolist()
@@ -144,7 +171,7 @@ class Rollouts:
 
     def to(self, device: torch.device | str) -> "Rollouts":
         """The same with its token tensors on a device; rewards and group ids stay on the CPU."""
-        on_cpu = ("rewards", "group_ids")
+        on_cpu = ("rewards", "token_rewards", "group_ids")
         return replace(
             self, **{name: value.to(device) for name, value in self._tensors().items() if name not in on_cpu}
         )

@@ -19,7 +19,12 @@ from .models import weights_sha256 as weights_sha256
 from .sampler import fastest_decoder as fastest_decoder
 from .sampler import sample as sample
 from .supervised import Demonstration as Demonstration
+from .supervised import episode_demonstration as episode_demonstration
 from .supervised import padded_demonstrations as padded_demonstrations
 from .supervised import supervised_losses as supervised_losses
 from .tiny import character_tokenizer as character_tokenizer
+from .transcripts import Episode as Episode
+from .transcripts import play_branches as play_branches
+from .transcripts import play_episodes as play_episodes
+from .transcripts import start_episodes as start_episodes
 from .vllm import installed_vllm as installed_vllm

@@ -56,6 +56,26 @@ class Policy:
         rendered = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return list(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
+    def encode_observation(self, text: str) -> list[int]:
+        """Token ids of what an environment writes after a turn, up to the place where the next turn begins.
+
+        The policy's stop token is already there. With `chat` the text is the next user message in the tokenizer's chat
+        template; otherwise it is encoded as it is, without special tokens.
+        """
+        if self.chat:
+            text = self._next_message(text)
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _next_message(self, text: str) -> str:
+        """What the chat template writes between the stop token of a turn and the start of the next one."""
+        spoken = "a turn of the policy"
+        roles = (("user", "a prompt"), ("assistant", spoken), ("user", text))
+        messages = [{"role": role, "content": content} for role, content in roles]
+        rendered = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        after = rendered.partition(spoken)[2]
+        stops = (self.tokenizer.decode([stop]) for stop in self.stop_ids)
+        return next((after.removeprefix(stop) for stop in stops if stop and after.startswith(stop)), after)
+
     def computing(self) -> AbstractContextManager[Any]:
         """Context in which the policy is sampled and trained: autocast to bfloat16 if the config asks for it."""
         if not self.config.autocast:

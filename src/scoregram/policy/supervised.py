@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scoregram.tasks import DemonstratedTurn
+
 MAX_GRADIENT_NORM = 1.0
 
 
@@ -15,9 +17,38 @@ class Demonstration:
     """A prompt with a written solution."""
 
     ids: tuple[int, ...]
-    """Prompt, solution, stop token."""
+    """Prompt, solution, stop token; in an episode, a stop token after every turn."""
     prompt: int
     """Tokens of the prompt."""
+    observations: tuple[tuple[int, int], ...] = ()
+    """Start and end of each later text that is read, not learnt: what an environment wrote."""
+
+    @property
+    def learnt(self) -> list[bool]:
+        """Whether each token is learnt."""
+        flags = [place >= self.prompt for place in range(len(self.ids))]
+        for start, end in self.observations:
+            flags[start:end] = [False] * len(flags[start:end])
+        return flags
+
+
+def episode_demonstration(
+    turns: Sequence[DemonstratedTurn],
+    *,
+    prompt: Callable[[str], Sequence[int]],
+    observation: Callable[[str], Sequence[int]],
+    turn: Callable[[str], Sequence[int]],
+) -> Demonstration:
+    """A teacher's episode in tokens; the arguments turn the texts of each kind into tokens."""
+    ids, spans = [*prompt(turns[0].observation)], []
+    start = len(ids)
+    for place, each in enumerate(turns):
+        if place:
+            read = observation(each.observation)
+            spans.append((len(ids), len(ids) + len(read)))
+            ids += read
+        ids += turn(each.text)
+    return Demonstration(tuple(ids), start, tuple(spans))
 
 
 def padded_demonstrations(
@@ -28,8 +59,8 @@ def padded_demonstrations(
     ids = torch.tensor([[*each.ids, *[pad_id] * (longest - len(each.ids))] for each in demonstrations], device=device)
     place = torch.arange(longest, device=device)
     lengths = torch.tensor([len(each.ids) for each in demonstrations], device=device).unsqueeze(1)
-    prompts = torch.tensor([each.prompt for each in demonstrations], device=device).unsqueeze(1)
-    return ids, place < lengths, (place >= prompts) & (place < lengths)
+    learnt = [[*each.learnt, *[False] * (longest - len(each.ids))] for each in demonstrations]
+    return ids, place < lengths, torch.tensor(learnt, device=device)
 
 
 def supervised_losses(

@@ -24,7 +24,12 @@ from torch import Tensor
 
 from scoregram.checks import fail
 from scoregram.machine import threads
-from scoregram.policy.supervised import Demonstration, padded_demonstrations, supervised_losses
+from scoregram.policy.supervised import (
+    Demonstration,
+    episode_demonstration,
+    padded_demonstrations,
+    supervised_losses,
+)
 from scoregram.tasks import (
     Problem,
     Task,
@@ -32,6 +37,7 @@ from scoregram.tasks import (
     arithmetic_compositions,
     careless_solution,
     careless_teacher,
+    demonstrated_episode,
     number_of_terms,
     solution,
 )
@@ -83,6 +89,18 @@ class WarmStart:
     """Probability of a wrong digit in any other step."""
 
 
+@dataclass(frozen=True)
+class TurnWarmStart:
+    """The same for a task with an environment, which it learns from the episodes of the environment's teacher."""
+
+    version: int = 1
+    batch: int = 32
+    learning_rate: float = 1e-3
+    """After a linear warmup over `rise` steps, constant for half of the task's `teaching_steps`, then falling linearly
+    to zero."""
+    rise: int = 20
+
+
 def character_tokenizer(context: int) -> "PreTrainedTokenizerFast":
     """A transformers tokenizer with one token per character, for texts of up to `context` tokens.
 
@@ -117,7 +135,8 @@ def tiny_policy(
     """The embedded policy and its tokenizer, from the cache or trained now (half a minute to a minute on two cores).
 
     Args:
-        task: Sets the difficulty of the warm start if it is an arithmetic task; any other task gets the default one.
+        task: Sets the difficulty of the warm start if it is an arithmetic task. A task with an environment is learnt
+            from the environment's teacher. Any other task gets the arithmetic of the default difficulty.
         seed: Seed of the initial weights, the problems and the teacher's habits. Global random state is not touched.
         recipe: How it is warm-started; the benchmarks use the default.
 
@@ -131,11 +150,18 @@ def tiny_policy(
     name, _, argument = (task.name if task else "arithmetic").partition(":")
     terms = number_of_terms(argument if name in SUM_TASKS else "")
     split = name if name in SUM_TASKS else "arithmetic"
+    has_turns = task is not None and task.environment is not None
+    learnt: dict[str, object] = {"terms": terms} | ({} if split == "arithmetic" else {"split": split})
+    if task and has_turns:
+        learnt = {"turns": asdict(TurnWarmStart()), "task": task.name, "steps": task.teaching_steps}
     model = untrained(recipe, seed)
-    path = cache_folder() / f"tiny-{cache_key(recipe, terms, seed, split)}.safetensors"
+    path = cache_folder() / f"tiny-{cache_key(recipe, learnt, seed)}.safetensors"
     weights = read_weights(path, like=model.state_dict())
     if weights is None:
-        warm_start_tiny(model, recipe, terms, seed, split)
+        if task and has_turns:
+            warm_start_turns(model, TurnWarmStart(), task, seed)
+        else:
+            warm_start_tiny(model, recipe, terms, seed, split)
         write_weights(path, model.state_dict())
     else:
         model.load_state_dict(weights)
@@ -205,6 +231,34 @@ def warm_start_tiny(
             pass
 
 
+def warm_start_turns(model: "LlamaForCausalLM", recipe: TurnWarmStart, task: Task, seed: int) -> None:
+    """Train `model` in place on episodes that the teacher of the task's environment plays."""
+    rng = Random(f"warm start/{task.name}/{seed}")
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98), fused=True)
+
+    def batch_loss(_: int) -> Tensor:
+        problems = [rng.choice(task.train) for _ in range(recipe.batch)]
+        episodes = [demonstrated_episode(task, problem, rng) for problem in problems]
+        read, written = character_ids, lambda text: [*character_ids(text), VOCABULARY[EOS]]
+        demonstrations = [
+            episode_demonstration(turns, prompt=read, observation=read, turn=written) for turns in episodes
+        ]
+        return solution_loss(model, demonstrations)
+
+    half = task.teaching_steps // 2
+    rising = [recipe.learning_rate * min(1.0, step / recipe.rise) for step in range(1, half + 1)]
+    falling = falling_rates(recipe.learning_rate, 0.0, task.teaching_steps - half)
+    with threads(THREADS), torch.inference_mode(False), torch.enable_grad():
+        model.train()
+        for _ in supervised_losses(model, optimizer, batch_loss, [*rising, *falling]):
+            pass
+
+
+def character_ids(text: str) -> list[int]:
+    """One token per character of a text in the vocabulary."""
+    return [VOCABULARY[character] for character in text]
+
+
 def falling_rates(first: float, last: float, steps: int) -> list[float]:
     """Learning rates on a straight line from `first` towards `last`, at which the next stage begins."""
     return [first + (last - first) * step / steps for step in range(steps)]
@@ -212,7 +266,7 @@ def falling_rates(first: float, last: float, steps: int) -> list[float]:
 
 def character_demonstration(problem: Problem, solve: Callable[[Problem], str]) -> Demonstration:
     """A solved problem with its stop token, one token per character."""
-    ids = [VOCABULARY[character] for character in problem.prompt + solve(problem)]
+    ids = character_ids(problem.prompt + solve(problem))
     return Demonstration((*ids, VOCABULARY[EOS]), len(problem.prompt))
 
 
@@ -231,15 +285,17 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "scoregram"
 
 
-def cache_key(recipe: WarmStart, terms: int, seed: int, split: str = "arithmetic") -> str:
-    """Hash of everything that determines the weights, down to the libraries and the kind of processor."""
+def cache_key(recipe: WarmStart, learnt: Mapping[str, object], seed: int) -> str:
+    """Hash of everything that determines the weights, down to the libraries and the kind of processor.
+
+    `learnt` is what the warm start teaches: the number of terms and their split, or a task with an environment.
+    """
     import transformers
 
     determinants = {
         "recipe": asdict(recipe),
-        "terms": terms,
+        **learnt,
         "seed": seed,
-        **({} if split == "arithmetic" else {"split": split}),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",

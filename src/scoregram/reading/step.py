@@ -148,6 +148,28 @@ def rollout_scalars(step: Step) -> dict[str, float]:
     }
 
 
+def turn_scalars(rollouts: Rollouts) -> dict[str, float]:
+    """Turns per rollout, reward of each turn, best turn, and the share of tokens that are the policy's.
+
+    `turns/reward_h` is the mean over the rollouts that reached turn `h`, `turns/reached_h` their share, both counted
+    from 1. `turns/policy_tokens` counts the tokens after the prompt: 1 if the environment wrote none. Empty if rollouts
+    have no turns.
+    """
+    if rollouts.turn_ids is None:
+        return {}
+    mask, rewards = rollouts.turn_mask, rollouts.turn_rewards  # (N, H)
+    written = int(rollouts.attention_mask.sum() - rollouts.prompt_lengths.sum())
+    scalars = {
+        "turns/count": float(mask.sum(1).double().mean()),
+        "turns/policy_tokens": float(rollouts.completion_mask.sum()) / written,
+        "turns/best_reward": _mean(torch.where(mask, rewards, -math.inf).amax(1)),
+    }
+    for turn in range(mask.shape[1]):
+        scalars[f"turns/reached_{turn + 1}"] = float(mask[:, turn].double().mean())
+        scalars[f"turns/reward_{turn + 1}"] = _mean(rewards[mask[:, turn], turn])
+    return scalars
+
+
 def outcome_scalars(rewards: Rewards, advantages: Advantages) -> dict[str, float]:
     """Means of rewards and advantages, and how many groups are live, all right and all wrong.
 

@@ -7,8 +7,22 @@ from types import MappingProxyType
 from scoregram.checks import fail, lookup
 from scoregram.tasks.arithmetic import arithmetic, arithmetic_compositions
 from scoregram.tasks.forecasts import coin_forecasts
-from scoregram.tasks.task import Task, load_reward
+from scoregram.tasks.task import Task, imported_function, load_reward
 from scoregram.tasks.text_tasks import gsm8k, jsonl, reasoning_gym
+from scoregram.tasks.turn_tasks import calculator, stopping_game
+
+
+def python_task(argument: str, seed: int) -> Task:
+    """The task that the user's function `module:function` builds from the seed.
+
+    Raises:
+        ScoregramError: If the function cannot be imported or does not return a `Task`.
+    """
+    build = imported_function(argument, caller="task", what="a task's function", example="my_tasks:guess")
+    task = build(seed)
+    if not isinstance(task, Task):
+        fail("task", f"{argument} must return a Task", type(task).__name__, "Return scoregram.tasks.Task(…).")
+    return task
 
 
 @dataclass(frozen=True)
@@ -45,6 +59,18 @@ TASKS: MappingProxyType[str, TaskRow] = MappingProxyType(
             needs_argument=False,
             about="stated probabilities of random outcomes under a proper scoring rule: is the policy overconfident?",
         ),
+        "calculator": TaskRow(
+            load=calculator,
+            argument="number of terms",
+            needs_argument=False,
+            about="sums over several turns with a calculator; every operation is rewarded; needs no data",
+        ),
+        "stopping": TaskRow(
+            load=stopping_game,
+            argument="number of turns",
+            needs_argument=False,
+            about="cards with rising stakes: the policy decides before every card whether to stop; needs no data",
+        ),
         "gsm8k": TaskRow(
             load=gsm8k,
             argument="folder with train.jsonl and test.jsonl",
@@ -63,12 +89,18 @@ TASKS: MappingProxyType[str, TaskRow] = MappingProxyType(
             needs_argument=True,
             about="your own prompts and answers, one JSON object per line",
         ),
+        "python": TaskRow(
+            load=python_task,
+            argument="module:function, which takes the seed and returns a Task",
+            needs_argument=True,
+            about="a task of your own, such as one with an environment",
+        ),
     }
 )
 
 
 def load_task(spec: str, *, seed: int = 0, reward: str | None = None) -> Task:
-    """The task that `spec` names: `arithmetic:6`, `forecast`, `gsm8k:FOLDER`, `reasoning-gym:NAME`, `jsonl:FILE`.
+    """The task that `spec` names: `arithmetic:6`, `calculator`, `forecast`, `gsm8k:FOLDER`, `jsonl:FILE`, ….
 
     Args:
         spec: Name of a row of `TASKS`, then a colon and its argument.
@@ -87,4 +119,6 @@ def load_task(spec: str, *, seed: int = 0, reward: str | None = None) -> Task:
     if row.needs_argument and not argument:
         fail("task", f"{name} needs its {row.argument} after a colon", repr(spec), f"Write {name}:….")
     task = row.load(argument, seed)
+    if reward is not None and task.environment is not None:
+        fail("task", f"the rewards of {name} come from its environment", f"--reward {reward}", "Leave the reward out.")
     return task if reward is None else replace(task, reward=load_reward(reward))

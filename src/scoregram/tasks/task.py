@@ -55,8 +55,53 @@ class SolutionStep:
 
 
 @dataclass(frozen=True)
+class Reply:
+    """What an environment answers to one turn of the policy."""
+
+    observation: str = ""
+    """Text that the policy reads before its next turn; not used after the last one."""
+    reward: float = 0.0
+    """Reward of this turn."""
+    outcome: float = 0.0
+    """Reward of the episode as a whole, given with its last turn. The return of an episode is the sum of all rewards
+    and outcomes; methods that treat turns and outcome differently, such as MT-GRPO, need the two apart."""
+    done: bool = False
+    """Whether the episode has ended."""
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """One episode: the policy writes a text, the environment answers, and so on until the environment ends it.
+
+    Every rollout has an environment of its own. It is a plain Python object: methods that try several turns from one
+    history copy it with `copy.deepcopy`.
+    """
+
+    def reset(self, problem: Problem, seed: int) -> str:
+        """Start an episode and return the text that the policy reads first.
+
+        That text must not depend on `seed`, from which the environment takes all its randomness: the rollouts of a
+        group share their prompt.
+        """
+        ...
+
+    def step(self, text: str) -> Reply:
+        """The answer to a turn; `text` is what the policy wrote, without its stop token, and may be anything."""
+        ...
+
+
+@runtime_checkable
+class TeachingEnvironment(Environment, Protocol):
+    """An environment that can also write turns, for supervised warm starts."""
+
+    def demonstrate(self, rng: Random) -> str:
+        """The next turn as a teacher would write it; the state of the episode stays as it is."""
+        ...
+
+
+@dataclass(frozen=True)
 class Task:
-    """Prompts with a verifiable reward."""
+    """Prompts with a verifiable reward, or problems with an environment that rewards every turn."""
 
     name: str
     train: Sequence[Problem]
@@ -65,7 +110,7 @@ class Task:
     """Problems that are never trained on."""
     reward: RewardFunction
     max_new_tokens: int
-    """Longest completion, in tokens."""
+    """Longest completion, in tokens; of one turn if the task has an environment."""
     prompt_format: str = "{prompt}"
     """Template of the text that the policy reads; `{prompt}` is replaced by the question."""
     demonstrate: Callable[[Problem, Random], str] | None = None
@@ -78,6 +123,12 @@ class Task:
     """Writes the right solution of a problem, for tasks in which there is only one."""
     held_out: Mapping[str, Sequence[Problem]] = field(default_factory=dict)
     """Further test problems by name, which an evaluation reports on their own: `eval/NAME/accuracy`."""
+    environment: Callable[[], Environment] | None = None
+    """Builds the environment of one rollout, for a task of several turns; the environment then gives all rewards."""
+    max_turns: int = 1
+    """Turns after which an episode is cut off."""
+    teaching_steps: int = 400
+    """Steps in which the embedded policy learns the episodes of an environment's teacher."""
 
     def prompt(self, problem: Problem) -> str:
         """The text that the policy reads.
@@ -106,6 +157,38 @@ class Task:
             )
         prompts = [self.prompt(problem) for problem in problems]
         return self.reward(prompts=prompts, completions=list(completions), **reward_columns(problems), **columns)
+
+
+@dataclass(frozen=True)
+class DemonstratedTurn:
+    """A turn that a teacher wrote, and the text that the teacher read before it."""
+
+    observation: str
+    text: str
+
+
+def demonstrated_episode(task: Task, problem: Problem, rng: Random) -> list[DemonstratedTurn]:
+    """An episode of a task with an environment, as the environment's teacher plays it.
+
+    Raises:
+        ScoregramError: If the environment has no teacher.
+    """
+    environment = task.environment() if task.environment is not None else None
+    if not isinstance(environment, TeachingEnvironment):
+        remedy = "Give the environment a method demonstrate, or train without a warm start."
+        fail("demonstrated_episode", "the environment must have a teacher", type(environment).__name__, remedy)
+    reply = Reply(task.prompt_format.replace("{prompt}", environment.reset(problem, rng.getrandbits(31))))
+    turns: list[DemonstratedTurn] = []
+    while not reply.done and len(turns) < task.max_turns:
+        turns.append(DemonstratedTurn(reply.observation, environment.demonstrate(rng)))
+        reply = environment.step(turns[-1].text)
+    return turns
+
+
+def rewarded_by_environment(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
+    """The reward function of a task with an environment, which has no reward for a bare text: always an error."""
+    remedy = "Sample episodes of the task instead."
+    fail("Task.rewards", "a task with an environment has no reward for a text", "a list of completions", remedy)
 
 
 def reward_columns(problems: Sequence[Problem]) -> dict[str, list[Any]]:
@@ -187,24 +270,30 @@ def load_reward(spec: str) -> CheckedReward:
     Raises:
         ScoregramError: If `spec` has another form, the module or the function does not exist, or it is not callable.
     """
+    example = "my_rewards:short_and_right"
+    return CheckedReward(spec, imported_function(spec, caller="reward", what="a reward function", example=example))
+
+
+def imported_function(spec: str, *, caller: str, what: str, example: str) -> Callable[..., Any]:
+    """The function `module:function`; `caller`, `what` and `example` are for errors."""
     module_name, _, path = spec.partition(":")
     if not path or not all(part.isidentifier() for part in f"{module_name}.{path}".split(".")):
-        remedy = "Write module:function, for example my_rewards:short_and_right."
-        fail("reward", "a reward function must be named module:function", repr(spec), remedy)
-    target: Any = reward_module(module_name, spec)
+        remedy = f"Write module:function, for example {example}."
+        fail(caller, f"{what} must be named module:function", repr(spec), remedy)
+    target: Any = imported_module(module_name, spec, caller)
     for part in path.split("."):
         if not hasattr(target, part):
-            fail("reward", f"{module_name} must have {path}", f"no {part} in it", "Check the spelling.")
+            fail(caller, f"{module_name} must have {path}", f"no {part} in it", "Check the spelling.")
         target = getattr(target, part)
     if not callable(target):
-        fail("reward", f"{spec} must be a function", type(target).__name__, "Name a function.")
+        fail(caller, f"{spec} must be a function", type(target).__name__, "Name a function.")
     if inspect.iscoroutinefunction(target):
-        fail("reward", f"{spec} must be a plain function", "an async one", "Wrap it with asyncio.run.")
-    return CheckedReward(spec, target)
+        fail(caller, f"{spec} must be a plain function", "an async one", "Wrap it with asyncio.run.")
+    return target
 
 
-def reward_module(module_name: str, spec: str) -> Any:
-    """The module of a reward function; the error says whether it does not exist or fails while it is imported."""
+def imported_module(module_name: str, spec: str, caller: str) -> Any:
+    """The module of a user's function; the error says whether it does not exist or fails while it is imported."""
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -214,11 +303,11 @@ def reward_module(module_name: str, spec: str) -> Any:
     except ModuleNotFoundError as missing:
         if missing.name is not None and f"{module_name}.".startswith(f"{missing.name}."):
             remedy = f"Start the command in the folder of the module; it was searched for in {folder}."
-            fail("reward", f"the module of {spec} must be importable", f"no module {missing.name}", remedy)
-        fail("reward", f"{module_name} must import", f"{missing}", "Install the package that it imports.")
+            fail(caller, f"the module of {spec} must be importable", f"no module {missing.name}", remedy)
+        fail(caller, f"{module_name} must import", f"{missing}", "Install the package that it imports.")
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        fail("reward", f"{module_name} must import", reason, "Repair the module.")
+        fail(caller, f"{module_name} must import", reason, "Repair the module.")
 
 
 def accepted_keywords(name: str, function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:

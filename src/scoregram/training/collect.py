@@ -6,14 +6,25 @@ that is resumed at a position continues with the same problems and draws as one 
 
 import hashlib
 import re
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from scoregram.checks import fail
-from scoregram.policy import Policy, SamplingConfig, sample, token_log_probs
+from scoregram.policy import (
+    Episode,
+    Policy,
+    SamplingConfig,
+    play_branches,
+    play_episodes,
+    sample,
+    start_episodes,
+    token_log_probs,
+)
 from scoregram.rollouts import Rollouts
 from scoregram.tasks import Problem, Task
 from scoregram.types import PerPrompt
@@ -29,13 +40,15 @@ def collect(
     generator: torch.Generator | None,
     texts: Sequence[str] | None = None,
 ) -> Rollouts:
-    """`group_size` rollouts of every problem, with texts and rewards.
+    """`group_size` rollouts of every problem, with texts and rewards; whole episodes if the task has an environment.
 
     `texts` replaces the prompts of the task that the policy reads; the rewards are those of the problems.
 
     Raises:
         ScoregramError: If a prompt leaves no room for a whole completion, or a user's reward function fails its checks.
     """
+    if task.environment is not None:
+        return collect_episodes(policy, task, problems, group_size=group_size, sampling=sampling, generator=generator)
     read = [task.prompt(problem) for problem in problems] if texts is None else texts
     prompts = [policy.encode_prompt(text) for text in read]
     refuse_long_prompts(prompts, problems, sampling, policy)
@@ -109,6 +122,81 @@ def best_drafts(
     best = drafts.reward_grid.nan_to_num(nan=-torch.inf).argmax(dim=1)
     rows: list[int] = [here.start + int(place) for here, place in zip(drafts.group_slices(), best, strict=True)]
     return Drafts([drafts.completions[row] for row in rows], drafts.rewards[rows].tolist(), drafts.count)
+
+
+def collect_episodes(
+    policy: Policy,
+    task: Task,
+    problems: Sequence[Problem],
+    *,
+    group_size: int,
+    sampling: SamplingConfig,
+    generator: torch.Generator | None,
+) -> Rollouts:
+    """`group_size` episodes of every problem as transcripts, with the reward of every turn.
+
+    Every episode has its own seed, drawn from `generator`; without a generator, the seed of a problem is always the
+    same, so that greedy episodes can be compared between steps.
+
+    Raises:
+        ScoregramError: If a prompt leaves no room for a whole turn, or an environment breaks its interface.
+    """
+    groups = started_groups(policy, task, problems, group_size, sampling, generator)
+    rollouts = play_episodes(policy, groups, sampling=sampling, max_turns=task.max_turns, generator=generator)
+    return replace(
+        rollouts,
+        prompt_names=[problem.id for problem in problems],
+        prompts=[problem.prompt for problem in problems],
+    )
+
+
+def collect_branches(
+    policy: Policy,
+    task: Task,
+    problems: Sequence[Problem],
+    *,
+    group_size: int,
+    sampling: SamplingConfig,
+    generator: torch.Generator | None,
+) -> tuple[Rollouts, list[Problem]]:
+    """`group_size` candidates for every turn of one episode of each problem, and the problem of every group.
+
+    A task without an environment has one turn, so its candidates are ordinary rollouts.
+    """
+    if task.environment is None:
+        size: dict[str, Any] = {"group_size": group_size, "sampling": sampling, "generator": generator}
+        return collect(policy, task, problems, **size), list(problems)
+    bases = [group[0] for group in started_groups(policy, task, problems, 1, sampling, generator)]
+    rollouts, owners = play_branches(
+        policy,
+        bases,
+        candidates=group_size,
+        sampling=sampling,
+        max_turns=task.max_turns,
+        generator=generator,
+    )
+    turns = [owners[:place].count(owner) for place, owner in enumerate(owners)]
+    names = [f"{problems[owner].id}/turn-{turn}" for owner, turn in zip(owners, turns, strict=True)]
+    texts = [problems[owner].prompt if turn == 0 else None for owner, turn in zip(owners, turns, strict=True)]
+    return replace(rollouts, prompt_names=names, prompts=texts), [problems[owner] for owner in owners]
+
+
+def started_groups(
+    policy: Policy,
+    task: Task,
+    problems: Sequence[Problem],
+    group_size: int,
+    sampling: SamplingConfig,
+    generator: torch.Generator | None,
+) -> list[list[Episode]]:
+    """`group_size` started episodes of every problem."""
+    if generator is None:
+        seeds = [[zlib.crc32(problem.id.encode())] * group_size for problem in problems]
+    else:
+        seeds = torch.randint(2**31, (len(problems), group_size), generator=generator).tolist()
+    groups = start_episodes(policy, task, problems, seeds)
+    refuse_long_prompts([group[0].ids for group in groups], problems, sampling, policy)
+    return groups
 
 
 def greedy_rewards(policy: Policy, task: Task, problems: Sequence[Problem], sampling: SamplingConfig) -> PerPrompt:

@@ -26,6 +26,8 @@ class Method:
     """Whether energies of paths come from exact scores, instead of the policy's probabilities."""
     drafts: bool = False
     """Sample drafts first; the rollouts of the step refine the best draft of their prompt."""
+    branches: bool = False
+    """Whether a group is several candidates for one turn of one episode, instead of several episodes."""
     about: str
 
 
@@ -130,6 +132,32 @@ METHODS: MappingProxyType[str, Method] = MappingProxyType(
             objective="dpo",
             about="preference of the best over the worst rollout of a group",
         ),
+        "turn-mean": Method(
+            estimator="turn-mean",
+            objective="reinforce",
+            about="per turn: rewards to come minus their mean at this turn",
+        ),
+        "turn-rloo": Method(
+            estimator="turn-rloo",
+            objective="reinforce",
+            about="per turn: rewards to come minus their mean over the other rollouts at this turn",
+        ),
+        "mt-grpo": Method(
+            estimator="mt-grpo",
+            objective="grpo",
+            about="per turn: standardised reward of the turn plus that of the outcome",
+        ),
+        "gigpo": Method(
+            estimator="gigpo",
+            objective="grpo",
+            about="per turn: standardised return plus standardised rewards to come among equal observations",
+        ),
+        "tl-grpo": Method(
+            estimator="same-state",
+            objective="grpo",
+            branches=True,
+            about="standardised reward of candidates for one turn, drawn from the same history",
+        ),
         "tic": Method(estimator="rloo", objective="tic", about="ratio of the whole rollout, clipped from above"),
         "tic-length": Method(estimator="tic", objective="tic", about="the same with standardised rewards per token"),
         "awr": Method(
@@ -161,7 +189,7 @@ LATER_OPTIONS = frozenset(
         "sampling_temperature",
         *("critic", "critic_learning_rate", "critic_updates", "critic_clip", "critic_warmup"),
         *("prefix_rollouts", "segments", "segment_tokens", "segment_probability"),
-        *("rollouts", "every_rollouts", "credit_truth", "truth_rollouts", "push"),
+        *("rollouts", "every_rollouts", "credit_truth", "truth_rollouts", "push", "max_turns"),
     }
 )
 """Options that older runs do not have; they are stored only if they differ from their defaults."""
@@ -203,8 +231,8 @@ class TrainConfig:
     """Recompute activations in the backward pass."""
 
     task: str = "arithmetic"
-    """arithmetic[:TERMS], arithmetic-compositions[:TERMS], forecast, gsm8k[:FOLDER], reasoning-gym:NAME or
-    jsonl:FILE."""
+    """arithmetic[:TERMS], arithmetic-compositions[:TERMS], calculator[:TERMS], stopping[:TURNS], forecast,
+    gsm8k[:FOLDER], reasoning-gym:NAME, jsonl:FILE or python:MODULE:FUNCTION."""
     reward: str | None = None
     """`module:function` with TRL's reward signature, instead of the task's reward."""
 
@@ -266,7 +294,9 @@ class TrainConfig:
     """With dynamic sampling, draw prompts for a step in at most this many rounds."""
 
     max_new_tokens: int = 0
-    """Longest completion, in tokens; 0 for the task's default."""
+    """Longest completion, in tokens, of one turn if the task has several; 0 for the task's default."""
+    max_turns: int = 0
+    """Turns after which an episode of a task with an environment is cut off; 0 for the task's default."""
     temperature: float = 1.0
     """Temperature of the policy: rollouts are sampled, scored and trained at it."""
     sampling_temperature: float = 0.0
@@ -524,6 +554,7 @@ LEAST = {
     "segment_tokens": 1,
     "segment_probability": 0,
     "max_new_tokens": 0,
+    "max_turns": 0,
     "lora_rank": 0,
     "beta": 0,
     "learning_rate": 0,

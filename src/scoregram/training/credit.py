@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from scoregram.advantages import ESTIMATORS, estimate
@@ -19,10 +20,11 @@ TRAINER_INPUTS = frozenset(
     {
         *("lengths", "outcomes", "score_energies", "greedy_rewards", "baselines", "best_of"),
         *("step_ends", "prefix_values", "segment_starts", "values", "path_energies"),
+        *("outcome_rewards", "anchors"),
     }
 )
 """Estimator inputs, besides rewards, that the trainer can supply."""
-TRAINER_LEVELS = ("group", "token")
+TRAINER_LEVELS = ("group", "token", "turn")
 """Levels of credit that the trainer can apply."""
 LOSS_INPUTS = frozenset(
     {
@@ -49,9 +51,14 @@ def require_method(method: Method, *, group_size: int, kl: str, sampling_tempera
         able = listed(name for name, r in OBJECTIVES.items() if set(r.needs) <= LOSS_INPUTS)
         remedy = "The other losses need more than rollouts and their advantages."
         fail("train --objective", f"must be one of {able}", repr(method.objective), remedy)
-    if row.level == "token" and "advantages" not in objective.needs:
+    if row.level != "group" and "advantages" not in objective.needs:
         able = listed(name for name, r in OBJECTIVES.items() if "advantages" in r.needs)
-        fail("train --objective", f"credit for tokens needs one of {able}", repr(method.objective), "Choose another.")
+        fail(
+            "train --objective",
+            f"credit for {row.level}s needs one of {able}",
+            repr(method.objective),
+            "Choose another.",
+        )
     if sampling_temperature and not objective.any_sampling:
         able = listed(name for name, r in OBJECTIVES.items() if r.any_sampling)
         got = f"objective {method.objective}"
@@ -71,7 +78,8 @@ def credited_step(
 ) -> Step:
     """A step before its backward pass: the rollouts with the advantages and weights of a method.
 
-    With one advantage per rollout the rows of its Gram are scores. With one per token they are gradients of the loss.
+    With one advantage per rollout the rows of its Gram are scores. With one per token or turn they are gradients of the
+    loss.
 
     Args:
         method: Its estimator gives the advantages, its loss the weights.
@@ -81,9 +89,13 @@ def credited_step(
         gram: Gram of all rollouts, if already measured; estimators that need score norms require it.
         inputs: What sources of inputs supplied (`scoregram.training.inputs`).
     """
-    mask = weighted_tokens(method.objective, rollouts)
-    if ESTIMATORS[method.estimator].level == "token":
-        by_token = token_advantages_of(method.estimator, rollouts, inputs or {})
+    mask, level = weighted_tokens(method.objective, rollouts), ESTIMATORS[method.estimator].level
+    if level != "group":
+        by_token = (
+            turn_advantages_of(method.estimator, rollouts)
+            if level == "turn"
+            else token_advantages_of(method.estimator, rollouts, inputs or {})
+        )
         lengths = mask.sum(1).clamp(min=1).cpu()
         weights = token_weights_of(method.objective, by_token.to(mask.device), mask, length=length)
         return Step(
@@ -129,20 +141,69 @@ def advantages_of(
 def token_advantages_of(estimator: str, rollouts: Rollouts, inputs: Mapping[str, Tensor]) -> TokenWeights:
     """`(N, T)` advantages in float64 on the CPU, 0 outside the completion and for a rollout without a reward.
 
-    `inputs` are `(N, T)`. The reward of a rollout is at its last completion token, unless they have `token_rewards`.
+    `inputs` are `(N, T)`. The reward of a rollout is at its last completion token, unless they or the rollouts have
+    `token_rewards`.
 
     Raises:
         NotFiniteError: If an advantage is not finite.
     """
     mask = rollouts.completion_mask.cpu() & ~rollouts.rewards.isnan()[:, None]
     given = dict(inputs)
-    rewards = given.pop("token_rewards", None)
+    rewards = given.pop("token_rewards", rollouts.token_rewards)
     if rewards is None:
         is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
         rewards = torch.where(is_last, rollouts.rewards.nan_to_num()[:, None], 0.0)
     groups = len(rollouts.group_sizes)
     tables = {name: value.view(groups, -1, value.shape[1]) for name, value in {"mask": mask, **given}.items()}
     return estimate(estimator, rewards.view_as(tables["mask"]).double(), **tables).view(mask.shape)
+
+
+def turn_advantages_of(estimator: str, rollouts: Rollouts) -> TokenWeights:
+    """`(N, T)` advantages in float64 on the CPU: that of a turn at each of its tokens, 0 outside the completion.
+
+    A rollout without turns is one turn. A rollout without a reward is left out, and so is a group in which fewer than
+    `min_group` have one. For an estimator that takes the outcome apart, the rewards of turns do not include it; where
+    an environment gives no outcome, the reward of the rollout is its outcome.
+
+    Raises:
+        NotFiniteError: If an advantage is not finite.
+    """
+    row, groups = ESTIMATORS[estimator], len(rollouts.group_sizes)
+    judged = ~rollouts.reward_grid.isnan()
+    judged &= judged.sum(1, keepdim=True) >= row.min_group  # (P, R)
+    rewards, mask = rollouts.turn_rewards, rollouts.turn_mask & judged.flatten()[:, None]  # (N, H)
+    outcomes = rollouts.reward_parts.get("outcome", rollouts.rewards).nan_to_num()
+    if "outcome_rewards" in row.needs:
+        is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+        rewards = rewards - torch.where(is_last, outcomes[:, None], 0.0)
+    tables = {"mask": mask, "anchors": turn_anchors(rollouts)}
+    inputs = {name: value.view(groups, -1, value.shape[1]) for name, value in tables.items()}
+    by_turn = estimate(estimator, rewards.view_as(inputs["mask"]), outcome_rewards=outcomes.view(groups, -1), **inputs)
+    by_token = by_turn.reshape(mask.shape).gather(1, turns_of_tokens(rollouts))  # (N, T)
+    return torch.where(rollouts.completion_mask.cpu(), by_token, 0.0)
+
+
+def turn_anchors(rollouts: Rollouts) -> Int[Tensor, "batch turns"]:
+    """`(N, H)` number of the observation that each turn follows; equal numbers mean equal tokens.
+
+    The observation of the first turn is the prompt. 0 for turns that a rollout did not reach.
+    """
+    anchors = torch.zeros(rollouts.turn_mask.shape, dtype=torch.int64)
+    ids, turns = rollouts.input_ids.tolist(), turns_of_tokens(rollouts).tolist()
+    numbers: dict[tuple[int, ...], int] = {}
+    before, end = (-1, -1), 0
+    for row, place in rollouts.completion_mask.nonzero().tolist():
+        turn = turns[row][place]
+        if (row, turn) != before:
+            start = end if row == before[0] else 0
+            anchors[row, turn] = numbers.setdefault(tuple(ids[row][start:place]), len(numbers) + 1)
+        before, end = (row, turn), place + 1
+    return anchors
+
+
+def turns_of_tokens(rollouts: Rollouts) -> Int[Tensor, "batch tokens"]:
+    """`(N, T)` turn of each completion token, on the CPU; 0 if rollouts have no turns."""
+    return (torch.zeros_like(rollouts.input_ids) if rollouts.turn_ids is None else rollouts.turn_ids).cpu()
 
 
 def score_weights(objective: str, advantages: Advantages, mask: Mask, *, length: int) -> Tensor:

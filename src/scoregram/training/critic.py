@@ -68,7 +68,8 @@ class ValueLoss:
 class Critic:
     """Values for an estimator, learned by regression on the returns of every step.
 
-    The target of every token is the reward of its rollout. A step of the critic minimises
+    The target of every token is the reward of its rollout; if turns have rewards, the sum of those to come. A step of
+    the critic minimises
     `½ max((V − G)², (V₀ + clip(V − V₀, ±c) − G)²)` with the values `V₀` before the step, as PPO does; rollouts without
     a reward are left out.
     """
@@ -104,7 +105,7 @@ class Critic:
     def learn(self, rollouts: Rollouts) -> dict[str, float]:
         """Regress on the returns of the step; returns loss and explained variance, from before it learned."""
         device = rollouts.input_ids.device
-        returns = rollouts.rewards.to(device, torch.float32)[:, None].expand(rollouts.input_ids.shape)
+        returns = rewards_to_come(rollouts).to(device, torch.float32)
         counted = rollouts.completion_mask & ~returns.isnan()
         returns = returns.nan_to_num()  # the gradient of an error that does not count would be 0 · NaN
         if self.prompts_only:
@@ -138,6 +139,13 @@ class Critic:
     def _passes(self, rollouts: Rollouts) -> Iterator[slice]:
         size = self.config.micro_batch_size or rollouts.count
         yield from (slice(start, start + size) for start in range(0, rollouts.count, size))
+
+
+def rewards_to_come(rollouts: Rollouts) -> Tensor:
+    """`(N, T)` sum of the rewards at this token and after it; the rollout's reward if it comes at the end."""
+    if rollouts.token_rewards is None:
+        return rollouts.rewards[:, None].expand(rollouts.input_ids.shape)
+    return rollouts.token_rewards.flip(1).cumsum(1).flip(1)
 
 
 def clipped_errors(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Tensor:

@@ -402,9 +402,16 @@ def input_sources(method: Method, config: TrainConfig, policy: Policy, task: Tas
             fail("train --estimator", f"{method.estimator} needs a task that verifies steps", task.name, remedy)
         sources.append(VerifiedSteps(policy, task))
     if "prefix_values" in needs:
+        if task.environment is not None:
+            remedy = "Choose another estimator."
+            fail("train --estimator", f"{method.estimator} needs a task of one turn", task.name, remedy)
         sources.append(PrefixRollouts(policy, task, sampling, config, every_token="segment_starts" not in needs))
     if "path_energies" in needs:
         sources.append((ScoreEnergies if method.exact_energies else LogitEnergies)(policy, config))
+    if method.branches and sources:
+        remedy = "Leave --estimator out, or choose another method."
+        requirement = f"{config.method} takes an estimator that needs only the rollouts"
+        fail("train --estimator", requirement, method.estimator, remedy)
     if config.critic_warmup and not any(isinstance(source, Critic) for source in sources):
         remedy = "Leave it out, or train with ppo, ppo-monte-carlo or reinforce-critic."
         fail("train --critic-warmup", "needs a method with a critic", f"estimator {method.estimator}", remedy)

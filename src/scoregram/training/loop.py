@@ -28,7 +28,15 @@ from scoregram.policy import (
     recompute_layers,
     weights_sha256,
 )
-from scoregram.reading import Step, batch_records, group_records, outcomes_of, read_step, rollout_records
+from scoregram.reading import (
+    Step,
+    batch_records,
+    group_records,
+    outcomes_of,
+    read_step,
+    rollout_records,
+    turn_scalars,
+)
 from scoregram.rollouts import Rollouts, concatenated_rollouts
 from scoregram.runs import CHECKSUMS, RunWriter, environment, open_run, require_same_config, require_space
 from scoregram.tasks import Problem, Task, load_task
@@ -37,6 +45,7 @@ from scoregram.training.collect import (
     Drafts,
     best_drafts,
     collect,
+    collect_branches,
     drawn_problems,
     refuse_long_prompts,
     rescored,
@@ -90,6 +99,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
 
 def _train(config: TrainConfig, console: Console | None) -> Trained:
     task = load_task(config.task, seed=config.seed, reward=config.reward)
+    require_turns(config, task)
+    task = replace(task, max_turns=config.max_turns or task.max_turns)
     policy = load_policy(config.policy, task)
     if config.gradient_checkpointing:
         recompute_layers(policy.model, caller="train --gradient-checkpointing")
@@ -99,7 +110,7 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
         model=policy.model,
         method=config.chosen,
         temperature=config.temperature,
-        length=sampling.max_new_tokens,
+        length=sampling.max_new_tokens * task.max_turns,
         rollouts_per_pass=config.micro_batch_size,
         computing=policy.computing,
         beta=config.reference_strength,
@@ -181,6 +192,7 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
             scalars |= (
                 task_scalars(task, problems, rollouts)
                 | learned
+                | turn_scalars(rollouts)
                 | draft_scalars(drawn.drafts)
                 | {"rollouts": position.rollouts}
             )
@@ -225,46 +237,75 @@ class DrawnRollouts:
     """The drafts that the rollouts refine, round by round; empty for a method without drafts."""
 
 
+def require_turns(config: TrainConfig, task: Task) -> None:
+    """Raise if a setting and the number of turns of a task exclude each other."""
+    if config.max_turns and task.environment is None:
+        fail("train --max-turns", "needs a task with an environment", task.name, "Leave it out.")
+    if config.chosen.drafts and task.environment is not None:
+        remedy = "Choose another method."
+        fail("train --method", f"the drafts of {config.method} need a task of one turn", task.name, remedy)
+    if config.credit_truth == "sampled" and task.environment is not None:
+        fail("train --credit-truth", "sampled values need a task of one turn", task.name, "Leave it out.")
+
+
 def draw_rollouts(config: TrainConfig, policy: Policy, task: Task, position: Position, number: int) -> DrawnRollouts:
     """The groups of a step, their problems, and the position after it.
 
     With dynamic sampling, further prompts are drawn until the step is full of live groups or the rounds are used up; a
-    step without a live group keeps its first round, and its update is zero.
+    step without a live group keeps its first round, and its update is zero. With branches, each turn of an episode has
+    a group of its own; together they cost as many turns as a group of whole episodes, and count as one.
     """
-    sampling = config.behaviour(task.max_new_tokens)
     rounds = config.dynamic_rounds if config.chosen.dynamic_sampling else 1
     stream, draft_stream = (seeded_generator(config.seed, purpose, number) for purpose in ("rollouts", "drafts"))
     drafts: list[Drafts] = []
+    request: dict[str, Any] = {
+        "group_size": config.group_size,
+        "sampling": config.behaviour(task.max_new_tokens),
+        "generator": stream,
+    }
     drawn: list[Problem] = []
     parts: list[Rollouts] = []
     live: list[bool] = []
+
+    def after() -> Position:
+        return Position(number, position.problems + len(drawn), position.rollouts + len(drawn) * config.group_size)
+
+    if config.chosen.branches:
+        drawn = drawn_problems(task.train, position.problems, config.prompts, config.seed)
+        rollouts, owners = collect_branches(policy, task, drawn, **request)
+        return DrawnRollouts(rollouts, owners, after(), drafts)
     for _ in range(rounds):
         problems = drawn_problems(task.train, position.problems + len(drawn), config.prompts, config.seed)
         drawn += problems
         texts = None
         if config.chosen.drafts:
             drafts.append(
-                best_drafts(policy, task, problems, count=config.drafts, sampling=sampling, generator=draft_stream)
+                best_drafts(
+                    policy,
+                    task,
+                    problems,
+                    count=config.drafts,
+                    sampling=request["sampling"],
+                    generator=draft_stream,
+                )
             )
             texts = drafts[-1].refinement_prompts([task.prompt(p) for p in problems], config.draft_format)
-        size = config.group_size
         with warnings.catch_warnings():
             if config.sampling_temperature:  # the loss takes rollouts of any policy, so there is no bias to warn of
                 warnings.simplefilter("ignore", BiasedSamplingWarning)
-            part = collect(policy, task, problems, group_size=size, sampling=sampling, generator=stream, texts=texts)
+            part = collect(policy, task, problems, **request, texts=texts)
         if config.sampling_temperature:
             part = rescored(policy, part, config.temperature, config.micro_batch_size)
         parts.append(part)
         live += [outcome == "live" for outcome in outcomes_of(parts[-1].reward_grid)]
         if sum(live) >= config.prompts:
             break
-    after = Position(number, position.problems + len(drawn), position.rollouts + len(drawn) * config.group_size)
     if not config.chosen.dynamic_sampling or not any(live):
-        return DrawnRollouts(parts[0], drawn[: config.prompts], after, drafts)
+        return DrawnRollouts(parts[0], drawn[: config.prompts], after(), drafts)
     places = [place for place, is_live in enumerate(live) if is_live][: config.prompts]
     everything = concatenated_rollouts(parts, policy.pad_id)
     kept = torch.isin(everything.group_ids, torch.tensor(places))
-    return DrawnRollouts(everything.select(kept), [drawn[place] for place in places], after, drafts)
+    return DrawnRollouts(everything.select(kept), [drawn[place] for place in places], after(), drafts)
 
 
 def task_scalars(task: Task, problems: Sequence[Problem], rollouts: Rollouts) -> dict[str, float]:

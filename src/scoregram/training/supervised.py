@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -9,8 +10,15 @@ import torch
 from torch import Tensor
 
 from scoregram.checks import fail
-from scoregram.policy import Demonstration, Policy, padded_demonstrations, supervised_losses, token_log_probs
-from scoregram.tasks import Problem, Task
+from scoregram.policy import (
+    Demonstration,
+    Policy,
+    episode_demonstration,
+    padded_demonstrations,
+    supervised_losses,
+    token_log_probs,
+)
+from scoregram.tasks import Problem, Task, demonstrated_episode
 from scoregram.training.checkpoint import save_policy
 from scoregram.training.collect import drawn_problems
 
@@ -29,7 +37,7 @@ def warm_start(
 
     Args:
         policy: Its model is trained.
-        task: Must have demonstrations.
+        task: Must have demonstrations, or an environment with a teacher.
         epochs: Passes over the training problems; may be a fraction.
         batch_size: Solutions in one step.
         learning_rate: At the start.
@@ -39,16 +47,16 @@ def warm_start(
     Raises:
         ScoregramError: If the task has no demonstrations.
     """
-    if task.demonstrate is None:
+    if task.demonstrate is None and task.environment is None:
         fail("warm_start", "the task must have demonstrations", task.name, "Use gsm8k or arithmetic.")
     model, device = policy.model, next(policy.model.parameters()).device
-    demonstrate, random, began = task.demonstrate, Random(seed), time.perf_counter()
+    random, began = Random(seed), time.perf_counter()
     steps = max(1, round(epochs * len(task.train) / batch_size))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], weight_decay=0.0)
 
     def batch_loss(step: int) -> Tensor:
         problems = drawn_problems(task.train, step * batch_size, batch_size, seed)
-        batch = [task_demonstration(policy, task, problem, demonstrate(problem, random)) for problem in problems]
+        batch = [demonstration(policy, task, problem, random) for problem in problems]
         ids, attention, solution = padded_demonstrations(batch, policy.pad_id, device)
         with policy.computing():
             return -token_log_probs(model, ids, attention, solution).sum() / solution.sum()
@@ -61,11 +69,28 @@ def warm_start(
     model.eval()
 
 
+def demonstration(policy: Policy, task: Task, problem: Problem, rng: Random) -> Demonstration:
+    """A solved problem, or an episode of the environment's teacher, in tokens."""
+    if task.demonstrate is not None:
+        return task_demonstration(policy, task, problem, task.demonstrate(problem, rng))
+    episode = episode_demonstration(
+        demonstrated_episode(task, problem, rng),
+        prompt=policy.encode_prompt,
+        observation=policy.encode_observation,
+        turn=lambda text: written_tokens(policy, text),
+    )
+    return replace(episode, ids=episode.ids[: policy.context])
+
+
 def task_demonstration(policy: Policy, task: Task, problem: Problem, solution: str) -> Demonstration:
     """A solved problem in tokens; the solution is tokenized on its own, as a completion is."""
     prompt = policy.encode_prompt(task.prompt(problem))
-    written = policy.tokenizer(solution, add_special_tokens=False)["input_ids"]
-    return Demonstration((*prompt, *written, policy.stop_ids[0])[: policy.context], len(prompt))
+    return Demonstration((*prompt, *written_tokens(policy, solution))[: policy.context], len(prompt))
+
+
+def written_tokens(policy: Policy, text: str) -> list[int]:
+    """What the policy is to write, with its stop token."""
+    return [*policy.tokenizer(text, add_special_tokens=False)["input_ids"], policy.stop_ids[0]]
 
 
 def write_warm_start(policy: Policy, folder: Path) -> None:

@@ -1,0 +1,263 @@
+"""Transcripts: rollouts of several turns, in which the policy and an environment write alternately.
+
+A transcript is one row of tokens: prompt, turn, observation, turn, observation, …. `completion_mask` is true for the
+tokens that the policy sampled, its stop tokens included, and false for observations, which the policy only reads. The
+open episodes of a batch draw their next turn together. The sampled tokens are never tokenized again, so the
+log-probabilities of the policy's tokens in the whole transcript are those that they were sampled with.
+"""
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scoregram.checks import fail
+from scoregram.policy.config import SamplingConfig
+from scoregram.policy.load import Policy
+from scoregram.policy.sampler import sample
+from scoregram.rollouts import Rollouts
+from scoregram.tasks import Environment, Problem, Reply, Task
+
+NOT_SAMPLED = -1
+"""Turn of a token that the policy did not sample."""
+
+
+@dataclass(frozen=True)
+class DrawnTurn:
+    """Tokens of one turn, their log-probabilities, and those under the distribution that they were drawn from."""
+
+    ids: list[int]
+    log_probs: list[float]
+    behaviour: list[float]
+
+
+@dataclass
+class Episode:
+    """One transcript while it is written. The lists have one entry per token."""
+
+    environment: Environment
+    ids: list[int]
+    """Prompt, turns and observations."""
+    prompt_length: int
+    turn_ids: list[int]
+    """Turn of each sampled token; `NOT_SAMPLED` for the others."""
+    log_probs: list[float]
+    behaviour: list[float]
+    rewards: list[float]
+    """Reward and outcome of a turn at its last token."""
+    turns: int = 0
+    """Turns written so far."""
+    outcome: float = 0.0
+    """Outcome, given with the last turn."""
+    unread: list[int] = field(default_factory=list)
+    """Observation after the latest turn, which the next turn will read."""
+    done: bool = False
+    """Whether the environment has ended the episode."""
+
+    def read(self) -> None:
+        """Append the observation that the next turn follows."""
+        self._append(self.unread, NOT_SAMPLED)
+        self.unread = []
+
+    def write(self, turn: DrawnTurn, policy: Policy) -> None:
+        """Append a turn and let the environment answer it."""
+        reply = checked_reply(self.environment.step(policy.decode(turn.ids)), type(self.environment).__name__)
+        self._append(turn.ids, self.turns, turn.log_probs, turn.behaviour)
+        self.rewards[-1] = reply.reward + reply.outcome
+        self.turns, self.outcome, self.done = self.turns + 1, reply.outcome, reply.done
+        if not reply.done:
+            # A turn that was cut off has no stop token; the environment closes it, so that all turns look alike.
+            closing = [] if turn.ids[-1] in policy.stop_ids else [policy.stop_ids[0]]
+            self.unread = [*closing, *policy.encode_observation(reply.observation)]
+
+    def _append(
+        self, ids: list[int], turn: int, log_probs: list[float] | None = None, behaviour: list[float] | None = None
+    ) -> None:
+        zeros = [0.0] * len(ids)
+        self.ids += ids
+        self.turn_ids += [turn] * len(ids)
+        self.log_probs += log_probs or zeros
+        self.behaviour += behaviour or zeros
+        self.rewards += zeros
+
+    def fits(self, policy: Policy, sampling: SamplingConfig) -> bool:
+        """Whether the context has room for the observation and another turn."""
+        return len(self.ids) + len(self.unread) + sampling.max_new_tokens <= policy.context
+
+
+def start_episodes(
+    policy: Policy, task: Task, problems: Sequence[Problem], seeds: Sequence[Sequence[int]]
+) -> list[list[Episode]]:
+    """One group of episodes for every problem, one episode for each of its seeds.
+
+    Raises:
+        ScoregramError: If the environments of a group start with different texts.
+    """
+    return [_start_group(policy, task, problem, own) for problem, own in zip(problems, seeds, strict=True)]
+
+
+def _start_group(policy: Policy, task: Task, problem: Problem, seeds: Sequence[int]) -> list[Episode]:
+    assert task.environment is not None
+    environments = [task.environment() for _ in seeds]
+    texts = {each.reset(problem, seed) for each, seed in zip(environments, seeds, strict=True)}
+    if len(texts) > 1:
+        remedy = "Let reset return the same text for every seed; put what is random into later observations."
+        fail("environment", f"the rollouts of {problem.id} must start with one text", f"{len(texts)} texts", remedy)
+    prompt = policy.encode_prompt(task.prompt_format.replace("{prompt}", texts.pop()))
+    zeros = [0.0] * len(prompt)
+    return [
+        Episode(each, [*prompt], len(prompt), [NOT_SAMPLED] * len(prompt), [*zeros], [*zeros], [*zeros])
+        for each in environments
+    ]
+
+
+def play_episodes(
+    policy: Policy,
+    groups: Sequence[Sequence[Episode]],
+    *,
+    sampling: SamplingConfig,
+    max_turns: int,
+    generator: torch.Generator | None,
+) -> Rollouts:
+    """Play episodes to their end and return them as rollouts.
+
+    An episode ends when its environment says so. It is cut off after `max_turns` turns, or when the policy's context
+    has no room for another turn; `finished` is then false. A turn has at most `sampling.max_new_tokens` tokens.
+
+    Args:
+        policy: Writes the turns.
+        groups: Started episodes, as many for every problem.
+        sampling: How a turn is drawn.
+        max_turns: Most turns of an episode.
+        generator: Source of the randomness of the tokens; every turn of an open episode draws from it.
+    """
+    everyone = [episode for group in groups for episode in group]
+    contexts, copies, going = [group[0].ids for group in groups], len(groups[0]), everyone
+    for _ in range(max_turns):
+        drawn = draw_turns(policy, contexts, copies, sampling, generator)
+        for episode, turn in zip(going, drawn, strict=True):
+            episode.write(turn, policy)
+        going = [episode for episode in going if not episode.done and episode.fits(policy, sampling)]
+        if not going or going[0].turns == max_turns:
+            break
+        for episode in going:
+            episode.read()
+        contexts, copies = [episode.ids for episode in going], 1
+    return transcripts(policy, groups)
+
+
+def play_branches(
+    policy: Policy,
+    episodes: Sequence[Episode],
+    *,
+    candidates: int,
+    sampling: SamplingConfig,
+    max_turns: int,
+    generator: torch.Generator | None,
+) -> tuple[Rollouts, list[int]]:
+    """Candidates for every turn of some episodes: at each turn, several are drawn from the same history.
+
+    The first candidate continues the episode, so the histories are those of ordinary rollouts. A candidate is a rollout
+    of its own: its prompt is the history, its completion the one turn, its reward that of the turn.
+
+    Returns:
+        One group of candidates for every turn of every episode, episode by episode, and the index of the episode that
+        each group belongs to.
+    """
+    tried: list[list[list[Episode]]] = [[] for _ in episodes]
+    going = dict(enumerate(episodes))
+    while going:
+        drawn = draw_turns(policy, [episode.ids for episode in going.values()], candidates, sampling, generator)
+        for place, (index, base) in enumerate(list(going.items())):
+            group = [base, *(copy.deepcopy(base) for _ in range(candidates - 1))]
+            for episode, turn in zip(group, drawn[place * candidates : (place + 1) * candidates], strict=True):
+                episode.write(turn, policy)
+            tried[index].append([copy.deepcopy(base), *group[1:]])
+            if base.done or base.turns == max_turns or not base.fits(policy, sampling):
+                del going[index]
+            else:
+                base.read()
+    owners = [index for index, groups in enumerate(tried) for _ in groups]
+    return transcripts(policy, [group for groups in tried for group in groups], last_turn_only=True), owners
+
+
+def draw_turns(
+    policy: Policy,
+    contexts: Sequence[list[int]],
+    copies: int,
+    sampling: SamplingConfig,
+    generator: torch.Generator | None,
+) -> list[DrawnTurn]:
+    """The next turn after every context, `copies` times."""
+    with policy.computing():
+        drawn = sample(
+            policy.model,
+            contexts,
+            rollouts_per_prompt=copies,
+            sampling=sampling,
+            stop_ids=policy.stop_ids,
+            pad_id=policy.pad_id,
+            generator=generator,
+        )
+    assert drawn.log_probs is not None and drawn.behaviour_log_probs is not None
+    masks = drawn.completion_mask.cpu()
+    columns = [values.cpu() for values in (drawn.input_ids, drawn.log_probs, drawn.behaviour_log_probs)]
+    return [DrawnTurn(*(values[row][mask].tolist() for values in columns)) for row, mask in enumerate(masks)]
+
+
+def checked_reply(reply: Any, name: str) -> Reply:
+    """The reply, if it is one with finite rewards.
+
+    Raises:
+        ScoregramError: If it is not.
+    """
+    if not isinstance(reply, Reply):
+        fail("environment", f"{name}.step must return a Reply", type(reply).__name__, "Return Reply(observation=…).")
+    if not (math.isfinite(reply.reward) and math.isfinite(reply.outcome)):
+        got = f"reward {reply.reward} and outcome {reply.outcome}"
+        fail("environment", f"the rewards of {name}.step must be finite", got, "Return 0 for a turn without a reward.")
+    if reply.outcome and not reply.done:
+        requirement = f"{name}.step must give an outcome with the last turn only"
+        fail("environment", requirement, f"outcome {reply.outcome} before the end", "Give it as reward, or set done.")
+    return reply
+
+
+def transcripts(policy: Policy, groups: Sequence[Sequence[Episode]], *, last_turn_only: bool = False) -> Rollouts:
+    """Episodes as rollouts, padded on the right; with `last_turn_only`, everything before the last turn is prompt."""
+    everyone = [episode for group in groups for episode in group]
+    device = next(policy.model.parameters()).device
+    turn_ids = _padded([episode.turn_ids for episode in everyone], NOT_SAMPLED, torch.int64)  # (N, T)
+    last = torch.tensor([[episode.turns - 1] for episode in everyone])
+    own = turn_ids == last if last_turn_only else turn_ids != NOT_SAMPLED
+
+    def sampled(rows: Sequence[list[float]], dtype: torch.dtype) -> Tensor:
+        return torch.where(own, _padded(rows, 0.0, dtype), 0.0)
+
+    rewards = sampled([episode.rewards for episode in everyone], torch.float64)
+    starts = own.int().argmax(1) if last_turn_only else torch.tensor([each.prompt_length for each in everyone])
+    outcomes = torch.tensor([episode.outcome for episode in everyone], dtype=torch.float64)
+    return Rollouts(
+        input_ids=_padded([episode.ids for episode in everyone], policy.pad_id, torch.int64),
+        attention_mask=_padded([[True] * len(episode.ids) for episode in everyone], False, torch.bool),
+        completion_mask=own,
+        prompt_lengths=starts,
+        group_ids=torch.arange(len(groups)).repeat_interleave(torch.tensor([len(group) for group in groups])),
+        completions=[policy.decode(each.ids[start:]) for each, start in zip(everyone, starts.tolist(), strict=True)],
+        rewards=rewards.sum(1),
+        reward_parts={"turns": rewards.sum(1) - outcomes, "outcome": outcomes},
+        finished=torch.tensor([episode.done for episode in everyone]),
+        turn_ids=torch.where(own, turn_ids - (last if last_turn_only else 0), 0),
+        token_rewards=rewards,
+        log_probs=sampled([episode.log_probs for episode in everyone], torch.float32),
+        behaviour_log_probs=sampled([episode.behaviour for episode in everyone], torch.float32),
+    ).to(device)
+
+
+def _padded(rows: Sequence[list[Any]], fill: float | int, dtype: torch.dtype) -> Tensor:
+    """Lists as the rows of one tensor, shorter ones filled on the right."""
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows], dtype=dtype)
