@@ -151,7 +151,7 @@ def tiny_policy(
     terms = number_of_terms(argument if name in SUM_TASKS else "")
     split = name if name in SUM_TASKS else "arithmetic"
     has_turns = task is not None and task.environment is not None
-    learnt: dict[str, object] = {"terms": terms} | ({} if split == "arithmetic" else {"split": split})
+    learnt: Mapping[str, object] = {"terms": terms} | ({} if split == "arithmetic" else {"split": split})
     if task and has_turns:
         learnt = {"turns": asdict(TurnWarmStart()), "task": task.name, "steps": task.teaching_steps}
     model = untrained(recipe, seed)
