@@ -114,3 +114,11 @@ def test_all_rollouts_with_a_broken_text_are_named():
     coefficients[[0, 2]] = 1e300  # the squared norm overflows
     with pytest.raises(NotFiniteError, match=r"nan or inf for rollout 0, 2 in"):
         measure_gram(model_of("llama-tied"), *batch.arguments, coefficients=coefficients)
+
+
+def test_rollouts_whose_attention_masks_alone_differ_have_scores_of_their_own():
+    model, batch = ARCHITECTURES["llama"](), rollouts()
+    ids, mask, attention = batch.input_ids[:1].repeat(2, 1), batch.completion_mask[:1].repeat(2, 1), torch.ones(2, 11)
+    attention[1, 0] = 0
+    gram = measure_gram(model, ids, mask, attention, keep_padding=True).matrix
+    assert not torch.allclose(gram[0], gram[1])
