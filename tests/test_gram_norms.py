@@ -168,6 +168,12 @@ def test_strips_give_the_whole_gram(rows, groups):
     torch.testing.assert_close(row_gram(values, groups), torch.einsum("gid,gjd->gij", blocks, blocks))
 
 
+def test_long_rows_in_float32_are_added_up_in_float64():
+    rows = 1 + torch.rand(3, (1 << 20) + 77, generator=torch.Generator().manual_seed(0))
+    exact = rows.double() @ rows.double().T
+    assert float((row_gram(rows, 1)[0] - exact).norm() / exact.norm()) < 5e-8  # 7e-7 in float32 alone
+
+
 def test_gradients_are_taken_back_when_they_are_not_finite():
     model: Any = ARCHITECTURES["llama"]()
     with torch.no_grad():
