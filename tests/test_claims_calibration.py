@@ -22,4 +22,5 @@ def test_verdicts():
 )
 def test_a_wrong_part_is_noticed(monkeypatch, claim, name, wrong):
     monkeypatch.setattr(calibration, name, wrong)
+    monkeypatch.setattr(calibration, "_SIZES", (2,))  # one size is enough to notice
     assert finding(CALIBRATION_CLAIMS, claim).verdict is Verdict.BROKEN

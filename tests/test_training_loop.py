@@ -225,7 +225,7 @@ def test_settings_that_cannot_work_are_refused_at_once(changes, says, policy, tm
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"estimator": "mt-grpo"}, "must be one of"),
+        ({"estimator": "no-such-estimator"}, "must be one of"),
         ({"objective": "no-such-loss"}, "train --objective"),
         ({"objective": "dpo", "estimator": "gae"}, "credit for tokens needs one of"),
         ({"group_size": 1, "method": "rloo"}, "at least 2 rollouts"),

@@ -9,6 +9,7 @@ Reference:
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from scoregram.exhibits import Estimate
 GRID = 200_001
 
 
+@cache
 def t_quantile(degrees: int) -> float:
     """`t` with `P(|T| ≤ t) = 0.95` for Student's distribution.
 

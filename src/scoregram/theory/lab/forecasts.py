@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from scoregram.checks import require_in_range
-from scoregram.theory.lab.moments import multisets
+from scoregram.theory.lab.moments import Multisets, multisets
 from scoregram.theory.lab.worlds import History, Transition, World
 
 STATED = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -50,16 +50,26 @@ def forecast_update(
         chance: Probability `p` that the outcome is 1.
         group_size: `R`.
     """
-    policy, groups = logits.softmax(dim=0), multisets(len(STATED), group_size)
+    return _update(logits, *_expected_advantages(estimator, chance, group_size))
+
+
+def _expected_advantages(
+    estimator: Callable[[Tensor], Tensor], chance: float, group_size: int
+) -> tuple[Multisets, Tensor]:
+    """All multisets of forecasts, and their advantages `(G, R)` averaged over the outcome; they need no policy."""
+    groups = multisets(len(STATED), group_size)
+    stated = torch.tensor(STATED, dtype=torch.float64)[groups.members]  # (G, R)
+    advantages = torch.zeros_like(stated)
+    for outcome, weight in ((1, chance), (0, 1 - chance)):
+        advantages = advantages + weight * estimator(brier_score(stated, outcome))
+    return groups, advantages
+
+
+def _update(logits: Forecasts, groups: Multisets, advantages: Tensor) -> Forecasts:
+    policy = logits.softmax(dim=0)
     likelihood = groups.orders * policy[groups.members].prod(dim=-1)  # (G,)
     scores = torch.eye(len(STATED), dtype=torch.float64) - policy  # (A, A): row a is the score of forecast a
-    stated = torch.tensor(STATED, dtype=torch.float64)[groups.members]  # (G, R)
-    total = torch.zeros_like(logits)
-    for outcome, weight in ((1, chance), (0, 1 - chance)):
-        advantages = estimator(brier_score(stated, outcome))
-        pulls = torch.einsum("gr,gra->ga", advantages, scores[groups.members]) / group_size
-        total = total + weight * (likelihood @ pulls)
-    return total
+    return likelihood @ torch.einsum("gr,gra->ga", advantages, scores[groups.members]) / groups.members.shape[1]
 
 
 def forecast_ascent(
@@ -67,8 +77,9 @@ def forecast_ascent(
 ) -> Forecasts:
     """The policy, `(A,)`, after `steps` expected updates from equal probabilities."""
     logits = torch.zeros(len(STATED), dtype=torch.float64)
+    fixed = _expected_advantages(estimator, chance, group_size)
     for _ in range(steps):
-        logits = logits + rate * forecast_update(logits, estimator, chance=chance, group_size=group_size)
+        logits = logits + rate * _update(logits, *fixed)
     return logits.softmax(dim=0)
 
 
