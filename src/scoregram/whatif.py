@@ -1,9 +1,10 @@
-"""`scoregram whatif`: other estimators of advantages on the very rollouts of a run, without a model.
+"""`scoregram whatif`: what other estimators of advantages would have done with the stored rollouts of a run.
 
-The groups of a run hold rewards, lengths and the Gram of their scores. That is enough to compute the update that
-another estimator would have made of the same rollouts. Disjoint parts of a group are independent samples, so parts of
-half its size give signal and noise of any estimator without a formula for it (`statistics.halves`). Numbers are of
-single prompts, because the Gram between prompts is stored for few steps. They are free of the estimator's scale.
+The groups of a run hold rewards, lengths and the Gram of their scores. From these, without the model, one can compute
+the inner products of the updates that any estimator makes of the same rollouts. Disjoint parts of a group are
+independent samples, so two parts give the signal and the noise of an estimator without a formula for it
+(`statistics.halves`). All numbers are about the update of a single prompt, because a run stores the Gram between
+prompts for few steps only. They do not change if an estimator multiplies all its advantages by a constant.
 """
 
 import json
@@ -34,58 +35,61 @@ USUAL = (
     *("rloo", "mean", "grpo", "reinforce", "reinforce++", "reinforce++-baseline"),
     *("opo", "opo-loo", "optimal", "optimal-loo", "tic"),
 )
-"""Estimators compared if none is named: one of each kind, without the variants of grpo in several trainers."""
+"""Estimators compared if none is named: one of each kind, and only one of the variants of `grpo` in several trainers.
+"""
 STORED_INPUTS = frozenset({"lengths", "score_energies", "outcomes"})
 """Inputs of estimators that a run's groups hold."""
 FEW_GROUPS = 20
-"""Groups below which no interval is given: too few to know how much groups differ."""
+"""With fewer groups than this no interval is given: they are too few to know how much groups differ."""
 UNKNOWN = Estimate(math.nan)
 _CALLER = "whatif"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """One estimator on the groups of a run."""
+    """The numbers of one estimator on the groups of a run."""
 
     estimator: str
     snr: Estimate
     """Signal over noise, `|E ĝ|² / tr Cov ĝ` of one prompt's update, pooled over groups; negative by chance."""
     efficiency: Estimate
-    """The same relative to `REFERENCE`: at 2, half as many groups give the same; `nan` if no signal is certain."""
+    """`snr` over that of `REFERENCE`: at 2, half as many groups give an update of the same quality. `nan` unless the
+    intervals of both exclude 0."""
     direction: Estimate
-    """Cosine between the expected update and that of `REFERENCE`, the true direction; above 1 by chance, `nan` if no
-    signal is certain."""
+    """Cosine between the expected update and that of `REFERENCE`, which has the true direction. It may exceed 1 by
+    chance. `nan` unless the intervals of both `snr` exclude 0."""
     taken: Estimate
     """Cosine between the update of the whole groups and the one that the run took."""
     effective_rank: Estimate
-    """Of whole live groups."""
+    """Mean over live groups, whole; a group is live if it has an advantage other than 0."""
     effective_rank_null: Estimate
+    """The same for orthogonal scores with the same norms."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayedRun:
-    """Several estimators on the same groups."""
+    """The numbers of several estimators on the same groups."""
 
     groups: int
     """Groups replayed: those of the last third with all rewards and a Gram."""
     run_size: int
-    """Rollouts of each."""
+    """Rollouts of each group."""
     group_size: int
-    """Rollouts of the parts that signal and noise are taken from."""
+    """Rollouts of each of the two parts from which signal and noise are estimated."""
     rows: tuple[Replay, ...]
 
 
 def what_if(run: RunReading, estimators: Sequence[str] = (), *, group_size: int = 0) -> ReplayedRun:
-    """Noise, direction and spectrum of other estimators on the groups of a run's last third.
+    """Signal, noise, direction and rank of other estimators on the groups of a run's last third.
 
     Args:
         run: From `read_run(open_run(folder))`.
         estimators: Rows of `ESTIMATORS`; `USUAL` by default.
-        group_size: Rollouts of the parts, at most half of the run's group size; 0 for that half.
+        group_size: Rollouts of each part, at most half of the run's group size; 0 means exactly half.
 
     Raises:
-        ScoregramError: If an estimator is unknown or needs what a run does not store, if the size is not between the
-            estimator's smallest and half of the run's, or if the run has no group to replay.
+        ScoregramError: If an estimator is unknown or needs an input that a run does not store, if `group_size` is below
+            the estimator's minimum or above half of the run's, or if the run has no group to replay.
     """
     groups, run_size = replayable_groups(run)
     size = group_size or run_size // 2
@@ -105,7 +109,7 @@ def what_if(run: RunReading, estimators: Sequence[str] = (), *, group_size: int 
 
 
 def replayable_groups(run: RunReading) -> tuple[list[StoredGroup], int]:
-    """Groups of the last third with all rewards and a Gram of scores, of the run's usual size; and that size."""
+    """Groups of the last third that have all rewards, a Gram of scores and the run's group size; and that size."""
     size = run.group_size or 0
     groups = [group for group in run.last_measured if group.size == size and group.is_complete]
     if not groups or size < 4:
@@ -149,7 +153,7 @@ class ReplayedGroups:
         self.steps = torch.tensor([record.step for record in records])
 
     def advantages(self, name: str, places: Tensor) -> Tensor:
-        """`(P, r)` advantages of the rollouts at `places` `(r,)` of every group, compared among themselves."""
+        """`(P, r)` advantages if every group consisted of its rollouts at `places` `(r,)` alone."""
         inputs = {
             "lengths": self.lengths[:, places],
             "score_energies": self.grams.diagonal(dim1=1, dim2=2)[:, places],
@@ -175,7 +179,7 @@ class ReplayedGroups:
 
 
 def replay(table: ReplayedGroups, name: str, products: SplitProducts, place: int) -> Replay:
-    """The numbers of one estimator, which is at `place` of the products; the reference is at 0."""
+    """The numbers of the estimator at index `place` of `products`; the reference is at index 0."""
     signal, noise = products.signal.numpy(), products.noise.numpy()
     across = products.across[0, place].numpy()
     whole = table.whole_advantages(name)
@@ -220,7 +224,7 @@ def over_positive(above: np.ndarray | np.floating, below: np.ndarray | np.floati
 
 
 def pooled(count: int, statistic: Callable[[np.ndarray], np.ndarray]) -> Estimate:
-    """A statistic of `count` groups; its interval resamples groups, and is left out below `FEW_GROUPS`."""
+    """A statistic of `count` groups with a bootstrap interval over groups; none below `FEW_GROUPS`."""
     found = bootstrap_estimate(count, statistic)
     return found if count >= FEW_GROUPS else Estimate(found.value)
 

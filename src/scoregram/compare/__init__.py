@@ -1,7 +1,7 @@
-"""Methods side by side: the same task, the same rollouts, several seeds, one table.
+"""`scoregram compare`: several methods on one task, with the same number of rollouts and the same seeds.
 
-`config` what is compared · `cells` trains one run per method and seed · `intervals` over seeds and problems · `results`
-what each run says · `table` tables, figure and page.
+`config` settings of a comparison · `cells` trains one run per method and seed · `intervals` over seeds and problems ·
+`results` the numbers of each method · `table` tables, figure and page.
 """
 
 from scoregram.lazy import lazy_exports

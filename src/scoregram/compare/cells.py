@@ -1,4 +1,4 @@
-"""The runs of a comparison: one for each method and seed, trained where they are missing or incomplete."""
+"""The cells of a comparison: one run for each method and seed, trained if it is missing or incomplete."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -29,12 +29,12 @@ from scoregram.training import (
 )
 
 FAILURE = "failure.txt"
-"""Why a run failed, beside its folder."""
+"""End of the name of the file, beside a run's folder, that says why the run failed."""
 
 
 @dataclass(frozen=True)
 class PlannedCell:
-    """One run of a comparison."""
+    """One run of a comparison: a method with a seed."""
 
     label: str
     seed: int
@@ -42,7 +42,7 @@ class PlannedCell:
 
     @property
     def done(self) -> int:
-        """Rollouts that are sampled, at most the budget."""
+        """Rollouts sampled so far, at most the budget."""
         return min(last_scalar(self.config.out, "rollouts"), self.config.rollouts)
 
     @property
@@ -52,10 +52,13 @@ class PlannedCell:
 
 
 def compare_methods(config: CompareConfig, *, console: Console | None = None) -> int:
-    """Train what is missing, write and print the table; returns 0, 1 if a run failed, 130 if the user stopped it.
+    """Train the runs that are missing, then write and print the tables.
+
+    Returns:
+        The exit status: 0, 1 if a run failed, 130 if the user stopped it.
 
     Raises:
-        ScoregramError: If the folder holds runs with other settings, or a method cannot run with these.
+        ScoregramError: If the folder holds runs with other settings, or a method does not support these settings.
     """
     console = console or Console()
     cells = planned_cells(config)
@@ -74,10 +77,10 @@ def compare_methods(config: CompareConfig, *, console: Console | None = None) ->
 
 
 def planned_cells(config: CompareConfig) -> list[PlannedCell]:
-    """Every method with every seed, seed by seed, so that an interrupted comparison has whole seeds.
+    """Every method with every seed. All methods of one seed come together: an interrupted comparison has whole seeds.
 
     Raises:
-        ScoregramError: If a method cannot run with these settings.
+        ScoregramError: If a method does not support these settings.
     """
     choices = {
         choice.label: [config.run_config(choice, seed) for seed in range(config.seeds)] for choice in config.choices
@@ -99,7 +102,7 @@ def refuse_other_runs(config: CompareConfig, cells: Sequence[PlannedCell]) -> No
 
 
 def read_comparison_setting(folder: Path) -> Mapping[str, Any]:
-    """What a folder compares; empty if it holds no comparison."""
+    """The settings of the comparison in a folder; empty if it holds none."""
     path = folder / COMPARISON_FILE
     try:
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -108,7 +111,7 @@ def read_comparison_setting(folder: Path) -> Mapping[str, Any]:
 
 
 def write_comparison_setting(config: CompareConfig) -> None:
-    """Write what the folder compares: methods in order, seeds, budget. A folder keeps the methods it had before."""
+    """Write the settings of the comparison: methods in order, seeds, budget. Methods already in the folder stay."""
     old = read_comparison_setting(config.out).get("methods", {})
     methods = {choice.label: choice.folder for choice in config.choices}
     setting = {
@@ -127,7 +130,7 @@ def write_comparison_setting(config: CompareConfig) -> None:
 
 
 def train_cells(config: CompareConfig, cells: Sequence[PlannedCell], console: Console) -> bool:
-    """Train every run that is not complete; False if the user stopped it. A run that fails leaves its reason behind."""
+    """Train every incomplete run; False if the user stopped it. A failure is explained in `failure_path`."""
     missing = [cell.config for cell in cells if not cell.is_complete]
     if not missing:
         return True
@@ -143,13 +146,13 @@ def train_cells(config: CompareConfig, cells: Sequence[PlannedCell], console: Co
 
 
 def prepare_tiny(missing: Sequence[TrainConfig]) -> None:
-    """Build the embedded policy of every seed once, so that parallel runs find it in the cache."""
+    """Build the model `tiny` of every seed once, so that parallel runs find it in the cache."""
     for config in {one.seed: one for one in missing}.values():
         load_policy(config.policy, load_task(config.task, seed=config.seed, reward=config.reward))
 
 
 def default_jobs(config: CompareConfig) -> int:
-    """One run for each core, or one at a time on a GPU."""
+    """Runs at a time: as many as the cores allow at `config.threads` threads each; one on a GPU."""
     on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
     return 1 if on_gpu else max(1, available_cores() // max(config.threads, 1))
 

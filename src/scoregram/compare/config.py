@@ -1,4 +1,4 @@
-"""Everything that decides a comparison: methods with their options, seeds, and the settings that all runs share."""
+"""Settings of a comparison: methods with their options, seeds, and the settings that all runs share."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -12,13 +12,13 @@ from scoregram.policy import refuse
 from scoregram.training import METHODS, TrainConfig
 
 EVALUATIONS_PER_RUN = 10
-"""Evaluations and measured steps of a run, besides the evaluation before the first step."""
+"""Evaluations and measured steps of a run by default, not counting the evaluation before the first step."""
 
 OF_THE_COMPARISON = (
     *("out", "resume", "overwrite", "method", "seed", "steps", "rollouts", "every_rollouts"),
     *("measure_every", "eval_every", "eval_problems", "lr_schedule", "task", "model", "threads"),
 )
-"""Settings that one method cannot have for itself: the comparison sets them, or they make its runs comparable."""
+"""Settings that cannot be options of one method: the comparison sets them, or they must be equal for all runs."""
 
 READERS: Mapping[Any, Callable[[str], Any]] = {
     bool: {"true": True, "false": False}.__getitem__,
@@ -31,7 +31,7 @@ READERS: Mapping[Any, Callable[[str], Any]] = {
 
 @dataclass(frozen=True)
 class MethodChoice:
-    """A method with options of its own."""
+    """A method with the options that apply to it alone."""
 
     label: str
     """As the user wrote it, such as `grpo:learning_rate=3e-4`."""
@@ -46,7 +46,7 @@ class MethodChoice:
 
 @dataclass(frozen=True)
 class CompareConfig(TrainConfig):
-    """Train several methods on one task with the same number of rollouts, and compare them in one table.
+    """Train several methods on one task with the same number of rollouts, and compare their accuracies and updates.
 
     Each method and seed is an ordinary run folder under `OUT/runs`. After an interruption the same command continues:
     finished runs are kept, the others resumed. More methods, more seeds or a larger budget extend a comparison.
@@ -58,14 +58,15 @@ class CompareConfig(TrainConfig):
     seeds: int = 3
     """Runs of each method. Seed S trains on the same problems from the same weights for every method."""
     jobs: int = 0
-    """Runs at a time, one process each; they share the memory of a GPU. 0: one for each core, one on a GPU."""
+    """Runs at a time, one process each; they share the memory of a GPU. 0: one per core, or one on a GPU."""
     target: float | None = None
     """Accuracy for the column `rollouts to …`; the final accuracy of the first method if not given."""
 
     out: Path = Path("runs/compare")
     """Folder of the comparison."""
     rollouts: int = 20_000
-    """Rollouts of each run, extra ones of the method included; the number of steps follows."""
+    """Rollouts of each run, including those that a method samples on top of its batch. Training ends at the first step
+    that reaches this number."""
     every_rollouts: int = 0
     """Measure and evaluate each time this many rollouts are sampled; 0 for a tenth of the budget."""
     credit_truth: Literal["none", "auto", "exact", "sampled"] = "auto"
@@ -110,7 +111,7 @@ class CompareConfig(TrainConfig):
         return self.every_rollouts or max(1, self.rollouts // EVALUATIONS_PER_RUN)
 
     def run_config(self, choice: MethodChoice, seed: int) -> TrainConfig:
-        """The run of one method and seed."""
+        """The config of the run of one method and seed."""
         shared = {field.name: getattr(self, field.name) for field in fields(TrainConfig)}
         own = {
             "method": choice.method,

@@ -1,7 +1,7 @@
-"""95 % intervals over seeds, and over seeds and problems, that are honest for three seeds.
+"""95 % intervals over seeds, and over seeds and problems, for as few as two seeds.
 
-A percentile bootstrap of three seeds is far too narrow. These are t intervals with one degree of freedom less than
-there are seeds. For seeds and problems the variance is that of two-way clustering.
+The percentile bootstrap of three seeds is far too narrow. These are t intervals with one degree of freedom less than
+there are seeds. Over seeds and problems, the variance is clustered by both.
 
 Reference:
     Cameron, Gelbach & Miller 2011, doi:10.1198/jbes.2010.07136: `V = V_seeds + V_problems − V_cells`.
@@ -44,7 +44,7 @@ def mean_over_seeds(values: Sequence[float]) -> Estimate:
 def ratio_over_seeds(above: Sequence[float], below: Sequence[float]) -> Estimate:
     """`Σ above / Σ below` over seeds, with a t interval from the seeds' residuals `above − ratio · below`.
 
-    `nan` without a seed or if the lower sum is not positive; no interval for one seed.
+    `nan` without a seed, or if `Σ below` is not positive; no interval for one seed.
     """
     over, under = np.asarray(above, dtype=np.float64), np.asarray(below, dtype=np.float64)
     count = len(over)
@@ -59,10 +59,10 @@ def ratio_over_seeds(above: Sequence[float], below: Sequence[float]) -> Estimate
 
 
 def mean_over_problems(values: np.ndarray) -> Estimate:
-    """Mean of `(seeds, problems)` values; the interval covers new seeds and new problems. None for one seed.
+    """Mean of `(seeds, problems)` values; its interval accounts for the choice of seeds and of problems.
 
     The problems are the same for every seed. The variance is `V_seeds + V_problems − V_cells`, at least the larger of
-    the first two.
+    the first two. No interval for one seed or one problem.
     """
     seeds, problems = values.shape
     mean = float(values.mean()) if values.size else math.nan
@@ -79,7 +79,7 @@ def mean_over_problems(values: np.ndarray) -> Estimate:
 
 
 def verdict(difference: Estimate) -> str:
-    """`better` or `worse` if the interval excludes 0, else `cannot tell`; without an interval nothing can be told.
+    """`better` or `worse` if the interval excludes 0; otherwise, and without an interval, `cannot tell`.
 
     Example:
         >>> verdict(Estimate(0.1, 0.02, 0.18)), verdict(Estimate(0.1, -0.1, 0.3)), verdict(Estimate(0.1))

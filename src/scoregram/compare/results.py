@@ -1,4 +1,4 @@
-"""What the runs of a comparison say: every number of its tables, from the readings of their folders."""
+"""The results of a comparison: every number of its tables, computed from the run folders."""
 
 import json
 import math
@@ -45,7 +45,7 @@ class RunResult:
         return sum(float(line.get("time/step", 0)) + float(line.get("time/eval", 0)) for line in self.run.lines)
 
     def right(self, split: str = "") -> dict[str, bool]:
-        """Problem → whether its greedy rollout was right at the last evaluation."""
+        """Problem → whether its greedy rollout had a reward of 1 or more at the last evaluation."""
         by_step = self.run.tests.get(split_kinds(split)[1], {})
         return {name: reward >= 1 for name, reward in by_step[max(by_step)].items()} if by_step else {}
 
@@ -101,7 +101,7 @@ class MethodResult:
         return mean_over_problems(self.rights(split, seeds, problems) - other.rights(split, seeds, problems))
 
     def rollouts_to(self, accuracy: float) -> Cell:
-        """Rollouts to reach an accuracy; where some seeds never did, how many did."""
+        """Mean over seeds of the rollouts to reach an accuracy; if some seeds never reached it, how many did."""
         needed = [run.rollouts_to(accuracy) for run in self.runs if run.evaluations]
         reached = [value for value in needed if math.isfinite(value)]
         if len(reached) < len(needed):
@@ -109,18 +109,18 @@ class MethodResult:
         return mean_over_seeds(needed)
 
     def extra(self) -> Estimate:
-        """Share of the rollouts that the update was not computed from: prefixes, greedy ones, dropped groups."""
+        """Share of the sampled rollouts that no update was computed from: prefixes, greedy ones, dropped groups."""
         all_of_them = [float(run.rollouts) for run in self.runs]
         trained = [float(run.steps * self.batch_size) for run in self.runs]
         return ratio_over_seeds([a - t for a, t in zip(all_of_them, trained, strict=True)], all_of_them)
 
     def signal_to_noise(self) -> Estimate:
-        """Power of the expected update over the power of its noise, both summed over measured steps."""
+        """`|E ĝ|²` over `E|ĝ − E ĝ|²` of the update `ĝ`, both summed over measured steps."""
         pooled = [run.run.update_power for run in self.runs]
         return ratio_over_seeds([power.signal for power in pooled], [power.noise for power in pooled])
 
     def noise(self) -> Estimate:
-        """Noise power of the update, mean over measured steps."""
+        """`E|ĝ − E ĝ|²` of the update `ĝ`, mean over measured steps."""
         return mean_over_seeds([run.run.update_power.noise for run in self.runs])
 
     def rank_over_null(self) -> Estimate:
@@ -141,11 +141,11 @@ def shared_problems(tables: Any) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class MethodComparison:
-    """A folder of runs, read."""
+    """The results of all methods in a comparison's folder."""
 
     setting: Mapping[str, Any]
     methods: Sequence[MethodResult]
-    """In order; the first is the one that others are compared with."""
+    """In order; the others are compared with the first."""
 
     @cached_property
     def splits(self) -> list[str]:
@@ -176,7 +176,7 @@ def read_comparison(folder: Path, setting: Mapping[str, Any]) -> MethodCompariso
 
 
 def own_batch_size(runs: Sequence[RunResult], setting: Mapping[str, Any]) -> int:
-    """Rollouts per step of a method, which may be an option of its own."""
+    """Rollouts per step of a method, which may differ from the comparison's."""
     return int(runs[0].run.config.get("batch_size", setting["batch_size"])) if runs else int(setting["batch_size"])
 
 

@@ -17,7 +17,7 @@ from scoregram.report import Section, write_page
 from scoregram.runs import REPORT, disk_errors, write_atomically
 
 COMPARISON_FILE = "compare.json"
-"""What a folder compares."""
+"""File with the settings of a comparison."""
 
 COLUMN_DEFINITIONS = """\
 - accuracy: share of test problems whose greedy rollout is right after the last step.
@@ -42,7 +42,7 @@ def open_comparison(folder: Path) -> MethodComparison:
     """The comparison in a folder.
 
     Raises:
-        ScoregramError: If its setting is damaged, or no run of the first method is finished.
+        ScoregramError: If the file with its settings is damaged.
     """
     path = folder / COMPARISON_FILE
     try:
@@ -103,7 +103,7 @@ def verdict_sentence(comparison: MethodComparison) -> str:
 
 
 def accuracy_table(comparison: MethodComparison) -> Table:
-    """Who wins, by how much, at what cost: one row per method."""
+    """Accuracy, its difference to the first method, and cost: one row per method."""
     first = comparison.methods[0]
     columns: dict[str, Callable[[MethodResult], Cell]] = {
         "method": lambda method: method.label,
@@ -134,7 +134,7 @@ def held_out_accuracy(split: str) -> Callable[[MethodResult], Cell]:
 
 
 def update_table(comparison: MethodComparison) -> Table:
-    """What the updates of each method were made of, over its measured steps."""
+    """Signal, noise, rank and credit of the updates of each method, means over its measured steps."""
     scalars = {
         "credit correlation": "credit/correlation",
         "credit error": "credit/error",
@@ -193,7 +193,7 @@ def accuracy_figure(comparison: MethodComparison) -> Figure:
 
 
 def percent(estimate: Estimate) -> Estimate:
-    """The same in hundredths."""
+    """The same in percent."""
     return Estimate(*(100 * value for value in (estimate.value, estimate.low, estimate.high)))
 
 
@@ -209,7 +209,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def csv_text(tables: Sequence[Table]) -> str:
-    """Both tables as one, a row per method; an estimate has columns for its value and for the ends of its interval."""
+    """Both tables as one, a row per method. An estimate has columns for its value and for the ends of its interval."""
     rows: dict[Any, dict[str, Any]] = {}
     for table in tables:
         for row in table.rows:

@@ -1,13 +1,15 @@
-"""Stage 5 on a GPU: per-rollout gradients of several weights in half precision, contracted by one kernel launch.
+"""Contraction (stage 5) on a GPU: one kernel launch for the half-precision gradients of several parameters.
 
-`G` has `N` rows of millions of elements. Stock routines form `GGᵀ` and `wG` at a fifth of the memory bandwidth; a
-Triton kernel forms both in one read of `G`. It feeds the tensor cores tiles of at least 16 rows: with fewer rollouts,
-several column blocks are stacked to fill a tile, and only the diagonal blocks of the product are kept. No float32
-product is longer than 8192 columns; these products are added in float64. Beyond 64 rollouts the Gram is a batch of
-ordinary matrix products, and a kernel of its own forms the weighted sums.
+Each of the `N` rows of `G` is the gradient of one rollout, with millions of elements. The Gram is `GGᵀ`; the weighted
+sums are `wG`, for `M` weight vectors with one coefficient per rollout. PyTorch's matrix products form both at a fifth
+of the memory bandwidth; a Triton kernel forms both in one read of `G`. The tensor cores need tiles of at least 16 rows.
+With fewer rollouts, the kernel stacks several column blocks in a tile and keeps only the diagonal blocks of the
+product. No float32 product is longer than 8192 columns; these products are added in float64. With more than 64
+rollouts, more than 16 weight vectors, or float16, a second kernel forms the weighted sums. With more than 64 rollouts
+in a group, the Gram is a batch of ordinary matrix products.
 
-A launch costs the host more time than a small weight costs the GPU. So the gradients of several weights wait side by
-side in a `Slab` `(N, columns)`, and one launch contracts all of them.
+A launch takes longer on the host than the work for a small parameter takes on the GPU. So the gradients of several
+parameters wait side by side in a `Slab` `(N, columns)`, and one launch contracts all of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,9 +26,9 @@ from scoregram.machine import power_of_two
 KERNELS = "scoregram.gram.triton_kernels"
 """The module with the Triton kernels; imported at the first launch, because a CPU build of torch has no Triton."""
 SLAB_ELEMENTS = 1 << 28
-"""Elements of a slab, and of the chunk of one large weight: half a gigabyte."""
+"""Elements of a slab, and of a chunk of one large parameter: half a gigabyte."""
 SEGMENT_ALIGNMENT = 64
-"""Weights of a slab have a multiple of this many elements, so that all of them are aligned in memory."""
+"""Each parameter in a slab has a multiple of this many elements, so that all of them are aligned in memory."""
 KERNEL_ROLLOUTS = 64
 """Largest number of rollouts whose Gram one tile of the kernel can hold."""
 FUSED_VECTORS = 16
@@ -34,15 +36,15 @@ FUSED_VECTORS = 16
 TILE_COLUMNS, TILE_BLOCKS, TILE_WARPS, TILE_STAGES = 512, 16, 2, 4
 """Best of 144 settings on an H200: 2.45 TB/s of gradients read."""
 PROGRAMS_PER_PROCESSOR = 3
-"""As many as fit into the shared memory of one multiprocessor at these settings: all run at once, with equal shares."""
+"""Programs that fit into the shared memory of one multiprocessor at these settings, so that all run at once."""
 PRODUCT_LENGTH = 1 << 13
-"""Columns in one float32 product beyond `KERNEL_ROLLOUTS` rollouts; these products are added in float64."""
+"""Columns of one float32 product if the Gram is formed by matrix products; these are added in float64."""
 SUM_COLUMNS = 1 << 10
-"""Columns that one program of the kernel for weighted sums takes."""
+"""Columns that one program of the kernel for weighted sums reads."""
 
 
 def is_half_on_gpu(tensor: Tensor) -> bool:
-    """Whether the kernels can take a tensor: half precision, on a GPU, with Triton."""
+    """Whether the kernels support a tensor: half precision, on a GPU, with Triton."""
     return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16) and machine.can_launch()
 
 
@@ -54,7 +56,7 @@ def resident_programs(device: torch.device) -> int:
 
 @cache
 def multiplies_into_float32() -> bool:
-    """Whether a batched product of half-precision matrices can have a float32 result, as from torch 2.8 on."""
+    """Whether a batched product of half-precision matrices can have a float32 result: from torch 2.8 on."""
     one = torch.ones(1, 1, 1, dtype=torch.bfloat16, device="cuda")
     try:
         torch.bmm(one, one, out_dtype=torch.float32)
@@ -71,7 +73,7 @@ def blocks_within_groups(grams: Tensor, groups: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Segment:
-    """The columns `start … start + width - 1` of a slab: the gradients of one weight."""
+    """The columns `start … start + width - 1` of a slab: the gradients of one parameter."""
 
     start: int
     width: int
@@ -91,7 +93,7 @@ class Tile:
 
     @staticmethod
     def of(span: int, vectors: int) -> "Tile":
-        """The tile for a number of rows and of weight vectors, at most `FUSED_VECTORS`; a column block holds both."""
+        """The tile for `span` rows and at most `FUSED_VECTORS` weight vectors; a column block fits either."""
         padded = max(2, power_of_two(span), power_of_two(vectors))
         return Tile(span, padded, max(1, FUSED_VECTORS // padded))
 
@@ -102,7 +104,7 @@ class Tile:
 
     @property
     def columns(self) -> int:
-        """Columns of one block: tiles have one size in memory, whatever the number of rows."""
+        """Columns of one block: the more rows, the fewer columns, so that tiles have the same size in memory."""
         return max(64, TILE_COLUMNS * 16 // self.size)
 
     @property
@@ -113,7 +115,7 @@ class Tile:
     def stacked_weights(self, weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Weights `(M, N)` on the block diagonal of `(vectors · stack, size)`, and their rounding errors.
 
-        Together the two have every digit of bfloat16's range; float16 would lose small weights.
+        The errors make up for the few digits of bfloat16. In float16 small errors would underflow.
         """
         block = torch.zeros(self.vectors, self.padded, dtype=torch.float32, device=weights.device)
         block[: weights.shape[0], : weights.shape[1]] = weights
@@ -130,13 +132,13 @@ class Tile:
 
 @dataclass(frozen=True)
 class Shares:
-    """The columns `first … end - 1` of every program of a launch; no program crosses the border of a segment."""
+    """The columns `first … end - 1` that each program of a launch reads; all of them belong to one segment."""
 
     first: Tensor
     """`(programs,)` int64"""
     end: Tensor
     per_segment: Tensor
-    """`(segments,)` number of programs, in order."""
+    """`(segments,)` number of programs for each segment, in order."""
 
     @staticmethod
     @lru_cache(maxsize=512)
@@ -157,9 +159,9 @@ class Shares:
 
 
 class HalfContractor:
-    """Grams and weighted sums of half-precision rows on a GPU. The Grams stay on the device, unsummed, until asked for.
+    """Grams and weighted sums of half-precision rows on a GPU. The Grams stay on the device until `take` returns them.
 
-    All rows have `N` rollouts in `P` groups and the same dtype and device.
+    All calls have rows of the same `N` rollouts in `P` groups, of one dtype and on one device.
     """
 
     def __init__(
@@ -168,9 +170,9 @@ class HalfContractor:
         """Take the number of rollouts and of groups, and the `(M, N)` weight vectors or None."""
         self.rollouts, self.groups, self.weights = rollouts, groups, weights
         self.tile: Tile | None = None
-        """The tile of the Gram's kernel; None if the Gram is taken by matrix products."""
+        """The tile of the Gram's kernel; None if matrix products form the Gram."""
         self._stacked: tuple[Tensor, Tensor] | None = None
-        """Weights for the Gram's kernel; None if the other kernel forms the sums."""
+        """Weight vectors for the Gram's kernel; None if the second kernel forms the sums."""
         size = rollouts // groups
         if rollouts <= KERNEL_ROLLOUTS:
             # The Gram's kernel takes weights in the dtype of the rows, and in float16 small ones would underflow.
@@ -186,7 +188,7 @@ class HalfContractor:
         self._programs = resident_programs(device)
         self._products: list[Tensor] = []
         self.owners: list[int | None] = []
-        """One for each Gram that waits for `take`."""
+        """Id of the parameter, for each Gram that waits for `take`."""
 
     def contract(
         self, rows: Tensor, out: Tensor | None, segments: tuple[Segment, ...], owners: Sequence[int | None]
@@ -201,7 +203,7 @@ class HalfContractor:
             self._products.append(self.launch(self.tile, rows, out if self._stacked else None, segments))
 
     def launch(self, tile: Tile, rows: Tensor, out: Tensor | None, segments: tuple[Segment, ...]) -> Tensor:
-        """Products of tiles `(n, spans, size, size)` of the `n` segments; writes the weighted sums into `out`."""
+        """Products of tiles `(n, spans, size, size)` of `n` segments; the kernel writes weighted sums into `out`."""
         shares = Shares.of(segments, tile.columns * tile.stack, self._programs, rows.device)
         programs, spans = len(shares.first), -(-self.rollouts // tile.span)
         partial = torch.empty(spans, programs, tile.size, tile.size, dtype=torch.float64, device=rows.device)
@@ -279,7 +281,7 @@ class HalfContractor:
 
 
 class Slab:
-    """Per-rollout gradients `(N, p, q)` of several weights, side by side, until one launch contracts them."""
+    """Per-rollout gradients `(N, p, q)` of several parameters, side by side, until one launch contracts them."""
 
     def __init__(self, contractor: HalfContractor, rows: Tensor, out_dtype: torch.dtype) -> None:
         """Take the contractor, memory `(N, columns)`, and the dtype of weighted sums."""
@@ -290,10 +292,10 @@ class Slab:
         self._waiting: list[tuple[int, int, int, Callable[[Tensor], None]]] = []  # p, q, owner, receiver of the sums
 
     def reserve(self, p: int, q: int, owner: int, receive: Callable[[Tensor], None]) -> Tensor:
-        """Space `(N, p, q)` for the gradients of one weight, at most as large as the slab; flushes a full slab.
+        """Space `(N, p, q)` for the gradients of one parameter; flushes the slab first if they do not fit.
 
-        `p · q` is a multiple of `SEGMENT_ALIGNMENT`. `flush` gives the weighted sums `(M, p, q)` to `receive`, if there
-        are weight vectors.
+        `p · q` is a multiple of `SEGMENT_ALIGNMENT` and at most the columns of the slab. If there are weight vectors,
+        `flush` calls `receive` with the weighted sums `(M, p, q)`.
         """
         if self._used + p * q > self.rows.shape[1]:
             self.flush()
@@ -303,7 +305,7 @@ class Slab:
         return self.rows.as_strided((len(self.rows), p, q), (self.rows.stride(0), q, 1), start)
 
     def flush(self) -> None:
-        """Contract the weights that wait, in order, and empty the slab."""
+        """Contract the gradients in the slab, in order, and empty it."""
         if not self._waiting:
             return
         waiting, used = self._waiting, self._used

@@ -2,8 +2,8 @@
 
 A transcript is one row of tokens: prompt, turn, observation, turn, observation, …. `completion_mask` is true for the
 tokens that the policy sampled, its stop tokens included, and false for observations, which the policy only reads. The
-open episodes of a batch draw their next turn together. The sampled tokens are never tokenized again, so the
-log-probabilities of the policy's tokens in the whole transcript are those that they were sampled with.
+open episodes of a batch draw their next turn together. Sampled text is never tokenized again, so up to rounding the
+policy's tokens have the log-probabilities in the whole transcript that they were sampled with.
 """
 
 import copy
@@ -28,7 +28,7 @@ NOT_SAMPLED = -1
 
 @dataclass(frozen=True)
 class DrawnTurn:
-    """Tokens of one turn, their log-probabilities, and those under the distribution that they were drawn from."""
+    """Tokens of one turn, their log-probabilities under the policy, and those under the distribution that drew them."""
 
     ids: list[int]
     log_probs: list[float]
@@ -48,18 +48,18 @@ class Episode:
     log_probs: list[float]
     behaviour: list[float]
     rewards: list[float]
-    """Reward and outcome of a turn at its last token."""
+    """Reward plus outcome of a turn at its last token, 0 elsewhere."""
     turns: int = 0
     """Turns written so far."""
     outcome: float = 0.0
-    """Outcome, given with the last turn."""
+    """Reward of the whole episode, given with the last turn."""
     unread: list[int] = field(default_factory=list)
     """Observation after the latest turn, which the next turn will read."""
     done: bool = False
     """Whether the environment has ended the episode."""
 
     def read(self) -> None:
-        """Append the observation that the next turn follows."""
+        """Append the observation that the environment gave after the latest turn."""
         self._append(self.unread, NOT_SAMPLED)
         self.unread = []
 
@@ -130,9 +130,9 @@ def play_episodes(
 
     Args:
         policy: Writes the turns.
-        groups: Started episodes, as many for every problem.
-        sampling: How a turn is drawn.
-        max_turns: Most turns of an episode.
+        groups: Started episodes, the same number for every problem.
+        sampling: Sampling settings of a turn.
+        max_turns: Largest number of turns of an episode.
         generator: Source of the randomness of the tokens; every turn of an open episode draws from it.
     """
     everyone = [episode for group in groups for episode in group]
@@ -159,10 +159,10 @@ def play_branches(
     max_turns: int,
     generator: torch.Generator | None,
 ) -> tuple[Rollouts, list[int]]:
-    """Candidates for every turn of some episodes: at each turn, several are drawn from the same history.
+    """Play episodes and draw several candidates for each turn, all from the same history.
 
-    The first candidate continues the episode, so the histories are those of ordinary rollouts. A candidate is a rollout
-    of its own: its prompt is the history, its completion the one turn, its reward that of the turn.
+    The first candidate continues the episode, so the histories are those of ordinary rollouts. Each candidate becomes a
+    rollout: its prompt is the history, its completion the one turn, its reward that of the turn.
 
     Returns:
         One group of candidates for every turn of every episode, episode by episode, and the index of the episode that
@@ -210,10 +210,10 @@ def draw_turns(
 
 
 def checked_reply(reply: Any, name: str) -> Reply:
-    """The reply, if it is one with finite rewards.
+    """The reply of an environment, after checks.
 
     Raises:
-        ScoregramError: If it is not.
+        ScoregramError: If it is no `Reply`, has a reward that is not finite, or an outcome before the last turn.
     """
     if not isinstance(reply, Reply):
         fail("environment", f"{name}.step must return a Reply", type(reply).__name__, "Return Reply(observation=…).")

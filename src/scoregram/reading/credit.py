@@ -1,4 +1,7 @@
-"""The credit of a step beside the truth: its agreement with true advantages, and where the update moved the policy."""
+"""Metrics of a step's credit: its agreement with true advantages, and which tokens the update changed.
+
+Credit is the advantage that a method gave to a token; push is the change of its log-probability by the update.
+"""
 
 import math
 from dataclasses import dataclass
@@ -24,9 +27,9 @@ class CreditTruth:
     variances: Float[Tensor, " units"] | None = None
     """`(M,)` variance of each advantage if it is an estimate; None if it is exact."""
     rollouts: int = 0
-    """Rollouts sampled to estimate it: a cost of measuring, not of the method."""
+    """Rollouts sampled to estimate the advantages: a cost of measuring, not of the method."""
     agreement: float = math.nan
-    """Share of the rollouts whose reward is the value after their last token; `nan` where that holds by definition."""
+    """Share of the rollouts whose reward equals the value after their last token; `nan` if it does by definition."""
 
     def by_unit(self, tokens: Float[Tensor, "batch tokens"]) -> Float[Tensor, " units"]:
         """`(M,)` float64: mean over the tokens of each unit."""
@@ -54,7 +57,7 @@ def credit_scalars(truth: CreditTruth, credit: Float[Tensor, "batch tokens"]) ->
 
 
 def push_scalars(truth: CreditTruth | None, push: Float[Tensor, "batch tokens"], mask: Tensor) -> dict[str, float]:
-    """The scalars `push/…` of a step: how far the update moved the log-probabilities of its own tokens, and which.
+    """The scalars `push/…` of a step: how much the update changed the log-probabilities of the step's tokens.
 
     Args:
         truth: True advantages, None if they are not known.

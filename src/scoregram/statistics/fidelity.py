@@ -1,7 +1,8 @@
 """How well credit agrees with true advantages, and how much of it falls on tokens that change nothing.
 
-The true advantage of a token is `V(prefix with it) − V(prefix before it)`, with `V` the expected reward of the policy
-that continues a prefix. Credit that equals it has the least variance that a token's own weight can have.
+Credit is the advantage that a method gave to a token. The true advantage is `V(prefix with it) − V(prefix before it)`,
+where `V` is the expected reward if the policy continues a prefix. Credit that equals it gives an unbiased gradient, and
+contains no noise from later tokens.
 """
 
 import math
@@ -13,7 +14,7 @@ from torch import Tensor
 from scoregram.checks import require_finite
 
 FILLER = 0.01
-"""A token is filler if its true advantage is at most this: it changes the expected reward by at most one hundredth."""
+"""A token is filler if it changes the expected reward by at most this: `|true advantage| ≤ 0.01`."""
 
 Credits = Float[Tensor, " tokens"]
 
@@ -28,8 +29,8 @@ class CreditFidelity:
     error: float
     """Root mean square of credit minus true advantage, in units of reward."""
     filler_share: float
-    """`Σ_filler |c| / Σ |c|`: 0 if only tokens that matter get credit. Credit of one size everywhere gives
-    `filler_tokens`. `nan` if no token has credit, or if true advantages are estimates."""
+    """`Σ_filler |c| / Σ |c|`: 0 if no filler gets credit; `filler_tokens` if all tokens get credit of one size. `nan`
+    if no token has credit, or if true advantages are estimates."""
     filler_tokens: float
     """Share of tokens that are filler; `nan` if true advantages are estimates."""
 
@@ -41,8 +42,8 @@ def credit_fidelity(
 
     Noise in the estimates adds its variance `s²` to squared errors and to the variance of the truth. Both are
     corrected: `error² = mean (c − a)² − mean s²` and `correlation = cov(c, a) / (sd(c) √(var(a) − mean s²))`. The noise
-    must be independent of the credit. Whether a noisy advantage is near 0 cannot be told, so the filler shares are
-    `nan` then.
+    must be independent of the credit. It hides which advantages are near 0, so both filler numbers are `nan` for
+    estimates.
 
     Args:
         credit: `(M,)`, one for each token, or for each segment.

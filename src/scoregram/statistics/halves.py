@@ -1,13 +1,13 @@
 """Signal and noise of any estimator from groups that were sampled once: disjoint parts of a group are independent.
 
-An estimator's update from a group `S` of `r` rollouts is `ĝ_S = (1/r) Σ_{i∈S} A_i(S) ψ_i`, with advantages that see the
-rewards of `S` alone. Two disjoint parts `S` and `S'` of a larger group are independent samples of it, so without any
-formula for the estimator
+An estimator's update from a group `S` of `r` rollouts is `ĝ_S = (1/r) Σ_{i∈S} A_i(S) ψ_i`. `ψ_i` is the score of
+rollout `i`, and the advantages depend on the rollouts of `S` alone. Two disjoint parts `S` and `S'` of a larger group
+are independent, so their updates are independent samples of one random variable `ĝ`. For every estimator therefore
 
     E⟨ĝ_S, ĝ_S'⟩ = |E ĝ|²        E|ĝ_S|² = |E ĝ|² + tr Cov ĝ
 
-and both sides on the left are quadratic forms of the group's Gram. For two estimators, `E⟨ĝ_S, ĥ_S'⟩ = ⟨E ĝ, E ĥ⟩`.
-A group of `R` rollouts can be split like this for every `r ≤ R/2`.
+The products on the left-hand sides are bilinear forms of the group's Gram. For two estimators with updates `ĝ` and `ĥ`,
+`E⟨ĝ_S, ĥ_S'⟩ = ⟨E ĝ, E ĥ⟩`. A group of `R` rollouts has two disjoint parts for every `r ≤ R/2`.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from scoregram.checks import fail, require_finite
 from scoregram.types import GroupGrams
 
 MOST_SPLITS = 64
-"""Splits of a group that are averaged; if there are more, this many are drawn."""
+"""Most splits of a group that are averaged; if a group has more, this many are drawn at random."""
 
 
 @lru_cache(maxsize=64)
@@ -52,10 +52,10 @@ def disjoint_parts(rollouts: int, size: int) -> Int[Tensor, "splits 2 size"]:
 
 @dataclass(frozen=True)
 class SplitProducts:
-    """Inner products of the updates from disjoint parts of each group, means over the splits."""
+    """Inner products of the updates from disjoint parts of each group, averaged over the splits."""
 
     across: Float[Tensor, "estimators estimators prompts"]
-    """Unbiased for `⟨E ĝ_a, E ĝ_b⟩`; symmetrised, because either part may come first."""
+    """Unbiased for `⟨E ĝ_a, E ĝ_b⟩`; averaged over which of the two parts estimator `a` sees, hence symmetric."""
     squared: Float[Tensor, "estimators prompts"]
     """Unbiased for `E|ĝ_a|²`."""
 
@@ -79,14 +79,14 @@ def split_products(
 
     Args:
         grams: `(P, R, R)`.
-        advantages: `(E, P, K, 2, r)`: those of every estimator in both parts of every split.
+        advantages: `(E, P, K, 2, r)`: advantages of each estimator in both parts of each of `K` splits.
         parts: `(K, 2, r)`, from `disjoint_parts`.
 
     Raises:
         ScoregramError: If a Gram or an advantage is not finite.
 
     Example:
-        Two rollouts, one in each part: the product of the parts is the off-diagonal element.
+        Two rollouts, one in each part: the signal is the off-diagonal element of the Gram.
 
         >>> gram = torch.tensor([[[4.0, 1.0], [1.0, 9.0]]], dtype=torch.float64)
         >>> found = split_products(gram, torch.ones(1, 1, 1, 2, 1, dtype=torch.float64), disjoint_parts(2, 1))

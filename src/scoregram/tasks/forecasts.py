@@ -1,8 +1,8 @@
-"""Forecasts of random outcomes: `c=` is answered with a digit, a stated probability; a proper scoring rule rewards it.
+"""Forecasts of random outcomes: the answer to `c=` is a digit, which states a probability and earns its Brier score.
 
 A problem is one toss of a coin of some kind. The prompt names the kind and not the outcome, so the best a policy can do
 is to state the chance of the kind. All rollouts of a group forecast the same toss, as the rollouts of a real question
-share its answer. Nothing here can be known for certain: a policy that becomes certain is overconfident.
+share its answer. No toss can be predicted for certain, so a policy that states certainty is overconfident.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from scoregram.checks import fail
 from scoregram.tasks.task import LazyProblems, Problem, Task
 
 CHANCES = {"a": 0.25, "b": 0.35, "c": 0.65, "d": 0.75}
-"""Kind of a coin → its chance of 1; each is the probability that some digit states."""
+"""Kind of a coin → its chance of outcome 1. For each chance there is a digit that states it."""
 _TRAIN_PROBLEMS, _TEST_PROBLEMS = 8192, 512
 
 

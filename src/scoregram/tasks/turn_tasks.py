@@ -1,4 +1,4 @@
-"""Tasks of several turns with embedded environments: sums with a calculator, and a game of when to stop."""
+"""Multi-turn tasks that come with the package: sums with a calculator, and a game of when to stop."""
 
 import re
 from collections.abc import Sequence
@@ -18,23 +18,23 @@ OPERATION_REWARD = 0.125
 """Reward of a right operation: a binary fraction, so that the rewards of a perfect episode sum to exactly 1."""
 OPERATION = re.compile(r"(\d{1,4})\+(\d{1,4})")
 SPARE_TURNS = 1
-"""Turns beyond those of a right solution, so that one unreadable turn is no disaster."""
+"""Turns beyond those of a right solution, so that one unreadable turn can be made up for."""
 
 
 @dataclass
 class Calculator:
     """Adds two numbers per turn: `34+7` is answered by `=41;`, and a number with a full stop, `46.`, is the answer.
 
-    An operation is right if it adds the next term to the number that the calculator showed last, and pays
-    `OPERATION_REWARD`. Whatever was added becomes the number shown, so a mistake stays in the sum. Unreadable text is
-    answered by `?;`. The right answer pays the rest, so that a perfect episode has a return of 1.
+    An operation is right if it adds the next term to the number that the calculator showed last. It then pays
+    `OPERATION_REWARD`. The calculator shows the result of any operation, so a mistake stays in the sum. It answers
+    unreadable text by `?;`. The right answer pays the rest, so that a perfect episode has a return of 1.
     """
 
     teacher: Teacher
     terms: tuple[int, ...] = ()
     shown: int = 0
     used: int = 0
-    """Terms that were used, the first one included."""
+    """Operations so far plus one: the first term needs no operation."""
 
     def reset(self, problem: Problem, seed: int) -> str:
         """Show the sum, such as `34+7+5:`; nothing is random."""
@@ -121,7 +121,8 @@ class StoppingGame:
     """Cards with rising stakes: the policy takes the next card with `+` and stops with `.` or any other text.
 
     The prompt lists all cards, such as `2853:2;`; it and every observation, such as `8;`, end with the next card. Card
-    `c` of turn `h` pays `(c - 5) 2^(h-1)` points, so later turns matter most. Points are divided by `2^(H+2)`.
+    `c` of turn `h` pays `(c - 5) 2^(h-1)` points, so later turns matter most. With `H` cards, a reward is the points
+    divided by `2^(H+2)`.
     """
 
     cards: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""Several runs at a time: a process each, all resumed where they ended, and a bar over all of them."""
+"""Train several runs in parallel, one process each, resuming interrupted ones, with one progress bar for all."""
 
 import json
 import multiprocessing
@@ -24,7 +24,8 @@ from scoregram.training.loop import Trained, train
 from scoregram.training.progress import duration
 
 SHARED_MEMORY = 0.92
-"""Share of a GPU's memory that the workers divide; the rest is for what each process needs besides tensors."""
+"""Share of a GPU's memory that the workers divide; the rest is for what each process needs besides tensors, such as
+its CUDA context."""
 
 _PROGRESS_SECONDS = 0.5
 """Seconds between two updates of the progress bar."""
@@ -37,15 +38,16 @@ _TAIL_BYTES = 1 << 16
 def run_in_processes(
     configs: Sequence[TrainConfig], workers: int, *, run: Callable[[TrainConfig], Trained] | None = None
 ) -> bool:
-    """Train several runs at a time, one process each; if one is interrupted, no further run starts.
+    """Train runs in parallel, each in a process of its own. Once a run is interrupted, no further run starts.
 
     Args:
         configs: The runs, in order.
-        workers: Processes.
-        run: Trains one of them; `run_one` if not given. A function of a module, so that processes can import it.
+        workers: Number of processes.
+        run: Trains one run; `run_one` if not given. It must be defined at the top level of a module, so that the
+            processes can import it.
 
     Returns:
-        False if the user stopped it.
+        True if all runs ended, False if the user interrupted them.
     """
     context = multiprocessing.get_context("spawn")  # forking a process with threads may deadlock
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_init_worker, initargs=(workers,)) as pool:
@@ -92,7 +94,7 @@ def run_one(config: TrainConfig) -> Trained:
 
 
 def resumable(config: TrainConfig) -> TrainConfig:
-    """The config, set to resume if an interrupted run left a checkpoint, and to overwrite one that left none."""
+    """The config, set to resume a run that left a checkpoint, and to overwrite a run that left none."""
     if not (config.out / CONFIG_FILE).is_file():
         return config
     has_checkpoint = open_run(config.out).latest_checkpoint is not None
@@ -100,7 +102,7 @@ def resumable(config: TrainConfig) -> TrainConfig:
 
 
 def last_scalar(folder: Path, name: str) -> int:
-    """A counting scalar, such as `step`, in the last line that a run has written; 0 before the first line.
+    """An integer scalar, such as `step`, in the last line that a run has written; 0 before the first line.
 
     Only the end of the file is read, so that many runs can be watched.
     """
@@ -122,13 +124,13 @@ def last_scalar(folder: Path, name: str) -> int:
 def runs_progress(
     total: int, done: Callable[[], int], *, unit: str, console: Console, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[None]:
-    """A bar with the remaining time while the block runs; plain lines where the output is not a terminal.
+    """Show a progress bar with the remaining time while the block runs; plain lines if the output is not a terminal.
 
     Args:
-        total: Number at which everything is done.
-        done: How much is done now.
-        unit: What is counted.
-        console: Where it is shown.
+        total: Value of `done` at the end.
+        done: Returns how much is done now.
+        unit: Name of what `done` counts.
+        console: Shows the bar.
         clock: Monotonic seconds.
     """
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn(f"{unit} ·"), TimeElapsedColumn())

@@ -1,10 +1,10 @@
-"""What credit is measured against: the true advantages of tokens, and how far the update moved them.
+"""True advantages of tokens, with which credit is compared, and the change of log-probability by the update.
 
-The true advantage of a token is `V(prefix with it) − V(prefix before it)` under the policy before the update. Two
-sources know it. `SolutionValues` is exact: the probability that the policy writes the right solution; it needs a task
-with one right solution and a policy with one token per character. `SampledValues` is the mean reward of fresh rollouts,
-with its variance, where segments start; it works for any task. Neither changes the run: the rollouts of `SampledValues`
-are a cost of measuring and count in no budget.
+The true advantage of a token is `V(prefix with it) − V(prefix before it)` under the policy before the update. There are
+two sources of values `V`. `SolutionValues` is exact: the probability that the policy writes the right solution. It
+needs a task with one right solution and a policy with one token per character. `SampledValues` is the mean reward of
+fresh rollouts from the start of each segment, with its variance. It works for any task without an environment. Neither
+changes the run: the rollouts of `SampledValues` are a cost of measuring and count in no budget.
 """
 
 import math
@@ -31,10 +31,10 @@ LARGEST_VOCABULARY = 4096
 
 @runtime_checkable
 class TruthSource(Protocol):
-    """Knows the true advantages of the tokens of a step."""
+    """Computes or estimates the true advantages of the tokens of a step."""
 
     def truth(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> CreditTruth:
-        """The true advantages under the policy as it is now, which sampled these rollouts."""
+        """The true advantages under the current policy, which sampled these rollouts."""
         ...
 
 
@@ -86,7 +86,7 @@ class SolutionValues:
 
     @torch.no_grad()
     def values(self, prompts: Sequence[Sequence[int]], solutions: Sequence[Sequence[int]]) -> list[list[float]]:
-        """For every prompt the value before each token of its right solution and its stop, and 1 after the last."""
+        """For every prompt the value before each token of its right solution and stop token, and 1 after the last."""
         by_stop = torch.stack([self.log_probs(prompts, solutions, stop) for stop in self.policy.stop_ids])
         found = []
         for row, (prompt, solution) in enumerate(zip(prompts, solutions, strict=True)):
@@ -128,7 +128,7 @@ def matching_tokens(completion: Sequence[int], solution: Sequence[int], stops: s
 
 @dataclass
 class SampledValues:
-    """Values by fresh rollouts where segments start; a unit is a segment, its advantage the gain in value over it.
+    """Values from fresh rollouts at the start of each segment. A unit is a segment, its advantage the gain in value.
 
     The value after the last segment is the reward of the rollout itself.
     """
@@ -163,7 +163,7 @@ class SampledValues:
 
 
 def truth_source(config: TrainConfig, policy: Policy, task: Task) -> TruthSource | None:
-    """The source that the config asks for; None for none, and for `auto` where exact values are not possible.
+    """The source that the config asks for; None for `none`, and for `auto` if exact values are not possible.
 
     Raises:
         ScoregramError: If exact values are asked for and not possible; the error says why.
@@ -201,7 +201,7 @@ def exact_obstacle(config: TrainConfig, policy: Policy, task: Task) -> str | Non
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """What was known about a step before its update."""
+    """True advantages and log-probabilities of a step before its update; None if they are not wanted."""
 
     truth: CreditTruth | None
     log_probs: Tensor | None
@@ -209,7 +209,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class CreditObserver:
-    """Measures credit against the truth, and the push of the update: `log π_after − log π_before` of every token.
+    """Observes true advantages, and the push of the update: `log π_after − log π_before` of every token.
 
     The push is the change that the update made, with the optimiser's momentum, scaling and clipping, on the rollouts of
     the step itself. For a small step along the gradient it is `η ⟨∇log π_it, ĝ⟩`.
@@ -220,7 +220,7 @@ class CreditObserver:
     push: bool
 
     def before(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> Observation:
-        """To be called before the update."""
+        """True advantages and log-probabilities; to be called before the update."""
         truth = None if self.source is None else self.source.truth(number, rollouts, problems)
         return Observation(truth, self.updater.all_log_probs(rollouts) if self.push else None)
 

@@ -1,13 +1,13 @@
-"""One world and the defining quantity of each of five systems that the literature names beside GRPO.
+"""Five methods related to GRPO: for each, a small world and the quantity that defines the method.
 
-1. Classes as actions (GRPO-RM, arXiv:2511.15256): the group is the whole set of outputs, nothing is sampled.
-2. An environment that answers the policy (performative policy gradient, arXiv:2512.20576).
+1. Classes as actions (GRPO-RM, arXiv:2511.15256): the group is the whole set of outputs; nothing is sampled.
+2. An environment that changes with the deployed policy (performative policy gradient, arXiv:2512.20576).
 3. Policies for growing horizons with an entropy bonus (Matryoshka policy gradient, arXiv:2303.12785).
 4. A utility of the occupancy (general utilities, arXiv:2410.04108), with pass@k as the useful case.
 5. The best policy of a class that lacks the optimal one (agnostic policy learning, arXiv:2507.04406).
 
-The definitions follow the abstracts; the first line of a docstring says where they are ours. The ledger checks the
-statements of these papers with them.
+The definitions follow the abstracts of the papers; a docstring says where a definition is ours. `scoregram claims`
+checks the statements of these papers with them.
 """
 
 import math
@@ -35,7 +35,7 @@ from scoregram.theory.lab.worlds import History, Listing, SoftmaxPolicy, Transit
 Deployment = Callable[[Tensor], TabularWorld]
 """Policy → the world it meets once it is deployed."""
 Utility = Callable[[Tensor], Tensor]
-"""Occupancy `(S, A)` → utility, a number that can be differentiated."""
+"""Occupancy `(S, A)` → utility, a differentiable scalar."""
 
 
 # 1. Classes as actions.
@@ -68,19 +68,19 @@ def output_set_update(
 ) -> Float[Tensor, " parameters"]:
     """`Σ_y w_y (r_y - Σ_z w_z r_z) ψ_y`: the update of a prompt whose group is the whole output set. The form is ours.
 
-    With `w = π` it is the exact gradient. With equal weights every output counts as one rollout would.
+    With `w = π` it is the exact gradient. With equal weights every output counts as one rollout.
     """
     return (weights * (rewards - weights @ rewards)) @ scores
 
 
-# 2. An environment that answers the policy.
+# 2. An environment that changes with the deployed policy.
 
 
 def weary_user(policy: PolicyTable, *, weariness: float = 0.5) -> TabularWorld:
     """A user, neutral or pleased, who tires of what the policy does often. Two actions, `γ = 1/2`, no end.
 
     `P(pleased | s, a) = base(s, a) - weariness · π(a|s) / 2`, and an action pays `base(s, a) - weariness · π(a|s)`.
-    Action 0 has the higher base in both states. With `weariness = 0` nothing answers.
+    Action 0 has the higher base in both states. With `weariness = 0` the world does not depend on the policy.
     """
     base = torch.tensor([[0.75, 0.5], [1.0, 0.5]], dtype=torch.float64)
     pleased = base - weariness * policy / 2  # (S, A)
@@ -102,12 +102,12 @@ def performative_difference(deploy: Deployment, policy: PolicyTable, other: Poli
 
 @dataclass(frozen=True)
 class PerformativeGradient:
-    """The gradient of a deployed policy's objective, split by what moves."""
+    """The gradient of a deployed policy's objective, split into the parts of the policy and of the environment."""
 
     policy: PerStateAction
     """The environment is held fixed: the ordinary policy gradient."""
     answer: PerStateAction
-    """The policy is held fixed and the environment answers: `E Σ_t γ^t [∇r + γ ∇Pᵀ v]`."""
+    """The policy is held fixed and the environment changes: `E Σ_t γ^t [∇r + γ ∇Pᵀ v]`."""
 
     @property
     def total(self) -> PerStateAction:
@@ -186,7 +186,7 @@ def matryoshka_gap(
 ) -> PerState:
     """`V*_n - V_n = τ E Σ_t γ^t KL(π_{n-t}(·|s_t) ‖ π*_{n-t}(·|s_t))` from every state, by the divergences alone.
 
-    It is zero for the optimal policies only, which is why no other point is critical.
+    It is zero for the optimal policies only, so the optimum is unique.
     """
     best = matryoshka_optimum(world, len(policies), temperature=temperature).policies
     gap = torch.zeros_like(world.start)

@@ -1,8 +1,8 @@
 """A world of forecasts: the policy states the probability of a random outcome and a proper scoring rule rewards it.
 
-All rollouts of a group forecast the *same* outcome, drawn once with probability `p`; the policy does not see it. The
-reward of the stated probability `q` is `1 − (q − o)²` (Brier), whose mean `1 − p(1 − p) − (q − p)²` is largest at
-`q = p`: a policy gradient leads to the calibrated forecast.
+All rollouts of a group forecast the *same* outcome `o`, drawn once: 1 with probability `p`, else 0. The policy does not
+see it. The reward of the stated probability `q` is `1 − (q − o)²` (Brier). Its mean `1 − p(1 − p) − (q − p)²` is
+largest at `q = p`: a policy gradient leads to the calibrated forecast.
 """
 
 from collections.abc import Callable
@@ -75,7 +75,7 @@ def _update(logits: Forecasts, groups: Multisets, advantages: Tensor) -> Forecas
 def forecast_ascent(
     estimator: Callable[[Tensor], Tensor], *, chance: float, group_size: int, rate: float = 8.0, steps: int = 400
 ) -> Forecasts:
-    """The policy, `(A,)`, after `steps` expected updates from equal probabilities."""
+    """The policy, `(A,)`, after `steps` expected updates from the uniform policy."""
     logits = torch.zeros(len(STATED), dtype=torch.float64)
     fixed = _expected_advantages(estimator, chance, group_size)
     for _ in range(steps):

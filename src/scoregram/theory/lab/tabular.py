@@ -1,10 +1,10 @@
-"""Worlds with few states that may go on forever: values and occupancies by linear solves, with a discount.
+"""Discounted worlds with few states that may go on forever: values and occupancies by linear solves.
 
-The trees of `worlds` list every rollout, so they must end. Theory of policy gradients is stated for discounted worlds
-that need not end. With few states every expectation over their rollouts is the solution of a small linear system, so it
-is exact too. A policy is a table `(S, A)` whose rows sum to one; every function can be differentiated.
+The trees of `worlds` list every rollout, so they must end. The policy gradient theorem is stated for discounted worlds
+that need not end. With few states, every expectation over their rollouts is the solution of a small linear system, so
+it is exact too. A policy is a table `(S, A)` whose rows sum to one. Every function is differentiable.
 
-The five systems of `companions` are built on these functions.
+The five worlds of `companions` are built on these functions.
 """
 
 from dataclasses import dataclass
@@ -81,7 +81,10 @@ def direct_gradient(world: TabularWorld, policy: PolicyTable) -> PerStateAction:
 
 
 def logit_gradient(world: TabularWorld, policy: PolicyTable) -> PerStateAction:
-    """`∂J/∂θ(s, a) = λ(s, a) A(s, a)` for one logit per state and action: eq. (4) of the paper, with its `γ^t`."""
+    """`∂J/∂θ(s, a) = λ(s, a) A(s, a)` for one logit per state and action: eq. (4) of arXiv:2606.29238.
+
+    `λ` contains the `γ^t` of the equation.
+    """
     return occupancy(world, policy) * tabular_advantages(world, policy)
 
 

@@ -1,6 +1,6 @@
 """Random outcomes and proper scoring rules: what the standard deviation in GRPO does to stated probabilities.
 
-The paper was known to us by its abstract; a place names the sentence that makes the statement.
+We know the paper by its abstract only. The `place` of a claim is the sentence of the abstract that makes it.
 """
 
 from functools import partial
@@ -14,7 +14,7 @@ CALIBRATION_PAPER = "arXiv:2508.11800"
 _CHANCES = (0.25, 0.5, 0.75)
 _SIZES = (2, 4)
 _CLOSE = 0.01
-"""Largest distance of a mean forecast from what the ascent tends to, after its last step."""
+"""Largest distance of a mean forecast from its limit, after the last step of the ascent."""
 
 
 def _forecasts(estimator, size: int) -> dict[float, float]:
@@ -38,7 +38,7 @@ def overconfidence() -> Finding:
 
 
 def calibration() -> Finding:
-    """The same with the mean alone, and with the mean of the others."""
+    """Mean stated probability after exact ascent with mean-centred and with leave-one-out advantages."""
     evidence, away = {}, 0.0
     for name, estimator in (("without deviation", mean_centered), ("RLOO", leave_one_out)):
         for size in _SIZES:

@@ -1,7 +1,7 @@
-"""Five systems that the list of related papers names beside GRPO: the defining statement of each, in a world of its own.
+"""Claims of five papers on methods related to GRPO: the defining statement of each, in a world of its own.
 
-The papers were known to us by their abstracts, and Lemma 1 of arXiv:2512.20576 by a published review that quotes it. A place
-names the sentence of the abstract that makes the statement.
+We know the papers by their abstracts only, and Lemma 1 of arXiv:2512.20576 by a published review that quotes it. The `place`
+of a claim is the sentence of the abstract that makes it.
 """
 
 import math
@@ -56,9 +56,10 @@ UTILITY_PAPER = "arXiv:2410.04108"
 AGNOSTIC_PAPER = "arXiv:2507.04406"
 
 _CLIMBED = 1e-9
-"""An ascent has arrived where nothing is farther than this from its limit."""
+"""An ascent has converged if it is at most this far from its limit."""
 _TEMPERATURE = 1.0
-"""Of the entropy bonus. Ascent slows down as it falls: at 1/4 it was still 1e-3 from the optimum after 400 steps."""
+"""Temperature of the entropy bonus. The lower it is, the slower the ascent: at 1/4 it was still 1e-3 from the optimum
+after 400 steps."""
 _SHARES = tuple(k / 20 for k in range(21))
 _EVEN = torch.full((2, 2), 0.5, dtype=torch.float64)
 
@@ -87,7 +88,7 @@ def _classes(seed: int) -> GroundTruth:
 
 
 def output_set() -> Finding:
-    """The update of the whole output set against the gradient, weighted by probability and counted once each."""
+    """The update of the whole output set against the gradient: outputs weighted by probability, or counted once each."""
     exact, scaled, cosines, lengths, sampled = [], [], [], {}, 4
     for truth, prompt in product((_classes(0), _classes(1)), range(4)):
         rows = truth.listing.of_prompt(prompt)
@@ -116,7 +117,7 @@ def output_set() -> Finding:
 
 
 def performative_lemma() -> Finding:
-    """Both sides of Lemma 1 for pairs of random policies, in a world that answers and has `γ = 1/2`."""
+    """Both sides of Lemma 1 for pairs of random policies, in a world that changes with the policy and has `γ = 1/2`."""
     tables = [logits.softmax(dim=-1) for logits in _logits(8, (2, 2))]
     value = [float(tabular_objective(weary_user(table), table)) for table in tables]
     worst, shifts = 0.0, []
@@ -149,7 +150,7 @@ def _deployed_optimum() -> Tensor:
 
 
 def performative_theorem() -> Finding:
-    """The split gradient against automatic differentiation, and what ascent without the answer loses."""
+    """The split gradient against automatic differentiation, and what ascent without the environment's part loses."""
     starts = _logits(20, (2, 2))
     splits = [performative_gradient(weary_user, start) for start in starts]
     worst = max(gap(split.total, _true_gradient(start)) for split, start in zip(splits, starts, strict=True))
@@ -196,7 +197,7 @@ def performative_optimum() -> Finding:
 
 
 def matryoshka_unique() -> Finding:
-    """The gap of nested policies by their divergences, the gradient at the optimum, and ascent from several starts."""
+    """The value gap of nested policies from their divergences, the gradient at the optimum, ascent from several starts."""
     world, horizon = loop(), 3
     best = matryoshka_optimum(world, horizon, temperature=_TEMPERATURE)
 
@@ -454,4 +455,4 @@ COMPANION_CLAIMS = (
         paper=AGNOSTIC_PAPER,
     ),
 )
-"""Statements of five papers that the list of related work names."""
+"""Statements of the five papers above."""
