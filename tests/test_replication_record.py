@@ -4,9 +4,11 @@ import base64
 import hashlib
 import json
 import math
+import os
 import stat
 import subprocess
 from datetime import datetime
+from pathlib import Path
 from shutil import which
 
 import pytest
@@ -283,6 +285,23 @@ def test_a_signature_is_of_one_message_and_by_one_key(tmp_path):
     assert not records.is_valid_signature(by_a, b"messagf")
     assert not records.is_valid_signature(by_a | {"public_key": by_b["public_key"]}, b"message")
     assert not records.is_valid_signature(by_a | {"signature": by_b["signature"]}, b"message")
+    short = base64.b64encode(base64.b64decode(by_a["public_key"])[:-1]).decode()
+    assert not records.is_valid_signature(by_a | {"public_key": short}, b"message")
+
+
+def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path, monkeypatch):
+    replication(tmp_path / "study")
+    scandir = os.scandir
+
+    def closed(path):
+        if Path(path).name == "runs":
+            raise PermissionError(13, "closed", str(path))
+        return scandir(path)
+
+    assert any(name.startswith("runs/") for name in data_files(tmp_path / "study"))
+    monkeypatch.setattr(os, "scandir", closed)
+    with pytest.raises(ScoregramError, match="must be readable"):
+        data_files(tmp_path / "study")
 
 
 @pytest.mark.skipif(which("openssl") is None, reason="needs openssl")
