@@ -17,6 +17,8 @@ import torch
 
 from scoregram.spectra import orthogonal_null, spectrum_summary
 
+pytestmark = pytest.mark.slow  # runs in `make test-results`
+
 FOLDER = Path(__file__).parent.parent / "results" / "fixed-policies"
 PAGE = FOLDER / "README.md"
 MODELS = ("qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b", "smollm2-135m-taught")

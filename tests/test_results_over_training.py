@@ -13,6 +13,8 @@ import torch
 
 from scoregram.spectra import orthogonal_null, spectrum_summary
 
+pytestmark = pytest.mark.slow  # runs in `make test-results`
+
 FOLDER = Path(__file__).parent.parent / "results" / "over-training"
 RUNS = sorted(path.parent for path in FOLDER.glob("*/config.yaml"))
 

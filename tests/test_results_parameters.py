@@ -17,6 +17,8 @@ from scoregram.spectra import orthogonal_null, spectrum_summary
 from scoregram.tasks import load_task
 from scoregram.training.collect import collect
 
+pytestmark = pytest.mark.slow  # runs in `make test-results`
+
 FOLDER = Path(__file__).parent.parent / "results" / "parameters"
 
 
@@ -129,7 +131,6 @@ def test_a_folded_sketch_is_the_sketch_of_that_length():
     np.testing.assert_allclose(collecting.folded_grams(long)["sketch0064"], expected.numpy(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_every_table_of_the_page_follows_from_the_files():
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert summarise().filled(text) == text, "run python results/parameters/summarise.py --write"
