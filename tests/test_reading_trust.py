@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from scoregram.exhibits import Figure, Table
-from scoregram.reading import needs_gram, read_run
+from scoregram.reading import CHECK_ERROR, CHECK_PASSED, CHECK_ROLLOUTS, needs_gram, read_run
 from scoregram.reading.group import OF_SCORES
+from scoregram.reading.trust import trust_of
 from scoregram.report import write_report
 from scoregram.report.run_page import run_page
 from scoregram.runs import RunWriter, open_run
@@ -91,6 +92,17 @@ def test_a_run_whose_checks_passed_says_how_well(tmp_path):
     assert "Only 2 steps were measured in the last third" in few
     page = write_report(tmp_path / "run").read_text()
     assert page.index(sentence) < page.index("Contents")
+
+
+def test_steps_checked_by_their_norm_alone_are_counted_apart():
+    lines = [
+        {"step": step, CHECK_PASSED: 1.0, CHECK_ERROR: 4e-7, CHECK_ROLLOUTS: float(step <= 2)} for step in range(1, 7)
+    ]
+    trust = trust_of(lines, [], range(5, 7), {})
+    assert trust.norm_only == {3, 4, 5, 6}
+    ending = "worst relative error 4e-07; 2 of them were compared with the trainer's own gradient."
+    assert trust.check_sentence() == f"Self-check passed at 6 of 6 measured steps, {ending}"
+    assert trust_of(lines[:2], [], range(5, 7), {}).check_sentence().endswith("worst relative error 4e-07.")
 
 
 def test_means_are_withheld_where_a_step_of_the_last_third_failed(tmp_path):

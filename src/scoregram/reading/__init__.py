@@ -46,5 +46,6 @@ from scoregram.reading.tally import StepTally as StepTally
 from scoregram.reading.trust import CHECK_COLUMN as CHECK_COLUMN
 from scoregram.reading.trust import CHECK_ERROR as CHECK_ERROR
 from scoregram.reading.trust import CHECK_PASSED as CHECK_PASSED
+from scoregram.reading.trust import CHECK_ROLLOUTS as CHECK_ROLLOUTS
 from scoregram.reading.trust import Trust as Trust
 from scoregram.reading.trust import needs_gram as needs_gram

@@ -5,15 +5,15 @@ last third are withheld: the steps that passed are a biased sample.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from scoregram.reading.group import StoredGroup
 
 CHECK_COLUMN = "check_passed"
 """Statistic of a group: 1 if the self-check of its step was within the tolerance, else 0."""
-CHECK_ERROR, CHECK_PASSED = "check/relative_error", "check/passed"
-"""Scalars of a step that was checked."""
+CHECK_ERROR, CHECK_PASSED, CHECK_ROLLOUTS = "check/relative_error", "check/passed", "check/rollouts"
+"""Scalars of a step that was checked; the last is the number of rollouts compared with the trainer's own gradient."""
 FEW_STEPS = 5
 """Measured steps in the last third below which noise and trends are not conclusive."""
 SHOWN_STEPS = 8
@@ -42,6 +42,8 @@ class Trust:
     """Step → relative error of its self-check, `nan` if nothing could be compared; empty without self-checks."""
     failed: frozenset[int] = frozenset()
     """Steps whose self-check failed or could not be made."""
+    norm_only: frozenset[int] = frozenset()
+    """Steps whose check compares the gradient's norm with `wᵀKw` and nothing with the trainer's own gradient."""
     approximate: float = 0.0
     """Share of the rollouts whose text was tokenised again."""
     has_tokens: bool = False
@@ -91,11 +93,13 @@ class Trust:
         return said + list(self.remarks.values())
 
     def check_sentence(self) -> str:
-        """How many self-checks passed, and the worst error."""
+        """How many self-checks passed, the worst error, and how many used the trainer's own gradient if not all did."""
         if not self.errors and not self.failed:
             return "No self-check: there was no other gradient to compare with."
         worst = "" if math.isnan(self.worst_error) else f", worst relative error {self.worst_error:.2g}"
         count = len(self.errors)
+        if self.norm_only:
+            worst += f"; {count - len(self.norm_only)} of them were compared with the trainer's own gradient"
         if not self.failed:
             return f"Self-check passed at {count} of {count} measured steps{worst}."
         shown = ", ".join(map(str, sorted(self.failed)[:SHOWN_STEPS])) + ", …" * (len(self.failed) > SHOWN_STEPS)
@@ -106,7 +110,7 @@ class Trust:
 
 
 def trust_of(
-    lines: Iterable[Mapping[str, float | int | bool]],
+    lines: Sequence[Mapping[str, float | int | bool]],
     groups: Iterable[StoredGroup],
     last_third: range,
     remarks: Mapping[str, str],
@@ -114,6 +118,7 @@ def trust_of(
     """The trust in a run, from the scalars of its steps, its training groups and its remarks."""
     errors = {int(line["step"]): float(line.get(CHECK_ERROR, math.nan)) for line in lines if CHECK_PASSED in line}
     failed = {int(line["step"]) for line in lines if CHECK_PASSED in line and line[CHECK_PASSED] != 1}
+    norm_only = {int(line["step"]) for line in lines if line.get(CHECK_ROLLOUTS, 1) == 0}
     measured: set[int] = set()
     exact, rollouts = 0.0, 0
     for group in groups:
@@ -131,6 +136,7 @@ def trust_of(
         last_measured=sum(step in last_third for step in measured),
         errors=errors,
         failed=frozenset(failed),
+        norm_only=frozenset(norm_only),
         approximate=1 - exact / rollouts if rollouts else 0.0,
         has_tokens=rollouts > 0,
         remarks=dict(remarks),

@@ -42,7 +42,7 @@ from scoregram.integrations.trl.support import (
     uneven_term,
 )
 from scoregram.integrations.trl.window import ROW_KEY, MicroBatch, Window, row_keys
-from scoregram.reading import Trust, needs_gram
+from scoregram.reading import CHECK_ROLLOUTS, Trust, needs_gram
 from scoregram.runs import OWN_PREFIX, LayerPrecision, own_name
 
 FAILED_PREFIX = own_name("failed/")
@@ -251,6 +251,7 @@ class Attachment:
             last_measured=sum(reading.step in third for reading in self.readings),
             errors={reading.step: reading.error for reading in self.readings},
             failed=frozenset(reading.step for reading in self.readings if not reading.passed),
+            norm_only=frozenset(reading.step for reading in self.readings if not reading.scalars[CHECK_ROLLOUTS]),
         )
 
     def summary(self) -> Table:

@@ -21,6 +21,7 @@ from scoregram.reading import (
     CHECK_COLUMN,
     CHECK_ERROR,
     CHECK_PASSED,
+    CHECK_ROLLOUTS,
     GroupReading,
     Step,
     batch_records,
@@ -101,7 +102,7 @@ def measure_step(
         reading = read_step(details)
         scalars = reading.scalars | rollout_scalars(details)
         scalars |= {CHECK_ERROR: checked.error, CHECK_PASSED: float(passed)}
-        scalars |= {"check/rollouts": checked.rollouts, "time/measure": time.perf_counter() - began + checked.seconds}
+        scalars |= {CHECK_ROLLOUTS: checked.rollouts, "time/measure": time.perf_counter() - began + checked.seconds}
         notes = checked.gram.notes
         made.append(MeasuredStep(window.step, scalars, checked.error, passed, notes, details, reading.groups))
         return made[0].bare
