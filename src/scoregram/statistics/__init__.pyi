@@ -1,3 +1,7 @@
+from .allocation import GroupSizeAdvice as GroupSizeAdvice
+from .allocation import allocated_rollouts as allocated_rollouts
+from .allocation import allocation_error as allocation_error
+from .allocation import recommend_group_size as recommend_group_size
 from .baseline import BaselineSaving as BaselineSaving
 from .baseline import baseline_saving as baseline_saving
 from .baseline import excess_variance as excess_variance
@@ -25,6 +29,7 @@ from .noise import NoiseComponents as NoiseComponents
 from .noise import OptimalGroupSize as OptimalGroupSize
 from .noise import PromptEstimates as PromptEstimates
 from .noise import batch_mse as batch_mse
+from .noise import components_of_estimates as components_of_estimates
 from .noise import leave_one_out_mse as leave_one_out_mse
 from .noise import mean_baseline_mse as mean_baseline_mse
 from .noise import mse_curve as mse_curve
@@ -34,6 +39,7 @@ from .noise import optimal_group_size as optimal_group_size
 from .noise import optimal_group_size_interval as optimal_group_size_interval
 from .noise import prompt_estimates as prompt_estimates
 from .noise import signal_to_noise as signal_to_noise
+from .noise import unequal_prompt_estimates as unequal_prompt_estimates
 from .noise import vanilla_mse as vanilla_mse
 from .update import HeldOutEffect as HeldOutEffect
 from .update import PromptConflict as PromptConflict

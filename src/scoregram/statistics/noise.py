@@ -6,7 +6,7 @@ size for a fixed number of rollouts.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from scoregram.checks import fail, require_in_range
 from scoregram.statistics.moments import GroupMoments, group_blocks, group_moments, reward_differences
 from scoregram.statistics.update import prompt_update_gram
-from scoregram.types import BatchGram, PerPrompt, PromptGram, Rewards
+from scoregram.types import BatchGram, BatchRewards, BatchWeights, PerPrompt, PromptGram, PromptOf, Rewards
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,59 @@ def prompt_estimates(gram: BatchGram, rewards: Rewards) -> PromptEstimates:
             "Pass the whole batch, prompt by prompt.",
         )
     moments = group_moments(group_blocks(gram, max(size, 1)), rewards)
-    # Leave-one-out advantages over R: r_i minus the mean of the others is the mean of r_i - r_j over j ≠ i.
-    weights = reward_differences(rewards.detach().double()).sum(dim=2).flatten() / (size * (size - 1))
-    prompt_of = torch.arange(prompts, device=weights.device).repeat_interleave(size)
+    prompt_of = torch.arange(prompts, device=rewards.device).repeat_interleave(size)
+    return _with_gradient_gram(moments, gram, leave_one_out_weights(rewards).flatten(), prompt_of)
+
+
+def unequal_prompt_estimates(gram: BatchGram, rewards: BatchRewards, prompt_of: PromptOf) -> PromptEstimates:
+    """As `prompt_estimates`, for groups that may differ in size.
+
+    The sizes must not depend on the rollouts: a group whose rollouts were dropped by their rewards is not a sample of
+    its prompt.
+
+    Args:
+        gram: `(N, N)`.
+        rewards: `(N,)`.
+        prompt_of: `(N,)`, the prompt of each rollout, `0 … P-1` in ascending order.
+
+    Raises:
+        ScoregramError: If a group has fewer than 4 rollouts, or the shapes do not match.
+    """
+    if (
+        gram.shape != (len(rewards), len(rewards))
+        or prompt_of.shape != rewards.shape
+        or bool((prompt_of.diff() < 0).any())
+    ):
+        got = f"a Gram {tuple(gram.shape)}, rewards {tuple(rewards.shape)} and prompts {tuple(prompt_of.shape)}"
+        fail("unequal_prompt_estimates", "needs a Gram (N, N), rewards (N,) and ascending prompts", got, "Sort them.")
+    sizes = torch.bincount(prompt_of)
+    stops = sizes.cumsum(0)
+    columns = torch.full((len(GROUP_MOMENTS), len(sizes)), torch.nan, dtype=torch.float64, device=gram.device)
+    weights = torch.zeros(len(rewards), dtype=torch.float64, device=gram.device)
+    for size in sizes.unique().tolist():
+        prompts = (sizes == size).nonzero().squeeze(1)
+        rows = (stops - size)[prompts][:, None] + torch.arange(size, device=stops.device)  # (p, R)
+        moments = group_moments(gram[rows[:, :, None], rows[:, None, :]], rewards[rows])
+        columns[:, prompts] = torch.stack([getattr(moments, name) for name in GROUP_MOMENTS])
+        weights[rows] = leave_one_out_weights(rewards[rows])
+    return _with_gradient_gram(GroupMoments(*columns), gram, weights, prompt_of)
+
+
+GROUP_MOMENTS = tuple(one.name for one in fields(GroupMoments))
+
+
+def leave_one_out_weights(rewards: Rewards) -> Rewards:
+    """`(P, R)` in float64: leave-one-out advantages over `R`, the weights of the scores in a prompt's gradient.
+
+    `r_i` minus the mean of the others is the mean of `r_i - r_j` over `j ≠ i`, exactly zero for equal rewards.
+    """
+    size = rewards.shape[1]
+    return reward_differences(rewards.detach().double()).sum(dim=2) / (size * (size - 1))
+
+
+def _with_gradient_gram(
+    moments: GroupMoments, gram: BatchGram, weights: BatchWeights, prompt_of: PromptOf
+) -> PromptEstimates:
     inner = prompt_update_gram(gram, weights, prompt_of)
     return PromptEstimates(moments, inner.diagonal_scatter(moments.gradient_squared))
 
@@ -79,11 +129,19 @@ def noise_components(gram: BatchGram, rewards: Rewards) -> NoiseComponents:
     Raises:
         ScoregramError: If `R < 4` (see `moments`) or `P < 2`; one prompt has no differences.
     """
-    estimates = prompt_estimates(gram, rewards)
-    prompts = rewards.shape[0]
-    if prompts < 2:
-        fail("noise_components", "needs at least 2 prompts", prompts, "Measure the Gram over more prompts.")
+    return components_of_estimates(prompt_estimates(gram, rewards), caller="noise_components")
+
+
+def components_of_estimates(estimates: PromptEstimates, *, caller: str = "components_of_estimates") -> NoiseComponents:
+    """The averages over prompts and pairs of prompts that `noise_components` describes.
+
+    Raises:
+        ScoregramError: If `P < 2`.
+    """
     moments, inner = estimates.moments, estimates.gradient_gram
+    prompts = len(inner)
+    if prompts < 2:
+        fail(caller, "needs at least 2 prompts", prompts, "Measure the Gram over more prompts.")
     pairs = prompts * (prompts - 1)
     return NoiseComponents(
         gradient_squared=float(inner.sum() - inner.diagonal().sum()) / pairs,
