@@ -294,6 +294,11 @@ NEEDS_MORE = {
         "mean_baseline_mse",
         "vanilla_mse",
         "split_products",
+        "unequal_prompt_estimates",
+        "components_of_estimates",
+        "allocation_error",
+        "allocated_rollouts",
+        "recommend_group_size",
     },
     "objectives": {"token_weights", "token_coefficients"},
     "spectra": set(),
@@ -478,6 +483,32 @@ def test_moments_of_every_sort(name, scale):
     fn = public_functions("statistics")[name]
     moments = GroupMoments(*[torch.full((3,), scale, dtype=torch.float64)] * 6)
     assert [answered(fn, moments, size) for size in (0, 1, 2, 5000)] == [False, name != "leave_one_out_mse", True, True]
+
+
+@pytest.mark.parametrize("label", [*ORDINARY, *ODD, *NOT_FINITE])
+def test_unequal_groups_of_every_sort(label):
+    at, room = (ORDINARY | ODD | NOT_FINITE)[label], public_functions("statistics")
+    given = {"flat_rewards": at.rewards.flatten(), "prompt_of": tensors_of("statistics", at)["prompt_of"]}
+    is_answered = answered(room["unequal_prompt_estimates"], at.gram, **given)
+    assert is_answered or label not in ORDINARY
+    if is_answered:
+        estimates = room["unequal_prompt_estimates"](at.gram, **given)
+        assert answered(room["components_of_estimates"], estimates) or len(at.rewards) < 2
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-300, 1e-12, 1.0, 1e12, 1e300, -1.0, math.nan, math.inf])
+def test_allocations_of_noises_of_every_sort(scale):
+    room, noise = public_functions("statistics"), torch.tensor([1.0, scale], dtype=torch.float64)
+    assert answered(room["allocated_rollouts"], noise, noise, 9) == math.isfinite(scale)
+    assert answered(room["allocation_error"], noise, noise, torch.tensor([2, 7])) == math.isfinite(scale)
+
+
+def test_advice_from_components_of_every_sort():
+    recommend = public_functions("statistics")["recommend_group_size"]
+    for components in COMPONENTS:
+        given = {"generator": torch.Generator().manual_seed(0), "resamples": 10}
+        advice = recommend([components] * 10, 8, (4, 8, 16), **given)
+        assert advice.recommended in (4, 8, 16) and "group size" in advice.sentence
 
 
 @pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))

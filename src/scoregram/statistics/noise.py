@@ -66,7 +66,7 @@ def prompt_estimates(gram: BatchGram, rewards: Rewards) -> PromptEstimates:
     return _with_gradient_gram(moments, gram, leave_one_out_weights(rewards).flatten(), prompt_of)
 
 
-def unequal_prompt_estimates(gram: BatchGram, rewards: BatchRewards, prompt_of: PromptOf) -> PromptEstimates:
+def unequal_prompt_estimates(gram: BatchGram, flat_rewards: BatchRewards, prompt_of: PromptOf) -> PromptEstimates:
     """As `prompt_estimates`, for groups that may differ in size.
 
     The sizes must not depend on the rollouts: a group whose rollouts were dropped by their rewards is not a sample of
@@ -74,29 +74,29 @@ def unequal_prompt_estimates(gram: BatchGram, rewards: BatchRewards, prompt_of: 
 
     Args:
         gram: `(N, N)`.
-        rewards: `(N,)`.
+        flat_rewards: `(N,)`.
         prompt_of: `(N,)`, the prompt of each rollout, `0 … P-1` in ascending order.
 
     Raises:
         ScoregramError: If a group has fewer than 4 rollouts, or the shapes do not match.
     """
     if (
-        gram.shape != (len(rewards), len(rewards))
-        or prompt_of.shape != rewards.shape
+        gram.shape != (len(flat_rewards), len(flat_rewards))
+        or prompt_of.shape != flat_rewards.shape
         or bool((prompt_of.diff() < 0).any())
     ):
-        got = f"a Gram {tuple(gram.shape)}, rewards {tuple(rewards.shape)} and prompts {tuple(prompt_of.shape)}"
+        got = f"a Gram {tuple(gram.shape)}, rewards {tuple(flat_rewards.shape)} and prompts {tuple(prompt_of.shape)}"
         fail("unequal_prompt_estimates", "needs a Gram (N, N), rewards (N,) and ascending prompts", got, "Sort them.")
     sizes = torch.bincount(prompt_of)
     stops = sizes.cumsum(0)
     columns = torch.full((len(GROUP_MOMENTS), len(sizes)), torch.nan, dtype=torch.float64, device=gram.device)
-    weights = torch.zeros(len(rewards), dtype=torch.float64, device=gram.device)
+    weights = torch.zeros(len(flat_rewards), dtype=torch.float64, device=gram.device)
     for size in sizes.unique().tolist():
         prompts = (sizes == size).nonzero().squeeze(1)
         rows = (stops - size)[prompts][:, None] + torch.arange(size, device=stops.device)  # (p, R)
-        moments = group_moments(gram[rows[:, :, None], rows[:, None, :]], rewards[rows])
+        moments = group_moments(gram[rows[:, :, None], rows[:, None, :]], flat_rewards[rows])
         columns[:, prompts] = torch.stack([getattr(moments, name) for name in GROUP_MOMENTS])
-        weights[rows] = leave_one_out_weights(rewards[rows])
+        weights[rows] = leave_one_out_weights(flat_rewards[rows])
     return _with_gradient_gram(GroupMoments(*columns), gram, weights, prompt_of)
 
 
