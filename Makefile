@@ -34,9 +34,10 @@ test-sweep: $(STAMP)
 test-results: $(STAMP)
 	$(PYTEST) -m "not gpu" tests/test_results*.py
 
-# Every command and snippet of the pages, run as printed.
+# Every command and snippet of the pages, run as printed, and the whole ledger of claims.
 test-docs: $(STAMP)
-	$(PYTEST) -m "not gpu" tests/test_docs.py tests/test_readme.py tests/test_dumps_docs.py
+	$(PYTEST) -m "not gpu" tests/test_docs.py tests/test_readme.py tests/test_dumps_docs.py \
+		tests/test_cli.py::test_the_whole_ledger_is_strict_json
 
 test-browser: $(STAMP)
 	$(PYTEST) -m browser tests/test_report_browser.py

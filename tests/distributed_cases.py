@@ -23,6 +23,7 @@ from scoregram.gram import backward_with_gram, measure_gram
 from scoregram.integrations.dumps.config import MeasureConfig
 from scoregram.integrations.dumps.measure import measure
 from tests.cases import ARCHITECTURES, Rollouts, rollouts
+from tests.forked import START_METHOD
 
 PROCESSES = 2
 
@@ -30,8 +31,7 @@ PROCESSES = 2
 def in_processes(work: Callable[[int, Path], dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """What `work` found in each of two connected processes."""
     folder.mkdir(parents=True, exist_ok=True)
-    mp.set_forkserver_preload([__name__])  # what is slow to import is imported once, for all processes
-    mp.start_processes(connected, (work, folder), nprocs=PROCESSES, start_method="forkserver")  # pyright: ignore[reportPrivateImportUsage]
+    mp.start_processes(connected, (work, folder), nprocs=PROCESSES, start_method=START_METHOD)  # pyright: ignore[reportPrivateImportUsage]
     return [torch.load(folder / f"found-{rank}.pt") for rank in range(PROCESSES)]
 
 

@@ -59,6 +59,7 @@ def test_version():
     assert scoregram("version").stdout.strip() == __version__
 
 
+@pytest.mark.slow  # make test-docs runs it; the verdicts themselves are checked in test_claims_*.py
 def test_the_whole_ledger_is_strict_json():
     done = scoregram("claims", "--json")
     assert done.returncode == 0, done.stderr

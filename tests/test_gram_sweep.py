@@ -85,19 +85,32 @@ BUILT = [name for name in TYPES if LISTED.get(name) != "not built"]
 LONG = {
     "bailing_hybrid",
     "deepseek_v4",
+    "falcon_mamba",
+    "flex_olmo",
+    "gemma3n_text",
     "got_ocr2",
+    "gpt_oss",
+    "granitemoe_swa",
+    "granitemoehybrid",
+    "granitemoeshared",
+    "hrm_text",
     "hy_v4",
     "inkling_text",
+    "jetmoe",
     "kimi_linear",
+    "lfm2_moe",
+    "llama4",
     "phi4_multimodal",
+    "prophetnet",
     "qwen3_5_moe",
     "qwen3_5_moe_text",
     "qwen3_next",
     "qwen4_exp",
     "qwen4_exp_text",
     "zamba",
+    "zaya",
 }
-"""Types that take more than a second."""
+"""Types that take more than a second; `make test-sweep` runs them, also in CI."""
 
 
 built = pytest.mark.parametrize("model_type", BUILT)

@@ -10,6 +10,7 @@ import torch.multiprocessing as mp
 
 from scoregram.checks import ScoregramError
 from scoregram.distributed import ALONE, Processes, all_processes
+from tests.forked import START_METHOD
 
 
 def message_of(exchange: Any, *args: Any, **kwargs: Any) -> str:
@@ -49,7 +50,7 @@ def exchanges(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("processes")
-    mp.start_processes(exchanges, (folder,), nprocs=2, start_method="spawn")  # pyright: ignore[reportPrivateImportUsage]
+    mp.start_processes(exchanges, (folder,), nprocs=2, start_method=START_METHOD)  # pyright: ignore[reportPrivateImportUsage]
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

@@ -2,9 +2,8 @@
 
 import errno
 import os
+import resource
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from scoregram.checks import ScoregramError
 from scoregram.runs import RunWriter, open_run, require_space
 from scoregram.runs.disk import disk_is_full, make_folder, remove, write_atomically
+from tests.forked import started
 from tests.run_cases import create, make_group, resume, tree, write, write_step
 
 
@@ -125,21 +125,16 @@ def test_nothing_is_renamed_before_it_is_on_the_disk(tmp_path, monkeypatch):
     assert [each for each in done if each[0] != "open"] == groups + kept + renamed
 
 
-LIMITED = """
-import resource, sys
-from pathlib import Path
-from scoregram.checks import ScoregramError
-from tests.run_cases import resume, write_step
-
-writer = resume(Path(sys.argv[1]), 1)
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
-try:
-    for step in range(2, 100):
-        write_step(writer, step) if sys.argv[3] == "all" else writer.write_metrics(step, {"reward": 0.1})
-except ScoregramError as error:
-    sys.stdout.write(str(error))
-"""
-ROOT = Path(__file__).parent.parent
+def write_under_a_limit(folder: Path, limit: int, what: str) -> None:
+    """Go on with a run while no file may have more than `limit` bytes; print what it is refused with."""
+    writer = resume(folder, 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        for step in range(2, 100):
+            write_step(writer, step) if what == "all" else writer.write_metrics(step, {"reward": 0.1})
+    except ScoregramError as error:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        print(error)
 
 
 @pytest.mark.parametrize(
@@ -148,11 +143,11 @@ ROOT = Path(__file__).parent.parent
 def test_a_limit_of_the_system_on_file_size(tmp_path, limit, what, named):
     write(tmp_path / "r", range(2))
     before = tree(tmp_path / "r")
-    command = [sys.executable, "-c", LIMITED, tmp_path / "r", str(limit), what]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
-    assert f"{named}" in done.stdout and "must be writable, got File too large. Raise the limit" in done.stdout
+    process = started(write_under_a_limit, tmp_path / "r", limit, what, log=tmp_path / "log")
+    process.join()
+    said = (tmp_path / "log").read_text()
+    assert process.exitcode == 0, said
+    assert named in said and "must be writable, got File too large. Raise the limit" in said
     assert open_run(tmp_path / "r").notes == ()
     resume(tmp_path / "r", 1).close()
     assert tree(tmp_path / "r") == before

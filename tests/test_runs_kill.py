@@ -13,11 +13,14 @@ import sys
 import time
 from collections.abc import Callable
 from itertools import count
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from scoregram.runs import open_run
+from tests.forked import started
 from tests.run_cases import create, resume, tree, write_step
 
 KEEP = {"keep_checkpoints": 1}
@@ -160,31 +163,26 @@ def test_killed_again_and_again(tmp_path):
 
 
 def test_a_forked_worker_that_outlives_its_writer_does_not_keep_the_folder(tmp_path):
-    command = [sys.executable, "-c", ORPHAN, tmp_path / "r"]
-    writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert writer.stdout is not None
-    worker = int(writer.stdout.readline())
+    reader, pipe = Pipe(duplex=False)
+    writer = started(write_with_a_worker, tmp_path / "r", pipe, log=tmp_path / "log")
+    worker = reader.recv()
     try:
         writer.kill()
-        writer.wait()
+        writer.join()
         os.kill(worker, 0)  # still there
         resume(tmp_path / "r", None).close()
     finally:
         os.kill(worker, signal.SIGKILL)
-        writer.stdout.close()
 
 
-ORPHAN = """
-import os, sys, time
-from pathlib import Path
-from tests.run_cases import create
-
-writer = create(Path(sys.argv[1]))
-worker = os.fork()
-if worker:
-    print(worker, flush=True)
-time.sleep(60)
-"""
+def write_with_a_worker(folder: Path, pipe: Connection) -> None:
+    """Open a run, fork, send the number of the fork, and stay."""
+    writer = create(folder)
+    worker = os.fork()
+    if worker:
+        pipe.send(worker)
+    time.sleep(60)
+    writer.close()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from itertools import pairwise
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from scoregram.training.config import METHODS, TrainConfig
 from scoregram.training.evaluate import Evaluation
 from scoregram.training.loop import train
 from scoregram.training.update import learning_rate
+from tests.forked import started
 from tests.training_cases import JUDGE, config_for, save_policy, without_times
 
 
@@ -117,25 +119,14 @@ def test_a_resumed_run_is_as_if_never_interrupted(changes, policy, tmp_path):
         assert same_weights(tmp_path / "whole", tmp_path / "halves")
 
 
-RUN = """
-import sys
-from pathlib import Path
-from tests.training_cases import config_for
-from scoregram.training.loop import train
-train(config_for(Path(sys.argv[1]), Path(sys.argv[2]), steps=6, resume=sys.argv[3] == "resume"))
-"""
+def start(policy: Path, out: Path, *, resume: bool) -> ForkServerProcess:
+    config = config_for(policy, out, steps=6, resume=resume)
+    return started(train, config, log=out.with_suffix(".log"))
 
 
-def start(policy: Path, out: Path, how: str) -> "subprocess.Popen[str]":
-    root = Path(__file__).parent.parent
-    settings: dict[str, Any] = {"cwd": root, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    environment = os.environ | {"PYTHONPATH": str(root), "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen([sys.executable, "-c", RUN, str(policy), str(out), how], env=environment, **settings)
-
-
-def wait_for_step(process: "subprocess.Popen[str]", out: Path, step: int, patience: float = 120.0) -> None:
+def wait_for_step(process: ForkServerProcess, out: Path, step: int, patience: float = 120.0) -> None:
     metrics, end = out / "metrics.jsonl", time.monotonic() + patience
-    while process.poll() is None and time.monotonic() < end:
+    while process.is_alive() and time.monotonic() < end:
         if metrics.exists() and metrics.read_text().count("\n") > step:
             return
         time.sleep(0.005)
@@ -143,19 +134,20 @@ def wait_for_step(process: "subprocess.Popen[str]", out: Path, step: int, patien
 
 def test_a_run_killed_at_any_moment_goes_on_to_the_same_numbers(policy, tmp_path):
     train(config_for(policy, tmp_path / "whole", steps=6))
-    out, how = tmp_path / "killed", "new"
+    out, resume = tmp_path / "killed", False
     for step, delay in ((0, 0.0), (3, 0.03)):
-        process = start(policy, out, how)
+        process = start(policy, out, resume=resume)
         wait_for_step(process, out, step)
         time.sleep(delay)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        how = "resume" if (out / "config.yaml").exists() else "new"
-        if how == "resume":
+        process.kill()
+        process.join()
+        assert process.exitcode in {-signal.SIGKILL, 0}  # 0: the run ended before the kill
+        resume = (out / "config.yaml").exists()
+        if resume:
             open_run(out)
-    process = start(policy, out, how)
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, said
+    process = start(policy, out, resume=resume)
+    process.join(timeout=300)
+    assert process.exitcode == 0, out.with_suffix(".log").read_text()
     whole, killed = open_run(tmp_path / "whole"), open_run(out)
     assert without_times(list(whole.metrics())) == without_times(list(killed.metrics()))
     assert same_weights(tmp_path / "whole", out)
@@ -164,11 +156,13 @@ def test_a_run_killed_at_any_moment_goes_on_to_the_same_numbers(policy, tmp_path
 
 
 def test_ctrl_c_ends_after_the_step_with_a_checkpoint(policy, tmp_path):
-    process = start(policy, tmp_path / "run", "new")
+    process = start(policy, tmp_path / "run", resume=False)
     wait_for_step(process, tmp_path / "run", 1)
-    process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, said
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGINT)
+    process.join(timeout=300)
+    said = (tmp_path / "run.log").read_text()
+    assert process.exitcode == 0, said
     run = open_run(tmp_path / "run")
     last = list(run.metrics())[-1]["step"]
     latest = run.latest_checkpoint
