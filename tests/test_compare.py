@@ -18,11 +18,12 @@ from rich.console import Console
 from scipy.stats import t as student
 
 from scoregram import cli
+from scoregram.bootstrap import t_quantile
 from scoregram.checks import ScoregramError
 from scoregram.compare import CompareConfig, compare_methods, is_comparison, write_comparison_report
 from scoregram.compare import cells as cells_module
 from scoregram.compare.config import method_choice
-from scoregram.compare.intervals import mean_over_problems, mean_over_seeds, ratio_over_seeds, t_quantile, verdict
+from scoregram.compare.intervals import mean_over_problems, mean_over_seeds, ratio_over_seeds, verdict
 from scoregram.compare.results import MethodComparison, MethodResult, RunResult
 from scoregram.compare.table import accuracy_table, csv_text, markdown_text, update_table, verdict_sentence
 from scoregram.exhibits import Estimate, Table, from_plain

@@ -10,10 +10,10 @@ import torch
 from scoregram import cli
 from scoregram.advantages import ESTIMATORS, estimate
 from scoregram.checks import ScoregramError
-from scoregram.reading import RunReading, StoredGroup
+from scoregram.reading import RunReading, StoredGroup, what_if
+from scoregram.reading.replay import USUAL, ReplayedGroups, can_replay
 from scoregram.runs import GroupRecord
 from scoregram.statistics import disjoint_parts, split_products
-from scoregram.whatif import USUAL, ReplayedGroups, can_replay, what_if
 
 CHANCES = (0.5, 0.3, 0.2)
 REWARDS = (0.0, 1.0, 0.4)

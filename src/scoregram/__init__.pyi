@@ -25,6 +25,7 @@ from .policy import token_log_probs as token_log_probs
 from .reading import Step as Step
 from .reading import read_run as read_run
 from .reading import read_step as read_step
+from .reading import what_if as what_if
 from .report import write_report as write_report
 from .rollouts import Rollouts as Rollouts
 from .runs import open_run as open_run
@@ -57,4 +58,3 @@ from .training import METHODS as METHODS
 from .training import TrainConfig as TrainConfig
 from .training import train as train
 from .training import warm_start as warm_start
-from .whatif import what_if as what_if

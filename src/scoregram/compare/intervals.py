@@ -9,30 +9,11 @@ Reference:
 
 import math
 from collections.abc import Sequence
-from functools import cache
 
 import numpy as np
 
-from scoregram.bootstrap import LEVEL
+from scoregram.bootstrap import t_quantile
 from scoregram.exhibits import Estimate
-
-GRID = 200_001
-
-
-@cache
-def t_quantile(degrees: int) -> float:
-    """`t` with `P(|T| ≤ t) = 0.95` for Student's distribution.
-
-    With `t = √n tan θ` the density is `cos^(n-1) θ`, which is integrated numerically.
-
-    Example:
-        >>> round(t_quantile(2), 2), round(t_quantile(1000), 2)
-        (4.3, 1.96)
-    """
-    angles = np.linspace(0.0, math.pi / 2, GRID)
-    density = np.cos(angles) ** (degrees - 1)
-    below = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
-    return math.sqrt(degrees) * math.tan(float(np.interp(LEVEL, below / below[-1], angles)))
 
 
 def mean_over_seeds(values: Sequence[float]) -> Estimate:

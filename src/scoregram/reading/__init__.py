@@ -18,9 +18,16 @@ from scoregram.reading.group import StoredGroup as StoredGroup
 from scoregram.reading.group import mean_over_groups as mean_over_groups
 from scoregram.reading.group import outcomes_of as outcomes_of
 from scoregram.reading.group import read_group as read_group
+from scoregram.reading.noise import POOLED as POOLED
+from scoregram.reading.noise import STEP_NAMES as STEP_NAMES
+from scoregram.reading.noise import RunNoise as RunNoise
+from scoregram.reading.noise import run_noise as run_noise
 from scoregram.reading.nulls import shuffled_means as shuffled_means
 from scoregram.reading.nulls import spectrum_columns as spectrum_columns
 from scoregram.reading.nulls import stacked_spectra as stacked_spectra
+from scoregram.reading.replay import REFERENCE as REFERENCE
+from scoregram.reading.replay import Replay as Replay
+from scoregram.reading.replay import ReplayedRun as ReplayedRun
 from scoregram.reading.run import GREEDY_TEST as GREEDY_TEST
 from scoregram.reading.run import SAMPLED_TEST as SAMPLED_TEST
 from scoregram.reading.run import EvaluationRewards as EvaluationRewards
@@ -28,6 +35,7 @@ from scoregram.reading.run import RunReading as RunReading
 from scoregram.reading.run import RunSummary as RunSummary
 from scoregram.reading.run import read_run as read_run
 from scoregram.reading.run import split_kinds as split_kinds
+from scoregram.reading.run import what_if as what_if
 from scoregram.reading.step import LayerDetail as LayerDetail
 from scoregram.reading.step import Step as Step
 from scoregram.reading.step import StepReading as StepReading

@@ -6,29 +6,25 @@ still be growing.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from scoregram.bootstrap import bootstrap_estimate, mean_estimate
+from scoregram.bootstrap import mean_estimate
+from scoregram.checks import fail, listed
 from scoregram.exhibits import Estimate
 from scoregram.reading.group import StoredGroup
+from scoregram.reading.noise import RunNoise, last_measured_lines, run_noise
+from scoregram.reading.replay import ReplayedRun, replay_groups
+from scoregram.reading.step import block_scalars
 from scoregram.reading.trust import Trust, needs_gram, trust_of
-from scoregram.runs import GroupRecord, Rows, Run, own_name
-from scoregram.statistics import (
-    NoiseComponents,
-    UpdatePower,
-    baseline_saving,
-    group_moments,
-    mixed_probability,
-    noise_scale,
-    optimal_group_size,
-    signal_to_noise,
-)
+from scoregram.runs import GroupRecord, RolloutRecord, Rows, Run, open_run, own_name
+from scoregram.statistics import NoiseComponents, UpdatePower, mixed_probability
 
 Line = Mapping[str, float | int | bool]
 """The scalars of one step, from `metrics.jsonl`."""
@@ -64,6 +60,8 @@ class RunReading:
     tests: EvaluationRewards = field(default_factory=dict)
     remarks: Mapping[str, str] = field(default_factory=dict)
     """Kind → a sentence that a reader must know before trusting the numbers, as stored with the run."""
+    folder: Run | None = None
+    """The run folder it was read from; None for a reading that was put together."""
 
     @cached_property
     def trust(self) -> Trust:
@@ -131,16 +129,6 @@ class RunReading:
         for group in self.last_groups:
             per_step[group.record.step] += group.size
         return sum(per_step.values()) / len(per_step) if per_step else math.nan
-
-    @property
-    def complete_prompts(self) -> int:
-        """Prompts per step with every reward, which noise needs: mean over the last third, rounded; 1 if none.
-
-        Steps with fewer than two are left out: they have no estimate of the noise.
-        """
-        per_step = Counter(group.record.step for group in _complete_groups(self.last_groups, self.group_size or 0))
-        counts = [count for count in per_step.values() if count > 1]
-        return round(sum(counts) / len(counts)) if counts else 1
 
     def series(self, name: str, *, failed: bool = False) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Steps that logged a scalar, and its values; both empty if no step did, or if it was never defined.
@@ -215,14 +203,52 @@ class RunReading:
         rank, null = (float(_column(shown, name).mean()) if shown else math.nan for name in names)
         return rank, null
 
+    def noise(self) -> RunNoise:
+        """Signal, noise scale, best group size and what the best baseline would save, with intervals over steps."""
+        return self._noise
+
+    @cached_property
+    def _noise(self) -> RunNoise:
+        return run_noise(noise_lines(self), self.group_size, failed=self.trust.failed)
+
+    def what_if(self, *estimators: str, group_size: int = 0) -> ReplayedRun:
+        """What other estimators would have done with the stored rollouts; see `what_if`."""
+        return what_if(self, estimators, group_size=group_size)
+
+    def to_pandas(self) -> Any:
+        """The scalars as a data frame: a row for each step, `step` as the index.
+
+        Raises:
+            ScoregramError: If pandas is not installed.
+        """
+        try:
+            from pandas import DataFrame
+        except ImportError as error:
+            return fail("to_pandas", "needs pandas", str(error), "Install it with `pip install pandas`.")
+        return DataFrame([dict(line) for line in self.lines]).set_index("step") if self.lines else DataFrame()
+
+    def rollouts_of(self, step: int, prompt: str | None = None) -> list[RolloutRecord]:
+        """The stored rollouts of a step, with text, tokens and rewards, or those of one of its prompts.
+
+        Raises:
+            ScoregramError: If the run stored no rollouts of this step or prompt; the error lists what it has.
+        """
+        stored = [] if self.folder is None else list(self.folder.rollouts([step]))
+        found = [record for record in stored if prompt is None or record.prompt_id == prompt]
+        if not found:
+            has = listed(dict.fromkeys(record.prompt_id for record in stored)) or "no rollouts of this step"
+            fail("rollouts_of", f"step {step} needs stored rollouts", has, "Train with --rollouts-every 1.")
+        return found
+
     @cached_property
     def summary(self) -> "RunSummary":
         """The numbers of the last third."""
         return run_summary(self)
 
 
-def read_run(run: Run) -> RunReading:
-    """Everything in a run folder, in one pass over it."""
+def read_run(run: Run | Path | str) -> RunReading:
+    """Everything in a run folder, given by its path or already open, in one pass over it."""
+    run = run if isinstance(run, Run) else open_run(run)
     tests: list[GroupRecord] = []
     records: list[GroupRecord] = []
     for record in run.groups(layers=False):
@@ -235,7 +261,22 @@ def read_run(run: Run) -> RunReading:
         groups=[StoredGroup(record) for record in trained],
         tests=evaluation_rewards(tests),
         remarks=run.remarks,
+        folder=run,
     )
+
+
+def what_if(run: RunReading, estimators: Sequence[str] = (), *, group_size: int = 0) -> ReplayedRun:
+    """Signal, noise, direction and rank of other estimators on the groups of a run's last third.
+
+    Args:
+        run: From `read_run(folder)`.
+        estimators: Rows of `ESTIMATORS`; one of each kind by default.
+        group_size: Rollouts of each part, at most half of the run's group size; 0 means exactly half.
+
+    Raises:
+        ScoregramError: As for `replay_groups`.
+    """
+    return replay_groups(run.last_measured, run.group_size or 0, estimators, group_size=group_size)
 
 
 def evaluation_rewards(tests: Iterable[GroupRecord]) -> EvaluationRewards:
@@ -282,16 +323,14 @@ class RunSummary:
 
 def run_summary(run: RunReading) -> RunSummary:
     """The numbers of the last third: means over groups, noise components pooled over steps."""
-    groups = run.last_measured
+    groups, noise = run.last_measured, run.noise()
     live = [group for group in groups if group.has_spectrum]
     rank, null = _column(live, "effective_rank"), _column(live, "effective_rank_orthogonal")
     ends = np.array([group.possible_ranks for group in live]).reshape(-1, 2)
-    rows = noise_rows(run)
-    size = run.group_size or 0
     return RunSummary(
         groups=len(run.last_groups),
         live=len(live),
-        noise_steps=len(rows),
+        noise_steps=noise.steps,
         reward=_mean_reward(run),
         tested=_last_tested(run.tests),
         dead=_dead_share(run),
@@ -304,58 +343,26 @@ def run_summary(run: RunReading) -> RunSummary:
         top1=mean_estimate(_column(live, "top1_fraction")),
         top1_null=mean_estimate(_column(live, "top1_fraction_orthogonal")),
         cosine=mean_estimate(_column(groups, "cosine")),
-        baseline_saving=_saving_estimate(run),
-        noise_scale=_pooled_estimate(rows, lambda noise: noise_scale(noise, size)),
-        snr=_pooled_estimate(rows, lambda noise: signal_to_noise(noise, run.complete_prompts, size)),
-        best_group_size=_pooled_estimate(rows, lambda noise: optimal_group_size(noise).exact),
-        components=NoiseComponents(*rows.mean(axis=0).tolist()) if len(rows) else None,
+        baseline_saving=noise.baseline_saving,
+        noise_scale=noise.noise_scale,
+        snr=noise.snr,
+        best_group_size=noise.best_group_size,
+        components=noise.components,
     )
 
 
-def noise_rows(run: RunReading) -> np.ndarray:
-    """`(steps, 4)`: `|g|²`, `c1`, `c2`, `c3` of every step of the last third that has a Gram between prompts."""
+def noise_lines(run: RunReading) -> list[Line]:
+    """The scalars of every step, with those that an older version did not log computed from the stored Grams."""
     by_step: dict[int, list[StoredGroup]] = {}
-    for group in run.last_measured:
+    for group in run.groups:
         by_step.setdefault(group.record.step, []).append(group)
-    names = ("gram/gradient_squared", "gram/between_prompts", "gram/within_prompt")
-    rows = []
-    for line in run.last_lines:
-        known = [float(line.get(name, math.nan)) for name in names]
-        groups = by_step.get(int(line["step"]), [])
-        complete = _complete_groups(groups, run.group_size or 0)
-        if any(map(math.isnan, known)) or len(complete) < 2:
-            continue
-        moments = group_moments(*_stacked_groups(complete))
-        rows.append([*known, float((moments.variance_fisher_trace + moments.gradient_squared).mean())])
-    return np.array(rows).reshape(-1, 4)
-
-
-def _pooled_estimate(rows: np.ndarray, quantity: Callable[[NoiseComponents], float]) -> Estimate:
-    """A quantity of the components averaged over steps; the interval resamples steps."""
-    if not len(rows):
-        return UNKNOWN_ESTIMATE
-
-    def statistic(drawn: np.ndarray) -> np.ndarray:
-        means = rows[drawn].mean(axis=-2)  # (…, 4)
-        values = [quantity(NoiseComponents(*mean)) for mean in means.reshape(-1, 4).tolist()]
-        return np.array(values).reshape(means.shape[:-1])
-
-    return bootstrap_estimate(len(rows), statistic)
-
-
-def _saving_estimate(run: RunReading) -> Estimate:
-    groups = _complete_groups(run.last_measured, run.group_size or 0)
-    if not groups:
-        return UNKNOWN_ESTIMATE
-    grams, rewards = _stacked_groups(groups)
-    saved = (baseline_saving(grams, rewards).per_prompt * rewards.shape[1]).numpy()
-    variance = group_moments(grams, rewards).oracle_trace.numpy()
-
-    def statistic(drawn: np.ndarray) -> np.ndarray:
-        total = variance[drawn].sum(axis=-1)
-        return np.where(total > 0, saved[drawn].sum(axis=-1) / np.where(total > 0, total, 1.0), math.nan)
-
-    return bootstrap_estimate(len(groups), statistic)
+    lines = list(run.lines)
+    old = {int(line["step"]) for line in last_measured_lines(lines) if "gram/complete_prompts" not in line}
+    for place, line in enumerate(lines):
+        complete = _complete_groups(by_step.get(int(line["step"]), []), run.group_size or 0)
+        if int(line["step"]) in old and complete:
+            lines[place] = {**line, **block_scalars(*_stacked_groups(complete))}
+    return lines
 
 
 def _complete_groups(groups: Sequence[StoredGroup], size: int) -> list[StoredGroup]:

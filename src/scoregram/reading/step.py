@@ -21,6 +21,7 @@ from scoregram.runs import BatchRecord, GroupRecord, RolloutRecord, Rows, rows_o
 from scoregram.spectra import MEASURED_RTOL
 from scoregram.statistics import (
     baseline_saving,
+    group_moments,
     group_outcomes,
     noise_components,
     noise_scale,
@@ -32,7 +33,7 @@ from scoregram.statistics import (
     update_norm,
     update_power,
 )
-from scoregram.types import Advantages, BatchGram, BatchWeights, PerPrompt, Rewards
+from scoregram.types import Advantages, BatchGram, BatchWeights, GroupGrams, PerPrompt, Rewards
 
 LayerDetail = Literal["each", "kinds", "none"]
 """Which per-layer Grams a group record keeps: one per layer, one per kind of layer (summed over depth), or none."""
@@ -214,7 +215,6 @@ WHOLE_GRAM = (
     "update_noise",
     "gradient_squared",
     "between_prompts",
-    "within_prompt",
     "snr",
     "noise_scale",
     "optimal_group_size",
@@ -236,7 +236,7 @@ def gram_scalars(step: Step) -> dict[str, float]:
         scalars = dict.fromkeys((f"gram/{name}" for name in OF_WEIGHTS), math.nan)
         return scalars | (update_scalars(matrix, step.row_weights, rollouts.group_ids) if is_whole else {})
     norms = matrix.diagonal().clamp(min=0).sqrt()
-    scalars = {"gram/score_norm": float(norms.mean()), "gram/baseline_saving": _saved_fraction(step)}
+    scalars = {"gram/score_norm": float(norms.mean())} | _block_scalars(step)
     scalars |= dict.fromkeys((f"gram/{name}" for name in WHOLE_GRAM), math.nan)
     return scalars | (whole_gram_scalars(matrix, step.row_weights, rollouts) if is_whole else {})
 
@@ -257,7 +257,6 @@ def whole_gram_scalars(gram: BatchGram, weights: BatchWeights, rollouts: Rollout
     return scalars | {
         "gram/gradient_squared": noise.gradient_squared,
         "gram/between_prompts": noise.between_prompts,
-        "gram/within_prompt": noise.within_prompt,
         "gram/snr": signal_to_noise(noise, prompts, size),
         "gram/noise_scale": noise_scale(noise, size),
         "gram/optimal_group_size": optimal_group_size(noise).exact,
@@ -279,15 +278,38 @@ def update_scalars(gram: BatchGram, weights: BatchWeights, group_ids: Tensor) ->
     return scalars
 
 
-def _saved_fraction(step: Step) -> float:
-    """Share of the within-prompt variance that the best baseline saves; `nan` without complete groups of 4 or more."""
+def _block_scalars(step: Step) -> dict[str, float]:
+    """`block_scalars` of the groups that have every reward."""
     assert step.gram is not None
     size, rewards = step.rollouts.group_size, step.rollouts.reward_grid
     complete = rewards.isfinite().all(1)
     if size is None or size < 4 or not bool(complete.any()):
-        return math.nan
-    blocks = diagonal_blocks(step.gram.matrix, size)[complete]
-    return baseline_saving(blocks, rewards[complete]).fraction
+        return dict.fromkeys(BLOCK_SCALARS, math.nan) | {"gram/complete_prompts": 0}
+    return block_scalars(diagonal_blocks(step.gram.matrix, size)[complete], rewards[complete])
+
+
+BLOCK_SCALARS = ("gram/within_prompt", "gram/group_baseline", "gram/saved_variance", "gram/baseline_saving")
+"""Scalars of complete groups that do not need the Gram between prompts."""
+
+
+def block_scalars(blocks: GroupGrams, rewards: Rewards) -> dict[str, float]:
+    """Noise within prompts, and what the best baseline would save of it: means over prompts.
+
+    `gram/within_prompt` and `gram/group_baseline` are `c2` and `c3` of `NoiseComponents`; `gram/saved_variance` over
+    `gram/within_prompt` is `gram/baseline_saving`. A run pools numerators and denominators (`run_noise`).
+
+    Args:
+        blocks: `(P, R, R)`, `R` at least 4.
+        rewards: `(P, R)`, all finite.
+    """
+    moments, saving = group_moments(blocks, rewards), baseline_saving(blocks, rewards)
+    values = (
+        moments.oracle_trace.mean(),
+        (moments.variance_fisher_trace + moments.gradient_squared).mean(),
+        saving.per_prompt.mean() * rewards.shape[1],
+        saving.fraction,
+    )
+    return dict(zip(BLOCK_SCALARS, map(float, values), strict=True)) | {"gram/complete_prompts": len(rewards)}
 
 
 def diagonal_blocks(gram: Tensor, size: int) -> Tensor:

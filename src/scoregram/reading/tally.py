@@ -8,9 +8,8 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from scoregram.reading.step import outcome_scalars
+from scoregram.reading.step import block_scalars, outcome_scalars
 from scoregram.runs import GroupRecord
-from scoregram.statistics import baseline_saving, group_moments
 
 _PLACES = ("group", "rollouts_left_out", "late")
 """Marks of a group that are positions or counts, so they are not averaged."""
@@ -33,7 +32,6 @@ class StepTally:
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._counts: Counter[str] = Counter()
         self._largest_gap = math.nan
-        self._saved = self._variance = 0.0
 
     @property
     def rollouts(self) -> int:
@@ -57,14 +55,15 @@ class StepTally:
                 self._add_mean(name, value, judged if name in _MEANS_OVER_JUDGED else 1)
         if group.gram is not None:
             self._add_mean("gram/score_norm", float(group.gram.diagonal().clamp(min=0).sqrt().mean()), size)
-            self._add_saving(group)
+            self._add_noise(group)
 
     def scalars(self) -> dict[str, float]:
         """Name → number, as in `metrics.jsonl`; `nan` for a mean to which no group contributed."""
         sums, counts = self._sums, self._counts
         scalars = {name: sums[name] / count if count else math.nan for name, count in counts.items()}
         scalars |= {name: value for name, value in sums.items() if name not in counts}
-        scalars["gram/baseline_saving"] = self._saved / self._variance if self._variance > 0 else math.nan
+        saved, variance = (scalars.get(f"gram/{name}", math.nan) for name in ("saved_variance", "within_prompt"))
+        scalars["gram/baseline_saving"] = saved / variance if variance > 0 else math.nan
         if not math.isnan(self._largest_gap):
             scalars[f"dump/{_LARGEST_GAP}"] = self._largest_gap
         return scalars | self.between_prompts
@@ -85,10 +84,11 @@ class StepTally:
         self._counts[name] += weight if is_defined else 0
         self._sums[name] += value * weight if is_defined else 0.0
 
-    def _add_saving(self, group: GroupRecord) -> None:
-        """Add to numerator and denominator of `BaselineSaving.fraction`: sums over the groups that have all rewards."""
-        if len(group.rewards) < 4 or group.gram is None or not bool(group.rewards.isfinite().all()):
-            return
-        blocks, rewards = group.gram[None], group.rewards[None].double()
-        self._saved += float((baseline_saving(blocks, rewards).per_prompt * rewards.shape[1]).sum())
-        self._variance += float(group_moments(blocks, rewards).oracle_trace.sum())
+    def _add_noise(self, group: GroupRecord) -> None:
+        """Add `block_scalars` of a group that is large enough and has all rewards; `baseline_saving` is their ratio."""
+        is_complete = len(group.rewards) >= 4 and bool(group.rewards.isfinite().all())
+        self._sums["gram/complete_prompts"] += is_complete
+        if group.gram is not None and is_complete:
+            found = block_scalars(group.gram[None], group.rewards[None].double())
+            for name in ("gram/within_prompt", "gram/group_baseline", "gram/saved_variance"):
+                self._add_mean(name, found[name], 1)

@@ -35,6 +35,7 @@ from scoregram.reading import (
     outcomes_of,
     read_step,
     rollout_records,
+    run_noise,
     turn_scalars,
 )
 from scoregram.rollouts import Rollouts, concatenated_rollouts
@@ -222,6 +223,10 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
             if interrupted:
                 progress.note(f"stopped after step {number}; continue with --resume")
                 break
+        noise = run_noise(open_run(config.out).metrics(), config.group_size)
+        trackers.log(position.step, noise.scalars())
+        if noise.sentence():
+            progress.note(noise.sentence())
     return Trained(config.out, position.step, interrupted, position.rollouts)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from scoregram.advantages import ESTIMATORS
 from scoregram.checks import fail
 from scoregram.distributed import ALONE, Processes
-from scoregram.exhibits import Table
+from scoregram.exhibits import Cell, Estimate, Table
 from scoregram.integrations.trl.fused_step import FusedSteps
 from scoregram.integrations.trl.generation import (
     Generation,
@@ -42,7 +42,7 @@ from scoregram.integrations.trl.support import (
     uneven_term,
 )
 from scoregram.integrations.trl.window import ROW_KEY, MicroBatch, Window, row_keys
-from scoregram.reading import CHECK_ROLLOUTS, Trust, needs_gram
+from scoregram.reading import CHECK_ROLLOUTS, STEP_NAMES, RunNoise, Trust, needs_gram, run_noise
 from scoregram.runs import OWN_PREFIX, LayerPrecision, own_name
 
 FAILED_PREFIX = own_name("failed/")
@@ -254,13 +254,21 @@ class Attachment:
             norm_only=frozenset(reading.step for reading in self.readings if not reading.scalars[CHECK_ROLLOUTS]),
         )
 
+    def noise(self) -> RunNoise:
+        """Signal, noise scale, best group size and what the best baseline would save, pooled over measured steps."""
+        lines = [{"step": reading.step, **reading.scalars} for reading in self.readings]
+        return run_noise(lines, int(self.trainer.num_generations), failed=self.trust.failed)
+
     def summary(self) -> Table:
         """The measured scalars: first, last, and the mean where every measured step defines them.
+
+        Signal to noise, noise scale, best group size and saving have `noise()` in place of a mean: ratios are pooled.
 
         Numbers from the Gram of a step whose self-check failed are withheld; `readings` has them, with `passed`.
         """
         names = dict.fromkeys(name for reading in self.readings for name in reading.scalars)
-        rows = []
+        pooled = self.noise()
+        rows: list[tuple[Cell, ...]] = []
         for name in names:
             values = [
                 math.nan if needs_gram(name) and not reading.passed else float(reading.scalars.get(name, math.nan))
@@ -268,13 +276,15 @@ class Attachment:
             ]
             # a mean over only the steps that define a number would be biased by that selection
             mean = sum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
-            rows.append((name, values[0], values[-1], mean))
+            over_run = getattr(pooled, STEP_NAMES[name]) if name in STEP_NAMES else mean
+            rows.append((name, values[0], values[-1], over_run))
         return Table(
             id="trl",
             title=f"Measured steps of {type(self.trainer).__name__}",
             caption=f"Steps {self._measured_steps}. {' '.join(self.trust.sentences())} A number is undefined where "
             "every advantage is zero, or where a step has too few rollouts for it; a mean is given only where every "
-            "step defines the number and no self-check failed.",
+            "step defines the number and no self-check failed. Signal to noise, noise scale, best group size and the "
+            "saving of a baseline are ratios of means over the last third of the measured steps.",
             columns=("scalar", "first", "last", "mean"),
             rows=tuple(rows),
         )
@@ -291,7 +301,8 @@ class Attachment:
         ]
         passed = (self.readings[0].passed, self.readings[-1].passed, True)
         for name, label in HEADLINE_SCALARS.items():
-            numbers = [value for value in rows.get(name, ()) if isinstance(value, float)]
+            cells = (cell.value if isinstance(cell, Estimate) else cell for cell in rows.get(name, ()))
+            numbers = [value for value in cells if isinstance(value, float)]
             if numbers:
                 cells = (
                     f"{number:.3g}"

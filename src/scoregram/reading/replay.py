@@ -1,0 +1,225 @@
+"""What other estimators of advantages would have done with the stored rollouts of a run.
+
+The groups of a run hold rewards, lengths and the Gram of their scores. From these, without the model, one can compute
+the inner products of the updates that any estimator makes of the same rollouts. Disjoint parts of a group are
+independent samples, so two parts give the signal and the noise of an estimator without a formula for it
+(`statistics.halves`). All numbers are about the update of a single prompt, because a run stores the Gram between
+prompts for few steps only. They do not change if an estimator multiplies all its advantages by a constant.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from scoregram.advantages import ESTIMATORS, estimate
+from scoregram.bootstrap import bootstrap_estimate, mean_estimate
+from scoregram.checks import fail, listed, lookup
+from scoregram.exhibits import Estimate
+from scoregram.reading.group import StoredGroup, read_group
+from scoregram.statistics import SplitProducts, disjoint_parts, split_products
+
+REFERENCE = "rloo"
+"""Estimator that the others are compared with: it is unbiased."""
+USUAL = (
+    *("rloo", "mean", "grpo", "reinforce", "reinforce++", "reinforce++-baseline"),
+    *("opo", "opo-loo", "optimal", "optimal-loo", "tic"),
+)
+"""Estimators compared if none is named: one of each kind, and only one of the variants of `grpo` in several trainers.
+"""
+STORED_INPUTS = frozenset({"lengths", "score_energies", "outcomes"})
+"""Inputs of estimators that a run's groups hold."""
+FEW_GROUPS = 20
+"""With fewer groups than this no interval is given: they are too few to know how much groups differ."""
+UNKNOWN = Estimate(math.nan)
+_CALLER = "whatif"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """The numbers of one estimator on the groups of a run."""
+
+    estimator: str
+    snr: Estimate
+    """Signal over noise, `|E ĝ|² / tr Cov ĝ` of one prompt's update, pooled over groups; negative by chance."""
+    efficiency: Estimate
+    """`snr` over that of `REFERENCE`: at 2, half as many groups give an update of the same quality. `nan` unless the
+    intervals of both exclude 0."""
+    direction: Estimate
+    """Cosine between the expected update and that of `REFERENCE`, which has the true direction. It may exceed 1 by
+    chance. `nan` unless the intervals of both `snr` exclude 0."""
+    taken: Estimate
+    """Cosine between the update of the whole groups and the one that the run took."""
+    effective_rank: Estimate
+    """Mean over live groups, whole; a group is live if it has an advantage other than 0."""
+    effective_rank_null: Estimate
+    """The same for orthogonal scores with the same norms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayedRun:
+    """The numbers of several estimators on the same groups."""
+
+    groups: int
+    """Groups replayed: those of the last third with all rewards and a Gram."""
+    run_size: int
+    """Rollouts of each group."""
+    group_size: int
+    """Rollouts of each of the two parts from which signal and noise are estimated."""
+    rows: tuple[Replay, ...]
+
+
+def replay_groups(
+    stored: Sequence[StoredGroup], run_size: int, estimators: Sequence[str] = (), *, group_size: int = 0
+) -> ReplayedRun:
+    """Signal, noise, direction and rank of other estimators on stored groups.
+
+    Args:
+        stored: Those with all rewards, a Gram of scores and `run_size` rollouts are replayed.
+        run_size: Rollouts of each group.
+        estimators: Rows of `ESTIMATORS`; `USUAL` by default.
+        group_size: Rollouts of each part, at most half of `run_size`; 0 means exactly half.
+
+    Raises:
+        ScoregramError: If an estimator is unknown or needs an input that a run does not store, if `group_size` is below
+            the estimator's minimum or above half of the run's, or if there is no group to replay.
+    """
+    groups = replayable_groups(stored, run_size)
+    size = group_size or run_size // 2
+    names = list(dict.fromkeys(estimators)) or [name for name in USUAL if ESTIMATORS[name].min_group <= size]
+    for name in names:
+        require_replayable(name, size)
+    if not 1 < size <= run_size // 2:
+        requirement = f"must be from 2 to {run_size // 2}, half of the run's groups of {run_size}"
+        fail(f"{_CALLER} --group-size", requirement, size, "Signal and noise need two disjoint parts of a group.")
+    every = list(dict.fromkeys([REFERENCE, *names]))
+    table = ReplayedGroups(groups)
+    parts = disjoint_parts(run_size, size)
+    split = torch.stack([table.advantages_of_parts(name, parts) for name in every])
+    products = split_products(table.grams, split, parts)
+    rows = tuple(replay(table, name, products, every.index(name)) for name in names)
+    return ReplayedRun(groups=len(groups), run_size=run_size, group_size=size, rows=rows)
+
+
+def replayable_groups(stored: Sequence[StoredGroup], size: int) -> list[StoredGroup]:
+    """The groups of `size` rollouts, at least four, that have all rewards and a Gram of scores."""
+    groups = [group for group in stored if group.size == size and group.is_complete]
+    if not groups or size < 4:
+        got = f"{len(groups)} in the last third, of {size} rollouts"
+        remedy = "Measure more steps, or larger groups."
+        fail(_CALLER, "a run needs measured groups of four rollouts or more with all rewards", got, remedy)
+    return groups
+
+
+def can_replay(name: str) -> bool:
+    """Whether the groups of a run hold every input of an estimator."""
+    row = ESTIMATORS[name]
+    return row.level == "group" and set(row.needs) <= STORED_INPUTS
+
+
+def require_replayable(name: str, size: int) -> None:
+    """Raise unless an estimator can be replayed on parts of `size` rollouts."""
+    row = lookup(ESTIMATORS, name, kind=f"{_CALLER} --estimators")
+    if not can_replay(name):
+        missing = listed(set(row.needs) - STORED_INPUTS) or f"credit for every {row.level}"
+        remedy = f"Choose among {listed(n for n in ESTIMATORS if can_replay(n))}."
+        fail(
+            f"{_CALLER} --estimators",
+            "a run must hold what the estimator needs",
+            f"{name}, which needs {missing}",
+            remedy,
+        )
+    if row.min_group > size:
+        fail(_CALLER, f"{name} needs groups of {row.min_group} or more", size, "Choose a larger --group-size.")
+
+
+class ReplayedGroups:
+    """The stored groups as tensors, `P` groups of `R` rollouts."""
+
+    def __init__(self, groups: Sequence[StoredGroup]) -> None:
+        records = [group.record for group in groups]
+        self.rewards = torch.stack([record.rewards.double() for record in records])  # (P, R)
+        self.lengths = torch.stack([record.lengths for record in records])
+        self.taken = torch.stack([record.advantages.double() for record in records])
+        self.grams = torch.stack([record.gram.double() for record in records if record.gram is not None])
+        self.steps = torch.tensor([record.step for record in records])
+
+    def advantages(self, name: str, places: Tensor) -> Tensor:
+        """`(P, r)` advantages if every group consisted of its rollouts at `places` `(r,)` alone."""
+        inputs = {
+            "lengths": self.lengths[:, places],
+            "score_energies": self.grams.diagonal(dim1=1, dim2=2)[:, places],
+            "outcomes": self.rewards[:, places],
+        }
+        rewards = self.rewards[:, places]
+        if not ESTIMATORS[name].couples_prompts:
+            return estimate(name, rewards, **inputs)
+        found = torch.empty_like(rewards)
+        for step in self.steps.unique():  # only prompts of one step meet
+            here = self.steps == step
+            found[here] = estimate(name, rewards[here], **{key: value[here] for key, value in inputs.items()})
+        return found
+
+    def advantages_of_parts(self, name: str, parts: Tensor) -> Tensor:
+        """`(P, K, 2, r)` advantages in both parts of every split `(K, 2, r)`."""
+        flat = [self.advantages(name, places) for places in parts.flatten(0, 1)]
+        return torch.stack(flat, dim=1).unflatten(1, parts.shape[:2])
+
+    def whole_advantages(self, name: str) -> Tensor:
+        """`(P, R)` advantages in the whole groups."""
+        return self.advantages(name, torch.arange(self.rewards.shape[1]))
+
+
+def replay(table: ReplayedGroups, name: str, products: SplitProducts, place: int) -> Replay:
+    """The numbers of the estimator at index `place` of `products`; the reference is at index 0."""
+    signal, noise = products.signal.numpy(), products.noise.numpy()
+    across = products.across[0, place].numpy()
+    whole = table.whole_advantages(name)
+    dot, own, run_s = (
+        torch.einsum("pi,pij,pj->p", left, table.grams, right).numpy()
+        for left, right in ((whole, table.taken), (whole, whole), (table.taken, table.taken))
+    )
+    readings = [
+        read_group(gram, rewards, advantages)
+        for gram, rewards, advantages in zip(table.grams, table.rewards, whole, strict=True)
+        if bool(advantages.any())
+    ]
+
+    def snr(drawn: np.ndarray, index: int) -> np.ndarray:
+        return over_positive(signal[index][drawn].sum(-1), noise[index][drawn].sum(-1))
+
+    def efficiency(drawn: np.ndarray) -> np.ndarray:
+        return over_positive(snr(drawn, place), snr(drawn, 0))
+
+    def cosine(drawn: np.ndarray, product: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+        lengths = np.maximum(first[drawn].sum(-1), 0) * np.maximum(second[drawn].sum(-1), 0)
+        return over_positive(product[drawn].sum(-1), np.sqrt(lengths))
+
+    count = len(table.rewards)
+    both = [pooled(count, partial(snr, index=index)) for index in (0, place)]
+    is_certain = all(found.low > 0 for found in both)
+    across_cosine = partial(cosine, product=across, first=signal[0], second=signal[place])
+    return Replay(
+        estimator=name,
+        snr=both[1],
+        efficiency=pooled(count, efficiency) if is_certain else UNKNOWN,
+        direction=pooled(count, across_cosine) if is_certain else UNKNOWN,
+        taken=pooled(count, partial(cosine, product=dot, first=own, second=run_s)),
+        effective_rank=mean_estimate([reading.effective_rank for reading in readings]),
+        effective_rank_null=mean_estimate([reading.effective_rank_orthogonal for reading in readings]),
+    )
+
+
+def over_positive(above: np.ndarray | np.floating, below: np.ndarray | np.floating) -> np.ndarray:
+    """`above / below`, `nan` where `below` is not positive."""
+    return np.where(below > 0, above / np.where(below > 0, below, 1.0), math.nan)
+
+
+def pooled(count: int, statistic: Callable[[np.ndarray], np.ndarray]) -> Estimate:
+    """A statistic of `count` groups with a bootstrap interval over groups; none below `FEW_GROUPS`."""
+    found = bootstrap_estimate(count, statistic)
+    return found if count >= FEW_GROUPS else Estimate(found.value)
