@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from scoregram.checks import ScoregramError
-from scoregram.gram import Gram, backward_with_gram, measure_gram
+from scoregram.gram import Gram, backward_with_gram, contract, measure_gram, row_gram
 from scoregram.gram.result import CollectedScores
 from tests.cases import ARCHITECTURES, build, rollouts
 
@@ -145,3 +145,14 @@ def test_verification_sees_an_error_that_cancels_in_the_sum_of_all_rows(monkeypa
     monkeypatch.setattr(CollectedScores, "gram", disturbed)
     with pytest.raises(ScoregramError, match="must agree with a plain backward pass"):
         measure_gram(build("Llama"), *rollouts().arguments, verify=True)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_autocast_does_not_round_grams_and_sums(groups):
+    """Rows of small parameters are contracted inside the caller's autocast block."""
+    torch.manual_seed(0)
+    rows, weights = torch.randn(6, 5000), torch.randn(2, 6)
+    exact, sums = row_gram(rows, groups), contract.weighted_sums(weights, rows)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(row_gram(rows, groups), exact)
+        assert torch.equal(contract.weighted_sums(weights, rows), sums)

@@ -14,7 +14,22 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.mark.parametrize(
     ("count", "groups"),
-    [(1, 1), (2, 1), (3, 1), (5, 1), (8, 1), (8, 2), (16, 1), (24, 3), (64, 1), (64, 8), (66, 1), (96, 8), (512, 1)],
+    [
+        (1, 1),
+        (2, 1),
+        (3, 1),
+        (5, 1),
+        (8, 1),
+        (8, 2),
+        (16, 1),
+        (24, 3),
+        (64, 1),
+        (64, 8),
+        (66, 1),
+        (96, 8),
+        (200, 2),
+        (512, 1),
+    ],
 )
 @pytest.mark.parametrize("width", [100, 8192, 100_003])
 @pytest.mark.parametrize("vectors", [0, 1, 3, 20])

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from scoregram.gram import contract, slab
-from scoregram.gram.slab import FUSED_VECTORS, HalfContractor, Segment, Shares, Slab, Tile
+from scoregram.gram.slab import FUSED_VECTORS, PAIR_ROWS, HalfContractor, Segment, Shares, Slab, Tile
 
 CPU = torch.device("cpu")
 
 
 class SlowContractor(HalfContractor):
-    """Both kernels as loops over programs, tiles and rows."""
+    """The kernels as loops over programs, tiles and rows."""
 
     def launch(self, tile, rows, out, segments):  # noqa: D102
         shares = Shares.of(segments, tile.columns * tile.stack, 5, CPU)
@@ -49,9 +49,15 @@ class SlowContractor(HalfContractor):
         assert self.weights is not None
         out.copy_(self.weights.double() @ rows.double())
 
-    def products(self, rows):  # noqa: D102
-        groups = rows.double().unflatten(0, (self.groups, -1))
-        return (groups @ groups.mT).unsqueeze(0)
+    def launch_pairs(self, pairs, rows, segments):  # noqa: D102
+        found = torch.zeros(len(segments), pairs.count, PAIR_ROWS, PAIR_ROWS, dtype=torch.float64)
+        for index, segment in enumerate(segments):
+            values = rows[:, segment.start : segment.start + segment.width].double()
+            for pair in range(pairs.count):
+                limit = int(pairs.limit[pair])
+                a, b = (values[int(start[pair]) : limit][:PAIR_ROWS] for start in (pairs.left, pairs.right))
+                found[index, pair, : len(a), : len(b)] = a @ b.T
+        return found
 
 
 @pytest.fixture(autouse=True)
@@ -63,12 +69,25 @@ def on_the_cpu(monkeypatch):
         ("HalfContractor", SlowContractor),
     ):
         monkeypatch.setattr(contract, name, value)
-    monkeypatch.setattr(contract, "multiplies_into_float32", lambda: True)
 
 
 @pytest.mark.parametrize(
     ("rollouts", "groups"),
-    [(1, 1), (2, 1), (3, 1), (8, 2), (16, 1), (24, 3), (64, 8), (66, 1), (80, 8), (96, 8), (130, 2)],
+    [
+        (1, 1),
+        (2, 1),
+        (3, 1),
+        (8, 2),
+        (16, 1),
+        (24, 3),
+        (64, 8),
+        (66, 1),
+        (80, 8),
+        (96, 8),
+        (130, 2),
+        (257, 1),
+        (390, 3),
+    ],
 )
 @pytest.mark.parametrize("vectors", [0, 1, 3, 20])
 def test_grams_and_sums_of_several_weights(rollouts, groups, vectors):

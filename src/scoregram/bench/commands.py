@@ -43,7 +43,8 @@ class BenchGram(Benchmark):
     lora: int = 0
     """Train only LoRA adapters of this rank; 0 trains all parameters."""
     ways: tuple[str, ...] = ("gram+gradient", "gram", "n-backwards", "vmap", "opacus")
-    """What to time besides the plain step, which runs with and without a chunked head; also blocks+gradient."""
+    """What to time besides the plain step, which runs with and without a chunked head; also blocks+gradient and,
+    on a GPU, gram+gradient-replayed from a CUDA graph."""
     repeats: int = 5
     """Timed calls of each way, in turns."""
     threads: int = 1
@@ -108,7 +109,7 @@ class BenchSample(Benchmark):
 
 @dataclass(frozen=True)
 class BenchTrl(Benchmark):
-    """Cost of a measured optimisation step of TRL's GRPOTrainer, relative to a plain one, on a CPU."""
+    """Cost of a measured optimisation step of TRL's GRPOTrainer, relative to a plain one."""
 
     shape: str = "llama-25m"
     """tiny, llama-tiny, llama-25m, smollm2-135m, llama-1b or nemotron-4b; weights are random."""
@@ -129,8 +130,10 @@ class BenchTrl(Benchmark):
     """Without and with gradient checkpointing."""
     repeats: int = 5
     """Timed plain steps and timed measured steps, alternating."""
+    device: str = "auto"
+    """auto, cpu or cuda; on a GPU the trainer computes under bfloat16 autocast."""
     threads: int = 1
-    """CPU threads of torch."""
+    """CPU threads of torch; ignored on a GPU."""
 
 
 @dataclass(frozen=True)

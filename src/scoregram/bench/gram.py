@@ -32,7 +32,7 @@ from scoregram.bench.harness import (
     seconds_in_turns,
 )
 from scoregram.checks import ScoregramError, fail, lookup
-from scoregram.gram import backward_with_gram, measure_gram, row_gram
+from scoregram.gram import CudaGraphGram, backward_with_gram, measure_gram, row_gram
 from scoregram.machine import threads as torch_threads
 
 _CALLER = "bench gram"
@@ -53,6 +53,8 @@ class GramWork:
     input_ids: Tensor
     completion_mask: Tensor
     weights: Tensor
+    graphs: CudaGraphGram
+    """For the way that replays CUDA graphs."""
     autocast: bool = False
     """Whether products are taken in bfloat16, whatever the dtype of the weights."""
 
@@ -177,6 +179,14 @@ def gram_and_gradient(work: GramWork) -> Tensor:
     return backward_with_gram(work.model, work.input_ids, work.completion_mask, weights=work.weights).matrix
 
 
+def replayed_gram_and_gradient(work: GramWork) -> Tensor:
+    """scoregram: the Gram and the training gradient, replayed from a CUDA graph."""
+    gram = work.graphs.backward(work.input_ids, work.completion_mask, weights=work.weights)
+    if work.graphs.reason is not None:
+        fail(_CALLER, "gram+gradient-replayed needs a CUDA graph", work.graphs.reason, "Leave it out of --ways.")
+    return gram.matrix
+
+
 def blocks_and_gradient(work: GramWork) -> Tensor:
     """scoregram: only the blocks of the Gram within groups of `BLOCK_SIZE`, and the training gradient."""
     given = (work.model, work.input_ids, work.completion_mask)
@@ -188,6 +198,7 @@ GRAM_WAYS: MappingProxyType[str, Callable[[GramWork], Tensor | None]] = MappingP
         "plain": plain_step,
         "plain-chunked": plain_step_with_chunked_head,
         "gram+gradient": gram_and_gradient,
+        "gram+gradient-replayed": replayed_gram_and_gradient,
         "blocks+gradient": blocks_and_gradient,
         "gram": gram_only,
         "n-backwards": one_backward_per_rollout,
@@ -314,6 +325,8 @@ def rows_of_one_size(work: GramWork, names: Sequence[str], repeats: int) -> list
     for name, call in calls.items():
         work.drop_gradients()
         peaks[name] = peak_bytes(call, device)
+        if name == "gram+gradient-replayed":
+            peaks[name] += work.graphs.held_bytes
         work.drop_gradients()
         busy[name] = busy_seconds(call, device)
     work.drop_gradients()
@@ -345,7 +358,8 @@ def random_work(model: nn.Module, rollouts: int, tokens: int, *, autocast: bool 
     ids = (vocabulary * torch.rand(rollouts, tokens, generator=generator) ** 3).long().to(device)
     mask = torch.zeros(rollouts, tokens, dtype=torch.bool, device=device)
     mask[:, tokens // 4 :] = True
-    return GramWork(model, ids, mask, torch.randn(rollouts, generator=generator).to(device), autocast)
+    weights = torch.randn(rollouts, generator=generator).to(device)
+    return GramWork(model, ids, mask, weights, CudaGraphGram(model), autocast)
 
 
 def require_possible(name: str, work: GramWork) -> None:

@@ -1,7 +1,8 @@
-"""`scoregram bench trl`: the cost of a measured step of TRL's GRPOTrainer, relative to a plain one, on a CPU.
+"""`scoregram bench trl`: the cost of a measured step of TRL's GRPOTrainer, relative to a plain one.
 
 Measured and plain steps of one training run alternate. Rollouts are random tokens of equal length and their generation
-is not timed: the times are those of forward pass, backward pass, update and measurement.
+is not timed: the times are those of forward pass, backward pass, update and measurement. On a CPU they are CPU time, on
+a GPU wall-clock time, and the trainer takes products in bfloat16 (`bf16=True`, as TRL does by default).
 """
 
 import os
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from scoregram.bench.harness import SHAPES, formatted_number, publish_rows, require_at_least, require_trl
+from scoregram.bench.harness import SHAPES, bench_device, formatted_number, publish_rows, require_at_least, require_trl
 from scoregram.bench.train import comparison_conditions
 from scoregram.checks import fail, lookup
 from scoregram.integrations import attach
@@ -41,7 +42,7 @@ class TrlRow:
     mode: str
     checkpointing: bool
     plain_seconds: float
-    """Median CPU time of a plain optimisation step: all its micro-batches and the update."""
+    """Median time of a plain optimisation step: all its micro-batches and the update."""
     measured_seconds: float
     """The same for a measured step, with the measurement; for `idle`, for a step between two measurements."""
     overhead: float
@@ -51,7 +52,7 @@ class TrlRow:
     compared: tuple[int, ...]
     """Rollouts whose gradient the self-check compared at each measured step: all; one or none if fused."""
     seconds: tuple[tuple[float, ...], tuple[float, ...]]
-    """CPU time of every plain and of every measured step."""
+    """Time of every plain and of every measured step."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,14 @@ class TrlJob:
     micro_batch_size: int
     tokens: int
     repeats: int
+    device: str
+
+    def clock(self) -> float:
+        """Seconds: CPU time on a CPU, which other processes disturb less; wall-clock time on a GPU, kernels done."""
+        if self.device == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
 
 
 _TABLE: Mapping[str, Callable[[TrlRow], str]] = {
@@ -88,6 +97,7 @@ def run_trl_bench(
     modes: Sequence[str] = _MODES,
     checkpointing: Sequence[bool] = (False, True),
     repeats: int = 5,
+    device: str = "auto",
     threads: int = 1,
     as_json: bool = False,
     out: Path | None = None,
@@ -106,16 +116,21 @@ def run_trl_bench(
     if "accumulated" in ways and micro_batch_size == rollouts:
         requirement = "must be less than --rollouts to accumulate"
         fail(f"{_CALLER} --micro-batch-size", requirement, rollouts, "Choose a smaller number.")
+    place = bench_device(device, caller=_CALLER)
     require_trl(_CALLER)
-    job = TrlJob(shape, rollouts, group_size, micro_batch_size, tokens, repeats)
+    job = TrlJob(shape, rollouts, group_size, micro_batch_size, tokens, repeats, place.type)
     conditions, load_before = comparison_conditions(), os.getloadavg()
-    with torch_threads(threads):
+    with torch_threads(threads if place.type == "cpu" else None):
         rows = [
             timed_steps(job, way, mode, recomputed) for recomputed in checkpointing for mode in modes for way in ways
         ]
     settings = {"bench": "trl", "threads": threads} | asdict(job)
     settings |= {name: value for name, value in conditions.items() if name not in ("method", "temperature")}
-    settings |= {"trl_differs_from_its_defaults_in": "float32, rollouts of random tokens whose generation is not timed"}
+    precision = "float32, " if place.type == "cpu" else ""
+    settings |= {"trl_differs_from_its_defaults_in": f"{precision}rollouts of random tokens, generation is not timed"}
+    if place.type == "cuda":
+        name = torch.cuda.get_device_name(place)
+        settings |= {"threads": None, "dtype": "float32 under bfloat16 autocast", "device": name}
     settings |= {"load_average": {"before": load_before, "after": os.getloadavg()}}
     return publish_rows(
         settings,
@@ -124,7 +139,7 @@ def run_trl_bench(
         out=out,
         title=f"{shape}: {rollouts} rollouts of {tokens} tokens; accumulated: {micro_batch_size} each",
         columns=_TABLE,
-        caption="CPU time without generation. Overhead: time that a measurement adds, relative to a plain step.",
+        caption="Time without generation. Overhead: time that a measurement adds, relative to a plain step.",
     )
 
 
@@ -180,7 +195,7 @@ def row_of_times(
 
 
 def trainer_of_random_tokens(job: TrlJob, folder: str, size: int, checkpointing: bool, steps: dict[int, float]) -> Any:
-    """A GRPOTrainer on random completions that stores the CPU time of every step, without generation, in `steps`."""
+    """A GRPOTrainer on random completions that stores the time of every step, without generation, in `steps`."""
     import trl  # pyright: ignore[reportMissingImports]
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from transformers import PrinterCallback, TrainerCallback
@@ -196,8 +211,8 @@ def trainer_of_random_tokens(job: TrlJob, folder: str, size: int, checkpointing:
         "max_steps": 2 + 2 * job.repeats,
         "logging_steps": 1000,
         "gradient_checkpointing": checkpointing,
-        "use_cpu": True,
-        "bf16": False,
+        "use_cpu": job.device == "cpu",
+        "bf16": job.device != "cpu",
         "report_to": "none",
         "save_strategy": "no",
         "disable_tqdm": True,
@@ -216,17 +231,17 @@ def trainer_of_random_tokens(job: TrlJob, folder: str, size: int, checkpointing:
         return [torch.randint(3, vocabulary, (job.tokens,)).tolist() for _ in prompt_ids], None
 
     def generate_untimed(inputs: Any) -> Any:
-        start = time.process_time()
+        start = job.clock()
         output = generate(inputs)
-        untimed[0] += time.process_time() - start
+        untimed[0] += job.clock() - start
         return output
 
     class StepWatch(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.start, untimed[0] = time.process_time(), 0.0
+            self.start, untimed[0] = job.clock(), 0.0
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            steps[int(state.global_step)] = time.process_time() - self.start - untimed[0]
+            steps[int(state.global_step)] = job.clock() - self.start - untimed[0]
 
     trainer._generate_single_turn = random_completions
     trainer._generate_and_score_completions = generate_untimed

@@ -3,6 +3,7 @@
 A call runs through these files in this order:
 
     engine ─────── measure_gram · backward_with_gram · cross_gram · DeferredGram    the entry points
+    cuda_graph ─── CudaGraphGram                                         the same as recorded CUDA graphs
        │
     batch ──────── make_batch · distinct_rollouts                     1  check the tokens, remove duplicates
        │
@@ -44,6 +45,7 @@ In `batch`, rows are also those of a batch, and in `contract` those of a weight 
 from scoregram.gram.batch import segment_rows as segment_rows
 from scoregram.gram.contract import CHUNK_ELEMENTS as CHUNK_ELEMENTS
 from scoregram.gram.contract import row_gram as row_gram
+from scoregram.gram.cuda_graph import CudaGraphGram as CudaGraphGram
 from scoregram.gram.engine import DeferredGram as DeferredGram
 from scoregram.gram.engine import backward_with_gram as backward_with_gram
 from scoregram.gram.engine import cross_gram as cross_gram

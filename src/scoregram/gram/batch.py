@@ -71,6 +71,8 @@ class Batch:
     """The map from the caller's tensors to these rows; None if they are the same."""
     keeps_padding: bool = False
     """Whether the caller's padding stays where it is."""
+    static: "StaticSizes | None" = None
+    """Sizes that depend on the tokens, if they are fixed in advance; None: a pass reads them from the device."""
 
     @property
     def rollouts(self) -> int:
@@ -86,6 +88,7 @@ class Batch:
             completion_mask=self.completion_mask[rows],
             coefficients=self.coefficients[rows],
             layout=None,
+            static=None,
         )
 
     def alone(self, row: int) -> "Batch":
@@ -121,6 +124,18 @@ class Batch:
         require_tensors("measure_gram", coefficients=coefficients)
         checked = checked_coefficients(coefficients, self.as_given(self.completion_mask))
         return replace(self, coefficients=checked if self.layout is None else self.layout.in_rows(checked))
+
+
+@dataclass(frozen=True)
+class StaticSizes:
+    """What a pass must know about the values in a batch, fixed in advance, so that the pass does not wait for them."""
+
+    completion: int
+    """A bound on the tokens of the longest completion."""
+    vocabulary: Tensor
+    """Sorted token ids that include all ids of the batch."""
+    padded: bool
+    """Whether there may be padding; without it the model gets no attention mask."""
 
 
 def make_batch(

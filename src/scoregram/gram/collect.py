@@ -22,7 +22,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from scoregram.gram.batch import RolloutLayout
-from scoregram.gram.contract import Contractor, Factors, Lookup, Use, row_gram
+from scoregram.gram.contract import Contractor, Factors, Lookup, Use, row_gram, weighted_sums
 from scoregram.gram.sketch import Sketcher
 
 STACKED_ELEMENTS = 1 << 12
@@ -269,8 +269,7 @@ class Collector:
             if self.sketcher is not None:
                 self.sketcher.add_rows(state.parameter, rows)
         if self.weights is not None:
-            wide = torch.promote_types(stacked.dtype, torch.float32)
-            sums = (self.weights.to(wide) @ stacked.to(wide)).to(alike[0].parameter.dtype)  # (n, M, D)
+            sums = weighted_sums(self.weights, stacked).to(alike[0].parameter.dtype)  # (n, M, D)
             for state, part in zip(alike, sums.view(*sums.shape[:2], *shape).unbind(), strict=True):
                 state.add_sums(state.parameter, part)
 

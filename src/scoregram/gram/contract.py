@@ -10,20 +10,19 @@ In half precision on a GPU the kernels of `slab` do the contraction, for several
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from scoregram.gram.slab import (
-    KERNEL_ROLLOUTS,
     SEGMENT_ALIGNMENT,
     SLAB_ELEMENTS,
     HalfContractor,
     Segment,
     Slab,
     is_half_on_gpu,
-    multiplies_into_float32,
     slab_columns,
 )
 from scoregram.machine import plain_products
@@ -51,7 +50,10 @@ class Use(Protocol):
         ...
 
     def add_to(self, chunk: Tensor | None, start: int, stop: int) -> Tensor:
-        """Rows `start … stop-1` of every `G_i`, `(N, stop - start, q)`, added to `chunk` unless that is None."""
+        """Rows `start … stop-1` of every `G_i`, `(N, stop - start, q)`, added to `chunk` unless that is None.
+
+        The chunk may be overwritten. Its dtype stays: that of the first use.
+        """
         ...
 
 
@@ -88,12 +90,13 @@ class Lookup:
 
     def add_to(self, chunk: Tensor | None, start: int, stop: int) -> Tensor:  # noqa: D102
         rollouts, _, width = self.g.shape
+        if chunk is None:
+            chunk = self.g.new_zeros(rollouts, stop - start, width)
         inside = (self.ids >= start) & (self.ids < stop)
-        place = torch.where(inside, self.ids - start, stop - start)  # ids outside go to one extra row
+        place = (self.ids - start).clamp(0, stop - start - 1)  # ids outside add zero to the first or the last row
         owner = torch.arange(rollouts, device=place.device).unsqueeze(1).expand_as(place)
-        own = self.g.new_zeros(rollouts, stop - start + 1, width)
-        own.index_put_((owner, place), self.g, accumulate=True)
-        return own[:, :-1] if chunk is None else chunk + own[:, :-1]
+        values = torch.where(inside.unsqueeze(2), self.g, 0.0).to(chunk.dtype)
+        return chunk.index_put_((owner, place), values, accumulate=True)
 
     def among_rows(self) -> "Lookup":
         """This use, renumbered for the smaller weight that consists of `rows` alone."""
@@ -119,6 +122,8 @@ class Contractor:
         self._grams: list[Tensor] = []  # each (n, P, N/P, N/P) float64; together one Gram for each owner
         self._halves: dict[torch.dtype, HalfContractor] = {}
         self._slabs: dict[tuple[torch.dtype, torch.dtype], Slab] = {}
+        self._index: Tensor | None = None
+        """The place of every Gram: a CUDA graph reads it by its address, so it must live as long."""
 
     def stream(
         self,
@@ -156,24 +161,19 @@ class Contractor:
 
     def contract(self, rows: Tensor, out: Tensor | None, *, owner: int) -> None:
         """Keep the Gram of rows `(N, D)`, and write their weighted sums into `out` `(M, D)`."""
-        if self.suits_kernels(rows) and rows.stride(1) == 1:
+        if is_half_on_gpu(rows) and rows.stride(1) == 1:
             self.half(rows).contract(rows, out, (Segment(0, rows.shape[1]),), [owner])
             return
         if out is not None and self.weights is not None:
-            wide = torch.promote_types(rows.dtype, torch.float32)
-            out.copy_(self.weights.to(wide) @ rows.to(wide))
+            out.copy_(weighted_sums(self.weights, rows))
         self.keep([owner], row_gram(rows, self.groups).unsqueeze(0))
 
     # In half precision on a GPU
 
-    def suits_kernels(self, rows: Tensor) -> bool:
-        """Whether the kernels of `slab` can contract rows of this dtype and device."""
-        return is_half_on_gpu(rows) and (self.rollouts // self.groups <= KERNEL_ROLLOUTS or multiplies_into_float32())
-
     def suits_slab(self, rows: int, sample: Tensor) -> bool:
         """Whether a weight of `rows` rows can wait in a slab: the kernels take it, it fits, and it is aligned."""
         width = rows * sample.shape[2]
-        return self.suits_kernels(sample) and width <= slab_columns(self.rollouts) and width % SEGMENT_ALIGNMENT == 0
+        return is_half_on_gpu(sample) and width <= slab_columns(self.rollouts) and width % SEGMENT_ALIGNMENT == 0
 
     def half(self, sample: Tensor) -> HalfContractor:
         """The contractor for rows of the dtype and device of `sample`."""
@@ -225,8 +225,15 @@ class Contractor:
             return torch.zeros(count, self.groups, size, size, dtype=torch.float64)
         grams = torch.cat(self._grams)
         index = [count if owner is None else place[owner] for owner in self._owners]  # forgotten ones to one extra row
+        self._index = device_index(tuple(index), grams.device)
         totals = grams.new_zeros(count + 1, *grams.shape[1:])
-        return totals.index_add_(0, torch.tensor(index, device=grams.device), grams)[:count]
+        return totals.index_add_(0, self._index, grams)[:count]
+
+
+@lru_cache(maxsize=64)
+def device_index(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """Integers on a device; copied once, because a CUDA graph cannot capture a copy from the host."""
+    return torch.tensor(values, device=device)
 
 
 def rows_at_a_time(elements: int, device: torch.device) -> int:
@@ -234,6 +241,13 @@ def rows_at_a_time(elements: int, device: torch.device) -> int:
     if device.type == "cuda":  # a multiple of 128: products of aligned operands are faster
         return max(128, SLAB_ELEMENTS // elements // 128 * 128)
     return max(1, CHUNK_ELEMENTS // elements)
+
+
+def weighted_sums(weights: Tensor, rows: Tensor) -> Tensor:
+    """`(…, M, D)` sums of rows `(…, N, D)` with weights `(M, N)`, in float32 or wider, whatever autocast says."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    with torch.autocast(rows.device.type, enabled=False):
+        return weights.to(wide) @ rows.to(wide)
 
 
 def row_gram(rows: Tensor, groups: int = 1) -> Tensor:
@@ -255,6 +269,6 @@ def row_gram(rows: Tensor, groups: int = 1) -> Tensor:
 
 
 def row_products(rows: Tensor) -> Tensor:
-    """`rows @ rowsᵀ`, `(…, R, D)` to `(…, R, R)`."""
-    with nullcontext() if rows.is_cuda else plain_products():
+    """`rows @ rowsᵀ`, `(…, R, D)` to `(…, R, R)`, in the dtype of the rows, whatever autocast says."""
+    with torch.autocast(rows.device.type, enabled=False), nullcontext() if rows.is_cuda else plain_products():
         return rows @ rows.mT

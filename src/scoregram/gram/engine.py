@@ -269,4 +269,4 @@ class DeferredGram:
         weights = weights.to(self.log_probs.device)
         with Undo() as undo, undo, self._measured.in_use(undo):
             scores = self._measurement.backward(rollouts, weights)
-        return replace(scores.gram(), log_probs=self.log_probs), scores.sums()
+        return replace(scores.gram(), log_probs=self.log_probs), scores.sums

@@ -33,33 +33,35 @@ class Targets:
     token: Tensor  # (N, C)
     coefficient: Tensor  # (N, C) factor of its log-probability; 0 where the block is padding
     real: Tensor  # (N, C) bool, False where the block is padding
-    real_at: tuple[Tensor, Tensor, Tensor]
-    """Rollout, place in the block and position in the sequence of every real target."""
+    place: Tensor  # (N, T) place in the block of the token that a position predicts
+    predicts: Tensor  # (N, T) bool, whether the token after a position is a target
 
     @staticmethod
     def of(batch: Batch) -> "Targets":
-        """The targets of a batch; `C` is the longest completion, at least 1."""
+        """The targets of a batch; `C` is the longest completion, at least 1, or a bound that the batch has."""
         counts = batch.completion_mask.sum(1)
-        longest = max(int(counts.max()), 1)
+        longest = max(int(counts.max()), 1) if batch.static is None else batch.static.completion
         # A stable sort of the mask puts the completion tokens first and keeps their order.
         token_at = torch.argsort((~batch.completion_mask).to(torch.uint8), dim=1, stable=True)[:, :longest]
         real = torch.arange(longest, device=batch.input_ids.device) < counts[:, None]
-        position = (token_at - 1).clamp(min=0)
-        rollout, place = real.nonzero(as_tuple=True)
         return Targets(
-            position=position,
+            position=(token_at - 1).clamp(min=0),
             token=batch.input_ids.gather(1, token_at),
             coefficient=torch.where(real, batch.coefficients.gather(1, token_at), 0.0),
             real=real,
-            real_at=(rollout, place, position[rollout, place]),
+            place=(batch.completion_mask.cumsum(1) - 1).clamp(min=0).roll(-1, 1),
+            predicts=F.pad(batch.completion_mask[:, 1:], (0, 1)),
         )
 
-    def scattered(self, values: Tensor, like: Tensor) -> Tensor:
-        """Values `(N, C)` of the targets at the positions of their tokens, `(N, T)` like `like`; 0 elsewhere."""
-        rollout, place, position = self.real_at
-        whole = torch.zeros(like.shape, dtype=values.dtype, device=values.device)
-        whole[rollout, position + 1] = values[rollout, place]
-        return whole
+    def at_positions(self, values: Tensor) -> Tensor:
+        """Values `(N, C, …)` of the targets at the positions that predict them, `(N, T, …)`; 0 elsewhere."""
+        every = torch.arange(len(values), device=values.device).unsqueeze(1)
+        elsewhere = ~self.predicts.view(*self.predicts.shape, *[1] * (values.ndim - 2))
+        return values[every, self.place].masked_fill_(elsewhere, 0.0)
+
+    def at_tokens(self, values: Tensor) -> Tensor:
+        """Values `(N, C)` of the targets at the positions of their tokens, `(N, T)`; 0 elsewhere."""
+        return F.pad(self.at_positions(values)[:, :-1], (1, 0))
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class HeadUse:
     kept: Tensor | None
     """`(N, C, V)` logit gradients; None if they are recomputed."""
     without: Tensor | None = None
-    """Rows of the vocabulary that another use covers; this use counts them as zero."""
+    """`(V,)` bool: rows of the vocabulary that another use covers; this use counts them as zero."""
 
     @property
     def rows(self) -> None:  # noqa: D102
@@ -106,14 +108,19 @@ class HeadUse:
     def add_to(self, chunk: Tensor | None, start: int, stop: int) -> Tensor:  # noqa: D102
         gradients = self.logit_gradients(slice(start, stop))
         if self.without is not None:
-            gone = self.without[(self.without >= start) & (self.without < stop)] - start
-            gradients = gradients.index_fill(2, gone, 0.0)
+            gradients = gradients.masked_fill(self.without[start:stop], 0.0)
         left = gradients.mT
         return torch.bmm(left, self.hidden) if chunk is None else torch.baddbmm(chunk, left, self.hidden)
 
     def split(self, rows: Tensor) -> tuple["HeadUse", Factors]:
-        """This use without `rows` of the vocabulary, and those rows as a use of their own."""
-        return replace(self, without=rows), Factors(self.logit_gradients(rows), self.hidden, rows)
+        """This use without `rows` of the vocabulary, and those rows as a use of their own; overwrites `kept`."""
+        # Products of aligned operands are faster, so a multiple of 64 rows is gathered.
+        gathered = self.logit_gradients(F.pad(rows, (0, -len(rows) % 64)))[:, :, : len(rows)]
+        if self.kept is not None:
+            self.kept.index_fill_(2, rows, 0.0)
+            return self, Factors(gathered, self.hidden, rows)
+        without = torch.zeros(len(self.weight), dtype=torch.bool, device=rows.device).index_fill_(0, rows, True)
+        return replace(self, without=without), Factors(gathered, self.hidden, rows)
 
     def bias_rows(self) -> Tensor:
         """Per-rollout gradients of the bias, `(N, V)`."""

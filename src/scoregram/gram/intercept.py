@@ -122,7 +122,8 @@ class Interceptor(DropoutOff):
         """Take the trainable parameters, the batch that enters the model, the collector, and the known axes."""
         super().__init__()
         self.input_ids = batch.input_ids
-        self.vocabulary = batch.input_ids.unique()  # computed before the pass: it waits for the device
+        # computed before the pass: it waits for the device
+        self.vocabulary = batch.input_ids.unique() if batch.static is None else batch.static.vocabulary
         self.layout = RolloutLayout(batch.rollouts, batch.input_ids.shape[1])
         self.collector = collector
         self.leaves = Leaves(self.layout)

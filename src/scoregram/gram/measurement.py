@@ -8,6 +8,7 @@ activations whose first axis runs over the rollouts (`axis`). `passes` defines *
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -68,6 +69,21 @@ class Measurement:
         if check_padding and not self.measured.survey.shards.modules:  # a pass of a sharded model needs every process
             refuse_padding_dependence(self.measured, self.rollouts.batch, log_probs)
         return self.collected(log_probs, replayed)
+
+    def run_once(self) -> CollectedScores:
+        """The scores from one pass of the kind that earlier measurements found to suffice, without waiting.
+
+        Raises:
+            RuntimeError: If the pass did not suffice.
+        """
+        facts = self.measured.facts
+        log_probs = self.new_pass(narrow=not facts.needs_wide_pass).run()
+        if self.current.interceptor.unknown or self.current.drew_random:
+            raise RuntimeError("the pass met operations that earlier ones did not")
+        scores = self.collected(log_probs, [])
+        if scores.replayed:
+            raise RuntimeError("parameters must be replayed by rollout")
+        return scores
 
     # The kinds of passes; the first two return None if they do not suffice
 
@@ -181,11 +197,5 @@ class Measurement:
         if self.current.interceptor.dropped:
             self.notes.append("active dropout was switched off for the measurement")
             warnings.warn("scoregram: " + self.notes[-1], stacklevel=4)
-        return CollectedScores(
-            self.measured,
-            self.rollouts,
-            self.current.collector,
-            log_probs.detach(),
-            tuple(replayed),
-            tuple(self.notes),
-        )
+        scores = CollectedScores.of(self.measured, self.rollouts, self.current.collector, log_probs)
+        return replace(scores, replayed=tuple(replayed), notes=tuple(self.notes))

@@ -148,14 +148,12 @@ class Pass:
                 keep=weight.requires_grad or (bias is not None and bias.requires_grad),
                 forward=self._head_forward,
             )
-            if weight.requires_grad:
-                self.collect_head(weight, head.use)
             if bias is not None and bias.requires_grad:
                 self.collector.rows_arrived(bias, head.use.bias_rows())
-            rollout, place, position = targets.real_at
-            grad = torch.zeros_like(hidden)
-            grad[rollout, position] = head.grad_hidden[rollout, place].to(hidden.dtype)
-            log_probs = targets.scattered(head.log_probs, self.batch.input_ids)
+            if weight.requires_grad:  # last, because it overwrites the logit gradients
+                self.collect_head(weight, head.use)
+            grad = targets.at_positions(head.grad_hidden).to(hidden.dtype)
+            log_probs = targets.at_tokens(head.log_probs)
         del head  # frees its logits before the rest of the backward pass
         self._head_forward = None
         self.interceptor.announcing = False
@@ -197,9 +195,9 @@ class Pass:
             return log_probs.detach(), batch_entropies(logits.detach(), self.batch)
         self._start = captured
         with torch.no_grad():
-            operands, ids = self.head_operands(captured), self.batch.input_ids
+            operands = self.head_operands(captured)
             self._head_forward = head = head_forward(*operands, self.targets, temperature=self.batch.temperature)
-            return self.targets.scattered(head.log_probs, ids), self.targets.scattered(head.entropies, ids)
+            return self.targets.at_tokens(head.log_probs), self.targets.at_tokens(head.entropies)
 
     def backward(self, batch: Batch, weights: Tensor) -> Tensor:
         """Log-probabilities as in `run`, from the backward pass that follows `forward`.

@@ -49,6 +49,8 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     from `padding_idx + 1`).
     """
     offered = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "use_cache": False}
+    if batch.static is not None and not batch.static.padded:  # the model could not look for padding in the mask
+        del offered["attention_mask"]
     accepted = dict(inspect.signature(type(model).forward).parameters)
     inside: Any = getattr(model, "get_base_model", None)
     if inside is not None:  # PEFT's wrapper passes on what the model inside accepts

@@ -69,15 +69,42 @@ class LayerGrams(Mapping[str, Tensor]):
 
 @dataclass(frozen=True)
 class CollectedScores:
-    """What one measurement collected about the scores of a batch."""
+    """What one measurement collected about the scores of a batch; tensors stay on the device."""
 
     measured: MeasuredModel
     rollouts: DistinctRollouts
-    collector: Collector
+    layers: tuple[str, ...]
+    """Modules that own a used parameter; all other parameters have zero scores."""
+    blocks: Tensor
+    """`(L, P, R, R)` Grams of the layers within groups, of scores divided by `rollouts.powers`."""
+    sums: dict[Tensor, Tensor]
+    """The sums `Σ_i w_mi ψ_i`, `(M, *shape)` for every parameter that was used."""
+    sketches: Tensor | None
+    """`(rows, features)`"""
     log_probs: Tensor
     """`(rows, T)`"""
-    replayed: tuple[str, ...]
-    notes: tuple[str, ...]
+    replayed: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(
+        measured: MeasuredModel, rollouts: DistinctRollouts, collector: Collector, log_probs: Tensor
+    ) -> "CollectedScores":
+        """The results of a collector that has finished; it drops them."""
+        contractor = collector.contractor
+        used_ids = contractor.owners()
+        layer_by_id = {id(p): layer_of(name) for name, p in measured.parameters.items() if id(p) in used_ids}
+        place = {layer: index for index, layer in enumerate(dict.fromkeys(layer_by_id.values()))}
+        sums = {parameter: collector.take_sums(parameter) for parameter in measured.parameters.values()}
+        return CollectedScores(
+            measured,
+            rollouts,
+            tuple(place),
+            contractor.grams({owner: place[layer] for owner, layer in layer_by_id.items()}, len(place)),
+            {parameter: taken for parameter, taken in sums.items() if taken is not None},
+            None if collector.sketcher is None else collector.sketcher.total(),
+            log_probs.detach(),
+        )
 
     def gram(self) -> Gram:
         """The Gram of all the caller's rollouts, duplicates included; the first call that waits for the device.
@@ -85,20 +112,15 @@ class CollectedScores:
         Raises:
             NotFiniteError: If a parameter or a gradient is NaN or infinite; names the parameter, or layer and rollouts.
         """
-        contractor, rollouts = self.collector.contractor, self.rollouts
-        used_ids = contractor.owners()  # all other parameters have zero scores
-        layers = {id(p): layer_of(name) for name, p in self.measured.parameters.items() if id(p) in used_ids}
-        order = {layer: index for index, layer in enumerate(dict.fromkeys(layers.values()))}
-        stacked = contractor.grams({owner: order[layer] for owner, layer in layers.items()}, len(order))
+        rollouts, stacked = self.rollouts, self.blocks
         by_group = rollouts.powers.to(stacked.device).view(rollouts.groups, -1)
         stacked = stacked * by_group[:, :, None] * by_group[:, None, :]  # (L, P, R, R)
         stacked = (stacked + stacked.mT) / 2  # matrix products round asymmetrically
         total = stacked.sum(0).cpu()
-        by_layer = LayerGrams(tuple(order), stacked, rollouts)
+        by_layer = LayerGrams(self.layers, stacked, rollouts)
         if not bool(total.isfinite().all()):
             self.refuse_not_finite(by_layer)
-        sketcher = self.collector.sketcher
-        sketch = None if sketcher is None else (sketcher.total() * rollouts.powers.cpu()[:, None]).float()
+        sketch = None if self.sketches is None else (self.sketches * rollouts.powers.cpu()[:, None]).float()
         return Gram(
             matrix=rollouts.expanded_matrix(block_diagonal_matrix(total)),
             by_layer=by_layer,
@@ -147,7 +169,7 @@ class CollectedScores:
         `factors` is None for a single weight vector, with the factor 1.
         """
         additions = []
-        for parameter, sums in self.sums().items():
+        for parameter, sums in self.sums.items():
             grad = sums[0] if factors is None else torch.tensordot(factors.to(sums), sums, dims=1)
             if parameter.grad is None:
                 additions.append((setattr, parameter, "grad", grad.to(parameter.dtype)))
@@ -156,11 +178,6 @@ class CollectedScores:
         with Undo() as undo, undo:
             self.measured.claim(undo)  # another measurement would put these gradients aside
             run_operations(additions)
-
-    def sums(self) -> dict[Tensor, Tensor]:
-        """The sums `Σ_i w_mi ψ_i`, `(M, *shape)` for every parameter that was used; the collector drops them."""
-        sums = {parameter: self.collector.take_sums(parameter) for parameter in self.measured.parameters.values()}
-        return {parameter: taken for parameter, taken in sums.items() if taken is not None}
 
 
 def layer_of(name: str) -> str:

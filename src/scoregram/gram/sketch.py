@@ -198,7 +198,7 @@ class Sketcher:
     def _of_vocabulary(self, use: HeadUse, rows: Hash) -> Tensor:
         """Sketched logit gradients `(N, C, m)`, without the rows that the use of a tied embedding covers."""
         if use.without is not None:
-            rows = Hash(rows.place, rows.sign.index_fill(0, use.without, 0))
+            rows = Hash(rows.place, rows.sign.masked_fill(use.without, 0))
         step = rows_at_a_time(use.hidden.shape[0] * use.hidden.shape[1], use.hidden.device)
         total = None
         for start in range(0, len(use.weight), step):

@@ -6,7 +6,7 @@ of the memory bandwidth; a Triton kernel forms both in one read of `G`. The tens
 With fewer rollouts, the kernel stacks several column blocks in a tile and keeps only the diagonal blocks of the
 product. No float32 product is longer than 8192 columns; these products are added in float64. With more than 64
 rollouts, more than 16 weight vectors, or float16, a second kernel forms the weighted sums. With more than 64 rollouts
-in a group, the Gram is a batch of ordinary matrix products.
+in a group, a third kernel multiplies pairs of tiles of 128 rows; the Gram is symmetric, so each pair is formed once.
 
 A launch takes longer on the host than the work for a small parameter takes on the GPU. So the gradients of several
 parameters wait side by side in a `Slab` `(N, columns)`, and one launch contracts all of them.
@@ -38,7 +38,9 @@ TILE_COLUMNS, TILE_BLOCKS, TILE_WARPS, TILE_STAGES = 512, 16, 2, 4
 PROGRAMS_PER_PROCESSOR = 3
 """Programs that fit into the shared memory of one multiprocessor at these settings, so that all run at once."""
 PRODUCT_LENGTH = 1 << 13
-"""Columns of one float32 product if the Gram is formed by matrix products; these are added in float64."""
+"""Columns of one float32 product of two tiles; these products are added in float64."""
+PAIR_ROWS, PAIR_COLUMNS, PAIR_WARPS, PAIR_STAGES = 128, 128, 8, 3
+"""Best of 14 settings on an H200: 520 TFLOP/s for 256 rollouts, counting the whole Gram."""
 SUM_COLUMNS = 1 << 10
 """Columns that one program of the kernel for weighted sums reads."""
 
@@ -52,17 +54,6 @@ def is_half_on_gpu(tensor: Tensor) -> bool:
 def resident_programs(device: torch.device) -> int:
     """Programs of the Gram's kernel that run at once on a GPU."""
     return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@cache
-def multiplies_into_float32() -> bool:
-    """Whether a batched product of half-precision matrices can have a float32 result: from torch 2.8 on."""
-    one = torch.ones(1, 1, 1, dtype=torch.bfloat16, device="cuda")
-    try:
-        torch.bmm(one, one, out_dtype=torch.float32)
-    except (TypeError, RuntimeError):
-        return False
-    return True
 
 
 def blocks_within_groups(grams: Tensor, groups: int) -> Tensor:
@@ -141,7 +132,7 @@ class Shares:
     """`(segments,)` number of programs for each segment, in order."""
 
     @staticmethod
-    @lru_cache(maxsize=512)
+    @lru_cache(maxsize=4096)
     def of(segments: tuple[Segment, ...], unit: int, programs: int, device: torch.device) -> "Shares":
         """Equal shares in multiples of `unit` columns, for at most `programs` programs or one for each segment."""
         units = [-(-segment.width // unit) for segment in segments]
@@ -158,6 +149,61 @@ class Shares:
         return Shares(*(torch.tensor(values, device=device) for values in (first, end, per_segment)))
 
 
+def segment_sums(products: Tensor, shares: Shares) -> Tensor:
+    """Products `(programs, …)` of a launch, added up by segment: `(segments, …)`."""
+    if len(shares.per_segment) == 1:
+        return products.sum(0, keepdim=True)
+    # `unsafe` only leaves out checks that wait for the device
+    sums = torch.segment_reduce(products.flatten(1), "sum", lengths=shares.per_segment, unsafe=True)
+    return sums.view(len(sums), *products.shape[1:])
+
+
+@dataclass(frozen=True)
+class TilePairs:
+    """Pairs of tiles of `PAIR_ROWS` rows whose products make up the Grams of groups with many rollouts.
+
+    The Gram is symmetric, so a pair appears once, with the upper tile on the left.
+    """
+
+    groups: int
+    size: int
+    """Rollouts in a group."""
+    left: Tensor  # (pairs,) first row of the left tile
+    right: Tensor  # (pairs,) first row of the right tile
+    limit: Tensor  # (pairs,) end of the group that both belong to
+    place: Tensor
+    """`(pairs,)` place of each pair among the `P · tiles²` tiles of the Grams."""
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of(rollouts: int, groups: int, device: torch.device) -> "TilePairs":
+        """The pairs within `groups` groups."""
+        size = rollouts // groups
+        tiles = -(-size // PAIR_ROWS)
+        upper = [(i, j) for i in range(tiles) for j in range(i, tiles)]
+        left, right, limit = ([] for _ in range(3))
+        for start in range(0, rollouts, size):
+            left += [start + i * PAIR_ROWS for i, _ in upper]
+            right += [start + j * PAIR_ROWS for _, j in upper]
+            limit += [start + size] * len(upper)
+        place = [(group * tiles + i) * tiles + j for group in range(groups) for i, j in upper]
+        return TilePairs(groups, size, *(torch.tensor(values, device=device) for values in (left, right, limit, place)))
+
+    @property
+    def count(self) -> int:
+        """Number of pairs."""
+        return len(self.left)
+
+    def assembled(self, products: Tensor) -> Tensor:
+        """Grams `(n, P, N/P, N/P)` from products of pairs `(n, pairs, tile, tile)`."""
+        tiles = -(-self.size // PAIR_ROWS)
+        grid = products.new_zeros(len(products), self.groups * tiles**2, PAIR_ROWS, PAIR_ROWS)
+        grid = grid.index_copy_(1, self.place, products).unflatten(1, (self.groups, tiles, tiles))
+        whole = grid.transpose(3, 4).reshape(len(products), self.groups, tiles * PAIR_ROWS, tiles * PAIR_ROWS)
+        upper = whole[:, :, : self.size, : self.size].triu()
+        return upper + upper.triu(1).mT
+
+
 class HalfContractor:
     """Grams and weighted sums of half-precision rows on a GPU. The Grams stay on the device until `take` returns them.
 
@@ -170,7 +216,7 @@ class HalfContractor:
         """Take the number of rollouts and of groups, and the `(M, N)` weight vectors or None."""
         self.rollouts, self.groups, self.weights = rollouts, groups, weights
         self.tile: Tile | None = None
-        """The tile of the Gram's kernel; None if matrix products form the Gram."""
+        """The tile of the Gram's kernel; None if `pairs` of tiles form the Gram."""
         self._stacked: tuple[Tensor, Tensor] | None = None
         """Weight vectors for the Gram's kernel; None if the second kernel forms the sums."""
         size = rollouts // groups
@@ -183,10 +229,13 @@ class HalfContractor:
             self._stacked = None if fused is None else self.tile.stacked_weights(fused, dtype)
         elif size <= KERNEL_ROLLOUTS:
             self.tile = Tile.of(KERNEL_ROLLOUTS // size * size, 0)
+        self.pairs = TilePairs.of(rollouts, groups, device)
         self._device = device
         self._transposed = None if weights is None else weights.float().t().contiguous()
         self._programs = resident_programs(device)
         self._products: list[Tensor] = []
+        self.shares: list[Shares] = []
+        """The shares of all launches: a CUDA graph reads them by their addresses, so they must live as long."""
         self.owners: list[int | None] = []
         """Id of the parameter, for each Gram that waits for `take`."""
 
@@ -197,14 +246,15 @@ class HalfContractor:
         self.owners += owners
         if out is not None and self._stacked is None:
             self.launch_sums(rows, out)
-        if self.tile is None:
-            self._products += [self.products(rows[:, s.start : s.start + s.width]) for s in segments]
-        else:
+        if self.tile is not None:
             self._products.append(self.launch(self.tile, rows, out if self._stacked else None, segments))
+        else:
+            self._products.append(self.launch_pairs(self.pairs, rows, segments))
 
     def launch(self, tile: Tile, rows: Tensor, out: Tensor | None, segments: tuple[Segment, ...]) -> Tensor:
         """Products of tiles `(n, spans, size, size)` of `n` segments; the kernel writes weighted sums into `out`."""
         shares = Shares.of(segments, tile.columns * tile.stack, self._programs, rows.device)
+        self.shares.append(shares)
         programs, spans = len(shares.first), -(-self.rollouts // tile.span)
         partial = torch.empty(spans, programs, tile.size, tile.size, dtype=torch.float64, device=rows.device)
         high, low = self._stacked or (partial, partial)  # without sums the kernel reads neither
@@ -230,12 +280,7 @@ class HalfContractor:
             num_warps=TILE_WARPS if tile.size <= 32 else 2 * TILE_WARPS,
             num_stages=TILE_STAGES,
         )
-        flat = partial.transpose(0, 1).flatten(1)  # (programs, spans · size²)
-        if len(segments) == 1:
-            sums = flat.sum(0, keepdim=True)
-        else:  # `unsafe` only leaves out checks that wait for the device
-            sums = torch.segment_reduce(flat, "sum", lengths=shares.per_segment, unsafe=True)
-        return sums.view(len(segments), spans, tile.size, tile.size)
+        return segment_sums(partial.transpose(0, 1), shares)
 
     def launch_sums(self, rows: Tensor, out: Tensor) -> None:
         """Write the weighted sums of rows `(N, D)` into `out` `(M, D)`."""
@@ -253,16 +298,29 @@ class HalfContractor:
             COLUMNS=SUM_COLUMNS,
         )
 
-    def products(self, rows: Tensor) -> Tensor:
-        """Gram of rows `(N, D)` within groups, `(1, P, N/P, N/P)` float64, by products of `PRODUCT_LENGTH` columns."""
-        whole = rows.shape[1] - rows.shape[1] % PRODUCT_LENGTH
-        grams = []
-        for group in rows.unflatten(0, (self.groups, -1)):
-            parts = [group[:, whole:].unsqueeze(0)]
-            if whole:
-                parts.append(group[:, :whole].unflatten(1, (-1, PRODUCT_LENGTH)).transpose(0, 1))
-            grams.append(sum(torch.bmm(p, p.mT, out_dtype=torch.float32).sum(0, dtype=torch.float64) for p in parts))
-        return torch.stack(grams).unsqueeze(0)
+    def launch_pairs(self, pairs: "TilePairs", rows: Tensor, segments: tuple[Segment, ...]) -> Tensor:
+        """Products of pairs of tiles `(n, pairs, tile, tile)` of `n` segments, float64."""
+        units = sum(-(-segment.width // PRODUCT_LENGTH) for segment in segments)
+        shares = Shares.of(segments, PRODUCT_LENGTH, units, rows.device)
+        self.shares.append(shares)
+        size = (len(shares.first), pairs.count, PAIR_ROWS, PAIR_ROWS)
+        products = torch.empty(size, dtype=torch.float32, device=rows.device)
+        machine.kernel(KERNELS, "tile_products_kernel")[(pairs.count, len(shares.first))](
+            rows,
+            products,
+            shares.first,
+            shares.end,
+            pairs.left,
+            pairs.right,
+            pairs.limit,
+            rows.stride(0),
+            TILE=PAIR_ROWS,
+            COLUMNS=PAIR_COLUMNS,
+            ALIGNED=all((segment.start + segment.width) % 16 == 0 for segment in segments),
+            num_warps=PAIR_WARPS,
+            num_stages=PAIR_STAGES,
+        )
+        return segment_sums(products.double(), shares)
 
     def take(self) -> tuple[list[int | None], Tensor]:
         """Owners and Grams `(n, P, N/P, N/P)` of the segments contracted since the last call, in order."""
@@ -272,7 +330,7 @@ class HalfContractor:
             return owners, torch.zeros(0, self.groups, size, size, dtype=torch.float64, device=self._device)
         products, self._products = torch.cat(self._products), []
         if self.tile is None:
-            return owners, products
+            return owners, self.pairs.assembled(products)
         grams = self.tile.unstacked(products)  # (n, spans, span, span)
         return owners, blocks_within_groups(grams, self.tile.span // size).flatten(1, 2)[:, : self.groups]
 

@@ -74,6 +74,48 @@ def gram_and_sums_kernel(
 
 
 @triton.jit
+def tile_products_kernel(
+    rows_ptr,
+    products_ptr,
+    first_ptr,
+    end_ptr,
+    left_ptr,
+    right_ptr,
+    limit_ptr,
+    rows_stride,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Product of two tiles of `TILE` rows over the columns `first … end`: one program per pair of tiles and share.
+
+    Pair `p` is of the rows from `left[p]` and those from `right[p]` on, both below `limit[p]`. Programs that read the
+    same columns follow each other, so that the second one finds them in the cache.
+    """
+    pair = tl.program_id(0)
+    share = tl.program_id(1).to(tl.int64)
+    row = tl.arange(0, TILE)
+    lane = tl.arange(0, COLUMNS)[None, :]
+    limit = tl.load(limit_ptr + pair)
+    left = (tl.load(left_ptr + pair) + row)[:, None]
+    right = (tl.load(right_ptr + pair) + row)[:, None]
+    first = tl.multiple_of(tl.load(first_ptr + share), 16)
+    end = tl.load(end_ptr + share)
+    if ALIGNED:
+        end = tl.multiple_of(end, 16)
+    left_ptr = rows_ptr + left * rows_stride
+    right_ptr = rows_ptr + right * rows_stride
+    product = tl.zeros((TILE, TILE), dtype=tl.float32)
+    for here in range(first, end, COLUMNS):
+        column = here + lane
+        a = tl.load(left_ptr + column, mask=(left < limit) & (column < end), other=0.0)
+        b = tl.load(right_ptr + column, mask=(right < limit) & (column < end), other=0.0)
+        product = tl.dot(a, tl.trans(b), product)
+    products_ptr += (share * tl.num_programs(0) + pair) * (TILE * TILE)
+    tl.store(products_ptr + row[:, None] * TILE + row[None, :], product)
+
+
+@triton.jit
 def weighted_sums_kernel(
     rows_ptr,
     weights_ptr,

@@ -124,6 +124,11 @@ def pop_saved_tensor_hooks(top: object) -> None:
 
 
 def random_state(device: torch.device) -> list[Tensor]:
-    """The state of the random generators that a forward pass on `device` would draw from."""
+    """The state of the random generators that a forward pass on `device` would draw from.
+
+    While a CUDA graph is captured, the state on the device cannot be read and is left out.
+    """
     states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return states
+    return [*states, torch.cuda.get_rng_state(device)]
