@@ -14,14 +14,14 @@ SMALL = {"shape": "llama-tiny", "rollouts": 8, "group_size": 4, "micro_batch_siz
 @pytest.mark.filterwarnings("ignore")
 def test_measured_and_plain_steps_take_turns(tmp_path, capsys):
     pytest.importorskip("trl")
-    run_trl_bench(**SMALL, checkpointing=(False,), as_json=True, out=tmp_path / "record.json")
+    ways = ["fused", "separate", "accumulated", "idle"]
+    run_trl_bench(**SMALL, ways=ways, device="cpu", checkpointing=(False,), as_json=True, out=tmp_path / "record.json")
     record = json.loads((tmp_path / "record.json").read_text())
     assert json.loads(capsys.readouterr().out) == record
     assert record["settings"]["rollouts"] == 8
-    ways = ["fused", "separate", "accumulated", "idle"]
     assert [(row["mode"], row["way"]) for row in record["rows"]] == [(m, w) for m in ("scores", "loss") for w in ways]
     for row in record["rows"]:
-        assert row["compared"] == {"fused": [8, 1, 1], "idle": []}.get(row["way"], [8, 8, 8])
+        assert row["compared"] == {"separate": [8, 8, 8], "idle": []}.get(row["way"], [8, 1, 1])
         assert len(row["seconds"][0]) == len(row["seconds"][1]) == (2 if row["way"] == "idle" else 1)
         assert row["overhead"] == pytest.approx(row["measured_seconds"] / row["plain_seconds"] - 1)
         assert row["error"] is None if row["way"] == "idle" else row["error"] <= 1e-5
@@ -36,6 +36,7 @@ def test_measured_and_plain_steps_take_turns(tmp_path, capsys):
         ({"repeats": 0}, "--repeats: must be at least 1"),
         ({"modes": ("psi",)}, "must be among scores, loss"),
         ({"ways": ("twice",)}, "must be among fused, separate, accumulated"),
+        ({"device": "tpu"}, "bench trl --device: must be auto, cpu or cuda, got 'tpu'."),
         ({"micro_batch_size": 8}, "--micro-batch-size: must be less than --rollouts to accumulate"),
     ],
 )

@@ -111,7 +111,6 @@ def test_bounds_are_tight_and_few(count):
         ),
         ({"group_size": 3}, {}, "CudaGraphGram: group_size must divide the number of rollouts 4, got 3."),
         ({}, {"weights": torch.ones(3)}, r"CudaGraphGram: weights must be \(N,\) with N = 4, got \(3,\)."),
-        ({}, {"weights": [1.0] * 4}, "CudaGraphGram: weights must be a tensor, got list."),
         ({}, {"weights": torch.full((4,), torch.nan)}, "CudaGraphGram: weights must be finite"),
         ({"temperature": 0.0}, {}, "measure_gram: temperature must be positive, got 0.0."),
     ],

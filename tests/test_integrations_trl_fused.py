@@ -70,12 +70,14 @@ def compared(attached: Any) -> list[int]:
     return [int(reading.scalars["check/rollouts"]) for reading in attached.readings]
 
 
-def assert_same_training(tmp_path: Path, mode: str, kind: str = "GRPO", rtol: float = 1e-6, **changes: Any) -> Any:
+def assert_same_training(
+    tmp_path: Path, mode: str, kind: str = "GRPO", rtol: float = 1e-6, cuda_graphs: bool = False, **changes: Any
+) -> Any:
     """Weights after four steps, three of them fused, as without any attachment, but for rounding; the attachment."""
     plain, measured = (trainer_of(tmp_path, kind, **changes) for _ in range(2))
     start = weights_of(plain)
     train(plain)
-    attached = train(measured, mode=mode)
+    attached = train(measured, mode=mode, cuda_graphs=cuda_graphs)
     apart, way = (weights_of(plain) - weights_of(measured)).norm(), (weights_of(plain) - start).norm()
     assert float(way) > 0 and float(apart / weights_of(plain).norm()) <= rtol
     assert attached.failures == []
@@ -198,14 +200,89 @@ def test_absolute_positions_and_a_head_that_is_not_tied(tmp_path):
     assert compared(assert_same_training(tmp_path, "scores")) == [8, 1, 1, 1]
 
 
+# accumulated micro-batches
+
+ACCUMULATED: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+
+
+@pytest.mark.parametrize("mode", ["scores", "loss"])
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_accumulated_steps_are_fused(mode, kind, cuda_graphs, tmp_path, monkeypatch):
+    """The micro-batches go through the engine together; without a GPU, CUDA graphs change nothing."""
+    monkeypatch.setattr(fused_step, "CHECK_SHARE", 1e9 if not cuda_graphs else 0.0)
+    attached = assert_same_training(tmp_path, mode, kind, cuda_graphs=cuda_graphs, **ACCUMULATED)
+    assert compared(attached) == ([8, 1, 1, 1] if not cuda_graphs else [8, 1, 0, 0])
+    assert attached.not_fused is None
+
+
+def test_gram_of_an_accumulated_step_is_that_of_a_pass_of_its_own(tmp_path):
+    """Micro-batches are shuffled, so groups are spread over them: every block is there nevertheless."""
+    grams = []
+    for fused in (True, False):
+        trainer = trainer_of(tmp_path, **ACCUMULATED)
+        attached = train(trainer, every=1, out=tmp_path / f"run-{fused}", fused=fused)
+        assert compared(attached) == ([8, 1, 1, 1] if fused else [8] * 4)
+        grams.append([reading.scalars["gram/snr"] for reading in attached.readings])
+        grams.append([reading.scalars["group/effective_rank"] for reading in attached.readings])
+    assert grams[0] == pytest.approx(grams[2], rel=1e-4, nan_ok=True)
+    assert grams[1] == pytest.approx(grams[3], rel=1e-4, nan_ok=True)
+
+
+@pytest.mark.parametrize("part", [0, 1, 3])
+@pytest.mark.parametrize("what", ["forward", "tokens", "loss"])
+def test_an_accumulated_step_that_fails_midway_keeps_the_trainers_gradient(part, what, tmp_path, monkeypatch):
+    """The engine has answered the micro-batches before: their gradients come from the trainer's own passes."""
+    plain, measured = (trainer_of(tmp_path, **ACCUMULATED) for _ in range(2))
+    train(plain)
+    step = fused_step.FusedStep
+    if what == "forward":
+        answer = step.log_probs
+
+        def fails(self, *args, **kwargs):
+            if len(self.parts) == part + 1:
+                raise RuntimeError("no")
+            return answer(self, *args, **kwargs)
+
+        monkeypatch.setattr(step, "log_probs", fails)
+    elif what == "tokens":
+        reason = step.reason_to_decline
+        monkeypatch.setattr(
+            step, "reason_to_decline", lambda self, call: "no" if len(self.parts) == part + 1 else reason(self, call)
+        )
+    else:
+        calls = count()
+        loss = type(measured)._compute_loss
+
+        def breaks_once(self, *args, **kwargs):
+            found = loss(self, *args, **kwargs)
+            if next(calls) == 4 + part:  # in the second step, which is the first that is fused
+                raise RuntimeError("no")
+            return found
+
+        monkeypatch.setattr(type(measured), "_compute_loss", breaks_once)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(measured, mode="scores", every=1)
+    apart = (weights_of(plain) - weights_of(measured)).norm() / weights_of(plain).norm()
+    assert float(apart) <= 1e-6
+
+
+def test_an_accumulated_step_that_does_not_fit_into_memory_is_measured_separately(tmp_path, monkeypatch):
+    trainer = trainer_of(tmp_path, **ACCUMULATED)
+    bytes_of_pass = fused_step.bytes_of_pass
+    monkeypatch.setattr(fused_step, "bytes_of_pass", lambda *given: 10**15 + bytes_of_pass(*given))
+    assert compared(train(trainer, every=1)) == [8] * 4
+
+
 # steps that are not fused, or for which the trainer's own pass runs after all
 
 
-def test_accumulated_steps_and_parts_of_generations_are_not_fused(tmp_path):
-    pieces = trainer_of(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    attached = train(pieces, every=1)
-    assert compared(attached) == [8] * 4
-    assert attached.not_fused == f"gradients are accumulated over 2 micro-batches; {SEPARATE}"
+def test_parts_of_generations_are_not_fused(tmp_path):
+    several = trainer_of(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=2, steps_per_generation=1)
+    attached = train(several, every=1)
+    assert set(compared(attached)) == {8}
+    assert attached.not_fused == f"2 micro-batches are accumulated, and a generation has 1; {SEPARATE}"
     halves = trainer_of(tmp_path, per_device_train_batch_size=4, steps_per_generation=2)
     attached = train(halves, every=1)
     assert set(compared(attached)) == {8}  # the rows are those of the generation, the step has half of it

@@ -122,8 +122,9 @@ class BenchTrl(Benchmark):
     tokens: int = 128
     """Completion tokens of every rollout."""
     ways: tuple[str, ...] = ("fused", "separate", "accumulated", "idle")
-    """fused: the Gram from the trainer's backward pass; separate: from a pass of its own; accumulated: the same where
-    the trainer accumulates micro-batches; idle: steps between two measurements."""
+    """fused: the Gram from the trainer's backward pass; separate: from a pass of its own; accumulated: fused where the
+    trainer accumulates micro-batches; idle: steps between two measurements; on a GPU also replayed and
+    accumulated-replayed, from CUDA graphs."""
     modes: tuple[str, ...] = ("scores", "loss")
     """What is measured: scores, loss or both."""
     checkpointing: tuple[bool, ...] = (False, True)

@@ -25,13 +25,19 @@ from scoregram.policy import character_tokenizer
 
 _CALLER = "bench trl"
 _MODES = ("scores", "loss")
-TRL_WAYS = ("fused", "separate", "accumulated", "idle")
+TRL_WAYS = ("fused", "separate", "accumulated", "idle", "replayed", "accumulated-replayed")
 """Where the Gram of a measured step comes from.
 
-`fused`: the trainer's own backward pass. `separate`: a separate pass after it. `accumulated`: a separate pass where the
-trainer accumulates micro-batches, which cannot be fused. `idle`: nothing is measured; steps between two measurements
-are compared with a trainer without an attachment.
+`fused`: the trainer's own backward pass. `separate`: a separate pass after it. `accumulated`: as `fused`, where the
+trainer accumulates micro-batches. `idle`: nothing is measured; steps between two measurements are compared with a
+trainer without an attachment. `replayed`, `accumulated-replayed`: as without the word, from CUDA graphs, on a GPU.
 """
+
+
+WARMUP = 2
+"""Steps before the timed ones; the second one is measured and compares one rollout's gradient."""
+REPLAY_WARMUP = 8
+"""The same with CUDA graphs: of the measured steps, the third is the first of its shape, and the fourth records it."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,7 @@ def run_trl_bench(
         for choice in asked or ("",):
             if choice not in known:
                 fail(f"{_CALLER} --{name}", f"must be among {', '.join(known)}", repr(choice), "Check the spelling.")
-    if "accumulated" in ways and micro_batch_size == rollouts:
+    if any(way.startswith("accumulated") for way in ways) and micro_batch_size == rollouts:
         requirement = "must be less than --rollouts to accumulate"
         fail(f"{_CALLER} --micro-batch-size", requirement, rollouts, "Choose a smaller number.")
     place = bench_device(device, caller=_CALLER)
@@ -144,21 +150,23 @@ def run_trl_bench(
 
 
 def timed_steps(job: TrlJob, way: str, mode: str, checkpointing: bool) -> TrlRow:
-    """Train `repeats` plain and `repeats` measured steps, alternating, after two warmup steps."""
+    """Train `repeats` plain and `repeats` measured steps, alternating, after the warmup steps."""
     if way == "idle":
         return timed_idle_steps(job, mode, checkpointing)
     steps: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        size = job.micro_batch_size if way == "accumulated" else job.rollouts
-        trainer = trainer_of_random_tokens(job, folder, size, checkpointing, steps)
-        attached = attach(trainer, every=2, mode="scores" if mode == "scores" else "loss", fused=way != "separate")
+        size = job.micro_batch_size if way.startswith("accumulated") else job.rollouts
+        warmup = REPLAY_WARMUP if way.endswith("replayed") else WARMUP
+        trainer = trainer_of_random_tokens(job, folder, size, checkpointing, steps, warmup)
+        asked: dict[str, Any] = {"fused": way != "separate", "cuda_graphs": way.endswith("replayed")}
+        attached = attach(trainer, every=2, mode="scores" if mode == "scores" else "loss", **asked)
         trainer.train()
     if attached.failures:
         fail(_CALLER, "every measurement must succeed", attached.failures[0], "This is a bug; please report it.")
-    warm = {step: seconds for step, seconds in steps.items() if step > 2}
+    warm = {step: seconds for step, seconds in steps.items() if step > warmup}
     plain = tuple(seconds for step, seconds in warm.items() if step % 2)
     compared = {reading.step: int(reading.scalars["check/rollouts"]) for reading in attached.readings}
-    expected = (0, 1) if way == "fused" else (job.rollouts,)
+    expected = (job.rollouts,) if way == "separate" else (0, 1)
     measured = tuple(seconds for step, seconds in warm.items() if compared.get(step) in expected)
     if not measured:
         remedy = "This is a bug; please report it."
@@ -173,11 +181,11 @@ def timed_idle_steps(job: TrlJob, mode: str, checkpointing: bool) -> TrlRow:
     for is_attached in (False, True):
         steps: dict[int, float] = {}
         with tempfile.TemporaryDirectory() as folder:
-            trainer = trainer_of_random_tokens(job, folder, job.rollouts, checkpointing, steps)
+            trainer = trainer_of_random_tokens(job, folder, job.rollouts, checkpointing, steps, WARMUP)
             if is_attached:
                 attach(trainer, every=10**6, mode="scores" if mode == "scores" else "loss")
             trainer.train()
-        times[is_attached] = tuple(seconds for step, seconds in steps.items() if step > 2)
+        times[is_attached] = tuple(seconds for step, seconds in steps.items() if step > WARMUP)
     return row_of_times("idle", mode, checkpointing, (times[False], times[True]))
 
 
@@ -194,7 +202,9 @@ def row_of_times(
     return TrlRow(way, mode, checkpointing, plain, measured, (measured - plain) / plain, error, compared, times)
 
 
-def trainer_of_random_tokens(job: TrlJob, folder: str, size: int, checkpointing: bool, steps: dict[int, float]) -> Any:
+def trainer_of_random_tokens(
+    job: TrlJob, folder: str, size: int, checkpointing: bool, steps: dict[int, float], warmup: int
+) -> Any:
     """A GRPOTrainer on random completions that stores the time of every step, without generation, in `steps`."""
     import trl  # pyright: ignore[reportMissingImports]
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
@@ -208,7 +218,7 @@ def trainer_of_random_tokens(job: TrlJob, folder: str, size: int, checkpointing:
         "gradient_accumulation_steps": job.rollouts // size,
         "num_generations": job.group_size,
         "max_completion_length": job.tokens,
-        "max_steps": 2 + 2 * job.repeats,
+        "max_steps": warmup + 2 * job.repeats,
         "logging_steps": 1000,
         "gradient_checkpointing": checkpointing,
         "use_cpu": job.device == "cpu",

@@ -51,11 +51,15 @@ from scoregram.gram.engine import backward_with_gram as backward_with_gram
 from scoregram.gram.engine import cross_gram as cross_gram
 from scoregram.gram.engine import measure_gram as measure_gram
 from scoregram.gram.head import STORE_BYTES as STORE_BYTES
+from scoregram.gram.model import has_dropout_rate as has_dropout_rate
 from scoregram.gram.model import is_distributed as is_distributed
 from scoregram.gram.model import model_inside as model_inside
+from scoregram.gram.model import modules_inside as modules_inside
 from scoregram.gram.model import sharded_modules as sharded_modules
 from scoregram.gram.model import survey as survey
+from scoregram.gram.model import trainable_parameters as trainable_parameters
 from scoregram.gram.plain_passes import gradients as gradients
+from scoregram.gram.result import ChangedLayers as ChangedLayers
 from scoregram.gram.result import Gram as Gram
 from scoregram.gram.sketch import Sketch as Sketch
 from scoregram.gram.sketch import Sketcher as Sketcher

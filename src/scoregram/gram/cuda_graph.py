@@ -35,7 +35,7 @@ from scoregram.gram.result import CollectedScores, Gram
 from scoregram.gram.undo import Undo
 from scoregram.rollouts import Rollouts
 
-Found = TypeVar("Found")
+Recorded = TypeVar("Recorded")
 
 AGREEMENT = 1e-3
 """Largest relative distance of the first replayed Gram to the one measured without a graph; kernels may differ."""
@@ -128,7 +128,7 @@ class RecordedPass:
             self.scores = self._recorded(measurement.run_once)
         self._contractor = measurement.current.collector.contractor  # has tensors that the graphs read
 
-    def _recorded(self, run: Callable[[], Found]) -> Found:
+    def _recorded(self, run: Callable[[], Recorded]) -> Recorded:
         """The result of `run`, whose launches become the next graph."""
         self._graphs.append(torch.cuda.CUDAGraph())
         device = "cuda"

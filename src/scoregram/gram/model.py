@@ -174,6 +174,12 @@ def modules_inside(model: nn.Module) -> list[nn.Module]:
     return list(modules.values())
 
 
+def trainable_parameters(model: nn.Module) -> list[Tensor]:
+    """The parameters that require gradients, each once, in the order of `model.parameters()`, in less host time."""
+    found = {id(p): p for module in modules_inside(model) for p in module._parameters.values() if p is not None}
+    return [parameter for parameter in found.values() if parameter.requires_grad]
+
+
 def shards_of(modules: Sequence[Any], parameters: dict[str, Tensor]) -> Shards:
     """The sharded part of a model; replaces every sharded parameter in `parameters` by its gathered tensor.
 

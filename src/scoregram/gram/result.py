@@ -1,6 +1,6 @@
 """Stage 6, the result: Grams by parameter become K and its split by layer; weighted sums become gradients."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +64,27 @@ class LayerGrams(Mapping[str, Tensor]):
 
     def __reduce__(self) -> tuple[type, tuple[dict[str, Tensor]]]:
         """Another process gets a plain dict on the CPU."""
+        return dict, (dict(self),)
+
+
+class ChangedLayers(Mapping[str, Tensor]):
+    """The Grams of layers with a change that is made when one is asked for."""
+
+    def __init__(self, layers: Mapping[str, Tensor], change: Callable[[Tensor], Tensor]) -> None:
+        self._layers = layers
+        self._change = change
+
+    def __getitem__(self, layer: str) -> Tensor:
+        return self._change(self._layers[layer])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Tensor]]]:
+        """Another process gets a plain dict."""
         return dict, (dict(self),)
 
 

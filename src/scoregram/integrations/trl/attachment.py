@@ -77,6 +77,7 @@ def attach(
     resume: bool = False,
     between_prompts: bool = False,
     fused: bool = True,
+    cuda_graphs: bool = False,
 ) -> "Attachment":
     """Measure the steps of a TRL trainer from now on, until its training ends or `detach()` is called.
 
@@ -108,8 +109,12 @@ def attach(
             and the metrics that need it. Otherwise each process measures its share of the groups, which is faster. A
             single process gets that Gram anyway, if all groups fit into one pass.
         fused: Take Gram and gradient from one backward pass wherever that gives the trainer's gradient up to rounding:
-            in one process, if one micro-batch is the whole step, and after a step at which the whole gradient agreed.
-            `attachment.not_fused` says why no step is fused. With False every gradient is the trainer's, bit for bit.
+            in one process, if all micro-batches of the step fit into memory together, and after a step at which the
+            whole gradient agreed. `attachment.not_fused` says why no step is fused. With False every gradient is the
+            trainer's, bit for bit.
+        cuda_graphs: On a GPU, record fused passes as CUDA graphs and replay them where prompts and completions are
+            padded to the same lengths again. This removes the time that Python takes to launch kernels, and keeps the
+            memory of one pass for the whole training (`scoregram.gram.CudaGraphGram`).
 
     Raises:
         ScoregramError: For a trainer, version or setting that is not supported; nothing has been changed then.
@@ -126,6 +131,8 @@ def attach(
         fail("attach", "memory_gb must be positive", memory_gb, "Leave it out to use what is free.")
     if not isinstance(fused, bool):
         fail("attach", "fused must be True or False", repr(fused), "False leaves every gradient to the trainer.")
+    if not isinstance(cuda_graphs, bool):
+        fail("attach", "cuda_graphs must be True or False", repr(cuda_graphs), "True replays fused passes.")
     if estimator is not None:
         require_trl_estimator(estimator, int(trainer.num_generations))
     low_precision = low_precision_causes(trainer)
@@ -138,6 +145,7 @@ def attach(
         keep_rollouts=keep_rollouts and out is not None,
         between_prompts=between_prompts,
         fused=fused,
+        cuda_graphs=cuda_graphs,
         low_precision=low_precision,
         uneven_term=uneven_term(trainer),
     )
@@ -444,16 +452,16 @@ class Attachment:
             self.folder.write(measured, keep_rollouts=self.settings.keep_rollouts, foreign_names=foreign_names)
 
     def _begin_fused_step(self, model: Any, inputs: Mapping[str, Any], batch: MicroBatch, window: Window) -> None:
-        """Try to fuse a step of this one loss; in mode `scores`, only if it has all rollouts of its generation."""
+        """Try to fuse the step that begins with this micro-batch, or add the micro-batch to a step that is fused."""
         serials = set(batch.rows[:, 0].tolist())
         generation = self._generations.get(serials.pop())
-        if generation is None or generation.has_images or serials or window.batches:
+        if window.batches:
+            self._fused.add_part(inputs, batch)
+        elif generation is None or generation.has_images or serials:
             return
-        is_loss = self.settings.mode == "loss"
-        if is_loss or generation.policy_step == window.step - 1:
+        elif self.settings.mode == "loss" or generation.policy_step == window.step - 1:
             limit = memory_limit(self.trainer.model, self.settings, self.processes)
-            rollouts = len(batch.rows) if is_loss else generation.size
-            self._fused.begin(model, inputs, batch, rollouts, limit)
+            self._fused.begin(model, inputs, batch, generation, limit)
 
     def _warn_of_fused_failure(self) -> None:
         message, self._fused.failure = str(self._fused.reason), None

@@ -4,6 +4,10 @@ The trainer asks for log-probabilities and gets those of a forward pass that the
 backward pass stops at these log-probabilities, with `c = ∂L/∂log π`. The engine's backward pass continues from `c`: it
 measures the Gram, and writes to `.grad` what the trainer's pass would have written. If a condition does not hold, the
 trainer's own pass runs after all, with the same `c`: the step takes longer, but its gradient is the trainer's.
+
+Under gradient accumulation the engine's forward pass runs once, over all micro-batches of the step, if they fit into
+memory together. Each micro-batch gets its part of the log-probabilities, and the engine's backward pass follows the
+last one. So the Gram includes rollouts of different micro-batches.
 """
 
 import inspect
@@ -21,12 +25,18 @@ from torch.nn.modules import module as torch_modules
 from scoregram.checks import fail, listed
 from scoregram.distributed import Processes
 from scoregram.gram import (
+    ChangedLayers,
+    CudaGraphGram,
     DeferredGram,
     Undo,
     gradients,
+    has_dropout_rate,
     model_inside,
+    modules_inside,
     survey,
+    trainable_parameters,
 )
+from scoregram.integrations.trl.generation import Generation
 from scoregram.integrations.trl.separate_pass import (
     CheckedGram,
     added_up,
@@ -71,6 +81,25 @@ class LogProbsFormat:
 
 
 @dataclass
+class FusedPart:
+    """One micro-batch of a fused step."""
+
+    inputs: Mapping[str, Any]
+    """Inputs of the trainer's loss."""
+    batch: MicroBatch
+    """Records the derivative of the loss."""
+    call: dict[str, Any] | None = None
+    """Arguments of the trainer's call for log-probabilities; None before it."""
+    entropy_gradients: list[Tensor] = field(default_factory=list)
+
+    @property
+    def counted(self) -> Tensor:
+        """`(B, C)`: completion tokens that the loss counts."""
+        mask = self.inputs["completion_mask"]
+        return mask * self.inputs["tool_mask"] if "tool_mask" in self.inputs else mask
+
+
+@dataclass
 class FusedStep:
     """One step, from the trainer's call for log-probabilities to the gradient in `.grad`."""
 
@@ -80,23 +109,25 @@ class FusedStep:
     """The trainer's own method for log-probabilities."""
     model: nn.Module
     format: LogProbsFormat
-    inputs: Mapping[str, Any]
-    """Inputs of the trainer's loss."""
-    batch: MicroBatch
-    """Records the derivative of the loss."""
     generator: torch.Generator
     """Draws the rollout that is checked."""
     compares_rollout: bool
     """Whether one rollout's gradient is compared with the trainer's own."""
-    call: dict[str, Any] | None = None
-    """Arguments of the trainer's call for log-probabilities; None before it."""
-    deferred: DeferredGram | None = None
+    parts: list[FusedPart]
+    """The micro-batches so far."""
+    pieces: int = 1
+    """Micro-batches of the whole step."""
+    generation: Generation | None = None
+    """All rollouts of an accumulated step, which go through the engine together; None for a single micro-batch."""
+    graphs: CudaGraphGram | None = None
+    """Replays passes of repeated shapes; None: every pass runs as usual."""
+    deferred: Any = None
+    """The engine's forward pass, a `DeferredGram` or one that is replayed."""
     declined: str | None = None
     """Why the call was declined and left to the trainer's own method."""
-    entropy_gradients: list[Tensor] = field(default_factory=list)
     result: CheckedGram | None = None
-    """Gram and check, rollouts in the order of the micro-batch; None if the trainer's own pass had to run. Its
-    log-probabilities are in TRL's layout."""
+    """Gram and check, rollouts in the order of `rows`; None if the trainer's own pass had to run. Its log-probabilities
+    are in TRL's layout."""
     failure: Exception | None = None
     """An unexpected error, after which the trainer's own pass ran."""
     is_over: bool = False
@@ -105,59 +136,109 @@ class FusedStep:
 
     @property
     def is_begun(self) -> bool:
-        """Whether the trainer got its log-probabilities from the Gram engine."""
-        return self.deferred is not None
+        """Whether the trainer got the log-probabilities of the current micro-batch from the Gram engine."""
+        return self.parts[-1].call is not None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether micro-batches are to follow."""
+        return not self.is_over and len(self.parts) < self.pieces
+
+    @property
+    def rows(self) -> Tensor:
+        """`(N,)`: the row of each of the engine's rollouts in its generation."""
+        keys = self.parts[0].batch.rows[:, 1]
+        return keys if self.generation is None else torch.arange(self.generation.size, device=keys.device)
+
+    def places(self, part: FusedPart) -> Tensor:
+        """`(B,)`: the places of a micro-batch's rollouts among the engine's."""
+        keys = part.batch.rows[:, 1]
+        return torch.arange(len(keys), device=keys.device) if self.generation is None else keys
+
+    def assembled(self, values: Sequence[Tensor]) -> Tensor:
+        """`(N, C)` in the order of the engine's rollouts, from values `(B, C)` of each micro-batch."""
+        whole = values[0].new_zeros(len(self.rows), values[0].shape[1])
+        for part, own in zip(self.parts, values, strict=True):
+            whole[self.places(part)] = own
+        return whole
 
     def log_probs(self, *args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
         """Log-probabilities and entropies `(B, C)` of the engine's forward pass, in TRL's format.
 
         None if the call is unusual; `declined` then says why.
         """
+        part = self.parts[-1]
         bound = inspect.signature(self.trainers_log_probs).bind(*args, **kwargs)
         bound.apply_defaults()
         call = dict(bound.arguments)
         self.declined = self.reason_to_decline(call)
         if self.declined is not None:
             return None
-        ids, attention, tokens = call["input_ids"], call["attention_mask"], int(call["logits_to_keep"])
-        completion = attention.bool().clone()
-        completion[:, :-tokens] = False
-        began = time.perf_counter()
-        with self.trainer.accelerator.autocast():
-            temperature = float(self.trainer.temperature)
-            deferred = DeferredGram(self.model, ids, completion, attention, temperature=temperature, keep_padding=True)
-        self.call, self.deferred, self.seconds = call, deferred, time.perf_counter() - began
+        if self.deferred is None:
+            self.run_forward(call)
+        assert self.deferred is not None
+        tokens, here = int(call["logits_to_keep"]), self.places(part)
+        part.call = call
         dtype, entropy_dtype = self.format.dtypes
-        found = deferred.log_probs[:, -tokens:].to(dtype).clone().requires_grad_()
+        found = self.deferred.log_probs[here, -tokens:].to(dtype).clone().requires_grad_()
         entropies = None
         if call.get("compute_entropy"):
-            entropies = deferred.entropies[:, -tokens:].to(entropy_dtype).clone()
+            entropies = self.deferred.entropies[here, -tokens:].to(entropy_dtype).clone()
             if self.format.entropies_in_autograd:
-                entropies.requires_grad_().register_hook(self.entropy_gradients.append)
+                entropies.requires_grad_().register_hook(part.entropy_gradients.append)
                 entropies = entropies.view_as(entropies)
         # Views, because a loss may write to them in place, which autograd forbids for a leaf; TRL returns no leaves.
         return (found.view_as(found), entropies, *[None] * (self.format.parts - 2))
 
+    def run_forward(self, call: Mapping[str, Any]) -> None:
+        """The engine's forward pass over all rollouts of the step."""
+        ids, attention = self.whole_batch() or (call["input_ids"], call["attention_mask"])
+        completion = attention.bool().clone()
+        completion[:, : -int(call["logits_to_keep"])] = False
+        began = time.perf_counter()
+        with self.trainer.accelerator.autocast():
+            if self.graphs is not None and not self.compares_rollout:
+                self.deferred = self.graphs.deferred(ids, completion, attention)
+            else:
+                options = {"temperature": float(self.trainer.temperature), "keep_padding": True}
+                self.deferred = DeferredGram(self.model, ids, completion, attention, **options)
+        self.seconds = time.perf_counter() - began
+
+    def whole_batch(self) -> tuple[Tensor, Tensor] | None:
+        """`(N, P + C)` ids and attention mask of an accumulated step, in TRL's layout; None for one micro-batch."""
+        one = self.generation
+        if one is None:
+            return None
+        ids = torch.cat([one.prompt_ids, one.completion_ids], 1)
+        return ids, torch.cat([one.prompt_mask, one.completion_mask], 1)
+
     def reason_to_decline(self, call: Mapping[str, Any]) -> str | None:
         """Why the engine cannot answer this call; None if it can. It must ask for all rollouts of the loss at once."""
+        part = self.parts[-1]
         others = {name: value for name, value in call.items() if name not in KNOWN_ARGUMENTS}
         if odd := [name for name, value in others.items() if value is not None and value is not False]:
             return f"the log-probabilities depend on {listed(odd)}"
-        ids, whole = self.inputs["completion_ids"], call["input_ids"]
+        ids, asked = part.inputs["completion_ids"], call["input_ids"]
         at_once = call.get("batch_size") in (None, len(ids)) and call["logits_to_keep"] == ids.shape[1]
-        if not at_once or len(whole) != len(ids) or not torch.equal(whole[:, -ids.shape[1] :], ids):
+        if not at_once or len(asked) != len(ids) or not torch.equal(asked[:, -ids.shape[1] :], ids):
             return "the loss asks for log-probabilities of other rollouts than its own"
         if call.get("compute_entropy") and self.format.dtypes[1] is None:
             return "the loss asks for entropies at some steps only"
+        whole = self.whole_batch()
+        if whole is not None:
+            pairs = zip(whole, (asked, call["attention_mask"]), strict=True)
+            here = self.places(part)
+            if not all(torch.equal(every[here], own.to(every.dtype)) for every, own in pairs):
+                return "a micro-batch has other tokens or padding than its generation"
         return None
 
     def finish(self) -> None:
-        """Continue the trainer's backward pass, which ended at the log-probabilities."""
-        if self.is_over or not self.is_begun:
+        """Continue the trainer's backward passes, which ended at the log-probabilities; after the last one."""
+        if self.is_over or not self.is_begun or self.is_pending:
             return
         self.is_over = True
-        derivative = self.batch.coefficients
-        if derivative is None and not self.entropy_gradients:
+        derivative = self.derivative()
+        if derivative is None and not any(part.entropy_gradients for part in self.parts):
             self.deferred = None
             return  # the loss does not depend on the policy
         try:
@@ -169,21 +250,41 @@ class FusedStep:
                 torch.cuda.empty_cache()
         self.deferred = None
         if self.result is None:
-            self.run_trainers_pass(derivative)
+            self.run_trainers_passes(self.parts)
+
+    def derivative(self) -> Tensor | None:
+        """`(N, C)` derivative of the loss for the engine's rollouts; None if no micro-batch has one."""
+        known = [part.batch.coefficients for part in self.parts]
+        first = next((own for own in known if own is not None), None)
+        if first is None:
+            return None
+        if self.generation is None:
+            return first
+        return self.assembled([torch.zeros_like(first) if own is None else own for own in known])
 
     @property
     def has_other_gradients(self) -> bool:
         """Whether the loss has gradients that bypass the log-probabilities; they are not in the sum of rows."""
-        arrived = (parameter.grad for parameter in self.model.parameters())
-        return bool(self.entropy_gradients) or any(grad is not None and bool(grad.any()) for grad in arrived)
+        arrived = (parameter.grad for parameter in trainable_parameters(self.model))
+        return any(part.entropy_gradients for part in self.parts) or any(
+            grad is not None and bool(grad.any()) for grad in arrived
+        )
 
-    def run_trainers_pass(self, derivative: Tensor | None) -> None:
-        """Run the trainer's own forward pass again, and its backward pass from the derivatives that its loss gave."""
-        assert self.call is not None
-        found = self.trainers_log_probs(**self.call)
-        ends = [] if derivative is None else [(found[0], derivative)]
-        ends += [(found[1], grad) for grad in self.entropy_gradients]
-        torch.autograd.backward([end for end, _ in ends], [grad for _, grad in ends])
+    def abandon(self, answered: Sequence[FusedPart]) -> None:
+        """Leave the step to the trainer: its own passes for the micro-batches that the engine has answered."""
+        self.is_over, self.deferred = True, None
+        self.run_trainers_passes(answered)
+
+    def run_trainers_passes(self, parts: Sequence[FusedPart]) -> None:
+        """Run the trainer's own forward passes again, and their backward passes from the derivatives of its losses."""
+        for part in parts:
+            if part.call is None:
+                continue
+            found = self.trainers_log_probs(**part.call)
+            ends = [] if part.batch.coefficients is None else [(found[0], part.batch.coefficients)]
+            ends += [(found[1], grad) for grad in part.entropy_gradients]
+            if ends:
+                torch.autograd.backward([end for end, _ in ends], [grad for _, grad in ends])
 
     def measured(self, derivative: Tensor) -> CheckedGram | None:
         """Measure the Gram and write the gradient; None if the gradient is not a weighted sum of the mode's rows.
@@ -191,8 +292,8 @@ class FusedStep:
         Raises:
             ScoregramError: If the check fails; `.grad` is not written then.
         """
-        assert self.deferred is not None and self.call is not None
-        rows = self.rows(derivative)
+        assert self.deferred is not None
+        rows = self.weighted_rows(derivative)
         if rows is None:
             return None
         coefficients, weights = rows
@@ -207,7 +308,7 @@ class FusedStep:
             gram, sums = self.deferred.finish(F.pad(coefficients, (before, 0)), vectors)
         log_probs = self.deferred.log_probs.cpu()
         self.deferred = None
-        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        parameters = trainable_parameters(self.model)
         error = norm_error([both[0] for both in sums.values()], gram.matrix, weights)
         self.seconds += time.perf_counter() - began
         seconds = 0.0
@@ -233,12 +334,10 @@ class FusedStep:
         rollouts = int(compared is not None)
         return CheckedGram(replace(scaled, log_probs=log_probs), error, rollouts=rollouts, seconds=seconds)
 
-    def rows(self, derivative: Tensor) -> tuple[Tensor, Tensor] | None:
+    def weighted_rows(self, derivative: Tensor) -> tuple[Tensor, Tensor] | None:
         """Coefficients `(B, C)` of rows, and weights `(B,)` that sum them to the gradient; None if no weights do."""
         c = derivative.double()
-        counted = self.inputs["completion_mask"]
-        if "tool_mask" in self.inputs:
-            counted = counted * self.inputs["tool_mask"]
+        counted = self.assembled([part.counted for part in self.parts])
         ones = counted.double()
         if not bool(c.isfinite().all()):
             return None  # the trainer handles the overflow
@@ -257,14 +356,16 @@ class FusedStep:
 
     def gradient_of_rollout(self, index: int, derivative: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The part of the gradient that comes from one rollout, by the trainer's own forward pass and autograd."""
-        assert self.call is not None
-        here = slice(index, index + 1)
-        one = {"input_ids": self.call["input_ids"][here], "attention_mask": self.call["attention_mask"][here]}
+        places = [(part, self.places(part).tolist()) for part in self.parts]
+        part, own = next((part, rows.index(index)) for part, rows in places if index in rows)
+        assert part.call is not None
+        here = slice(own, own + 1)
+        one = {name: part.call[name][here] for name in ("input_ids", "attention_mask")}
         with Undo() as undo, undo, torch.enable_grad():
             undo.keep_random_state(derivative.device)
             undo.put_gradients_aside(parameters)
-            found = self.trainers_log_probs(**(self.call | one | {"compute_entropy": False}))[0]
-            return gradients((found * derivative[here].to(found.dtype)).sum(), parameters)
+            found = self.trainers_log_probs(**(part.call | one | {"compute_entropy": False}))[0]
+            return gradients((found * derivative[index : index + 1].to(found.dtype)).sum(), parameters)
 
 
 def norm_error(gradient: Sequence[Tensor], gram: Tensor, weights: Tensor) -> float:
@@ -331,15 +432,19 @@ class FusedSteps:
         self.failure: Exception | None = None
         """An unexpected error at the last step."""
         self.generator = torch.Generator().manual_seed(0)
+        self.graphs: CudaGraphGram | None = None
+        """Made at the first fused step, if the settings ask for CUDA graphs."""
         if not settings.fused:
             self.reason = "attach was called with fused=False"
         elif processes.count > 1:
             self.reason = "the training runs in several processes"
         elif others := [name for name in REPLACED_METHODS if not _is_of_trl(methods[name])]:
             self.reason = f"{listed(others)} of the trainer is overridden or wrapped"
-        elif (pieces := int(trainer.args.gradient_accumulation_steps)) > 1:
-            self.reason = f"gradients are accumulated over {pieces} micro-batches"
-        elif settings.mode == "scores" and (parts := int(getattr(trainer.args, "steps_per_generation", 1) or 1)) > 1:
+        self.pieces = int(trainer.args.gradient_accumulation_steps)
+        parts = int(getattr(trainer.args, "steps_per_generation", None) or self.pieces)
+        if self.reason is None and self.pieces > 1 and parts != self.pieces:
+            self.reason = f"{self.pieces} micro-batches are accumulated, and a generation has {parts}"
+        elif self.reason is None and settings.mode == "scores" and parts > self.pieces:
             self.reason = f"a generation is split over {parts} steps, and mode='scores' measures it whole"
 
     # facts from steps that are not fused
@@ -356,41 +461,60 @@ class FusedSteps:
 
     # the current step
 
-    def begin(self, model: Any, inputs: Mapping[str, Any], batch: MicroBatch, rollouts: int, limit: float) -> None:
+    def begin(
+        self, model: Any, inputs: Mapping[str, Any], batch: MicroBatch, generation: Generation, limit: float
+    ) -> None:
         """Fuse the step whose loss the trainer is about to compute from `model` and `inputs`, if all conditions hold.
 
-        `rollouts` is the number of rollouts that `batch` must hold, `limit` the bytes that a measurement may take.
+        `batch` must hold all rollouts of `generation`, or be the first of several micro-batches that do; in mode `loss`
+        a single one may hold a part. `limit` is the number of bytes that a measurement may take.
         """
         self.step = None
         since = self.since_full_check
         if self.reason is not None or self.format is None or since is None or since >= FULL_CHECK_EVERY - 1:
             return
+        is_part = self.pieces == 1 and self.settings.mode == "loss"
+        rollouts = len(batch.rows) if is_part else generation.size
         inside = self.trainer.accelerator.unwrap_model(self.trainer.model)
         tokens = inputs["prompt_ids"].shape[1] + inputs["completion_ids"].shape[1]
         # a separate pass holds one gradient besides the trainer's, a fused one two: the sum, and the checked row
         needed = bytes_of_pass(inside, rollouts, tokens) + gradient_bytes(inside)
-        if len(batch.rows) != rollouts or not _is_whole_step(self.trainer) or needed > limit:
+        if len(batch.rows) * self.pieces != rollouts or not self.is_whole_step() or needed > limit:
             return
         if getattr(self.trainer.accelerator, "has_lomo_optimizer", False):
             self.reason = "the LOMO optimiser updates parameters inside the backward pass"
         self.reason = self.reason or reason_not_fused(model, inside)
         if self.reason is not None:
             return
+        if self.settings.cuda_graphs and self.graphs is None:
+            self.graphs = CudaGraphGram(inside, temperature=float(self.trainer.temperature), keep_padding=True)
         self.step = FusedStep(
             trainer=self.trainer,
             settings=self.settings,
             trainers_log_probs=self.trainers_log_probs,
             model=inside,
             format=self.format,
-            inputs=inputs,
-            batch=batch,
             generator=self.generator,
             compares_rollout=self.check_seconds <= CHECK_SHARE * self.seconds,
+            parts=[FusedPart(inputs, batch)],
+            pieces=self.pieces,
+            generation=generation if self.pieces > 1 else None,
+            graphs=self.graphs,
         )
+
+    def is_whole_step(self) -> bool:
+        """Whether the micro-batches of the running step are as many as the arguments say, and none has run yet."""
+        pieces = getattr(self.trainer, "current_gradient_accumulation_steps", self.pieces)
+        return int(pieces) == self.pieces and (self.pieces > 1 or bool(self.trainer.accelerator.sync_gradients))
+
+    def add_part(self, inputs: Mapping[str, Any], batch: MicroBatch) -> None:
+        """Add the next micro-batch to an accumulated step that is fused."""
+        if self.step is not None and self.step.is_pending:
+            self.step.parts.append(FusedPart(inputs, batch))
 
     def log_probs(self, *args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
         """Log-probabilities for the trainer, if the current step is fused; None to let the trainer compute them."""
-        if self.step is None or self.step.is_begun:
+        if self.step is None or self.step.is_over or self.step.is_begun:
             return None
         try:
             found = self.step.log_probs(*args, **kwargs)
@@ -398,12 +522,13 @@ class FusedSteps:
             self.disable(error)
             return None
         if found is None:
-            self.reason, self.step = self.step.declined, None
+            self.reason = self.step.declined
+            self.leave_to_trainer()
         return found
 
     def recovers_from(self, error: Exception) -> bool:
         """Whether to repeat, without fusing, a loss that raised an error: true if it used fused log-probabilities."""
-        if self.step is None or not self.step.is_begun:
+        if self.step is None or self.step.is_over or not self.step.is_begun:
             return False
         self.disable(error)
         return True
@@ -411,13 +536,20 @@ class FusedSteps:
     def disable(self, error: Exception) -> None:
         """Stop fusing steps after an unexpected error."""
         self.failure, self.reason = error.with_traceback(None), f"{type(error).__name__}: {error}"
-        self.step = None
+        self.leave_to_trainer()
+
+    def leave_to_trainer(self) -> None:
+        """Let the trainer compute the current micro-batch, after its own passes for those that the engine answered."""
+        step, self.step = self.step, None
+        if step is not None and not step.is_over:
+            step.abandon(step.parts[:-1])
 
     @contextmanager
     def around_training_step(self) -> Iterator[None]:
         """Wraps the trainer's `training_step`, so that `accelerator.backward` returns with the complete gradient."""
-        self.step = self.failure = None
-
+        self.failure = None
+        if self.step is not None and not self.step.is_pending:
+            self.step = None
         accelerator = self.trainer.accelerator
         inner = accelerator.backward
 
@@ -431,6 +563,9 @@ class FusedSteps:
                 undo.set_attribute(accelerator, "backward", backward)
                 yield
             self.finish()  # for a trainer that does not call accelerator.backward
+            if self.step is not None and self.step.is_pending and accelerator.sync_gradients:
+                self.step.abandon(self.step.parts)  # the step ends early
+                self.step = None
         except BaseException:
             self.step = None
             raise
@@ -441,6 +576,8 @@ class FusedSteps:
         if step is None or step.is_over or not step.is_begun:
             return
         step.finish()
+        if not step.is_over:
+            return  # micro-batches are to follow
         if step.failure is not None:
             self.disable(step.failure)
         if step.result is None:
@@ -454,7 +591,7 @@ class FusedSteps:
         """Gram and check of the current step, in the order of its observed rollouts; None if it was not fused."""
         if self.step is None or self.step.result is None:
             return None
-        result, rows = self.step.result, self.step.batch.rows[:, 1]
+        result, rows = self.step.result, self.step.rows
         (generation,) = observed.generations
         order, gram = rows.argsort().cpu(), result.gram
         tokens = generation.completion_ids.shape[1]
@@ -463,7 +600,7 @@ class FusedSteps:
         in_order = replace(
             gram,
             matrix=gram.matrix[order][:, order],
-            by_layer={name: layer[order][:, order] for name, layer in gram.by_layer.items()},
+            by_layer=ChangedLayers(gram.by_layer, lambda layer: layer[order][:, order]),
             log_probs=generation.to("cpu").in_rows(log_probs)[observed.chosen],
         )
         return replace(result, gram=in_order)
@@ -474,12 +611,6 @@ def _is_of_trl(method: Callable[..., Any]) -> bool:
     return str(getattr(method, "__module__", "")).startswith("trl.")
 
 
-def _is_whole_step(trainer: Any) -> bool:
-    """Whether the loss is that of a whole step, not of one of several micro-batches."""
-    pieces = getattr(trainer, "current_gradient_accumulation_steps", trainer.args.gradient_accumulation_steps)
-    return int(pieces) == 1 and bool(trainer.accelerator.sync_gradients)
-
-
 def reason_not_fused(model: nn.Module, inside: nn.Module) -> str | None:
     """Why no step with this model can be fused, whatever its loss; None if steps can be.
 
@@ -487,6 +618,8 @@ def reason_not_fused(model: nn.Module, inside: nn.Module) -> str | None:
     """
     if model is not inside or model_inside(inside) is not inside:
         return f"the model is wrapped in {type(model).__name__}"
+    if not may_not_be_fused(inside):  # the walks below take longer
+        return None
     for name, module in inside.named_modules():
         place = f"`{name}`" if name else "the model"
         if getattr(module, "_compiled_call_impl", None) is not None:
@@ -502,3 +635,19 @@ def reason_not_fused(model: nn.Module, inside: nn.Module) -> str | None:
         if parameter.requires_grad and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
             return f"a gradient hook is registered on parameter `{name}`"
     return None
+
+
+def may_not_be_fused(model: nn.Module) -> bool:
+    """Whether a model has anything that `reason_not_fused` looks for; from one walk, without names."""
+    if torch_modules._global_backward_hooks or torch_modules._global_backward_pre_hooks:
+        return True
+    for module in modules_inside(model):
+        state = module.__dict__
+        if state.get("_compiled_call_impl") is not None or state["_backward_hooks"] or state["_backward_pre_hooks"]:
+            return True
+        if state["training"] and has_dropout_rate(module):
+            return True
+        for parameter in state["_parameters"].values():
+            if parameter is not None and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+                return True
+    return False

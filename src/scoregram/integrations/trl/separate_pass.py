@@ -18,6 +18,7 @@ from scoregram.gram import (
     CHUNK_ELEMENTS,
     SLAB_ELEMENTS,
     STORE_BYTES,
+    ChangedLayers,
     Gram,
     Sketch,
     Sketcher,
@@ -28,6 +29,7 @@ from scoregram.gram import (
     model_inside,
     sharded_modules,
     survey,
+    trainable_parameters,
 )
 from scoregram.integrations.trl.generation import Generation
 from scoregram.integrations.trl.support import Settings, has_relative_positions, loss_scale, text_config
@@ -152,7 +154,7 @@ def bytes_of_pass(model: nn.Module, rollouts: int, tokens: int) -> int:
     inner = int(getattr(config, "intermediate_size", 0) or 4 * hidden)
     layers = int(getattr(config, "num_hidden_layers", 0) or 1)
     heads = int(getattr(config, "num_attention_heads", 0) or 1)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = trainable_parameters(model)
     width = max((parameter.element_size() for parameter in parameters), default=4)
     layer = HIDDEN_KEPT * hidden + INNER_KEPT * inner
     if getattr(config, "_attn_implementation", "") == "eager":
@@ -168,7 +170,7 @@ def bytes_of_pass(model: nn.Module, rollouts: int, tokens: int) -> int:
 
 def gradient_bytes(model: nn.Module) -> int:
     """Size of the gradient of all trainable parameters."""
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return sum(p.numel() * p.element_size() for p in trainable_parameters(model))
 
 
 def gathered_bytes(model: nn.Module) -> int:
@@ -239,8 +241,8 @@ def measure_separately(
 def rescaled_gram(gram: Gram, sizes: Tensor) -> Gram:
     """The Gram of rows `s_i ψ_i` from that of `ψ_i`, for `(n,)` float64 `sizes` on the CPU."""
     by_size = sizes[:, None] * sizes
-    by_layer = {name: layer * by_size for name, layer in gram.by_layer.items()}
-    return replace(gram, matrix=gram.matrix * by_size, by_layer=by_layer)
+    layers = ChangedLayers(gram.by_layer, lambda layer: layer * by_size)
+    return replace(gram, matrix=gram.matrix * by_size, by_layer=layers)
 
 
 def _measure_whole_model(
@@ -369,8 +371,10 @@ def relative_error(ours: Iterable[Tensor | None], theirs: Sequence[Tensor | None
 
 
 def squared_norm(values: Iterable[Tensor]) -> float:
-    """`|v|²` of a vector that is given in parts, added up in float64."""
-    return added_up([square(value) for value in values])
+    """`|v|²` of a vector that is given in parts, added up in float64; few launches for many parts."""
+    parts = [value.detach() for value in values]
+    norms = torch._foreach_norm(parts, 2.0, torch.float64) if parts else ()  # pyright: ignore[reportPrivateImportUsage]
+    return added_up(norms, power=2)
 
 
 def square(value: Tensor) -> Tensor:
@@ -378,6 +382,8 @@ def square(value: Tensor) -> Tensor:
     return torch.linalg.vector_norm(value.detach(), dtype=torch.float64) ** 2
 
 
-def added_up(scalars: Sequence[Tensor]) -> float:
-    """The sum of scalars on any device; waits for the device once."""
-    return float(torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).sum()) if scalars else 0.0
+def added_up(scalars: Sequence[Tensor], power: int = 1) -> float:
+    """The sum of powers of scalars on any device; waits for the device once."""
+    if not scalars:
+        return 0.0
+    return float((torch.stack([scalar.to(scalars[0].device) for scalar in scalars]) ** power).sum())

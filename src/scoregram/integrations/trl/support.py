@@ -150,6 +150,8 @@ class Settings:
     """With several processes, the first one measures all groups, so that the Gram between prompts is known too."""
     fused: bool = True
     """Gram and gradient may come from one backward pass."""
+    cuda_graphs: bool = False
+    """Fused passes whose shape repeats are replayed from CUDA graphs."""
     low_precision: tuple[str, ...] = ()
     """Why the trainer computes in a lower precision than float32; empty if it does not."""
     uneven_term: str | None = None
