@@ -303,7 +303,8 @@ def rows_of_one_size(work: GramWork, names: Sequence[str], repeats: int) -> list
     rollouts, tokens = work.input_ids.shape
     skipped: dict[str, str] = {}
     grams: dict[str, Tensor | None] = {}
-    gradients: dict[str, Tensor | None] = {}
+    step: list[Tensor] = []  # the plain training gradient
+    gradient_errors: dict[str, float] = {}
 
     def run(name: str) -> Tensor | None:
         with work.precision():
@@ -315,9 +316,12 @@ def rows_of_one_size(work: GramWork, names: Sequence[str], repeats: int) -> list
             for _ in range(3 if device.type == "cuda" else 1):
                 work.drop_gradients()
                 grams[name] = run(name)
-            gradients[name] = flat_gradient(work) if name != "gram" else None
+            step = step or gradients_of(work)
+            if name != "gram":
+                gradient_errors[name] = gradient_distance(gradients_of(work), step)
         except (ScoregramError, ImportError, RuntimeError, torch.cuda.OutOfMemoryError) as error:
             skipped[name] = str(error).splitlines()[0][:160]
+    del step
     calls = {name: partial(run, name) for name in names if name not in skipped}
     times = seconds_in_turns(calls, device, repeats, prepare=work.drop_gradients)
     busy: dict[str, float | None] = {}
@@ -330,7 +334,7 @@ def rows_of_one_size(work: GramWork, names: Sequence[str], repeats: int) -> list
         work.drop_gradients()
         busy[name] = busy_seconds(call, device)
     work.drop_gradients()
-    exact, step = grams.get("n-backwards"), gradients.get("plain")
+    exact = grams.get("n-backwards")
     return [
         GramRow(name, rollouts, tokens, skipped=skipped[name])
         if name in skipped
@@ -339,12 +343,12 @@ def rows_of_one_size(work: GramWork, names: Sequence[str], repeats: int) -> list
             rollouts=rollouts,
             tokens=tokens,
             seconds=statistics.median(times[name]),
-            ratio=median_ratio(times[name], times["plain"]),
+            ratio=median_ratio(times[name], times["plain"]) if "plain" in times else None,
             chunked_ratio=median_ratio(times[name], times["plain-chunked"]) if "plain-chunked" in times else None,
             busy_seconds=busy[name],
             peak_gib=peaks[name] / GIB,
             gram_error=None if name == "blocks+gradient" else relative_distance(grams[name], exact),
-            gradient_error=relative_distance(gradients[name], step),
+            gradient_error=gradient_errors.get(name),
         )
         for name in names
     ]
@@ -377,10 +381,16 @@ def require_possible(name: str, work: GramWork) -> None:
             fail(_CALLER, "kept gradients must fit into memory", f"{needed:.0f} GiB", "Choose a smaller size.")
 
 
-def flat_gradient(work: GramWork) -> Tensor:
-    """All gradients in one vector, in float32 on the CPU."""
-    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in work.parameters]
-    return torch.cat([part.detach().flatten().float().cpu() for part in parts])
+def gradients_of(work: GramWork) -> list[Tensor]:
+    """Copies of the gradients of all parameters, zero where there is none."""
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in work.parameters]
+
+
+def gradient_distance(measured: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
+    """Norm of the difference of two gradients, given in parts, relative to that of the second; added up in float64."""
+    apart = [torch.linalg.vector_norm(a.float() - b.float()) for a, b in zip(measured, reference, strict=True)]
+    sizes = [torch.linalg.vector_norm(b.float()) for b in reference]
+    return float(torch.stack(apart).double().norm() / torch.stack(sizes).double().norm())
 
 
 def relative_distance(measured: Tensor | None, reference: Tensor | None) -> float | None:

@@ -132,7 +132,8 @@ class RecordedPass:
         """The result of `run`, whose launches become the next graph."""
         self._graphs.append(torch.cuda.CUDAGraph())
         device = "cuda"
-        # Weights that autocast has cast are cached, and the cache would outlive the memory of the graph.
+        # Weights that autocast has cast are cached, and a graph must neither read nor fill that cache.
+        torch.clear_autocast_cache()
         uncached = torch.autocast(
             device, torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device), cache_enabled=False
         )
