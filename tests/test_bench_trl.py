@@ -21,7 +21,9 @@ def test_measured_and_plain_steps_take_turns(tmp_path, capsys):
     assert record["settings"]["rollouts"] == 8
     assert [(row["mode"], row["way"]) for row in record["rows"]] == [(m, w) for m in ("scores", "loss") for w in ways]
     for row in record["rows"]:
-        assert row["compared"] == {"separate": [8, 8, 8], "idle": []}.get(row["way"], [8, 1, 1])
+        # fused steps compare one rollout, or none while comparisons take too large a share of the time
+        expected = {"separate": ([8, 8, 8],), "idle": ([],)}.get(row["way"], ([8, 1, 1], [8, 1, 0]))
+        assert row["compared"] in expected
         assert len(row["seconds"][0]) == len(row["seconds"][1]) == (2 if row["way"] == "idle" else 1)
         assert row["overhead"] == pytest.approx(row["measured_seconds"] / row["plain_seconds"] - 1)
         assert row["error"] is None if row["way"] == "idle" else row["error"] <= 1e-5

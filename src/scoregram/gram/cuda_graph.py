@@ -10,7 +10,8 @@ longest completion, the number of distinct tokens, and whether there is padding.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -139,8 +140,15 @@ class RecordedPass:
         )
         stream = torch.cuda.current_stream()
         capture = torch.cuda.graph(self._graphs[-1], pool=self._pool, stream=stream, capture_error_mode="thread_local")
-        with capture, uncached:
-            return run()
+        static = self.inputs.batch.static
+        assert static is not None
+        with Undo() as undo, undo, uncached:
+            if not static.padded:
+                # transformers builds a full attention mask while a graph is captured, because it cannot look for
+                # padding then, and the attention takes slower kernels. There is no padding to look for.
+                undo.set_attribute(torch.cuda, "is_current_stream_capturing", lambda: False)
+            with random_generator_kept(stream.device), capture:
+                return run()
 
     def forward(self, inputs: GraphInputs) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of a deferred pass over other rollouts of this shape."""
@@ -165,6 +173,21 @@ class RecordedPass:
             sums=dict(zip(self.scores.sums, copies, strict=True)),
             log_probs=self.scores.log_probs.clone(),
         )
+
+
+@contextmanager
+def random_generator_kept(device: torch.device) -> Iterator[None]:
+    """A block after which random numbers can be drawn on a GPU, even if a recording failed inside it.
+
+    Torch leaves its generator in the state of a recording then, and the next random number would be an error.
+    """
+    generator = torch.cuda.default_generators[device.index]
+    before = generator.clone_state()
+    try:
+        yield
+    except BaseException:
+        generator.graphsafe_set_state(before)
+        raise
 
 
 def graph_measurement(measured: MeasuredModel, rollouts: DistinctRollouts, inputs: GraphInputs) -> Measurement:
@@ -365,7 +388,7 @@ class CudaGraphGram:
             with own, Undo() as undo, undo, measured.in_use(undo):
                 recorded = self._compared_pass(measured, rollouts, inputs, deferred=shape.deferred)
         except Exception as error:
-            torch.cuda.synchronize()
+            self._end_failed_recording()
             self.reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             return
         torch.cuda.current_stream().wait_stream(self._stream)
@@ -374,6 +397,13 @@ class CudaGraphGram:
         self._graphs[shape] = recorded
         if len(self._graphs) > MOST_GRAPHS:
             self._graphs.popitem(last=False)
+
+    def _end_failed_recording(self) -> None:
+        """Let the allocator go on as before: a recording that fails does not take its memory pool out of use."""
+        torch.cuda.synchronize()
+        with suppress(RuntimeError):  # the recording did end
+            getattr(torch._C, "_cuda_endAllocateToPool")(torch.cuda.current_device(), self._pool)  # noqa: B009
+        self._pool = None
 
     def _compared_pass(
         self, measured: MeasuredModel, rollouts: DistinctRollouts, inputs: GraphInputs, *, deferred: bool

@@ -22,7 +22,7 @@ from scoregram.gram.head import HeadForward, HeadUse, Targets, fused_head, head_
 from scoregram.gram.intercept import CapturedHead, Interceptor
 from scoregram.gram.model import MeasuredModel
 from scoregram.gram.plain_passes import batch_entropies, batch_log_probs, logits_of, replayed_rows, run_backward
-from scoregram.gram.undo import Undo, random_state
+from scoregram.gram.undo import Undo, is_recording, random_state
 
 
 class Pass:
@@ -249,7 +249,10 @@ class Pass:
 
 
 def is_same(logits: Tensor, product: Tensor) -> bool:
-    """Whether the model returned the head's product unchanged, except for its dtype."""
-    return logits is product or (
-        logits.shape == product.shape and bool(torch.equal(logits.detach().to(product.dtype), product))
-    )
+    """Whether the model returned the head's product unchanged, except for its dtype.
+
+    While a CUDA graph is recorded, the values cannot be read; the pass before the recording has compared them.
+    """
+    if logits is product or logits.shape != product.shape:
+        return logits is product
+    return is_recording() or bool(torch.equal(logits.detach().to(product.dtype), product))

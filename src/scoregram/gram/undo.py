@@ -123,12 +123,17 @@ def pop_saved_tensor_hooks(top: object) -> None:
         autograd._pop_saved_tensors_default_hooks()
 
 
+def is_recording() -> bool:
+    """Whether launches on the current stream are recorded for a CUDA graph; then the device cannot be read."""
+    return torch.cuda.is_available() and bool(_TORCH._cuda_isCurrentStreamCapturing())
+
+
 def random_state(device: torch.device) -> list[Tensor]:
     """The state of the random generators that a forward pass on `device` would draw from.
 
     While a CUDA graph is captured, the state on the device cannot be read and is left out.
     """
     states = [torch.get_rng_state()]
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or is_recording():
         return states
     return [*states, torch.cuda.get_rng_state(device)]

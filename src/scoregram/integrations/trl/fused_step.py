@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_modules
 
 from scoregram.checks import fail, listed
 from scoregram.distributed import Processes
@@ -30,23 +29,18 @@ from scoregram.gram import (
     DeferredGram,
     Undo,
     gradients,
-    has_dropout_rate,
-    model_inside,
-    modules_inside,
-    survey,
     trainable_parameters,
 )
 from scoregram.integrations.trl.generation import Generation
 from scoregram.integrations.trl.separate_pass import (
     CheckedGram,
-    added_up,
     bytes_of_pass,
+    fused_row_error,
     gradient_bytes,
-    relative_error,
+    norm_error,
     rescaled_gram,
-    squared_norm,
 )
-from scoregram.integrations.trl.support import Settings, loss_scale
+from scoregram.integrations.trl.support import Settings, loss_scale, reason_not_fused
 from scoregram.integrations.trl.window import MicroBatch, ObservedStep
 
 EVEN = 1e-6
@@ -368,49 +362,6 @@ class FusedStep:
             return gradients((found * derivative[index : index + 1].to(found.dtype)).sum(), parameters)
 
 
-def norm_error(gradient: Sequence[Tensor], gram: Tensor, weights: Tensor) -> float:
-    """`|ĝ|²` of a fused gradient `ĝ = Σ_j w_j ψ_j` against `wᵀKw`, relative to the sum of the terms' absolute values.
-
-    Args:
-        gradient: `ĝ`, one tensor for each parameter that the pass used.
-        gram: `(N, N)`.
-        weights: `(N,)`.
-    """
-    terms = update_terms(gram, weights)
-    size = float(terms.abs().sum())
-    return abs(squared_norm(gradient) - float(terms.sum())) / size if size else 0.0
-
-
-def fused_row_error(
-    sums: Sequence[Tensor | None], theirs: Sequence[Tensor], gram: Tensor, weights: Tensor, index: int
-) -> float:
-    """Error of one row of a fused gradient `ĝ = Σ_j w_j ψ_j`, given the part `g_i` of the trainer's own gradient.
-
-    The larger of two: `|w_i ψ_i − g_i| / |g_i|` over all parameters; and `⟨ĝ, g_i⟩` against `Σ_j w_i w_j K_ij`,
-    relative to the sum of the terms' absolute values. So the row is compared with the trainer's own pass, and the whole
-    gradient with row and Gram.
-
-    Args:
-        sums: For each parameter `(2, …)`: the sum with weights `w`, and `ψ_i`; None if the pass did not use it.
-        theirs: For each parameter its part of `g_i`.
-        gram: `(N, N)`.
-        weights: `(N,)`.
-        index: The rollout `i`.
-    """
-    scale = float(weights[index])
-    apart = relative_error([None if both is None else both[1] * scale for both in sums], theirs)
-    pairs = [(both[0], grad) for both, grad in zip(sums, theirs, strict=True) if both is not None]
-    products = [torch.sum(own * their.to(own.dtype), dtype=torch.float64) for own, their in pairs]
-    terms = update_terms(gram, weights)[index]
-    return max(apart, abs(added_up(products) - float(terms.sum())) / float(terms.abs().sum()))
-
-
-def update_terms(gram: Tensor, weights: Tensor) -> Tensor:
-    """`w_i K_ij w_j`, float64 on the CPU."""
-    w = weights.double().cpu()
-    return w[:, None] * gram * w
-
-
 class FusedSteps:
     """Decides which measured steps of a trainer are fused, and runs them."""
 
@@ -609,45 +560,3 @@ class FusedSteps:
 def _is_of_trl(method: Callable[..., Any]) -> bool:
     """Whether a method is TRL's own, not that of a subclass or a wrapper."""
     return str(getattr(method, "__module__", "")).startswith("trl.")
-
-
-def reason_not_fused(model: nn.Module, inside: nn.Module) -> str | None:
-    """Why no step with this model can be fused, whatever its loss; None if steps can be.
-
-    `model` is what the trainer's loss gets, `inside` the same model unwrapped.
-    """
-    if model is not inside or model_inside(inside) is not inside:
-        return f"the model is wrapped in {type(model).__name__}"
-    if not may_not_be_fused(inside):  # the walks below take longer
-        return None
-    for name, module in inside.named_modules():
-        place = f"`{name}`" if name else "the model"
-        if getattr(module, "_compiled_call_impl", None) is not None:
-            return f"{place} is compiled"
-        if module._backward_hooks or module._backward_pre_hooks:
-            return f"a backward hook is registered on {place}"
-    if dropping := survey(inside).dropping:
-        names = {id(module): name for name, module in inside.named_modules()}
-        return f"dropout is active in `{names.get(id(dropping[0]), type(dropping[0]).__name__)}`"
-    if torch_modules._global_backward_hooks or torch_modules._global_backward_pre_hooks:
-        return "a backward hook is registered on all modules"
-    for name, parameter in inside.named_parameters():
-        if parameter.requires_grad and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
-            return f"a gradient hook is registered on parameter `{name}`"
-    return None
-
-
-def may_not_be_fused(model: nn.Module) -> bool:
-    """Whether a model has anything that `reason_not_fused` looks for; from one walk, without names."""
-    if torch_modules._global_backward_hooks or torch_modules._global_backward_pre_hooks:
-        return True
-    for module in modules_inside(model):
-        state = module.__dict__
-        if state.get("_compiled_call_impl") is not None or state["_backward_hooks"] or state["_backward_pre_hooks"]:
-            return True
-        if state["training"] and has_dropout_rate(module):
-            return True
-        for parameter in state["_parameters"].values():
-            if parameter is not None and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
-                return True
-    return False

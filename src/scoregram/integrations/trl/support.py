@@ -15,9 +15,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules import module as torch_modules
 
 from scoregram.checks import fail, listed
 from scoregram.distributed import ALONE, Processes
+from scoregram.gram import has_dropout_rate, model_inside, modules_inside, survey
 
 OLDEST_TESTED, NEWEST_TESTED = "1.0.0", "1.16.0"
 """The oldest and the newest version of TRL that the tests of this integration ran with."""
@@ -248,3 +250,48 @@ def free_bytes(model: nn.Module, processes: int = 1) -> float:
     import psutil  # installed with accelerate
 
     return psutil.virtual_memory().available / processes
+
+
+# fused steps
+
+
+def reason_not_fused(model: nn.Module, inside: nn.Module) -> str | None:
+    """Why no step with this model can be fused, whatever its loss; None if steps can be.
+
+    `model` is what the trainer's loss gets, `inside` the same model unwrapped.
+    """
+    if model is not inside or model_inside(inside) is not inside:
+        return f"the model is wrapped in {type(model).__name__}"
+    if not may_not_be_fused(inside):  # the walks below take longer
+        return None
+    for name, module in inside.named_modules():
+        place = f"`{name}`" if name else "the model"
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            return f"{place} is compiled"
+        if module._backward_hooks or module._backward_pre_hooks:
+            return f"a backward hook is registered on {place}"
+    if dropping := survey(inside).dropping:
+        names = {id(module): name for name, module in inside.named_modules()}
+        return f"dropout is active in `{names.get(id(dropping[0]), type(dropping[0]).__name__)}`"
+    if torch_modules._global_backward_hooks or torch_modules._global_backward_pre_hooks:
+        return "a backward hook is registered on all modules"
+    for name, parameter in inside.named_parameters():
+        if parameter.requires_grad and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+            return f"a gradient hook is registered on parameter `{name}`"
+    return None
+
+
+def may_not_be_fused(model: nn.Module) -> bool:
+    """Whether a model has anything that `reason_not_fused` looks for; from one walk, without names."""
+    if torch_modules._global_backward_hooks or torch_modules._global_backward_pre_hooks:
+        return True
+    for module in modules_inside(model):
+        state = module.__dict__
+        if state.get("_compiled_call_impl") is not None or state["_backward_hooks"] or state["_backward_pre_hooks"]:
+            return True
+        if state["training"] and has_dropout_rate(module):
+            return True
+        for parameter in state["_parameters"].values():
+            if parameter is not None and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+                return True
+    return False
