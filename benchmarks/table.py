@@ -16,8 +16,8 @@ PAGE = HERE.parent / "docs" / "performance.md"
 def table(results: Path = HERE / "results") -> str:
     """The Gram with the training gradient at every size: time and peak memory relative to a plain step."""
     lines = [
-        "| machine | model | N | T | time / plain | time / chunked | busy / chunked | peak memory / plain |",
-        "|---|---|---|---|---|---|---|---|",
+        "| machine | model | N | T | time / plain | time / chunked | busy / chunked | replayed / chunked | memory / plain |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for about, rows in records(results, "ratio"):
         adapters = f", LoRA {about['lora']}" if about["lora"] else ""
@@ -27,12 +27,41 @@ def table(results: Path = HERE / "results") -> str:
             if row["way"] != "gram+gradient" or row["skipped"]:
                 continue
             size = row["rollouts"], row["tokens"]
-            plain, chunked = at["plain", *size], at.get(("plain-chunked", *size))
-            cells = [machine(about), f"{about['shape']} {precision}{adapters}", *map(str, size), f"{row['ratio']:.2f}"]
-            cells += [] if chunked is None else [f"{row['chunked_ratio']:.2f}", busy_ratio(row, chunked)]
-            cells += ["", ""] if chunked is None else []
-            lines.append(f"| {' | '.join([*cells, format(row['peak_gib'] / plain['peak_gib'], '.2f')])} |")
+            plain, chunked = at.get(("plain", *size)), at.get(("plain-chunked", *size))
+            replayed = at.get(("gram+gradient-replayed", *size))
+            cells = [machine(about), f"{about['shape']} {precision}{adapters}", *map(str, size), ratio(row["ratio"])]
+            cells += [ratio(row.get("chunked_ratio")), "" if chunked is None else busy_ratio(row, chunked)]
+            cells += ["" if replayed is None or replayed["skipped"] else ratio(replayed["chunked_ratio"])]
+            cells += [ratio(None if plain is None else row["peak_gib"] / plain["peak_gib"])]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def ratio(value: float | None) -> str:
+    """A ratio with two decimals; blank if it was not measured."""
+    return "" if value is None else f"{value:.2f}"
+
+
+def trl_table(results: Path = HERE / "results") -> str:
+    """A measured optimisation step of TRL relative to its own."""
+    lines = [
+        "| machine | model | rollouts × tokens | step | mode | recomputed | plain step | measured / plain |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for about, rows in records(results, "overhead"):
+        for row in rows:
+            what = f"{machine(about)} | {about['shape']} {about['dtype']} | {about['rollouts']} × {about['tokens']}"
+            kind = f"{trl_step(row)} | {row['mode']} | {'yes' if row['checkpointing'] else 'no'}"
+            lines.append(f"| {what} | {kind} | {row['plain_seconds']:.2f} s | {1 + row['overhead']:.2f} |")
+    return "\n".join(lines)
+
+
+def trl_step(row: dict) -> str:
+    """How a step was measured; in older records `beside` is a separate pass, and accumulated steps were not fused."""
+    is_separate = row["way"] in ("beside", "separate")
+    if row["way"] == "accumulated" and row["compared"][-1] > 1:
+        return "separate, accumulated"
+    return "separate" if is_separate else row["way"]
 
 
 def busy_ratio(row: dict, plain: dict) -> str:
@@ -84,7 +113,13 @@ def preset_table(results: Path = HERE / "results") -> str:
     return "\n".join(lines)
 
 
-TABLES = {"performance": table, "training": training_table, "sampling": sampling_table, "preset": preset_table}
+TABLES = {
+    "performance": table,
+    "trl": trl_table,
+    "training": training_table,
+    "sampling": sampling_table,
+    "preset": preset_table,
+}
 """Name of the marks around a table in the README → function that makes it."""
 
 

@@ -16,6 +16,7 @@ import torch
 
 from scoregram import Rollouts, cli
 from scoregram.errors import ScoregramError
+from scoregram.gram import measure_gram
 from scoregram.objectives import OBJECTIVES
 from scoregram.training.config import METHODS, Method
 from scoregram.training.loop import train
@@ -231,6 +232,18 @@ def test_the_gram_by_hand():
     before = model.lm_head.weight.detach().clone()
     exec(snippet_with("docs/gram.md", "measure_gram"), names)
     assert names["gram"].matrix.shape == (5, 5) and not torch.equal(before, model.lm_head.weight)
+
+
+def test_cuda_graphs_by_hand():
+    model = build("Llama")
+    batches = [(*rollouts(seed=seed).arguments, torch.linspace(-1.0, 1.0, 5)) for seed in range(2)]
+    names: dict[str, Any] = {
+        "model": model,
+        "batches": batches,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }
+    exec(snippet_with("docs/gram.md", "CudaGraphGram"), names)
+    assert torch.allclose(names["graphs"].measure(*batches[0][:3]).matrix, measure_gram(model, *batches[0][:3]).matrix)
 
 
 @pytest.mark.integration
