@@ -4,6 +4,7 @@ from .collect import seeded_generator as seeded_generator
 from .config import METHODS as METHODS
 from .config import Method as Method
 from .config import TrainConfig as TrainConfig
+from .control import replayed_advice as replayed_advice
 from .credit import require_method as require_method
 from .evaluate import FIXED_PROBE as FIXED_PROBE
 from .evaluate import Evaluation as Evaluation

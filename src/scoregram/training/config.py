@@ -190,6 +190,7 @@ LATER_OPTIONS = frozenset(
         *("critic", "critic_learning_rate", "critic_updates", "critic_clip", "critic_warmup"),
         *("prefix_rollouts", "segments", "segment_tokens", "segment_probability"),
         *("rollouts", "every_rollouts", "credit_truth", "truth_rollouts", "push", "max_turns"),
+        *("allocate", "train_problems"),
     }
 )
 """Options that older runs do not have; they are stored only if they differ from their defaults."""
@@ -235,6 +236,8 @@ class TrainConfig:
     gsm8k[:FOLDER], reasoning-gym:NAME, jsonl:FILE or python:MODULE:FUNCTION."""
     reward: str | None = None
     """`module:function` with TRL's reward signature, instead of the task's reward."""
+    train_problems: int = 0
+    """Train on this many problems, the first of the training split; 0 for all of them."""
 
     method: str = "grpo"
     """Training method; the list is above."""
@@ -284,8 +287,12 @@ class TrainConfig:
     eval_every; 0 for never."""
     batch_size: int = 64
     """Rollouts per step."""
-    group_size: int = 8
-    """Rollouts per prompt."""
+    group_size: int | Literal["auto"] = 8
+    """Rollouts per prompt. auto: starts at 8 and moves, at the same batch_size, where the measured noise clearly
+    favours another size (docs/allocation.md)."""
+    allocate: Literal["uniform", "success", "measured"] = "uniform"
+    """How the rollouts of a step are divided among its prompts: equally, by the variance of the rewards at earlier
+    visits of a prompt, or by the noise of its gradient measured then. The mean is group_size in every case."""
     micro_batch_size: int = 0
     """Rollouts per forward and backward pass, whole groups; 0 for all at once. Gradients are accumulated."""
     inner_updates: int = 1
@@ -385,18 +392,20 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
-            value = getattr(self, name)
+            value = self.starting_group_size if name == "group_size" else getattr(self, name)
             if not least <= value < float("inf"):
                 remedy = "Choose a larger value." if value < least else "Choose a finite value."
                 refuse(f"train --{dashed(name)}", f"must be finite and at least {least}", value, remedy)
-        if self.group_size > self.batch_size or self.batch_size % self.group_size:
-            got = f"group_size {self.group_size} and batch_size {self.batch_size}"
+        size = self.starting_group_size
+        if size > self.batch_size or self.batch_size % size:
+            got = f"group_size {size} and batch_size {self.batch_size}"
             remedy = "Make batch_size a multiple of group_size."
             refuse("train --group-size", "a batch must hold whole groups", got, remedy)
-        if self.micro_batch_size % self.group_size:
-            got = f"micro_batch_size {self.micro_batch_size} and group_size {self.group_size}"
+        if self.micro_batch_size % size:
+            got = f"micro_batch_size {self.micro_batch_size} and group_size {size}"
             remedy = "Make it a multiple of group_size, or 0."
             refuse("train --micro-batch-size", "a pass must hold whole groups", got, remedy)
+        self._require_control()
         if not 0 < self.temperature < float("inf"):
             remedy = "Greedy rollouts of a prompt are all the same, so their advantages are 0."
             refuse("train --temperature", "must be positive and finite", self.temperature, remedy)
@@ -437,6 +446,31 @@ class TrainConfig:
             refuse("train --method", f"must be one of {', '.join(METHODS)}", repr(self.method), "Check the spelling.")
         if self.resume and self.overwrite:
             refuse("train", "--resume and --overwrite must not be given together", "both", "Leave one of them out.")
+
+    def _require_control(self) -> None:
+        """Raise if an adaptive group size or an allocation lacks what it measures."""
+        if self.group_size != "auto" and self.allocate == "uniform":
+            return
+        option = "train --group-size auto" if self.group_size == "auto" else "train --allocate"
+        needs_gram = self.group_size == "auto" or self.allocate == "measured"
+        if needs_gram and not (self.measure_every or self.every_rollouts):
+            refuse(option, "needs measured steps", "measure_every 0", "Set --measure-every to 1.")
+        if self.group_size == "auto" and self.batch_size < 2 * STARTING_GROUP_SIZE:
+            remedy = f"Raise --batch-size to {2 * STARTING_GROUP_SIZE}."
+            refuse(option, "needs at least two groups of 8 in a step", f"batch_size {self.batch_size}", remedy)
+        if not self.between_prompts:
+            refuse(option, "needs the Gram between prompts", "between_prompts false", "Leave it out.")
+        if self.micro_batch_size:
+            remedy = "Leave it out: all rollouts of a step go through the model at once."
+            refuse(
+                option, "needs the rollouts of a step in one pass", f"micro_batch_size {self.micro_batch_size}", remedy
+            )
+        row = METHODS.get(self.method)
+        if row is not None and (row.dynamic_sampling or row.drafts or row.branches):
+            remedy = "Choose another method, or a fixed --group-size and --allocate uniform."
+            refuse(option, "needs a method that samples each prompt once per step", self.method, remedy)
+        if self.sampling_temperature:
+            refuse(option, "needs rollouts of the policy itself", "sampling_temperature", "Leave it out.")
 
     @classmethod
     def of_run(cls, out: Path | str) -> "TrainConfig":
@@ -479,8 +513,13 @@ class TrainConfig:
 
     @property
     def prompts(self) -> int:
-        """Prompts per step."""
-        return self.batch_size // self.group_size
+        """Prompts per step; of the first step, if the group size moves."""
+        return self.batch_size // self.starting_group_size
+
+    @property
+    def starting_group_size(self) -> int:
+        """Rollouts per prompt at the first step: `group_size`, or 8 if it moves."""
+        return STARTING_GROUP_SIZE if self.group_size == "auto" else self.group_size
 
     @property
     def policy(self) -> PolicyConfig:
@@ -532,6 +571,9 @@ class TrainConfig:
         return MAY_DIFFER if self.lr_schedule == "constant" else tuple(key for key in MAY_DIFFER if key != "steps")
 
 
+STARTING_GROUP_SIZE = 8
+"""Rollouts per prompt with which `--group-size auto` starts."""
+
 LEAST = {
     "steps": 1,
     "rollouts": 0,
@@ -553,6 +595,7 @@ LEAST = {
     "truth_rollouts": 2,
     "segment_tokens": 1,
     "segment_probability": 0,
+    "train_problems": 0,
     "max_new_tokens": 0,
     "max_turns": 0,
     "lora_rank": 0,
