@@ -17,8 +17,8 @@ import torch
 from scoregram import Rollouts, cli
 from scoregram.errors import ScoregramError
 from scoregram.objectives import OBJECTIVES
-from scoregram.training.config import METHODS, Method
 from scoregram.training.loop import train
+from scoregram.training.methods import METHODS, Method
 from tests.cases import build, rollouts
 from tests.dump_cases import write_verl
 from tests.training_cases import config_for, save_policy

@@ -17,8 +17,8 @@ from scoregram.gram import measure_gram
 from scoregram.objectives import OBJECTIVES
 from scoregram.reading import outcomes_of
 from scoregram.rollouts import Rollouts, concatenated_rollouts
-from scoregram.training.config import METHODS, REFERENCE_STRENGTHS, Method
 from scoregram.training.credit import advantages_of, score_weights
+from scoregram.training.methods import METHODS, REFERENCE_STRENGTHS, Method
 from scoregram.training.update import Reference, Updater
 from tests.cases import KeepDouble, build
 

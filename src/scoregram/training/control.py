@@ -28,9 +28,9 @@ from scoregram.training.collect import seeded_generator
 from scoregram.training.config import TrainConfig
 
 WINDOW = 20
-"""Measured steps whose noise decides about the group size."""
+"""Steps whose noise decides about the group size; every step is measured."""
 DECIDE_EVERY = 10
-"""Measured steps between two decisions about the group size."""
+"""Steps between two decisions about the group size."""
 PRIOR_ROLLOUTS = 8.0
 """Rollouts that the mean over all prompts counts for, in the predicted noise of one prompt."""
 VISIT_DECAY = 0.5
@@ -148,6 +148,11 @@ class Controller:
     def is_active(self) -> bool:
         """Whether there is anything to decide."""
         return self._config.group_size == "auto" or self._config.allocate != "uniform"
+
+    @property
+    def needs_gram(self) -> bool:
+        """Whether every step must be measured, also where the config records none."""
+        return self._config.group_size == "auto" or self._config.allocate == "measured"
 
     @property
     def config(self) -> TrainConfig:

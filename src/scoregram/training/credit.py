@@ -13,7 +13,7 @@ from scoregram.gram import Gram
 from scoregram.objectives import KL_TERMS, OBJECTIVES, kl_penalty, token_coefficients
 from scoregram.reading import Step
 from scoregram.rollouts import Rollouts
-from scoregram.training.config import Method
+from scoregram.training.methods import Method
 from scoregram.types import Advantages, BatchAdvantages, LogProbs, Mask, Pairs, Rewards, TokenWeights
 
 TRAINER_INPUTS = frozenset(

@@ -28,8 +28,9 @@ from scoregram.policy import Policy, SamplingConfig, sample
 from scoregram.rollouts import Rollouts
 from scoregram.tasks import Problem, Task
 from scoregram.training.collect import greedy_rewards, seeded_generator
-from scoregram.training.config import Method, TrainConfig
+from scoregram.training.config import TrainConfig
 from scoregram.training.critic import Critic
+from scoregram.training.methods import Method
 
 ROWS_PER_PASS = 256
 """Rows that go through the model at a time for energies of paths, where the config sets no micro-batch."""

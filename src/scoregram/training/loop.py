@@ -175,8 +175,9 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
                 inputs = {n: v for source in sources for n, v in source.inputs(number, rollouts, problems).items()}
                 extra = extra_rollouts([*sources, *drawn.drafts])
                 position = replace(position, rollouts=position.rollouts + (extra or 0))
-                measure = is_due_at(config, config.measure_every, before, position)
-                seen = observer.before(number, rollouts, problems) if measure else None
+                is_recorded = is_due_at(config, config.measure_every, before, position)
+                measure = is_recorded or controller.needs_gram
+                seen = observer.before(number, rollouts, problems) if is_recorded else None
                 known = None if reference is None else reference.log_probs(rollouts)
                 step, loss = updater.first(number, rollouts, measure=measure, inputs=inputs, reference=known)
                 norm = apply_gradient(optimizer, policy.model, rate, config.max_grad_norm)
@@ -211,7 +212,7 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
             if decision is not None:
                 progress.note(f"step {number}: {decision}")
             is_last = is_finished(config, position)
-            if measure:
+            if is_recorded:
                 writer.write_groups(number, group_records(step, reading.groups, **config.recording()))
             if is_due(number, config.batches_every):
                 writer.write_batches(number, batch_records(step))

@@ -16,7 +16,7 @@ from scoregram.gram import Gram, backward_with_gram, measure_gram
 from scoregram.policy import group_log_probs, token_log_probs
 from scoregram.reading import Step, gram_of_passes
 from scoregram.rollouts import Rollouts
-from scoregram.training.config import Method, TrainConfig
+from scoregram.training.config import TrainConfig
 from scoregram.training.credit import (
     advantages_of,
     compares_with_reference,
@@ -26,6 +26,7 @@ from scoregram.training.credit import (
     reference_step,
     score_weights,
 )
+from scoregram.training.methods import Method
 from scoregram.types import LogProbs
 
 VECTOR_BYTES = 1 << 30
