@@ -236,7 +236,7 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
             if interrupted:
                 progress.note(f"stopped after step {number}; continue with --resume")
                 break
-        noise = run_noise(open_run(config.out).metrics(), config.group_size)
+        noise = run_noise(open_run(config.out).metrics(), controller.sizes.group_size)
         trackers.log(position.step, noise.scalars())
         if noise.sentence():
             progress.note(noise.sentence())
