@@ -363,7 +363,7 @@ def test_weights_of_rollouts_are_those_of_the_table(rollouts):
         "cispo": flat / lengths.sum(),
     }
     for objective, expected in formulas.items():
-        torch.testing.assert_close(score_weights(objective, advantages, mask, length=LENGTH), expected)
+        torch.testing.assert_close(score_weights(objective, flat, mask, length=LENGTH), expected)
 
 
 def test_groups_can_be_selected_and_concatenated(rollouts):

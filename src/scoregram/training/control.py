@@ -37,7 +37,7 @@ VISIT_DECAY = 0.5
 """Factor by which the earlier visits of a prompt count less at each new visit: the policy has changed since."""
 POPULATION_DECAY = 0.95
 """The same per step, for the mean over all prompts."""
-COMPONENTS = ("gradient_squared", "between_prompts", "within_prompt", "group_baseline")
+REPLAYED_SCALARS = ("gradient_squared", "between_prompts", "within_prompt", "group_baseline")
 """Scalars `control/…` from which the decisions about the group size can be computed again."""
 
 
@@ -198,7 +198,7 @@ class Controller:
             return scalars, None
         components = components_of_estimates(estimates) if estimates is not None and len(places) > 1 else None
         if components is not None:
-            scalars |= dict(zip((f"control/{name}" for name in COMPONENTS), astuple(components), strict=True))
+            scalars |= dict(zip((f"control/{name}" for name in REPLAYED_SCALARS), astuple(components), strict=True))
         advice = self.sizes.learn(step.number, components)
         if advice is None:
             return scalars, None
@@ -237,7 +237,7 @@ def replayed_advice(config: TrainConfig, lines: Sequence[Mapping[str, Any]]) -> 
     control = GroupSizeControl(group_size_choices(config.batch_size), config.seed, config.starting_group_size)
     found: list[tuple[int, GroupSizeAdvice]] = []
     for line in lines:
-        values = [line.get(f"control/{name}") for name in COMPONENTS]
+        values = [line.get(f"control/{name}") for name in REPLAYED_SCALARS]
         components = (
             None if None in values else NoiseComponents(*(float(value) for value in values if value is not None))
         )
