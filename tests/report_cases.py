@@ -9,9 +9,17 @@ from pathlib import Path
 import torch
 
 from scoregram.gram import Gram
-from scoregram.reading import CHECK_COLUMN, CHECK_ERROR, CHECK_PASSED, Step, group_records, read_step
+from scoregram.reading import (
+    CHECK_COLUMN,
+    CHECK_ERROR,
+    CHECK_PASSED,
+    Step,
+    batch_records,
+    group_records,
+    read_step,
+)
 from scoregram.rollouts import Rollouts
-from scoregram.runs import RunWriter
+from scoregram.runs import RolloutRecord, RunWriter
 
 CONFIG = {"model": "tiny", "task": "arithmetic", "group_size": 4, "batch_size": 12, "seed": 3}
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -38,10 +46,12 @@ def write_run(
     kind: str = "train",
     errors: Mapping[int, float] | None = None,
     exact: float | None = None,
+    text: str | None = None,
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """A run of which everything is known; step → the whole Gram and the rewards.
 
     `errors` are those of the self-check, with a tolerance of 1e-3; `exact` is the share with sampled tokens.
+    With `text`, every step stores its batch and its rollouts, whose completions contain the text.
     """
     known = {}
     with RunWriter.create(folder, CONFIG, environment={"python": "3"}) as writer:
@@ -69,6 +79,9 @@ def write_run(
                     records = [replace(record, statistics={}) for record in records]
                     scalars = {name: value for name, value in scalars.items() if not name.startswith("group/")}
                 writer.write_groups(step, records)
+            if text is not None:
+                writer.write_batches(step, batch_records(made))
+                writer.write_rollouts(step, rollouts_of(made, text))
             if evaluated and step == steps:
                 scalars |= evaluation(0.75)
             writer.write_metrics(step, scalars)
@@ -106,6 +119,31 @@ def step_of(
     )
 
 
+def rollouts_of(step: Step, text: str) -> list[RolloutRecord]:
+    """Rollouts of a step in reverse order, whose texts tell prompt and position."""
+    made = []
+    for group, here in enumerate(step.rollouts.group_slices()):
+        for index, row in enumerate(range(here.start, here.stop)):
+            made.append(
+                RolloutRecord(
+                    step=step.number,
+                    prompt_id=step.rollouts.prompt_names[group],
+                    group=group,
+                    index=index,
+                    prompt=f"prompt {group} {text}",
+                    completion=f"completion {group}.{index} {text}",
+                    token_ids=torch.arange(6),
+                    prompt_length=1,
+                    reward=float(step.rollouts.rewards[row]),
+                    log_probs=torch.tensor([0.0, -0.5, -1.0, -2.0, 0.0, -0.25]),
+                    advantages=torch.tensor([0.0, 1.0, -1.0, 0.5, 0.0, 0.25]) if index == 0 else None,
+                    advantage=None if index == 0 else float(step.advantages[row]),
+                    finished=index != 1,
+                )
+            )
+    return made[::-1]
+
+
 def evaluation(accuracy: float) -> dict[str, float]:
     return {
         "eval/accuracy": accuracy,
@@ -122,6 +160,7 @@ class Page(HTMLParser):
         super().__init__(convert_charrefs=True)
         self.elements: list[tuple[str, dict[str, str]]] = []
         self.texts: list[tuple[str, str]] = []
+        self._within: list[tuple[tuple[str, ...], str]] = []
         self._open: list[str] = []
         self.feed(text)
         self.close()
@@ -137,6 +176,7 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:  # noqa: D102
         self.texts.append((self._open[-1] if self._open else "", data))
+        self._within.append((tuple(self._open), data))
 
     def named(self, tag: str) -> list[dict[str, str]]:
         """Attributes of every element of a kind."""
@@ -145,7 +185,9 @@ class Page(HTMLParser):
     def text(self, *tags: str) -> str:
         """All text inside these elements, or all that a reader sees."""
         hidden = {"script", "style"}
-        return "".join(text for tag, text in self.texts if (tag in tags if tags else tag not in hidden))
+        return "".join(
+            text for tags_, text in self._within if (hidden.isdisjoint(tags_) if not tags else {*tags} & {*tags_})
+        )
 
 
 def contrast(colour: str, other: str) -> float:

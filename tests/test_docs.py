@@ -18,8 +18,8 @@ from scoregram import Rollouts, cli
 from scoregram.errors import ScoregramError
 from scoregram.gram import measure_gram
 from scoregram.objectives import OBJECTIVES
-from scoregram.training.config import METHODS, Method
 from scoregram.training.loop import train
+from scoregram.training.methods import METHODS, Method
 from tests.cases import build, rollouts
 from tests.dump_cases import write_verl
 from tests.training_cases import config_for, save_policy
@@ -176,6 +176,7 @@ RUN = {
     "docs/environments.md": 1,
     "docs/gram.md": 1,
     "docs/scale.md": 1,
+    "docs/training.md": 1,
     "docs/trl.md": 1,
     "docs/verl.md": 1,
 }
@@ -201,6 +202,17 @@ def test_the_environment_of_the_page_trains(tmp_path, monkeypatch):
     config = config_for(save_policy(tmp_path / "policy"), tmp_path / "run", task="python:guess:task", reward=None)
     trained = train(replace(config, method="gigpo", steps=2, eval_problems=2, batch_size=8))
     assert trained.step == 2
+
+
+def test_a_run_is_read_from_python(tmp_path, monkeypatch):
+    pytest.importorskip("pandas")
+    monkeypatch.chdir(tmp_path)
+    train(config_for(save_policy(tmp_path / "policy"), tmp_path / "runs" / "rloo", method="rloo"))
+    snippet = snippet_with("docs/training.md", "read_run")
+    assert "rollouts_of(20)" in snippet
+    names: dict[str, Any] = {}
+    exec(snippet.replace("rollouts_of(20)", "rollouts_of(2)"), names)
+    assert [line["step"] for line in names["run"].lines] == [0, 1, 2, 3]
 
 
 def test_the_pretrained_model_by_hand(tmp_path, monkeypatch, capsys):

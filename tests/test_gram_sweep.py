@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor
 
 from scoregram.errors import ScoregramError
-from scoregram.gram import backward_with_gram, leaves
+from scoregram.gram import backward_with_gram, leaves, measure_gram
 from tests.cases import KeepDouble
 from tests.naive import score_rows
 from tests.sweep_cases import MODEL_NAMES, SIDE, packed_batch, padded_batch, tiny_model
@@ -122,6 +122,37 @@ built = pytest.mark.parametrize("model_type", BUILT)
 def test_every_axis_has_the_length_of_the_batch(model_type):
     """Rollouts, tokens, heads, experts, groups and head width are 8; padding on the left, which is moved."""
     assert_exact_or_listed(model_type, *padded_batch(SIDE, padding="left"))
+
+
+FAST_ROUTE = {
+    "dbrx",
+    "deepseek_v3",
+    "ernie4_5_moe",
+    "glm4_moe",
+    "gpt_oss",
+    "granitemoe",
+    "hunyuan_v1_moe",
+    "lfm2_moe",
+    "minimax",
+    "mixtral",
+    "olmoe",
+    "phimoe",
+    "qwen2_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_moe",
+    "qwen3_next",
+}
+"""Types with fused experts, attention sinks or gated norms, all of whose parameters are measured in one pass."""
+
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in sorted(FAST_ROUTE)]
+)
+def test_no_parameter_is_replayed(model_type, monkeypatch):
+    monkeypatch.setattr(leaves, "KEPT_ELEMENTS", 0)
+    with float64():
+        assert measure_gram(tiny_model(model_type), *padded_batch(5, padding="left")).replayed == ()
 
 
 @pytest.mark.parametrize("model_type", sorted(name for name, why in LISTED.items() if why == "not built"))

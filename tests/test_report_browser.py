@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scoregram.exhibits import Estimate, Figure, Series, Table
-from scoregram.report import Section, write_page, write_report
+from scoregram.report import Section, write_page, write_report, write_several_report
 from tests.report_cases import write_run
 
 pytest.importorskip("plotly")
@@ -17,6 +17,9 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")]
 
 EVIL = "<img src=x onerror=\"document.title='broken into'\"><script>document.title='broken into'</script>"
+
+
+RIGHT_TO_LEFT = "שלום עולם 🙂"
 
 
 def opened(path: Path, home: Path) -> tuple[str, str]:
@@ -41,13 +44,32 @@ def body(document: str) -> str:
 
 
 def test_every_figure_of_a_run_is_drawn_and_nothing_is_complained_about(tmp_path):
-    write_run(tmp_path / "run")
+    write_run(tmp_path / "run", text=EVIL + RIGHT_TO_LEFT)
     document, said = opened(write_report(tmp_path / "run"), tmp_path / "home")
     assert said == ""
     drawn = body(document)
     plots = re.findall(r'<div class="plot[^"]*" id="([^"]+)"', drawn)
-    assert len(plots) == 11 and drawn.count('class="scatterlayer') == len(plots)
-    assert 'class="js-line"' in drawn and "effective rank, orthogonal" in drawn
+    assert len(plots) == 18 and {"glass-gram", "glass-batch"} <= set(plots)
+    assert drawn.count('class="main-svg"') >= len(plots)
+    assert 'class="js-line"' in drawn and "top-1 fraction, orthogonal" in drawn
+
+
+def test_a_step_under_the_glass_shows_texts_as_text(tmp_path):
+    write_run(tmp_path / "run", text=EVIL + RIGHT_TO_LEFT + "x" * 5000)
+    document, said = opened(write_report(tmp_path / "run"), tmp_path / "home")
+    drawn = body(document)
+    assert said == "" and "broken into" not in re.findall(r"<title>(.*?)</title>", document)[0]
+    assert "<img" not in drawn and drawn.count('<article class="rollout">') == 4
+    assert "completion" in drawn and RIGHT_TO_LEFT in drawn and "more characters)" in drawn
+    assert 'class="token"' in drawn and drawn.count("of the update of the step") == 4
+
+
+def test_several_runs_are_drawn_together(tmp_path):
+    for name in ("one", "two"):
+        write_run(tmp_path / name)
+    path = write_several_report([tmp_path / "one", tmp_path / "two"], tmp_path / "runs.html")
+    document, said = opened(path, tmp_path / "home")
+    assert said == "" and body(document).count('class="main-svg"') >= 6
 
 
 def test_data_never_runs(tmp_path):

@@ -69,7 +69,7 @@ def test_data_is_text_wherever_it_stands(parsed):
     assert len(parsed.named("script")) == 2 and not parsed.named("img")
     drawing = [text for tag, text in parsed.texts if tag == "script"][1]
     assert not re.search("[<>&]", drawing.split(";\n")[0])  # nothing there could close the element
-    figures = json.loads(drawing.removeprefix("const figures = ").split(";\n")[0])
+    figures = json.loads(drawing.removeprefix("const page = ").split(";\n")[0])["figures"]
     ids = [attributes.get("id") for attributes in parsed.named("div")]
     assert [one["id"] for one in figures] == [one for one in ids if one and one.endswith("-plot")]
     assert all("<" not in part for part in (json.dumps(one["id"]) for one in figures))

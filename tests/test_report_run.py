@@ -9,8 +9,8 @@ from scoregram.bootstrap import LEVEL, bootstrap_estimate, mean_estimate
 from scoregram.exhibits import Estimate, Figure
 from scoregram.reading import StoredGroup, read_run
 from scoregram.report import write_report
-from scoregram.report.run_page import run_page, summary_table
-from scoregram.report.step_figures import MOST_POINTS, chunks
+from scoregram.report.figures import HeatMap, StackedFigure
+from scoregram.report.run_page import MOST_CARDS, run_page, summary_table
 from scoregram.runs import GroupRecord, RunWriter, open_run
 from scoregram.spectra import feasible_intervals
 from scoregram.statistics import baseline_saving, group_blocks, mixed_probability, noise_components
@@ -30,28 +30,60 @@ def facts(run):
     return read_run(open_run(run[0]))
 
 
-def figures(folder) -> dict[str, Figure]:
+def drawings(folder) -> dict[str, Figure | HeatMap]:
     page = run_page(open_run(folder))
-    return {one.id: one for section in page.sections for one in section.exhibits if isinstance(one, Figure)}
+    return {one.id: one for section in page.sections for one in section.exhibits if isinstance(one, Figure | HeatMap)}
+
+
+def figures(folder) -> dict[str, Figure]:
+    return {name: one for name, one in drawings(folder).items() if isinstance(one, Figure)}
 
 
 def test_a_measured_run_shows_everything(run):
-    assert figures(run[0]).keys() == {
-        *("learning", "groups", "effective-rank", "top1-fraction", "rank-by-right", "cosine"),
-        *("update-norm", "coherence", "snr", "noise-scale", "drivers"),
+    assert drawings(run[0]).keys() == {
+        *("learning", "truncated", "groups", "success", "effective-rank", "top1-fraction", "rank-by-right", "cosine"),
+        *("update-norm", "coherence", "snr", "noise-scale", "drivers", "conflict", "mse", "spectrum"),
     }
 
 
-def test_lines_are_means_over_the_groups_of_a_step(run, facts):
-    (measured, null, least, most) = figures(run[0])["effective-rank"].series
+def test_the_rank_is_shown_over_its_null(run, facts):
+    measured, null = figures(run[0])["effective-rank"].series
+    assert null.role == "null" and set(null.y) == {1.0}
     for place, step in enumerate(measured.x):
-        live = [g for g in facts.groups if g.record.step == step and g.is_live]
-        values = [g.record.statistics["effective_rank"] for g in live]
-        assert measured.y[place] == pytest.approx(sum(values) / len(values))
-        nulls = [g.record.statistics["effective_rank_orthogonal"] for g in live]
-        assert null.y[place] == pytest.approx(sum(nulls) / len(nulls))
-        assert least.y[place] - 1e-9 <= measured.y[place] <= most.y[place] + 1e-9
-        assert min(values) - 1e-9 <= measured.low[place] <= measured.high[place] <= max(values) + 1e-9 or len(live) == 1
+        live = [g.record.statistics for g in facts.groups if g.record.step == step and g.is_live]
+        rank, base = (sum(one[name] for one in live) for name in ("effective_rank", "effective_rank_orthogonal"))
+        assert measured.y[place] == pytest.approx(rank / base)
+
+
+def test_lines_are_means_over_the_groups_of_a_step(run, facts):
+    measured, null = figures(run[0])["top1-fraction"].series
+    for place, step in enumerate(measured.x):
+        live = [g.record.statistics for g in facts.groups if g.record.step == step and g.is_live]
+        for series, name in ((measured, "top1_fraction"), (null, "top1_fraction_orthogonal")):
+            assert series.y[place] == pytest.approx(sum(one[name] for one in live) / len(live))
+
+
+def test_outcomes_are_stacked_to_one(run):
+    stacked = figures(run[0])["groups"]
+    assert isinstance(stacked, StackedFigure) and [one.name for one in stacked.series] == [
+        *("live", "all wrong", "all right")
+    ]
+    for shares in zip(*(one.y for one in stacked.series), strict=True):
+        assert sum(shares) == pytest.approx(1)
+
+
+def test_the_first_screen_names_the_run_and_says_how_it_goes(run):
+    page = run_page(open_run(run[0]))
+    facts = dict(page.facts)
+    assert facts["model"] == "tiny" and facts["trains"] == "all parameters" and facts["R"] == "4"
+    assert facts["steps"] == "6 trained, 6 measured"
+    shown = Page(page.html())
+    classes = [one.get("class", "") for one in shown.named("div")]
+    assert [one for one in classes if one.startswith("tile")] == [f"tile {tile.state}" for tile in page.tiles]
+    assert sum(one == "card" for one in classes) - len(page.cards[MOST_CARDS:]) == min(len(page.cards), MOST_CARDS)
+    assert all(tile.headline in shown.text("p") for tile in page.tiles)
+    links = [one["href"] for one in shown.named("a")]
+    assert "https://arxiv.org/abs/2606.29238" in links and "#terms" in links
 
 
 def test_the_possible_ranks_are_those_of_the_feasible_interval(facts):
@@ -130,14 +162,6 @@ def test_intervals_of_the_undefined_and_the_infinite():
     found = bootstrap_estimate(3, lambda drawn: jump[drawn].max(axis=-1))
     assert found.value == math.inf and found.low == 1 and found.high == math.inf
     assert math.isnan(bootstrap_estimate(2, lambda drawn: np.full(drawn.shape[:-1], math.nan)).low)
-
-
-def test_long_runs_are_averaged_over_neighbours():
-    places = [float(step) for step in range(3 * MOST_POINTS + 1) for _ in range(2)]
-    parts = chunks(places)
-    assert len(parts) <= MOST_POINTS and [i for part in parts for i in part] == list(range(len(places)))
-    assert {len({places[i] for i in part}) for part in parts[:-1]} == {4}  # whole steps, equally many
-    assert chunks([1.0, 1.0, 2.0]) == [range(2), range(2, 3)] and chunks([]) == []
 
 
 def all_wrong(step, prompt, generator):
@@ -233,12 +257,12 @@ def test_a_reading_needs_advantages_and_no_rewards():
     assert StoredGroup(dataclasses.replace(record, advantages=rewards)).reading is None
 
 
-def test_the_lead_is_one_sentence_of_what_is_known(run, tmp_path):
+def test_the_lead_says_in_plain_words_what_is_known(run, tmp_path):
     lead = run_page(open_run(run[0])).lead
-    assert lead.startswith("In the last third of 6 steps (5 to 6), the effective rank of a group's gradients was ")
-    assert "orthogonal scores would give" in lead and lead.endswith("went from 0.250 to 0.750 over the run.")
-    write_run(tmp_path / "bare", measured=False, evaluated=False)
-    assert "effective rank" not in run_page(open_run(tmp_path / "bare")).lead
+    assert lead.startswith("This run learns: test accuracy 0.25 → 0.75. In the last third, ")
+    assert "effective rank" not in lead
+    write_run(tmp_path / "bare", measured=False, evaluated=False, steps=2)
+    assert run_page(open_run(tmp_path / "bare")).lead.startswith("Too early to tell whether this run learns.")
 
 
 def test_names_from_data_are_text(tmp_path):

@@ -20,7 +20,7 @@ from scoregram.advantages import ALWAYS, ESTIMATORS, estimate
 from scoregram.checks import ScoregramError
 from scoregram.objectives import AGGREGATIONS, KL_TERMS, OBJECTIVES, preference_pairs
 from scoregram.spectra import SPECTRUM_METRICS
-from scoregram.statistics import GroupMoments, NoiseComponents, disjoint_parts, split_products
+from scoregram.statistics import GroupMoments, NoiseComponents, disjoint_parts, recommend_group_size, split_products
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 
@@ -504,10 +504,9 @@ def test_allocations_of_noises_of_every_sort(scale):
 
 
 def test_advice_from_components_of_every_sort():
-    recommend = public_functions("statistics")["recommend_group_size"]
     for components in COMPONENTS:
         given = {"generator": torch.Generator().manual_seed(0), "resamples": 10}
-        advice = recommend([components] * 10, 8, (4, 8, 16), **given)
+        advice = recommend_group_size([components] * 10, 8, (4, 8, 16), **given)
         assert advice.recommended in (4, 8, 16) and "group size" in advice.sentence
 
 

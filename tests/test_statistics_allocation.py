@@ -125,6 +125,21 @@ def test_a_size_that_follows_the_rewards_biases_pooled_leave_one_out(seed):
     torch.testing.assert_close(two_stages(prompt, stratified), prompt.gradient, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize(("chance", "ratio"), [(0.05, 0.45), (0.1, 0.54), (0.3, 0.81), (0.5, 0.89)])
+@pytest.mark.parametrize("mixed_first", [True, False])
+def test_the_bias_that_the_page_shows(chance, ratio, mixed_first):
+    """4 rollouts of a policy with one logit, and 8 more if they are mixed, or if they are equal: all outcomes."""
+    total = 0.0
+    for right in range(5):
+        more = 8 if (0 < right < 4) == mixed_first else 0
+        for later in range(more + 1):
+            rewards = torch.tensor([1.0] * (right + later) + [0.0] * (4 + more - right - later), dtype=torch.float64)
+            counts = math.comb(4, right) * math.comb(more, later)
+            likelihood = counts * chance ** (right + later) * (1 - chance) ** (4 + more - right - later)
+            total += likelihood * float(gradient((rewards - chance)[:, None], rewards))
+    assert total / (chance * (1 - chance)) == pytest.approx(ratio if mixed_first else 2 - ratio, abs=0.0051)
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_size_from_earlier_visits_leaves_no_bias(size):
     prompt = law(3)

@@ -15,9 +15,9 @@ from scoregram.rollouts import Rollouts
 from scoregram.runs import open_run
 from scoregram.tasks import Problem, Task, load_task
 from scoregram.training.collect import collect, seeded_generator
-from scoregram.training.config import METHODS
 from scoregram.training.inputs import BaselineRewards, PrefixRollouts, VerifiedSteps, input_sources
 from scoregram.training.loop import train
+from scoregram.training.methods import METHODS
 from tests.training_cases import config_for, save_policy, without_times
 
 TASK = load_task("arithmetic:3", seed=0)

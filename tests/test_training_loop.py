@@ -28,9 +28,10 @@ from scoregram.tasks import load_task
 from scoregram.training import loop
 from scoregram.training.checkpoint import save_checkpoint
 from scoregram.training.collect import drawn_problems, seeded_generator
-from scoregram.training.config import METHODS, TrainConfig
+from scoregram.training.config import TrainConfig
 from scoregram.training.evaluate import Evaluation
 from scoregram.training.loop import train
+from scoregram.training.methods import METHODS
 from scoregram.training.update import learning_rate
 from tests.forked import started
 from tests.training_cases import JUDGE, config_for, save_policy, without_times

@@ -21,10 +21,10 @@ from scoregram.rollouts import Rollouts
 from scoregram.runs import open_run
 from scoregram.tasks import load_task
 from scoregram.training.collect import collect, seeded_generator
-from scoregram.training.config import METHODS, Method
 from scoregram.training.credit import credited_step, turn_advantages_of, turn_anchors
 from scoregram.training.critic import rewards_to_come
 from scoregram.training.loop import train
+from scoregram.training.methods import METHODS, Method
 from scoregram.training.supervised import demonstration, warm_start, write_warm_start
 from scoregram.training.update import Updater
 from tests.cases import KeepDouble, build

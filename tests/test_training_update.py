@@ -17,8 +17,8 @@ from scoregram.gram import measure_gram
 from scoregram.objectives import OBJECTIVES
 from scoregram.reading import outcomes_of
 from scoregram.rollouts import Rollouts, concatenated_rollouts
-from scoregram.training.config import METHODS, REFERENCE_STRENGTHS, Method
 from scoregram.training.credit import advantages_of, score_weights
+from scoregram.training.methods import METHODS, REFERENCE_STRENGTHS, Method
 from scoregram.training.update import Reference, Updater
 from tests.cases import KeepDouble, build
 
@@ -363,7 +363,7 @@ def test_weights_of_rollouts_are_those_of_the_table(rollouts):
         "cispo": flat / lengths.sum(),
     }
     for objective, expected in formulas.items():
-        torch.testing.assert_close(score_weights(objective, advantages, mask, length=LENGTH), expected)
+        torch.testing.assert_close(score_weights(objective, flat, mask, length=LENGTH), expected)
 
 
 def test_groups_can_be_selected_and_concatenated(rollouts):

@@ -1,4 +1,4 @@
-"""95 % intervals: the percentile bootstrap from a fixed seed, and the interval of a ratio of two noisy means.
+"""95 % intervals: the percentile bootstrap from a fixed seed, t intervals, and intervals of ratios and differences.
 
 The same values give the same interval.
 """
@@ -207,3 +207,36 @@ def fieller_ratio(above: Sequence[float] | np.ndarray, below: Sequence[float] | 
         return Estimate(value, -math.inf, math.inf)
     half = math.sqrt(max(b * b - a * c, 0.0))
     return Estimate(value, (b - half) / a, (b + half) / a)
+
+
+def t_mean(values: Sequence[float] | np.ndarray) -> Estimate:
+    """Mean of the values that are not `nan` with its t interval, `± t √(s²/n)`.
+
+    Use it for a handful of values, such as one per seed, where a bootstrap interval is far too narrow. `nan` without a
+    value; no interval for one.
+    """
+    known = np.asarray(values, dtype=np.float64)
+    known = known[~np.isnan(known)]
+    if len(known) < 2:
+        return Estimate(float(known[0]) if len(known) else math.nan)
+    mean, half = float(known.mean()), t_quantile(len(known) - 1) * float(known.std(ddof=1)) / math.sqrt(len(known))
+    return Estimate(mean, mean - half, mean + half)
+
+
+def difference(one: Estimate, other: Estimate) -> Estimate:
+    """`one − other` of two independent estimates, with an interval from theirs (the method MOVER).
+
+    `low = d − √((one − one.low)² + (other.high − other)²)`, and `high` likewise. For intervals of the form `± z σ` this
+    is `± z √(σ₁² + σ₂²)`. No interval unless both have one; `nan` unless both values are finite.
+
+    Reference:
+        Zou & Donner 2008, doi:10.1002/sim.3095.
+    """
+    if not (math.isfinite(one.value) and math.isfinite(other.value)):
+        return Estimate(math.nan)
+    gap = one.value - other.value
+    if any(math.isnan(end) for each in (one, other) for end in (each.low, each.high)):
+        return Estimate(gap)
+    below = math.hypot(one.value - one.low, other.high - other.value)
+    above = math.hypot(one.high - one.value, other.value - other.low)
+    return Estimate(gap, gap - below, gap + above)

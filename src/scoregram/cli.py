@@ -176,31 +176,45 @@ class Verify:
 
 @dataclass(frozen=True)
 class Report:
-    """Write one self-contained page for a run, a comparison or a replication: tables, figures, and what to change."""
+    """Write one self-contained page: what a run shows and what to change, or how several runs differ.
 
-    folder: tyro.conf.Positional[Path]
-    """Folder of the run, of the comparison, or of the replication."""
+    Also for the folder of a comparison or of a replication.
+    """
+
+    folders: tyro.conf.Positional[tuple[Path, ...]]
+    """Folder of a run, of a comparison or of a replication; or folders of several runs."""
     out: Path | None = None
-    """File to write; `report.html` in the folder if not given."""
+    """File to write; `report.html` in the folder if not given, `runs.html` here for several runs."""
 
     def run(self) -> int:
         """Write the page and print its path; print to stderr how far its numbers can be trusted."""
         from scoregram.compare import is_comparison
         from scoregram.studies import is_replication
 
-        if is_comparison(self.folder):
+        if len(self.folders) != 1:
+            print(self._write_several())
+            return 0
+        (folder,) = self.folders
+        if is_comparison(folder):
             from scoregram.compare import write_comparison_report
 
-            print(write_comparison_report(self.folder, self.out))
-        elif is_replication(self.folder):
+            print(write_comparison_report(folder, self.out))
+        elif is_replication(folder):
             from scoregram.studies import write_replication_report
 
-            print(write_replication_report(self.folder, self.out))
+            print(write_replication_report(folder, self.out))
         else:
             from scoregram.report import write_report
 
-            print(write_report(self.folder, self.out, tell=lambda trust: print(trust, file=sys.stderr)))
+            print(write_report(folder, self.out, tell=lambda trust: print(trust, file=sys.stderr)))
         return 0
+
+    def _write_several(self) -> Path:
+        if not self.folders:
+            raise ScoregramError("report: needs a folder, got none. Name the folder of a run, such as runs/NAME.")
+        from scoregram.report import write_several_report
+
+        return write_several_report(self.folders, self.out)
 
 
 @dataclass(frozen=True)

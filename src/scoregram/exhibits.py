@@ -24,8 +24,9 @@ class Estimate:
 Cell = Estimate | float | int | str | None
 """One entry of a table; None is shown blank."""
 
-Role = Literal["measured", "null", "bound", "paper"]
-"""Source of a series: measured, predicted by a null model, a bound on what is possible, or printed in the paper."""
+Role = Literal["measured", "raw", "null", "bound", "paper"]
+"""Source of a series: measured, the single values behind a mean, predicted by a null model, a bound on what is
+possible, or printed in the paper."""
 
 
 @dataclass(frozen=True)

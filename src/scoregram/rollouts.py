@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from scoregram.checks import fail
@@ -95,8 +95,8 @@ class Rollouts:
         return [slice(start, stop) for start, stop in pairwise(stops)]
 
     def by_group(
-        self, values: Float[Tensor, " batch"], *, fill: float = torch.nan
-    ) -> Float[Tensor, "prompts rollouts"]:
+        self, values: Shaped[Tensor, " batch"], *, fill: float = torch.nan
+    ) -> Shaped[Tensor, "prompts rollouts"]:
         """One value per rollout as `(P, R)`; groups smaller than the largest are padded with `fill`."""
         if self.group_size is not None:
             return values.view(-1, self.group_size)
@@ -104,6 +104,12 @@ class Rollouts:
         for row, here in zip(grid, self.group_slices(), strict=True):
             row[: here.stop - here.start] = values[here]
         return grid
+
+    def by_rollout(self, grid: Float[Tensor, "prompts rollouts"]) -> Float[Tensor, " batch"]:
+        """`(N,)`, one value per rollout: the inverse of `by_group`, without its padding."""
+        if self.group_size is not None:
+            return grid.flatten()
+        return torch.cat([row[:size] for row, size in zip(grid, self.group_sizes, strict=True)])
 
     @property
     def reward_grid(self) -> Rewards:

@@ -86,7 +86,7 @@ def planned_cells(config: CompareConfig) -> list[PlannedCell]:
         choice.label: [config.run_config(choice, seed) for seed in range(config.seeds)] for choice in config.choices
     }
     for runs in choices.values():
-        require_method(runs[0].chosen, group_size=runs[0].group_size, kl=runs[0].kl)
+        require_method(runs[0].chosen, group_size=runs[0].starting_group_size, kl=runs[0].kl)
     return [PlannedCell(label, seed, runs[seed]) for seed in range(config.seeds) for label, runs in choices.items()]
 
 

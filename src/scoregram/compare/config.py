@@ -150,9 +150,12 @@ def option_value(what: str, hint: Any, text: str) -> Any:
     Example:
         >>> option_value("beta", float, "3e-4"), option_value("push", bool, "false"), option_value("b", int | None, "2")
         (0.0003, False, 2)
+        >>> [option_value("group_size", int | Literal["auto"], text) for text in ("16", "auto")]
+        [16, 'auto']
     """
     if get_origin(hint) in (Union, UnionType):
-        hint = next(one for one in get_args(hint) if one is not type(None))
+        kinds = [one for one in get_args(hint) if one is not type(None)]
+        hint = next((one for one in kinds if get_origin(one) is Literal and text in get_args(one)), kinds[0])
     if get_origin(hint) is Literal:
         choices = get_args(hint)
         if text not in choices:

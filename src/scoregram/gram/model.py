@@ -402,8 +402,8 @@ def prepare_model(listed: Survey, modules: Sequence[nn.Module], undo: Undo) -> N
     # In training mode, a batch norm would mix rollouts, and a spectral norm would change its weight in every pass.
     for module in listed.in_training:
         vars(module)["training"] = False
-    # Non-reentrant checkpointing: the reentrant kind accumulates gradients in a nested backward pass, where
-    # `plain_passes` cannot take them.
+    # Non-reentrant checkpointing: the reentrant kind gives no gradient to the parameters of a layer whose input
+    # requires none, as behind a frozen embedding.
     for module in listed.checkpointing:
         vars(module)["_gradient_checkpointing_func"] = partial(checkpoint, use_reentrant=False)
     # Eager mixtures of experts multiply by one expert at a time, in plain products that the interceptor has a rule for.

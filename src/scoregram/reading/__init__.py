@@ -12,12 +12,29 @@ missing reward is `nan` throughout.
 """
 
 from scoregram.reading.credit import CreditTruth as CreditTruth
+from scoregram.reading.curves import Curve as Curve
+from scoregram.reading.curves import complement as complement
+from scoregram.reading.curves import group_curve as group_curve
+from scoregram.reading.curves import live_curve as live_curve
+from scoregram.reading.curves import mse_by_group_size as mse_by_group_size
+from scoregram.reading.curves import running_curve as running_curve
+from scoregram.reading.curves import scalar_curve as scalar_curve
+from scoregram.reading.curves import spectrum_energies as spectrum_energies
+from scoregram.reading.glass import GroupDetail as GroupDetail
+from scoregram.reading.glass import StepDetail as StepDetail
+from scoregram.reading.glass import detailed_steps as detailed_steps
+from scoregram.reading.glass import layer_shares as layer_shares
+from scoregram.reading.glass import step_detail as step_detail
 from scoregram.reading.group import GroupReading as GroupReading
 from scoregram.reading.group import Outcome as Outcome
 from scoregram.reading.group import StoredGroup as StoredGroup
 from scoregram.reading.group import mean_over_groups as mean_over_groups
 from scoregram.reading.group import outcomes_of as outcomes_of
 from scoregram.reading.group import read_group as read_group
+from scoregram.reading.indicators import Gain as Gain
+from scoregram.reading.indicators import Indicator as Indicator
+from scoregram.reading.indicators import indicators as indicators
+from scoregram.reading.indicators import paired_gain as paired_gain
 from scoregram.reading.noise import POOLED as POOLED
 from scoregram.reading.noise import STEP_NAMES as STEP_NAMES
 from scoregram.reading.noise import RunNoise as RunNoise
@@ -36,6 +53,10 @@ from scoregram.reading.run import RunSummary as RunSummary
 from scoregram.reading.run import read_run as read_run
 from scoregram.reading.run import split_kinds as split_kinds
 from scoregram.reading.run import what_if as what_if
+from scoregram.reading.several import RunSet as RunSet
+from scoregram.reading.several import compared_quantities as compared_quantities
+from scoregram.reading.several import mean_curve as mean_curve
+from scoregram.reading.several import run_sets as run_sets
 from scoregram.reading.step import LayerDetail as LayerDetail
 from scoregram.reading.step import Step as Step
 from scoregram.reading.step import StepReading as StepReading

@@ -1,16 +1,20 @@
 """Figures drawn by plotly: the role of a series decides its line style; it has the hue of its measured partner."""
 
+import csv
 import html
+import io
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
 from scoregram.checks import fail
-from scoregram.exhibits import Estimate, Figure, Series, Table, cell_text
+from scoregram.exhibits import Cell, Estimate, Figure, Series, Table, cell_text
 
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-"""The colours of Okabe and Ito that show on white and on black; colour-blind readers can tell them apart."""
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+"""Four colours of Okabe and Ito (blue, vermillion, bluish green, reddish purple) that show on white and on black;
+colour-blind readers can tell them apart."""
 
 GREY = "#808080"
 """Hue of series without a measured partner; null models are mixed with it."""
@@ -21,7 +25,7 @@ NULL_DASHES = ("dash", "longdash", "dashdot", "longdashdot")
 SYMBOLS = ("circle", "square", "triangle-up", "cross", "x", "star")
 """Marker symbols; the next one is used each time the palette repeats."""
 
-FEW = 60
+FEW = 25
 """A line with at most this many points has a marker at each of them."""
 
 PLOTLY_CONFIG = {
@@ -35,12 +39,47 @@ PLOTLY_CONFIG = {
 """Options of plotly on the page; by default it has a button that uploads the data."""
 
 
-def plotly_figure(figure: Figure) -> Any:
+SEQUENTIAL = ((0.0, "#f2f5f9"), (0.5, "#6aaed6"), (1.0, "#08306b"))
+"""Colours of a heat map of shares, from 0 upward: lightness alone tells them apart."""
+MULTIPLE_HEIGHT, FULL_HEIGHT = 260, 400
+"""Heights of a figure, in pixels."""
+
+
+@dataclass(frozen=True)
+class StackedFigure(Figure):
+    """Shares that add up to 1, stacked."""
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """A matrix as colours: one row per `y`, one column per `x`."""
+
+    id: str
+    title: str
+    caption: str
+    """How to read it."""
+    x_title: str
+    y_title: str
+    x: tuple[float, ...]
+    y: tuple[str, ...]
+    values: tuple[tuple[float, ...], ...]
+    """`values[row][column]`, 0 or more; `nan` where undefined."""
+
+
+Drawing = Figure | HeatMap
+"""Everything that plotly draws on a page."""
+
+
+def plotly_figure(figure: Drawing, *, x_range: tuple[float, float] | None = None) -> Any:
     """The plotly figure. Title and caption are not part of it: the page shows them as text.
 
-    Measured series are solid with a band, null models dashed and greyed, bounds dotted, the paper's numbers open
-    diamonds. A series named `R = 8, …` has the hue of the measured series `R = 8`. Text is escaped, because
-    plotly interprets some HTML.
+    Measured series are solid with a band, the values behind a mean pale points, null models dashed and greyed, bounds
+    dotted, the paper's numbers open diamonds. A series named `R = 8, …` has the hue of the measured series `R = 8`.
+    Text is escaped, because plotly interprets some HTML.
+
+    Args:
+        figure: What to draw.
+        x_range: Draw a small figure whose axis of steps has these ends.
 
     Raises:
         ScoregramError: If plotly is not installed.
@@ -49,6 +88,11 @@ def plotly_figure(figure: Figure) -> Any:
         import plotly.graph_objects as go  # pyright: ignore[reportMissingImports]
     except ImportError as missing:
         fail("report", "figures need plotly", missing, "Install it: pip install 'scoregram[report]'.")
+    if isinstance(figure, HeatMap):
+        return go.Figure([go.Heatmap(**_heat(figure))], go.Layout(**_heat_layout(figure, x_range)))
+    if isinstance(figure, StackedFigure):
+        areas = [go.Scatter(**_area(one, place, figure.x_title)) for place, one in enumerate(figure.series)]
+        return go.Figure(areas, go.Layout(**_layout(figure, x_range), template=go.layout.Template()))
     hues = series_hues(figure.series)
     dashes = _dashes(figure.series)
     traces: list[Any] = []
@@ -60,11 +104,14 @@ def plotly_figure(figure: Figure) -> Any:
         style = _style(shown, colour, symbol, dashes[place])
         points = _points(shown, one, figure.x_title)
         traces.append(go.Scatter(**style, **points, name=html.escape(one.name), legendgroup=str(place)))
-    return go.Figure(traces, go.Layout(**_layout(figure), template=go.layout.Template()))
+    return go.Figure(traces, go.Layout(**_layout(figure, x_range), template=go.layout.Template()))
 
 
-def data_table(figure: Figure) -> Table:
+def data_table(figure: Drawing) -> Table:
     """The numbers of a figure as a table: one row per `x`, or per point where a series has several at one `x`."""
+    if isinstance(figure, HeatMap):
+        rows = [(_whole(x), *(row[place] for row in figure.values)) for place, x in enumerate(figure.x)]
+        return Table(f"{figure.id}-data", figure.title, "", (figure.x_title, *figure.y), tuple(rows))
     if any(len(set(one.x)) < len(one.x) for one in figure.series):
         columns: tuple[str, ...] = ("series", figure.x_title, figure.y_title)
         rows = [
@@ -83,6 +130,27 @@ def data_table(figure: Figure) -> Table:
     )
 
 
+def data_csv(table: Table) -> str:
+    """A table as CSV with all digits: a column with intervals becomes three, `nan` is empty."""
+    bounded = [any(isinstance(row[place], Estimate) for row in table.rows) for place in range(len(table.columns))]
+    ends = ("", ", low", ", high")
+    names = [
+        name + end for name, wide in zip(table.columns, bounded, strict=True) for end in (ends if wide else ends[:1])
+    ]
+    made = io.StringIO()
+    writer = csv.writer(made, lineterminator="\n")
+    writer.writerow(names)
+    for row in table.rows:
+        cells: list[Cell] = []
+        for cell, wide in zip(row, bounded, strict=True):
+            if wide:
+                cells += [cell.value, cell.low, cell.high] if isinstance(cell, Estimate) else [cell, None, None]
+            else:
+                cells.append(cell)
+        writer.writerow(["" if isinstance(cell, float) and math.isnan(cell) else cell for cell in cells])
+    return made.getvalue()
+
+
 def series_hues(series: Sequence[Series]) -> list[tuple[str, str]]:
     """Colour and mark of every series, in order: its measured partner's hue, greyed for null models and bounds."""
     measured = [one.name for one in series if one.role == "measured"]
@@ -96,7 +164,7 @@ def series_hues(series: Sequence[Series]) -> list[tuple[str, str]]:
         number = place.get(family)
         hue = GREY if number is None else PALETTE[number % len(PALETTE)]
         symbol = SYMBOLS[(number or 0) // len(PALETTE) % len(SYMBOLS)]
-        made.append((mixed_colour(hue, GREY, 0.55) if one.role in ("null", "bound") else hue, symbol))
+        made.append((mixed_colour(hue, GREY, 0.8) if one.role in ("null", "bound") else hue, symbol))
     return made
 
 
@@ -126,7 +194,7 @@ def _dashes(series: Sequence[Series]) -> list[str]:
     made = []
     for one in series:
         if one.role != "null":
-            made.append({"measured": "solid", "bound": "dot", "paper": "dashdot"}[one.role])
+            made.append({"measured": "solid", "raw": "solid", "bound": "dot", "paper": "dashdot"}[one.role])
             continue
         family = _family(one.name, measured)
         number = seen[family if family in measured else ""] = seen.get(family if family in measured else "", -1) + 1
@@ -135,6 +203,8 @@ def _dashes(series: Sequence[Series]) -> list[str]:
 
 
 def _style(one: Series, colour: str, symbol: str, dash: str) -> dict[str, Any]:
+    if one.role == "raw":
+        return {"mode": "markers", "marker": {"size": 4, "color": colour, "opacity": 0.3}, "showlegend": False}
     if one.role == "paper":
         marker = {"size": 10, "symbol": "diamond-open", "color": colour, "line": {"width": 2, "color": colour}}
     elif one.points:
@@ -227,31 +297,80 @@ def _positive_series(one: Series, figure: Figure) -> Series:
     return Series(one.name, one.x, y, low, high, one.role, one.points)
 
 
-def _layout(figure: Figure) -> dict[str, Any]:
-    axis = {"automargin": True, "zeroline": False, "showline": True, "ticks": "outside", "gridcolor": "#dddddd"}
+AXIS = {"automargin": True, "zeroline": False, "showline": True, "ticks": "outside", "gridcolor": "#dddddd"}
+
+
+def _area(one: Series, place: int, x_title: str) -> dict[str, Any]:
+    colour = PALETTE[place % len(PALETTE)]
+    red, green, blue = _channels(colour)
+    fill = {"stackgroup": "one", "fillcolor": f"rgba({red},{green},{blue},0.55)", "line": {"width": 1, "color": colour}}
+    points = {name: value for name, value in _points(one, one, x_title).items() if name != "error_y"}
+    return {"name": html.escape(one.name), "mode": "lines", **fill, **points}
+
+
+def _heat(figure: HeatMap) -> dict[str, Any]:
     return {
-        "height": 400,
+        "x": _plain(figure.x),
+        "y": [html.escape(name) for name in figure.y],
+        "z": [_plain(row) for row in figure.values],
+        "colorscale": [list(stop) for stop in SEQUENTIAL],
+        "zmin": 0,
+        "hovertemplate": f"{html.escape(figure.x_title)} %{{x}}<br>%{{y}}: %{{z:.3f}}<extra></extra>",
+        "colorbar": {"thickness": 10, "outlinewidth": 0},
+    }
+
+
+def _heat_layout(figure: HeatMap, x_range: tuple[float, float] | None) -> dict[str, Any]:
+    plain = _layout(Figure(figure.id, "", "", figure.x_title, figure.y_title, ()), x_range)
+    return plain | {
+        "showlegend": False,
+        "yaxis": AXIS | {"title": {"text": html.escape(figure.y_title)}, "type": "category"},
+    }
+
+
+def _layout(figure: Figure, x_range: tuple[float, float] | None = None) -> dict[str, Any]:
+    axis, is_small = AXIS, x_range is not None
+    shared = {"range": list(x_range)} if x_range is not None and figure.x_title == "step" else {}
+    return {
+        "height": MULTIPLE_HEIGHT if is_small else FULL_HEIGHT,
         "margin": {"l": 10, "r": 14, "t": 10, "b": 10},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {"family": "system-ui, sans-serif", "size": 13, "color": "#222222"},
+        "font": {"family": "system-ui, sans-serif", "size": 11 if is_small else 13, "color": "#222222"},
         "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom", "itemwidth": 46},
         "showlegend": True,
         "hovermode": "closest",
         "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "#808080", "activecolor": "#404040"},
         "hoverlabel": {"bgcolor": "#ffffff", "font": {"color": "#222222"}, "namelength": -1},
-        "xaxis": axis | {"title": {"text": html.escape(figure.x_title)}} | _x_ticks(figure),
+        "xaxis": axis | {"title": {"text": html.escape(figure.x_title)}} | _x_ticks(figure) | shared,
         "yaxis": axis | {"title": {"text": html.escape(figure.y_title)}} | _y_ticks(figure),
     }
 
 
 def _y_ticks(figure: Figure) -> dict[str, Any]:
-    """Whole powers of ten on a long logarithmic axis."""
+    """Few readable ticks on a logarithmic axis."""
     if not figure.y_log:
         return {"type": "linear"}
-    seen = [math.log10(y) for one in figure.series for y in one.y if math.isfinite(y) and y > 0]
-    long = seen and max(seen) - min(seen) > 1.5
-    return {"type": "log"} | ({"dtick": 1} if long else {})
+    seen = [y for one in figure.series for y in (*one.y, *one.low, *one.high) if math.isfinite(y) and y > 0]
+    ticks = log_ticks(min(seen), max(seen)) if seen else []
+    return {"type": "log", "tickmode": "array", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Ticks that cover `low` to `high` on a logarithmic axis: 1, 2 and 5 of each decade, or powers of ten if many.
+
+    Example:
+        >>> log_ticks(0.3, 4.0), log_ticks(1.0, 2e5)
+        ([0.2, 0.5, 1.0, 2.0, 5.0], [1.0, 10.0, 100.0, 1000.0, 10000.0, 100000.0, 1000000.0])
+    """
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    if last - first > 3:
+        every = math.ceil((last - first) / 7)
+        return [10.0**power for power in range(first, last + every, every)]
+    ticks = [float(f"{digit}e{power}") for power in range(first, last + 1) for digit in (1, 2, 5)]
+    below = max((tick for tick in ticks if tick <= low), default=ticks[0])
+    above = min((tick for tick in ticks if tick >= high), default=ticks[-1])
+    return [tick for tick in ticks if below <= tick <= above]
 
 
 def _x_ticks(figure: Figure) -> dict[str, Any]:
@@ -260,6 +379,9 @@ def _x_ticks(figure: Figure) -> dict[str, Any]:
     kind: dict[str, Any] = {"type": "log" if figure.x_log else "linear"}
     if figure.x_log and 0 < len(places) <= 10:
         return kind | {"tickmode": "array", "tickvals": places, "ticktext": [cell_text(_whole(x)) for x in places]}
+    if figure.x_log and places:
+        ticks = log_ticks(places[0], places[-1])
+        return kind | {"tickmode": "array", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
     whole = all(x == round(x) for x in places) and places and places[-1] - places[0] <= 20
     close = whole and all(b - a >= 1 for a, b in pairwise(places))
     return kind | ({"tick0": 0, "dtick": 1 if places[-1] - places[0] <= 12 else 2} if close else {})

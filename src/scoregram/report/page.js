@@ -1,7 +1,147 @@
-for (const { id, data, layout, config } of figures) {
-  Plotly.newPlot(id, data, layout, config);
-}
+const byId = (id) => document.getElementById(id);
+for (const { id, data, layout, config } of page.figures) Plotly.newPlot(id, data, layout, config);
 // Paper is narrower than a screen, and two figures fit on a sheet.
-const resize = (size) => figures.forEach(({ id, layout }) => Plotly.relayout(id, size ?? { autosize: true, width: null, height: layout.height }));
+const resize = (size) => page.figures.forEach(({ id, layout }) => Plotly.relayout(id, size ?? { autosize: true, width: null, height: layout.height }));
 addEventListener("beforeprint", () => resize({ width: 660, height: 310 }));
 addEventListener("afterprint", () => resize(null));
+
+function save(name, text) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([text], { type: "text/csv" }));
+  link.download = name;
+  link.click();
+  URL.revokeObjectURL(link.href);
+}
+for (const button of document.querySelectorAll("button.csv")) {
+  const figure = page.figures.find(({ id }) => id === button.dataset.plot);
+  button.addEventListener("click", () => save(figure.id.replace(/-plot$/, ".csv"), figure.csv));
+}
+
+// A step under the glass. All text from data is set as text, never as HTML.
+const isDark = matchMedia("(prefers-color-scheme: dark)").matches;
+const diverging = isDark
+  ? [[0, "#ff8a3d"], [0.5, "#1d2025"], [1, "#4aa8e0"]]
+  : [[0, "#d55e00"], [0.5, "#ffffff"], [1, "#0072b2"]];
+
+function element(tag, className, text) {
+  const made = document.createElement(tag);
+  made.className = className;
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+const number = (value, digits = 2) => (value === null || value === undefined ? "–" : value.toFixed(digits));
+const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(Math.abs(value) < 0.1 ? 1 : 0)} %`);
+const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+
+function drawMatrix(id, names, cosines, bars, barTitle, rightCount) {
+  const places = names.map((_, i) => i);
+  const ticks = { tickmode: "array", tickvals: places, ticktext: names.map((name) => escaped(name.length > 14 ? `…${name.slice(-13)}` : name)) };
+  const labels = names.length <= 12;
+  const data = [
+    { type: "heatmap", z: cosines, x: places, y: places, zmin: -1, zmax: 1, colorscale: diverging, showscale: false, xgap: 1, ygap: 1,
+      texttemplate: labels ? "%{z:.2f}" : "", textfont: { size: 10 }, hovertemplate: "%{y} and %{x}: cosine %{z:.3f}<extra></extra>" },
+    { type: "bar", orientation: "h", x: bars, y: places, xaxis: "x2", marker: { color: "#808080" }, hovertemplate: `${barTitle} %{x:.3g}<extra></extra>` },
+  ];
+  const line = { type: "line", line: { color: isDark ? "#e6e8eb" : "#1c1e21", width: 2 } };
+  const edge = rightCount - 0.5;
+  const shapes = rightCount > 0 && rightCount < names.length
+    ? [{ ...line, x0: -0.5, x1: names.length - 0.5, y0: edge, y1: edge }, { ...line, y0: -0.5, y1: names.length - 0.5, x0: edge, x1: edge }] : [];
+  const plain = { zeroline: false, showgrid: false, automargin: true };
+  const layout = {
+    height: 430, margin: { l: 10, r: 10, t: 10, b: 10 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, shapes,
+    font: { family: "system-ui, sans-serif", size: 11 }, hoverlabel: { bgcolor: "#ffffff", font: { color: "#222222" } },
+    xaxis: { ...plain, ...ticks, domain: [0, 0.8], tickangle: labels ? 0 : 90 }, yaxis: { ...plain, ...ticks, autorange: "reversed" },
+    xaxis2: { ...plain, domain: [0.83, 1], nticks: 3, title: { text: barTitle }, zeroline: true, zerolinecolor: "#808080" },
+  };
+  Plotly.react(id, data, layout, { displayModeBar: false, responsive: true });
+}
+
+function tokenColour(value, largest, signed) {
+  const strength = Math.min(1, Math.abs(value) / (largest || 1)) * 0.6;
+  const hue = !signed ? "128,128,128" : value >= 0 ? "0,114,178" : "213,94,0";
+  return `rgba(${hue},${strength.toFixed(3)})`;
+}
+
+function tokenStrip(rollout, kind, largest) {
+  const values = rollout[kind];
+  const written = rollout.tokens !== undefined;
+  const strip = element(written ? "pre" : "div", written ? "text" : "strip");
+  values.forEach((value, i) => {
+    const token = element("span", "token", written ? rollout.tokens[i] : "");
+    token.style.background = tokenColour(value ?? 0, largest, kind === "credit");
+    token.title = `${written ? rollout.tokens[i] : `token ${i + 1}`}: ${kind} ${number(value, 3)}`;
+    strip.append(token);
+  });
+  return strip;
+}
+
+function rolloutCard(group, place, kind, largest) {
+  const rollout = group.rollouts[place];
+  const card = element("article", "rollout");
+  const reward = group.rewards[place];
+  const head = element("p", "head");
+  head.append(element("b", reward > 0 ? "right" : "wrong", `${place + 1}`), ` reward ${reward ?? "–"} · advantage ${number(group.advantages[place])} · ${group.lengths[place]} tokens`);
+  if (rollout && !rollout.finished) head.append(element("span", "cut", " · cut off"));
+  card.append(head);
+  const share = group.shares[place];
+  if (share !== undefined && share !== null) {
+    const bar = element("div", "share");
+    const fill = element("i", share < 0 ? "against" : "along");
+    fill.style.width = `${Math.min(100, 100 * Math.abs(share))}%`;
+    bar.append(fill);
+    card.append(bar, element("p", "caption", `${percent(share)} of the update of the ${group.share_of}`));
+  }
+  const hasTokens = rollout && kind && rollout[kind] !== undefined;
+  if (rollout && rollout.text !== undefined && !(hasTokens && rollout.tokens)) card.append(element("pre", "text", rollout.text));
+  if (hasTokens) card.append(tokenStrip(rollout, kind, largest));
+  return card;
+}
+
+function legendOf(kind) {
+  if (kind === "credit") return "Token colours: credit of the token, blue raises its probability, orange lowers it.";
+  return kind ? "Token colours: the darker, the less probable the token was when it was sampled. All tokens of a rollout share its advantage." : "";
+}
+
+function showGroup(group) {
+  const names = group.rewards.map((reward, i) => `${i + 1}: ${reward ?? "–"}`);
+  const top = Math.max(...group.rewards.filter((reward) => reward !== null));
+  const right = group.rewards.filter((reward) => reward === top).length;
+  byId("glass-gram").hidden = !group.cosines.length;
+  if (group.cosines.length) drawMatrix("glass-gram", names, group.cosines, group.norms, "norm", right);
+  byId("glass-prompt").textContent = group.prompt ?? group.id;
+  const stored = group.rollouts.filter((rollout) => rollout);
+  const kind = ["credit", "surprise"].find((name) => stored.some((rollout) => rollout[name] !== undefined));
+  const values = stored.flatMap((rollout) => rollout[kind] ?? []).map((value) => Math.abs(value ?? 0));
+  const largest = values.reduce((most, value) => Math.max(most, value), 0);
+  byId("glass-legend").textContent = legendOf(kind);
+  byId("glass-rollouts").replaceChildren(...group.rewards.map((_, i) => rolloutCard(group, i, kind, largest)));
+}
+
+function showBatch(step) {
+  byId("glass-interference").hidden = !step.batch;
+  if (step.batch) drawMatrix("glass-batch", step.batch.prompts.map((name, i) => `${i + 1}: ${name}`), step.batch.cosines, step.batch.shares, "share", 0);
+}
+
+function showStep(step) {
+  byId("glass-number").textContent = `${step.step}`;
+  byId("glass-warning").textContent = step.failed ? "The self-check of this step failed: do not trust its cosines." : "";
+  const choice = byId("glass-group");
+  choice.replaceChildren(...step.groups.map((group, i) => {
+    const option = element("option", "", `${i + 1}: ${group.outcome} · ${(group.prompt ?? group.id).slice(0, 60)}`);
+    option.value = `${i}`;
+    return option;
+  }));
+  const live = step.groups.findIndex((group) => group.outcome === "live");
+  choice.value = `${Math.max(0, live)}`;
+  choice.onchange = () => showGroup(step.groups[Number(choice.value)]);
+  if (step.groups.length) choice.onchange();
+  showBatch(step);
+}
+
+if (page.glass) {
+  const slider = byId("glass-step");
+  slider.max = `${page.glass.length - 1}`;
+  slider.value = slider.max;
+  slider.addEventListener("input", () => showStep(page.glass[Number(slider.value)]));
+  showStep(page.glass[page.glass.length - 1]);
+}

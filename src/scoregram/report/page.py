@@ -1,7 +1,7 @@
 """One self-contained HTML file that opens from disk without a network.
 
-Its content security policy forbids loading anything and allows only the two scripts of the page, by their hashes.
-Text from data is escaped.
+The templates are jinja2's, with autoescape on: text from data is text. The content security policy of a page forbids
+loading anything and allows only the two scripts of the page, by their hashes.
 """
 
 import base64
@@ -9,33 +9,80 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from html import escape
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
 
 from scoregram import __version__
-from scoregram.exhibits import Cell, Estimate, Exhibit, Figure, Table, cell_text, estimate_parts
-from scoregram.report.figures import PLOTLY_CONFIG, data_table, plotly_figure
+from scoregram.exhibits import Cell, Estimate, Table, cell_text, estimate_parts
+from scoregram.reading import Indicator
+from scoregram.report.figures import PLOTLY_CONFIG, Drawing, data_csv, data_table, plotly_figure
+from scoregram.report.words import marked_terms
 from scoregram.runs import disk_errors, write_atomically
 
 HERE = Path(__file__).parent
+STATE_WORDS = {"good": "✓ good", "watch": "◦ watch", "act": "! act", "unknown": "not known"}
+"""Words of an indicator's state; the sign before it does not need colour."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: a title, text, and exhibits below each other."""
+    """A part of a page: a title, text, and exhibits."""
 
     title: str
     text: str = ""
     """Plain text. Blank lines separate paragraphs; lines that begin with `- ` make a list."""
-    exhibits: Sequence[Exhibit] = ()
+    exhibits: Sequence[Table | Drawing] = ()
+    x_range: tuple[float, float] | None = None
+    """If given, figures are small multiples that share this horizontal axis."""
+
+
+@dataclass(frozen=True)
+class PlacedSection:
+    """A section with the ids of its elements in the document."""
+
+    section: Section
+    anchor: str
+    exhibits: tuple[tuple[Table | Drawing, str], ...]
+    """Each with its id."""
+
+    @property
+    def title(self) -> str:
+        """Title of the section."""
+        return self.section.title
+
+    @property
+    def text(self) -> str:
+        """Text of the section."""
+        return self.section.text
+
+    @property
+    def is_multiples(self) -> bool:
+        """Whether figures are small multiples."""
+        return self.section.x_range is not None
+
+    def figures(self) -> list[tuple[str, Drawing]]:
+        """Id of the element to draw in, and the figure, in order."""
+        return [(f"{anchor}-plot", one) for one, anchor in self.exhibits if not isinstance(one, Table)]
+
+
+@dataclass(frozen=True)
+class TextBlock:
+    """A paragraph, or a list."""
+
+    is_list: bool
+    lines: list[str] = field(default_factory=list)
 
 
 def write_page(
     path: Path, *, title: str, lead: str, sections: Sequence[Section], redo: str = "", trust: Sequence[str] = ()
 ) -> Path:
-    """Write the page atomically; the same arguments give the same bytes.
+    """Write a page of sections atomically; the same arguments give the same bytes.
 
     Args:
         path: File to write; its folder must exist.
@@ -51,89 +98,111 @@ def write_page(
     Raises:
         ScoregramError: If the file cannot be written, or there is a figure and plotly is not installed.
     """
-    content = page(title=title, lead=lead, sections=sections, redo=redo, trust=trust).encode()
+    return write_document(path, page(title=title, lead=lead, sections=sections, redo=redo, trust=trust))
+
+
+def write_document(path: Path, text: str) -> Path:
+    """Write a document atomically.
+
+    Raises:
+        ScoregramError: If the file cannot be written.
+    """
     with disk_errors(path, caller="report"):
-        write_atomically(path, content)
+        write_atomically(path, text.encode())
     return path
 
 
-def page(*, title: str, lead: str, sections: Sequence[Section], redo: str = "", trust: Sequence[str] = ()) -> str:
-    """The page as text."""
-    ids = _exhibit_ids(sections)
-    figures = [
-        (f"{anchor}-plot", exhibit)
-        for section, row in zip(sections, ids, strict=True)
-        for exhibit, anchor in zip(section.exhibits, row, strict=True)
-        if isinstance(exhibit, Figure)
-    ]
-    scripts = [_plotly(), _drawing(figures)] if figures else []
-    body = "\n".join(_section(section, number, ids[number]) for number, section in enumerate(sections))
+def page(
+    *,
+    title: str,
+    lead: str,
+    sections: Sequence[Section],
+    redo: str = "",
+    trust: Sequence[str] = (),
+    broad: bool = False,
+) -> str:
+    """The page as text; `broad` for small multiples."""
+    return document("sections.html", sections, title=title, lead=lead, redo=redo, trust=trust, broad=broad)
+
+
+def document(template: str, sections: Sequence[Section], *, data: Mapping[str, Any] | None = None, **shown: Any) -> str:
+    """A whole document: a template filled with sections, their figures, and further values.
+
+    Args:
+        template: A file in `templates/`.
+        sections: In order.
+        data: What the script of the page needs besides figures; JSON values.
+        shown: Further values of the template.
+    """
+    placed = placed_sections(sections)
+    figures = [figure_json(anchor, figure, one.section.x_range) for one in placed for anchor, figure in one.figures()]
+    scripts = [_plotly(), _page_script({"figures": figures, **(data or {})})] if figures or data else []
     return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_policy(scripts)}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{(HERE / 'page.css').read_text(encoding='utf-8')}</style>\n</head>\n"
-        f'<body>\n<main>\n<header>\n<h1>{escape(title)}</h1>\n<p class="lead">{escape(lead)}</p>\n'
-        f"{_trust(trust)}</header>\n"
-        f"{_contents(sections, ids)}\n{_without_scripts(figures)}{body}\n{_footer(redo)}\n</main>\n"
-        + "".join(f"<script>{script}</script>\n" for script in scripts)
-        + "</body>\n</html>\n"
+        templates()
+        .get_template(template)
+        .render(
+            sections=placed,
+            scripts=[Markup(script) for script in scripts],  # nothing in them is markup: see `_page_script`
+            css=Markup((HERE / "page.css").read_text(encoding="utf-8")),
+            policy=_policy(scripts),
+            version=__version__,
+            **shown,
+        )
     )
 
 
-def _trust(sentences: Sequence[str]) -> str:
-    listed = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
-    return f'<ul class="trust" aria-label="How far to trust these numbers">{listed}</ul>\n' if listed else ""
-
-
-def _exhibit_ids(sections: Sequence[Section]) -> list[list[str]]:
-    """A unique HTML id for every exhibit: its own id, with a number if that is taken."""
-    taken: set[str] = set()
-    made = []
-    for section in sections:
-        row = []
-        for exhibit in section.exhibits:
-            wanted = anchor = identifier(exhibit.id)
-            number = 1
-            while anchor in taken:
-                number += 1
-                anchor = f"{wanted}-{number}"
-            taken.add(anchor)
-            row.append(anchor)
-        made.append(row)
+@cache
+def templates() -> jinja2.Environment:
+    """The templates of this package; an unknown name in one of them is an error."""
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE / "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {
+        "blocks": text_blocks,
+        "data_table": data_table,
+        "is_table": lambda one: isinstance(one, Table),
+        "is_undefined": is_undefined,
+        "numeric_columns": numeric_columns,
+        "parts": cell_parts,
+        "sparkline": sparkline,
+        "state_word": STATE_WORDS.__getitem__,
+        "terms": marked_terms,
+    }
     return made
 
 
-def _section(section: Section, number: int, ids: Sequence[str]) -> str:
-    exhibits = "\n".join(exhibit_block(exhibit, anchor) for exhibit, anchor in zip(section.exhibits, ids, strict=True))
-    head = f'<section aria-labelledby="section-{number}">\n<h2 id="section-{number}">{escape(section.title)}</h2>'
-    return f"{head}\n{paragraphs(section.text)}\n{exhibits}\n</section>"
+def placed_sections(sections: Sequence[Section]) -> list[PlacedSection]:
+    """Sections with a unique HTML id for every exhibit: its own id, with a number if that is taken."""
+    taken: set[str] = set()
+    made = []
+    for number, section in enumerate(sections):
+        exhibits = []
+        for exhibit in section.exhibits:
+            wanted = anchor = identifier(exhibit.id)
+            again = 1
+            while anchor in taken:
+                again += 1
+                anchor = f"{wanted}-{again}"
+            taken.add(anchor)
+            exhibits.append((exhibit, anchor))
+        made.append(PlacedSection(section, f"section-{number}", tuple(exhibits)))
+    return made
 
 
-def _contents(sections: Sequence[Section], ids: Sequence[Sequence[str]]) -> str:
-    items = []
-    for number, (section, row) in enumerate(zip(sections, ids, strict=True)):
-        links = "".join(
-            f'<li><a href="#{anchor}">{escape(exhibit.title)}</a></li>'
-            for exhibit, anchor in zip(section.exhibits, row, strict=True)
-        )
-        below = f"<ul>{links}</ul>" if links else ""
-        items.append(f'<li><a href="#section-{number}">{escape(section.title)}</a>{below}</li>')
-    listed = "\n".join(items)
-    return f'<nav aria-labelledby="contents">\n<h2 id="contents">Contents</h2>\n<ol>\n{listed}\n</ol>\n</nav>'
-
-
-def _without_scripts(figures: Sequence[tuple[str, Figure]]) -> str:
-    if not figures:
-        return ""
-    return "<noscript><p>Figures are drawn by JavaScript; without it, open “Data as table” below each.</p></noscript>\n"
-
-
-def _footer(redo: str) -> str:
-    again = f" Make it again with <code>{escape(redo)}</code>." if redo else ""
-    return (
-        f"<footer><p>Written by scoregram {escape(__version__)}.{again} Nothing is loaded from a network.</p></footer>"
-    )
+def figure_json(anchor: str, figure: Drawing, x_range: tuple[float, float] | None = None) -> dict[str, Any]:
+    """What the script of the page draws, and the numbers as CSV."""
+    parts = plotly_figure(figure, x_range=x_range).to_plotly_json()
+    return {
+        "id": anchor,
+        "data": parts["data"],
+        "layout": parts["layout"],
+        "config": PLOTLY_CONFIG,
+        "csv": data_csv(data_table(figure)),
+    }
 
 
 def _plotly() -> str:
@@ -142,60 +211,37 @@ def _plotly() -> str:
     return get_plotlyjs()
 
 
-def _drawing(figures: Sequence[tuple[str, Figure]]) -> str:
-    """The script that draws every figure; data inside it is escaped so that it cannot close the script element."""
-    config = json.dumps(PLOTLY_CONFIG)
-    specs = []
-    for anchor, figure in figures:
-        parts = plotly_figure(figure).to_plotly_json()
-        plain = json.dumps({"id": anchor, "data": parts["data"], "layout": parts["layout"]}, allow_nan=False)
-        specs.append(plain[:-1] + f', "config": {config}}}')
-    data = "[\n" + ",\n".join(specs) + "\n]"
-    safe = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-    return f"const figures = {safe};\n{(HERE / 'page.js').read_text(encoding='utf-8')}"
+def _page_script(data: Mapping[str, Any]) -> str:
+    """The script of the page; data inside it is escaped so that it cannot close the script element."""
+    plain = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    safe = plain.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return f"const page = {safe};\n{(HERE / 'page.js').read_text(encoding='utf-8')}"
 
 
 def _policy(scripts: Sequence[str]) -> str:
     hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts) or "'none'"
-    return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'"
+    rules = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'"
+    return Markup(rules)  # hashes are base64, so an attribute can hold them
 
 
 def _digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-def paragraphs(text: str) -> str:
-    """Plain text as HTML: blank lines separate paragraphs; a paragraph whose lines all begin with `- ` is a list.
+def text_blocks(text: str) -> list[TextBlock]:
+    r"""Plain text as paragraphs and lists: blank lines separate them; a list's lines all begin with `- `.
 
     Example:
-        >>> paragraphs("a < b")
-        '<p>a &lt; b</p>'
+        >>> [(block.is_list, block.lines) for block in text_blocks("a < b\n\n- c\n- d")]
+        [(False, ['a < b']), (True, ['c', 'd'])]
     """
     blocks = [block.strip() for block in re.split(r"\n\s*\n", text) if block.strip()]
-    return "\n".join(_list_block(block) if _is_list(block) else f"<p>{escape(block)}</p>" for block in blocks)
-
-
-def table_block(table: Table, anchor: str) -> str:
-    """A table under its title, with how to read it."""
-    caption = f'<p class="caption">{escape(table.caption)}</p>' if table.caption else ""
-    return f'<h3 id="{anchor}">{escape(table.title)}</h3>\n{_scrolling_table(table, f"{anchor}-table")}\n{caption}'
-
-
-def figure_block(figure: Figure, anchor: str) -> str:
-    """An element for plotly to draw in, the caption, and the same numbers as a table."""
-    label = escape(f"{figure.title}. {figure.caption} The same numbers follow as a table.", quote=True)
-    data = _scrolling_table(data_table(figure), f"{anchor}-data")
-    return (
-        f'<figure>\n<h3 id="{anchor}">{escape(figure.title)}</h3>\n'
-        f'<div class="plot" id="{anchor}-plot" role="img" aria-label="{label}"></div>\n'
-        f'<figcaption class="caption">{escape(figure.caption)}</figcaption>\n'
-        f"<details><summary>Data as table</summary>\n{data}\n</details>\n</figure>"
-    )
-
-
-def exhibit_block(exhibit: Exhibit, anchor: str) -> str:
-    """A table or a figure."""
-    return table_block(exhibit, anchor) if isinstance(exhibit, Table) else figure_block(exhibit, anchor)
+    made = []
+    for block in blocks:
+        lines = [line.lstrip() for line in block.splitlines()]
+        is_list = all(line.startswith("- ") for line in lines)
+        made.append(TextBlock(is_list, [line[2:] for line in lines] if is_list else [block]))
+    return made
 
 
 def identifier(text: str) -> str:
@@ -208,45 +254,35 @@ def identifier(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "exhibit"
 
 
-def _is_list(block: str) -> bool:
-    return all(line.lstrip().startswith("- ") for line in block.splitlines())
+def numeric_columns(table: Table) -> list[bool]:
+    """Whether a column holds no text, so that it is aligned on the right."""
+    return [not any(isinstance(row[place], str) for row in table.rows) for place in range(len(table.columns))]
 
 
-def _list_block(block: str) -> str:
-    items = "\n".join(f"<li>{escape(line.lstrip()[2:])}</li>" for line in block.splitlines())
-    return f"<ul>\n{items}\n</ul>"
+def cell_parts(cell: Cell) -> tuple[str, ...]:
+    """Text of a cell: its value and, where there is one, its interval."""
+    return estimate_parts(cell) if isinstance(cell, Estimate) else (cell_text(cell),)
 
 
-def _scrolling_table(table: Table, anchor: str) -> str:
-    """A table that scrolls on its own on a narrow page, also by keyboard."""
-    label = escape(table.title, quote=True)
-    return f'<div class="scroll" role="region" tabindex="0" aria-label="{label}" id="{anchor}">{_table(table)}</div>'
-
-
-def _table(table: Table) -> str:
-    numeric = [not any(isinstance(row[place], str) for row in table.rows) for place in range(len(table.columns))]
-    heads = "".join(
-        f'<th scope="col"{_right(right)}>{escape(name)}</th>'
-        for name, right in zip(table.columns, numeric, strict=True)
-    )
-    rows = "\n".join(f"<tr>{_row(row, numeric)}</tr>" for row in table.rows)
-    return f"<table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
-
-
-def _row(row: Sequence[Cell], numeric: Sequence[bool]) -> str:
-    first, *rest = zip(row, numeric, strict=True)
-    head = f'<th scope="row"{_right(first[1])}>{_cell(first[0])}</th>'
-    return head + "".join(f"<td{_right(right)}>{_cell(cell)}</td>" for cell, right in rest)
-
-
-def _right(right: bool) -> str:
-    return ' class="n"' if right else ""
-
-
-def _cell(cell: Cell) -> str:
-    if isinstance(cell, Estimate) and len(parts := estimate_parts(cell)) == 2:
-        return f'{escape(parts[0])} <span class="interval">{escape(parts[1])}</span>'
+def is_undefined(cell: Cell) -> bool:
+    """Whether a cell is a number that is `nan`."""
     value = cell.value if isinstance(cell, Estimate) else cell
-    if isinstance(value, float) and math.isnan(value):
-        return f'<span title="undefined">{cell_text(cell)}</span>'
-    return escape(cell_text(cell))
+    return isinstance(value, float) and math.isnan(value)
+
+
+def sparkline(indicator: Indicator) -> dict[str, Any] | None:
+    """Points of a small line in a box of 200 by 40, and the height of the target; None without two values."""
+    curve = indicator.curve
+    known = [(x, y) for x, y in zip(curve.steps, curve.mean, strict=True) if math.isfinite(y)]
+    if len(known) < 2:
+        return None
+    target = indicator.target
+    heights = [y for _, y in known] + ([target] if math.isfinite(target) else [])
+    low, high = min(heights), max(heights)
+    left, right = known[0][0], known[-1][0]
+
+    def height(y: float) -> float:
+        return round(38 - 36 * (y - low) / (high - low), 1) if high > low else 20.0
+
+    points = " ".join(f"{200 * (x - left) / (right - left):.1f},{height(y)}" for x, y in known)
+    return {"points": points, "target": height(target) if math.isfinite(target) else None}

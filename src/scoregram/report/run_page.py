@@ -6,13 +6,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from scoregram.advice import advice_text
-from scoregram.bootstrap import mean_estimate
+from scoregram.advice import Advice, findings, rule_verdicts
 from scoregram.checks import fail
-from scoregram.exhibits import Cell, Estimate, Figure, Table, cell_text
-from scoregram.reading import GREEDY_TEST, SAMPLED_TEST, EvaluationRewards, RunReading, read_run
+from scoregram.exhibits import Cell, Estimate, Table
+from scoregram.reading import (
+    GREEDY_TEST,
+    SAMPLED_TEST,
+    EvaluationRewards,
+    Indicator,
+    RunReading,
+    indicators,
+    paired_gain,
+    read_run,
+)
 from scoregram.report import step_figures
-from scoregram.report.page import Section, write_page
+from scoregram.report.figures import Drawing
+from scoregram.report.glass import Glass, run_glass
+from scoregram.report.page import Section, document, write_document
+from scoregram.report.words import WORDS
 from scoregram.runs import CONFIG_FILE, REPORT, Run, open_run
 
 SHOWN_NAMES = 8
@@ -20,30 +31,55 @@ SHOWN_NAMES = 8
 EVALUATIONS = {SAMPLED_TEST: "sampled, as trained", GREEDY_TEST: "greedy"}
 """Kinds of test groups, and their labels on the page."""
 
-DEFINITIONS = {
-    "dead groups": "groups whose rollouts all have the same reward, so that every advantage is 0.",
-    "effective rank": "over how many directions the gradients of a group's rollouts spread: 1 if all are parallel, at "
-    "most the number of rollouts.",
-    "top-1 fraction": "share of a group's gradient energy, the sum of squared norms, that lies in one direction.",
-    "cosine between rollouts": "mean cosine between the scores of two rollouts of a group; a score is the gradient of "
-    "a rollout's log-probability.",
-    "variance saved": "share of the update's variance within prompts that the best baseline would remove.",
-    "signal to noise": "power of the true gradient over the power of a step's error; power is the squared norm.",
-    "noise scale": "the number of rollouts at which signal and error have equal power.",
-    "best group size": "rollouts per prompt that give the smallest error of the update at the same number of rollouts.",
-}
-"""Quantities of the summary, and what they are in one line."""
+MOST_CARDS = 3
+"""Pieces of advice on the first screen; the others are folded away."""
+FACTS = {"model": "model", "task": "task", "method": "method", "estimator": "estimator", "objective": "objective"}
+"""Settings that the first screen names, and their labels."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunPage:
-    """What `write_page` needs."""
+    """Everything that the page of a run shows."""
 
     title: str
+    facts: tuple[tuple[str, str], ...]
+    """Label and value of what was trained, and how."""
     lead: str
     trust: tuple[str, ...]
     """How far the numbers can be trusted, a sentence each."""
+    trust_state: str
+    """`good`, `watch`, `act` or `unknown`."""
+    tiles: tuple[Indicator, ...]
+    cards: tuple[Advice, ...]
+    """What to change, the most important first."""
+    open_rules: str
+    """What needs no change, and what the numbers do not decide."""
     sections: tuple[Section, ...]
+    glass: Glass
+
+    def html(self, redo: str = "") -> str:
+        """The document."""
+        more = self.cards[MOST_CARDS:]
+        summary = f"{len(more)} more, and what the other rules say" if more else "What the other rules say"
+        return document(
+            "run.html",
+            self.sections,
+            title=self.title,
+            facts=self.facts,
+            lead=self.lead,
+            trust=self.trust,
+            trust_state=self.trust_state,
+            tiles=self.tiles,
+            cards=self.cards[:MOST_CARDS],
+            more_cards=more,
+            open_rules=self.open_rules,
+            rest_summary=summary,
+            words=WORDS,
+            redo=redo,
+            has_glass=bool(self.glass.steps),
+            glass_note=self.glass.note,
+            data={"glass": self.glass.steps} if self.glass.steps else None,
+        )
 
 
 def write_report(
@@ -60,15 +96,19 @@ def write_report(
         ScoregramError: If the folder holds no run (the message lists its content), or as for `write_page`.
     """
     root = Path(folder)
-    if not (root / CONFIG_FILE).is_file():
-        requirement = f"{root} must hold a run ({CONFIG_FILE}) or a replication (exhibits.json and verdicts.json)"
-        fail("report", requirement, folder_content(root), "Choose such a folder.")
+    require_run_folder(root)
     page = run_page(open_run(root))
     path = root / REPORT if out is None else Path(out)
     if tell is not None:
         tell("\n".join(page.trust))
-    redo = shlex.join(["scoregram", "report", str(root)])
-    return write_page(path, title=page.title, lead=page.lead, sections=page.sections, redo=redo, trust=page.trust)
+    return write_document(path, page.html(redo=shlex.join(["scoregram", "report", str(root)])))
+
+
+def require_run_folder(root: Path) -> None:
+    """Raise ScoregramError unless the folder holds a run; the message lists its content."""
+    if not (root / CONFIG_FILE).is_file():
+        requirement = f"{root} must hold a run ({CONFIG_FILE}) or a replication (exhibits.json and verdicts.json)"
+        fail("report", requirement, folder_content(root), "Choose such a folder.")
 
 
 def folder_content(root: Path) -> str:
@@ -83,50 +123,88 @@ def folder_content(root: Path) -> str:
 def run_page(folder: Run) -> RunPage:
     """The page of a run. It names what the run lacks; of a run in progress, it shows the complete steps."""
     run = read_run(folder)
-    tables = [table for table in (summary_table(run), gain_table(run.tests)) if table.rows]
-    text = "\n\n".join(part for part in (_settings(run), _definitions(tables)) if part)
-    sections = [Section("What this run shows", text, tables), Section("What to change", advice_text(run))]
-    for title, text, figures in _figures(run):
-        if figures:
-            sections.append(Section(title, text, figures))
+    tiles = indicators(run)
     missing = "\n".join(f"- {line}" for line in (*_missing(run), *run.notes))
-    sections += [Section("What this run does not hold", missing)] if missing else []
-    return RunPage(page_title(folder), lead_sentence(run), tuple(run.trust.sentences()), tuple(sections))
+    tables = tuple(table for table in (summary_table(run), gain_table(run.tests)) if table.rows)
+    sections = [
+        *_figure_sections(run, folder),
+        *([Section("Numbers", "", tables)] if tables else []),
+        *([Section("What this run does not hold", missing)] if missing else []),
+    ]
+    return RunPage(
+        title=folder.folder.resolve().name,
+        facts=tuple(run_facts(run)),
+        lead=lead_sentence(run, tiles),
+        trust=tuple(run.trust.sentences()),
+        trust_state=_trust_state(run),
+        tiles=tiles,
+        cards=tuple(findings(run)),
+        open_rules=undecided_text(run),
+        sections=tuple(sections),
+        glass=run_glass(folder, run),
+    )
 
 
-def page_title(run: Run) -> str:
-    """Name of the folder, and which model was trained on which task, where the config has them."""
-    subject = [str(run.config[name]) for name in ("model", "task") if name in run.config]
-    return f"{run.folder.resolve().name}: {' on '.join(subject)}" if subject else run.folder.resolve().name
+def run_facts(run: RunReading) -> Iterator[tuple[str, str]]:
+    """Label and value of what was trained, and how, as far as the config says."""
+    config = run.config
+    for name, label in FACTS.items():
+        if config.get(name) is not None:
+            yield label, str(config[name])
+            if name == "model":
+                rank = config.get("lora_rank")
+                yield "trains", f"LoRA of rank {rank}" if rank else "all parameters"
+    if run.group_size:
+        yield "R", str(run.group_size)
+    batch = config.get("batch_size") or (None if math.isnan(run.batch_size) else f"{run.batch_size:g}")
+    for label, value in (("rollouts per step", batch), ("learning rate", config.get("learning_rate"))):
+        if value is not None:
+            yield label, str(value)
+    if config.get("seed") is not None:
+        yield "seed", str(config["seed"])
+    planned = config.get("steps")
+    trained = f"{len(run.steps)} of {planned}" if isinstance(planned, int) and planned else str(len(run.steps))
+    yield "steps", f"{trained} trained, {run.trust.measured} measured"
 
 
-def lead_sentence(run: RunReading) -> str:
-    """One sentence: the rank beside its null, the dead groups, the accuracy, as far as they are known."""
-    parts, summary = [], run.summary
-    if not math.isnan(summary.effective_rank.value):
-        rank, null = cell_text(summary.effective_rank), cell_text(summary.effective_rank_null)
-        parts.append(f"the effective rank of a group's gradients was {rank} where {_null(run)} would give {null}")
-    if not math.isnan(summary.dead.value):
-        parts.append(f"{summary.dead.value:.0%} of the groups had equal rewards")
-    _, accuracy = run.series("eval/accuracy")
-    if len(accuracy) > 1:
-        first, last = (cell_text(Estimate(value)) for value in (accuracy[0], accuracy[-1]))
-        parts.append(f"test accuracy went from {first} to {last} over the run")
-    elif not math.isnan(summary.reward.value):
-        parts.append(f"the mean reward was {cell_text(summary.reward)}")
-    if not parts:
+def lead_sentence(run: RunReading, tiles: Sequence[Indicator]) -> str:
+    """What the run shows in a few plain sentences: does it learn, what teaches, how much of a step is signal."""
+    if not run.steps:
         return "This run holds no step yet."
-    doubt = f"{run.trust.mark[2:-1].capitalize()}: " if run.trust.mark else ""
-    where = f"{last_third_text(run)}, " + "; ".join(parts) + "."
-    return doubt + (where if doubt else where[0].upper() + where[1:])
+    learning, teaching, signal, _ = tiles
+    said = {
+        "good": f"This run learns: {learning.headline}.",
+        "watch": f"No change is resolved: {learning.headline}.",
+        "act": f"This run gets worse: {learning.headline}.",
+        "unknown": "Too early to tell whether this run learns.",
+    }[learning.state]
+    parts = [said]
+    if teaching.state != "unknown":
+        parts.append(f"In the last third, {teaching.headline} had rewards that differ.")
+    if signal.state != "unknown":
+        doubt = f"{run.trust.mark[2:-1].capitalize()}: a" if run.trust.mark else "A"
+        parts.append(f"{doubt} step {signal.headline}.")
+    return " ".join(parts)
 
 
-def last_third_text(run: RunReading) -> str:
-    """Where the numbers come from: `in the last third of 6 steps (5 to 6)`, or `at the last of 3 steps`."""
-    steps, count = [step for step in run.steps if step in run.last_third], len(run.steps)
-    if len(steps) > 1:
-        return f"in the last third of {count} steps ({steps[0]} to {steps[-1]})"
-    return f"at the last of {count} steps" if count > 1 else "at the only step"
+def undecided_text(run: RunReading) -> str:
+    """What needs no change, and what the numbers do not decide, as paragraphs."""
+    verdicts = rule_verdicts(run)
+    fine = ", ".join(name for name, several in verdicts.items() if several == [])
+    open_ = ", ".join(name for name, several in verdicts.items() if several is None)
+    why = "The run lacks the numbers, their intervals are too wide, or it has too few steps."
+    rest = (f"Nothing to change: {fine}." if fine else "", f"Cannot tell: {open_}. {why}" if open_ else "")
+    return "\n\n".join(part for part in rest if part)
+
+
+def _trust_state(run: RunReading) -> str:
+    """`act` after a failed self-check, `watch` for anything else to keep in mind, `unknown` if nothing was measured."""
+    trust = run.trust
+    if trust.failed:
+        return "act"
+    if not trust.is_sound or trust.has_few_steps:
+        return "watch"
+    return "good" if trust.measured and trust.errors else "unknown"
 
 
 def _null(run: RunReading) -> str:
@@ -134,39 +212,44 @@ def _null(run: RunReading) -> str:
     return "orthogonal scores" if run.rows == "scores" else "orthogonal gradients"
 
 
-def _settings(run: RunReading) -> str:
-    names = ("model", "task", "method", "estimator", "objective", "group_size", "batch_size", "learning_rate", "seed")
-    known = [f"{name.replace('_', ' ')} {run.config[name]}" for name in names if run.config.get(name) is not None]
-    text = f"Settings: {', '.join(known)}." if known else ""
-    if len(run.steps) > step_figures.MOST_POINTS:
-        text += (
-            f" Figures over steps average neighbouring ones, so that a line has at most {step_figures.MOST_POINTS} "
-            "points."
-        )
-    return text
-
-
-def _definitions(tables: Sequence[Table]) -> str:
-    """A line on each quantity of the tables that has a name of its own."""
-    shown = " ".join(str(row[0]) for table in tables for row in table.rows)
-    return "\n".join(f"- {word}: {meaning}" for word, meaning in DEFINITIONS.items() if word in shown)
-
-
-def _figures(run: RunReading) -> Iterator[tuple[str, str, tuple[Figure, ...]]]:
-    yield "Learning", "", tuple(step_figures.learning(run))
+def _figure_sections(run: RunReading, folder: Run) -> Iterator[Section]:
+    ends = (float(run.steps[0]), float(run.steps[-1])) if run.steps else (0.0, 1.0)
+    margin = max(1.0, (ends[1] - ends[0]) * 0.02)
+    shared = (ends[0] - margin, ends[1] + margin)
+    mark = run.trust.mark
     rows = (
-        "the rows A_i ψ_i: ψ_i is the score of rollout i, the gradient of its log-probability, and A_i its advantage"
+        "ψ_i is the score of rollout i, and A_i its advantage: the rows are A_i ψ_i"
         if run.rows == "scores"
-        else "the rows g_i: the part of the trainer's loss gradient that comes from rollout i, weights included"
+        else "the rows are the parts of the trainer's loss gradient that come from each rollout, weights included"
     )
-    text = f"The spectrum of the matrix that stacks, for each group, {rows}."
-    yield f"The spectrum of a group{run.trust.mark}", text, marked_figures(step_figures.spectrum(run), run)
-    text = "From the Gram between all rollouts of a step and their weights in the update."
-    yield f"The update{run.trust.mark}", text, marked_figures(step_figures.update_figures(run), run)
+    parts: tuple[tuple[str, str, Iterable[Drawing | Table]], ...] = (
+        ("Learning", "", step_figures.learning_figures(run)),
+        ("Prompts", "", step_figures.prompts_figures(run)),
+        (
+            f"Noise{mark}",
+            "From the Gram between all rollouts of a step.",
+            marked_figures(step_figures.noise_figures(run), run),
+        ),
+        (f"Drivers{mark}", "Who makes the update.", marked_figures(step_figures.drivers_figures(run), run)),
+        (
+            f"Geometry{mark}",
+            f"The matrix that stacks, for each group, one row per rollout; {rows}.",
+            marked_figures(step_figures.geometry_figures(run), run),
+        ),
+        (f"Layers{mark}", "", marked_figures(step_figures.layers_figures(folder, run), run)),
+        (
+            f"What if{mark}",
+            "Other estimators of the advantage on the groups of the last third, without training again.",
+            marked_figures(step_figures.what_if_table(run), run),
+        ),
+    )
+    for title, text, figures in parts:
+        if made := tuple(figures):
+            yield Section(title, text, made, x_range=shared)
 
 
-def marked_figures(figures: Iterable[Figure], run: RunReading) -> tuple[Figure, ...]:
-    """Figures from the Gram, with `trust.mark` in their titles."""
+def marked_figures(figures: Iterable[Drawing | Table], run: RunReading) -> tuple[Drawing | Table, ...]:
+    """Exhibits from the Gram, with `trust.mark` in their titles."""
     return tuple(replace(figure, title=f"{figure.title}{run.trust.mark}") for figure in figures)
 
 
@@ -252,13 +335,9 @@ def gain_table(tests: EvaluationRewards) -> Table:
     Without rows if the run did not keep the rewards of its evaluations (`eval_samples`).
     """
     rows: list[tuple[Cell, ...]] = []
-    for kind, by_step in tests.items():
-        if len(by_step) > 1:
-            first, last = by_step[min(by_step)], by_step[max(by_step)]
-            both = sorted(first.keys() & last.keys())
-            gain = mean_estimate([last[name] - first[name] for name in both])
-            before, after = (mean_estimate([each[name] for name in both]) for each in (first, last))
-            rows.append((EVALUATIONS.get(kind, kind), len(both), before, after, gain))
+    for kind in tests:
+        if gain := paired_gain(tests, kind):
+            rows.append((EVALUATIONS.get(kind, kind), gain.problems, gain.before, gain.after, gain.change))
     return Table(
         "test-gain",
         "Gain on test problems",

@@ -1,23 +1,38 @@
-"""Figures over the steps of a run."""
+"""Figures over the steps of a run: the value of each step pale behind its running mean, beside its null."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from itertools import pairwise
 
 from scoregram.bootstrap import mean_estimate
-from scoregram.exhibits import Estimate, Figure, Role, Series
-from scoregram.reading import RunReading, StoredGroup
+from scoregram.checks import ScoregramError
+from scoregram.exhibits import Estimate, Figure, Role, Series, Table
+from scoregram.reading import (
+    Curve,
+    RunReading,
+    StoredGroup,
+    complement,
+    group_curve,
+    layer_shares,
+    live_curve,
+    mse_by_group_size,
+    scalar_curve,
+    spectrum_energies,
+    what_if,
+)
+from scoregram.report.figures import Drawing, HeatMap, StackedFigure
+from scoregram.runs import Run
 from scoregram.spectra import orthogonal_effective_rank
 
-MOST_POINTS = 400
-"""Most points of a line; with more steps, neighbouring ones are averaged."""
+MOST_LAYER_STEPS = 20
+"""Steps whose per-layer Grams are read: they are the largest part of a run."""
 FAILED = "self-check failed"
 """Suffix, in the name of a series, for steps whose self-check failed."""
+EACH = "each step"
+"""Suffix, in the name of a series, for the values behind a running mean."""
 
 
-def learning(run: RunReading) -> Iterator[Figure]:
-    """Reward and test accuracy; shares of live and dead groups."""
+def learning_figures(run: RunReading) -> Iterator[Figure]:
+    """Reward, test accuracy, and what tells how the policy changes."""
     steps, accuracy = run.series("eval/accuracy")
     low, high = (run.series(f"eval/accuracy_{end}")[1] for end in ("low", "high"))
     bounded = len(low) == len(high) == len(steps)
@@ -26,120 +41,107 @@ def learning(run: RunReading) -> Iterator[Figure]:
     )
     yield from _figure(
         "learning",
-        "Reward and test accuracy",
-        "Reward: mean over the rollouts of a step, sampled from the prompts of that step; in a run of another trainer, "
-        "as that trainer logged it. Test accuracy: greedy, on problems never trained on; the band is its 95 % Wilson "
-        "interval.",
+        "Does it learn? Reward and test accuracy",
+        "Reward: mean over the rollouts of a step. Test accuracy: greedy, on problems never trained on, with its 95 % "
+        "Wilson interval.",
         "mean reward, accuracy",
         (*_scalar(run, "reward", "reward"), *tested),
     )
     yield from _figure(
-        "groups",
-        "Live and dead groups",
-        "A group is live if its rewards differ. A group that is all right or all wrong has no group-relative advantage "
-        "and adds nothing to the update.",
-        "share of groups",
-        (
-            *_line("live", *run.live_share),
-            *_scalar(run, "groups/all_right", "all right"),
-            *_scalar(run, "groups/all_wrong", "all wrong"),
-        ),
+        "length",
+        "How long are the rollouts?",
+        "Mean number of completion tokens. A length that grows while the reward does not is often length gaming.",
+        "tokens",
+        _scalar(run, "length", "length", "completions/mean_length"),
+    )
+    cut = complement(scalar_curve(run, "finished"))
+    yield from _figure(
+        "truncated",
+        "How many rollouts are cut off?",
+        "Share of rollouts that the limit on tokens ended. Their answer is missing, so they are mostly wrong.",
+        "share of rollouts",
+        _drawn(cut or scalar_curve(run, "completions/clipped_ratio"), "truncated"),
+    )
+    yield from _figure(
+        "log-prob",
+        "How sure is the policy of its tokens?",
+        "Mean log-probability of the sampled tokens; 0 means no other token could be drawn. A steep rise towards 0 is "
+        "a collapse of entropy.",
+        "log-probability per token",
+        _scalar(run, "token_log_prob", "log-probability"),
+    )
+    for name, title, caption in (
+        ("entropy", "Does the policy keep exploring?", "Mean entropy per token, as the trainer logged it."),
+        ("kl", "How far is the policy from its start?", "KL divergence from the reference, as the trainer logged it."),
+    ):
+        yield from _figure(name, title, caption, name, _scalar(run, name, name))
+    yield from _figure(
+        "clip",
+        "How many importance ratios are clipped?",
+        "Share of tokens whose ratio the objective clipped: 0 means that clipping never acts.",
+        "share of tokens",
+        _scalar(run, "clip_ratio/region_mean", "clipped", "clip_ratio"),
     )
 
 
-def spectrum(run: RunReading) -> Iterator[Figure]:
-    """Effective rank and top-1 fraction with their null and their feasible interval, over steps and by outcome."""
-    measured = [group for group in run.groups if group.reading is not None]
-    failed = [group for group in measured if group.record.step in run.trust.failed]
-    passed = [group for group in measured if group.record.step not in run.trust.failed]
-    live = [group for group in passed if group.has_spectrum]
-    yield from _figure(
-        "effective-rank",
-        "Effective rank over steps",
-        "Mean over the live groups of a step, with a 95 % bootstrap interval over them. Dashed: what orthogonal rows "
-        "of the same norms would give. Dotted: the least and the most that the measured top-1 fractions allow. "
-        "A value on the dashed line is no evidence of similarity between rollouts.",
-        "effective rank",
-        (
-            *_over_groups(live, "effective rank", _reading("effective_rank")),
-            *_over_groups(failed, f"effective rank, {FAILED}", _reading("effective_rank"), points=True),
-            *_over_groups(live, "effective rank, orthogonal", _reading("effective_rank_orthogonal"), "null"),
-            *_over_groups(live, "effective rank, least possible", lambda group: group.possible_ranks[0], "bound"),
-            *_over_groups(live, "effective rank, most possible", lambda group: group.possible_ranks[1], "bound"),
-        ),
-    )
-    yield from _figure(
-        "top1-fraction",
-        "Top-1 fraction over steps",
-        "Share of the energy (sum of squared norms) of a group's rows that lies in one direction. Dashed: orthogonal "
-        "rows of the same norms. Dotted: 1/m, the least that m nonzero rows can have.",
-        "top-1 fraction",
-        (
-            *_over_groups(live, "top-1 fraction", _reading("top1_fraction")),
-            *_over_groups(failed, f"top-1 fraction, {FAILED}", _reading("top1_fraction"), points=True),
-            *_over_groups(live, "top-1 fraction, orthogonal", _reading("top1_fraction_orthogonal"), "null"),
-            *_over_groups(live, "top-1 fraction, least possible", _least_top1, "bound"),
-        ),
-    )
-    yield from _figure(
-        "rank-by-right",
-        "Effective rank by number of right rollouts",
-        "All steps together. If scores are orthogonal and of equal norm, k right rollouts of R give 4k(R-k)/R under "
-        "the mean baseline: the effective rank then shows only how evenly the group is split.",
-        "effective rank",
-        tuple(_by_right(live)) if run.rows == "scores" else (),
-        x_title="right rollouts k",
-    )
-    yield from _figure(
-        "cosine",
-        "Cosine between the scores of a group",
-        "Mean over pairs of rollouts of one prompt, dead groups included. Zero: no common direction.",
-        "mean cosine",
-        (
-            *_over_groups(passed, "cosine", _reading("cosine")),
-            *_over_groups(failed, f"cosine, {FAILED}", _reading("cosine"), points=True),
-        ),
-    )
+def prompts_figures(run: RunReading) -> Iterator[Figure]:
+    """Outcomes of groups over steps, and the success rates of prompts."""
+    right, wrong = (scalar_curve(run, f"groups/all_{end}") for end in ("right", "wrong"))
+    live = live_curve(run)
+    if right.steps == wrong.steps == live.steps and live:
+        rest = [1 - sum(shares) for shares in zip(right.mean, wrong.mean, live.mean, strict=True)]
+        areas = [Series(name, one.steps, one.mean) for name, one in _outcomes(wrong, live, right)]
+        tied = [Series("tied or unjudged", live.steps, tuple(rest))] if max(rest) > 1e-9 else []
+        yield StackedFigure(
+            "groups",
+            "Which prompts teach? Outcomes of groups",
+            "Only live groups, whose rewards differ, change the policy. Running mean.",
+            "step",
+            "share of groups",
+            (*areas, *tied),
+        )
+    elif live:
+        yield from _figure(
+            "groups", "Which prompts teach?", "Share of live groups.", "share of groups", _drawn(live, "live")
+        )
+    rates = sorted(run.success_rates())
+    if len(rates) > 1:
+        order = tuple((place + 0.5) / len(rates) for place in range(len(rates)))
+        yield Figure(
+            "success",
+            "How hard are the prompts?",
+            "Success rates of the prompts of the last third, sorted; (right + ½) / (rollouts + 1). Prompts near 0 and "
+            "1 rarely make a live group.",
+            "share of prompts",
+            "success rate",
+            (Series("success rate", order, tuple(rates)),),
+        )
 
 
-def update_figures(run: RunReading) -> Iterator[Figure]:
-    """The update as a whole: its norm, how much of it is signal, and which rollouts drive it."""
-    yield from _figure(
-        "update-norm",
-        "Norm of the update",
-        "Norm of the gradient before clipping and before the optimiser.",
-        "norm",
-        _scalar(run, "gram/update_norm", "update norm"),
-        y_log=True,
-    )
-    yield from _figure(
-        "coherence",
-        "Coherence of the update",
-        "Coherence: squared norm of the sum of the N rows, over N times the sum of their squared norms. 1 if all rows "
-        "are equal, 0 if they cancel. Dashed: 1/N, that of orthogonal rows of equal norm.",
-        "coherence",
-        (
-            *_scalar(run, "gram/coherence", "coherence"),
-            *_constant(run, "gram/coherence", "coherence, orthogonal", 1 / run.batch_size, "null"),
-        ),
-    )
+def _outcomes(wrong: Curve, live: Curve, right: Curve) -> Iterator[tuple[str, Curve]]:
+    yield "live", live
+    yield "all wrong", wrong
+    yield "all right", right
+
+
+def noise_figures(run: RunReading) -> Iterator[Figure]:
+    """How much of a step is signal, and which group size would have the least error."""
     yield from _figure(
         "snr",
-        "Signal to noise of one step",
-        "Estimated power (squared norm) of the true gradient over the power of the step's error. At 1, half of the "
-        "step is noise. A single step is a poor estimate, hence points; below zero, no signal was resolved. The "
-        "table above pools steps.",
+        "How much of a step is signal?",
+        "Signal to noise of single steps, and their running mean. At the dotted line half of the power is noise. "
+        "Values below zero mean that no signal was resolved.",
         "signal to noise",
         (
-            *_scalar(run, "gram/snr", "signal to noise", points=True),
-            *_constant(run, "gram/snr", "half of the step is noise", 1.0, "bound"),
+            *_scalar(run, "gram/snr", "signal to noise"),
+            *_constant(run, "gram/snr", "half is noise", 1.0, "bound"),
         ),
     )
     yield from _figure(
         "noise-scale",
-        "Noise scale and batch size",
-        "Noise scale: the number of rollouts at which signal and error have equal power. At points above the "
-        "dotted line, the batch is smaller than that. Steps without a resolved signal have no point.",
+        "How many rollouts would a step need?",
+        "Noise scale of the steps that resolved a signal, which favours small values: the tile above pools all steps. "
+        "Dotted: the rollouts you use.",
         "rollouts",
         (
             *_scalar(run, "gram/noise_scale", "noise scale", points=True),
@@ -147,26 +149,175 @@ def update_figures(run: RunReading) -> Iterator[Figure]:
         ),
         y_log=True,
     )
+    curve = mse_by_group_size(run)
+    if curve is not None:
+        best = run.summary.best_group_size
+        yield Figure(
+            "mse",
+            "Which group size R has the least error?",
+            "Error of the update at the same number of rollouts, relative to the size used. "
+            f"Best R: {_interval(best)}.",
+            "R",
+            "relative error",
+            (
+                Series("error", curve.sizes, curve.errors),
+                Series("you use", (float(curve.used),), (1.0,), points=True, role="paper"),
+            ),
+            x_log=True,
+        )
+
+
+def _interval(best: Estimate) -> str:
+    def text(value: float) -> str:
+        return "∞" if math.isinf(value) else f"{value:.1f}"
+
+    ends = "" if math.isnan(best.low) else f" [{text(best.low)}, {text(best.high)}]"
+    return text(best.value) + ends if not math.isnan(best.value) else "unknown"
+
+
+def drivers_figures(run: RunReading) -> Iterator[Figure]:
+    """The update as a whole: its norm, what survives of it, and which rollouts drive it."""
     yield from _figure(
         "drivers",
-        "Which rollouts drive the update",
-        "Largest share: part of the squared update that one rollout accounts for. Conflicting prompts: share of pairs "
-        "of prompts whose updates oppose each other; independent noise gives one half.",
+        "Does one rollout drive the update?",
+        "Largest share of the update that one rollout accounts for.",
         "share",
+        _scalar(run, "gram/largest_share", "largest share of a rollout"),
+    )
+    yield from _figure(
+        "conflict",
+        "Do prompts pull against each other?",
+        "Share of pairs of prompts whose updates oppose each other. Independent noise gives one half, the null.",
+        "share of pairs",
         (
-            *_scalar(run, "gram/largest_share", "largest share of a rollout"),
             *_scalar(run, "gram/conflicting_prompts", "conflicting prompts"),
-            *_constant(run, "gram/conflicting_prompts", "conflicting prompts, independent", 0.5, "null"),
+            *_constant(run, "gram/conflicting_prompts", "independent", 0.5, "null"),
         ),
+    )
+    yield from _figure(
+        "coherence",
+        "How much of the gradient survives the sum?",
+        "Coherence of the update. Dashed: 1/N, that of N orthogonal rows of equal norm, the null.",
+        "coherence",
+        (
+            *_scalar(run, "gram/coherence", "coherence"),
+            *_constant(run, "gram/coherence", "orthogonal", 1 / run.batch_size, "null"),
+        ),
+    )
+    yield from _figure(
+        "update-norm",
+        "How large is the update?",
+        "Norm of the gradient before clipping and before the optimiser.",
+        "norm",
+        _scalar(run, "gram/update_norm", "update norm"),
+        y_log=True,
     )
 
 
-def chunks(places: Sequence[float]) -> list[range]:
-    """Index ranges of a sorted sequence, one per point of a line: one value each, or several if there are many."""
-    starts = [i for i, place in enumerate(places) if i == 0 or place != places[i - 1]]
-    per_point = math.ceil(len(starts) / MOST_POINTS)
-    edges = [*starts[:: max(per_point, 1)], len(places)]
-    return [range(a, b) for a, b in pairwise(edges)]
+def geometry_figures(run: RunReading) -> Iterator[Drawing]:
+    """Rank, top-1 fraction and spectrum of a group's gradients beside their null, and the cosine between scores."""
+    measured = [group for group in run.groups if group.reading is not None]
+    failed = [group for group in measured if group.record.step in run.trust.failed]
+    passed = [group for group in measured if group.record.step not in run.trust.failed]
+    live = [group for group in passed if group.has_spectrum]
+    yield from _figure(
+        "effective-rank",
+        "Do the rollouts of a group share directions? Rank over null",
+        "Effective rank of a group's gradients divided by its null, orthogonal rows of the same norms: 1 means no "
+        "shared direction is visible, less means similar gradients.",
+        "effective rank / null",
+        (
+            *_drawn(group_curve(live, *_rank_over_null()), "rank over null"),
+            *_drawn(group_curve(failed, *_rank_over_null()), f"rank over null, {FAILED}", points=True),
+            *_level(live, "null", 1.0, "null"),
+        ),
+    )
+    yield from _figure(
+        "top1-fraction",
+        "How much lies in one direction?",
+        "Top-1 fraction of a group's gradients. Dashed: orthogonal rows of the same norms, the null.",
+        "top-1 fraction",
+        (
+            *_drawn(group_curve(live, _reading("top1_fraction")), "top-1 fraction"),
+            *_drawn(group_curve(failed, _reading("top1_fraction")), f"top-1 fraction, {FAILED}", points=True),
+            *_null(group_curve(live, _reading("top1_fraction_orthogonal")), "top-1 fraction, orthogonal"),
+        ),
+    )
+    yield from _figure(
+        "cosine",
+        "Do the scores of a prompt point the same way?",
+        "Mean cosine between the scores of two rollouts of a prompt, dead groups included. Dashed: 0, no common "
+        "direction, the null.",
+        "mean cosine",
+        (
+            *_drawn(group_curve(passed, _reading("cosine")), "cosine"),
+            *_drawn(group_curve(failed, _reading("cosine")), f"cosine, {FAILED}", points=True),
+            *(_level(passed, "orthogonal", 0.0, "null") if run.rows == "scores" else ()),
+        ),
+    )
+    yield from _figure(
+        "rank-by-right",
+        "Is the rank only a matter of how many were right?",
+        "All steps. If scores are orthogonal and of equal norm, k right rollouts of R give 4k(R-k)/R: the rank then "
+        "shows only how evenly the group is split.",
+        "effective rank",
+        tuple(_by_right(live)) if run.rows == "scores" else (),
+        x_title="right rollouts k",
+    )
+    spectrum = spectrum_energies(live)
+    if spectrum.steps:
+        yield HeatMap(
+            "spectrum",
+            "How is the energy spread over directions?",
+            "Share of a group's gradient energy in its first, second, … direction, mean over live groups.",
+            "step",
+            "direction",
+            spectrum.steps,
+            tuple(f"{place + 1}" for place in range(len(spectrum.shares))),
+            spectrum.shares,
+        )
+
+
+def layers_figures(folder: Run, run: RunReading) -> Iterator[HeatMap]:
+    """Where in the model the scores are."""
+    measured = sorted({group.record.step for group in run.groups if group.record.gram is not None})
+    every = max(1, math.ceil(len(measured) / MOST_LAYER_STEPS))
+    found = layer_shares(folder, measured[::every])
+    if found.steps:
+        yield HeatMap(
+            "layers",
+            "Which layers does the gradient go to?",
+            "Share of the squared norms of the scores in each layer; a layer that takes over may be about to explode.",
+            "step",
+            "layer",
+            found.steps,
+            found.layers,
+            found.shares,
+        )
+
+
+def what_if_table(run: RunReading) -> Iterator[Table]:
+    """Signal to noise and direction that other estimators would have had."""
+    try:
+        replayed = what_if(run)
+    except ScoregramError:  # no complete group, or groups too small to be halved
+        return
+    rows = sorted(replayed.rows, key=lambda row: -row.snr.value if math.isfinite(row.snr.value) else math.inf)
+    if not any(math.isfinite(row.snr.value) for row in rows):
+        return
+    yield Table(
+        "what-if",
+        "Would another estimator see more signal?",
+        f"Signal to noise of one prompt's update from {replayed.group_size} rollouts, on {replayed.groups} groups; "
+        "95 % intervals over groups. Efficiency: signal to noise over that of rloo, 2 means half as many groups. "
+        "Direction: cosine with the true gradient. Overlapping intervals decide nothing.",
+        ("estimator", "signal to noise", "efficiency", "direction"),
+        tuple((row.estimator, row.snr, row.efficiency, row.direction) for row in rows),
+    )
+
+
+def _rank_over_null() -> tuple[Callable[[StoredGroup], float], Callable[[StoredGroup], float]]:
+    return _reading("effective_rank"), _reading("effective_rank_orthogonal")
 
 
 def _figure(
@@ -188,64 +339,44 @@ def _reading(name: str) -> Callable[[StoredGroup], float]:
     return lambda group: getattr(group.reading, name, math.nan)
 
 
-def _least_top1(group: StoredGroup) -> float:
-    return 1 / group.nonzero_rows if group.nonzero_rows else math.nan
-
-
-def _scalar(run: RunReading, name: str, shown: str, *, points: bool = False) -> tuple[Series, ...]:
+def _scalar(run: RunReading, name: str, shown: str, *others: str, points: bool = False) -> tuple[Series, ...]:
     """A scalar over steps; those whose self-check failed are points of their own."""
-    failed = _line(f"{shown}, {FAILED}", *run.series(name, failed=True), points=True)
-    return (*_line(shown, *run.series(name), points=points), *failed)
+    failed = _drawn(scalar_curve(run, name, *others, failed=True), f"{shown}, {FAILED}", points=True)
+    return (*_drawn(scalar_curve(run, name, *others), shown, points=points), *failed)
 
 
-def _line(
-    name: str, steps: tuple[float, ...], values: tuple[float, ...], *, points: bool = False
-) -> tuple[Series, ...]:
-    if not steps:
+def _drawn(curve: Curve, name: str, *, points: bool = False) -> tuple[Series, ...]:
+    """The running mean of a curve with its band, and behind it the value of every step; or its values as points."""
+    if not curve:
         return ()
-    parts = chunks(steps)
-    x = tuple(sum(steps[i] for i in part) / len(part) for part in parts)
-    return (Series(name, x, tuple(_mean([values[i] for i in part]) for part in parts), points=points),)
+    if points:
+        return (Series(name, curve.steps, curve.raw, points=True),)
+    if not curve.is_smoothed:
+        return (Series(name, curve.steps, curve.raw),)
+    behind = Series(f"{name}, {EACH}", curve.steps, curve.raw, role="raw")
+    return (behind, Series(name, curve.steps, curve.mean, curve.low, curve.high))
 
 
-def _mean(values: Sequence[float]) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    return sum(known) / len(known) if known else math.nan
+def _null(curve: Curve, name: str) -> tuple[Series, ...]:
+    return (Series(name, curve.steps, curve.mean, role="null"),) if curve else ()
 
 
 def _constant(run: RunReading, beside: str, name: str, value: float, role: Role) -> tuple[Series, ...]:
     """A horizontal line over the steps at which a scalar was logged."""
     steps, _ = run.series(beside)
+    return _horizontal(steps, name, value, role)
+
+
+def _level(groups: Sequence[StoredGroup], name: str, value: float, role: Role) -> tuple[Series, ...]:
+    """A horizontal line over the steps of some groups."""
+    return _horizontal([group.record.step for group in groups], name, value, role)
+
+
+def _horizontal(steps: Sequence[float | int], name: str, value: float, role: Role) -> tuple[Series, ...]:
     if not steps or not math.isfinite(value):
         return ()
-    ends = tuple(dict.fromkeys((steps[0], steps[-1])))
+    ends = tuple(dict.fromkeys((float(steps[0]), float(steps[-1]))))
     return (Series(name, ends, (value,) * len(ends), role=role),)
-
-
-def _over_groups(
-    groups: Sequence[StoredGroup],
-    name: str,
-    quantity: Callable[[StoredGroup], float],
-    role: Role = "measured",
-    *,
-    points: bool = False,
-) -> tuple[Series, ...]:
-    """Mean of a quantity over the groups of each step; measured quantities have an interval over groups."""
-    values = [quantity(group) for group in groups]
-    if all(map(math.isnan, values)):
-        return ()
-    places = [float(group.record.step) for group in groups]
-    parts = chunks(places)
-    x = tuple(_mean([places[i] for i in part]) for part in parts)
-    return (replace(_with_intervals(name, x, [[values[i] for i in part] for part in parts], role), points=points),)
-
-
-def _with_intervals(name: str, x: tuple[float, ...], values: Sequence[Sequence[float]], role: Role) -> Series:
-    if role != "measured":
-        return Series(name, x, tuple(map(_mean, values)), role=role)
-    made: list[Estimate] = [mean_estimate(part) for part in values]
-    y, low, high = (tuple(getattr(one, field) for one in made) for field in ("value", "low", "high"))
-    return Series(name, x, y, low, high)
 
 
 def _by_right(live: Sequence[StoredGroup]) -> Iterator[Series]:
@@ -266,3 +397,9 @@ def _by_right(live: Sequence[StoredGroup]) -> Iterator[Series]:
         every = tuple(range(1, size))
         ranks = tuple(orthogonal_effective_rank(k, size) for k in every)
         yield Series(f"R = {size}, 4k(R-k)/R", tuple(map(float, every)), ranks, role="null")
+
+
+def _with_intervals(name: str, x: tuple[float, ...], values: Sequence[Sequence[float]], role: Role) -> Series:
+    made: list[Estimate] = [mean_estimate(part) for part in values]
+    y, low, high = (tuple(getattr(one, field) for one in made) for field in ("value", "low", "high"))
+    return Series(name, x, y, low, high) if role == "measured" else Series(name, x, y, role=role)

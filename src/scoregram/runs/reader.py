@@ -83,6 +83,10 @@ class Run:
         for table in self._tables(disk.ROLLOUTS, steps):
             yield from table_to_rollouts(table)
 
+    def rollout_steps(self) -> set[int]:
+        """Steps whose rollouts are stored; no file is opened."""
+        return {step for step, _ in disk.parts(self.folder / disk.ROLLOUTS)}
+
     def groups_table(self, steps: Container[int] | None = None, *, layers: bool = False) -> pa.Table:
         """All groups as one Arrow table with the columns of `group_schema`; `.to_pandas()` makes a data frame."""
         tables = self._tables(disk.GROUPS, steps, without=() if layers else LAYER_COLUMNS)

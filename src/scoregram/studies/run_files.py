@@ -122,7 +122,7 @@ def _step_faults(path: Path, run: Run) -> Iterator[str]:
             rows = _columns(part, ("step", "kind", "rewards", "sizes"))
             for other in sorted({row["step"] for row in rows} - {step}):
                 yield f"{name} holds rows of step {other}"
-            if table == ROLLOUTS or size is None:
+            if table == ROLLOUTS or not isinstance(size, int) or "allocate" in run.config:
                 continue
             sizes = {n for row in rows if row["kind"] in PREFIXES for n in row.get("sizes") or [len(row["rewards"])]}
             if sizes - {size}:

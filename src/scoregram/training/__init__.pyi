@@ -1,9 +1,8 @@
 from .checkpoint import Position as Position
 from .collect import drawn_problems as drawn_problems
 from .collect import seeded_generator as seeded_generator
-from .config import METHODS as METHODS
-from .config import Method as Method
 from .config import TrainConfig as TrainConfig
+from .control import replayed_advice as replayed_advice
 from .credit import require_method as require_method
 from .evaluate import FIXED_PROBE as FIXED_PROBE
 from .evaluate import Evaluation as Evaluation
@@ -13,6 +12,8 @@ from .loop import StopRequest as StopRequest
 from .loop import Trained as Trained
 from .loop import stop_requests as stop_requests
 from .loop import train as train
+from .methods import METHODS as METHODS
+from .methods import Method as Method
 from .progress import duration as duration
 from .several import available_cores as available_cores
 from .several import last_scalar as last_scalar

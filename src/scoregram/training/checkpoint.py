@@ -7,7 +7,7 @@ Random numbers are functions of the seed and the step, so no generator state is 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -16,10 +16,22 @@ from scoregram.checks import ScoregramError, fail
 from scoregram.policy import Policy, without_bars
 from scoregram.rollouts import Rollouts
 from scoregram.runs import damaged_files, disk_errors
-from scoregram.training.inputs import InputSource
 
 STATE = "state.pt"
 MODEL = "model"
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """Part of a run whose state belongs to a checkpoint."""
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs, plain numbers and tensors."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from a stored state."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -41,7 +53,7 @@ def save_checkpoint(
     position: Position,
     sources: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Write a checkpoint into an empty folder; `sources` are the states of the estimator's sources of inputs."""
+    """Write a checkpoint into an empty folder; `sources` are the states of the parts of the run."""
     save_policy(folder / MODEL, policy)
     state = {
         "step": position.step,
@@ -62,9 +74,9 @@ def save_policy(folder: Path, policy: Policy) -> None:
 
 
 def load_checkpoint(
-    folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, sources: Sequence[InputSource] = ()
+    folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, sources: Sequence[Resumable] = ()
 ) -> Position:
-    """Load the weights and the other states of a checkpoint into the policy, the optimiser and the sources.
+    """Load the weights and the other states of a checkpoint into the policy, the optimiser and the parts of the run.
 
     Raises:
         ScoregramError: If a file differs from its hash in `SHA256SUMS` or cannot be read, or if it does not fit the

@@ -5,6 +5,7 @@ that is resumed at a position continues with the same problems and draws as one 
 """
 
 import hashlib
+import math
 import re
 import zlib
 from collections.abc import Sequence
@@ -35,28 +36,32 @@ def collect(
     task: Task,
     problems: Sequence[Problem],
     *,
-    group_size: int,
+    group_size: int | Sequence[int],
     sampling: SamplingConfig,
     generator: torch.Generator | None,
     texts: Sequence[str] | None = None,
 ) -> Rollouts:
     """`group_size` rollouts of every problem, with texts and rewards; whole episodes if the task has an environment.
 
-    `texts` replaces the prompts of the task that the policy reads; the rewards are those of the problems.
+    `group_size` may differ between problems, in tasks without an environment. `texts` replaces the prompts of the task
+    that the policy reads; the rewards are those of the problems.
 
     Raises:
         ScoregramError: If a prompt leaves no room for a whole completion, or a user's reward function fails its checks.
     """
     if task.environment is not None:
+        assert isinstance(group_size, int)
         return collect_episodes(policy, task, problems, group_size=group_size, sampling=sampling, generator=generator)
+    sizes = [group_size] * len(problems) if isinstance(group_size, int) else list(group_size)
+    part = math.gcd(*sizes)  # the sampler takes one size: a larger group is its prompt several times
     read = [task.prompt(problem) for problem in problems] if texts is None else texts
     prompts = [policy.encode_prompt(text) for text in read]
     refuse_long_prompts(prompts, problems, sampling, policy)
     with policy.computing():
         rollouts = sample(
             policy.model,
-            prompts,
-            rollouts_per_prompt=group_size,
+            [ids for ids, size in zip(prompts, sizes, strict=True) for _ in range(size // part)],
+            rollouts_per_prompt=part,
             sampling=sampling,
             stop_ids=policy.stop_ids,
             pad_id=policy.pad_id,
@@ -64,10 +69,11 @@ def collect(
         )
     ids = rollouts.completion_ids()
     completions = [policy.decode(row) for row in ids]
-    each = [problem for problem in problems for _ in range(group_size)]
+    each = [problem for problem, size in zip(problems, sizes, strict=True) for _ in range(size)]
     rewards = task.rewards(each, completions, completion_ids=ids)
     return replace(
         rollouts,
+        group_ids=torch.arange(len(problems)).repeat_interleave(torch.tensor(sizes)),
         prompt_names=[problem.id for problem in problems],
         prompts=[problem.prompt for problem in problems] if texts is None else list(texts),
         completions=completions,

@@ -1,180 +1,13 @@
-"""Everything that decides a training run: the table of methods and one frozen config, without heavy imports."""
+"""Everything that decides a training run, in one frozen config, without heavy imports."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 from scoregram.policy import PolicyConfig, SamplerName, SamplingConfig, refuse
-
-
-@dataclass(frozen=True, kw_only=True)
-class Method:
-    """A training method: an advantage estimator, a loss, and how a step is filled."""
-
-    estimator: str
-    """Key of `ESTIMATORS`."""
-    objective: str
-    """Key of `OBJECTIVES`."""
-    dynamic_sampling: bool = False
-    """Sample further prompts until the step is full of live groups."""
-    learned_baseline: bool = False
-    """Whether the estimator's baselines are the values of a critic, instead of a running mean."""
-    exact_energies: bool = False
-    """Whether energies of paths come from exact scores, instead of the policy's probabilities."""
-    drafts: bool = False
-    """Sample drafts first; the rollouts of the step refine the best draft of their prompt."""
-    branches: bool = False
-    """Whether a group is several candidates for one turn of one episode, instead of several episodes."""
-    about: str
-
-
-METHODS: MappingProxyType[str, Method] = MappingProxyType(
-    {
-        "reinforce-baseline": Method(
-            estimator="constant", objective="reinforce", about="reward minus the running mean of earlier rewards"
-        ),
-        "reinforce-critic": Method(
-            estimator="constant",
-            objective="reinforce",
-            learned_baseline=True,
-            about="reward minus the learned value of the prompt",
-        ),
-        "ppo": Method(estimator="gae", objective="dapo", about="a critic's values, GAE with λ = 0.95, clipped ratio"),
-        "ppo-monte-carlo": Method(
-            estimator="gae-monte-carlo", objective="dapo", about="reward minus a critic's value of the prefix: λ = 1"
-        ),
-        "grpo-process": Method(
-            estimator="grpo-process", objective="grpo", about="process rewards: every verified step is rewarded"
-        ),
-        "vineppo": Method(
-            estimator="spo-chain", objective="grpo", about="gain in Monte-Carlo value over each step of the solution"
-        ),
-        "reinforce": Method(
-            estimator="reinforce", objective="reinforce", about="the reward itself, without a baseline"
-        ),
-        "grpo-paper": Method(
-            estimator="mean", objective="reinforce", about="reward minus the group's mean, summed tokens, no clip"
-        ),
-        "grpo": Method(
-            estimator="grpo", objective="grpo", about="standardised reward, clipped ratio, mean over tokens"
-        ),
-        "grpo-trl": Method(estimator="grpo-trl", objective="dapo", about="as TRL's defaults: its eps, its token mean"),
-        "grpo-verl": Method(estimator="grpo-verl", objective="dual_clip", about="as verl's defaults: token mean"),
-        "grpo-openrlhf": Method(estimator="grpo-openrlhf", objective="grpo", about="as OpenRLHF's group_norm"),
-        "grpo-nemo-rl": Method(
-            estimator="grpo-nemo-rl", objective="dual_clip", about="as NeMo-RL: statistics of the other rollouts"
-        ),
-        "grpo-prime-rl": Method(
-            estimator="grpo-prime-rl", objective="dapo", about="as prime-rl: reward minus the group's mean"
-        ),
-        "rloo": Method(estimator="rloo", objective="reinforce", about="reward minus the mean of the other rollouts"),
-        "dr-grpo": Method(
-            estimator="mean", objective="dr_grpo", about="reward minus the group's mean, token sum over a constant"
-        ),
-        "opo": Method(estimator="opo", objective="reinforce", about="length-weighted baseline"),
-        "opo-loo": Method(
-            estimator="opo-loo", objective="reinforce", about="length-weighted baseline from the other rollouts"
-        ),
-        "optimal": Method(
-            estimator="optimal", objective="reinforce", about="baseline weighted by the measured score norms"
-        ),
-        "optimal-loo": Method(
-            estimator="optimal-loo", objective="reinforce", about="the same from the other rollouts, hence unbiased"
-        ),
-        "optimal-token": Method(
-            estimator="optimal-token",
-            objective="reinforce",
-            about="a baseline for every token, weighted by a proxy of the gradient so far",
-        ),
-        "optimal-token-exact": Method(
-            estimator="optimal-token",
-            objective="reinforce",
-            exact_energies=True,
-            about="the same weighted by the exact norm of the gradient so far",
-        ),
-        "optimal-token-loo": Method(
-            estimator="optimal-token-loo",
-            objective="reinforce",
-            exact_energies=True,
-            about="the same from the other rollouts, hence unbiased",
-        ),
-        "remax": Method(
-            estimator="remax", objective="reinforce", about="reward minus the reward of the greedy rollout"
-        ),
-        "reinforce++": Method(estimator="reinforce++", objective="grpo", about="reward whitened over the batch"),
-        "reinforce++-baseline": Method(
-            estimator="reinforce++-baseline", objective="grpo", about="centred in the group, whitened over the batch"
-        ),
-        "dapo": Method(
-            estimator="dapo",
-            objective="dapo",
-            dynamic_sampling=True,
-            about="only groups whose rewards differ, higher upper clip, token mean",
-        ),
-        "igrpo": Method(
-            estimator="grpo",
-            objective="grpo",
-            drafts=True,
-            about="grpo on refinements: the best of some drafts is shown in the prompt",
-        ),
-        "gspo": Method(estimator="grpo", objective="gspo", about="one clipped ratio per rollout"),
-        "cispo": Method(estimator="grpo", objective="cispo", about="clipped importance weight without gradient"),
-        "agro": Method(
-            estimator="rloo",
-            objective="agro",
-            about="variance of the KL-regularised reward within a group, for rollouts of any policy",
-        ),
-        "dpo": Method(
-            estimator="mean",
-            objective="dpo",
-            about="preference of the best over the worst rollout of a group",
-        ),
-        "turn-mean": Method(
-            estimator="turn-mean",
-            objective="reinforce",
-            about="per turn: rewards to come minus their mean at this turn",
-        ),
-        "turn-rloo": Method(
-            estimator="turn-rloo",
-            objective="reinforce",
-            about="per turn: rewards to come minus their mean over the other rollouts at this turn",
-        ),
-        "mt-grpo": Method(
-            estimator="mt-grpo",
-            objective="grpo",
-            about="per turn: standardised reward of the turn plus that of the outcome",
-        ),
-        "gigpo": Method(
-            estimator="gigpo",
-            objective="grpo",
-            about="per turn: standardised return plus standardised rewards to come among equal observations",
-        ),
-        "tl-grpo": Method(
-            estimator="same-state",
-            objective="grpo",
-            branches=True,
-            about="standardised reward of candidates for one turn, drawn from the same history",
-        ),
-        "tic": Method(estimator="rloo", objective="tic", about="ratio of the whole rollout, clipped from above"),
-        "tic-length": Method(estimator="tic", objective="tic", about="the same with standardised rewards per token"),
-        "awr": Method(
-            estimator="grpo",
-            objective="awr",
-            about="advantage-weighted regression: imitate rollouts with weight exp(advantage), at most 20",
-        ),
-        "pass-at-k": Method(
-            estimator="max-at-k",
-            objective="reinforce",
-            about="what a rollout adds to the best reward of k rollouts: the gradient of pass@k",
-        ),
-    }
-)
-
-REFERENCE_STRENGTHS: MappingProxyType[str, float] = MappingProxyType({"agro": 0.1, "dpo": 0.1})
-"""Losses that compare the policy with the initial one, and the `beta` of each if none is given."""
+from scoregram.training.methods import METHODS, REFERENCE_STRENGTHS, Method
 
 MAY_DIFFER = ("steps", "rollouts", "out", "resume", "overwrite", "report_to", "checkpoint_every", "keep_checkpoints")
 """Settings that a resumed run may change without changing its numbers.
@@ -190,6 +23,7 @@ LATER_OPTIONS = frozenset(
         *("critic", "critic_learning_rate", "critic_updates", "critic_clip", "critic_warmup"),
         *("prefix_rollouts", "segments", "segment_tokens", "segment_probability"),
         *("rollouts", "every_rollouts", "credit_truth", "truth_rollouts", "push", "max_turns"),
+        *("allocate", "train_problems"),
     }
 )
 """Options that older runs do not have; they are stored only if they differ from their defaults."""
@@ -235,6 +69,8 @@ class TrainConfig:
     gsm8k[:FOLDER], reasoning-gym:NAME, jsonl:FILE or python:MODULE:FUNCTION."""
     reward: str | None = None
     """`module:function` with TRL's reward signature, instead of the task's reward."""
+    train_problems: int = 0
+    """Train on this many problems, the first of the training split; 0 for all of them."""
 
     method: str = "grpo"
     """Training method; the list is above."""
@@ -284,8 +120,12 @@ class TrainConfig:
     eval_every; 0 for never."""
     batch_size: int = 64
     """Rollouts per step."""
-    group_size: int = 8
-    """Rollouts per prompt."""
+    group_size: int | Literal["auto"] = 8
+    """Rollouts per prompt. auto: starts at 8 and moves, at the same batch_size, where the measured noise clearly
+    favours another size (docs/allocation.md)."""
+    allocate: Literal["uniform", "success", "measured"] = "uniform"
+    """How the rollouts of a step are divided among its prompts: equally, by the variance of the rewards at earlier
+    visits of a prompt, or by the noise of its gradient measured then. The mean is group_size in every case."""
     micro_batch_size: int = 0
     """Rollouts per forward and backward pass, whole groups; 0 for all at once. Gradients are accumulated."""
     inner_updates: int = 1
@@ -385,18 +225,20 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
-            value = getattr(self, name)
+            value = self.starting_group_size if name == "group_size" else getattr(self, name)
             if not least <= value < float("inf"):
                 remedy = "Choose a larger value." if value < least else "Choose a finite value."
                 refuse(f"train --{dashed(name)}", f"must be finite and at least {least}", value, remedy)
-        if self.group_size > self.batch_size or self.batch_size % self.group_size:
-            got = f"group_size {self.group_size} and batch_size {self.batch_size}"
+        size = self.starting_group_size
+        if size > self.batch_size or self.batch_size % size:
+            got = f"group_size {size} and batch_size {self.batch_size}"
             remedy = "Make batch_size a multiple of group_size."
             refuse("train --group-size", "a batch must hold whole groups", got, remedy)
-        if self.micro_batch_size % self.group_size:
-            got = f"micro_batch_size {self.micro_batch_size} and group_size {self.group_size}"
+        if self.micro_batch_size % size:
+            got = f"micro_batch_size {self.micro_batch_size} and group_size {size}"
             remedy = "Make it a multiple of group_size, or 0."
             refuse("train --micro-batch-size", "a pass must hold whole groups", got, remedy)
+        self._require_control()
         if not 0 < self.temperature < float("inf"):
             remedy = "Greedy rollouts of a prompt are all the same, so their advantages are 0."
             refuse("train --temperature", "must be positive and finite", self.temperature, remedy)
@@ -437,6 +279,28 @@ class TrainConfig:
             refuse("train --method", f"must be one of {', '.join(METHODS)}", repr(self.method), "Check the spelling.")
         if self.resume and self.overwrite:
             refuse("train", "--resume and --overwrite must not be given together", "both", "Leave one of them out.")
+
+    def _require_control(self) -> None:
+        """Raise if an adaptive group size or an allocation lacks what it measures."""
+        if self.group_size != "auto" and self.allocate == "uniform":
+            return
+        option = "train --group-size auto" if self.group_size == "auto" else "train --allocate"
+        if self.group_size == "auto" and self.batch_size < 2 * STARTING_GROUP_SIZE:
+            remedy = f"Raise --batch-size to {2 * STARTING_GROUP_SIZE}."
+            refuse(option, "needs at least two groups of 8 in a step", f"batch_size {self.batch_size}", remedy)
+        if not self.between_prompts:
+            refuse(option, "needs the Gram between prompts", "between_prompts false", "Leave it out.")
+        if self.micro_batch_size:
+            remedy = "Leave it out: all rollouts of a step go through the model at once."
+            refuse(
+                option, "needs the rollouts of a step in one pass", f"micro_batch_size {self.micro_batch_size}", remedy
+            )
+        row = METHODS.get(self.method)
+        if row is not None and (row.dynamic_sampling or row.drafts or row.branches):
+            remedy = "Choose another method, or a fixed --group-size and --allocate uniform."
+            refuse(option, "needs a method that samples each prompt once per step", self.method, remedy)
+        if self.sampling_temperature:
+            refuse(option, "needs rollouts of the policy itself", "sampling_temperature", "Leave it out.")
 
     @classmethod
     def of_run(cls, out: Path | str) -> "TrainConfig":
@@ -479,8 +343,13 @@ class TrainConfig:
 
     @property
     def prompts(self) -> int:
-        """Prompts per step."""
-        return self.batch_size // self.group_size
+        """Prompts per step; of the first step, if the group size moves."""
+        return self.batch_size // self.starting_group_size
+
+    @property
+    def starting_group_size(self) -> int:
+        """Rollouts per prompt at the first step: `group_size`, or 8 if it moves."""
+        return STARTING_GROUP_SIZE if self.group_size == "auto" else self.group_size
 
     @property
     def policy(self) -> PolicyConfig:
@@ -532,6 +401,9 @@ class TrainConfig:
         return MAY_DIFFER if self.lr_schedule == "constant" else tuple(key for key in MAY_DIFFER if key != "steps")
 
 
+STARTING_GROUP_SIZE = 8
+"""Rollouts per prompt with which `--group-size auto` starts."""
+
 LEAST = {
     "steps": 1,
     "rollouts": 0,
@@ -553,6 +425,7 @@ LEAST = {
     "truth_rollouts": 2,
     "segment_tokens": 1,
     "segment_probability": 0,
+    "train_problems": 0,
     "max_new_tokens": 0,
     "max_turns": 0,
     "lora_rank": 0,

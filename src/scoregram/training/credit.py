@@ -13,8 +13,8 @@ from scoregram.gram import Gram
 from scoregram.objectives import KL_TERMS, OBJECTIVES, kl_penalty, token_coefficients
 from scoregram.reading import Step
 from scoregram.rollouts import Rollouts
-from scoregram.training.config import Method
-from scoregram.types import Advantages, LogProbs, Mask, Pairs, Rewards, TokenWeights
+from scoregram.training.methods import Method
+from scoregram.types import Advantages, BatchAdvantages, LogProbs, Mask, Pairs, Rewards, TokenWeights
 
 TRAINER_INPUTS = frozenset(
     {
@@ -67,6 +67,16 @@ def require_method(method: Method, *, group_size: int, kl: str, sampling_tempera
     lookup(KL_TERMS, kl, kind="train --kl")
 
 
+def require_unequal_groups(method: Method, option: str) -> None:
+    """Raise if a method cannot train on groups of unequal size, or its Gram cannot measure the noise of a prompt."""
+    row, objective = ESTIMATORS[method.estimator], OBJECTIVES[method.objective]
+    if row.level != "group" or not set(row.needs) <= {"lengths", "outcomes", "score_energies"}:
+        remedy = "Choose rloo, grpo, dr-grpo or another of them."
+        fail(option, "needs one advantage per rollout, from the rewards of its group", method.estimator, remedy)
+    if objective.weighs_ties or compares_with_reference(method.objective):
+        fail(option, "needs a loss that is linear in the advantages", method.objective, "Choose another objective.")
+
+
 def credited_step(
     method: Method,
     number: int,
@@ -108,17 +118,26 @@ def credited_step(
             token_weights=weights,
             has_whole_groups=True,
         )
-    advantages = advantages_of(method.estimator, rollouts, gram=gram, inputs=inputs)
+    table = advantages_of(method.estimator, rollouts, gram=gram, inputs=inputs)
+    advantages = rollouts.by_rollout(table).double() * prompt_factors(rollouts)
     weights = score_weights(method.objective, advantages, mask, length=length)
-    return Step(
-        number=number, rollouts=rollouts, advantages=advantages.flatten().double(), weights=weights.cpu(), gram=gram
-    )
+    return Step(number=number, rollouts=rollouts, advantages=advantages, weights=weights.cpu(), gram=gram)
+
+
+def prompt_factors(rollouts: Rollouts) -> Tensor:
+    """`(N,)` factors `N / (P R_p)` of the advantages: every prompt has the same weight whatever its group's size.
+
+    Losses divide by the number of rollouts, which gives a prompt with more of them more weight. All ones if the groups
+    are of one size.
+    """
+    sizes = torch.tensor(rollouts.group_sizes, dtype=torch.float64)
+    return (sizes.mean() / sizes)[rollouts.group_ids]
 
 
 def advantages_of(
     estimator: str, rollouts: Rollouts, *, gram: Gram | None = None, inputs: Mapping[str, Tensor] | None = None
 ) -> Advantages:
-    """`(P, R)` advantages in float64; 0 for a rollout without a reward.
+    """`(P, R)` advantages in float64; 0 for a rollout without a reward, and where a group is smaller than the largest.
 
     Args:
         estimator: A group-level row of `ESTIMATORS`.
@@ -131,9 +150,9 @@ def advantages_of(
     """
     rewards = rollouts.reward_grid
     known: dict[str, Tensor | None] = {
-        "lengths": rollouts.lengths.cpu().view_as(rewards),
+        "lengths": rollouts.by_group(rollouts.lengths.cpu(), fill=0.0),
         "outcomes": rewards,
-        "score_energies": None if gram is None else rollouts.by_group(gram.matrix.diagonal()),
+        "score_energies": None if gram is None else rollouts.by_group(gram.matrix.diagonal(), fill=0.0),
     }
     return estimate(estimator, rewards, **known | dict(inputs or {}))
 
@@ -206,12 +225,12 @@ def turns_of_tokens(rollouts: Rollouts) -> Int[Tensor, "batch tokens"]:
     return (torch.zeros_like(rollouts.input_ids) if rollouts.turn_ids is None else rollouts.turn_ids).cpu()
 
 
-def score_weights(objective: str, advantages: Advantages, mask: Mask, *, length: int) -> Tensor:
+def score_weights(objective: str, advantages: BatchAdvantages, mask: Mask, *, length: int) -> Tensor:
     """`(N,)` weight of each rollout's score in an on-policy update: `ĝ = Σ_i w_i ψ_i`.
 
     At `π = π_old` every loss here gives all tokens of a rollout the same weight. 0 for a rollout without tokens.
     """
-    weights = token_weights_of(objective, advantages.flatten().to(mask.device), mask, length=length)
+    weights = token_weights_of(objective, advantages.to(mask.device), mask, length=length)
     return weights.sum(1) / mask.sum(1).clamp(min=1)
 
 

@@ -154,12 +154,12 @@ def run_probe(config: TrainConfig, policy: Policy, task: Task, problems: Sequenc
         with warnings.catch_warnings():  # the rollouts are scored at both temperatures, so there is no hidden bias
             warnings.simplefilter("ignore", BiasedSamplingWarning)
             rollouts = collect(
-                policy, task, problems, group_size=config.group_size, sampling=sampling, generator=stream
+                policy, task, problems, group_size=config.starting_group_size, sampling=sampling, generator=stream
             )
         for scored_at in dict.fromkeys((temperature, config.temperature)):
             kind = probe_kind(config, temperature, scored_at)
             is_whole = config.between_prompts and kind == FIXED_PROBE
-            blocks = None if is_whole else config.group_size
+            blocks = None if is_whole else config.starting_group_size
             probed = probe_step(policy, rollouts, number=step, kind=kind, temperature=scored_at, blocks=blocks)
             readings = group_readings(probed)
             groups += group_records(probed, readings, **config.recording(is_probe=kind == FIXED_PROBE))
@@ -192,7 +192,7 @@ def probe_step(
         number=number,
         rollouts=rollouts,
         advantages=advantages.flatten().double(),
-        weights=score_weights("reinforce", advantages, mask, length=mask.shape[1]).cpu(),
+        weights=score_weights("reinforce", advantages.flatten(), mask, length=mask.shape[1]).cpu(),
         gram=gram,
         kind=kind,
     )

@@ -28,8 +28,9 @@ from scoregram.policy import Policy, SamplingConfig, sample
 from scoregram.rollouts import Rollouts
 from scoregram.tasks import Problem, Task
 from scoregram.training.collect import greedy_rewards, seeded_generator
-from scoregram.training.config import Method, TrainConfig
+from scoregram.training.config import TrainConfig
 from scoregram.training.critic import Critic
+from scoregram.training.methods import Method
 
 ROWS_PER_PASS = 256
 """Rows that go through the model at a time for energies of paths, where the config sets no micro-batch."""
@@ -390,8 +391,8 @@ def input_sources(method: Method, config: TrainConfig, policy: Policy, task: Tas
     elif "baselines" in needs:
         sources.append(BaselineRewards(config.baseline, config.baseline_decay))
     if "best_of" in needs:
-        if config.best_of > config.group_size:
-            got = f"best_of {config.best_of} and group_size {config.group_size}"
+        if config.best_of > config.starting_group_size:
+            got = f"best_of {config.best_of} and group_size {config.starting_group_size}"
             fail("train --best-of", "must be at most group_size", got, "Lower it, or raise --group-size.")
         sources.append(BestOf(config.best_of))
     if "values" in needs:

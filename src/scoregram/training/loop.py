@@ -41,7 +41,7 @@ from scoregram.reading import (
 from scoregram.rollouts import Rollouts, concatenated_rollouts
 from scoregram.runs import CHECKSUMS, RunWriter, environment, open_run, require_same_config, require_space
 from scoregram.tasks import Problem, Task, load_task
-from scoregram.training.checkpoint import Position, load_checkpoint, save_checkpoint, write_failure
+from scoregram.training.checkpoint import Position, Resumable, load_checkpoint, save_checkpoint, write_failure
 from scoregram.training.collect import (
     Drafts,
     best_drafts,
@@ -53,7 +53,8 @@ from scoregram.training.collect import (
     seeded_generator,
 )
 from scoregram.training.config import TrainConfig
-from scoregram.training.credit import require_method
+from scoregram.training.control import Controller
+from scoregram.training.credit import require_method, require_unequal_groups
 from scoregram.training.evaluate import evaluate, evaluation_records, run_probe
 from scoregram.training.inputs import InputSource, input_sources
 from scoregram.training.progress import Progress
@@ -86,10 +87,13 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
     """
     require_method(
         config.chosen,
-        group_size=config.group_size,
+        group_size=config.starting_group_size,
         kl=config.kl,
         sampling_temperature=config.sampling_temperature,
     )
+    if config.group_size == "auto" or config.allocate != "uniform":
+        option = "train --group-size auto" if config.group_size == "auto" else "train --allocate"
+        require_unequal_groups(config.chosen, option)
     if config.sampler == "vllm":
         installed_vllm()  # raises before the policy is loaded if vllm is not installed
     if config.resume:
@@ -102,6 +106,8 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
     task = load_task(config.task, seed=config.seed, reward=config.reward)
     require_turns(config, task)
     task = replace(task, max_turns=config.max_turns or task.max_turns)
+    if config.train_problems:
+        task = replace(task, train=first_problems(task, config.train_problems))
     policy = load_policy(config.policy, task)
     if config.gradient_checkpointing:
         recompute_layers(policy.model, caller="train --gradient-checkpointing")
@@ -116,9 +122,11 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
         computing=policy.computing,
         beta=config.reference_strength,
         kl=config.kl,
-        group_size=None if config.between_prompts else config.group_size,
+        group_size=None if config.between_prompts else config.starting_group_size,
     )
     sources = input_sources(config.chosen, config, policy, task)
+    controller = Controller(config)
+    resumed_parts: list[Resumable] = [*sources, controller] if controller.is_active else [*sources]
     observer = CreditObserver(updater, truth_source(config, policy, task), config.push)
     reference = Reference(updater, new_adapters=config.lora_rank > 0) if config.reference_strength > 0 else None
     require_space(config.out, bytes_for_checkpoint(policy) * checkpoints_to_come(config), caller="train")
@@ -128,7 +136,7 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
         prompts = [policy.encode_prompt(task.prompt(problem)) for problem in problems]
         refuse_long_prompts(prompts, problems, sampling, policy)
     require_trackers(config.report_to)
-    writer, position = open_writer(config, policy, optimizer, sources)
+    writer, position = open_writer(config, policy, optimizer, resumed_parts)
     resumed = position.step if config.resume and position.step else None
     evaluates = config.eval_every > 0 or config.every_rollouts > 0
     interrupted = False
@@ -157,7 +165,7 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
         while not is_finished(config, position):
             began, before, number = time.perf_counter(), position, position.step + 1
             # draw and reward
-            drawn = draw_rollouts(config, policy, task, position, number)
+            drawn = draw_rollouts(controller, policy, task, position, number)
             rollouts, problems, position = drawn.rollouts, drawn.problems, drawn.position
             sampled = time.perf_counter()
 
@@ -167,8 +175,9 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
                 inputs = {n: v for source in sources for n, v in source.inputs(number, rollouts, problems).items()}
                 extra = extra_rollouts([*sources, *drawn.drafts])
                 position = replace(position, rollouts=position.rollouts + (extra or 0))
-                measure = is_due_at(config, config.measure_every, before, position)
-                seen = observer.before(number, rollouts, problems) if measure else None
+                is_recorded = is_due_at(config, config.measure_every, before, position)
+                measure = is_recorded or controller.needs_gram
+                seen = observer.before(number, rollouts, problems) if is_recorded else None
                 known = None if reference is None else reference.log_probs(rollouts)
                 step, loss = updater.first(number, rollouts, measure=measure, inputs=inputs, reference=known)
                 norm = apply_gradient(optimizer, policy.model, rate, config.max_grad_norm)
@@ -178,6 +187,7 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
                 step = step if seen is None else observer.after(step, seen)
                 reading = read_step(step)
                 learned = {n: v for source in sources for n, v in source.learn(rollouts).items()}
+                decided, decision = controller.learn(step)
             except NotFiniteError as error:
                 where = write_failure(config.out, number, policy, rollouts, error)
                 optimizer.zero_grad(set_to_none=True)
@@ -195,11 +205,14 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
                 | learned
                 | turn_scalars(rollouts)
                 | draft_scalars(drawn.drafts)
+                | decided
                 | {"rollouts": position.rollouts}
             )
             scalars |= {} if extra is None else {"credit/extra_rollouts": extra}
+            if decision is not None:
+                progress.note(f"step {number}: {decision}")
             is_last = is_finished(config, position)
-            if measure:
+            if is_recorded:
                 writer.write_groups(number, group_records(step, reading.groups, **config.recording()))
             if is_due(number, config.batches_every):
                 writer.write_batches(number, batch_records(step))
@@ -219,11 +232,11 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
             interrupted = stop.asked and not is_last
             if is_due(number, config.checkpoint_every) or (is_last and config.final_checkpoint) or interrupted:
                 with writer.checkpoint(number) as folder:
-                    save_checkpoint(folder, policy, optimizer, position, [source.state() for source in sources])
+                    save_checkpoint(folder, policy, optimizer, position, [one.state() for one in resumed_parts])
             if interrupted:
                 progress.note(f"stopped after step {number}; continue with --resume")
                 break
-        noise = run_noise(open_run(config.out).metrics(), config.group_size)
+        noise = run_noise(open_run(config.out).metrics(), controller.sizes.group_size)
         trackers.log(position.step, noise.scalars())
         if noise.sentence():
             progress.note(noise.sentence())
@@ -249,22 +262,26 @@ def require_turns(config: TrainConfig, task: Task) -> None:
     if config.chosen.drafts and task.environment is not None:
         remedy = "Choose another method."
         fail("train --method", f"the drafts of {config.method} need a task of one turn", task.name, remedy)
+    if config.allocate != "uniform" and task.environment is not None:
+        remedy = "Leave it out, or choose another task."
+        fail("train --allocate", "needs a task of one turn", task.name, remedy)
     if config.credit_truth == "sampled" and task.environment is not None:
         fail("train --credit-truth", "sampled values need a task of one turn", task.name, "Leave it out.")
 
 
-def draw_rollouts(config: TrainConfig, policy: Policy, task: Task, position: Position, number: int) -> DrawnRollouts:
+def draw_rollouts(controller: Controller, policy: Policy, task: Task, position: Position, number: int) -> DrawnRollouts:
     """The groups of a step, their problems, and the position after it.
 
     With dynamic sampling, further prompts are drawn until the step is full of live groups or the rounds are used up; a
     step without a live group keeps its first round, and its update is zero. With branches, each turn of an episode has
     a group of its own; together they cost as many turns as a group of whole episodes, and count as one.
     """
+    config = controller.config
     rounds = config.dynamic_rounds if config.chosen.dynamic_sampling else 1
     stream, draft_stream = (seeded_generator(config.seed, purpose, number) for purpose in ("rollouts", "drafts"))
     drafts: list[Drafts] = []
     request: dict[str, Any] = {
-        "group_size": config.group_size,
+        "group_size": config.starting_group_size,
         "sampling": config.behaviour(task.max_new_tokens),
         "generator": stream,
     }
@@ -273,7 +290,9 @@ def draw_rollouts(config: TrainConfig, policy: Policy, task: Task, position: Pos
     live: list[bool] = []
 
     def after() -> Position:
-        return Position(number, position.problems + len(drawn), position.rollouts + len(drawn) * config.group_size)
+        return Position(
+            number, position.problems + len(drawn), position.rollouts + len(drawn) * config.starting_group_size
+        )
 
     if config.chosen.branches:
         drawn = drawn_problems(task.train, position.problems, config.prompts, config.seed)
@@ -282,6 +301,7 @@ def draw_rollouts(config: TrainConfig, policy: Policy, task: Task, position: Pos
     for _ in range(rounds):
         problems = drawn_problems(task.train, position.problems + len(drawn), config.prompts, config.seed)
         drawn += problems
+        request["group_size"] = controller.rollouts_of(problems)
         texts = None
         if config.chosen.drafts:
             drafts.append(
@@ -311,6 +331,13 @@ def draw_rollouts(config: TrainConfig, policy: Policy, task: Task, position: Pos
     everything = concatenated_rollouts(parts, policy.pad_id)
     kept = torch.isin(everything.group_ids, torch.tensor(places))
     return DrawnRollouts(everything.select(kept), [drawn[place] for place in places], after(), drafts)
+
+
+def first_problems(task: Task, count: int) -> Sequence[Problem]:
+    """The first problems of the training split, which `--train-problems` asks for."""
+    if count > len(task.train):
+        fail("train --train-problems", f"{task.name} has {len(task.train)} training problems", count, "Lower it.")
+    return task.train[:count]
 
 
 def task_scalars(task: Task, problems: Sequence[Problem], rollouts: Rollouts) -> dict[str, float]:
@@ -367,7 +394,7 @@ def probe_scalars(
 
 
 def open_writer(
-    config: TrainConfig, policy: Policy, optimizer: torch.optim.Optimizer, sources: Sequence[InputSource]
+    config: TrainConfig, policy: Policy, optimizer: torch.optim.Optimizer, parts: Sequence[Resumable]
 ) -> tuple[RunWriter, Position]:
     """The writer of the run folder, and the position of the run."""
     settings: dict[str, Any] = {"layers": config.layers, "keep_checkpoints": config.keep_checkpoints or None}
@@ -378,9 +405,9 @@ def open_writer(
         writer = RunWriter.create(config.out, config.record(), overwrite=config.overwrite, **settings)
         return writer, Position(0, 0)
     latest = open_run(config.out).latest_checkpoint
-    position = Position(0, 0) if latest is None else load_checkpoint(latest[1], policy, optimizer, sources)
+    position = Position(0, 0) if latest is None else load_checkpoint(latest[1], policy, optimizer, parts)
     if not position.rollouts:  # a checkpoint of an older version
-        position = replace(position, rollouts=position.problems * config.group_size)
+        position = replace(position, rollouts=position.problems * config.starting_group_size)
     if position.step > config.steps and not config.rollouts:
         fail(
             "train --resume", f"steps must be at least {position.step}, which are done", config.steps, "Raise --steps."

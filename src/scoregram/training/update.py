@@ -16,7 +16,7 @@ from scoregram.gram import Gram, backward_with_gram, measure_gram
 from scoregram.policy import group_log_probs, token_log_probs
 from scoregram.reading import Step, gram_of_passes
 from scoregram.rollouts import Rollouts
-from scoregram.training.config import Method, TrainConfig
+from scoregram.training.config import TrainConfig
 from scoregram.training.credit import (
     advantages_of,
     compares_with_reference,
@@ -26,6 +26,7 @@ from scoregram.training.credit import (
     reference_step,
     score_weights,
 )
+from scoregram.training.methods import Method
 from scoregram.types import LogProbs
 
 VECTOR_BYTES = 1 << 30
@@ -144,7 +145,7 @@ class Updater:
         """Whether one backward pass can give both the Gram and the gradient with a baseline that needs the Gram."""
         vectors = 1 + len(rollouts.group_sizes)
         size = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
-        is_single = len(list(self.passes(rollouts))) == 1 and not bool(rollouts.rewards.isnan().any())
+        is_single = len(list(self.passes(rollouts))) == 1 and not bool(rollouts.reward_grid.isnan().any())
         return self.method.estimator == "optimal" and is_single and vectors * size <= VECTOR_BYTES
 
     def _one_baseline_a_group(self, number: int, rollouts: Rollouts) -> tuple[Step, float]:
@@ -156,7 +157,8 @@ class Updater:
         """
         rewards, mask = rollouts.reward_grid, rollouts.completion_mask
         ones = torch.eye(len(rewards), dtype=rewards.dtype).unsqueeze(-1).expand(-1, -1, rewards.shape[1])
-        weights = [score_weights(self.method.objective, each, mask, length=self.length) for each in (rewards, *ones)]
+        each = [table.flatten() for table in (rewards, *ones)]
+        weights = [score_weights(self.method.objective, one, mask, length=self.length) for one in each]
 
         def factors(gram: Gram) -> Tensor:
             baselines = (rewards - advantages_of(self.method.estimator, rollouts, gram=gram))[:, 0]

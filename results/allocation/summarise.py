@@ -1,0 +1,151 @@
+"""How much a division of rollouts by past rollouts lowers the error of a gradient, from the Grams in ../fixed-policies.
+
+python summarise.py            print the tables
+python summarise.py --write    put them between their marks in README.md
+
+Each prompt has 16 rollouts. The first `m` play the past visit: a rule predicts from them the noise of every prompt, and
+divides 8 rollouts per prompt among the prompts so that the predicted error is least. The last 8 rollouts judge it:
+they give unbiased estimates of the noises `s` and `k` of each prompt, and hence of the error of the division,
+`Σ_p s_p/R_p + k_p/(R_p(R_p-1))`, which they had no part in. The ratio is that error over the error of 8 rollouts for
+each prompt.
+Intervals are 95 % percentile intervals over 1000 bootstrap resamples of prompts.
+"""
+
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from scoregram.statistics import GroupMoments, allocated_rollouts, group_moments
+
+HERE = Path(__file__).parent
+GRAMS = HERE.parent / "fixed-policies"
+MODELS = ("qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b", "smollm2-135m-taught")
+SIZE = 8
+"""Rollouts per prompt on average, and rollouts that judge."""
+RESAMPLES = 1000
+PRIORS = (2.0, 8.0, 32.0)
+"""Rollouts that the mean over all prompts counts for; 8 is that of `scoregram train`."""
+
+
+@cache
+def stored(model: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Grams `(P, 16, 16)` and rewards `(P, 16)`."""
+    with np.load(GRAMS / model / "t1-p1.npz") as file:
+        gram, rewards = torch.tensor(file["k"]).double(), torch.tensor(file["rewards"]).double()
+    return (gram + gram.mT) / 2, rewards
+
+
+@cache
+def moments(model: str, start: int, stop: int) -> GroupMoments:
+    """Moments of every prompt from some of its rollouts."""
+    gram, rewards = stored(model)
+    return group_moments(gram[:, start:stop, start:stop], rewards[:, start:stop])
+
+
+def noises(model: str, start: int, stop: int) -> torch.Tensor:
+    """`(2, P)` unbiased `s = tr Σ_oracle` and `k = σ² tr F + |g|²`."""
+    of = moments(model, start, stop)
+    return torch.stack([of.oracle_trace, of.variance_fisher_trace + of.gradient_squared])
+
+
+def shrunk(values: torch.Tensor, past: int, prior: float) -> torch.Tensor:
+    """`(n₀ v̄ + m v̂) / (n₀ + m)`, as `scoregram train` predicts; not negative."""
+    mean = values.mean(-1, keepdim=True)
+    return ((prior * mean + past * values) / (prior + past)).clamp(min=0)
+
+
+def predictions(model: str, past: int) -> dict[str, torch.Tensor]:
+    """Rule → predicted noises `(2, P)`."""
+    rewards = stored(model)[1][:, :past]
+    p, variance, norms = rewards.mean(1), rewards.var(1), moments(model, 0, past).fisher_trace
+    smooth = (rewards.sum(1) + 1) / (past + 2)
+    rules = {
+        "p(1 − p), as observed": p * (1 - p),
+        "p(1 − p), one success and one failure added": smooth * (1 - smooth),
+        "mean squared norm": norms,
+        "the same p(1 − p) · mean squared norm": smooth * (1 - smooth) * norms,
+    }
+    both = {name: values.expand(2, -1) for name, values in rules.items()}
+    for prior in PRIORS:
+        both[f"success: reward variance, prior {prior:g}"] = shrunk(variance, past, prior).expand(2, -1)
+    for prior in PRIORS:
+        both[f"measured: noise, prior {prior:g}"] = shrunk(noises(model, 0, past), past, prior)
+    return both
+
+
+def judged(model: str, predicted: torch.Tensor, least: int) -> tuple[float, float, float]:
+    """Error of a division over that of equal groups, and its interval."""
+    single, pair = noises(model, 16 - SIZE, 16).numpy()
+    sizes = allocated_rollouts(predicted[0], predicted[1], SIZE * len(single), least=least, most=64).numpy()
+    own, even = (single / r + pair / (r * (r - 1)) for r in (sizes, np.full(len(sizes), SIZE)))
+    draw = np.random.default_rng(0).integers(len(own), size=(RESAMPLES, len(own)))
+    low, high = np.percentile(own[draw].sum(1) / even[draw].sum(1), [2.5, 97.5])
+    return float(own.sum() / even.sum()), float(low), float(high)
+
+
+def rules_table(past: int, least: int) -> str:
+    """The ratio of every rule for every policy."""
+    names = list(predictions(MODELS[0], past))
+    rows = [
+        [name, *("{:.3f} [{:.3f}, {:.3f}]".format(*judged(m, predictions(m, past)[name], least)) for m in MODELS)]
+        for name in names
+    ]
+    return table(["rule", *MODELS], rows)
+
+
+def ceiling_table() -> str:
+    """What equal groups lose against perfect knowledge, if the noise of a prompt were proportional to `p(1 − p)`.
+
+    Success rates are taken as Beta-distributed, with the mean and the variance that all 16 rollouts give. Neyman's
+    error over that of equal groups is `(E√v)² / E v`.
+    """
+    rows = []
+    for model in MODELS:
+        rewards = stored(model)[1]
+        count = rewards.shape[1]
+        p = rewards.mean(1)
+        mean = float(p.mean())
+        between = float(p.var()) - float(rewards.var(1).mean()) / count  # without the sampling noise of p
+        total = mean * (1 - mean) / between - 1
+        draws = np.random.default_rng(0).beta(mean * total, (1 - mean) * total, size=1_000_000)
+        noise = draws * (1 - draws)
+        rows.append([model, f"{mean:.3f}", f"{between**0.5:.3f}", f"{np.sqrt(noise).mean() ** 2 / noise.mean():.2f}"])
+    return table(["policy", "mean of p", "deviation of p", "least error over that of equal groups"], rows)
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+TABLES = {
+    "past8": lambda: rules_table(8, 4),
+    "past4": lambda: rules_table(4, 4),
+    "ceiling": ceiling_table,
+}
+
+
+def filled(text: str) -> str:
+    """The page with every table computed anew between its marks."""
+    for name, make in TABLES.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        head, rest = text.split(begin)
+        text = f"{head}{begin}\n{make()}\n{end}{rest.split(end)[1]}"
+    return text
+
+
+def main() -> None:
+    """Print the tables, or write them into README.md."""
+    page = HERE / "README.md"
+    if "--write" in sys.argv:
+        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print("\n\n".join(f"## {name}\n\n{make()}" for name, make in TABLES.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""One step in detail: the cosines between the rollouts of a group, their texts, and how prompts interfere."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scoregram.checks import ScoregramError
+from scoregram.reading.group import Outcome, StoredGroup, row_factors
+from scoregram.runs import BatchRecord, RolloutRecord, Run
+from scoregram.spectra import MEASURED_RTOL
+from scoregram.statistics import cosine_matrix, prompt_shares, prompt_update_gram, rollout_shares
+
+TRAINED = ("train", "loss")
+"""Kinds of rollouts that an update was computed from."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GroupDetail:
+    """A group of one step. Rollouts are sorted: the highest reward first, those without a reward last."""
+
+    prompt_id: str
+    prompt: str | None
+    outcome: Outcome
+    rewards: list[float]
+    """`nan` for a rollout without a reward."""
+    lengths: list[int]
+    advantages: list[float]
+    norms: list[float]
+    """`|ψ_i|`, or the norm of the gradient of a loss; empty if the group was not measured."""
+    cosines: list[list[float]]
+    """Between the scores of two rollouts; empty if the group was not measured, `nan` for a zero score."""
+    shares: list[float]
+    """Share of each rollout in the squared norm of the update of `share_of`; empty if not measured."""
+    share_of: str
+    """`step` or `group`: the update that `shares` add up to, over all its rollouts."""
+    rollouts: list[RolloutRecord | None]
+    """The stored rollouts; None for one that was not stored. Empty if none was."""
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the text of some rollout is stored."""
+        return any(one is not None and one.completion is not None for one in self.rollouts)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BatchDetail:
+    """How the prompts of a step interfere."""
+
+    prompt_ids: list[str]
+    cosines: list[list[float]]
+    """Between the updates that two prompts alone would make; `nan` for a prompt without an update."""
+    shares: list[float]
+    """Share of each prompt in the squared norm of the update of the step."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepDetail:
+    """One step in detail."""
+
+    step: int
+    groups: list[GroupDetail]
+    left_out: int
+    """Groups of the step that are not among `groups`."""
+    batch: BatchDetail | None
+    """None unless the Gram between all rollouts of the step was stored."""
+
+
+def detailed_steps(run: Run, groups: Sequence[StoredGroup], most: int) -> list[int]:
+    """Steps to show in detail: those with stored rollouts, else those with a Gram; evenly spaced if more than `most`.
+
+    The first and the last are always among them.
+    """
+    with_text = run.rollout_steps()
+    recorded = {group.record.step for group in groups}
+    measured = {group.record.step for group in groups if group.record.gram is not None}
+    steps = sorted((with_text & measured) or (with_text & recorded) or measured)
+    if len(steps) <= most:
+        return steps
+    return [steps[round(place * (len(steps) - 1) / (most - 1))] for place in range(most)]
+
+
+def step_detail(run: Run, groups: Sequence[StoredGroup], step: int, most_groups: int | None = None) -> StepDetail:
+    """One step in detail.
+
+    Args:
+        run: The run; the rollouts and the batch of the step are read from it.
+        groups: Training groups of the run.
+        step: The step.
+        most_groups: Keep this many groups, those with the largest updates; all if None.
+    """
+    here = [group for group in groups if group.record.step == step]
+    batch = next((one for one in run.batches({step}) if one.kind in TRAINED), None)
+    stored = _by_group([one for one in run.rollouts({step}) if one.kind in TRAINED])
+    of_step = _batch_shares(batch)
+    seen: dict[str, int] = {}
+    made = []
+    for group in here:
+        name = group.record.prompt_id
+        key = name, seen.get(name, 0)
+        seen[name] = key[1] + 1
+        made.append((_update_size(group), group_detail(group, stored.get(key, {}), of_step.get(key))))
+    kept = sorted(range(len(made)), key=lambda place: -made[place][0])[:most_groups]
+    return StepDetail(
+        step=step,
+        groups=[made[place][1] for place in sorted(kept)],
+        left_out=len(made) - len(kept),
+        batch=None if batch is None else batch_detail(batch),
+    )
+
+
+def group_detail(
+    group: StoredGroup, stored: dict[int, RolloutRecord] | None = None, shares: Tensor | None = None
+) -> GroupDetail:
+    """A group with its rollouts sorted by reward.
+
+    Args:
+        group: The group.
+        stored: Position of a rollout in the group → the rollout, as far as stored.
+        shares: `(R,)` shares in the update of the step; the shares in that of the group if not given.
+    """
+    record = group.record
+    order = sorted(range(group.size), key=lambda place: (-_known(float(record.rewards[place])), place))
+    cosines, norms, own = _gram_parts(group)
+    used = own if shares is None else shares
+    return GroupDetail(
+        prompt_id=record.prompt_id,
+        prompt=record.prompt or next((one.prompt for one in (stored or {}).values() if one.prompt is not None), None),
+        outcome=group.outcome,
+        rewards=_ordered(record.rewards, order),
+        lengths=_ordered(record.lengths, order),
+        advantages=_ordered(record.advantages, order),
+        norms=_ordered(norms, order),
+        cosines=[] if cosines is None else cosines[order][:, order].tolist(),
+        shares=_ordered(used, order),
+        share_of="group" if shares is None else "step",
+        rollouts=[stored.get(place) for place in order] if stored else [],
+    )
+
+
+def batch_detail(batch: BatchRecord) -> BatchDetail | None:
+    """Cosines between the updates of prompts, and their shares; None if the matrix is not a Gram."""
+    prompt_of = torch.arange(len(batch.sizes)).repeat_interleave(batch.sizes)
+    gram, weights = batch.gram.double(), batch.weights.double()
+    try:
+        cosines = cosine_matrix(prompt_update_gram(gram, weights, prompt_of), rtol=1e-3)  # stored in float32
+    except ScoregramError:
+        return None
+    shares = prompt_shares(gram, weights, prompt_of, rtol=MEASURED_RTOL)
+    return BatchDetail(prompt_ids=list(batch.prompt_ids), cosines=cosines.tolist(), shares=shares.tolist())
+
+
+def _gram_parts(group: StoredGroup) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Cosines, norms, and shares in the group's own update; None where they are not known."""
+    record = group.record
+    if record.gram is None or group.reading is None:
+        return None, None, None
+    try:
+        cosines = cosine_matrix(record.gram, rtol=MEASURED_RTOL)
+    except ScoregramError:
+        return None, None, None
+    weights = row_factors(record.advantages, record.rows).double()
+    norms = record.gram.diagonal().clamp(min=0).sqrt()
+    return cosines, norms, rollout_shares(record.gram, weights, rtol=MEASURED_RTOL)
+
+
+def _batch_shares(batch: BatchRecord | None) -> dict[tuple[str, int], Tensor]:
+    """Prompt and its occurrence in the step → shares of its rollouts in the update of the step."""
+    if batch is None:
+        return {}
+    shares = rollout_shares(batch.gram.double(), batch.weights.double(), rtol=MEASURED_RTOL)
+    found: dict[tuple[str, int], Tensor] = {}
+    for name, part in zip(batch.prompt_ids, shares.split(batch.sizes.tolist()), strict=True):
+        found[name, sum(other == name for other, _ in found)] = part
+    return found
+
+
+def _by_group(rollouts: Iterable[RolloutRecord]) -> dict[tuple[str, int], dict[int, RolloutRecord]]:
+    """Prompt and its occurrence in the step → position → rollout."""
+    by_place: dict[tuple[str, int], dict[int, RolloutRecord]] = {}
+    for one in rollouts:
+        by_place.setdefault((one.prompt_id, one.group), {})[one.index] = one
+    seen: dict[str, int] = {}
+    found = {}
+    for name, place in sorted(by_place, key=lambda key: key[1]):
+        found[name, seen.get(name, 0)] = by_place[name, place]
+        seen[name] = seen.get(name, 0) + 1
+    return found
+
+
+def _update_size(group: StoredGroup) -> float:
+    """Size by which groups are chosen: the norm of the update, else the spread of the advantages."""
+    size = math.nan if group.reading is None else group.reading.update_norm
+    return float(group.record.advantages.abs().sum()) if math.isnan(size) else size
+
+
+def _known(reward: float) -> float:
+    return -math.inf if math.isnan(reward) else reward
+
+
+def _ordered(values: Tensor | None, order: Sequence[int]) -> list[Any]:
+    return [] if values is None else values[list(order)].tolist()
+
+
+MOST_LAYERS = 24
+"""Layers that a map shows; with more, those that differ only in depth are added up."""
+
+
+@dataclass(frozen=True)
+class LayerShares:
+    """Share of the squared score norms that each layer holds, over steps."""
+
+    steps: tuple[float, ...]
+    layers: tuple[str, ...]
+    shares: tuple[tuple[float, ...], ...]
+    """`shares[layer][step]`; the columns add up to 1."""
+
+
+def layer_shares(run: Run, steps: Sequence[int]) -> LayerShares:
+    """Share of `Σ_i |ψ_i|²` in every layer at some steps, `tr K_layer / Σ tr K_layer`; empty if none is stored."""
+    totals: dict[int, dict[str, float]] = {}
+    for record in run.groups(set(steps), layers=True):
+        if record.kind in TRAINED and record.by_layer:
+            here = totals.setdefault(record.step, {})
+            for name, gram in record.by_layer.items():
+                here[name] = here.get(name, 0.0) + float(gram.diagonal().sum())
+    names = list(dict.fromkeys(name for here in totals.values() for name in here))
+    if len(names) > MOST_LAYERS:
+        totals = {step: _by_kind(here) for step, here in totals.items()}
+        names = list(dict.fromkeys(name for here in totals.values() for name in here))
+    whole = {step: sum(here.values()) for step, here in totals.items()}
+    shown = [step for step in sorted(totals) if whole[step] > 0]
+    rows = tuple(tuple(totals[step].get(name, 0.0) / whole[step] for step in shown) for name in names)
+    return LayerShares(tuple(map(float, shown)), tuple(names), rows if shown else ())
+
+
+def _by_kind(by_layer: Mapping[str, float]) -> dict[str, float]:
+    """Values of layers that differ only in depth, added up: `layers.3.mlp` counts for `layers.*.mlp`."""
+    merged: dict[str, float] = {}
+    for name, value in by_layer.items():
+        kind = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        merged[kind] = merged.get(kind, 0.0) + value
+    return merged

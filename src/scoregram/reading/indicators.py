@@ -1,0 +1,175 @@
+"""Four indicators of a run: does it learn, do its prompts teach, is there signal in a step, are rollouts cut off."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from scoregram.bootstrap import difference, mean_estimate, t_mean
+from scoregram.exhibits import Estimate, cell_text
+from scoregram.reading.curves import Curve, complement, live_curve, scalar_curve
+from scoregram.reading.run import GREEDY_TEST, SAMPLED_TEST, UNKNOWN_ESTIMATE, EvaluationRewards, RunReading
+
+IndicatorState = Literal["good", "watch", "act", "unknown"]
+"""The plain word of an indicator: nothing to do, look again later, change something, or not measured."""
+
+LIVE_GOOD, LIVE_ACT = 0.5, 0.2
+"""Share of live groups from which an indicator is good, and below which it says act."""
+NOISE_ACT = 4.0
+"""Factor between noise scale and batch size above which an indicator says act."""
+CUT_GOOD, CUT_ACT = 0.1, 0.3
+"""Share of truncated rollouts up to which an indicator is good, and above which it says act."""
+FEWEST_STEPS = 6
+"""Trained steps below which the reward of a run has no trend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Indicator:
+    """One number that tells how a run goes."""
+
+    name: str
+    state: IndicatorState
+    headline: str
+    """The number in words, short enough for a tile."""
+    sentence: str
+    """What was compared, and what would be good."""
+    curve: Curve
+    """The quantity over steps; without values if it was not logged."""
+    change: Estimate = UNKNOWN_ESTIMATE
+    """Change of what is learnt; `nan` for the other indicators."""
+    target: float = math.nan
+    """Value of the curve to reach or to stay below; `nan` if there is none."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Change of a mean between two points of a run."""
+
+    before: Estimate
+    after: Estimate
+    change: Estimate
+    problems: int = 0
+    """Test problems, paired; 0 if the change is not paired by problem."""
+
+
+def indicators(run: RunReading) -> tuple[Indicator, ...]:
+    """The four indicators of a run, always in the same order."""
+    return learning_indicator(run), teaching_indicator(run), signal_indicator(run), truncation_indicator(run)
+
+
+def paired_gain(tests: EvaluationRewards, kind: str) -> Gain | None:
+    """Mean reward at the first and the last evaluation, over the problems of both; None without two evaluations."""
+    by_step = tests.get(kind, {})
+    if len(by_step) < 2:
+        return None
+    first, last = by_step[min(by_step)], by_step[max(by_step)]
+    both = sorted(first.keys() & last.keys())
+    before, after = (mean_estimate([each[name] for name in both]) for each in (first, last))
+    return Gain(before, after, mean_estimate([last[name] - first[name] for name in both]), len(both))
+
+
+def learning_indicator(run: RunReading) -> Indicator:
+    """Change of the reward on test problems, else of the test accuracy, else of the training reward."""
+    curve = scalar_curve(run, "reward")
+    for kind, words in ((SAMPLED_TEST, "sampled"), (GREEDY_TEST, "greedy")):
+        if gain := paired_gain(run.tests, kind):
+            sentence = f"Mean over {gain.problems} problems, {words}, first and last evaluation. Good: it rises."
+            return _learning("test reward", gain, sentence, curve)
+    tested = [line for line in run.lines if not math.isnan(line.get("eval/accuracy", math.nan))]
+    if len(tested) > 1:
+        before, after = (
+            Estimate(*(float(line.get(f"eval/accuracy{end}", math.nan)) for end in ("", "_low", "_high")))
+            for line in (tested[0], tested[-1])
+        )
+        sentence = "Greedy, on test problems, first and last evaluation. Good: it rises."
+        gain = Gain(before, after, difference(after, before))
+        return _learning("test accuracy", gain, sentence, scalar_curve(run, "eval/accuracy"))
+    _, rewards = run.series("reward")
+    known = [reward for reward in rewards if not math.isnan(reward)]
+    if len(known) < FEWEST_STEPS:
+        sentence = f"A trend needs {FEWEST_STEPS} steps or two evaluations."
+        headline = f"{len(known)} step{'s' * (len(known) != 1)}" if known else "no step yet"
+        return Indicator(name="learning", state="unknown", headline=headline, sentence=sentence, curve=curve)
+    third = len(known) // 3
+    before, after = t_mean(known[:third]), t_mean(known[-third:])
+    sentence = "On training prompts, first and last third of the steps; no test was made. Good: it rises."
+    return _learning("reward", Gain(before, after, difference(after, before)), sentence, curve)
+
+
+def _learning(quantity: str, gain: Gain, sentence: str, curve: Curve) -> Indicator:
+    change = gain.change
+    state: IndicatorState = "watch"
+    if change.low > 0:
+        state = "good"
+    elif change.high < 0:
+        state = "act"
+    arrow = f"{quantity} {_short(gain.before.value)} → {_short(gain.after.value)}"
+    said = f"Change {cell_text(change)}. {sentence}"
+    return Indicator(name="learning", state=state, headline=arrow, sentence=said, curve=curve, change=change)
+
+
+def teaching_indicator(run: RunReading) -> Indicator:
+    """Share of groups whose rewards differ: the others give the update nothing."""
+    name, curve, dead = "prompts that teach", live_curve(run), run.summary.dead
+    if math.isnan(dead.value):
+        sentence = "The outcome of groups is not known."
+        return Indicator(name=name, state="unknown", headline="not known", sentence=sentence, curve=curve)
+    live = Estimate(1 - dead.value, 1 - dead.high, 1 - dead.low)
+    state = "good" if live.value >= LIVE_GOOD else "act" if live.value < LIVE_ACT else "watch"
+    sentence = f"Share of live groups in the last third: {cell_text(live)}. Good: {LIVE_GOOD:.0%} or more."
+    headline = f"{live.value:.0%} of groups"
+    return Indicator(name=name, state=state, headline=headline, sentence=sentence, curve=curve, target=LIVE_GOOD)
+
+
+def signal_indicator(run: RunReading) -> Indicator:
+    """Noise scale beside the rollouts of a step: with that many rollouts, signal and error have equal power."""
+    name, curve = "signal in a step", scalar_curve(run, "gram/snr")
+    scale, batch = run.summary.noise_scale, run.batch_size
+    if math.isnan(scale.value) or not math.isfinite(batch):
+        why = "withheld: a self-check failed" if run.is_withheld else "not measured"
+        sentence = "It needs the Gram between prompts, groups of 4 or more, and two prompts with all rewards."
+        return Indicator(name=name, state="unknown", headline=why, sentence=sentence, curve=curve, target=1.0)
+    state: IndicatorState = "watch"
+    if scale.low > NOISE_ACT * batch:
+        state = "act"
+    elif scale.high <= batch:
+        state = "good"
+    if math.isnan(scale.low) or run.trust.has_few_steps:
+        state = "watch"
+    sentence = "Rollouts at which signal and error have equal power, last third. Good: you use as many or more."
+    return Indicator(name=name, state=state, headline=_needs(scale, batch), sentence=sentence, curve=curve, target=1.0)
+
+
+def _needs(scale: Estimate, batch: float | int) -> str:
+    """`needs 220 [110, 829] rollouts, you use 64`."""
+    if math.isinf(scale.high) and math.isfinite(scale.low):
+        return f"needs at least {_count(scale.low)} rollouts, you use {batch:g}"
+    if math.isinf(scale.value):
+        return f"has no signal that {batch:g} rollouts resolve"
+    ends = "" if math.isnan(scale.low) else f" [{_count(scale.low)}, {_count(scale.high)}]"
+    return f"needs {_count(scale.value)}{ends} rollouts, you use {batch:g}"
+
+
+def truncation_indicator(run: RunReading) -> Indicator:
+    """Share of rollouts that the limit on tokens cut off, and of ratios that the objective clipped."""
+    name = "truncated or clipped"
+    finished, cut = run.last_values("finished"), run.last_values("completions/clipped_ratio")
+    curve = complement(scalar_curve(run, "finished")) if finished else scalar_curve(run, "completions/clipped_ratio")
+    share = 1 - sum(finished) / len(finished) if finished else sum(cut) / len(cut) if cut else math.nan
+    clipped = [run.last_mean(key) for key in ("clip_ratio/region_mean", "clip_ratio")]
+    known = [value for value in clipped if not math.isnan(value)]
+    ratios = f" {known[0]:.1%} of the importance ratios were clipped." if known else ""
+    if math.isnan(share):
+        sentence = f"The run did not log which rollouts ended by themselves.{ratios}"
+        return Indicator(name=name, state="unknown", headline="not logged", sentence=sentence, curve=curve)
+    state = "good" if share <= CUT_GOOD else "act" if share > CUT_ACT else "watch"
+    sentence = f"Share of rollouts cut off by the limit on tokens, last third.{ratios} Good: {CUT_GOOD:.0%} or less."
+    headline = f"{share:.0%} truncated"
+    return Indicator(name=name, state=state, headline=headline, sentence=sentence, curve=curve, target=CUT_GOOD)
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) and abs(value) < 100 else cell_text(value)
+
+
+def _count(value: float) -> str:
+    return "∞" if math.isinf(value) else f"{value:,.0f}" if value >= 10 else f"{value:.1f}"

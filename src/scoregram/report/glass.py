@@ -1,0 +1,133 @@
+"""A step under the glass: what the script of a page needs to draw single groups, and how a long run is thinned."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scoregram.reading import GroupDetail, RunReading, StepDetail, detailed_steps, step_detail
+from scoregram.runs import RolloutRecord, Run
+
+MOST_STEPS, MOST_GROUPS = 40, 8
+"""Steps of a run, and groups of a step, that a page holds."""
+MOST_CHARACTERS, MOST_TOKENS = 2000, 600
+"""Length from which the text of a prompt or rollout is cut, and its tokens are not coloured."""
+
+
+@dataclass(frozen=True)
+class Glass:
+    """The steps that a page holds in detail."""
+
+    steps: list[dict[str, Any]]
+    """JSON values."""
+    note: str
+    """What was left out, in one or two sentences; empty if nothing was."""
+
+
+def run_glass(folder: Run, run: RunReading) -> Glass:
+    """The steps of a run in detail, thinned so that a page stays small; without steps if nothing is known of any."""
+    steps = detailed_steps(folder, run.groups, MOST_STEPS)
+    by_step: dict[int, list[Any]] = {step: [] for step in steps}
+    for group in run.groups:
+        if group.record.step in by_step:
+            by_step[group.record.step].append(group)
+    names = token_names(run.config)
+    details = [step_detail(folder, by_step[step], step, MOST_GROUPS) for step in steps]
+    plain = [step_json(detail, names, failed=detail.step in run.trust.failed) for detail in details]
+    return Glass(plain, _note(run, details))
+
+
+def step_json(detail: StepDetail, names: Sequence[str] | None = None, *, failed: bool = False) -> dict[str, Any]:
+    """A step as JSON values; undefined numbers are None.
+
+    Args:
+        detail: The step.
+        names: Text of every token of the vocabulary, if each stands for some characters of its own.
+        failed: Whether the self-check of the step failed.
+    """
+    batch = detail.batch
+    return {
+        "step": detail.step,
+        "failed": failed,
+        "left_out": detail.left_out,
+        "groups": [_group_json(group, names) for group in detail.groups],
+        "batch": None
+        if batch is None
+        else {"prompts": batch.prompt_ids, "cosines": _rounded(batch.cosines), "shares": _rounded(batch.shares)},
+    }
+
+
+def token_names(config: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Text of every token of the embedded policy, which reads characters; None for any other model."""
+    if config.get("model") != "tiny":
+        return None
+    from scoregram.policy import tiny
+
+    return tuple(tiny.VOCABULARY)
+
+
+def _note(run: RunReading, details: Sequence[StepDetail]) -> str:
+    said = []
+    recorded = len({group.record.step for group in run.groups})
+    if recorded > len(details):
+        which = "evenly spaced" if len(details) == MOST_STEPS else "those whose rollouts are stored"
+        said.append(f"This page holds {len(details)} of {recorded} recorded steps, {which}.")
+    if any(detail.left_out for detail in details):
+        said.append(f"Of a step it holds the {MOST_GROUPS} groups with the largest updates.")
+    if not any(group.has_text for detail in details for group in detail.groups):
+        said.append("No rollout's text is stored in this run (train with --rollouts-every).")
+    return " ".join(said)
+
+
+def _group_json(group: GroupDetail, names: Sequence[str] | None) -> dict[str, Any]:
+    return {
+        "id": group.prompt_id,
+        "prompt": None if group.prompt is None else cut_text(group.prompt),
+        "outcome": group.outcome,
+        "rewards": _rounded(group.rewards),
+        "lengths": group.lengths,
+        "advantages": _rounded(group.advantages),
+        "norms": _rounded(group.norms),
+        "cosines": _rounded(group.cosines),
+        "shares": _rounded(group.shares),
+        "share_of": group.share_of,
+        "rollouts": [None if one is None else _rollout_json(one, names) for one in group.rollouts],
+    }
+
+
+def _rollout_json(rollout: RolloutRecord, names: Sequence[str] | None) -> dict[str, Any]:
+    plain: dict[str, Any] = {"finished": rollout.finished}
+    if rollout.completion is not None:
+        plain["text"] = cut_text(rollout.completion)
+    sampled = range(rollout.prompt_length, len(rollout.token_ids))
+    if rollout.completion_mask is not None:
+        sampled = [place for place in sampled if bool(rollout.completion_mask[place])]
+    if not 0 < len(sampled) <= MOST_TOKENS:
+        return plain
+    places = list(sampled)
+    if names is not None:
+        plain["tokens"] = [names[int(token)] for token in rollout.token_ids[places]]
+    plain["surprise"] = _rounded((-rollout.log_probs[places]).tolist(), 2)
+    if rollout.advantages is not None:
+        plain["credit"] = _rounded(rollout.advantages[places].tolist())
+    return plain
+
+
+def cut_text(text: str) -> str:
+    """The text, or its beginning and how many characters are missing.
+
+    Example:
+        >>> cut_text("x" * 2010)[-40:]
+        'xxxxxxxxxxxxxxxxx … (10 more characters)'
+    """
+    more = len(text) - MOST_CHARACTERS
+    return text if more <= 0 else f"{text[:MOST_CHARACTERS]} … ({more} more characters)"
+
+
+def _rounded(values: Any, digits: int = 3) -> Any:
+    """Numbers with three significant digits or decimals, whichever is more; None where undefined."""
+    if isinstance(values, list):
+        return [_rounded(value, digits) for value in values]
+    if not math.isfinite(values):
+        return None
+    return round(values, digits) if abs(values) >= 0.1 or values == 0 else float(f"{values:.{digits}g}")

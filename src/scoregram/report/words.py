@@ -1,0 +1,64 @@
+"""Words of the field that a page explains where they stand, and once in a list."""
+
+import re
+from types import MappingProxyType
+
+from markupsafe import Markup, escape
+
+WORDS = MappingProxyType(
+    {
+        "score": "The gradient of a rollout's log-probability, summed over its completion tokens. An update is a "
+        "weighted sum of scores.",
+        "Gram": "The matrix of inner products between the scores of rollouts. With the rewards it is enough for every "
+        "number on this page.",
+        "null": "What would be measured if the scores of a group were orthogonal, with the same norms. It is always "
+        "the grey dashed line: a value on it says nothing about similarity.",
+        "live group": "A group whose rewards differ. In any other group every advantage is 0, so it adds nothing to "
+        "the update.",
+        "dead group": "A group whose rollouts all have the same reward: all right, all wrong, or tied.",
+        "effective rank": "Over how many directions the gradients of a group's rollouts spread: 1 if all are parallel, "
+        "at most the number of rollouts. Unequal advantages and norms lower it too, hence the null.",
+        "top-1 fraction": "Share of a group's gradient energy, the sum of squared norms, that lies in one direction.",
+        "R": "Rollouts per prompt: the group size.",
+        "σ_r": "Standard deviation of the rewards of a group.",
+        "noise scale": "The number of rollouts at which signal and error of a step have equal power.",
+        "signal to noise": "Power of the true gradient over the power of a step's error; power is the squared norm.",
+        "coherence": "Share of the rollouts' gradient energy that survives being summed: 1 if all agree, 0 if they "
+        "cancel.",
+        "share of the update": "Part of the squared update that one rollout or prompt accounts for. Shares add up to "
+        "1; a negative one pulls against the rest.",
+        "self-check": "The gradient of the update is computed once more from the Gram and compared with the trainer's "
+        "own.",
+    }
+)
+"""Word → what it is, in one or two sentences."""
+
+_PATTERN = re.compile(
+    r"(?<![\w-])("
+    + "|".join(re.escape(word) for word in sorted(WORDS, key=len, reverse=True) if len(word) > 3)
+    + r")s?(?![\w-])"
+)
+
+
+def marked_terms(text: str) -> Markup:
+    """Plain text, escaped, in which the first occurrence of every known word shows its definition on hover.
+
+    Single letters and other words of up to three characters are left out.
+
+    Example:
+        >>> print(marked_terms("a < b"))
+        a &lt; b
+    """
+    pieces, seen, end = [], set(), 0
+    for found in _PATTERN.finditer(text):
+        word = found.group(1)
+        if word in seen:
+            continue
+        seen.add(word)
+        pieces.append(escape(text[end : found.start()]))
+        pieces.append(
+            Markup('<dfn class="term" tabindex="0" data-tip="{}">{}</dfn>').format(WORDS[word], found.group())
+        )
+        end = found.end()
+    pieces.append(escape(text[end:]))
+    return Markup("").join(pieces)

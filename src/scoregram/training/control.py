@@ -1,0 +1,267 @@
+"""How many rollouts the prompts of the next step get: a group size that moves, and a division among the prompts.
+
+Both decisions use earlier steps only, never the rollouts that they are about, so leave-one-out gradients stay unbiased:
+a size that follows the rewards of its own group biases them. Both are functions of what the run folder stores, and
+their state is part of a checkpoint.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from scoregram.reading import Step
+from scoregram.statistics import (
+    GroupSizeAdvice,
+    NoiseComponents,
+    PromptEstimates,
+    allocated_rollouts,
+    allocation_error,
+    components_of_estimates,
+    recommend_group_size,
+    unequal_prompt_estimates,
+)
+from scoregram.tasks import Problem
+from scoregram.training.collect import seeded_generator
+from scoregram.training.config import TrainConfig
+
+WINDOW = 20
+"""Steps whose noise decides about the group size; every step is measured."""
+DECIDE_EVERY = 10
+"""Steps between two decisions about the group size."""
+PRIOR_ROLLOUTS = 8.0
+"""Rollouts that the mean over all prompts counts for, in the predicted noise of one prompt."""
+VISIT_DECAY = 0.5
+"""Factor by which the earlier visits of a prompt count less at each new visit: the policy has changed since."""
+POPULATION_DECAY = 0.95
+"""The same per step, for the mean over all prompts."""
+REPLAYED_SCALARS = ("gradient_squared", "between_prompts", "within_prompt", "group_baseline")
+"""Scalars `control/…` from which the decisions about the group size can be computed again."""
+
+
+def group_size_choices(batch_size: int) -> tuple[int, ...]:
+    """Group sizes between which `--group-size auto` moves: powers of 2 from 4 that leave at least 2 whole groups.
+
+    Example:
+        >>> group_size_choices(96)
+        (4, 8, 16, 32)
+    """
+    sizes = [2**power for power in range(2, 11)]
+    return tuple(size for size in sizes if batch_size % size == 0 and batch_size >= 2 * size)
+
+
+@dataclass
+class GroupSizeControl:
+    """A group size that moves one choice at a time when the noise of recent steps clearly favours another."""
+
+    choices: Sequence[int]
+    seed: int
+    group_size: int
+    window: deque[NoiseComponents] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    since: int = 0
+    """Measured steps since the last decision."""
+
+    def learn(self, number: int, components: NoiseComponents | None) -> GroupSizeAdvice | None:
+        """The decision after step `number`, if one is due; `components` is None for a step that was not measured."""
+        if components is None:
+            return None
+        self.window.append(components)
+        self.since += 1
+        if self.since < DECIDE_EVERY:
+            return None
+        self.since = 0
+        stream = seeded_generator(self.seed, "control", number)
+        advice = recommend_group_size(list(self.window), self.group_size, self.choices, generator=stream)
+        self.group_size = advice.recommended
+        return advice
+
+    def state(self) -> dict[str, Any]:
+        """Group size, position and the noise of recent steps."""
+        rows = [astuple(one) for one in self.window]
+        return {"group_size": self.group_size, "since": self.since, "window": torch.tensor(rows, dtype=torch.float64)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from a stored state."""
+        self.group_size, self.since = int(state["group_size"]), int(state["since"])
+        self.window.clear()
+        self.window.extend(NoiseComponents(*row) for row in state["window"].tolist())
+
+
+@dataclass
+class NoiseLedger:
+    """The noise of every prompt at its earlier visits, shrunk towards the mean over all prompts.
+
+    The prediction is `(n₀ v̄ + Σ_visits w v̂) / (n₀ + Σ w)`: `v̂` the unbiased estimate of a visit, `w` its rollouts,
+    halved at each later visit, and `v̄` the mean over recent steps. A prompt without visits is predicted at the mean.
+    """
+
+    visits: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    """Prompt → weight, and weighted sums of both noises."""
+    population: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """The same for all prompts, discounted step by step."""
+
+    def predicted(self, names: Sequence[str]) -> torch.Tensor:
+        """`(2, P)` predicted `tr Σ_oracle` and `σ² tr F + |g|²`, not negative; ones before the first step."""
+        weight, *sums = self.population
+        if not weight:
+            return torch.ones(2, len(names), dtype=torch.float64)
+        mean = torch.tensor(sums, dtype=torch.float64)[:, None] / weight  # (2, 1)
+        known = torch.tensor([self.visits.get(name, (0.0, 0.0, 0.0)) for name in names], dtype=torch.float64).mT
+        return ((PRIOR_ROLLOUTS * mean + known[1:]) / (PRIOR_ROLLOUTS + known[0])).clamp(min=0)
+
+    def learn(self, names: Sequence[str], sizes: Sequence[int], noises: torch.Tensor) -> None:
+        """Add the visits of a step: rollouts of each prompt, and its two noises `(2, P)`."""
+        total = torch.tensor(self.population, dtype=torch.float64) * POPULATION_DECAY
+        for name, size, noise in zip(names, sizes, noises.double().mT.tolist(), strict=True):
+            fresh = torch.tensor([size, *(size * value for value in noise)], dtype=torch.float64)
+            before = torch.tensor(self.visits.get(name, (0.0, 0.0, 0.0)), dtype=torch.float64)
+            self.visits[name] = _triple(VISIT_DECAY * before + fresh)
+            total += fresh
+        self.population = _triple(total)
+
+    def state(self) -> dict[str, Any]:
+        """Names, their sums, and those of all prompts."""
+        table = torch.tensor(list(self.visits.values()), dtype=torch.float64)
+        return {"names": list(self.visits), "table": table, "population": list(self.population)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from a stored state."""
+        rows = (_triple(row) for row in state["table"])
+        self.visits = dict(zip(state["names"], rows, strict=True))
+        self.population = _triple(torch.tensor(state["population"], dtype=torch.float64))
+
+
+class Controller:
+    """Decides the group size of every step, and the number of rollouts of each of its prompts."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        size = config.starting_group_size
+        choices = group_size_choices(config.batch_size) if config.group_size == "auto" else (size,)
+        self.sizes = GroupSizeControl(choices, config.seed, size)
+        self.ledger = NoiseLedger()
+        self._saving: dict[str, float | int] = {}
+
+    @property
+    def is_active(self) -> bool:
+        """Whether there is anything to decide."""
+        return self._config.group_size == "auto" or self._config.allocate != "uniform"
+
+    @property
+    def needs_gram(self) -> bool:
+        """Whether every step must be measured, also where the config records none."""
+        return self._config.group_size == "auto" or self._config.allocate == "measured"
+
+    @property
+    def config(self) -> TrainConfig:
+        """The config of the next step, with the group size of that step."""
+        return replace(self._config, group_size=self.sizes.group_size) if self.is_active else self._config
+
+    def rollouts_of(self, problems: Sequence[Problem]) -> int | list[int]:
+        """Rollouts of each problem of the next step; one number if all get the same.
+
+        A prompt gets from half to twice the mean, and at least 4 where the mean allows it: noise is measured from 4 on.
+        """
+        size = self.sizes.group_size
+        self._saving = {}
+        if self._config.allocate == "uniform":
+            return size
+        single, pair = self.ledger.predicted([problem.id for problem in problems])
+        least = max(2, size // 2, min(size, 4))
+        sizes = allocated_rollouts(single, pair, size * len(problems), least=least, most=2 * size)
+        even = allocation_error(single, pair, torch.full_like(sizes, size))
+        self._saving = {
+            "control/smallest_group": int(sizes.min()),
+            "control/largest_group": int(sizes.max()),
+            "control/error_of_uniform": allocation_error(single, pair, sizes) / even if even > 0 else 1.0,
+        }
+        return size if len(sizes.unique()) == 1 else sizes.tolist()
+
+    def learn(self, step: Step) -> tuple[dict[str, float | int], str | None]:
+        """Learn from a step; returns scalars `control/…`, and the decision in words if the group size moves."""
+        if not self.is_active:
+            return {}, None
+        scalars: dict[str, float | int] = {"control/group_size": self.sizes.group_size} | self._saving
+        places, estimates = _measured_prompts(step)
+        if self._config.allocate == "success":
+            self._learn_rewards(step)
+        elif self._config.allocate == "measured" and estimates is not None:
+            noises = (
+                estimates.moments.oracle_trace,
+                estimates.moments.variance_fisher_trace + estimates.moments.gradient_squared,
+            )
+            names, sizes = step.rollouts.prompt_names, step.rollouts.group_sizes
+            self.ledger.learn([names[p] for p in places], [sizes[p] for p in places], torch.stack(noises))
+        if self._config.group_size != "auto":
+            return scalars, None
+        components = components_of_estimates(estimates) if estimates is not None and len(places) > 1 else None
+        if components is not None:
+            scalars |= dict(zip((f"control/{name}" for name in REPLAYED_SCALARS), astuple(components), strict=True))
+        advice = self.sizes.learn(step.number, components)
+        if advice is None:
+            return scalars, None
+        scalars |= {
+            "control/next_group_size": advice.recommended,
+            "control/best_group_size": advice.best,
+            "control/error_ratio": advice.error_ratio,
+            "control/agreement": advice.agreement,
+        }
+        return scalars, advice.sentence if advice.recommended != advice.current else None
+
+    def _learn_rewards(self, step: Step) -> None:
+        """Take the variance of a group's rewards as its noise, in groups with at least two rewards."""
+        grid, sizes = step.rollouts.reward_grid, (~step.rollouts.reward_grid.isnan()).sum(1)
+        kept = (sizes > 1).nonzero().squeeze(1).tolist()
+        variances = torch.tensor([float(grid[p][~grid[p].isnan()].var()) for p in kept], dtype=torch.float64)
+        names: list[str] = [step.rollouts.prompt_names[p] for p in map(int, kept)]
+        self.ledger.learn(names, sizes[kept].tolist(), variances.expand(2, -1))
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+        return {"sizes": self.sizes.state(), "ledger": self.ledger.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from a stored state."""
+        self.sizes.load_state(state["sizes"])
+        self.ledger.load_state(state["ledger"])
+
+
+def replayed_advice(config: TrainConfig, lines: Sequence[Mapping[str, Any]]) -> list[tuple[int, GroupSizeAdvice]]:
+    """The decisions about the group size of a run with `--group-size auto`, computed again from `metrics.jsonl`.
+
+    Returns:
+        Step and decision, in order. They equal those of the run: the scalars are stored without rounding.
+    """
+    control = GroupSizeControl(group_size_choices(config.batch_size), config.seed, config.starting_group_size)
+    found: list[tuple[int, GroupSizeAdvice]] = []
+    for line in lines:
+        values = [line.get(f"control/{name}") for name in REPLAYED_SCALARS]
+        components = (
+            None if None in values else NoiseComponents(*(float(value) for value in values if value is not None))
+        )
+        advice = control.learn(int(line["step"]), components)
+        found += [] if advice is None else [(int(line["step"]), advice)]
+    return found
+
+
+def _measured_prompts(step: Step) -> tuple[list[int], PromptEstimates | None]:
+    """Places of the prompts whose noise was measured, and their estimates; those with 4 rollouts and all rewards."""
+    rollouts = step.rollouts
+    if step.gram is None or step.rows != "scores" or not bool(step.gram.matrix.isfinite().all()):
+        return [], None
+    sizes = torch.tensor(rollouts.group_sizes)
+    missing = torch.zeros(len(sizes)).index_add(0, rollouts.group_ids, rollouts.rewards.isnan().float())
+    places = ((sizes >= 4) & (missing == 0)).nonzero().squeeze(1)
+    if not len(places):
+        return [], None
+    rows = torch.isin(rollouts.group_ids, places)
+    prompt_of = torch.arange(len(places)).repeat_interleave(sizes[places])
+    gram = step.gram.matrix.cpu()[rows][:, rows]
+    return places.tolist(), unequal_prompt_estimates(gram, rollouts.rewards[rows], prompt_of)
+
+
+def _triple(values: torch.Tensor) -> tuple[float, float, float]:
+    first, second, third = values.tolist()
+    return first, second, third

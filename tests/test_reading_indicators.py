@@ -1,0 +1,88 @@
+"""The four indicators of a run: what they say, and when they say nothing."""
+
+import math
+
+import pytest
+import torch
+
+from scoregram.exhibits import Estimate
+from scoregram.reading import indicators, paired_gain, read_run
+from scoregram.reading.indicators import _needs
+from scoregram.runs import RunWriter, open_run
+from tests.report_cases import CONFIG, write_run
+
+
+def shown(folder):
+    return {one.name: one for one in indicators(read_run(open_run(folder)))}
+
+
+def logged(folder, lines):
+    with RunWriter.create(folder, CONFIG, environment={}) as writer:
+        for step, line in enumerate(lines, start=1):
+            writer.write_metrics(step, line)
+    return shown(folder)
+
+
+@pytest.mark.parametrize(("first", "last", "state"), [(0.2, 0.8, "good"), (0.8, 0.2, "act"), (0.5, 0.5, "watch")])
+def test_learning_compares_the_first_third_with_the_last(first, last, state, tmp_path):
+    noise = [0.01, -0.01, 0.0]
+    lines = [{"reward": first + noise[i % 3]} for i in range(6)] + [{"reward": last + noise[i % 3]} for i in range(6)]
+    found = logged(tmp_path / "run", lines)["learning"]
+    assert found.state == state and found.headline == f"reward {first:.2f} → {last:.2f}"
+
+
+def test_accuracy_on_test_problems_comes_first(tmp_path):
+    write_run(tmp_path / "run")
+    found = shown(tmp_path / "run")["learning"]
+    assert found.headline == "test accuracy 0.25 → 0.75" and found.state == "good"  # 0.5 ± √2 · 0.1
+
+
+def test_a_few_steps_have_no_trend(tmp_path):
+    assert logged(tmp_path / "run", [{"reward": 0.1}] * 5)["learning"].state == "unknown"
+
+
+@pytest.mark.parametrize(("live", "state"), [(1, "act"), (2, "watch"), (3, "good")])
+def test_prompts_that_teach(live, state, tmp_path):
+    def rewards(step, prompt, generator):
+        place = 3 * (step - 5) + prompt  # 0 to 5 in the last third
+        return torch.tensor([1.0, 0.0, 0.0, 0.0] if 0 <= place < live else [0.0] * 4, dtype=torch.float64)
+
+    write_run(tmp_path / "run", rewards=rewards)
+    found = shown(tmp_path / "run")["prompts that teach"]
+    assert found.state == state and found.headline == f"{live / 6:.0%} of groups"
+
+
+@pytest.mark.parametrize(("finished", "state"), [(0.95, "good"), (0.8, "watch"), (0.5, "act")])
+def test_truncation(finished, state, tmp_path):
+    found = logged(tmp_path / "run", [{"reward": 0.0, "finished": finished}] * 4)["truncated or clipped"]
+    assert found.state == state and found.headline == f"{1 - finished:.0%} truncated"
+    assert found.curve.raw[0] == pytest.approx(1 - finished)
+
+
+def test_names_of_another_trainer(tmp_path):
+    lines = [{"reward": 0.0, "completions/clipped_ratio": 0.4, "clip_ratio": 0.02}] * 3
+    found = logged(tmp_path / "run", lines)["truncated or clipped"]
+    assert found.state == "act" and "2.0% of the importance ratios were clipped" in found.sentence
+
+
+def test_what_a_run_lacks_is_not_known(tmp_path):
+    RunWriter.create(tmp_path / "run", CONFIG, environment={}).close()
+    assert {one.state for one in shown(tmp_path / "run").values()} == {"unknown"}
+
+
+def test_a_failed_self_check_withholds_the_signal(tmp_path):
+    write_run(tmp_path / "run", errors=dict.fromkeys(range(1, 7), 1.0))
+    found = shown(tmp_path / "run")["signal in a step"]
+    assert found.state == "unknown" and "self-check failed" in found.headline
+
+
+def test_what_a_step_needs_in_words():
+    assert _needs(Estimate(220.4, 110.0, 829.0), 64) == "needs 220 [110, 829] rollouts, you use 64"
+    assert _needs(Estimate(220.0, 110.0, math.inf), 64) == "needs at least 110 rollouts, you use 64"
+    assert _needs(Estimate(math.inf), 64) == "has no signal that 64 rollouts resolve"
+
+
+def test_the_gain_needs_two_evaluations():
+    assert paired_gain({"test": {1: {"a": 0.0}}}, "test") is None
+    gain = paired_gain({"test": {1: {"a": 0.0, "b": 1.0}, 5: {"a": 1.0, "c": 0.0}}}, "test")
+    assert gain is not None and gain.problems == 1 and gain.change.value == 1

@@ -1,0 +1,243 @@
+"""Groups of unequal size in training, the ledger of noise by hand, and decisions that can be computed again."""
+
+import math
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from scoregram.advantages import ESTIMATORS
+from scoregram.checks import ScoregramError
+from scoregram.policy import PolicyConfig, load_policy
+from scoregram.rollouts import Rollouts
+from scoregram.runs import open_run
+from scoregram.statistics import NoiseComponents
+from scoregram.tasks import Problem, load_task
+from scoregram.training.collect import collect, seeded_generator
+from scoregram.training.config import TrainConfig
+from scoregram.training.control import (
+    PRIOR_ROLLOUTS,
+    Controller,
+    GroupSizeControl,
+    NoiseLedger,
+    group_size_choices,
+    replayed_advice,
+)
+from scoregram.training.credit import advantages_of, credited_step, require_unequal_groups
+from scoregram.training.loop import train
+from scoregram.training.methods import METHODS
+from scoregram.training.update import Updater
+from tests.training_cases import JUDGE, config_for, save_policy, without_times
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> Path:
+    return save_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def loaded(policy) -> Any:
+    task = load_task("arithmetic:3", seed=0, reward=JUDGE)
+    return SimpleNamespace(task=task, policy=load_policy(PolicyConfig(model=str(policy), prompt="plain"), task))
+
+
+def drawn(loaded: Any, sizes: int | list[int]) -> Rollouts:
+    sampling = TrainConfig(max_new_tokens=6).sampling(6)
+    stream = seeded_generator(0, "rollouts", 1)
+    problems = loaded.task.train[:3]
+    return collect(loaded.policy, loaded.task, problems, group_size=sizes, sampling=sampling, generator=stream)
+
+
+def test_unequal_groups_are_sampled_in_order(loaded):
+    rollouts = drawn(loaded, [2, 6, 4])
+    assert rollouts.group_sizes == [2, 6, 4] and rollouts.group_size is None
+    starts = [tuple(ids[:n]) for ids, n in zip(rollouts.token_ids(), rollouts.prompt_lengths.tolist(), strict=True)]
+    assert [starts.count(start) for start in dict.fromkeys(starts)] == [2, 6, 4]
+    assert drawn(loaded, [4, 4, 4]).input_ids.equal(drawn(loaded, 4).input_ids)
+
+
+def test_a_step_of_unequal_groups_is_the_mean_of_the_prompts_gradients(loaded):
+    rollouts, model = drawn(loaded, [3, 5, 4]), loaded.policy.model
+    updater = Updater(model, METHODS["rloo"], 1.0, 6, 0, loaded.policy.computing, 0.0, "k3")
+    model.zero_grad()
+    step, _ = updater.first(1, rollouts, measure=True)
+    found = torch.cat([p.grad.flatten() for p in model.parameters()])
+    logits = model(rollouts.input_ids, attention_mask=rollouts.attention_mask.long()).logits.log_softmax(-1)
+    chosen = logits[:, :-1].gather(2, rollouts.input_ids[:, 1:, None]).squeeze(2)
+    each = (chosen * rollouts.completion_mask[:, 1:]).sum(1)  # log-probability of every completion
+    loss = torch.zeros(())
+    for start, size in ((0, 3), (3, 5), (8, 4)):
+        rewards = rollouts.rewards[start : start + size]
+        for place in range(size):
+            others = (rewards.sum() - rewards[place]) / (size - 1)
+            loss = loss - float(rewards[place] - others) * each[start + place] / (3 * size)
+    model.zero_grad()
+    loss.backward()
+    truth = torch.cat([p.grad.flatten() for p in model.parameters()])
+    model.zero_grad()
+    assert float(truth.norm()) > 0.01
+    torch.testing.assert_close(found, -found + 2 * truth, rtol=1e-4, atol=1e-5)
+    assert step.gram is not None
+    power = step.weights.double() @ step.gram.matrix @ step.weights.double()
+    assert math.sqrt(float(power)) == pytest.approx(float(truth.norm()), rel=1e-4)
+
+
+ALONE = [name for name, row in ESTIMATORS.items() if row.level == "group" and not row.couples_prompts]
+
+
+@pytest.mark.parametrize(
+    "estimator", [name for name in ALONE if set(ESTIMATORS[name].needs) <= {"lengths", "outcomes"}]
+)
+def test_advantages_of_unequal_groups_are_those_of_each_group_alone(estimator, loaded):
+    rollouts = drawn(loaded, [3, 5, 4])
+    together = rollouts.by_rollout(advantages_of(estimator, rollouts))
+    for group, here in enumerate(rollouts.group_slices()):
+        alone = advantages_of(estimator, rollouts.select(rollouts.group_ids == group))
+        torch.testing.assert_close(together[here], alone.flatten())
+
+
+def test_every_prompt_has_the_same_weight(loaded):
+    rollouts = drawn(loaded, [3, 5, 4])
+    step = credited_step(METHODS["reinforce"], 1, rollouts, length=6)
+    torch.testing.assert_close(step.weights, torch.tensor([1 / 9] * 3 + [1 / 15] * 5 + [1 / 12] * 4) * rollouts.rewards)
+
+
+# The ledger
+
+
+def test_the_ledger_shrinks_to_the_mean_and_forgets():
+    ledger = NoiseLedger()
+    assert ledger.predicted(["a", "b"]).tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    ledger.learn(["a", "b"], [8, 8], torch.tensor([[4.0, 0.0], [2.0, 2.0]]))
+    n = PRIOR_ROLLOUTS
+    expected = [(n * 2.0 + 8 * 4.0) / (n + 8), (n * 2.0 + 8 * 0.0) / (n + 8), 2.0]
+    torch.testing.assert_close(ledger.predicted(["a", "b", "new"])[0], torch.tensor(expected).double())
+    ledger.learn(["a"], [4], torch.tensor([[-100.0], [2.0]]))
+    mean = (0.95 * 32.0 - 400.0) / (0.95 * 16 + 4)
+    again = (n * mean + 0.5 * 32.0 - 400.0) / (n + 0.5 * 8 + 4)
+    assert again < 0 and ledger.predicted(["a"])[0].tolist() == [0.0]  # a negative prediction counts as no noise
+    ledger.learn(["a"], [8], torch.tensor([[200.0], [2.0]]))
+    total = (0.95 * (0.95 * 32 - 400) + 1600) / (0.95 * (0.95 * 16 + 4) + 8)
+    own = 0.5 * (0.5 * 32 - 400) + 1600, 0.5 * (0.5 * 8 + 4) + 8
+    assert float(ledger.predicted(["a"])[0]) == pytest.approx((n * total + own[0]) / (n + own[1]))
+
+
+def test_a_prompt_gets_from_half_to_twice_the_mean():
+    controller = Controller(TrainConfig(allocate="measured", batch_size=32, group_size=8))
+    problems = [Problem(name, name, "", {}) for name in "abcd"]
+    assert controller.rollouts_of(problems) == 8
+    controller.ledger.learn("abcd", [8] * 4, torch.tensor([[1000.0, 0.0, 0.0, 0.0]] * 2))
+    noise = [(8 * 250 + 8 * v) / 16 for v in (1000, 0, 0, 0)]  # shrunk to the mean of 250
+
+    def error(sizes: tuple[int, ...]) -> float:
+        return sum(v / r + v / (r * (r - 1)) for v, r in zip(noise, sizes, strict=True))
+
+    every = [sizes for sizes in product(range(4, 17), repeat=4) if sum(sizes) == 32]
+    assert error(tuple(controller.rollouts_of(problems))) == pytest.approx(min(map(error, every)))  # pyright: ignore[reportArgumentType]
+    controller.ledger.learn("abcd", [8] * 4, torch.tensor([[1e3, 1e3, -1e3, -1e3]] * 2))
+    sizes = controller.rollouts_of(problems)
+    assert isinstance(sizes, list) and sum(sizes) == 32 and min(sizes) == 4
+
+
+def test_the_choices_leave_two_whole_groups():
+    assert group_size_choices(16) == (4, 8) and group_size_choices(64) == (4, 8, 16, 32)
+
+
+def test_the_group_size_is_decided_every_ten_measured_steps():
+    control = GroupSizeControl((4, 8, 16, 32), 0, 8)
+    noise = NoiseComponents(1.0, 0.001, 1.0, 50.0)
+    decided = [step for step in range(1, 31) if control.learn(step, noise if step % 2 else None) is not None]
+    assert decided == [19] and control.group_size == 16
+
+
+# Whole runs
+
+
+RUN: dict[str, Any] = {
+    "method": "rloo",
+    "group_size": "auto",
+    "allocate": "measured",
+    "batch_size": 32,
+    "train_problems": 6,
+    "eval_every": 0,
+    "checkpoint_every": 11,
+    "rollouts_every": 0,
+    "measure_every": 2,
+    "layers": "none",
+}
+
+
+def test_a_controlled_run_keeps_its_budget_resumes_and_replays(policy, tmp_path):
+    config = config_for(policy, tmp_path / "whole", steps=22, **RUN)
+    train(config)
+    train(config_for(policy, tmp_path / "halves", steps=11, **RUN))
+    train(config_for(policy, tmp_path / "halves", steps=22, **RUN, resume=True))
+    whole, halves = (open_run(tmp_path / name) for name in ("whole", "halves"))
+    lines = list(whole.metrics())
+    assert without_times(lines) == without_times(list(halves.metrics()))
+    assert [line["rollouts"] for line in lines] == [32 * step for step in range(1, 23)]
+    sizes = [group.rewards.numel() for group in whole.groups()]
+    assert len(set(sizes)) > 1 and sum(sizes) == 11 * 32  # groups of every other step are stored
+    decided = [line for line in lines if "control/next_group_size" in line]
+    replayed = replayed_advice(config, lines)
+    assert [(line["step"], line["control/next_group_size"]) for line in decided] == [
+        (step, advice.recommended) for step, advice in replayed
+    ]
+    assert [line["step"] for line in decided] == [10, 20]
+    assert [line["control/error_ratio"] for line in decided] == [advice.error_ratio for _, advice in replayed]
+    used = {line["step"]: line["control/group_size"] for line in lines}
+    assert used[11] == decided[0]["control/next_group_size"]
+
+
+def test_a_run_by_success_learns_from_rewards_alone(policy, tmp_path):
+    changes = RUN | {"group_size": 8, "allocate": "success", "measure_every": 0}
+    train(config_for(policy, tmp_path / "run", steps=8, **changes))
+    unequal = [line for line in open_run(tmp_path / "run").metrics() if line["control/largest_group"] > 8]
+    assert unequal and all(8 > line["control/smallest_group"] >= 4 for line in unequal)
+    assert all(0 < line["control/error_of_uniform"] < 1 for line in unequal)
+
+
+def test_without_control_nothing_is_decided(policy, tmp_path):
+    train(config_for(policy, tmp_path / "run", steps=1))
+    assert not [name for line in open_run(tmp_path / "run").metrics() for name in line if name.startswith("control")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"group_size": "auto", "batch_size": 8}, "needs at least two groups of 8"),
+        ({"allocate": "measured", "between_prompts": False}, "needs the Gram between prompts"),
+        ({"allocate": "success", "micro_batch_size": 4}, "in one pass"),
+        ({"allocate": "measured", "method": "dapo"}, "samples each prompt once per step"),
+        ({"allocate": "measured", "method": "agro", "sampling_temperature": 0.5}, "rollouts of the policy itself"),
+        ({"train_problems": -1}, "must be finite and at least 0"),
+    ],
+)
+def test_settings_that_cannot_be_controlled_are_refused(changes, words, policy, tmp_path):
+    with pytest.raises(ScoregramError, match=words):
+        config_for(policy, tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"allocate": "measured", "method": "ppo"}, "one advantage per rollout"),
+        ({"allocate": "measured", "method": "awr"}, "linear in the advantages"),
+        ({"allocate": "success", "task": "calculator:3", "reward": None}, "needs a task of one turn"),
+        ({"train_problems": 100_000}, "training problems"),
+    ],
+)
+def test_methods_and_tasks_that_cannot_be_controlled_are_refused(changes, words, policy, tmp_path):
+    with pytest.raises(ScoregramError, match=words):
+        train(config_for(policy, tmp_path / "run", **changes))
+
+
+@pytest.mark.parametrize("method", ["rloo", "grpo", "dr-grpo", "opo", "optimal", "optimal-loo", "reinforce++", "gspo"])
+def test_methods_train_on_unequal_groups(method, policy, tmp_path):
+    require_unequal_groups(METHODS[method], "train --allocate")
+    changes = RUN | {"group_size": 8, "method": method, "inner_updates": 2}
+    train(config_for(policy, tmp_path / "run", steps=3, **changes))
+    assert any(g.rewards.numel() != 8 for g in open_run(tmp_path / "run").groups())
