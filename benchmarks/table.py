@@ -16,7 +16,8 @@ PAGE = HERE.parent / "docs" / "performance.md"
 def table(results: Path = HERE / "results") -> str:
     """The Gram with the training gradient at every size: time and peak memory relative to a plain step."""
     lines = [
-        "| machine | model | N | T | time / plain | time / chunked | busy / chunked | replayed / chunked | memory / plain |",
+        "| machine | model | N | T | time / plain | time / chunked | busy / chunked | replayed / chunked "
+        "| memory / plain |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for about, rows in records(results, "ratio"):

@@ -174,7 +174,7 @@ RUN = {
     "README.md": 2,
     "CONTRIBUTING.md": 1,
     "docs/environments.md": 1,
-    "docs/gram.md": 1,
+    "docs/gram.md": 2,
     "docs/scale.md": 1,
     "docs/training.md": 1,
     "docs/trl.md": 1,

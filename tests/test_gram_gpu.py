@@ -42,7 +42,7 @@ def test_gram_and_sums_match_float64(count, groups, width, vectors):
         out = torch.full((vectors, width), torch.nan, device="cuda", dtype=out_dtype) if vectors else None
         contractor = contract.Contractor(count, groups, weights)
         contractor.contract(rows, out, owner=7)
-        gram = contractor.grams({7: 0}, 1)[0]
+        gram = contractor.grams({7: 0}, 1)[0].cpu()  # Grams stay on the device
         size = count // groups
         exact = (rows.double() @ rows.double().T).cpu()
         for group in range(groups):
@@ -75,7 +75,7 @@ def test_weights_in_a_slab_keep_apart(count, out_dtype, monkeypatch):
             receive=lambda sums, owner=owner: received.update({owner: sums}),
         )
     contractor.flush()
-    grams = contractor.grams({owner: owner for owner in expected}, len(shapes))[:, 0]
+    grams = contractor.grams({owner: owner for owner in expected}, len(shapes))[:, 0].cpu()
     for owner, rows in expected.items():
         exact, sums = (rows @ rows.T).cpu(), weights.double() @ rows
         assert float((grams[owner] - exact).norm() / exact.norm()) < 5e-5

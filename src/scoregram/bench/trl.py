@@ -99,7 +99,7 @@ def run_trl_bench(
     group_size: int = 8,
     micro_batch_size: int = 8,
     tokens: int = 128,
-    ways: Sequence[str] = TRL_WAYS,
+    ways: Sequence[str] = TRL_WAYS[:4],
     modes: Sequence[str] = _MODES,
     checkpointing: Sequence[bool] = (False, True),
     repeats: int = 5,
@@ -123,6 +123,8 @@ def run_trl_bench(
         requirement = "must be less than --rollouts to accumulate"
         fail(f"{_CALLER} --micro-batch-size", requirement, rollouts, "Choose a smaller number.")
     place = bench_device(device, caller=_CALLER)
+    if place.type == "cpu" and (replayed := [way for way in ways if way.endswith("replayed")]):
+        fail(f"{_CALLER} --ways", "CUDA graphs need a GPU", replayed[0], "Leave it out, or pass --device cuda.")
     require_trl(_CALLER)
     job = TrlJob(shape, rollouts, group_size, micro_batch_size, tokens, repeats, place.type)
     conditions, load_before = comparison_conditions(), os.getloadavg()
@@ -161,6 +163,8 @@ def timed_steps(job: TrlJob, way: str, mode: str, checkpointing: bool) -> TrlRow
         asked: dict[str, Any] = {"fused": way != "separate", "cuda_graphs": way.endswith("replayed")}
         attached = attach(trainer, every=2, mode="scores" if mode == "scores" else "loss", **asked)
         trainer.train()
+    if way.endswith("replayed") and not attached.has_replays:
+        fail(_CALLER, f"{way} needs CUDA graphs", attached.not_replayed, "Leave it out of --ways.")
     if attached.failures:
         fail(_CALLER, "every measurement must succeed", attached.failures[0], "This is a bug; please report it.")
     warm = {step: seconds for step, seconds in steps.items() if step > warmup}

@@ -140,15 +140,8 @@ class RecordedPass:
         )
         stream = torch.cuda.current_stream()
         capture = torch.cuda.graph(self._graphs[-1], pool=self._pool, stream=stream, capture_error_mode="thread_local")
-        static = self.inputs.batch.static
-        assert static is not None
-        with Undo() as undo, undo, uncached:
-            if not static.padded:
-                # transformers builds a full attention mask while a graph is captured, because it cannot look for
-                # padding then, and the attention takes slower kernels. There is no padding to look for.
-                undo.set_attribute(torch.cuda, "is_current_stream_capturing", lambda: False)
-            with random_generator_kept(stream.device), capture:
-                return run()
+        with uncached, random_generator_kept(stream.device), capture:
+            return run()
 
     def forward(self, inputs: GraphInputs) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of a deferred pass over other rollouts of this shape."""

@@ -251,6 +251,22 @@ class Attachment:
         return None if reason is None else f"{reason}; steps are measured in a separate pass"
 
     @property
+    def has_replays(self) -> bool:
+        """Whether a fused pass was recorded as a CUDA graph."""
+        return self._fused.graphs is not None and bool(self._fused.graphs.recorded)
+
+    @property
+    def not_replayed(self) -> str | None:
+        """Why fused passes are not replayed from CUDA graphs; None if they may be."""
+        if not self.settings.cuda_graphs:
+            return "attach was called without cuda_graphs=True"
+        if self._fused.graphs is None:
+            return self.not_fused or "no step was fused yet"
+        if self.trainer.accelerator.device.type != "cuda":
+            return "the trainer is not on a GPU"
+        return self._fused.graphs.reason
+
+    @property
     def trust(self) -> Trust:
         """How far the measured numbers can be trusted: how many self-checks passed, and the worst error."""
         third = range(self.readings[-1].step * 2 // 3 + 1, self.readings[-1].step + 1) if self.readings else range(0)
