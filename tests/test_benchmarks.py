@@ -68,7 +68,7 @@ def test_a_size_that_leaves_nothing_to_measure_is_named(option, value):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["performance", "training", "sampling", "preset"])
+@pytest.mark.parametrize("name", ["performance", "trl", "training", "sampling", "preset"])
 def test_the_page_on_performance_shows_the_recorded_tables(name):
     spec = importlib.util.spec_from_file_location("table", ROOT / "benchmarks" / "table.py")
     assert spec is not None and spec.loader is not None
