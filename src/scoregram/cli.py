@@ -218,6 +218,25 @@ class Report:
 
 
 @dataclass(frozen=True)
+class View:
+    """Serve a local page over run folders: a list of runs, each followed while it trains. It reads and never writes."""
+
+    folder: tyro.conf.Positional[Path] = Path("runs")
+    """Folder that holds run folders, or one run folder."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Every other than the default lets other machines read your runs."""
+    port: int = 8642
+    """Port to listen on."""
+
+    def run(self) -> int:
+        """Serve until interrupted."""
+        from scoregram.report import serve_runs
+
+        serve_runs(self.folder, host=self.host, port=self.port)
+        return 0
+
+
+@dataclass(frozen=True)
 class WhatIf:
     """Replay other estimators on the stored Grams of a run: their noise, their direction and their spectrum."""
 
@@ -271,6 +290,7 @@ Command = (
     | Annotated[Replicate, tyro.conf.subcommand("replicate")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[View, tyro.conf.subcommand("view")]
     | Annotated[Version, tyro.conf.subcommand("version")]
 )
 
