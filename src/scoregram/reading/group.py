@@ -124,7 +124,8 @@ def outcomes_of(rewards: Rewards) -> list[Outcome]:
         "tied": outcomes.tied,
         "unjudged": outcomes.unjudged,
     }
-    return [next(name for name, mask in masks.items() if bool(mask[group])) for group in range(len(rewards))]
+    rows = zip(*(mask.tolist() for mask in masks.values()), strict=True)
+    return [next(name for name, is_so in zip(masks, row, strict=True) if is_so) for row in rows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,6 +204,18 @@ class StoredGroup:
             return math.nan, math.nan
         least, most = effective_rank(energies.sqrt()).tolist()
         return least, most
+
+
+def with_outcomes(groups: Sequence[StoredGroup]) -> Sequence[StoredGroup]:
+    """The same groups, with all outcomes computed at once: one at a time takes most of the reading of a long run."""
+    by_size: dict[int, list[StoredGroup]] = {}
+    for group in groups:
+        by_size.setdefault(group.size, []).append(group)
+    for several in by_size.values():
+        rewards = torch.stack([group.record.rewards for group in several]).double()
+        for group, outcome in zip(several, outcomes_of(rewards), strict=True):
+            group.__dict__["outcome"] = outcome  # where `cached_property` keeps it
+    return groups
 
 
 def mean_over_groups(readings: Sequence[Mapping[str, float]], *, rows: Rows = "scores") -> dict[str, float]:

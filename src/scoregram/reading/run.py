@@ -18,7 +18,7 @@ import torch
 from scoregram.bootstrap import mean_estimate
 from scoregram.checks import fail, listed
 from scoregram.exhibits import Estimate
-from scoregram.reading.group import StoredGroup
+from scoregram.reading.group import StoredGroup, with_outcomes
 from scoregram.reading.noise import RunNoise, last_measured_lines, run_noise
 from scoregram.reading.replay import ReplayedRun, replay_groups
 from scoregram.reading.step import block_scalars
@@ -258,7 +258,7 @@ def read_run(run: Run | Path | str) -> RunReading:
         config=run.config,
         notes=run.notes,
         lines=run.metrics(),
-        groups=[StoredGroup(record) for record in trained],
+        groups=with_outcomes([StoredGroup(record) for record in trained]),
         tests=evaluation_rewards(tests),
         remarks=run.remarks,
         folder=run,
