@@ -70,6 +70,7 @@ class Train(TrainConfig):  # noqa: D101
         """Train, and print the run folder and the last step."""
         from scoregram.training import train
 
+        print(f"Follow it in a browser: scoregram view {self.out}", file=sys.stderr)
         trained = train(self)
         budget = f", {trained.rollouts} of {self.rollouts} rollouts" if self.rollouts else f" of {self.steps}"
         print(f"{trained.folder}: step {trained.step}{budget}")

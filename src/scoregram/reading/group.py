@@ -14,11 +14,9 @@ from scoregram.runs import GroupRecord, Rows
 from scoregram.spectra import (
     MEASURED_RTOL,
     SPECTRUM_METRICS,
-    concentrated_energies,
-    effective_rank,
+    effective_rank_bounds,
     mean_pairwise_cosine,
     singular_values,
-    spread_energies,
 )
 from scoregram.statistics import group_outcomes, update_coherence, update_norm
 from scoregram.types import GramMatrix, GroupAdvantages, GroupRewards, Rewards
@@ -197,13 +195,10 @@ class StoredGroup:
         reading, rows = self.reading, self.nonzero_rows
         if reading is None or math.isnan(reading.top1_fraction) or not rows or reading.numerical_rank > rows:
             return math.nan, math.nan  # the stored metrics belong to other weights than the advantages
-        top1 = reading.top1_fraction
         try:
-            energies = torch.stack([concentrated_energies(top1, rows), spread_energies(top1, rows)])
+            return effective_rank_bounds(reading.top1_fraction, rows)
         except ScoregramError:  # the stored statistics do not match the stored advantages
             return math.nan, math.nan
-        least, most = effective_rank(energies.sqrt()).tolist()
-        return least, most
 
 
 def with_outcomes(groups: Sequence[StoredGroup]) -> Sequence[StoredGroup]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from scoregram.bootstrap import mean_estimate
+from scoregram.bootstrap import mean_of_many
 from scoregram.checks import ScoregramError
 from scoregram.exhibits import Estimate, Figure, Role, Series, Table
 from scoregram.reading import (
@@ -405,6 +405,6 @@ def _by_right(live: Sequence[StoredGroup]) -> Iterator[Series]:
 
 
 def _with_intervals(name: str, x: tuple[float, ...], values: Sequence[Sequence[float]], role: Role) -> Series:
-    made: list[Estimate] = [mean_estimate(part) for part in values]
+    made: list[Estimate] = [mean_of_many(part) for part in values]
     y, low, high = (tuple(getattr(one, field) for one in made) for field in ("value", "low", "high"))
     return Series(name, x, y, low, high) if role == "measured" else Series(name, x, y, role=role)
