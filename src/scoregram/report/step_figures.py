@@ -26,7 +26,7 @@ from scoregram.spectra import orthogonal_effective_rank
 
 MOST_LAYER_STEPS = 20
 """Steps whose per-layer Grams are read: they are the largest part of a run."""
-MOST_REPLAYED = 1000
+MOST_REPLAYED = 150
 """Groups of the last third on which other estimators are replayed, evenly spaced if there are more."""
 FAILED = "self-check failed"
 """Suffix, in the name of a series, for steps whose self-check failed."""
