@@ -1,5 +1,6 @@
 """Fixtures and settings for the whole suite."""
 
+import gc
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -17,6 +18,12 @@ if find_spec("hypothesis"):  # a machine with a GPU may lack it, see gpu.py
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 shape_checks.install()
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from walking over the collected tests, which live until the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

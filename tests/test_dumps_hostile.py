@@ -208,16 +208,26 @@ def attack(name: str, policy: Policy, folder: Path, count: int, *, measure_every
     return outcomes
 
 
+FEW, MANY = 48, 400
+"""Hostile inputs of each format, in `make test` and more in `make test-all`."""
+
+
+def test_the_page_says_how_many_hostile_inputs_are_tried():
+    page = (Path(__file__).parent.parent / "docs" / "trust.md").read_text(encoding="utf-8")
+    formats = {9: "nine", 10: "ten", 11: "eleven"}[len(FORMATS)]
+    assert f"{FEW * len(FORMATS):,} inputs in {formats} formats, {MANY * len(FORMATS):,} more" in page
+
+
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_hostile_inputs_are_measured_or_refused(name, policy, tmp_path):
-    outcomes = attack(name, policy, tmp_path, count=48, measure_every=6)
-    assert outcomes["read"] > 0 and outcomes["measured"] > 0 and sum(outcomes.values()) == 48
+    outcomes = attack(name, policy, tmp_path, count=FEW, measure_every=6)
+    assert outcomes["read"] > 0 and outcomes["measured"] > 0 and sum(outcomes.values()) == FEW
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_many_hostile_inputs_are_measured_or_refused(name, policy, tmp_path):
-    assert sum(attack(name, policy, tmp_path, count=400, measure_every=25, seed=2).values()) == 400
+    assert sum(attack(name, policy, tmp_path, count=MANY, measure_every=25, seed=2).values()) == MANY
 
 
 def good_lines(count: int = 4) -> list[dict[str, Any]]:

@@ -65,6 +65,7 @@ def test_the_page_announces_number_and_key_of_the_signed_record():
     assert not [path for path in ROOT.rglob("*.pem") if ".venv" not in path.parts], "no private key is committed"
 
 
+@pytest.mark.slow  # runs in `make test-results`
 def test_the_snippet_of_the_page_redoes_table_1(monkeypatch, capsys):
     page = (ROOT / "docs/replication.md").read_text(encoding="utf-8")
     code = page.split("Table 1 needs nothing but numpy and pyarrow.")[1].split("```python\n")[1].split("```")[0]
