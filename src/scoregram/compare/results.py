@@ -17,7 +17,7 @@ from scoregram.runs import CONFIG_FILE, open_run
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankedOutcome:
     """What methods are ranked by: a number from the reward of the greedy rollout of each test problem."""
 
     name: str
@@ -35,8 +35,8 @@ class Outcome:
         return float(reward >= 1) if self is ACCURACY else reward
 
 
-ACCURACY = Outcome("accuracy", "accuracy", 100.0, "points", (0.0, 1.0))
-MEAN_RETURN = Outcome("mean return", "reward", 1.0, "return", (-math.inf, math.inf))
+ACCURACY = RankedOutcome("accuracy", "accuracy", 100.0, "points", (0.0, 1.0))
+MEAN_RETURN = RankedOutcome("mean return", "reward", 1.0, "return", (-math.inf, math.inf))
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class RunResult:
     seed: int
     run: RunReading
 
-    def evaluations(self, outcome: Outcome = ACCURACY) -> list[tuple[int, float]]:
+    def evaluations(self, outcome: RankedOutcome = ACCURACY) -> list[tuple[int, float]]:
         """Rollouts sampled before each evaluation, and the mean outcome of the test problems."""
         name = f"eval/{outcome.scalar}"
         lines = [line for line in self.run.lines if name in line and "rollouts" in line]
@@ -67,7 +67,7 @@ class RunResult:
         """Wall time of all steps and evaluations."""
         return sum(float(line.get("time/step", 0)) + float(line.get("time/eval", 0)) for line in self.run.lines)
 
-    def outcomes(self, split: str = "", outcome: Outcome = ACCURACY) -> dict[str, float]:
+    def outcomes(self, split: str = "", outcome: RankedOutcome = ACCURACY) -> dict[str, float]:
         """Problem → outcome of its greedy rollout at the last evaluation; problems without one are left out."""
         by_step = self.run.tests.get(split_kinds(split)[1], {})
         last = by_step[max(by_step)] if by_step else {}
@@ -81,11 +81,11 @@ class RunResult:
         rewards = [reward for kind in kinds for by in self.run.tests[kind].values() for reward in by.values()]
         return any(reward not in (0.0, 1.0) and not math.isnan(reward) for reward in rewards)
 
-    def outcome_at(self, rollouts: Sequence[float], outcome: Outcome = ACCURACY) -> np.ndarray:
+    def outcome_at(self, rollouts: Sequence[float], outcome: RankedOutcome = ACCURACY) -> np.ndarray:
         """Mean outcome at these numbers of rollouts, on straight lines between evaluations."""
         return np.interp(rollouts, *np.array(self.evaluations(outcome), dtype=np.float64).T)
 
-    def rollouts_to(self, level: float, outcome: Outcome = ACCURACY) -> float:
+    def rollouts_to(self, level: float, outcome: RankedOutcome = ACCURACY) -> float:
         """Rollouts at which a mean outcome was first reached, on straight lines between evaluations; `inf` if never."""
         before = (0, -math.inf)
         for now in self.evaluations(outcome):
@@ -104,12 +104,14 @@ class MethodResult:
     runs: Sequence[RunResult]
     batch_size: int
 
-    def outcome_rows(self, split: str, outcome: Outcome, seeds: Sequence[int], problems: Sequence[str]) -> np.ndarray:
+    def outcome_rows(
+        self, split: str, outcome: RankedOutcome, seeds: Sequence[int], problems: Sequence[str]
+    ) -> np.ndarray:
         """`(seeds, problems)`: outcome of the last greedy rollout."""
         by_seed = {run.seed: run.outcomes(split, outcome) for run in self.runs}
         return np.array([[by_seed[seed][name] for name in problems] for seed in seeds])
 
-    def final(self, split: str = "", outcome: Outcome = ACCURACY) -> Estimate:
+    def final(self, split: str = "", outcome: RankedOutcome = ACCURACY) -> Estimate:
         """Mean outcome after the last step, over seeds and problems; the interval is cut off at the outcome's ends."""
         tested = {run.seed: run.outcomes(split, outcome) for run in self.runs if run.outcomes(split, outcome)}
         if not tested:
@@ -119,7 +121,7 @@ class MethodResult:
         low, high = (float(np.clip(end, *outcome.ends)) for end in (found.low, found.high))
         return Estimate(found.value, low, high)
 
-    def gain_over(self, other: "MethodResult", split: str = "", outcome: Outcome = ACCURACY) -> Estimate:
+    def gain_over(self, other: "MethodResult", split: str = "", outcome: RankedOutcome = ACCURACY) -> Estimate:
         """Mean outcome minus that of another method, on the same seeds and problems."""
         mine, theirs = ({run.seed: run.outcomes(split, outcome) for run in one.runs} for one in (self, other))
         seeds = [seed for seed in mine if mine[seed] and theirs.get(seed)]
@@ -129,7 +131,7 @@ class MethodResult:
         rows = [one.outcome_rows(split, outcome, seeds, problems) for one in (self, other)]
         return mean_over_problems(rows[0] - rows[1])
 
-    def rollouts_to(self, level: float, outcome: Outcome = ACCURACY) -> Cell:
+    def rollouts_to(self, level: float, outcome: RankedOutcome = ACCURACY) -> Cell:
         """Mean over seeds of the rollouts to reach a level; if some seeds never reached it, how many did."""
         needed = [run.rollouts_to(level, outcome) for run in self.runs if run.evaluations(outcome)]
         reached = [value for value in needed if math.isfinite(value)]
@@ -184,13 +186,13 @@ class MethodComparison:
         return [part[1] for part in parts if len(part) == 3 and part[0] == "eval" and part[2] == "accuracy"]
 
     @cached_property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> RankedOutcome:
         """The accuracy if every reward of an evaluation is 0 or 1, otherwise the mean return."""
         return MEAN_RETURN if any(run.is_graded for method in self.methods for run in method.runs) else ACCURACY
 
     @cached_property
     def target(self) -> float:
-        """Outcome for the column `rollouts to …`."""
+        """RankedOutcome for the column `rollouts to …`."""
         stated = self.setting.get("target")
         return float(stated) if stated is not None else self.methods[0].final(outcome=self.outcome).value
 

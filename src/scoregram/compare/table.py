@@ -11,7 +11,14 @@ from typing import Any
 
 from scoregram.checks import fail
 from scoregram.compare.intervals import mean_over_seeds, verdict
-from scoregram.compare.results import ACCURACY, MethodComparison, MethodResult, Outcome, read_comparison, read_json
+from scoregram.compare.results import (
+    ACCURACY,
+    MethodComparison,
+    MethodResult,
+    RankedOutcome,
+    read_comparison,
+    read_json,
+)
 from scoregram.exhibits import Cell, Estimate, Figure, Series, Table, cell_text, to_plain
 from scoregram.report import Section, write_page
 from scoregram.runs import REPORT, disk_errors, write_atomically
@@ -144,12 +151,12 @@ def accuracy_table(comparison: MethodComparison) -> Table:
     )
 
 
-def final_column(split: str, outcome: Outcome) -> Callable[[MethodResult], Cell]:
+def final_column(split: str, outcome: RankedOutcome) -> Callable[[MethodResult], Cell]:
     """The column with the outcome after the last step, on the test problems or on a held-out split."""
     return lambda method: scaled(method.final(split, outcome), outcome)
 
 
-def gain_column(first: MethodResult, outcome: Outcome) -> Callable[[MethodResult], Cell]:
+def gain_column(first: MethodResult, outcome: RankedOutcome) -> Callable[[MethodResult], Cell]:
     """The column with the difference to the first method, whose own cell is empty."""
     return lambda method: None if method is first else scaled(method.gain_over(first, outcome=outcome), outcome)
 
@@ -215,7 +222,7 @@ def accuracy_figure(comparison: MethodComparison) -> Figure:
     )
 
 
-def scaled(estimate: Estimate, outcome: Outcome) -> Estimate:
+def scaled(estimate: Estimate, outcome: RankedOutcome) -> Estimate:
     """An estimate as tables show it: accuracies in percent, returns as they are."""
     return Estimate(*(outcome.scale * value for value in (estimate.value, estimate.low, estimate.high)))
 
