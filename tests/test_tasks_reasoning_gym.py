@@ -42,7 +42,7 @@ def test_problems_are_the_library_s_and_repeatable():
 
 @needs_library
 def test_seeds_share_the_test_problems_and_no_training_problems():
-    """The library's problem `i` of seed `s + 1` is its problem `i + 1` of seed `s`; a seed here is more than a shift."""
+    """The library's problem `i` of seed `s + 1` is its problem `i + 1` of seed `s`; a seed here is no such shift."""
     first, second = (load_task("reasoning-gym:chain_sum", seed=seed) for seed in (3, 4))
     assert list(first.test) == list(second.test)
     trained = [{problem.prompt for problem in task.train[:300]} for task in (first, second)]

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,12 @@ SHOWN_FILLER = ("filler share of credit", "filler share of push", "filler tokens
 class PackedRun(RunReading):
     """A run whose groups were packed into their mean rank and its null."""
 
-    rank_means: tuple[float, float] = (math.nan, math.nan)
+    packed_rank: tuple[float, float] = (math.nan, math.nan)
+
+    @cached_property
+    def rank_means(self) -> tuple[float, float]:
+        """Mean rank and mean null, as packed."""
+        return self.packed_rank
 
 
 @cache
@@ -63,13 +68,13 @@ def known(value: float | None) -> float:
 def packed_run(record: Mapping[str, Any]) -> RunResult:
     """A record as the run that `scoregram compare` would read."""
     lines = [{name: known(value) for name, value in line.items()} for line in record["lines"]]
-    last = lines[-1]["step"]
+    last = int(lines[-1]["step"])
     tests = {
         kind: {last: dict(zip(found["problems"], map(known, found["rewards"]), strict=True))}
         for kind, found in record["tests"].items()
     }
     rank, null = map(known, record["rank"])
-    run = PackedRun(record["settings"], (), lines, [], tests=tests, rank_means=(rank, null))
+    run = PackedRun(record["settings"], (), lines, [], tests=tests, packed_rank=(rank, null))
     return RunResult(record["seed"], run)
 
 
