@@ -5,7 +5,7 @@ import io
 import json
 import math
 import shutil
-from dataclasses import fields
+from dataclasses import fields, replace
 from io import StringIO
 from itertools import product
 from pathlib import Path
@@ -24,10 +24,17 @@ from scoregram.compare import CompareConfig, compare_methods, is_comparison, wri
 from scoregram.compare import cells as cells_module
 from scoregram.compare.config import method_choice
 from scoregram.compare.intervals import mean_over_problems, mean_over_seeds, ratio_over_seeds, verdict
-from scoregram.compare.results import MethodComparison, MethodResult, RunResult
-from scoregram.compare.table import accuracy_table, csv_text, markdown_text, update_table, verdict_sentence
+from scoregram.compare.results import MEAN_RETURN, MethodComparison, MethodResult, RunResult
+from scoregram.compare.table import (
+    accuracy_figure,
+    accuracy_table,
+    csv_text,
+    markdown_text,
+    update_table,
+    verdict_sentence,
+)
 from scoregram.exhibits import Estimate, Table, from_plain
-from scoregram.reading import GREEDY_TEST, RunReading
+from scoregram.reading import GREEDY_TEST, RunReading, read_run
 from scoregram.runs import open_run
 from scoregram.statistics import update_power
 from scoregram.training import TrainConfig, Trained
@@ -84,6 +91,7 @@ def test_options_are_read_as_on_the_command_line():
         "push": False,
         "estimator": "rloo",
     }
+    assert method_choice("grpo:reward=my:chance:beta=0.1").options == {"reward": "my:chance", "beta": 0.1}
     assert "/" not in method_choice("grpo:reward=a").folder and ":" not in chosen.folder
 
 
@@ -190,7 +198,62 @@ def test_the_accuracy_table_by_hand():
 def test_rollouts_to_an_accuracy_lie_between_evaluations():
     run = run_of(0, [1], [0.2, 0.4, 0.8])
     assert run.rollouts_to(0.6) == pytest.approx(120) and run.rollouts_to(0.1) == 0 and run.rollouts_to(0.9) == math.inf
-    assert run.accuracy_at([40.0, 120.0]).tolist() == pytest.approx([0.3, 0.6])
+    assert run.outcome_at([40.0, 120.0]).tolist() == pytest.approx([0.3, 0.6])
+
+
+def returns_by_hand() -> MethodComparison:
+    """Two methods on a game whose returns are never 1: 0.25 and -0.5 against 0.5 and 0.25 on two problems."""
+
+    def run(seed: int, rewards: list[float]) -> RunResult:
+        lines: list[dict[str, Any]] = [
+            {"step": step, "rollouts": 80 * step, "eval/accuracy": 0.0, "eval/reward": value, "reward": 0.0}
+            for step, value in enumerate([-0.25, 0.0, sum(rewards) / 2])
+        ]
+        tests = {GREEDY_TEST: {2: {f"p{place}": reward for place, reward in enumerate(rewards)}}}
+        return RunResult(seed, RunReading(config={}, notes=(), lines=lines, groups=[], tests=tests))
+
+    rows = {"first": [0.25, -0.5], "second": [0.5, 0.25]}
+    setting = {"task": "game", "rollouts": 160, "every_rollouts": 80, "batch_size": 80, "seeds": 3, "target": 0.125}
+    return MethodComparison(
+        setting, [MethodResult(name, [run(seed, rewards) for seed in range(3)], 80) for name, rewards in rows.items()]
+    )
+
+
+def test_returns_that_are_never_1_rank_methods_by_their_mean():
+    comparison = returns_by_hand()
+    table = accuracy_table(comparison)
+    assert "accuracies in %" in table.caption and table.title.startswith("Mean return after 160 rollouts on game")
+    assert [cell.value for cell in column(table, "mean return")] == [-0.125, 0.375]
+    assert column(table, "return over first")[1].value == 0.5  # (0.25 + 0.75) / 2
+    assert [cell.value for cell in column(table, "accuracy")] == [0, 0]
+    first, second = column(table, "rollouts to 0.125")
+    assert first == "0 of 3 seeds" and second.value == pytest.approx(80 + 80 / 3)  # from 0 to 0.375, a third of the way
+    assert "second (+0.500 return)" in verdict_sentence(comparison)
+    assert accuracy_figure(comparison).series[1].y == (-0.25, 0.0, 0.375)
+
+
+def test_a_problem_without_a_reward_counts_as_wrong_and_has_no_return():
+    run = returns_by_hand().methods[0].runs[0]
+    lost = RunResult(0, replace(run.run, tests={GREEDY_TEST: {2: {"a": math.nan, "b": 1.0}}}))
+    assert lost.outcomes() == {"a": 0.0, "b": 1.0} and not lost.is_graded
+    assert lost.outcomes(outcome=MEAN_RETURN) == {"b": 1.0}
+
+
+def test_the_update_columns_and_the_summary_of_a_run_have_the_same_steps(made):
+    """The last third: what a step before it measured changes no column."""
+    path = next(iter(sorted(made.rglob("grpo/seed-0/config.yaml")))).parent
+    run = read_run(open_run(path))
+    summary = run.summary
+    assert run.rank_means == (summary.effective_rank.value, summary.effective_rank_null.value)
+    early = run.last_third.start - 1
+    assert early >= 1
+    strange = {"gram/update_signal": 1e9, "gram/update_noise": 1e9}
+    lines = [
+        {**line, "credit/correlation": line["step"], **(strange if line["step"] == early else {})} for line in run.lines
+    ]
+    changed = replace(run, lines=lines)
+    assert changed.update_power == run.update_power and not math.isnan(run.update_power.noise)
+    assert MethodResult("one", [RunResult(0, changed)], 12).mean("credit/correlation").value == np.mean(run.last_third)
 
 
 def test_the_update_table_by_hand():

@@ -18,6 +18,7 @@ from scoregram import Rollouts, cli
 from scoregram.errors import ScoregramError
 from scoregram.gram import measure_gram
 from scoregram.objectives import OBJECTIVES
+from scoregram.tasks.table import TASKS, TaskRow
 from scoregram.training.loop import train
 from scoregram.training.methods import METHODS, Method
 from tests.cases import build, rollouts
@@ -172,7 +173,7 @@ NOT_RUN = {
 """Snippets of a page that no test below runs."""
 RUN = {
     "README.md": 2,
-    "CONTRIBUTING.md": 1,
+    "CONTRIBUTING.md": 2,
     "docs/environments.md": 1,
     "docs/gram.md": 2,
     "docs/scale.md": 1,
@@ -194,6 +195,12 @@ def test_every_snippet_is_listed_and_parses():
 def test_the_row_of_a_new_training_method_is_one():
     (row,) = eval(f"{{{snippets('CONTRIBUTING.md')[0]}}}", {"Method": Method}).items()
     assert row[0] not in METHODS and row[1].objective in OBJECTIVES and row[1].about
+
+
+def test_the_row_of_a_new_task_is_one():
+    names = {"TaskRow": TaskRow, "guess": lambda argument, seed: None}
+    (row,) = eval(f"{{{snippets('CONTRIBUTING.md')[1]}}}", names).items()
+    assert row[0] not in TASKS and row[1].load is names["guess"] and row[1].about
 
 
 def test_the_environment_of_the_page_trains(tmp_path, monkeypatch):

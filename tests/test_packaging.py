@@ -15,15 +15,21 @@ EXTRAS = {
     "bench": ("bench",),
     "integrations": ("trl",),
     "policy": ("peft",),
-    "report": ("report",),
+    "report": ("report", "view"),
     "studies": ("report", "sign"),
     "tasks": ("data", "math", "reasoning-gym"),
     "training": ("peft", "trackers"),
 }
 """Extras whose packages a room may import; every other room works with the package alone."""
 IMPORTED_AS = {"pyyaml": "yaml"}
-HOSTS = {"integrations": {"verl", "skyrl", "prime_rl"}, "policy": {"triton", "vllm"}, "gram": {"triton"}}
-"""Packages that no extra installs: frameworks that import scoregram, triton (part of torch on a GPU) and vllm."""
+HOSTS = {
+    "gram": {"triton"},
+    "integrations": {"verl", "skyrl", "prime_rl"},
+    "policy": {"triton", "vllm"},
+    "reading": {"pandas"},
+}
+"""Packages that no extra installs: frameworks that import scoregram, triton (part of torch on a GPU), vllm, and pandas,
+which `to_pandas` asks for in one sentence."""
 
 
 def installed_by(extra: str | None) -> set[str]:

@@ -13,7 +13,7 @@ from scoregram import __version__
 from scoregram.checks import ScoregramError
 from scoregram.exhibits import Estimate, Figure, Series, Table
 from scoregram.report import Section, write_page
-from scoregram.report.page import page
+from scoregram.report.page import page, templates
 from tests.report_cases import Page
 
 pytest.importorskip("plotly")
@@ -137,3 +137,11 @@ def test_a_page_without_figures_needs_no_plotly(monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly", None)
     text = page(title="t", lead="l", sections=[Section("s", "", (TABLE,))])
     assert len(text) < 20_000 and not Page(text).named("script")
+
+
+def test_every_template_of_the_package_can_be_parsed():
+    found = templates().list_templates()
+    assert {"base.html", "macros.html", "run.html", "runs.html", "sections.html", "glass.html"} <= set(found)
+    for name in found:
+        templates().get_template(name)
+    assert templates().autoescape is True

@@ -35,10 +35,18 @@ def test_problems_are_the_library_s_and_repeatable():
     import reasoning_gym  # pyright: ignore[reportMissingImports]
 
     task, again = load_task("reasoning-gym:chain_sum", seed=3), load_task("reasoning-gym:chain_sum", seed=3)
-    entry = reasoning_gym.create_dataset("chain_sum", seed=3, size=1)[0]
+    entry = reasoning_gym.create_dataset("chain_sum", seed=0, size=1)[0]
     assert (task.test[0].prompt, task.test[0].answer) == (entry["question"], entry["answer"])
     assert [*task.train[:5]] == [*again.train[:5]] and task.test[0] == again.test[0]
-    assert load_task("reasoning-gym:chain_sum", seed=4).test[0] != task.test[0]
+
+
+@needs_library
+def test_seeds_share_the_test_problems_and_no_training_problems():
+    """The library's problem `i` of seed `s + 1` is its problem `i + 1` of seed `s`; a seed here is no such shift."""
+    first, second = (load_task("reasoning-gym:chain_sum", seed=seed) for seed in (3, 4))
+    assert list(first.test) == list(second.test)
+    trained = [{problem.prompt for problem in task.train[:300]} for task in (first, second)]
+    assert len(trained[0] & trained[1]) < 3  # of 300: short sums may repeat by chance
 
 
 @needs_library

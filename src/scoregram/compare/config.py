@@ -60,7 +60,8 @@ class CompareConfig(TrainConfig):
     jobs: int = 0
     """Runs at a time, one process each; they share the memory of a GPU. 0: one per core, or one on a GPU."""
     target: float | None = None
-    """Accuracy for the column `rollouts to …`; the final accuracy of the first method if not given."""
+    """Accuracy (mean return, if rewards are not 0 or 1) for the column `rollouts to …`; that of the first method after
+    its last step if not given."""
 
     out: Path = Path("runs/compare")
     """Folder of the comparison."""
@@ -129,7 +130,8 @@ def method_choice(text: str) -> MethodChoice:
         >>> method_choice("grpo:learning_rate=3e-4:segments=even").options
         {'learning_rate': 0.0003, 'segments': 'even'}
     """
-    name, *pairs = text.split(":")
+    name, _, rest = text.partition(":")
+    pairs = re.split(r":(?=[\w-]+=)", rest) if rest else []  # a value may have colons: reward=module:function
     if name not in METHODS:
         refuse("compare --methods", f"must be among {', '.join(METHODS)}", repr(name), "Check the spelling.")
     hints = get_type_hints(TrainConfig)

@@ -12,8 +12,31 @@ import numpy as np
 
 from scoregram.compare.intervals import mean_over_problems, mean_over_seeds, ratio_over_seeds
 from scoregram.exhibits import Cell, Estimate
-from scoregram.reading import RunReading, read_run, split_kinds
+from scoregram.reading import GREEDY_TEST, SAMPLED_TEST, RunReading, read_run, split_kinds
 from scoregram.runs import CONFIG_FILE, open_run
+
+
+@dataclass(frozen=True)
+class RankedOutcome:
+    """What methods are ranked by: a number from the reward of the greedy rollout of each test problem."""
+
+    name: str
+    scalar: str
+    """The mean over problems is logged as `eval/SCALAR`."""
+    scale: float
+    """Factor from the mean to what tables show."""
+    unit: str
+    """Unit of a difference."""
+    ends: tuple[float, float]
+    """Least and largest mean."""
+
+    def of(self, reward: float) -> float:
+        """The number of one problem; `nan` if a return is not known, while a missing reward is no right answer."""
+        return float(reward >= 1) if self is ACCURACY else reward
+
+
+ACCURACY = RankedOutcome("accuracy", "accuracy", 100.0, "points", (0.0, 1.0))
+MEAN_RETURN = RankedOutcome("mean return", "reward", 1.0, "return", (-math.inf, math.inf))
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,11 +46,11 @@ class RunResult:
     seed: int
     run: RunReading
 
-    @cached_property
-    def evaluations(self) -> list[tuple[int, float]]:
-        """Rollouts sampled before each evaluation, and the accuracy on test problems."""
-        lines = [line for line in self.run.lines if "eval/accuracy" in line and "rollouts" in line]
-        return [(int(line["rollouts"]), float(line["eval/accuracy"])) for line in lines]
+    def evaluations(self, outcome: RankedOutcome = ACCURACY) -> list[tuple[int, float]]:
+        """Rollouts sampled before each evaluation, and the mean outcome of the test problems."""
+        name = f"eval/{outcome.scalar}"
+        lines = [line for line in self.run.lines if name in line and "rollouts" in line]
+        return [(int(line["rollouts"]), float(line[name])) for line in lines]
 
     @property
     def rollouts(self) -> int:
@@ -44,29 +67,33 @@ class RunResult:
         """Wall time of all steps and evaluations."""
         return sum(float(line.get("time/step", 0)) + float(line.get("time/eval", 0)) for line in self.run.lines)
 
-    def right(self, split: str = "") -> dict[str, bool]:
-        """Problem → whether its greedy rollout had a reward of 1 or more at the last evaluation."""
+    def outcomes(self, split: str = "", outcome: RankedOutcome = ACCURACY) -> dict[str, float]:
+        """Problem → outcome of its greedy rollout at the last evaluation; problems without one are left out."""
         by_step = self.run.tests.get(split_kinds(split)[1], {})
-        return {name: reward >= 1 for name, reward in by_step[max(by_step)].items()} if by_step else {}
+        last = by_step[max(by_step)] if by_step else {}
+        found = {name: outcome.of(reward) for name, reward in last.items()}
+        return {name: value for name, value in found.items() if not math.isnan(value)}
 
-    def accuracy_at(self, rollouts: Sequence[float]) -> np.ndarray:
-        """Accuracy at these numbers of rollouts, on straight lines between evaluations."""
-        return np.interp(rollouts, *np.array(self.evaluations, dtype=np.float64).T)
+    @cached_property
+    def is_graded(self) -> bool:
+        """Whether some greedy rollout of an evaluation had a reward other than 0 and 1."""
+        kinds = [kind for kind in self.run.tests if kind.endswith(GREEDY_TEST.removeprefix(SAMPLED_TEST))]
+        rewards = [reward for kind in kinds for by in self.run.tests[kind].values() for reward in by.values()]
+        return any(reward not in (0.0, 1.0) and not math.isnan(reward) for reward in rewards)
 
-    def rollouts_to(self, accuracy: float) -> float:
-        """Rollouts at which the accuracy was first reached, on straight lines between evaluations; `inf` if never."""
+    def outcome_at(self, rollouts: Sequence[float], outcome: RankedOutcome = ACCURACY) -> np.ndarray:
+        """Mean outcome at these numbers of rollouts, on straight lines between evaluations."""
+        return np.interp(rollouts, *np.array(self.evaluations(outcome), dtype=np.float64).T)
+
+    def rollouts_to(self, level: float, outcome: RankedOutcome = ACCURACY) -> float:
+        """Rollouts at which a mean outcome was first reached, on straight lines between evaluations; `inf` if never."""
         before = (0, -math.inf)
-        for now in self.evaluations:
-            if now[1] >= accuracy:
-                share = 1.0 if before[1] == -math.inf else (accuracy - before[1]) / (now[1] - before[1])
+        for now in self.evaluations(outcome):
+            if now[1] >= level:
+                share = 1.0 if before[1] == -math.inf else (level - before[1]) / (now[1] - before[1])
                 return before[0] + share * (now[0] - before[0])
             before = now
         return math.inf
-
-    def mean(self, name: str) -> float:
-        """Mean of a scalar over the steps at which it is defined."""
-        values = [value for value in self.run.series(name)[1] if not math.isnan(value)]
-        return sum(values) / len(values) if values else math.nan
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,32 +104,36 @@ class MethodResult:
     runs: Sequence[RunResult]
     batch_size: int
 
-    def rights(self, split: str, seeds: Sequence[int], problems: Sequence[str]) -> np.ndarray:
-        """`(seeds, problems)`: 1 where the last greedy rollout was right."""
-        by_seed = {run.seed: run.right(split) for run in self.runs}
-        return np.array([[float(by_seed[seed][name]) for name in problems] for seed in seeds])
+    def outcome_rows(
+        self, split: str, outcome: RankedOutcome, seeds: Sequence[int], problems: Sequence[str]
+    ) -> np.ndarray:
+        """`(seeds, problems)`: outcome of the last greedy rollout."""
+        by_seed = {run.seed: run.outcomes(split, outcome) for run in self.runs}
+        return np.array([[by_seed[seed][name] for name in problems] for seed in seeds])
 
-    def accuracy(self, split: str = "") -> Estimate:
-        """Accuracy after the last step, over seeds and problems; the interval is cut off at 0 and 1."""
-        tested = {run.seed: run.right(split) for run in self.runs if run.right(split)}
+    def final(self, split: str = "", outcome: RankedOutcome = ACCURACY) -> Estimate:
+        """Mean outcome after the last step, over seeds and problems; the interval is cut off at the outcome's ends."""
+        tested = {run.seed: run.outcomes(split, outcome) for run in self.runs if run.outcomes(split, outcome)}
         if not tested:
             return Estimate(math.nan)
-        found = mean_over_problems(self.rights(split, list(tested), shared_problems(tested.values())))
-        low, high = (float(np.clip(end, 0.0, 1.0)) for end in (found.low, found.high))
+        rows = self.outcome_rows(split, outcome, list(tested), shared_problems(tested.values()))
+        found = mean_over_problems(rows)
+        low, high = (float(np.clip(end, *outcome.ends)) for end in (found.low, found.high))
         return Estimate(found.value, low, high)
 
-    def gain_over(self, other: "MethodResult", split: str = "") -> Estimate:
-        """Accuracy minus that of another method, on the same seeds and problems."""
-        mine, theirs = ({run.seed: run.right(split) for run in one.runs} for one in (self, other))
+    def gain_over(self, other: "MethodResult", split: str = "", outcome: RankedOutcome = ACCURACY) -> Estimate:
+        """Mean outcome minus that of another method, on the same seeds and problems."""
+        mine, theirs = ({run.seed: run.outcomes(split, outcome) for run in one.runs} for one in (self, other))
         seeds = [seed for seed in mine if mine[seed] and theirs.get(seed)]
         if not seeds:
             return Estimate(math.nan)
         problems = shared_problems([table[seed] for table in (mine, theirs) for seed in seeds])
-        return mean_over_problems(self.rights(split, seeds, problems) - other.rights(split, seeds, problems))
+        rows = [one.outcome_rows(split, outcome, seeds, problems) for one in (self, other)]
+        return mean_over_problems(rows[0] - rows[1])
 
-    def rollouts_to(self, accuracy: float) -> Cell:
-        """Mean over seeds of the rollouts to reach an accuracy; if some seeds never reached it, how many did."""
-        needed = [run.rollouts_to(accuracy) for run in self.runs if run.evaluations]
+    def rollouts_to(self, level: float, outcome: RankedOutcome = ACCURACY) -> Cell:
+        """Mean over seeds of the rollouts to reach a level; if some seeds never reached it, how many did."""
+        needed = [run.rollouts_to(level, outcome) for run in self.runs if run.evaluations(outcome)]
         reached = [value for value in needed if math.isfinite(value)]
         if len(reached) < len(needed):
             return f"{len(reached)} of {len(needed)} seeds"
@@ -115,23 +146,23 @@ class MethodResult:
         return ratio_over_seeds([a - t for a, t in zip(all_of_them, trained, strict=True)], all_of_them)
 
     def signal_to_noise(self) -> Estimate:
-        """`|E ĝ|²` over `E|ĝ − E ĝ|²` of the update `ĝ`, both summed over measured steps."""
+        """`|E ĝ|²` over `E|ĝ − E ĝ|²` of the update `ĝ`, both summed over the measured steps of the last third."""
         pooled = [run.run.update_power for run in self.runs]
         return ratio_over_seeds([power.signal for power in pooled], [power.noise for power in pooled])
 
     def noise(self) -> Estimate:
-        """`E|ĝ − E ĝ|²` of the update `ĝ`, mean over measured steps."""
+        """`E|ĝ − E ĝ|²` of the update `ĝ`, mean over the measured steps of the last third."""
         return mean_over_seeds([run.run.update_power.noise for run in self.runs])
 
     def rank_over_null(self) -> Estimate:
-        """Mean effective rank of the groups over the mean of its null."""
+        """Mean effective rank of the groups of the last third over the mean of its null."""
         ranks = [run.run.rank_means for run in self.runs]
         known = [pair for pair in ranks if not math.isnan(pair[0])]
         return ratio_over_seeds([rank for rank, _ in known], [null for _, null in known])
 
     def mean(self, name: str) -> Estimate:
-        """Mean over seeds of the mean of a scalar over measured steps."""
-        return mean_over_seeds([run.mean(name) for run in self.runs])
+        """Mean over seeds of the mean of a scalar over the last third."""
+        return mean_over_seeds([run.run.last_mean(name) for run in self.runs])
 
 
 def shared_problems(tables: Any) -> list[str]:
@@ -155,10 +186,15 @@ class MethodComparison:
         return [part[1] for part in parts if len(part) == 3 and part[0] == "eval" and part[2] == "accuracy"]
 
     @cached_property
+    def outcome(self) -> RankedOutcome:
+        """The accuracy if every reward of an evaluation is 0 or 1, otherwise the mean return."""
+        return MEAN_RETURN if any(run.is_graded for method in self.methods for run in method.runs) else ACCURACY
+
+    @cached_property
     def target(self) -> float:
-        """Accuracy for the column `rollouts to …`."""
+        """RankedOutcome for the column `rollouts to …`."""
         stated = self.setting.get("target")
-        return float(stated) if stated is not None else self.methods[0].accuracy().value
+        return float(stated) if stated is not None else self.methods[0].final(outcome=self.outcome).value
 
 
 def read_comparison(folder: Path, setting: Mapping[str, Any]) -> MethodComparison:

@@ -11,7 +11,14 @@ from typing import Any
 
 from scoregram.checks import fail
 from scoregram.compare.intervals import mean_over_seeds, verdict
-from scoregram.compare.results import MethodComparison, MethodResult, read_comparison, read_json
+from scoregram.compare.results import (
+    ACCURACY,
+    MethodComparison,
+    MethodResult,
+    RankedOutcome,
+    read_comparison,
+    read_json,
+)
 from scoregram.exhibits import Cell, Estimate, Figure, Series, Table, cell_text, to_plain
 from scoregram.report import Section, write_page
 from scoregram.runs import REPORT, disk_errors, write_atomically
@@ -21,16 +28,24 @@ COMPARISON_FILE = "compare.json"
 
 COLUMN_DEFINITIONS = """\
 - accuracy: share of test problems whose greedy rollout is right after the last step.
+- mean return: mean reward of these rollouts. It ranks the methods if some reward is neither 0 nor 1.
 - rollouts: all that a run sampled for training, also those from which no update is computed. Evaluations and \
 measurements do not count.
-- signal to noise: |E ĝ|² over E|ĝ − E ĝ|² of the method's own update, both summed over measured steps. The scale of \
-the advantages cancels; in the column noise it does not.
+- signal to noise: |E ĝ|² over E|ĝ − E ĝ|² of the method's own update, both summed over the measured steps. The scale \
+of the advantages cancels; in the column noise it does not.
 - rank over null: effective rank of the rows of a group over that of orthogonal rows of the same norms.
 - credit correlation and error: of the advantage that the method gave to each token with its true advantage, the \
 change in the probability of success. Error is a root mean square in units of reward.
 - filler: tokens whose true advantage is at most 0.01. Filler share: their share of all credit, and of the change in \
-log-probability that the update made (push). Credit of one size everywhere has the share of filler tokens.
+log-probability that the update made (push). If every token gets credit of the same size, filler's share of credit is \
+its share of tokens.
+- measured steps: those of the last third of a run, as in the report of a run.
 - intervals: 95 %, t distribution over seeds; accuracy over seeds and problems."""
+
+OUTCOME_CAPTIONS = {
+    "accuracy": "Accuracies in %, greedy.",
+    "mean return": "Mean returns of greedy rollouts, because some rewards are neither 0 nor 1; accuracies in %.",
+}
 
 
 def is_comparison(folder: Path | str) -> bool:
@@ -76,7 +91,11 @@ def write_comparison_report(folder: Path | str, out: Path | str | None = None) -
     root = Path(folder)
     comparison = open_comparison(root)
     sections = [
-        Section("Accuracy at equal rollouts", "", (accuracy_table(comparison), accuracy_figure(comparison))),
+        Section(
+            f"{comparison.outcome.name.capitalize()} at equal rollouts",
+            "",
+            (accuracy_table(comparison), accuracy_figure(comparison)),
+        ),
         Section("What the updates were made of", "", (update_table(comparison),)),
         Section("How to read it", COLUMN_DEFINITIONS),
     ]
@@ -88,11 +107,12 @@ def write_comparison_report(folder: Path | str, out: Path | str | None = None) -
 
 def verdict_sentence(comparison: MethodComparison) -> str:
     """Which methods are better or worse than the first, in one sentence."""
-    first, *others = comparison.methods
+    (first, *others), outcome = comparison.methods, comparison.outcome
+    digits = 1 if outcome is ACCURACY else 3
     said: dict[str, list[str]] = {"better": [], "worse": [], "cannot tell": []}
     for method in others:
-        gain = method.gain_over(first)
-        said[verdict(gain)].append(f"{method.label} ({100 * gain.value:+.1f} points)")
+        gain = method.gain_over(first, outcome=outcome)
+        said[verdict(gain)].append(f"{method.label} ({outcome.scale * gain.value:+.{digits}f} {outcome.unit})")
     budget = f"{comparison.setting['rollouts']:,} rollouts, {comparison.setting['seeds']} seeds"
     parts = [
         f"{', '.join(names)} {word} than {first.label}" for word, names in said.items() if names and " " not in word
@@ -103,38 +123,46 @@ def verdict_sentence(comparison: MethodComparison) -> str:
 
 
 def accuracy_table(comparison: MethodComparison) -> Table:
-    """Accuracy, its difference to the first method, and cost: one row per method."""
-    first = comparison.methods[0]
+    """Accuracy or mean return, its difference to the first method, and cost: one row per method."""
+    first, outcome, target = comparison.methods[0], comparison.outcome, comparison.target
+    level = f"{100 * target:.0f} %" if outcome is ACCURACY else cell_text(target)
     columns: dict[str, Callable[[MethodResult], Cell]] = {
         "method": lambda method: method.label,
         "seeds": lambda method: len(method.runs),
-        "accuracy": lambda method: percent(method.accuracy()),
-        f"points over {first.label}": lambda method: None if method is first else percent(method.gain_over(first)),
-        "verdict": lambda method: None if method is first else verdict(method.gain_over(first)),
-        **{f"accuracy, {split}": held_out_accuracy(split) for split in comparison.splits},
-        f"rollouts to {100 * comparison.target:.0f} %": lambda method: method.rollouts_to(comparison.target),
+        outcome.name: final_column("", outcome),
+        f"{outcome.unit} over {first.label}": gain_column(first, outcome),
+        "verdict": lambda method: None if method is first else verdict(method.gain_over(first, outcome=outcome)),
+        **({} if outcome is ACCURACY else {"accuracy": final_column("", ACCURACY)}),
+        **{f"{outcome.name}, {split}": final_column(split, outcome) for split in comparison.splits},
+        f"rollouts to {level}": lambda method: method.rollouts_to(target, outcome),
         "steps": lambda method: round(sum(run.steps for run in method.runs) / len(method.runs)),
-        "extra rollouts, %": lambda method: percent(method.extra()).value,
+        "extra rollouts, %": lambda method: scaled(method.extra(), ACCURACY).value,
         "minutes": lambda method: mean_over_seeds([run.seconds / 60 for run in method.runs]),
     }
     budget = f"{comparison.setting['rollouts']:,}"
     return Table(
         id="accuracy",
-        title=f"Accuracy after {budget} rollouts on {comparison.setting.get('task')}",
-        caption="Accuracies in %, greedy. 95 % intervals over seeds and problems; differences are paired by seed and "
-        "problem. Cannot tell: the interval includes 0, or there is one seed. Extra rollouts: sampled, not trained on.",
+        title=f"{outcome.name.capitalize()} after {budget} rollouts on {comparison.setting.get('task')}",
+        caption=f"{OUTCOME_CAPTIONS[outcome.name]} 95 % intervals over seeds and problems; differences are paired by "
+        "seed and problem. Cannot tell: the interval includes 0, or there is one seed. Extra rollouts: sampled, not "
+        "trained on.",
         columns=tuple(columns),
         rows=table_rows(comparison.methods, columns),
     )
 
 
-def held_out_accuracy(split: str) -> Callable[[MethodResult], Cell]:
-    """The column with the accuracy on a held-out split."""
-    return lambda method: percent(method.accuracy(split))
+def final_column(split: str, outcome: RankedOutcome) -> Callable[[MethodResult], Cell]:
+    """The column with the outcome after the last step, on the test problems or on a held-out split."""
+    return lambda method: scaled(method.final(split, outcome), outcome)
+
+
+def gain_column(first: MethodResult, outcome: RankedOutcome) -> Callable[[MethodResult], Cell]:
+    """The column with the difference to the first method, whose own cell is empty."""
+    return lambda method: None if method is first else scaled(method.gain_over(first, outcome=outcome), outcome)
 
 
 def update_table(comparison: MethodComparison) -> Table:
-    """Signal, noise, rank and credit of the updates of each method, means over its measured steps."""
+    """Signal, noise, rank and credit of the updates of each method, means over the last third of its steps."""
     scalars = {
         "credit correlation": "credit/correlation",
         "credit error": "credit/error",
@@ -153,7 +181,8 @@ def update_table(comparison: MethodComparison) -> Table:
     return Table(
         id="updates",
         title="What the updates were made of",
-        caption="Means over measured steps, 95 % intervals over seeds. A dash: not defined for this method or task.",
+        caption="Means over the measured steps of the last third, 95 % intervals over seeds. A dash: not defined for "
+        "this method or task.",
         columns=tuple(columns),
         rows=table_rows(comparison.methods, columns),
     )
@@ -172,29 +201,30 @@ def table_rows(
 
 
 def accuracy_figure(comparison: MethodComparison) -> Figure:
-    """Accuracy on test problems over sampled rollouts, one line per method."""
+    """Accuracy or mean return on test problems over sampled rollouts, one line per method."""
+    outcome = comparison.outcome
     every, budget = comparison.setting["every_rollouts"], comparison.setting["rollouts"]
     grid = [float(value) for value in [*range(0, budget, every), budget]]
     lines = []
     for method in comparison.methods:
-        curves = [run.accuracy_at(grid) for run in method.runs if run.evaluations]
+        curves = [run.outcome_at(grid, outcome) for run in method.runs if run.evaluations(outcome)]
         if curves:
             points = [mean_over_seeds([float(curve[place]) for curve in curves]) for place in range(len(grid))]
             y, low, high = (tuple(getattr(point, end) for point in points) for end in ("value", "low", "high"))
             lines.append(Series(method.label, tuple(grid), y, low, high))
     return Figure(
         id="accuracy-over-rollouts",
-        title="Accuracy over rollouts",
+        title=f"{outcome.name.capitalize()} over rollouts",
         caption="Mean over seeds, on straight lines between evaluations; bands are 95 % intervals over seeds.",
         x_title="rollouts",
-        y_title="test accuracy",
+        y_title=f"test {outcome.name}",
         series=tuple(lines),
     )
 
 
-def percent(estimate: Estimate) -> Estimate:
-    """The same in percent."""
-    return Estimate(*(100 * value for value in (estimate.value, estimate.low, estimate.high)))
+def scaled(estimate: Estimate, outcome: RankedOutcome) -> Estimate:
+    """An estimate as tables show it: accuracies in percent, returns as they are."""
+    return Estimate(*(outcome.scale * value for value in (estimate.value, estimate.low, estimate.high)))
 
 
 def markdown_text(table: Table) -> str:

@@ -18,6 +18,7 @@ from .models import vocabulary_of as vocabulary_of
 from .models import weights_sha256 as weights_sha256
 from .sampler import fastest_decoder as fastest_decoder
 from .sampler import sample as sample
+from .sampler import sample_policy as sample_policy
 from .supervised import Demonstration as Demonstration
 from .supervised import episode_demonstration as episode_demonstration
 from .supervised import padded_demonstrations as padded_demonstrations

@@ -27,6 +27,7 @@ from scoregram.rollouts import Rollouts
 
 if TYPE_CHECKING:
     from scoregram.policy.decoders import Decoder
+    from scoregram.policy.load import Policy
 
 
 def sample(
@@ -72,6 +73,27 @@ def sample(
         pad_id=pad_id,
         generator=generator,
     )
+
+
+def sample_policy(
+    policy: "Policy",
+    prompts: Sequence[Sequence[int]],
+    *,
+    rollouts_per_prompt: int,
+    sampling: SamplingConfig,
+    generator: torch.Generator | None,
+) -> Rollouts:
+    """`sample` in the precision that the policy computes in, with its stop tokens and padding."""
+    with policy.computing():
+        return sample(
+            policy.model,
+            prompts,
+            rollouts_per_prompt=rollouts_per_prompt,
+            sampling=sampling,
+            stop_ids=policy.stop_ids,
+            pad_id=policy.pad_id,
+            generator=generator,
+        )
 
 
 Backend = Callable[..., Rollouts]

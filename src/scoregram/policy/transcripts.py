@@ -18,7 +18,7 @@ from torch import Tensor
 from scoregram.checks import fail
 from scoregram.policy.config import SamplingConfig
 from scoregram.policy.load import Policy
-from scoregram.policy.sampler import sample
+from scoregram.policy.sampler import sample_policy
 from scoregram.rollouts import Rollouts
 from scoregram.tasks import Environment, Problem, Reply, Task
 
@@ -193,16 +193,7 @@ def draw_turns(
     generator: torch.Generator | None,
 ) -> list[DrawnTurn]:
     """The next turn after every context, `copies` times."""
-    with policy.computing():
-        drawn = sample(
-            policy.model,
-            contexts,
-            rollouts_per_prompt=copies,
-            sampling=sampling,
-            stop_ids=policy.stop_ids,
-            pad_id=policy.pad_id,
-            generator=generator,
-        )
+    drawn = sample_policy(policy, contexts, rollouts_per_prompt=copies, sampling=sampling, generator=generator)
     assert drawn.log_probs is not None and drawn.behaviour_log_probs is not None
     masks = drawn.completion_mask.cpu()
     columns = [values.cpu() for values in (drawn.input_ids, drawn.log_probs, drawn.behaviour_log_probs)]

@@ -185,22 +185,25 @@ class RunReading:
 
     @cached_property
     def update_power(self) -> UpdatePower:
-        """Signal and noise of the run's own updates, each a mean over all measured steps; `nan` without any.
+        """Signal and noise of the run's own updates, each a mean over measured steps of the last third; `nan` if none.
 
         A ratio of the two means is far less noisy than a mean of ratios: the signal of one step is often below 0.
         """
-        signal, noise = (self.series(f"gram/update_{name}")[1] for name in ("signal", "noise"))
-        pairs = [pair for pair in zip(signal, noise, strict=True) if not any(map(math.isnan, pair))]
-        if not pairs:
-            return UpdatePower(math.nan, math.nan)
-        return UpdatePower(*(float(mean) for mean in np.mean(pairs, axis=0)))
+        names = ("gram/update_signal", "gram/update_noise")
+        lines = [] if self.is_withheld else self.last_lines
+        pairs = np.array([[float(line.get(name, math.nan)) for name in names] for line in lines]).reshape(-1, 2)
+        known = pairs[~np.isnan(pairs).any(axis=1)]
+        return UpdatePower(*known.mean(axis=0).tolist()) if len(known) else UpdatePower(math.nan, math.nan)
 
     @cached_property
     def rank_means(self) -> tuple[float, float]:
-        """Mean effective rank and mean of its orthogonal null, over all groups with a spectrum; `nan` without any."""
-        shown = [group for group in self.groups if group.has_spectrum and group.record.step not in self.trust.failed]
+        """Mean effective rank and mean of its orthogonal null, over the groups with a spectrum in the last third.
+
+        The same as in `summary`, without its intervals; `nan` without such a group.
+        """
+        live = [group for group in self.last_measured if group.has_spectrum]
         names = ("effective_rank", "effective_rank_orthogonal")
-        rank, null = (float(_column(shown, name).mean()) if shown else math.nan for name in names)
+        rank, null = (float(_column(live, name).mean()) if live else math.nan for name in names)
         return rank, null
 
     def noise(self) -> RunNoise:

@@ -105,6 +105,9 @@ def reasoning_gym(argument: str, seed: int = 0) -> Task:
     The test split is generated at once, which takes minutes for the few generators that search; a training problem is
     generated when it is indexed. A training problem whose question is in the test split is replaced by another.
 
+    The test split is the same for every `seed`. The library draws its problem `i` from `seed + i`, so neighbouring
+    seeds of its own share nearly all problems: here `seed` selects another stretch of the problems of its seed 0.
+
     Raises:
         ScoregramError: If reasoning-gym is not installed or has no such generator; the error lists its generators.
 
@@ -118,7 +121,8 @@ def reasoning_gym(argument: str, seed: int = 0) -> Task:
         fail("reasoning-gym", "the library must be installed", missing, remedy)
     lookup(DATASETS, argument, kind="reasoning-gym")
     try:
-        generator: Any = create_dataset(argument, seed=seed, size=_TEST_PROBLEMS + _TRAIN_PROBLEMS * ATTEMPTS)
+        start = _TEST_PROBLEMS + seed * _TRAIN_PROBLEMS * ATTEMPTS
+        generator: Any = create_dataset(argument, seed=0, size=start + _TRAIN_PROBLEMS * ATTEMPTS)
     except Exception as error:
         requirement = f"{argument} must work in its default configuration"
         fail("reasoning-gym", requirement, error, "Choose another generator.")
@@ -127,7 +131,7 @@ def reasoning_gym(argument: str, seed: int = 0) -> Task:
     held_out = {problem.prompt for problem in test}
 
     def build(index: int) -> Problem:
-        places = range(_TEST_PROBLEMS + index, _TEST_PROBLEMS + _TRAIN_PROBLEMS * ATTEMPTS, _TRAIN_PROBLEMS)
+        places = range(start + index, start + _TRAIN_PROBLEMS * ATTEMPTS, _TRAIN_PROBLEMS)
         fresh = (entry for entry in map(generator.__getitem__, places) if entry["question"] not in held_out)
         entry = next(fresh, None)
         if entry is None:

@@ -22,7 +22,7 @@ from scoregram.policy import (
     SamplingConfig,
     play_branches,
     play_episodes,
-    sample,
+    sample_policy,
     start_episodes,
     token_log_probs,
 )
@@ -57,16 +57,8 @@ def collect(
     read = [task.prompt(problem) for problem in problems] if texts is None else texts
     prompts = [policy.encode_prompt(text) for text in read]
     refuse_long_prompts(prompts, problems, sampling, policy)
-    with policy.computing():
-        rollouts = sample(
-            policy.model,
-            [ids for ids, size in zip(prompts, sizes, strict=True) for _ in range(size // part)],
-            rollouts_per_prompt=part,
-            sampling=sampling,
-            stop_ids=policy.stop_ids,
-            pad_id=policy.pad_id,
-            generator=generator,
-        )
+    parts = [ids for ids, size in zip(prompts, sizes, strict=True) for _ in range(size // part)]
+    rollouts = sample_policy(policy, parts, rollouts_per_prompt=part, sampling=sampling, generator=generator)
     ids = rollouts.completion_ids()
     completions = [policy.decode(row) for row in ids]
     each = [problem for problem, size in zip(problems, sizes, strict=True) for _ in range(size)]

@@ -24,7 +24,7 @@ from torch import Tensor
 from scoregram.advantages import ESTIMATORS
 from scoregram.checks import fail
 from scoregram.gram import measure_gram
-from scoregram.policy import Policy, SamplingConfig, sample
+from scoregram.policy import Policy, SamplingConfig, sample_policy
 from scoregram.rollouts import Rollouts
 from scoregram.tasks import Problem, Task
 from scoregram.training.collect import greedy_rewards, seeded_generator
@@ -254,16 +254,13 @@ class PrefixRollouts(StatelessSource):
         copies, limit = self.config.prefix_rollouts, self.sampling.max_new_tokens
         self.extra_rollouts = len(prefixes) * copies
         done = [len(ids) - prompt_lengths[problem] for problem, ids in prefixes]
-        with self.policy.computing():
-            fresh = sample(
-                self.policy.model,
-                [list(ids) for _, ids in prefixes],
-                rollouts_per_prompt=copies,
-                sampling=replace(self.sampling, max_new_tokens=limit - min(done)),
-                stop_ids=self.policy.stop_ids,
-                pad_id=self.policy.pad_id,
-                generator=seeded_generator(self.config.seed, self.purpose, number),
-            )
+        fresh = sample_policy(
+            self.policy,
+            [list(ids) for _, ids in prefixes],
+            rollouts_per_prompt=copies,
+            sampling=replace(self.sampling, max_new_tokens=limit - min(done)),
+            generator=seeded_generator(self.config.seed, self.purpose, number),
+        )
         texts, columns, each = [], [], []
         for row, continued in enumerate(fresh.completion_ids()):
             problem, ids = prefixes[row // copies]

@@ -158,7 +158,8 @@ def template_learning() -> Finding:
         },
         correction="No experiment or argument supports it. Uniform credit does not turn the expected update away from that of "
         "exact credit per token: they point the same way. It costs variance, so it can slow learning down; the "
-        "paper does not show that it favours templates over composition.",
+        "paper does not show that it favours templates over composition. In training on sums (docs/methods.md) 29 methods with uniform "
+        "credit were as good on combinations of steps that they had never seen: -0.1 points [-3.8, 3.7], three seeds.",
     )
 
 
@@ -270,7 +271,8 @@ def leave_one_out_breaks_rank() -> Finding:
             "largest |A_mean - (R-1)/R A_rloo|": ratio,
         },
         answer="No. Leave-one-out advantages are R/(R-1) times the mean-centred ones, so every row of the stack is scaled "
-        "alike and no rank metric moves. Baselines per token change the rows, not their number: the rank stays at most R.",
+        "alike and no rank metric moves. Baselines per token change the rows, not their number: the rank stays at most R. Trained on sums "
+        "(docs/methods.md), a critic, process rewards and VinePPO changed neither rank over null nor accuracy for the better.",
     )
 
 

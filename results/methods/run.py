@@ -1,0 +1,233 @@
+"""Trains every method on every task of this folder, at equal rollouts: `scoregram compare` for each task, one queue.
+
+python run.py OUT [--tasks arithmetic,stopping] [--seeds 3] [--workers 12]
+
+The same command continues after an interruption. The queue goes seed by seed, so that whatever is finished has all
+methods of a task. Starting policies of the reasoning-gym tasks and of GSM8K must be in OUT/starts (`start.py`).
+"""
+
+import argparse
+import json
+import os
+import traceback
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from scoregram.compare import CompareConfig
+from scoregram.compare.cells import failure_path, planned_cells, run_or_explain, write_comparison_setting
+from scoregram.compare.results import MEAN_RETURN, RunResult
+from scoregram.policy import load_policy
+from scoregram.reading import read_run
+from scoregram.runs import open_run
+from scoregram.tasks import load_task
+from scoregram.training import METHODS, TrainConfig, Trained, run_in_processes
+
+RATES = (1e-4, 3e-4)
+"""Learning rates to choose from; every method of a task gets the same."""
+TUNING_SEED, TUNING_METHODS = 100, "grpo,rloo"
+"""The rate with the higher mean return after the last step, over these methods with this seed, which no table has."""
+FIRST = "grpo"
+"""Method that the others are compared with."""
+
+ONE_TURN = {
+    "turn-mean": "a rollout is one turn: the same as grpo-paper",
+    "turn-rloo": "a rollout is one turn: the same as rloo",
+    "mt-grpo": "a rollout is one turn without a reward of its own: the same as grpo",
+    "gigpo": "all first turns follow the prompt: twice the advantages of grpo, which Adam does not see",
+    "tl-grpo": "candidates for the only turn are rollouts: the same as grpo",
+}
+NO_STEPS = {"grpo-process": "the task verifies no steps"}
+SEVERAL_TURNS = {
+    "vineppo": "Monte-Carlo values of prefixes need a task of one turn",
+    "grpo-process": "the task verifies no steps of a text",
+    "igrpo": "drafts need a task of one turn",
+}
+TOO_SLOW = dict.fromkeys(
+    ("optimal-token-exact", "optimal-token-loo"),
+    "left out for its cost: a row of a Gram for every prefix, 3 to 40 times the time of a step of grpo",
+)
+
+
+@dataclass(frozen=True)
+class TaskSetting:
+    """One task of the table: its budget, the methods that do not apply, and settings of all its runs."""
+
+    task: str
+    rollouts: int
+    every_rollouts: int
+    left_out: Mapping[str, str]
+    """Method → why it is not in the table of this task."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Method → its name with options of its own."""
+    extra: Sequence[str] = ()
+    """Further rows, such as a control."""
+    rate: float = 0.0
+    """Learning rate; 0 to choose from `RATES`."""
+
+    @property
+    def methods(self) -> str:
+        """All methods that apply, the first one first."""
+        applying = [FIRST, *(name for name in METHODS if name != FIRST)]
+        return ",".join([*(self.labels.get(n, n) for n in applying if n not in self.left_out), *self.extra])
+
+
+def gym_setting(generator: str) -> TaskSetting:
+    """A reasoning-gym task, from its own starting policy."""
+    return TaskSetting(
+        task=f"reasoning-gym:{generator}",
+        rollouts=640,
+        every_rollouts=128,
+        left_out={**ONE_TURN, **NO_STEPS, **TOO_SLOW},
+        options={"model": f"starts/{generator}", "prompt": "plain", "max_new_tokens": 40},
+        labels={"vineppo": "vineppo:segments=even"},
+    )
+
+
+ON_GPU = ("grpo", "dr-grpo", "rloo", "ppo", "optimal-token", "vineppo", "dpo")
+CONTROL = "grpo:reward=rewards:random_in_training"
+TASKS = {
+    "arithmetic": TaskSetting("arithmetic", 640, 64, ONE_TURN),
+    "calculator": TaskSetting("calculator", 640, 64, {**SEVERAL_TURNS, **TOO_SLOW}),
+    "stopping": TaskSetting("stopping", 1280, 128, SEVERAL_TURNS),
+    "compositions": TaskSetting("arithmetic-compositions", 640, 64, {**ONE_TURN, **TOO_SLOW}),
+    **{name: gym_setting(name) for name in ("spell_backward", "letter_counting", "gcd", "number_sequence")},
+    "gsm8k": TaskSetting(
+        "gsm8k:gsm8k",
+        rollouts=6144,
+        every_rollouts=6144,
+        left_out={name: "not run: GPU time" for name in METHODS if name not in ON_GPU},
+        options={
+            "model": "starts/gsm8k",
+            "prompt": "plain",
+            "autocast": True,
+            "device": "cuda",
+            "batch_size": 128,
+            "micro_batch_size": 32,
+            "max_new_tokens": 200,
+            "on_not_finite": "skip",
+            "eval_problems": 660,
+            "eval_samples": 4,
+            "credit_truth": "none",
+            "push": False,
+            "between_prompts": False,
+        },
+        labels={"ppo": "ppo:critic_learning_rate=1e-4"},
+        extra=(CONTROL,),
+        rate=8e-5,
+    ),
+}
+SHARED: Mapping[str, Any] = {"batch_size": 32, "eval_problems": 128, "device": "cpu", "final_checkpoint": False}
+
+
+def comparison_config(name: str, out: Path, *, seeds: int, rate: float, methods: str = "") -> CompareConfig:
+    """The comparison of one task."""
+    setting = TASKS[name]
+    options = {**SHARED, **setting.options}
+    return CompareConfig(
+        methods=methods or setting.methods,
+        task=setting.task,
+        seeds=seeds,
+        rollouts=setting.rollouts,
+        every_rollouts=setting.every_rollouts,
+        learning_rate=rate,
+        out=out,
+        **options,
+    )
+
+
+def tuning_runs(name: str) -> dict[float, list[TrainConfig]]:
+    """Learning rate → its runs with the seed that no table has."""
+    runs = {}
+    for rate in RATES:
+        config = comparison_config(
+            name, Path("tuning") / f"{name}-{rate:g}", seeds=1, rate=rate, methods=TUNING_METHODS
+        )
+        runs[rate] = [
+            replace(config.run_config(choice, TUNING_SEED), every_rollouts=config.rollouts, measure_every=0, push=False)
+            for choice in config.choices
+        ]
+    return runs
+
+
+def final_return(config: TrainConfig) -> float:
+    """Mean return of the greedy rollouts after the last step; minus infinity for a run that failed."""
+    if not (config.out / "metrics.jsonl").is_file():
+        return float("-inf")
+    evaluations = RunResult(0, read_run(open_run(config.out))).evaluations(MEAN_RETURN)
+    return evaluations[-1][1] if evaluations and evaluations[-1][0] >= config.rollouts else float("-inf")
+
+
+def build_tiny(place: tuple[str, int]) -> None:
+    """Build the embedded policy of a task and a seed, so that its runs find it in the cache."""
+    name, seed = place
+    config = comparison_config(name, Path("unused"), seeds=1, rate=1.0)
+    load_policy(replace(config.policy, seed=seed), load_task(config.task, seed=seed))
+
+
+def run_or_note(config: TrainConfig) -> Trained:
+    """Train one run; any error ends this run alone, and its reason is written beside the folder."""
+    try:
+        return run_or_explain(config)
+    except Exception as error:  # the queue goes on: the table lists what failed
+        failure_path(config).parent.mkdir(parents=True, exist_ok=True)
+        failure_path(config).write_text("".join(traceback.format_exception(error)))
+        return Trained(config.out, 0, interrupted=False)
+
+
+def in_pool(work: Any, items: Sequence[Any], workers: int) -> None:
+    """Call `work` for every item, in processes of their own."""
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        list(pool.map(work, items))
+
+
+def chosen_rates(names: Sequence[str], workers: int) -> dict[str, float]:
+    """Task → learning rate; those known from an earlier call stay."""
+    path = Path("rates.json")
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    open_tasks = [name for name in names if name not in known and not TASKS[name].rate]
+    plans = {name: tuning_runs(name) for name in open_tasks}
+    queue = [run for plan in plans.values() for runs in plan.values() for run in runs]
+    if queue:
+        run_in_processes(queue, workers, run=run_or_note)
+    for name, plan in plans.items():
+        returns = {rate: sum(map(final_return, runs)) / len(runs) for rate, runs in plan.items()}
+        known[name] = {"returns": {f"{rate:g}": value for rate, value in returns.items()}}
+        known[name]["rate"] = max(returns, key=returns.__getitem__)
+    path.write_text(json.dumps(known, indent=1))
+    return {name: TASKS[name].rate or known[name]["rate"] for name in names}
+
+
+def main() -> None:
+    """Train what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--tasks", default="arithmetic,calculator,stopping,compositions")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--prepare", action="store_true", help="build starting policies, choose rates, then stop")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    given = parser.parse_args()
+    os.chdir(given.out)
+    names = given.tasks.split(",")
+    tiny = [name for name in names if "model" not in TASKS[name].options]
+    in_pool(build_tiny, [(name, seed) for seed in (TUNING_SEED, *range(given.seeds)) for name in tiny], given.workers)
+    rates = chosen_rates(names, given.workers)
+    if given.prepare:
+        return
+    cells = []
+    for name in names:
+        config = comparison_config(name, Path("compare") / name, seeds=given.seeds, rate=rates[name])
+        write_comparison_setting(config)
+        cells += [(cell.seed, cell) for cell in planned_cells(config)]
+    cells.sort(key=lambda pair: pair[0])  # stable: tasks keep their order within a seed
+    missing = [cell.config for _, cell in cells if not cell.is_complete]
+    print(f"{len(cells)} runs, {len(missing)} missing, rates {rates}", flush=True)
+    run_in_processes(missing, given.workers, run=run_or_note)
+
+
+if __name__ == "__main__":
+    main()

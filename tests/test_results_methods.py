@@ -1,0 +1,108 @@
+"""`results/methods`: files are intact, every method had equal rollouts, and the pages follow from the records."""
+
+import hashlib
+import importlib.util
+import json
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from scipy.stats import f_oneway, ttest_rel
+
+from scoregram.training import METHODS
+
+pytestmark = pytest.mark.slow  # runs in `make test-results`
+
+FOLDER = Path(__file__).parent.parent / "results" / "methods"
+
+
+@cache
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"methods_{name}", FOLDER / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_files_have_the_sums_that_stand_beside_them():
+    lines = (FOLDER / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
+    sums = {name: digest for digest, name in (line.split("  ") for line in lines)}
+    assert sums.keys() == {"gsm8k.jsonl.xz", "runs.jsonl.xz", "setting.json"}
+    assert sums == {name: hashlib.sha256((FOLDER / name).read_bytes()).hexdigest() for name in sums}
+
+
+def test_every_method_that_applies_ran_with_every_seed_and_the_same_budget():
+    summarise, tasks = script("summarise"), script("run").TASKS
+    for name in summarise.table_names():
+        own = [record for record in summarise.records() if record["table"] == name]
+        methods = {label.split(":")[0] for label in tasks[name].methods.split(",")}
+        assert methods == set(METHODS) - set(tasks[name].left_out)
+        assert {(r["settings"]["method"], r["seed"]) for r in own} == {(m, s) for m in methods for s in range(3)}
+        assert len(own) == 3 * len(methods)
+        for record in own:
+            sampled = [line["rollouts"] for line in record["lines"]]
+            assert (
+                sampled[-1] >= tasks[name].rollouts > sampled[-2]
+            )  # it ends at the first step that reaches the budget
+
+
+def test_all_methods_of_a_seed_have_the_same_start_and_rate():
+    summarise, rates = script("summarise"), json.loads((FOLDER / "setting.json").read_text())["rates"]
+    for name in summarise.table_names():
+        own = [record for record in summarise.records() if record["table"] == name]
+        for seed in range(3):
+            assert len({record["lines"][0]["eval/reward"] for record in own if record["seed"] == seed}) == 1
+        tried = rates[name]["returns"]
+        best = float(max(tried, key=tried.__getitem__))
+        assert {record["settings"]["learning_rate"] for record in own} == {best} == {rates[name]["rate"]}
+
+
+def test_evaluations_are_the_means_of_the_rewards_beside_them():
+    for record in script("summarise").records():
+        rewards = record["tests"]["test, greedy"]["rewards"]
+        assert np.mean(rewards) == pytest.approx(record["lines"][-1]["eval/reward"], abs=1e-5)
+        # Packed rewards have six digits, and spell_backward pays 0.9999999999999999 for some wrong answers.
+        if record["table"] != "spell_backward":
+            assert np.mean(np.array(rewards) >= 1) == pytest.approx(record["lines"][-1]["eval/accuracy"], abs=1e-5)
+
+
+def test_the_spread_of_two_methods_is_the_paired_t_test():
+    """With two methods the F test is the square of the paired t test, and nothing is corrected for."""
+    values = np.random.default_rng(0).normal(size=(2, 7)) + np.array([[0.0], [1.0]])
+    found = script("summarise").spread_of(["a", "b"], values)
+    paired = ttest_rel(values[1], values[0])
+    assert found.p_equal == pytest.approx(paired.pvalue)
+    low, high = paired.confidence_interval(0.95)
+    assert (found.gains[1], found.half) == pytest.approx(((low + high) / 2, (high - low) / 2))
+
+
+def test_methods_without_a_difference_rarely_survive():
+    """35 equal methods, three seeds with effects of their own: some method survives in at most 5 % of the tables."""
+    rng, survived, trials = np.random.default_rng(1), 0, 2000
+    for _ in range(trials):
+        found = script("summarise").spread_of([""] * 35, 3 * rng.normal(size=(1, 3)) + rng.normal(size=(35, 3)))
+        survived += bool((np.abs(found.gains) > found.half).any())
+    assert survived / trials <= 0.05 + 3 * np.sqrt(0.05 * 0.95 / trials)
+    rows = rng.normal(size=(4, 500))  # without seed effects, many seeds: the F test is that of one way
+    assert script("summarise").spread_of([""] * 4, rows).p_equal == pytest.approx(f_oneway(*rows).pvalue, abs=0.02)
+
+
+def test_the_control_rewards_chance_in_training_and_the_truth_in_tests():
+    reward = script("rewards").random_in_training
+    names = [f"gsm8k/train/{place}" for place in range(4000)]
+    drawn = reward(["q"] * 4000, ["#### 1"] * 4000, answer=["1"] * 4000, problem_id=names)
+    assert abs(np.mean(drawn) - 0.08) < 4 * np.sqrt(0.08 * 0.92 / 4000)
+    tested = reward(["q", "q"], ["#### 1", "#### 2"], answer=["1", "1"], problem_id=["gsm8k/test/0", "gsm8k/test/1"])
+    assert tested == [1.0, 0.0]
+
+
+def test_every_table_of_the_pages_follows_from_the_records():
+    summarise = script("summarise")
+    for page in (FOLDER / "README.md", summarise.DOCS):
+        text = page.read_text(encoding="utf-8")
+        assert summarise.filled(text) == text
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert all(f"<!-- {name}: begin -->" in readme for name in summarise.tables() if name != "filler")
