@@ -70,7 +70,6 @@ class Train(TrainConfig):  # noqa: D101
         """Train, and print the run folder and the last step."""
         from scoregram.training import train
 
-        print(f"Follow it in a browser: scoregram view {self.out}", file=sys.stderr)
         trained = train(self)
         budget = f", {trained.rollouts} of {self.rollouts} rollouts" if self.rollouts else f" of {self.steps}"
         print(f"{trained.folder}: step {trained.step}{budget}")
@@ -219,25 +218,6 @@ class Report:
 
 
 @dataclass(frozen=True)
-class View:
-    """Serve a local page over run folders: a list of runs, each followed while it trains. It reads and never writes."""
-
-    folder: tyro.conf.Positional[Path] = Path("runs")
-    """Folder that holds run folders, or one run folder."""
-    host: str = "127.0.0.1"
-    """Address to listen on. Every other than the default lets other machines read your runs."""
-    port: int = 8642
-    """Port to listen on."""
-
-    def run(self) -> int:
-        """Serve until interrupted."""
-        from scoregram.report import serve_runs
-
-        serve_runs(self.folder, host=self.host, port=self.port)
-        return 0
-
-
-@dataclass(frozen=True)
 class WhatIf:
     """Replay other estimators on the stored Grams of a run: their noise, their direction and their spectrum."""
 
@@ -255,6 +235,39 @@ class WhatIf:
         from scoregram.whatif import show_replay
 
         return show_replay(self.folder, self.estimators, group_size=self.group_size, as_json=self.json)
+
+
+@dataclass(frozen=True)
+class Advise:
+    """Say what is wrong with a run and what to change, worst first; silent where the data do not decide."""
+
+    path: tyro.conf.Positional[Path]
+    """Run folder, or a log of any trainer: trainer_state.json, a TensorBoard folder, verl's JSONL, CSV, an offline
+    folder of Weights & Biases."""
+    json: bool = False
+    """Print strict JSON instead of text."""
+    fail_on: Literal["never", "critical", "warning", "note"] = "never"
+    """Exit status 1 if a finding is at least this severe."""
+
+    def run(self) -> int:
+        """Print the diagnosis."""
+        from scoregram.advice import show_advice
+
+        return show_advice(self.path, as_json=self.json, fail_on=self.fail_on)
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Diagnose a recorded run with a known fault; needs no model."""
+
+    name: tyro.conf.Positional[str] = "dominating-rollout"
+    """Name of the recorded run; a wrong name lists them."""
+
+    def run(self) -> int:
+        """Print the fault and the diagnosis."""
+        from scoregram.advice import show_demo
+
+        return show_demo(self.name)
 
 
 @dataclass(frozen=True)
@@ -287,11 +300,12 @@ Command = (
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Measure, tyro.conf.subcommand("measure")]
     | Annotated[WhatIf, tyro.conf.subcommand("whatif")]
+    | Annotated[Advise, tyro.conf.subcommand("advise")]
+    | Annotated[Demo, tyro.conf.subcommand("demo")]
     | Annotated[BenchCommand, tyro.conf.subcommand("bench")]
     | Annotated[Replicate, tyro.conf.subcommand("replicate")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Report, tyro.conf.subcommand("report")]
-    | Annotated[View, tyro.conf.subcommand("view")]
     | Annotated[Version, tyro.conf.subcommand("version")]
 )
 

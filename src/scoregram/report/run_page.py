@@ -5,9 +5,8 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from scoregram.advice import Advice, findings, rule_verdicts
+from scoregram.advice import RunFinding, advise_run
 from scoregram.checks import fail
 from scoregram.exhibits import Cell, Estimate, Table
 from scoregram.reading import (
@@ -23,7 +22,7 @@ from scoregram.reading import (
 from scoregram.report import step_figures
 from scoregram.report.figures import Drawing
 from scoregram.report.glass import Glass, run_glass
-from scoregram.report.page import Section, document, live_content, write_document
+from scoregram.report.page import Section, document, write_document
 from scoregram.report.words import WORDS
 from scoregram.runs import CONFIG_FILE, REPORT, Run, open_run
 
@@ -51,45 +50,36 @@ class RunPage:
     trust_state: str
     """`good`, `watch`, `act` or `unknown`."""
     tiles: tuple[Indicator, ...]
-    cards: tuple[Advice, ...]
+    cards: tuple[RunFinding, ...]
     """What to change, the most important first."""
     open_rules: str
     """What needs no change, and what the numbers do not decide."""
     sections: tuple[Section, ...]
     glass: Glass
-    steps: int = 0
-    """Steps trained or recorded."""
-    planned_steps: int = 0
-    """Steps that the config asks for; 0 if it does not say."""
 
-    def html(self, redo: str = "", live: str = "") -> str:
-        """The document; `live` is the name by which a server knows the run."""
-        return document("run.html", self.sections, redo=redo, live=live, **self._shown())
-
-    def content(self) -> dict[str, Any]:
-        """What a page that follows the run shows next."""
-        return live_content("run.html", self.sections, redo="", **self._shown())
-
-    def _shown(self) -> dict[str, Any]:
-        """Values of the template."""
+    def html(self, redo: str = "") -> str:
+        """The document."""
         more = self.cards[MOST_CARDS:]
         summary = f"{len(more)} more, and what the other rules say" if more else "What the other rules say"
-        return {
-            "title": self.title,
-            "facts": self.facts,
-            "lead": self.lead,
-            "trust": self.trust,
-            "trust_state": self.trust_state,
-            "tiles": self.tiles,
-            "cards": self.cards[:MOST_CARDS],
-            "more_cards": more,
-            "open_rules": self.open_rules,
-            "rest_summary": summary,
-            "words": WORDS,
-            "has_glass": bool(self.glass.steps),
-            "glass_note": self.glass.note,
-            "data": {"glass": self.glass.steps} if self.glass.steps else None,
-        }
+        return document(
+            "run.html",
+            self.sections,
+            title=self.title,
+            facts=self.facts,
+            lead=self.lead,
+            trust=self.trust,
+            trust_state=self.trust_state,
+            tiles=self.tiles,
+            cards=self.cards[:MOST_CARDS],
+            more_cards=more,
+            open_rules=self.open_rules,
+            rest_summary=summary,
+            words=WORDS,
+            redo=redo,
+            has_glass=bool(self.glass.steps),
+            glass_note=self.glass.note,
+            data={"glass": self.glass.steps} if self.glass.steps else None,
+        )
 
 
 def write_report(
@@ -133,7 +123,7 @@ def folder_content(root: Path) -> str:
 def run_page(folder: Run) -> RunPage:
     """The page of a run. It names what the run lacks; of a run in progress, it shows the complete steps."""
     run = read_run(folder)
-    tiles = indicators(run)
+    tiles, advice = indicators(run), advise_run(run)
     missing = "\n".join(f"- {line}" for line in (*_missing(run), *run.notes))
     tables = tuple(table for table in (summary_table(run), gain_table(run.tests)) if table.rows)
     sections = [
@@ -148,12 +138,10 @@ def run_page(folder: Run) -> RunPage:
         trust=tuple(run.trust.sentences()),
         trust_state=_trust_state(run),
         tiles=tiles,
-        cards=tuple(findings(run)),
-        open_rules=undecided_text(run),
+        cards=advice.findings,
+        open_rules=advice.open_text(),
         sections=tuple(sections),
         glass=run_glass(folder, run),
-        steps=len(run.steps),
-        planned_steps=planned if isinstance(planned := run.config.get("steps"), int) else 0,
     )
 
 
@@ -197,16 +185,6 @@ def lead_sentence(run: RunReading, tiles: Sequence[Indicator]) -> str:
         doubt = f"{run.trust.mark[2:-1].capitalize()}: a" if run.trust.mark else "A"
         parts.append(f"{doubt} step {signal.headline}.")
     return " ".join(parts)
-
-
-def undecided_text(run: RunReading) -> str:
-    """What needs no change, and what the numbers do not decide, as paragraphs."""
-    verdicts = rule_verdicts(run)
-    fine = ", ".join(name for name, several in verdicts.items() if several == [])
-    open_ = ", ".join(name for name, several in verdicts.items() if several is None)
-    why = "The run lacks the numbers, their intervals are too wide, or it has too few steps."
-    rest = (f"Nothing to change: {fine}." if fine else "", f"Cannot tell: {open_}. {why}" if open_ else "")
-    return "\n\n".join(part for part in rest if part)
 
 
 def _trust_state(run: RunReading) -> str:
