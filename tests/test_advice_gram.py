@@ -132,7 +132,7 @@ def test_the_baseline_is_judged_by_its_interval():
 
 
 def test_prompts_that_are_known_by_heart():
-    run = run_of("1000")
+    run = dataclasses.replace(run_of("1000"), tests={"test": {1: {"p/0": 0.1}}})
     shown = {"reward": Estimate(0.195, 0.178, 0.213), "tested": Estimate(0.111, 0.097, 0.125)}
     vars(run)["summary"] = dataclasses.replace(run.summary, **shown)
     one = found("overfitting to prompts", run)

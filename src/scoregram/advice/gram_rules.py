@@ -14,7 +14,7 @@ from scoregram.advantages import ESTIMATORS
 from scoregram.advice.findings import Change, RuleVerdict, RunFinding, Undecided
 from scoregram.bootstrap import FEWEST, clustered_mean, mean_estimate, t_quantile
 from scoregram.exhibits import Estimate, cell_text
-from scoregram.reading import REFERENCE, RunReading, StoredGroup, can_replay, replay_groups
+from scoregram.reading import REFERENCE, SAMPLED_TEST, RunReading, StoredGroup, can_replay, replay_groups
 from scoregram.runs import BatchRecord
 from scoregram.statistics import mixed_probability, mse_curve, prompt_estimates
 
@@ -32,7 +32,7 @@ LAYER_SHARE, LAYER_GROWTH = 0.5, 5.0
 ALIKE = 0.9
 """Cosine between right rollouts from which on they count as one solution."""
 REPLAYED = 256
-"""Groups of the last third on which other estimators are replayed: more would cost time and change little."""
+"""Groups of the last third that are replayed or compared: more would cost time and change little."""
 _MORE_STEPS = "measure at least 15 steps, with groups of 4 or more and the Gram between prompts"
 
 
@@ -413,7 +413,7 @@ def upper_mean(values: Sequence[float], *, tests: int) -> Estimate:
 def lost_exploration(run: RunReading) -> RuleVerdict:
     """Right rollouts of a prompt have come to nearly the same gradient: they are one solution."""
     third = len(run.groups) // 3
-    first, last = (right_cosines(groups) for groups in (run.groups[:third], run.last_measured))
+    first, last = (right_cosines(part) for part in (run.groups[:third][:REPLAYED], run.last_measured[-REPLAYED:]))
     if min(len({prompt for prompt, _ in part}) for part in (first, last)) < FEWEST:
         return Undecided("measure groups with two or more right rollouts on five prompts, early and late")
     before, now = (
@@ -457,6 +457,8 @@ def right_cosines(groups: Iterable[StoredGroup]) -> list[tuple[str, float]]:
 
 def memorised_prompts(run: RunReading) -> RuleVerdict:
     """The policy earns more on the prompts that it trains on than on held-out ones."""
+    if not run.tests.get(SAMPLED_TEST):  # asked first: the summary of a long run takes time
+        return Undecided("evaluate on test problems with --eval-samples")
     trained, tested = run.summary.reward, run.summary.tested
     if math.isnan(trained.low) or math.isnan(tested.high):
         return Undecided("evaluate on test problems with --eval-samples")
