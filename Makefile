@@ -40,7 +40,7 @@ test-docs: $(STAMP)
 		tests/test_cli.py::test_the_whole_ledger_is_strict_json
 
 test-browser: $(STAMP)
-	$(PYTEST) -m browser tests/test_report_browser.py
+	$(PYTEST) -m browser tests/test_report_browser.py tests/test_report_view.py
 
 # Wheel and sdist in clean environments, and every extra against constraints.txt.
 test-install:

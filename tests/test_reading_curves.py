@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.stats import t as student
 
-from scoregram.bootstrap import difference, t_mean
+from scoregram.bootstrap import MANY, difference, mean_estimate, mean_of_many, t_mean
 from scoregram.exhibits import Estimate
 from scoregram.reading import complement, group_curve, mse_by_group_size, read_run, running_curve, spectrum_energies
 from scoregram.reading.curves import MOST_POINTS, SHORT, WINDOWS
@@ -120,3 +120,13 @@ def test_t_means_and_differences():
     assert gap == Estimate(2.0, -3.0, 7.0)  # 3 and 4 give 5
     assert math.isnan(difference(Estimate(1.0), Estimate(1.0, 0.0, 2.0)).low)
     assert math.isnan(difference(Estimate(math.inf, 1.0, math.inf), Estimate(1.0, 0.0, 2.0)).value)
+
+
+def test_the_mean_of_many_values_has_the_interval_of_the_bootstrap():
+    values = np.random.default_rng(3).exponential(size=MANY + 1)
+    fast, slow = mean_of_many([*values, NAN]), mean_estimate(values)
+    assert fast.value == pytest.approx(slow.value)
+    for end in ("low", "high"):  # the ends of 1,000 resamples have an error of about 5 % of the half width
+        assert getattr(fast, end) == pytest.approx(getattr(slow, end), abs=0.15 * (slow.high - slow.value))
+    few = values[:MANY]
+    assert mean_of_many(few) == mean_estimate(few) and math.isnan(mean_of_many([]).value)

@@ -23,7 +23,12 @@ RIGHT_TO_LEFT = "שלום עולם 🙂"
 
 
 def opened(path: Path, home: Path) -> tuple[str, str]:
-    """The document after its scripts have run, and what they said on the console."""
+    """The document of a file after its scripts have run, and what they said on the console."""
+    return opened_address(path.as_uri(), home)
+
+
+def opened_address(address: str, home: Path) -> tuple[str, str]:
+    """The document at an address, which has no network but this machine's, and what it said on the console."""
     options = [
         "--headless",
         "--no-sandbox",
@@ -32,8 +37,12 @@ def opened(path: Path, home: Path) -> tuple[str, str]:
         "--enable-logging=stderr",
         "--v=0",
     ]
-    offline = ["--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=10000", "--window-size=1000,1200"]
-    command = [str(CHROMIUM), *options, *offline, "--dump-dom", path.as_uri()]
+    offline = [
+        "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
+        "--virtual-time-budget=10000",
+        "--window-size=1000,1200",
+    ]
+    command = [str(CHROMIUM), *options, *offline, "--dump-dom", address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     said = "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
     return done.stdout, said

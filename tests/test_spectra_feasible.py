@@ -13,6 +13,7 @@ from scoregram.spectra import (
     Interval,
     concentrated_energies,
     effective_rank,
+    effective_rank_bounds,
     feasible_interval,
     feasible_intervals,
     feasible_top_fractions,
@@ -199,3 +200,13 @@ def test_interval_of_a_measured_effective_rank_is_not_trivial():
     interval = feasible_interval("effective_rank", float(top1_fraction(sigma)), 4)
     assert interval.low + 0.1 < float(effective_rank(sigma)) < interval.high
     assert not interval.contains(interval.low - 1e-3) and not interval.contains(interval.high + 1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 64])
+def test_bounds_of_the_rank_are_the_ranks_of_the_two_extremes(rows):
+    for place in range(41):
+        top1 = 1 / rows + (1 - 1 / rows) * place / 40
+        extremes = torch.stack([concentrated_energies(top1, rows), spread_energies(top1, rows)])
+        assert effective_rank_bounds(top1, rows) == pytest.approx(effective_rank(extremes.sqrt()).tolist(), rel=1e-9)
+    with pytest.raises(ScoregramError, match="effective_rank_bounds"):
+        effective_rank_bounds(1.5, rows)

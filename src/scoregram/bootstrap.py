@@ -16,6 +16,10 @@ RESAMPLES = 1000
 LEVEL = 0.95
 FEWEST = 5
 """Fewer observations than this give an interval that is too narrow to decide by."""
+MANY = 4000
+"""More values than this have a mean whose distribution is normal."""
+NORMAL_QUANTILE = 1.959963984540054
+"""`P(|Z| ≤ z) = 0.95`."""
 _DRAWS_IN_MEMORY = 2**22
 GRID = 200_001
 
@@ -33,6 +37,19 @@ def mean_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
     if not len(known):
         return Estimate(math.nan)
     return bootstrap_estimate(len(known), lambda drawn: known[drawn].mean(axis=-1))
+
+
+def mean_of_many(values: Sequence[float] | np.ndarray) -> Estimate:
+    """As `mean_estimate`, but with the interval `± 1.96 s/√n` for more than 4,000 values.
+
+    At that size it differs from the bootstrap's by less than the error of 1,000 resamples, and takes no time.
+    """
+    known = np.asarray(values, dtype=np.float64)
+    known = known[~np.isnan(known)]
+    if len(known) <= MANY:
+        return mean_estimate(known)
+    mean, half = float(known.mean()), NORMAL_QUANTILE * float(known.std(ddof=1)) / math.sqrt(len(known))
+    return Estimate(mean, mean - half, mean + half)
 
 
 def clustered_mean(values: Sequence[float] | np.ndarray, clusters: Sequence[Hashable]) -> Estimate:

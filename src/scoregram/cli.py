@@ -70,6 +70,7 @@ class Train(TrainConfig):  # noqa: D101
         """Train, and print the run folder and the last step."""
         from scoregram.training import train
 
+        print(f"Follow it in a browser: scoregram view {self.out}", file=sys.stderr)
         trained = train(self)
         budget = f", {trained.rollouts} of {self.rollouts} rollouts" if self.rollouts else f" of {self.steps}"
         print(f"{trained.folder}: step {trained.step}{budget}")
@@ -218,6 +219,25 @@ class Report:
 
 
 @dataclass(frozen=True)
+class View:
+    """Serve a local page over run folders: a list of runs, each followed while it trains. It reads and never writes."""
+
+    folder: tyro.conf.Positional[Path] = Path("runs")
+    """Folder that holds run folders, or one run folder."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Every other than the default lets other machines read your runs."""
+    port: int = 8642
+    """Port to listen on."""
+
+    def run(self) -> int:
+        """Serve until interrupted."""
+        from scoregram.report import serve_runs
+
+        serve_runs(self.folder, host=self.host, port=self.port)
+        return 0
+
+
+@dataclass(frozen=True)
 class WhatIf:
     """Replay other estimators on the stored Grams of a run: their noise, their direction and their spectrum."""
 
@@ -306,6 +326,7 @@ Command = (
     | Annotated[Replicate, tyro.conf.subcommand("replicate")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[View, tyro.conf.subcommand("view")]
     | Annotated[Version, tyro.conf.subcommand("version")]
 )
 

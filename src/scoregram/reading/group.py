@@ -14,11 +14,9 @@ from scoregram.runs import GroupRecord, Rows
 from scoregram.spectra import (
     MEASURED_RTOL,
     SPECTRUM_METRICS,
-    concentrated_energies,
-    effective_rank,
+    effective_rank_bounds,
     mean_pairwise_cosine,
     singular_values,
-    spread_energies,
 )
 from scoregram.statistics import group_outcomes, update_coherence, update_norm
 from scoregram.types import GramMatrix, GroupAdvantages, GroupRewards, Rewards
@@ -124,7 +122,8 @@ def outcomes_of(rewards: Rewards) -> list[Outcome]:
         "tied": outcomes.tied,
         "unjudged": outcomes.unjudged,
     }
-    return [next(name for name, mask in masks.items() if bool(mask[group])) for group in range(len(rewards))]
+    rows = zip(*(mask.tolist() for mask in masks.values()), strict=True)
+    return [next(name for name, is_so in zip(masks, row, strict=True) if is_so) for row in rows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,13 +195,22 @@ class StoredGroup:
         reading, rows = self.reading, self.nonzero_rows
         if reading is None or math.isnan(reading.top1_fraction) or not rows or reading.numerical_rank > rows:
             return math.nan, math.nan  # the stored metrics belong to other weights than the advantages
-        top1 = reading.top1_fraction
         try:
-            energies = torch.stack([concentrated_energies(top1, rows), spread_energies(top1, rows)])
+            return effective_rank_bounds(reading.top1_fraction, rows)
         except ScoregramError:  # the stored statistics do not match the stored advantages
             return math.nan, math.nan
-        least, most = effective_rank(energies.sqrt()).tolist()
-        return least, most
+
+
+def with_outcomes(groups: Sequence[StoredGroup]) -> Sequence[StoredGroup]:
+    """The same groups, with all outcomes computed at once: one at a time takes most of the reading of a long run."""
+    by_size: dict[int, list[StoredGroup]] = {}
+    for group in groups:
+        by_size.setdefault(group.size, []).append(group)
+    for several in by_size.values():
+        rewards = torch.stack([group.record.rewards for group in several]).double()
+        for group, outcome in zip(several, outcomes_of(rewards), strict=True):
+            group.__dict__["outcome"] = outcome  # where `cached_property` keeps it
+    return groups
 
 
 def mean_over_groups(readings: Sequence[Mapping[str, float]], *, rows: Rows = "scores") -> dict[str, float]:

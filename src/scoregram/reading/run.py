@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from scoregram.bootstrap import mean_estimate
+from scoregram.bootstrap import mean_of_many
 from scoregram.checks import fail, listed
 from scoregram.exhibits import Estimate
-from scoregram.reading.group import StoredGroup
+from scoregram.reading.group import StoredGroup, with_outcomes
 from scoregram.reading.noise import RunNoise, last_measured_lines, run_noise
 from scoregram.reading.replay import ReplayedRun, replay_groups
 from scoregram.reading.step import block_scalars
@@ -261,7 +261,7 @@ def read_run(run: Run | Path | str) -> RunReading:
         config=run.config,
         notes=run.notes,
         lines=run.metrics(),
-        groups=[StoredGroup(record) for record in trained],
+        groups=with_outcomes([StoredGroup(record) for record in trained]),
         tests=evaluation_rewards(tests),
         remarks=run.remarks,
         folder=run,
@@ -338,14 +338,14 @@ def run_summary(run: RunReading) -> RunSummary:
         tested=_last_tested(run.tests),
         dead=_dead_share(run),
         equally_hard_dead=_equally_hard_dead(run),
-        effective_rank=mean_estimate(rank),
-        effective_rank_null=mean_estimate(null),
-        rank_difference=mean_estimate(rank - null),
-        least_rank=mean_estimate(ends[:, 0]).value,
-        most_rank=mean_estimate(ends[:, 1]).value,
-        top1=mean_estimate(_column(live, "top1_fraction")),
-        top1_null=mean_estimate(_column(live, "top1_fraction_orthogonal")),
-        cosine=mean_estimate(_column(groups, "cosine")),
+        effective_rank=mean_of_many(rank),
+        effective_rank_null=mean_of_many(null),
+        rank_difference=mean_of_many(rank - null),
+        least_rank=mean_of_many(ends[:, 0]).value,
+        most_rank=mean_of_many(ends[:, 1]).value,
+        top1=mean_of_many(_column(live, "top1_fraction")),
+        top1_null=mean_of_many(_column(live, "top1_fraction_orthogonal")),
+        cosine=mean_of_many(_column(groups, "cosine")),
         baseline_saving=noise.baseline_saving,
         noise_scale=noise.noise_scale,
         snr=noise.snr,
@@ -384,12 +384,12 @@ def _column(groups: Sequence[StoredGroup], name: str) -> np.ndarray:
 
 def _mean_reward(run: RunReading) -> Estimate:
     means = [float(group.record.rewards.nanmean()) for group in run.last_groups]
-    return mean_estimate(means or run.last_values("reward"))
+    return mean_of_many(means or run.last_values("reward"))
 
 
 def _last_tested(tests: EvaluationRewards) -> Estimate:
     by_step = tests.get(SAMPLED_TEST)
-    return mean_estimate(list(by_step[max(by_step)].values())) if by_step else UNKNOWN_ESTIMATE
+    return mean_of_many(list(by_step[max(by_step)].values())) if by_step else UNKNOWN_ESTIMATE
 
 
 def _dead_share(run: RunReading) -> Estimate:
@@ -397,9 +397,9 @@ def _dead_share(run: RunReading) -> Estimate:
         return UNKNOWN_ESTIMATE
     judged = [group for group in run.last_groups if group.outcome != "unjudged"]
     if judged:
-        return mean_estimate([float(not group.is_live) for group in judged])
+        return mean_of_many([float(not group.is_live) for group in judged])
     steps, shares = run.live_share
-    return mean_estimate([1 - share for step, share in zip(steps, shares, strict=True) if step in run.last_third])
+    return mean_of_many([1 - share for step, share in zip(steps, shares, strict=True) if step in run.last_third])
 
 
 def _equally_hard_dead(run: RunReading) -> float:

@@ -1,9 +1,4 @@
 const byId = (id) => document.getElementById(id);
-for (const { id, data, layout, config } of page.figures) Plotly.newPlot(id, data, layout, config);
-// Paper is narrower than a screen, and two figures fit on a sheet.
-const resize = (size) => page.figures.forEach(({ id, layout }) => Plotly.relayout(id, size ?? { autosize: true, width: null, height: layout.height }));
-addEventListener("beforeprint", () => resize({ width: 660, height: 310 }));
-addEventListener("afterprint", () => resize(null));
 
 function save(name, text) {
   const link = document.createElement("a");
@@ -12,9 +7,19 @@ function save(name, text) {
   link.click();
   URL.revokeObjectURL(link.href);
 }
-for (const button of document.querySelectorAll("button.csv")) {
-  const figure = page.figures.find(({ id }) => id === button.dataset.plot);
-  button.addEventListener("click", () => save(figure.id.replace(/-plot$/, ".csv"), figure.csv));
+
+// Draws everything that the page holds; a page that is followed calls it again with new numbers.
+function drawPage(page) {
+  for (const { id, data, layout, config } of page.figures) Plotly.newPlot(id, data, layout, config);
+  for (const button of document.querySelectorAll("button.csv")) {
+    const figure = page.figures.find(({ id }) => id === button.dataset.plot);
+    button.onclick = () => save(figure.id.replace(/-plot$/, ".csv"), figure.csv);
+  }
+  // Paper is narrower than a screen, and two figures fit on a sheet.
+  const resize = (size) => page.figures.forEach(({ id, layout }) => Plotly.relayout(id, size ?? { autosize: true, width: null, height: layout.height }));
+  onbeforeprint = () => resize({ width: 660, height: 310 });
+  onafterprint = () => resize(null);
+  if (page.glass) showGlass(page.glass);
 }
 
 // A step under the glass. All text from data is set as text, never as HTML.
@@ -138,10 +143,10 @@ function showStep(step) {
   showBatch(step);
 }
 
-if (page.glass) {
+function showGlass(steps) {
   const slider = byId("glass-step");
-  slider.max = `${page.glass.length - 1}`;
+  slider.max = `${steps.length - 1}`;
   slider.value = slider.max;
-  slider.addEventListener("input", () => showStep(page.glass[Number(slider.value)]));
-  showStep(page.glass[page.glass.length - 1]);
+  slider.oninput = () => showStep(steps[Number(slider.value)]);
+  slider.oninput();
 }

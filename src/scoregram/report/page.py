@@ -125,27 +125,65 @@ def page(
     return document("sections.html", sections, title=title, lead=lead, redo=redo, trust=trust, broad=broad)
 
 
-def document(template: str, sections: Sequence[Section], *, data: Mapping[str, Any] | None = None, **shown: Any) -> str:
+def document(
+    template: str, sections: Sequence[Section], *, data: Mapping[str, Any] | None = None, live: str = "", **shown: Any
+) -> str:
     """A whole document: a template filled with sections, their figures, and further values.
 
     Args:
         template: A file in `templates/`.
         sections: In order.
         data: What the script of the page needs besides figures; JSON values.
+        live: Name of a run that the page follows by asking the server that it came from; empty for a page on disk.
         shown: Further values of the template.
     """
     placed = placed_sections(sections)
+    drawn = page_data(placed, data)
+    scripts = [_plotly(), _page_script(drawn)] if live or drawn["figures"] or data else []
+    if live:
+        follow = (HERE / "live.js").read_text(encoding="utf-8")
+        scripts.append(f"const run = {_safe_json(live)};\n{follow}")
+    return _rendered(template, scripts, sections=placed, is_live=bool(live), **shown)
+
+
+def live_content(
+    template: str, sections: Sequence[Section], *, data: Mapping[str, Any] | None = None, **shown: Any
+) -> dict[str, Any]:
+    """What a page that follows a run puts in place of what it shows: the content of `main`, and data to draw.
+
+    Args:
+        template: As for `document`.
+        sections: As for `document`.
+        data: As for `document`.
+        shown: As for `document`.
+    """
+    placed = placed_sections(sections)
+    found = templates().get_template(template)
+    context = found.new_context({"sections": placed, "scripts": (), "version": __version__, "is_live": True, **shown})
+    return {"main": "".join(found.blocks["content"](context)), "page": page_data(placed, data)}
+
+
+def live_document(template: str, **shown: Any) -> str:
+    """A document of the server that needs no script."""
+    return _rendered(template, (), sections=(), redo="", is_live=True, **shown)
+
+
+def page_data(placed: Sequence[PlacedSection], data: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What the script of a page draws; JSON values."""
     figures = [figure_json(anchor, figure, one.section.x_range) for one in placed for anchor, figure in one.figures()]
-    scripts = [_plotly(), _page_script({"figures": figures, **(data or {})})] if figures or data else []
+    return {"figures": figures, **(data or {})}
+
+
+def _rendered(template: str, scripts: Sequence[str], *, is_live: bool, **shown: Any) -> str:
     return (
         templates()
         .get_template(template)
         .render(
-            sections=placed,
-            scripts=[Markup(script) for script in scripts],  # nothing in them is markup: see `_page_script`
+            scripts=[Markup(script) for script in scripts],  # nothing in them is markup: see `_safe_json`
             css=Markup((HERE / "page.css").read_text(encoding="utf-8")),
-            policy=_policy(scripts),
+            policy=_policy(scripts, is_live),
             version=__version__,
+            is_live=is_live,
             **shown,
         )
     )
@@ -212,15 +250,21 @@ def _plotly() -> str:
 
 
 def _page_script(data: Mapping[str, Any]) -> str:
-    """The script of the page; data inside it is escaped so that it cannot close the script element."""
+    """The script of the page."""
+    return f"const page = {_safe_json(data)};\n{(HERE / 'page.js').read_text(encoding='utf-8')}drawPage(page);\n"
+
+
+def _safe_json(data: Any) -> str:
+    """JSON in which nothing can close the script element around it."""
     plain = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    safe = plain.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-    return f"const page = {safe};\n{(HERE / 'page.js').read_text(encoding='utf-8')}"
+    return plain.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _policy(scripts: Sequence[str]) -> str:
+def _policy(scripts: Sequence[str], is_live: bool) -> str:
+    """The content security policy: nothing may be loaded; a live page may ask its own server."""
     hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts) or "'none'"
     rules = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'"
+    rules += "; connect-src 'self'; form-action 'self'" if is_live else ""
     return Markup(rules)  # hashes are base64, so an attribute can hold them
 
 

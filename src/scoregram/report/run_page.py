@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from scoregram.advice import RunFinding, advise_run
 from scoregram.checks import fail
@@ -22,7 +23,7 @@ from scoregram.reading import (
 from scoregram.report import step_figures
 from scoregram.report.figures import Drawing
 from scoregram.report.glass import Glass, run_glass
-from scoregram.report.page import Section, document, write_document
+from scoregram.report.page import Section, document, live_content, write_document
 from scoregram.report.words import WORDS
 from scoregram.runs import CONFIG_FILE, REPORT, Run, open_run
 
@@ -56,30 +57,39 @@ class RunPage:
     """What needs no change, and what the numbers do not decide."""
     sections: tuple[Section, ...]
     glass: Glass
+    steps: int = 0
+    """Steps trained or recorded."""
+    planned_steps: int = 0
+    """Steps that the config asks for; 0 if it does not say."""
 
-    def html(self, redo: str = "") -> str:
-        """The document."""
+    def html(self, redo: str = "", live: str = "") -> str:
+        """The document; `live` is the name by which a server knows the run."""
+        return document("run.html", self.sections, redo=redo, live=live, **self._shown())
+
+    def content(self) -> dict[str, Any]:
+        """What a page that follows the run shows next."""
+        return live_content("run.html", self.sections, redo="", **self._shown())
+
+    def _shown(self) -> dict[str, Any]:
+        """Values of the template."""
         more = self.cards[MOST_CARDS:]
         summary = f"{len(more)} more, and what the other rules say" if more else "What the other rules say"
-        return document(
-            "run.html",
-            self.sections,
-            title=self.title,
-            facts=self.facts,
-            lead=self.lead,
-            trust=self.trust,
-            trust_state=self.trust_state,
-            tiles=self.tiles,
-            cards=self.cards[:MOST_CARDS],
-            more_cards=more,
-            open_rules=self.open_rules,
-            rest_summary=summary,
-            words=WORDS,
-            redo=redo,
-            has_glass=bool(self.glass.steps),
-            glass_note=self.glass.note,
-            data={"glass": self.glass.steps} if self.glass.steps else None,
-        )
+        return {
+            "title": self.title,
+            "facts": self.facts,
+            "lead": self.lead,
+            "trust": self.trust,
+            "trust_state": self.trust_state,
+            "tiles": self.tiles,
+            "cards": self.cards[:MOST_CARDS],
+            "more_cards": more,
+            "open_rules": self.open_rules,
+            "rest_summary": summary,
+            "words": WORDS,
+            "has_glass": bool(self.glass.steps),
+            "glass_note": self.glass.note,
+            "data": {"glass": self.glass.steps} if self.glass.steps else None,
+        }
 
 
 def write_report(
@@ -142,6 +152,8 @@ def run_page(folder: Run) -> RunPage:
         open_rules=advice.open_text(),
         sections=tuple(sections),
         glass=run_glass(folder, run),
+        steps=len(run.steps),
+        planned_steps=planned if isinstance(planned := run.config.get("steps"), int) else 0,
     )
 
 

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
-from scoregram.bootstrap import mean_estimate
+from scoregram.bootstrap import mean_of_many
 from scoregram.checks import ScoregramError
 from scoregram.exhibits import Estimate, Figure, Role, Series, Table
 from scoregram.reading import (
@@ -25,6 +26,8 @@ from scoregram.spectra import orthogonal_effective_rank
 
 MOST_LAYER_STEPS = 20
 """Steps whose per-layer Grams are read: they are the largest part of a run."""
+MOST_REPLAYED = 150
+"""Groups of the last third on which other estimators are replayed, evenly spaced if there are more."""
 FAILED = "self-check failed"
 """Suffix, in the name of a series, for steps whose self-check failed."""
 EACH = "each step"
@@ -298,8 +301,10 @@ def layers_figures(folder: Run, run: RunReading) -> Iterator[HeatMap]:
 
 def what_if_table(run: RunReading) -> Iterator[Table]:
     """Signal to noise and direction that other estimators would have had."""
+    last = run.last_groups
+    thinned = replace(run, groups=last[:: math.ceil(len(last) / MOST_REPLAYED) or 1])
     try:
-        replayed = what_if(run)
+        replayed = what_if(thinned)
     except ScoregramError:  # no complete group, or groups too small to be halved
         return
     rows = sorted(replayed.rows, key=lambda row: -row.snr.value if math.isfinite(row.snr.value) else math.inf)
@@ -400,6 +405,6 @@ def _by_right(live: Sequence[StoredGroup]) -> Iterator[Series]:
 
 
 def _with_intervals(name: str, x: tuple[float, ...], values: Sequence[Sequence[float]], role: Role) -> Series:
-    made: list[Estimate] = [mean_estimate(part) for part in values]
+    made: list[Estimate] = [mean_of_many(part) for part in values]
     y, low, high = (tuple(getattr(one, field) for one in made) for field in ("value", "low", "high"))
     return Series(name, x, y, low, high) if role == "measured" else Series(name, x, y, role=role)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from scoregram.checks import fail
 from scoregram.runs import disk
@@ -86,6 +87,12 @@ class Run:
     def rollout_steps(self) -> set[int]:
         """Steps whose rollouts are stored; no file is opened."""
         return {step for step, _ in disk.parts(self.folder / disk.ROLLOUTS)}
+
+    def rollout_texts(self) -> Iterator[pa.Table]:
+        """Step, prompt, completion and reward of all stored rollouts, the newest first, without their tokens."""
+        columns = ["step", "prompt_id", "group", "index", "prompt", "completion", "reward"]
+        for _, path in reversed(list(disk.parts(self.folder / disk.ROLLOUTS))):
+            yield pq.read_table(path, columns=columns)
 
     def groups_table(self, steps: Container[int] | None = None, *, layers: bool = False) -> pa.Table:
         """All groups as one Arrow table with the columns of `group_schema`; `.to_pandas()` makes a data frame."""

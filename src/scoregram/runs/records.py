@@ -10,6 +10,7 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -418,17 +419,18 @@ def _unpacked(names: Sequence[str] | None, packed: np.ndarray | None, size: int)
 
 def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
     """Rows with a numpy array for each list of numbers, which avoids a Python object per element."""
-    columns = {name: table.column(name).combine_chunks() for name in table.column_names}
-    for i in range(len(table)):
-        yield {name: _cell(column[i]) for name, column in columns.items()}
+    columns = [_column_cells(table.column(name).combine_chunks()) for name in table.column_names]
+    for cells in zip(*columns, strict=True):
+        yield dict(zip(table.column_names, cells, strict=True))
 
 
-def _cell(scalar: pa.Scalar) -> Any:
-    if not scalar.is_valid:
-        return None
-    if isinstance(scalar, pa.ListScalar) and not pa.types.is_string(scalar.type.value_type):
-        return scalar.values.to_numpy(zero_copy_only=False)
-    return scalar.as_py()
+def _column_cells(column: pa.Array) -> list[Any]:
+    """The cells of a column: arrays that share memory for lists of numbers, else Python values."""
+    if not isinstance(column, pa.ListArray) or pa.types.is_string(column.type.value_type):
+        return column.to_pylist()
+    numbers, ends = column.values.to_numpy(zero_copy_only=False), column.offsets.tolist()
+    is_known = column.is_valid().to_pylist()
+    return [numbers[a:b] if known else None for (a, b), known in zip(pairwise(ends), is_known, strict=True)]
 
 
 def _tensor(values: np.ndarray) -> Tensor:

@@ -1,5 +1,6 @@
 from .feasible import Interval as Interval
 from .feasible import concentrated_energies as concentrated_energies
+from .feasible import effective_rank_bounds as effective_rank_bounds
 from .feasible import expected_orthogonal_effective_rank as expected_orthogonal_effective_rank
 from .feasible import feasible_interval as feasible_interval
 from .feasible import feasible_intervals as feasible_intervals

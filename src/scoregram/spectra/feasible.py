@@ -134,6 +134,26 @@ def spread_energies(top1_fraction: float | int, max_rank: int) -> Spectrum:
     return torch.tensor([f] + [rest] * (max_rank - 1), dtype=torch.float64)
 
 
+def effective_rank_bounds(top1_fraction: float | int, max_rank: int) -> tuple[float, float]:
+    """Smallest and largest effective rank of at most `m` directions of which the strongest holds a share `f`.
+
+    `(⌊1/f⌋ √f + √rest)²` and `(√f + √((m-1)(1-f)))²`: the effective ranks of `concentrated_energies` and
+    `spread_energies`, without tensors, for callers with many groups.
+
+    Example:
+        >>> [round(rank, 3) for rank in effective_rank_bounds(0.5, 2)]
+        [2.0, 2.0]
+    """
+    f = _require_top1_fraction(top1_fraction, max_rank, caller="effective_rank_bounds")
+    is_whole = _is_whole(1 / f)
+    whole = round(1 / f) if is_whole else math.floor(1 / f)
+    rest = 0.0 if is_whole or whole >= max_rank else 1 - whole * f
+    least = (whole * math.sqrt(f) + math.sqrt(rest)) ** 2 / (whole * f + rest)
+    part = min((1 - f) / (max_rank - 1), f) if max_rank > 1 else 0.0
+    most = (math.sqrt(f) + (max_rank - 1) * math.sqrt(part)) ** 2 / (f + (max_rank - 1) * part)
+    return least, most
+
+
 def _rank_interval(f: float, max_rank: int) -> Interval:
     """Fewest and most energies above `RANK_RTOL² f`, none above `f`, that can sum to `1`."""
     seen = RANK_RTOL**2
