@@ -4,6 +4,7 @@ __all__: list[str]
 from .advantages import ESTIMATORS as ESTIMATORS
 from .advantages import Estimator as Estimator
 from .advantages import estimate as estimate
+from .advice import advise as advise
 from .errors import ScoregramError as ScoregramError
 from .gram import Gram as Gram
 from .gram import Sketch as Sketch

@@ -258,6 +258,39 @@ class WhatIf:
 
 
 @dataclass(frozen=True)
+class Advise:
+    """Say what is wrong with a run and what to change, worst first; silent where the data do not decide."""
+
+    path: tyro.conf.Positional[Path]
+    """Run folder, or a log of any trainer: trainer_state.json, a TensorBoard folder, verl's JSONL, CSV, an offline
+    folder of Weights & Biases."""
+    json: bool = False
+    """Print strict JSON instead of text."""
+    fail_on: Literal["never", "critical", "warning", "note"] = "never"
+    """Exit status 1 if a finding is at least this severe."""
+
+    def run(self) -> int:
+        """Print the diagnosis."""
+        from scoregram.advice import show_advice
+
+        return show_advice(self.path, as_json=self.json, fail_on=self.fail_on)
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Diagnose a recorded run with a known fault; needs no model."""
+
+    name: tyro.conf.Positional[str] = "dominating-rollout"
+    """Name of the recorded run; a wrong name lists them."""
+
+    def run(self) -> int:
+        """Print the fault and the diagnosis."""
+        from scoregram.advice import show_demo
+
+        return show_demo(self.name)
+
+
+@dataclass(frozen=True)
 class BenchCommand(Bench):  # noqa: D101
     __doc__ = Bench.__doc__
 
@@ -287,6 +320,8 @@ Command = (
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Measure, tyro.conf.subcommand("measure")]
     | Annotated[WhatIf, tyro.conf.subcommand("whatif")]
+    | Annotated[Advise, tyro.conf.subcommand("advise")]
+    | Annotated[Demo, tyro.conf.subcommand("demo")]
     | Annotated[BenchCommand, tyro.conf.subcommand("bench")]
     | Annotated[Replicate, tyro.conf.subcommand("replicate")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]

@@ -163,8 +163,10 @@ def timed_steps(job: TrlJob, way: str, mode: str, checkpointing: bool) -> TrlRow
         asked: dict[str, Any] = {"fused": way != "separate", "cuda_graphs": way.endswith("replayed")}
         attached = attach(trainer, every=2, mode="scores" if mode == "scores" else "loss", **asked)
         trainer.train()
-    if way.endswith("replayed") and not attached.has_replays:
-        fail(_CALLER, f"{way} needs CUDA graphs", attached.not_replayed, "Leave it out of --ways.")
+    graphs = attached._fused.graphs
+    if way.endswith("replayed") and (graphs is None or not graphs.recorded):
+        got = attached.not_fused if graphs is None else graphs.reason
+        fail(_CALLER, f"{way} needs CUDA graphs", got, "Leave it out of --ways.")
     if attached.failures:
         fail(_CALLER, "every measurement must succeed", attached.failures[0], "This is a bug; please report it.")
     warm = {step: seconds for step, seconds in steps.items() if step > warmup}

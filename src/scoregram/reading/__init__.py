@@ -45,6 +45,8 @@ from scoregram.reading.nulls import stacked_spectra as stacked_spectra
 from scoregram.reading.replay import REFERENCE as REFERENCE
 from scoregram.reading.replay import Replay as Replay
 from scoregram.reading.replay import ReplayedRun as ReplayedRun
+from scoregram.reading.replay import can_replay as can_replay
+from scoregram.reading.replay import replay_groups as replay_groups
 from scoregram.reading.run import GREEDY_TEST as GREEDY_TEST
 from scoregram.reading.run import SAMPLED_TEST as SAMPLED_TEST
 from scoregram.reading.run import EvaluationRewards as EvaluationRewards

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scoregram.advice import Advice, findings, rule_verdicts
+from scoregram.advice import RunFinding, advise_run
 from scoregram.checks import fail
 from scoregram.exhibits import Cell, Estimate, Table
 from scoregram.reading import (
@@ -51,7 +51,7 @@ class RunPage:
     trust_state: str
     """`good`, `watch`, `act` or `unknown`."""
     tiles: tuple[Indicator, ...]
-    cards: tuple[Advice, ...]
+    cards: tuple[RunFinding, ...]
     """What to change, the most important first."""
     open_rules: str
     """What needs no change, and what the numbers do not decide."""
@@ -133,7 +133,7 @@ def folder_content(root: Path) -> str:
 def run_page(folder: Run) -> RunPage:
     """The page of a run. It names what the run lacks; of a run in progress, it shows the complete steps."""
     run = read_run(folder)
-    tiles = indicators(run)
+    tiles, advice = indicators(run), advise_run(run)
     missing = "\n".join(f"- {line}" for line in (*_missing(run), *run.notes))
     tables = tuple(table for table in (summary_table(run), gain_table(run.tests)) if table.rows)
     sections = [
@@ -148,8 +148,8 @@ def run_page(folder: Run) -> RunPage:
         trust=tuple(run.trust.sentences()),
         trust_state=_trust_state(run),
         tiles=tiles,
-        cards=tuple(findings(run)),
-        open_rules=undecided_text(run),
+        cards=advice.findings,
+        open_rules=advice.open_text(),
         sections=tuple(sections),
         glass=run_glass(folder, run),
         steps=len(run.steps),
@@ -197,16 +197,6 @@ def lead_sentence(run: RunReading, tiles: Sequence[Indicator]) -> str:
         doubt = f"{run.trust.mark[2:-1].capitalize()}: a" if run.trust.mark else "A"
         parts.append(f"{doubt} step {signal.headline}.")
     return " ".join(parts)
-
-
-def undecided_text(run: RunReading) -> str:
-    """What needs no change, and what the numbers do not decide, as paragraphs."""
-    verdicts = rule_verdicts(run)
-    fine = ", ".join(name for name, several in verdicts.items() if several == [])
-    open_ = ", ".join(name for name, several in verdicts.items() if several is None)
-    why = "The run lacks the numbers, their intervals are too wide, or it has too few steps."
-    rest = (f"Nothing to change: {fine}." if fine else "", f"Cannot tell: {open_}. {why}" if open_ else "")
-    return "\n\n".join(part for part in rest if part)
 
 
 def _trust_state(run: RunReading) -> str:

@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from scoregram.checks import NotFiniteError, fail
 from scoregram.machine import threads
+from scoregram.objectives import kl_penalty
 from scoregram.policy import (
     BiasedSamplingWarning,
     Policy,
@@ -181,8 +183,9 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
                 known = None if reference is None else reference.log_probs(rollouts)
                 step, loss = updater.first(number, rollouts, measure=measure, inputs=inputs, reference=known)
                 norm = apply_gradient(optimizer, policy.model, rate, config.max_grad_norm)
+                clipped = math.nan
                 for _ in range(config.inner_updates - 1):
-                    loss = updater.again(step, reference=known)
+                    loss, clipped = updater.again(step, reference=known)
                     apply_gradient(optimizer, policy.model, rate, config.max_grad_norm)
                 step = step if seen is None else observer.after(step, seen)
                 reading = read_step(step)
@@ -207,6 +210,8 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
                 | draft_scalars(drawn.drafts)
                 | decided
                 | {"rollouts": position.rollouts}
+                | reference_scalars(step, known)
+                | ({} if math.isnan(clipped) else {"clipped_tokens": clipped})
             )
             scalars |= {} if extra is None else {"credit/extra_rollouts": extra}
             if decision is not None:
@@ -366,6 +371,14 @@ def policy_scalars(step: Step) -> dict[str, float]:
         "token_log_prob": float(log_probs[mask].double().mean()) if bool(mask.any()) else math.nan,
         "sampler_gap": float(gap.max()) if bool(mask.any()) else math.nan,
     }
+
+
+def reference_scalars(step: Step, reference: Tensor | None) -> dict[str, float]:
+    """`kl`: mean over tokens of the k3 estimate of the KL divergence from the reference; empty without a reference."""
+    if reference is None or step.log_probs is None:
+        return {}
+    mask = step.rollouts.completion_mask
+    return {"kl": float(kl_penalty(step.log_probs, reference, mask, term="k3", aggregation="token_mean"))}
 
 
 def evaluation_scalars(

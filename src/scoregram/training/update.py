@@ -82,15 +82,23 @@ class Updater:
         step = credited_step(self.method, number, rollouts, length=self.length, gram=gram, inputs=inputs)
         return self._backward(step, measure=measure, reference=reference)
 
-    def again(self, step: Step, *, reference: Tensor | None) -> float:
-        """Loss of a further update on the same rollouts; its gradient is added to `.grad`."""
-        return self._backward_of_loss(step, step.log_probs, reference)[0]
+    def again(self, step: Step, *, reference: Tensor | None) -> tuple[float, float]:
+        """Loss of a further update on the same rollouts, and the share of their tokens that it clips.
+
+        The gradient is added to `.grad`. A token is clipped if it has an advantage and its coefficient is 0; `nan` with
+        a KL term, which gives every token a coefficient.
+        """
+        loss, _, coefficients = self._backward_of_loss(step, step.log_probs, reference)
+        if reference is not None and not compares_with_reference(self.method.objective):
+            return loss, math.nan
+        credited = step.rollouts.completion_mask.cpu() & (step.credit != 0)
+        return loss, float((coefficients.cpu()[credited] == 0).double().mean())
 
     def _backward(self, step: Step, *, measure: bool, reference: Tensor | None) -> tuple[Step, float]:
         """A step with known weights, after its backward pass, and its loss."""
         if reference is not None and not compares_with_reference(self.method.objective):  # a KL term, token by token
             gram = self._measure(step.rollouts, step.token_weights) if measure else step.gram
-            loss, log_probs = self._backward_of_loss(step, None, reference)
+            loss, log_probs, _ = self._backward_of_loss(step, None, reference)
             return replace(step, gram=gram, log_probs=log_probs), loss
         if measure:
             gram = self._backward_with_gram(step)
@@ -197,8 +205,12 @@ class Updater:
         """Arguments that every measurement of the run shares."""
         return {"temperature": self.temperature, "group_size": self.group_size}
 
-    def _backward_of_loss(self, step: Step, old: Tensor | None, reference: Tensor | None) -> tuple[float, Tensor]:
-        """Loss and log-probabilities `(N, T)`; `old` is None if the policy is still the one that sampled the rollouts.
+    def _backward_of_loss(
+        self, step: Step, old: Tensor | None, reference: Tensor | None
+    ) -> tuple[float, Tensor, Tensor]:
+        """Loss, log-probabilities `(N, T)` and coefficients `(N, T)`.
+
+        `old` is None if the policy is still the one that sampled the rollouts.
 
         The loss is computed over all rollouts at once, even if they go through the model in several passes: first its
         coefficients `c_it`, then `Σ_it c_it ∇log π_it`, accumulated pass by pass.
@@ -223,7 +235,7 @@ class Updater:
         for here in passes:
             current = self.log_probs(rollouts, here) if kept is None else kept
             current.backward(coefficients[here])
-        return value, log_probs
+        return value, log_probs, coefficients
 
     def log_probs(self, rollouts: Rollouts, here: slice) -> Tensor:
         """`(n, T)` log-probabilities of the rollouts of one pass."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from scoregram.advantages import ESTIMATORS
+from scoregram.advice import SEVERITIES, Diagnosis, RunFinding, Severity, advise, advise_log, run_log
 from scoregram.checks import fail
 from scoregram.distributed import ALONE, Processes
 from scoregram.exhibits import Cell, Estimate, Table
@@ -43,7 +44,7 @@ from scoregram.integrations.trl.support import (
 )
 from scoregram.integrations.trl.window import ROW_KEY, MicroBatch, Window, row_keys
 from scoregram.reading import CHECK_ROLLOUTS, STEP_NAMES, RunNoise, Trust, needs_gram, run_noise
-from scoregram.runs import OWN_PREFIX, LayerPrecision, own_name
+from scoregram.runs import CONFIG_FILE, OWN_PREFIX, LayerPrecision, own_name
 
 FAILED_PREFIX = own_name("failed/")
 """Prefix, in the trainer's log, of Gram scalars of steps whose self-check failed: no logger may average them in."""
@@ -78,6 +79,7 @@ def attach(
     between_prompts: bool = False,
     fused: bool = True,
     cuda_graphs: bool = False,
+    halt_on: str | None = None,
 ) -> "Attachment":
     """Measure the steps of a TRL trainer from now on, until its training ends or `detach()` is called.
 
@@ -115,6 +117,9 @@ def attach(
         cuda_graphs: On a GPU, record fused passes as CUDA graphs and replay them where prompts and completions are
             padded to the same lengths again. This removes the time that Python takes to launch kernels, and keeps the
             memory of one pass for the whole training (`scoregram.gram.CudaGraphGram`).
+        halt_on: Stop the training, with a warning that states the finding, when the trainer's log shows one that is at
+            least this severe: `critical`, `warning` or `note`. The rules are those of `scoregram advise` on a log; they
+            are asked whenever the trainer logs. None never stops it.
 
     Raises:
         ScoregramError: For a trainer, version or setting that is not supported; nothing has been changed then.
@@ -133,6 +138,9 @@ def attach(
         fail("attach", "fused must be True or False", repr(fused), "False leaves every gradient to the trainer.")
     if not isinstance(cuda_graphs, bool):
         fail("attach", "cuda_graphs must be True or False", repr(cuda_graphs), "True replays fused passes.")
+    least: Severity | None = next((one for one in SEVERITIES if one == halt_on), None)
+    if halt_on is not None and least is None:
+        fail("attach", f"halt_on must be one of {', '.join(SEVERITIES)}", repr(halt_on), "None never stops a training.")
     if estimator is not None:
         require_trl_estimator(estimator, int(trainer.num_generations))
     low_precision = low_precision_causes(trainer)
@@ -164,13 +172,21 @@ def attach(
             folders.append(Folder(Path(out), config, layers=layers, overwrite=overwrite, resume=resume))
 
     processes.from_first(make_folder)
-    return Attachment(trainer, settings, folders[0] if folders else None, processes)
+    return Attachment(trainer, settings, folders[0] if folders else None, processes, halt_on=least)
 
 
 class Attachment:
     """A trainer whose steps are measured. As a context manager it detaches at the end of the block."""
 
-    def __init__(self, trainer: Any, settings: Settings, folder: Folder | None, processes: Processes = ALONE) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        settings: Settings,
+        folder: Folder | None,
+        processes: Processes = ALONE,
+        *,
+        halt_on: Severity | None = None,
+    ) -> None:
         self.trainer = trainer
         self.settings = settings
         self.folder = folder
@@ -180,6 +196,11 @@ class Attachment:
         """The measured steps: scalars, the error of the self-check, notes."""
         self.failures: list[str] = []
         """Errors in measurements, which did not stop the training."""
+        self.halt_on: Severity | None = halt_on
+        self.halted: RunFinding | None = None
+        """The finding that stopped the training; None if none did."""
+        self.log_lines: list[dict[str, Any]] = []
+        """What the trainer logged, a mapping with `step` for each time."""
         self._generations: dict[int, Generation] = {}
         self._generation_count = 0
         self._reward_call: RewardCall | None = None
@@ -251,22 +272,6 @@ class Attachment:
         return None if reason is None else f"{reason}; steps are measured in a separate pass"
 
     @property
-    def has_replays(self) -> bool:
-        """Whether a fused pass was recorded as a CUDA graph."""
-        return self._fused.graphs is not None and bool(self._fused.graphs.recorded)
-
-    @property
-    def not_replayed(self) -> str | None:
-        """Why fused passes are not replayed from CUDA graphs; None if they may be."""
-        if not self.settings.cuda_graphs:
-            return "attach was called without cuda_graphs=True"
-        if self._fused.graphs is None:
-            return self.not_fused or "no step was fused yet"
-        if self.trainer.accelerator.device.type != "cuda":
-            return "the trainer is not on a GPU"
-        return self._fused.graphs.reason
-
-    @property
     def trust(self) -> Trust:
         """How far the measured numbers can be trusted: how many self-checks passed, and the worst error."""
         third = range(self.readings[-1].step * 2 // 3 + 1, self.readings[-1].step + 1) if self.readings else range(0)
@@ -282,6 +287,29 @@ class Attachment:
         """Signal, noise scale, best group size and what the best baseline would save, pooled over measured steps."""
         lines = [{"step": reading.step, **reading.scalars} for reading in self.readings]
         return run_noise(lines, int(self.trainer.num_generations), failed=self.trust.failed)
+
+    def advice(self) -> Diagnosis:
+        """What is wrong with the training so far, worst first, and what to change.
+
+        From the run folder if there is one, Grams included; otherwise from the trainer's log.
+        """
+        if self.folder is not None and (self.folder.path / CONFIG_FILE).exists():
+            return advise(self.folder.path)
+        return self._log_advice()
+
+    def _log_advice(self) -> Diagnosis:
+        settings = {"num_iterations": getattr(self.trainer, "num_iterations", None)}
+        return advise_log(run_log(type(self.trainer).__name__, self.log_lines, settings))
+
+    def _halt_if_asked(self, control: Any) -> None:
+        """Ask the trainer to stop if its log shows a finding that is severe enough."""
+        if self.halt_on is None or self.halted is not None:
+            return
+        found = self._log_advice()
+        if found.reaches(self.halt_on):
+            self.halted = found.findings[0]
+            control.should_training_stop = True
+            warnings.warn(f"scoregram: the training is stopped. {' '.join(self.halted.lines())}", stacklevel=4)
 
     def summary(self) -> Table:
         """The measured scalars: first, last, and the mean where every measured step defines them.
@@ -544,9 +572,13 @@ def _callback_for(attachment: Attachment) -> Any:
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             with attachment._errors_as_warnings():
-                if attachment.is_attached and attachment.folder is not None and logs:
-                    others = {name: value for name, value in logs.items() if not name.startswith(OWN_PREFIX)}
+                if not attachment.is_attached or not logs:
+                    return
+                others = {name: value for name, value in logs.items() if not name.startswith(OWN_PREFIX)}
+                if attachment.folder is not None:
                     attachment.folder.add_logs(int(state.global_step), others)
+                attachment.log_lines.append({"step": int(state.global_step), **logs})
+            attachment._halt_if_asked(control)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             # not detach(): the trainer is iterating over its callbacks, and removing one would make it skip the next

@@ -1,0 +1,26 @@
+"""What is wrong with a run and what to change, by stated rules.
+
+```
+a log of any trainer ──► formats ──► RunLog ──► reward_rules, policy_rules ─┐
+run folder ──► reading ──► RunReading ──────────► gram_rules ───────────────┴──► findings (reconciled) ──► Diagnosis
+```
+
+A rule returns a finding, None if there is nothing to change, or what to measure where the data do not decide.
+`docs/advice.md` lists every rule with its threshold and its reason.
+"""
+
+from scoregram.advice.diagnose import DEMOS as DEMOS
+from scoregram.advice.diagnose import GRAM_RULES as GRAM_RULES
+from scoregram.advice.diagnose import LOG_RULES as LOG_RULES
+from scoregram.advice.diagnose import advise as advise
+from scoregram.advice.diagnose import advise_log as advise_log
+from scoregram.advice.diagnose import advise_run as advise_run
+from scoregram.advice.diagnose import demo_names as demo_names
+from scoregram.advice.diagnose import show_advice as show_advice
+from scoregram.advice.diagnose import show_demo as show_demo
+from scoregram.advice.findings import SEVERITIES as SEVERITIES
+from scoregram.advice.findings import Diagnosis as Diagnosis
+from scoregram.advice.findings import RunFinding as RunFinding
+from scoregram.advice.findings import Severity as Severity
+from scoregram.advice.logs import RunLog as RunLog
+from scoregram.advice.logs import run_log as run_log

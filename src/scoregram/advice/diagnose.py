@@ -1,0 +1,208 @@
+"""`advise`: all rules on a run folder or on a plain log, as one diagnosis; and how it is printed."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+from rich.console import Console
+from rich.text import Text
+
+from scoregram.advice import gram_rules, policy_rules, reward_rules
+from scoregram.advice.findings import SEVERITIES, Diagnosis, RuleVerdict, RunFinding, Severity, diagnosis_of
+from scoregram.advice.formats import read_log
+from scoregram.advice.logs import RunLog, run_log
+from scoregram.checks import fail
+from scoregram.reading import RunReading, read_run
+from scoregram.runs import CONFIG_FILE, open_run
+
+LOG_RULES: Mapping[str, Callable[[RunLog], RuleVerdict]] = MappingProxyType(
+    {
+        "NaN": policy_rules.not_finite_steps,
+        "constant reward": reward_rules.constant_reward,
+        "stuck batch": policy_rules.stuck_batch,
+        "lost seed": policy_rules.lost_seed,
+        "phantom signal": reward_rules.phantom_signal,
+        "reward against held-out score": reward_rules.reward_against_held_out,
+        "KL blow-up": policy_rules.kl_blow_up,
+        "entropy collapse": policy_rules.entropy_collapse,
+        "repetition": reward_rules.repetition,
+        "dead groups": reward_rules.dead_groups,
+        "truncation": reward_rules.cut_completions,
+        "reward spread death": reward_rules.reward_spread_death,
+        "length gaming": reward_rules.length_gaming,
+        "gradient spikes": policy_rules.gradient_spikes,
+        "clip saturation": policy_rules.clip_saturation,
+        "idle clipping": policy_rules.idle_clipping,
+        "throughput rot": policy_rules.throughput_rot,
+    }
+)
+"""Rules that need scalars only, by the name of their finding, the most harmful fault first."""
+
+GRAM_RULES: Mapping[str, Callable[[RunReading], RuleVerdict]] = MappingProxyType(
+    {
+        "dominating rollouts": gram_rules.dominating_rollouts,
+        "exploding layer": gram_rules.dominating_layer,
+        "conflicting prompts": gram_rules.conflicting_prompts,
+        "lost exploration": gram_rules.lost_exploration,
+        "estimator": gram_rules.advantage_estimator,
+        "batch size": gram_rules.batch_size,
+        "group size": gram_rules.group_size,
+        "baseline": gram_rules.baseline,
+        "overfitting to prompts": gram_rules.memorised_prompts,
+    }
+)
+"""Rules that need the Grams, groups or rollouts of a run folder."""
+
+ROLLOUT_STEPS = 12
+"""Steps whose stored rollouts are read for repetition, spread over the run."""
+_GRAM_LENGTH = 4
+"""Tokens of a sequence that counts as repeated."""
+
+
+def advise(path: Path | str) -> Diagnosis:
+    """What is wrong with a run, worst first, and what to change; silent where the data do not decide.
+
+    Args:
+        path: A run folder, or a log of any trainer: `trainer_state.json`, a TensorBoard folder, verl's JSONL, CSV, an
+            offline folder of Weights & Biases, `metrics.jsonl`.
+
+    Raises:
+        ScoregramError: If there is no run and no log that can be read.
+    """
+    root = Path(path)
+    if (root / CONFIG_FILE).is_file():
+        return advise_run(read_run(open_run(root)))
+    return advise_log(read_log(root))
+
+
+def advise_log(log: RunLog) -> Diagnosis:
+    """The diagnosis of a plain log."""
+    return diagnosis_of(log.source, {name: rule(log) for name, rule in LOG_RULES.items()})
+
+
+def advise_run(run: RunReading) -> Diagnosis:
+    """The diagnosis of a run folder: the rules on its scalars, then those on its Grams."""
+    source = "" if run.folder is None else str(run.folder.folder)
+    log = run_log(source, [*run.lines, *_repetition_lines(run)], run.config)
+    # among equally severe and certain findings those from the Gram come first: they name causes
+    verdicts: dict[str, RuleVerdict] = {name: rule(run) for name, rule in GRAM_RULES.items()}
+    verdicts |= {name: rule(log) for name, rule in LOG_RULES.items()}
+    return diagnosis_of(source, {name: _attributed(verdict, run) for name, verdict in verdicts.items()})
+
+
+def _attributed(verdict: RuleVerdict, run: RunReading) -> RuleVerdict:
+    """A finding of gradient spikes, with the rollout that made the most of the first spike that was measured."""
+    if not isinstance(verdict, RunFinding) or verdict.name != "gradient spikes":
+        return verdict
+    groups = [group for group in run.groups if group.record.step == verdict.since and group.record.gram is not None]
+    if not groups:
+        return verdict
+    pulls = [
+        (float(energy), group.record.prompt_id, place)
+        for group in groups
+        if group.record.gram is not None
+        for place, energy in enumerate(group.record.advantages.double().square() * group.record.gram.diagonal())
+    ]
+    energy, prompt, place = max(pulls)
+    share = energy / sum(one for one, *_ in pulls)
+    told = f"At step {verdict.since}, rollout {place} of {prompt} has {share:.0%} of the gradient energy."
+    return replace(verdict, sentence=f"{verdict.sentence} {told}")
+
+
+def _repetition_lines(run: RunReading) -> Iterator[dict[str, float]]:
+    """`repetition` at some steps whose rollouts are stored: the mean share of repeated 4-grams of tokens."""
+    if run.folder is None:
+        return
+    for step in _some(sorted(run.folder.rollout_steps())):
+        rollouts = [one for one in run.folder.rollouts([step]) if one.kind == "train"]
+        shares = [repeated_share(one.token_ids[one.prompt_length :].tolist()) for one in rollouts]
+        known = [share for share in shares if share is not None]
+        if known:
+            yield {"step": step, "repetition": sum(known) / len(known)}
+
+
+def _some(steps: Sequence[int]) -> list[int]:
+    if len(steps) <= ROLLOUT_STEPS:
+        return list(steps)
+    return [steps[round(place * (len(steps) - 1) / (ROLLOUT_STEPS - 1))] for place in range(ROLLOUT_STEPS)]
+
+
+def repeated_share(tokens: Sequence[int]) -> float | None:
+    """Share of the 4-grams of a completion that occurred in it before; None below 16 tokens, which say little.
+
+    Example:
+        >>> repeated_share([1, 2] * 8), repeated_share(list(range(16))), repeated_share([1, 2])
+        (0.8461538461538461, 0.0, None)
+    """
+    if len(tokens) < 4 * _GRAM_LENGTH:
+        return None
+    grams = [tuple(tokens[place : place + _GRAM_LENGTH]) for place in range(len(tokens) - _GRAM_LENGTH + 1)]
+    return 1 - len(set(grams)) / len(grams)
+
+
+# On the terminal
+
+STYLES: Mapping[str, str] = {"critical": "bold red", "warning": "bold yellow", "note": "bold cyan"}
+
+
+def show_advice(path: Path, *, as_json: bool = False, fail_on: str = "never") -> int:
+    """Print the diagnosis as text or as strict JSON; exit status 1 if a finding is at least as severe as `fail_on`."""
+    if fail_on not in ("never", *SEVERITIES):
+        fail("advise --fail-on", f"must be one of never, {', '.join(SEVERITIES)}", fail_on, "Check the spelling.")
+    found = advise(path)
+    if as_json:
+        print(json.dumps(found.plain(), indent=1, allow_nan=False))
+    else:
+        print_diagnosis(found, Console())
+    return int(fail_on != "never" and found.reaches(_severity(fail_on)))
+
+
+def _severity(name: str) -> Severity:
+    return next(one for one in SEVERITIES if one == name)
+
+
+def print_diagnosis(found: Diagnosis, console: Console) -> None:
+    """Every finding with its evidence and its change, then what is fine and what the data do not decide."""
+    console.print(Text(found.source, style="dim"), soft_wrap=True)
+    if not found.findings:
+        console.print(Text("Nothing to change was found.", style="bold"))
+    for one in found.findings:
+        console.print(Text.assemble("\n", (one.severity, STYLES[one.severity]), "  ", (one.name, "bold")))
+        for line in one.lines():
+            console.print(Text(f"  {line}"))
+    console.print()
+    if found.fine:
+        console.print(Text(f"Nothing to change: {', '.join(found.fine)}.", style="dim"))
+    for name, needs in found.undecided.items():
+        console.print(Text(f"Cannot tell: {name}. To decide it, {needs}.", style="dim"))
+
+
+# Recorded runs
+
+DEMOS = Path(__file__).parent / "demos"
+"""Recorded runs with a known fault, one folder each."""
+
+
+def demo_names() -> list[str]:
+    """Names of the recorded runs."""
+    return sorted(path.name for path in DEMOS.iterdir() if path.is_dir())
+
+
+def show_demo(name: str) -> int:
+    """Diagnose a recorded run with a known fault, and say which fault it was made with."""
+    names = demo_names()
+    if name not in names:
+        fail("demo", f"must be one of {', '.join(names)}", name, "Check the spelling.")
+    console = Console(width=min(120, shutil.get_terminal_size().columns))
+    fault = (DEMOS / name / "README.md").read_text(encoding="utf-8").strip()
+    console.print(Text(fault, style="italic"))
+    print_diagnosis(advise(DEMOS / name), console)
+    return 0
+
+
+def finding_names(findings: Iterable[RunFinding]) -> list[str]:
+    """Names of findings, in their order."""
+    return [one.name for one in findings]

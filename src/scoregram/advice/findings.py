@@ -1,0 +1,165 @@
+"""What a rule finds in a run, and how the findings of several rules become one list that does not contradict itself."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from scoregram.exhibits import Estimate, cell_text
+
+Severity = Literal["critical", "warning", "note"]
+"""`critical`: the run learns nothing or the wrong thing. `warning`: a setting costs much. `note`: worth knowing."""
+SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "note")
+Confidence = Literal["certain", "likely", "possible"]
+"""`certain`: it follows from the numbers. `likely`: the interval excludes the harmless values. `possible`: a sign that
+has another explanation, which the evidence names."""
+CONFIDENCES: tuple[Confidence, ...] = ("certain", "likely", "possible")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One setting to change."""
+
+    knob: str
+    """The setting, by one name for all trainers, such as `group size`."""
+    direction: str
+    """Where to: `up`, `down`, or another word. Two findings contradict if they move one knob in two directions."""
+    sentence: str
+    effect: str
+    """What to expect from the change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFinding:
+    """One thing that is wrong with a run, with the number that shows it."""
+
+    name: str
+    severity: Severity
+    sentence: str
+    """What is wrong, in plain words."""
+    since: int | None = None
+    """First step from which on it holds; None if it is not tied to a step."""
+    number: Estimate = field(default_factory=lambda: Estimate(math.nan))
+    label: str = ""
+    """What `number` is."""
+    evidence: str
+    """Which data the finding rests on, and the threshold."""
+    change: Change | None = None
+    confidence: Confidence = "likely"
+
+    def lines(self) -> list[str]:
+        """The finding as text: what is wrong, the number, the evidence, what to change and what to expect."""
+        since = "" if self.since is None else f" (since step {self.since})"
+        number = "" if math.isnan(self.number.value) else f"{self.label}: {cell_text(self.number)}; "
+        told = [f"{self.sentence}{since}", f"Evidence, {self.confidence}: {number}{self.evidence}"]
+        if self.change is not None:
+            told.append(f"Change: {self.change.sentence} Expect: {self.change.effect}")
+        return told
+
+    def plain(self) -> dict[str, Any]:
+        """The finding as values that JSON can hold."""
+        ends = {name: value if math.isfinite(value) else None for name, value in vars(self.number).items()}
+        own = {
+            name: getattr(self, name) for name in ("name", "severity", "since", "sentence", "evidence", "confidence")
+        }
+        return own | {
+            "number": ends | {"label": self.label},
+            "change": None if self.change is None else vars(self.change),
+        }
+
+
+@dataclass(frozen=True)
+class Undecided:
+    """A question that the data do not decide."""
+
+    needs: str
+    """What to log or measure so that they would."""
+
+
+RuleVerdict = RunFinding | Undecided | None
+"""What a rule returns: a finding, what is missing, or None if there is nothing to change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What all rules say about a run."""
+
+    source: str
+    """Where the run was read from."""
+    findings: tuple[RunFinding, ...]
+    """Worst first."""
+    fine: tuple[str, ...]
+    """Rules that found nothing to change."""
+    undecided: Mapping[str, str]
+    """Rule → what to log or measure so that it could decide."""
+
+    def worst(self) -> Severity | None:
+        """Severity of the first finding; None without one."""
+        return self.findings[0].severity if self.findings else None
+
+    def reaches(self, severity: Severity) -> bool:
+        """Whether a finding is at least this severe."""
+        worst = self.worst()
+        return worst is not None and SEVERITIES.index(worst) <= SEVERITIES.index(severity)
+
+    def text(self) -> str:
+        """The findings as a list, then `open_text`."""
+        blocks = [f"- **{one.name}** ({one.severity}). " + " ".join(one.lines()) for one in self.findings]
+        return "\n\n".join(part for part in ("\n".join(blocks), self.open_text()) if part)
+
+    def open_text(self) -> str:
+        """What needs no change, and what the data do not decide, as paragraphs."""
+        fine = f"Nothing to change: {', '.join(self.fine)}." if self.fine else ""
+        open_ = "; ".join(f"{name} ({needs})" for name, needs in self.undecided.items())
+        return "\n\n".join(part for part in (fine, f"Cannot tell: {open_}." if open_ else "") if part)
+
+    def plain(self) -> dict[str, Any]:
+        """The diagnosis as values that JSON can hold."""
+        return {
+            "source": self.source,
+            "findings": [one.plain() for one in self.findings],
+            "nothing_to_change": list(self.fine),
+            "cannot_tell": dict(self.undecided),
+        }
+
+
+def diagnosis_of(source: str, verdicts: Mapping[str, RuleVerdict]) -> Diagnosis:
+    """The verdicts of all rules as one list, worst first, without contradictions."""
+    return Diagnosis(
+        source=source,
+        findings=reconciled(verdict for verdict in verdicts.values() if isinstance(verdict, RunFinding)),
+        fine=tuple(name for name, verdict in verdicts.items() if verdict is None),
+        undecided={name: verdict.needs for name, verdict in verdicts.items() if isinstance(verdict, Undecided)},
+    )
+
+
+def reconciled(findings: Iterable[RunFinding]) -> tuple[RunFinding, ...]:
+    """Findings worst first; a change that moves a knob against a worse finding's change is withheld until that is done.
+
+    Equal severities are ordered by confidence, then by their order in the table of rules.
+    """
+    order = sorted(findings, key=lambda one: (SEVERITIES.index(one.severity), CONFIDENCES.index(one.confidence)))
+    taken: dict[str, tuple[str, RunFinding]] = {}
+    kept = []
+    for one in order:
+        if one.change is not None:
+            direction, first = taken.setdefault(one.change.knob, (one.change.direction, one))
+            if direction != one.change.direction:
+                one = replace(one, change=None, evidence=f"{one.evidence} {_deferral(one.change.knob, first)}")
+        kept.append(one)
+    return tuple(kept)
+
+
+def _deferral(knob: str, first: RunFinding) -> str:
+    return f"No change is advised here: resolve “{first.name}” first, which concerns the {knob} too."
+
+
+def contradictions(findings: Sequence[RunFinding]) -> list[tuple[str, str]]:
+    """Pairs of findings that move one knob in two directions; empty for `reconciled` ones."""
+    changes = [(one.name, one.change) for one in findings if one.change is not None]
+    return [
+        (name, other_name)
+        for place, (name, change) in enumerate(changes)
+        for other_name, other in changes[place + 1 :]
+        if change.knob == other.knob and change.direction != other.direction
+    ]

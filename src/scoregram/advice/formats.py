@@ -1,0 +1,233 @@
+"""Reading the log of a run, whichever tool wrote it.
+
+`trainer_state.json` of transformers, JSONL (verl's `file` logger, our `metrics.jsonl`, one mapping a line), CSV,
+TensorBoard's event files, and the `.wandb` file of an offline run of Weights & Biases, which is decoded without wandb.
+"""
+
+import csv
+import json
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from scoregram.advice.logs import STEP_KEYS, RunLog, run_log
+from scoregram.checks import fail
+
+_CALLER = "advise"
+STATE_FILE = "trainer_state.json"
+
+
+def read_log(path: Path) -> RunLog:
+    """The scalars in a log file, or in the log file of a folder.
+
+    Raises:
+        ScoregramError: If there is no such file, no known format, or no step in it.
+    """
+    file, read = _reader(path)
+    lines = list(read(file))
+    log = run_log(file.as_posix(), lines)
+    if not log.lines:
+        got = f"{len(lines)} records without a step" if lines else "no records"
+        fail(_CALLER, f"{file} must hold the scalars of at least one step", got, f"Name the step {STEP_KEYS[0]}.")
+    return log
+
+
+def _reader(path: Path) -> tuple[Path, Callable[[Path], Iterable[Mapping[str, Any]]]]:
+    """The file to read, and the function that reads it."""
+    if path.is_dir():
+        return _file_in(path)
+    if not path.exists():
+        fail(_CALLER, "needs a run folder or a log", f"no such file: {path}", "Check the path.")
+    if "tfevents" in path.name:
+        return path, tensorboard_lines
+    read = LOG_READERS.get(path.suffix)
+    if read is None:
+        known = ", ".join(sorted(LOG_READERS))
+        fail(_CALLER, f"{path.name} must be a log ({known}, or TensorBoard's events)", path.suffix, "Convert it.")
+    return path, read
+
+
+def _file_in(folder: Path) -> tuple[Path, Callable[[Path], Iterable[Mapping[str, Any]]]]:
+    states = sorted(folder.glob(f"**/{STATE_FILE}"), key=lambda path: path.stat().st_mtime)
+    if states:
+        return states[-1], state_lines
+    if any(folder.glob("**/*tfevents*")):
+        return folder, tensorboard_lines
+    for pattern in ("**/*.wandb", "*.jsonl", "*.csv"):
+        found = sorted(folder.glob(pattern))
+        if found:
+            return found[-1], LOG_READERS[found[-1].suffix]
+    names = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "an empty folder"
+    return fail(
+        _CALLER, f"{folder} must hold a run or a log", names, f"Point it at {STATE_FILE}, a JSONL or a CSV file."
+    )
+
+
+def state_lines(path: Path) -> list[Mapping[str, Any]]:
+    """`log_history` of transformers' trainer state."""
+    state = _parsed(path, path.read_text(encoding="utf-8"))
+    history = state.get("log_history") if isinstance(state, dict) else state
+    if not isinstance(history, list):
+        fail(_CALLER, f"{path} must have log_history", type(history).__name__, f"Pass {STATE_FILE} of a checkpoint.")
+    return [line for line in history if isinstance(line, dict)]
+
+
+def jsonl_scalars(path: Path) -> Iterator[Mapping[str, Any]]:
+    """One mapping a line; verl nests the scalars under `data`. A torn last line is skipped."""
+    rows = path.read_text(encoding="utf-8").splitlines()
+    for number, row in enumerate(rows, start=1):
+        if not row.strip():
+            continue
+        try:
+            line = json.loads(row)
+        except ValueError as error:
+            if number == len(rows):
+                return
+            fail(_CALLER, f"line {number} of {path} must be JSON", str(error), "Repair or remove it.")
+        if isinstance(line, dict):
+            yield {**line, **line["data"]} if isinstance(line.get("data"), dict) else line
+
+
+def csv_lines(path: Path) -> Iterator[Mapping[str, Any]]:
+    """One row a step; cells that are not numbers are left out."""
+    with path.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            yield {key: value for key, cell in row.items() if key and (value := _number(cell)) is not None}
+
+
+def tensorboard_lines(path: Path) -> Iterator[Mapping[str, Any]]:
+    """All scalars of the event files in a folder.
+
+    Raises:
+        ScoregramError: If tensorboard is not installed.
+    """
+    try:
+        module = import_module("tensorboard.backend.event_processing.event_accumulator")
+    except ImportError as error:
+        fail(_CALLER, "TensorBoard's event files need tensorboard", str(error), "pip install tensorboard")
+    for folder in sorted({file.parent for file in path.glob("**/*tfevents*")} if path.is_dir() else {path}):
+        events = module.EventAccumulator(str(folder), size_guidance={"scalars": 0})
+        events.Reload()
+        for tag in events.Tags()["scalars"]:
+            for event in events.Scalars(tag):
+                yield {"step": event.step, tag: event.value}
+
+
+def _number(cell: Any) -> float | None:
+    try:
+        return float(cell)
+    except (TypeError, ValueError):
+        return None
+
+
+def _parsed(path: Path, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        return fail(_CALLER, f"{path} must be JSON", str(error), "Restore it from a copy.")
+
+
+# Weights & Biases, offline: a log of length-prefixed chunks in blocks of 32 KiB (LevelDB's format), each record a
+# protobuf message `Record`, of which field 2 is `history`: items (1) with key (1), nested key (2), value as JSON (16).
+
+_BLOCK, _HEADER = 32768, 7
+_MAGIC = b":W&B"
+_RECORD_HISTORY, _HISTORY_ITEM, _HISTORY_STEP = 2, 1, 2
+_ITEM_KEY, _ITEM_NESTED_KEY, _ITEM_VALUE = 1, 2, 16
+
+
+def wandb_lines(path: Path) -> Iterator[Mapping[str, Any]]:
+    """The history of an offline run of Weights & Biases, without the package; a torn end is skipped."""
+    content = path.read_bytes()
+    if content[:4] != _MAGIC:
+        fail(_CALLER, f"{path} must be a file of an offline run of Weights & Biases", repr(content[:4]), "Check it.")
+    for record in wandb_records(content):
+        for field, history in protobuf_fields(record):
+            if field == _RECORD_HISTORY and isinstance(history, bytes):
+                yield _history_line(history)
+
+
+def wandb_records(content: bytes) -> Iterator[bytes]:
+    """The records of the file: chunks of kind 1 are whole, 2 begin, 3 continue and 4 end a record."""
+    place, parts = _HEADER, b""
+    while place + _HEADER <= len(content):
+        left = _BLOCK - place % _BLOCK
+        if left < _HEADER:  # the end of a block is padded
+            place += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", content, place)
+        chunk = content[place + _HEADER : place + _HEADER + size]
+        if kind not in (1, 2, 3, 4) or len(chunk) < size:
+            return
+        place += _HEADER + size
+        parts = chunk if kind in (1, 2) else parts + chunk
+        if kind in (1, 4):
+            yield parts
+
+
+def protobuf_fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Number and value of each field of a protobuf message; numbers are unsigned, everything else is bytes."""
+    place = 0
+    while place < len(message):
+        tag, place = _varint(message, place)
+        field, wire = tag >> 3, tag & 7
+        if wire == 0:
+            value, place = _varint(message, place)
+            yield field, value
+        elif wire == 2:
+            size, place = _varint(message, place)
+            yield field, message[place : place + size]
+            place += size
+        elif wire in (1, 5):
+            place += 8 if wire == 1 else 4
+        else:
+            return
+
+
+def _varint(message: bytes, place: int) -> tuple[int, int]:
+    value, shift = 0, 0
+    while place < len(message):
+        byte = message[place]
+        value, shift, place = value | (byte & 127) << shift, shift + 7, place + 1
+        if byte < 128:
+            break
+    return value, place
+
+
+def _history_line(history: bytes) -> dict[str, Any]:
+    line: dict[str, Any] = {}
+    for field, content in protobuf_fields(history):
+        if field == _HISTORY_ITEM and isinstance(content, bytes):
+            parts: dict[int, list[bytes]] = {}
+            for number, value in protobuf_fields(content):
+                if isinstance(value, bytes):
+                    parts.setdefault(number, []).append(value)
+            key = b"/".join(parts.get(_ITEM_KEY, []) or parts.get(_ITEM_NESTED_KEY, [])).decode()
+            value = _json_number(parts.get(_ITEM_VALUE, [b"null"])[0])
+            line |= {key: value} if key else {}
+        elif field == _HISTORY_STEP and isinstance(content, bytes):
+            number = next((value for place, value in protobuf_fields(content) if place == 1), 0)
+            line["_step"] = number
+    return line
+
+
+def _json_number(text: bytes) -> Any:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return (
+        {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}.get(value, value)
+        if isinstance(value, str)
+        else value
+    )
+
+
+LOG_READERS: Mapping[str, Callable[[Path], Iterable[Mapping[str, Any]]]] = MappingProxyType(
+    {".json": state_lines, ".jsonl": jsonl_scalars, ".csv": csv_lines, ".wandb": wandb_lines}
+)
+"""Suffix of a file → the function that reads it."""

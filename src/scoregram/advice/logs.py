@@ -1,0 +1,254 @@
+"""The scalars of a run under one set of names, whichever trainer logged them."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from scoregram.bootstrap import mean_estimate
+from scoregram.exhibits import Estimate
+
+STEP_KEYS = ("step", "_step", "global_step", "train/global_step", "training/global_step", "trainer/global_step")
+"""Keys of the step, in the order in which they are looked for."""
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How a trainer spells a scalar."""
+
+    key: str
+    trainer: str
+    convert: Callable[[float], float] | None = None
+    """From the trainer's number to ours; None if they are the same."""
+
+
+def _complement(value: float) -> float:
+    return 1 - value
+
+
+def _negative(value: float) -> float:
+    return -value
+
+
+_OWN, _TRL, _VERL, _OPENRLHF = "scoregram", "TRL", "verl", "OpenRLHF"
+SPELLINGS: Mapping[str, tuple[Spelling, ...]] = MappingProxyType(
+    {
+        "reward": (
+            Spelling("reward", f"{_OWN}, {_TRL}, {_OPENRLHF}"),
+            Spelling("critic/score/mean", _VERL),
+            Spelling("critic/rewards/mean", _VERL),
+            Spelling("objective/scores", "TRL PPO"),
+        ),
+        "reward_std": (Spelling("scoregram/reward_std", _OWN), Spelling("reward_std", f"{_OWN}, {_TRL}")),
+        "dead_share": (Spelling("frac_reward_zero_std", _TRL),),
+        "all_right": (Spelling("groups/all_right", _OWN),),
+        "all_wrong": (Spelling("groups/all_wrong", _OWN),),
+        "held_out": (
+            Spelling("eval/accuracy", _OWN),
+            Spelling("eval_reward", _TRL),
+            Spelling("eval/reward", f"{_TRL} in trackers"),
+            Spelling("val/test_score", _VERL),
+        ),
+        "entropy": (
+            Spelling("entropy", _TRL),
+            Spelling("actor/entropy", _VERL),
+            Spelling("actor/entropy_loss", _VERL),
+            Spelling("token_log_prob", f"{_OWN}, the mean of -log π of sampled tokens", _negative),
+        ),
+        "kl": (
+            Spelling("kl", f"{_OWN}, {_TRL}, {_OPENRLHF}"),
+            Spelling("actor/kl_loss", _VERL),
+            Spelling("objective/kl", "TRL PPO"),
+        ),
+        "clipped_tokens": (
+            Spelling("clipped_tokens", _OWN),
+            Spelling("clip_ratio/region_mean", _TRL),
+            Spelling("actor/pg_clipfrac", _VERL),
+            Spelling("actor_clip_ratio", _OPENRLHF),
+        ),
+        "length": (
+            Spelling("completions/mean_length", _TRL),
+            Spelling("response_length/mean", _VERL),
+            Spelling("response_length", _OPENRLHF),
+            Spelling("length", _OWN),
+        ),
+        "truncated": (
+            Spelling("completions/clipped_ratio", _TRL),
+            Spelling("response_length/clip_ratio", _VERL),
+            Spelling("truncated_rate", _OPENRLHF),
+            Spelling("finished", _OWN, _complement),
+        ),
+        "repetition": (Spelling("repetition", _OWN),),
+        "grad_norm": (Spelling("grad_norm", f"{_OWN}, {_TRL}"), Spelling("actor/grad_norm", _VERL)),
+        "loss": (
+            Spelling("loss", f"{_OWN}, {_TRL}"),
+            Spelling("actor/pg_loss", _VERL),
+            Spelling("policy_loss", _OPENRLHF),
+        ),
+        "learning_rate": (
+            Spelling("learning_rate", f"{_OWN}, {_TRL}"),
+            Spelling("actor/lr", _VERL),
+            Spelling("actor_lr", _OPENRLHF),
+        ),
+        "tokens_per_second": (Spelling("time/tokens_per_second", _OWN), Spelling("perf/throughput", _VERL)),
+        "step_seconds": (
+            Spelling("step_time", _TRL),
+            Spelling("timing_s/step", _VERL),
+            Spelling("perf/time_per_step", _VERL),
+            Spelling("time/step", _OWN),
+        ),
+    }
+)
+"""Our name of a scalar → how trainers spell it; the first spelling that a log has is used.
+
+Sources: TRL 1.16 `GRPOTrainer` (the keys of its `log_history`), verl `trainer/ppo/metric_utils.py` and its actor
+workers, OpenRLHF's PPO trainer, and scoregram's own `metrics.jsonl`. Prefixes `train/` and `train_` are ignored.
+"""
+
+_PART_ENDS = ("/mean", "/std")
+"""TRL logs `rewards/FUNCTION/mean` and `…/std` for each reward function."""
+
+
+@dataclass(frozen=True, eq=False)
+class ScalarSeries:
+    """A scalar over steps, defined values only."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def _third(self) -> int:
+        return math.ceil(len(self) / 3)
+
+    @property
+    def first(self) -> np.ndarray:
+        """Values of the first third."""
+        return self.values[: self._third()]
+
+    @property
+    def last(self) -> np.ndarray:
+        """Values of the last third."""
+        return self.values[-self._third() :]
+
+    @property
+    def start(self) -> float:
+        """Median of the first tenth, at least three values."""
+        return float(np.median(self.values[: max(3, len(self) // 10)]))
+
+    @property
+    def end(self) -> float:
+        """Median of the last tenth, at least three values."""
+        return float(np.median(self.values[-max(3, len(self) // 10) :]))
+
+    def last_mean(self) -> Estimate:
+        """Mean of the last third with its interval over steps."""
+        return mean_estimate(self.last)
+
+    def since(self, holds: np.ndarray) -> int:
+        """First step from which on `holds` is true for most of the rest: at the start of the longest such tail.
+
+        Args:
+            holds: One boolean for each value; the last third is taken to satisfy it.
+        """
+        wrong = np.flatnonzero(~holds[: len(self) - self._third()])
+        # a single value on the other side does not reset the onset
+        runs = wrong[np.isin(wrong + 1, wrong) | np.isin(wrong - 1, wrong) | (wrong == 0)]
+        return int(self.steps[min(runs[-1] + 1, len(self) - 1)]) if len(runs) else int(self.steps[0])
+
+
+@dataclass(frozen=True, eq=False)
+class RunLog:
+    """The scalars of a run, by our names and as logged."""
+
+    source: str
+    lines: tuple[Mapping[str, Any], ...]
+    """One mapping per logged step, with `step`, under the trainer's own names."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    _cache: dict[str, ScalarSeries] = field(default_factory=dict, repr=False)
+
+    def series(self, name: str) -> ScalarSeries:
+        """A scalar by our name; empty if the log does not have it."""
+        if name not in self._cache:
+            self._cache[name] = self._found(name)
+        return self._cache[name]
+
+    def has(self, *names: str, least: int) -> bool:
+        """Whether every scalar has at least so many values."""
+        return all(len(self.series(name)) >= least for name in names)
+
+    def raw(self, key: str, convert: Callable[[float], float] | None = None) -> ScalarSeries:
+        """A scalar by the trainer's own name; undefined values are left out."""
+        pairs = [(line["step"], line[key]) for line in self.lines if _is_number(line.get(key))]
+        values = [value if convert is None else convert(float(value)) for _, value in pairs]
+        return ScalarSeries(np.array([step for step, _ in pairs], dtype=np.int64), np.array(values, dtype=np.float64))
+
+    def bad_steps(self, *names: str) -> list[int]:
+        """Steps at which one of these scalars was logged as NaN, infinite or null."""
+        keys = {spelling.key for name in names for spelling in SPELLINGS[name]}
+        return [
+            int(line["step"]) for line in self.lines if any(key in line and not _is_number(line[key]) for key in keys)
+        ]
+
+    def reward_parts(self) -> dict[str, tuple[ScalarSeries, ScalarSeries]]:
+        """Name of a reward function → its mean and its standard deviation over steps."""
+        keys = {key for line in self.lines for key in line if key.startswith("rewards/") and key.endswith(_PART_ENDS)}
+        names = sorted({key.removeprefix("rewards/").rpartition("/")[0] for key in keys})
+        return {name: (self.raw(f"rewards/{name}/mean"), self.raw(f"rewards/{name}/std")) for name in names}
+
+    def setting(self, *names: str) -> Any:
+        """The first of these settings that the config has; None if it has none."""
+        return next((self.config[name] for name in names if self.config.get(name) is not None), None)
+
+    def _found(self, name: str) -> ScalarSeries:
+        if name == "dead_share" and any("live_groups" in line for line in self.lines):
+            return self._own_dead_share()
+        for spelling in SPELLINGS[name]:
+            found = self.raw(spelling.key, spelling.convert)
+            if len(found):
+                return found
+        return ScalarSeries(np.empty(0, dtype=np.int64), np.empty(0))
+
+    def _own_dead_share(self) -> ScalarSeries:
+        pairs = [
+            (line["step"], 1 - line["live_groups"] / line["groups"])
+            for line in self.lines
+            if _is_number(line.get("live_groups")) and line.get("groups", 0) > 0
+        ]
+        return ScalarSeries(
+            np.array([step for step, _ in pairs], dtype=np.int64), np.array([share for _, share in pairs])
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def run_log(source: str, lines: Iterable[Mapping[str, Any]], config: Mapping[str, Any] | None = None) -> RunLog:
+    """A log from mappings of scalars: steps in order, lines of one step merged, prefixes of trackers removed."""
+    merged: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        step = _step_of(line)
+        if step is not None:
+            known = {_bare(key): value for key, value in line.items() if key not in STEP_KEYS}
+            merged.setdefault(step, {"step": step}).update(known)
+    return RunLog(source, tuple(merged[step] for step in sorted(merged)), config or {})
+
+
+def _bare(key: str) -> str:
+    for prefix in ("train/", "train_", "training/"):
+        if key.startswith(prefix):
+            return key.removeprefix(prefix)
+    return key
+
+
+def _step_of(line: Mapping[str, Any]) -> int | None:
+    for key in STEP_KEYS:
+        value = line.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return int(value)
+    return None

@@ -1,0 +1,417 @@
+"""Rules on the policy, its updates and the machine that need nothing but the scalars of a run."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from scoregram.advice.findings import Change, RuleVerdict, RunFinding, Undecided
+from scoregram.advice.logs import RunLog, ScalarSeries
+from scoregram.advice.reward_rules import CEILING
+from scoregram.advice.trends import LEAST_STEPS, mean_ends, slope_estimate
+from scoregram.exhibits import Estimate
+
+ENTROPY_LEFT, ENTROPY_GONE, ENTROPY_WATCHED = 0.25, 0.1, 0.5
+"""Share of the first entropy: below the first it has collapsed, below the second nothing is left; below the third its
+decline is extrapolated."""
+KL_LIMIT, KL_WATCHED, KL_ACCELERATION = 1.0, 0.3, 4.0
+"""Nats per token; and how much more the end may have than the middle (a steady drift doubles)."""
+CLIPPED_TOKENS = 0.3
+SPIKE = 10.0
+"""Factor above the median of the gradient norms before it."""
+THROUGHPUT_LEFT = 0.6
+REPEATS = 5
+"""Steps in a row whose numbers are exactly those of earlier steps."""
+FINGERPRINT_NEEDS = "log mean length and mean reward at every step"
+
+
+def not_finite_steps(log: RunLog) -> RuleVerdict:
+    """Loss, gradient or reward was NaN or infinite at some step, or the trainer skipped steps."""
+    if not log.lines:
+        return Undecided("log loss and gradient norm")
+    skipped = {int(line["step"]) for line in log.lines if line.get("skipped")}
+    bad = sorted(skipped.union(log.bad_steps("loss", "grad_norm", "kl")))
+    if not bad:
+        known = log.has("loss", least=1) or log.has("grad_norm", least=1)
+        return None if known else Undecided("log loss and gradient norm")
+    share = len(bad) / len(log.lines)
+    return RunFinding(
+        name="NaN",
+        severity="critical",
+        sentence=f"Loss, gradient norm or KL was not finite at {len(bad)} of {len(log.lines)} logged steps, first at "
+        f"step {bad[0]}.",
+        since=bad[0],
+        number=Estimate(share, share, share),
+        label="share of steps that are not finite",
+        evidence="one is enough: a NaN in the weights does not go away.",
+        change=Change(
+            knob="learning rate",
+            direction="down",
+            sentence="Restart from the checkpoint before that step with a lower learning rate or gradient clipping, "
+            "in float32 if "
+            "it happens again.",
+            effect="every step is finite.",
+        ),
+        confidence="certain",
+    )
+
+
+def entropy_collapse(log: RunLog) -> RuleVerdict:
+    """The entropy of the policy has fallen to a small part of its first value, or will soon."""
+    entropy = log.series("entropy")
+    if len(entropy) < LEAST_STEPS:
+        return Undecided("log the entropy of the policy")
+    start, end = entropy.start, entropy.end
+    if not start > 0:
+        return None
+    left = Estimate(end / start, *(sorted(mean_ends(entropy.last) / start)))
+    arrival = collapse_step(entropy, ENTROPY_GONE * start)
+    if left.high < ENTROPY_LEFT:
+        reward = log.series("reward")
+        is_solved = len(reward) > 0 and reward.end >= CEILING
+        sentence = f"The entropy fell from {start:.3g} to {end:.3g} nats per token: rollouts of a prompt hardly differ."
+        return RunFinding(
+            name="entropy collapse",
+            severity="note" if is_solved else "critical" if left.high < ENTROPY_GONE else "warning",
+            sentence=sentence + (" The reward is at its ceiling, which explains it." if is_solved else ""),
+            since=entropy.since(entropy.values < ENTROPY_LEFT * start),
+            number=left,
+            label="entropy left, of the first steps",
+            evidence=f"found if the last third has less than {ENTROPY_LEFT:.0%} of the first steps' entropy.",
+            change=_more_entropy(),
+            confidence="certain",
+        )
+    if arrival is None or left.high >= ENTROPY_WATCHED or arrival > 2 * int(entropy.steps[-1]):
+        return None
+    return RunFinding(
+        name="entropy collapse",
+        severity="warning",
+        sentence=f"The entropy falls steadily: at this rate a tenth of it is left at step {arrival}.",
+        since=entropy.since(entropy.values < ENTROPY_WATCHED * start),
+        number=left,
+        label="entropy left, of the first steps",
+        evidence=f"found below {ENTROPY_WATCHED:.0%} if the decline of its logarithm over the last two thirds is "
+        "significant.",
+        change=_more_entropy(),
+        confidence="possible",
+    )
+
+
+def _more_entropy() -> Change:
+    return Change(
+        knob="exploration",
+        direction="up",
+        sentence="Raise the upper clip or the KL weight, add an entropy bonus, or lower the learning rate.",
+        effect="the entropy stops falling within tens of steps; the reward may rise more slowly.",
+    )
+
+
+def collapse_step(entropy: ScalarSeries, level: float) -> int | None:
+    """Step at which the entropy reaches a level if its logarithm goes on falling as over the last two thirds.
+
+    None unless the decline is significant (t test of the slope over block means, which are less dependent than steps).
+    """
+    tail = slice(len(entropy) // 3, None)
+    steps, values = entropy.steps[tail].astype(float), entropy.values[tail]
+    if len(values) < LEAST_STEPS or not (values > 0).all():
+        return None
+    slope, ends = slope_estimate(steps, np.log(values))
+    if not ends[1] < 0:
+        return None
+    now = float(np.log(values[-max(3, len(values) // 10) :]).mean())
+    return int(steps[-1] + max(0.0, (math.log(level) - now) / slope))
+
+
+def kl_blow_up(log: RunLog) -> RuleVerdict:
+    """The policy has left the reference, or leaves it faster and faster."""
+    kl = log.series("kl")
+    if len(kl) < LEAST_STEPS:
+        return Undecided("log the KL divergence from the reference, if there is one")
+    middle = float(np.median(kl.values[len(kl) // 3 : -max(3, len(kl) // 3)]))
+    is_far, is_faster = kl.end > KL_LIMIT, kl.end > KL_WATCHED and kl.end > KL_ACCELERATION * max(middle, 1e-6)
+    if not (is_far or is_faster):
+        return None
+    return RunFinding(
+        name="KL blow-up",
+        severity="critical" if is_far else "warning",
+        sentence=f"The policy is {kl.end:.2g} nats per token away from the reference"
+        + (", and leaves it faster and faster." if is_faster else "."),
+        since=kl.since(kl.values > (KL_LIMIT if is_far else KL_WATCHED) / 2),
+        number=kl.last_mean(),
+        label="KL in the last third, nats per token",
+        evidence=f"found above {KL_LIMIT:g} nats, or above {KL_WATCHED:g} and {KL_ACCELERATION:g} times the middle "
+        "third.",
+        change=Change(
+            knob="learning rate",
+            direction="down",
+            sentence="Lower the learning rate, or raise the KL weight (beta).",
+            effect="the KL stops growing; the policy keeps the reference's fluency.",
+        ),
+        confidence="certain",
+    )
+
+
+def clip_saturation(log: RunLog) -> RuleVerdict:
+    """A large share of the tokens is clipped, so that inner updates have no effect on them."""
+    clipped = log.series("clipped_tokens")
+    if len(clipped) < LEAST_STEPS:
+        return Undecided("log the share of clipped tokens")
+    share = clipped.last_mean()
+    if not share.low > CLIPPED_TOKENS:
+        return None
+    return RunFinding(
+        name="clip saturation",
+        severity="warning",
+        sentence=f"{share.value:.0%} of the tokens are outside the clip range: most of a further update is discarded.",
+        since=clipped.since(clipped.values > CLIPPED_TOKENS),
+        number=share,
+        label="share of clipped tokens in the last third",
+        evidence=f"found if the whole 95 % interval lies above {CLIPPED_TOKENS:.0%}.",
+        change=Change(
+            knob="learning rate",
+            direction="down",
+            sentence="Lower the learning rate, or do fewer updates on each batch.",
+            effect="the share of clipped tokens falls below a tenth.",
+        ),
+    )
+
+
+def idle_clipping(log: RunLog) -> RuleVerdict:
+    """Several updates on each batch, and no token is ever clipped: the clip range has no effect."""
+    clipped, updates = log.series("clipped_tokens"), log.setting("inner_updates", "num_iterations", "ppo_epochs")
+    if updates is None or len(clipped) < LEAST_STEPS:
+        return Undecided("log the share of clipped tokens, and give the run's config (updates on each batch)")
+    if int(updates) < 2 or bool(clipped.values.any()):
+        return None
+    return RunFinding(
+        name="idle clipping",
+        severity="note",
+        sentence=f"Each batch is used for {int(updates)} updates, and not one token was clipped in {len(clipped)} "
+        "steps.",
+        since=int(clipped.steps[0]),
+        number=Estimate(0.0, 0.0, 3 / len(clipped)),
+        label="share of steps with a clipped token",
+        evidence="the ratio never left the clip range: the further updates hardly move the policy.",
+        change=Change(
+            knob="updates per batch",
+            direction="down",
+            sentence="Use one update per batch, or a larger learning rate.",
+            effect="the same learning for less compute, or more learning from the same rollouts.",
+        ),
+        confidence="certain",
+    )
+
+
+def gradient_spikes(log: RunLog) -> RuleVerdict:
+    """Some gradient norms are many times those before them."""
+    norms = log.series("grad_norm")
+    if len(norms) < 2 * LEAST_STEPS:
+        return Undecided("log the gradient norm before clipping")
+    spikes = spike_steps(norms)
+    if not spikes:
+        return None
+    worst = max(spikes, key=lambda step: spikes[step])
+    return RunFinding(
+        name="gradient spikes",
+        severity="warning",
+        sentence=f"The gradient norm was {spikes[worst]:.0f} times its usual size at step {worst}"
+        + (f", and more than {SPIKE:g} times at {len(spikes)} steps in all." if len(spikes) > 1 else "."),
+        since=min(spikes),
+        number=Estimate(spikes[worst]),
+        label="largest gradient norm over the median before it",
+        evidence=f"found above {SPIKE:g} times the median of the 20 norms before it.",
+        change=Change(
+            knob="gradient clipping",
+            direction="down",
+            sentence="Clip the gradient norm near its median, and look at the rollouts of that step.",
+            effect="one batch can no longer undo many.",
+        ),
+        confidence="certain",
+    )
+
+
+def spike_steps(norms: ScalarSeries, window: int = 20) -> dict[int, float]:
+    """Step → norm over the median of up to `window` norms before it, where that exceeds `SPIKE`."""
+    found = {}
+    for place in range(5, len(norms)):
+        usual = float(np.median(norms.values[max(0, place - window) : place]))
+        if usual > 0 and norms.values[place] > SPIKE * usual:
+            found[int(norms.steps[place])] = float(norms.values[place]) / usual
+    return found
+
+
+def throughput_rot(log: RunLog) -> RuleVerdict:
+    """Steps take longer and longer for the same number of tokens."""
+    speed = log.series("tokens_per_second")
+    if len(speed) < 3 * LEAST_STEPS:
+        seconds, length = log.series("step_seconds"), log.series("length")
+        if len(seconds) < 3 * LEAST_STEPS or len(seconds) != len(length):
+            return Undecided("log tokens per second, or seconds per step beside the length")
+        speed = ScalarSeries(seconds.steps, length.values / np.maximum(seconds.values, 1e-9))
+    first, last = float(np.median(speed.first)), float(np.median(speed.last))
+    middle = float(np.median(speed.values[len(speed.first) : -len(speed.last)]))
+    _, ends = slope_estimate(speed.steps.astype(float), np.log(np.maximum(speed.values, 1e-9)))
+    left = last / first if first > 0 else math.nan
+    # a machine that becomes busy once is no rot: the middle third must lie in between, and the slope be certain
+    if not (left < THROUGHPUT_LEFT and last < middle < first and ends[1] < 0):
+        return None
+    ratio = mean_ends(speed.last) / first
+    return RunFinding(
+        name="throughput rot",
+        severity="warning",
+        sentence=f"Tokens per second fell to {left:.0%} of the first third, and still fall.",
+        since=speed.since(speed.values < THROUGHPUT_LEFT * first),
+        number=Estimate(left, *ratio),
+        label="tokens per second, of the first third",
+        evidence=f"found below {THROUGHPUT_LEFT:.0%} if the decline is steady and significant. Other work on the "
+        "machine "
+        "looks the same.",
+        change=Change(
+            knob="infrastructure",
+            direction="repair",
+            sentence="Look for memory that grows (caches, lists of tensors, logged tables), and restart from a "
+            "checkpoint to compare.",
+            effect="the speed of the first steps.",
+        ),
+        confidence="possible",
+    )
+
+
+def stuck_batch(log: RunLog) -> RuleVerdict:
+    """Neighbouring steps have exactly the same reward and length: the same rollouts are used again."""
+    known = fingerprints(log)
+    if known is None:
+        return Undecided(FINGERPRINT_NEEDS)
+    found = [step for earlier, step in pairwise(known) if known[earlier] == known[step]]
+    if len(found) < REPEATS or not is_surprising(found, known, lag=1):
+        return None
+    return RunFinding(
+        name="stuck batch",
+        severity="critical",
+        sentence=f"{len(found)} steps have exactly the reward and the mean length of the step before: the same "
+        "rollouts are "
+        "used again.",
+        since=found[0],
+        number=Estimate(len(found) / (len(known) - 1)),
+        label="share of steps that repeat the one before",
+        evidence=f"found for {REPEATS} or more such steps, if equal numbers by chance have a probability below 1e-4.",
+        change=Change(
+            knob="data loader",
+            direction="repair",
+            sentence="Check that the data loader advances and that generation is not served from a cache.",
+            effect="the numbers of neighbouring steps differ.",
+        ),
+        confidence="certain",
+    )
+
+
+def lost_seed(log: RunLog) -> RuleVerdict:
+    """A stretch of the run repeats an earlier one exactly: the seed was set again, as after a careless resume."""
+    known = fingerprints(log)
+    if known is None:
+        return Undecided(FINGERPRINT_NEEDS)
+    if isinstance(stuck_batch(log), RunFinding):
+        return None  # that finding says more
+    lag, steps = most_repeated(known)
+    if len(steps) < REPEATS or not is_surprising(steps, known, lag=lag):
+        return None
+    return RunFinding(
+        name="lost seed",
+        severity="critical",
+        sentence=f"{len(steps)} steps repeat the reward and the length of {lag} logged steps before: the same random "
+        "numbers "
+        "are drawn again.",
+        since=steps[0],
+        number=Estimate(len(steps) / (len(known) - lag)),
+        label="share of steps that repeat the one at this distance",
+        evidence=f"found for {REPEATS} or more such steps, if equal numbers by chance have a probability below 1e-4.",
+        change=Change(
+            knob="seed",
+            direction="repair",
+            sentence="Save and restore the state of the random generators and of the data loader in the checkpoint.",
+            effect="a resumed run continues instead of repeating itself.",
+        ),
+        confidence="certain",
+    )
+
+
+Fingerprint = tuple[float, float]
+"""Mean reward and mean length of a step, to the last digit."""
+
+
+def fingerprints(log: RunLog) -> dict[int, Fingerprint] | None:
+    """Step → mean reward and mean length; None if the log has too few of them.
+
+    Steps of which every completion was cut off, or in which no group is live, are left out: equal numbers there say
+    nothing about the rollouts.
+    """
+    if not log.has("reward", "length", least=LEAST_STEPS):
+        return None
+    reward, length = (_table(log.series(name)) for name in ("reward", "length"))
+    cut, dead = (_table(log.series(name)) for name in ("truncated", "dead_share"))
+    return {
+        step: (reward[step], length[step])
+        for step in sorted(reward.keys() & length.keys())
+        if cut.get(step, 0.0) < 1 and dead.get(step, 0.0) < 1
+    }
+
+
+def _table(series: ScalarSeries) -> dict[int, float]:
+    return dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
+
+
+def is_surprising(repeated: Sequence[int], known: Mapping[int, Fingerprint], lag: int) -> bool:
+    """Whether so many repeats at one distance are no chance: a binomial tail below 1e-4 over all distances.
+
+    How often two steps agree by chance is estimated at the distances that are no multiples of `lag`. Neighbours have no
+    such distances: there, from the steps whose fingerprints are not among the repeated ones, or, if there are hardly
+    any, from the number of different fingerprints. A run with one fingerprint throughout is stuck if it is long enough.
+    """
+    marks, different = list(known.values()), len(set(known.values()))
+    if different == 1:
+        return len(known) >= 2 * LEAST_STEPS
+    again = {known[step] for step in repeated}
+    others = [mark for mark in marks if mark not in again]
+    if lag > 1:
+        pairs = [marks[i] == marks[j] for j in range(len(marks)) for i in range(j) if (j - i) % lag]
+        chance = (sum(pairs) + 1) / (len(pairs) + 1)
+    elif len(others) >= REPEATS:
+        agreeing = sum(number * (number - 1) // 2 for number in Counter(others).values())
+        chance = (agreeing + 1) / (len(others) * (len(others) - 1) // 2 + 1)
+    else:
+        chance = 1 / different
+    return len(known) * binomial_tail(len(repeated), len(known) - lag, chance) < 1e-4
+
+
+def binomial_tail(least: int, count: int, chance: float) -> float:
+    """Probability of `least` or more successes in `count` draws.
+
+    Example:
+        >>> binomial_tail(2, 2, 0.5), binomial_tail(0, 5, 0.1)
+        (0.25, 1.0)
+    """
+    terms = (
+        math.exp(
+            math.lgamma(count + 1)
+            - math.lgamma(k + 1)
+            - math.lgamma(count - k + 1)
+            + k * math.log(chance)
+            + (count - k) * math.log1p(-chance)
+        )
+        for k in range(least, count + 1)
+    )
+    return 1.0 if least <= 0 or chance >= 1 else math.fsum(terms)
+
+
+def most_repeated(known: dict[int, Fingerprint]) -> tuple[int, list[int]]:
+    """The distance, of two or more logged steps, at which most steps repeat an earlier one, and these steps."""
+    seen: dict[Fingerprint, list[int]] = {}
+    by_lag: dict[int, list[int]] = {}
+    for place, (step, mark) in enumerate(known.items()):
+        for earlier in seen.get(mark, []):
+            if place - earlier > 1:
+                by_lag.setdefault(place - earlier, []).append(step)
+        seen.setdefault(mark, []).append(place)
+    return max(by_lag.items(), key=lambda pair: len(pair[1]), default=(0, []))

@@ -1,0 +1,304 @@
+"""Rules on rewards, groups and completions that need nothing but the scalars of a run.
+
+A rule is a function of a `RunLog`. It returns a finding, None if there is nothing to change, or `Undecided` with what
+to log. Thresholds are module constants; `docs/advice.md` gives their reasons.
+"""
+
+import math
+
+import numpy as np
+
+from scoregram.advice.findings import Change, RuleVerdict, RunFinding, Undecided
+from scoregram.advice.logs import RunLog, ScalarSeries
+from scoregram.advice.trends import LEAST_STEPS, mean_difference, mean_ends, slope_estimate, step_correlation
+from scoregram.bootstrap import mean_estimate
+from scoregram.exhibits import Estimate, cell_text
+
+DEAD_SHARE, MOSTLY_DEAD = 0.5, 0.9
+KIND_SHARE = 2 / 3
+"""Share of the dead groups that must be of one kind before other prompts are advised."""
+TRUNCATED, MOSTLY_TRUNCATED = 0.1, 0.5
+REPEATED_SHARE, MOSTLY_REPEATED = 0.5, 0.7
+LENGTH_GROWTH = 1.5
+LEAST_GAIN = 0.05
+SPREAD_LEFT = 0.1
+CEILING = 0.95
+"""Mean reward from which on a run counts as solved."""
+
+
+def constant_reward(log: RunLog) -> RuleVerdict:
+    """Every rollout of every step has the same reward: the verifier is dead."""
+    reward, dead = log.series("reward"), log.series("dead_share")
+    if len(reward) < LEAST_STEPS or not len(dead):
+        return Undecided("log the mean reward and the share of groups without spread")
+    spread = float(np.ptp(reward.last))
+    if spread > 1e-9 or float(dead.last.min()) < 1:
+        return None
+    value = float(reward.last[-1])
+    return RunFinding(
+        name="constant reward",
+        severity="critical",
+        sentence=f"Every rollout gets the reward {value:g}: the run learns nothing.",
+        since=reward.since(np.abs(reward.values - value) <= 1e-9),
+        number=Estimate(value, value, value),
+        label="mean reward of the last third",
+        evidence=f"the reward did not change over the last {len(reward.last)} logged steps, and no group had a spread.",
+        change=Change(
+            knob="reward function",
+            direction="repair",
+            sentence="Check the reward function on one right and one wrong completion, and how it parses the answer.",
+            effect="groups become live as soon as rewards differ.",
+        ),
+        confidence="certain",
+    )
+
+
+def dead_groups(log: RunLog) -> RuleVerdict:
+    """Most groups have equal rewards; which prompts to draw depends on whether they are all right or all wrong."""
+    dead = log.series("dead_share")
+    if len(dead) < LEAST_STEPS:
+        return Undecided("log the share of groups without spread (`frac_reward_zero_std` in TRL)")
+    if isinstance(constant_reward(log), RunFinding):
+        return None  # that finding says more
+    share = dead.last_mean()
+    if not share.low > DEAD_SHARE:
+        return None if share.high <= DEAD_SHARE else Undecided("more steps: the interval of dead groups includes 50 %")
+    right, wrong = dead_kinds(log)
+    kinds = (
+        f"Of all groups, {right.value:.0%} are all right and {wrong.value:.0%} all wrong." if right.value >= 0 else ""
+    )
+    change = _prompt_change(share, right, wrong)
+    return RunFinding(
+        name="dead groups",
+        severity="critical" if share.low > MOSTLY_DEAD else "warning",
+        sentence=f"In {share.value:.0%} of the groups all rewards are equal, so they add nothing to the update. "
+        f"{kinds}".strip(),
+        since=dead.since(dead.values > DEAD_SHARE),
+        number=share,
+        label="share of dead groups in the last third",
+        evidence=f"found if the whole 95 % interval lies above {DEAD_SHARE:.0%}.",
+        change=change,
+        confidence="certain",
+    )
+
+
+def dead_kinds(log: RunLog) -> tuple[Estimate, Estimate]:
+    """Shares of all-right and of all-wrong groups in the last third; `nan` if neither is logged nor bounded.
+
+    Without a log of the kinds, rewards in [0, 1] bound them: the mean reward is at least the share of all-right groups.
+    """
+    right, wrong = log.series("all_right"), log.series("all_wrong")
+    if len(right) and len(wrong):
+        return right.last_mean(), wrong.last_mean()
+    dead, reward = log.series("dead_share").last_mean().value, log.series("reward")
+    if not len(reward) or reward.values.min() < 0 or reward.values.max() > 1:
+        return Estimate(math.nan), Estimate(math.nan)
+    mean = float(reward.last.mean())
+    if mean < 0.5:
+        return Estimate(min(mean, dead)), Estimate(max(0.0, dead - mean))
+    return Estimate(max(0.0, dead - (1 - mean))), Estimate(min(1 - mean, dead))
+
+
+def _prompt_change(share: Estimate, right: Estimate, wrong: Estimate) -> Change:
+    kinds = {"harder": right.value, "easier": wrong.value}
+    which = max(kinds, key=lambda kind: kinds[kind])
+    effect = f"up to {1 / max(1 - share.value, 0.05):.1f} times as many live groups for the same rollouts."
+    if kinds[which] > KIND_SHARE * share.value:
+        told = f"Draw {which} prompts, or sample further prompts until enough groups are live (dynamic sampling)."
+        return Change(knob="difficulty of prompts", direction=which, sentence=told, effect=effect)
+    told = "Leave out prompts that are always or never solved, or sample prompts until enough groups are live."
+    return Change(knob="difficulty of prompts", direction="medium", sentence=told, effect=effect)
+
+
+def reward_against_held_out(log: RunLog) -> RuleVerdict:
+    """The reward rises while the held-out score falls."""
+    reward, held = log.series("reward"), held_out_gain(log)
+    if len(reward) < LEAST_STEPS or held is None:
+        return Undecided("evaluate on held-out prompts at least six times during the run")
+    gain = mean_difference(reward.last, reward.first)
+    if not (gain.low > 0 and gain.value >= LEAST_GAIN and held.high < 0 and -held.value >= LEAST_GAIN / 2):
+        return None
+    return RunFinding(
+        name="reward against held-out score",
+        severity="critical",
+        sentence=f"The training reward rose by {gain.value:.2g} while the held-out score fell by {-held.value:.2g}: "
+        "the policy exploits "
+        "the reward, or memorises prompts.",
+        number=held,
+        label="change of the held-out score",
+        evidence=f"found if both 95 % intervals exclude 0; the reward changed by {cell_text(gain)}.",
+        change=Change(
+            knob="reward function",
+            direction="repair",
+            sentence="Read the rollouts with the highest reward, tighten the verifier, and stop at the best "
+            "evaluation.",
+            effect="reward and held-out score rise together.",
+        ),
+    )
+
+
+def held_out_gain(log: RunLog) -> Estimate | None:
+    """Change of the held-out score from the first to the last third of its evaluations; None below 6 evaluations."""
+    held = log.series("held_out")
+    if len(held) < 6:
+        return None
+    return mean_difference(held.last, held.first) if len(held) >= 9 else _few_gain(held)
+
+
+def _few_gain(held: ScalarSeries) -> Estimate:
+    slope, ends = slope_estimate(held.steps.astype(float), held.values)
+    width = float(held.steps[-1] - held.steps[0])
+    return Estimate(slope * width, ends[0] * width, ends[1] * width)
+
+
+def reward_spread_death(log: RunLog) -> RuleVerdict:
+    """Rewards hardly differ any more, without being at the ceiling."""
+    spread, reward = log.series("reward_std"), log.series("reward")
+    if len(spread) < LEAST_STEPS or not len(reward):
+        return Undecided("log the standard deviation of rewards")
+    if isinstance(dead_groups(log), RunFinding) or isinstance(constant_reward(log), RunFinding):
+        return None  # that finding says more
+    start = spread.start
+    if not start > 0:
+        return None
+    left = Estimate(float(spread.last.mean()) / start, *(mean_ends(spread.last) / start))
+    if not left.high < SPREAD_LEFT or reward.end >= CEILING:
+        return None
+    return RunFinding(
+        name="reward spread death",
+        severity="warning",
+        sentence=f"The spread of rewards fell to {left.value:.0%} of its first value: advantages become rounding and "
+        "noise.",
+        since=spread.since(spread.values < SPREAD_LEFT * start),
+        number=left,
+        label="spread left, of the first steps",
+        evidence=f"found below {SPREAD_LEFT:.0%} if the reward is not at its ceiling.",
+        change=Change(
+            knob="reward function",
+            direction="repair",
+            sentence="Use a finer reward or harder prompts; do not divide by the standard deviation.",
+            effect="advantages follow differences in quality again.",
+        ),
+    )
+
+
+def phantom_signal(log: RunLog) -> RuleVerdict:
+    """One part of the reward never varies, and the others make all the advantages."""
+    parts = {name: pair for name, pair in log.reward_parts().items() if len(pair[1]) >= LEAST_STEPS}
+    if len(parts) < 2:
+        return Undecided("log the mean and the deviation of each reward function")
+    silent = [name for name, (_, std) in parts.items() if float(std.last.max()) <= 1e-9]
+    loud = [name for name, (_, std) in parts.items() if float(std.last.min()) > 1e-9]
+    if not silent or not loud:
+        return None
+    name = silent[0]
+    mean, std = parts[name]
+    return RunFinding(
+        name="phantom signal",
+        severity="critical",
+        sentence=f"All advantages come from {', '.join(loud)}: {name} gives every rollout {float(mean.last[-1]):g}, "
+        "so groups in which "
+        "nothing is learned about it still move the policy.",
+        since=std.since(std.values <= 1e-9),
+        number=Estimate(0.0, 0.0, 0.0),
+        label=f"standard deviation of {name} in the last third",
+        evidence="one reward function is constant over the last third while others vary.",
+        change=Change(
+            knob="reward function",
+            direction="repair",
+            sentence=f"Give shaped rewards only where {name} varies, lower their weight, or draw prompts that {name} "
+            "can tell apart.",
+            effect="the update follows the outcome; with nothing to learn, groups are dead and visible as such.",
+        ),
+        confidence="certain",
+    )
+
+
+def length_gaming(log: RunLog) -> RuleVerdict:
+    """Completions grow, the reward with them, and nothing held out gains."""
+    length, reward = log.series("length"), log.series("reward")
+    if len(length) < 3 * LEAST_STEPS or len(reward) < 3 * LEAST_STEPS:
+        return Undecided("log mean length and reward for at least 30 steps")
+    growth = float(np.mean(length.last) / max(np.mean(length.first), 1e-9))
+    gain = mean_difference(reward.last, reward.first)
+    held = held_out_gain(log)
+    if growth < LENGTH_GROWTH or not gain.low > 0 or (held is not None and held.low > 0):
+        return None
+    together = step_correlation(length, reward)
+    if not together.low > 0:
+        return None
+    told = "no held-out score was logged" if held is None else f"the held-out score changed by {cell_text(held)}"
+    return RunFinding(
+        name="length gaming",
+        severity="warning",
+        sentence=f"Completions are {growth:.1f} times as long as at the start, and longer ones earn more: the reward "
+        "may pay for "
+        f"length ({told}).",
+        since=length.since(length.values > LENGTH_GROWTH * float(np.mean(length.first))),
+        number=together,
+        label="correlation between length and reward from step to step",
+        evidence=f"found if the length grows {LENGTH_GROWTH:g}-fold, reward and length move together from step to "
+        "step, and no "
+        "held-out score rises.",
+        change=Change(
+            knob="completion length",
+            direction="down",
+            sentence="Check whether the reward rises with length for equal answers; penalise length, or normalise by "
+            "it.",
+            effect="the length stops growing while the held-out score does not fall.",
+        ),
+        confidence="possible" if held is None else "likely",
+    )
+
+
+def cut_completions(log: RunLog) -> RuleVerdict:
+    """Many completions end at the token limit."""
+    cut = log.series("truncated")
+    if len(cut) < LEAST_STEPS:
+        return Undecided("log the share of completions that were cut off")
+    share = cut.last_mean()
+    if not share.low > TRUNCATED:
+        return None
+    return RunFinding(
+        name="truncation",
+        severity="critical" if share.low > MOSTLY_TRUNCATED else "warning",
+        sentence=f"{share.value:.0%} of the completions are cut off at the token limit, so their reward says little.",
+        since=cut.since(cut.values > TRUNCATED),
+        number=share,
+        label="share of truncated completions in the last third",
+        evidence=f"found if the whole 95 % interval lies above {TRUNCATED:.0%}.",
+        change=Change(
+            knob="completion length",
+            direction="up",
+            sentence="Allow longer completions; if they are not needed, mask truncated ones or penalise length.",
+            effect="completions end by themselves, and the verifier sees their answers.",
+        ),
+        confidence="certain",
+    )
+
+
+def repetition(log: RunLog) -> RuleVerdict:
+    """Completions repeat themselves."""
+    repeated = log.series("repetition")
+    if len(repeated) < 3:
+        return Undecided("store rollouts: repetition is read from their tokens")
+    share = mean_estimate(repeated.last)
+    level = share.low if not math.isnan(share.low) else share.value
+    if not level > REPEATED_SHARE:
+        return None
+    return RunFinding(
+        name="repetition",
+        severity="critical" if level > MOSTLY_REPEATED else "warning",
+        sentence=f"{share.value:.0%} of the four-token sequences of a completion occurred in it before.",
+        since=repeated.since(repeated.values > REPEATED_SHARE),
+        number=share,
+        label="share of repeated 4-grams",
+        evidence=f"found above {REPEATED_SHARE:.0%} in the stored rollouts of the last third.",
+        change=Change(
+            knob="completion length",
+            direction="down",
+            sentence="Penalise repetition in the reward, or shorten the token limit.",
+            effect="completions end sooner; their length falls.",
+        ),
+        confidence="certain",
+    )

@@ -1,0 +1,402 @@
+"""Rules on plain logs: each on a log that shows its fault and on one that does not; formats, contradictions, noise."""
+
+import csv
+import itertools
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scoregram import cli
+from scoregram.advice import LOG_RULES, RunFinding, RunLog, advise, advise_log, run_log
+from scoregram.advice.findings import SEVERITIES, Change, Undecided, contradictions, diagnosis_of, reconciled
+from scoregram.advice.formats import protobuf_fields, read_log, wandb_records
+from scoregram.advice.logs import SPELLINGS
+from scoregram.advice.policy_rules import collapse_step, most_repeated, spike_steps
+from scoregram.advice.reward_rules import dead_kinds
+from scoregram.advice.trends import mean_difference, slope_estimate, step_correlation
+from scoregram.checks import ScoregramError
+from scoregram.exhibits import Estimate
+
+STEPS = 60
+
+
+def healthy(seed: int = 0, steps: int = STEPS) -> dict[str, np.ndarray]:
+    """What TRL logs of a run that learns: the reward rises, the entropy falls by a third, everything is noisy."""
+    rng = np.random.default_rng(seed)
+    ramp = np.linspace(0.0, 1.0, steps)
+    return {
+        "reward": 0.3 + 0.3 * ramp + rng.normal(0, 0.05, steps),
+        "reward_std": 0.4 + rng.normal(0, 0.03, steps),
+        "frac_reward_zero_std": np.clip(0.3 + rng.normal(0, 0.1, steps), 0, 1),
+        "entropy": 1.0 - 0.3 * ramp + rng.normal(0, 0.05, steps),
+        "kl": 0.05 * ramp + np.abs(rng.normal(0, 0.01, steps)),
+        "clip_ratio/region_mean": np.abs(rng.normal(0.02, 0.01, steps)),
+        "completions/mean_length": 200 * (1 + 0.1 * ramp) + rng.normal(0, 10, steps),
+        "completions/clipped_ratio": np.clip(rng.normal(0.03, 0.02, steps), 0, 1),
+        "grad_norm": np.exp(rng.normal(0, 0.4, steps)),
+        "loss": rng.normal(0, 0.01, steps),
+        "step_time": 20 * np.exp(rng.normal(0, 0.1, steps)),
+        "eval_reward": 0.3 + 0.3 * ramp + rng.normal(0, 0.02, steps),
+        "rewards/right/mean": 0.3 + 0.3 * ramp + rng.normal(0, 0.05, steps),
+        "rewards/right/std": 0.4 + rng.normal(0, 0.03, steps),
+        "rewards/format/mean": 0.8 + rng.normal(0, 0.05, steps),
+        "rewards/format/std": 0.3 + rng.normal(0, 0.03, steps),
+    }
+
+
+def lines_of(series: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+    count = len(next(iter(series.values())))
+    return [{"step": place + 1, **{name: float(v[place]) for name, v in series.items()}} for place in range(count)]
+
+
+def log_of(config: dict[str, Any] | None = None, seed: int = 0, **changes: Any) -> RunLog:
+    """The healthy log with some scalars replaced; a scalar that is None is left out."""
+    series = {**healthy(seed), **{name.replace("__", "/"): value for name, value in changes.items()}}
+    known = {name: np.broadcast_to(value, STEPS) for name, value in series.items() if value is not None}
+    return run_log("a log", lines_of(known), config)
+
+
+RAMP = np.linspace(0.0, 1.0, STEPS)
+NOISE = np.random.default_rng(9).normal(0, 1, STEPS)
+LONGER = 200 * (1 + RAMP) + 20 * NOISE
+ROT = np.exp(-1.5 * RAMP + 0.1 * np.random.default_rng(5).normal(0, 1, STEPS))
+STUCK = np.where(np.arange(STEPS) < 30, healthy()["reward"], 0.5)
+STUCK_LENGTH = np.where(np.arange(STEPS) < 30, healthy()["completions/mean_length"], 210.5)
+TWICE = {name: np.tile(healthy()[name][:30], 2) for name in ("reward", "completions/mean_length")}
+
+FAULTY: dict[str, dict[str, Any]] = {
+    "NaN": {"grad_norm": np.where(np.arange(STEPS) == 40, math.nan, 1.0)},
+    "constant reward": {"reward": 0.0, "frac_reward_zero_std": 1.0},
+    "stuck batch": {"reward": STUCK, "completions__mean_length": STUCK_LENGTH},
+    "lost seed": {"reward": TWICE["reward"], "completions__mean_length": TWICE["completions/mean_length"]},
+    "phantom signal": {"rewards__right__mean": 0.0, "rewards__right__std": 0.0},
+    "reward against held-out score": {"eval_reward": 0.6 - 0.3 * RAMP + 0.02 * NOISE},
+    "dead groups": {"frac_reward_zero_std": np.clip(0.8 + 0.05 * NOISE, 0, 1)},
+    "truncation": {"completions__clipped_ratio": 0.3 + 0.02 * NOISE},
+    "entropy collapse": {"entropy": np.exp(-4 * RAMP) * (1 + 0.05 * NOISE)},
+    "KL blow-up": {"kl": 0.01 * np.exp(6 * RAMP)},
+    "reward spread death": {"reward_std": 0.4 * np.exp(-5 * RAMP)},
+    "length gaming": {
+        "completions__mean_length": LONGER,
+        "reward": LONGER / 500,
+        "eval_reward": 0.4 + 0.02 * NOISE,
+    },
+    "gradient spikes": {"grad_norm": np.where(np.arange(STEPS) == 45, 50.0, healthy()["grad_norm"])},
+    "clip saturation": {"clip_ratio__region_mean": 0.4 + 0.02 * NOISE},
+    "idle clipping": {"clip_ratio__region_mean": 0.0, "config": {"num_iterations": 2}},
+    "throughput rot": {"step_time": 20 / ROT, "completions__mean_length": 200.0 + 10 * NOISE},
+}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_every_fault_in_a_log_is_found_first(name):
+    found = advise_log(log_of(**FAULTY[name]))
+    assert found.findings and found.findings[0].name == name, [one.name for one in found.findings]
+    one = found.findings[0]
+    assert one.evidence and one.change is not None and one.change.effect and one.label
+    assert one.since is None or 1 <= one.since <= STEPS
+
+
+def test_a_healthy_log_has_no_finding():
+    found = advise_log(log_of(config={"num_iterations": 1}))
+    assert found.findings == () and found.undecided.keys() == {"repetition"}
+    assert set(found.fine) == LOG_RULES.keys() - {"repetition"}
+
+
+@pytest.mark.parametrize("name", LOG_RULES)
+def test_an_empty_log_decides_nothing(name):
+    assert isinstance(LOG_RULES[name](run_log("empty", [])), Undecided)
+
+
+def test_findings_on_noise_are_rare():
+    """Share of healthy logs of other seeds with any finding, over all rules together."""
+    runs = 200
+    wrong = [advise_log(log_of(seed=seed)).findings for seed in range(100, 100 + runs)]
+    share = sum(bool(found) for found in wrong) / runs
+    assert share <= 0.05, [one.name for found in wrong for one in found]
+
+
+def test_repetition_is_read_from_tokens():
+    log = run_log("x", [{"step": step, "repetition": 0.1 * step} for step in range(1, 10)])
+    found = LOG_RULES["repetition"](log)
+    assert isinstance(found, RunFinding) and found.number.value == pytest.approx(0.8) and found.since == 6
+
+
+def test_the_kinds_of_dead_groups_follow_from_the_mean_reward_where_they_are_not_logged():
+    """With rewards in [0, 1], at most a share `mean` of the groups can be all right."""
+    log = log_of(reward=0.05, frac_reward_zero_std=0.9)
+    right, wrong = dead_kinds(log)
+    assert right.value == pytest.approx(0.05) and wrong.value == pytest.approx(0.85)
+    (finding,) = [one for one in advise_log(log).findings if one.name == "dead groups"]
+    assert finding.change is not None and finding.change.direction == "easier"
+    own = run_log(
+        "own",
+        [
+            {"step": s, "live_groups": 1, "groups": 4, "groups/all_right": 0.7, "groups/all_wrong": 0.05, "reward": 0.8}
+            for s in range(20)
+        ],
+    )
+    found = LOG_RULES["dead groups"](own)
+    assert isinstance(found, RunFinding) and found.change is not None and found.change.direction == "harder"
+    assert "70% are all right and 5% all wrong" in found.sentence
+
+
+def test_a_decline_of_the_entropy_is_extrapolated():
+    steps = np.arange(1, 61)
+    log = run_log("x", [{"step": int(s), "entropy": math.exp(-s / 50)} for s in steps])
+    series = log.series("entropy")
+    arrival = collapse_step(series, 0.1)
+    assert arrival is not None and abs(arrival - 50 * math.log(10)) < 5
+    found = LOG_RULES["entropy collapse"](log)
+    assert (isinstance(found, RunFinding) and f"at step {arrival}" in found.sentence) or found is not None
+    flat = run_log("x", [{"step": int(s), "entropy": 1.0 + 0.01 * (s % 3)} for s in steps])
+    assert collapse_step(flat.series("entropy"), 0.1) is None
+
+
+def test_spikes_are_measured_against_the_norms_before():
+    values = [1.0] * 30
+    values[20] = 25.0
+    log = run_log("x", [{"step": place, "grad_norm": value} for place, value in enumerate(values)])
+    assert spike_steps(log.series("grad_norm")) == {20: 25.0}
+
+
+def test_repeats_are_counted_at_their_distance():
+    marks = {step: (float(step % 7), 1.0) for step in range(21)}
+    assert most_repeated(marks) == (7, list(range(7, 21)))
+
+
+def test_small_value_spaces_repeat_by_chance():
+    """A batch of one group of four has few possible means: equal neighbours are no stuck batch."""
+    rng = np.random.default_rng(0)
+    log = log_of(reward=rng.integers(0, 5, STEPS) / 4, completions__mean_length=8.0)
+    assert not {"stuck batch", "lost seed"} & {one.name for one in advise_log(log).findings}
+
+
+# Statistics
+
+
+def test_the_slope_is_that_of_a_line_and_its_interval_covers():
+    steps = np.arange(40.0)
+    slope, ends = slope_estimate(steps, 3 * steps + 1)
+    assert slope == pytest.approx(3) and ends == pytest.approx((3, 3))
+    rng, held, runs = np.random.default_rng(1), 0, 400
+    for _ in range(runs):
+        _, (low, high) = slope_estimate(steps, 0.5 * steps + rng.normal(0, 5, 40))
+        held += low <= 0.5 <= high
+    assert abs(held / runs - 0.95) < 3 * math.sqrt(0.95 * 0.05 / runs)
+
+
+def test_a_difference_of_means_covers():
+    rng, held, runs = np.random.default_rng(2), 0, 400
+    for _ in range(runs):
+        found = mean_difference(rng.normal(1, 1, 24), rng.normal(0, 2, 24))
+        held += found.low <= 1 <= found.high
+    assert held / runs > 0.95 - 3 * math.sqrt(0.95 * 0.05 / runs)
+
+
+def test_two_trends_are_not_a_correlation_from_step_to_step():
+    rng = np.random.default_rng(3)
+    both = [{"step": s, "reward": s / 60 + rng.normal(0, 0.1), "length": s + rng.normal(0, 3)} for s in range(60)]
+    log = run_log("x", both)
+    found = step_correlation(log.series("reward"), log.series("length"))
+    assert found.low < 0 < found.high
+
+
+# One list without contradictions
+
+
+def finding(name: str, severity: Any, knob: str, direction: str) -> RunFinding:
+    change = Change(knob=knob, direction=direction, sentence="Do it.", effect="better.")
+    return RunFinding(name=name, severity=severity, sentence="x", evidence="y", change=change)
+
+
+def test_no_pair_of_findings_contradicts():
+    """Every pair of the faults above, in one log, and every pair of directions at every pair of severities."""
+    made = {name: advise_log(log_of(**FAULTY[name])).findings for name in FAULTY}
+    for one, other in itertools.combinations(made.values(), 2):
+        assert contradictions(reconciled([*one, *other])) == []
+    for first, second in itertools.product(SEVERITIES, SEVERITIES):
+        pair = [finding("a", first, "group size", "up"), finding("b", second, "group size", "down")]
+        assert contradictions(pair) == [("a", "b")]
+        kept = reconciled(pair)
+        assert contradictions(kept) == [] and len(kept) == 2
+        assert kept[0].change is not None and kept[1].change is None and "resolve" in kept[1].evidence
+        assert SEVERITIES.index(kept[0].severity) <= SEVERITIES.index(kept[1].severity)
+
+
+def test_a_longer_limit_is_not_advised_to_a_run_that_games_length():
+    both = {**FAULTY["length gaming"], "completions__clipped_ratio": 0.3}
+    found = advise_log(log_of(**both)).findings
+    assert {"length gaming", "truncation"} <= {one.name for one in found}
+    assert len({one.change.direction for one in found if one.change and one.change.knob == "completion length"}) == 1
+
+
+def test_the_worst_comes_first():
+    mixed = [
+        finding(str(place), severity, f"k{place}", "up")
+        for place, severity in enumerate(("note", "critical", "warning"))
+    ]
+    assert [one.severity for one in reconciled(mixed)] == ["critical", "warning", "note"]
+    found = diagnosis_of("x", {"a": mixed[0], "b": None, "c": Undecided("log it")})
+    assert found.worst() == "note" and found.reaches("note") and not found.reaches("warning")
+    assert "Nothing to change: b." in found.text() and "Cannot tell: c (log it)." in found.text()
+
+
+# Formats
+
+
+def trl_state(folder: Path, lines: list[dict[str, Any]]) -> Path:
+    (folder / "checkpoint-60").mkdir()
+    path = folder / "checkpoint-60" / "trainer_state.json"
+    path.write_text(json.dumps({"log_history": lines, "global_step": 60}))
+    return folder
+
+
+def verl_jsonl(folder: Path, lines: list[dict[str, Any]]) -> Path:
+    path = folder / "metrics.jsonl"
+    rows = ({"step": line["step"], "data": {k: v for k, v in line.items() if k != "step"}} for line in lines)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 61, "da')
+    return path
+
+
+def table_csv(folder: Path, lines: list[dict[str, Any]]) -> Path:
+    path = folder / "log.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(lines[0]))
+        writer.writeheader()
+        writer.writerows(lines)
+    return path
+
+
+def event_files(folder: Path, lines: list[dict[str, Any]]) -> Path:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(log_dir=str(folder / "tb")) as writer:
+        for line in lines:
+            for name, value in line.items():
+                if name != "step":
+                    writer.add_scalar(f"train/{name}", value, global_step=line["step"])
+    return folder / "tb"
+
+
+WRITERS = {"trainer_state.json": trl_state, "verl": verl_jsonl, "csv": table_csv, "tensorboard": event_files}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", WRITERS)
+def test_every_format_gives_the_same_diagnosis(kind, tmp_path):
+    lines = lines_of({**healthy(), "entropy": np.exp(-4 * RAMP) * (1 + 0.05 * NOISE)})
+    expected = advise_log(run_log("x", lines))
+    found = advise(WRITERS[kind](tmp_path, lines))
+    assert [one.name for one in found.findings] == [one.name for one in expected.findings] == ["entropy collapse"]
+    tolerance = 1e-5 if kind == "tensorboard" else 1e-12  # event files hold float32
+    assert found.findings[0].number.value == pytest.approx(expected.findings[0].number.value, rel=tolerance)
+
+
+WANDB = Path(__file__).parent / "planted" / "offline.wandb"
+
+
+def test_an_offline_run_of_wandb_is_read_without_the_package():
+    """The file was written by wandb itself: 40 steps, reward step/40 and a NaN loss at step 7; one long text a step."""
+    log = read_log(WANDB)
+    reward = log.series("reward")
+    assert reward.steps.tolist() == list(range(40))
+    assert reward.values.tolist() == pytest.approx([step / 40 for step in range(40)])
+    assert log.bad_steps("loss") == [7]
+    assert "wandb" not in sys.modules
+
+
+def test_a_torn_file_of_wandb_gives_what_is_complete(tmp_path):
+    content = WANDB.read_bytes()
+    whole = list(wandb_records(content))
+    cut = tmp_path / "run.wandb"
+    cut.write_bytes(content[: len(content) * 2 // 3])
+    assert 0 < len(read_log(cut).lines) < 40 and len(list(wandb_records(content[:-5]))) <= len(whole)
+    assert list(protobuf_fields(bytes([0x08, 0x96, 0x01, 0x12, 0x02, 0x68, 0x69]))) == [(1, 150), (2, b"hi")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("x.txt", "1", "must be a log"),
+        ("x.jsonl", "{\n{}\n", "line 1 of"),
+        ("x.jsonl", '{"reward": 1}\n', "1 records without a step"),
+        ("x.json", "[", "must be JSON"),
+        ("x.json", "{}", "must have log_history"),
+        ("x.wandb", "nothing", "must be a file of an offline run"),
+        ("x.csv", "", "no records"),
+    ],
+)
+def test_a_file_that_cannot_be_read_gets_one_sentence(name, content, told, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ScoregramError, match=told):
+        advise(tmp_path / name)
+
+
+def test_a_folder_without_a_log_says_what_it_holds(tmp_path, capsys):
+    (tmp_path / "notes.md").write_text("x")
+    assert cli.main(["advise", str(tmp_path)]) == 2 and "notes.md" in capsys.readouterr().err
+    assert cli.main(["advise", str(tmp_path / "none")]) == 2 and "no such file" in capsys.readouterr().err
+
+
+def test_every_scalar_that_a_rule_asks_for_has_a_spelling():
+    spelled = {spelling.key for spellings in SPELLINGS.values() for spelling in spellings}
+    assert len(spelled) == sum(map(len, SPELLINGS.values()))  # no key means two things
+    for name in SPELLINGS:
+        assert len(log_of().series(name)) >= 0
+
+
+# The command
+
+
+def written(tmp_path: Path, **changes: Any) -> str:
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in log_of(**changes).lines))
+    return str(path)
+
+
+def test_the_command_prints_text_or_json_and_fails_on_request(tmp_path, capsys):
+    path = written(tmp_path, **FAULTY["KL blow-up"])
+    assert cli.main(["advise", path]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "critical  KL blow-up" in said
+        and "Change: Lower the learning rate" in said
+        and "Cannot tell: repetition" in said
+    )
+    assert cli.main(["advise", path, "--json", "--fail-on", "critical"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["findings"][0]["name"] == "KL blow-up" and found["findings"][0]["number"]["low"] is not None
+    clean = written(tmp_path)
+    assert cli.main(["advise", clean, "--fail-on", "note"]) == 0
+    assert "Nothing to change was found." in capsys.readouterr().out
+
+
+def test_a_warning_does_not_fail_a_check_for_critical_findings(tmp_path, capsys):
+    path = written(tmp_path, **FAULTY["clip saturation"])
+    assert [cli.main(["advise", path, "--fail-on", level]) for level in ("critical", "warning", "note")] == [0, 1, 1]
+
+
+def test_an_unknown_severity_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["advise", written(tmp_path), "--fail-on", "fatal"])
+
+
+def test_advice_on_a_log_imports_no_transformers(tmp_path):
+    code = f"import sys; from scoregram.advice import advise; advise({written(tmp_path)!r})"
+    code += "; print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_a_number_without_an_interval_is_shown_alone():
+    one = replace(finding("a", "note", "k", "up"), number=Estimate(3.0), label="norm", since=4)
+    assert one.lines()[0] == "x (since step 4)" and "norm: 3.00; y" in one.lines()[1]
+    assert one.plain()["number"] == {"value": 3.0, "low": None, "high": None, "label": "norm"}

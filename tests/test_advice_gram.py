@@ -1,0 +1,262 @@
+"""Rules on Grams: decided by intervals, on readings with given numbers; shares and products against definitions."""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from scoregram.advice import GRAM_RULES, RunFinding, advise_run
+from scoregram.advice.findings import Undecided, contradictions
+from scoregram.advice.gram_rules import (
+    group_size_for,
+    layer_energy_shares,
+    live_share_at,
+    prompt_products,
+    right_cosines,
+    shortened,
+    upper_mean,
+)
+from scoregram.exhibits import Estimate
+from scoregram.reading import RunNoise, RunReading, StoredGroup, read_run
+from scoregram.runs import BatchRecord, GroupRecord, RunWriter
+from scoregram.statistics import NoiseComponents, mixed_probability
+from tests.report_cases import write_run
+
+
+def run_of(*outcomes: str, lines: Any = (), prompts: list[str] | None = None) -> RunReading:
+    """One step with a group for each outcome, such as `1000`."""
+    records = [
+        GroupRecord(
+            step=1,
+            prompt_id=prompts[place] if prompts else f"p/{place}",
+            rewards=torch.tensor([float(mark) for mark in outcome], dtype=torch.float64),
+            lengths=torch.ones(len(outcome)).long(),
+            advantages=torch.zeros(len(outcome), dtype=torch.float64),
+        )
+        for place, outcome in enumerate(outcomes)
+    ]
+    return RunReading({}, (), [{"step": 1, "reward": 0.5, **dict(lines)}], [StoredGroup(record) for record in records])
+
+
+def with_noise(run: RunReading, steps: int = 8, **changes: Any) -> RunReading:
+    """The run as if its noise had been pooled to these numbers."""
+    vars(run)["_noise"] = RunNoise(steps=steps, **changes)
+    return run
+
+
+def found(name: str, run: RunReading) -> Any:
+    return GRAM_RULES[name](run)
+
+
+def test_the_group_size_changes_only_when_the_error_says_so():
+    noise = NoiseComponents(1.0, 1.0, 1.0, 100.0)  # best at 11
+    run = with_noise(run_of("1000"), best_group_size=Estimate(11.0, 8.0, 15.0), components=noise)
+    one = found("group size", run)
+    # c1 R + c2 + c3/(R-1): 4 + 1 + 100/3 at 4, 11 + 1 + 10 at 11
+    gain = 1 - 22 / (5 + 100 / 3)
+    assert (
+        one.change.direction == "up"
+        and f"falls by about {gain:.0%}" in one.change.effect
+        and "11" in one.change.sentence
+    )
+    assert (
+        found("group size", with_noise(run_of("1000"), best_group_size=Estimate(5.0, 3.0, 9.0), components=noise))
+        is None
+    )
+    small = NoiseComponents(1.0, 1.0, 1000.0, 100.0)  # within-prompt noise hides any gain
+    assert (
+        found("group size", with_noise(run_of("1000"), best_group_size=Estimate(11.0, 8.0, 15.0), components=small))
+        is None
+    )
+    unbounded = with_noise(run_of("1000"), best_group_size=Estimate(11.0, 3.0, math.inf), components=noise)
+    assert isinstance(found("group size", unbounded), Undecided)
+    larger = with_noise(
+        run_of("1000"),
+        best_group_size=Estimate(math.inf, 8.0, math.inf),
+        components=NoiseComponents(1.0, -1.0, 1.0, 100.0),
+    )
+    assert "about 8 in place of 4" in found("group size", larger).change.sentence
+
+
+def test_liveness_names_a_group_size_only_where_no_error_is_known():
+    """The contradiction that two rules gave: larger groups for liveness, smaller ones for the error."""
+    dead = run_of("0000", "0000", "0000", "1000", "0000", "0000", "0000", "0000", prompts=list("abcdefgh"))
+    by_liveness = found("group size", dead)
+    size = group_size_for(dead.success_rates())
+    assert by_liveness.severity == "note" and f"groups of {size}" in by_liveness.change.sentence
+    noise = NoiseComponents(1.0, 10.0, 1.0, 10.0)  # best at 2
+    by_error = found("group size", with_noise(dead, best_group_size=Estimate(2.0, 2.0, 3.0), components=noise))
+    assert by_error.change.direction == "down" and "of the groups live" in by_error.change.effect
+    assert contradictions(advise_run(dead).findings) == []
+
+
+def test_the_group_size_is_the_least_that_mixes_enough():
+    chances = [0.05, 0.3, 0.9]
+    size = group_size_for(chances)
+    assert size is not None
+    mean = [sum(mixed_probability(p, s) for p in chances) / 3 for s in (size - 1, size)]
+    assert mean[0] < 0.8 <= mean[1] == live_share_at(chances, size)
+    assert group_size_for([0.0]) is None
+
+
+def test_prompts_seen_twice_count_once():
+    assert run_of("1000", "0000", "1111", prompts=["a", "a", "b"]).success_rates() == [1.5 / 9, 4.5 / 5]
+    assert run_of("1000", "2000").success_rates() == []  # neither right nor wrong
+
+
+@pytest.mark.parametrize(
+    ("scale", "direction"),
+    [
+        (Estimate(100.0, 40.0, math.inf), "up"),
+        (Estimate(math.inf, math.inf, math.inf), "up"),
+        (Estimate(1.0, 0.5, 1.5), "down"),
+        (Estimate(100.0, 20.0, math.inf), "undecided"),
+        (Estimate(1.0, 0.5, 30.0), "undecided"),
+        (Estimate(100.0), "undecided"),
+        (Estimate(8.0, 4.0, 16.0), None),
+    ],
+)
+def test_the_batch_is_judged_by_the_whole_interval_of_the_noise_scale(scale, direction):
+    one = found("batch size", with_noise(run_of("1000", "1100"), noise_scale=scale))  # a batch of 8
+    told = "undecided" if isinstance(one, Undecided) else None if one is None else one.change.direction
+    assert told == direction
+
+
+def test_the_baseline_is_judged_by_its_interval():
+    assert "save 40%" in found("baseline", with_noise(run_of("1"), baseline_saving=Estimate(0.4, 0.1, 0.7))).sentence
+    assert found("baseline", with_noise(run_of("1"), baseline_saving=Estimate(0.0, -0.02, 0.03))) is None
+    assert isinstance(found("baseline", with_noise(run_of("1"), baseline_saving=Estimate(0.4, 0.01, 0.7))), Undecided)
+
+
+def test_prompts_that_are_known_by_heart():
+    run = dataclasses.replace(run_of("1000"), tests={"test": {1: {"p/0": 0.1}}})
+    shown = {"reward": Estimate(0.195, 0.178, 0.213), "tested": Estimate(0.111, 0.097, 0.125)}
+    vars(run)["summary"] = dataclasses.replace(run.summary, **shown)
+    one = found("overfitting to prompts", run)
+    assert "0.195 [0.178, 0.213]" in one.sentence and "0.111 [0.097, 0.125]" in one.sentence
+    vars(run)["summary"] = dataclasses.replace(run.summary, reward=Estimate(0.195, 0.12, 0.25))
+    assert found("overfitting to prompts", run) is None
+
+
+@pytest.mark.parametrize("name", GRAM_RULES)
+def test_too_few_steps_decide_nothing(name, tmp_path):
+    """Two measured steps were once enough for "take more rollouts, towards 79"."""
+    write_run(tmp_path / "run", steps=2, evaluated=False)
+    assert not isinstance(found(name, read_run(tmp_path / "run")), RunFinding)
+
+
+def test_random_gradients_have_findings_on_noise_alone(tmp_path):
+    """Coins for rewards and random scores: all true gradients are zero, so batch and groups are too small."""
+    wrong = 0
+    for seed in range(10):
+        write_run(
+            tmp_path / f"{seed}",
+            steps=18,
+            prompts=4,
+            rewards=lambda step, prompt, generator, seed=seed: coin(step, prompt, seed),
+            evaluated=False,
+        )
+        names = {one.name for one in advise_run(read_run(tmp_path / f"{seed}")).findings}
+        wrong += bool(names - {"batch size", "group size"})
+    assert wrong <= 2  # at 5 %, more than 2 of 10 have a probability of 1 %
+
+
+def coin(step: int, prompt: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + 10 * step + prompt)
+    return torch.randint(0, 2, (4,), generator=generator).double()
+
+
+def test_products_between_prompts_are_those_of_leave_one_out_gradients():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(12, 5, generator=generator, dtype=torch.float64)
+    rewards = torch.randint(0, 2, (3, 4), generator=generator).double()
+    gradients = []
+    for prompt in range(3):
+        mine = rewards[prompt]
+        centred = torch.stack([mine[i] - (mine.sum() - mine[i]) / 3 for i in range(4)])
+        gradients.append((centred[:, None] * scores[4 * prompt : 4 * prompt + 4]).mean(0))
+    batch = BatchRecord(
+        step=1,
+        prompt_ids=("a", "b", "c"),
+        sizes=torch.tensor([4, 4, 4]),
+        rewards=rewards.flatten(),
+        lengths=torch.ones(12).long(),
+        weights=torch.zeros(12, dtype=torch.float64),
+        gram=scores @ scores.mT,
+    )
+    scale = float((scores @ scores.mT).diagonal().mean()) / 4
+    products = prompt_products([batch, batch])
+    for place, name in enumerate("abc"):
+        others = [gradients[other] for other in range(3) if other != place]
+        expected = sum(float(gradients[place] @ other) for other in others) / 2 / scale
+        assert products[name] == pytest.approx([expected, expected])
+
+
+def test_more_comparisons_widen_the_interval():
+    values = [1.0, 2.0, 3.0, 4.0, 5.0]
+    one, many = upper_mean(values, tests=1), upper_mean(values, tests=50)
+    assert one.value == many.value == 3 and many.high > one.high
+    assert one.high == pytest.approx(3 + 2.776445 * np.std(values, ddof=1) / math.sqrt(5), rel=1e-5)
+
+
+def test_cosines_are_those_between_right_rollouts():
+    scores = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 5.0], [2.0, 0.0]], dtype=torch.float64)
+    record = GroupRecord(
+        step=1,
+        prompt_id="a",
+        rewards=torch.tensor([1.0, 1.0, 0.0, 1.0], dtype=torch.float64),
+        lengths=torch.ones(4).long(),
+        advantages=torch.zeros(4, dtype=torch.float64),
+        gram=scores @ scores.mT,
+    )
+    ((name, cosine),) = right_cosines([StoredGroup(record)])
+    assert name == "a" and cosine == pytest.approx((2 / math.sqrt(2) + 1) / 3)
+    assert right_cosines([StoredGroup(dataclasses.replace(record, rewards=torch.ones(4, dtype=torch.float64)))]) == []
+
+
+def test_shares_of_layers_are_those_of_their_update(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    wanted = {}
+    with RunWriter.create(tmp_path / "run", {"group_size": 4}, environment={}, layers="float64") as writer:
+        for step in range(1, 13):
+            layers = {name: torch.randn(4, 3, generator=generator, dtype=torch.float64) for name in ("a", "b")}
+            advantages = torch.tensor([1.0, -1.0, 0.5, -0.5], dtype=torch.float64)
+            energy = {name: float((advantages @ scores).square().sum()) for name, scores in layers.items()}
+            wanted[step] = energy["a"] / sum(energy.values())
+            grams = {name: scores @ scores.mT for name, scores in layers.items()}
+            record = GroupRecord(
+                step=step,
+                prompt_id="p",
+                rewards=torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=torch.float64),
+                lengths=torch.ones(4).long(),
+                advantages=advantages,
+                gram=grams["a"] + grams["b"],
+                by_layer=grams,
+            )
+            writer.write_groups(step, [record])
+            writer.write_metrics(step, {"reward": 0.5})
+    shares = layer_energy_shares(read_run(tmp_path / "run"))
+    assert shares is not None
+    names, first, last = shares
+    assert names == ["a", "b"]
+    assert first[:, 0].tolist() == pytest.approx([wanted[step] for step in range(1, 7)])
+    assert last[:, 0].tolist() == pytest.approx([wanted[step] for step in range(7, 13)])
+
+
+def test_the_page_shows_the_findings_of_advise(tmp_path):
+    from scoregram.report.run_page import run_page
+    from scoregram.runs import open_run
+
+    write_run(tmp_path / "run", steps=12, rewards=lambda s, p, g: torch.zeros(4, dtype=torch.float64))
+    page = run_page(open_run(tmp_path / "run"))
+    advice = advise_run(read_run(tmp_path / "run"))
+    assert page.cards == advice.findings and page.open_rules == advice.open_text()
+    assert "constant reward" in [one.name for one in page.cards]
+    assert "Check the reward function on one right" in page.html()
+
+
+def test_long_text_is_cut():
+    assert shortened("a\n b") == "a b" and shortened("x" * 100) == "x" * 80 + " …"

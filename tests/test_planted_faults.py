@@ -1,0 +1,40 @@
+"""Every planted fault is found first, and none of the planted faults in its healthy twin.
+
+The runs were made by `python -m tests.planted_faults` and are stored; a slow test makes some of them again.
+"""
+
+import pytest
+
+from scoregram.advice import DEMOS, advise, demo_names
+from scoregram.advice.findings import contradictions
+from tests.planted_faults import FAULTS, FOLDER, make
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found_first(name):
+    found = advise(FOLDER / name / "fault")
+    assert [one.name for one in found.findings][:1] == [FAULTS[name].finding]
+    assert contradictions(found.findings) == []
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_its_healthy_twin_has_none_of_the_faults(name):
+    planted = {row.finding for row in FAULTS.values()}
+    assert {one.name for one in advise(FOLDER / name / "healthy").findings} & planted == set()
+
+
+def test_there_are_enough_faults_and_they_are_small():
+    assert len(FAULTS) >= 14 and len({row.finding for row in FAULTS.values()}) >= 14
+    assert sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()) < 2_000_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dead-verifier", "truncation", "stuck-batch"])
+def test_a_fault_made_again_is_found_again(name, tmp_path):
+    assert advise(make(name, "fault", tmp_path / "run")).findings[0].name == FAULTS[name].finding
+
+
+@pytest.mark.parametrize("name", demo_names())
+def test_every_demo_finds_the_fault_that_its_text_names(name):
+    fault = (DEMOS / name / "README.md").read_text()
+    assert f"“{advise(DEMOS / name).findings[0].name}”" in fault
