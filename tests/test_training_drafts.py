@@ -15,6 +15,7 @@ from scoregram.tasks import load_task
 from scoregram.training import loop
 from scoregram.training.checkpoint import Position
 from scoregram.training.collect import Drafts, best_drafts, collect, seeded_generator
+from scoregram.training.control import Controller
 from scoregram.training.loop import train
 from tests.training_cases import JUDGE, config_for, save_policy, without_times
 
@@ -46,7 +47,7 @@ def drafts_by_hand(policy: Policy, config: Any, problems: Any, number: int) -> l
 
 def test_refinements_read_the_first_best_draft_of_their_prompt(policy, folder):
     config = config_for(folder, folder, method="igrpo", drafts=3, draft_format="{draft}|{prompt}")
-    drawn = loop.draw_rollouts(config, policy, TASK, Position(0, 0), 1)
+    drawn = loop.draw_rollouts(Controller(config), policy, TASK, Position(0, 0), 1)
     drafts = drafts_by_hand(policy, config, drawn.problems, 1)
     chosen = []
     for place, problem in enumerate(drawn.problems):
@@ -141,4 +142,4 @@ def test_k_beyond_the_group_is_refused_before_the_run_begins(folder, tmp_path):
 def test_a_draft_that_fills_the_context_is_refused(policy, folder):
     config = config_for(folder, folder, method="igrpo", draft_format="{prompt}" * 80 + "{draft}")
     with pytest.raises(ScoregramError, match="prompt and completion must fit into the context"):
-        loop.draw_rollouts(config, policy, TASK, Position(0, 0), 1)
+        loop.draw_rollouts(Controller(config), policy, TASK, Position(0, 0), 1)

@@ -9,6 +9,7 @@ from scoregram.runs import open_run
 from scoregram.tasks import load_task
 from scoregram.training import loop
 from scoregram.training.checkpoint import Position
+from scoregram.training.control import Controller
 from scoregram.training.loop import train
 from tests.training_cases import JUDGE, config_for, save_policy, without_times
 
@@ -22,7 +23,7 @@ def test_rollouts_have_the_log_probabilities_of_both_temperatures(tmp_path, rows
         folder, tmp_path, method="agro", temperature=0.8, sampling_temperature=2.0, micro_batch_size=rows
     )
     policy = load_policy(config.policy, TASK)
-    rollouts = loop.draw_rollouts(config, policy, TASK, Position(0, 0, 0), 1).rollouts
+    rollouts = loop.draw_rollouts(Controller(config), policy, TASK, Position(0, 0, 0), 1).rollouts
     assert rollouts.log_probs is not None and rollouts.behaviour_log_probs is not None
     with torch.no_grad():
         logits = policy.model(rollouts.input_ids, attention_mask=rollouts.attention_mask.long()).logits
