@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "scoregram"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = {
+    "advice": ("trackers",),
     "bench": ("bench",),
     "integrations": ("trl",),
     "policy": ("peft",),
