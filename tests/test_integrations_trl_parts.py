@@ -12,6 +12,8 @@ import torch
 import scoregram.integrations
 import scoregram.integrations.trl as integration
 from scoregram.checks import ScoregramError
+from scoregram.exhibits import Estimate
+from scoregram.integrations.trl.attachment import printed_cell
 from scoregram.integrations.trl.generation import (
     Generation,
     merged_generation,
@@ -294,3 +296,10 @@ def test_importing_the_integration_loads_nothing_heavy():
     assert loaded_after("import scoregram.integrations.trl as trl; dir(trl)") == set()
     assert {"attach", "Attachment", "NEWEST_TESTED", "OLDEST_TESTED"} == set(dir(integration))
     assert integration.attach is scoregram.integrations.attach
+
+
+def test_a_pooled_number_without_an_interval_is_not_printed():
+    assert printed_cell(Estimate(1.5), is_withheld=False) == "–"
+    assert printed_cell(Estimate(1.5, 1.0, 2.0), is_withheld=False) == "1.5"
+    assert printed_cell(math.nan, is_withheld=False) == "–"
+    assert printed_cell(math.nan, is_withheld=True) == "failed"

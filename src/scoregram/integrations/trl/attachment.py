@@ -63,6 +63,14 @@ HEADLINE_SCALARS: Mapping[str, str] = {
 """Scalars that `print(attachment)` shows, and their labels."""
 
 
+def printed_cell(cell: Cell, is_withheld: bool) -> str:
+    """A number of `print(attachment)`; `–` if it is undefined, or pooled over too few steps to have an interval."""
+    value = cell.value if isinstance(cell, Estimate) and not math.isnan(cell.low) else cell
+    if not isinstance(value, float) or math.isnan(value):
+        return "failed" if is_withheld else "–"
+    return f"{value:.3g}"
+
+
 def attach(
     trainer: Any,
     every: int = 10,
@@ -352,19 +360,10 @@ class Attachment:
             f"{'':<36}" + "".join(f"{name:>10}" for name in ("first", "last", "mean")),
         ]
         passed = (self.readings[0].passed, self.readings[-1].passed, True)
-        for name, label in HEADLINE_SCALARS.items():
-            cells = (cell.value if isinstance(cell, Estimate) else cell for cell in rows.get(name, ()))
-            numbers = [value for value in cells if isinstance(value, float)]
-            if numbers:
-                cells = (
-                    f"{number:.3g}"
-                    if not math.isnan(number)
-                    else "–"
-                    if is_passed or not needs_gram(name)
-                    else "failed"
-                    for number, is_passed in zip(numbers, passed, strict=True)
-                )
-                lines.append(f"{label:<36}" + "".join(f"{cell:>10}" for cell in cells))
+        for name in [name for name in HEADLINE_SCALARS if name in rows]:
+            withheld = [needs_gram(name) and not is_passed for is_passed in passed]
+            cells = map(printed_cell, rows[name], withheld)
+            lines.append(f"{HEADLINE_SCALARS[name]:<36}" + "".join(f"{cell:>10}" for cell in cells))
         if self.folder is not None:
             lines.append(f"report: scoregram report {self.folder.path}")
         return "\n".join(lines)
