@@ -283,6 +283,10 @@ def test_parts_of_generations_are_not_fused(tmp_path):
     attached = train(several, every=1)
     assert set(compared(attached)) == {8}
     assert attached.not_fused == f"2 micro-batches are accumulated, and a generation has 1; {SEPARATE}"
+    inner = trainer_of(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=2, num_iterations=2)
+    attached = train(inner, every=1, mode="loss")
+    assert set(compared(attached)) == {8}
+    assert attached.not_fused == f"2 micro-batches are accumulated, and a generation is used for 2 steps; {SEPARATE}"
     halves = trainer_of(tmp_path, per_device_train_batch_size=4, steps_per_generation=2)
     attached = train(halves, every=1)
     assert set(compared(attached)) == {8}  # the rows are those of the generation, the step has half of it

@@ -393,8 +393,11 @@ class FusedSteps:
             self.reason = f"{listed(others)} of the trainer is overridden or wrapped"
         self.pieces = int(trainer.args.gradient_accumulation_steps)
         parts = int(getattr(trainer.args, "steps_per_generation", None) or self.pieces)
+        inner = int(getattr(trainer, "num_iterations", 1))
         if self.reason is None and self.pieces > 1 and parts != self.pieces:
             self.reason = f"{self.pieces} micro-batches are accumulated, and a generation has {parts}"
+        elif self.reason is None and self.pieces > 1 and inner > 1:
+            self.reason = f"{self.pieces} micro-batches are accumulated, and a generation is used for {inner} steps"
         elif self.reason is None and settings.mode == "scores" and parts > self.pieces:
             self.reason = f"a generation is split over {parts} steps, and mode='scores' measures it whole"
 
