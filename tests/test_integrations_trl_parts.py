@@ -14,6 +14,7 @@ import scoregram.integrations.trl as integration
 from scoregram.checks import ScoregramError
 from scoregram.exhibits import Estimate
 from scoregram.integrations.trl.attachment import printed_cell
+from scoregram.integrations.trl.fused_step import FusedStep
 from scoregram.integrations.trl.generation import (
     Generation,
     merged_generation,
@@ -303,3 +304,10 @@ def test_a_pooled_number_without_an_interval_is_not_printed():
     assert printed_cell(Estimate(1.5, 1.0, 2.0), is_withheld=False) == "1.5"
     assert printed_cell(math.nan, is_withheld=False) == "–"
     assert printed_cell(math.nan, is_withheld=True) == "failed"
+
+
+def test_the_rollout_that_is_compared_counts_in_the_update():
+    step: Any = SimpleNamespace(generator=torch.Generator().manual_seed(0))
+    weights = torch.tensor([1e-6, -1.0, 0.0, 0.02, 0.009])
+    assert {FusedStep.random_rollout(step, weights) for _ in range(50)} == {1, 3}
+    assert FusedStep.random_rollout(step, torch.zeros(3)) is None

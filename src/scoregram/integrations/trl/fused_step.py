@@ -344,8 +344,12 @@ class FusedStep:
         return (ones, weights) if bool(apart <= EVEN * c.norm()) else None
 
     def random_rollout(self, weights: Tensor) -> int | None:
-        """A random rollout among those with a nonzero weight; None if there is none."""
-        weighted = weights.nonzero().squeeze(1).tolist()
+        """A random rollout whose weight is at least a hundredth of the largest; None if all weights are 0.
+
+        A smaller weight is often a difference of nearly equal numbers, such as two KL terms; its row is then rounding.
+        """
+        least = weights.abs().max() / 100
+        weighted = ((weights != 0) & (weights.abs() >= least)).nonzero().squeeze(1).tolist()
         return weighted[int(torch.randint(len(weighted), (1,), generator=self.generator))] if weighted else None
 
     def gradient_of_rollout(self, index: int, derivative: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
