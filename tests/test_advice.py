@@ -327,11 +327,11 @@ def test_a_torn_file_of_wandb_gives_what_is_complete(tmp_path):
     [
         ("x.txt", "1", "must be a log"),
         ("x.jsonl", "{\n{}\n", "line 1 of"),
-        ("x.jsonl", '{"reward": 1}\n', "1 records without a step"),
+        ("x.jsonl", '{"reward": 1}\n', "no record with a step"),
         ("x.json", "[", "must be JSON"),
         ("x.json", "{}", "must have log_history"),
         ("x.wandb", "nothing", "must be a file of an offline run"),
-        ("x.csv", "", "no records"),
+        ("x.csv", "", "no readable record"),
     ],
 )
 def test_a_file_that_cannot_be_read_gets_one_sentence(name, content, told, tmp_path):

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.stats import t as student
 
 from scoregram.advice import GRAM_RULES, RunFinding, advise_run
 from scoregram.advice.findings import Undecided, contradictions
@@ -17,8 +18,8 @@ from scoregram.advice.gram_rules import (
     prompt_products,
     right_cosines,
     shortened,
-    upper_mean,
 )
+from scoregram.bootstrap import t_mean
 from scoregram.exhibits import Estimate
 from scoregram.reading import RunNoise, RunReading, StoredGroup, read_run
 from scoregram.runs import BatchRecord, GroupRecord, RunWriter
@@ -195,11 +196,13 @@ def test_products_between_prompts_are_those_of_leave_one_out_gradients():
         assert products[name] == pytest.approx([expected, expected])
 
 
-def test_more_comparisons_widen_the_interval():
+@pytest.mark.parametrize("tests", [1, 50, 1000])
+def test_more_comparisons_widen_the_interval(tests):
     values = [1.0, 2.0, 3.0, 4.0, 5.0]
-    one, many = upper_mean(values, tests=1), upper_mean(values, tests=50)
-    assert one.value == many.value == 3 and many.high > one.high
-    assert one.high == pytest.approx(3 + 2.776445 * np.std(values, ddof=1) / math.sqrt(5), rel=1e-5)
+    found = t_mean(values, tests=tests)
+    quantile = student.ppf(1 - 0.025 / tests, 4)  # with few visits far larger than the normal quantile
+    assert found.value == 3
+    assert found.high == pytest.approx(3 + quantile * np.std(values, ddof=1) / math.sqrt(5), rel=1e-5)
 
 
 def test_cosines_are_those_between_right_rollouts():

@@ -13,7 +13,7 @@ import pytest
 
 from scoregram import cli
 from scoregram.checks import ScoregramError
-from scoregram.report.view import MOST_HITS, RunLibrary, serve_runs, view_app
+from scoregram.report.view import MOST_HITS, RunLibrary, listening_socket, serve_runs, view_app
 from scoregram.runs import RunWriter
 from tests.report_cases import CONFIG, Page, write_run
 
@@ -163,6 +163,18 @@ def test_without_starlette_the_error_says_what_to_install(tmp_path, monkeypatch)
     monkeypatch.setitem(__import__("sys").modules, "starlette.applications", None)
     with pytest.raises(ScoregramError, match=r"pip install 'scoregram\[view\]'"):
         serve_runs(tmp_path)
+
+
+def test_an_address_that_cannot_be_used_is_an_error(tmp_path):
+    with listening_socket("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        assert port > 0
+        with pytest.raises(
+            ScoregramError, match=rf"view: --host and --port must be .*, got 127.0.0.1 and {port}: .+in use"
+        ):
+            serve_runs(tmp_path, port=port)
+    with pytest.raises(ScoregramError, match=r"got nosuchhost.invalid and 0: .+ Choose another"):
+        serve_runs(tmp_path, host="nosuchhost.invalid", port=0)
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

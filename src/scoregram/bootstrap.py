@@ -17,7 +17,7 @@ LEVEL = 0.95
 FEWEST = 5
 """Fewer observations than this give an interval that is too narrow to decide by."""
 MANY = 4000
-"""More values than this have a mean whose distribution is normal."""
+"""With more values than this, the mean is treated as normally distributed."""
 NORMAL_QUANTILE = 1.959963984540054
 """`P(|Z| ≤ z) = 0.95`."""
 _DRAWS_IN_MEMORY = 2**22
@@ -177,8 +177,8 @@ def _with_interval(value: float, resampled: np.ndarray) -> Estimate:
 
 
 @cache
-def t_quantile(degrees: int) -> float:
-    """`t` with `P(|T| ≤ t) = 0.95` for Student's distribution.
+def t_quantile(degrees: int, level: float = LEVEL) -> float:
+    """`t` with `P(|T| ≤ t) = level` for Student's distribution.
 
     With `t = √n tan θ` the density is `cos^(n-1) θ`, which is integrated numerically.
 
@@ -189,7 +189,7 @@ def t_quantile(degrees: int) -> float:
     angles = np.linspace(0.0, math.pi / 2, GRID)
     density = np.cos(angles) ** (degrees - 1)
     below = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
-    return math.sqrt(degrees) * math.tan(float(np.interp(LEVEL, below / below[-1], angles)))
+    return math.sqrt(degrees) * math.tan(float(np.interp(level, below / below[-1], angles)))
 
 
 def fieller_ratio(above: Sequence[float] | np.ndarray, below: Sequence[float] | np.ndarray) -> Estimate:
@@ -226,17 +226,23 @@ def fieller_ratio(above: Sequence[float] | np.ndarray, below: Sequence[float] | 
     return Estimate(value, (b - half) / a, (b + half) / a)
 
 
-def t_mean(values: Sequence[float] | np.ndarray) -> Estimate:
+def t_mean(values: Sequence[float] | np.ndarray, *, tests: int = 1) -> Estimate:
     """Mean of the values that are not `nan` with its t interval, `± t √(s²/n)`.
 
     Use it for a handful of values, such as one per seed, where a bootstrap interval is far too narrow. `nan` without a
     value; no interval for one.
+
+    Args:
+        values: The values.
+        tests: Number of means that are compared with something at once. The level is `1 - 0.05/tests` (Bonferroni), so
+            all of their intervals are right with a probability of 95 %.
     """
     known = np.asarray(values, dtype=np.float64)
     known = known[~np.isnan(known)]
     if len(known) < 2:
         return Estimate(float(known[0]) if len(known) else math.nan)
-    mean, half = float(known.mean()), t_quantile(len(known) - 1) * float(known.std(ddof=1)) / math.sqrt(len(known))
+    quantile = t_quantile(len(known) - 1, 1 - (1 - LEVEL) / tests)
+    mean, half = float(known.mean()), quantile * float(known.std(ddof=1)) / math.sqrt(len(known))
     return Estimate(mean, mean - half, mean + half)
 
 

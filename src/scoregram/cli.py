@@ -225,7 +225,7 @@ class View:
     folder: tyro.conf.Positional[Path] = Path("runs")
     """Folder that holds run folders, or one run folder."""
     host: str = "127.0.0.1"
-    """Address to listen on. Every other than the default lets other machines read your runs."""
+    """Address to listen on. Any address but the default lets other machines read your runs."""
     port: int = 8642
     """Port to listen on."""
 
@@ -281,7 +281,7 @@ class Demo:
     """Diagnose a recorded run with a known fault; needs no model."""
 
     name: tyro.conf.Positional[str] = "dominating-rollout"
-    """Name of the recorded run; a wrong name lists them."""
+    """Name of the recorded run; an unknown name lists the choices."""
 
     def run(self) -> int:
         """Print the fault and the diagnosis."""

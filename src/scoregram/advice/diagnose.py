@@ -94,7 +94,7 @@ def advise_run(run: RunReading) -> Diagnosis:
 
 
 def _attributed(verdict: RuleVerdict, run: RunReading) -> RuleVerdict:
-    """A finding of gradient spikes, with the rollout that made the most of the first spike that was measured."""
+    """A finding of gradient spikes, with the rollout that has the most gradient energy at the first measured spike."""
     if not isinstance(verdict, RunFinding) or verdict.name != "gradient spikes":
         return verdict
     groups = [group for group in run.groups if group.record.step == verdict.since and group.record.gram is not None]

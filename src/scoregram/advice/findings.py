@@ -134,7 +134,7 @@ def diagnosis_of(source: str, verdicts: Mapping[str, RuleVerdict]) -> Diagnosis:
 
 
 def reconciled(findings: Iterable[RunFinding]) -> tuple[RunFinding, ...]:
-    """Findings worst first; a change that moves a knob against a worse finding's change is withheld until that is done.
+    """Findings worst first; a change that opposes the change of a worse finding is withheld until that one is done.
 
     Equal severities are ordered by confidence, then by their order in the table of rules.
     """

@@ -31,8 +31,9 @@ def read_log(path: Path) -> RunLog:
     lines = list(read(file))
     log = run_log(file.as_posix(), lines)
     if not log.lines:
-        got = f"{len(lines)} records without a step" if lines else "no records"
-        fail(_CALLER, f"{file} must hold the scalars of at least one step", got, f"Name the step {STEP_KEYS[0]}.")
+        got = "no record with a step" if lines else "no readable record"
+        remedy = f"Each record needs the number of its step as '{STEP_KEYS[0]}'."
+        fail(_CALLER, f"{file} must hold the scalars of at least one step", got, remedy)
     return log
 
 

@@ -1,7 +1,7 @@
-"""Rules that no log of scalars allows: they read the Grams, groups and rollouts of a run folder.
+"""Rules that need more than scalars: they read the Grams, groups and rollouts of a run folder.
 
 A rule is a function of a `RunReading`, with the same verdicts as the rules on logs. Numbers pooled over steps come from
-`RunReading.noise()`; a rule concludes nothing from fewer steps than that has intervals for.
+`RunReading.noise()`; with too few steps for an interval a rule concludes nothing.
 """
 
 import math
@@ -12,7 +12,7 @@ import torch
 
 from scoregram.advantages import ESTIMATORS
 from scoregram.advice.findings import Change, RuleVerdict, RunFinding, Undecided
-from scoregram.bootstrap import FEWEST, clustered_mean, mean_estimate, t_quantile
+from scoregram.bootstrap import FEWEST, clustered_mean, mean_estimate, t_mean
 from scoregram.exhibits import Estimate, cell_text
 from scoregram.reading import REFERENCE, SAMPLED_TEST, RunReading, StoredGroup, can_replay, replay_groups
 from scoregram.runs import BatchRecord
@@ -68,7 +68,7 @@ def group_size(run: RunReading) -> RuleVerdict:
     best = noise.best_group_size
     if noise.components is not None and not math.isnan(best.low):
         if best.low <= used <= best.high:
-            return None if math.isfinite(best.high) else Undecided("more steps: the best group size is not bounded")
+            return None if math.isfinite(best.high) else Undecided("measure more steps: the best size is not bounded")
         return _size_by_error(run, used)
     return _size_by_liveness(run, used)
 
@@ -155,7 +155,7 @@ def batch_size(run: RunReading) -> RuleVerdict:
             "nearly the same progress per step for a part of the rollouts.",
         )
     decided = batch / NOISE_FACTOR <= scale.low and scale.high <= NOISE_FACTOR * batch
-    return None if decided else Undecided("more steps: the interval of the noise scale is too wide")
+    return None if decided else Undecided("measure more steps: the interval of the noise scale is too wide")
 
 
 def _batch_finding(run: RunReading, direction: str, sentence: str, advice: str, effect: str) -> RunFinding:
@@ -190,7 +190,7 @@ def advantage_estimator(run: RunReading) -> RuleVerdict:
         if own.high > 0 and not math.isnan(own.high)
     }
     if not gains:
-        return Undecided("more groups: the signal of the estimators is not resolved")
+        return Undecided("measure more groups: the signal of the estimators is not resolved")
     best = max(gains, key=lambda name: gains[name])
     if not gains[best] > 1 + LEAST_SAVING:
         return None
@@ -219,7 +219,7 @@ def baseline(run: RunReading) -> RuleVerdict:
     if math.isnan(saving.low):
         return Undecided(_MORE_STEPS)
     if not saving.low > LEAST_SAVING:
-        return None if saving.high <= LEAST_SAVING else Undecided("more steps: the interval of the saving is too wide")
+        return None if saving.high <= LEAST_SAVING else Undecided("measure more steps: its interval is too wide")
     return RunFinding(
         name="baseline",
         severity="note",
@@ -284,7 +284,7 @@ def _who_dominates(run: RunReading) -> str:
 
 
 def shortened(text: str, most: int = 80) -> str:
-    """Text on one line, cut in the middle of nothing: the first characters and an ellipsis."""
+    """Text on one line; if it is too long, its first characters and an ellipsis."""
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[:most]} …"
 
@@ -354,7 +354,7 @@ def conflicting_prompts(run: RunReading) -> RuleVerdict:
     seen = {name: values for name, values in products.items() if len(values) >= FEWEST}
     if not seen:
         return Undecided("store whole batches in which prompts come back at least five times (--batches-every 1)")
-    bounds = {name: upper_mean(values, tests=len(seen)) for name, values in seen.items()}
+    bounds = {name: t_mean(values, tests=len(seen)) for name, values in seen.items()}
     against = [name for name, bound in bounds.items() if bound.high < 0]
     if not against:
         return None
@@ -365,11 +365,11 @@ def conflicting_prompts(run: RunReading) -> RuleVerdict:
         sentence=f"{len(against)} of {len(seen)} prompts pull against the rest of their batches, {worst} most.",
         number=bounds[worst],
         label="inner product of its gradient with that of the others, over their norms",
-        evidence="found if the mean over its visits is below 0 in a t test, corrected for the number of prompts.",
+        evidence="found if the mean over the visits is below 0 in a t test, corrected for the number of prompts.",
         change=Change(
             knob="prompt set",
             direction="split",
-            sentence=f"Check the rewards of {', '.join(against[:5])}: leave them out, or train them apart.",
+            sentence=f"Check the rewards of {', '.join(against[:5])}: leave them out, or train on them separately.",
             effect="the gradients of the remaining prompts no longer cancel.",
         ),
     )
@@ -401,17 +401,8 @@ def prompt_products(batches: Iterable[BatchRecord]) -> dict[str, list[float]]:
     return found
 
 
-def upper_mean(values: Sequence[float], *, tests: int) -> Estimate:
-    """Mean with a t interval whose level is corrected for `tests` comparisons (Bonferroni, by the normal quantile)."""
-    known = np.asarray(values, dtype=np.float64)
-    mean, error = float(known.mean()), float(known.std(ddof=1)) / math.sqrt(len(known))
-    widened = math.sqrt(1 + 2 * math.log(max(tests, 1)) / 1.96**2)  # z(α/m) <= sqrt(z(α)² + 2 log m)
-    half = t_quantile(len(known) - 1) * widened * error
-    return Estimate(mean, mean - half, mean + half)
-
-
 def lost_exploration(run: RunReading) -> RuleVerdict:
-    """Right rollouts of a prompt have come to nearly the same gradient: they are one solution."""
+    """Right rollouts of a prompt have nearly the same gradient by now: they are one solution."""
     third = len(run.groups) // 3
     first, last = (right_cosines(part) for part in (run.groups[:third][:REPLAYED], run.last_measured[-REPLAYED:]))
     if min(len({prompt for prompt, _ in part}) for part in (first, last)) < FEWEST:

@@ -14,10 +14,10 @@ from scoregram.advice.trends import LEAST_STEPS, mean_ends, slope_estimate
 from scoregram.exhibits import Estimate
 
 ENTROPY_LEFT, ENTROPY_GONE, ENTROPY_WATCHED = 0.25, 0.1, 0.5
-"""Share of the first entropy: below the first it has collapsed, below the second nothing is left; below the third its
-decline is extrapolated."""
+"""Shares of the first entropy: below the first it has collapsed; below the third a rule extrapolates its decline to the
+second."""
 KL_LIMIT, KL_WATCHED, KL_ACCELERATION = 1.0, 0.3, 4.0
-"""Nats per token; and how much more the end may have than the middle (a steady drift doubles)."""
+"""Two limits in nats per token, and the largest ratio of the end to the middle third (a steady drift doubles)."""
 CLIPPED_TOKENS = 0.3
 SPIKE = 10.0
 """Factor above the median of the gradient norms before it."""
@@ -254,7 +254,7 @@ def throughput_rot(log: RunLog) -> RuleVerdict:
     middle = float(np.median(speed.values[len(speed.first) : -len(speed.last)]))
     _, ends = slope_estimate(speed.steps.astype(float), np.log(np.maximum(speed.values, 1e-9)))
     left = last / first if first > 0 else math.nan
-    # a machine that becomes busy once is no rot: the middle third must lie in between, and the slope be certain
+    # one slowdown of the machine is no decline: the middle third must lie in between, and the slope be significant
     if not (left < THROUGHPUT_LEFT and last < middle < first and ends[1] < 0):
         return None
     ratio = mean_ends(speed.last) / first
@@ -363,7 +363,7 @@ def _table(series: ScalarSeries) -> dict[int, float]:
 
 
 def is_surprising(repeated: Sequence[int], known: Mapping[int, Fingerprint], lag: int) -> bool:
-    """Whether so many repeats at one distance are no chance: a binomial tail below 1e-4 over all distances.
+    """Whether the repeats at one distance are too many for chance: a binomial tail below 1e-4 over all distances.
 
     How often two steps agree by chance is estimated at the distances that are no multiples of `lag`. Neighbours have no
     such distances: there, from the steps whose fingerprints are not among the repeated ones, or, if there are hardly

@@ -62,7 +62,7 @@ def dead_groups(log: RunLog) -> RuleVerdict:
         return None  # that finding says more
     share = dead.last_mean()
     if not share.low > DEAD_SHARE:
-        return None if share.high <= DEAD_SHARE else Undecided("more steps: the interval of dead groups includes 50 %")
+        return None if share.high <= DEAD_SHARE else Undecided("log more steps: the interval includes 50 %")
     right, wrong = dead_kinds(log)
     kinds = (
         f"Of all groups, {right.value:.0%} are all right and {wrong.value:.0%} all wrong." if right.value >= 0 else ""
@@ -198,7 +198,7 @@ def phantom_signal(log: RunLog) -> RuleVerdict:
         severity="critical",
         sentence=f"All advantages come from {', '.join(loud)}: {name} gives every rollout {float(mean.last[-1]):g}, "
         "so groups in which "
-        "nothing is learned about it still move the policy.",
+        "it teaches nothing still move the policy.",
         since=std.since(std.values <= 1e-9),
         number=Estimate(0.0, 0.0, 0.0),
         label=f"standard deviation of {name} in the last third",

@@ -31,7 +31,7 @@ class RankedOutcome:
     """Least and largest mean."""
 
     def of(self, reward: float) -> float:
-        """The number of one problem; `nan` if a return is not known, while a missing reward is no right answer."""
+        """The outcome of one problem. A missing reward is a wrong answer for the accuracy, and `nan` for a return."""
         return float(reward >= 1) if self is ACCURACY else reward
 
 
@@ -192,7 +192,7 @@ class MethodComparison:
 
     @cached_property
     def target(self) -> float:
-        """RankedOutcome for the column `rollouts to …`."""
+        """Mean outcome to reach, for the column `rollouts to …`."""
         stated = self.setting.get("target")
         return float(stated) if stated is not None else self.methods[0].final(outcome=self.outcome).value
 

@@ -123,7 +123,7 @@ class Contractor:
         self._halves: dict[torch.dtype, HalfContractor] = {}
         self._slabs: dict[tuple[torch.dtype, torch.dtype], Slab] = {}
         self._index: Tensor | None = None
-        """The place of every Gram: a CUDA graph reads it by its address, so it must live as long."""
+        """The place of every Gram: a CUDA graph reads it by its address, so it must outlive the graph."""
 
     def stream(
         self,

@@ -41,7 +41,7 @@ Recorded = TypeVar("Recorded")
 AGREEMENT = 1e-3
 """Largest relative distance of the first replayed Gram to the one measured without a graph; kernels may differ."""
 MOST_GRAPHS = 8
-"""Graphs that one `CudaGraphGram` keeps; the one that was not used for longest makes room."""
+"""Graphs that one `CudaGraphGram` keeps; beyond it the least recently used one is dropped."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class RecordedPass:
 def random_generator_kept(device: torch.device) -> Iterator[None]:
     """A block after which random numbers can be drawn on a GPU, even if a recording failed inside it.
 
-    Torch leaves its generator in the state of a recording then, and the next random number would be an error.
+    A failed recording leaves torch's generator in capture mode, and drawing the next random number raises.
     """
     generator = torch.cuda.default_generators[device.index]
     before = generator.clone_state()
@@ -231,7 +231,7 @@ class CudaGraphGram:
     held_bytes: int = 0
     """Device memory that the graphs hold."""
     reason: str | None = None
-    """Why nothing is recorded any more; None if measurements may be."""
+    """Why no further graph is recorded; None while recording is possible."""
 
     def __init__(
         self,
@@ -392,7 +392,7 @@ class CudaGraphGram:
             self._graphs.popitem(last=False)
 
     def _end_failed_recording(self) -> None:
-        """Let the allocator go on as before: a recording that fails does not take its memory pool out of use."""
+        """Stop allocating from the graphs' memory pool: a failed recording leaves the pool in use."""
         torch.cuda.synchronize()
         with suppress(RuntimeError):  # the recording did end
             getattr(torch._C, "_cuda_endAllocateToPool")(torch.cuda.current_device(), self._pool)  # noqa: B009

@@ -71,7 +71,7 @@ class Measurement:
         return self.collected(log_probs, replayed)
 
     def run_once(self) -> CollectedScores:
-        """The scores from one pass of the kind that earlier measurements found to suffice, without waiting.
+        """The scores from one pass of the kind that sufficed for earlier measurements, without waiting for the device.
 
         Raises:
             RuntimeError: If the pass did not suffice.

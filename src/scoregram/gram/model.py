@@ -175,7 +175,7 @@ def modules_inside(model: nn.Module) -> list[nn.Module]:
 
 
 def trainable_parameters(model: nn.Module) -> list[Tensor]:
-    """The parameters that require gradients, each once, in the order of `model.parameters()`, in less host time."""
+    """The parameters that require gradients, each once, in the order of `model.parameters()` but faster."""
     found = {id(p): p for module in modules_inside(model) for p in module._parameters.values() if p is not None}
     return [parameter for parameter in found.values() if parameter.requires_grad]
 

@@ -68,7 +68,7 @@ class LayerGrams(Mapping[str, Tensor]):
 
 
 class ChangedLayers(Mapping[str, Tensor]):
-    """The Grams of layers with a change that is made when one is asked for."""
+    """The Grams of layers, each transformed when it is read."""
 
     def __init__(self, layers: Mapping[str, Tensor], change: Callable[[Tensor], Tensor]) -> None:
         self._layers = layers
@@ -84,7 +84,7 @@ class ChangedLayers(Mapping[str, Tensor]):
         return len(self._layers)
 
     def __reduce__(self) -> tuple[type, tuple[dict[str, Tensor]]]:
-        """Another process gets a plain dict."""
+        """Pickles as a plain dict."""
         return dict, (dict(self),)
 
 

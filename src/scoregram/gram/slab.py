@@ -235,7 +235,7 @@ class HalfContractor:
         self._programs = resident_programs(device)
         self._products: list[Tensor] = []
         self.shares: list[Shares] = []
-        """The shares of all launches: a CUDA graph reads them by their addresses, so they must live as long."""
+        """The shares of all launches: a CUDA graph reads them by their addresses, so they must outlive it."""
         self.owners: list[int | None] = []
         """Id of the parameter, for each Gram that waits for `take`."""
 

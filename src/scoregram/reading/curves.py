@@ -48,8 +48,8 @@ class Curve:
 def running_curve(steps: Sequence[float | int], values: Sequence[float]) -> Curve:
     """The values of a run's steps with their centred running mean, and a t interval over the values in the window.
 
-    The window is an odd number of steps, about a fifteenth of them, and is cut off at both ends. The band takes
-    neighbouring steps for independent, so it is too narrow where they are not. `nan` values are left out; a window with
+    The window is an odd number of steps, about a fifteenth of them, and is cut off at both ends. The band treats
+    neighbouring steps as independent, so it is too narrow where they are not. `nan` values are left out; a window with
     fewer than two values has no band.
     """
     raw = np.asarray(values, dtype=np.float64)

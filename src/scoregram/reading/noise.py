@@ -1,8 +1,8 @@
-"""Signal and noise of a run: one answer, pooled over its measured steps, whoever asks.
+"""Signal and noise of a run: one answer for every caller, pooled over its measured steps.
 
 Terminal, trackers, `attach(…).summary()`, page and API all call `run_noise` on the scalars of the steps. A quantity
 is a ratio of means over steps, never a mean of ratios: the estimate of `|g|²` of one step is often negative, and a mean
-over the steps where it is positive selects.
+over only the steps where it is positive is biased.
 """
 
 import math

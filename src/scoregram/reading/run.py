@@ -61,7 +61,7 @@ class RunReading:
     remarks: Mapping[str, str] = field(default_factory=dict)
     """Kind → a sentence that a reader must know before trusting the numbers, as stored with the run."""
     folder: Run | None = None
-    """The run folder it was read from; None for a reading that was put together."""
+    """The run folder it was read from; None for a reading built in memory."""
 
     @cached_property
     def trust(self) -> Trust:

@@ -149,7 +149,7 @@ def document(
 def live_content(
     template: str, sections: Sequence[Section], *, data: Mapping[str, Any] | None = None, **shown: Any
 ) -> dict[str, Any]:
-    """What a page that follows a run puts in place of what it shows: the content of `main`, and data to draw.
+    """The update of a page that follows a run: new content of `main`, and data to draw.
 
     Args:
         template: As for `document`.

@@ -67,7 +67,7 @@ class RunPage:
         return document("run.html", self.sections, redo=redo, live=live, **self._shown())
 
     def content(self) -> dict[str, Any]:
-        """What a page that follows the run shows next."""
+        """The update of a page that follows the run."""
         return live_content("run.html", self.sections, redo="", **self._shown())
 
     def _shown(self) -> dict[str, Any]:
@@ -232,7 +232,7 @@ def _figure_sections(run: RunReading, folder: Run) -> Iterator[Section]:
             "From the Gram between all rollouts of a step.",
             marked_figures(step_figures.noise_figures(run), run),
         ),
-        (f"Drivers{mark}", "Who makes the update.", marked_figures(step_figures.drivers_figures(run), run)),
+        (f"Drivers{mark}", "Which rollouts make the update.", marked_figures(step_figures.drivers_figures(run), run)),
         (
             f"Geometry{mark}",
             f"The matrix that stacks, for each group, one row per rollout; {rows}.",

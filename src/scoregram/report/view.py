@@ -3,6 +3,7 @@
 It reads and never writes. A run is reached by its name in the list, so no path outside the folder can be asked for.
 """
 
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -221,7 +222,7 @@ def serve_runs(root: Path, *, host: str = "127.0.0.1", port: int = 8642) -> None
     """Serve the runs below a folder until interrupted; prints the address.
 
     Raises:
-        ScoregramError: If the folder does not exist, the port is not one, or starlette or uvicorn is not installed.
+        ScoregramError: If the folder does not exist, the address cannot be used, or starlette or uvicorn is missing.
     """
     if not root.is_dir():
         fail("view", f"{root} must be a folder of runs", "no such folder", "Name the folder that holds your runs.")
@@ -230,5 +231,20 @@ def serve_runs(root: Path, *, host: str = "127.0.0.1", port: int = 8642) -> None
     app = view_app(root, hosts=("127.0.0.1", "localhost", "[::1]", host) if host != "0.0.0.0" else ("*",))
     import uvicorn
 
-    print(f"http://{host}:{port}/  (stop with Ctrl-C)", flush=True)
-    uvicorn.run(app, host=host, port=port, log_level="warning")
+    with listening_socket(host, port) as listening:
+        print(f"http://{host}:{listening.getsockname()[1]}/  (stop with Ctrl-C)", flush=True)
+        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A socket that listens on an address; port 0 takes a free one.
+
+    Raises:
+        ScoregramError: If the host is unknown or the port is in use.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family)
+    except OSError as error:
+        got = f"{host} and {port}: {error.strerror}"
+        return fail("view", "--host and --port must be an address to listen on", got, "Choose another port or host.")

@@ -127,7 +127,7 @@ def attach(
             memory of one pass for the whole training (`scoregram.gram.CudaGraphGram`).
         halt_on: Stop the training, with a warning that states the finding, when the trainer's log shows one that is at
             least this severe: `critical`, `warning` or `note`. The rules are those of `scoregram advise` on a log; they
-            are asked whenever the trainer logs. None never stops it.
+            run whenever the trainer logs. None never stops it.
 
     Raises:
         ScoregramError: For a trainer, version or setting that is not supported; nothing has been changed then.

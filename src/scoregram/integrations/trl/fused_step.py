@@ -135,7 +135,7 @@ class FusedStep:
 
     @property
     def is_pending(self) -> bool:
-        """Whether micro-batches are to follow."""
+        """Whether further micro-batches of this step follow."""
         return not self.is_over and len(self.parts) < self.pieces
 
     @property
@@ -227,7 +227,7 @@ class FusedStep:
         return None
 
     def finish(self) -> None:
-        """Continue the trainer's backward passes, which ended at the log-probabilities; after the last one."""
+        """After the last micro-batch, continue the trainer's backward passes, which ended at the log-probabilities."""
         if self.is_over or not self.is_begun or self.is_pending:
             return
         self.is_over = True
@@ -535,7 +535,7 @@ class FusedSteps:
             return
         step.finish()
         if not step.is_over:
-            return  # micro-batches are to follow
+            return  # further micro-batches follow
         if step.failure is not None:
             self.disable(step.failure)
         if step.result is None:
