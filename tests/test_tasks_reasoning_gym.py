@@ -103,3 +103,27 @@ def test_a_generator_that_only_scores_gives_no_demonstration():
 def test_a_generator_that_needs_more_than_its_name_is_refused():
     with pytest.raises(ScoregramError, match="composite must work in its default configuration"):
         load_task("reasoning-gym:composite")
+
+
+@needs_library
+def test_settings_reach_the_generator():
+    task = load_task("reasoning-gym:chain_sum:min_terms=3,max_terms=3,max_digits=1")
+    sums = [problem.prompt.split(":")[1].split() for problem in (*task.test[:20], *task.train[:20])]
+    assert all(len(words) == 6 and all(len(term) == 1 for term in words[:5:2]) for words in sums)  # a + b - c =
+    assert task.name == "reasoning-gym:chain_sum:min_terms=3,max_terms=3,max_digits=1"
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("max_terms", r"name=value, separated by commas, got 'max_terms'"),
+        ("max_terms=3,,max_digits=1", r"name=value, separated by commas, got ''"),
+        ("size=5", r"got 'size=5'.*seed and size are the task's own"),
+        ("min_terms=9", "must work with these settings, got chain_sum:min_terms=9: max_terms must be >= min_terms"),
+        ("terms=3", "must work with these settings"),
+    ],
+)
+def test_a_wrong_setting_is_refused(settings, said):
+    with pytest.raises(ScoregramError, match=said):
+        load_task(f"reasoning-gym:chain_sum:{settings}")

@@ -79,7 +79,7 @@ TASKS: MappingProxyType[str, TaskRow] = MappingProxyType(
         ),
         "reasoning-gym": TaskRow(
             load=reasoning_gym,
-            argument="name of a generator",
+            argument="name of a generator, and settings of it",
             needs_argument=True,
             about="the generators and scorers of the library reasoning-gym",
         ),

@@ -100,7 +100,10 @@ def _worked_solution(problem: Problem, rng: Random) -> str:
 
 
 def reasoning_gym(argument: str, seed: int = 0) -> Task:
-    """Problems of the generator `argument` in its default configuration, scored by that generator.
+    """Problems of a generator of reasoning-gym, scored by that generator.
+
+    `argument` is the generator's name, after a further colon with settings of its configuration if they differ from
+    the library's: `chain_sum:max_terms=3,max_digits=2`.
 
     The test split is generated at once, which takes minutes for the few generators that search; a training problem is
     generated when it is indexed. A training problem whose question is in the test split is replaced by another.
@@ -109,7 +112,8 @@ def reasoning_gym(argument: str, seed: int = 0) -> Task:
     seeds of its own share nearly all problems: here `seed` selects another stretch of the problems of its seed 0.
 
     Raises:
-        ScoregramError: If reasoning-gym is not installed or has no such generator; the error lists its generators.
+        ScoregramError: If reasoning-gym is not installed, has no such generator (the error lists them), or the
+            generator refuses a setting.
 
     Reference:
         Stojanovski et al. 2025, arXiv:2505.24760.
@@ -119,13 +123,16 @@ def reasoning_gym(argument: str, seed: int = 0) -> Task:
     except ImportError as missing:
         remedy = "Install it: pip install 'scoregram[reasoning-gym]'."
         fail("reasoning-gym", "the library must be installed", missing, remedy)
-    lookup(DATASETS, argument, kind="reasoning-gym")
+    name, _, settings = argument.partition(":")
+    lookup(DATASETS, name, kind="reasoning-gym")
+    given = _gym_settings(settings)
+    start = _TEST_PROBLEMS + seed * _TRAIN_PROBLEMS * ATTEMPTS
     try:
-        start = _TEST_PROBLEMS + seed * _TRAIN_PROBLEMS * ATTEMPTS
-        generator: Any = create_dataset(argument, seed=0, size=start + _TRAIN_PROBLEMS * ATTEMPTS)
-    except Exception as error:
-        requirement = f"{argument} must work in its default configuration"
-        fail("reasoning-gym", requirement, error, "Choose another generator.")
+        generator: Any = create_dataset(name, seed=0, size=start + _TRAIN_PROBLEMS * ATTEMPTS, **given)
+    except Exception as error:  # every generator checks its settings in its own way
+        wanted = "with these settings" if given else "in its default configuration"
+        remedy = "Correct the settings." if given else "Choose another generator."
+        fail("reasoning-gym", f"{name} must work {wanted}", f"{argument}: {error or type(error).__name__}", remedy)
     # The test split is generated at once: its questions must not be trained on.
     test = [_gym_problem(generator[index], f"reasoning-gym:{argument}/test/{index}") for index in range(_TEST_PROBLEMS)]
     held_out = {problem.prompt for problem in test}
@@ -152,6 +159,25 @@ def reasoning_gym(argument: str, seed: int = 0) -> Task:
         prompt_format=TAGGED_PROMPT,
         demonstrate=_tagged_answer if test[0].answer else None,
     )
+
+
+def _gym_settings(text: str) -> dict[str, Any]:
+    """Settings of a generator from `name=value,name=value`; a value is a JSON literal, or else a text.
+
+    Raises:
+        ScoregramError: If a part is not of this form, or sets `seed` or `size`, which the task sets itself.
+    """
+    settings: dict[str, Any] = {}
+    for part in text.split(",") if text else ():
+        name, sign, value = (piece.strip() for piece in part.partition("="))
+        if not (name.isidentifier() and sign and value) or name in ("seed", "size"):
+            remedy = "Write reasoning-gym:GENERATOR:max_terms=3,max_digits=2; seed and size are the task's own."
+            fail("reasoning-gym", "settings must be name=value, separated by commas", repr(part), remedy)
+        try:
+            settings[name] = json.loads(value)
+        except ValueError:
+            settings[name] = value
+    return settings
 
 
 def _gym_problem(entry: Mapping[str, Any], problem_id: str) -> Problem:

@@ -66,7 +66,7 @@ class TrainConfig:
 
     task: str = "arithmetic"
     """arithmetic[:TERMS], arithmetic-compositions[:TERMS], calculator[:TERMS], stopping[:TURNS], forecast,
-    gsm8k[:FOLDER], reasoning-gym:NAME, jsonl:FILE or python:MODULE:FUNCTION."""
+    gsm8k[:FOLDER], reasoning-gym:NAME[:SETTING=VALUE,…], jsonl:FILE or python:MODULE:FUNCTION."""
     reward: str | None = None
     """`module:function` with TRL's reward signature, instead of the task's reward."""
     train_problems: int = 0
