@@ -8,6 +8,7 @@ from scoregram.checks import (
     lookup,
     require_finite,
     require_gram,
+    require_grams,
     require_group_size,
     require_in_range,
     require_same_shape,
@@ -48,3 +49,17 @@ def test_what_passes_comes_back_unchanged():
     assert require_group_size(values, at_least=2, caller="f") == 2
     gram = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
     torch.testing.assert_close(require_gram(gram, caller="f"), gram.double())
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.tensor([[1.0, 0.0], [0.0, -1.0]]), torch.eye(2) / 0, -torch.eye(2)],
+)
+def test_a_stack_of_grams_is_checked_like_each_of_them(bad):
+    good = torch.tensor([[2.0, 1.0], [1.0, 3.0]], dtype=torch.float32)
+    assert require_grams(good[None], caller="f").tolist() == [good.tolist()]
+    with pytest.raises(ScoregramError) as alone:
+        require_gram(bad, caller="f")
+    with pytest.raises(ScoregramError) as among:
+        require_grams(torch.stack([good, bad, good]), caller="f")
+    assert str(among.value) == str(alone.value)

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from scoregram.checks import ScoregramError
-from scoregram.reading import read_group
+from scoregram.reading import StoredGroup, read_group
+from scoregram.reading.group import with_nonzero_rows, with_rewards
+from scoregram.runs import GroupRecord
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
 ADVANTAGES = REWARDS - REWARDS.mean()
@@ -39,3 +41,34 @@ def test_a_wrong_matrix_is_refused(excess: float) -> None:
     """What no precision explains is said, with how to go on."""
     with pytest.raises(ScoregramError, match=r"raise (psd_)?rtol if K was measured with that much noise"):
         read_group(measured(excess), REWARDS, ADVANTAGES)
+
+
+def test_what_is_computed_for_all_groups_at_once_is_what_each_gives() -> None:
+    table = [
+        (torch.tensor([1.0, 0.0]), "train"),
+        (torch.tensor([math.nan, 1.0]), "train"),
+        (torch.tensor([math.nan, math.nan]), "train"),
+        (torch.tensor([0.5, 0.5]), "loss"),
+        (torch.tensor([1.0, 1.0, 1.0]), "train"),
+    ]
+
+    def stored() -> list[StoredGroup]:
+        return [
+            StoredGroup(
+                GroupRecord(
+                    step=1,
+                    kind=kind,
+                    prompt_id="p",
+                    rewards=rewards.double(),
+                    lengths=torch.ones(len(rewards), dtype=torch.int64),
+                    advantages=torch.arange(len(rewards)).double(),
+                    gram=torch.diag(torch.arange(len(rewards)).double() + (kind == "loss")),
+                )
+            )
+            for rewards, kind in table
+        ]
+
+    names = ("outcome", "right", "mean_reward", "has_all_rewards", "is_complete", "nonzero_rows")
+    alone = [[getattr(group, name) for name in names] for group in stored()]
+    at_once = [[getattr(group, name) for name in names] for group in with_nonzero_rows(with_rewards(stored()))]
+    assert str(at_once) == str(alone)  # as text: nan equals nan

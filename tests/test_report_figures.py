@@ -1,15 +1,15 @@
 import json
 import math
-import sys
 
 import pytest
 
 from scoregram.checks import ScoregramError
 from scoregram.exhibits import Estimate, Figure, Series
-from scoregram.report.figures import PALETTE, PLOTLY_CONFIG, data_table, plotly_figure, series_hues
+from scoregram.report.figures import PALETTE, PLOTLY_CONFIG, data_table, plotly_parts, series_hues
+from scoregram.report.page import Section, page, plotly_script
 from tests.report_cases import contrast
 
-pytest.importorskip("plotly")
+go = pytest.importorskip("plotly.graph_objects")
 
 NAN = math.nan
 X = (1.0, 2.0, 3.0, 4.0)
@@ -20,8 +20,12 @@ def figure(*series: Series, **changes) -> Figure:
 
 
 def traces(*series: Series, **changes) -> list[dict]:
-    plain = json.loads(plotly_figure(figure(*series, **changes)).to_json())
-    return plain["data"]
+    return drawn(figure(*series, **changes))["data"]
+
+
+def drawn(one: Figure) -> dict:
+    """The parts of a figure, after plotly has validated them."""
+    return json.loads(go.Figure(plotly_parts(one)).to_json())
 
 
 def named(found: list[dict]) -> dict[str, dict]:
@@ -111,7 +115,7 @@ def test_hover_tells_value_and_interval_and_data_cannot_be_markup():
 
 def test_logarithmic_axes_keep_what_is_not_positive_off_the_drawing():
     line = Series("a", (2.0, 8.0), (1.0, 0.1), (-1.0, 0.05), (2.0, 0.2))
-    plain = json.loads(plotly_figure(figure(line, Series("b", (2.0,), (-1.0,)), x_log=True, y_log=True)).to_json())
+    plain = drawn(figure(line, Series("b", (2.0,), (-1.0,)), x_log=True, y_log=True))
     assert plain["layout"]["xaxis"]["type"] == plain["layout"]["yaxis"]["type"] == "log"
     assert plain["layout"]["xaxis"]["tickvals"] == [2, 8]
     assert plain["data"][0]["y"] == [2, 0.2, 0.05, 0.05, None]  # the end below zero lies at the least positive number
@@ -141,6 +145,7 @@ def test_a_cloud_with_several_points_at_one_place_has_a_row_for_each():
 
 
 def test_without_plotly_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    plotly_script.cache_clear()
+    monkeypatch.setattr("scoregram.report.page.find_spec", lambda name: None)
     with pytest.raises(ScoregramError, match=r"pip install 'scoregram\[report\]'"):
-        plotly_figure(figure(EIGHT))
+        page(title="t", lead="l", sections=[Section("s", "", (figure(EIGHT),))])

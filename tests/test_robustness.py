@@ -107,6 +107,8 @@ def tensors_of(room: str, at: Case) -> dict[str, object]:
         own = at.scores[:size]
         shared |= {
             "gram": own @ own.mT,
+            "grams": (own @ own.mT).repeat(prompts, 1, 1),
+            "factors": at.rewards,
             "advantages": flat[:size],
             "singular_values": at.rewards.abs(),
             "spectrum": flat[:size].abs(),

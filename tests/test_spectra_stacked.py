@@ -12,6 +12,7 @@ from scoregram.spectra import (
     SPECTRUM_METRICS,
     SpectrumSummary,
     centred_gram,
+    group_spectra,
     singular_values,
     spectrum_summary,
     summary_of,
@@ -246,3 +247,20 @@ def test_advantages_must_fit(advantages, part):
     with pytest.raises(ScoregramError) as caught:
         spectrum_summary(torch.eye(2), advantages)
     assert part in str(caught.value)
+
+
+@given(st.lists(groups(min_rollouts=4, max_rollouts=4), min_size=1, max_size=5))
+def test_many_groups_at_once_have_the_spectra_of_each(several):
+    grams = torch.stack([scores @ scores.mT for scores, _ in several])
+    advantages = torch.stack([weights for _, weights in several])
+    for found, (scores, weights) in zip(group_spectra(grams, advantages), several, strict=True):
+        size = (weights[:, None] * scores).norm()
+        assert_same_spectrum(found, stacked_singular_values(scores, weights, centred=False), size=size)
+
+
+def test_one_matrix_that_is_not_a_gram_is_refused_among_others():
+    grams, advantages = torch.eye(3).repeat(2, 1, 1), torch.ones(2, 3)
+    assert group_spectra(grams * torch.tensor([0.0, 4.0])[:, None, None], advantages).tolist() == [[0] * 3, [2] * 3]
+    grams[1, 0, 1] = grams[1, 1, 0] = 5.0
+    with pytest.raises(ScoregramError, match="positive semi-definite"):
+        group_spectra(grams, advantages)

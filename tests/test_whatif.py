@@ -11,7 +11,7 @@ from scoregram import cli
 from scoregram.advantages import ESTIMATORS, estimate
 from scoregram.checks import ScoregramError
 from scoregram.reading import RunReading, StoredGroup, what_if
-from scoregram.reading.replay import USUAL, ReplayedGroups, can_replay
+from scoregram.reading.replay import USUAL, ReplayedGroups, can_replay, whole_steps
 from scoregram.runs import GroupRecord
 from scoregram.statistics import disjoint_parts, split_products
 
@@ -202,3 +202,34 @@ def test_the_command_prints_a_table_and_strict_json(tmp_path, capsys):
     assert "Signal over noise is that of one prompt's update from 4 rollouts" in capsys.readouterr().out
     assert cli.main(["whatif", str(tmp_path / "run"), "--group-size", "5"]) == 2
     assert "half of the run's groups of 8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["reinforce++", "reinforce++-baseline"])
+def test_prompts_are_coupled_with_those_of_their_step_and_part(name):
+    """Against one call for each step and part."""
+    records = [record_of(chosen, step=step) for step in (1, 4, 9) for chosen in drawn_groups(3 + step, 4)]
+    table, parts = ReplayedGroups([*map(StoredGroup, records)]), disjoint_parts(4, 2)
+    found = table.advantages_of_parts(name, parts)
+    for step in (1, 4, 9):
+        here = [place for place, record in enumerate(records) if record.step == step]
+        for split, half in product(range(len(parts)), range(2)):
+            chosen = parts[split, half]
+            rewards = torch.stack([records[place].rewards[chosen] for place in here])
+            lengths = torch.stack([records[place].lengths[chosen] for place in here])
+            torch.testing.assert_close(found[here, split, half], estimate(name, rewards, lengths=lengths))
+
+
+def test_places_are_split_when_they_are_many(monkeypatch):
+    table, parts = table_of(drawn_groups(6, 6)), disjoint_parts(6, 3)
+    whole = {name: table.advantages_of_parts(name, parts) for name in USUAL}
+    monkeypatch.setattr("scoregram.reading.replay.MOST_PAIRS", 1)
+    for name, expected_advantages in whole.items():
+        torch.testing.assert_close(table.advantages_of_parts(name, parts), expected_advantages)
+
+
+@pytest.mark.parametrize(("most", "steps"), [(1, [0]), (8, [0, 5]), (12, [0, 4, 8]), (1000, list(range(10)))])
+def test_a_long_run_is_thinned_by_whole_steps(most, steps):
+    groups = [StoredGroup(record_of([0, 1, 2, 0], step=step)) for step in range(10) for _ in range(4)]
+    kept = [group.record.step for group in whole_steps(groups, most)]
+    assert kept == [step for step in steps for _ in range(4)]
+    assert whole_steps([], 5) == []

@@ -71,7 +71,11 @@ def require_in_range(
     return value
 
 
-def require_gram(gram: Tensor, *, caller: str, rtol: float = 1e-6) -> Tensor:
+SYMMETRY_RTOL = 1e-6
+"""Largest asymmetry of a Gram, relative to its largest entry."""
+
+
+def require_gram(gram: Tensor, *, caller: str, rtol: float = SYMMETRY_RTOL) -> Tensor:
     """The Gram in float64; an error unless it is square, finite, symmetric and has no negative diagonal.
 
     Asymmetry is measured relative to the largest entry: `|K - Kᵀ| <= rtol · max|K|`.
@@ -85,6 +89,21 @@ def require_gram(gram: Tensor, *, caller: str, rtol: float = 1e-6) -> Tensor:
     if float(k.diagonal().min()) < 0:
         i = int(k.diagonal().argmin())
         fail(caller, "squared norms K_ii must not be negative", f"K[{i},{i}] = {float(k[i, i]):g}", "Pass K = ΨΨᵀ.")
+    return (k + k.mT) / 2
+
+
+def require_grams(grams: Tensor, *, caller: str) -> Tensor:
+    """`require_gram` for every Gram of a stack `(P, R, R)`, checked at once; the error is that of the first bad one."""
+    if grams.ndim != 3 or grams.shape[1] != grams.shape[2] or grams.shape[1] == 0:
+        fail(caller, "Grams must be square and not empty", tuple(grams.shape), "Pass K of shape (P, R, R).")
+    k = grams.detach().double()
+    asymmetry, largest = (
+        (k - k.mT).abs().amax((-2, -1)),
+        k.abs().amax((-2, -1)),
+    )  # (P,): nan and inf fail the test below
+    is_valid = (asymmetry <= SYMMETRY_RTOL * largest) & (k.diagonal(dim1=-2, dim2=-1) >= 0).all(-1) & largest.isfinite()
+    for gram in k[~is_valid]:
+        require_gram(gram, caller=caller)
     return (k + k.mT) / 2
 
 

@@ -4,7 +4,7 @@ Shapes, missing rewards and dtypes as in `scoregram.advantages.group`.
 """
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from scoregram.advantages.comparisons import (
@@ -26,14 +26,21 @@ from scoregram.types import Advantages, Observed, PerRollout, Rewards
 
 @finite_estimator
 def batch_whitened(
-    rewards: Rewards, *, lengths: PerRollout, observed: Observed | None = None, eps: float | int = 0.0, ddof: int = 1
+    rewards: Rewards,
+    *,
+    lengths: PerRollout,
+    observed: Observed | None = None,
+    batches: Int[Tensor, " prompts"] | None = None,
+    eps: float | int = 0.0,
+    ddof: int = 1,
 ) -> Advantages:
     """Reward minus the batch mean, divided by the batch's standard deviation; both are taken over tokens.
 
     `A_i = (r_i − m) / (s + eps)` with `m = Σ ℓ_j r_j / Σ ℓ_j` and `s² = Σ ℓ_j (r_j − m)² / (Σ ℓ_j − ddof)` over all
     rollouts of all prompts. This whitens the reward repeated on every token, so a long rollout counts more; it is the
     paper's token form with `γ = 1` and the reward at the last token. A batch whose rewards are all equal gives exactly
-    0; a constant group inside a varied batch does not. A rollout without tokens does not count and gets 0.
+    0; a constant group inside a varied batch does not. A rollout without tokens does not count and gets 0. `batches`
+    holds a number for each prompt: prompts with the same number are one batch. Without it, all prompts are.
 
     Raises:
         ScoregramError: If fewer than two observed rollouts of the batch have tokens.
@@ -45,17 +52,24 @@ def batch_whitened(
     require_spread_options(eps, ddof, caller=caller)
     values, members = observed_rewards(rewards, observed, at_least=1, caller=caller)
     counts = _token_counts(lengths, members, caller=caller)
-    return _whitened(values, values, counts, eps=eps, ddof=ddof, dtype=rewards.dtype)
+    labels = _batch_labels(members, batches)
+    return _whitened(values, values, counts, labels, eps=eps, ddof=ddof, dtype=rewards.dtype)
 
 
 @finite_estimator
 def centered_batch_whitened(
-    rewards: Rewards, *, lengths: PerRollout, observed: Observed | None = None, eps: float | int = 0.0, ddof: int = 1
+    rewards: Rewards,
+    *,
+    lengths: PerRollout,
+    observed: Observed | None = None,
+    batches: Int[Tensor, " prompts"] | None = None,
+    eps: float | int = 0.0,
+    ddof: int = 1,
 ) -> Advantages:
     """Reward minus its group's mean, then whitened over the batch by token.
 
     `batch_whitened` of `mean_centered`. If lengths differ, the batch mean of the centred rewards is not zero, and a
-    constant group inside a varied batch gets that small common offset instead of 0.
+    constant group inside a varied batch gets that small common offset instead of 0. `batches` as in `batch_whitened`.
 
     Raises:
         ScoregramError: If a group has one observed rollout, or fewer than two observed rollouts have tokens.
@@ -68,7 +82,8 @@ def centered_batch_whitened(
     values, members = observed_rewards(rewards, observed, at_least=2, caller=caller)
     counts = _token_counts(lengths, members, caller=caller)
     centered = mean_differences(values, all_pairs(members))
-    return _whitened(centered, values, counts, eps=eps, ddof=ddof, dtype=rewards.dtype)
+    labels = _batch_labels(members, batches)
+    return _whitened(centered, values, counts, labels, eps=eps, ddof=ddof, dtype=rewards.dtype)
 
 
 def mixed_groups(rewards: Rewards, *, observed: Observed | None = None) -> Bool[Tensor, " prompts"]:
@@ -151,11 +166,16 @@ def _token_counts(lengths: Tensor, members: Tensor, *, caller: str) -> Tensor:
     return weights
 
 
+def _batch_labels(members: Tensor, batches: Tensor | None) -> Tensor:
+    """`(P, R)`: the batch of every rollout."""
+    if batches is None:
+        return torch.zeros_like(members, dtype=torch.long)
+    require_same_shape(batches, members[:, 0], name="batches", like_name="one number per prompt", caller="batches")
+    return batches.to(members.device)[:, None].expand(members.shape)
+
+
 def _whitened(
-    values: Tensor, rewards: Tensor, counts: Tensor, *, eps: float | int, ddof: int, dtype: torch.dtype
+    values: Tensor, rewards: Tensor, counts: Tensor, labels: Tensor, *, eps: float | int, ddof: int, dtype: torch.dtype
 ) -> Tensor:
-    one_batch = torch.zeros_like(values, dtype=torch.long)
-    scores = standard_scores(
-        values, one_batch, counts > 0, eps=eps, ddof=ddof, dtype=dtype, weights=counts, sizes=rewards
-    )
+    scores = standard_scores(values, labels, counts > 0, eps=eps, ddof=ddof, dtype=dtype, weights=counts, sizes=rewards)
     return scores.to(dtype)

@@ -52,6 +52,7 @@ from scoregram.reading.run import SAMPLED_TEST as SAMPLED_TEST
 from scoregram.reading.run import EvaluationRewards as EvaluationRewards
 from scoregram.reading.run import RunReading as RunReading
 from scoregram.reading.run import RunSummary as RunSummary
+from scoregram.reading.run import paused_collection as paused_collection
 from scoregram.reading.run import read_run as read_run
 from scoregram.reading.run import split_kinds as split_kinds
 from scoregram.reading.run import what_if as what_if

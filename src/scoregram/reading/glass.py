@@ -97,17 +97,16 @@ def step_detail(run: Run, groups: Sequence[StoredGroup], step: int, most_groups:
     stored = _by_group([one for one in run.rollouts({step}) if one.kind in TRAINED])
     of_step = _batch_shares(batch)
     seen: dict[str, int] = {}
-    made = []
+    keys = []
     for group in here:
         name = group.record.prompt_id
-        key = name, seen.get(name, 0)
-        seen[name] = key[1] + 1
-        made.append((_update_size(group), group_detail(group, stored.get(key, {}), of_step.get(key))))
-    kept = sorted(range(len(made)), key=lambda place: -made[place][0])[:most_groups]
+        keys.append((name, seen.get(name, 0)))
+        seen[name] = seen.get(name, 0) + 1
+    kept = sorted(sorted(range(len(here)), key=lambda place: -_update_size(here[place]))[:most_groups])
     return StepDetail(
         step=step,
-        groups=[made[place][1] for place in sorted(kept)],
-        left_out=len(made) - len(kept),
+        groups=[group_detail(here[at], stored.get(keys[at], {}), of_step.get(keys[at])) for at in kept],
+        left_out=len(here) - len(kept),
         batch=None if batch is None else batch_detail(batch),
     )
 

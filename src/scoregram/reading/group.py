@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from scoregram.checks import ScoregramError
@@ -76,8 +77,12 @@ class GroupReading:
         return replace(self, **dict.fromkeys(OF_SCORES, math.nan)) if rows == "loss" else self
 
 
-def row_factors(advantages: GroupAdvantages, rows: Rows) -> GroupAdvantages:
-    """`(R,)` factor of each row in the stacked matrix: the advantage of a score, 1 for a gradient of a loss."""
+READING_NAMES = frozenset(one.name for one in fields(GroupReading))
+"""Statistics that a measured group is stored with."""
+
+
+def row_factors(advantages: Float[Tensor, "*prompts rollouts"], rows: Rows) -> Float[Tensor, "*prompts rollouts"]:
+    """`(…, R)` factor of each row in the stacked matrix: the advantage of a score, 1 for a gradient of a loss."""
     return torch.ones_like(advantages) if rows == "loss" else advantages
 
 
@@ -132,7 +137,7 @@ class StoredGroup:
 
     record: GroupRecord
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Rollouts of the group."""
         return len(self.record.rewards)
@@ -155,17 +160,28 @@ class StoredGroup:
         return int(rewards.sum()) if is_binary else None
 
     @cached_property
+    def mean_reward(self) -> float:
+        """Mean over the rollouts that have a reward; `nan` if none has."""
+        return float(self.record.rewards.nanmean())
+
+    @cached_property
+    def has_all_rewards(self) -> bool:
+        """Whether every rollout has a finite reward."""
+        return bool(self.record.rewards.isfinite().all())
+
+    @property
     def is_complete(self) -> bool:
         """Whether its scores were measured and every rollout has a reward: unbiased moments need both."""
         has_scores = self.record.gram is not None and self.record.rows == "scores"
-        return has_scores and bool(self.record.rewards.isfinite().all())
+        return has_scores and self.has_all_rewards
 
     @cached_property
     def reading(self) -> GroupReading | None:
         """Its metrics, as stored, else from its Gram; None without a valid Gram and finite advantages."""
-        record, names = self.record, [one.name for one in fields(GroupReading)]
-        if all(name in record.statistics for name in names):
-            return GroupReading(**{name: float(record.statistics[name]) for name in names}).of_rows(record.rows)
+        record = self.record
+        if record.statistics.keys() >= READING_NAMES:
+            stored = {name: float(record.statistics[name]) for name in READING_NAMES}
+            return GroupReading(**stored).of_rows(record.rows)
         if record.gram is None:
             return None
         try:
@@ -201,15 +217,38 @@ class StoredGroup:
             return math.nan, math.nan
 
 
-def with_outcomes(groups: Sequence[StoredGroup]) -> Sequence[StoredGroup]:
-    """The same groups, with all outcomes computed at once: one at a time takes most of the reading of a long run."""
+def with_rewards(groups: Sequence[StoredGroup]) -> Sequence[StoredGroup]:
+    """The same groups, with all that depends on rewards alone computed at once: a run has many groups."""
     by_size: dict[int, list[StoredGroup]] = {}
     for group in groups:
         by_size.setdefault(group.size, []).append(group)
-    for several in by_size.values():
-        rewards = torch.stack([group.record.rewards for group in several]).double()
-        for group, outcome in zip(several, outcomes_of(rewards), strict=True):
-            group.__dict__["outcome"] = outcome  # where `cached_property` keeps it
+    for size, several in by_size.items():
+        rewards = torch.stack([group.record.rewards for group in several]).double()  # (P, R)
+        is_binary = ((rewards == 0) | (rewards == 1)).all(dim=1) & (size > 0)
+        right = [
+            int(count) if known else None
+            for count, known in zip(rewards.nansum(1).tolist(), is_binary.tolist(), strict=True)
+        ]
+        finite = rewards.isfinite().all(dim=1).tolist()
+        columns = outcomes_of(rewards), right, rewards.nanmean(dim=1).tolist(), finite
+        for group, outcome, count, mean, has_all in zip(several, *columns, strict=True):
+            # where `cached_property` keeps them
+            known = {"outcome": outcome, "right": count, "mean_reward": mean, "has_all_rewards": has_all}
+            group.__dict__.update(known)
+    return groups
+
+
+def with_nonzero_rows(groups: Sequence[StoredGroup]) -> Sequence[StoredGroup]:
+    """The same groups, with `nonzero_rows` of all that have a Gram computed at once."""
+    by_size: dict[tuple[int, Rows], list[StoredGroup]] = {}
+    for group in groups:
+        if group.record.gram is not None:
+            by_size.setdefault((group.size, group.record.rows), []).append(group)
+    for (_, rows), several in by_size.items():
+        norms = torch.stack([group.record.gram.diagonal() for group in several if group.record.gram is not None])
+        factors = row_factors(torch.stack([group.record.advantages for group in several]), rows)
+        for group, count in zip(several, ((factors != 0) & (norms > 0)).sum(1).tolist(), strict=True):
+            group.__dict__["nonzero_rows"] = count
     return groups
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from scoregram.spectra import (
     MEASURED_RTOL,
     effective_rank,
+    group_spectra,
     mean_pairwise_cosine,
     numerical_rank,
     shuffled_null,
-    singular_values,
     top1_fraction,
 )
 
@@ -62,8 +62,7 @@ def spectrum_columns(grams: Sequence[Tensor], rewards: Sequence[Tensor]) -> dict
 
 def stacked_spectra(grams: Sequence[Tensor], advantages: Sequence[Tensor]) -> Tensor:
     """`(n, R)` singular values of the stacked matrices of `n` groups of one size."""
-    pairs = zip(grams, advantages, strict=True)
-    return torch.stack([singular_values(gram, advantage, psd_rtol=MEASURED_RTOL) for gram, advantage in pairs])
+    return group_spectra(torch.stack([*grams]), torch.stack([*advantages]), psd_rtol=MEASURED_RTOL)
 
 
 def shuffled_means(gram: Tensor, advantages: Tensor) -> tuple[float, float]:

@@ -20,7 +20,8 @@ from scoregram.advantages import ESTIMATORS, estimate
 from scoregram.bootstrap import bootstrap_estimate, mean_estimate
 from scoregram.checks import fail, listed, lookup
 from scoregram.exhibits import Estimate
-from scoregram.reading.group import StoredGroup, read_group
+from scoregram.reading.group import StoredGroup
+from scoregram.spectra import MEASURED_RTOL, effective_rank, group_spectra
 from scoregram.statistics import SplitProducts, disjoint_parts, split_products
 
 REFERENCE = "rloo"
@@ -35,6 +36,8 @@ STORED_INPUTS = frozenset({"lengths", "score_energies", "outcomes"})
 """Inputs of estimators that a run's groups hold."""
 FEW_GROUPS = 20
 """With fewer groups than this no interval is given: they are too few to know how much groups differ."""
+MOST_PAIRS = 2**22
+"""Pairs of rollouts that are compared at once: 32 MB in float64."""
 UNKNOWN = Estimate(math.nan)
 _CALLER = "whatif"
 
@@ -105,6 +108,19 @@ def replay_groups(
     return ReplayedRun(groups=len(groups), run_size=run_size, group_size=size, rows=rows)
 
 
+def whole_steps(groups: Sequence[StoredGroup], most: int) -> list[StoredGroup]:
+    """The groups of evenly spaced steps, about `most` of them: all groups of a step, which some estimators couple.
+
+    Args:
+        groups: In order of step.
+        most: Groups to keep; at least one step is kept, and all steps if they have fewer groups.
+    """
+    steps = sorted({group.record.step for group in groups})
+    every = math.ceil(len(steps) / max(1, most * len(steps) // max(1, len(groups)))) if steps else 1
+    kept = set(steps[::every])
+    return [group for group in groups if group.record.step in kept]
+
+
 def replayable_groups(stored: Sequence[StoredGroup], size: int) -> list[StoredGroup]:
     """The groups of `size` rollouts, at least four, that have all rewards and a Gram of scores."""
     groups = [group for group in stored if group.size == size and group.is_complete]
@@ -149,29 +165,43 @@ class ReplayedGroups:
         self.steps = torch.tensor([record.step for record in records])
 
     def advantages(self, name: str, places: Tensor) -> Tensor:
-        """`(P, r)` advantages if every group consisted of its rollouts at `places` `(r,)` alone."""
-        inputs = {
-            "lengths": self.lengths[:, places],
-            "score_energies": self.grams.diagonal(dim1=1, dim2=2)[:, places],
-            "outcomes": self.rewards[:, places],
-        }
-        rewards = self.rewards[:, places]
-        if not ESTIMATORS[name].couples_prompts:
-            return estimate(name, rewards, **inputs)
-        found = torch.empty_like(rewards)
-        for step in self.steps.unique():  # only prompts of one step meet
-            here = self.steps == step
-            found[here] = estimate(name, rewards[here], **{key: value[here] for key, value in inputs.items()})
-        return found
+        """`(P, G, r)` advantages if every group consisted of its rollouts at one of the `places` `(G, r)` alone."""
+        size = places.shape[-1]
+        at_once = max(1, MOST_PAIRS // (len(self.rewards) * size**2))  # some estimators compare all pairs of rollouts
+        return torch.cat([self._advantages_at(name, several) for several in places.split(at_once)], dim=1)
+
+    def _advantages_at(self, name: str, places: Tensor) -> Tensor:
+        row, count = ESTIMATORS[name], len(places)
+        energies = self.grams.diagonal(dim1=1, dim2=2)
+        stored = {"lengths": self.lengths, "score_energies": energies, "outcomes": self.rewards}
+        inputs = {key: stored[key][:, places].flatten(0, 1) for key in row.needs}  # (P G, r)
+        rewards = self.rewards[:, places].flatten(0, 1)
+        if row.couples_prompts:  # the prompts of one step meet, each with its rollouts at the same places
+            _, step_of = self.steps.unique(return_inverse=True)
+            batches = (step_of[:, None] * count + torch.arange(count)).flatten()
+            found = row.fn(rewards, **inputs, batches=batches)
+        else:
+            found = estimate(name, rewards, **inputs)
+        return found.unflatten(0, (-1, count))
 
     def advantages_of_parts(self, name: str, parts: Tensor) -> Tensor:
         """`(P, K, 2, r)` advantages in both parts of every split `(K, 2, r)`."""
-        flat = [self.advantages(name, places) for places in parts.flatten(0, 1)]
-        return torch.stack(flat, dim=1).unflatten(1, parts.shape[:2])
+        return self.advantages(name, parts.flatten(0, 1)).unflatten(1, parts.shape[:2])
 
     def whole_advantages(self, name: str) -> Tensor:
         """`(P, R)` advantages in the whole groups."""
-        return self.advantages(name, torch.arange(self.rewards.shape[1]))
+        return self.advantages(name, torch.arange(self.rewards.shape[1])[None])[:, 0]
+
+    def effective_ranks(self, advantages: Tensor) -> tuple[list[float], list[float]]:
+        """Effective rank of every group with an advantage other than 0, and the same for orthogonal scores."""
+        live = advantages.any(dim=1)
+        grams = self.grams[live]
+        alone = torch.diag_embed(grams.diagonal(dim1=1, dim2=2))
+        rank, null = (
+            effective_rank(group_spectra(several, advantages[live], psd_rtol=MEASURED_RTOL)).tolist()
+            for several in (grams, alone)
+        )
+        return rank, null
 
 
 def replay(table: ReplayedGroups, name: str, products: SplitProducts, place: int) -> Replay:
@@ -183,11 +213,7 @@ def replay(table: ReplayedGroups, name: str, products: SplitProducts, place: int
         torch.einsum("pi,pij,pj->p", left, table.grams, right).numpy()
         for left, right in ((whole, table.taken), (whole, whole), (table.taken, table.taken))
     )
-    readings = [
-        read_group(gram, rewards, advantages)
-        for gram, rewards, advantages in zip(table.grams, table.rewards, whole, strict=True)
-        if bool(advantages.any())
-    ]
+    rank, null = table.effective_ranks(whole)
 
     def snr(drawn: np.ndarray, index: int) -> np.ndarray:
         return over_positive(signal[index][drawn].sum(-1), noise[index][drawn].sum(-1))
@@ -209,8 +235,8 @@ def replay(table: ReplayedGroups, name: str, products: SplitProducts, place: int
         efficiency=pooled(count, efficiency) if is_certain else UNKNOWN,
         direction=pooled(count, across_cosine) if is_certain else UNKNOWN,
         taken=pooled(count, partial(cosine, product=dot, first=own, second=run_s)),
-        effective_rank=mean_estimate([reading.effective_rank for reading in readings]),
-        effective_rank_null=mean_estimate([reading.effective_rank_orthogonal for reading in readings]),
+        effective_rank=mean_estimate(rank),
+        effective_rank_null=mean_estimate(null),
     )
 
 

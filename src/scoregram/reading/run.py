@@ -4,9 +4,11 @@ Any part of a run may be missing: steps may have no Gram, a run may have no eval
 still be growing.
 """
 
+import gc
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +20,9 @@ import torch
 from scoregram.bootstrap import mean_of_many
 from scoregram.checks import fail, listed
 from scoregram.exhibits import Estimate
-from scoregram.reading.group import StoredGroup, with_outcomes
+from scoregram.reading.group import StoredGroup, with_nonzero_rows, with_rewards
 from scoregram.reading.noise import RunNoise, last_measured_lines, run_noise
-from scoregram.reading.replay import ReplayedRun, replay_groups
+from scoregram.reading.replay import ReplayedRun, replay_groups, whole_steps
 from scoregram.reading.step import block_scalars
 from scoregram.reading.trust import Trust, needs_gram, trust_of
 from scoregram.runs import GroupRecord, RolloutRecord, Rows, Run, open_run, own_name
@@ -249,6 +251,19 @@ class RunReading:
         return run_summary(self)
 
 
+@contextmanager
+def paused_collection() -> Iterator[None]:
+    """Pauses the cyclic garbage collector, which would visit every record of a long run many times: none is garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@paused_collection()
 def read_run(run: Run | Path | str) -> RunReading:
     """Everything in a run folder, given by its path or already open, in one pass over it."""
     run = run if isinstance(run, Run) else open_run(run)
@@ -261,25 +276,29 @@ def read_run(run: Run | Path | str) -> RunReading:
         config=run.config,
         notes=run.notes,
         lines=run.metrics(),
-        groups=with_outcomes([StoredGroup(record) for record in trained]),
+        groups=with_rewards([StoredGroup(record) for record in trained]),
         tests=evaluation_rewards(tests),
         remarks=run.remarks,
         folder=run,
     )
 
 
-def what_if(run: RunReading, estimators: Sequence[str] = (), *, group_size: int = 0) -> ReplayedRun:
+def what_if(
+    run: RunReading, estimators: Sequence[str] = (), *, group_size: int = 0, most_groups: int = 0
+) -> ReplayedRun:
     """Signal, noise, direction and rank of other estimators on the groups of a run's last third.
 
     Args:
         run: From `read_run(folder)`.
         estimators: Rows of `ESTIMATORS`; one of each kind by default.
         group_size: Rollouts of each part, at most half of the run's group size; 0 means exactly half.
+        most_groups: Replay about this many groups, those of evenly spaced steps; 0 means all.
 
     Raises:
         ScoregramError: As for `replay_groups`.
     """
-    return replay_groups(run.last_measured, run.group_size or 0, estimators, group_size=group_size)
+    groups = whole_steps(run.last_measured, most_groups) if most_groups else run.last_measured
+    return replay_groups(groups, run.group_size or 0, estimators, group_size=group_size)
 
 
 def evaluation_rewards(tests: Iterable[GroupRecord]) -> EvaluationRewards:
@@ -327,7 +346,7 @@ class RunSummary:
 def run_summary(run: RunReading) -> RunSummary:
     """The numbers of the last third: means over groups, noise components pooled over steps."""
     groups, noise = run.last_measured, run.noise()
-    live = [group for group in groups if group.has_spectrum]
+    live = with_nonzero_rows([group for group in groups if group.has_spectrum])
     rank, null = _column(live, "effective_rank"), _column(live, "effective_rank_orthogonal")
     ends = np.array([group.possible_ranks for group in live]).reshape(-1, 2)
     return RunSummary(
@@ -356,14 +375,16 @@ def run_summary(run: RunReading) -> RunSummary:
 
 def noise_lines(run: RunReading) -> list[Line]:
     """The scalars of every step, with those that an older version did not log computed from the stored Grams."""
-    by_step: dict[int, list[StoredGroup]] = {}
-    for group in run.groups:
-        by_step.setdefault(group.record.step, []).append(group)
     lines = list(run.lines)
-    old = {int(line["step"]) for line in last_measured_lines(lines) if "gram/complete_prompts" not in line}
+    by_step: dict[int, list[StoredGroup]] = {
+        int(line["step"]): [] for line in last_measured_lines(lines) if "gram/complete_prompts" not in line
+    }
+    for group in run.groups if by_step else ():
+        if group.record.step in by_step:
+            by_step[group.record.step].append(group)
     for place, line in enumerate(lines):
         complete = _complete_groups(by_step.get(int(line["step"]), []), run.group_size or 0)
-        if int(line["step"]) in old and complete:
+        if complete:
             lines[place] = {**line, **block_scalars(*_stacked_groups(complete))}
     return lines
 
@@ -383,8 +404,7 @@ def _column(groups: Sequence[StoredGroup], name: str) -> np.ndarray:
 
 
 def _mean_reward(run: RunReading) -> Estimate:
-    means = [float(group.record.rewards.nanmean()) for group in run.last_groups]
-    return mean_of_many(means or run.last_values("reward"))
+    return mean_of_many([group.mean_reward for group in run.last_groups] or run.last_values("reward"))
 
 
 def _last_tested(tests: EvaluationRewards) -> Estimate:

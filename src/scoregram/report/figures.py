@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
-from scoregram.checks import fail
 from scoregram.exhibits import Cell, Estimate, Figure, Series, Table, cell_text
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
@@ -70,8 +69,8 @@ Drawing = Figure | HeatMap
 """Everything that plotly draws on a page."""
 
 
-def plotly_figure(figure: Drawing, *, x_range: tuple[float, float] | None = None) -> Any:
-    """The plotly figure. Title and caption are not part of it: the page shows them as text.
+def plotly_parts(figure: Drawing, *, x_range: tuple[float, float] | None = None) -> dict[str, Any]:
+    """`data` and `layout` of the plotly figure. Title and caption are not part of it: the page shows them as text.
 
     Measured series are solid with a band, the values behind a mean pale points, null models dashed and greyed, bounds
     dotted, the paper's numbers open diamonds. A series named `R = 8, …` has the hue of the measured series `R = 8`.
@@ -80,31 +79,30 @@ def plotly_figure(figure: Drawing, *, x_range: tuple[float, float] | None = None
     Args:
         figure: What to draw.
         x_range: Draw a small figure whose axis of steps has these ends.
-
-    Raises:
-        ScoregramError: If plotly is not installed.
     """
-    try:
-        import plotly.graph_objects as go  # pyright: ignore[reportMissingImports]
-    except ImportError as missing:
-        fail("report", "figures need plotly", missing, "Install it: pip install 'scoregram[report]'.")
     if isinstance(figure, HeatMap):
-        return go.Figure([go.Heatmap(**_heat(figure))], go.Layout(**_heat_layout(figure, x_range)))
+        return {"data": [{"type": "heatmap"} | _heat(figure)], "layout": _heat_layout(figure, x_range)}
     if isinstance(figure, StackedFigure):
-        areas = [go.Scatter(**_area(one, place, figure.x_title)) for place, one in enumerate(figure.series)]
-        return go.Figure(areas, go.Layout(**_layout(figure, x_range), template=go.layout.Template()))
+        traces = [_area(one, place, figure.x_title) for place, one in enumerate(figure.series)]
+    else:
+        traces = _line_traces(figure)
+    known = [{name: value for name, value in trace.items() if value is not None} for trace in traces]
+    return {"data": [{"type": "scatter"} | trace for trace in known], "layout": _layout(figure, x_range)}
+
+
+def _line_traces(figure: Figure) -> list[dict[str, Any]]:
     hues = series_hues(figure.series)
     dashes = _dashes(figure.series)
-    traces: list[Any] = []
+    traces: list[dict[str, Any]] = []
     for place, one in enumerate(figure.series):
         shown = _positive_series(one, figure) if figure.y_log else one
         colour, symbol = hues[place]
         band = _band(shown, colour)
-        traces += [] if band is None else [go.Scatter(**band, legendgroup=str(place))]
+        traces += [] if band is None else [band | {"legendgroup": str(place)}]
         style = _style(shown, colour, symbol, dashes[place])
         points = _points(shown, one, figure.x_title)
-        traces.append(go.Scatter(**style, **points, name=html.escape(one.name), legendgroup=str(place)))
-    return go.Figure(traces, go.Layout(**_layout(figure, x_range), template=go.layout.Template()))
+        traces.append(style | points | {"name": html.escape(one.name), "legendgroup": str(place)})
+    return traces
 
 
 def data_table(figure: Drawing) -> Table:

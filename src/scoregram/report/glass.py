@@ -53,7 +53,7 @@ def step_json(detail: StepDetail, names: Sequence[str] | None = None, *, failed:
         "groups": [_group_json(group, names) for group in detail.groups],
         "batch": None
         if batch is None
-        else {"prompts": batch.prompt_ids, "cosines": _rounded(batch.cosines), "shares": _rounded(batch.shares)},
+        else {"prompts": batch.prompt_ids, "cosines": _rounded_rows(batch.cosines), "shares": _rounded(batch.shares)},
     }
 
 
@@ -88,7 +88,7 @@ def _group_json(group: GroupDetail, names: Sequence[str] | None) -> dict[str, An
         "lengths": group.lengths,
         "advantages": _rounded(group.advantages),
         "norms": _rounded(group.norms),
-        "cosines": _rounded(group.cosines),
+        "cosines": _rounded_rows(group.cosines),
         "shares": _rounded(group.shares),
         "share_of": group.share_of,
         "rollouts": [None if one is None else _rollout_json(one, names) for one in group.rollouts],
@@ -124,10 +124,17 @@ def cut_text(text: str) -> str:
     return text if more <= 0 else f"{text[:MOST_CHARACTERS]} … ({more} more characters)"
 
 
-def _rounded(values: Any, digits: int = 3) -> Any:
+def _rounded(values: Sequence[float], digits: int = 3) -> list[float | None]:
     """Numbers with three significant digits or decimals, whichever is more; None where undefined."""
-    if isinstance(values, list):
-        return [_rounded(value, digits) for value in values]
-    if not math.isfinite(values):
-        return None
-    return round(values, digits) if abs(values) >= 0.1 or values == 0 else float(f"{values:.{digits}g}")
+    return [
+        None
+        if not math.isfinite(value)
+        else round(value, digits)
+        if abs(value) >= 0.1 or value == 0
+        else float(f"{value:.{digits}g}")
+        for value in values
+    ]
+
+
+def _rounded_rows(rows: Sequence[Sequence[float]]) -> list[list[float | None]]:
+    return [_rounded(row) for row in rows]

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ import jinja2
 from markupsafe import Markup
 
 from scoregram import __version__
+from scoregram.checks import fail
 from scoregram.exhibits import Cell, Estimate, Table, cell_text, estimate_parts
 from scoregram.reading import Indicator
-from scoregram.report.figures import PLOTLY_CONFIG, Drawing, data_csv, data_table, plotly_figure
+from scoregram.report.figures import PLOTLY_CONFIG, Drawing, data_csv, data_table, plotly_parts
 from scoregram.report.words import marked_terms
 from scoregram.runs import disk_errors, write_atomically
 
@@ -139,7 +141,7 @@ def document(
     """
     placed = placed_sections(sections)
     drawn = page_data(placed, data)
-    scripts = [_plotly(), _page_script(drawn)] if live or drawn["figures"] or data else []
+    scripts = [plotly_script(), _page_script(drawn)] if live or drawn["figures"] or data else []
     if live:
         follow = (HERE / "live.js").read_text(encoding="utf-8")
         scripts.append(f"const run = {_safe_json(live)};\n{follow}")
@@ -233,20 +235,26 @@ def placed_sections(sections: Sequence[Section]) -> list[PlacedSection]:
 
 def figure_json(anchor: str, figure: Drawing, x_range: tuple[float, float] | None = None) -> dict[str, Any]:
     """What the script of the page draws, and the numbers as CSV."""
-    parts = plotly_figure(figure, x_range=x_range).to_plotly_json()
     return {
         "id": anchor,
-        "data": parts["data"],
-        "layout": parts["layout"],
+        **plotly_parts(figure, x_range=x_range),
         "config": PLOTLY_CONFIG,
         "csv": data_csv(data_table(figure)),
     }
 
 
-def _plotly() -> str:
-    from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingImports]
+@cache
+def plotly_script() -> str:
+    """The browser library that draws figures, from the installed package, without importing the package itself.
 
-    return get_plotlyjs()
+    Raises:
+        ScoregramError: If plotly is not installed.
+    """
+    found = find_spec("plotly")
+    if found is None or not found.submodule_search_locations:
+        fail("report", "figures need plotly", "no such package", "Install it: pip install 'scoregram[report]'.")
+    folder = Path(found.submodule_search_locations[0])
+    return (folder / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
 
 
 def _page_script(data: Mapping[str, Any]) -> str:

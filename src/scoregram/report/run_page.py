@@ -18,6 +18,7 @@ from scoregram.reading import (
     RunReading,
     indicators,
     paired_gain,
+    paused_collection,
     read_run,
 )
 from scoregram.report import step_figures
@@ -130,6 +131,7 @@ def folder_content(root: Path) -> str:
     return ", ".join(names[:SHOWN_NAMES]) + more if names else "an empty folder"
 
 
+@paused_collection()
 def run_page(folder: Run) -> RunPage:
     """The page of a run. It names what the run lacks; of a run in progress, it shows the complete steps."""
     run = read_run(folder)

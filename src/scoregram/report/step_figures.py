@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 from scoregram.bootstrap import mean_of_many
 from scoregram.checks import ScoregramError
@@ -301,10 +300,8 @@ def layers_figures(folder: Run, run: RunReading) -> Iterator[HeatMap]:
 
 def what_if_table(run: RunReading) -> Iterator[Table]:
     """Signal to noise and direction that other estimators would have had."""
-    last = run.last_groups
-    thinned = replace(run, groups=last[:: math.ceil(len(last) / MOST_REPLAYED) or 1])
     try:
-        replayed = what_if(thinned)
+        replayed = what_if(run, most_groups=MOST_REPLAYED)
     except ScoregramError:  # no complete group, or groups too small to be halved
         return
     rows = sorted(replayed.rows, key=lambda row: -row.snr.value if math.isfinite(row.snr.value) else math.inf)
@@ -313,7 +310,8 @@ def what_if_table(run: RunReading) -> Iterator[Table]:
     yield Table(
         "what-if",
         "Would another estimator see more signal?",
-        f"Signal to noise of one prompt's update from {replayed.group_size} rollouts, on {replayed.groups} groups; "
+        f"Signal to noise of one prompt's update from {replayed.group_size} rollouts, on {replayed.groups} groups of "
+        "evenly spaced steps of the last third; "
         "95 % intervals over groups. Efficiency: signal to noise over that of rloo, 2 means half as many groups. "
         "Direction: cosine with the true gradient. Overlapping intervals decide nothing.",
         ("estimator", "signal to noise", "efficiency", "direction"),

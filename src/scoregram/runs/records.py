@@ -10,7 +10,6 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -235,19 +234,21 @@ def rollouts_to_table(rollouts: Sequence[RolloutRecord]) -> pa.Table:
 
 def table_to_groups(table: pa.Table) -> Iterator[GroupRecord]:
     """The groups of a table; without `by_layer` if the table was read without `LAYER_COLUMNS`."""
-    for row in _rows(table):
+    for row, statistics in zip(_rows(table), _named_scalars(table, STATISTIC), strict=True):
         size = len(row["rewards"])
         yield GroupRecord(
             step=row["step"],
             kind=row["kind"],
             prompt_id=row["prompt_id"],
             prompt=row["prompt"],
-            gram=None if row["gram"] is None else _tensor(row["gram"]).reshape(size, size),
+            rewards=row["rewards"],
+            lengths=row["lengths"],
+            advantages=row["advantages"],
+            gram=None if row["gram"] is None else row["gram"].view(size, size),
             by_layer=_unpacked(row.get("layers"), row.get("layer_grams"), size),
-            statistics=_named_scalars(row, STATISTIC),
-            completion_ids=None if (ids := row.get("completion_ids")) is None else _tensor(ids),
+            statistics=statistics,
+            completion_ids=row.get("completion_ids"),
             prompt_sha256=row.get("prompt_sha256"),
-            **{name: _tensor(row[name]) for name in ("rewards", "lengths", "advantages")},
         )
 
 
@@ -259,18 +260,15 @@ def table_to_batches(table: pa.Table) -> Iterator[BatchRecord]:
             kind=row["kind"],
             prompt_ids=tuple(row["prompt_ids"]),
             gram=_unpacked(["gram"], row["gram"], len(row["rewards"]))["gram"],
-            **{name: _tensor(row[name]) for name in ("sizes", "rewards", "lengths", "weights")},
+            **{name: row[name] for name in ("sizes", "rewards", "lengths", "weights")},
         )
 
 
 def table_to_rollouts(table: pa.Table) -> Iterator[RolloutRecord]:
     """The rollouts of a table."""
     names = [name for name in ROLLOUT_SCHEMA.names if name in table.column_names]
-    for row in _rows(table):
-        values: dict[str, Any] = {
-            name: _tensor(row[name]) if isinstance(row[name], np.ndarray) else row[name] for name in names
-        }
-        yield RolloutRecord(**values, rewards=_named_scalars(row, REWARD))
+    for row, rewards in zip(_rows(table), _named_scalars(table, REWARD), strict=True):
+        yield RolloutRecord(**{name: row[name] for name in names}, rewards=rewards)
 
 
 def table_to_bytes(table: pa.Table) -> memoryview:
@@ -303,7 +301,8 @@ def read_part(path: Path, without: Sequence[str] = ()) -> pa.Table:
             version = (file.schema_arrow.metadata or {}).get(_VERSION_KEY, b"0")
             require_known_version(int(version), path)
             wanted = [name for name in file.schema_arrow.names if name not in without]
-            return file.read(columns=wanted).replace_schema_metadata(None)
+            # parts are small: starting threads for their columns takes longer than reading them
+            return file.read(columns=wanted, use_threads=False).replace_schema_metadata(None)
     except (pa.ArrowException, OSError) as error:
         reason, remedy = str(error).splitlines()[0], "Restore it from a copy, or remove it."
         return fail("open_run", f"{path} must be a complete Parquet file", reason, remedy)
@@ -408,36 +407,42 @@ def _packed(named: Mapping[str, Tensor], dtype: np.dtype, *, caller: str) -> np.
     return packed.ravel()
 
 
-def _unpacked(names: Sequence[str] | None, packed: np.ndarray | None, size: int) -> dict[str, Tensor]:
+def _unpacked(names: Sequence[str] | None, packed: Tensor | None, size: int) -> dict[str, Tensor]:
     if names is None or packed is None or not len(names):
         return {}
     rows, columns = np.tril_indices(size)
     grams = np.empty((len(names), size, size))
-    grams[:, rows, columns] = grams[:, columns, rows] = packed.reshape(len(names), len(rows))
+    grams[:, rows, columns] = grams[:, columns, rows] = packed.numpy().reshape(len(names), len(rows))
     return dict(zip(names, torch.from_numpy(grams), strict=True))
 
 
 def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
-    """Rows with a numpy array for each list of numbers, which avoids a Python object per element."""
-    columns = [_column_cells(table.column(name).combine_chunks()) for name in table.column_names]
+    """Rows with a tensor for each list of numbers, without the columns of named scalars."""
+    names = [name for name in table.column_names if not name.startswith((STATISTIC, REWARD))]
+    columns = [_column_cells(table.column(name).combine_chunks()) for name in names]
     for cells in zip(*columns, strict=True):
-        yield dict(zip(table.column_names, cells, strict=True))
+        yield dict(zip(names, cells, strict=True))
 
 
-def _column_cells(column: pa.Array) -> list[Any]:
-    """The cells of a column: arrays that share memory for lists of numbers, else Python values."""
+def _column_cells(column: pa.Array) -> Sequence[Any]:
+    """The cells of a column: for lists of numbers, tensors that share the memory of one copy; else Python values."""
     if not isinstance(column, pa.ListArray) or pa.types.is_string(column.type.value_type):
         return column.to_pylist()
-    numbers, ends = column.values.to_numpy(zero_copy_only=False), column.offsets.tolist()
-    is_known = column.is_valid().to_pylist()
-    return [numbers[a:b] if known else None for (a, b), known in zip(pairwise(ends), is_known, strict=True)]
+    ends = column.offsets.to_numpy()
+    numbers = column.values.to_numpy(zero_copy_only=False)[ends[0] : ends[-1]]
+    cells = torch.from_numpy(numbers.copy()).split(np.diff(ends).tolist())  # Arrow's memory is read-only
+    if not column.null_count:
+        return cells
+    return [cell if known else None for cell, known in zip(cells, column.is_valid().to_pylist(), strict=True)]
 
 
-def _tensor(values: np.ndarray) -> Tensor:
-    return torch.from_numpy(values.copy())  # Arrow's memory is read-only
-
-
-def _named_scalars(row: Mapping[str, Any], prefix: str) -> dict[str, float]:
-    return {
-        name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix) and value is not None
-    }
+def _named_scalars(table: pa.Table, prefix: str) -> Iterator[dict[str, float]]:
+    """For each row, the numbers in the columns that begin with a prefix, by the rest of their names."""
+    full = [name for name in table.column_names if name.startswith(prefix)]
+    names = [name.removeprefix(prefix) for name in full]
+    columns = [table.column(name) for name in full]
+    has_gaps = any(column.null_count for column in columns)
+    cells = zip(*(column.to_pylist() for column in columns), strict=True) if full else ((),) * len(table)
+    for row in cells:
+        named = zip(names, row, strict=True)
+        yield {name: value for name, value in named if value is not None} if has_gaps else dict(named)

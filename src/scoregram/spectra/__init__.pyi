@@ -35,6 +35,7 @@ from .stacked import MEASURED_RTOL as MEASURED_RTOL
 from .stacked import PSD_RTOL as PSD_RTOL
 from .stacked import SpectrumSummary as SpectrumSummary
 from .stacked import centred_gram as centred_gram
+from .stacked import group_spectra as group_spectra
 from .stacked import singular_values as singular_values
 from .stacked import spectrum_summary as spectrum_summary
 from .stacked import summary_of as summary_of

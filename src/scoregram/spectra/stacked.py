@@ -24,9 +24,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from scoregram.checks import fail, require_finite, require_gram, require_same_shape
+from scoregram.checks import fail, require_finite, require_gram, require_grams, require_same_shape
 from scoregram.spectra.metrics import SPECTRUM_METRICS, top_fractions
-from scoregram.types import GramMatrix, GroupAdvantages, Spectrum
+from scoregram.types import Advantages, GramMatrix, GroupAdvantages, GroupGrams, Spectrum
 
 PSD_RTOL = 1e-6
 """A negative eigenvalue counts as rounding if its size is at most this share of the energy `Σ A_i² K_ii`."""
@@ -132,6 +132,29 @@ def singular_values(
     return row_spectra(k, a[None], centred=centred, psd_rtol=psd_rtol, gram_eps=rounding)[0]
 
 
+def group_spectra(
+    grams: GroupGrams, factors: Advantages, *, psd_rtol: float = PSD_RTOL
+) -> Float[Tensor, "prompts rollouts"]:
+    """`singular_values` of many groups of one size, in one batched eigendecomposition.
+
+    Args:
+        grams: `(P, R, R)`. Score Grams.
+        factors: `(P, R)`. The factor of each row, such as the advantage.
+        psd_rtol: As in `singular_values`.
+
+    Returns:
+        `(P, R)`, float64.
+
+    Raises:
+        ScoregramError: As `singular_values`, if any group is not valid.
+    """
+    caller = "group_spectra"
+    k = require_grams(grams, caller=caller)
+    require_same_shape(factors, k[:, 0], name="factors", like_name="one row of each Gram", caller=caller)
+    a = require_finite(factors.detach().double().to(k.device), name="factors", caller=caller)
+    return row_spectra(k, a, centred=False, psd_rtol=psd_rtol, gram_eps=torch.finfo(grams.dtype).eps)
+
+
 def centred_gram(gram: GramMatrix) -> GramMatrix:
     """Gram of the scores minus their mean, `⟨ψ_i - ψ̄, ψ_j - ψ̄⟩`.
 
@@ -162,7 +185,7 @@ def require_group(gram: Tensor, advantages: Tensor | None, *, caller: str) -> tu
 
 
 def row_spectra(
-    gram: GramMatrix,
+    gram: GramMatrix | GroupGrams,
     weights: Float[Tensor, "assignments rollouts"],
     *,
     centred: bool,
@@ -172,17 +195,16 @@ def row_spectra(
 ) -> Float[Tensor, "assignments rollouts"]:
     """Singular values for each row of `weights` over the same Gram, in one batched eigendecomposition.
 
-    `gram` and `weights` must have passed `require_group`.
+    With as many Grams as rows, each row has its own. `gram` and `weights` must have passed `require_group`.
     """
-    gram_unit, weight_unit = gram.abs().amax(), weights.abs().amax()
-    if gram_unit == 0 or weight_unit == 0:
-        return torch.zeros_like(weights)
+    gram_unit, weight_unit = gram.abs().amax((-2, -1)), weights.abs().amax(-1)  # (1,) or (assignments,)
+    gram_unit, weight_unit = (torch.where(unit > 0, unit, 1.0)[..., None] for unit in (gram_unit, weight_unit))
     scaled = weights / weight_unit  # advantages of 1e-200 would vanish when squared
-    rows = (gram / gram_unit) * scaled[:, :, None] * scaled[:, None, :]  # (assignments, R, R)
+    rows = (gram / gram_unit[..., None]) * scaled[:, :, None] * scaled[:, None, :]  # (assignments, R, R)
     # Σ A_i² K_ii before centring: the rounding of the eigenvalues is relative to it.
     energy = rows.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
     eigenvalues = torch.linalg.eigvalsh(_double_centred(rows) if centred else rows).flip(-1)
-    rounding = _rounding(gram.shape[0], gram_eps)
+    rounding = _rounding(gram.shape[-1], gram_eps)
     _require_semidefinite(eigenvalues, energy, rtol=max(psd_rtol, rounding), caller=caller)
     kept = torch.where(eigenvalues > rounding * energy, eigenvalues, 0.0)
     return kept.sqrt() * gram_unit.sqrt() * weight_unit

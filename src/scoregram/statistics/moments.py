@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from scoregram.checks import fail, require_finite, require_gram, require_group_size
+from scoregram.checks import fail, require_finite, require_gram, require_grams, require_group_size
 from scoregram.types import BatchGram, GroupGrams, PerPrompt, Rewards
 
 
@@ -134,7 +134,7 @@ def require_blocks(blocks: Tensor, rewards: Tensor, *, at_least: int, caller: st
             "Cut a batch Gram with group_blocks.",
         )
     r = require_finite(rewards.detach().double(), name="rewards", caller=caller)
-    return torch.stack([require_gram(block, caller=caller) for block in blocks]), r
+    return require_grams(blocks, caller=caller), r
 
 
 def _variance_of_others(rewards: Tensor) -> Tensor:
