@@ -28,11 +28,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
         (66, 1),
         (96, 8),
         (200, 2),
+        (256, 32),
         (512, 1),
     ],
 )
 @pytest.mark.parametrize("width", [100, 8192, 100_003])
-@pytest.mark.parametrize("vectors", [0, 1, 3, 20])
+@pytest.mark.parametrize("vectors", [0, 1, 8, 9, 20])  # pairs of tiles take 8, others 16
 def test_gram_and_sums_match_float64(count, groups, width, vectors):
     for dtype, out_dtype in ((torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float16,) * 2):
         torch.manual_seed(0)
@@ -54,7 +55,7 @@ def test_gram_and_sums_match_float64(count, groups, width, vectors):
             assert error < (2e-5 if out_dtype == torch.float32 else 3e-3)
 
 
-@pytest.mark.parametrize("count", [8, 64, 96])
+@pytest.mark.parametrize("count", [8, 64, 96, 256])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 def test_weights_in_a_slab_keep_apart(count, out_dtype, monkeypatch):
     """Several launches, several weights each; a weight of odd size or too large for the slab goes its own way."""

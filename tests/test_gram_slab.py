@@ -15,18 +15,19 @@ CPU = torch.device("cpu")
 class SlowContractor(HalfContractor):
     """The kernels as loops over programs, tiles and rows."""
 
-    def launch(self, tile, rows, out, segments):  # noqa: D102
+    def launch(self, tile, rows, sums, segments):  # noqa: D102
         shares = Shares.of(segments, tile.columns * tile.stack, 5, CPU)
         spans = -(-self.rollouts // tile.span)
         partial = torch.zeros(len(shares.first), spans, tile.size, tile.size, dtype=torch.float64)
         for program, (first, end) in enumerate(zip(shares.first.tolist(), shares.end.tolist(), strict=True)):
             assert first < end
             for span in range(spans):
-                partial[program, span] = self.program(tile, rows[span * tile.span :][: tile.span], out, first, end)
+                here = rows[span * tile.span :][: tile.span]
+                partial[program, span] = self.program(tile, here, span, sums, first, end)
         owner = torch.repeat_interleave(torch.arange(len(segments)), shares.per_segment)
         return torch.stack([partial[owner == index].sum(0) for index in range(len(segments))])
 
-    def program(self, tile, rows, out, first, end):  # noqa: D102
+    def program(self, tile, rows, span, sums, first, end):  # noqa: D102
         total = torch.zeros(tile.size, tile.size, dtype=torch.float64)
         for start in range(first, end, tile.columns * tile.stack):
             values = torch.zeros(tile.size, tile.columns, dtype=torch.float64)
@@ -36,12 +37,12 @@ class SlowContractor(HalfContractor):
                     value = rows[rollout, left : min(left + tile.columns, end)]
                     values[row, : len(value)] = value
             total += values @ values.T
-            if out is not None and self._stacked is not None:
-                mixed = (self._stacked[0].double() + self._stacked[1].double()) @ values
+            if sums is not None and self._fused is not None:
+                mixed = self._fused[:, span].double().sum(0) @ values
                 for row in range(FUSED_VECTORS):
                     vector, left = row % tile.vectors, start + row // tile.vectors * tile.columns
-                    if vector < len(out):
-                        place = out[vector, left : min(left + tile.columns, end)]
+                    if vector < sums.shape[1]:
+                        place = sums[span, vector, left : min(left + tile.columns, end)]
                         place.copy_(mixed[row, : len(place)])
         return total
 
@@ -49,7 +50,7 @@ class SlowContractor(HalfContractor):
         assert self.weights is not None
         out.copy_(self.weights.double() @ rows.double())
 
-    def launch_pairs(self, pairs, rows, segments):  # noqa: D102
+    def launch_pairs(self, pairs, rows, sums, segments):  # noqa: D102
         found = torch.zeros(len(segments), pairs.count, PAIR_ROWS, PAIR_ROWS, dtype=torch.float64)
         for index, segment in enumerate(segments):
             values = rows[:, segment.start : segment.start + segment.width].double()
@@ -57,6 +58,12 @@ class SlowContractor(HalfContractor):
                 limit = int(pairs.limit[pair])
                 a, b = (values[int(start[pair]) : limit][:PAIR_ROWS] for start in (pairs.left, pairs.right))
                 found[index, pair, : len(a), : len(b)] = a @ b.T
+                tile = int(pairs.own_tile[pair])
+                assert (tile >= 0) == bool(pairs.left[pair] == pairs.right[pair])
+                if sums is not None and self._fused is not None and tile >= 0:
+                    mixed = self._fused[int(pairs.left[pair]) : limit][:PAIR_ROWS].double().T @ a
+                    place = sums.flatten(0, 1)[2 * tile * sums.shape[1] :][: 2 * sums.shape[1]]
+                    place[:, segment.start : segment.start + segment.width] = mixed[: len(place)]
         return found
 
 
@@ -89,7 +96,7 @@ def on_the_cpu(monkeypatch):
         (390, 3),
     ],
 )
-@pytest.mark.parametrize("vectors", [0, 1, 3, 20])
+@pytest.mark.parametrize("vectors", [0, 1, 8, 9, 20])
 def test_grams_and_sums_of_several_weights(rollouts, groups, vectors):
     torch.manual_seed(0)
     weights = torch.randn(vectors, rollouts) if vectors else None
@@ -160,8 +167,8 @@ def test_a_slab_contracts_when_it_is_full_and_only_then():
 def test_weights_of_sums_in_float16_do_not_go_through_the_tensor_cores():
     weights = torch.tensor([[1e-7, 3e-6]])
     high, low = Tile.of(2, 1).stacked_weights(weights, torch.float16)
-    kept = (high.float() + low.float())[:1, :2]
+    kept = (high.float() + low.float())[0, :1, :2]
     assert float(((kept - weights) / weights).abs().max()) > 1e-3, "float16 holds no weight this small"
-    assert HalfContractor(2, 1, weights, torch.float16, CPU)._stacked is None
-    assert HalfContractor(2, 1, weights, torch.bfloat16, CPU)._stacked is not None
-    assert HalfContractor(2, 1, weights.expand(FUSED_VECTORS + 1, 2), torch.bfloat16, CPU)._stacked is None
+    assert HalfContractor(2, 1, weights, torch.float16, CPU)._fused is None
+    assert HalfContractor(2, 1, weights, torch.bfloat16, CPU)._fused is not None
+    assert HalfContractor(2, 1, weights.expand(FUSED_VECTORS + 1, 2), torch.bfloat16, CPU)._fused is None

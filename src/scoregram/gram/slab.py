@@ -4,9 +4,10 @@ Each of the `N` rows of `G` is the gradient of one rollout, with millions of ele
 sums are `wG`, for `M` weight vectors with one coefficient per rollout. PyTorch's matrix products form both at a fifth
 of the memory bandwidth; a Triton kernel forms both in one read of `G`. The tensor cores need tiles of at least 16 rows.
 With fewer rollouts, the kernel stacks several column blocks in a tile and keeps only the diagonal blocks of the
-product. No float32 product is longer than 8192 columns; these products are added in float64. With more than 64
-rollouts, more than 16 weight vectors, or float16, a second kernel forms the weighted sums. With more than 64 rollouts
-in a group, a third kernel multiplies pairs of tiles of 128 rows; the Gram is symmetric, so each pair is formed once.
+product. No float32 product is longer than 8192 columns; these products are added in float64. With more than 64 rollouts
+in a group, a second kernel multiplies pairs of tiles of 128 rows; the Gram is symmetric, so each pair is formed once.
+The rows of several tiles each have their own weighted sums, which are added afterwards. With many weight vectors, or in
+float16, a third kernel forms the weighted sums.
 
 A launch takes longer on the host than the work for a small parameter takes on the GPU. So the gradients of several
 parameters wait side by side in a `Slab` `(N, columns)`, and one launch contracts all of them.
@@ -18,6 +19,7 @@ from functools import cache, lru_cache
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from scoregram import machine
@@ -32,7 +34,10 @@ SEGMENT_ALIGNMENT = 64
 KERNEL_ROLLOUTS = 64
 """Largest number of rollouts whose Gram one tile of the kernel can hold."""
 FUSED_VECTORS = 16
-"""Largest number of weight vectors whose sums the Gram's kernel forms; it multiplies tiles of this many rows."""
+"""Rows of a tile of weights: the Gram's kernel forms the sums of at most this many vectors.
+
+The kernel for pairs of tiles takes a vector and its rounding error as two rows, so it forms half as many.
+"""
 TILE_COLUMNS, TILE_BLOCKS, TILE_WARPS, TILE_STAGES = 512, 16, 2, 4
 """Best of 144 settings on an H200: 2.45 TB/s of gradients read."""
 PROGRAMS_PER_PROCESSOR = 3
@@ -103,22 +108,39 @@ class Tile:
         """Rows for the weight vectors in each column block, `FUSED_VECTORS` in all."""
         return FUSED_VECTORS // self.stack
 
-    def stacked_weights(self, weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Weights `(M, N)` on the block diagonal of `(vectors · stack, size)`, and their rounding errors.
+    def stacked_weights(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """Weights `(M, N)` of each span on a block diagonal, and their rounding errors.
 
-        The errors make up for the few digits of bfloat16. In float16 small errors would underflow.
+        `(2, spans, vectors · stack, size)`.
         """
-        block = torch.zeros(self.vectors, self.padded, dtype=torch.float32, device=weights.device)
-        block[: weights.shape[0], : weights.shape[1]] = weights
-        whole = torch.block_diag(*[block] * self.stack)
-        high = whole.to(dtype)
-        return high, (whole - high).to(dtype)
+        parts = weights.split(self.span, 1)
+        block = torch.zeros(len(parts), self.vectors, self.padded, dtype=torch.float32, device=weights.device)
+        for span, part in enumerate(parts):
+            block[span, : part.shape[0], : part.shape[1]] = part
+        places = torch.eye(self.stack, device=weights.device)
+        whole = places[:, None, :, None] * block[:, None, :, None, :]  # (spans, stack, vectors, stack, padded)
+        return rounded_with_errors(whole.flatten(3).flatten(1, 2), dtype)
 
     def unstacked(self, products: Tensor) -> Tensor:
         """Grams `(…, span, span)` from products of tiles `(…, size, size)`."""
         # Only the diagonal blocks multiply a column block with itself.
         grams = blocks_within_groups(products, self.stack).sum(-3)
         return grams[..., : self.span, : self.span]
+
+
+def columns_for_pairs(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weights `(M, N)` and their rounding errors as `2M` columns of `(N, FUSED_VECTORS)`; the others are zero."""
+    columns = rounded_with_errors(weights.float(), dtype).flatten(0, 1).t()  # (N, 2M)
+    return F.pad(columns, (0, FUSED_VECTORS - columns.shape[1])).contiguous()
+
+
+def rounded_with_errors(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weights in half precision and their rounding errors, `(2, …)`. The errors make up for bfloat16's few digits.
+
+    In float16 small errors would underflow.
+    """
+    high = weights.to(dtype)
+    return torch.stack([high, (weights - high).to(dtype)])
 
 
 @dataclass(frozen=True)
@@ -171,6 +193,8 @@ class TilePairs:
     left: Tensor  # (pairs,) first row of the left tile
     right: Tensor  # (pairs,) first row of the right tile
     limit: Tensor  # (pairs,) end of the group that both belong to
+    own_tile: Tensor
+    """`(pairs,)` number of the tile, counted over all groups, in pairs of a tile with itself; -1 in the others."""
     place: Tensor
     """`(pairs,)` place of each pair among the `P · tiles²` tiles of the Grams."""
 
@@ -181,18 +205,25 @@ class TilePairs:
         size = rollouts // groups
         tiles = -(-size // PAIR_ROWS)
         upper = [(i, j) for i in range(tiles) for j in range(i, tiles)]
-        left, right, limit = ([] for _ in range(3))
-        for start in range(0, rollouts, size):
+        left, right, limit, own_tile = ([] for _ in range(4))
+        for group, start in enumerate(range(0, rollouts, size)):
             left += [start + i * PAIR_ROWS for i, _ in upper]
             right += [start + j * PAIR_ROWS for _, j in upper]
             limit += [start + size] * len(upper)
+            own_tile += [group * tiles + i if i == j else -1 for i, j in upper]
         place = [(group * tiles + i) * tiles + j for group in range(groups) for i, j in upper]
-        return TilePairs(groups, size, *(torch.tensor(values, device=device) for values in (left, right, limit, place)))
+        values = (left, right, limit, own_tile, place)
+        return TilePairs(groups, size, *(torch.tensor(value, device=device) for value in values))
 
     @property
     def count(self) -> int:
         """Number of pairs."""
         return len(self.left)
+
+    @property
+    def tiles(self) -> int:
+        """Number of tiles of all groups."""
+        return self.groups * -(-self.size // PAIR_ROWS)
 
     def assembled(self, products: Tensor) -> Tensor:
         """Grams `(n, P, N/P, N/P)` from products of pairs `(n, pairs, tile, tile)`."""
@@ -202,6 +233,14 @@ class TilePairs:
         whole = grid.transpose(3, 4).reshape(len(products), self.groups, tiles * PAIR_ROWS, tiles * PAIR_ROWS)
         upper = whole[:, :, : self.size, : self.size].triu()
         return upper + upper.triu(1).mT
+
+
+def fuses_sums(weights: Tensor | None, most: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel of the Gram forms the weighted sums too, for at most `most` weight vectors `(M, N)`.
+
+    It takes weights in the dtype of the rows, and in float16 small ones would underflow.
+    """
+    return weights is not None and len(weights) <= most and dtype == torch.bfloat16
 
 
 class HalfContractor:
@@ -217,18 +256,15 @@ class HalfContractor:
         self.rollouts, self.groups, self.weights = rollouts, groups, weights
         self.tile: Tile | None = None
         """The tile of the Gram's kernel; None if `pairs` of tiles form the Gram."""
-        self._stacked: tuple[Tensor, Tensor] | None = None
-        """Weight vectors for the Gram's kernel; None if the second kernel forms the sums."""
+        self._fused: Tensor | None = None
+        """Weight vectors and their rounding errors for the kernel of the Gram; None if another one forms the sums."""
         size = rollouts // groups
-        if rollouts <= KERNEL_ROLLOUTS:
-            # The Gram's kernel takes weights in the dtype of the rows, and in float16 small ones would underflow.
-            fused = (
-                weights if weights is not None and len(weights) <= FUSED_VECTORS and dtype == torch.bfloat16 else None
-            )
-            self.tile = Tile.of(rollouts, 0 if fused is None else len(fused))
-            self._stacked = None if fused is None else self.tile.stacked_weights(fused, dtype)
-        elif size <= KERNEL_ROLLOUTS:
-            self.tile = Tile.of(KERNEL_ROLLOUTS // size * size, 0)
+        if size <= KERNEL_ROLLOUTS:
+            fused = weights if fuses_sums(weights, FUSED_VECTORS, dtype) else None
+            self.tile = Tile.of(min(rollouts, KERNEL_ROLLOUTS // size * size), 0 if fused is None else len(fused))
+            self._fused = None if fused is None else self.tile.stacked_weights(fused, dtype)
+        elif weights is not None and fuses_sums(weights, FUSED_VECTORS // 2, dtype):
+            self._fused = columns_for_pairs(weights, dtype)
         self.pairs = TilePairs.of(rollouts, groups, device)
         self._device = device
         self._transposed = None if weights is None else weights.float().t().contiguous()
@@ -244,32 +280,48 @@ class HalfContractor:
     ) -> None:
         """Keep the Gram of each segment of rows `(N, D)`, and write the weighted sums into `out` `(M, D)`."""
         self.owners += owners
-        if out is not None and self._stacked is None:
+        fused = None
+        if out is not None and self._fused is None:
             self.launch_sums(rows, out)
+        elif out is not None:
+            fused = self.parts_of_sums(out)
         if self.tile is not None:
-            self._products.append(self.launch(self.tile, rows, out if self._stacked else None, segments))
+            self._products.append(self.launch(self.tile, rows, fused, segments))
         else:
-            self._products.append(self.launch_pairs(self.pairs, rows, segments))
+            self._products.append(self.launch_pairs(self.pairs, rows, fused, segments))
+        if out is not None and fused is not None and len(fused) > 1:
+            out.copy_(fused.sum(0))
 
-    def launch(self, tile: Tile, rows: Tensor, out: Tensor | None, segments: tuple[Segment, ...]) -> Tensor:
-        """Products of tiles `(n, spans, size, size)` of `n` segments; the kernel writes weighted sums into `out`."""
+    def parts_of_sums(self, out: Tensor) -> Tensor:
+        """`(parts, M, D)`: memory for weighted sums whose total over the parts goes into `out` `(M, D)`.
+
+        Each span of rows has one part, and each tile in pairs has two: of the weights and of their rounding errors. A
+        single part is `out` itself.
+        """
+        parts = 2 * self.pairs.tiles if self.tile is None else -(-self.rollouts // self.tile.span)
+        if parts == 1:
+            return out.unsqueeze(0)
+        return torch.empty(parts, *out.shape, dtype=torch.float32, device=out.device)
+
+    def launch(self, tile: Tile, rows: Tensor, sums: Tensor | None, segments: tuple[Segment, ...]) -> Tensor:
+        """Products of tiles `(n, spans, size, size)` of `n` segments; the kernel fills `sums` `(spans, M, D)`."""
         shares = Shares.of(segments, tile.columns * tile.stack, self._programs, rows.device)
         self.shares.append(shares)
         programs, spans = len(shares.first), -(-self.rollouts // tile.span)
         partial = torch.empty(spans, programs, tile.size, tile.size, dtype=torch.float64, device=rows.device)
-        high, low = self._stacked or (partial, partial)  # without sums the kernel reads neither
+        high, low = (partial, partial) if self._fused is None else self._fused  # without sums the kernel reads neither
         machine.kernel(KERNELS, "gram_and_sums_kernel")[(programs, spans)](
             rows,
-            rows if out is None else out,
+            rows if sums is None else sums,
             high,
             low,
             partial,
             shares.first,
             shares.end,
             rows.stride(0),
-            0 if out is None else out.stride(0),
+            0 if sums is None else sums.stride(1),
             self.rollouts,
-            COUNT=0 if out is None else len(out),
+            COUNT=0 if sums is None else sums.shape[1],
             SPAN=tile.span,
             PADDED=tile.padded,
             VECTORS=tile.vectors,
@@ -298,8 +350,13 @@ class HalfContractor:
             COLUMNS=SUM_COLUMNS,
         )
 
-    def launch_pairs(self, pairs: "TilePairs", rows: Tensor, segments: tuple[Segment, ...]) -> Tensor:
-        """Products of pairs of tiles `(n, pairs, tile, tile)` of `n` segments, float64."""
+    def launch_pairs(
+        self, pairs: "TilePairs", rows: Tensor, sums: Tensor | None, segments: tuple[Segment, ...]
+    ) -> Tensor:
+        """Products of pairs of tiles `(n, pairs, tile, tile)` of `n` segments, float64.
+
+        The kernel fills `sums` `(2 · tiles, M, D)`.
+        """
         units = sum(-(-segment.width // PRODUCT_LENGTH) for segment in segments)
         shares = Shares.of(segments, PRODUCT_LENGTH, units, rows.device)
         self.shares.append(shares)
@@ -307,13 +364,19 @@ class HalfContractor:
         products = torch.empty(size, dtype=torch.float32, device=rows.device)
         machine.kernel(KERNELS, "tile_products_kernel")[(pairs.count, len(shares.first))](
             rows,
+            rows if self._fused is None else self._fused,  # without sums the kernel reads no weights
             products,
+            products if sums is None else sums,
             shares.first,
             shares.end,
             pairs.left,
             pairs.right,
             pairs.limit,
+            pairs.own_tile,
             rows.stride(0),
+            0 if sums is None else sums.stride(1),
+            COUNT=0 if sums is None else 2 * sums.shape[1],
+            VECTORS=FUSED_VECTORS,
             TILE=PAIR_ROWS,
             COLUMNS=PAIR_COLUMNS,
             ALIGNED=all((segment.start + segment.width) % 16 == 0 for segment in segments),

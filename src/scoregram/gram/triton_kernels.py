@@ -30,7 +30,8 @@ def gram_and_sums_kernel(
 
     Row `r` of a tile is rollout `r % PADDED` in column block `r // PADDED` of `STACK`; off-diagonal blocks of the
     product mix column blocks and are dropped later (`slab.Tile.unstacked`). The second axis of the grid runs over spans
-    of rows. `ALIGNED` says that every `end` is a multiple of 16, so that loads and stores can be wide.
+    of rows, each with its own weights and its own `COUNT` rows of sums. `ALIGNED` says that every `end` is a multiple
+    of 16, so that loads and stores can be wide.
     """
     program = tl.program_id(0).to(tl.int64)
     span = tl.program_id(1).to(tl.int64)
@@ -50,8 +51,8 @@ def gram_and_sums_kernel(
         vector_row = tl.arange(0, VECTORS * STACK)
         vector = (vector_row % VECTORS)[:, None]
         sums_within = ((vector_row // VECTORS) * COLUMNS)[:, None] + lane
-        sums_offset = vector.to(tl.int64) * sums_stride
-        square = vector_row[:, None] * TILE + row[None, :]
+        sums_offset = (span * COUNT + vector) * sums_stride
+        square = (span * (VECTORS * STACK) + vector_row[:, None]) * TILE + row[None, :]
         high = tl.load(high_ptr + square)
         low = tl.load(low_ptr + square)
     blocks = tl.cdiv(end - first, COLUMNS * STACK)
@@ -76,13 +77,19 @@ def gram_and_sums_kernel(
 @triton.jit
 def tile_products_kernel(
     rows_ptr,
+    weights_ptr,
     products_ptr,
+    sums_ptr,
     first_ptr,
     end_ptr,
     left_ptr,
     right_ptr,
     limit_ptr,
+    own_tile_ptr,
     rows_stride,
+    sums_stride,
+    COUNT: tl.constexpr,
+    VECTORS: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -90,15 +97,18 @@ def tile_products_kernel(
     """Product of two tiles of `TILE` rows over the columns `first … end`: one program per pair of tiles and share.
 
     Pair `p` is of the rows from `left[p]` and those from `right[p]` on, both below `limit[p]`. Programs that read the
-    same columns follow each other, so that the second one finds them in the cache.
+    same columns follow each other, so that the second one finds them in the cache. A tile is read once for its product
+    with itself and for its weighted sums, `COUNT` rows of `sums` from row `COUNT · own_tile[p]` on; it is negative for
+    two different tiles. The weights are `(rollouts, VECTORS)`.
     """
     pair = tl.program_id(0)
     share = tl.program_id(1).to(tl.int64)
     row = tl.arange(0, TILE)
-    lane = tl.arange(0, COLUMNS)[None, :]
+    lane = tl.arange(0, COLUMNS)
     limit = tl.load(limit_ptr + pair)
     left = (tl.load(left_ptr + pair) + row)[:, None]
     right = (tl.load(right_ptr + pair) + row)[:, None]
+    own_tile = tl.load(own_tile_ptr + pair)
     first = tl.multiple_of(tl.load(first_ptr + share), 16)
     end = tl.load(end_ptr + share)
     if ALIGNED:
@@ -106,11 +116,25 @@ def tile_products_kernel(
     left_ptr = rows_ptr + left * rows_stride
     right_ptr = rows_ptr + right * rows_stride
     product = tl.zeros((TILE, TILE), dtype=tl.float32)
-    for here in range(first, end, COLUMNS):
-        column = here + lane
-        a = tl.load(left_ptr + column, mask=(left < limit) & (column < end), other=0.0)
-        b = tl.load(right_ptr + column, mask=(right < limit) & (column < end), other=0.0)
-        product = tl.dot(a, tl.trans(b), product)
+    if own_tile >= 0:
+        vector = tl.arange(0, VECTORS)[None, :]
+        if COUNT > 0:
+            weights = tl.load(weights_ptr + left * VECTORS + vector, mask=left < limit, other=0.0)
+            tile_sums_ptr = sums_ptr + (own_tile * COUNT + vector) * sums_stride
+        for here in range(first, end, COLUMNS):
+            column = here + lane
+            a = tl.load(left_ptr + column[None, :], mask=(left < limit) & (column < end)[None, :], other=0.0)
+            product = tl.dot(a, tl.trans(a), product)
+            if COUNT > 0:
+                # columns as the rows of the product: the tensor cores of Hopper need at least 64 of them
+                mixed = tl.dot(tl.trans(a), weights)
+                tl.store(tile_sums_ptr + column[:, None], mixed, mask=(vector < COUNT) & (column < end)[:, None])
+    else:
+        for here in range(first, end, COLUMNS):
+            column = (here + lane)[None, :]
+            a = tl.load(left_ptr + column, mask=(left < limit) & (column < end), other=0.0)
+            b = tl.load(right_ptr + column, mask=(right < limit) & (column < end), other=0.0)
+            product = tl.dot(a, tl.trans(b), product)
     products_ptr += (share * tl.num_programs(0) + pair) * (TILE * TILE)
     tl.store(products_ptr + row[:, None] * TILE + row[None, :], product)
 
