@@ -271,7 +271,7 @@ def test_an_accumulated_step_that_fails_midway_keeps_the_trainers_gradient(part,
 def test_an_accumulated_step_that_does_not_fit_into_memory_is_measured_separately(tmp_path, monkeypatch):
     trainer = trainer_of(tmp_path, **ACCUMULATED)
     bytes_of_pass = fused_step.bytes_of_pass
-    monkeypatch.setattr(fused_step, "bytes_of_pass", lambda *given: 10**15 + bytes_of_pass(*given))
+    monkeypatch.setattr(fused_step, "bytes_of_pass", lambda *given, **named: 10**15 + bytes_of_pass(*given, **named))
     assert compared(train(trainer, every=1)) == [8] * 4
 
 

@@ -250,7 +250,7 @@ def test_relative_error_is_that_of_the_whole_vector():
 def test_passes_hold_as_many_groups_as_fit(monkeypatch):
     model = torch.nn.Linear(2, 2)
     monkeypatch.setattr(
-        "scoregram.integrations.trl.separate_pass.bytes_of_pass", lambda model, rollouts, tokens: rollouts
+        "scoregram.integrations.trl.separate_pass.bytes_of_pass", lambda model, rollouts, tokens, **_: rollouts
     )
     bounds = [0, 4, 6, 12, 16]
     assert passes_within(16.0, model, bounds, 8) == [slice(0, 16)]

@@ -126,7 +126,7 @@ def test_a_failing_measurement_does_not_change_the_training(tmp_path, monkeypatc
 def test_memory_is_bounded(tmp_path, monkeypatch):
     whole = trained(trainer_for("GRPO", tmp_path, max_steps=1), out=tmp_path / "whole")
     monkeypatch.setattr(
-        "scoregram.integrations.trl.separate_pass.bytes_of_pass", lambda model, rollouts, tokens: rollouts * 1e9
+        "scoregram.integrations.trl.separate_pass.bytes_of_pass", lambda model, rollouts, tokens, **_: rollouts * 1e9
     )
     with pytest.warns(UserWarning, match="step 1 was not measured: one group alone would take more than 3.5 GB"):
         none = trained(trainer_for("GRPO", tmp_path, max_steps=1), memory_gb=3.5)

@@ -94,7 +94,7 @@ def run(
     torch.manual_seed(7 + trainer.accelerator.process_index)
     kept = separate_pass.backward_with_gram, separate_pass.bytes_of_pass, support.free_bytes
     if "memory_gb" in case.asked:
-        separate_pass.bytes_of_pass = lambda model, rollouts, tokens: int(rollouts * 1e9)
+        separate_pass.bytes_of_pass = lambda model, rollouts, tokens, **_: int(rollouts * 1e9)
     if before is not None:
         before()
     told: dict[str, Any] = {}

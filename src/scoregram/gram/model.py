@@ -314,6 +314,8 @@ class MeasuredModel:
 
     survey: Survey
     """Taken when the model is first in use; before, another measurement may have changed the model."""
+    modules: Sequence[nn.Module] = ()
+    """All modules, listed when the model is first in use."""
     undo: Undo
     """Restores the model at the end of the `in_use` block."""
 
@@ -330,7 +332,8 @@ class MeasuredModel:
     def in_use(self, undo: Undo) -> Iterator[None]:
         """A block in which the model is prepared and no other measurement can use it; `undo` restores it."""
         self.undo = undo
-        modules = self.claim(undo)
+        self.modules = self.modules or modules_inside(self.model)
+        self.claim(undo)
         if not hasattr(self, "survey"):
             self.survey = survey(self.model)
             if not self.parameters:
@@ -341,18 +344,17 @@ class MeasuredModel:
                     "Set requires_grad on the parameters to train.",
                 )
         with self.survey.shards.resharded_afterwards(), torch.enable_grad():
-            prepare_model(self.survey, modules, undo)
+            prepare_model(self.survey, self.modules, undo)
             yield
 
-    def claim(self, undo: Undo) -> list[nn.Module]:
-        """The modules of the model, claimed for one measurement until the end of its `undo` block.
+    def claim(self, undo: Undo) -> None:
+        """Claim the modules of the model for one measurement until the end of its `undo` block.
 
         Raises:
             ScoregramError: If a running measurement uses one of the modules or trainable parameters.
         """
-        modules = modules_inside(self.model)
-        own = {id(module) for module in modules}
-        own.update(id(p) for m in modules for p in m._parameters.values() if p is not None and p.requires_grad)
+        own = {id(module) for module in self.modules}
+        own.update(id(p) for m in self.modules for p in m._parameters.values() if p is not None and p.requires_grad)
         undo.operations.append((_IN_USE.pop, undo, None))
         _IN_USE[undo] = threading.get_ident(), frozenset(own)  # one dict operation, so threads need no lock
         for other, (thread, used) in list(_IN_USE.items()):
@@ -368,7 +370,6 @@ class MeasuredModel:
                     else "a second thread",
                     "Wait for the other measurement, or measure a deep copy of the model.",
                 )
-        return modules
 
     def leave_evaluation(self) -> None:
         """Set modules back to training mode, for a model that fails in evaluation mode."""

@@ -329,6 +329,7 @@ class HalfContractor:
             COLUMNS=tile.columns,
             BLOCKS=TILE_BLOCKS,
             ALIGNED=all((segment.start + segment.width) % 16 == 0 for segment in segments),
+            COLUMNS_FIRST=tile.size >= 64,
             num_warps=TILE_WARPS if tile.size <= 32 else 2 * TILE_WARPS,
             num_stages=TILE_STAGES,
         )

@@ -25,13 +25,15 @@ def gram_and_sums_kernel(
     COLUMNS: tl.constexpr,
     BLOCKS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    COLUMNS_FIRST: tl.constexpr,
 ):
     """Gram of `SPAN` rows over the columns `first … end` of this program, and the weighted sums of these columns.
 
     Row `r` of a tile is rollout `r % PADDED` in column block `r // PADDED` of `STACK`; off-diagonal blocks of the
     product mix column blocks and are dropped later (`slab.Tile.unstacked`). The second axis of the grid runs over spans
     of rows, each with its own weights and its own `COUNT` rows of sums. `ALIGNED` says that every `end` is a multiple
-    of 16, so that loads and stores can be wide.
+    of 16, so that loads and stores can be wide. `COLUMNS_FIRST` makes the columns the rows of the product with the
+    weights: the tensor cores of Hopper need at least 64 of them.
     """
     program = tl.program_id(0).to(tl.int64)
     span = tl.program_id(1).to(tl.int64)
@@ -55,6 +57,12 @@ def gram_and_sums_kernel(
         square = (span * (VECTORS * STACK) + vector_row[:, None]) * TILE + row[None, :]
         high = tl.load(high_ptr + square)
         low = tl.load(low_ptr + square)
+        if COLUMNS_FIRST:
+            high = tl.trans(high)
+            low = tl.trans(low)
+            vector = tl.trans(vector)
+            sums_within = tl.trans(sums_within)
+            sums_offset = tl.trans(sums_offset)
     blocks = tl.cdiv(end - first, COLUMNS * STACK)
     for start in range(0, blocks, BLOCKS):
         # float32 on the tensor cores for BLOCKS * COLUMNS columns, then float64: longer sums would lose digits
@@ -65,10 +73,16 @@ def gram_and_sums_kernel(
             tile = tl.load(rows_ptr + offset + column, mask=read & (column < end), other=0.0)
             gram = tl.dot(tile, tl.trans(tile), gram)
             if COUNT > 0:
-                mixed = tl.dot(high, tile)  # high + low: weights to full precision from two half-precision products
-                mixed = tl.dot(low, tile, mixed).to(sums_ptr.dtype.element_ty)
+                # high + low: weights to full precision from two half-precision products
+                if COLUMNS_FIRST:
+                    mixed = tl.dot(tl.trans(tile), high)
+                    mixed = tl.dot(tl.trans(tile), low, mixed)
+                else:
+                    mixed = tl.dot(high, tile)
+                    mixed = tl.dot(low, tile, mixed)
                 column = here + sums_within
-                tl.store(sums_ptr + sums_offset + column, mixed, mask=(vector < COUNT) & (column < end))
+                place = sums_ptr + sums_offset + column
+                tl.store(place, mixed.to(sums_ptr.dtype.element_ty), mask=(vector < COUNT) & (column < end))
         total += gram.to(tl.float64)
     partial_ptr += (span * tl.num_programs(0) + program) * (TILE * TILE)
     tl.store(partial_ptr + row[:, None] * TILE + row[None, :], total)

@@ -40,7 +40,7 @@ from scoregram.integrations.trl.separate_pass import (
     norm_error,
     rescaled_gram,
 )
-from scoregram.integrations.trl.support import Settings, loss_scale, reason_not_fused
+from scoregram.integrations.trl.support import Settings, loss_scale, reason_not_fused, unwrapped_model
 from scoregram.integrations.trl.window import MicroBatch, ObservedStep
 
 EVEN = 1e-6
@@ -102,6 +102,8 @@ class FusedStep:
     trainers_log_probs: Callable[..., Any]
     """The trainer's own method for log-probabilities."""
     model: nn.Module
+    parameters: Sequence[Tensor]
+    """The trainable parameters of the model."""
     format: LogProbsFormat
     generator: torch.Generator
     """Draws the rollout that is checked."""
@@ -259,7 +261,7 @@ class FusedStep:
     @property
     def has_other_gradients(self) -> bool:
         """Whether the loss has gradients that bypass the log-probabilities; they are not in the sum of rows."""
-        arrived = (parameter.grad for parameter in trainable_parameters(self.model))
+        arrived = (parameter.grad for parameter in self.parameters)
         return any(part.entropy_gradients for part in self.parts) or any(
             grad is not None and bool(grad.any()) for grad in arrived
         )
@@ -302,14 +304,13 @@ class FusedStep:
             gram, sums = self.deferred.finish(F.pad(coefficients, (before, 0)), vectors)
         log_probs = self.deferred.log_probs.cpu()
         self.deferred = None
-        parameters = trainable_parameters(self.model)
         error = norm_error([both[0] for both in sums.values()], gram.matrix, weights)
         self.seconds += time.perf_counter() - began
         seconds = 0.0
         if compared is not None:
             began = time.perf_counter()
-            theirs = self.gradient_of_rollout(compared, derivative, parameters)
-            own = [sums.get(parameter) for parameter in parameters]
+            theirs = self.gradient_of_rollout(compared, derivative)
+            own = [sums.get(parameter) for parameter in self.parameters]
             error = max(error, fused_row_error(own, theirs, gram.matrix, weights, compared))
             del theirs, own
             seconds = time.perf_counter() - began
@@ -318,7 +319,7 @@ class FusedStep:
             got = f"a relative error of {error:.2g}"
             fail("a fused step", requirement, got, "The trainer's own pass replaced it.")
         made = {}
-        for parameter in [p for p in parameters if p in sums]:  # each sum is freed as soon as it is converted
+        for parameter in [p for p in self.parameters if p in sums]:  # each sum is freed as soon as it is converted
             made[parameter] = sums.pop(parameter)[0].to(parameter.dtype, copy=compared is not None)
         for parameter, grad in made.items():  # last, when nothing can fail any more
             parameter.grad = grad
@@ -352,7 +353,7 @@ class FusedStep:
         weighted = ((weights != 0) & (weights.abs() >= least)).nonzero().squeeze(1).tolist()
         return weighted[int(torch.randint(len(weighted), (1,), generator=self.generator))] if weighted else None
 
-    def gradient_of_rollout(self, index: int, derivative: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def gradient_of_rollout(self, index: int, derivative: Tensor) -> list[Tensor]:
         """The part of the gradient that comes from one rollout, by the trainer's own forward pass and autograd."""
         places = [(part, self.places(part).tolist()) for part in self.parts]
         part, own = next((part, rows.index(index)) for part, rows in places if index in rows)
@@ -361,9 +362,9 @@ class FusedStep:
         one = {name: part.call[name][here] for name in ("input_ids", "attention_mask")}
         with Undo() as undo, undo, torch.enable_grad():
             undo.keep_random_state(derivative.device)
-            undo.put_gradients_aside(parameters)
+            undo.put_gradients_aside(self.parameters)
             found = self.trainers_log_probs(**(part.call | one | {"compute_entropy": False}))[0]
-            return gradients((found * derivative[index : index + 1].to(found.dtype)).sum(), parameters)
+            return gradients((found * derivative[index : index + 1].to(found.dtype)).sum(), self.parameters)
 
 
 class FusedSteps:
@@ -433,10 +434,11 @@ class FusedSteps:
             return
         is_part = self.pieces == 1 and self.settings.mode == "loss"
         rollouts = len(batch.rows) if is_part else generation.size
-        inside = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        inside = unwrapped_model(self.trainer)
+        parameters = trainable_parameters(inside)
         tokens = inputs["prompt_ids"].shape[1] + inputs["completion_ids"].shape[1]
         # a separate pass holds one gradient besides the trainer's, a fused one two: the sum, and the checked row
-        needed = bytes_of_pass(inside, rollouts, tokens) + gradient_bytes(inside)
+        needed = bytes_of_pass(inside, rollouts, tokens, parameters=parameters) + gradient_bytes(parameters)
         if len(batch.rows) * self.pieces != rollouts or not self.is_whole_step() or needed > limit:
             return
         if getattr(self.trainer.accelerator, "has_lomo_optimizer", False):
@@ -451,6 +453,7 @@ class FusedSteps:
             settings=self.settings,
             trainers_log_probs=self.trainers_log_probs,
             model=inside,
+            parameters=parameters,
             format=self.format,
             generator=self.generator,
             compares_rollout=self.check_seconds <= CHECK_SHARE * self.seconds,

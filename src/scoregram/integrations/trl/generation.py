@@ -12,7 +12,7 @@ from torch import Tensor
 from scoregram.advantages import ESTIMATORS, estimate
 from scoregram.checks import fail, listed, lookup, require_finite
 from scoregram.distributed import Processes
-from scoregram.integrations.trl.support import has_relative_positions
+from scoregram.integrations.trl.support import has_relative_positions, unwrapped_model
 from scoregram.rollouts import Rollouts, concatenated_rollouts
 
 IMAGE_KEYS = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_sizes", "spatial_shapes")
@@ -119,7 +119,7 @@ def generation_of(
         loss_mask,
         torch.tensor([len(ids) for ids in call.completion_ids], device=completion_mask.device),
         group_ids=(torch.arange(size) + first_row) // group_size - first_row // group_size,
-        moves_padding=has_relative_positions(trainer.accelerator.unwrap_model(trainer.model)),
+        moves_padding=has_relative_positions(unwrapped_model(trainer)),
     )
     rewards = call.rewards[first_row : first_row + size]
     stops = stop_ids(trainer)

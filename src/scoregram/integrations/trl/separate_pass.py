@@ -32,7 +32,13 @@ from scoregram.gram import (
     trainable_parameters,
 )
 from scoregram.integrations.trl.generation import Generation
-from scoregram.integrations.trl.support import Settings, has_relative_positions, loss_scale, text_config
+from scoregram.integrations.trl.support import (
+    Settings,
+    has_relative_positions,
+    loss_scale,
+    text_config,
+    unwrapped_model,
+)
 from scoregram.integrations.trl.window import ObservedStep
 from scoregram.reading import gram_of_passes
 from scoregram.rollouts import Rollouts
@@ -97,7 +103,7 @@ def pass_inputs(
         coefficients: `(N, T)`, or None for scores: 1 for every completion token.
         chosen: `(N,)` bool: the rollouts to measure; None for all.
     """
-    model = trainer.accelerator.unwrap_model(trainer.model)
+    model = unwrapped_model(trainer)
     is_relative = has_relative_positions(model)
     is_credited = rollouts.completion_mask.any(1, keepdim=True)
     is_prompt = rollouts.attention_mask.cumsum(1) <= rollouts.prompt_lengths[:, None]
@@ -141,20 +147,21 @@ def process_bounds(bounds: Sequence[int], processes: int, *, between_prompts: bo
 # memory of a pass
 
 
-def bytes_of_pass(model: nn.Module, rollouts: int, tokens: int) -> int:
+def bytes_of_pass(model: nn.Module, rollouts: int, tokens: int, *, parameters: Sequence[Tensor] | None = None) -> int:
     """Estimated peak memory of one measuring pass in bytes, the copy of the gradient included.
 
     The sum of: activations of every layer (under gradient checkpointing, of one layer and the inputs of the others),
     the kept gradients of the logits, the gradient, and one chunk of per-rollout gradients. For a sharded model no
     gradient is kept; the parameters that it gathers at a time count instead. The estimate is generous for usual
-    decoders. If a pass runs out of memory nevertheless, the step is skipped and the training goes on.
+    decoders. If a pass runs out of memory nevertheless, the step is skipped and the training goes on. `parameters` are
+    the trainable parameters, which a caller may have listed already.
     """
     config = text_config(model)
     hidden = int(getattr(config, "hidden_size", 0) or 1024)
     inner = int(getattr(config, "intermediate_size", 0) or 4 * hidden)
     layers = int(getattr(config, "num_hidden_layers", 0) or 1)
     heads = int(getattr(config, "num_attention_heads", 0) or 1)
-    parameters = trainable_parameters(model)
+    parameters = trainable_parameters(model) if parameters is None else parameters
     width = max((parameter.element_size() for parameter in parameters), default=4)
     layer = HIDDEN_KEPT * hidden + INNER_KEPT * inner
     if getattr(config, "_attn_implementation", "") == "eager":
@@ -163,14 +170,14 @@ def bytes_of_pass(model: nn.Module, rollouts: int, tokens: int) -> int:
     kept = layer + 2 * layers * hidden if is_checkpointed else layers * layer
     on_gpu = bool(parameters) and parameters[0].is_cuda
     logits = min(rollouts * tokens * int(getattr(config, "vocab_size", 0) or 0) * width, STORE_BYTES)
-    gradient = gathered_bytes(model) or gradient_bytes(model)
+    gradient = gathered_bytes(model) or gradient_bytes(parameters)
     chunk = (SLAB_ELEMENTS if on_gpu else CHUNK_ELEMENTS) * 4
     return rollouts * tokens * kept * width + 2 * logits + gradient + chunk
 
 
-def gradient_bytes(model: nn.Module) -> int:
+def gradient_bytes(parameters: Sequence[Tensor]) -> int:
     """Size of the gradient of all trainable parameters."""
-    return sum(p.numel() * p.element_size() for p in trainable_parameters(model))
+    return sum(parameter.nbytes for parameter in parameters)
 
 
 def gathered_bytes(model: nn.Module) -> int:
@@ -197,11 +204,11 @@ def passes_within(limit: float, model: nn.Module, bounds: Sequence[int], tokens:
         tokens: Length of the rows.
     """
     passes: list[slice] = []
-    start = bounds[0]
+    start, parameters = bounds[0], trainable_parameters(model)
     for before, here in pairwise(bounds):
-        if bytes_of_pass(model, here - before, tokens) > limit:
+        if bytes_of_pass(model, here - before, tokens, parameters=parameters) > limit:
             return None
-        if bytes_of_pass(model, here - start, tokens) > limit:
+        if bytes_of_pass(model, here - start, tokens, parameters=parameters) > limit:
             passes.append(slice(start, before))
             start = before
     return [*passes, slice(start, bounds[-1])] if bounds[-1] > start else passes
@@ -217,7 +224,7 @@ def measure_separately(
 
     The trainer's backward pass is done, its update is not. All processes call this together and return the same.
     """
-    model = trainer.accelerator.unwrap_model(trainer.model)
+    model = unwrapped_model(trainer)
     inputs = pass_inputs(trainer, observed.whole, observed.coefficients, chosen=observed.chosen)
     shares = process_bounds(observed.group_bounds, processes.count, between_prompts=settings.between_prompts)
     tokens = inputs.input_ids.shape[1]

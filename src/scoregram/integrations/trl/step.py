@@ -15,7 +15,7 @@ from scoregram.distributed import Processes
 from scoregram.integrations.trl.fused_step import FusedSteps
 from scoregram.integrations.trl.generation import Generation, tokenizer_of
 from scoregram.integrations.trl.separate_pass import CheckedGram, measure_separately
-from scoregram.integrations.trl.support import Settings, loss_scale, memory_limit
+from scoregram.integrations.trl.support import Settings, loss_scale, memory_limit, unwrapped_model
 from scoregram.integrations.trl.window import ObservedStep, Window, observed_step, reason_not_measured, step_slice
 from scoregram.reading import (
     CHECK_COLUMN,
@@ -73,7 +73,7 @@ def measure_step(
     """
     began = time.perf_counter()
     is_loss = settings.mode == "loss"
-    model = trainer.accelerator.unwrap_model(trainer.model)
+    model = unwrapped_model(trainer)
     parts = processes.gather(
         lambda: step_slice(
             generations_of(window),

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -220,6 +221,19 @@ def loss_scale(trainer: Any) -> float:
 
 
 # the model, and the memory that is free
+
+
+_UNWRAPPED: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
+"""The model inside each trainer's model: accelerate walks over all modules to find it."""
+
+
+def unwrapped_model(trainer: Any) -> nn.Module:
+    """The trainer's model without wrappers, as `accelerator.unwrap_model` returns it."""
+    known = _UNWRAPPED.get(trainer.model, lambda: None)()
+    if known is None:
+        known = trainer.accelerator.unwrap_model(trainer.model)
+        _UNWRAPPED[trainer.model] = ref(known)
+    return known
 
 
 def text_config(model: nn.Module) -> Any:
