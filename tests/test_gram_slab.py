@@ -39,7 +39,7 @@ class SlowContractor(HalfContractor):
             total += values @ values.T
             if sums is not None and self._fused is not None:
                 mixed = self._fused[:, span].double().sum(0) @ values
-                for row in range(FUSED_VECTORS):
+                for row in range(len(mixed)):
                     vector, left = row % tile.vectors, start + row // tile.vectors * tile.columns
                     if vector < sums.shape[1]:
                         place = sums[span, vector, left : min(left + tile.columns, end)]

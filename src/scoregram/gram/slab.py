@@ -38,8 +38,10 @@ FUSED_VECTORS = 16
 
 The kernel for pairs of tiles takes a vector and its rounding error as two rows, so it forms half as many.
 """
-TILE_COLUMNS, TILE_BLOCKS, TILE_WARPS, TILE_STAGES = 512, 16, 2, 4
+TILE_ROWS, TILE_ELEMENTS, TILE_BLOCKS, TILE_WARPS, TILE_STAGES = 16, 1 << 13, 16, 2, 4
 """Best of 144 settings on an H200: 2.45 TB/s of gradients read."""
+COLUMNS_FIRST_ROWS = 64
+"""Rows from which on the kernel takes columns as the rows of its product with the weights."""
 PROGRAMS_PER_PROCESSOR = 3
 """Programs that fit into the shared memory of one multiprocessor at these settings, so that all run at once."""
 PRODUCT_LENGTH = 1 << 13
@@ -86,12 +88,14 @@ class Tile:
     """Rows of `G` in one tile."""
     padded: int
     stack: int
+    held_vectors: int
+    """Weight vectors, rounded up to a power of two."""
 
     @staticmethod
     def of(span: int, vectors: int) -> "Tile":
         """The tile for `span` rows and at most `FUSED_VECTORS` weight vectors; a column block fits either."""
         padded = max(2, power_of_two(span), power_of_two(vectors))
-        return Tile(span, padded, max(1, FUSED_VECTORS // padded))
+        return Tile(span, padded, max(1, TILE_ROWS // padded), power_of_two(vectors))
 
     @property
     def size(self) -> int:
@@ -101,12 +105,12 @@ class Tile:
     @property
     def columns(self) -> int:
         """Columns of one block: the more rows, the fewer columns, so that tiles have the same size in memory."""
-        return max(64, TILE_COLUMNS * 16 // self.size)
+        return max(64, TILE_ELEMENTS // self.size)
 
     @property
     def vectors(self) -> int:
-        """Rows for the weight vectors in each column block, `FUSED_VECTORS` in all."""
-        return FUSED_VECTORS // self.stack
+        """Rows for the weight vectors in each column block, at least `FUSED_VECTORS` in all."""
+        return max(FUSED_VECTORS // self.stack, self.held_vectors)
 
     def stacked_weights(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
         """Weights `(M, N)` of each span on a block diagonal, and their rounding errors.
@@ -329,7 +333,7 @@ class HalfContractor:
             COLUMNS=tile.columns,
             BLOCKS=TILE_BLOCKS,
             ALIGNED=all((segment.start + segment.width) % 16 == 0 for segment in segments),
-            COLUMNS_FIRST=tile.size >= 64,
+            COLUMNS_FIRST=tile.size >= COLUMNS_FIRST_ROWS,
             num_warps=TILE_WARPS if tile.size <= 32 else 2 * TILE_WARPS,
             num_stages=TILE_STAGES,
         )
