@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -6,6 +7,7 @@ from scoregram.spectra import spectrum_summary
 from scoregram.studies.grpo_rank.claims import rank
 from scoregram.studies.grpo_rank.claims.rank import RANK_CLAIMS, rank_two
 from scoregram.studies.ledger import Verdict
+from scoregram.theory import exact_moments
 from tests.claims_cases import break_estimator, check_verdicts, finding
 
 
@@ -16,7 +18,7 @@ def test_verdicts():
             "max-rank": Verdict.FALSE,
             "sec-7.2-directions": Verdict.CORRECTED,
             "sec-7.2-dimensions": Verdict.FALSE,
-            "sec-7.2-diminishing": Verdict.FALSE,
+            "sec-7.2-diminishing": Verdict.CORRECTED,
             "fig-2": Verdict.NEEDS_MEASUREMENT,
             "fig-3": Verdict.NEEDS_MEASUREMENT,
         },
@@ -31,6 +33,11 @@ def test_verdicts():
         ("spectrum_summary", partial(spectrum_summary, centred=True), "sec-7.2-dimensions"),
         ("centred_gram", lambda gram: gram, "max-rank"),
         ("expected_orthogonal_top1_fraction", lambda p, size: 1 / size, "fig-2"),
+        (
+            "exact_moments",
+            lambda t: replace(exact_moments(t), oracle_trace=100 * t.reward_variance),
+            "sec-7.2-diminishing",
+        ),
         ("signal_to_noise", lambda parts, prompts, size: 1 / size, "fig-3"),
     ],
 )

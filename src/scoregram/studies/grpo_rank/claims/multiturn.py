@@ -199,7 +199,7 @@ MULTITURN_CLAIMS = (
     claim(
         "multi-turn-bias",
         "section 6, sentence before eq. (23); 'In short', second sentence",
-        "Mixing past with future rewards introduces bias into GRPO for multi-turn problems.",
+        "Mixing past with future rewards introduces bias into GRPO for multi-turn problems (read: into its gradient).",
         _bias,
     ),
     claim(

@@ -36,6 +36,7 @@ from scoregram.studies.ledger import Finding, as_printed, corrected, refuted, to
 from scoregram.theory import (
     GroundTruth,
     contrast_weight,
+    exact_moments,
     expected_orthogonal_top1_fraction,
     largest_stacked_rank,
     most_energy_outside_top_two,
@@ -159,20 +160,25 @@ def rank_two() -> Finding:
         other[size] = {spectrum_summary(g.gram, a).numerical_rank for g, a in zip(groups, fixed, strict=True)}
     orthogonal = spectrum_summary(torch.eye(8, dtype=torch.float64), advantages("mean", binary_group(4, 8)))
     opposite = max(_cosine_of_means(truth, p) for truth in lab_worlds("output_only_binary") for p in range(3))
+    distinct, drawn = ({s: _mean_effective_rank(s, distinct=only) for s in PAPER_SIZES} for only in (True, False))
     return refuted(
         printed=max(ranks[8]) <= 2,
         truth=ranks == other == {size: {size} for size in PAPER_SIZES}
         and abs(orthogonal.effective_rank - orthogonal_effective_rank(4, 8)) < 1e-9
-        and opposite < -1 + EXACT,
+        and opposite < -1 + EXACT
+        and max(drawn.values()) < 2 < distinct[4] < distinct[8],
         evidence={
             **{f"rank of zero-sum stacks, R = {size}": max(seen) for size, seen in ranks.items()},
             "the same, constant baseline, R = 8": max(other[8]),
+            **{f"mean effective rank, distinct rollouts, R = {size}": x for size, x in distinct.items()},
+            **{f"mean effective rank, as GRPO draws, R = {size}": x for size, x in drawn.items()},
             "effective rank, R = 8, k = 4, orthogonal scores": orthogonal.effective_rank,
             "cosine of E[ψ | right] and E[ψ | wrong]": opposite,
         },
         correction="No such theorem is stated or proved, and it is false: zero-sum advantages leave the stack any rank up to "
-        "R (the baseline only scales rows). Two other things are low-dimensional: the update itself is one vector, "
-        "and on average right and wrong rollouts pull along one line, since E[ψ | right] and E[ψ | wrong] are opposite.",
+        "R (the baseline only scales rows). Drawn as GRPO draws, from a small world whose rollouts repeat, the effective rank does stay "
+        "below 2; distinct rollouts of that world, under the same constraint, have one that grows with R. "
+        "Two other things are low-dimensional: the update itself is one vector, and on average right and wrong rollouts pull along one line, since E[ψ | right] and E[ψ | wrong] are opposite.",
     )
 
 
@@ -253,21 +259,40 @@ def no_new_dimensions() -> Finding:
 
 
 def diminishing_returns() -> Finding:
-    """Signal-to-noise ratio per rollout of one prompt, and the best group size when prompts share the rollouts."""
-    worst, shown = math.inf, {}
+    """What one more rollout adds to the squared signal-to-noise ratio of one prompt, and the best group size of a batch."""
+    falls, least_per_rollout, shown = [], math.inf, {}
+    follows_components = True
     for truth in lab_worlds("output_only"):
+        exact = exact_moments(truth)
+        baseline_noise = exact.variance_fisher_trace + exact.gradient_squared  # (P,): c3 of one prompt
         for prompt in prompts_of(truth):
-            per_rollout = [moments(truth, "mean", prompt=prompt, group_size=s).snr_squared / s for s in PAPER_SIZES]
-            worst = min(worst, per_rollout[1] - per_rollout[0], per_rollout[2] - per_rollout[1])
-            shown = shown or {f"SNR² per rollout, R = {s}": x for s, x in zip(PAPER_SIZES, per_rollout, strict=True)}
+            two, four, eight = (moments(truth, "mean", prompt=prompt, group_size=s).snr_squared for s in PAPER_SIZES)
+            added = (four - two) / 2, (eight - four) / 4  # by each rollout from 2 to 4, and from 4 to 8
+            falls.append(added[1] < added[0])
+            follows_components &= falls[-1] == bool(baseline_noise[prompt] < exact.oracle_trace[prompt])
+            least_per_rollout = min(least_per_rollout, four / 4 - two / 2, eight / 8 - four / 4)
+            shown = shown or {
+                "SNR² added per rollout, R = 2 to 4": added[0],
+                "SNR² added per rollout, R = 4 to 8": added[1],
+            }
     best = optimal_group_size(_components(lab_world("output_only")))
-    return refuted(
-        printed=worst < 0,
-        truth=worst > 0 and math.isfinite(best.exact),
-        evidence=shown | {"least gain in SNR² per rollout": worst, "best R at a fixed number of rollouts": best.exact},
-        correction="The opposite, for one prompt: the squared signal-to-noise ratio grows faster than R, so every "
-        "rollout counts for more, not less. Returns diminish against using the rollouts on other prompts: the best R is "
-        "1 + √(c3/c1), where prompts differ by c1 and the baseline's noise is c3.",
+    return corrected(
+        printed=all(falls),
+        truth=follows_components
+        and 0 < sum(falls) < len(falls)
+        and least_per_rollout > EXACT
+        and math.isfinite(best.exact),
+        evidence=shown
+        | {
+            "prompts": len(falls),
+            "prompts where each rollout adds less from 4 to 8 than from 2 to 4": sum(falls),
+            "least rise of SNR² / R": least_per_rollout,
+            "best R at a fixed number of rollouts": best.exact,
+        },
+        correction="Not because of rank, and not on every prompt. By the squared signal-to-noise ratio of one prompt (the text names no "
+        "measure) each further rollout adds less where the baseline's noise c3 is below the rollouts' own noise c2, and more where it is "
+        "above; the ratio divided by R always rises. Returns diminish against using the rollouts on other prompts: the best R is "
+        "1 + √(c3/c1), where prompts differ by c1.",
     )
 
 
