@@ -158,6 +158,15 @@ def test_the_numpy_copy_is_the_parquet_file(model):
         np.testing.assert_array_equal(stored["rewards"], list_column(path, "rewards"))
 
 
+@pytest.mark.parametrize("path", [path for path in LAYERS if path.stem == "t1-p1-layers"], ids=name_of)
+def test_parts_are_those_of_the_layer_files(path):
+    for name, k in stored_grams(path).items():
+        np.testing.assert_array_equal(summarise().part_grams(path.parent.name, name), k)
+    whole = summarise().part_grams(path.parent.name, "k")
+    energies = [np.trace(k, axis1=1, axis2=2) for k in (whole, *stored_grams(path).values())]
+    assert (sum(energies[1:]) <= energies[0] * (1 + FLOAT32_EPS)).all()  # parts share no parameter
+
+
 def test_the_page_shows_the_tables():
     text = PAGE.read_text(encoding="utf-8")
     assert summarise().filled(text) == text, "run python results/fixed-policies/summarise.py --write"

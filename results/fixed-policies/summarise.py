@@ -28,6 +28,8 @@ SETTINGS = ("t1-p1", "t0.7-p1", "t0.5-p1", "t0.3-p1", "t1-p0.9")
 GROUP_SIZES = (2, 4, 8, 16)
 SUCCESS_RATES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 RESAMPLES = 1000
+PARTS = {"all parameters": "k", "embedding": "k_embed", "head": "k_head", "last block": "k_last"}
+"""Parameters of a part → column of its Gram; the parts are in the layers file."""
 REWARD_VECTORS = 200
 """Random reward vectors for each group of `checks.npz`."""
 
@@ -65,6 +67,23 @@ def columns(model: str, setting: str) -> dict[str, np.ndarray]:
 def grams(model: str, setting: str, name: str = "k") -> np.ndarray:
     """`(groups, 16, 16)` Grams in float64."""
     return columns(model, setting)[name].astype(np.float64).reshape(-1, 16, 16)
+
+
+@cache
+def part_grams(model: str, name: str) -> np.ndarray:
+    """`(groups, 16, 16)` Grams over a part of the parameters at temperature 1, in float64; 0 if a model lacks it."""
+    if name == "k":
+        return grams(model, "t1-p1")
+    stored = pq.read_table(HERE / model / "t1-p1-layers.parquet", columns=[name])[name].combine_chunks()
+    k = np.zeros((len(stored), 16, 16))
+    k[:, *np.triu_indices(16)] = stored.flatten().to_numpy().reshape(len(stored), -1)
+    return k + np.triu(k, 1).transpose(0, 2, 1)
+
+
+def pair_cosines(k: np.ndarray) -> np.ndarray:
+    """`(groups, 120)`: cosine of every pair of rollouts of a group."""
+    norm = np.sqrt(np.diagonal(k, axis1=1, axis2=2))
+    return (k / norm[:, :, None] / norm[:, None, :])[:, *np.triu_indices(16, 1)]
 
 
 def spectra(k: np.ndarray, a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -172,9 +191,7 @@ def collected_row(model: str, setting: str) -> list[str]:
     rewards, lengths = stored["rewards"], stored["lengths"]
     right = rewards.sum(1)
     texts = np.array([len(set(group.tolist())) for group in stored["same_text_as"]])
-    k = grams(model, setting)
-    norm = np.sqrt(np.diagonal(k, axis1=1, axis2=2))
-    cosine = (k / norm[:, :, None] / norm[:, None, :])[:, ~np.eye(16, dtype=bool)]
+    cosine = pair_cosines(grams(model, setting))
     numbers = [
         f"{len(rewards)}",
         f"{((right > 0) & (right < 16)).sum()}",
@@ -240,6 +257,37 @@ def temperature_table() -> str:
     return markdown(["setting", "scored policy", *MODELS], rows)
 
 
+def parts_table() -> str:
+    """Groups of 16 at temperature 1: rank / null [interval] and cosines over one part of the parameters."""
+    rows = []
+    for model in MODELS:
+        whole = part_grams(model, "k")
+        for part, name in PARTS.items():
+            if part_grams(model, name).any():
+                rows.append([model, part, *part_numbers(part_grams(model, name), whole, model)])
+    return markdown(["model", "part", "energy", "rank / null", "rms cosine", "correlation of cosines"], rows)
+
+
+def part_numbers(k: np.ndarray, whole: np.ndarray, model: str) -> list[str]:
+    """Share in the squared norms, rank over null, and cosines of one part against those over all parameters."""
+    rewards = columns(model, "t1-p1")["rewards"].astype(np.float64)
+    live = (rewards.sum(1) > 0) & (rewards.sum(1) < 16)
+    a = rewards - rewards.mean(1, keepdims=True)
+    ratio = np.zeros(len(k))
+    rank, null = (effective_rank(sigma) for sigma in spectra(k[live], a[live]))
+    ratio[live] = rank / null
+    weights = resampled_counts(len(k))
+    low, high = np.percentile((weights @ ratio) / (weights @ live), [2.5, 97.5])
+    cosines = pair_cosines(k)
+    energy = np.trace(k, axis1=1, axis2=2).sum() / np.trace(whole, axis1=1, axis2=2).sum()
+    return [
+        f"{energy:.3f}",
+        f"{ratio[live].mean():.3f} [{low:.3f}, {high:.3f}]",
+        f"{np.sqrt((cosines**2).mean()):.3f}",
+        f"{np.corrcoef(cosines.ravel(), pair_cosines(whole).ravel())[0, 1]:.2f}",
+    ]
+
+
 def cells_table() -> str:
     """Effective rank [interval] (null) by R and k, temperature 1."""
     rows = []
@@ -294,6 +342,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rank by R": rank_table,
     **{f"standardised {model}": (lambda model=model: standardised_table(model)) for model in MODELS},
     "by temperature": temperature_table,
+    "by part": parts_table,
     "by k": cells_table,
     "checks": checks_table,
 }
