@@ -439,7 +439,10 @@ def test_many_faults_are_counted_not_printed():
     assert lines[0] == "failed       files: f0 was changed"
     assert lines[-3].strip() == "and 78 more" and len(lines) == 24
     assert lines[-2] == "r: NOT verified."
-    assert lines[-1].startswith("Shown: ") and "Not shown: that the Grams follow from the rollouts' tokens" in lines[-1]
+    assert (
+        lines[-1].startswith("A full pass shows ")
+        and "not show that the Grams follow from the rollouts' tokens" in lines[-1]
+    )
 
 
 @pytest.fixture

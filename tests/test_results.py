@@ -62,6 +62,8 @@ def test_the_page_announces_number_and_key_of_the_signed_record():
     assert record["signature"]["public_key"] == record["content"]["signer"]
     for announced in (record["number"], record["content"]["signer"], record["content"]["key_id"]):
         assert f"| `{announced}` |" in page
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"`{record['number']}`" in readme and f"`{record['content']['signer']}`" in readme
     assert not [path for path in ROOT.rglob("*.pem") if ".venv" not in path.parts], "no private key is committed"
 
 

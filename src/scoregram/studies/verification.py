@@ -88,9 +88,9 @@ VERDICTS_CHECK = "verdicts follow from the exhibits"
 TOKENS_CHECK = "Grams follow from the tokens"
 
 SCOPE = (
-    "Shown: which files the record was made of, and that its tables and verdicts follow from the stored Grams. "
-    "Not shown: that the Grams follow from the rollouts' tokens (--remeasure N measures some again), nor who holds the "
-    "key."
+    "A full pass shows which files the record was made of, and that its tables and verdicts follow from the stored "
+    "Grams. It does not show that the Grams follow from the rollouts' tokens (--remeasure N measures some again), nor "
+    "who holds the key."
 )
 """What verification can and cannot show."""
 
