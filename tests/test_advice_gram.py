@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,13 @@ from scipy.stats import t as student
 from scoregram.advice import GRAM_RULES, RunFinding, advise_run
 from scoregram.advice.findings import Undecided, contradictions
 from scoregram.advice.gram_rules import (
-    group_size_for,
+    group_cosines,
     layer_energy_shares,
-    live_share_at,
+    layer_signals,
     prompt_products,
-    right_cosines,
     shortened,
 )
+from scoregram.advice.noise_rules import group_size_for, live_share_at
 from scoregram.bootstrap import t_mean
 from scoregram.exhibits import Estimate
 from scoregram.reading import RunNoise, RunReading, StoredGroup, read_run
@@ -42,9 +43,9 @@ def run_of(*outcomes: str, lines: Any = (), prompts: list[str] | None = None) ->
     return RunReading({}, (), [{"step": 1, "reward": 0.5, **dict(lines)}], [StoredGroup(record) for record in records])
 
 
-def with_noise(run: RunReading, steps: int = 8, **changes: Any) -> RunReading:
-    """The run as if its noise had been pooled to these numbers."""
-    vars(run)["_noise"] = RunNoise(steps=steps, **changes)
+def with_noise(run: RunReading, steps: int = 8, *, phase: str = "last", **changes: Any) -> RunReading:
+    """The run as if the noise of a third had been pooled to these numbers."""
+    vars(run).setdefault("_noises", {})[phase] = RunNoise(steps=steps, **changes)
     return run
 
 
@@ -205,7 +206,7 @@ def test_more_comparisons_widen_the_interval(tests):
     assert found.high == pytest.approx(3 + quantile * np.std(values, ddof=1) / math.sqrt(5), rel=1e-5)
 
 
-def test_cosines_are_those_between_right_rollouts():
+def test_cosines_are_those_between_right_rollouts_and_from_right_to_wrong_ones():
     scores = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 5.0], [2.0, 0.0]], dtype=torch.float64)
     record = GroupRecord(
         step=1,
@@ -215,9 +216,98 @@ def test_cosines_are_those_between_right_rollouts():
         advantages=torch.zeros(4, dtype=torch.float64),
         gram=scores @ scores.mT,
     )
-    ((name, cosine),) = right_cosines([StoredGroup(record)])
-    assert name == "a" and cosine == pytest.approx((2 / math.sqrt(2) + 1) / 3)
-    assert right_cosines([StoredGroup(dataclasses.replace(record, rewards=torch.ones(4, dtype=torch.float64)))]) == []
+    (one,) = group_cosines([StoredGroup(record)])
+    assert one.prompt == "a" and one.right_right == pytest.approx((2 / math.sqrt(2) + 1) / 3)
+    assert one.right_wrong == pytest.approx((0 + 1 / math.sqrt(2) + 0) / 3)  # against the rollout along the second axis
+    assert group_cosines([StoredGroup(dataclasses.replace(record, rewards=torch.ones(4, dtype=torch.float64)))]) == []
+
+
+@pytest.mark.parametrize(("slip", "told"), [(0.0, "Wrong rollouts have it too"), (3.0, "Wrong rollouts differ")])
+def test_lost_exploration_says_what_wrong_rollouts_do(slip, told):
+    """Two right rollouts become one direction; the wrong ones share it, or leave it by `slip`."""
+    groups = []
+    for step in range(1, 31):
+        apart = 1.0 if step <= 10 else 0.05
+        right = torch.tensor([[1.0, apart, 0.0], [1.0, -apart, 0.0]])
+        wrong = torch.tensor([[1.0, 0.0, slip + 0.01], [1.0, 0.0, slip + 0.01]])
+        scores = torch.cat([right, wrong]).double()
+        record = GroupRecord(
+            step=step,
+            prompt_id=f"p/{step % 10}",
+            rewards=torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64),
+            lengths=torch.ones(4).long(),
+            advantages=torch.zeros(4, dtype=torch.float64),
+            gram=scores @ scores.mT,
+        )
+        groups.append(StoredGroup(record))
+    run = RunReading({}, (), [{"step": step, "reward": 0.5} for step in range(1, 31)], groups)
+    one = found("lost exploration", run)
+    assert told in one.sentence
+    assert one.number.value == pytest.approx((1 - 0.05**2) / (1 + 0.05**2))
+    assert "at first" in one.evidence and "Between right and wrong rollouts it is" in one.evidence
+
+
+def test_the_best_group_size_moves_over_a_run():
+    """Early groups of 11 would be best, late ones of 3; groups of 4 cost 43 % of the error early."""
+    early, late = NoiseComponents(1.0, 1.0, 1.0, 100.0), NoiseComponents(1.0, 25.0, 1.0, 100.0)
+    run = with_noise(run_of("1000"), best_group_size=Estimate(3.0, 2.5, 3.5), components=late)
+    assert isinstance(found("group size by phase", run), Undecided)
+    with_noise(run, phase="first", best_group_size=Estimate(11.0, 8.0, 15.0), components=early)
+    one = found("group size by phase", run)
+    assert "from 11.0 [8.0, 15.0] in the first third to 3.00 [2.50, 3.50] in the last" in one.sentence
+    gains = (1 - 22 / (5 + 100 / 3), 1 - (75 + 1 + 50) / (100 + 1 + 100 / 3))  # at 11 and at 3, against 4
+    assert f"(first {gains[0]:.0%}, last {gains[1]:.0%})" in one.evidence
+    with_noise(run, phase="first", best_group_size=Estimate(11.0, 3.4, 15.0), components=early)
+    assert found("group size by phase", run) is None  # the intervals overlap
+    advice = advise_run(with_noise(run, phase="first", best_group_size=Estimate(11.0, 8.0, 15.0), components=early))
+    assert contradictions(advice.findings) == []
+
+
+def layered_run(folder: Path, signals: dict[str, float], *, steps: int = 36, noise: float = 1.0) -> RunReading:
+    """A run of groups of 8 whose layers have scores `± signal e_1 + noise`: right rollouts point along `+ e_1`."""
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.tensor([1.0, 0.0] * 4, dtype=torch.float64)
+    with RunWriter.create(folder, {"group_size": 8}, environment={}, layers="float64") as writer:
+        for step in range(1, steps + 1):
+            grams = {}
+            for name, signal in signals.items():
+                scores = noise * torch.randn(8, 6, generator=generator, dtype=torch.float64)
+                scores[:, 0] += signal * (2 * rewards - 1)
+                grams[name] = scores @ scores.mT
+            record = GroupRecord(
+                step=step,
+                prompt_id=f"p/{step}",
+                rewards=rewards,
+                lengths=torch.ones(8).long(),
+                advantages=rewards - 0.5,
+                gram=torch.stack([*grams.values()]).sum(0),
+                by_layer=grams,
+            )
+            writer.write_groups(step, [record])
+            writer.write_metrics(step, {"reward": 0.5})
+    return read_run(folder)
+
+
+def test_layers_that_carry_the_update_are_named_with_their_share(tmp_path):
+    """`g = Cov(score, reward) = signal / 2` along one axis, so the squared norms are as 16 to 4."""
+    run = layered_run(tmp_path / "run", {f"layer.{place}": 0.0 for place in range(8)} | {"big": 4.0, "second": 2.0})
+    names, values = layer_signals(run) or ([], np.zeros(0))
+    assert names[-2:] == ["big", "second"] and values.shape == (12, 10)
+    shares = values.sum(0) / values.sum()
+    assert shares[-2:] == pytest.approx([0.8, 0.2], abs=0.1)
+    one = found("layers that carry the update", run)
+    assert "of 10 layers have most" in one.sentence and one.listing[0].endswith("big")
+    assert not any("layer." in line for line in one.listing)
+    assert one.number.low <= 0.8 + 0.2 and one.number.high >= 0.8
+    assert "all with the same rank" in one.change.sentence and "have lost" in one.change.effect
+
+
+def test_no_layer_carries_noise(tmp_path):
+    signals = {f"layer.{place}": 0.0 for place in range(8)}
+    verdict = found("layers that carry the update", layered_run(tmp_path / "noise", signals))
+    assert not isinstance(verdict, RunFinding)
+    equal = {f"layer.{place}": 3.0 for place in range(8)}
+    assert found("layers that carry the update", layered_run(tmp_path / "equal", equal)) is None
 
 
 def test_shares_of_layers_are_those_of_their_update(tmp_path):

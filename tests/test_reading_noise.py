@@ -12,6 +12,7 @@ from rich.console import Console
 from scipy.stats import t as student
 
 from scoregram.bootstrap import FEWEST, fieller_ratio
+from scoregram.errors import ScoregramError
 from scoregram.reading import POOLED, read_run, run_noise
 from scoregram.report.run_page import summary_table
 from scoregram.runs import open_run
@@ -44,6 +45,16 @@ def test_steps_without_signal_are_pooled_and_not_dropped():
     assert noise.best_group_size.value == pytest.approx(1 + math.sqrt(6))
     assert noise.baseline_saving.value == pytest.approx(0.5 / 4)
     assert not noise.is_conclusive and math.isnan(noise.snr.low) and "too few for a conclusion" in noise.sentence()
+
+
+def test_the_first_third_is_pooled_in_the_same_way():
+    first, rest = NoiseComponents(2.0, 1.0, 4.0, 9.0), NoiseComponents(1.0, 1.0, 4.0, 4.0)
+    lines = [line(step, one) for step, one in enumerate([first] * 5 + [rest] * 10)]
+    sizes = [run_noise(lines, 4, phase=phase).best_group_size.value for phase in ("first", "last")]
+    assert sizes == pytest.approx([1 + math.sqrt(9), 1 + math.sqrt(4)])
+    assert run_noise(lines, 4, failed=[2], phase="first").steps == 0
+    with pytest.raises(ScoregramError, match=r"noise: phase must be one of first, last, got 'middle'\."):
+        run_noise(lines, 4, phase="middle")
 
 
 def test_the_interval_of_a_ratio_is_the_set_that_a_t_test_does_not_reject():

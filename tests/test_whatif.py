@@ -11,7 +11,7 @@ from scoregram import cli
 from scoregram.advantages import ESTIMATORS, estimate
 from scoregram.checks import ScoregramError
 from scoregram.reading import RunReading, StoredGroup, what_if
-from scoregram.reading.replay import USUAL, ReplayedGroups, can_replay, whole_steps
+from scoregram.reading.replay import USUAL, WEIGHTS, ReplayedGroups, can_replay, whole_steps
 from scoregram.runs import GroupRecord
 from scoregram.statistics import disjoint_parts, split_products
 
@@ -39,6 +39,62 @@ def update(name, chosen):
     scores, lengths = SCORES[chosen], torch.tensor([[LENGTHS[one] for one in chosen]])
     inputs = {"lengths": lengths, "score_energies": (scores**2).sum(1)[None], "outcomes": rewards}
     return estimate(name, rewards, **inputs)[0] @ scores / len(chosen)
+
+
+def by_hand(weights, chosen, advantages):
+    """Factor of each rollout, from the words of the table."""
+    rewards = [REWARDS[one] for one in chosen]
+    mean = sum(rewards) / len(rewards)
+    spread = sum((reward - mean) ** 2 for reward in rewards) / len(rewards)
+    factors = {
+        "uniform": [1.0 for _ in chosen],
+        "length": [1 / LENGTHS[one] for one in chosen],
+        "right": [float(value > 0) for value in advantages],
+        "wrong": [float(value < 0) for value in advantages],
+        "hard": [1 - mean for _ in chosen],
+        "spread": [spread for _ in chosen],
+    }
+    return torch.tensor(factors[weights], dtype=torch.float64)
+
+
+def weighted_update(name, weights, chosen):
+    rewards = torch.tensor([[REWARDS[one] for one in chosen]], dtype=torch.float64)
+    advantages = estimate(name, rewards)[0]
+    return (advantages * by_hand(weights, chosen, advantages.tolist())) @ SCORES[chosen] / len(chosen)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_weighted_updates_are_unbiased_for_their_own_signal_and_bias(weights):
+    """Over every group of four: products of halves against the exact means, variance and distance to the gradient."""
+    true = expected([(chance, update("rloo", chosen)) for chosen, chance in samples(2)])
+    exact = [(chance, weighted_update("rloo", weights, chosen)) for chosen, chance in samples(2)]
+    mean, square = expected(exact), expected([(chance, one @ one) for chance, one in exact])
+    groups = list(samples(4))
+    chances = torch.tensor([chance for _, chance in groups], dtype=torch.float64)
+    parts, records = disjoint_parts(4, 2), [StoredGroup(record_of(chosen)) for chosen, _ in groups]
+    tables = [ReplayedGroups(records), ReplayedGroups(records, weights)]
+    products = split_products(
+        tables[0].grams, torch.stack([one.advantages_of_parts("rloo", parts) for one in tables]), parts
+    )
+    (own, shared, other) = (products.across[i, j] @ chances for i, j in ((1, 1), (0, 1), (0, 0)))
+    torch.testing.assert_close(products.noise[1] @ chances, square - mean @ mean, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(own - 2 * shared + other, (mean - true) @ (mean - true), rtol=1e-10, atol=1e-12)
+
+
+def test_variance_and_bias_of_a_large_run_are_those_of_enumeration():
+    run = run_of(drawn_groups(400, 8))
+    true = expected([(chance, update("rloo", chosen)) for chosen, chance in samples(4)])
+    for name, weights in (("grpo", "uniform"), ("mean", "uniform"), ("rloo", "length"), ("rloo", "right")):
+        (row,) = what_if(run, (name,), weights=weights).rows
+        exact = [(chance, weighted_update(name, weights, chosen)) for chosen, chance in samples(4)]
+        mean = expected(exact)
+        variance = float(expected([(chance, one @ one) for chance, one in exact]) - mean @ mean)
+        bias = float((mean - true) @ (mean - true) / (true @ true))
+        assert row.variance.low <= variance <= row.variance.high
+        assert row.bias.low - 1e-9 <= bias <= row.bias.high + 1e-9
+    rloo, mean_row = what_if(run, ("rloo", "mean")).rows
+    assert (rloo.bias.value, rloo.bias.low, rloo.bias.high) == (0.0, 0.0, 0.0)
+    assert mean_row.bias.value == pytest.approx((1 / 4) ** 2)  # 3/4 of the gradient, from groups of four
 
 
 @pytest.mark.parametrize(("size", "parts_of"), [(4, 2), (5, 2), (6, 3)])
@@ -157,6 +213,7 @@ def test_few_groups_have_no_interval_and_pure_noise_no_conclusion():
         ({"estimators": ("magic",)}, "whatif --estimators: the name must be one of"),
         ({"estimators": ("remax",)}, "a run must hold what the estimator needs, got remax, which needs greedy_rewards"),
         ({"estimators": ("gae",)}, "a run must hold what the estimator needs, got gae, which needs"),
+        ({"weights": "magic"}, "whatif --weights: the name must be one of"),
         ({"group_size": 3}, "must be from 2 to 2, half of the run's groups of 4, got 3"),
         ({"group_size": 1, "estimators": ("reinforce",)}, "must be from 2 to 2"),
     ],
@@ -200,6 +257,8 @@ def test_the_command_prints_a_table_and_strict_json(tmp_path, capsys):
     assert record["run_size"] == 8 and record["group_size"] == 4 and len(record["rows"]) == 2
     assert cli.main(["whatif", str(tmp_path / "run")]) == 0
     assert "Signal over noise is that of one prompt's update from 4 rollouts" in capsys.readouterr().out
+    assert cli.main(["whatif", str(tmp_path / "run"), "--estimators", "rloo", "--weights", "length"]) == 0
+    assert "weights length" in capsys.readouterr().out
     assert cli.main(["whatif", str(tmp_path / "run"), "--group-size", "5"]) == 2
     assert "half of the run's groups of 8" in capsys.readouterr().err
 

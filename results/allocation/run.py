@@ -1,190 +1,195 @@
-"""Fixed group sizes, a moving one, allocation and dynamic sampling at equal rollouts.
+"""Fixed group sizes, a moving one, allocations, optimal baselines and dynamic sampling at equal rollouts.
 
-python run.py --out FOLDER                 train what is missing, task by task, then write runs.json beside this file
-python run.py --out FOLDER --only-write    write runs.json from the runs that are complete
-python run.py --table                      the tables of runs.json
+python run.py OUT [--tasks arithmetic] [--seeds 8] [--workers 6]    train what is missing
+python run.py OUT --write                                           write runs.json from the runs that are complete
 
-Every run is an ordinary folder under FOLDER/TASK/runs, and the same command continues after an interruption. All
-methods are RLOO with summed tokens, so that they estimate the same gradient, with the same optimiser, learning rate and
-number of rollouts per step; dynamic sampling draws up to four times as many prompts, and all of its rollouts count.
-Training problems are few, so that prompts come back: allocation decides from earlier visits.
-
-Tables. *Area* is the mean of the test accuracy over the budget, on straight lines between evaluations: it rewards early
-learning. *Best fixed* is the fixed group size with the largest mean in the first column, chosen in hindsight from the
-same runs, which favours it. Differences are paired by seed; intervals are 95 %, t distribution over seeds.
+Every run is an ordinary folder under OUT/TASK/runs, and the same command continues after an interruption. The queue
+goes seed by seed, so that whatever is finished has all rows of the table. All rows are REINFORCE with summed tokens and
+a baseline from the other rollouts, with the same optimiser, learning rate and rollouts per step. They differ in how
+many rollouts a prompt gets, in which groups are kept (dynamic sampling) and in the weights of the baseline. Starting
+policies of tasks other than the embedded ones must be in OUT/starts.
 """
 
+import argparse
 import json
-from dataclasses import dataclass, field
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
-import numpy as np
-import tyro
-from rich.console import Console
-
-from scoregram.compare import CompareConfig, compare_methods
-from scoregram.compare.intervals import mean_over_seeds
-from scoregram.compare.table import open_comparison
-from scoregram.exhibits import Estimate
-from scoregram.policy import PolicyConfig, load_policy
+from scoregram.compare import CompareConfig
+from scoregram.compare.cells import PlannedCell, planned_cells, run_or_explain, write_comparison_setting
+from scoregram.compare.results import RunResult
+from scoregram.policy import load_policy
+from scoregram.reading import SAMPLED_TEST, read_run
+from scoregram.runs import open_run
 from scoregram.tasks import load_task
-from scoregram.training import warm_start, write_warm_start
+from scoregram.training import run_in_processes
 
 HERE = Path(__file__).parent
-RUNS = HERE / "runs.json"
-FIXED = {f"R = {size}": f"rloo:group_size={size}" for size in (4, 8, 16, 32)}
-OTHERS = {
-    "auto": "rloo:group_size=auto",
+FIXED = {f"R = {size}": f"rloo:group_size={size}" for size in (2, 4, 8, 16)}
+GRAM_FREE = FIXED | {
     "success": "rloo:allocate=success",
-    "measured": "rloo:allocate=measured",
-    "auto and measured": "rloo:group_size=auto:allocate=measured",
     "dynamic sampling": "dapo:estimator=rloo:objective=reinforce",
 }
-METHODS = FIXED | OTHERS
-"""Name in the tables → method and options of `scoregram compare`."""
+GRAM_NATIVE = {
+    "auto": "rloo:group_size=auto",
+    "measured": "rloo:allocate=measured",
+    "auto and measured": "rloo:group_size=auto:allocate=measured",
+    "optimal baseline, R = 4": "optimal-loo:group_size=4",
+    "optimal baseline, R = 8": "optimal-loo:group_size=8",
+    "optimal baseline, auto": "optimal-loo:group_size=auto",
+}
+ROWS = GRAM_FREE | GRAM_NATIVE
+"""Row of the table → method and options of `scoregram compare`."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to train."""
+class TaskSetting:
+    """One task: where its runs begin and how long they are."""
 
-    out: Path = Path("runs/allocation")
-    """Folder of the runs."""
-    tasks: tuple[str, ...] = ("arithmetic", "reasoning-gym:chain_sum", "reasoning-gym:number_sorting")
-    """Tasks; those of reasoning-gym begin with a supervised warm start of the embedded policy."""
-    names: tuple[str, ...] = tuple(METHODS)
-    """Rows of the table to train."""
-    seeds: int = 5
-    """Runs of each method."""
-    rollouts: int = 6_400
-    """Rollouts of each run."""
-    batch_size: int = 64
-    """Rollouts per step."""
-    train_problems: int = 256
-    """Training problems."""
-    learning_rate: float = 2e-5
-    """Learning rate of every run. At 1e-4 arithmetic is at 0.9 after 256 rollouts, whatever the group size."""
-    eval_problems: int = 256
-    """Test problems of an evaluation; there are ten."""
-    warm_start_epochs: float = 1.0
-    """Passes over demonstrations, for tasks other than arithmetic."""
-    jobs: int = 0
-    """Runs at a time; 0 for one per core."""
-    only_write: bool = False
-    """Train nothing; write runs.json from complete runs."""
-    table: bool = False
-    """Print the tables of runs.json."""
-    columns: tuple[str, ...] = field(default=("area", "final"))
-    """Columns of the tables."""
+    task: str
+    learning_rate: float
+    rollouts: int = 3_200
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether each seed begins with the embedded policy of its own."""
+        return "model" not in self.options
 
 
-def comparison(plan: Plan, task: str) -> CompareConfig:
-    """The comparison of all methods on one task."""
-    folder = plan.out / task.replace(":", "-")
+RATE, SLOW_RATE = 1e-4, 3e-5
+"""Of 1e-5, 3e-5, 1e-4 and 3e-4, groups of 8 on arithmetic had the largest area at 1e-4; at 3e-4 they collapse."""
+GYM = {"prompt": "plain", "max_new_tokens": 40, "eval_problems": 64, "every_rollouts": 320}
+ROTATIONS = "reasoning-gym:rotate_matrix:min_n=2,max_n=2,min_rotations=1,max_rotations=1"
+TASKS = {
+    "arithmetic": TaskSetting("arithmetic", RATE),
+    "compositions": TaskSetting("arithmetic-compositions", RATE),
+    "spell_backward": TaskSetting("reasoning-gym:spell_backward", RATE, 960, GYM | {"model": "starts/spell_backward"}),
+    "rotate_matrix": TaskSetting(ROTATIONS, RATE, 960, GYM | {"model": "starts/rotate_matrix"}),
+    "arithmetic-slow": TaskSetting("arithmetic", SLOW_RATE),
+    "compositions-slow": TaskSetting("arithmetic-compositions", SLOW_RATE),
+}
+SHARED: dict[str, Any] = {
+    "batch_size": 32,
+    "train_problems": 64,
+    "eval_problems": 128,
+    "eval_samples": 4,
+    "credit_truth": "none",
+    "push": False,
+    "device": "cpu",
+    "final_checkpoint": False,
+}
+"""64 training problems, so that prompts come back: an allocation is decided from earlier visits."""
+
+
+def comparison_config(name: str, out: Path, seeds: int, rollouts: int = 0) -> CompareConfig:
+    """The comparison of all rows on one task; `rollouts` other than 0 is a budget for a trial."""
+    setting = TASKS[name]
+    options: dict[str, Any] = SHARED | dict(setting.options)
+    if "model" in options:
+        options["model"] = str(out / options["model"])
     return CompareConfig(
-        out=folder,
-        task=task,
-        model="tiny" if task.startswith("arithmetic") else str(started_policy(plan, task, folder / "start")),
-        methods=",".join(METHODS[name] for name in plan.names),
-        seeds=plan.seeds,
-        rollouts=plan.rollouts,
-        batch_size=plan.batch_size,
-        train_problems=plan.train_problems,
-        learning_rate=plan.learning_rate,
-        eval_problems=plan.eval_problems,
-        credit_truth="none",
-        push=False,
-        jobs=plan.jobs,
+        out=out / name,
+        task=setting.task,
+        methods=",".join(ROWS.values()),
+        seeds=seeds,
+        rollouts=rollouts or setting.rollouts,
+        learning_rate=setting.learning_rate,
+        **options,
     )
 
 
-def started_policy(plan: Plan, task: str, folder: Path) -> Path:
-    """The embedded policy after a supervised warm start on the task, trained once and then kept."""
-    if not (folder / "config.json").is_file():
-        loaded = load_task(task, seed=0)
-        policy = load_policy(PolicyConfig(model="tiny"), loaded)
-        warm_start(policy, loaded, epochs=plan.warm_start_epochs, learning_rate=1e-3)
-        write_warm_start(policy, folder)
-    return folder
+def build_tiny(place: tuple[CompareConfig, int]) -> None:
+    """Build the embedded policy of a task and a seed, so that its runs find it in the cache."""
+    config, seed = place
+    load_policy(replace(config.policy, seed=seed), load_task(config.task, seed=seed))
+
+
+def queue_of(configs: Sequence[CompareConfig]) -> list[PlannedCell]:
+    """The runs of all tasks, seed by seed."""
+    cells = [cell for config in configs for cell in planned_cells(config)]
+    return sorted(cells, key=lambda cell: cell.seed)  # stable: tasks keep their order within a seed
+
+
+def train_missing(configs: Mapping[str, CompareConfig], workers: int) -> None:
+    """Build the embedded policies, then train every incomplete run."""
+    embedded = [config for name, config in configs.items() if TASKS[name].is_embedded]
+    places = [(config, seed) for config in embedded for seed in range(config.seeds)]
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        list(pool.map(build_tiny, places))
+    for config in configs.values():
+        write_comparison_setting(config)
+    missing = [cell.config for cell in queue_of([*configs.values()]) if not cell.is_complete]
+    print(f"{len(missing)} runs are missing", flush=True)
+    run_in_processes(missing, workers, run=run_or_explain)
+
+
+def run_record(cell: PlannedCell) -> dict[str, Any]:
+    """What the tables need of a run.
+
+    `evaluations` are rollouts, mean reward of sampled and accuracy of greedy test rollouts; `moves` are the steps at
+    which the group size changed, with the new size.
+    """
+    run = RunResult(cell.seed, read_run(open_run(cell.config.out)))
+    sampled = run.run.tests[SAMPLED_TEST]
+    evaluated = [line for line in run.run.lines if "eval/accuracy" in line]
+    tested = [[*sampled[int(line["step"])].values()] for line in evaluated]
+    means = [sum(rewards) / len(rewards) for rewards in tested]
+    sizes = [line for line in run.run.lines if line.get("control/next_group_size")]
+    return {
+        "evaluations": [
+            [line["rollouts"], round(mean, 6), round(line["eval/accuracy"], 6)]
+            for line, mean in zip(evaluated, means, strict=True)
+        ],
+        "moves": [
+            [line["step"], line["control/next_group_size"]]
+            for line in sizes
+            if line["control/next_group_size"] != line["control/group_size"]
+        ],
+        "steps": run.steps,
+        "seconds": round(run.seconds, 1),
+    }
 
 
 def complete_runs(config: CompareConfig) -> dict[str, Any]:
-    """Name → seed → evaluations `(rollouts, accuracy)`, seconds, and the path of the group size of one task's runs."""
-    names = {label: name for name, label in METHODS.items()}
-    found: dict[str, Any] = {}
-    for method in open_comparison(config.out).methods:
-        found[names[method.label]] = {
-            str(run.seed): {
-                "evaluations": run.evaluations,
-                "seconds": round(run.seconds, 1),
-                "group_sizes": [
-                    (line["step"], line["control/next_group_size"])
-                    for line in run.run.lines
-                    if line.get("control/next_group_size", line.get("control/group_size"))
-                    != line.get("control/group_size")
-                ],
-            }
-            for run in method.runs
-        }
+    """Row → seed → record, of the runs that used up their budget."""
+    names = {label: name for name, label in ROWS.items()}
+    found: dict[str, Any] = {name: {} for name in ROWS}
+    for cell in planned_cells(config):
+        if cell.is_complete:
+            found[names[cell.label]][str(cell.seed)] = run_record(cell)
     return found
 
 
-def area(evaluations: list[list[float]]) -> float:
-    """Mean accuracy over the budget, on straight lines between evaluations."""
-    rollouts, accuracy = np.array(evaluations, dtype=float).T
-    return float(np.trapezoid(accuracy, rollouts) / (rollouts[-1] - rollouts[0]))
-
-
-def final(evaluations: list[list[float]]) -> float:
-    """Accuracy at the last evaluation."""
-    return float(evaluations[-1][1])
-
-
-MEASURES = {"area": area, "final": final}
-
-
-def task_table(runs: dict[str, Any], columns: tuple[str, ...]) -> str:
-    """One row per method: each measure, and its difference from the best fixed group size."""
-    values = {
-        n: {m: {s: MEASURES[m](r["evaluations"]) for s, r in seeds.items()} for m in columns}
-        for n, seeds in runs.items()
-        if seeds
-    }
-    fixed = [name for name in values if name in FIXED]
-    best = max(fixed, key=lambda name: mean(values[name][columns[0]].values()))
-    head = ["", "seeds", *(f"{m}{more}" for m in columns for more in ("", f" minus {best}"))]
-    lines = [head, ["---"] * len(head)]
-    for name, measures in values.items():
-        cells = [name, str(len(measures[columns[0]]))]
-        for measure in columns:
-            own, other = measures[measure], values[best][measure]
-            cells += [shown(mean_over_seeds(list(own.values())))]
-            cells += ["" if name == best else shown(mean_over_seeds([own[s] - other[s] for s in own if s in other]))]
-        lines.append(cells)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def shown(estimate: Estimate) -> str:
-    """A number and its interval, in per cent of accuracy."""
-    return f"{100 * estimate.value:.1f} [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
+def task_record(config: CompareConfig) -> dict[str, Any]:
+    """Settings and runs of one task."""
+    setting = {"task": config.task, "rollouts": config.rollouts, "learning_rate": config.learning_rate}
+    return {"setting": setting | SHARED, "runs": complete_runs(config)}
 
 
 def main() -> None:
-    """Train, write, or print."""
-    plan = tyro.cli(Plan)
-    if plan.table:
-        for task, runs in json.loads(RUNS.read_text(encoding="utf-8")).items():
-            print(f"## {task}\n\n{task_table(runs, plan.columns)}\n")
-        return
-    stored: dict[str, Any] = json.loads(RUNS.read_text(encoding="utf-8")) if RUNS.is_file() else {}
-    for task in plan.tasks:
-        config = comparison(plan, task)
-        if not plan.only_write and compare_methods(config, console=Console()) == 130:
-            break
-        stored[task] = complete_runs(config)
-        RUNS.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    """Train, or write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--rollouts", type=int, default=0, help="another budget, for a trial")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--write", nargs="?", const=HERE / "runs.json", type=Path, help="write the records, train nothing"
+    )
+    given = parser.parse_args()
+    configs = {name: comparison_config(name, given.out, given.seeds, given.rollouts) for name in given.tasks.split(",")}
+    if given.write:
+        records = {name: task_record(config) for name, config in configs.items()}
+        given.write.write_text(json.dumps(records, indent=0) + "\n", encoding="utf-8")
+    else:
+        train_missing(configs, given.workers)
 
 
 if __name__ == "__main__":

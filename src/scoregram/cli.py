@@ -239,7 +239,7 @@ class View:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """Replay other estimators on the stored Grams of a run: their noise, their direction and their spectrum."""
+    """Replay other estimators on the stored Grams of a run: variance, bias, signal over noise, direction, spectrum."""
 
     folder: tyro.conf.Positional[Path]
     """Folder of the run."""
@@ -247,6 +247,9 @@ class WhatIf:
     """Estimators of advantages, such as rloo or grpo; one of each kind if not given."""
     group_size: int = 0
     """Rollouts per group, at most half of the run's; 0 for that half."""
+    weights: str = "uniform"
+    """Factors of the advantages: uniform, length (1 over the tokens of a rollout), right or wrong (rollouts with a
+    positive or a negative advantage alone), hard (prompts by 1 minus their mean reward), spread (by its variance)."""
     json: bool = False
     """Print strict JSON instead of a table."""
 
@@ -254,7 +257,8 @@ class WhatIf:
         """Print the comparison."""
         from scoregram.whatif import show_replay
 
-        return show_replay(self.folder, self.estimators, group_size=self.group_size, as_json=self.json)
+        replayed = {"group_size": self.group_size, "weights": self.weights}
+        return show_replay(self.folder, self.estimators, as_json=self.json, **replayed)
 
 
 @dataclass(frozen=True)

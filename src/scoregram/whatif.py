@@ -14,27 +14,48 @@ from scoregram.exhibits import cell_text
 from scoregram.reading import REFERENCE, read_run, what_if
 from scoregram.runs import open_run
 
+COLUMNS = {
+    "estimator": "estimator",
+    "variance": "variance",
+    "bias": "bias",
+    "signal / noise": "snr",
+    f"efficiency, {REFERENCE} = 1": "efficiency",
+    "direction": "direction",
+    "as taken": "taken",
+    "rank": "effective_rank",
+    "null": "effective_rank_null",
+}
+"""Title of a column → field of `Replay`."""
 
-def show_replay(folder: Path, estimators: Sequence[str] = (), *, group_size: int = 0, as_json: bool = False) -> int:
+
+def show_replay(
+    folder: Path,
+    estimators: Sequence[str] = (),
+    *,
+    group_size: int = 0,
+    weights: str = "uniform",
+    as_json: bool = False,
+) -> int:
     """Print the comparison as a table or as strict JSON, and return the exit status 0."""
     run = read_run(open_run(folder))
-    found = what_if(run, estimators, group_size=group_size)
+    found = what_if(run, estimators, group_size=group_size, weights=weights)
     if as_json:
         print(json.dumps(without_nan(asdict(found)), indent=1, allow_nan=False))
         return 0
-    names = ("estimator", "signal / noise", f"efficiency, {REFERENCE} = 1", "direction", "as taken", "rank", "null")
-    table = Table(title=f"{found.groups} groups of {found.run_size}, in parts of {found.group_size}")
-    for name in names:
+    weighted = "" if found.weights == "uniform" else f", weights {found.weights}"
+    table = Table(title=f"{found.groups} groups of {found.run_size}, in parts of {found.group_size}{weighted}")
+    for name in COLUMNS:
         table.add_column(name, justify="left" if name == "estimator" else "right")
     for row in sorted(found.rows, key=lambda row: -row.snr.value):
-        cells = (row.snr, row.efficiency, row.direction, row.taken, row.effective_rank, row.effective_rank_null)
+        cells = [getattr(row, field) for field in COLUMNS.values()][1:]
         table.add_row(row.estimator, *("cannot tell" if math.isnan(cell.value) else cell_text(cell) for cell in cells))
     console = Console()
     console.print(table)
     console.print(
-        f"Signal over noise is that of one prompt's update from {found.group_size} rollouts. Direction is the cosine "
-        f"between the expected update and that of {REFERENCE}, which is unbiased; as taken, between the update of the "
-        "whole groups and the run's own. Groups of the last third; 95 % intervals resample groups.",
+        f"Signal over noise is that of one prompt's update from {found.group_size} rollouts; variance is that update's "
+        f"trace of the covariance. Bias is |E ĝ - g|² / |g|² with {REFERENCE} for g, a wrong length included. "
+        "Direction is the cosine between E ĝ and g; as taken, that between the update of the whole groups and the run's "
+        "own. Groups of the last third; 95 % intervals resample groups.",
         style="dim",
     )
     for sentence in run.trust.sentences():

@@ -2,7 +2,7 @@
 
 ```
 a log of any trainer ──► formats ──► RunLog ──► reward_rules, policy_rules ─┐
-run folder ──► reading ──► RunReading ──────────► gram_rules ───────────────┴──► findings (reconciled) ──► Diagnosis
+run folder ──► reading ──► RunReading ──────────► gram_rules, noise_rules ──┴──► findings (reconciled) ──► Diagnosis
 ```
 
 A rule returns a finding, None if there is nothing to change, or what to measure where the data do not decide.

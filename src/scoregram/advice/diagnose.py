@@ -10,7 +10,7 @@ from types import MappingProxyType
 from rich.console import Console
 from rich.text import Text
 
-from scoregram.advice import gram_rules, policy_rules, reward_rules
+from scoregram.advice import gram_rules, noise_rules, policy_rules, reward_rules
 from scoregram.advice.findings import SEVERITIES, Diagnosis, RuleVerdict, RunFinding, Severity, diagnosis_of
 from scoregram.advice.formats import read_log
 from scoregram.advice.logs import RunLog, run_log
@@ -46,12 +46,15 @@ GRAM_RULES: Mapping[str, Callable[[RunReading], RuleVerdict]] = MappingProxyType
         "dominating rollouts": gram_rules.dominating_rollouts,
         "exploding layer": gram_rules.dominating_layer,
         "conflicting prompts": gram_rules.conflicting_prompts,
+        "held-out influence": gram_rules.held_out_prompts,
         "lost exploration": gram_rules.lost_exploration,
-        "estimator": gram_rules.advantage_estimator,
-        "batch size": gram_rules.batch_size,
-        "group size": gram_rules.group_size,
-        "baseline": gram_rules.baseline,
+        "estimator": noise_rules.advantage_estimator,
+        "batch size": noise_rules.batch_size,
+        "group size": noise_rules.group_size,
+        "group size by phase": noise_rules.group_size_phases,
+        "baseline": noise_rules.baseline,
         "overfitting to prompts": gram_rules.memorised_prompts,
+        "layers that carry the update": gram_rules.carrying_layers,
     }
 )
 """Rules that need the Grams, groups or rollouts of a run folder."""

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from scoregram.exhibits import Estimate, cell_text
 
+LEAST_SAVING = 0.05
+"""Smallest gain that is worth a change of setting."""
 Severity = Literal["critical", "warning", "note"]
 """`critical`: the run learns nothing or the wrong thing. `warning`: a setting costs much. `note`: worth knowing."""
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "note")
@@ -46,15 +48,17 @@ class RunFinding:
     """Which data the finding rests on, and the threshold."""
     change: Change | None = None
     confidence: Confidence = "likely"
+    listing: tuple[str, ...] = ()
+    """Lines of a list that the finding is about, such as prompts with their numbers."""
 
     def lines(self) -> list[str]:
-        """The finding as text: what is wrong, the number, the evidence, what to change and what to expect."""
+        """The finding as text: what is wrong, the number, the evidence, what to change and what to expect, the list."""
         since = "" if self.since is None else f" (since step {self.since})"
         number = "" if math.isnan(self.number.value) else f"{self.label}: {cell_text(self.number)}; "
         told = [f"{self.sentence}{since}", f"Evidence, {self.confidence}: {number}{self.evidence}"]
         if self.change is not None:
             told.append(f"Change: {self.change.sentence} Expect: {self.change.effect}")
-        return told
+        return told + [f"  {line}" for line in self.listing]
 
     def plain(self) -> dict[str, Any]:
         """The finding as values that JSON can hold."""
@@ -65,6 +69,7 @@ class RunFinding:
         return own | {
             "number": ends | {"label": self.label},
             "change": None if self.change is None else vars(self.change),
+            "listing": list(self.listing),
         }
 
 

@@ -1,248 +1,39 @@
-"""Rules that need more than scalars: they read the Grams, groups and rollouts of a run folder.
+"""Rules on what an update is made of: rollouts, layers and prompts, from the Grams and rollouts of a run folder.
 
-A rule is a function of a `RunReading`, with the same verdicts as the rules on logs. Numbers pooled over steps come from
-`RunReading.noise()`; with too few steps for an interval a rule concludes nothing.
+A rule is a function of a `RunReading`, with the same verdicts as the rules on logs.
 """
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from scoregram.advantages import ESTIMATORS
-from scoregram.advice.findings import Change, RuleVerdict, RunFinding, Undecided
-from scoregram.bootstrap import FEWEST, clustered_mean, mean_estimate, t_mean
+from scoregram.advice.findings import LEAST_SAVING, Change, RuleVerdict, RunFinding, Undecided
+from scoregram.bootstrap import FEWEST, clustered_mean, fieller_ratio, mean_estimate, t_mean
 from scoregram.exhibits import Estimate, cell_text
-from scoregram.reading import REFERENCE, SAMPLED_TEST, RunReading, StoredGroup, can_replay, replay_groups
+from scoregram.reading import SAMPLED_TEST, HeldOutInfluence, RunReading, StoredGroup, held_out_influence
 from scoregram.runs import BatchRecord
-from scoregram.statistics import mixed_probability, mse_curve, prompt_estimates
+from scoregram.statistics import group_moments, prompt_estimates
 
-WANTED_LIVE = 0.8
-"""Share of live groups that a group size aims at where no Gram says more."""
-LARGEST_ADVISED_GROUP = 1024
-NOISE_FACTOR = 4.0
-"""Factor between noise scale and batch size above which another batch size is advised."""
-LEAST_SAVING = 0.05
-"""Smallest gain that is worth a change of setting."""
 DRIVER_SHARE = 0.5
 """Share of the squared update that one rollout may have."""
 LAYER_SHARE, LAYER_GROWTH = 0.5, 5.0
 """Share of the update's energy that one layer may have, and how much that share may grow over the run."""
+CARRIED, FEW_LAYERS, FEWEST_LAYERS = 0.8, 0.25, 8
+"""Layers that have this share of the signal carry the update, if they are at most this share of at least 8 layers."""
 ALIKE = 0.9
 """Cosine between right rollouts from which on they count as one solution."""
-REPLAYED = 256
-"""Groups of the last third that are replayed or compared: more would cost time and change little."""
-_MORE_STEPS = "measure at least 15 steps, with groups of 4 or more and the Gram between prompts"
-
-
-def group_size_for(chances: Sequence[float], wanted: float = WANTED_LIVE) -> int | None:
-    """Least group size at which a share `wanted` of groups is expected to be live, given the prompts' success rates.
-
-    None if no size up to 1024 reaches it.
-
-    Example:
-        >>> group_size_for([0.5], 0.8), group_size_for([0.0, 0.5], 0.8)
-        (4, None)
-    """
-    for size in range(2, LARGEST_ADVISED_GROUP + 1):
-        if live_share_at(chances, size) >= wanted:
-            return size
-    return None
-
-
-def live_share_at(chances: Sequence[float], size: int) -> float:
-    """Expected share of live groups of a size; `nan` without prompts."""
-    return sum(mixed_probability(chance, size) for chance in chances) / len(chances) if chances else math.nan
-
-
-def group_size(run: RunReading) -> RuleVerdict:
-    """One answer on the group size. The error of the update decides where it is known; liveness only where it is not.
-
-    The error `(c1 R + c2 + c3/(R-1)) / N` counts dead groups already: they are draws in which the group's gradient is
-    zero. So a group size that makes more groups live, and fewer prompts, is better only if the error says so.
-    """
-    noise, used = run.noise(), run.group_size
-    if used is None or used < 2:
-        return Undecided("record groups of two rollouts or more")
-    best = noise.best_group_size
-    if noise.components is not None and not math.isnan(best.low):
-        if best.low <= used <= best.high:
-            return None if math.isfinite(best.high) else Undecided("measure more steps: the best size is not bounded")
-        return _size_by_error(run, used)
-    return _size_by_liveness(run, used)
-
-
-def _size_by_error(run: RunReading, used: int) -> RuleVerdict:
-    noise = run.noise()
-    best = noise.best_group_size
-    assert noise.components is not None
-    wanted = max(2, round(best.value)) if math.isfinite(best.value) else 2 * used
-    if wanted == used:
-        return None
-    error = mse_curve(noise.components, 1, torch.tensor([used, wanted])).tolist()
-    gain = 1 - error[1] / error[0] if error[0] > 0 else math.nan
-    if math.isnan(gain) or gain < LEAST_SAVING:
-        return None
-    live = live_share_at(run.success_rates(), wanted)
-    told = "" if math.isnan(live) else f", with about {live:.0%} of the groups live"
-    return RunFinding(
-        name="group size",
-        severity="warning",
-        sentence=f"Groups of {used} are {'too large' if wanted < used else 'too small'}: at the same number of "
-        "rollouts the error "
-        f"of the update is larger than needed.",
-        number=best,
-        label="best group size",
-        evidence=f"found if the 95 % interval over {noise.steps} steps excludes {used} and the gain is at least "
-        f"{LEAST_SAVING:.0%}. Dead groups count in the error.",
-        change=Change(
-            knob="group size",
-            direction="down" if wanted < used else "up",
-            sentence=f"Use groups of about {wanted} in place of {used}, with {'more' if wanted < used else 'fewer'} "
-            "prompts.",
-            effect=f"the squared error of an update falls by about {gain:.0%} at equal rollouts{told}.",
-        ),
-    )
-
-
-def _size_by_liveness(run: RunReading, used: int) -> RuleVerdict:
-    dead, rates = run.summary.dead, run.success_rates()
-    if not (dead.low > 0.5 and rates):
-        return Undecided(_MORE_STEPS)
-    size = group_size_for(rates)
-    if size is None or size <= used:
-        return Undecided(f"{_MORE_STEPS}: liveness alone does not name a size")
-    return RunFinding(
-        name="group size",
-        severity="note",
-        sentence=f"Groups of {used} are mostly dead; no Gram says whether larger ones would have less error.",
-        number=dead,
-        label="share of dead groups in the last third",
-        evidence=f"the success rates of {len(rates)} prompts, (right + ½) / (rollouts + 1).",
-        change=Change(
-            knob="group size",
-            direction="up",
-            sentence=f"Try groups of {size}, or measure {FEWEST * 3} steps to know the best size.",
-            effect=f"{WANTED_LIVE:.0%} of the groups would be live.",
-        ),
-        confidence="possible",
-    )
-
-
-def batch_size(run: RunReading) -> RuleVerdict:
-    """The batch is far below the noise scale, or far above it."""
-    noise, batch = run.noise(), run.batch_size
-    scale = noise.noise_scale
-    if math.isnan(scale.low) or not math.isfinite(batch):
-        return Undecided(_MORE_STEPS)
-    if scale.low > NOISE_FACTOR * batch:
-        least = f"towards {scale.low:.0f} or more" if math.isfinite(scale.low) else "well beyond that"
-        return _batch_finding(
-            run,
-            "up",
-            f"Steps of {batch:g} rollouts are mostly noise: signal to noise is {cell_text(noise.snr)}.",
-            f"Use more rollouts per step, {least}, or a smaller learning rate.",
-            "the signal to noise of a step grows in proportion to its rollouts.",
-        )
-    if scale.high < batch / NOISE_FACTOR:
-        return _batch_finding(
-            run,
-            "down",
-            f"Steps of {batch:g} rollouts average more than needed: the signal is {noise.snr.value:.1f} times the "
-            "noise.",
-            f"Use fewer rollouts per step, towards {scale.high:.0f}, and more steps.",
-            "nearly the same progress per step for a part of the rollouts.",
-        )
-    decided = batch / NOISE_FACTOR <= scale.low and scale.high <= NOISE_FACTOR * batch
-    return None if decided else Undecided("measure more steps: the interval of the noise scale is too wide")
-
-
-def _batch_finding(run: RunReading, direction: str, sentence: str, advice: str, effect: str) -> RunFinding:
-    return RunFinding(
-        name="batch size",
-        severity="warning" if direction == "up" else "note",
-        sentence=sentence,
-        number=run.noise().noise_scale,
-        label="noise scale in rollouts",
-        evidence=f"found if the whole 95 % interval over {run.noise().steps} steps is {NOISE_FACTOR:g} times above or "
-        "below the "
-        "batch.",
-        change=Change(knob="batch size", direction=direction, sentence=advice, effect=effect),
-    )
-
-
-def advantage_estimator(run: RunReading) -> RuleVerdict:
-    """Another baseline or normalisation would have had less error on these very rollouts."""
-    used = str(run.config.get("estimator") or run.config.get("method") or "")
-    size = run.group_size or 0
-    groups = [group for group in run.last_measured if group.size == size and group.is_complete][-REPLAYED:]
-    if used not in ESTIMATORS or not can_replay(used):
-        return Undecided("the config must name a group-level estimator")
-    if len(groups) < 20 or size // 2 < 2 or not run.noise().is_conclusive:
-        return Undecided("measure at least 15 steps and 20 groups of 4 or more")
-    others = [name for name in (REFERENCE, "optimal-loo") if name != used and ESTIMATORS[name].min_group <= size // 2]
-    rows = {row.estimator: row for row in replay_groups(groups, size, [used, *others]).rows}
-    own = rows[used].efficiency if used != REFERENCE else Estimate(1.0, 1.0, 1.0)
-    gains = {
-        name: (1.0 if name == REFERENCE else rows[name].efficiency.low) / own.high
-        for name in others
-        if own.high > 0 and not math.isnan(own.high)
-    }
-    if not gains:
-        return Undecided("measure more groups: the signal of the estimators is not resolved")
-    best = max(gains, key=lambda name: gains[name])
-    if not gains[best] > 1 + LEAST_SAVING:
-        return None
-    value = 1.0 if best == REFERENCE else rows[best].efficiency.value
-    return RunFinding(
-        name="estimator",
-        severity="warning",
-        sentence=f"On these rollouts {best} has more signal for the same noise than {used}"
-        + (", which divides by the standard deviation." if "grpo" in used else "."),
-        number=own,
-        label=f"efficiency of {used}, {REFERENCE} = 1",
-        evidence=f"{len(groups)} groups of the last third replayed in halves; found if the intervals are apart by "
-        f"{LEAST_SAVING:.0%}.",
-        change=Change(
-            knob="estimator",
-            direction=best,
-            sentence=f"Use {best}.",
-            effect=f"an update of the same quality from {own.value / value:.0%} of the groups.",
-        ),
-    )
-
-
-def baseline(run: RunReading) -> RuleVerdict:
-    """The variance-minimising baseline would save a part of the noise within prompts."""
-    saving = run.noise().baseline_saving
-    if math.isnan(saving.low):
-        return Undecided(_MORE_STEPS)
-    if not saving.low > LEAST_SAVING:
-        return None if saving.high <= LEAST_SAVING else Undecided("measure more steps: its interval is too wide")
-    return RunFinding(
-        name="baseline",
-        severity="note",
-        sentence=f"The best baseline would save {saving.value:.0%} of the variance within prompts, before the cost of "
-        "estimating "
-        "it.",
-        number=saving,
-        label="share of the variance saved",
-        evidence=f"found if the whole 95 % interval lies above {LEAST_SAVING:.0%}.",
-        change=Change(
-            knob="estimator",
-            direction="optimal-loo",
-            sentence="Try the estimator optimal-loo, or opo-loo, which needs lengths only.",
-            effect="less noise per rollout; `scoregram whatif` shows how much is left after estimating the baseline.",
-        ),
-    )
+COMPARED_GROUPS = 256
+"""Groups of a third whose cosines are compared: more would cost time and change little."""
 
 
 def dominating_rollouts(run: RunReading) -> RuleVerdict:
     """One rollout makes most of a step's update."""
     values = run.last_values("gram/largest_share")
     if len(values) < FEWEST:
-        return Undecided(_MORE_STEPS)
+        return Undecided("measure at least 15 steps, with the Gram between prompts")
     share = mean_estimate(values)
     if not share.low > DRIVER_SHARE:
         return None
@@ -348,6 +139,84 @@ def layer_energy_shares(run: RunReading, steps: int = 10) -> tuple[list[str], np
     return names, tables[0], tables[1]
 
 
+def carrying_layers(run: RunReading) -> RuleVerdict:
+    """A few layers have most of the signal of the gradient: candidates for LoRA targets.
+
+    Every other measured step chooses the fewest layers that have `CARRIED` of the signal; the remaining steps estimate
+    their share, which the choice would otherwise inflate.
+    """
+    found = layer_signals(run)
+    if found is None or len(found[0]) < FEWEST_LAYERS:
+        return Undecided("store the Grams of layers (--layers float32) with groups of 4 or more at 15 measured steps")
+    names, signals = found
+    chosen = fewest_layers(signals[::2].mean(0), CARRIED)
+    judged = signals[1::2]
+    share = fieller_ratio(judged[:, chosen].sum(1), judged.sum(1))
+    if not math.isfinite(share.low):
+        return Undecided("measure more steps: the signal of the gradient is not resolved")
+    if not (share.low > LAYER_SHARE and len(chosen) <= len(names) * FEW_LAYERS):
+        return None
+    shares = {names[place]: fieller_ratio(judged[:, place], judged.sum(1)) for place in chosen}
+    return RunFinding(
+        name="layers that carry the update",
+        severity="note",
+        sentence=f"{len(chosen)} of {len(names)} layers have most of the gradient's squared norm.",
+        number=share,
+        label="their share of the gradient's squared norm, last third",
+        evidence=f"unbiased |g|² of each layer; chosen at every other step, judged at the other {len(judged)}. Found "
+        f"if they are at most {FEW_LAYERS:.0%} of the layers and the interval lies above {LAYER_SHARE:.0%}.",
+        change=Change(
+            knob="LoRA targets",
+            direction="few",
+            sentence="For LoRA, try these layers as targets, all with the same rank.",
+            effect="fewer trained parameters. Ranks in proportion to such shares have lost against equal ranks, and a "
+            "layer without signal now may get one later: compare with all linear layers.",
+        ),
+        confidence="possible",
+        listing=tuple(f"{cell_text(one)}  {name}" for name, one in shares.items()),
+    )
+
+
+def fewest_layers(signals: np.ndarray, share: float) -> list[int]:
+    """Places of the fewest layers that together have a share of the signal, the largest first.
+
+    Estimates below 0 count as 0; all layers if none has a signal.
+
+    Example:
+        >>> fewest_layers(np.array([1.0, 6.0, -1.0, 3.0]), 0.8)
+        [1, 3]
+    """
+    known = np.clip(signals, 0, None)
+    order = np.argsort(-known, kind="stable")
+    reached = np.cumsum(known[order]) >= share * known.sum()
+    count = int(np.argmax(reached)) + 1 if known.sum() > 0 else len(known)
+    return order[:count].tolist()
+
+
+def layer_signals(run: RunReading, steps: int = 30) -> tuple[list[str], np.ndarray] | None:
+    """Layers, and the unbiased `|g|²` of each `(steps, L)`: the mean over the complete groups of a step.
+
+    From the last measured steps of the last third, at most `steps`. None with fewer than `2 FEWEST` of them.
+    """
+    size = run.group_size or 0
+    measured = sorted({group.record.step for group in run.last_measured if group.is_complete and group.size == size})
+    if run.folder is None or size < 4:
+        return None
+    names: list[str] = []
+    rows: dict[int, list[np.ndarray]] = {}
+    for record in run.folder.groups(measured[-steps:]):
+        if record.kind != run.groups[0].record.kind or len(record.rewards) != size or not record.by_layer:
+            continue
+        names = names or list(record.by_layer)
+        if list(record.by_layer) == names and bool(record.rewards.isfinite().all()):
+            grams = torch.stack([gram.double() for gram in record.by_layer.values()])  # (L, R, R)
+            moments = group_moments(grams, record.rewards.double().expand(len(names), -1))
+            rows.setdefault(record.step, []).append(moments.gradient_squared.numpy())
+    if len(rows) < 2 * FEWEST:
+        return None
+    return names, np.array([np.mean(rows[step], axis=0) for step in sorted(rows)])
+
+
 def conflicting_prompts(run: RunReading) -> RuleVerdict:
     """Some prompts pull against the others, step after step."""
     products = prompt_products(() if run.folder is None else run.folder.batches())
@@ -373,6 +242,40 @@ def conflicting_prompts(run: RunReading) -> RuleVerdict:
             effect="the gradients of the remaining prompts no longer cancel.",
         ),
     )
+
+
+def held_out_prompts(run: RunReading) -> RuleVerdict:
+    """Training prompts whose gradients help or hurt held-out prompts: a keep-list, and a list to check."""
+    found = held_out_influence(() if run.folder is None else run.folder.batches())
+    if not found.effects:
+        return Undecided("store training rollouts with probes (--probe-every 1 --probe-trained, --train-problems few)")
+    if not found.helping and not found.hurting:
+        return None
+    count, worst = len(found.effects), (found.hurting or found.helping)[0]
+    keep, check = (f"{len(names)} of {count} training prompts" for names in (found.helping, found.hurting))
+    return RunFinding(
+        name="held-out influence",
+        severity="warning" if found.hurting else "note",
+        sentence=f"{check} push against held-out prompts." if found.hurting else f"{keep} help held-out prompts.",
+        number=found.effects[worst],
+        label=f"inner product of the gradient of {worst} with those of held-out prompts, over the squared score",
+        evidence=f"unbiased products at {found.probes} probes, at least {FEWEST} for each prompt; t intervals over "
+        f"probes, corrected for {count} prompts. {found.by_chance:.1f} would be found with shuffled held-out rewards.",
+        change=Change(
+            knob="prompt set",
+            direction="split" if found.hurting else "keep",
+            sentence=f"Check the rewards of {', '.join(found.hurting[:5])}, or leave them out."
+            if found.hurting
+            else "Keep these prompts; draw them more often.",
+            effect="to first order of a plain gradient step, a larger share of the update raises held-out rewards.",
+        ),
+        listing=tuple(_effect_line(found, name) for name in [*found.hurting, *found.helping]),
+    )
+
+
+def _effect_line(found: HeldOutInfluence, name: str) -> str:
+    effect = found.effects[name]
+    return f"{'hurts' if effect.high < 0 else 'helps'}  {cell_text(effect)}  {name}"
 
 
 def prompt_products(batches: Iterable[BatchRecord]) -> dict[str, list[float]]:
@@ -404,22 +307,25 @@ def prompt_products(batches: Iterable[BatchRecord]) -> dict[str, list[float]]:
 def lost_exploration(run: RunReading) -> RuleVerdict:
     """Right rollouts of a prompt have nearly the same gradient by now: they are one solution."""
     third = len(run.groups) // 3
-    first, last = (right_cosines(part) for part in (run.groups[:third][:REPLAYED], run.last_measured[-REPLAYED:]))
-    if min(len({prompt for prompt, _ in part}) for part in (first, last)) < FEWEST:
-        return Undecided("measure groups with two or more right rollouts on five prompts, early and late")
-    before, now = (
-        clustered_mean([value for _, value in part], [prompt for prompt, _ in part]) for part in (first, last)
+    first, last = (
+        group_cosines(part) for part in (run.groups[:third][:COMPARED_GROUPS], run.last_measured[-COMPARED_GROUPS:])
     )
+    if min(len({one.prompt for one in part}) for part in (first, last)) < FEWEST:
+        return Undecided("measure groups with two or more right rollouts on five prompts, early and late")
+    before, now = (mean_cosine(part, "right_right") for part in (first, last))
     if not (now.low > ALIKE and before.high < now.low - LEAST_SAVING):
         return None
+    wrong = mean_cosine(last, "right_wrong")
     return RunFinding(
         name="lost exploration",
         severity="warning",
-        sentence="The right rollouts of a prompt have come to nearly the same gradient: one solution to each is left.",
+        sentence="The right rollouts of a prompt have come to nearly the same gradient: one solution to each is left. "
+        + _wrong_beside_right(wrong),
         number=now,
         label="mean cosine between right rollouts of a group, last third",
-        evidence=f"found above {ALIKE:g} if it was lower in the first third, {cell_text(before)}; intervals over "
-        "prompts.",
+        evidence=f"found above {ALIKE:g} if it was lower in the first third, {cell_text(before)}. Between right and "
+        f"wrong rollouts it is {cell_text(wrong)}, at first {cell_text(mean_cosine(first, 'right_wrong'))}. Intervals "
+        "over prompts.",
         change=Change(
             knob="exploration",
             direction="up",
@@ -429,20 +335,45 @@ def lost_exploration(run: RunReading) -> RuleVerdict:
     )
 
 
-def right_cosines(groups: Iterable[StoredGroup]) -> list[tuple[str, float]]:
-    """Prompt and mean cosine between the right rollouts of each group that has two or more of them, and a wrong one."""
+def _wrong_beside_right(cosine: Estimate) -> str:
+    """What the cosine between right and wrong rollouts adds to the finding."""
+    if cosine.low > ALIKE:
+        return "Wrong rollouts have it too: they are copies of the right ones with a late slip."
+    if cosine.high < ALIKE:
+        return "Wrong rollouts differ from them."
+    return "Whether wrong rollouts have it too is not resolved."
+
+
+@dataclass(frozen=True)
+class GroupCosines:
+    """Mean cosines between the scores of a group's rollouts."""
+
+    prompt: str
+    right_right: float
+    right_wrong: float
+
+
+def mean_cosine(groups: Sequence[GroupCosines], name: str) -> Estimate:
+    """Mean of `right_right` or `right_wrong` over groups, with an interval over prompts."""
+    return clustered_mean([getattr(one, name) for one in groups], [one.prompt for one in groups])
+
+
+def group_cosines(groups: Iterable[StoredGroup]) -> list[GroupCosines]:
+    """Cosines of each measured group that has two or more right rollouts and a wrong one, and no score of zero."""
     found = []
     for group in groups:
         record = group.record
         if record.gram is None or not group.right or group.right < 2 or group.right == group.size:
             continue
-        right = torch.nonzero(record.rewards == 1).flatten()
-        gram = record.gram.double()[right][:, right]
+        gram = record.gram.double()
         norms = gram.diagonal().clamp(min=0).sqrt()
         if bool((norms > 0).all()):
-            cosine = gram / norms[:, None] / norms[None, :]
-            pairs = len(right) * (len(right) - 1)
-            found.append((record.prompt_id, float((cosine.sum() - cosine.diagonal().sum()) / pairs)))
+            cosine, is_right = gram / norms[:, None] / norms[None, :], record.rewards == 1
+            among_right = cosine[is_right][:, is_right]
+            pairs = group.right * (group.right - 1)
+            right_right = float((among_right.sum() - among_right.diagonal().sum()) / pairs)
+            right_wrong = float(cosine[is_right][:, ~is_right].mean())
+            found.append(GroupCosines(record.prompt_id, right_right, right_wrong))
     return found
 
 

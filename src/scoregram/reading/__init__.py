@@ -35,6 +35,10 @@ from scoregram.reading.indicators import Gain as Gain
 from scoregram.reading.indicators import Indicator as Indicator
 from scoregram.reading.indicators import indicators as indicators
 from scoregram.reading.indicators import paired_gain as paired_gain
+from scoregram.reading.influence import TRAINED_AND_FIXED as TRAINED_AND_FIXED
+from scoregram.reading.influence import HeldOutInfluence as HeldOutInfluence
+from scoregram.reading.influence import held_out_influence as held_out_influence
+from scoregram.reading.noise import PHASES as PHASES
 from scoregram.reading.noise import POOLED as POOLED
 from scoregram.reading.noise import STEP_NAMES as STEP_NAMES
 from scoregram.reading.noise import RunNoise as RunNoise

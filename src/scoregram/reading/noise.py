@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from scoregram.bootstrap import FEWEST, fieller_ratio, if_enough
+from scoregram.checks import fail
 from scoregram.exhibits import Estimate, cell_text
 from scoregram.statistics import NoiseComponents, batch_mse
 
@@ -26,7 +27,7 @@ UNKNOWN_NOISE = Estimate(math.nan)
 
 @dataclass(frozen=True, kw_only=True)
 class RunNoise:
-    """Signal and noise of the last third of a run's measured steps; `nan` where the run does not have the numbers.
+    """Signal and noise of a third of a run's measured steps; `nan` where the run does not have the numbers.
 
     Intervals are Fieller's, with steps as the units; fewer than 5 steps give none, and then nothing is concluded.
     """
@@ -87,28 +88,48 @@ STEP_NAMES: Mapping[str, str] = {f"gram/{name}": name for name in POOLED} | {
 """Scalar of one step → the pooled quantity of the run that it estimates."""
 
 
-def last_measured_lines(lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Scalars of the last third of the steps with measured scores, rounded up."""
+PHASES = ("first", "last")
+"""Thirds of a run's measured steps."""
+
+
+def phase_lines(lines: Iterable[Mapping[str, Any]], phase: str = "last") -> list[Mapping[str, Any]]:
+    """Scalars of the first or the last third of the steps with measured scores, rounded up.
+
+    Example:
+        >>> lines = [{"step": step, MEASURED: 1.0} for step in range(6)]
+        >>> [[line["step"] for line in phase_lines(lines, phase)] for phase in ("first", "last")]
+        [[0, 1], [4, 5]]
+    """
+    if phase not in PHASES:
+        fail("noise", f"phase must be one of {', '.join(PHASES)}", repr(phase), "Check the spelling.")
     measured = [line for line in lines if MEASURED in line]
-    return measured[-math.ceil(len(measured) / 3) :] if measured else []
+    count = math.ceil(len(measured) / 3)
+    return measured[:count] if phase == "first" else measured[len(measured) - count :]
 
 
-def run_noise(lines: Iterable[Mapping[str, Any]], group_size: int | None, *, failed: Iterable[int] = ()) -> RunNoise:
-    """Signal, noise, best group size and saving of a run, from the scalars of its steps.
+def run_noise(
+    lines: Iterable[Mapping[str, Any]],
+    group_size: int | None,
+    *,
+    failed: Iterable[int] = (),
+    phase: str = "last",
+) -> RunNoise:
+    """Signal, noise, best group size and saving of a third of a run, from the scalars of its steps.
 
     Args:
         lines: One mapping per step with `step`, as in `metrics.jsonl`.
         group_size: Rollouts per prompt; None or below 4 gives no numbers.
-        failed: Steps whose self-check failed. If one is in the last third, nothing is concluded from the others: they
+        failed: Steps whose self-check failed. If one is in this third, nothing is concluded from the others: they
             would be a selection.
+        phase: The third; what a run should change next follows from the last one.
     """
-    last, size = last_measured_lines(lines), group_size or 0
+    pooled, size = phase_lines(lines, phase), group_size or 0
     doubtful = set(failed)
-    if size < 4 or not last or any(int(line["step"]) in doubtful for line in last):
+    if size < 4 or not pooled or any(int(line["step"]) in doubtful for line in pooled):
         return RunNoise(steps=0, group_size=size)
-    rows = _columns(last, (*COMPONENTS, "gram/complete_prompts"))
-    saved = _columns(last, (SAVED, "gram/within_prompt"))
-    steps = [int(line["step"]) for line in last]
+    rows = _columns(pooled, (*COMPONENTS, "gram/complete_prompts"))
+    saved = _columns(pooled, (SAVED, "gram/within_prompt"))
+    steps = [int(line["step"]) for line in pooled]
     common: dict[str, Any] = {"first_step": steps[0], "last_step": steps[-1], "group_size": size}
     saving = fieller_ratio(*saved.T)
     if not len(rows):

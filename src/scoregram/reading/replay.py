@@ -4,13 +4,15 @@ The groups of a run hold rewards, lengths and the Gram of their scores. From the
 the inner products of the updates that any estimator makes of the same rollouts. Disjoint parts of a group are
 independent samples, so two parts give the signal and the noise of an estimator without a formula for it
 (`statistics.halves`). All numbers are about the update of a single prompt, because a run stores the Gram between
-prompts for few steps only. They do not change if an estimator multiplies all its advantages by a constant.
+prompts for few steps only. All but variance and bias do not change if an estimator multiplies its advantages by a
+constant.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -42,11 +44,34 @@ UNKNOWN = Estimate(math.nan)
 _CALLER = "whatif"
 
 
+RolloutFactors = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Rewards, lengths and advantages `(P, r)` of a part of every group → factors of the advantages, `(P, r)` or `(P, 1)`.
+"""
+UNWEIGHTED = "uniform"
+WEIGHTS: Mapping[str, RolloutFactors] = MappingProxyType(
+    {
+        UNWEIGHTED: lambda rewards, lengths, advantages: torch.ones_like(advantages),
+        "length": lambda rewards, lengths, advantages: 1 / lengths.clamp(min=1).to(advantages.dtype),
+        "right": lambda rewards, lengths, advantages: (advantages > 0).to(advantages.dtype),
+        "wrong": lambda rewards, lengths, advantages: (advantages < 0).to(advantages.dtype),
+        "hard": lambda rewards, lengths, advantages: 1 - rewards.mean(1, keepdim=True),
+        "spread": lambda rewards, lengths, advantages: rewards.var(1, keepdim=True, unbiased=False),
+    }
+)
+"""Reweightings and selections that can be replayed: 1 over the length of a rollout; rollouts with a positive or with a
+negative advantage alone; prompts weighted by 1 minus their mean reward, or by the variance of their rewards."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Replay:
     """The numbers of one estimator on the groups of a run."""
 
     estimator: str
+    variance: Estimate
+    """`tr Cov ĝ` of one prompt's update, mean over groups, in the units of the Gram. It scales with the advantages."""
+    bias: Estimate
+    """`|E ĝ - g|² / |g|²` with the unweighted `REFERENCE` for `g`; 0 where the estimator is proven unbiased. It counts
+    a wrong length as well as a wrong direction. `nan` unless the intervals of both `snr` exclude 0."""
     snr: Estimate
     """Signal over noise, `|E ĝ|² / tr Cov ĝ` of one prompt's update, pooled over groups; negative by chance."""
     efficiency: Estimate
@@ -73,23 +98,32 @@ class ReplayedRun:
     """Rollouts of each group."""
     group_size: int
     """Rollouts of each of the two parts from which signal and noise are estimated."""
+    weights: str
+    """Row of `WEIGHTS` that multiplies the advantages of every row but the reference."""
     rows: tuple[Replay, ...]
 
 
 def replay_groups(
-    stored: Sequence[StoredGroup], run_size: int, estimators: Sequence[str] = (), *, group_size: int = 0
+    stored: Sequence[StoredGroup],
+    run_size: int,
+    estimators: Sequence[str] = (),
+    *,
+    group_size: int = 0,
+    weights: str = UNWEIGHTED,
 ) -> ReplayedRun:
-    """Signal, noise, direction and rank of other estimators on stored groups.
+    """Variance, bias, signal, direction and rank of other estimators on stored groups.
 
     Args:
         stored: Those with all rewards, a Gram of scores and `run_size` rollouts are replayed.
         run_size: Rollouts of each group.
         estimators: Rows of `ESTIMATORS`; `USUAL` by default.
         group_size: Rollouts of each part, at most half of `run_size`; 0 means exactly half.
+        weights: Row of `WEIGHTS`: factors of the advantages.
 
     Raises:
-        ScoregramError: If an estimator is unknown or needs an input that a run does not store, if `group_size` is below
-            the estimator's minimum or above half of the run's, or if there is no group to replay.
+        ScoregramError: If an estimator or the weights are unknown, if an estimator needs an input that a run does not
+            store, if `group_size` is below the estimator's minimum or above half of the run's, or if there is no group
+            to replay.
     """
     groups = replayable_groups(stored, run_size)
     size = group_size or run_size // 2
@@ -99,13 +133,13 @@ def replay_groups(
     if not 1 < size <= run_size // 2:
         requirement = f"must be from 2 to {run_size // 2}, half of the run's groups of {run_size}"
         fail(f"{_CALLER} --group-size", requirement, size, "Signal and noise need two disjoint parts of a group.")
-    every = list(dict.fromkeys([REFERENCE, *names]))
-    table = ReplayedGroups(groups)
+    lookup(WEIGHTS, weights, kind=f"{_CALLER} --weights")
     parts = disjoint_parts(run_size, size)
-    split = torch.stack([table.advantages_of_parts(name, parts) for name in every])
-    products = split_products(table.grams, split, parts)
-    rows = tuple(replay(table, name, products, every.index(name)) for name in names)
-    return ReplayedRun(groups=len(groups), run_size=run_size, group_size=size, rows=rows)
+    table, plain = (ReplayedGroups(groups, chosen) for chosen in (weights, UNWEIGHTED))
+    every = [plain.advantages_of_parts(REFERENCE, parts), *(table.advantages_of_parts(name, parts) for name in names)]
+    products = split_products(table.grams, torch.stack(every), parts)
+    rows = tuple(replay(table, name, products, place) for place, name in enumerate(names, start=1))
+    return ReplayedRun(groups=len(groups), run_size=run_size, group_size=size, weights=weights, rows=rows)
 
 
 def whole_steps(groups: Sequence[StoredGroup], most: int) -> list[StoredGroup]:
@@ -154,10 +188,11 @@ def require_replayable(name: str, size: int) -> None:
 
 
 class ReplayedGroups:
-    """The stored groups as tensors, `P` groups of `R` rollouts."""
+    """The stored groups as tensors, `P` groups of `R` rollouts, and the factors of their advantages."""
 
-    def __init__(self, groups: Sequence[StoredGroup]) -> None:
+    def __init__(self, groups: Sequence[StoredGroup], weights: str = UNWEIGHTED) -> None:
         records = [group.record for group in groups]
+        self.weights = weights
         self.rewards = torch.stack([record.rewards.double() for record in records])  # (P, R)
         self.lengths = torch.stack([record.lengths for record in records])
         self.taken = torch.stack([record.advantages.double() for record in records])
@@ -165,7 +200,7 @@ class ReplayedGroups:
         self.steps = torch.tensor([record.step for record in records])
 
     def advantages(self, name: str, places: Tensor) -> Tensor:
-        """`(P, G, r)` advantages if every group consisted of its rollouts at one of the `places` `(G, r)` alone."""
+        """`(P, G, r)` weighted advantages if every group consisted of its rollouts at one of the `places` `(G, r)`."""
         size = places.shape[-1]
         at_once = max(1, MOST_PAIRS // (len(self.rewards) * size**2))  # some estimators compare all pairs of rollouts
         return torch.cat([self._advantages_at(name, several) for several in places.split(at_once)], dim=1)
@@ -175,14 +210,14 @@ class ReplayedGroups:
         energies = self.grams.diagonal(dim1=1, dim2=2)
         stored = {"lengths": self.lengths, "score_energies": energies, "outcomes": self.rewards}
         inputs = {key: stored[key][:, places].flatten(0, 1) for key in row.needs}  # (P G, r)
-        rewards = self.rewards[:, places].flatten(0, 1)
+        rewards, lengths = (values[:, places].flatten(0, 1) for values in (self.rewards, self.lengths))
         if row.couples_prompts:  # the prompts of one step meet, each with its rollouts at the same places
             _, step_of = self.steps.unique(return_inverse=True)
             batches = (step_of[:, None] * count + torch.arange(count)).flatten()
             found = row.fn(rewards, **inputs, batches=batches)
         else:
             found = estimate(name, rewards, **inputs)
-        return found.unflatten(0, (-1, count))
+        return (found * WEIGHTS[self.weights](rewards, lengths, found)).unflatten(0, (-1, count))
 
     def advantages_of_parts(self, name: str, parts: Tensor) -> Tensor:
         """`(P, K, 2, r)` advantages in both parts of every split `(K, 2, r)`."""
@@ -205,7 +240,7 @@ class ReplayedGroups:
 
 
 def replay(table: ReplayedGroups, name: str, products: SplitProducts, place: int) -> Replay:
-    """The numbers of the estimator at index `place` of `products`; the reference is at index 0."""
+    """The numbers of the estimator at index `place` of `products`; the unweighted reference is at index 0."""
     signal, noise = products.signal.numpy(), products.noise.numpy()
     across = products.across[0, place].numpy()
     whole = table.whole_advantages(name)
@@ -221,6 +256,10 @@ def replay(table: ReplayedGroups, name: str, products: SplitProducts, place: int
     def efficiency(drawn: np.ndarray) -> np.ndarray:
         return over_positive(snr(drawn, place), snr(drawn, 0))
 
+    def bias(drawn: np.ndarray) -> np.ndarray:
+        distance = signal[place][drawn].sum(-1) - 2 * across[drawn].sum(-1) + signal[0][drawn].sum(-1)
+        return over_positive(distance, signal[0][drawn].sum(-1))
+
     def cosine(drawn: np.ndarray, product: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
         lengths = np.maximum(first[drawn].sum(-1), 0) * np.maximum(second[drawn].sum(-1), 0)
         return over_positive(product[drawn].sum(-1), np.sqrt(lengths))
@@ -228,9 +267,12 @@ def replay(table: ReplayedGroups, name: str, products: SplitProducts, place: int
     count = len(table.rewards)
     both = [pooled(count, partial(snr, index=index)) for index in (0, place)]
     is_certain = all(found.low > 0 for found in both)
+    is_unbiased = ESTIMATORS[name].unbiased and table.weights == UNWEIGHTED
     across_cosine = partial(cosine, product=across, first=signal[0], second=signal[place])
     return Replay(
         estimator=name,
+        variance=pooled(count, lambda drawn: noise[place][drawn].mean(-1)),
+        bias=Estimate(0.0, 0.0, 0.0) if is_unbiased else pooled(count, bias) if is_certain else UNKNOWN,
         snr=both[1],
         efficiency=pooled(count, efficiency) if is_certain else UNKNOWN,
         direction=pooled(count, across_cosine) if is_certain else UNKNOWN,

@@ -21,8 +21,8 @@ from scoregram.bootstrap import mean_of_many
 from scoregram.checks import fail, listed
 from scoregram.exhibits import Estimate
 from scoregram.reading.group import StoredGroup, with_nonzero_rows, with_rewards
-from scoregram.reading.noise import RunNoise, last_measured_lines, run_noise
-from scoregram.reading.replay import ReplayedRun, replay_groups, whole_steps
+from scoregram.reading.noise import RunNoise, phase_lines, run_noise
+from scoregram.reading.replay import UNWEIGHTED, ReplayedRun, replay_groups, whole_steps
 from scoregram.reading.step import block_scalars
 from scoregram.reading.trust import Trust, needs_gram, trust_of
 from scoregram.runs import GroupRecord, RolloutRecord, Rows, Run, open_run, own_name
@@ -208,17 +208,23 @@ class RunReading:
         rank, null = (float(_column(live, name).mean()) if live else math.nan for name in names)
         return rank, null
 
-    def noise(self) -> RunNoise:
-        """Signal, noise scale, best group size and what the best baseline would save, with intervals over steps."""
-        return self._noise
+    def noise(self, phase: str = "last") -> RunNoise:
+        """Signal, noise scale, best group size and what the best baseline would save, with intervals over steps.
+
+        Pooled over the last third of the measured steps, or over the first.
+        """
+        if phase not in self._noises:
+            lines = noise_lines(self, phase)
+            self._noises[phase] = run_noise(lines, self.group_size, failed=self.trust.failed, phase=phase)
+        return self._noises[phase]
 
     @cached_property
-    def _noise(self) -> RunNoise:
-        return run_noise(noise_lines(self), self.group_size, failed=self.trust.failed)
+    def _noises(self) -> dict[str, RunNoise]:
+        return {}
 
-    def what_if(self, *estimators: str, group_size: int = 0) -> ReplayedRun:
+    def what_if(self, *estimators: str, group_size: int = 0, weights: str = UNWEIGHTED) -> ReplayedRun:
         """What other estimators would have done with the stored rollouts; see `what_if`."""
-        return what_if(self, estimators, group_size=group_size)
+        return what_if(self, estimators, group_size=group_size, weights=weights)
 
     def to_pandas(self) -> Any:
         """The scalars as a data frame: a row for each step, `step` as the index.
@@ -284,21 +290,27 @@ def read_run(run: Run | Path | str) -> RunReading:
 
 
 def what_if(
-    run: RunReading, estimators: Sequence[str] = (), *, group_size: int = 0, most_groups: int = 0
+    run: RunReading,
+    estimators: Sequence[str] = (),
+    *,
+    group_size: int = 0,
+    weights: str = UNWEIGHTED,
+    most_groups: int = 0,
 ) -> ReplayedRun:
-    """Signal, noise, direction and rank of other estimators on the groups of a run's last third.
+    """Variance, bias, signal, direction and rank of other estimators on the groups of a run's last third.
 
     Args:
         run: From `read_run(folder)`.
         estimators: Rows of `ESTIMATORS`; one of each kind by default.
         group_size: Rollouts of each part, at most half of the run's group size; 0 means exactly half.
+        weights: Row of `WEIGHTS`: factors of the advantages.
         most_groups: Replay about this many groups, those of evenly spaced steps; 0 means all.
 
     Raises:
         ScoregramError: As for `replay_groups`.
     """
     groups = whole_steps(run.last_measured, most_groups) if most_groups else run.last_measured
-    return replay_groups(groups, run.group_size or 0, estimators, group_size=group_size)
+    return replay_groups(groups, run.group_size or 0, estimators, group_size=group_size, weights=weights)
 
 
 def evaluation_rewards(tests: Iterable[GroupRecord]) -> EvaluationRewards:
@@ -373,11 +385,11 @@ def run_summary(run: RunReading) -> RunSummary:
     )
 
 
-def noise_lines(run: RunReading) -> list[Line]:
-    """The scalars of every step, with those that an older version did not log computed from the stored Grams."""
+def noise_lines(run: RunReading, phase: str = "last") -> list[Line]:
+    """The scalars of every step; in one third, those that an older version did not log are computed from the Grams."""
     lines = list(run.lines)
     by_step: dict[int, list[StoredGroup]] = {
-        int(line["step"]): [] for line in last_measured_lines(lines) if "gram/complete_prompts" not in line
+        int(line["step"]): [] for line in phase_lines(lines, phase) if "gram/complete_prompts" not in line
     }
     for group in run.groups if by_step else ():
         if group.record.step in by_step:

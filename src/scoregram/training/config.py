@@ -200,6 +200,9 @@ class TrainConfig:
     """Test problems of a probe: the last ones of the test set."""
     probe_temperatures: tuple[float, ...] = ()
     """Temperatures to probe at; the policy's own by default."""
+    probe_trained: bool = False
+    """At probes, also store the Gram between the training rollouts of the step and those of the probe: which training
+    prompts help held-out ones. It costs one more measurement of both."""
     rollouts_every: int = 10
     """Store rollouts, token by token, at every N-th step; 0 for never."""
     eval_every: int = 20
@@ -258,6 +261,9 @@ class TrainConfig:
             if not 0 < temperature < float("inf"):
                 remedy = "Leave it out to probe at the policy's temperature."
                 refuse("train --probe-temperatures", "must be positive and finite", temperature, remedy)
+        if self.probe_trained and not (self.probe_every and self.between_prompts):
+            got = f"probe_every {self.probe_every} and between_prompts {self.between_prompts}"
+            refuse("train --probe-trained", "needs probes and the Gram between prompts", got, "Add --probe-every 10.")
         if self.sampler == "vllm" and self.lora_rank:
             remedy = "Choose another sampler, or --lora-rank 0."
             refuse("train --sampler", "vllm needs a model without adapters", f"lora_rank {self.lora_rank}", remedy)

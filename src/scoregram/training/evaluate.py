@@ -14,6 +14,7 @@ import torch
 from scoregram.gram import measure_gram
 from scoregram.policy import BiasedSamplingWarning, Policy, SamplingConfig
 from scoregram.reading import (
+    TRAINED_AND_FIXED,
     Step,
     batch_records,
     group_readings,
@@ -22,7 +23,7 @@ from scoregram.reading import (
     reward_scalars,
     split_kinds,
 )
-from scoregram.rollouts import Rollouts
+from scoregram.rollouts import Rollouts, concatenated_rollouts
 from scoregram.runs import BatchRecord, GroupRecord
 from scoregram.tasks import Problem, Task
 from scoregram.training.collect import collect, seeded_generator
@@ -138,12 +139,28 @@ def probe_kind(config: TrainConfig, sampled_at: float, scored_at: float) -> str:
     return f"{FIXED_PROBE}, sampled at {sampled_at:g}, scored at {scored_at:g}"
 
 
-def run_probe(config: TrainConfig, policy: Policy, task: Task, problems: Sequence[Problem], step: int) -> ProbeResult:
+def run_probe(
+    config: TrainConfig,
+    policy: Policy,
+    task: Task,
+    problems: Sequence[Problem],
+    step: int,
+    trained: Rollouts | None = None,
+) -> ProbeResult:
     """Sample groups of the problems and measure their Grams; the policy and its gradients stay as they are.
 
     Rollouts sampled at another temperature than the policy's are scored twice: at their own temperature, where the
     expected score is zero, and at the policy's, where it is not. Advantages are rewards minus the group mean, whatever
     estimator the run trains with. The scalars are those of the first temperature.
+
+    Args:
+        config: Settings of the run.
+        policy: The policy after the update of the step.
+        task: Rewards the rollouts.
+        problems: Problems of the probe.
+        step: Number of the step; 0 before the first.
+        trained: Training rollouts of the step. With `probe_trained`, their Gram with the rollouts of the probe is
+            stored as one batch. They were sampled before the update, so their scores are off-policy by one step.
     """
     groups: list[GroupRecord] = []
     batches: list[BatchRecord] = []
@@ -165,6 +182,11 @@ def run_probe(config: TrainConfig, policy: Policy, task: Task, problems: Sequenc
             groups += group_records(probed, readings, **config.recording(is_probe=kind == FIXED_PROBE))
             if is_whole:
                 batches += batch_records(probed)
+            if is_whole and config.probe_trained and trained is not None:
+                parts = [replace(part, reward_parts={}) for part in (trained, rollouts)]
+                joint = concatenated_rollouts(parts, policy.pad_id)
+                both = {"number": step, "kind": TRAINED_AND_FIXED, "temperature": scored_at}
+                batches += batch_records(probe_step(policy, joint, blocks=None, **both))
             if not scalars:
                 means = mean_over_groups([reading.scalars() for reading in readings]) | reward_scalars(probed)
                 scalars = {f"probe/{name.removeprefix('group/')}": value for name, value in means.items()}
@@ -184,15 +206,15 @@ def probe_step(
         temperature: Temperature of the scores.
         blocks: Measure only the blocks within groups of this size; None for the whole Gram.
     """
-    advantages = advantages_of("mean", rollouts)
+    advantages = rollouts.by_rollout(advantages_of("mean", rollouts))
     mask = rollouts.completion_mask
     with policy.computing():
         gram = measure_gram(policy.model, *gram_inputs(rollouts), temperature=temperature, group_size=blocks)
     return Step(
         number=number,
         rollouts=rollouts,
-        advantages=advantages.flatten().double(),
-        weights=score_weights("reinforce", advantages.flatten(), mask, length=mask.shape[1]).cpu(),
+        advantages=advantages.double(),
+        weights=score_weights("reinforce", advantages, mask, length=mask.shape[1]).cpu(),
         gram=gram,
         kind=kind,
     )

@@ -222,7 +222,7 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
             if is_due(number, config.batches_every):
                 writer.write_batches(number, batch_records(step))
             if is_due(number, config.probe_every):
-                scalars |= probe_scalars(config, policy, task, probes, writer, number)
+                scalars |= probe_scalars(config, policy, task, probes, writer, number, rollouts)
             if is_due(number, config.rollouts_every):
                 writer.write_rollouts(number, rollout_records(step, policy.decode))
             if is_due_at(config, config.eval_every, before, position) or (is_last and evaluates):
@@ -397,10 +397,16 @@ def evaluation_scalars(
 
 
 def probe_scalars(
-    config: TrainConfig, policy: Policy, task: Task, problems: Sequence[Problem], writer: RunWriter, step: int
+    config: TrainConfig,
+    policy: Policy,
+    task: Task,
+    problems: Sequence[Problem],
+    writer: RunWriter,
+    step: int,
+    trained: Rollouts | None = None,
 ) -> Mapping[str, float]:
     """Measure the fixed problems and write their groups; returns the scalars `probe/…`."""
-    result = run_probe(config, policy, task, problems, step)
+    result = run_probe(config, policy, task, problems, step, trained)
     writer.write_groups(step, result.groups)
     writer.write_batches(step, result.batches)
     return result.scalars

@@ -1,0 +1,269 @@
+"""Rules on the noise of a run: group size, batch size, estimator and baseline.
+
+A rule is a function of a `RunReading`, with the same verdicts as the rules on logs. Numbers pooled over steps come from
+`RunReading.noise()`; with too few steps for an interval a rule concludes nothing.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from scoregram.advantages import ESTIMATORS
+from scoregram.advice.findings import LEAST_SAVING, Change, RuleVerdict, RunFinding, Undecided
+from scoregram.bootstrap import FEWEST
+from scoregram.exhibits import Estimate, cell_text
+from scoregram.reading import PHASES, REFERENCE, RunNoise, RunReading, can_replay, replay_groups
+from scoregram.statistics import mixed_probability, mse_curve
+
+WANTED_LIVE = 0.8
+"""Share of live groups that a group size aims at where no Gram says more."""
+LARGEST_ADVISED_GROUP = 1024
+NOISE_FACTOR = 4.0
+"""Factor between noise scale and batch size above which another batch size is advised."""
+REPLAYED_GROUPS = 256
+"""Groups of the last third that are replayed: more would cost time and change little."""
+_MORE_STEPS = "measure at least 15 steps, with groups of 4 or more and the Gram between prompts"
+
+
+def group_size_for(chances: Sequence[float], wanted: float = WANTED_LIVE) -> int | None:
+    """Least group size at which a share `wanted` of groups is expected to be live, given the prompts' success rates.
+
+    None if no size up to 1024 reaches it.
+
+    Example:
+        >>> group_size_for([0.5], 0.8), group_size_for([0.0, 0.5], 0.8)
+        (4, None)
+    """
+    for size in range(2, LARGEST_ADVISED_GROUP + 1):
+        if live_share_at(chances, size) >= wanted:
+            return size
+    return None
+
+
+def live_share_at(chances: Sequence[float], size: int) -> float:
+    """Expected share of live groups of a size; `nan` without prompts."""
+    return sum(mixed_probability(chance, size) for chance in chances) / len(chances) if chances else math.nan
+
+
+def group_size(run: RunReading) -> RuleVerdict:
+    """One answer on the group size. The error of the update decides where it is known; liveness only where it is not.
+
+    The error `(c1 R + c2 + c3/(R-1)) / N` counts dead groups already: they are draws in which the group's gradient is
+    zero. So a group size that makes more groups live, and fewer prompts, is better only if the error says so.
+    """
+    noise, used = run.noise(), run.group_size
+    if used is None or used < 2:
+        return Undecided("record groups of two rollouts or more")
+    best = noise.best_group_size
+    if noise.components is not None and not math.isnan(best.low):
+        if best.low <= used <= best.high:
+            return None if math.isfinite(best.high) else Undecided("measure more steps: the best size is not bounded")
+        return _size_by_error(run, used)
+    return _size_by_liveness(run, used)
+
+
+def _size_by_error(run: RunReading, used: int) -> RuleVerdict:
+    noise = run.noise()
+    best = noise.best_group_size
+    wanted, gain = wanted_size(best, used), size_gain(noise, used)
+    if gain < LEAST_SAVING:
+        return None
+    live = live_share_at(run.success_rates(), wanted)
+    told = "" if math.isnan(live) else f", with about {live:.0%} of the groups live"
+    return RunFinding(
+        name="group size",
+        severity="warning",
+        sentence=f"Groups of {used} are {'too large' if wanted < used else 'too small'}: at the same number of "
+        "rollouts the error "
+        f"of the update is larger than needed.",
+        number=best,
+        label="best group size",
+        evidence=f"found if the 95 % interval over {noise.steps} steps excludes {used} and the gain is at least "
+        f"{LEAST_SAVING:.0%}. Dead groups count in the error.",
+        change=Change(
+            knob="group size",
+            direction="down" if wanted < used else "up",
+            sentence=f"Use groups of about {wanted} in place of {used}, with {'more' if wanted < used else 'fewer'} "
+            "prompts.",
+            effect=f"the squared error of an update falls by about {gain:.0%} at equal rollouts{told}.",
+        ),
+    )
+
+
+def group_size_phases(run: RunReading) -> RuleVerdict:
+    """The best group size of the end of the run is not that of its beginning, and one size for both costs much."""
+    used, phases = run.group_size, {phase: run.noise(phase) for phase in PHASES}
+    first, last = phases["first"].best_group_size, phases["last"].best_group_size
+    if used is None or math.isnan(first.low) or math.isnan(last.low):
+        return Undecided(f"{_MORE_STEPS}, early and late")
+    if first.low <= last.high and last.low <= first.high:
+        return None
+    gains = [size_gain(noise, used) for noise in phases.values()]
+    if not max(gains) >= LEAST_SAVING:
+        return None
+    return RunFinding(
+        name="group size by phase",
+        severity="note",
+        sentence=f"The best group size has moved from {cell_text(first)} in the first third to {cell_text(last)} in "
+        "the last.",
+        number=last,
+        label="best group size, last third",
+        evidence=f"found if the 95 % intervals of both thirds do not overlap and groups of {used} cost at least "
+        f"{LEAST_SAVING:.0%} of the error in one of them (first {gains[0]:.0%}, last {gains[1]:.0%}).",
+        change=Change(
+            knob="group size over the run",
+            direction="auto",
+            sentence="In a next run let the size follow the measured noise: --group-size auto.",
+            effect="each phase has its own best size, at the same number of rollouts.",
+        ),
+    )
+
+
+def wanted_size(best: Estimate, used: int) -> int:
+    """The best group size as a whole number, at least 2; twice the size used if it is not bounded."""
+    return max(2, round(best.value)) if math.isfinite(best.value) else 2 * used
+
+
+def size_gain(noise: RunNoise, used: int) -> float:
+    """Share of the error at equal rollouts that groups of the best size save; 0 where the error is not known.
+
+    `1 - e(R*) / e(R)` with `e(R) = c1 R + c2 + c3/(R-1)`.
+    """
+    if noise.components is None or math.isnan(noise.best_group_size.value):
+        return 0.0
+    sizes = torch.tensor([used, wanted_size(noise.best_group_size, used)])
+    error = mse_curve(noise.components, 1, sizes).tolist()
+    return 1 - error[1] / error[0] if error[0] > 0 else 0.0
+
+
+def _size_by_liveness(run: RunReading, used: int) -> RuleVerdict:
+    dead, rates = run.summary.dead, run.success_rates()
+    if not (dead.low > 0.5 and rates):
+        return Undecided(_MORE_STEPS)
+    size = group_size_for(rates)
+    if size is None or size <= used:
+        return Undecided(f"{_MORE_STEPS}: liveness alone does not name a size")
+    return RunFinding(
+        name="group size",
+        severity="note",
+        sentence=f"Groups of {used} are mostly dead; no Gram says whether larger ones would have less error.",
+        number=dead,
+        label="share of dead groups in the last third",
+        evidence=f"the success rates of {len(rates)} prompts, (right + ½) / (rollouts + 1).",
+        change=Change(
+            knob="group size",
+            direction="up",
+            sentence=f"Try groups of {size}, or measure {FEWEST * 3} steps to know the best size.",
+            effect=f"{WANTED_LIVE:.0%} of the groups would be live.",
+        ),
+        confidence="possible",
+    )
+
+
+def batch_size(run: RunReading) -> RuleVerdict:
+    """The batch is far below the noise scale, or far above it."""
+    noise, batch = run.noise(), run.batch_size
+    scale = noise.noise_scale
+    if math.isnan(scale.low) or not math.isfinite(batch):
+        return Undecided(_MORE_STEPS)
+    if scale.low > NOISE_FACTOR * batch:
+        least = f"towards {scale.low:.0f} or more" if math.isfinite(scale.low) else "well beyond that"
+        return _batch_finding(
+            run,
+            "up",
+            f"Steps of {batch:g} rollouts are mostly noise: signal to noise is {cell_text(noise.snr)}.",
+            f"Use more rollouts per step, {least}, or a smaller learning rate.",
+            "the signal to noise of a step grows in proportion to its rollouts.",
+        )
+    if scale.high < batch / NOISE_FACTOR:
+        return _batch_finding(
+            run,
+            "down",
+            f"Steps of {batch:g} rollouts average more than needed: the signal is {noise.snr.value:.1f} times the "
+            "noise.",
+            f"Use fewer rollouts per step, towards {scale.high:.0f}, and more steps.",
+            "nearly the same progress per step for a part of the rollouts.",
+        )
+    decided = batch / NOISE_FACTOR <= scale.low and scale.high <= NOISE_FACTOR * batch
+    return None if decided else Undecided("measure more steps: the interval of the noise scale is too wide")
+
+
+def _batch_finding(run: RunReading, direction: str, sentence: str, advice: str, effect: str) -> RunFinding:
+    return RunFinding(
+        name="batch size",
+        severity="warning" if direction == "up" else "note",
+        sentence=sentence,
+        number=run.noise().noise_scale,
+        label="noise scale in rollouts",
+        evidence=f"found if the whole 95 % interval over {run.noise().steps} steps is {NOISE_FACTOR:g} times above or "
+        "below the "
+        "batch.",
+        change=Change(knob="batch size", direction=direction, sentence=advice, effect=effect),
+    )
+
+
+def advantage_estimator(run: RunReading) -> RuleVerdict:
+    """Another baseline or normalisation would have had less error on these very rollouts."""
+    used = str(run.config.get("estimator") or run.config.get("method") or "")
+    size = run.group_size or 0
+    groups = [group for group in run.last_measured if group.size == size and group.is_complete][-REPLAYED_GROUPS:]
+    if used not in ESTIMATORS or not can_replay(used):
+        return Undecided("the config must name a group-level estimator")
+    if len(groups) < 20 or size // 2 < 2 or not run.noise().is_conclusive:
+        return Undecided("measure at least 15 steps and 20 groups of 4 or more")
+    others = [name for name in (REFERENCE, "optimal-loo") if name != used and ESTIMATORS[name].min_group <= size // 2]
+    rows = {row.estimator: row for row in replay_groups(groups, size, [used, *others]).rows}
+    own = rows[used].efficiency if used != REFERENCE else Estimate(1.0, 1.0, 1.0)
+    gains = {
+        name: (1.0 if name == REFERENCE else rows[name].efficiency.low) / own.high
+        for name in others
+        if own.high > 0 and not math.isnan(own.high)
+    }
+    if not gains:
+        return Undecided("measure more groups: the signal of the estimators is not resolved")
+    best = max(gains, key=lambda name: gains[name])
+    if not gains[best] > 1 + LEAST_SAVING:
+        return None
+    value = 1.0 if best == REFERENCE else rows[best].efficiency.value
+    return RunFinding(
+        name="estimator",
+        severity="warning",
+        sentence=f"On these rollouts {best} has more signal for the same noise than {used}"
+        + (", which divides by the standard deviation." if "grpo" in used else "."),
+        number=own,
+        label=f"efficiency of {used}, {REFERENCE} = 1",
+        evidence=f"{len(groups)} groups of the last third replayed in halves; found if the intervals are apart by "
+        f"{LEAST_SAVING:.0%}.",
+        change=Change(
+            knob="estimator",
+            direction=best,
+            sentence=f"Use {best}.",
+            effect=f"an update of the same quality from {own.value / value:.0%} of the groups.",
+        ),
+    )
+
+
+def baseline(run: RunReading) -> RuleVerdict:
+    """The variance-minimising baseline would save a part of the noise within prompts."""
+    saving = run.noise().baseline_saving
+    if math.isnan(saving.low):
+        return Undecided(_MORE_STEPS)
+    if not saving.low > LEAST_SAVING:
+        return None if saving.high <= LEAST_SAVING else Undecided("measure more steps: its interval is too wide")
+    return RunFinding(
+        name="baseline",
+        severity="note",
+        sentence=f"The best baseline would save {saving.value:.0%} of the variance within prompts, before the cost of "
+        "estimating "
+        "it.",
+        number=saving,
+        label="share of the variance saved",
+        evidence=f"found if the whole 95 % interval lies above {LEAST_SAVING:.0%}.",
+        change=Change(
+            knob="estimator",
+            direction="optimal-loo",
+            sentence="Try the estimator optimal-loo, or opo-loo, which needs lengths only.",
+            effect="less noise per rollout; `scoregram whatif` shows how much is left after estimating the baseline.",
+        ),
+    )

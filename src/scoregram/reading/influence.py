@@ -1,0 +1,114 @@
+"""Which training prompts help held-out ones: inner products of their gradients, from Grams stored at probes.
+
+A run with `--probe-trained` stores, at each probe, one Gram of the training rollouts of that step and of rollouts of
+test problems. To first order, a step along the gradient of a training prompt `p` changes the expected reward of a
+held-out prompt `h` by `η ⟨g_p, g_h⟩`. Leave-one-out gradients of independent groups estimate that product unbiasedly.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from scoregram.bootstrap import FEWEST, t_mean
+from scoregram.exhibits import Estimate
+from scoregram.runs import BatchRecord
+
+TRAINED_AND_FIXED = "train and fixed"
+"""Kind of a batch with the training rollouts of a step, followed by those of its probe."""
+_PROBE = "fixed"  # `FIXED_PROBE` of `training`, which imports this module
+NULL_DRAWS = 20
+"""Shuffles of the held-out rewards from which chance is estimated."""
+
+
+@dataclass(frozen=True)
+class ProbeProducts:
+    """Inner products of one probe: those of each training prompt with the held-out ones."""
+
+    prompts: tuple[str, ...]
+    products: np.ndarray
+    """`(P,)`: mean over held-out prompts of `⟨ĝ_p, ĝ_h⟩`, over the mean squared score and per rollout of a group."""
+    null: np.ndarray
+    """`(NULL_DRAWS, P)`: the same with the rewards of every held-out group shuffled; zero on average."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutInfluence:
+    """Training prompts that were seen at enough probes, and what their gradients do to held-out prompts."""
+
+    effects: Mapping[str, Estimate]
+    """Prompt → mean product over its visits, with a t interval corrected for the number of prompts."""
+    probes: int
+    """Probes with both kinds of rollouts."""
+    by_chance: float
+    """Prompts whose interval excludes 0 if the held-out rewards are shuffled: the mean over shuffles."""
+
+    @property
+    def helping(self) -> list[str]:
+        """Prompts whose interval lies above 0, the largest effect first."""
+        return self._ordered([name for name, effect in self.effects.items() if effect.low > 0])
+
+    @property
+    def hurting(self) -> list[str]:
+        """Prompts whose interval lies below 0, the most harmful first."""
+        return self._ordered([name for name, effect in self.effects.items() if effect.high < 0])[::-1]
+
+    def _ordered(self, names: Sequence[str]) -> list[str]:
+        return sorted(names, key=lambda name: -self.effects[name].value)
+
+
+def held_out_influence(batches: Iterable[BatchRecord], *, fewest: int = FEWEST) -> HeldOutInfluence:
+    """Effects of the training prompts that were visited at `fewest` probes or more; none without such Grams."""
+    probes = probe_products(batches)
+    visits: dict[str, list[tuple[float, np.ndarray]]] = {}
+    for probe in probes:
+        for place, name in enumerate(probe.prompts):
+            visits.setdefault(name, []).append((float(probe.products[place]), probe.null[:, place]))
+    seen = {name: found for name, found in visits.items() if len(found) >= fewest}
+    effects = {name: t_mean([value for value, _ in found], tests=len(seen)) for name, found in seen.items()}
+    by_chance = 0.0
+    for draw in range(NULL_DRAWS):
+        shuffled = [t_mean([null[draw] for _, null in found], tests=len(seen)) for found in seen.values()]
+        by_chance += sum(one.low > 0 or one.high < 0 for one in shuffled) / NULL_DRAWS
+    return HeldOutInfluence(effects=effects, probes=len(probes), by_chance=by_chance)
+
+
+def probe_products(batches: Iterable[BatchRecord]) -> list[ProbeProducts]:
+    """The products of every probe that stored training rollouts with its own.
+
+    Held-out prompts are those of the probe's own batch, which is stored before it. One batch is in memory at a time.
+    """
+    held_out: dict[int, set[str]] = {}
+    found = []
+    for batch in batches:
+        if batch.kind == _PROBE:
+            held_out[batch.step] = set(batch.prompt_ids)
+        if batch.kind == TRAINED_AND_FIXED and batch.step in held_out and bool(batch.rewards.isfinite().all()):
+            found.append(_products(batch, held_out[batch.step]))
+    return found
+
+
+def _products(batch: BatchRecord, held_out: set[str]) -> ProbeProducts:
+    is_held = np.array([name in held_out for name in batch.prompt_ids])
+    gram, sizes = batch.gram.double().numpy(), batch.sizes.tolist()
+    rewards = np.split(batch.rewards.double().numpy(), np.cumsum(sizes)[:-1])
+    scale = float(np.diag(gram).mean()) / float(np.mean(sizes))
+    rng = np.random.default_rng(batch.step)
+
+    def means(held_rewards: list[np.ndarray]) -> np.ndarray:
+        trained = _gradient_weights([r for r, held in zip(rewards, is_held, strict=True) if not held])
+        tested = _gradient_weights(held_rewards)
+        rows = np.repeat(is_held, sizes)
+        return (trained @ gram[~rows][:, rows] @ tested.T).mean(1) / scale if scale > 0 else np.zeros(len(trained))
+
+    held_rewards = [r for r, held in zip(rewards, is_held, strict=True) if held]
+    null = [means([rng.permutation(one) for one in held_rewards]) for _ in range(NULL_DRAWS)]
+    names = tuple(name for name, held in zip(batch.prompt_ids, is_held, strict=True) if not held)
+    return ProbeProducts(names, means(held_rewards), np.array(null))
+
+
+def _gradient_weights(rewards: Sequence[np.ndarray]) -> np.ndarray:
+    """`(P, N)` weights of the scores in each prompt's leave-one-out gradient: `(r_i - r̄) / (R - 1)` in its columns."""
+    weights = [(torch.tensor(one) - one.mean()) / max(len(one) - 1, 1) for one in rewards]
+    return torch.block_diag(*(one[None] for one in weights)).numpy()

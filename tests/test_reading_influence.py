@@ -1,0 +1,153 @@
+"""Which training prompts help held-out ones: products against their definition, planted effects, chance."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from scoregram.advice import GRAM_RULES, RunFinding, advise_run
+from scoregram.advice.findings import Undecided
+from scoregram.reading import TRAINED_AND_FIXED, RunReading, held_out_influence, read_run
+from scoregram.reading.influence import probe_products
+from scoregram.runs import BatchRecord, RunWriter, open_run
+from scoregram.tasks import load_task
+from scoregram.training import train
+from tests.training_cases import config_for, save_policy
+
+SIZE, WIDTH = 8, 6
+
+
+def joint_batches(step: int, scores: dict[str, torch.Tensor], rewards: dict[str, torch.Tensor]) -> list[BatchRecord]:
+    """The probe's own batch, then the one with all groups; names with `test/` are held out."""
+    found = []
+    for kind, names in (("fixed", [n for n in scores if n.startswith("test/")]), (TRAINED_AND_FIXED, list(scores))):
+        rows = torch.cat([scores[name] for name in names])
+        found.append(
+            BatchRecord(
+                step=step,
+                kind=kind,
+                prompt_ids=tuple(names),
+                sizes=torch.tensor([len(scores[name]) for name in names]),
+                rewards=torch.cat([rewards[name] for name in names]),
+                lengths=torch.ones(len(rows)).long(),
+                weights=torch.zeros(len(rows), dtype=torch.float64),
+                gram=rows @ rows.mT,
+            )
+        )
+    return found
+
+
+def planted_batches(seed: int, steps: int, pulls: dict[str, float]) -> list[BatchRecord]:
+    """Right rollouts of a prompt point along `pull · e_1`, wrong ones against it, with noise; held-out pull is 1."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for step in range(1, steps + 1):
+        scores, rewards = {}, {}
+        for name, pull in pulls.items():
+            rewards[name] = torch.randint(0, 2, (SIZE,), generator=generator).double()
+            scores[name] = torch.randn(SIZE, WIDTH, generator=generator, dtype=torch.float64)
+            scores[name][:, 0] += pull * (2 * rewards[name] - 1)
+        found += joint_batches(step, scores, rewards)
+    return found
+
+
+HELD_OUT = {f"test/{place}": 1.0 for place in range(4)}
+
+
+def test_products_are_those_of_leave_one_out_gradients():
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"a": 4, "b": 6, "test/0": 5, "test/1": 5}  # groups may differ in size
+    scores = {name: torch.randn(size, 3, generator=generator, dtype=torch.float64) for name, size in sizes.items()}
+    rewards = {name: torch.rand(size, generator=generator, dtype=torch.float64) for name, size in sizes.items()}
+    gradients = {}
+    for name, size in sizes.items():
+        each = []
+        for i in range(size):
+            others = [float(rewards[name][j]) for j in range(size) if j != i]
+            each.append((float(rewards[name][i]) - sum(others) / len(others)) * scores[name][i])
+        gradients[name] = torch.stack(each).mean(0)
+    (probe,) = probe_products(joint_batches(3, scores, rewards))
+    scale = float(torch.cat([*scores.values()]).square().sum(1).mean()) / 5  # mean squared score over the mean size
+    for place, name in enumerate(probe.prompts):
+        expected = sum(float(gradients[name] @ gradients[f"test/{h}"]) for h in range(2)) / 2 / scale
+        assert probe.products[place] == pytest.approx(expected)
+    assert probe.prompts == ("a", "b") and not np.allclose(probe.null, probe.products)
+
+
+def test_prompts_that_help_and_hurt_are_found_and_ordered():
+    pulls = {"helps": 1.0, "helps more": 2.0, "hurts": -1.5, "neither": 0.0, **HELD_OUT}
+    found = held_out_influence(planted_batches(1, 30, pulls))
+    assert found.helping == ["helps more", "helps"] and found.hurting == ["hurts"]
+    assert found.probes == 30 and found.by_chance < 0.5
+    assert set(found.effects) == {"helps", "helps more", "hurts", "neither"}
+
+
+def test_chance_finds_prompts_at_the_level_of_the_intervals():
+    """Without pull, one of 8 prompts is found in at most 5 % of runs, up to the error of 80 simulated runs."""
+    pulls = {f"p/{place}": 0.0 for place in range(8)} | dict.fromkeys(HELD_OUT, 0.0)
+    runs = [held_out_influence(planted_batches(seed, 8, pulls)) for seed in range(80)]
+    share = np.mean([bool(run.helping or run.hurting) for run in runs])
+    assert share <= 0.05 + 2.6 * math.sqrt(0.05 * 0.95 / 80)
+    assert np.mean([run.by_chance for run in runs]) <= 0.15
+
+
+def test_few_visits_and_probes_without_training_rollouts_give_no_effect():
+    pulls = {"a": 1.0, **HELD_OUT}
+    assert not held_out_influence(planted_batches(0, 4, pulls)).effects
+    alone = [batch for batch in planted_batches(0, 9, pulls) if batch.kind == "fixed"]
+    assert not held_out_influence(alone).effects and held_out_influence(alone).probes == 0
+
+
+def run_with(folder, batches: list[BatchRecord]) -> RunReading:
+    with RunWriter.create(folder, {"group_size": SIZE}, environment={}) as writer:
+        for step in sorted({batch.step for batch in batches}):
+            writer.write_batches(step, [batch for batch in batches if batch.step == step])
+            writer.write_metrics(step, {"reward": 0.5})
+    return read_run(folder)
+
+
+def test_advise_lists_the_prompts(tmp_path):
+    rule = GRAM_RULES["held-out influence"]
+    hurts = run_with(tmp_path / "hurts", planted_batches(1, 30, {"good": 2.0, "bad": -2.0, **HELD_OUT}))
+    one = rule(hurts)
+    assert isinstance(one, RunFinding) and one.severity == "warning" and one.change is not None
+    assert one.sentence.startswith("1 of 2 training prompts push against") and "bad" in one.change.sentence
+    assert [line.split()[0] for line in one.listing] == ["hurts", "helps"] and one.listing[1].endswith("good")
+    (shown,) = [each for each in advise_run(hurts).findings if each.name == "held-out influence"]
+    assert shown.lines()[-2:] == [f"  {line}" for line in one.listing] and shown.plain()["listing"] == list(one.listing)
+    helps = rule(run_with(tmp_path / "helps", planted_batches(1, 30, {"good": 2.0, **HELD_OUT})))
+    assert isinstance(helps, RunFinding) and helps.severity == "note"
+    assert rule(run_with(tmp_path / "none", planted_batches(2, 9, {"a": 0.0, "b": 0.0, **HELD_OUT}))) is None
+    assert isinstance(rule(RunReading({}, (), [], [])), Undecided)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return save_policy(tmp_path_factory.mktemp("policy"))
+
+
+def test_probes_store_training_rollouts_with_their_own_and_change_nothing(policy, tmp_path):
+    probing = {"probe_every": 1, "probe_problems": 3, "steps": 2}
+    for name, trained in (("plain", False), ("both", True)):
+        train(config_for(policy, tmp_path / name, final_checkpoint=True, probe_trained=trained, **probing))
+    run, plain = (open_run(tmp_path / name) for name in ("both", "plain"))
+    assert [line["loss"] for line in run.metrics()[1:]] == [line["loss"] for line in plain.metrics()[1:]]
+    assert [(b.step, b.kind) for b in run.batches() if b.kind == TRAINED_AND_FIXED] == [
+        (1, TRAINED_AND_FIXED),
+        (2, TRAINED_AND_FIXED),
+    ]
+    asked = [problem.id for problem in load_task("arithmetic:3", seed=0).test[-3:]]
+    trained = [group.prompt_id for group in run.groups([2]) if group.kind == "train"]
+    joint = next(b for b in run.batches([2]) if b.kind == TRAINED_AND_FIXED)
+    fixed = next(b for b in run.batches([2]) if b.kind == "fixed")
+    assert list(joint.prompt_ids) == trained + asked
+    count = len(fixed.rewards)
+    torch.testing.assert_close(joint.gram[-count:, -count:], fixed.gram, rtol=1e-4, atol=1e-4)
+    assert torch.equal(joint.rewards[-count:], fixed.rewards)
+    assert len(probe_products(run.batches())) == 2
+
+
+def test_training_rollouts_are_stored_at_probes_only(policy, tmp_path):
+    with pytest.raises(ValueError, match=r"train --probe-trained: needs probes .*, got probe_every 0 .*Add"):
+        config_for(policy, tmp_path, probe_trained=True, probe_every=0)
