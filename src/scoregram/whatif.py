@@ -52,10 +52,10 @@ def show_replay(
     console = Console()
     console.print(table)
     console.print(
-        f"Signal over noise is that of one prompt's update from {found.group_size} rollouts; variance is that update's "
-        f"trace of the covariance. Bias is |E ĝ - g|² / |g|² with {REFERENCE} for g, a wrong length included. "
-        "Direction is the cosine between E ĝ and g; as taken, that between the update of the whole groups and the run's "
-        "own. Groups of the last third; 95 % intervals resample groups.",
+        f"Signal over noise is that of one prompt's update from {found.group_size} rollouts; variance is the trace of "
+        f"that update's covariance. Bias is |E ĝ - g|² / |g|² with {REFERENCE} for g, a wrong length included. "
+        "Direction is the cosine between E ĝ and g; as taken, that between the update of the whole groups and the "
+        "run's own. Groups of the last third; 95 % intervals resample groups.",
         style="dim",
     )
     for sentence in run.trust.sentences():
