@@ -61,7 +61,8 @@ def sparsity_intensifies() -> Finding:
             "zero coordinates in updates of mixed groups": zero_parameters,
             **{f"dead groups of 8, p = {p}": share for p, share in dead.items()},
         },
-        correction="No sparsity of the gradient is defined, proved or measured, and none follows from uniform credit: in a "
+        correction="Theorem 4.1 (iv), which A.1 calls the sparsity bound, limits the share of rollouts with |A_i| > ε as σ_r -> 0; "
+        "it does not use uniform credit. No sparsity of the gradient itself is defined, proved or measured: in a "
         "mixed right-or-wrong group every advantage differs from zero. What grows as prompts are solved is the share of dead "
         "groups, p^R + (1-p)^R.",
     )
