@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from scoregram.gram import contract, slab
-from scoregram.gram.slab import FUSED_VECTORS, PAIR_ROWS, HalfContractor, Segment, Shares, Slab, Tile
+from scoregram.gram.slab import FUSED_VECTORS, PAIR_ROWS, TILE_COLUMNS, HalfContractor, Segment, Shares, Slab, Tile
 
 CPU = torch.device("cpu")
 
@@ -16,7 +16,7 @@ class SlowContractor(HalfContractor):
     """The kernels as loops over programs, tiles and rows."""
 
     def launch(self, tile, rows, sums, segments):  # noqa: D102
-        shares = Shares.of(segments, tile.columns * tile.stack, 5, CPU)
+        shares = Shares.of(segments, TILE_COLUMNS * tile.stack, 5, CPU)
         spans = -(-self.rollouts // tile.span)
         partial = torch.zeros(len(shares.first), spans, tile.size, tile.size, dtype=torch.float64)
         for program, (first, end) in enumerate(zip(shares.first.tolist(), shares.end.tolist(), strict=True)):
@@ -29,20 +29,20 @@ class SlowContractor(HalfContractor):
 
     def program(self, tile, rows, span, sums, first, end):  # noqa: D102
         total = torch.zeros(tile.size, tile.size, dtype=torch.float64)
-        for start in range(first, end, tile.columns * tile.stack):
-            values = torch.zeros(tile.size, tile.columns, dtype=torch.float64)
+        for start in range(first, end, TILE_COLUMNS * tile.stack):
+            values = torch.zeros(tile.size, TILE_COLUMNS, dtype=torch.float64)
             for row in range(tile.size):
-                rollout, left = row % tile.padded, start + row // tile.padded * tile.columns
+                rollout, left = row % tile.padded, start + row // tile.padded * TILE_COLUMNS
                 if rollout < len(rows):
-                    value = rows[rollout, left : min(left + tile.columns, end)]
+                    value = rows[rollout, left : min(left + TILE_COLUMNS, end)]
                     values[row, : len(value)] = value
             total += values @ values.T
             if sums is not None and self._fused is not None:
                 mixed = self._fused[:, span].double().sum(0) @ values
                 for row in range(len(mixed)):
-                    vector, left = row % tile.vectors, start + row // tile.vectors * tile.columns
+                    vector, left = row % tile.vectors, start + row // tile.vectors * TILE_COLUMNS
                     if vector < sums.shape[1]:
-                        place = sums[span, vector, left : min(left + tile.columns, end)]
+                        place = sums[span, vector, left : min(left + TILE_COLUMNS, end)]
                         place.copy_(mixed[row, : len(place)])
         return total
 

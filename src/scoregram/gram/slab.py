@@ -31,18 +31,14 @@ SLAB_ELEMENTS = 1 << 28
 """Elements of a slab, and of a chunk of one large parameter: half a gigabyte."""
 SEGMENT_ALIGNMENT = 64
 """Each parameter in a slab has a multiple of this many elements, so that all of them are aligned in memory."""
-KERNEL_ROLLOUTS = 64
-"""Largest number of rollouts whose Gram one tile of the kernel can hold."""
 FUSED_VECTORS = 16
 """Rows of a tile of weights: the Gram's kernel forms the sums of at most this many vectors.
 
 The kernel for pairs of tiles takes a vector and its rounding error as two rows, so it forms half as many.
 """
-TILE_ROWS, TILE_ELEMENTS, TILE_BLOCKS, TILE_WARPS, TILE_STAGES = 16, 1 << 13, 16, 2, 4
-"""Best of 144 settings on an H200: 2.45 TB/s of gradients read."""
-COLUMNS_FIRST_ROWS = 64
-"""Rows from which on the kernel takes columns as the rows of its product with the weights."""
-PROGRAMS_PER_PROCESSOR = 3
+TILE_ROWS, TILE_COLUMNS, TILE_BLOCKS, TILE_WARPS, TILE_STAGES = 64, 128, 16, 4, 4
+"""Best of 25 settings on an H200: 3.5 TB/s of gradients read for 32 and 64 rollouts, 3.1 for 8."""
+PROGRAMS_PER_PROCESSOR = 2
 """Programs that fit into the shared memory of one multiprocessor at these settings, so that all run at once."""
 PRODUCT_LENGTH = 1 << 13
 """Columns of one float32 product of two tiles; these products are added in float64."""
@@ -101,11 +97,6 @@ class Tile:
     def size(self) -> int:
         """Rows of the tile."""
         return self.padded * self.stack
-
-    @property
-    def columns(self) -> int:
-        """Columns of one block: the more rows, the fewer columns, so that tiles have the same size in memory."""
-        return max(64, TILE_ELEMENTS // self.size)
 
     @property
     def vectors(self) -> int:
@@ -263,9 +254,9 @@ class HalfContractor:
         self._fused: Tensor | None = None
         """Weight vectors and their rounding errors for the kernel of the Gram; None if another one forms the sums."""
         size = rollouts // groups
-        if size <= KERNEL_ROLLOUTS:
+        if size <= TILE_ROWS:
             fused = weights if fuses_sums(weights, FUSED_VECTORS, dtype) else None
-            self.tile = Tile.of(min(rollouts, KERNEL_ROLLOUTS // size * size), 0 if fused is None else len(fused))
+            self.tile = Tile.of(min(rollouts, TILE_ROWS // size * size), 0 if fused is None else len(fused))
             self._fused = None if fused is None else self.tile.stacked_weights(fused, dtype)
         elif weights is not None and fuses_sums(weights, FUSED_VECTORS // 2, dtype):
             self._fused = columns_for_pairs(weights, dtype)
@@ -309,7 +300,7 @@ class HalfContractor:
 
     def launch(self, tile: Tile, rows: Tensor, sums: Tensor | None, segments: tuple[Segment, ...]) -> Tensor:
         """Products of tiles `(n, spans, size, size)` of `n` segments; the kernel fills `sums` `(spans, M, D)`."""
-        shares = Shares.of(segments, tile.columns * tile.stack, self._programs, rows.device)
+        shares = Shares.of(segments, TILE_COLUMNS * tile.stack, self._programs, rows.device)
         self.shares.append(shares)
         programs, spans = len(shares.first), -(-self.rollouts // tile.span)
         partial = torch.empty(spans, programs, tile.size, tile.size, dtype=torch.float64, device=rows.device)
@@ -330,11 +321,10 @@ class HalfContractor:
             PADDED=tile.padded,
             VECTORS=tile.vectors,
             STACK=tile.stack,
-            COLUMNS=tile.columns,
+            COLUMNS=TILE_COLUMNS,
             BLOCKS=TILE_BLOCKS,
             ALIGNED=all((segment.start + segment.width) % 16 == 0 for segment in segments),
-            COLUMNS_FIRST=tile.size >= COLUMNS_FIRST_ROWS,
-            num_warps=TILE_WARPS if tile.size <= 32 else 2 * TILE_WARPS,
+            num_warps=TILE_WARPS,
             num_stages=TILE_STAGES,
         )
         return segment_sums(partial.transpose(0, 1), shares)

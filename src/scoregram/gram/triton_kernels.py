@@ -25,15 +25,13 @@ def gram_and_sums_kernel(
     COLUMNS: tl.constexpr,
     BLOCKS: tl.constexpr,
     ALIGNED: tl.constexpr,
-    COLUMNS_FIRST: tl.constexpr,
 ):
     """Gram of `SPAN` rows over the columns `first … end` of this program, and the weighted sums of these columns.
 
     Row `r` of a tile is rollout `r % PADDED` in column block `r // PADDED` of `STACK`; off-diagonal blocks of the
     product mix column blocks and are dropped later (`slab.Tile.unstacked`). The second axis of the grid runs over spans
     of rows, each with its own weights and its own `COUNT` rows of sums. `ALIGNED` says that every `end` is a multiple
-    of 16, so that loads and stores can be wide. `COLUMNS_FIRST` makes the columns the rows of the product with the
-    weights: the tensor cores of Hopper need at least 64 of them.
+    of 16, so that loads and stores can be wide.
     """
     program = tl.program_id(0).to(tl.int64)
     span = tl.program_id(1).to(tl.int64)
@@ -51,18 +49,13 @@ def gram_and_sums_kernel(
     total = tl.zeros((TILE, TILE), dtype=tl.float64)
     if COUNT > 0:
         vector_row = tl.arange(0, VECTORS * STACK)
-        vector = (vector_row % VECTORS)[:, None]
-        sums_within = ((vector_row // VECTORS) * COLUMNS)[:, None] + lane
+        # Columns are the rows of the product with the weights: the tensor cores of Hopper need at least 64 of them.
+        vector = (vector_row % VECTORS)[None, :]
+        sums_within = ((vector_row // VECTORS) * COLUMNS)[None, :] + tl.trans(lane)
         sums_offset = (span * COUNT + vector) * sums_stride
-        square = (span * (VECTORS * STACK) + vector_row[:, None]) * TILE + row[None, :]
+        square = (span * (VECTORS * STACK) + vector_row[None, :]) * TILE + row[:, None]
         high = tl.load(high_ptr + square)
         low = tl.load(low_ptr + square)
-        if COLUMNS_FIRST:
-            high = tl.trans(high)
-            low = tl.trans(low)
-            vector = tl.trans(vector)
-            sums_within = tl.trans(sums_within)
-            sums_offset = tl.trans(sums_offset)
     blocks = tl.cdiv(end - first, COLUMNS * STACK)
     for start in range(0, blocks, BLOCKS):
         # float32 on the tensor cores for BLOCKS * COLUMNS columns, then float64: longer sums would lose digits
@@ -74,12 +67,8 @@ def gram_and_sums_kernel(
             gram = tl.dot(tile, tl.trans(tile), gram)
             if COUNT > 0:
                 # high + low: weights to full precision from two half-precision products
-                if COLUMNS_FIRST:
-                    mixed = tl.dot(tl.trans(tile), high)
-                    mixed = tl.dot(tl.trans(tile), low, mixed)
-                else:
-                    mixed = tl.dot(high, tile)
-                    mixed = tl.dot(low, tile, mixed)
+                mixed = tl.dot(tl.trans(tile), high)
+                mixed = tl.dot(tl.trans(tile), low, mixed)
                 column = here + sums_within
                 place = sums_ptr + sums_offset + column
                 tl.store(place, mixed.to(sums_ptr.dtype.element_ty), mask=(vector < COUNT) & (column < end))
