@@ -172,6 +172,19 @@ def test_the_page_shows_the_tables():
     assert summarise().filled(text) == text, "run python results/fixed-policies/summarise.py --write"
 
 
+def test_prompts_are_chosen_by_the_half_that_is_not_measured():
+    stored = np.load(FOLDER / "qwen2.5-coder-1.5b" / "t1-p1.npz")
+    ranks = []
+    for k, rewards in zip(stored["k"].astype(float), stored["rewards"].astype(float), strict=True):
+        for chooser, measured in ((slice(0, 8), slice(8, 16)), (slice(8, 16), slice(0, 8))):
+            a = rewards[measured] - rewards[measured].mean()
+            if rewards[chooser].sum() in (6, 7) and a.any():
+                energy = np.linalg.svd(a[:, None] * k[measured, measured] * a, compute_uv=False)
+                ranks.append(np.sqrt(energy).sum() ** 2 / energy.sum())
+    row = next(line for line in summarise().chosen_table().splitlines() if "1.5b | 6 to 7" in line)
+    assert f"| {np.mean(ranks):.2f} [" in row and f"{len(ranks)} live" in row.split("|")[-2]
+
+
 def test_counts_in_the_text_of_the_page():
     columns = ["rewards", "rewards_math_verify"]
     rewards = [[list_column(path, name) for name in columns] for path in FILES]

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import itertools
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -67,6 +68,23 @@ def test_rank_and_null_are_those_of_the_library(run):
         rank, null = summarise().rank_and_null(gram, rewards)
         assert rank == pytest.approx(spectrum_summary(*given).effective_rank, rel=1e-3)
         assert null == pytest.approx(orthogonal_null(*given).effective_rank, rel=1e-9)
+
+
+def test_the_null_of_cosines_is_their_mean_over_permuted_rewards():
+    groups = summarise().training_groups(RUNS[0].name)
+    at = int(np.flatnonzero((groups.rewards.sum(1) == 3) & (groups.step > 900))[0])
+    gram, right = groups.gram[at], groups.rewards[at] > 0.5
+    assert summarise().first_of_each_text(gram).all()
+    norms = np.sqrt(np.diagonal(gram))
+
+    def mean_cosine(of: tuple[int, ...]) -> float:
+        return float(np.mean([gram[i, j] / norms[i] / norms[j] for i in of for j in range(8) if j not in of]))
+
+    measured = mean_cosine(tuple(np.flatnonzero(right)))
+    null = np.mean([mean_cosine(chosen) for chosen in itertools.combinations(range(8), 3)])
+    found = summarise().permuted_differences(RUNS[0].name)["right–wrong"]
+    same_step = found[found[:, 0] == groups.step[at]]
+    assert np.isclose(same_step[:, 1] / same_step[:, 2], measured - null, atol=1e-6).any()
 
 
 def test_the_slope_is_that_of_least_squares_with_a_constant_for_each_cell():

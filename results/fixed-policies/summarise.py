@@ -30,6 +30,8 @@ SUCCESS_RATES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 RESAMPLES = 1000
 PARTS = {"all parameters": "k", "embedding": "k_embed", "head": "k_head", "last block": "k_last"}
 """Parameters of a part → column of its Gram; the parts are in the layers file."""
+PASS_RATES = ((0, 0), (1, 1), (2, 3), (4, 5), (6, 7), (8, 8))
+"""Classes of prompts: least and largest number of right rollouts among 8."""
 REWARD_VECTORS = 200
 """Random reward vectors for each group of `checks.npz`."""
 
@@ -39,6 +41,8 @@ class LiveGroups(NamedTuple):
 
     prompt: np.ndarray
     """Row of the file that the group is a part of."""
+    block: np.ndarray
+    """Which of the blocks of its 16 rollouts it is."""
     right: np.ndarray
     """Number of right rollouts, k."""
     rank: np.ndarray
@@ -112,9 +116,10 @@ def live_groups(model: str, setting: str, size: int, name: str = "k") -> LiveGro
     live = (right > 0) & (right < size)
     a = rewards[live] - rewards[live].mean(1, keepdims=True)
     sigma, null = spectra(k_blocks[live], a)
-    prompt = np.repeat(np.arange(len(k)), len(blocks))[live]
+    prompt, block = (place.ravel()[live] for place in np.indices((len(k), len(blocks))))
     top1 = (sigma**2).max(1) / (sigma**2).sum(1)
-    return LiveGroups(prompt, right[live], effective_rank(sigma), effective_rank(null), top1, len(right), len(k))
+    ranks = effective_rank(sigma), effective_rank(null)
+    return LiveGroups(prompt, block, right[live], *ranks, top1, len(right), len(k))
 
 
 @cache
@@ -241,6 +246,31 @@ def standardised_cell(model: str, size: int, rate: float) -> str:
     return f"{rank:.2f} {interval} ({null:.2f}){note}"
 
 
+def chosen_table() -> str:
+    """Effective rank [interval] (null) of prompts chosen by the pass rate of other rollouts, temperature 1, R ≤ 8."""
+    rows = []
+    for model in MODELS:
+        halves = columns(model, "t1-p1")["rewards"].reshape(-1, 2, 8).sum(2)
+        for least, most in PASS_RATES:
+            chosen = (least <= halves[:, ::-1]) & (halves[:, ::-1] <= most)  # each half by the other one
+            if not chosen.any():
+                continue
+            label = f"{least}" if least == most else f"{least} to {most}"
+            cells = (chosen_cell(live_groups(model, "t1-p1", size), size, chosen) for size in GROUP_SIZES[:3])
+            rows.append([model, label, f"{chosen.sum()}", f"{halves[chosen].mean() / 8:.2f}", *cells])
+    header = ["model", "right of the other 8", "halves", "success"]
+    return markdown([*header, *(f"R = {size}" for size in GROUP_SIZES[:3])], rows)
+
+
+def chosen_cell(groups: LiveGroups, size: int, chosen: np.ndarray) -> str:
+    """One entry of `chosen_table`; `chosen` has shape `(prompts, 2)`. A dash for fewer than 10 live groups."""
+    inside = chosen[groups.prompt, groups.block * size // 8]
+    kept = LiveGroups(*(values[inside] for values in groups[:-2]), *groups[-2:])
+    if len(kept.rank) < 10:
+        return "–"
+    return f"{mean_and_interval(kept, size)} ({kept.null.mean():.2f}), {len(kept.rank)} live"
+
+
 def temperature_table() -> str:
     """Effective rank [interval] / null = ratio of groups of 16 for every setting."""
     rows = []
@@ -341,6 +371,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "collected": collected_table,
     "rank by R": rank_table,
     **{f"standardised {model}": (lambda model=model: standardised_table(model)) for model in MODELS},
+    "by pass rate": chosen_table,
     "by temperature": temperature_table,
     "by part": parts_table,
     "by k": cells_table,

@@ -27,7 +27,12 @@ import pyarrow.parquet as pq
 
 HERE = Path(__file__).parent
 METHODS = {"paper": "the paper's update", "grpo": "standardised GRPO"}
+LAST = 1000
+"""Steps of a run."""
+PAIRS = ("right–right", "wrong–wrong", "right–wrong")
 WINDOW = 250
+SPLIT_WINDOW = 50
+"""Steps in a window of `foretelling_table`."""
 RESAMPLES = 1000
 SAME_TEXT = 0.9995
 SMALLEST_EIGENVALUE = 1.2e-7
@@ -147,7 +152,7 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 def windows_table() -> str:
     """What changes over training, in windows of steps."""
     head = ("run", "steps", "success", "live groups", "entropy a token", "rank", "null", "rank / null", "repeats")
-    head += ("rms cosine", "right–right", "wrong–wrong", "right–wrong")
+    head += ("rms cosine", *PAIRS)
     rows = []
     for run in (name for names in run_names().values() for name in names):
         metrics, groups, live = step_metrics(run), training_groups(run), live_groups(run)
@@ -169,7 +174,7 @@ def windows_table() -> str:
                     f"{(rank / null).mean():.3f}",
                     f"{repeats:.3f}",
                     f"{np.sqrt(np.mean(np.concatenate(list(found.values())) ** 2)):.3f}",
-                    *(f"{found[pair].mean():+.3f}" for pair in ("right–right", "wrong–wrong", "right–wrong")),
+                    *(f"{found[pair].mean():+.3f}" for pair in PAIRS),
                 )
             )
     return table(head, rows)
@@ -177,7 +182,7 @@ def windows_table() -> str:
 
 def pair_cosines(rewards: np.ndarray, grams: np.ndarray) -> dict[str, np.ndarray]:
     """Cosines between different texts of live groups, by which of the two are right."""
-    found: dict[str, list[np.ndarray]] = {"right–right": [], "wrong–wrong": [], "right–wrong": []}
+    found: dict[str, list[np.ndarray]] = {pair: [] for pair in PAIRS}
     for some, gram in zip(rewards, grams, strict=True):
         kept = first_of_each_text(gram)
         right, c = some[kept] > 0.5, cosines(gram[np.ix_(kept, kept)])
@@ -186,6 +191,74 @@ def pair_cosines(rewards: np.ndarray, grams: np.ndarray) -> dict[str, np.ndarray
             found["wrong–wrong"].append(c[np.ix_(~right, ~right)][np.triu_indices((~right).sum(), 1)])
             found["right–wrong"].append(c[np.ix_(right, ~right)].ravel())
     return {name: np.concatenate(parts) for name, parts in found.items()}
+
+
+def cosine_table() -> str:
+    """Mean cosines by which rollouts are right, minus their null: the same groups with the rewards permuted."""
+    rows = []
+    for run in (name for names in run_names().values() for name in names):
+        found = permuted_differences(run)
+        cells = []
+        for pair in PAIRS:
+            low, high = over_steps(found[pair], lambda rows: float(rows[:, 1].sum() / rows[:, 2].sum()))
+            cells.append(f"{found[pair][:, 1].sum() / found[pair][:, 2].sum():+.3f} [{low:+.3f}, {high:+.3f}]")
+        rows.append((run, *cells))
+    return table(("run", *(f"{pair}, minus null" for pair in PAIRS)), rows)
+
+
+@cache
+def permuted_differences(run: str) -> dict[str, np.ndarray]:
+    """For each kind of pair `(live groups, 3)`: step, sum of cosines minus its null, number of pairs.
+
+    Under a random permutation of the rewards within a group every pair is equally likely to be of each kind, so the
+    null of a mean cosine is the mean over all pairs of the group.
+    """
+    found: dict[str, list[tuple[float, float, int]]] = {pair: [] for pair in PAIRS}
+    for step, rewards, gram in zip(*training_groups(run), strict=True):
+        kept = first_of_each_text(gram)
+        right, c = rewards[kept] > 0.5, cosines(gram[np.ix_(kept, kept)])
+        if right.any() and not right.all():
+            above = np.triu(np.ones_like(c, bool), 1)
+            null = c[above].mean()
+            kinds = (right[:, None] & right, ~right[:, None] & ~right, right[:, None] != right)
+            for pair, kind in zip(PAIRS, kinds, strict=True):
+                values = c[above & kind]
+                found[pair].append((step, float((values - null).sum()), values.size))
+    return {pair: np.array(rows) for pair, rows in found.items()}
+
+
+def foretelling_table() -> str:
+    """Rank correlation of the split in a window of steps with the change of entropy to the next one."""
+    rows = []
+    for run in (name for names in run_names().values() for name in names):
+        split, entropy = split_and_entropy(run)
+        trend = np.arange(len(split) - 1)
+        change = np.diff(entropy)
+        pairs = (split[:-1], change), (residuals(split[:-1], trend), residuals(change, trend))
+        rows.append((run, f"{len(change)}", *(f"{rank_correlation(*pair):+.2f}" for pair in pairs)))
+    return table(("run", "windows", "correlation", "without trends"), rows)
+
+
+def split_and_entropy(run: str) -> tuple[np.ndarray, np.ndarray]:
+    """In windows of 50 steps: minus the mean right–wrong cosine, and the entropy of a token."""
+    groups, metrics = training_groups(run), step_metrics(run)
+    split, entropy = [], []
+    for start in range(0, LAST, SPLIT_WINDOW):
+        inside = (start < groups.step) & (groups.step <= start + SPLIT_WINDOW)
+        split.append(-pair_cosines(groups.rewards[inside], groups.gram[inside])["right–wrong"].mean())
+        here = [row["token_log_prob"] for row in metrics if start < row["step"] <= start + SPLIT_WINDOW]
+        entropy.append(-np.mean(here))
+    return np.array(split), np.array(entropy)
+
+
+def residuals(values: np.ndarray, trend: np.ndarray) -> np.ndarray:
+    """`values` without their straight line in `trend`."""
+    return values - np.polyval(np.polyfit(trend, values, 1), trend)
+
+
+def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
+    """Spearman's correlation of values without ties."""
+    return float(np.corrcoef(*(values.argsort().argsort() for values in (first, second)))[0, 1])
 
 
 def trend_table() -> str:
@@ -223,7 +296,13 @@ def gain_table() -> str:
     return table(("run", "rollouts", "start", "end", "gain, points"), rows)
 
 
-TABLES = {"windows": windows_table, "trend": trend_table, "gain": gain_table}
+TABLES = {
+    "windows": windows_table,
+    "cosines": cosine_table,
+    "foretelling": foretelling_table,
+    "trend": trend_table,
+    "gain": gain_table,
+}
 
 
 def filled(text: str) -> str:
