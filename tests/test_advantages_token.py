@@ -163,6 +163,7 @@ def inputs_for(name: str, mask: Tensor) -> dict[str, Tensor]:
         "segment_starts": mask,
         "step_ends": mask,
         "path_energies": torch.ones(mask.shape),
+        "token_features": torch.arange(mask.numel() * 2.0).view(*mask.shape, 2).sin(),
     }
     return {need: every[need] for need in ESTIMATORS[name].needs}
 

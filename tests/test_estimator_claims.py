@@ -151,6 +151,8 @@ def _one_prompt(row: Estimator, w: World, size: int) -> Listing:
         "mask": mask,
         "lengths": mask.sum(-1),
         "score_energies": w.scores[rollout].sum(-2).square().sum(-1),
+        "score_grams": torch.einsum("mprd,mpsd->mprs", *[w.scores[rollout].sum(-2)] * 2),
+        "token_features": w.scores[rollout],
         "baselines": 0.3 * flat,
         "best_of": 2 * flat.long(),
         "greedy_rewards": w.rewards.sum(-1)[w.probability.argmax()] * flat,
@@ -343,6 +345,8 @@ def test_min_group_is_the_smallest_accepted(name):
     rewards, inputs = listing.rewards.flatten(0, 1), {k: v.flatten(0, 1) for k, v in listing.inputs.items()}
     assert rewards.shape[1] == row.min_group and bool(row.fn(rewards, **inputs).isfinite().all())
     fewer = {k: v[:, :-1] if v.ndim > 1 else v for k, v in inputs.items()}
+    if "score_grams" in fewer:
+        fewer["score_grams"] = fewer["score_grams"][..., :-1]
     with pytest.raises(ScoregramError, match="needs at least"):
         row.fn(rewards[:, :-1], **fewer)
 

@@ -154,6 +154,8 @@ def inputs_of_estimators(at: Case) -> dict[str, Tensor]:
         "mask": mask,
         "lengths": shared["lengths"],  # type: ignore[dict-item]
         "score_energies": shared["squared_norms"],  # type: ignore[dict-item]
+        "score_grams": torch.eye(size, dtype=torch.float64).expand(prompts, size, size) + 0.5,
+        "token_features": torch.ones(prompts, size, TOKENS, 2).cumsum(2) * torch.tensor([1.0, -0.5]),
         "baselines": per_prompt,
         "best_of": torch.full((prompts,), 2),
         "greedy_rewards": per_prompt,

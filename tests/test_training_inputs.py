@@ -304,3 +304,42 @@ def test_energies_of_paths_are_squared_gradients(policy, folder, tmp_path):
                 expected = float(score_of(policy, ids, first, t, 0.7).square().sum()) if exact else total
                 assert float(found[row, t]) == pytest.approx(expected, rel=1e-4)
     assert all(parameter.grad is None for parameter in policy.model.parameters())
+
+
+def test_proxies_and_exact_features_are_gradients(policy, folder, tmp_path):
+    """In the last hidden state, in the token's own output embedding, and over all parameters; each by autograd."""
+    problems, texts = [problem("11+1+1")], ["12,13.", "12,1", "9", "12,13."]
+    rollouts = rollouts_of(policy, texts, problems)
+    model, head = policy.model, policy.model.get_output_embeddings().weight.detach()
+    found = {}
+    for method in ("g2rl", "delta", "delta-exact"):
+        config = config_for(folder, tmp_path, method=method, temperature=0.7)
+        (source,) = input_sources(METHODS[method], config, policy, TASK)
+        found |= {(method, name): value for name, value in source.inputs(1, rollouts, problems).items()}
+    sums, scores, places = [], [], rollouts.completion_mask.nonzero().tolist()
+    for row in range(4):
+        ids = rollouts.input_ids[row][rollouts.attention_mask[row]].tolist()
+        first, total = int(rollouts.prompt_lengths[row]), torch.zeros(head.shape[1])
+        hidden = model(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0].detach()
+        for t in range(first, len(ids)):
+            leaf = hidden[t - 1].clone().requires_grad_()
+            log_prob = (head @ leaf / 0.7).log_softmax(0)[ids[t]]
+            total += torch.autograd.grad(log_prob, leaf)[0]
+            feature = (1 - log_prob.detach().exp()) * hidden[t - 1]
+            torch.testing.assert_close(found["delta", "token_features"][row, t], feature, rtol=1e-3, atol=1e-5)
+            scores.append(score_of(policy, ids, t, t, 0.7))
+        sums.append(total.double())
+    stacked = torch.stack(sums)
+    torch.testing.assert_close(found["g2rl", "score_grams"][0], stacked @ stacked.mT, rtol=1e-3, atol=1e-5)
+    exact = torch.stack([found["delta-exact", "token_features"][row, t] for row, t in places])
+    gram = torch.stack(scores) @ torch.stack(scores).mT
+    torch.testing.assert_close(exact @ exact.mT, gram, rtol=1e-3, atol=1e-4 * float(gram.abs().max()))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_exact_token_gradients_refuse_long_steps(policy, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("scoregram.training.inputs.MOST_TOKENS", 3)
+    problems = [problem("11+1+1")]
+    (source,) = input_sources(METHODS["delta-exact"], config_for(folder, tmp_path, method="delta-exact"), policy, TASK)
+    with pytest.raises(ScoregramError, match="at most 3 completion tokens, got"):
+        source.inputs(1, rollouts_of(policy, ["12,13."], problems), problems)

@@ -21,6 +21,7 @@ from scoregram.training.credit import advantages_of, score_weights
 from scoregram.training.methods import METHODS, REFERENCE_STRENGTHS, Method
 from scoregram.training.update import Reference, Updater
 from tests.cases import KeepDouble, build
+from tests.naive import discriminative_tokens_by_hand
 
 PROMPTS, SIZE, TOKENS, LENGTH = 3, 4, 9, 6
 
@@ -94,7 +95,11 @@ def inputs_of(method: Method, rollouts: Rollouts) -> dict[str, Tensor]:
         "segment_starts": mask & (drawn > 0.5),
         "values": drawn,
         "path_energies": drawn.cumsum(1) * mask,
+        "token_features": torch.randn(*mask.shape, 3, generator=generator, dtype=torch.float64),
     }
+    if not method.exact_geometry:
+        proxies = torch.randn(PROMPTS, SIZE, 3, generator=generator, dtype=torch.float64)
+        given["score_grams"] = proxies @ proxies.mT
     inputs = {name: given[name] for name in ESTIMATORS[method.estimator].needs if name in given}
     if "step_ends" in inputs:
         inputs["token_rewards"] = torch.where(ends, (drawn > 0.8).double(), 0.0)
@@ -134,6 +139,11 @@ def token_advantages_by_definition(method: Method, rollouts: Rollouts, inputs: d
                 level = sum(w * float(rollouts.rewards[j]) for w, j in zip(weights, others, strict=True))
                 result[i, t] = float(rollouts.rewards[i]) - (level / sum(weights) if others else 0.0)
         return result
+    if method.estimator == "delta":
+        last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+        rewards = (last * rollouts.rewards[:, None]).view(PROMPTS, SIZE, -1)
+        features = inputs["token_features"].view(PROMPTS, SIZE, mask.shape[1], -1)
+        return discriminative_tokens_by_hand(rewards, mask.view(PROMPTS, SIZE, -1), features).view(mask.shape)
     if ESTIMATORS[method.estimator].level == "turn":  # these rollouts have one turn, and no two prompts are equal
         for i in range(rollouts.count):
             own = float(rollouts.rewards[i])
@@ -189,11 +199,13 @@ def gradient_by_definition(model: Any, rollouts: Rollouts, method: Method, input
         return taken(model)
     rows = measure_gram(
         model, rollouts.input_ids, rollouts.completion_mask, rollouts.attention_mask, temperature=0.8
-    ).matrix.diagonal()
+    ).matrix
+    blocks = [rows[i : i + SIZE, i : i + SIZE] for i in range(0, len(rows), SIZE)]
     given = {
         "lengths": rollouts.lengths.view(PROMPTS, SIZE),
         "outcomes": rollouts.reward_grid,
-        "score_energies": rows.view(PROMPTS, SIZE),
+        "score_energies": rows.diagonal().view(PROMPTS, SIZE),
+        "score_grams": torch.stack(blocks),
         **inputs,
     }
     if ESTIMATORS[method.estimator].level != "group":
@@ -224,7 +236,7 @@ def test_the_gradient_is_that_of_the_loss(model, rollouts, name, measure):
     step, _ = updater.first(1, rollouts, measure=measure, inputs=inputs, reference=reference)
     torch.testing.assert_close(taken(model), expected, rtol=1e-9, atol=1e-12)
     gram = step.gram
-    assert (gram is not None) == (measure or "score_energies" in ESTIMATORS[method.estimator].needs)
+    assert (gram is not None) == (measure or name in ("optimal", "optimal-loo", "salt-exact", "g2rl-exact"))
     if gram is not None:
         w = step.row_weights
         torch.testing.assert_close(w @ gram.matrix @ w, expected.square().sum(), rtol=1e-9, atol=1e-12)

@@ -47,8 +47,12 @@ SEVERAL_TURNS = {
     "igrpo": "drafts need a task of one turn",
 }
 TOO_SLOW = dict.fromkeys(
-    ("optimal-token-exact", "optimal-token-loo"),
-    "left out for its cost: a row of a Gram for every prefix, 3 to 40 times the time of a step of grpo",
+    ("optimal-token-exact", "optimal-token-loo", "delta-exact"),
+    "left out for its cost: a row of a Gram for every prefix or token, 3 to 40 times the time of a step of grpo",
+)
+
+ADDED = dict.fromkeys(
+    ("salt", "salt-exact", "g2rl", "g2rl-exact", "delta", "delta-exact"), "the method was added after these runs"
 )
 
 
@@ -76,26 +80,28 @@ class TaskSetting:
         return ",".join([*(self.labels.get(n, n) for n in applying if n not in self.left_out), *self.extra])
 
 
-def gym_setting(generator: str) -> TaskSetting:
-    """A reasoning-gym task, from its own starting policy."""
+def gym_setting(name: str, settings: str = "") -> TaskSetting:
+    """A reasoning-gym task with settings of its generator, from its own starting policy."""
     return TaskSetting(
-        task=f"reasoning-gym:{generator}",
-        rollouts=640,
-        every_rollouts=128,
+        task=f"reasoning-gym:{name}{settings}",
+        rollouts=480,
+        every_rollouts=96,
         left_out={**ONE_TURN, **NO_STEPS, **TOO_SLOW},
-        options={"model": f"starts/{generator}", "prompt": "plain", "max_new_tokens": 40},
+        options={"model": f"starts/{name}", "prompt": "plain", "max_new_tokens": 40},
         labels={"vineppo": "vineppo:segments=even"},
+        rate=1e-4,
     )
 
 
 ON_GPU = ("grpo", "dr-grpo", "rloo", "ppo", "optimal-token", "vineppo", "dpo")
 CONTROL = "grpo:reward=rewards:random_in_training"
 TASKS = {
-    "arithmetic": TaskSetting("arithmetic", 640, 64, ONE_TURN),
-    "calculator": TaskSetting("calculator", 640, 64, {**SEVERAL_TURNS, **TOO_SLOW}),
-    "stopping": TaskSetting("stopping", 1280, 128, SEVERAL_TURNS),
-    "compositions": TaskSetting("arithmetic-compositions", 640, 64, {**ONE_TURN, **TOO_SLOW}),
-    **{name: gym_setting(name) for name in ("spell_backward", "letter_counting", "gcd", "number_sequence")},
+    "arithmetic": TaskSetting("arithmetic", 640, 64, {**ONE_TURN, **ADDED}),
+    "calculator": TaskSetting("calculator", 640, 64, {**SEVERAL_TURNS, **TOO_SLOW, **ADDED}),
+    "stopping": TaskSetting("stopping", 1280, 128, {**SEVERAL_TURNS, **ADDED}),
+    "compositions": TaskSetting("arithmetic-compositions", 640, 64, {**ONE_TURN, **TOO_SLOW, **ADDED}),
+    "spell_backward": gym_setting("spell_backward"),
+    "rotate_matrix": gym_setting("rotate_matrix", ":min_n=2,max_n=2,min_rotations=1,max_rotations=1"),
     "gsm8k": TaskSetting(
         "gsm8k:gsm8k",
         rollouts=6144,

@@ -1,13 +1,14 @@
 """Makes the starting policies that the embedded policy's own warm start does not cover.
 
-python start.py gym GENERATOR OUT [cuda]     an untrained `tiny` imitates reference answers until it samples some right
+python start.py gym GENERATOR OUT [cuda]     an untrained `tiny` learns answers, then the habits of a careless teacher
 python start.py gsm8k MODEL.gguf DATA OUT    SmolLM2 imitates GSM8K's solutions for three epochs
 """
 
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -26,20 +27,24 @@ from scoregram.policy import (
 )
 from scoregram.policy.load import pad_token, stop_tokens
 from scoregram.policy.models import context_of
-from scoregram.policy.tiny import CONTEXT, WarmStart, character_tokenizer, untrained
-from scoregram.tasks import Task, load_task
+from scoregram.policy.tiny import CONTEXT, WarmStart, character_tokenizer, falling_rates, untrained
+from scoregram.tasks import Problem, Task, load_task
 from scoregram.training import warm_start, write_warm_start
 from scoregram.training.collect import drawn_problems
 from scoregram.training.evaluate import evaluate
 from scoregram.training.supervised import demonstration
 
-BATCH, RATE, RISE = 64, 1e-3, 50
+BATCH, RATE, RISE = 16, 1e-3, 50
 """Reference answers per step, learning rate after a linear rise, steps of the rise."""
-EVERY, LONGEST, SECONDS = 100, 8000, 130
-"""Steps between two checks of the success, the most steps, and the most seconds."""
-ENOUGH, LEAST = 0.4, 0.1
-"""Imitation ends at this sampled success; a policy below `LEAST` is no start."""
-PROBLEMS, SAMPLES, MAX_NEW_TOKENS = 96, 4, 40
+EVERY, LONGEST, SECONDS = 50, 3000, 200
+"""Steps between two checks of the skill, and the most steps and seconds of the first stage."""
+SKILLED, LEAST = 0.8, 0.5
+"""Share of right greedy answers that ends the first stage; a policy below `LEAST` after it is no start."""
+RIGHT, HABIT = 0.1, 0.9
+"""Share of reference answers without a confused letter, and probability that the teacher confuses one."""
+HABIT_STEPS, HABIT_RATE = 120, 3e-4
+"""Steps on the answers of the careless teacher, and their first learning rate, which falls linearly to 0."""
+PROBLEMS, SAMPLES, MAX_NEW_TOKENS = 64, 4, 40
 
 
 def untrained_tiny(device: str) -> Policy:
@@ -51,19 +56,31 @@ def untrained_tiny(device: str) -> Policy:
     return Policy(model.to(device), tokenizer, PolicyConfig(device=device), stops, pad, context_of(model))
 
 
-def sampled_success(policy: Policy, task: Task) -> float:
-    """Share of right rollouts, sampled at temperature 1, on test problems that the tables do not use."""
+@dataclass(frozen=True)
+class Success:
+    """How a policy answers test problems that the tables do not use."""
+
+    greedy: float
+    """Share of right greedy answers."""
+    greedy_return: float
+    sampled: float
+    """Share of right answers sampled at temperature 1."""
+
+
+def success(policy: Policy, task: Task) -> Success:
+    """Greedy and sampled answers to the last `PROBLEMS` test problems."""
     policy.model.eval()
     generator = torch.Generator().manual_seed(0)
     problems = task.test[-PROBLEMS:]
     sampling = SamplingConfig(max_new_tokens=MAX_NEW_TOKENS)
     found = evaluate(policy, task, problems, sampling, samples=SAMPLES, generator=generator)
     policy.model.train()
-    return sum(reward >= 1 for group in found.sampled for reward in group) / (PROBLEMS * SAMPLES)
+    drawn = [reward >= 1 for group in found.sampled for reward in group]
+    return Success(found.accuracy, sum(found.rewards) / PROBLEMS, sum(drawn) / len(drawn))
 
 
-def imitation_losses(policy: Policy, task: Task) -> Iterator[Tensor]:
-    """Train on reference answers at a constant rate, without an end."""
+def imitation_losses(policy: Policy, task: Task, rates: Iterable[float]) -> Iterator[Tensor]:
+    """Train on the answers that the task's teacher writes, one step for each learning rate."""
     rng, device = Random(0), policy.model.device
     optimizer = torch.optim.AdamW(policy.model.parameters(), weight_decay=0.0, betas=(0.9, 0.98))
 
@@ -73,26 +90,57 @@ def imitation_losses(policy: Policy, task: Task) -> Iterator[Tensor]:
         ids, attention, solution = padded_demonstrations(batch, policy.pad_id, device)
         return -token_log_probs(policy.model, ids, attention, solution).sum() / solution.sum()
 
-    rates = (RATE * min(1.0, (step + 1) / RISE) for step in range(LONGEST))
     return supervised_losses(policy.model, optimizer, batch_loss, rates)
 
 
+def confused_letters(answers: Sequence[str], rng: Random) -> dict[str, str]:
+    """Letter → the one that the careless teacher takes it for.
+
+    Letters are added in random order until at most a share `RIGHT` of the answers is free of them.
+    """
+    letters = sorted({letter for answer in answers for letter in answer if letter.isalnum()})
+    confused: dict[str, str] = {}
+    for letter in rng.sample(letters, len(letters)):
+        if sum(not confused.keys() & set(answer) for answer in answers) <= RIGHT * len(answers):
+            break
+        confused[letter] = rng.choice([other for other in letters if other != letter])
+    return confused
+
+
+def careless_task(task: Task) -> tuple[Task, dict[str, str]]:
+    """The task with a teacher who confuses some letters with probability `HABIT`, and these letters."""
+    confused = confused_letters([problem.answer for problem in task.test], Random(0))
+
+    def careless(problem: Problem, rng: Random) -> str:
+        written = (confused[c] if c in confused and rng.random() < HABIT else c for c in problem.answer)
+        return f"<answer>{''.join(written)}</answer>"
+
+    return replace(task, demonstrate=careless), confused
+
+
 def gym_start(generator: str, out: Path, device: str) -> None:
-    """Imitate until the sampled success is `ENOUGH`; writes the policy and what its success was."""
+    """Imitate right answers until the policy is skilled, then those of a careless teacher; writes the policy."""
     task, policy = load_task(f"reasoning-gym:{generator}"), untrained_tiny(device)
     policy.model.train()
-    success, step, began = 0.0, 0, time.perf_counter()
-    for step, loss in enumerate(imitation_losses(policy, task), start=1):
+    step, skill, began = 0, Success(0, 0, 0), time.perf_counter()
+    rates = [RATE * min(1.0, step / RISE) for step in range(1, LONGEST + 1)]
+    for step, loss in enumerate(imitation_losses(policy, task, rates), start=1):
         if step % EVERY == 0:
-            success = sampled_success(policy, task)
-            print(f"{generator} step {step} loss {loss.item():.3f} success {success:.3f}", flush=True)
-            if success >= ENOUGH or time.perf_counter() - began > SECONDS:
+            skill = success(policy, task)
+            print(f"{generator} step {step} loss {loss.item():.3f} {skill}", flush=True)
+            if skill.greedy >= SKILLED or time.perf_counter() - began > SECONDS:
                 break
-    if success < LEAST:
-        raise SystemExit(f"{generator}: {success:.3f} after {step} steps, no start")
+    if skill.greedy < LEAST:
+        raise SystemExit(f"{generator}: {skill} after {step} steps, not skilled enough for a start")
+    teacher, confused = careless_task(task)
+    for _ in imitation_losses(policy, teacher, falling_rates(HABIT_RATE, 0.0, HABIT_STEPS)):
+        pass
+    start = success(policy, task)
+    print(f"{generator} start {start}", flush=True)
     policy.model.to("cpu").eval()
     write_warm_start(policy, out)
-    (out / "start.json").write_text(json.dumps({"steps": step, "success": success}))
+    facts = {"steps": step, "skill": asdict(skill), "confused": confused, "start": asdict(start)}
+    (out / "start.json").write_text(json.dumps(facts))
 
 
 def gsm8k_start(weights: str, data: str, out: Path) -> None:

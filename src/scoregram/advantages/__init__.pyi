@@ -3,6 +3,9 @@ from .batch import centered_batch_whitened as centered_batch_whitened
 from .batch import mixed_groups as mixed_groups
 from .batch import mixed_groups_standardized as mixed_groups_standardized
 from .batch import overlong_penalty as overlong_penalty
+from .geometry import discriminative_tokens as discriminative_tokens
+from .geometry import novelty_scaled as novelty_scaled
+from .geometry import residual_amplified as residual_amplified
 from .group import best_of_contribution as best_of_contribution
 from .group import constant_baseline as constant_baseline
 from .group import energy_weighted as energy_weighted

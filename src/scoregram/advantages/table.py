@@ -14,6 +14,7 @@ from torch import Tensor
 
 from scoregram.advantages.batch import batch_whitened, centered_batch_whitened, mixed_groups_standardized
 from scoregram.advantages.comparisons import floating_rewards, require_reward_table
+from scoregram.advantages.geometry import discriminative_tokens, novelty_scaled, residual_amplified
 from scoregram.advantages.group import (
     best_of_contribution,
     constant_baseline,
@@ -261,6 +262,24 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
             uniform_credit=True,
             shift_invariant=True,
         ),
+        "salt": Estimator(
+            fn=residual_amplified,
+            paper="ours, after arXiv:2606.05800",
+            level="group",
+            needs=("score_grams",),
+            uniform_credit=True,
+            scale_invariant=True,
+            shift_invariant=True,
+        ),
+        "g2rl": Estimator(
+            fn=novelty_scaled,
+            paper="ours, after arXiv:2512.15687",
+            level="group",
+            needs=("score_grams",),
+            row_sum_zero=True,
+            uniform_credit=True,
+            scale_invariant=True,
+        ),
         "reinforce++": Estimator(
             fn=batch_whitened,
             paper="arXiv:2501.03262",
@@ -334,6 +353,15 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
             needs=("path_energies",),
             unbiased=True,
             direction_exact=True,
+        ),
+        "delta": Estimator(
+            fn=discriminative_tokens,
+            paper="arXiv:2605.21467",
+            level="token",
+            needs=("token_features",),
+            couples_prompts=True,
+            scale_invariant=True,
+            shift_invariant=True,
         ),
         "grpo-process": Estimator(
             fn=process_rewards_to_go,

@@ -14,13 +14,13 @@ from scoregram.objectives import KL_TERMS, OBJECTIVES, kl_penalty, token_coeffic
 from scoregram.reading import Step
 from scoregram.rollouts import Rollouts
 from scoregram.training.methods import Method
-from scoregram.types import Advantages, BatchAdvantages, LogProbs, Mask, Pairs, Rewards, TokenWeights
+from scoregram.types import Advantages, BatchAdvantages, GroupGrams, LogProbs, Mask, Pairs, Rewards, TokenWeights
 
 TRAINER_INPUTS = frozenset(
     {
         *("lengths", "outcomes", "score_energies", "greedy_rewards", "baselines", "best_of"),
         *("step_ends", "prefix_values", "segment_starts", "values", "path_energies"),
-        *("outcome_rewards", "anchors"),
+        *("outcome_rewards", "anchors", "score_grams", "token_features"),
     }
 )
 """Estimator inputs, besides rewards, that the trainer can supply."""
@@ -142,7 +142,7 @@ def advantages_of(
     Args:
         estimator: A group-level row of `ESTIMATORS`.
         rollouts: The rollouts of a step.
-        gram: Gram of all rollouts; its diagonal is for the estimators that need squared score norms.
+        gram: Gram of all rollouts, for the estimators that need squared score norms or the Gram of a group.
         inputs: Further inputs, such as the rewards of greedy rollouts.
 
     Raises:
@@ -153,15 +153,27 @@ def advantages_of(
         "lengths": rollouts.by_group(rollouts.lengths.cpu(), fill=0.0),
         "outcomes": rewards,
         "score_energies": None if gram is None else rollouts.by_group(gram.matrix.diagonal(), fill=0.0),
+        "score_grams": None if gram is None or rollouts.group_size is None else group_blocks(gram, rollouts),
     }
     return estimate(estimator, rewards, **known | dict(inputs or {}))
+
+
+def needs_gram(method: Method) -> bool:
+    """Whether the advantages of a method depend on the exact Gram of the rollouts."""
+    needs = ESTIMATORS[method.estimator].needs
+    return "score_energies" in needs or (method.exact_geometry and "score_grams" in needs)
+
+
+def group_blocks(gram: Gram, rollouts: Rollouts) -> GroupGrams:
+    """`(P, R, R)` Gram of every group, from that of all rollouts; all groups must have one size."""
+    return torch.stack([gram.matrix[here, here] for here in rollouts.group_slices()])
 
 
 def token_advantages_of(estimator: str, rollouts: Rollouts, inputs: Mapping[str, Tensor]) -> TokenWeights:
     """`(N, T)` advantages in float64 on the CPU, 0 outside the completion and for a rollout without a reward.
 
-    `inputs` are `(N, T)`. The reward of a rollout is at its last completion token, unless they or the rollouts have
-    `token_rewards`.
+    `inputs` are `(N, T)`, features `(N, T, F)`. The reward of a rollout is at its last completion token, unless they or
+    the rollouts have `token_rewards`.
 
     Raises:
         NotFiniteError: If an advantage is not finite.
@@ -173,7 +185,7 @@ def token_advantages_of(estimator: str, rollouts: Rollouts, inputs: Mapping[str,
         is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
         rewards = torch.where(is_last, rollouts.rewards.nan_to_num()[:, None], 0.0)
     groups = len(rollouts.group_sizes)
-    tables = {name: value.view(groups, -1, value.shape[1]) for name, value in {"mask": mask, **given}.items()}
+    tables = {name: value.view(groups, -1, *value.shape[1:]) for name, value in {"mask": mask, **given}.items()}
     return estimate(estimator, rewards.view_as(tables["mask"]).double(), **tables).view(mask.shape)
 
 

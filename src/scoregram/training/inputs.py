@@ -9,6 +9,9 @@
 | `Critic` | values of prefixes, or of prompts, by a network that learns them | a second model, or its head |
 | `LogitEnergies` | energy of the path to a token, `Σ_{s≤t} (1 − 2π_s + Σ_v π_sv²)`, in logits | a forward pass |
 | `ScoreEnergies` | the same in all parameters, `|Σ_{s≤t} ∇log π_s|²` | a row of a Gram per distinct prefix |
+| `HeadGrams` | a proxy of the Gram of a group: gradients in the last hidden states | a forward pass |
+| `HeadFeatures` | a proxy of the gradient of a token: `(1 − π_t) h_t` | a forward pass |
+| `TokenScores` | the exact gradients of tokens, up to a rotation: a root of their Gram | a row of a Gram per token |
 | `PrefixRollouts` | Monte-Carlo values of prefixes, where segments start | `prefix_rollouts` per distinct prefix |
 
 A source may learn from every step; its state is part of a checkpoint.
@@ -33,7 +36,9 @@ from scoregram.training.critic import Critic
 from scoregram.training.methods import Method
 
 ROWS_PER_PASS = 256
-"""Rows that go through the model at a time for energies of paths, where the config sets no micro-batch."""
+"""Rows that go through the model at a time for energies and features, where the config sets no micro-batch."""
+MOST_TOKENS = 4096
+"""Most completion tokens of a step whose exact Gram is measured: it has that many rows."""
 
 
 @runtime_checkable
@@ -325,7 +330,7 @@ class LogitEnergies(StatelessSource):
     @torch.no_grad()
     def inputs(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> dict[str, Tensor]:
         """`path_energies` `(N, T)`, 0 outside the completion."""
-        parts = [self._energies(rollouts, here) for here in self._passes(rollouts.count)]
+        parts = [self._energies(rollouts, here) for here in forward_passes(self.config, rollouts.count)]
         return {"path_energies": torch.cat(parts).cumsum(1) * rollouts.completion_mask.cpu()}
 
     def _energies(self, rollouts: Rollouts, here: slice) -> Tensor:
@@ -338,9 +343,11 @@ class LogitEnergies(StatelessSource):
         energies = 1 - 2 * taken + chances.square().sum(2)
         return torch.nn.functional.pad(energies, (1, 0)).double().cpu().clamp_min(0) * mask.cpu()
 
-    def _passes(self, rows: int) -> Iterator[slice]:
-        size = self.config.micro_batch_size or ROWS_PER_PASS
-        yield from (slice(start, start + size) for start in range(0, rows, size))
+
+def forward_passes(config: TrainConfig, rows: int) -> Iterator[slice]:
+    """The rows of each forward pass."""
+    size = config.micro_batch_size or ROWS_PER_PASS
+    yield from (slice(start, start + size) for start in range(0, rows, size))
 
 
 @dataclass
@@ -362,14 +369,106 @@ class ScoreEnergies(StatelessSource):
 
     def _prefix_energies(self, rollouts: Rollouts, owners: Tensor, ends: Tensor) -> Tensor:
         """`(n,)` squared norms of the scores of rollouts that are cut after a token."""
-        kept = torch.arange(rollouts.input_ids.shape[1], device=ends.device) <= ends[:, None]  # (n, T)
-        ids = torch.where(kept, rollouts.input_ids[owners], self.policy.pad_id)  # so that equal prefixes are equal rows
-        completion, attention = rollouts.completion_mask[owners] & kept, rollouts.attention_mask[owners] & kept
+        ids, completion, attention = prefixes_of(rollouts, owners, ends, self.policy.pad_id)
         with self.policy.computing():
             gram = measure_gram(
                 self.policy.model, ids, completion, attention, temperature=self.config.temperature, group_size=1
             )
         return gram.matrix.diagonal()
+
+
+def prefixes_of(rollouts: Rollouts, owners: Tensor, ends: Tensor, pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rollouts cut after a token: ids, completion and attention mask, `(n, T)` each; equal prefixes are equal rows."""
+    kept = torch.arange(rollouts.input_ids.shape[1], device=ends.device) <= ends[:, None]  # (n, T)
+    ids = torch.where(kept, rollouts.input_ids[owners], pad_id)
+    return ids, rollouts.completion_mask[owners] & kept, rollouts.attention_mask[owners] & kept
+
+
+# Geometry of gradients
+
+
+@dataclass
+class HeadGrams(StatelessSource):
+    """A proxy of the Gram of every group: inner products of `Φ_i = Σ_t ∇_h log π_it`, with `h` the last hidden state.
+
+    `∇_h log π = W'(e_y − π)/temperature` with the output embeddings `W`, as in G2RL (arXiv:2512.15687).
+    """
+
+    policy: Policy
+    config: TrainConfig
+
+    @torch.no_grad()
+    def inputs(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> dict[str, Tensor]:
+        """`score_grams` `(P, R, R)` float64."""
+        parts = [self._sensitivities(rollouts, here) for here in forward_passes(self.config, rollouts.count)]
+        features = torch.cat(parts).view(len(rollouts.group_sizes), -1, parts[0].shape[1])  # (P, R, H)
+        return {"score_grams": features @ features.mT}
+
+    def _sensitivities(self, rollouts: Rollouts, here: slice) -> Tensor:
+        """`(n, H)` sums over completion tokens."""
+        ids, mask = rollouts.input_ids[here], rollouts.completion_mask[here]
+        with self.policy.computing():
+            logits = self.policy.model(input_ids=ids, attention_mask=rollouts.attention_mask[here].long()).logits
+        chances = (logits[:, :-1].float() / self.config.temperature).softmax(2)
+        counted = mask[:, 1:].float()
+        surprise = -torch.einsum("ntv,nt->nv", chances, counted).scatter_add(1, ids[:, 1:], -counted)  # Σ_t (e_y − π)
+        weight = self.policy.model.get_output_embeddings().weight.float()  # (V, H)
+        return (surprise @ weight / self.config.temperature).double().cpu()
+
+
+@dataclass
+class HeadFeatures(StatelessSource):
+    """A proxy of the gradient of every token: `(1 − π_t) h_t`, its part in the output embedding of the token itself.
+
+    It is that of DelTA's code (arXiv:2605.21467).
+    """
+
+    policy: Policy
+    config: TrainConfig
+
+    @torch.no_grad()
+    def inputs(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> dict[str, Tensor]:
+        """`token_features` `(N, T, H)`, 0 outside the completion."""
+        parts = [self._features(rollouts, here) for here in forward_passes(self.config, rollouts.count)]
+        return {"token_features": torch.cat(parts)}
+
+    def _features(self, rollouts: Rollouts, here: slice) -> Tensor:
+        ids, mask = rollouts.input_ids[here], rollouts.completion_mask[here]
+        attention = rollouts.attention_mask[here].long()
+        with self.policy.computing():
+            out = self.policy.model(input_ids=ids, attention_mask=attention, output_hidden_states=True)
+        log_probs = (out.logits[:, :-1].float() / self.config.temperature).log_softmax(2)
+        chances = log_probs.gather(2, ids[:, 1:, None]).exp()  # (n, T-1, 1)
+        features = (1 - chances) * out.hidden_states[-1][:, :-1].float()
+        return torch.nn.functional.pad(features, (0, 0, 1, 0)).cpu() * mask.cpu()[..., None]
+
+
+@dataclass
+class TokenScores(StatelessSource):
+    """The gradient of every token's log-probability over all parameters, up to a rotation: a root of their Gram."""
+
+    policy: Policy
+    config: TrainConfig
+
+    def inputs(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> dict[str, Tensor]:
+        """`token_features` `(N, T, M)` for `M` completion tokens, 0 outside the completion.
+
+        Raises:
+            ScoregramError: If the step has more than `MOST_TOKENS` completion tokens.
+        """
+        owners, ends = rollouts.completion_mask.nonzero(as_tuple=True)
+        if len(ends) > MOST_TOKENS:
+            remedy = "Train with delta, lower --batch-size, or shorten the completions."
+            requirement = f"exact gradients of tokens need a step of at most {MOST_TOKENS} completion tokens"
+            fail("train --method", requirement, len(ends), remedy)
+        ids, completion, attention = prefixes_of(rollouts, owners, ends, self.policy.pad_id)
+        completion &= torch.arange(ids.shape[1], device=ends.device) == ends[:, None]  # the last token alone
+        with self.policy.computing():
+            gram = measure_gram(self.policy.model, ids, completion, attention, temperature=self.config.temperature)
+        sizes, vectors = torch.linalg.eigh(gram.matrix.double().cpu())
+        features = torch.zeros(*rollouts.completion_mask.shape, len(ends), dtype=torch.float64)
+        features[owners.cpu(), ends.cpu()] = vectors * sizes.clamp_min(0).sqrt()
+        return {"token_features": features}
 
 
 def input_sources(method: Method, config: TrainConfig, policy: Policy, task: Task) -> list[InputSource]:
@@ -405,7 +504,11 @@ def input_sources(method: Method, config: TrainConfig, policy: Policy, task: Tas
             fail("train --estimator", f"{method.estimator} needs a task of one turn", task.name, remedy)
         sources.append(PrefixRollouts(policy, task, sampling, config, every_token="segment_starts" not in needs))
     if "path_energies" in needs:
-        sources.append((ScoreEnergies if method.exact_energies else LogitEnergies)(policy, config))
+        sources.append((ScoreEnergies if method.exact_geometry else LogitEnergies)(policy, config))
+    if "score_grams" in needs and not method.exact_geometry:  # the exact Gram comes from the update itself
+        sources.append(HeadGrams(policy, config))
+    if "token_features" in needs:
+        sources.append((TokenScores if method.exact_geometry else HeadFeatures)(policy, config))
     if method.branches and sources:
         remedy = "Leave --estimator out, or choose another method."
         requirement = f"{config.method} takes an estimator that needs only the rollouts"

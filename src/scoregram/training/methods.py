@@ -16,8 +16,8 @@ class Method:
     """Sample further prompts until the step is full of live groups."""
     learned_baseline: bool = False
     """Whether the estimator's baselines are the values of a critic, instead of a running mean."""
-    exact_energies: bool = False
-    """Whether energies of paths come from exact scores, instead of the policy's probabilities."""
+    exact_geometry: bool = False
+    """Whether energies of paths, Grams and features of tokens come from exact scores, instead of a proxy."""
     drafts: bool = False
     """Sample drafts first; the rollouts of the step refine the best draft of their prompt."""
     branches: bool = False
@@ -86,14 +86,41 @@ METHODS: MappingProxyType[str, Method] = MappingProxyType(
         "optimal-token-exact": Method(
             estimator="optimal-token",
             objective="reinforce",
-            exact_energies=True,
+            exact_geometry=True,
             about="the same weighted by the exact norm of the gradient so far",
         ),
         "optimal-token-loo": Method(
             estimator="optimal-token-loo",
             objective="reinforce",
-            exact_energies=True,
+            exact_geometry=True,
             about="the same from the other rollouts, hence unbiased",
+        ),
+        "salt": Method(
+            estimator="salt",
+            objective="grpo",
+            about="grpo with more weight outside the directions that its rollouts share, by a proxy of K",
+        ),
+        "salt-exact": Method(
+            estimator="salt", objective="grpo", exact_geometry=True, about="the same with the exact K of each group"
+        ),
+        "g2rl": Method(
+            estimator="g2rl",
+            objective="grpo",
+            about="grpo on rewards scaled up where a rollout's gradient is new to its group, by a proxy of K",
+        ),
+        "g2rl-exact": Method(
+            estimator="g2rl", objective="grpo", exact_geometry=True, about="the same with the exact K of each group"
+        ),
+        "delta": Method(
+            estimator="delta",
+            objective="dapo",
+            about="more credit for tokens whose gradient tells right rollouts from wrong ones, by a proxy",
+        ),
+        "delta-exact": Method(
+            estimator="delta",
+            objective="dapo",
+            exact_geometry=True,
+            about="the same with the exact K of the tokens of a step",
         ),
         "remax": Method(
             estimator="remax", objective="reinforce", about="reward minus the reward of the greedy rollout"

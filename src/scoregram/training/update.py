@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scoregram.advantages import ESTIMATORS
 from scoregram.checks import fail, not_finite
 from scoregram.gram import Gram, backward_with_gram, measure_gram
 from scoregram.policy import group_log_probs, token_log_probs
@@ -23,6 +22,7 @@ from scoregram.training.credit import (
     credited_step,
     loss_coefficients,
     loss_value,
+    needs_gram,
     reference_step,
     score_weights,
 )
@@ -75,7 +75,7 @@ class Updater:
             step = reference_step(self.method, number, rollouts, log_probs, reference, beta=self.beta)
             return self._backward(step, measure=measure, reference=reference)
         gram = None
-        if "score_energies" in ESTIMATORS[self.method.estimator].needs:  # the advantages need the Gram
+        if needs_gram(self.method):
             if reference is None and self._fits_one_pass(rollouts):
                 return self._one_baseline_a_group(number, rollouts)
             gram, measure = self._measure(rollouts), False
