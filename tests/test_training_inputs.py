@@ -338,7 +338,7 @@ def test_proxies_and_exact_features_are_gradients(policy, folder, tmp_path):
 
 
 def test_exact_token_gradients_refuse_long_steps(policy, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("scoregram.training.inputs.MOST_TOKENS", 3)
+    monkeypatch.setattr("scoregram.training.inputs.MOST_TOKEN_SCORES", 3)
     problems = [problem("11+1+1")]
     (source,) = input_sources(METHODS["delta-exact"], config_for(folder, tmp_path, method="delta-exact"), policy, TASK)
     with pytest.raises(ScoregramError, match="at most 3 completion tokens, got"):

@@ -153,19 +153,19 @@ def advantages_of(
         "lengths": rollouts.by_group(rollouts.lengths.cpu(), fill=0.0),
         "outcomes": rewards,
         "score_energies": None if gram is None else rollouts.by_group(gram.matrix.diagonal(), fill=0.0),
-        "score_grams": None if gram is None or rollouts.group_size is None else group_blocks(gram, rollouts),
+        "score_grams": None if gram is None or rollouts.group_size is None else own_grams(gram, rollouts),
     }
     return estimate(estimator, rewards, **known | dict(inputs or {}))
 
 
-def needs_gram(method: Method) -> bool:
+def takes_exact_gram(method: Method) -> bool:
     """Whether the advantages of a method depend on the exact Gram of the rollouts."""
     needs = ESTIMATORS[method.estimator].needs
     return "score_energies" in needs or (method.exact_geometry and "score_grams" in needs)
 
 
-def group_blocks(gram: Gram, rollouts: Rollouts) -> GroupGrams:
-    """`(P, R, R)` Gram of every group, from that of all rollouts; all groups must have one size."""
+def own_grams(gram: Gram, rollouts: Rollouts) -> GroupGrams:
+    """`(P, R, R)` Gram of every group, where Grams between prompts need not be measured; groups must have one size."""
     return torch.stack([gram.matrix[here, here] for here in rollouts.group_slices()])
 
 

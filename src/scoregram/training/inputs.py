@@ -37,7 +37,7 @@ from scoregram.training.methods import Method
 
 ROWS_PER_PASS = 256
 """Rows that go through the model at a time for energies and features, where the config sets no micro-batch."""
-MOST_TOKENS = 4096
+MOST_TOKEN_SCORES = 4096
 """Most completion tokens of a step whose exact Gram is measured: it has that many rows."""
 
 
@@ -454,12 +454,12 @@ class TokenScores(StatelessSource):
         """`token_features` `(N, T, M)` for `M` completion tokens, 0 outside the completion.
 
         Raises:
-            ScoregramError: If the step has more than `MOST_TOKENS` completion tokens.
+            ScoregramError: If the step has more than `MOST_TOKEN_SCORES` completion tokens.
         """
         owners, ends = rollouts.completion_mask.nonzero(as_tuple=True)
-        if len(ends) > MOST_TOKENS:
+        if len(ends) > MOST_TOKEN_SCORES:
             remedy = "Train with delta, lower --batch-size, or shorten the completions."
-            requirement = f"exact gradients of tokens need a step of at most {MOST_TOKENS} completion tokens"
+            requirement = f"exact gradients of tokens need a step of at most {MOST_TOKEN_SCORES} completion tokens"
             fail("train --method", requirement, len(ends), remedy)
         ids, completion, attention = prefixes_of(rollouts, owners, ends, self.policy.pad_id)
         completion &= torch.arange(ids.shape[1], device=ends.device) == ends[:, None]  # the last token alone

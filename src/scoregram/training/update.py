@@ -22,9 +22,9 @@ from scoregram.training.credit import (
     credited_step,
     loss_coefficients,
     loss_value,
-    needs_gram,
     reference_step,
     score_weights,
+    takes_exact_gram,
 )
 from scoregram.training.methods import Method
 from scoregram.types import LogProbs
@@ -75,7 +75,7 @@ class Updater:
             step = reference_step(self.method, number, rollouts, log_probs, reference, beta=self.beta)
             return self._backward(step, measure=measure, reference=reference)
         gram = None
-        if needs_gram(self.method):
+        if takes_exact_gram(self.method):
             if reference is None and self._fits_one_pass(rollouts):
                 return self._one_baseline_a_group(number, rollouts)
             gram, measure = self._measure(rollouts), False

@@ -178,7 +178,8 @@ def moments_of(
         # An estimator that accepts a single rollout does not use the others: the rollouts' updates are independent.
         single = [turn_moments(truth, row.fn, prompt=p, group_size=1, needs=needs) for p in every]
         return tuple(replace(moments, variance=moments.variance / group_size) for moments in single)
-    steps = {"group_size": group_size, "needs": needs, "groups_limit": step_groups_limit}
+    coupled = {"couples_prompts": row.couples_prompts, "groups_limit": step_groups_limit}
+    steps = {"group_size": group_size, "needs": needs, **coupled}
     return tuple(turn_moments(truth, row.fn, prompt=p, **steps) for p in every)
 
 

@@ -164,8 +164,8 @@ def group_update_moments(
         prompt: Row of `truth.gradient` to compare with.
         group_size: `R`.
         needs: Names among `lengths`, `score_energies`, `outcomes` (one per rollout; the outcome is the return),
-            `baselines` (the prompt's exact value), `best_of` (2) and `greedy_rewards` (the return of one more rollout
-            that takes the likeliest action everywhere; if outcomes are random, so is this return).
+            `score_grams`, `baselines` (the prompt's exact value), `best_of` (2) and `greedy_rewards` (the return of one
+            more rollout that takes the likeliest action everywhere; if outcomes are random, so is this return).
         couples_prompts: Whether `advantage` mixes prompts. If so it gets one group at a time, and the result is that
             of a batch with a single prompt.
 
@@ -219,11 +219,16 @@ def group_table(
     rows = truth.listing.of_prompt(prompt)
     split_by = {name: ROLLOUT_INPUTS[name](truth)[rows] for name in needs if name in ROLLOUT_INPUTS}
     seen = torch.stack([truth.listing.returns[rows], *(values.double() for values in split_by.values())], dim=-1)
+    if "score_grams" in needs:  # a type is then one score
+        seen = torch.cat([seen, truth.scores[rows]], dim=-1)
     kinds, type_of = seen.unique(dim=0, return_inverse=True)  # (K, 1 + needs)
     type_probability = _gathered(truth.probability[rows], type_of, len(kinds))
     groups = multisets(len(kinds), group_size)
     rewards = kinds[:, 0][groups.members]  # (C, R)
     inputs = {name: kinds[:, k + 1][groups.members].to(split_by[name].dtype) for k, name in enumerate(split_by)}
+    if "score_grams" in needs:
+        scores = kinds[:, 1 + len(split_by) :][groups.members]  # (C, R, D)
+        inputs["score_grams"] = scores @ scores.mT
     chances, shared = _shared_inputs(truth, prompt, needs, len(rewards))
     parts = [in_blocks(advantage, rewards, inputs | extra, one_by_one=couples_prompts) for extra in shared]
     for part in parts:
@@ -269,7 +274,7 @@ def greedy_returns(truth: GroundTruth, prompt: int) -> tuple[Float[Tensor, " val
 
 
 def _require_known_needs(needs: tuple[str, ...]) -> None:
-    known = (*ROLLOUT_INPUTS, "greedy_rewards", "baselines", "best_of")
+    known = (*ROLLOUT_INPUTS, "score_grams", "greedy_rewards", "baselines", "best_of")
     for name in needs:
         if name not in known:
             requirement = f"needs must be among {listed(known)}"

@@ -118,10 +118,11 @@ STEP_INPUTS: MappingProxyType[str, Callable[[GroundTruth], Tensor]] = MappingPro
         "segment_starts": lambda truth: truth.listing.mask & (torch.arange(truth.listing.mask.shape[1]) % 2 == 0),
         "outcome_rewards": lambda truth: truth.listing.returns,
         "path_energies": lambda truth: truth.turn_scores.cumsum(dim=1).square().sum(dim=-1) * truth.listing.mask,
+        "token_features": lambda truth: truth.turn_scores,
     }
 )
 """Inputs of an estimator for turns or tokens besides the rewards. Values and prefix values are exact, every decision
-is one step, a segment is two steps, the outcome of a rollout is its return, and energies of paths are exact."""
+is one step, a segment is two steps, the outcome of a rollout is its return, and energies and gradients are exact."""
 
 
 def turn_moments(
@@ -131,6 +132,7 @@ def turn_moments(
     prompt: int,
     group_size: int,
     needs: tuple[str, ...] = (),
+    couples_prompts: bool = False,
     groups_limit: int = GROUPS_LIMIT,
 ) -> UpdateMoments:
     """Exact moments for an estimator that gives every turn its own advantage and compares the whole group.
@@ -142,6 +144,7 @@ def turn_moments(
         prompt: Row of `truth.gradient` to compare with.
         group_size: `R`.
         needs: Names in `STEP_INPUTS`.
+        couples_prompts: Whether `advantage` mixes prompts. If so it gets one group at a time.
         groups_limit: Largest number of groups to enumerate.
 
     Raises:
@@ -156,7 +159,7 @@ def turn_moments(
     groups = multisets(len(first), group_size, limit=groups_limit)
     shown = first[groups.members]  # (C, R): for each member, a rollout of its type
     inputs = {name: STEP_INPUTS[name](truth)[shown] for name in needs}
-    credit = in_blocks(advantage, truth.listing.reward[shown], inputs)  # (C, R, H)
+    credit = in_blocks(advantage, truth.listing.reward[shown], inputs, one_by_one=couples_prompts)  # (C, R, H)
     credit = torch.where(truth.listing.mask[shown], credit, 0.0)
     require_finite(credit, name="advantages", caller="turn_moments")
     centre, spread, type_probability = _turn_scores_by_type(truth, rows, type_of)
