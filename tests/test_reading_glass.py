@@ -45,6 +45,18 @@ def test_rollouts_are_sorted_by_reward_with_their_texts_cosines_and_shares(store
                 assert group.cosines[row][column] == pytest.approx(cosine)
 
 
+def test_a_stored_push_colours_the_sampled_tokens(stored):
+    run, reading, _ = stored
+    detail = step_detail(run, reading.groups, 2)
+    first = detail.groups[0].rollouts[0]
+    assert first is not None and "push" not in step_json(detail)["groups"][0]["rollouts"][0]
+    push = torch.arange(len(first.token_ids)).float() / 8
+    pushed = replace(detail.groups[0], rollouts=[replace(first, push=push), *detail.groups[0].rollouts[1:]])
+    shown = step_json(replace(detail, groups=[pushed]))["groups"][0]["rollouts"][0]
+    sampled = range(first.prompt_length, len(first.token_ids))
+    assert shown["push"] == [pytest.approx(place / 8, abs=0.01) for place in sampled]
+
+
 def test_prompts_interfere_as_their_updates_do(stored):
     run, reading, known = stored
     gram, rewards = known[1]

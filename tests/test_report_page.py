@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,8 +14,10 @@ from scoregram import __version__
 from scoregram.checks import ScoregramError
 from scoregram.exhibits import Estimate, Figure, Series, Table
 from scoregram.report import Section, write_page
+from scoregram.report import page as page_module
 from scoregram.report.page import page, templates
-from tests.report_cases import Page
+from scoregram.studies.grpo_rank.evidence import write_replication_report
+from tests.report_cases import Page, contrast
 
 pytest.importorskip("plotly")
 
@@ -145,3 +148,33 @@ def test_every_template_of_the_package_can_be_parsed():
     for name in found:
         templates().get_template(name)
     assert templates().autoescape is True
+
+
+COLOURS = re.compile(r"--(\w+): (#[0-9a-f]{6});")
+
+
+@pytest.mark.parametrize("scheme", [0, 1, 2], ids=["light", "dark", "print"])
+@pytest.mark.parametrize("name", ["good", "watch", "act", "unknown", "soft", "ink", "accent"])
+def test_words_can_be_read_in_every_scheme(name, scheme):
+    """WCAG 2 asks for a contrast of 4.5 between text and ground."""
+    css = (Path(page_module.__file__).parent / "page.css").read_text()
+    schemes = [dict(COLOURS.findall(block)) for block in re.findall(r":root \{(.*?)\n *\}", css, re.DOTALL)]
+    colours = schemes[0] | schemes[scheme]
+    assert len(schemes) == 3
+    for ground in ("paper", "tint"):
+        assert contrast(colours[name], colours[ground]) > 4.5, ground
+
+
+def test_a_study_answers_the_reader_before_its_contents(tmp_path):
+    study = Path(__file__).parents[1] / "results" / "smollm2-gsm8k"
+    text = write_replication_report(study, tmp_path / "page.html").read_text()
+    asked = ["What was claimed?", "What did we do?", "What did we see?", "What does it not show?"]
+    shown = Page(text)
+    assert [shown.text("dt").index(question) for question in asked] == sorted(map(shown.text("dt").index, asked))
+    assert text.index("is not replicated here") < text.index(asked[0]) < text.index(asked[-1]) < text.index("Contents")
+    answers = shown.text("dd")
+    assert "groups of 2, 4, 8, 16 rollouts, 3 seeds each, 60 steps of 128" in answers and "Of 10 claims:" in answers
+
+
+def test_an_answer_is_text():
+    assert EVIL not in page(title="t", lead="l", sections=[], answers=[(EVIL, EVIL)])

@@ -1,22 +1,29 @@
 import dataclasses
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from scoregram.advice.diagnose import DEMOS, GRAM_RULES, LOG_RULES
+from scoregram.advice.findings import RunFinding, Severity, Undecided, diagnosis_of
 from scoregram.bootstrap import LEVEL, bootstrap_estimate, mean_estimate
 from scoregram.exhibits import Estimate, Figure
-from scoregram.reading import StoredGroup, read_run
+from scoregram.reading import Indicator, IndicatorState, StoredGroup, read_run, running_curve
 from scoregram.report import write_report
 from scoregram.report.figures import HeatMap, StackedFigure
-from scoregram.report.run_page import MOST_CARDS, run_page, summary_table
+from scoregram.report.run_page import MOST_CARDS, SUBJECTS, agreed_tiles, run_facts, run_page, summary_table
+from scoregram.report.words import setting_names
 from scoregram.runs import GroupRecord, RunWriter, open_run
 from scoregram.spectra import feasible_intervals
 from scoregram.statistics import baseline_saving, group_blocks, mixed_probability, noise_components
 from tests.report_cases import CONFIG, Page, write_run
 
 pytest.importorskip("plotly")
+
+PLANTED = Path(__file__).parent / "planted"
+"""Recorded runs with one fault each."""
 
 
 @pytest.fixture(scope="module")
@@ -270,3 +277,64 @@ def test_names_from_data_are_text(tmp_path):
     write_run(folder, prompt_id="</script><script>alert({})</script>")
     page = Page(write_report(folder).read_text())
     assert len(page.named("script")) == 2 and "<script>alert(1)<" in page.text("h1")
+
+
+def a_tile(name: str, state: IndicatorState) -> Indicator:
+    return Indicator(name=name, state=state, headline="", sentence="S.", curve=running_curve((), ()))
+
+
+AGREED: dict[Severity, dict[str, str]] = {
+    "critical": {"good": "act", "watch": "act", "act": "act", "unknown": "act"},
+    "warning": {"good": "watch", "watch": "watch", "act": "act", "unknown": "unknown"},
+    "note": {"good": "good", "watch": "watch", "act": "act", "unknown": "unknown"},
+}
+"""Severity of a finding → word of a tile → the word that the page shows."""
+
+
+@pytest.mark.parametrize("name", sorted(SUBJECTS))
+@pytest.mark.parametrize("state", ["good", "watch", "act", "unknown"])
+def test_a_tile_agrees_with_the_findings_of_its_subject(name, state):
+    tile = a_tile(name, state)
+    rule = SUBJECTS[name][0]
+    for severity, words in AGREED.items():
+        finding = RunFinding(name=rule, severity=severity, sentence="", evidence="")
+        (agreed,) = agreed_tiles([tile], diagnosis_of("", {rule: finding}))
+        assert agreed.state == words[state], severity
+    (open_tile,) = agreed_tiles([tile], diagnosis_of("", {rule: Undecided("more steps")}))
+    assert open_tile.state == ("watch" if state == "act" else state)
+    assert agreed_tiles([tile], diagnosis_of("", {rule: None, "seed": Undecided("x")})) == (tile,)
+
+
+def test_every_subject_is_a_rule_and_every_tile_has_one(tmp_path):
+    write_run(tmp_path / "run")
+    assert {tile.name for tile in run_page(open_run(tmp_path / "run")).tiles} == set(SUBJECTS)
+    assert {rule for rules in SUBJECTS.values() for rule in rules} <= {*LOG_RULES, *GRAM_RULES}
+
+
+FAULTS = [path.parent for root in (DEMOS, PLANTED) for path in sorted(root.glob("*/config.yaml"))]
+
+
+@pytest.mark.parametrize("folder", FAULTS, ids=lambda folder: folder.name)
+def test_no_tile_of_a_recorded_fault_is_good_where_a_finding_warns(folder):
+    page = run_page(open_run(folder))
+    grave = {card.name for card in page.cards if card.severity != "note"}
+    for tile in page.tiles:
+        assert tile.state != "good" or not grave & set(SUBJECTS[tile.name]), tile.name
+
+
+def test_cards_name_the_setting_of_the_trainer():
+    assert setting_names({})["group size"] == "--group-size"
+    trl = setting_names({"integration": {"name": "trl"}})
+    assert trl["group size"] == "num_generations" and "estimator" not in trl
+
+
+def test_a_run_of_another_trainer_counts_the_steps_between_its_logs(tmp_path):
+    write_run(tmp_path / "run", steps=2)
+    run = dataclasses.replace(
+        read_run(tmp_path / "run"),
+        config={"integration": {"name": "trl"}, "arguments": {"max_steps": 60, "learning_rate": 0.003}},
+        lines=[{"step": 10, "reward": 0.5}, {"step": 40, "reward": 0.5}],
+        groups=[],
+    )
+    facts = dict(run_facts(run))
+    assert facts["steps"] == "40 of 60 trained, 0 measured" and facts["learning rate"] == "0.003"

@@ -117,6 +117,7 @@ def test_masks_behaviour_and_token_advantages_come_back(tmp_path):
         "behaviour_log_probs": torch.randn(3),
         "advantage": None,
         "advantages": torch.randn(3),
+        "push": torch.randn(3),
         "prompt": None,
         "completion": None,
         "reward": math.nan,
@@ -125,6 +126,10 @@ def test_masks_behaviour_and_token_advantages_come_back(tmp_path):
     before = RolloutRecord(**{**vars(make_rollout(0, 0, 0, 3)), **more})
     (after,) = table_to_rollouts(through_a_file(rollouts_to_table([before]), tmp_path))
     assert_same(before, after)
+
+
+def test_a_push_that_no_rollout_has_is_no_column():
+    assert "push" not in rollouts_to_table([make_rollout(0, 0, 0, 3)]).column_names
 
 
 def test_text_that_utf8_cannot_hold_is_spelt_out(tmp_path):

@@ -143,9 +143,12 @@ def caught_steps(monkeypatch) -> list[Step]:
 def test_the_push_of_a_small_step_is_the_gradient_of_every_token_along_it(method, policy, tmp_path, monkeypatch):
     steps = caught_steps(monkeypatch)
     settings = {"dtype": "float64", "optimizer": "sgd", "learning_rate": RATE, "max_grad_norm": 0.0, "eval_every": 0}
-    train(config_for(policy, tmp_path / "run", method=method, steps=1, push=True, **settings))
+    train(config_for(policy, tmp_path / "run", method=method, steps=1, push=True, rollouts_every=1, **settings))
     (step,) = steps
     assert step.push is not None
+    for row, record in enumerate(open_run(tmp_path / "run").rollouts()):  # it is stored token by token
+        expected = step.push[row][step.rollouts.attention_mask[row]].float()
+        assert record.push is not None and torch.equal(record.push, expected)
     start = load_policy(PolicyConfig(model=str(policy), dtype="float64", device="cpu", prompt="plain")).model
     latest = open_run(tmp_path / "run").latest_checkpoint
     assert latest is not None

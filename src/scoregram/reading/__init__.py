@@ -33,6 +33,7 @@ from scoregram.reading.group import outcomes_of as outcomes_of
 from scoregram.reading.group import read_group as read_group
 from scoregram.reading.indicators import Gain as Gain
 from scoregram.reading.indicators import Indicator as Indicator
+from scoregram.reading.indicators import IndicatorState as IndicatorState
 from scoregram.reading.indicators import indicators as indicators
 from scoregram.reading.indicators import paired_gain as paired_gain
 from scoregram.reading.influence import TRAINED_AND_FIXED as TRAINED_AND_FIXED

@@ -38,6 +38,8 @@ class Indicator:
     """Change of what is learnt; `nan` for the other indicators."""
     target: float = math.nan
     """Value of the curve to reach or to stay below; `nan` if there is none."""
+    goal: str = ""
+    """The target in words, short enough for a label."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,8 @@ def teaching_indicator(run: RunReading) -> Indicator:
     live = Estimate(1 - dead.value, 1 - dead.high, 1 - dead.low)
     state = "good" if live.value >= LIVE_GOOD else "act" if live.value < LIVE_ACT else "watch"
     sentence = f"Share of live groups in the last third: {cell_text(live)}. Good: {LIVE_GOOD:.0%} or more."
-    headline = f"{live.value:.0%} of groups"
-    return Indicator(name=name, state=state, headline=headline, sentence=sentence, curve=curve, target=LIVE_GOOD)
+    known = {"headline": f"{live.value:.0%} of groups", "sentence": sentence, "curve": curve}
+    return Indicator(name=name, state=state, target=LIVE_GOOD, goal=f"target: {LIVE_GOOD:.0%} or more", **known)
 
 
 def signal_indicator(run: RunReading) -> Indicator:
@@ -135,8 +137,12 @@ def signal_indicator(run: RunReading) -> Indicator:
         state = "good"
     if math.isnan(scale.low) or run.trust.has_few_steps:
         state = "watch"
-    sentence = "Rollouts at which signal and error have equal power, last third. Good: you use as many or more."
-    return Indicator(name=name, state=state, headline=_needs(scale, batch), sentence=sentence, curve=curve, target=1.0)
+    sentence = (
+        "Rollouts at which signal and error have equal power, last third. Good: you use as many or more. "
+        "The line is the signal to noise of a step."
+    )
+    known = {"headline": _needs(scale, batch), "sentence": sentence, "curve": curve}
+    return Indicator(name=name, state=state, target=1.0, goal="target: 1 or more", **known)
 
 
 def _needs(scale: Estimate, batch: float | int) -> str:
@@ -163,8 +169,8 @@ def truncation_indicator(run: RunReading) -> Indicator:
         return Indicator(name=name, state="unknown", headline="not logged", sentence=sentence, curve=curve)
     state = "good" if share <= CUT_GOOD else "act" if share > CUT_ACT else "watch"
     sentence = f"Share of rollouts cut off by the limit on tokens, last third.{ratios} Good: {CUT_GOOD:.0%} or less."
-    headline = f"{share:.0%} truncated"
-    return Indicator(name=name, state=state, headline=headline, sentence=sentence, curve=curve, target=CUT_GOOD)
+    known = {"headline": f"{share:.0%} truncated", "sentence": sentence, "curve": curve}
+    return Indicator(name=name, state=state, target=CUT_GOOD, goal=f"target: {CUT_GOOD:.0%} or less", **known)
 
 
 def _short(value: float) -> str:

@@ -435,6 +435,7 @@ def rollout_records(step: Step, decode: Callable[[list[int]], str] | None = None
         if rollouts.behaviour_log_probs is None
         else rollouts.behaviour_log_probs.float().cpu(),
         "advantages": None if step.token_advantages is None else step.token_advantages.float().cpu(),
+        "push": None if step.push is None else step.push.detach().float().cpu(),
     }
     ids, real, credited = (t.cpu() for t in (rollouts.input_ids, rollouts.attention_mask, rollouts.completion_mask))
     prompt_lengths, rewards, advantages = rollouts.prompt_lengths.tolist(), rollouts.rewards, step.advantages.tolist()

@@ -110,6 +110,8 @@ def _rollout_json(rollout: RolloutRecord, names: Sequence[str] | None) -> dict[s
     plain["surprise"] = _rounded((-rollout.log_probs[places]).tolist(), 2)
     if rollout.advantages is not None:
         plain["credit"] = _rounded(rollout.advantages[places].tolist())
+    if rollout.push is not None:
+        plain["push"] = _rounded(rollout.push[places].tolist(), 2)
     return plain
 
 

@@ -40,7 +40,9 @@ const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").repl
 
 function drawMatrix(id, names, cosines, bars, barTitle, rightCount) {
   const places = names.map((_, i) => i);
-  const ticks = { tickmode: "array", tickvals: places, ticktext: names.map((name) => escaped(name.length > 14 ? `…${name.slice(-13)}` : name)) };
+  const shown = (name) => escaped(name.length > 16 ? `${name.slice(0, 4)}…${name.slice(-11)}` : name);
+  const ticks = { tickmode: "array", tickvals: places, ticktext: names.map(shown) };
+  const numbers = { ...ticks, ticktext: places.map((place) => `${place + 1}`) };
   const labels = names.length <= 12;
   const data = [
     { type: "heatmap", z: cosines, x: places, y: places, zmin: -1, zmax: 1, colorscale: diverging, showscale: false, xgap: 1, ygap: 1,
@@ -55,7 +57,7 @@ function drawMatrix(id, names, cosines, bars, barTitle, rightCount) {
   const layout = {
     height: 430, margin: { l: 10, r: 10, t: 10, b: 10 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, shapes,
     font: { family: "system-ui, sans-serif", size: 11 }, hoverlabel: { bgcolor: "#ffffff", font: { color: "#222222" } },
-    xaxis: { ...plain, ...ticks, domain: [0, 0.8], tickangle: labels ? 0 : 90 }, yaxis: { ...plain, ...ticks, autorange: "reversed" },
+    xaxis: { ...plain, ...numbers, domain: [0, 0.8], tickangle: 0, tickfont: { size: labels ? 11 : 8 } }, yaxis: { ...plain, ...ticks, autorange: "reversed" },
     xaxis2: { ...plain, domain: [0.83, 1], nticks: 3, title: { text: barTitle }, zeroline: true, zerolinecolor: "#808080" },
   };
   Plotly.react(id, data, layout, { displayModeBar: false, responsive: true });
@@ -73,7 +75,7 @@ function tokenStrip(rollout, kind, largest) {
   const strip = element(written ? "pre" : "div", written ? "text" : "strip");
   values.forEach((value, i) => {
     const token = element("span", "token", written ? rollout.tokens[i] : "");
-    token.style.background = tokenColour(value ?? 0, largest, kind === "credit");
+    token.style.background = tokenColour(value ?? 0, largest, kind !== "surprise");
     token.title = `${written ? rollout.tokens[i] : `token ${i + 1}`}: ${kind} ${number(value, 3)}`;
     strip.append(token);
   });
@@ -102,10 +104,27 @@ function rolloutCard(group, place, kind, largest) {
   return card;
 }
 
-function legendOf(kind) {
-  if (kind === "credit") return "Token colours: credit of the token, blue raises its probability, orange lowers it.";
-  return kind ? "Token colours: the darker, the less probable the token was when it was sampled. All tokens of a rollout share its advantage." : "";
+const TOKEN_KINDS = {
+  push: ["push of the update", "Blue tokens became more probable by the update of this step, orange ones less."],
+  credit: ["credit", "Blue tokens have a positive advantage, orange ones a negative one."],
+  surprise: ["surprise", "The darker, the less probable the token was when it was sampled."],
+};
+
+// A choice of what colours the tokens, if there is more than one; else the legend alone.
+function showLegend(kinds, kind, choose) {
+  const legend = byId("glass-legend");
+  const say = () => {
+    const choices = kinds.map((name) => {
+      const button = element("button", name === kind ? "chosen" : "", TOKEN_KINDS[name][0]);
+      button.setAttribute("aria-pressed", `${name === kind}`);
+      button.onclick = () => { kind = name; tokenKind = name; say(); choose(name); };
+      return button;
+    });
+    legend.replaceChildren(...(kinds.length ? ["Token colours: ", ...choices, ` ${TOKEN_KINDS[kind][1]}`] : []));
+  };
+  say();
 }
+let tokenKind = null; // the reader's choice, kept from group to group
 
 function showGroup(group) {
   const names = group.rewards.map((reward, i) => `${i + 1}: ${reward ?? "–"}`);
@@ -115,11 +134,15 @@ function showGroup(group) {
   if (group.cosines.length) drawMatrix("glass-gram", names, group.cosines, group.norms, "norm", right);
   byId("glass-prompt").textContent = group.prompt ?? group.id;
   const stored = group.rollouts.filter((rollout) => rollout);
-  const kind = ["credit", "surprise"].find((name) => stored.some((rollout) => rollout[name] !== undefined));
-  const values = stored.flatMap((rollout) => rollout[kind] ?? []).map((value) => Math.abs(value ?? 0));
-  const largest = values.reduce((most, value) => Math.max(most, value), 0);
-  byId("glass-legend").textContent = legendOf(kind);
-  byId("glass-rollouts").replaceChildren(...group.rewards.map((_, i) => rolloutCard(group, i, kind, largest)));
+  const kinds = Object.keys(TOKEN_KINDS).filter((name) => stored.some((rollout) => rollout[name] !== undefined));
+  const showRollouts = (kind) => {
+    const values = stored.flatMap((rollout) => rollout[kind] ?? []).map((value) => Math.abs(value ?? 0));
+    const largest = values.reduce((most, value) => Math.max(most, value), 0);
+    byId("glass-rollouts").replaceChildren(...group.rewards.map((_, i) => rolloutCard(group, i, kind, largest)));
+  };
+  const kind = kinds.includes(tokenKind) ? tokenKind : kinds[0];
+  showLegend(kinds, kind, showRollouts);
+  showRollouts(kind);
 }
 
 function showBatch(step) {
@@ -136,8 +159,10 @@ function showStep(step) {
     option.value = `${i}`;
     return option;
   }));
-  const live = step.groups.findIndex((group) => group.outcome === "live");
-  choice.value = `${Math.max(0, live)}`;
+  // First shown is the group whose rewards are split most evenly: there is most to see.
+  const evenness = ({ rewards }) => { const top = Math.max(...rewards); return Math.min(...[true, false].map((is) => rewards.filter((one) => (one === top) === is).length)); };
+  const even = step.groups.map(evenness);
+  choice.value = `${Math.max(0, even.indexOf(Math.max(...even)))}`;
   choice.onchange = () => showGroup(step.groups[Number(choice.value)]);
   if (step.groups.length) choice.onchange();
   showBatch(step);

@@ -82,7 +82,14 @@ class TextBlock:
 
 
 def write_page(
-    path: Path, *, title: str, lead: str, sections: Sequence[Section], redo: str = "", trust: Sequence[str] = ()
+    path: Path,
+    *,
+    title: str,
+    lead: str,
+    sections: Sequence[Section],
+    redo: str = "",
+    trust: Sequence[str] = (),
+    answers: Sequence[tuple[str, str]] = (),
 ) -> Path:
     """Write a page of sections atomically; the same arguments give the same bytes.
 
@@ -93,6 +100,7 @@ def write_page(
         sections: In order.
         redo: The command that makes the page again, for its footer.
         trust: What a reader must know before using the numbers, a sentence each, shown below the lead.
+        answers: Questions of a reader and their answers, shown before the contents.
 
     Returns:
         `path`.
@@ -100,7 +108,8 @@ def write_page(
     Raises:
         ScoregramError: If the file cannot be written, or there is a figure and plotly is not installed.
     """
-    return write_document(path, page(title=title, lead=lead, sections=sections, redo=redo, trust=trust))
+    text = page(title=title, lead=lead, sections=sections, redo=redo, trust=trust, answers=answers)
+    return write_document(path, text)
 
 
 def write_document(path: Path, text: str) -> Path:
@@ -121,10 +130,12 @@ def page(
     sections: Sequence[Section],
     redo: str = "",
     trust: Sequence[str] = (),
+    answers: Sequence[tuple[str, str]] = (),
     broad: bool = False,
 ) -> str:
-    """The page as text; `broad` for small multiples."""
-    return document("sections.html", sections, title=title, lead=lead, redo=redo, trust=trust, broad=broad)
+    """The page as text; `broad` for small multiples, the other arguments as for `write_page`."""
+    shown = {"title": title, "lead": lead, "trust": trust, "answers": answers, "broad": broad}
+    return document("sections.html", sections, redo=redo, **shown)
 
 
 def document(
@@ -337,4 +348,5 @@ def sparkline(indicator: Indicator) -> dict[str, Any] | None:
         return round(38 - 36 * (y - low) / (high - low), 1) if high > low else 20.0
 
     points = " ".join(f"{200 * (x - left) / (right - left):.1f},{height(y)}" for x, y in known)
-    return {"points": points, "target": height(target) if math.isfinite(target) else None}
+    ends = {"first": f"{left:g}", "last": f"{right:g}"}
+    return {"points": points, "target": height(target) if math.isfinite(target) else None, **ends}

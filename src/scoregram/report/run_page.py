@@ -2,12 +2,13 @@
 
 import math
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from scoregram.advice import RunFinding, advise_run
+from scoregram.advice import Diagnosis, RunFinding, advise_run
 from scoregram.checks import fail
 from scoregram.exhibits import Cell, Estimate, Table
 from scoregram.reading import (
@@ -15,6 +16,7 @@ from scoregram.reading import (
     SAMPLED_TEST,
     EvaluationRewards,
     Indicator,
+    IndicatorState,
     RunReading,
     indicators,
     paired_gain,
@@ -25,7 +27,7 @@ from scoregram.report import step_figures
 from scoregram.report.figures import Drawing
 from scoregram.report.glass import Glass, run_glass
 from scoregram.report.page import Section, document, live_content, write_document
-from scoregram.report.words import WORDS
+from scoregram.report.words import WORDS, setting_names, trainer_of
 from scoregram.runs import CONFIG_FILE, REPORT, Run, open_run
 
 SHOWN_NAMES = 8
@@ -54,6 +56,10 @@ class RunPage:
     tiles: tuple[Indicator, ...]
     cards: tuple[RunFinding, ...]
     """What to change, the most important first."""
+    settings: Mapping[str, str]
+    """What a card changes → the name of the setting in the trainer."""
+    rules: tuple[int, int]
+    """How many rules cannot decide, and how many there are."""
     open_rules: str
     """What needs no change, and what the numbers do not decide."""
     sections: tuple[Section, ...]
@@ -85,8 +91,11 @@ class RunPage:
             "cards": self.cards[:MOST_CARDS],
             "more_cards": more,
             "open_rules": self.open_rules,
+            "undecided": self.rules[0],
+            "rules": self.rules[1],
             "rest_summary": summary,
             "words": WORDS,
+            "settings": self.settings,
             "has_glass": bool(self.glass.steps),
             "glass_note": self.glass.note,
             "data": {"glass": self.glass.steps} if self.glass.steps else None,
@@ -135,7 +144,8 @@ def folder_content(root: Path) -> str:
 def run_page(folder: Run) -> RunPage:
     """The page of a run. It names what the run lacks; of a run in progress, it shows the complete steps."""
     run = read_run(folder)
-    tiles, advice = indicators(run), advise_run(run)
+    advice = advise_run(run)
+    tiles = agreed_tiles(indicators(run), advice)
     missing = "\n".join(f"- {line}" for line in (*_missing(run), *run.notes))
     tables = tuple(table for table in (summary_table(run), gain_table(run.tests)) if table.rows)
     sections = [
@@ -151,17 +161,53 @@ def run_page(folder: Run) -> RunPage:
         trust_state=_trust_state(run),
         tiles=tiles,
         cards=advice.findings,
+        settings=setting_names(run.config),
+        rules=(len(advice.undecided), len(advice.undecided) + len(advice.fine) + len(advice.findings)),
         open_rules=advice.open_text(),
         sections=tuple(sections),
         glass=run_glass(folder, run),
         steps=len(run.steps),
-        planned_steps=planned if isinstance(planned := run.config.get("steps"), int) else 0,
+        planned_steps=planned_steps(run.config),
     )
+
+
+SUBJECTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "learning": ("constant reward", "reward against held-out score"),
+        "prompts that teach": ("dead groups",),
+        "signal in a step": ("batch size",),
+        "truncated or clipped": ("truncation", "clip saturation"),
+    }
+)
+"""Indicator → the rules of `advise` about the same thing."""
+LEAST_STATES: Mapping[str, IndicatorState] = MappingProxyType({"critical": "act", "warning": "watch"})
+"""Severity of a finding → the mildest word that an indicator of its subject may say."""
+
+
+def agreed_tiles(tiles: Sequence[Indicator], advice: Diagnosis) -> tuple[Indicator, ...]:
+    """The indicators, with words that agree with the advice: one page does not say two things.
+
+    An indicator is not `good` if a rule about the same thing warns. It says `act` only if such a rule asks for a
+    change: where the rule cannot decide, because steps are too few, it says `watch`.
+    """
+    severities = {one.name: one.severity for one in advice.findings}
+    return tuple(_agreed(tile, SUBJECTS[tile.name], severities, advice) for tile in tiles)
+
+
+def _agreed(tile: Indicator, rules: Sequence[str], severities: Mapping[str, str], advice: Diagnosis) -> Indicator:
+    floors = [LEAST_STATES[severities[name]] for name in rules if severities.get(name) in LEAST_STATES]
+    if "act" in floors:
+        return replace(tile, state="act")
+    if floors and tile.state == "good":
+        return replace(tile, state="watch")
+    if tile.state == "act" and not floors and any(name in advice.undecided for name in rules):
+        return replace(tile, state="watch", sentence=f"{tile.sentence} Too few steps to ask for a change.")
+    return tile
 
 
 def run_facts(run: RunReading) -> Iterator[tuple[str, str]]:
     """Label and value of what was trained, and how, as far as the config says."""
-    config = run.config
+    config, stated = run.config, trainer_arguments(run.config)
     for name, label in FACTS.items():
         if config.get(name) is not None:
             yield label, str(config[name])
@@ -171,14 +217,29 @@ def run_facts(run: RunReading) -> Iterator[tuple[str, str]]:
     if run.group_size:
         yield "R", str(run.group_size)
     batch = config.get("batch_size") or (None if math.isnan(run.batch_size) else f"{run.batch_size:g}")
-    for label, value in (("rollouts per step", batch), ("learning rate", config.get("learning_rate"))):
+    rate = config.get("learning_rate", stated.get("learning_rate"))
+    for label, value in (("rollouts per step", batch), ("learning rate", rate)):
         if value is not None:
             yield label, str(value)
     if config.get("seed") is not None:
         yield "seed", str(config["seed"])
-    planned = config.get("steps")
-    trained = f"{len(run.steps)} of {planned}" if isinstance(planned, int) and planned else str(len(run.steps))
+    # a trainer that logs every tenth step has trained on the steps between
+    count = run.steps[-1] if run.steps and trainer_of(config) else len(run.steps)
+    planned = planned_steps(config)
+    trained = f"{count} of {planned}" if planned else f"{count}"
     yield "steps", f"{trained} trained, {run.trust.measured} measured"
+
+
+def trainer_arguments(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments of another trainer, as its integration stored them."""
+    found = config.get("arguments")
+    return found if isinstance(found, Mapping) else {}
+
+
+def planned_steps(config: Mapping[str, Any]) -> int:
+    """Steps that the config asks for; 0 if it does not say."""
+    planned = config.get("steps", trainer_arguments(config).get("max_steps"))
+    return planned if isinstance(planned, int) and planned > 0 else 0
 
 
 def lead_sentence(run: RunReading, tiles: Sequence[Indicator]) -> str:

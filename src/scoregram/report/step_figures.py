@@ -193,7 +193,7 @@ def drivers_figures(run: RunReading) -> Iterator[Figure]:
         "share of pairs",
         (
             *_scalar(run, "gram/conflicting_prompts", "conflicting prompts"),
-            *_constant(run, "gram/conflicting_prompts", "independent", 0.5, "null"),
+            *_constant(run, "gram/conflicting_prompts", "null: independent", 0.5, "null"),
         ),
     )
     yield from _figure(
@@ -203,7 +203,7 @@ def drivers_figures(run: RunReading) -> Iterator[Figure]:
         "coherence",
         (
             *_scalar(run, "gram/coherence", "coherence"),
-            *_constant(run, "gram/coherence", "orthogonal", 1 / run.batch_size, "null"),
+            *_constant(run, "gram/coherence", "null: orthogonal", 1 / run.batch_size, "null"),
         ),
     )
     yield from _figure(
@@ -254,7 +254,7 @@ def geometry_figures(run: RunReading) -> Iterator[Drawing]:
         (
             *_drawn(group_curve(passed, _reading("cosine")), "cosine"),
             *_drawn(group_curve(failed, _reading("cosine")), f"cosine, {FAILED}", points=True),
-            *(_level(passed, "orthogonal", 0.0, "null") if run.rows == "scores" else ()),
+            *(_level(passed, "null: orthogonal", 0.0, "null") if run.rows == "scores" else ()),
         ),
     )
     yield from _figure(

@@ -1,7 +1,9 @@
 """Words of the field that a page explains where they stand, and once in a list."""
 
 import re
+from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from markupsafe import Markup, escape
 
@@ -32,6 +34,33 @@ WORDS = MappingProxyType(
     }
 )
 """Word → what it is, in one or two sentences."""
+
+SETTINGS = MappingProxyType(
+    {
+        "batch size": ("--batch-size", "per_device_train_batch_size"),
+        "completion length": ("--max-new-tokens", "max_completion_length"),
+        "estimator": ("--estimator", ""),
+        "gradient clipping": ("--max-grad-norm", "max_grad_norm"),
+        "group size": ("--group-size", "num_generations"),
+        "learning rate": ("--learning-rate", "learning_rate"),
+        "seed": ("--seed", "seed"),
+        "updates per batch": ("--inner-updates", "num_iterations"),
+    }
+)
+"""What a finding changes → its option in `scoregram train`, and its field in TRL's `GRPOConfig`."""
+
+
+def setting_names(config: Mapping[str, Any]) -> dict[str, str]:
+    """What a finding changes → the name of the setting in the trainer of a run, as far as there is one."""
+    place = int(trainer_of(config) == "trl")
+    return {knob: names[place] for knob, names in SETTINGS.items() if names[place]}
+
+
+def trainer_of(config: Mapping[str, Any]) -> str:
+    """`trl` or another integration that wrote the run; empty for `scoregram train`."""
+    integration = config.get("integration")
+    return str(integration.get("name", "")) if isinstance(integration, Mapping) else ""
+
 
 _PATTERN = re.compile(
     r"(?<![\w-])("

@@ -144,6 +144,8 @@ class RolloutRecord:
     """The advantage that all its tokens share; None where they differ."""
     advantages: Float[Tensor, " tokens"] | None = None
     """`(T,)`. One advantage per token, stored as float32; None where all tokens share `advantage`."""
+    push: Float[Tensor, " tokens"] | None = None
+    """`(T,)`. Change of each token's log-probability by the update, stored as float32; None where not measured."""
     finished: bool
     """True if a stop token ended it, False if the limit on tokens did."""
     kind: str = "train"
@@ -207,7 +209,7 @@ ROLLOUT_SCHEMA = pa.schema(
         ("finished", pa.bool_()),
     ]
 )
-"""Columns of `rollouts/*.parquet`; one `rewards/NAME` for each reward function follows them."""
+"""Columns of `rollouts/*.parquet`; one `rewards/NAME` for each reward function follows them, and `push` if measured."""
 
 
 def groups_to_table(groups: Sequence[GroupRecord], layers: LayerPrecision = "float32") -> pa.Table:
@@ -229,7 +231,11 @@ def batches_to_table(batches: Sequence[BatchRecord]) -> pa.Table:
 def rollouts_to_table(rollouts: Sequence[RolloutRecord]) -> pa.Table:
     """One row per rollout."""
     rows = [_rollout_row(rollout) for rollout in rollouts]
-    return _table(rows, ROLLOUT_SCHEMA, REWARD, [rollout.rewards for rollout in rollouts])
+    table = _table(rows, ROLLOUT_SCHEMA, REWARD, [rollout.rewards for rollout in rollouts])
+    if all(rollout.push is None for rollout in rollouts):
+        return table
+    pushes = [None if rollout.push is None else rollout.push.tolist() for rollout in rollouts]
+    return table.append_column("push", pa.array(pushes, pa.list_(pa.float32())))
 
 
 def table_to_groups(table: pa.Table) -> Iterator[GroupRecord]:
@@ -268,7 +274,7 @@ def table_to_rollouts(table: pa.Table) -> Iterator[RolloutRecord]:
     """The rollouts of a table."""
     names = [name for name in ROLLOUT_SCHEMA.names if name in table.column_names]
     for row, rewards in zip(_rows(table), _named_scalars(table, REWARD), strict=True):
-        yield RolloutRecord(**{name: row[name] for name in names}, rewards=rewards)
+        yield RolloutRecord(**{name: row[name] for name in names}, rewards=rewards, push=row.get("push"))
 
 
 def table_to_bytes(table: pa.Table) -> memoryview:
@@ -338,7 +344,7 @@ def _batch_row(batch: BatchRecord) -> dict[str, Any]:
 
 def _rollout_row(rollout: RolloutRecord) -> dict[str, Any]:
     size = tuple(rollout.token_ids.shape)
-    per_token = ("log_probs", "completion_mask", "behaviour_log_probs", "advantages")
+    per_token = ("log_probs", "completion_mask", "behaviour_log_probs", "advantages", "push")
     values = {name: getattr(rollout, name) for name in per_token}
     shapes = {name: (value, size) for name, value in values.items() if value is not None}
     _require_shapes("write_rollouts", f"rollout {rollout.index} of {rollout.prompt_id}", shapes)

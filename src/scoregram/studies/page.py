@@ -16,7 +16,7 @@ from scoregram.runs import REPORT
 from scoregram.studies.record import EXHIBITS, VERDICTS
 
 PageText = Callable[[Path, Sequence[Mapping[str, Any]]], Mapping[str, Any]]
-"""Folder and verdicts → `title`, `lead` and `sections` of the page; a study may leave out any of them."""
+"""Folder and verdicts → `title`, `lead`, `answers` and `sections` of the page; a study may leave out any of them."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class ReplicationPage:
 
     title: str
     lead: str
+    answers: tuple[tuple[str, str], ...]
+    """Questions of a reader and their answers."""
     sections: tuple[Section, ...]
 
 
@@ -48,7 +50,7 @@ def write_replication_page(folder: Path | str, out: Path | str | None = None, *,
     page = read_replication(root, text)
     path = root / REPORT if out is None else Path(out)
     redo = shlex.join(["scoregram", "report", str(root)])
-    return write_page(path, title=page.title, lead=page.lead, sections=page.sections, redo=redo)
+    return write_page(path, redo=redo, **vars(page))
 
 
 def read_replication(folder: Path, text: PageText = lambda folder, verdicts: {}) -> ReplicationPage:
@@ -69,6 +71,7 @@ def read_replication(folder: Path, text: PageText = lambda folder, verdicts: {})
     return ReplicationPage(
         title=str(next(filter(None, titles), f"Replication: {folder.resolve().name}")),
         lead=str(next(filter(None, leads), verdict_counts(verdicts))),
+        answers=tuple(own.get("answers", ())),
         sections=(Section("Verdicts", "", (verdict_table(verdicts),)), *sections),
     )
 

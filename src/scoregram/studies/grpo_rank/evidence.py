@@ -13,7 +13,7 @@ from scoregram.studies.grpo_rank import PAPER_VERSION, cause_exhibits, learning_
 from scoregram.studies.grpo_rank.presets import read_setting
 from scoregram.studies.grpo_rank.readings import Evidence, read_evidence
 from scoregram.studies.grpo_rank.verdicts import judge_claims
-from scoregram.studies.page import write_replication_page
+from scoregram.studies.page import verdict_counts, write_replication_page
 from scoregram.studies.record import EXHIBITS, SETTING, VERDICTS, Assessment
 from scoregram.theory import WORLDS, GroundTruth, credit_costs, ground_truth, listing, network_policy, offsets_by_turn
 
@@ -115,6 +115,13 @@ REFERENCES = ("arXiv:2606.29238", "arXiv:2603.01162", "arXiv:2402.03300", "arXiv
 """The paper; GRPO's gradient as a U-statistic; GRPO; RLOO; GSM8K."""
 
 
+WEAKEST = (
+    "That this policy stands for the paper's: its size, its success rate and its training differ, and the rank of a "
+    "group depends on how many of its rollouts are right."
+)
+"""The assumption that the conclusion rests on and that is least certain."""
+
+
 def assessment(verdicts: Sequence[Mapping[str, Any]], setting: Mapping[str, Any]) -> Assessment:
     """What the study concludes, with the numbers of its verdicts."""
     main = next(one for one in verdicts if one["claim"] == "abstract-effective-rank")
@@ -122,8 +129,7 @@ def assessment(verdicts: Sequence[Mapping[str, Any]], setting: Mapping[str, Any]
         summary=headline(verdicts),
         strongest_claim=f"On {setting['model']} and {setting['task']}, advantages and score norms account for the "
         f"effective rank of a group. {main['sentence']}",
-        weakest_assumption="That this policy stands for the paper's: its size, its success rate and its training "
-        "differ, and the rank of a group depends on how many of its rollouts are right.",
+        weakest_assumption=WEAKEST,
         references=REFERENCES,
         about_version=PAPER_VERSION,
     )
@@ -149,7 +155,28 @@ def _page_text(folder: Path, verdicts: Sequence[Mapping[str, Any]]) -> dict[str,
         return {}
     sections = [{"title": title, "text": text, "exhibits": list(ids)} for title, text, ids in SECTIONS]
     title = f"Is the effective rank of GRPO's gradients 2? {read_setting(folder)['about']}"
-    return {"title": title, "lead": headline(verdicts), "sections": sections}
+    answers = reader_answers(verdicts, read_setting(folder))
+    return {"title": title, "lead": headline(verdicts), "answers": answers, "sections": sections}
+
+
+def reader_answers(verdicts: Sequence[Mapping[str, Any]], setting: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a reader asks first: what was claimed, what was done, what was seen, and what it does not show."""
+    main = next(one for one in verdicts if one["claim"] == "abstract-effective-rank")
+    sizes = ", ".join(map(str, setting["sizes"]))
+    return [
+        (
+            "What was claimed?",
+            f"By {REFERENCES[0]}: {main['statement']} More rollouts per prompt would then add no new direction.",
+        ),
+        (
+            "What did we do?",
+            f"We trained {setting['model']} on {setting['task']} with groups of {sizes} rollouts, {setting['seeds']} "
+            f"seeds each, {setting['steps']} steps of {setting['batch_size']} rollouts. Every "
+            f"{setting['measure_every']} steps we measured the Gram of every group and computed its rank exactly.",
+        ),
+        ("What did we see?", f"{main['sentence']} {verdict_counts(verdicts)}"),
+        ("What does it not show?", WEAKEST.replace("That", "Whether", 1)),
+    ]
 
 
 def _turn_truth() -> GroundTruth:
