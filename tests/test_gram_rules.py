@@ -47,7 +47,7 @@ def assert_gram(measured: Tensor, scores: Tensor) -> None:
 
 
 def axis(length: int, seed: int = 0) -> FirstAxis:
-    return FirstAxis.of(torch.randn(length, 5, generator=torch.Generator().manual_seed(seed)))
+    return FirstAxis.of(torch.randn(24, 5, generator=torch.Generator().manual_seed(seed))[:length])
 
 
 def test_an_axis_runs_over_the_rollouts_only_if_it_grows_with_them():
@@ -56,6 +56,26 @@ def test_an_axis_runs_over_the_rollouts_only_if_it_grows_with_them():
     assert axis(4).entries_per_rollout(axis(4)) is None  # four experts, whatever the batch
     assert axis(8).entries_per_rollout(axis(12, seed=1)) is None  # other values: sorted by token
     assert axis(3).entries_per_rollout(axis(3)) is None
+
+
+def test_tokens_packed_by_expert_are_not_blocks_of_rollouts():
+    """An expert that gets its own tokens first and zeros behind them sees those of the third rollout too early."""
+    tokens = torch.randn(24, 5, generator=torch.Generator().manual_seed(0))
+    chosen = torch.arange(24) % 3 == 0  # the tokens of one expert among eight of each of three rollouts
+
+    def in_place(count: int) -> FirstAxis:
+        return FirstAxis.of((tokens * chosen[:, None])[:count])
+
+    def packed(count: int) -> FirstAxis:
+        own = tokens[:count][chosen[:count]]
+        return FirstAxis.of(torch.cat([own, torch.zeros(count - len(own), 5)]))
+
+    assert in_place(16).entries_per_rollout(in_place(24)) == 8
+    assert packed(16).entries_per_rollout(packed(24)) is None
+    nothing = [
+        FirstAxis.of(torch.zeros(count, 5)) for count in (16, 24)
+    ]  # an expert without tokens contradicts nothing
+    assert nothing[0].entries_per_rollout(nothing[1]) == 8
 
 
 def test_one_call_that_differs_takes_the_axis_from_all():

@@ -132,7 +132,10 @@ FAST_ROUTE = {
     "gpt_oss",
     "granitemoe",
     "hunyuan_v1_moe",
+    "inkling_text",
+    "jetmoe",
     "lfm2_moe",
+    "llama4_text",
     "minimax",
     "mixtral",
     "olmoe",
@@ -233,6 +236,98 @@ def test_lora(model_type):
         assert_exact(model, scores, *padded_batch(5, padding="left"))
     except ScoregramError:
         assert LISTED.get(model_type) == "refused"
+
+
+FUSED_EXPERTS = [
+    "afmoe",
+    "aria_text",
+    "axk1",
+    "axk2",
+    "bailing_hybrid",
+    "beam",
+    "cohere2_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "deepseek_v4",
+    "dots1",
+    "ernie4_5_moe",
+    "exaone_moe",
+    "flex_olmo",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "gpt_oss",
+    "granitemoe",
+    "granitemoe_swa",
+    "granitemoehybrid",
+    "granitemoeshared",
+    "hunyuan_v1_moe",
+    "hy_v3",
+    "hy_v4",
+    "inkling_text",
+    "jamba",
+    "jetmoe",
+    "kimi_linear",
+    "kolibri1",
+    "laguna",
+    "lfm2_moe",
+    "llama4",
+    "llama4_text",
+    "longcat_flash",
+    "mellum",
+    "mimo_v2_flash",
+    "minimax",
+    "minimax_m2",
+    "minimax_m3_vl_text",
+    "mixtral",
+    "nemotron_h",
+    "olmoe",
+    "phimoe",
+    "qwen2_moe",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen4_exp",
+    "qwen4_exp_text",
+    "solar_open",
+    "zaya",
+]
+"""Every type with the weights of all experts in one tensor `(experts, …)`."""
+
+
+def fused_experts(model: Any) -> list[str]:
+    """Names of the weights that hold all experts in one tensor."""
+    experts = [(name, module) for name, module in model.named_modules() if "Experts" in type(module).__name__]
+    return [f"{name}.{key}" for name, module in experts for key, p in module._parameters.items() if p.ndim == 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", FUSED_EXPERTS)
+def test_lora_on_fused_experts(model_type):
+    """Adapters on the weights of all experts (`target_parameters`) are exact, and none is replayed."""
+    import peft
+
+    with float64():
+        base = tiny_model(model_type)
+        config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=[], target_parameters=fused_experts(base))
+        model: Any = peft.get_peft_model(base, config).double().eval()
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(2))
+        scores = score_rows(model, *padded_batch(5))
+        assert measure_gram(model, *padded_batch(5, padding="left")).replayed == ()
+    assert_exact(model, scores, *padded_batch(5, padding="left"))
+
+
+@pytest.mark.slow
+def test_every_type_with_fused_experts_is_listed():
+    found = []
+    for model_type in BUILT:
+        with float64():
+            found += [model_type] * bool(fused_experts(tiny_model(model_type)))
+    assert found == FUSED_EXPERTS
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ A call runs through these files in this order:
     passes ─────── Pass.run                                              run one forward and one backward pass
        ├─ intercept ── Interceptor                                    3  forward: find every use of a parameter
        │     ├─ axis ──── observed_axes                                  find the axes that run over the rollouts
+       │     ├─ marks ─── low_rank_terms                                 find weights that are W + s L R
        │     └─ leaves ── Leaves                                         copy small parameters for each rollout
        ├─ head ─────── fused_head                                        log-probabilities and their gradient
        ├─ collect ──── Collector                                      4  backward: collect the factors (x, g)
@@ -38,8 +39,8 @@ Terms that all files share:
 
 In `batch`, rows are also those of a batch, and in `contract` those of a weight matrix.
 
-`batch`, `slab` and `undo` import no other file of this folder. `model` also handles distributed models
-(`DistributedDataParallel`, FSDP2).
+`batch`, `operations` (the torch functions that rules name), `slab` and `undo` import no other file of this folder.
+`model` also handles distributed models (`DistributedDataParallel`, FSDP2).
 """
 
 from scoregram.gram.batch import segment_rows as segment_rows

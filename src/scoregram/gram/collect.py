@@ -12,6 +12,7 @@ gradient on to their input, and give the factors `(x, g)` of the weight's per-ro
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -48,8 +49,24 @@ class RegionUses:
     def storage_span(self) -> tuple[int, int]:
         """First and one past the last storage element; a strided region includes the elements in between."""
         offset = region_key(self.parameter, self.view)[0]
-        shape, stride = self.view.shape, self.view.stride()
-        return offset, offset + 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        return offset, offset + 1 + sum((n - 1) * step for n, step in self.steps())
+
+    def steps(self) -> list[tuple[int, int]]:
+        """Size and stride of every axis of the view that has more than one entry."""
+        return [(n, step) for n, step in zip(self.view.shape, self.view.stride(), strict=True) if n > 1]
+
+
+def may_overlap(regions: Sequence[RegionUses]) -> bool:
+    """Whether some of these regions may share an element of their parameter.
+
+    The columns of one expert in a LoRA matrix lie between those of the others: every stride is a multiple of the number
+    of experts. Two regions whose offsets differ modulo a common divisor of all strides share nothing; of the others the
+    spans are compared.
+    """
+    divisor = math.gcd(*(step for region in regions for _, step in region.steps())) or 1
+    spans = [region.storage_span() for region in regions]
+    ordered = sorted((start % divisor, start, end) for start, end in spans)
+    return any(left[0] == right[0] and left[2] > right[1] for left, right in pairwise(ordered))
 
 
 RegionKey = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -108,10 +125,7 @@ class ParameterState:
             return False
         if self.rows is not None or self.late_arrival is not None:
             return True
-        if len(self.regions) == 1:
-            return False
-        spans = sorted(region.storage_span() for region in self.regions.values())
-        return any(end > start for (_, end), (start, _) in pairwise(spans))
+        return may_overlap([*self.regions.values()])
 
     def add_sums(self, view: Tensor, sums: Tensor, rows: Tensor | None = None) -> None:
         """Add weighted gradients `(M, …)` to the region that `view` shows, or only to `rows` of that region."""
@@ -305,6 +319,43 @@ def in_touched_rows(uses: list[Use]) -> tuple[Tensor | None, list[Use]]:
 
 
 @dataclass
+class Destination:
+    """A trained tensor behind a weight, and its share of the weight's gradient `Σ_t a_t ⊗ b_t`.
+
+    The weight itself, or a region of a parameter, takes `(a, b)`. If the weight contains a term `s L R`, then `L` takes
+    `(a, s R b)` and `R` takes `(s Lᵀ a, b)` (`marks`).
+    """
+
+    parameter: Tensor
+    view: Tensor
+    """The region of the parameter."""
+    to_a: Tensor | None = None
+    """`(p, r)` matrix `s L` that the rows `a` are multiplied by, or None."""
+    to_b: Tensor | None = None
+    """`(q, r)` matrix `s Rᵀ` that the rows `b` are multiplied by, or None."""
+    region: RegionUses | None = None
+    """Where the use was announced; None if the operation first ran when its layer was recomputed."""
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether the weight is the whole parameter itself."""
+        return self.view is self.parameter and self.to_a is None and self.to_b is None
+
+    def factors(self, a: Tensor, b: Tensor) -> Factors:
+        """This tensor's factors, from those of the weight: `(N, T, p)` and `(N, T, q)`."""
+        a = a if self.to_a is None else a @ self.to_a.to(a.dtype)
+        b = b if self.to_b is None else b @ self.to_b.to(b.dtype)
+        return Factors(a, b)
+
+    def take(self, use: Use, collector: Collector) -> None:
+        """Give a use of this tensor to the collector."""
+        if self.region is not None:
+            collector.use_arrived(self.region, use)
+        else:
+            collector.late_use_arrived(self.parameter, self.view, use)
+
+
+@dataclass(frozen=True)
 class WeightUse:
     """What one intercepted operation remembers for its backward pass."""
 
@@ -314,12 +365,10 @@ class WeightUse:
     """Rollout of every entry of the first axis, if that is no longer the batch axis."""
     transposed: bool
     """Whether the weight is stored as (in, out)."""
-    source: tuple[Tensor, Tensor] | None
-    """Parameter and region of the weight, None if the weight is not trained."""
+    destinations: tuple[Destination, ...]
+    """The trained tensors behind the weight; empty if it is not trained."""
     bias: Tensor | None
     """The bias, None if it is not trained."""
-    region: RegionUses | None = None
-    """Where the use was announced; None if the operation first ran when its layer was recomputed."""
 
     def blocks(self, value: Tensor) -> Tensor:
         """Rows of a tensor, one block per rollout."""
@@ -327,22 +376,17 @@ class WeightUse:
 
     def collect(self, x: Tensor, g: Tensor) -> None:
         """Give the factors and the bias rows of a product to the collector."""
-        if self.source is None and self.bias is None:
+        if not self.destinations and self.bias is None:
             return
         rows_g = self.blocks(g)
-        if self.source is not None:
+        if self.destinations:
             rows_x = self.blocks(x)
-            self.deliver(Factors(rows_x, rows_g) if self.transposed else Factors(rows_g, rows_x))
+            a, b = (rows_x, rows_g) if self.transposed else (rows_g, rows_x)
+            for destination in self.destinations:
+                destination.take(destination.factors(a, b), self.collector)
         if self.bias is not None:
             wide = torch.promote_types(rows_g.dtype, torch.float32)
             self.collector.rows_arrived(self.bias, rows_g.sum(1, dtype=wide))
-
-    def deliver(self, use: Use) -> None:
-        """Give a use of the weight to the collector."""
-        if self.region is not None:
-            self.collector.use_arrived(self.region, use)
-        elif self.source is not None:
-            self.collector.late_use_arrived(*self.source, use)
 
 
 class StreamedProduct(torch.autograd.Function):
@@ -420,7 +464,8 @@ class StreamedLookup(torch.autograd.Function):
         use: WeightUse = ctx.use
         rollouts = use.layout.rollouts
         with torch._C.DisableTorchFunction():
-            use.deliver(Lookup(counted.reshape(rollouts, -1), g.reshape(rollouts, -1, g.shape[-1]), rows))
+            lookup = Lookup(counted.reshape(rollouts, -1), g.reshape(rollouts, -1, g.shape[-1]), rows)
+            use.destinations[0].take(lookup, use.collector)
         return None, None, None, None, None
 
 

@@ -16,7 +16,7 @@ arises where an operation mixes the first two:
   nor rows, nor a `.grad`, was not used.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from scoregram.gram.axis import Axes, FirstAxis, Observations, OperationKey
 from scoregram.gram.batch import Batch, RolloutLayout
 from scoregram.gram.collect import (
     Collector,
+    Destination,
     StreamedLookup,
     StreamedProduct,
     WeightUse,
@@ -37,8 +38,6 @@ from scoregram.gram.collect import (
     under_autocast,
 )
 from scoregram.gram.leaves import (
-    BROADCASTS,
-    CASTS,
     LAYER_NORMS,
     Leaves,
     ParameterWatch,
@@ -50,58 +49,36 @@ from scoregram.gram.leaves import (
     overlaps_itself,
     run_per_rollout,
 )
+from scoregram.gram.marks import (
+    ACTIVATION,
+    Activation,
+    Derived,
+    low_rank_terms,
+    mark_of,
+    set_mark,
+    stack_entry,
+    terms_of,
+    uncast,
+)
 from scoregram.gram.model import facts_of
+from scoregram.gram.operations import (
+    BROADCASTS,
+    CASTS,
+    CONCATENATIONS,
+    MATRIX_PRODUCTS,
+    PRODUCTS,
+    ROW_SELECTIONS,
+    SIGNATURES,
+    SPLITS,
+    is_in_place,
+    is_same_memory,
+    is_scalar_index,
+    operation_name,
+    positional_arguments,
+    tensors_in,
+)
 from scoregram.gram.plain_passes import DropoutOff
 from scoregram.gram.undo import Undo
-
-MATRIX_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
-ROW_SELECTIONS = {Tensor.__getitem__, torch.index_select, Tensor.index_select}
-SIGNATURES: dict[Callable[..., Any], tuple[str, ...]] = {
-    F.linear: ("input", "weight", "bias"),
-    F.embedding: ("input", "weight", "padding_idx"),
-    torch.matmul: ("input", "other"),
-    torch.mm: ("input", "mat2"),
-    torch.addmm: ("input", "mat1", "mat2"),
-    torch.index_select: ("input", "dim", "index"),
-    Tensor.matmul: ("self", "other"),
-    Tensor.mm: ("self", "mat2"),
-    Tensor.index_select: ("self", "dim", "index"),
-}
-"""Names of the first arguments of operations with a rule; they may be given as keywords."""
-
-
-# Marks on intermediate tensors
-
-
-@dataclass(frozen=True)
-class Activation:
-    """Mark of a tensor that depends on the rollouts."""
-
-    owner: Tensor | None = None
-    """Rollout of every entry of the first axis, if that is no longer the batch axis."""
-
-
-@dataclass(frozen=True)
-class Derived:
-    """Mark of a tensor that depends on parameters alone."""
-
-    cast_of: Tensor | None = None
-    """The tensor that this one is a cast of, or None."""
-    names: tuple[str, ...] = ()
-    """Names of the parameters that it depends on."""
-
-
-ACTIVATION = Activation()
-
-
-def set_mark(tensor: Tensor, mark: Activation | Derived) -> None:
-    """Mark an intermediate tensor; the mark lives as long as the tensor. Parameters are never marked."""
-    tensor._scoregram = mark  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def mark_of(tensor: Tensor) -> Activation | Derived | None:
-    """The mark of a tensor, or None."""
-    return getattr(tensor, "_scoregram", None)
 
 
 @dataclass(frozen=True)
@@ -208,8 +185,9 @@ class Interceptor(DropoutOff):
         if self.gets_leaf(weight):
             return self._product_with_leaf(x, weight, None, transposed=False)
         x, low_weight, _ = under_autocast(x, weight, None)
-        region = self.collector.expect(weight, weight) if self.announcing else None
-        use = WeightUse(self.layout, self.collector, None, False, (weight, weight), None, region)
+        destinations = (Destination(weight, weight),)
+        self.announce(destinations)
+        use = WeightUse(self.layout, self.collector, None, False, destinations, None)
         if x.requires_grad and not has_saved_tensor_hooks():  # a hook needs a result that requires gradients
             return hooked_product(x, low_weight, use)
         return StreamedProduct.apply(x, weight, low_weight, None, None, use)
@@ -333,18 +311,19 @@ class Interceptor(DropoutOff):
                 parameters.append(tensor)
             else:
                 meets = meets or tensor.requires_grad or type(mark_of(tensor)) is Activation
-        if meets and parameters and self.observes_products() and self.leads_operation(func, tensors):
-            result = self.run_by_rule(func, args, kwargs)
-        else:
-            result = self.repeated_rule(func, args, kwargs) if parameters and not meets else None
-            meets = meets or result is not None
-            result = func(*args, **kwargs) if result is None else result
+        result = None
+        if meets and parameters and self.observes_products():
+            result = self.run_by_rule(func, args, kwargs, tensors)
+        elif parameters and not meets:
+            result = self.repeated_rule(func, args, kwargs)
+            meets = result is not None
+        result = func(*args, **kwargs) if result is None else result
         if parameters:
             self.watch.see_operation(func, tensors, result, meets=meets)
         if meets:
             self.mark_activations(result, func, args, tensors)
         elif parameters:
-            self.mark_derived(result, func, parameters)
+            self.mark_derived(result, func, args, kwargs, parameters)
         return result
 
     def read(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -360,8 +339,13 @@ class Interceptor(DropoutOff):
         self.captures += 1
         return first
 
-    def run_by_rule(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation in which a parameter meets activations; unchanged if no rule covers it."""
+    def run_by_rule(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> Any:
+        """The result of an operation in which a parameter meets activations; None if no rule covers it."""
+        if not self.leads_operation(func, tensors):
+            is_stacked = func in PRODUCTS and len(args) == 2 and not kwargs
+            return self.stacked_rule(func, *args) if is_stacked else None
         result = None
         if func is F.linear:
             result = self.linear_rule(*args, **kwargs)
@@ -373,7 +357,7 @@ class Interceptor(DropoutOff):
             result = self.product_rule(args[1], args[2], args[0])
         if result is None and not is_in_place(func):
             result = self.per_rollout_rule(func, args, kwargs)
-        return func(*args, **kwargs) if result is None else result
+        return result
 
     # Rules: each returns None if it does not cover the arguments
 
@@ -394,8 +378,8 @@ class Interceptor(DropoutOff):
         if bias is not None and self.is_activation(bias):
             return None
         owner = self.owner_of(x)
-        source = self.source_of(weight) if self.is_parameter_side(weight) else None
-        if self.is_parameter_side(weight) and source is None:
+        destinations = self.destinations_of(weight)
+        if self.is_parameter_side(weight) and not destinations:
             return None  # a derived weight: factors cannot be pulled back to its parameters
         trains_bias = bias is not None and self.is_parameter_side(bias)
         if bias is not None and trains_bias and id(bias) not in self._parameters:  # a derived bias: added after
@@ -405,13 +389,34 @@ class Interceptor(DropoutOff):
             set_mark(product, Activation(self.owner_of(x)))
             added = self.per_rollout_rule(torch.add, (product, bias), {})
             return product + bias if added is None else added
-        if source is not None and source[0] is source[1] and owner is None and self.gets_leaf(source[0]):
+        is_parameter = len(destinations) == 1 and destinations[0].is_parameter
+        if is_parameter and owner is None and self.gets_leaf(destinations[0].parameter):
             return self._product_with_leaf(x, weight, bias, transposed=transposed)
         x, low_weight, low_bias = under_autocast(x, weight, bias)
-        use = WeightUse(self.layout, self.collector, owner, transposed, source, bias if trains_bias else None)
-        if self.announcing and source is not None:
-            use.region = self.collector.expect(*source)
+        self.announce(destinations)
+        use = WeightUse(self.layout, self.collector, owner, transposed, destinations, bias if trains_bias else None)
         return StreamedProduct.apply(x, weight, low_weight, bias, low_bias, use)
+
+    def stacked_rule(self, func: Callable[..., Any], left: Tensor, right: Tensor) -> Tensor | None:
+        """`(E, n, q) × (E, q, p)`: every expert's weight times the rows of all tokens, one product per expert."""
+        if left.ndim != 3 or right.ndim != 3 or not self.is_activation(left) or not self.is_parameter_side(right):
+            return None
+        weights = [stack_entry(right, place) for place in range(len(right))]
+        key = (operation_name(func), self.names_of([right]), "stacked")
+        answers = [self.leads(key, rows) for rows in left.unbind()]
+        if not all(answers) or not all(self.destinations_of(weight) for weight in weights):
+            return None
+        products = []
+        for rows, weight in zip(left.unbind(), weights, strict=True):
+            set_mark(rows, ACTIVATION)
+            products.append(self._streamed_product(rows, weight, None, transposed=True))
+        return torch.stack(products)
+
+    def announce(self, destinations: Iterable[Destination]) -> None:
+        """Announce one use of every tensor behind a weight, unless this is the backward pass."""
+        if self.announcing:
+            for each in destinations:
+                each.region = self.collector.expect(each.parameter, each.view)
 
     def _product_with_leaf(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
         """The product with one copy of a small weight per rollout: autograd returns the rows, in less host time."""
@@ -442,9 +447,10 @@ class Interceptor(DropoutOff):
         counted = input if padding_idx is None else torch.where(input == padding_idx % len(weight), -1, input)
         # The unique token ids are known from before the pass; a model may look up something else, such as positions.
         rows = self.vocabulary if is_same_memory(input, self.input_ids) else input.unique()
-        use = WeightUse(self.layout, self.collector, None, False, (weight, weight), None)
+        destination = Destination(weight, weight)
         if self.announcing:
-            use.region = self.collector.expect_lookup(weight, rows)
+            destination.region = self.collector.expect_lookup(weight, rows)
+        use = WeightUse(self.layout, self.collector, None, False, (destination,), None)
         return StreamedLookup.apply(input, counted, rows, weight, use)
 
     def per_rollout_rule(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -488,11 +494,27 @@ class Interceptor(DropoutOff):
 
     # Marks of results
 
+    def destinations_of(self, weight: Tensor) -> tuple[Destination, ...]:
+        """The trained tensors that the gradient of a weight goes to; empty for a constant, or if they are not known."""
+        if not self.is_parameter_side(weight):
+            return ()
+        source = self.source_of(weight)
+        if source is not None:
+            return (Destination(*source),)
+        found: list[Destination] = []
+        for term in terms_of(weight):
+            left, right = self.source_of(term.left), self.source_of(term.right)
+            if (term.left.requires_grad and left is None) or (term.right.requires_grad and right is None):
+                return ()
+            if left is not None:
+                found.append(Destination(*left, to_b=term.scale * term.right.detach().mT))
+            if right is not None:
+                found.append(Destination(*right, to_a=term.scale * term.left.detach()))
+        return tuple(found)
+
     def source_of(self, weight: Tensor) -> tuple[Tensor, Tensor] | None:
         """Parameter and region behind a weight: the parameter itself, a view of it, or a cast of one of these."""
-        mark = mark_of(weight)
-        if isinstance(mark, Derived) and mark.cast_of is not None:
-            weight = mark.cast_of
+        weight = uncast(weight)
         if id(weight) in self._parameters:
             return weight, weight
         base = weight._base
@@ -507,6 +529,13 @@ class Interceptor(DropoutOff):
         if args and result is args[0]:
             return  # an in-place operation: its first argument has its mark already
         owners = [owner for tensor in tensors if (owner := self.owner_of(tensor)) is not None]
+        if func in SPLITS and owners and sum(map(len, result)) == len(owners[0]):
+            for part, owner in zip(result, owners[0].split([len(part) for part in result]), strict=True):
+                set_mark(part, Activation(owner))
+            return
+        if func in CONCATENATIONS and len(owners) == len(tensors) and len(result) == sum(map(len, owners)):
+            set_mark(result, Activation(torch.cat(owners)))
+            return
         selected = self.selected_owner(func, args) if func in ROW_SELECTIONS else None
         for tensor in tensors_in((result,), {}):
             if selected is not None:
@@ -530,56 +559,21 @@ class Interceptor(DropoutOff):
             owner = self.layout.owners(source)
         return None if owner is None else owner.to(index.device)[index]
 
-    def mark_derived(self, result: Any, func: Callable[..., Any], parameters: list[Tensor]) -> None:
+    def mark_derived(
+        self,
+        result: Any,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        parameters: list[Tensor],
+    ) -> None:
         """Mark the results of an operation on parameters alone as parameter-side."""
+        terms = low_rank_terms(func, args, kwargs, self.is_parameter_side)
         for tensor in tensors_in((result,), {}):
             # A probe pass also looks into checkpointed layers, where nothing requires gradients yet.
             has_gradient = tensor.requires_grad or (self.observations is not None and not torch.is_grad_enabled())
             if has_gradient and id(tensor) not in self._parameters:
                 # a cast of a cast leads back to the parameter, so that a product with it can still be streamed
-                mark = mark_of(parameters[0])
-                origin = mark.cast_of if isinstance(mark, Derived) and mark.cast_of is not None else parameters[0]
                 is_cast = func in CASTS and tensor.shape == parameters[0].shape
-                set_mark(tensor, Derived(origin if is_cast else None, self.names_of(parameters)))
-
-
-def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """Tensors among the arguments of an operation, also inside lists and tuples."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(tuple(value), {})
-
-
-def positional_arguments(
-    names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, with the keywords among `names` moved to their positions."""
-    rest = dict(kwargs)
-    for name in names[len(args) :]:
-        if name not in rest:
-            break
-        args = (*args, rest.pop(name))
-    return args, rest
-
-
-def is_same_memory(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors show the same memory in the same shape."""
-    return tensor.data_ptr() == other.data_ptr() and tensor.shape == other.shape and tensor.dtype == other.dtype
-
-
-def is_scalar_index(index: Any) -> bool:
-    """Whether an index is a scalar integer tensor."""
-    return isinstance(index, Tensor) and index.ndim == 0 and not index.is_floating_point()
-
-
-def operation_name(func: Callable[..., Any]) -> str:
-    """The name of an operation."""
-    return getattr(func, "__name__", "")
-
-
-def is_in_place(func: Callable[..., Any]) -> bool:
-    """Whether an operation writes into its first argument."""
-    name = operation_name(func)
-    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
+                origin = uncast(parameters[0]) if is_cast else None
+                set_mark(tensor, Derived(origin, self.names_of(parameters), terms, tensor._version))

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from scoregram.gram.batch import RolloutLayout
 from scoregram.gram.model import facts_of
+from scoregram.gram.operations import BROADCASTS, CASTS
 
 KEPT_ELEMENTS = 1 << 17
 """Largest `N · numel` of a weight in a matrix product that gets a leaf; the factors of larger ones are streamed."""
@@ -33,12 +34,6 @@ KEPT_ELEMENTS_CUDA = 3 << 19
 """The same on a GPU, where a leaf saves host time."""
 MOST_LEAF_ELEMENTS = 1 << 26
 """Largest `N · numel` of any parameter that gets a leaf."""
-BROADCASTS = {
-    *(torch.mul, torch.add, torch.sub, torch.div),
-    *(Tensor.mul, Tensor.add, Tensor.sub, Tensor.div, Tensor.__mul__, Tensor.__rmul__, Tensor.__add__),
-    *(Tensor.__radd__, Tensor.__sub__, Tensor.__rsub__, Tensor.__truediv__),
-}
-CASTS = {Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.type, Tensor.type_as}
 COPY_SAFE_READS = {
     getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "is_cuda", "is_leaf", "layout")
 }

@@ -1,0 +1,226 @@
+"""Stage 3, marks: what an intermediate tensor depends on, and which products of parameters a derived weight contains.
+
+The interceptor marks the result of every operation. An `Activation` depends on the rollouts. A `Derived` tensor depends
+on parameters alone: a view, a cast, `1 + w`, or a weight that the model computes from several parameters.
+
+One kind of computed weight can be measured without forming its gradient. PEFT's LoRA on fused experts
+(`target_parameters`) adds a product of two small matrices to the weights `(E, p, q)` of all experts, and the model
+multiplies by one expert of the sum, so the adapters themselves never meet an activation. Let the weight of one expert
+be `W + s L R`, with the per-rollout gradients `G_i = Σ_t a_it ⊗ b_it`. By the chain rule
+
+    dL_i = s G_i Rᵀ = Σ_t a_it ⊗ (s R b_it),        dR_i = s Lᵀ G_i = Σ_t (s Lᵀ a_it) ⊗ b_it,
+
+so the gradients of `L` `(p, r)` and `R` `(r, q)` have factors too. `LowRankTerm` is such a term `s L R`;
+`low_rank_terms` follows the terms from the parameters to the weight.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scoregram.gram.operations import (
+    CASTS,
+    MATRIX_TRANSPOSES,
+    PRODUCTS,
+    SCALINGS,
+    STACK_TRANSPOSE,
+    SUMS,
+    TRANSPOSES,
+    is_scalar_index,
+)
+
+
+@dataclass(frozen=True)
+class LowRankTerm:
+    """A term `s L R` of a derived weight `(p, q)`, or of a stack `(E, p, q)` of such weights.
+
+    `L` and `R` are parameters, views of parameters, or constants.
+    """
+
+    left: Tensor  # (p, r) or (E, p, r)
+    right: Tensor  # (r, q) or (E, r, q)
+    scale: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the product."""
+        return *self.left.shape[:-1], self.right.shape[-1]
+
+    @property
+    def transposed(self) -> "LowRankTerm":
+        """The transposed term, `s Rᵀ Lᵀ`."""
+        return replace(self, left=self.right.mT, right=self.left.mT)
+
+    def at(self, index: Any) -> "LowRankTerm":
+        """The term of one weight of a stack; an index of None makes a stack of one weight."""
+        return replace(self, left=self.left[index], right=self.right[index])
+
+    def scaled(self, factor: float) -> "LowRankTerm":
+        """The term times a number."""
+        return replace(self, scale=self.scale * factor)
+
+
+Terms = tuple[LowRankTerm, ...]
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Mark of a tensor that depends on the rollouts."""
+
+    owner: Tensor | None = None
+    """Rollout of every entry of the first axis, if that is no longer the batch axis."""
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Mark of a tensor that depends on parameters alone."""
+
+    cast_of: Tensor | None = None
+    """The tensor that this one is a cast of, or None."""
+    names: tuple[str, ...] = ()
+    """Names of the parameters that it depends on."""
+    terms: Terms = ()
+    """The terms that it is the sum of, up to a constant; empty if it is not such a sum."""
+    version: int = 0
+    """Its version (`Tensor._version`) when it was marked: a change in place makes `cast_of` and `terms` wrong."""
+
+
+ACTIVATION = Activation()
+
+
+def set_mark(tensor: Tensor, mark: Activation | Derived) -> None:
+    """Mark an intermediate tensor; the mark lives as long as the tensor. Parameters are never marked."""
+    tensor._scoregram = mark  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def mark_of(tensor: Tensor) -> Activation | Derived | None:
+    """The mark of a tensor, or None."""
+    return getattr(tensor, "_scoregram", None)
+
+
+def derived_mark(tensor: Any) -> Derived | None:
+    """The mark of a derived tensor that was not changed in place since; else None."""
+    mark = mark_of(tensor) if isinstance(tensor, Tensor) else None
+    return mark if isinstance(mark, Derived) and mark.version == tensor._version else None
+
+
+def uncast(tensor: Tensor) -> Tensor:
+    """The tensor that `tensor` is a cast of, or `tensor` itself."""
+    mark = derived_mark(tensor)
+    return tensor if mark is None or mark.cast_of is None else mark.cast_of
+
+
+def stack_entry(weights: Tensor, place: int) -> Tensor:
+    """One weight `(p, q)` of a parameter-side stack `(E, p, q)`, marked as indexing would mark it."""
+    weight, origin = weights[place], uncast(weights)
+    cast_of = None if origin is weights else origin[place]
+    terms = tuple(term.at(place) for term in terms_of(weights))
+    set_mark(weight, Derived(cast_of, terms=terms, version=weight._version))
+    return weight
+
+
+# Low-rank terms
+
+
+def low_rank_terms(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_parameter_side: Callable[[Tensor], bool]
+) -> Terms:
+    """The terms of the result of an operation on parameter-side tensors and constants.
+
+    Empty if the result is not a constant plus a sum of terms `s L R`.
+    """
+    if func in PRODUCTS and not kwargs:
+        return of_product(*args)
+    if func is torch.baddbmm or func is torch.addmm:
+        return of_sum_and_product(*args, **kwargs, is_parameter_side=is_parameter_side)
+    if func is torch.einsum:
+        return of_einsum(*args)
+    if func in SUMS and not kwargs:
+        return of_sum(*args, is_parameter_side=is_parameter_side)
+    if func in SCALINGS and not kwargs:
+        number, tensor = args if isinstance(args[0], Real) else args[::-1]
+        is_number = isinstance(number, Real) and not isinstance(number, bool)
+        return tuple(term.scaled(float(number)) for term in terms_of(tensor)) if is_number else ()
+    return tuple(of_one_weight(func, args, term) for term in terms_of(args[0])) if follows(func, args) else ()
+
+
+def terms_of(tensor: Any) -> Terms:
+    """The terms of a tensor; empty if it is not known to be a sum of terms."""
+    mark = derived_mark(tensor)
+    return () if mark is None else mark.terms
+
+
+def of_product(left: Any, right: Any) -> Terms:
+    """The only term of the product of two matrices, or of two stacks of matrices."""
+    are_tensors = isinstance(left, Tensor) and isinstance(right, Tensor)
+    if not are_tensors or left.ndim != right.ndim or left.ndim not in (2, 3) or left.shape[:-2] != right.shape[:-2]:
+        return ()
+    return (LowRankTerm(uncast(left), uncast(right)),)
+
+
+def of_sum_and_product(
+    added: Tensor,
+    left: Tensor,
+    right: Tensor,
+    *,
+    beta: float | int = 1,
+    alpha: float | int = 1,
+    is_parameter_side: Callable[[Tensor], bool],
+) -> Terms:
+    """The terms of `beta · added + alpha · left right`."""
+    if is_parameter_side(added) and not terms_of(added):
+        return ()
+    old = [term.scaled(float(beta)) for term in terms_of(added)]
+    return *old, *(term.scaled(float(alpha)) for term in of_product(left, right))
+
+
+def of_sum(first: Any, second: Any, *, is_parameter_side: Callable[[Tensor], bool]) -> Terms:
+    """The terms of a sum of two tensors; a matrix that is added to a stack of one becomes a stack."""
+    sides = [side for side in (first, second) if isinstance(side, Tensor)]
+    if any(is_parameter_side(side) and not terms_of(side) for side in sides):
+        return ()
+    shape = torch.broadcast_shapes(*(side.shape for side in sides))
+    terms = [
+        term.at(None) if len(shape) == 3 and term.left.ndim == 2 else term for side in sides for term in terms_of(side)
+    ]
+    return tuple(terms) if all(term.shape == tuple(shape) for term in terms) else ()
+
+
+def of_einsum(equation: Any, *operands: Any) -> Terms:
+    """The only term of an einsum that is a product of two stacks of matrices, such as `"ore,eri->eio"`."""
+    if not isinstance(equation, str) or len(operands) != 2 or not all(isinstance(each, Tensor) for each in operands):
+        return ()
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    names = dict(zip(inputs.split(","), operands, strict=False))
+    if len(output) != 3 or len(names) != 2 or any(len({*name}) != 3 or len(name) != 3 for name in names):
+        return ()
+    stack, row, column = output
+    first, second = names if row in next(iter(names)) else reversed(names)
+    rank = "".join({*first} - {*output})
+    if {*first} != {stack, row, rank} or {*second} != {stack, rank, column} or not rank:
+        return ()
+    left = uncast(names[first]).permute([first.index(axis) for axis in (stack, row, rank)])
+    right = uncast(names[second]).permute([second.index(axis) for axis in (stack, rank, column)])
+    return (LowRankTerm(left, right),)
+
+
+def follows(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether an operation casts, transposes or selects whole matrices, so that it does the same to each term."""
+    if func in CASTS or func == STACK_TRANSPOSE:
+        return True
+    if func in MATRIX_TRANSPOSES:
+        return args[0].ndim == 2
+    if func in TRANSPOSES and len(args) == 3:
+        return {axis % args[0].ndim for axis in args[1:]} == {args[0].ndim - 2, args[0].ndim - 1}
+    return func is Tensor.__getitem__ and args[0].ndim == 3 and is_scalar_index(args[1])
+
+
+def of_one_weight(func: Callable[..., Any], args: tuple[Any, ...], term: LowRankTerm) -> LowRankTerm:
+    """A term after an operation that `follows` covers."""
+    if func in CASTS:
+        return term
+    return term.at(args[1]) if func is Tensor.__getitem__ else term.transposed
