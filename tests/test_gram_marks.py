@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from scoregram.gram import Sketch, backward_with_gram, measure_gram
 from scoregram.gram.collect import RegionUses, may_overlap
-from scoregram.gram.marks import Derived, LowRankTerm, low_rank_terms, set_mark, terms_of
+from scoregram.gram.marks import Derived, LowRankTerm, known_terms, low_rank_terms, set_mark
 from tests.cases import ARCHITECTURES, KeepDouble, build, rollouts
 from tests.naive import score_rows
 
@@ -92,7 +92,7 @@ WEIGHTS: dict[str, tuple[Callable[[Followed], Tensor], Tensor]] = {
 def test_a_weight_is_a_constant_plus_its_terms(name):
     make, constant = WEIGHTS[name]
     weight = make(Followed())
-    terms = terms_of(weight)
+    terms = known_terms(weight)
     assert terms and all(term.shape == tuple(weight.shape) for term in terms)
     total = constant + torch.stack([term.scale * (term.left @ term.right) for term in terms]).sum(0)
     torch.testing.assert_close(total, weight, rtol=0, atol=1e-13)
@@ -117,14 +117,14 @@ OTHERS: dict[str, Callable[[Followed], Tensor]] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_weights_have_no_terms(name):
-    assert terms_of(OTHERS[name](Followed())) == ()
+    assert known_terms(OTHERS[name](Followed())) == ()
 
 
 def test_a_weight_that_is_changed_in_place_loses_its_terms():
     weight = Followed()(torch.baddbmm, BASE, LEFT, RIGHT)
-    assert terms_of(weight) and isinstance(terms_of(weight)[0], LowRankTerm)
+    assert known_terms(weight) and isinstance(known_terms(weight)[0], LowRankTerm)
     weight[0].mul_(2)
-    assert terms_of(weight) == ()
+    assert known_terms(weight) == ()
 
 
 # Regions

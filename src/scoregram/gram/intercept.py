@@ -53,11 +53,11 @@ from scoregram.gram.marks import (
     ACTIVATION,
     Activation,
     Derived,
+    known_terms,
     low_rank_terms,
     mark_of,
     set_mark,
     stack_entry,
-    terms_of,
     uncast,
 )
 from scoregram.gram.model import facts_of
@@ -502,7 +502,7 @@ class Interceptor(DropoutOff):
         if source is not None:
             return (Destination(*source),)
         found: list[Destination] = []
-        for term in terms_of(weight):
+        for term in known_terms(weight):
             left, right = self.source_of(term.left), self.source_of(term.right)
             if (term.left.requires_grad and left is None) or (term.right.requires_grad and right is None):
                 return ()

@@ -118,7 +118,7 @@ def stack_entry(weights: Tensor, place: int) -> Tensor:
     """One weight `(p, q)` of a parameter-side stack `(E, p, q)`, marked as indexing would mark it."""
     weight, origin = weights[place], uncast(weights)
     cast_of = None if origin is weights else origin[place]
-    terms = tuple(term.at(place) for term in terms_of(weights))
+    terms = tuple(term.at(place) for term in known_terms(weights))
     set_mark(weight, Derived(cast_of, terms=terms, version=weight._version))
     return weight
 
@@ -144,11 +144,11 @@ def low_rank_terms(
     if func in SCALINGS and not kwargs:
         number, tensor = args if isinstance(args[0], Real) else args[::-1]
         is_number = isinstance(number, Real) and not isinstance(number, bool)
-        return tuple(term.scaled(float(number)) for term in terms_of(tensor)) if is_number else ()
-    return tuple(of_one_weight(func, args, term) for term in terms_of(args[0])) if follows(func, args) else ()
+        return tuple(term.scaled(float(number)) for term in known_terms(tensor)) if is_number else ()
+    return tuple(of_one_weight(func, args, term) for term in known_terms(args[0])) if follows(func, args) else ()
 
 
-def terms_of(tensor: Any) -> Terms:
+def known_terms(tensor: Any) -> Terms:
     """The terms of a tensor; empty if it is not known to be a sum of terms."""
     mark = derived_mark(tensor)
     return () if mark is None else mark.terms
@@ -172,20 +172,22 @@ def of_sum_and_product(
     is_parameter_side: Callable[[Tensor], bool],
 ) -> Terms:
     """The terms of `beta · added + alpha · left right`."""
-    if is_parameter_side(added) and not terms_of(added):
+    if is_parameter_side(added) and not known_terms(added):
         return ()
-    old = [term.scaled(float(beta)) for term in terms_of(added)]
+    old = [term.scaled(float(beta)) for term in known_terms(added)]
     return *old, *(term.scaled(float(alpha)) for term in of_product(left, right))
 
 
 def of_sum(first: Any, second: Any, *, is_parameter_side: Callable[[Tensor], bool]) -> Terms:
     """The terms of a sum of two tensors; a matrix that is added to a stack of one becomes a stack."""
     sides = [side for side in (first, second) if isinstance(side, Tensor)]
-    if any(is_parameter_side(side) and not terms_of(side) for side in sides):
+    if any(is_parameter_side(side) and not known_terms(side) for side in sides):
         return ()
     shape = torch.broadcast_shapes(*(side.shape for side in sides))
     terms = [
-        term.at(None) if len(shape) == 3 and term.left.ndim == 2 else term for side in sides for term in terms_of(side)
+        term.at(None) if len(shape) == 3 and term.left.ndim == 2 else term
+        for side in sides
+        for term in known_terms(side)
     ]
     return tuple(terms) if all(term.shape == tuple(shape) for term in terms) else ()
 
