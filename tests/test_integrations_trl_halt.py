@@ -43,6 +43,17 @@ def test_without_halt_on_the_training_ends_by_itself(tmp_path):
     assert trainer.state.global_step == 14 and attached.halted is None and said == []
 
 
+def test_a_rule_that_fails_does_not_stop_the_training(tmp_path, monkeypatch):
+    def broken(*_: Any) -> Any:
+        raise ValueError("a rule failed")
+
+    monkeypatch.setattr("scoregram.integrations.trl.attachment.advise_log", broken)
+    trainer = trainer_for("GRPO", tmp_path, rewards=nothing, max_steps=3)
+    attached, said = said_while_training(trainer, halt_on="critical")
+    assert trainer.state.global_step == 3 and attached.halted is None and said == []
+    assert "ValueError: a rule failed" in attached.failures
+
+
 def test_a_shaped_reward_over_a_silent_one_is_a_phantom(tmp_path):
     trainer = trainer_for("GRPO", tmp_path, rewards=[nothing, graded], max_steps=14)
     attached, _ = said_while_training(trainer, out=tmp_path / "run")

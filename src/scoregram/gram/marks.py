@@ -184,11 +184,9 @@ def of_sum(first: Any, second: Any, *, is_parameter_side: Callable[[Tensor], boo
     if any(is_parameter_side(side) and not known_terms(side) for side in sides):
         return ()
     shape = torch.broadcast_shapes(*(side.shape for side in sides))
-    terms = [
-        term.at(None) if len(shape) == 3 and term.left.ndim == 2 else term
-        for side in sides
-        for term in known_terms(side)
-    ]
+    terms = [term for side in sides for term in known_terms(side)]
+    if len(shape) == 3:
+        terms = [term.at(None) if term.left.ndim == 2 else term for term in terms]
     return tuple(terms) if all(term.shape == tuple(shape) for term in terms) else ()
 
 

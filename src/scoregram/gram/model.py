@@ -315,7 +315,7 @@ class MeasuredModel:
     survey: Survey
     """Taken when the model is first in use; before, another measurement may have changed the model."""
     modules: Sequence[nn.Module] = ()
-    """All modules, listed when the model is first in use."""
+    """All modules, listed when the model is first claimed."""
     undo: Undo
     """Restores the model at the end of the `in_use` block."""
 
@@ -332,7 +332,6 @@ class MeasuredModel:
     def in_use(self, undo: Undo) -> Iterator[None]:
         """A block in which the model is prepared and no other measurement can use it; `undo` restores it."""
         self.undo = undo
-        self.modules = self.modules or modules_inside(self.model)
         self.claim(undo)
         if not hasattr(self, "survey"):
             self.survey = survey(self.model)
@@ -353,6 +352,7 @@ class MeasuredModel:
         Raises:
             ScoregramError: If a running measurement uses one of the modules or trainable parameters.
         """
+        self.modules = self.modules or modules_inside(self.model)
         own = {id(module) for module in self.modules}
         own.update(id(p) for m in self.modules for p in m._parameters.values() if p is not None and p.requires_grad)
         undo.operations.append((_IN_USE.pop, undo, None))

@@ -313,8 +313,11 @@ class Attachment:
         """Ask the trainer to stop if its log shows a finding that is severe enough."""
         if self.halt_on is None or self.halted is not None:
             return
-        found = self._log_advice()
-        if found.reaches(self.halt_on):
+        found = None
+        with self._errors_as_warnings():
+            # one answer for all: a process that stopped alone would leave the others waiting
+            found = self.processes.from_first(self._log_advice)
+        if found is not None and found.reaches(self.halt_on):
             self.halted = found.findings[0]
             control.should_training_stop = True
             warnings.warn(f"scoregram: the training is stopped. {' '.join(self.halted.lines())}", stacklevel=4)

@@ -415,8 +415,8 @@ def fused_row_error(
     """Error of one row of a fused gradient `ĝ = Σ_j w_j ψ_j`, given the part `g_i` of the trainer's own gradient.
 
     The larger of two: `|w_i ψ_i − g_i| / |g_i|` over all parameters; and `⟨ĝ, g_i⟩` against `Σ_j w_i w_j K_ij`,
-    relative to the sum of the terms' absolute values. So the row is compared with the trainer's own pass, and the whole
-    gradient with row and Gram.
+    relative to the sum of the terms' absolute values (0 if all terms are 0). So the row is compared with the trainer's
+    own pass, and the whole gradient with row and Gram.
 
     Args:
         sums: For each parameter `(2, …)`: the sum with weights `w`, and `ψ_i`; None if the pass did not use it.
@@ -430,7 +430,8 @@ def fused_row_error(
     pairs = [(both[0], grad) for both, grad in zip(sums, theirs, strict=True) if both is not None]
     products = [torch.sum(own * their.to(own.dtype), dtype=torch.float64) for own, their in pairs]
     terms = update_terms(gram, weights)[index]
-    return max(apart, abs(added_up(products) - float(terms.sum())) / float(terms.abs().sum()))
+    size = float(terms.abs().sum())
+    return max(apart, abs(added_up(products) - float(terms.sum())) / size if size else 0.0)
 
 
 def update_terms(gram: Tensor, weights: Tensor) -> Tensor:
