@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from scoregram.checks import ScoregramError
-from scoregram.policy import Policy, PolicyConfig, load_policy
+from scoregram.policy import Policy, PolicyConfig, load_policy, sample_policy
 from scoregram.rollouts import Rollouts
 from scoregram.runs import open_run
 from scoregram.tasks import Problem, Task, load_task
@@ -220,6 +220,32 @@ def test_values_agree_with_enumeration(policy, folder):
     found = float(source.inputs(1, rollouts, [one])["prefix_values"].sum())
     error = math.sqrt((square - mean**2) / samples)
     assert abs(found - mean) < 4 * error
+
+
+def test_fresh_rollouts_of_prefixes_are_sampled_a_few_at_a_time(policy, folder, monkeypatch):
+    """A call of the sampler never has more rows than the limit, and every completion begins with its prefix."""
+    asked, texts = [], []
+
+    def counted(policy, prompts, **options):
+        asked.append(len(prompts) * options["rollouts_per_prompt"])
+        return sample_policy(policy, prompts, **options)
+
+    def reward(prompts, completions, **columns):
+        texts.extend(completions)
+        return [0.0] * len(completions)
+
+    monkeypatch.setattr("scoregram.training.inputs.sample_policy", counted)
+    monkeypatch.setattr("scoregram.training.inputs.ROWS_SAMPLED_AT_ONCE", 7)
+    task, one = replace(TASK, reward=reward), problem("11+1+1")
+    source = prefix_source(policy, folder, task, prefix_rollouts=3, segments="even", segment_tokens=2)
+    rollouts = rollouts_of(policy, ["12,13.", "98,76."], [one])
+    drawn = source.draw(1, rollouts, [one])
+    assert max(asked) == 6 and sum(asked) == drawn.rewards.numel() == source.extra_rollouts == len(texts)
+    begun = {
+        int(drawn.prefix_of[row, t]): rollouts.completions[row][: t - int(rollouts.prompt_lengths[row])]
+        for row, t in drawn.starts.nonzero().tolist()
+    }
+    assert all(text.startswith(begun[place // 3]) for place, text in enumerate(texts))
 
 
 def test_missing_rewards_are_refused_for_prefixes(policy, folder):

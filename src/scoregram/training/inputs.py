@@ -37,6 +37,8 @@ from scoregram.training.methods import Method
 
 ROWS_PER_PASS = 256
 """Rows that go through the model at a time for energies and features, where the config sets no micro-batch."""
+ROWS_SAMPLED_AT_ONCE = 512
+"""Most fresh rollouts of prefixes that are sampled at a time: the memory of their caches does not grow with a step."""
 MOST_TOKEN_SCORES = 4096
 """Most completion tokens of a step whose exact Gram is measured: it has that many rows."""
 
@@ -256,28 +258,40 @@ class PrefixRollouts(StatelessSource):
         prompt_lengths: Mapping[int, int],
     ) -> Tensor:
         """`(prefixes, prefix_rollouts)` rewards of rollouts that continue prefixes, each given with its problem."""
-        copies, limit = self.config.prefix_rollouts, self.sampling.max_new_tokens
+        copies, generator = self.config.prefix_rollouts, seeded_generator(self.config.seed, self.purpose, number)
         self.extra_rollouts = len(prefixes) * copies
+        size = max(1, ROWS_SAMPLED_AT_ONCE // copies)
+        texts, columns = [], []
+        for start in range(0, len(prefixes), size):
+            for completion in self.completions(prefixes[start : start + size], prompt_lengths, generator):
+                texts.append(self.policy.decode(completion))
+                columns.append(completion)
+        each = [problems[problem] for problem, _ in prefixes for _ in range(copies)]
+        rewards = self.task.rewards(each, texts, completion_ids=columns)
+        if any(reward is None for reward in rewards):
+            remedy = "Choose an estimator without prefix values, or a reward function that judges every rollout."
+            fail("train --estimator", "prefix values need a reward for every rollout", "None", remedy)
+        return torch.tensor(rewards, dtype=torch.float64).view(len(prefixes), copies)
+
+    def completions(
+        self,
+        prefixes: Sequence[tuple[int, tuple[int, ...]]],
+        prompt_lengths: Mapping[int, int],
+        generator: torch.Generator,
+    ) -> Iterator[list[int]]:
+        """Token ids of whole completions, `prefix_rollouts` for each prefix: what the prefix has of it, continued."""
+        copies, limit = self.config.prefix_rollouts, self.sampling.max_new_tokens
         done = [len(ids) - prompt_lengths[problem] for problem, ids in prefixes]
         fresh = sample_policy(
             self.policy,
             [list(ids) for _, ids in prefixes],
             rollouts_per_prompt=copies,
             sampling=replace(self.sampling, max_new_tokens=limit - min(done)),
-            generator=seeded_generator(self.config.seed, self.purpose, number),
+            generator=generator,
         )
-        texts, columns, each = [], [], []
         for row, continued in enumerate(fresh.completion_ids()):
             problem, ids = prefixes[row // copies]
-            completion = [*ids[prompt_lengths[problem] :], *continued][:limit]
-            texts.append(self.policy.decode(completion))
-            columns.append(completion)
-            each.append(problems[problem])
-        rewards = self.task.rewards(each, texts, completion_ids=columns)
-        if any(reward is None for reward in rewards):
-            remedy = "Choose an estimator without prefix values, or a reward function that judges every rollout."
-            fail("train --estimator", "prefix values need a reward for every rollout", "None", remedy)
-        return torch.tensor(rewards, dtype=torch.float64).view(len(prefixes), copies)
+            yield [*ids[prompt_lengths[problem] :], *continued][:limit]
 
     def segment_starts(self, rollouts: Rollouts, problems: Sequence[Problem]) -> Tensor:
         """`(N, T)` bool: the first completion token, and each token after a cut.
