@@ -238,7 +238,7 @@ def test_fresh_rollouts_of_prefixes_are_sampled_a_few_at_a_time(policy, folder, 
     monkeypatch.setattr("scoregram.training.inputs.ROWS_SAMPLED_AT_ONCE", 7)
     task, one = replace(TASK, reward=reward), problem("11+1+1")
     source = prefix_source(policy, folder, task, prefix_rollouts=3, segments="even", segment_tokens=2)
-    rollouts = rollouts_of(policy, ["12,13.", "98,76."], [one])
+    rollouts = rollouts_of(policy, ["12,13.", "98,76."], [one], stop=False)
     drawn = source.draw(1, rollouts, [one])
     assert max(asked) == 6 and sum(asked) == drawn.rewards.numel() == source.extra_rollouts == len(texts)
     begun = {
