@@ -40,8 +40,9 @@ def test_every_method_that_applies_ran_with_every_seed_and_the_same_budget():
         own = [record for record in summarise.records() if record["table"] == name]
         methods = {label.split(":")[0] for label in tasks[name].methods.split(",")}
         assert methods == set(METHODS) - set(tasks[name].left_out)
-        assert {(r["settings"]["method"], r["seed"]) for r in own} == {(m, s) for m in methods for s in range(3)}
-        assert len(own) == 3 * len(methods)
+        seeds = range(tasks[name].seeds)
+        assert {(r["settings"]["method"], r["seed"]) for r in own} == {(m, s) for m in methods for s in seeds}
+        assert len(own) == len(seeds) * len(methods)
         for record in own:
             sampled = [line["rollouts"] for line in record["lines"]]
             assert (
@@ -53,18 +54,21 @@ def test_all_methods_of_a_seed_have_the_same_start_and_rate():
     summarise, rates = script("summarise"), json.loads((FOLDER / "setting.json").read_text())["rates"]
     for name in summarise.table_names():
         own = [record for record in summarise.records() if record["table"] == name]
-        for seed in range(3):
+        for seed in {record["seed"] for record in own}:
             assert len({record["lines"][0]["eval/reward"] for record in own if record["seed"] == seed}) == 1
-        tried = rates[name]["returns"]
-        best = float(max(tried, key=tried.__getitem__))
-        assert {record["settings"]["learning_rate"] for record in own} == {best} == {rates[name]["rate"]}
+        best = script("run").TASKS[name].rate
+        if not best:  # chosen from two
+            tried = rates[name]["returns"]
+            best = float(max(tried, key=tried.__getitem__))
+            assert best == rates[name]["rate"]
+        assert {record["settings"]["learning_rate"] for record in own} == {best}
 
 
 def test_evaluations_are_the_means_of_the_rewards_beside_them():
     for record in script("summarise").records():
         rewards = record["tests"]["test, greedy"]["rewards"]
         assert np.mean(rewards) == pytest.approx(record["lines"][-1]["eval/reward"], abs=1e-5)
-        # Packed rewards have six digits, and spell_backward pays 0.9999999999999999 for some wrong answers.
+        # Packed rewards are rounded, and spell_backward pays 0.9999999999999999 for some wrong answers.
         if record["table"] != "spell_backward":
             assert np.mean(np.array(rewards) >= 1) == pytest.approx(record["lines"][-1]["eval/accuracy"], abs=1e-5)
 

@@ -72,6 +72,8 @@ class TaskSetting:
     """Further rows, such as a control."""
     rate: float = 0.0
     """Learning rate; 0 to choose from `RATES`."""
+    seeds: int = 3
+    """Seeds in the table."""
 
     @property
     def methods(self) -> str:
@@ -80,16 +82,17 @@ class TaskSetting:
         return ",".join([*(self.labels.get(n, n) for n in applying if n not in self.left_out), *self.extra])
 
 
-def gym_setting(name: str, settings: str = "") -> TaskSetting:
+def gym_setting(name: str, settings: str = "", left_out: Mapping[str, str] | None = None) -> TaskSetting:
     """A reasoning-gym task with settings of its generator, from its own starting policy."""
     return TaskSetting(
         task=f"reasoning-gym:{name}{settings}",
         rollouts=480,
         every_rollouts=96,
-        left_out={**ONE_TURN, **NO_STEPS, **TOO_SLOW},
+        left_out={**ONE_TURN, **NO_STEPS, **TOO_SLOW, **(left_out or {})},
         options={"model": f"starts/{name}", "prompt": "plain", "max_new_tokens": 40},
         labels={"vineppo": "vineppo:segments=even"},
         rate=1e-4,
+        seeds=1,
     )
 
 
@@ -101,7 +104,11 @@ TASKS = {
     "stopping": TaskSetting("stopping", 1280, 128, {**SEVERAL_TURNS, **ADDED}),
     "compositions": TaskSetting("arithmetic-compositions", 640, 64, {**ONE_TURN, **TOO_SLOW, **ADDED}),
     "spell_backward": gym_setting("spell_backward"),
-    "rotate_matrix": gym_setting("rotate_matrix", ":min_n=2,max_n=2,min_rotations=1,max_rotations=1"),
+    "rotate_matrix": gym_setting(
+        "rotate_matrix",
+        ":min_n=2,max_n=2,min_rotations=1,max_rotations=1",
+        {"igrpo": "a prompt with a draft does not fit into the 512 tokens of the embedded policy"},
+    ),
     "gsm8k": TaskSetting(
         "gsm8k:gsm8k",
         rollouts=6144,

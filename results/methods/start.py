@@ -36,7 +36,7 @@ from scoregram.training.supervised import demonstration
 
 BATCH, RATE, RISE = 16, 1e-3, 50
 """Reference answers per step, learning rate after a linear rise, steps of the rise."""
-EVERY, LONGEST, SECONDS = 50, 3000, 200
+EVERY, LONGEST, SECONDS = 50, 3000, 1800
 """Steps between two checks of the skill, and the most steps and seconds of the first stage."""
 SKILLED, LEAST = 0.8, 0.5
 """Share of right greedy answers that ends the first stage; a policy below `LEAST` after it is no start."""

@@ -133,10 +133,13 @@ def spread_of(labels: Sequence[str], values: np.ndarray) -> Spread:
     """Two-way analysis of variance of `(methods, seeds)` values: methods and seeds add, the rest is noise.
 
     `s² = Σ (y_ms − ȳ_m − ȳ_s + ȳ)² / ((M−1)(S−1))`. The difference of two methods has the variance `2 s²/S`. All
-    methods lend their seeds to one estimate of the noise, which assumes that it is the same for each.
+    methods lend their seeds to one estimate of the noise, which assumes that it is the same for each. With one seed the
+    noise is not known: `nan`.
     """
     methods, seeds = values.shape
     by_method, by_seed = values.mean(1, keepdims=True), values.mean(0, keepdims=True)
+    if seeds == 1:
+        return Spread(labels, (by_method - by_method[0]).ravel(), math.nan, math.nan, math.nan)
     rest = values - by_method - by_seed + values.mean()
     degrees = (methods - 1) * (seeds - 1)
     noise = float((rest * rest).sum()) / degrees
@@ -217,11 +220,16 @@ def spread_table() -> str:
                 f"{found.setting['learning_rate']:g}",
                 f"{found.outcome.scale * start:.{digits}f}",
                 f"{found.outcome.scale * end:.{digits}f}",
-                f"{gains.deviation:.{digits}f}",
-                f"{gains.p_equal:.2g}",
-                f"{gains.half:.{digits}f}",
+                *(
+                    "–" if math.isnan(value) else f"{value:{form}}"
+                    for value, form in (
+                        (gains.deviation, f".{digits}f"),
+                        (gains.p_equal, ".2g"),
+                        (gains.half, f".{digits}f"),
+                    )
+                ),
                 f"{gains.labels[best].split(':')[0]} {gains.gains[best]:+.{digits}f}",
-                ", ".join(survivors) or "none",
+                "–" if math.isnan(gains.half) else ", ".join(survivors) or "none",
             )
         )
     heads = "task, outcome, methods, seeds, learning rate, start, end, deviation of a run, p equal, needed gain, best"
