@@ -9,7 +9,14 @@ import torch
 from scoregram.checks import ScoregramError
 from scoregram.gram import CudaGraphGram, DeferredGram, backward_with_gram, measure_gram
 from scoregram.gram.batch import all_rollouts, make_batch
-from scoregram.gram.cuda_graph import ReplayedDeferredGram, graph_inputs, graph_measurement, padded_batch, rounded_up
+from scoregram.gram.cuda_graph import (
+    ReplayedDeferredGram,
+    graph_inputs,
+    graph_measurement,
+    has_half_products,
+    padded_batch,
+    rounded_up,
+)
 from scoregram.gram.model import MeasuredModel
 from scoregram.gram.undo import Undo
 from tests.cases import ARCHITECTURES, rollouts
@@ -235,3 +242,16 @@ def test_a_model_that_waits_for_the_device_is_measured_as_usual():
         other.measure(*given)
     assert other.recorded and other.reason is None
     torch.testing.assert_close(gram.matrix, exact.matrix, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision_is_recognised(dtype, autocast):
+    """A replayed Gram may differ by the rounding of half precision only where products are taken in it."""
+    measured = MeasuredModel(ARCHITECTURES["llama"]().to(dtype))
+    with Undo() as undo, undo, measured.in_use(undo):
+        torch.set_autocast_enabled("cuda", autocast)
+        try:
+            assert has_half_products(measured) == (autocast or dtype == torch.bfloat16)
+        finally:
+            torch.set_autocast_enabled("cuda", False)
