@@ -1,7 +1,8 @@
 """Time, memory and size of the page of a long run: 1,000 steps of 64 groups of 8, with texts at every tenth step.
 
 The run is synthetic: 25 steps with random scores and rewards are read once and written again and again under new step
-numbers. The page is written in a process of its own, whose peak memory is measured.
+numbers. The page is written in a process of its own, whose peak memory is measured; so is `advise`. Then `view` serves
+the run: the slowest answer is measured before its page is made, while it is made, and after.
 
     python benchmarks/report.py [--steps 1000] [--groups 64] [--size 8] [--keep FOLDER]
 """
@@ -13,6 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.parse
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,18 +95,68 @@ def make_run(folder: Path, steps: int, groups: int, size: int) -> None:
             writer.write_metrics(number, readings[place].scalars | {"length": 128.0, "finished": 0.9})
 
 
-def measured_report(folder: Path) -> dict[str, float]:
-    """Write the page in a new process; seconds, peak memory and size."""
-    code = f"from scoregram.report import write_report; write_report({str(folder)!r})"
+def measured_process(code: str) -> dict[str, float]:
+    """Run code in a new process; seconds and its peak memory, which it prints itself."""
+    told = "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = subprocess.run([sys.executable, "-c", f"{code}; {told}"], check=True, capture_output=True, text=True)
     seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     return {
         "seconds": round(seconds, 1),
         "cpu_seconds": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1),
-        "peak_gib": round(after.ru_maxrss / 2**20, 2),
-        "page_mb": round((folder / "report.html").stat().st_size / 1e6, 1),
+        "peak_gib": round(int(done.stdout.split()[-1]) / 2**20, 2),
     }
+
+
+def measured_report(folder: Path) -> dict[str, float]:
+    """Write the page in a new process; seconds, peak memory and size."""
+    found = measured_process(f"from scoregram.report import write_report; write_report({str(folder)!r})")
+    return found | {"page_mb": round((folder / "report.html").stat().st_size / 1e6, 1)}
+
+
+def measured_advice(folder: Path) -> dict[str, float]:
+    """Diagnose the run in a new process that must not import transformers."""
+    return measured_process(
+        f"import sys; from scoregram.advice import advise; advise({str(folder)!r}); assert 'transformers' not in "
+        "sys.modules"
+    )
+
+
+def measured_view(folder: Path) -> dict[str, float]:
+    """Slowest answer of the server, in milliseconds, by what it is doing."""
+    command = [sys.executable, "-c", "from scoregram.cli import main; main()", "view", str(folder), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            root = server.stdout.readline().split()[0].rstrip("/")
+            slowest_answer(root)  # imports of the first answer
+            start = time.perf_counter()
+            cold = 0.0
+            while answer(f"{root}/content/.")[1] == 202:
+                cold = max(cold, slowest_answer(root))
+            made = time.perf_counter() - start
+            warm = max(slowest_answer(root) for _ in range(10))
+            version = json.loads(urllib.request.urlopen(f"{root}/version/.").read())["version"]
+            (folder / "config.yaml").touch()  # another version
+            busy = 0.0
+            while answer(f"{root}/content/.?have={urllib.parse.quote(version)}")[1] == 202:
+                busy = max(busy, slowest_answer(root))
+        finally:
+            server.terminate()
+    return {"cold_ms": round(cold), "made_s": round(made, 1), "while_made_ms": round(busy), "warm_ms": round(warm)}
+
+
+def slowest_answer(root: str) -> float:
+    """Milliseconds of the slowest of the list, the page of the run, its update and its version."""
+    return max(answer(f"{root}/{path}")[0] for path in ("", "rows", "run/.", "content/.", "version/."))
+
+
+def answer(address: str) -> tuple[float, int]:
+    """Milliseconds until the whole answer has arrived, and its status."""
+    start = time.perf_counter()
+    with urllib.request.urlopen(address) as found:
+        found.read()
+        return 1000 * (time.perf_counter() - start), found.status
 
 
 def main() -> None:
@@ -118,7 +171,9 @@ def main() -> None:
         if not (folder / "config.yaml").exists():
             make_run(folder, given.steps, given.groups, given.size)
         settings = {name: getattr(given, name) for name in ("steps", "groups", "size")}
-        print(json.dumps(settings | measured_report(folder)))
+        print(json.dumps(settings | {"report": measured_report(folder)}))
+        print(json.dumps({"advise": measured_advice(folder)}))
+        print(json.dumps({"view": measured_view(folder)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -66,3 +66,10 @@ def test_a_shaped_reward_over_a_silent_one_is_a_phantom(tmp_path):
 def test_an_unknown_severity_is_refused(tmp_path):
     with pytest.raises(ScoregramError, match="halt_on must be one of critical, warning, note, got 'fatal'"):
         attach(trainer_for("GRPO", tmp_path), halt_on="fatal")
+
+
+def test_attach_says_once_how_to_follow_the_run(tmp_path, capsys):
+    attach(trainer_for("GRPO", tmp_path / "a", rewards=nothing), 10)
+    assert "scoregram view" not in capsys.readouterr().err
+    attach(trainer_for("GRPO", tmp_path / "b", rewards=nothing), 10, out=tmp_path / "run")
+    assert capsys.readouterr().err.count(f"Follow it in a browser: scoregram view {tmp_path / 'run'}") == 1

@@ -1,12 +1,13 @@
 """The four indicators of a run: what they say, and when they say nothing."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
 from scoregram.exhibits import Estimate
-from scoregram.reading import indicators, paired_gain, read_run
+from scoregram.reading import bounded_band, indicators, paired_gain, read_run, running_curve
 from scoregram.reading.indicators import _needs
 from scoregram.runs import RunWriter, open_run
 from tests.report_cases import CONFIG, write_run
@@ -86,3 +87,30 @@ def test_the_gain_needs_two_evaluations():
     assert paired_gain({"test": {1: {"a": 0.0}}}, "test") is None
     gain = paired_gain({"test": {1: {"a": 0.0, "b": 1.0}, 5: {"a": 1.0, "c": 0.0}}}, "test")
     assert gain is not None and gain.problems == 1 and gain.change.value == 1
+
+
+def tested(folder, sampled, greedy):
+    """A run with two evaluations: rewards of 200 problems sampled, and greedy accuracies with their intervals."""
+    write_run(folder, steps=2)
+    run = read_run(open_run(folder))
+    rewards = {
+        step: {f"p{i}": float(i < share * 200) for i in range(200)} for step, share in zip((0, 2), sampled, strict=True)
+    }
+    lines = [
+        {"step": step, "eval/accuracy": one, "eval/accuracy_low": one - 0.02, "eval/accuracy_high": one + 0.02}
+        for step, one in zip((0, 2), greedy, strict=True)
+    ]
+    return indicators(dataclasses.replace(run, lines=lines, tests={"test": rewards}))[0]
+
+
+def test_what_only_sampled_rollouts_gain_is_to_be_watched(tmp_path):
+    flat = tested(tmp_path / "flat", (0.2, 0.4), (0.3, 0.3))
+    assert flat.state == "watch" and "Greedy accuracy 0.300 → 0.300, no rise resolved." in flat.sentence
+    both = tested(tmp_path / "both", (0.2, 0.22), (0.3, 0.5))
+    assert both.state == "good" and both.headline == "test reward 0.200 → 0.220"
+    assert both.curve.raw == (0.2, 0.22) and "no rise" not in both.sentence
+
+
+def test_a_band_ends_where_the_quantity_does():
+    curve = bounded_band(running_curve(range(30), [0.0, 1.0] * 15), 0.0, 1.0)
+    assert curve.is_smoothed and min(curve.low) == 0 and max(curve.high) == 1

@@ -82,7 +82,7 @@ def test_outcomes_are_stacked_to_one(run):
 def test_the_first_screen_names_the_run_and_says_how_it_goes(run):
     page = run_page(open_run(run[0]))
     facts = dict(page.facts)
-    assert facts["model"] == "tiny" and facts["trains"] == "all parameters" and facts["R"] == "4"
+    assert facts["model"] == "tiny" and facts["trains"] == "all parameters" and facts["group size R"] == "4"
     assert facts["steps"] == "6 trained, 6 measured"
     shown = Page(page.html())
     classes = [one.get("class", "") for one in shown.named("div")]

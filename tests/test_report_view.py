@@ -13,7 +13,16 @@ import pytest
 
 from scoregram import cli
 from scoregram.checks import ScoregramError
-from scoregram.report.view import MOST_HITS, RunLibrary, listening_socket, serve_runs, view_app
+from scoregram.report import view
+from scoregram.report.view import (
+    MOST_HITS,
+    MOST_KEPT,
+    AnswerMaker,
+    RunLibrary,
+    listening_socket,
+    serve_runs,
+    view_app,
+)
 from scoregram.runs import RunWriter
 from tests.report_cases import CONFIG, Page, write_run
 
@@ -71,12 +80,12 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def app(runs):
-    return view_app(runs)
+    return view_app(runs, patience=60)
 
 
 def test_every_run_is_listed_and_what_cannot_be_read_says_why(runs, app):
     assert RunLibrary(runs).names() == ["broken", "deep/other", "empty", "foreign", "good"]
-    library = RunLibrary(runs)
+    library = RunLibrary(runs, patience=60)
     states = {name: library.row(name).state for name in library.names()}
     assert states["good"] == "running" and states["empty"] == "empty"
     assert states["broken"] == states["foreign"] == "cannot be read"
@@ -88,7 +97,7 @@ def test_every_run_is_listed_and_what_cannot_be_read_says_why(runs, app):
 
 def test_a_folder_that_is_a_run_is_its_own_list(runs):
     assert RunLibrary(runs / "good").names() == ["."]
-    assert ask(view_app(runs / "good"), "/run/.")[0] == 200
+    assert ask(view_app(runs / "good", patience=60), "/run/.")[0] == 200
 
 
 def test_a_run_has_its_page_and_its_content(app, runs):
@@ -104,12 +113,83 @@ def test_a_run_has_its_page_and_its_content(app, runs):
 
 def test_a_run_that_grows_has_another_version(tmp_path):
     write_run(tmp_path / "run", steps=2)
-    app = view_app(tmp_path)
+    app = view_app(tmp_path, patience=60)
     before = json.loads(ask(app, "/content/run")[1])
     with RunWriter.resume(tmp_path / "run", None, environment={"python": "3"}) as writer:
         writer.write_metrics(3, {"reward": 0.5})
     after = json.loads(ask(app, "/content/run")[1])
     assert before["version"] != after["version"] and "3 trained" in after["main"] and "2 trained" in before["main"]
+
+
+def test_the_last_page_is_served_while_a_new_one_is_made(tmp_path, monkeypatch):
+    write_run(tmp_path / "run", steps=2)
+    app, release, began = view_app(tmp_path, patience=0.0), threading.Event(), []
+    slow = view.run_page
+
+    def waiting(run):
+        began.append(time.perf_counter())
+        assert release.wait(60)
+        return slow(run)
+
+    monkeypatch.setattr(view, "run_page", waiting)
+    status, text = ask(app, "/run/run")
+    assert status == 200 and "Reading the run" in Page(text).text("h1")
+    assert "being read" in Page(ask(app, "/")[1]).text("td") and ask(app, "/content/run")[0] == 202
+    release.set()
+    first = until(lambda: ask(app, "/content/run"), lambda answer: answer[0] == 200)
+    version = json.loads(first[1])["version"]
+    assert ask(app, f"/content/run?have={quote(version)}")[0] == 202
+    release.clear()
+    with RunWriter.resume(tmp_path / "run", None, environment={"python": "3"}) as writer:
+        writer.write_metrics(3, {"reward": 0.5})
+    assert "2 trained" in ask(app, "/run/run")[1]  # the last one, while the new one is being made
+    assert ask(app, f"/content/run?have={quote(version)}")[0] == 202
+    release.set()
+    after = until(lambda: ask(app, f"/content/run?have={quote(version)}"), lambda answer: answer[0] == 200)
+    assert "3 trained" in json.loads(after[1])["main"] and len(began) == 2
+
+
+def until(ask_again, is_enough):
+    """The first answer that is enough."""
+    deadline = time.monotonic() + 60
+    while not is_enough(answer := ask_again()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return answer
+
+
+def test_answers_asked_for_last_are_made_first_and_few_are_kept():
+    maker, release, made = AnswerMaker(patience=0.0), threading.Event(), []
+
+    began = threading.Event()
+
+    def job(key):
+        return lambda: (began.set(), release.wait(60), made.append(key), key)[-1]
+
+    for key in range(MOST_KEPT + 3):
+        assert maker.newest(key, "1", job(key)) is None
+        assert began.wait(60)
+    assert maker.newest(0, "1", job("again")) is None  # it is being made
+    release.set()
+    until(lambda: len(made), lambda count: count == MOST_KEPT + 3)
+    assert made == [0, *range(MOST_KEPT + 2, 0, -1)]
+    found = maker.newest(1, "1", job("again"), patience=60)
+    assert found is not None and found.result() == 1 and "again" not in made
+    gone = maker.newest(0, "1", job("again"), patience=60)
+    assert gone is not None and gone.result() == "again"
+
+
+def test_an_answer_that_fails_fails_for_whoever_asks():
+    found = AnswerMaker(patience=60).newest("key", "1", lambda: 1 / 0)
+    assert found is not None
+    with pytest.raises(ZeroDivisionError):
+        found.result()
+
+
+def test_the_list_can_be_asked_for_alone(app):
+    status, text = ask(app, "/rows")
+    main = json.loads(text)["main"]
+    assert status == 200 and "deep/other" in main and "<html" not in main and "<img" not in main
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,8 @@ def _size_by_liveness(run: RunReading, used: int) -> RuleVerdict:
     return RunFinding(
         name="group size",
         severity="note",
-        sentence=f"Groups of {used} are mostly dead; no Gram says whether larger ones would have less error.",
+        sentence=f"Groups of {used} are mostly dead; too few steps were measured to say whether larger ones have less "
+        "error.",
         number=dead,
         label="share of dead groups in the last third",
         evidence=f"the success rates of {len(rates)} prompts, (right + ½) / (rollouts + 1).",

@@ -13,6 +13,7 @@ missing reward is `nan` throughout.
 
 from scoregram.reading.credit import CreditTruth as CreditTruth
 from scoregram.reading.curves import Curve as Curve
+from scoregram.reading.curves import bounded_band as bounded_band
 from scoregram.reading.curves import complement as complement
 from scoregram.reading.curves import group_curve as group_curve
 from scoregram.reading.curves import live_curve as live_curve

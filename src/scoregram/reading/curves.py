@@ -86,6 +86,15 @@ def scalar_curve(run: RunReading, *names: str, failed: bool = False) -> Curve:
     return running_curve((), ())
 
 
+def bounded_band(curve: Curve, least: float, most: float) -> Curve:
+    """The curve with its band cut off at values that the quantity cannot have, such as a share above 1."""
+    return replace(
+        curve,
+        low=tuple(max(value, least) for value in curve.low),
+        high=tuple(min(value, most) for value in curve.high),
+    )
+
+
 def complement(curve: Curve) -> Curve:
     """`1 − q` of a quantity `q`."""
     flipped = {name: tuple(1 - value for value in getattr(curve, name)) for name in ("raw", "mean")}

@@ -1,12 +1,12 @@
 """Four indicators of a run: does it learn, do its prompts teach, is there signal in a step, are rollouts cut off."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from scoregram.bootstrap import difference, mean_estimate, t_mean
 from scoregram.exhibits import Estimate, cell_text
-from scoregram.reading.curves import Curve, complement, live_curve, scalar_curve
+from scoregram.reading.curves import Curve, complement, live_curve, running_curve, scalar_curve
 from scoregram.reading.run import GREEDY_TEST, SAMPLED_TEST, UNKNOWN_ESTIMATE, EvaluationRewards, RunReading
 
 IndicatorState = Literal["good", "watch", "act", "unknown"]
@@ -70,21 +70,20 @@ def paired_gain(tests: EvaluationRewards, kind: str) -> Gain | None:
 
 
 def learning_indicator(run: RunReading) -> Indicator:
-    """Change of the reward on test problems, else of the test accuracy, else of the training reward."""
-    curve = scalar_curve(run, "reward")
+    """Change of the reward on test problems, else of the test accuracy, else of the training reward.
+
+    If sampled rollouts get better on test problems and greedy ones do not, the indicator says `watch`: the policy may
+    only have become less random.
+    """
+    curve, greedy = scalar_curve(run, "reward"), accuracy_gain(run)
     for kind, words in ((SAMPLED_TEST, "sampled"), (GREEDY_TEST, "greedy")):
         if gain := paired_gain(run.tests, kind):
             sentence = f"Mean over {gain.problems} problems, {words}, first and last evaluation. Good: it rises."
-            return _learning("test reward", gain, sentence, curve)
-    tested = [line for line in run.lines if not math.isnan(line.get("eval/accuracy", math.nan))]
-    if len(tested) > 1:
-        before, after = (
-            Estimate(*(float(line.get(f"eval/accuracy{end}", math.nan)) for end in ("", "_low", "_high")))
-            for line in (tested[0], tested[-1])
-        )
+            found = _learning("test reward", gain, sentence, evaluation_curve(run.tests, kind))
+            return found if greedy is None or kind != SAMPLED_TEST else _beside_greedy(found, greedy)
+    if greedy is not None:
         sentence = "Greedy, on test problems, first and last evaluation. Good: it rises."
-        gain = Gain(before, after, difference(after, before))
-        return _learning("test accuracy", gain, sentence, scalar_curve(run, "eval/accuracy"))
+        return _learning("test accuracy", greedy, sentence, scalar_curve(run, "eval/accuracy"))
     _, rewards = run.series("reward")
     known = [reward for reward in rewards if not math.isnan(reward)]
     if len(known) < FEWEST_STEPS:
@@ -97,6 +96,34 @@ def learning_indicator(run: RunReading) -> Indicator:
     return _learning("reward", Gain(before, after, difference(after, before)), sentence, curve)
 
 
+def accuracy_gain(run: RunReading) -> Gain | None:
+    """Greedy accuracy on test problems at the first and the last evaluation; None without two evaluations."""
+    tested = [line for line in run.lines if not math.isnan(line.get("eval/accuracy", math.nan))]
+    if len(tested) < 2:
+        return None
+    before, after = (
+        Estimate(*(float(line.get(f"eval/accuracy{end}", math.nan)) for end in ("", "_low", "_high")))
+        for line in (tested[0], tested[-1])
+    )
+    return Gain(before, after, difference(after, before))
+
+
+def evaluation_curve(tests: EvaluationRewards, kind: str) -> Curve:
+    """Mean reward on test problems at every evaluation."""
+    by_step = sorted(tests.get(kind, {}).items())
+    means = [sum(rewards.values()) / len(rewards) for _, rewards in by_step]
+    return running_curve([step for step, _ in by_step], means)
+
+
+def _beside_greedy(found: Indicator, greedy: Gain) -> Indicator:
+    rises = greedy.change.low > 0
+    told = (
+        f"Greedy accuracy {greedy.before.value:.3f} → {greedy.after.value:.3f}{'' if rises else ', no rise resolved'}."
+    )
+    state: IndicatorState = "watch" if found.state == "good" and not rises else found.state
+    return replace(found, state=state, sentence=f"{found.sentence} {told}")
+
+
 def _learning(quantity: str, gain: Gain, sentence: str, curve: Curve) -> Indicator:
     change = gain.change
     state: IndicatorState = "watch"
@@ -104,8 +131,9 @@ def _learning(quantity: str, gain: Gain, sentence: str, curve: Curve) -> Indicat
         state = "good"
     elif change.high < 0:
         state = "act"
-    arrow = f"{quantity} {_short(gain.before.value)} → {_short(gain.after.value)}"
-    said = f"Change {cell_text(change)}. {sentence}"
+    digits = 3 if gain.problems and abs(change.value) < 0.05 else 2
+    arrow = f"{quantity} {_short(gain.before.value, digits)} → {_short(gain.after.value, digits)}"
+    said = f"Change {cell_text(change)} (95 % interval). {sentence}"
     return Indicator(name="learning", state=state, headline=arrow, sentence=said, curve=curve, change=change)
 
 
@@ -141,8 +169,12 @@ def signal_indicator(run: RunReading) -> Indicator:
         "Rollouts at which signal and error have equal power, last third. Good: you use as many or more. "
         "The line is the signal to noise of a step."
     )
-    known = {"headline": _needs(scale, batch), "sentence": sentence, "curve": curve}
-    return Indicator(name=name, state=state, target=1.0, goal="target: 1 or more", **known)
+    headline = _needs(scale, batch)
+    if math.isnan(scale.low):
+        sentence = f"Too few measured steps for an interval; a first estimate {headline}. {sentence}"
+        headline = "too few measured steps to tell"
+    known = {"headline": headline, "sentence": sentence, "curve": curve}
+    return Indicator(name=name, state=state, target=1.0, goal="target: signal to noise 1", **known)
 
 
 def _needs(scale: Estimate, batch: float | int) -> str:
@@ -173,8 +205,8 @@ def truncation_indicator(run: RunReading) -> Indicator:
     return Indicator(name=name, state=state, target=CUT_GOOD, goal=f"target: {CUT_GOOD:.0%} or less", **known)
 
 
-def _short(value: float) -> str:
-    return f"{value:.2f}" if math.isfinite(value) and abs(value) < 100 else cell_text(value)
+def _short(value: float, digits: int = 2) -> str:
+    return f"{value:.{digits}f}" if math.isfinite(value) and abs(value) < 100 else cell_text(value)
 
 
 def _count(value: float) -> str:

@@ -95,7 +95,7 @@ class Trust:
     def check_sentence(self) -> str:
         """How many self-checks passed, the worst error, and how many used the trainer's own gradient if not all did."""
         if not self.errors and not self.failed:
-            return "No self-check: there was no other gradient to compare with."
+            return "No self-check: this trainer has no second gradient to compare with; the numbers stand as measured."
         worst = "" if math.isnan(self.worst_error) else f", worst relative error {self.worst_error:.2g}"
         count = len(self.errors)
         if self.norm_only:

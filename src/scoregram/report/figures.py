@@ -69,6 +69,11 @@ Drawing = Figure | HeatMap
 """Everything that plotly draws on a page."""
 
 
+def is_wide(figure: Drawing | Table) -> bool:
+    """Whether a figure needs a whole row: a heat map whose rows have long names."""
+    return isinstance(figure, HeatMap) and max(map(len, figure.y), default=0) > 4
+
+
 def plotly_parts(figure: Drawing, *, x_range: tuple[float, float] | None = None) -> dict[str, Any]:
     """`data` and `layout` of the plotly figure. Title and caption are not part of it: the page shows them as text.
 
@@ -322,7 +327,8 @@ def _heat_layout(figure: HeatMap, x_range: tuple[float, float] | None) -> dict[s
     plain = _layout(Figure(figure.id, "", "", figure.x_title, figure.y_title, ()), x_range)
     return plain | {
         "showlegend": False,
-        "yaxis": AXIS | {"title": {"text": html.escape(figure.y_title)}, "type": "category"},
+        "yaxis": AXIS
+        | {"title": {"text": "" if is_wide(figure) else html.escape(figure.y_title)}, "type": "category", "dtick": 1},
     }
 
 
@@ -341,14 +347,14 @@ def _layout(figure: Figure, x_range: tuple[float, float] | None = None) -> dict[
         "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "#808080", "activecolor": "#404040"},
         "hoverlabel": {"bgcolor": "#ffffff", "font": {"color": "#222222"}, "namelength": -1},
         "xaxis": axis | {"title": {"text": html.escape(figure.x_title)}} | _x_ticks(figure) | shared,
-        "yaxis": axis | {"title": {"text": html.escape(figure.y_title)}} | _y_ticks(figure),
+        "yaxis": axis | {"title": {"text": html.escape(figure.y_title)}} | _y_ticks(figure, is_small),
     }
 
 
-def _y_ticks(figure: Figure) -> dict[str, Any]:
-    """Few readable ticks on a logarithmic axis."""
+def _y_ticks(figure: Figure, is_small: bool = False) -> dict[str, Any]:
+    """Few readable ticks on a logarithmic axis; the linear axis of a small figure contains 0."""
     if not figure.y_log:
-        return {"type": "linear"}
+        return {"type": "linear", "rangemode": "tozero" if is_small else "normal"}
     seen = [y for one in figure.series for y in (*one.y, *one.low, *one.high) if math.isfinite(y) and y > 0]
     ticks = log_ticks(min(seen), max(seen)) if seen else []
     return {"type": "log", "tickmode": "array", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}

@@ -73,7 +73,7 @@ def _note(run: RunReading, details: Sequence[StepDetail]) -> str:
         which = "evenly spaced" if len(details) == MOST_STEPS else "those whose rollouts are stored"
         said.append(f"This page holds {len(details)} of {recorded} recorded steps, {which}.")
     if any(detail.left_out for detail in details):
-        said.append(f"Of a step it holds the {MOST_GROUPS} groups with the largest updates.")
+        said.append(f"Of a step the page holds the {MOST_GROUPS} groups with the largest updates.")
     if not any(group.has_text for detail in details for group in detail.groups):
         said.append("No rollout's text is stored in this run (train with --rollouts-every).")
     return " ".join(said)

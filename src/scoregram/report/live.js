@@ -1,12 +1,13 @@
 // Follows a run: asks for its version every second, and when it has grown, for its content.
-let shownVersion = null;
 async function follow() {
   const state = byId("live-state");
   try {
     const { version } = await (await fetch(`/version/${encodeURI(run)}`)).json();
     if (version !== shownVersion) {
-      const answer = await fetch(`/content/${encodeURI(run)}`);
-      if (answer.ok) {
+      const answer = await fetch(`/content/${encodeURI(run)}?have=${encodeURIComponent(shownVersion)}`);
+      if (answer.status === 202) {
+        state.textContent = "The run has grown; its new page is being made.";
+      } else if (answer.ok) {
         const content = await answer.json();
         showContent(content);
         shownVersion = content.version;

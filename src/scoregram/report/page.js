@@ -147,7 +147,11 @@ function showGroup(group) {
 
 function showBatch(step) {
   byId("glass-interference").hidden = !step.batch;
-  if (step.batch) drawMatrix("glass-batch", step.batch.prompts.map((name, i) => `${i + 1}: ${name}`), step.batch.cosines, step.batch.shares, "share", 0);
+  if (!step.batch) return;
+  const { prompts, cosines, shares } = step.batch;
+  const moved = prompts.map((_, i) => i).filter((i) => cosines[i][i] !== null); // prompts with an update
+  const among = moved.map((i) => moved.map((j) => cosines[i][j]));
+  drawMatrix("glass-batch", moved.map((i, place) => `${place + 1}: ${prompts[i]}`), among, moved.map((i) => shares[i]), "share", 0);
 }
 
 function showStep(step) {
@@ -155,7 +159,7 @@ function showStep(step) {
   byId("glass-warning").textContent = step.failed ? "The self-check of this step failed: do not trust its cosines." : "";
   const choice = byId("glass-group");
   choice.replaceChildren(...step.groups.map((group, i) => {
-    const option = element("option", "", `${i + 1}: ${group.outcome} · ${(group.prompt ?? group.id).slice(0, 60)}`);
+    const option = element("option", "", `${group.outcome} · ${(group.prompt ?? group.id).slice(0, 60)}`);
     option.value = `${i}`;
     return option;
   }));

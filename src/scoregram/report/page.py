@@ -23,7 +23,7 @@ from scoregram import __version__
 from scoregram.checks import fail
 from scoregram.exhibits import Cell, Estimate, Table, cell_text, estimate_parts
 from scoregram.reading import Indicator
-from scoregram.report.figures import PLOTLY_CONFIG, Drawing, data_csv, data_table, plotly_parts
+from scoregram.report.figures import PLOTLY_CONFIG, Drawing, data_csv, data_table, is_wide, plotly_parts
 from scoregram.report.words import marked_terms
 from scoregram.runs import disk_errors, write_atomically
 
@@ -71,6 +71,16 @@ class PlacedSection:
     def figures(self) -> list[tuple[str, Drawing]]:
         """Id of the element to draw in, and the figure, in order."""
         return [(f"{anchor}-plot", one) for one, anchor in self.exhibits if not isinstance(one, Table)]
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """A run that a page follows."""
+
+    name: str
+    """Name by which the server knows it."""
+    version: str
+    """Version of its files that the page shows."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +149,11 @@ def page(
 
 
 def document(
-    template: str, sections: Sequence[Section], *, data: Mapping[str, Any] | None = None, live: str = "", **shown: Any
+    template: str,
+    sections: Sequence[Section],
+    *,
+    data: Mapping[str, Any] | None = None,
+    **shown: Any,
 ) -> str:
     """A whole document: a template filled with sections, their figures, and further values.
 
@@ -147,38 +161,50 @@ def document(
         template: A file in `templates/`.
         sections: In order.
         data: What the script of the page needs besides figures; JSON values.
-        live: Name of a run that the page follows by asking the server that it came from; empty for a page on disk.
         shown: Further values of the template.
     """
     placed = placed_sections(sections)
     drawn = page_data(placed, data)
-    scripts = [plotly_script(), _page_script(drawn)] if live or drawn["figures"] or data else []
-    if live:
-        follow = (HERE / "live.js").read_text(encoding="utf-8")
-        scripts.append(f"const run = {_safe_json(live)};\n{follow}")
-    return _rendered(template, scripts, sections=placed, is_live=bool(live), **shown)
+    scripts = [plotly_script(), _page_script(_safe_json(drawn))] if drawn["figures"] or data else []
+    return _rendered(template, scripts, sections=placed, is_live=False, **shown)
 
 
-def live_content(
-    template: str, sections: Sequence[Section], *, data: Mapping[str, Any] | None = None, **shown: Any
-) -> dict[str, Any]:
-    """The update of a page that follows a run: new content of `main`, and data to draw.
+def live_documents(
+    template: str, sections: Sequence[Section], live: LiveRun, *, data: Mapping[str, Any] | None = None, **shown: Any
+) -> tuple[str, str]:
+    """A page that follows a run, and its update as JSON: `version`, new content of `main`, and `page`, data to draw.
 
     Args:
         template: As for `document`.
         sections: As for `document`.
+        live: The run that the page follows by asking the server that it came from.
         data: As for `document`.
         shown: As for `document`.
     """
     placed = placed_sections(sections)
+    drawn = _safe_json(page_data(placed, data))
+    update = {"version": live.version, "main": live_block(template, sections=placed, **shown)}
+    scripts = [plotly_script(), _page_script(drawn), _follow_script(live)]
+    html = _rendered(template, scripts, sections=placed, is_live=True, **shown)
+    return html, f'{_safe_json(update)[:-1]},"page":{drawn}}}'
+
+
+def _follow_script(live: LiveRun) -> str:
+    follow = (HERE / "live.js").read_text(encoding="utf-8")
+    return f"const run = {_safe_json(live.name)};\nlet shownVersion = {_safe_json(live.version)};\n{follow}"
+
+
+def live_block(template: str, **shown: Any) -> str:
+    """The content of `main` alone."""
     found = templates().get_template(template)
-    context = found.new_context({"sections": placed, "scripts": (), "version": __version__, "is_live": True, **shown})
-    return {"main": "".join(found.blocks["content"](context)), "page": page_data(placed, data)}
+    context = found.new_context({"scripts": (), "version": __version__, "is_live": True, **shown})
+    return "".join(found.blocks["content"](context))
 
 
-def live_document(template: str, **shown: Any) -> str:
-    """A document of the server that needs no script."""
-    return _rendered(template, (), sections=(), redo="", is_live=True, **shown)
+def live_document(template: str, *, script: str = "", **shown: Any) -> str:
+    """A document of the server that draws no figure; `script` is a file of this package that it runs."""
+    scripts = [(HERE / script).read_text(encoding="utf-8")] if script else []
+    return _rendered(template, scripts, sections=(), redo="", is_live=True, **shown)
 
 
 def page_data(placed: Sequence[PlacedSection], data: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -217,6 +243,7 @@ def templates() -> jinja2.Environment:
         "data_table": data_table,
         "is_table": lambda one: isinstance(one, Table),
         "is_undefined": is_undefined,
+        "is_wide": is_wide,
         "numeric_columns": numeric_columns,
         "parts": cell_parts,
         "sparkline": sparkline,
@@ -268,13 +295,21 @@ def plotly_script() -> str:
     return (folder / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
 
 
-def _page_script(data: Mapping[str, Any]) -> str:
-    """The script of the page."""
-    return f"const page = {_safe_json(data)};\n{(HERE / 'page.js').read_text(encoding='utf-8')}drawPage(page);\n"
+def _page_script(data: str) -> str:
+    """The script of the page, from its data as JSON."""
+    return f"const page = {data};\n{(HERE / 'page.js').read_text(encoding='utf-8')}drawPage(page);\n"
 
 
 def _safe_json(data: Any) -> str:
     """JSON in which nothing can close the script element around it."""
+    if isinstance(data, list) and data and isinstance(data[0], dict):
+        return f"[{','.join(map(_safe_json, data))}]"  # one by one: other threads of the server can answer in between
+    if isinstance(data, dict) and any(isinstance(value, list) for value in data.values()):
+        return "{" + ",".join(f"{_plain_json(str(name))}:{_safe_json(value)}" for name, value in data.items()) + "}"
+    return _plain_json(data)
+
+
+def _plain_json(data: Any) -> str:
     plain = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return plain.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -348,5 +383,5 @@ def sparkline(indicator: Indicator) -> dict[str, Any] | None:
         return round(38 - 36 * (y - low) / (high - low), 1) if high > low else 20.0
 
     points = " ".join(f"{200 * (x - left) / (right - left):.1f},{height(y)}" for x, y in known)
-    ends = {"first": f"{left:g}", "last": f"{right:g}"}
+    ends = {"first": f"{known[0][1]:.2g} at step {left:g}", "last": f"{known[-1][1]:.2g} at {right:g}"}
     return {"points": points, "target": height(target) if math.isfinite(target) else None, **ends}

@@ -26,7 +26,7 @@ from scoregram.reading import (
 from scoregram.report import step_figures
 from scoregram.report.figures import Drawing
 from scoregram.report.glass import Glass, run_glass
-from scoregram.report.page import Section, document, live_content, write_document
+from scoregram.report.page import LiveRun, Section, document, live_documents, write_document
 from scoregram.report.words import WORDS, setting_names, trainer_of
 from scoregram.runs import CONFIG_FILE, REPORT, Run, open_run
 
@@ -69,13 +69,13 @@ class RunPage:
     planned_steps: int = 0
     """Steps that the config asks for; 0 if it does not say."""
 
-    def html(self, redo: str = "", live: str = "") -> str:
-        """The document; `live` is the name by which a server knows the run."""
-        return document("run.html", self.sections, redo=redo, live=live, **self._shown())
+    def html(self, redo: str = "") -> str:
+        """The document."""
+        return document("run.html", self.sections, redo=redo, **self._shown())
 
-    def content(self) -> dict[str, Any]:
-        """The update of a page that follows the run."""
-        return live_content("run.html", self.sections, redo="", **self._shown())
+    def served(self, live: LiveRun) -> tuple[str, str]:
+        """The document of a server that follows the run, and its update as JSON."""
+        return live_documents("run.html", self.sections, live, redo="", **self._shown())
 
     def _shown(self) -> dict[str, Any]:
         """Values of the template."""
@@ -215,7 +215,7 @@ def run_facts(run: RunReading) -> Iterator[tuple[str, str]]:
                 rank = config.get("lora_rank")
                 yield "trains", f"LoRA of rank {rank}" if rank else "all parameters"
     if run.group_size:
-        yield "R", str(run.group_size)
+        yield "group size R", str(run.group_size)
     batch = config.get("batch_size") or (None if math.isnan(run.batch_size) else f"{run.batch_size:g}")
     rate = config.get("learning_rate", stated.get("learning_rate"))
     for label, value in (("rollouts per step", batch), ("learning rate", rate)):
@@ -253,12 +253,15 @@ def lead_sentence(run: RunReading, tiles: Sequence[Indicator]) -> str:
         "act": f"This run gets worse: {learning.headline}.",
         "unknown": "Too early to tell whether this run learns.",
     }[learning.state]
+    if learning.state == "watch" and learning.change.low > 0:
+        said = f"Sampled rollouts get better, greedy ones do not: {learning.headline}."
     parts = [said]
     if teaching.state != "unknown":
         parts.append(f"In the last third, {teaching.headline} had rewards that differ.")
     if signal.state != "unknown":
         doubt = f"{run.trust.mark[2:-1].capitalize()}: a" if run.trust.mark else "A"
-        parts.append(f"{doubt} step {signal.headline}.")
+        is_open = run.trust.has_few_steps or math.isnan(run.summary.noise_scale.low)
+        parts.append(f"{doubt} step {'cannot be judged yet: too few were measured' if is_open else signal.headline}.")
     return " ".join(parts)
 
 
@@ -283,9 +286,9 @@ def _figure_sections(run: RunReading, folder: Run) -> Iterator[Section]:
     shared = (ends[0] - margin, ends[1] + margin)
     mark = run.trust.mark
     rows = (
-        "ψ_i is the score of rollout i, and A_i its advantage: the rows are A_i ψ_i"
+        "the row of rollout i is Aᵢ ψᵢ, its advantage times its score"
         if run.rows == "scores"
-        else "the rows are the parts of the trainer's loss gradient that come from each rollout, weights included"
+        else "the row of a rollout is its part of the gradient of the trainer's loss, weights included"
     )
     parts: tuple[tuple[str, str, Iterable[Drawing | Table]], ...] = (
         ("Learning", "", step_figures.learning_figures(run)),
@@ -298,7 +301,8 @@ def _figure_sections(run: RunReading, folder: Run) -> Iterator[Section]:
         (f"Drivers{mark}", "Which rollouts make the update.", marked_figures(step_figures.drivers_figures(run), run)),
         (
             f"Geometry{mark}",
-            f"The matrix that stacks, for each group, one row per rollout; {rows}.",
+            f"Each group is a matrix with one row per rollout: {rows}. On the null, the rollouts of a prompt "
+            "have nothing in common; away from it, they share directions.",
             marked_figures(step_figures.geometry_figures(run), run),
         ),
         (f"Layers{mark}", "", marked_figures(step_figures.layers_figures(folder, run), run)),

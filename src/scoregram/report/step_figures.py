@@ -10,6 +10,7 @@ from scoregram.reading import (
     Curve,
     RunReading,
     StoredGroup,
+    bounded_band,
     complement,
     group_curve,
     layer_shares,
@@ -29,6 +30,8 @@ MOST_REPLAYED = 150
 """Groups of the last third on which other estimators are replayed, evenly spaced if there are more."""
 FAILED = "self-check failed"
 """Suffix, in the name of a series, for steps whose self-check failed."""
+ANY, SHARE = (-math.inf, math.inf), (0.0, 1.0)
+"""Limits of a quantity that can have any value, and of a share."""
 EACH = "each step"
 """Suffix, in the name of a series, for the values behind a running mean."""
 
@@ -62,7 +65,7 @@ def learning_figures(run: RunReading) -> Iterator[Figure]:
         "How many rollouts are cut off?",
         "Share of rollouts that the limit on tokens ended. Their answer is missing, so they are mostly wrong.",
         "share of rollouts",
-        _drawn(cut or scalar_curve(run, "completions/clipped_ratio"), "truncated"),
+        _drawn(cut or scalar_curve(run, "completions/clipped_ratio"), "truncated", limits=SHARE),
     )
     yield from _figure(
         "log-prob",
@@ -70,7 +73,7 @@ def learning_figures(run: RunReading) -> Iterator[Figure]:
         "Mean log-probability of the sampled tokens; 0 means no other token could be drawn. A steep rise towards 0 is "
         "a collapse of entropy.",
         "log-probability per token",
-        _scalar(run, "token_log_prob", "log-probability"),
+        _scalar(run, "token_log_prob", "log-probability", limits=(-math.inf, 0.0)),
     )
     for name, title, caption in (
         ("entropy", "Does the policy keep exploring?", "Mean entropy per token, as the trainer logged it."),
@@ -82,7 +85,7 @@ def learning_figures(run: RunReading) -> Iterator[Figure]:
         "How many importance ratios are clipped?",
         "Share of tokens whose ratio the objective clipped: 0 means that clipping never acts.",
         "share of tokens",
-        _scalar(run, "clip_ratio/region_mean", "clipped", "clip_ratio"),
+        _scalar(run, "clip_ratio/region_mean", "clipped", "clip_ratio", limits=SHARE),
     )
 
 
@@ -131,7 +134,8 @@ def noise_figures(run: RunReading) -> Iterator[Figure]:
     yield from _figure(
         "snr",
         "How much of a step is signal?",
-        "Signal to noise of single steps, and their running mean. At the dotted line half of the power is noise. "
+        "Signal to noise of single steps; of many, also their running mean. At the dotted line half of the power is "
+        "noise. "
         "Values below zero mean that no signal was resolved.",
         "signal to noise",
         (
@@ -142,7 +146,8 @@ def noise_figures(run: RunReading) -> Iterator[Figure]:
     yield from _figure(
         "noise-scale",
         "How many rollouts would a step need?",
-        "Noise scale of the steps that resolved a signal, which favours small values: the tile above pools all steps. "
+        "Noise scale of the steps that resolved a signal, which favours small values; the tile “signal in a step” "
+        "pools all steps of the last third. "
         "Dotted: the rollouts you use.",
         "rollouts",
         (
@@ -158,7 +163,7 @@ def noise_figures(run: RunReading) -> Iterator[Figure]:
             "mse",
             "Which group size R has the least error?",
             "Error of the update at the same number of rollouts, relative to the size used. "
-            f"Best R: {_interval(best)}.",
+            + (f"Best R: {_interval(best)}." if math.isfinite(best.low) else "Too few measured steps for a best R."),
             "R",
             "relative error",
             (
@@ -192,8 +197,8 @@ def drivers_figures(run: RunReading) -> Iterator[Figure]:
         "Share of pairs of prompts whose updates oppose each other. Independent noise gives one half, the null.",
         "share of pairs",
         (
-            *_scalar(run, "gram/conflicting_prompts", "conflicting prompts"),
-            *_constant(run, "gram/conflicting_prompts", "null: independent", 0.5, "null"),
+            *_scalar(run, "gram/conflicting_prompts", "conflicting prompts", limits=SHARE),
+            *_constant(run, "gram/conflicting_prompts", "null: if unrelated", 0.5, "null"),
         ),
     )
     yield from _figure(
@@ -202,8 +207,8 @@ def drivers_figures(run: RunReading) -> Iterator[Figure]:
         "Coherence of the update. Dashed: 1/N, that of N orthogonal rows of equal norm, the null.",
         "coherence",
         (
-            *_scalar(run, "gram/coherence", "coherence"),
-            *_constant(run, "gram/coherence", "null: orthogonal", 1 / run.batch_size, "null"),
+            *_scalar(run, "gram/coherence", "coherence", limits=SHARE),
+            *_constant(run, "gram/coherence", "null: if unrelated", 1 / run.batch_size, "null"),
         ),
     )
     yield from _figure(
@@ -231,7 +236,7 @@ def geometry_figures(run: RunReading) -> Iterator[Drawing]:
         (
             *_drawn(group_curve(live, *_rank_over_null()), "rank over null"),
             *_drawn(group_curve(failed, *_rank_over_null()), f"rank over null, {FAILED}", points=True),
-            *_level(live, "null", 1.0, "null"),
+            *_level(live, "null: if unrelated", 1.0, "null"),
         ),
     )
     yield from _figure(
@@ -240,9 +245,9 @@ def geometry_figures(run: RunReading) -> Iterator[Drawing]:
         "Top-1 fraction of a group's gradients. Dashed: orthogonal rows of the same norms, the null.",
         "top-1 fraction",
         (
-            *_drawn(group_curve(live, _reading("top1_fraction")), "top-1 fraction"),
+            *_drawn(group_curve(live, _reading("top1_fraction")), "top-1 fraction", limits=SHARE),
             *_drawn(group_curve(failed, _reading("top1_fraction")), f"top-1 fraction, {FAILED}", points=True),
-            *_null(group_curve(live, _reading("top1_fraction_orthogonal")), "top-1 fraction, orthogonal"),
+            *_null(group_curve(live, _reading("top1_fraction_orthogonal")), "top-1 fraction, null: if unrelated"),
         ),
     )
     yield from _figure(
@@ -252,9 +257,9 @@ def geometry_figures(run: RunReading) -> Iterator[Drawing]:
         "direction, the null.",
         "mean cosine",
         (
-            *_drawn(group_curve(passed, _reading("cosine")), "cosine"),
+            *_drawn(group_curve(passed, _reading("cosine")), "cosine", limits=(-1.0, 1.0)),
             *_drawn(group_curve(failed, _reading("cosine")), f"cosine, {FAILED}", points=True),
-            *(_level(passed, "null: orthogonal", 0.0, "null") if run.rows == "scores" else ()),
+            *(_level(passed, "null: if unrelated", 0.0, "null") if run.rows == "scores" else ()),
         ),
     )
     yield from _figure(
@@ -293,7 +298,7 @@ def layers_figures(folder: Run, run: RunReading) -> Iterator[HeatMap]:
             "step",
             "layer",
             found.steps,
-            found.layers,
+            tuple(name.removeprefix("model.") for name in found.layers),
             found.shares,
         )
 
@@ -342,14 +347,20 @@ def _reading(name: str) -> Callable[[StoredGroup], float]:
     return lambda group: getattr(group.reading, name, math.nan)
 
 
-def _scalar(run: RunReading, name: str, shown: str, *others: str, points: bool = False) -> tuple[Series, ...]:
+def _scalar(
+    run: RunReading, name: str, shown: str, *others: str, points: bool = False, limits: tuple[float, float] = ANY
+) -> tuple[Series, ...]:
     """A scalar over steps; those whose self-check failed are points of their own."""
     failed = _drawn(scalar_curve(run, name, *others, failed=True), f"{shown}, {FAILED}", points=True)
-    return (*_drawn(scalar_curve(run, name, *others), shown, points=points), *failed)
+    return (*_drawn(scalar_curve(run, name, *others), shown, points=points, limits=limits), *failed)
 
 
-def _drawn(curve: Curve, name: str, *, points: bool = False) -> tuple[Series, ...]:
-    """The running mean of a curve with its band, and behind it the value of every step; or its values as points."""
+def _drawn(curve: Curve, name: str, *, points: bool = False, limits: tuple[float, float] = ANY) -> tuple[Series, ...]:
+    """The running mean of a curve with its band, and behind it the value of every step; or its values as points.
+
+    `limits` are the least and the largest value that the quantity can have.
+    """
+    curve = bounded_band(curve, *limits)
     if not curve:
         return ()
     if points:

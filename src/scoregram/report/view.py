@@ -1,14 +1,15 @@
 """A local server over run folders: a list of runs, one run followed while it trains, several runs, and search.
 
 It reads and never writes. A run is reached by its name in the list, so no path outside the folder can be asked for.
+The page of a long run takes seconds. One thread makes pages; until a new one is finished, the last one is served.
 """
 
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Lock
+from threading import Condition, Thread
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -16,7 +17,8 @@ import yaml
 
 from scoregram.checks import ScoregramError, fail
 from scoregram.reading import Indicator, read_run
-from scoregram.report.page import live_document
+from scoregram.report.glass import Glass
+from scoregram.report.page import LiveRun, live_block, live_document
 from scoregram.report.run_page import RunPage, run_page
 from scoregram.report.several_page import several_page
 from scoregram.runs import CONFIG_FILE, Run, open_run
@@ -28,6 +30,10 @@ DEEPEST = 3
 """Folders below RUNS in which runs are looked for."""
 FRESH_SECONDS = 60.0
 """A run whose metrics changed within this time is called running."""
+PATIENCE = 0.15
+"""Seconds that an answer waits for a page that is being made, before it serves the last one."""
+MOST_KEPT = 12
+"""Finished pages that are kept in memory: one of a long run takes 20 MB."""
 MOST_HITS = 50
 """Hits that a search shows."""
 BROKEN = (ScoregramError, OSError, ValueError, KeyError, TypeError, pa.ArrowException, yaml.YAMLError)
@@ -47,13 +53,98 @@ class RunRow:
     """The most important advice, or why the folder cannot be read."""
 
 
+@dataclass(frozen=True)
+class FinishedAnswer:
+    """What was made from the files of a version."""
+
+    version: str
+    value: Any
+
+    def result(self) -> Any:
+        """The value; if making it failed, its exception is raised."""
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+
+class AnswerMaker:
+    """Makes answers that take long in one thread, the one asked for last first, and keeps those that are finished."""
+
+    def __init__(self, patience: float | int) -> None:
+        self.patience = patience
+        self._finished: dict[Any, FinishedAnswer] = {}
+        self._wanted: dict[Any, tuple[str, Callable[[], Any]]] = {}
+        self._current: tuple[Any, str] | None = None
+        """Key and version that the thread is making; None if there is no thread."""
+        self._change = Condition()
+
+    def newest(
+        self, key: Any, version: str, make: Callable[[], Any], patience: float | int | None = None
+    ) -> FinishedAnswer | None:
+        """The newest finished answer, after waiting a moment for that of `version`; None before the first.
+
+        Args:
+            key: What is asked for.
+            version: Changes whenever the answer does.
+            make: Makes the answer.
+            patience: Seconds to wait; that of the maker if None.
+        """
+        with self._change:
+            if not self._has(key, version):
+                if self._current != (key, version):
+                    self._wanted.pop(key, None)
+                    self._wanted[key] = version, make  # last, hence next
+                if self._current is None:
+                    self._current = key, version
+                    Thread(target=self._work, daemon=True).start()
+                wait = self.patience if patience is None else patience
+                self._change.wait_for(lambda: self._has(key, version), wait)
+            return self._finished.get(key)
+
+    def _has(self, key: Any, version: str) -> bool:
+        return key in self._finished and self._finished[key].version == version
+
+    def _work(self) -> None:
+        while (job := self._next_job()) is not None:
+            key, version, make = job
+            try:
+                value = make()
+            except Exception as error:  # raised again for whoever asks
+                value = error
+            with self._change:
+                self._finished.pop(key, None)
+                self._finished[key] = FinishedAnswer(version, value)
+                while len(self._finished) > MOST_KEPT:
+                    self._finished.pop(next(iter(self._finished)))
+                self._change.notify_all()
+
+    def _next_job(self) -> tuple[Any, str, Callable[[], Any]] | None:
+        with self._change:
+            if not self._wanted:
+                self._current = None
+                return None
+            key, (version, make) = self._wanted.popitem()
+            self._current = key, version
+            return key, version, make
+
+
+@dataclass(frozen=True)
+class ServedRun:
+    """The page of a run as it is sent, made once per version."""
+
+    html: bytes
+    content: bytes
+    """The update of a page that follows the run, as JSON."""
+
+
 class RunLibrary:
     """The runs below one folder, each read again only when its files have changed."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, patience: float | int = PATIENCE) -> None:
         self.root = root.resolve()
-        self._pages: dict[str, tuple[str, RunPage]] = {}
-        self._lock = Lock()
+        self.maker = AnswerMaker(patience)
+        self._rows: dict[str, tuple[str, RunPage | Exception]] = {}
+        """Name → version and what the list shows of it; without its figures and steps, which take the memory."""
 
     def names(self) -> list[str]:
         """Path of every run below the folder, relative to it; `.` if the folder itself is a run."""
@@ -90,23 +181,54 @@ class RunLibrary:
         stats = [path.stat() if path.exists() else None for path in files]
         return "-".join("0" if one is None else f"{one.st_mtime_ns}.{one.st_size}" for one in stats)
 
-    def page(self, name: str) -> tuple[str, RunPage]:
-        """Version and page of a run; computed once per version."""
-        version = self.version(name)
-        with self._lock:
-            known = self._pages.get(name)
-            if known is None or known[0] != version:
-                known = self._pages[name] = version, run_page(self.open(name))
-        return known
+    def served(self, name: str, patience: float | int | None = None) -> FinishedAnswer | None:
+        """The newest finished page of a run, a `ServedRun`; None before the first. A newer one is begun if needed.
 
-    def row(self, name: str) -> RunRow:
-        """A run in the list; a folder that cannot be read says why."""
+        Raises:
+            KeyError: If the list has no such name.
+        """
+        version = self.version(name)
+        return self.maker.newest(name, version, lambda: self._serve(name, version), patience)
+
+    def _serve(self, name: str, version: str) -> ServedRun:
         try:
-            _, page = self.page(name)
+            page = run_page(self.open(name))
         except BROKEN as error:
-            return RunRow(name, "cannot be read", finding=str(error) or type(error).__name__)
+            self._rows[name] = version, error
+            raise
+        self._rows[name] = version, replace(page, sections=(), glass=Glass([], ""))
+        html, content = page.served(LiveRun(name, version))
+        return ServedRun(html.encode(), content.encode())
+
+    def compared(self, names: Sequence[str]) -> FinishedAnswer | None:
+        """The newest finished page of several runs, as text; None before the first.
+
+        Raises:
+            KeyError: If the list lacks one of the names.
+        """
+        version = " ".join(map(self.version, names))
+        return self.maker.newest(
+            tuple(names), version, lambda: several_page({name: read_run(self.open(name)) for name in names})
+        )
+
+    def row(self, name: str, patience: float | int | None = None) -> RunRow:
+        """A run in the list; a folder that cannot be read says why, and one not read yet says so."""
+        known = self._rows.get(name)
+        if known is None or known[0] != self.version(name):
+            self.served(name, patience)
+            known = self._rows.get(name)
+        if known is None:
+            return RunRow(name, "being read")
+        page = known[1]
+        if isinstance(page, Exception):
+            return RunRow(name, "cannot be read", finding=str(page) or type(page).__name__)
         advice = page.cards[0].sentence if page.cards else ""
         return RunRow(name, self._state(name, page), dict(page.facts), page.tiles, advice)
+
+    def rows(self) -> list[RunRow]:
+        """All runs of the list; those that are being read are waited for once, not one after the other."""
+        deadline = time.monotonic() + self.maker.patience
+        return [self.row(name, max(0.0, deadline - time.monotonic())) for name in self.names()]
 
     def _state(self, name: str, page: RunPage) -> str:
         metrics = self.root / name / "metrics.jsonl"
@@ -130,6 +252,16 @@ class RunLibrary:
         return hits
 
 
+def runs_document(root: Path, rows: Sequence[RunRow]) -> str:
+    """The list of runs, which asks for itself every two seconds."""
+    return live_document("runs.html", script="list.js", title="Runs", rows=rows, root=str(root))
+
+
+def runs_content(root: Path, rows: Sequence[RunRow]) -> str:
+    """The content of the list alone."""
+    return live_block("runs.html", title="Runs", rows=rows, root=str(root))
+
+
 def matching_rows(table: pa.Table, text: str, most: int) -> list[dict[str, Any]]:
     """Rows whose prompt or completion contains the text, whatever its case."""
     wanted = text.casefold()
@@ -150,12 +282,15 @@ def _folders(folder: Path) -> list[Path]:
         return []
 
 
-def view_app(root: Path, hosts: Sequence[str] = ("127.0.0.1", "localhost")) -> "Starlette":
+def view_app(
+    root: Path, hosts: Sequence[str] = ("127.0.0.1", "localhost"), patience: float | int = PATIENCE
+) -> "Starlette":
     """The server as an ASGI application.
 
     Args:
         root: Folder of the runs, or one run.
         hosts: Names under which the browser may ask, so that no other web site can read through it.
+        patience: Seconds that an answer waits for a page that is being made.
 
     Raises:
         ScoregramError: If starlette is not installed.
@@ -169,29 +304,38 @@ def view_app(root: Path, hosts: Sequence[str] = ("127.0.0.1", "localhost")) -> "
         from starlette.routing import Route
     except ImportError as missing:
         fail("view", "the server needs starlette and uvicorn", missing, "Install them: pip install 'scoregram[view]'.")
-    library = RunLibrary(root)
+    library = RunLibrary(root, patience)
 
     def runs(request: Request) -> Response:
-        rows = [library.row(name) for name in library.names()]
-        return HTMLResponse(live_document("runs.html", title="Runs", rows=rows, root=str(root)))
+        return HTMLResponse(runs_document(root, library.rows()))
+
+    def rows(request: Request) -> Response:
+        return JSONResponse({"main": runs_content(root, library.rows())})
 
     def run(request: Request) -> Response:
-        name = request.path_params["name"]
-        return _answer(lambda: HTMLResponse(library.page(name)[1].html(live=name)))
+        return _answer(lambda: finished(library.served(request.path_params["name"]), lambda made: made.html))
 
     def content(request: Request) -> Response:
         def made() -> Response:
-            version, page = library.page(request.path_params["name"])
-            return JSONResponse({"version": version, **page.content()})
+            found = library.served(request.path_params["name"])
+            if found is None or found.version == request.query_params.get("have"):
+                return Response(status_code=202)  # nothing newer is finished yet
+            return Response(found.result().content, media_type="application/json")
 
         return _answer(made)
+
+    def finished(found: FinishedAnswer | None, text: Callable[[Any], bytes | str]) -> Response:
+        """The page, or while the first one is being made, a page that loads itself again."""
+        if found is None:
+            return HTMLResponse(live_document("waiting.html", title="Reading the run"), headers={"Refresh": "1"})
+        return HTMLResponse(text(found.result()))
 
     def version(request: Request) -> Response:
         return _answer(lambda: JSONResponse({"version": library.version(request.path_params["name"])}))
 
     def compare(request: Request) -> Response:
         names = list(dict.fromkeys(request.query_params.getlist("run")))
-        return _answer(lambda: HTMLResponse(several_page({name: read_run(library.open(name)) for name in names})))
+        return _answer(lambda: finished(library.compared(names), str))
 
     def search(request: Request) -> Response:
         text = request.query_params.get("q", "")
@@ -209,6 +353,7 @@ def view_app(root: Path, hosts: Sequence[str] = ("127.0.0.1", "localhost")) -> "
 
     routes = [
         Route("/", runs),
+        Route("/rows", rows),
         Route("/run/{name:path}", run),
         Route("/content/{name:path}", content),
         Route("/version/{name:path}", version),

@@ -1,6 +1,7 @@
 """`attach`: wraps the methods of a trainer, measures its steps while it trains, and restores everything at the end."""
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -178,6 +179,7 @@ def attach(
         if out is not None:
             config = run_config(trainer, settings, version, processes)
             folders.append(Folder(Path(out), config, layers=layers, overwrite=overwrite, resume=resume))
+            print(f"Follow it in a browser: scoregram view {out}", file=sys.stderr)  # in the first process alone
 
     processes.from_first(make_folder)
     return Attachment(trainer, settings, folders[0] if folders else None, processes, halt_on=least)
