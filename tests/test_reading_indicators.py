@@ -89,7 +89,7 @@ def test_the_gain_needs_two_evaluations():
     assert gain is not None and gain.problems == 1 and gain.change.value == 1
 
 
-def tested(folder, sampled, greedy):
+def evaluated(folder, sampled, greedy):
     """A run with two evaluations: rewards of 200 problems sampled, and greedy accuracies with their intervals."""
     write_run(folder, steps=2)
     run = read_run(open_run(folder))
@@ -104,9 +104,9 @@ def tested(folder, sampled, greedy):
 
 
 def test_what_only_sampled_rollouts_gain_is_to_be_watched(tmp_path):
-    flat = tested(tmp_path / "flat", (0.2, 0.4), (0.3, 0.3))
+    flat = evaluated(tmp_path / "flat", (0.2, 0.4), (0.3, 0.3))
     assert flat.state == "watch" and "Greedy accuracy 0.300 → 0.300, no rise resolved." in flat.sentence
-    both = tested(tmp_path / "both", (0.2, 0.22), (0.3, 0.5))
+    both = evaluated(tmp_path / "both", (0.2, 0.22), (0.3, 0.5))
     assert both.state == "good" and both.headline == "test reward 0.200 → 0.220"
     assert both.curve.raw == (0.2, 0.22) and "no rise" not in both.sentence
 
