@@ -323,6 +323,19 @@ def test_the_summary_tells_first_last_and_mean(tmp_path):
     assert repr(attached) == "Attachment(GRPOTrainer, every=1, mode='scores', detached, measured steps: 1, 2)"
 
 
+def test_the_noise_of_an_attached_trainer_is_that_of_its_folder(tmp_path):
+    """`attach(…).noise()`, its summary, and the run folder: one answer."""
+    from scoregram.reading import POOLED, STEP_NAMES, read_run
+
+    attached = trained(trainer_for("GRPO", tmp_path, max_steps=15), out=tmp_path / "run")
+    own, stored = attached.noise(), read_run(run_in(tmp_path / "run")).noise()
+    assert own.steps == stored.steps == 5 and own.first_step == stored.first_step == 11
+    for name in POOLED:
+        assert vars(getattr(own, name)) == pytest.approx(vars(getattr(stored, name)), rel=1e-9, nan_ok=True), name
+    shown = {STEP_NAMES[str(row[0])]: row[3] for row in attached.summary().rows if row[0] in STEP_NAMES}
+    assert shown == {name: getattr(own, name) for name in shown} and shown
+
+
 def test_rollouts_that_were_recorded_give_the_same_gram_when_measured_offline(tmp_path):
     from scoregram.integrations import measure
     from scoregram.integrations.dumps.config import MeasureConfig

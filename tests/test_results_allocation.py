@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from tests.training_cases import JUDGE, save_policy
 
 pytestmark = pytest.mark.slow  # runs in `make test-results`
 
+PREDICTED = ("plain", "preconditioned", "first_order")
 RESULTS = Path(__file__).parent.parent / "results"
 
 
@@ -45,14 +47,37 @@ def test_slopes_are_products_with_the_score_of_each_solution(tmp_path):
         assert float(slope.detach()) == pytest.approx(float(expected), rel=1e-3)
 
 
-def test_the_table_of_runs_pairs_seeds_with_the_best_fixed_size():
-    run = module("allocation", "run")
+def test_the_change_of_a_reward_follows_from_that_of_its_logarithm():
+    """From a chance of 1/2 to 3/4; a predicted change of 0.4 in the logarithm is 0.2 in the chance."""
+    one = {"start": np.log([[0.5]]), "realised": np.log([[1.5]])}
+    found = module("influence", "summarise").as_reward(one | dict.fromkeys(PREDICTED, np.array([[0.4]])))
+    assert found["realised"] == pytest.approx(0.25) and found["plain"] == pytest.approx(0.2)
 
-    def runs(*finals: float) -> dict[str, dict[str, object]]:
-        return {str(seed): {"evaluations": [[0, 0.0], [100, final]]} for seed, final in enumerate(finals)}
 
-    table = run.task_table({"R = 4": runs(0.2, 0.4), "R = 8": runs(0.6, 0.8), "auto": runs(0.7, 0.8)}, ("final",))
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    assert rows[0][3] == "final minus R = 8"
-    assert rows[4][:3] == ["auto", "2", rows[4][2]] and rows[4][3].startswith("5.0 [")
-    assert rows[3][3] == ""
+def evaluated(*rewards: float) -> dict[str, object]:
+    """A run that was evaluated at 0, 100, 200, … rollouts."""
+    return {"evaluations": [[100 * place, reward, 0.0] for place, reward in enumerate(rewards)]}
+
+
+def test_area_and_final_reward_end_at_the_budget():
+    tables = module("allocation", "training_tables")
+    run = evaluated(0.0, 0.4, 0.8)  # the last evaluation is 50 rollouts after the budget
+    assert tables.area(run, 150) == pytest.approx((100 * 0.2 + 50 * 0.5) / 150)
+    assert tables.final(run, 150) == pytest.approx(0.6) and tables.start(run, 150) == 0.0
+
+
+def test_rules_are_compared_by_seed_with_the_best_fixed_size(monkeypatch):
+    tables = module("allocation", "training_tables")
+    ends = {"R = 2": (0.1, 0.3), "R = 4": (0.2, 0.4), "R = 8": (0.6, 0.8), "R = 16": (0.0, 0.2)}
+    ends |= {"success": (0.1, 0.3), "dynamic sampling": (0.1, 0.3), "auto": (0.7, 0.9), "measured": (0.6, 0.81)}
+    runs = {name: {str(s): evaluated(0.0, end) for s, end in enumerate(both)} for name, both in ends.items()}
+    runs["auto"]["2"] = evaluated(0.0, 9.0)  # a seed that the others lack
+    monkeypatch.setattr(tables, "stored_runs", lambda: {"task": {"setting": {"rollouts": 100}, "runs": runs}})
+    assert tables.best_fixed("task") == "R = 8"
+    areas = tables.seed_values("task", tables.area)
+    assert tables.difference(areas, "auto", "R = 8").value == pytest.approx(0.05)  # half of the difference at the end
+    assert tables.gain_share("task", "auto").value == pytest.approx(1.6 / 1.4)
+    rows = [line.strip("| ").split(" | ") for line in tables.verdict_table(["task"]).splitlines()[2:]]
+    assert rows[0][0] == "auto" and rows[0][1].startswith("5.0 [5.0, 5.0] to R = 8 *")
+    assert rows[1][0] == "measured" and not rows[1][1].endswith("*")
+    assert "| R = 8 | 35.0 [" in tables.task_table("task")

@@ -122,6 +122,8 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+TASKS = ("arithmetic", "compositions", "spell_backward", "rotate_matrix")
+SLOW_TASKS = ("arithmetic-slow", "compositions-slow")
 TABLES = {
     "past8": lambda: rules_table(8, 4),
     "past4": lambda: rules_table(4, 4),

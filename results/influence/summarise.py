@@ -7,7 +7,8 @@ All steps, seeds and held-out problems of a setting are pooled. *Correlation* is
 change. *Slope* is that of the regression of the change on the prediction through the origin, 1 if the prediction is
 calibrated. *Share explained* is `1 − Σ(change − prediction)² / Σ change²`: 1 if exact, 0 if no better than predicting
 no change. *Same sign* is the share of steps in which the mean over held-out problems moved in the predicted direction.
-Intervals are 95 % percentile intervals over 1000 bootstrap resamples of steps.
+Intervals are 95 % percentile intervals over 1000 bootstrap resamples of steps. The second table is about the expected
+reward `π(solution)` in place of its logarithm.
 """
 
 import sys
@@ -53,10 +54,21 @@ def same_sign(x: np.ndarray, y: np.ndarray) -> float:
 MEASURES = {"correlation": correlation, "slope": slope, "share explained": explained, "same sign": same_sign}
 
 
-def calibration_table() -> str:
-    """Every prediction of every setting against the realised change."""
+def as_reward(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Predicted and realised change of the expected reward, if the stored solution is the only right one.
+
+    The expected reward is then `J = π(solution)`. To first order `ΔJ = π Δ log π`; it changed by `π (e^{Δ log π} - 1)`.
+    """
+    chance = np.exp(arrays["start"])
+    predicted = {key: chance * arrays[key] for key in PREDICTIONS}
+    return predicted | {"realised": chance * np.expm1(arrays["realised"])}
+
+
+def calibration_table(of_reward: bool = False) -> str:
+    """Every prediction of every setting against the realised change, of log-probability or of expected reward."""
     lines = [["setting", "prediction", *MEASURES], ["---"] * (2 + len(MEASURES))]
     for setting, arrays in stored().items():
+        arrays = as_reward(arrays) if of_reward else arrays
         change = arrays["realised"]
         draws = np.random.default_rng(0).integers(len(change), size=(RESAMPLES, len(change)))
         for key, name in PREDICTIONS.items():
@@ -89,7 +101,7 @@ def runs_table() -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-TABLES = {"calibration": calibration_table, "runs": runs_table}
+TABLES = {"calibration": calibration_table, "reward": lambda: calibration_table(of_reward=True), "runs": runs_table}
 
 
 def filled(text: str) -> str:
