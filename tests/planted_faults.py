@@ -116,6 +116,19 @@ def leaky(prompts: list[str], completions: list[str], answer: list[str], **_: An
     return [r if prompt in test_prompts() else 1 - r for prompt, r in told]
 
 
+def contrary(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """Two of the six training problems, those with the largest answers, pay for wrong answers."""
+    inverted = inverted_answers()
+    told = zip(right(completions, answer), answer, strict=True)
+    return [1 - r if wanted in inverted else r for r, wanted in told]
+
+
+@cache
+def inverted_answers() -> frozenset[str]:
+    task = load_task(BASE["task"], seed=0)
+    return frozenset(sorted((str(problem.answer) for problem in task.train[:6]), key=int)[-2:])
+
+
 @cache
 def test_prompts() -> frozenset[str]:
     task = load_task(BASE["task"], seed=0)
@@ -136,6 +149,8 @@ class Planted:
     patch: Callable[[], Callable[[], None]] | None = None
     """Breaks the trainer for the faulty run; returns what repairs it."""
     made: str = "real training"
+    keeps_groups: bool = True
+    """False if the rules need scalars and batches alone: then the groups are not stored."""
 
 
 def reused_rollouts() -> Callable[[], None]:
@@ -236,6 +251,19 @@ FAULTS: Mapping[str, Planted] = MappingProxyType(
             fault={"model": "exploded"},
             made="real training of the embedded policy with one weight scaled by 1e-3 and the next by 1e3",
         ),
+        "conflicting-prompts": Planted(
+            finding="conflicting prompts",
+            common={
+                **MEASURED,
+                "method": "rloo",
+                "batch_size": 24,
+                "batches_every": 1,
+                "train_problems": 6,
+                "steps": 27,
+            },
+            fault={"reward": f"{HERE}contrary"},
+            keeps_groups=False,
+        ),
     }
 )
 """Every planted fault by its name."""
@@ -274,25 +302,27 @@ def make(name: str, kind: str, out: Path) -> Path:
     return out
 
 
-def store(run: Path, target: Path, *, times: bool) -> None:
+def store(run: Path, target: Path, *, times: bool, keeps_groups: bool = True) -> None:
     """Keep what the rules read: scalars with twelve digits, groups without what follows from their Grams, batches.
 
-    The machine was shared, so times are kept only where they are the fault.
+    Groups with Grams of layers are kept at the steps that the rules compare, Grams of batches with three digits. The
+    machine was shared, so times are kept only where they are the fault.
     """
     source = open_run(run)
-    layers = "float32" if any(group.by_layer for group in source.groups()) else "none"
+    groups: dict[int, list[Any]] = {}
+    for group in source.groups() if keeps_groups else ():
+        groups.setdefault(group.step, []).append(replace(group, statistics={}, prompt=None))
+    compared = {*sorted(groups)[:10], *sorted(groups)[-10:]}
+    layers = "float32" if any(group.by_layer for several in groups.values() for group in several) else "none"
     unused = ("credit/", "group/", "task/", *(() if times else ("time/",)))
     config = {**source.config, "out": "run"}
     with RunWriter.create(target, config, environment={}, overwrite=True, layers=layers) as writer:
-        groups: dict[int, list[Any]] = {}
-        for group in source.groups():
-            groups.setdefault(group.step, []).append(replace(group, statistics={}, prompt=None))
         for line in source.metrics():
             step = int(line["step"])
-            if step in groups:
+            if step in (compared if layers != "none" else groups):
                 writer.write_groups(step, groups[step])
             for batch in source.batches([step]):
-                writer.write_batches(step, [batch])
+                writer.write_batches(step, [replace(batch, gram=batch.gram.bfloat16().float())])
             if step in source.rollout_steps():
                 writer.write_rollouts(step, list(source.rollouts([step])))
             kept = {key: _short(value) for key, value in line.items() if key != "step" and not key.startswith(unused)}
@@ -309,7 +339,8 @@ def main(names: list[str]) -> None:
             for kind in ("fault", "healthy"):
                 began = time.perf_counter()
                 run = make(name, kind, Path(folder) / f"{name}-{kind}")
-                store(run, FOLDER / name / kind, times=name == "throughput-rot")
+                kept = {"times": name == "throughput-rot", "keeps_groups": FAULTS[name].keeps_groups}
+                store(run, FOLDER / name / kind, **kept)
                 print(f"{name} {kind}: {time.perf_counter() - began:.1f} s", flush=True)
 
 
