@@ -238,13 +238,12 @@ def test_noise_has_findings_in_at_most_five_percent_of_runs(tmp_path):
     """All rules on Grams at once; the bound is 5 % and 2.3 standard errors of 200 simulated runs."""
     names: Counter[str] = Counter()
     wrong = 0
-    for seed in range(200):
+    for seed in range(1000, 1200):  # the level of held-out influence was chosen on the seeds from 0 to 199
         run = noise_run(tmp_path / f"{seed}", seed)
         found_names = {name for name, rule in GRAM_RULES.items() if isinstance(rule(run), RunFinding)}
         names.update(found_names - EXPECTED_ON_NOISE)
         wrong += bool(found_names - EXPECTED_ON_NOISE)
         shutil.rmtree(tmp_path / f"{seed}")
-    print(wrong, names)
     assert wrong / 200 <= 0.05 + 2.3 * math.sqrt(0.05 * 0.95 / 200), names
 
 

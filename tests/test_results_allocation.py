@@ -59,25 +59,23 @@ def evaluated(*rewards: float) -> dict[str, object]:
     return {"evaluations": [[100 * place, reward, 0.0] for place, reward in enumerate(rewards)]}
 
 
-def test_area_and_final_reward_end_at_the_budget():
-    tables = module("allocation", "training_tables")
+def test_the_area_ends_at_the_budget():
+    tables = module("allocation", "summarise")
     run = evaluated(0.0, 0.4, 0.8)  # the last evaluation is 50 rollouts after the budget
     assert tables.area(run, 150) == pytest.approx((100 * 0.2 + 50 * 0.5) / 150)
-    assert tables.final(run, 150) == pytest.approx(0.6) and tables.start(run, 150) == 0.0
+    assert tables.start(run, 150) == 0.0
 
 
-def test_rules_are_compared_by_seed_with_the_best_fixed_size(monkeypatch):
-    tables = module("allocation", "training_tables")
-    ends = {"R = 2": (0.1, 0.3), "R = 4": (0.2, 0.4), "R = 8": (0.6, 0.8), "R = 16": (0.0, 0.2)}
-    ends |= {"success": (0.1, 0.3), "dynamic sampling": (0.1, 0.3), "auto": (0.7, 0.9), "measured": (0.6, 0.81)}
-    runs = {name: {str(s): evaluated(0.0, end) for s, end in enumerate(both)} for name, both in ends.items()}
+def test_rules_are_compared_by_seed_with_the_fixed_sizes(monkeypatch):
+    tables = module("allocation", "summarise")
+    ends = {"R = 2": (0.1, 0.3), "R = 4": (0.2, 0.4), "R = 8": (0.6, 0.8), "R = 16": (0.3, 0.1), "auto": (0.9, 0.9)}
+    runs = {name: {str(s): evaluated(0.1, 0.1 + end) for s, end in enumerate(both)} for name, both in ends.items()}
     runs["auto"]["2"] = evaluated(0.0, 9.0)  # a seed that the others lack
     monkeypatch.setattr(tables, "stored_runs", lambda: {"task": {"setting": {"rollouts": 100}, "runs": runs}})
     assert tables.best_fixed("task") == "R = 8"
-    areas = tables.seed_values("task", tables.area)
-    assert tables.difference(areas, "auto", "R = 8").value == pytest.approx(0.05)  # half of the difference at the end
-    assert tables.gain_share("task", "auto").value == pytest.approx(1.6 / 1.4)
-    rows = [line.strip("| ").split(" | ") for line in tables.verdict_table(["task"]).splitlines()[2:]]
-    assert rows[0][0] == "auto" and rows[0][1].startswith("5.0 [5.0, 5.0] to R = 8 *")
-    assert rows[1][0] == "measured" and not rows[1][1].endswith("*")
-    assert "| R = 8 | 35.0 [" in tables.task_table("task")
+    assert tables.best_share("task", "auto") == pytest.approx(1.8 / 1.4)
+    found = tables.relative_gains(["task"])  # fixed sizes gain 0.15 and 0.2 on average: half of 0.3 and 0.4
+    assert found["auto"] == pytest.approx([0.45 / 0.15, 0.45 / 0.2])
+    assert "| auto | 55.0, 55.0; 1.29 |" in tables.area_table(["task"])
+    rows = tables.pooled_table(["task"]).splitlines()
+    assert rows[0].startswith("| rule, 2 pairs") and rows[-1].startswith("| auto | 2.62 [") and "| 0.62 [" in rows[-1]

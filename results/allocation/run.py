@@ -116,15 +116,16 @@ def queue_of(configs: Sequence[CompareConfig]) -> list[PlannedCell]:
     return sorted(cells, key=lambda cell: cell.seed)  # stable: tasks keep their order within a seed
 
 
-def train_missing(configs: Mapping[str, CompareConfig], workers: int) -> None:
-    """Build the embedded policies, then train every incomplete run."""
+def train_missing(configs: Mapping[str, CompareConfig], workers: int, first_seed: int = 0) -> None:
+    """Build the embedded policies, then train every incomplete run from a seed on."""
     embedded = [config for name, config in configs.items() if TASKS[name].is_embedded]
-    places = [(config, seed) for config in embedded for seed in range(config.seeds)]
+    places = [(config, seed) for config in embedded for seed in range(first_seed, config.seeds)]
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         list(pool.map(build_tiny, places))
     for config in configs.values():
         write_comparison_setting(config)
-    missing = [cell.config for cell in queue_of([*configs.values()]) if not cell.is_complete]
+    cells = [cell for cell in queue_of([*configs.values()]) if cell.seed >= first_seed]
+    missing = [cell.config for cell in cells if not cell.is_complete]
     print(f"{len(missing)} runs are missing", flush=True)
     run_in_processes(missing, workers, run=run_or_explain)
 
@@ -178,6 +179,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--first-seed", type=int, default=0, help="leave out the seeds before this one")
     parser.add_argument("--rollouts", type=int, default=0, help="another budget, for a trial")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument(
@@ -189,7 +191,7 @@ def main() -> None:
         records = {name: task_record(config) for name, config in configs.items()}
         given.write.write_text(json.dumps(records, indent=0) + "\n", encoding="utf-8")
     else:
-        train_missing(configs, given.workers)
+        train_missing(configs, given.workers, given.first_seed)
 
 
 if __name__ == "__main__":

@@ -259,8 +259,8 @@ def held_out_prompts(run: RunReading) -> RuleVerdict:
         sentence=f"{check} push against held-out prompts." if found.hurting else f"{keep} help held-out prompts.",
         number=found.effects[worst],
         label=f"inner product of the gradient of {worst} with those of held-out prompts, over the squared score",
-        evidence=f"unbiased products at {found.probes} probes, at least {FEWEST} for each prompt; t intervals over "
-        f"probes, corrected for {count} prompts. {found.by_chance:.1f} would be found with shuffled held-out rewards.",
+        evidence=f"unbiased products at {found.probes} probes, at least {FEWEST} for each prompt; 99 % t intervals "
+        f"over probes, corrected for {count} prompts. Shuffled held-out rewards give {found.by_chance:.1f} of them.",
         change=Change(
             knob="prompt set",
             direction="split" if found.hurting else "keep",

@@ -18,6 +18,8 @@ from scoregram.runs import BatchRecord
 TRAINED_AND_FIXED = "train and fixed"
 """Kind of a batch with the training rollouts of a step, followed by those of its probe."""
 _PROBE = "fixed"  # `FIXED_PROBE` of `training`, which imports this module
+STRICTER = 5
+"""Intervals are at 99 %, five times as strict as others: at 95 %, 7 % of 200 simulated runs of noise had a finding."""
 NULL_DRAWS = 20
 """Shuffles of the held-out rewards from which chance is estimated."""
 
@@ -38,7 +40,7 @@ class HeldOutInfluence:
     """Training prompts that were seen at enough probes, and what their gradients do to held-out prompts."""
 
     effects: Mapping[str, Estimate]
-    """Prompt → mean product over its visits, with a t interval corrected for the number of prompts."""
+    """Prompt → mean product over its visits, with a 99 % t interval corrected for the number of prompts."""
     probes: int
     """Probes with both kinds of rollouts."""
     by_chance: float
@@ -66,10 +68,11 @@ def held_out_influence(batches: Iterable[BatchRecord], *, fewest: int = FEWEST) 
         for place, name in enumerate(probe.prompts):
             visits.setdefault(name, []).append((float(probe.products[place]), probe.null[:, place]))
     seen = {name: found for name, found in visits.items() if len(found) >= fewest}
-    effects = {name: t_mean([value for value, _ in found], tests=len(seen)) for name, found in seen.items()}
+    tests = STRICTER * len(seen)
+    effects = {name: t_mean([value for value, _ in found], tests=tests) for name, found in seen.items()}
     by_chance = 0.0
     for draw in range(NULL_DRAWS):
-        shuffled = [t_mean([null[draw] for _, null in found], tests=len(seen)) for found in seen.values()]
+        shuffled = [t_mean([null[draw] for _, null in found], tests=tests) for found in seen.values()]
         by_chance += sum(one.low > 0 or one.high < 0 for one in shuffled) / NULL_DRAWS
     return HeldOutInfluence(effects=effects, probes=len(probes), by_chance=by_chance)
 
