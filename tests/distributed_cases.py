@@ -46,7 +46,36 @@ def connected(rank: int, work: Callable[[int, Path], dict[str, Any]], folder: Pa
 
 def model_of(name: str, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
-    return ARCHITECTURES[name]().to(dtype).eval()
+    model = ARCHITECTURES["llama" if name == "own function" else name]().to(dtype).eval()
+    if name == "own function":
+        model.model.embed_tokens = ScaledEmbedding(model.model.embed_tokens, model.config.hidden_size, dtype)
+    return model
+
+
+class OwnProduct(torch.autograd.Function):
+    """A product that the engine cannot look into."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:  # noqa: D102
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
+        x, scale = ctx.saved_tensors
+        return grads[0] * scale, (grads[0] * x).sum((0, 1))
+
+
+class ScaledEmbedding(nn.Module):
+    """An embedding with a scale in an autograd function of its own, so that the scale is replayed."""
+
+    def __init__(self, embedding: nn.Module, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, width, dtype=dtype))
+
+    def forward(self, ids: Tensor) -> Tensor:  # noqa: D102
+        return OwnProduct.apply(self.embedding(ids), self.scale)  # pyright: ignore[reportReturnType]
 
 
 def batch_of(rank: int) -> Rollouts:
@@ -75,7 +104,8 @@ OTHERS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "root sharded after the forward pass": ("llama-tied", torch.float64, {"reshard_root": True}),
     "logits in autograd": ("gemma2", torch.float64, {}),
     "mixture": ("qwen3-moe", torch.float64, {}),
-    "replayed": ("gpt-oss", torch.float64, {}),
+    "attention sinks": ("gpt-oss", torch.float64, {}),
+    "replayed": ("own function", torch.float64, {}),
 }
 
 
@@ -119,7 +149,19 @@ def measure_rare_token(rank: int) -> dict[str, Any]:
 def everything(rank: int, folder: Path) -> dict[str, Any]:
     """All that the quick tests look at: processes take longer to start than to do it."""
     found = measure_sharded(rank, folder) | {"left": dict(left_as_it_was(batch_of(rank)))} | measure_dumps(rank, folder)
-    return found | measure_rare_token(rank)
+    return found | measure_rare_token(rank) | {"refused": refused_in_one_process(rank)}
+
+
+def refused_in_one_process(rank: int) -> tuple[str, Tensor]:
+    """The error of a call in which only the second process has a token outside the vocabulary, and a Gram after it."""
+    model, batch = sharded(model_of("llama", torch.float64)), batch_of(rank)
+    beyond = batch.input_ids.clone()
+    beyond[:, 3] = 1000 if rank == 1 else beyond[:, 3]
+    try:
+        measure_gram(model, beyond, *batch.arguments[1:])
+    except ScoregramError as error:
+        return str(error), measure_gram(model, *batch.arguments).matrix
+    return "", torch.zeros(0)
 
 
 def the_rest(rank: int, folder: Path) -> dict[str, Any]:

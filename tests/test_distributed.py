@@ -82,6 +82,14 @@ def test_an_operation_that_one_process_alone_reaches_keeps_none_waiting(rank, fo
 
 
 @pytest.mark.parametrize("rank", RANKS)
+def test_rollouts_that_one_process_refuses_are_an_error_in_all(rank, found):
+    error, after = found[rank]["refused"]
+    assert error.startswith("measure_gram: token ids must lie in 0 … 60, got 1000 in rollout 0")
+    truth = measure_gram(model_of("llama", torch.float64), *batch_of(rank).arguments).matrix
+    torch.testing.assert_close(after, truth, rtol=0, atol=1e-12 * float(truth.abs().max()))
+
+
+@pytest.mark.parametrize("rank", RANKS)
 def test_the_model_inside_a_data_parallel_one_is_measured_and_nothing_is_sent(rank, found):
     truth = measure_gram(model_of("llama", torch.float64), *batch_of(rank).arguments)
     torch.testing.assert_close(found[rank]["data parallel"], truth.matrix, rtol=1e-12, atol=0)

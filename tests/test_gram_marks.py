@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from scoregram.gram import Sketch, backward_with_gram, measure_gram
+from scoregram.gram import Sketch, backward_with_gram, leaves, measure_gram
 from scoregram.gram.collect import RegionUses, may_overlap
 from scoregram.gram.marks import Derived, LowRankTerm, known_terms, low_rank_terms, set_mark
 from tests.cases import ARCHITECTURES, KeepDouble, build, rollouts
@@ -100,6 +100,9 @@ def test_a_weight_is_a_constant_plus_its_terms(name):
 
 OTHERS: dict[str, Callable[[Followed], Tensor]] = {
     "a sum of parameters": lambda run: run(torch.add, LEFT, LEFT),
+    "a product plus a parameter": lambda run: run(
+        torch.add, run(torch.bmm, LEFT, RIGHT), run(torch.exp, run(torch.bmm, LEFT, RIGHT))
+    ),
     "more than a product": lambda run: run(torch.add, run(torch.exp, run(torch.bmm, LEFT, RIGHT)), BASE),
     "baddbmm on a parameter": lambda run: run(torch.baddbmm, run(torch.exp, run(torch.bmm, LEFT, RIGHT)), LEFT, RIGHT),
     "times a tensor": lambda run: run(torch.mul, run(torch.bmm, LEFT, RIGHT), BASE),
@@ -258,32 +261,82 @@ def test_the_sketch_of_adapters_on_fused_experts():
     assert bool(((estimate - expected).abs() <= bound).all())
 
 
-class Scaled(nn.Module):
-    """A model that changes its computed weight in place, after `W + L R`."""
+def gram_of(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+    """The Gram of a model that takes token ids alone and returns logits, one backward pass per rollout."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rows = []
+    for row, counted in zip(ids, mask, strict=True):
+        chosen = model(row[None]).log_softmax(-1)[0, :-1].gather(1, row[1:, None])[:, 0]
+        grads = torch.autograd.grad((chosen * counted[1:]).sum(), trained, materialize_grads=True)
+        rows.append(torch.cat([grad.flatten() for grad in grads]))
+    return torch.stack(rows) @ torch.stack(rows).T
 
-    def __init__(self) -> None:
+
+def changed_in_place(m: Any) -> Tensor:
+    weight = m.base + m.left @ m.right
+    weight[:3].mul_(2)
+    return weight
+
+
+COMPUTED: dict[str, Callable[[Any], Tensor]] = {
+    "changed in place": changed_in_place,
+    "a function of the left factor": lambda m: m.base + m.left.exp() @ m.right,
+    "a function of the right factor": lambda m: m.base + m.left @ m.right.exp(),
+    "one parameter on both sides": lambda m: m.base + m.left @ m.left.T,
+}
+
+
+class ComputedWeight(nn.Module):
+    """A model that computes a weight from parameters in another way than `W + s L R` with separate `L` and `R`."""
+
+    def __init__(self, compute: Callable[[Any], Tensor]) -> None:
         super().__init__()
+        self.compute = compute
         self.embedding = nn.Embedding(61, 8)
         self.left, self.right = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.randn(2, 8))
         self.base = nn.Parameter(torch.randn(8, 8), requires_grad=False)
         self.head = nn.Linear(8, 61, bias=False)
 
     def forward(self, input_ids: Tensor) -> Tensor:  # noqa: D102
-        weight = self.base + self.left @ self.right
-        weight[:3].mul_(2)
-        return self.head(F.linear(self.embedding(input_ids).cumsum(1), weight))
+        return self.head(F.linear(self.embedding(input_ids).cumsum(1), self.compute(self)))
 
 
-def test_a_computed_weight_that_is_changed_in_place_is_exact():
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_other_computed_weights_are_exact(kind):
     torch.manual_seed(0)
-    model = Scaled().double()
+    model = ComputedWeight(COMPUTED[kind]).double()
     ids, mask = rollouts().arguments[:2]
-    rows = []
-    for row, counted in zip(ids, mask, strict=True):
-        chosen = model(row[None]).log_softmax(-1)[0, :-1].gather(1, row[1:, None])[:, 0]
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        grads = torch.autograd.grad((chosen * counted[1:]).sum(), trained)
-        rows.append(torch.cat([grad.flatten() for grad in grads]))
-    expected = torch.stack(rows) @ torch.stack(rows).T
+    expected = gram_of(model, ids, mask)
     gram = measure_gram(model, ids, mask)
     assert float((gram.matrix - expected).norm()) <= 1e-12 * float(expected.norm())
+
+
+class SortedExperts(nn.Module):
+    """Sorts the tokens by expert, splits them, and puts the results together again, as JetMoE does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 8)
+        self.first, self.second = (nn.Parameter(torch.randn(3, 8, 8)) for _ in range(2))
+        self.head = nn.Linear(8, 61, bias=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:  # noqa: D102
+        x = self.embedding(input_ids).cumsum(1).flatten(0, 1)
+        expert = input_ids.flatten() % 3
+        order, counts = expert.argsort(stable=True), torch.bincount(expert, minlength=3).tolist()
+        rows = x[order]
+        for weights in (self.first, self.second):
+            parts = [F.linear(part, weights[place]) for place, part in enumerate(rows.split(counts))]
+            rows = torch.cat(parts).tanh()
+        return self.head(x.index_add(0, order, rows).view(*input_ids.shape, -1))
+
+
+def test_rows_that_are_sorted_split_and_joined_keep_their_rollouts(monkeypatch):
+    monkeypatch.setattr(leaves, "KEPT_ELEMENTS", 0)
+    torch.manual_seed(0)
+    model = SortedExperts().double()
+    ids, mask = rollouts().arguments[:2]
+    expected = gram_of(model, ids, mask)
+    gram = measure_gram(model, ids, mask)
+    assert float((gram.matrix - expected).norm()) <= 1e-12 * float(expected.norm())
+    assert not gram.replayed

@@ -30,6 +30,22 @@ class Processes:
         """Whether this is the process that writes files and warns."""
         return self.rank == 0
 
+    def each(self, make: Callable[[], T]) -> T:
+        """The result of `make` in this process; every process calls it, and an error in one is an error in all.
+
+        Raises:
+            ScoregramError: If `make` failed in another process. The process in which it failed raises its own error.
+        """
+        if self.count == 1:
+            return make()
+        try:
+            made = make()
+        except Exception as error:
+            self._raise_together(error)
+            raise
+        self._raise_together(None)
+        return made
+
     def gather(self, make: Callable[[], T], *, only_first: bool = False) -> list[T]:
         """The result of `make` in each process, in the order of their ranks; an error in one is an error in all.
 
@@ -40,14 +56,9 @@ class Processes:
         Raises:
             ScoregramError: If `make` failed in another process. The process in which it failed raises its own error.
         """
+        made = self.each(make)
         if self.count == 1:
-            return [make()]
-        made, error = None, None
-        try:
-            made = make()
-        except Exception as raised:
-            error = raised
-        self._raise_together(error)
+            return [made]
         results: list[Any] = [None] * self.count
         if only_first:
             dist.gather_object(made, results if self.is_first else None, dst=0)

@@ -15,9 +15,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from scoregram.checks import fail, require_finite, require_same_shape
-from scoregram.gram.batch import all_rollouts, distinct_rollouts, make_batch, require_tensors
+from scoregram.gram.batch import Batch, DistinctRollouts, all_rollouts, distinct_rollouts, make_batch, require_tensors
 from scoregram.gram.measurement import Measurement
-from scoregram.gram.model import MeasuredModel, averages_gradients
+from scoregram.gram.model import MeasuredModel, averages_gradients, sharding_processes
 from scoregram.gram.plain_passes import verify_gram
 from scoregram.gram.result import Gram
 from scoregram.gram.sketch import Sketch
@@ -69,17 +69,22 @@ def measure_gram(
             also if the model's output depends on padding or on the other rollouts.
     """
     measured = MeasuredModel(model)
-    batch = make_batch(
-        measured.model,
-        input_ids,
-        completion_mask,
-        attention_mask,
-        coefficients=coefficients,
-        rollout_ids=rollout_ids,
-        temperature=temperature,
-        keep_padding=keep_padding,
-    )
-    rollouts = distinct_rollouts(batch, group_size)
+
+    def checked_batch() -> tuple[Batch, DistinctRollouts]:
+        batch = make_batch(
+            measured.model,
+            input_ids,
+            completion_mask,
+            attention_mask,
+            coefficients=coefficients,
+            rollout_ids=rollout_ids,
+            temperature=temperature,
+            keep_padding=keep_padding,
+        )
+        return batch, distinct_rollouts(batch, group_size)
+
+    # A process that raised alone would leave the others waiting in the first pass.
+    batch, rollouts = sharding_processes(measured.model).each(checked_batch)
     with Undo() as undo, undo, measured.in_use(undo):
         measurement = Measurement(measured, rollouts, sketch=sketch)
         scores = measurement.run(check_padding=not verify)

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from scoregram.checks import fail
+from scoregram.distributed import ALONE, Processes
 from scoregram.gram.undo import Undo
 
 # Facts that outlive a measurement
@@ -139,6 +140,13 @@ def model_inside(model: nn.Module) -> nn.Module:
 def averages_gradients(model: nn.Module) -> bool:
     """Whether gradients are averaged over processes: the model is data parallel or sharded."""
     return isinstance(model, nn.parallel.DistributedDataParallel) or bool(sharded_modules(model_inside(model)))
+
+
+def sharding_processes(model: nn.Module) -> Processes:
+    """The processes that hold the shards of a model; this one alone if it is not sharded."""
+    if not sharded_modules(model):
+        return ALONE
+    return Processes(torch.distributed.get_rank(), torch.distributed.get_world_size())
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
