@@ -5,10 +5,12 @@ import math
 
 import pytest
 import torch
+from scipy.stats import linregress
+from scipy.stats import t as student
 
 from scoregram.exhibits import Estimate
 from scoregram.reading import bounded_band, indicators, paired_gain, read_run, running_curve
-from scoregram.reading.indicators import _needs
+from scoregram.reading.indicators import _needs, live_share
 from scoregram.runs import RunWriter, open_run
 from tests.report_cases import CONFIG, write_run
 
@@ -30,6 +32,24 @@ def test_learning_compares_the_first_third_with_the_last(first, last, state, tmp
     lines = [{"reward": first + noise[i % 3]} for i in range(6)] + [{"reward": last + noise[i % 3]} for i in range(6)]
     found = logged(tmp_path / "run", lines)["learning"]
     assert found.state == state and found.headline == f"reward {first:.2f} → {last:.2f}"
+
+
+def test_a_few_logged_rewards_are_read_along_a_line(tmp_path):
+    rewards = [0.42, 0.71, 0.93, 0.97, 0.98, 0.99]
+    found = logged(tmp_path / "run", [{"reward": reward} for reward in rewards])["learning"]
+    fit = linregress(range(6), rewards)
+    half = 5 * student.ppf(0.975, 4) * fit.stderr
+    assert (found.change.value, found.change.low) == pytest.approx((5 * fit.slope, 5 * fit.slope - half), rel=1e-5)
+    assert found.state == "good" and found.headline == "reward 0.42 → 0.99"
+    assert "straight line through 6 logged values" in found.sentence
+
+
+def test_the_share_of_live_groups_is_that_of_all_logged_steps(tmp_path):
+    write_run(tmp_path / "run")
+    run = read_run(open_run(tmp_path / "run"))
+    lines = [{"step": step, "live_groups": 1 if step > 6 else 4, "groups": 4} for step in range(1, 10)]
+    found = live_share(dataclasses.replace(run, lines=lines))
+    assert found.value == 0.25
 
 
 def test_accuracy_on_test_problems_comes_first(tmp_path):

@@ -80,7 +80,7 @@ def test_the_null_of_cosines_is_their_mean_over_permuted_rewards():
     def mean_cosine(of: tuple[int, ...]) -> float:
         return float(np.mean([gram[i, j] / norms[i] / norms[j] for i in of for j in range(8) if j not in of]))
 
-    measured = mean_cosine(tuple(np.flatnonzero(right)))
+    measured = mean_cosine(tuple(np.flatnonzero(right).tolist()))
     null = np.mean([mean_cosine(chosen) for chosen in itertools.combinations(range(8), 3)])
     found = summarise().permuted_differences(RUNS[0].name)["right–wrong"]
     same_step = found[found[:, 0] == groups.step[at]]

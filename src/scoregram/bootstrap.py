@@ -246,6 +246,23 @@ def t_mean(values: Sequence[float] | np.ndarray, *, tests: int = 1) -> Estimate:
     return Estimate(mean, mean - half, mean + half)
 
 
+def line_change(values: Sequence[float] | np.ndarray) -> Estimate:
+    """Change along the least-squares line from the first value to the last, with its t interval.
+
+    With slope `b` and residual variance `s²` over `n - 2` degrees of freedom it is `(n - 1)(b ± t √(s²/Σ(x - x̄)²))`. For
+    a few values in order, such as six logged rewards, whose thirds have too few to compare. `nan` below three values.
+    """
+    known = np.asarray(values, dtype=np.float64)
+    if len(known) < 3:
+        return Estimate(math.nan)
+    x = np.arange(len(known)) - (len(known) - 1) / 2
+    slope = float(x @ known / (x @ x))
+    residuals = known - known.mean() - slope * x
+    error = math.sqrt(float(residuals @ residuals) / (len(known) - 2) / float(x @ x))
+    change, half = (len(known) - 1) * slope, (len(known) - 1) * t_quantile(len(known) - 2) * error
+    return Estimate(change, change - half, change + half)
+
+
 def difference(one: Estimate, other: Estimate) -> Estimate:
     """`one − other` of two independent estimates, with an interval from theirs (the method MOVER).
 

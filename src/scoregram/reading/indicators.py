@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from scoregram.bootstrap import difference, mean_estimate, t_mean
+from scoregram.bootstrap import difference, line_change, mean_estimate, t_mean
 from scoregram.exhibits import Estimate, cell_text
 from scoregram.reading.curves import Curve, complement, live_curve, running_curve, scalar_curve
 from scoregram.reading.run import GREEDY_TEST, SAMPLED_TEST, UNKNOWN_ESTIMATE, EvaluationRewards, RunReading
@@ -20,6 +20,8 @@ CUT_GOOD, CUT_ACT = 0.1, 0.3
 """Share of truncated rollouts up to which an indicator is good, and above which it says act."""
 FEWEST_STEPS = 6
 """Trained steps below which the reward of a run has no trend."""
+FEWEST_IN_A_THIRD = 3
+"""Logged values in a third of a run below which its thirds are not compared: a line is fitted instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,10 @@ def learning_indicator(run: RunReading) -> Indicator:
         headline = f"{len(known)} step{'s' * (len(known) != 1)}" if known else "no step yet"
         return Indicator(name="learning", state="unknown", headline=headline, sentence=sentence, curve=curve)
     third = len(known) // 3
+    if third < FEWEST_IN_A_THIRD:
+        gain = Gain(Estimate(known[0]), Estimate(known[-1]), line_change(known))
+        sentence = f"On training prompts, straight line through {len(known)} logged values; no test was made."
+        return _learning("reward", gain, f"{sentence} Good: it rises.", curve)
     before, after = t_mean(known[:third]), t_mean(known[-third:])
     sentence = "On training prompts, first and last third of the steps; no test was made. Good: it rises."
     return _learning("reward", Gain(before, after, difference(after, before)), sentence, curve)
@@ -139,15 +145,23 @@ def _learning(quantity: str, gain: Gain, sentence: str, curve: Curve) -> Indicat
 
 def teaching_indicator(run: RunReading) -> Indicator:
     """Share of groups whose rewards differ: the others give the update nothing."""
-    name, curve, dead = "prompts that teach", live_curve(run), run.summary.dead
-    if math.isnan(dead.value):
+    name, curve, live = "prompts that teach", live_curve(run), live_share(run)
+    if math.isnan(live.value):
         sentence = "The outcome of groups is not known."
         return Indicator(name=name, state="unknown", headline="not known", sentence=sentence, curve=curve)
-    live = Estimate(1 - dead.value, 1 - dead.high, 1 - dead.low)
     state = "good" if live.value >= LIVE_GOOD else "act" if live.value < LIVE_ACT else "watch"
     sentence = f"Share of live groups in the last third: {cell_text(live)}. Good: {LIVE_GOOD:.0%} or more."
     known = {"headline": f"{live.value:.0%} of groups", "sentence": sentence, "curve": curve}
     return Indicator(name=name, state=state, target=LIVE_GOOD, goal=f"target: {LIVE_GOOD:.0%} or more", **known)
+
+
+def live_share(run: RunReading) -> Estimate:
+    """Share of live groups over the last third of all logged steps, as `advise` has it; else of the stored groups."""
+    _, shares = run.live_share
+    if shares and run.has_whole_groups:
+        return mean_estimate(shares[-math.ceil(len(shares) / 3) :])
+    dead = run.summary.dead
+    return Estimate(1 - dead.value, 1 - dead.high, 1 - dead.low)
 
 
 def signal_indicator(run: RunReading) -> Indicator:
