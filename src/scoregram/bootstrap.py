@@ -249,8 +249,8 @@ def t_mean(values: Sequence[float] | np.ndarray, *, tests: int = 1) -> Estimate:
 def line_change(values: Sequence[float] | np.ndarray) -> Estimate:
     """Change along the least-squares line from the first value to the last, with its t interval.
 
-    With slope `b` and residual variance `s²` over `n - 2` degrees of freedom it is `(n - 1)(b ± t √(s²/Σ(x - x̄)²))`. For
-    a few values in order, such as six logged rewards, whose thirds have too few to compare. `nan` below three values.
+    With slope `b` and residual variance `s²` over `n - 2` degrees of freedom it is `(n - 1)(b ± t √(s²/Σ(x - x̄)²))`.
+    For a few values in order, such as six logged rewards, whose thirds are too small to compare. `nan` below three.
     """
     known = np.asarray(values, dtype=np.float64)
     if len(known) < 3:
