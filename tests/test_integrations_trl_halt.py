@@ -1,5 +1,6 @@
 """A training that a finding stops, and advice from what TRL logged."""
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -7,9 +8,13 @@ import pytest
 
 pytest.importorskip("trl")
 
+from trl.trainer.grpo_config import GRPOConfig
+
 from scoregram.advice import advise
 from scoregram.checks import ScoregramError
 from scoregram.integrations.trl import attach
+from scoregram.report.words import SETTINGS
+from scoregram.training import TrainConfig
 from tests.trl_cases import graded, trainer_for
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
@@ -26,6 +31,13 @@ def said_while_training(trainer: Any, **asked: Any) -> tuple[Any, list[str]]:
         attached = attach(trainer, 1000, **asked)
         trainer.train()
     return attached, [str(one.message) for one in caught if "scoregram: the training is stopped" in str(one.message)]
+
+
+def test_cards_name_settings_of_both_trainers():
+    theirs = {field.name for field in dataclasses.fields(GRPOConfig)}
+    ours = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(TrainConfig)}
+    for option, field in SETTINGS.values():
+        assert option in ours and (not field or field in theirs)
 
 
 def test_a_critical_finding_stops_the_training_with_its_sentence(tmp_path):
