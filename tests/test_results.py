@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scoregram.runs.disk import CHECKSUMS, damaged_files
 from scoregram.studies.grpo_rank.evidence import recompute
 from scoregram.studies.grpo_rank.verdicts import SHIPPED, measured_verdicts
 from scoregram.studies.record import RECORD
@@ -14,6 +15,7 @@ from scoregram.studies.verification import recorded_differences, verify
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 RECORDS = sorted(RESULTS.glob(f"*/{RECORD}"))
+UNSIGNED = sorted(path for path in RESULTS.iterdir() if path.is_dir() and not (path / RECORD).exists())
 
 
 def load_script(name: str = "table"):
@@ -26,6 +28,16 @@ def load_script(name: str = "table"):
 
 def test_there_are_records():
     assert RECORDS
+
+
+@pytest.mark.parametrize("folder", UNSIGNED, ids=lambda path: path.name)
+def test_every_file_of_measurements_is_listed_with_its_hash(folder):
+    """A signed record lists its own; `sha256sum --check SHA256SUMS` repeats this for the others."""
+    measured = (path for path in folder.rglob("*") if path.is_file() and path.suffix not in {".md", ".py", ".pyc"})
+    names = {str(path.relative_to(folder)) for path in measured} - {CHECKSUMS}
+    lines = (folder / CHECKSUMS).read_text(encoding="utf-8").splitlines()
+    assert names <= {line.split("  ")[1] for line in lines}
+    assert not damaged_files(folder)
 
 
 def test_the_replication_page_shows_the_recorded_tables():
