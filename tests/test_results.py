@@ -15,7 +15,9 @@ from scoregram.studies.verification import recorded_differences, verify
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 RECORDS = sorted(RESULTS.glob(f"*/{RECORD}"))
-UNSIGNED = sorted(path for path in RESULTS.iterdir() if path.is_dir() and not (path / RECORD).exists())
+UNSIGNED = sorted(
+    {path.parent for path in RESULTS.glob("*/*") if path.suffix != ".pyc"} - {path.parent for path in RECORDS}
+)
 
 
 def load_script(name: str = "table"):
