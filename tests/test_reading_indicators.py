@@ -10,7 +10,7 @@ from scipy.stats import t as student
 
 from scoregram.exhibits import Estimate
 from scoregram.reading import bounded_band, indicators, paired_gain, read_run, running_curve
-from scoregram.reading.indicators import _needs, live_share
+from scoregram.reading.indicators import _needs, last_live_share
 from scoregram.runs import RunWriter, open_run
 from tests.report_cases import CONFIG, write_run
 
@@ -48,7 +48,7 @@ def test_the_share_of_live_groups_is_that_of_all_logged_steps(tmp_path):
     write_run(tmp_path / "run")
     run = read_run(open_run(tmp_path / "run"))
     lines = [{"step": step, "live_groups": 1 if step > 6 else 4, "groups": 4} for step in range(1, 10)]
-    found = live_share(dataclasses.replace(run, lines=lines))
+    found = last_live_share(dataclasses.replace(run, lines=lines))
     assert found.value == 0.25
 
 

