@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("trl")
 
-from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingImports]
 
 from scoregram.advice import advise
 from scoregram.checks import ScoregramError

@@ -73,3 +73,18 @@ def test_every_extra_belongs_to_a_room_or_to_one_that_does():
     named = {extra for extras in EXTRAS.values() for extra in extras}
     assert named <= PROJECT["optional-dependencies"].keys()
     assert PROJECT["optional-dependencies"].keys() - named == {"dev", "hf", "replicate"}
+
+
+def test_an_import_that_the_developers_environment_may_lack_is_marked_for_pyright():
+    installed = installed_by(None) | installed_by("dev") | {"tests", "psutil"}  # psutil comes with accelerate
+    unmarked = []
+    for path in [*SOURCE.rglob("*.py"), *(ROOT / "tests").rglob("*.py")]:
+        lines = path.read_text().splitlines()
+        if any("pyright: reportMissingImports=false" in line for line in lines):
+            continue
+        for number, line in enumerate(lines, 1):
+            name = re.match(r"\s*(?:from|import) (\w+)\S* *(?:import|as|#|$)", line)
+            known = not name or name[1] in installed | {"scoregram"} or name[1] in sys.stdlib_module_names
+            if not known and "pyright: ignore[reportMissingImports]" not in line:
+                unmarked.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert unmarked == []
