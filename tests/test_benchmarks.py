@@ -18,6 +18,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 def test_every_way_gives_the_same_gram_and_gradient():
     model = random_model("llama-tiny", "float32", torch.device("cpu"), 0, caller="test")
     ways = ["plain", "plain-chunked", "gram+gradient", "blocks+gradient", "gram", "n-backwards", "vmap"]
+    ways += ["gram-kept", "gram-pairs"]
     rows = {row.way: row for row in rows_of_one_size(random_work(model, 8, 16), ways, 1)}
     assert not any(row.skipped for row in rows.values())
     assert all(error < 1e-5 for row in rows.values() if (error := row.gram_error) is not None)
@@ -27,6 +28,8 @@ def test_every_way_gives_the_same_gram_and_gradient():
         row for row in rows_of_one_size(random_work(model, 3, 16), ["plain", "blocks+gradient"], 1) if row.skipped
     ]
     assert "blocks+gradient needs groups of 8, got 3 rollouts" in row.skipped
+    (row,) = [row for row in rows_of_one_size(random_work(model, 3, 16), ["plain", "gram-pairs"], 1) if row.skipped]
+    assert "gram-pairs needs 8 rollouts, for passes of 2, got 3" in row.skipped
 
 
 def test_the_record_is_strict_json(tmp_path, capsys):

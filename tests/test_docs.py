@@ -175,7 +175,7 @@ RUN = {
     "README.md": 2,
     "CONTRIBUTING.md": 2,
     "docs/environments.md": 1,
-    "docs/gram.md": 2,
+    "docs/gram.md": 3,
     "docs/scale.md": 1,
     "docs/training.md": 1,
     "docs/trl.md": 1,
@@ -249,8 +249,15 @@ def test_the_gram_by_hand():
     advantages = torch.linspace(-1.0, 1.0, 5)
     names: dict[str, Any] = {"model": model, "rollouts": given, "advantages": advantages, "optimizer": optimizer}
     before = model.lm_head.weight.detach().clone()
-    exec(snippet_with("docs/gram.md", "measure_gram"), names)
+    exec(snippet_with("docs/gram.md", "from scoregram import backward_with_gram"), names)
     assert names["gram"].matrix.shape == (5, 5) and not torch.equal(before, model.lm_head.weight)
+
+
+def test_more_rollouts_than_one_pass_holds(capsys):
+    ids, mask, _ = rollouts().arguments
+    names: dict[str, Any] = {"model": build("Llama"), "input_ids": ids, "completion_mask": mask}
+    exec(snippet_with("docs/gram.md", "plan_passes"), names)
+    assert capsys.readouterr().out.startswith("64 rollouts in ") and names["gram"].matrix.shape == (5, 5)
 
 
 def test_cuda_graphs_by_hand():

@@ -19,7 +19,7 @@ from rich.console import Console
 from scoregram import cli
 from scoregram.advantages import leave_one_out, mean_centered
 from scoregram.checks import ScoregramError
-from scoregram.gram import Gram, measure_gram
+from scoregram.gram import Gram, in_passes, measure_gram
 from scoregram.integrations.dumps import writing
 from scoregram.integrations.dumps.config import MeasureConfig
 from scoregram.integrations.dumps.formats import FORMATS
@@ -114,6 +114,18 @@ def test_with_whole_steps_the_readings_between_prompts_are_those_of_the_trainer(
         for name in ("snr", "noise_scale", "gradient_squared", "within_prompt", "conflicting_prompts"):
             assert other[f"gram/{name}"] == pytest.approx(one[f"gram/{name}"], rel=1e-3, nan_ok=True), name
         assert batch.gram.shape == (12, 12) and batch.sizes.tolist() == [4, 4, 4]
+
+
+def test_a_step_that_does_not_fit_into_memory_takes_several_passes(model, trained, tmp_path, monkeypatch):
+    once, _, _ = measured(model, trained.folder, tmp_path / "once", between_prompts=True)
+    plans = []
+    plan_passes = in_passes.plan_passes
+    monkeypatch.setattr(in_passes, "free_bytes", lambda _: 1e7)
+    monkeypatch.setattr(in_passes, "plan_passes", lambda *given, **_: plans.append(plan_passes(*given)) or plans[-1])
+    several, _, _ = measured(model, trained.folder, tmp_path / "several", between_prompts=True)
+    assert plans and all(plan.passes > 1 for plan in plans)
+    for one, other in zip(once.batches(), several.batches(), strict=True):
+        torch.testing.assert_close(torch.as_tensor(other.gram), torch.as_tensor(one.gram), rtol=1e-4, atol=1e-4)
 
 
 def scores_of(model: Path, prompts: list[str], completions: list[str]) -> torch.Tensor:

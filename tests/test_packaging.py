@@ -76,7 +76,7 @@ def test_every_extra_belongs_to_a_room_or_to_one_that_does():
 
 
 def test_an_import_that_the_developers_environment_may_lack_is_marked_for_pyright():
-    installed = installed_by(None) | installed_by("dev") | {"tests", "psutil"}  # psutil comes with accelerate
+    installed = installed_by(None) | installed_by("dev") | {"tests"}
     unmarked = []
     for path in [*SOURCE.rglob("*.py"), *(ROOT / "tests").rglob("*.py")]:
         lines = path.read_text().splitlines()

@@ -43,8 +43,9 @@ class BenchGram(Benchmark):
     lora: int = 0
     """Train only LoRA adapters of this rank; 0 trains all parameters."""
     ways: tuple[str, ...] = ("gram+gradient", "gram", "n-backwards", "vmap", "opacus")
-    """What to time besides the plain step, which runs with and without a chunked head; also blocks+gradient and,
-    on a GPU, gram+gradient-replayed from a CUDA graph."""
+    """What to time besides the plain step, which runs with and without a chunked head; also blocks+gradient,
+    gram-kept and gram-pairs (passes over a quarter of the rollouts) and, on a GPU, gram+gradient-replayed from a CUDA
+    graph."""
     repeats: int = 5
     """Timed calls of each way, in turns."""
     threads: int = 1

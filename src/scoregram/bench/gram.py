@@ -32,7 +32,7 @@ from scoregram.bench.harness import (
     seconds_in_turns,
 )
 from scoregram.checks import ScoregramError, fail, lookup
-from scoregram.gram import CudaGraphGram, backward_with_gram, measure_gram, row_gram
+from scoregram.gram import CudaGraphGram, PassPlan, backward_with_gram, measure_gram, row_gram
 from scoregram.machine import threads as torch_threads
 
 _CALLER = "bench gram"
@@ -193,6 +193,22 @@ def blocks_and_gradient(work: GramWork) -> Tensor:
     return backward_with_gram(*given, weights=work.weights, group_size=BLOCK_SIZE).matrix
 
 
+def gram_of_kept_passes(work: GramWork) -> Tensor:
+    """scoregram: the Gram alone, from four passes that keep the gradients of their rollouts."""
+    return gram_of_quarters(work, parts=1)
+
+
+def gram_of_paired_passes(work: GramWork) -> Tensor:
+    """scoregram: the Gram alone, from passes over a quarter of the rollouts in which every two of them meet."""
+    return gram_of_quarters(work, parts=0)
+
+
+def gram_of_quarters(work: GramWork, parts: int) -> Tensor:
+    """The Gram from passes over a quarter of the rollouts."""
+    plan = PassPlan(len(work.input_ids), len(work.input_ids) // 4, parts)
+    return measure_gram(work.model, work.input_ids, work.completion_mask, plan=plan).matrix
+
+
 GRAM_WAYS: MappingProxyType[str, Callable[[GramWork], Tensor | None]] = MappingProxyType(
     {
         "plain": plain_step,
@@ -201,6 +217,8 @@ GRAM_WAYS: MappingProxyType[str, Callable[[GramWork], Tensor | None]] = MappingP
         "gram+gradient-replayed": replayed_gram_and_gradient,
         "blocks+gradient": blocks_and_gradient,
         "gram": gram_only,
+        "gram-kept": gram_of_kept_passes,
+        "gram-pairs": gram_of_paired_passes,
         "n-backwards": one_backward_per_rollout,
         "vmap": vmap_of_grad,
         "opacus": opacus_gradients,
@@ -317,7 +335,7 @@ def rows_of_one_size(work: GramWork, names: Sequence[str], repeats: int) -> list
                 work.drop_gradients()
                 grams[name] = run(name)
             step = step or gradients_of(work)
-            if name != "gram":
+            if not name.startswith("gram") or name.startswith("gram+"):
                 gradient_errors[name] = gradient_distance(gradients_of(work), step)
         except (ScoregramError, ImportError, RuntimeError, torch.cuda.OutOfMemoryError) as error:
             skipped[name] = str(error).splitlines()[0][:160]
@@ -373,7 +391,9 @@ def require_possible(name: str, work: GramWork) -> None:
     if name == "blocks+gradient" and len(work.input_ids) % BLOCK_SIZE:
         got = f"{len(work.input_ids)} rollouts"
         fail(_CALLER, f"{name} needs groups of {BLOCK_SIZE}", got, "Choose a multiple.")
-    if name in {"n-backwards", "vmap", "opacus"}:
+    if name in {"gram-kept", "gram-pairs"} and len(work.input_ids) < 8:
+        fail(_CALLER, f"{name} needs 8 rollouts, for passes of 2", len(work.input_ids), "Choose more.")
+    if name in {"n-backwards", "vmap", "opacus", "gram-kept"}:
         needed = len(work.input_ids) * sum(p.numel() * p.element_size() for p in work.parameters) / GIB
         device = work.input_ids.device
         free = torch.cuda.mem_get_info(device)[0] / GIB if device.type == "cuda" else 8.0

@@ -9,6 +9,10 @@ A call runs through these files in this order:
        │
     model ──────── MeasuredModel.in_use                               2  prepare the model; `undo` restores it
        │
+    in_passes ──── plan_passes · run_in_passes                           more rollouts than one pass holds
+       ├─ memory ───── bytes_of_pass · free_bytes                        estimate what fits
+       └─ kept ─────── KeptRows                                          gradients that outlive their pass
+       │
     measurement ── Measurement.run                                       choose the passes and their order
        │
     passes ─────── Pass.run                                              run one forward and one backward pass
@@ -44,14 +48,19 @@ In `batch`, rows are also those of a batch, and in `contract` those of a weight 
 """
 
 from scoregram.gram.batch import segment_rows as segment_rows
-from scoregram.gram.contract import CHUNK_ELEMENTS as CHUNK_ELEMENTS
 from scoregram.gram.contract import row_gram as row_gram
 from scoregram.gram.cuda_graph import CudaGraphGram as CudaGraphGram
 from scoregram.gram.engine import DeferredGram as DeferredGram
 from scoregram.gram.engine import backward_with_gram as backward_with_gram
 from scoregram.gram.engine import cross_gram as cross_gram
 from scoregram.gram.engine import measure_gram as measure_gram
-from scoregram.gram.head import STORE_BYTES as STORE_BYTES
+from scoregram.gram.in_passes import PassPlan as PassPlan
+from scoregram.gram.in_passes import plan_passes as plan_passes
+from scoregram.gram.memory import MEMORY_SHARE as MEMORY_SHARE
+from scoregram.gram.memory import bytes_of_pass as bytes_of_pass
+from scoregram.gram.memory import free_bytes as free_bytes
+from scoregram.gram.memory import gradient_bytes as gradient_bytes
+from scoregram.gram.memory import text_config as text_config
 from scoregram.gram.model import has_dropout_rate as has_dropout_rate
 from scoregram.gram.model import is_distributed as is_distributed
 from scoregram.gram.model import model_inside as model_inside
@@ -64,5 +73,4 @@ from scoregram.gram.result import ChangedLayers as ChangedLayers
 from scoregram.gram.result import Gram as Gram
 from scoregram.gram.sketch import Sketch as Sketch
 from scoregram.gram.sketch import Sketcher as Sketcher
-from scoregram.gram.slab import SLAB_ELEMENTS as SLAB_ELEMENTS
 from scoregram.gram.undo import Undo as Undo

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from scoregram.gram.batch import RolloutLayout
 from scoregram.gram.contract import Contractor, Factors, Lookup, Use, row_gram, weighted_sums
+from scoregram.gram.kept import KeptRows
 from scoregram.gram.sketch import Sketcher
 
 STACKED_ELEMENTS = 1 << 12
@@ -145,14 +146,23 @@ class ParameterState:
 class Collector:
     """Collects the uses of every parameter in one pass, and contracts them to Grams and weighted sums."""
 
-    def __init__(self, rollouts: int, groups: int, weights: Tensor | None, sketcher: Sketcher | None = None) -> None:
-        """Take the number of rollouts and of groups, the `(M, N)` weight vectors or None, and a sketcher or None.
+    def __init__(
+        self,
+        rollouts: int,
+        groups: int,
+        weights: Tensor | None,
+        sketcher: Sketcher | None = None,
+        kept: KeptRows | None = None,
+    ) -> None:
+        """Take the number of rollouts and of groups, and the `(M, N)` weight vectors or None.
 
-        The sketcher gets the uses or the rows of every parameter before they are dropped.
+        A sketcher gets the uses or the rows of every parameter before they are dropped. `kept` gets them instead of
+        being contracted: the pass then has no Gram of its own.
         """
         self.rollouts = rollouts
         self.groups = groups
         self.sketcher = sketcher
+        self.kept = kept
         self.states: dict[int, ParameterState] = {}
         self._arrivals = 0
         self.set_weights(weights)
@@ -232,6 +242,9 @@ class Collector:
         if self.sketcher is not None:  # before rows are renumbered: a sketch is of the whole parameter
             self.sketcher.add_uses(parameter, view, uses)
         rows, uses = in_touched_rows(uses)
+        if self.kept is not None:
+            self.kept.add_uses(parameter, view, rows, uses)
+            return
         height = view.shape[0] if rows is None else len(rows)
         add_sums = partial(self.state(parameter).add_sums, view, rows=rows)
         self.contractor.stream(uses, height, owner=id(parameter), out_dtype=parameter.dtype, receive=add_sums)
@@ -249,8 +262,9 @@ class Collector:
         """Drop everything about a parameter, pending uses included, before it is replayed."""
         self.states.pop(id(parameter), None)
         self.contractor.forget(id(parameter))
-        if self.sketcher is not None:
-            self.sketcher.forget(parameter)
+        for other in (self.sketcher, self.kept):
+            if other is not None:
+                other.forget(parameter)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -277,6 +291,11 @@ class Collector:
         parts = [state.rows for state in alike if state.rows is not None]
         stacked = torch.stack(parts) if len(parts) > 1 else parts[0].unsqueeze(0)
         stacked = stacked.reshape(len(parts), self.rollouts, -1)  # (n, N, D)
+        if self.kept is not None:
+            for state, rows in zip(alike, stacked.unbind(), strict=True):
+                state.rows = None
+                self.kept.add_rows(state.parameter, rows)
+            return
         self.contractor.keep([id(state.parameter) for state in alike], row_gram(stacked, self.groups))
         for state, rows in zip(alike, stacked.unbind(), strict=True):
             state.rows = None

@@ -8,6 +8,7 @@ splits a measurement into its forward and its backward pass. All enter `Undo` tw
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 
 from scoregram.checks import fail, require_finite, require_same_shape
 from scoregram.gram.batch import Batch, DistinctRollouts, all_rollouts, distinct_rollouts, make_batch, require_tensors
+from scoregram.gram.in_passes import PassPlan, run_in_passes
 from scoregram.gram.measurement import Measurement
-from scoregram.gram.model import MeasuredModel, averages_gradients, sharding_processes
+from scoregram.gram.model import MeasuredModel, averages_gradients, sharded_modules, sharding_processes
 from scoregram.gram.plain_passes import verify_gram
 from scoregram.gram.result import Gram
 from scoregram.gram.sketch import Sketch
@@ -37,6 +39,7 @@ def measure_gram(
     temperature: float = 1.0,
     sketch: Sketch | None = None,
     keep_padding: bool = False,
+    plan: PassPlan | Literal["auto"] | None = None,
     verify: bool = False,
 ) -> Gram:
     """The Gram `K_ij = ⟨ψ_i, ψ_j⟩` of the scores of `N` rollouts, over every trainable parameter.
@@ -59,6 +62,8 @@ def measure_gram(
         sketch: Also return a sketch of every score, which can be compared with the sketches of other calls.
         keep_padding: Leave the padding of the rows where it is, as a trainer does. By default the engine moves padding
             to the right end of a row, where a causal model does not attend to it.
+        plan: Measure the rollouts in several passes, as a `plan_passes` says; `"auto"` plans for the memory that is
+            free. The Gram is the same; the last of its `notes` tells the cost. By default there is one pass.
         verify: Compare `K` with one plain backward pass per rollout, alone and without padding, and raise if they
             disagree.
 
@@ -69,6 +74,8 @@ def measure_gram(
             also if the model's output depends on padding or on the other rollouts.
     """
     measured = MeasuredModel(model)
+    if plan is not None:
+        refuse_several_passes(measured.model, plan, group_size, sketch)
 
     def checked_batch() -> tuple[Batch, DistinctRollouts]:
         batch = make_batch(
@@ -86,12 +93,29 @@ def measure_gram(
     # A process that raised alone would leave the others waiting in the first pass.
     batch, rollouts = sharding_processes(measured.model).each(checked_batch)
     with Undo() as undo, undo, measured.in_use(undo):
-        measurement = Measurement(measured, rollouts, sketch=sketch)
-        scores = measurement.run(check_padding=not verify)
+        if plan is None:
+            scores = Measurement(measured, rollouts, sketch=sketch).run(check_padding=not verify)
+        else:
+            scores = run_in_passes(measured, rollouts, None if isinstance(plan, str) else plan)
         gram = scores.gram()
         if verify:
             verify_gram(measured, batch, gram.matrix, gram.log_probs, group_size)
     return replace(gram, log_probs=batch.as_given(gram.log_probs))
+
+
+def refuse_several_passes(
+    model: nn.Module, plan: PassPlan | str, group_size: int | None, sketch: Sketch | None
+) -> None:
+    """Raise if a measurement in several passes is not possible with these settings."""
+    caller = "measure_gram"
+    if plan != "auto" and not isinstance(plan, PassPlan):
+        fail(caller, "plan must be 'auto' or a PassPlan", repr(plan), "Make one with plan_passes.")
+    if group_size is not None or sketch is not None:
+        got = f"group_size {group_size} and {'a' if sketch else 'no'} sketch"
+        remedy = "Measure the groups in calls of their own: blocks and sketches need no second pass."
+        fail(caller, "plan is for the whole Gram alone", got, remedy)
+    if sharded_modules(model):
+        fail(caller, "plan needs a model that is whole", "a sharded model", "Measure whole groups.")
 
 
 def backward_with_gram(

@@ -18,6 +18,7 @@ from scoregram.checks import ScoregramError
 from scoregram.gram.axis import PROBE_ROLLOUTS, merged_axes, observed_axes, probe_batch
 from scoregram.gram.batch import DistinctRollouts
 from scoregram.gram.collect import Collector
+from scoregram.gram.kept import KeptRows
 from scoregram.gram.model import MeasuredModel
 from scoregram.gram.passes import Pass
 from scoregram.gram.plain_passes import DropoutOff, batch_log_probs, logits_of, refuse_padding_dependence
@@ -40,12 +41,17 @@ class Measurement:
         *,
         weights: Tensor | None = None,
         sketch: Sketch | None = None,
+        kept: KeptRows | None = None,
     ) -> None:
-        """Take the model, the rollouts, `(M, N)` weights of the caller's rollouts or None, and a sketch or None."""
+        """Take the model, the rollouts, `(M, N)` weights of the caller's rollouts or None, and a sketch or None.
+
+        With `kept`, gradients go there and the scores have no Gram.
+        """
         self.measured = measured
         self.rollouts = rollouts
         self.weights = None if weights is None else rollouts.row_weights(weights)
         self.sketch = sketch
+        self.kept = kept
         self.failure: Exception | None = None
         """The model's first error under interception."""
         self.notes: list[str] = []
@@ -131,7 +137,9 @@ class Measurement:
         for parameter in parameters.values():
             parameter.grad = None
         sketcher = None if self.sketch is None else Sketcher(self.sketch, parameters, batch.rollouts)
-        collector = Collector(batch.rollouts, self.rollouts.groups, self.weights, sketcher)
+        if self.kept is not None:
+            self.kept.restart_pass()
+        collector = Collector(batch.rollouts, self.rollouts.groups, self.weights, sketcher, self.kept)
         self.current = Pass(self.measured, batch, collector, narrow=narrow)
         return self.current
 

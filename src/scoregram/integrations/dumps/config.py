@@ -60,7 +60,7 @@ class MeasureConfig:
     temperature: float | None = None
     """Sampling temperature; by default that of the dump, or 1 if it has none."""
     between_prompts: bool = False
-    """Measure all groups of a step in one pass, as noise and conflict require; a whole step must fit into memory."""
+    """Measure all groups of a step together, as noise and conflict require; in several passes if memory is short."""
     max_groups: int = 0
     """Measure at most this many groups; 0 for all."""
     group_size: int = 0

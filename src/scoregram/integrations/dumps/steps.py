@@ -14,7 +14,7 @@ from torch import Tensor
 
 from scoregram.advantages import ESTIMATORS, estimate
 from scoregram.checks import ScoregramError, fail, listed
-from scoregram.gram import Gram, measure_gram
+from scoregram.gram import Gram, measure_gram, sharded_modules
 from scoregram.integrations.dumps.grouping import DumpedGroup, prompt_digest
 from scoregram.integrations.dumps.records import DumpedRollout
 from scoregram.policy import Policy, vocabulary_of
@@ -269,7 +269,7 @@ class GroupMeasurer:
     reward_columns: Sequence[str] = ()
 
     def records(self, groups: Sequence[MeasurableGroup], *, between_prompts: bool) -> StepRecords:
-        """Records of groups of one step, measured in one pass."""
+        """Records of groups of one step: of one group, or of all with the Gram between their prompts."""
         step = self.step(groups)
         batches = batch_records(step) if between_prompts else []
         scalars = {}
@@ -316,7 +316,15 @@ class GroupMeasurer:
         ids, mask, attention = (tensor.to(device) for tensor in batch)
         try:
             with self.policy.computing():
-                return measure_gram(self.policy.model, ids, mask, attention, temperature=self.temperature)
+                return measure_gram(
+                    self.policy.model,
+                    ids,
+                    mask,
+                    attention,
+                    temperature=self.temperature,
+                    # the processes of a sharded model make the same passes, whatever memory each has
+                    plan=None if sharded_modules(self.policy.model) else "auto",
+                )
         except torch.OutOfMemoryError:
             got = f"{rollouts.count} rollouts of up to {rollouts.input_ids.shape[1]} tokens"
             remedy = "Pass --group-size-limit, omit --between-prompts, or use a --dtype of fewer bits."

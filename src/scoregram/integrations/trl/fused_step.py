@@ -28,15 +28,15 @@ from scoregram.gram import (
     CudaGraphGram,
     DeferredGram,
     Undo,
+    bytes_of_pass,
+    gradient_bytes,
     gradients,
     trainable_parameters,
 )
 from scoregram.integrations.trl.generation import Generation
 from scoregram.integrations.trl.separate_pass import (
     CheckedGram,
-    bytes_of_pass,
     fused_row_error,
-    gradient_bytes,
     norm_error,
     rescaled_gram,
 )

@@ -15,15 +15,13 @@ from torch import Tensor, nn
 
 from scoregram.distributed import ALONE, Processes
 from scoregram.gram import (
-    CHUNK_ELEMENTS,
-    SLAB_ELEMENTS,
-    STORE_BYTES,
     ChangedLayers,
     Gram,
     Sketch,
     Sketcher,
     Undo,
     backward_with_gram,
+    bytes_of_pass,
     is_distributed,
     measure_gram,
     model_inside,
@@ -36,15 +34,11 @@ from scoregram.integrations.trl.support import (
     Settings,
     has_relative_positions,
     loss_scale,
-    text_config,
     unwrapped_model,
 )
 from scoregram.integrations.trl.window import ObservedStep
 from scoregram.reading import gram_of_passes
 from scoregram.rollouts import Rollouts
-
-HIDDEN_KEPT, INNER_KEPT = 16, 5
-"""Activations that a layer keeps for its backward pass, in units of its hidden and its intermediate size."""
 
 
 @dataclass(frozen=True)
@@ -145,53 +139,6 @@ def process_bounds(bounds: Sequence[int], processes: int, *, between_prompts: bo
 
 
 # memory of a pass
-
-
-def bytes_of_pass(model: nn.Module, rollouts: int, tokens: int, *, parameters: Sequence[Tensor] | None = None) -> int:
-    """Estimated peak memory of one measuring pass in bytes, the copy of the gradient included.
-
-    The sum of: activations of every layer (under gradient checkpointing, of one layer and the inputs of the others),
-    the kept gradients of the logits, the gradient, and one chunk of per-rollout gradients. For a sharded model no
-    gradient is kept; the parameters that it gathers at a time count instead. The estimate is generous for usual
-    decoders. If a pass runs out of memory nevertheless, the step is skipped and the training goes on. `parameters` are
-    the trainable parameters, which a caller may have listed already.
-    """
-    config = text_config(model)
-    hidden = int(getattr(config, "hidden_size", 0) or 1024)
-    inner = int(getattr(config, "intermediate_size", 0) or 4 * hidden)
-    layers = int(getattr(config, "num_hidden_layers", 0) or 1)
-    heads = int(getattr(config, "num_attention_heads", 0) or 1)
-    parameters = trainable_parameters(model) if parameters is None else parameters
-    width = max((parameter.element_size() for parameter in parameters), default=4)
-    layer = HIDDEN_KEPT * hidden + INNER_KEPT * inner
-    if getattr(config, "_attn_implementation", "") == "eager":
-        layer += 2 * heads * tokens
-    is_checkpointed = bool(getattr(model, "is_gradient_checkpointing", False))
-    kept = layer + 2 * layers * hidden if is_checkpointed else layers * layer
-    on_gpu = bool(parameters) and parameters[0].is_cuda
-    logits = min(rollouts * tokens * int(getattr(config, "vocab_size", 0) or 0) * width, STORE_BYTES)
-    gradient = gathered_bytes(model) or gradient_bytes(parameters)
-    chunk = (SLAB_ELEMENTS if on_gpu else CHUNK_ELEMENTS) * 4
-    return rollouts * tokens * kept * width + 2 * logits + gradient + chunk
-
-
-def gradient_bytes(parameters: Sequence[Tensor]) -> int:
-    """Size of the gradient of all trainable parameters."""
-    return sum(parameter.nbytes for parameter in parameters)
-
-
-def gathered_bytes(model: nn.Module) -> int:
-    """Bytes of parameters that a sharded model gathers at a time: its five largest units; 0 if it is not sharded.
-
-    The five are the running layer, the next one, the buffer into which it is gathered, the embedding and the head.
-    """
-    sizes: list[int] = []
-    seen: set[int] = set()
-    for module in reversed(sharded_modules(model)):  # inner modules first, so that an outer one counts only the rest
-        own = [parameter for parameter in module.parameters() if id(parameter) not in seen]
-        seen |= {id(parameter) for parameter in own}
-        sizes.append(sum(parameter.numel() * parameter.element_size() for parameter in own))
-    return sum(sorted(sizes)[-5:])
 
 
 def passes_within(limit: float, model: nn.Module, bounds: Sequence[int], tokens: int) -> list[slice] | None:

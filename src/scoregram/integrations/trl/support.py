@@ -20,7 +20,15 @@ from torch.nn.modules import module as torch_modules
 
 from scoregram.checks import fail, listed
 from scoregram.distributed import ALONE, Processes
-from scoregram.gram import has_dropout_rate, model_inside, modules_inside, survey
+from scoregram.gram import (
+    MEMORY_SHARE,
+    free_bytes,
+    has_dropout_rate,
+    model_inside,
+    modules_inside,
+    survey,
+    text_config,
+)
 
 OLDEST_TESTED, NEWEST_TESTED = "1.0.0", "1.16.0"
 """The oldest and the newest version of TRL that the tests of this integration ran with."""
@@ -43,8 +51,6 @@ RELATIVE_POSITIONS = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_d
 Mode = Literal["scores", "loss"]
 ROUNDING_ERROR = 1e-5
 """Relative error in float32 up to which two gradients are taken to differ by rounding only."""
-MEMORY_SHARE = 0.8
-"""Part of the free memory that a measurement may take where `memory_gb` is not given."""
 
 
 # versions and names inside TRL
@@ -236,12 +242,6 @@ def unwrapped_model(trainer: Any) -> nn.Module:
     return known
 
 
-def text_config(model: nn.Module) -> Any:
-    """The config of the language model inside a model."""
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
 def has_relative_positions(model: nn.Module) -> bool:
     """Whether a model depends only on distances between tokens, so that padding may be moved from left to right."""
     config = text_config(model)
@@ -253,17 +253,6 @@ def memory_limit(model: nn.Module, settings: Settings, processes: Processes) -> 
     if settings.memory_gb is not None:
         return settings.memory_gb * 1e9
     return free_bytes(model, processes.count) * MEMORY_SHARE
-
-
-def free_bytes(model: nn.Module, processes: int = 1) -> float:
-    """Free memory on the device of the model, for each of several processes that measure at the same time."""
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    import psutil  # installed with accelerate
-
-    return psutil.virtual_memory().available / processes
 
 
 # fused steps
