@@ -120,7 +120,7 @@ def test_a_step_that_does_not_fit_into_memory_takes_several_passes(model, traine
     once, _, _ = measured(model, trained.folder, tmp_path / "once", between_prompts=True)
     plans = []
     plan_passes = in_passes.plan_passes
-    monkeypatch.setattr(in_passes, "free_bytes", lambda _: 1e7)
+    monkeypatch.setattr(in_passes, "free_bytes", lambda _: 5e6)
     monkeypatch.setattr(in_passes, "plan_passes", lambda *given, **_: plans.append(plan_passes(*given)) or plans[-1])
     several, _, _ = measured(model, trained.folder, tmp_path / "several", between_prompts=True)
     assert plans and all(plan.passes > 1 for plan in plans)
