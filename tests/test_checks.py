@@ -46,6 +46,8 @@ def test_message_says_what_was_received_and_what_to_do(call, parts):
 def test_what_passes_comes_back_unchanged():
     values = torch.tensor([[1.0, 2.0]])
     assert require_finite(values, name="r", caller="f") is values
+    large = torch.tensor([3e38, 3e38])  # finite, though their sum is not
+    assert require_finite(large, name="r", caller="f") is large
     assert require_group_size(values, at_least=2, caller="f") == 2
     gram = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
     torch.testing.assert_close(require_gram(gram, caller="f"), gram.double())

@@ -8,7 +8,7 @@ import torch
 
 from scoregram.reading import StoredGroup, detailed_steps, layer_shares, read_run, step_detail
 from scoregram.reading.glass import group_detail
-from scoregram.report.glass import MOST_GROUPS, MOST_STEPS, cut_text, run_glass, step_json, token_names
+from scoregram.report.glass import MOST_GROUPS, MOST_STEPS, cut_text, rounded_numbers, run_glass, step_json, token_names
 from scoregram.runs import GroupRecord, RunWriter, open_run
 from tests.report_cases import write_run
 
@@ -159,3 +159,12 @@ def test_layers_share_the_squared_norms(tmp_path):
     few = layer_shares(run, [2])
     assert few.layers == tuple(names[:2]) and [row[0] for row in few.shares] == pytest.approx([1 / 3, 2 / 3])
     assert layer_shares(run, []).steps == ()
+
+
+def test_numbers_are_rounded_one_by_one_or_together_alike():
+    values = [0.0, -0.0, 1.23456, -7.0, 0.1, 0.0999949, -0.00123456, 1e-9, 123456.789, 2.5e-3, 0.125, 0.3125]
+    for digits in (2, 3):
+        naive = [round(x, digits) if abs(x) >= 0.1 or x == 0 else float(f"{x:.{digits}g}") for x in values]
+        assert rounded_numbers(values, digits) == naive
+    assert rounded_numbers([math.nan, 1.0, math.inf, -math.inf]) == [None, 1.0, None, None]
+    assert rounded_numbers([]) == [] and rounded_numbers([math.nan]) == [None]

@@ -1,14 +1,17 @@
 import math
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 import yaml
 
 from scoregram.checks import ScoregramError
-from scoregram.runs import FORMAT_VERSION, GroupRecord, open_run
+from scoregram.runs import FORMAT_VERSION, BatchNames, BatchRecord, GroupRecord, RolloutRecord, open_run
+from scoregram.runs.reader import joined_tables
 from tests.run_cases import CONFIG, ENVIRONMENT, create, make_group, make_rollout, mean_reward, resume, tree, write
 
 
@@ -178,3 +181,56 @@ def test_a_folder_for_a_file_and_a_file_for_a_folder_are_refused(tmp_path, name)
     for touch in (open_run, lambda folder: resume(folder, 1)):
         with pytest.raises(ScoregramError, match=rf"{name} must be a (file|folder), got a (file|folder)"):
             touch(tmp_path / "r")
+
+
+def test_parts_that_are_decoded_together_keep_their_rows(tmp_path):
+    write(tmp_path / "r", range(5))
+    with resume(tmp_path / "r", 4) as writer:
+        other = make_group(5, 2)
+        writer.write_groups(5, [GroupRecord(**{**vars(other), "statistics": {"another": 1.0}})])
+    run = open_run(tmp_path / "r")
+    one_by_one = [group for step in range(6) for group in run.groups([step])]
+    together = list(run.groups(layers=False))
+    assert [group.step for group in together] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5]
+    for group, alone in zip(together, one_by_one, strict=True):
+        assert group.prompt_id == alone.prompt_id and group.statistics.keys() == alone.statistics.keys()
+        for name in ("rewards", "lengths", "advantages", "gram"):
+            assert getattr(group, name).equal(getattr(alone, name))
+
+
+def test_at_most_so_many_tables_are_joined_and_only_equal_ones():
+    first, other = pa.table({"a": [1]}), pa.table({"b": [1]})
+    found = [table.to_pydict() for table in joined_tables([first, first, first, other, first], most=2)]
+    assert found == [{"a": [1, 1]}, {"a": [1]}, {"b": [1]}, {"a": [1]}]
+
+
+def test_names_of_batches_and_completions_need_no_other_column(tmp_path):
+    gram = torch.arange(16.0).reshape(4, 4)
+    batch = BatchRecord(
+        step=0,
+        kind="fixed",
+        prompt_ids=("p/0", "p/1"),
+        sizes=torch.tensor([2, 2]),
+        rewards=torch.zeros(4),
+        lengths=torch.ones(4, dtype=torch.int64),
+        weights=torch.zeros(4),
+        gram=gram + gram.mT,
+    )
+    probe = RolloutRecord(**{**vars(make_rollout(0, 1, 0)), "kind": "fixed"})
+    with create(tmp_path / "r") as writer:
+        writer.write_batches(0, [batch])
+        writer.write_rollouts(0, [make_rollout(0, 0, 0), probe, make_rollout(0, 2, 0, tokens=4)])
+    run = open_run(tmp_path / "r")
+    assert list(run.batch_names()) == [BatchNames(0, "fixed", ("p/0", "p/1"))]
+    assert next(run.batches()).gram.equal((gram + gram.mT).double())
+    whole = [rollout.token_ids[2:].tolist() for rollout in run.rollouts() if rollout.kind == "train"]
+    assert [ids.tolist() for ids in run.completion_ids(0)] == whole and len(whole) == 2
+    assert [rollout.prompt_id for rollout in run.rollouts(prompts={"p/2", "p/9"})] == ["p/2"]
+    assert [ids.tolist() for ids in run.completion_ids(0, "fixed")] == [probe.token_ids[2:].tolist()]
+
+
+def test_reading_a_run_imports_no_pandas(tmp_path):
+    write(tmp_path / "r", range(1))
+    code = f"import sys; from scoregram.reading import read_run; read_run({str(tmp_path / 'r')!r}); "
+    asked = subprocess.run([sys.executable, "-c", f"{code}print('pandas' in sys.modules)"], capture_output=True)
+    assert asked.stdout.split() == [b"False"], asked.stderr

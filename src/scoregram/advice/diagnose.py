@@ -120,8 +120,7 @@ def _repetition_lines(run: RunReading) -> Iterator[dict[str, float]]:
     if run.folder is None:
         return
     for step in _some(sorted(run.folder.rollout_steps())):
-        rollouts = [one for one in run.folder.rollouts([step]) if one.kind == "train"]
-        shares = [repeated_share(one.token_ids[one.prompt_length :].tolist()) for one in rollouts]
+        shares = [repeated_share(tokens.tolist()) for tokens in run.folder.completion_ids(step)]
         known = [share for share in shares if share is not None]
         if known:
             yield {"step": step, "repetition": sum(known) / len(known)}
@@ -142,8 +141,8 @@ def repeated_share(tokens: Sequence[int]) -> float | None:
     """
     if len(tokens) < 4 * _GRAM_LENGTH:
         return None
-    grams = [tuple(tokens[place : place + _GRAM_LENGTH]) for place in range(len(tokens) - _GRAM_LENGTH + 1)]
-    return 1 - len(set(grams)) / len(grams)
+    grams = zip(*(tokens[place:] for place in range(_GRAM_LENGTH)), strict=False)
+    return 1 - len(set(grams)) / (len(tokens) - _GRAM_LENGTH + 1)
 
 
 # On the terminal

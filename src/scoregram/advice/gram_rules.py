@@ -4,6 +4,7 @@ A rule is a function of a `RunReading`, with the same verdicts as the rules on l
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,14 @@ import torch
 from scoregram.advice.findings import LEAST_SAVING, Change, RuleVerdict, RunFinding, Undecided
 from scoregram.bootstrap import FEWEST, clustered_mean, fieller_ratio, mean_estimate, t_mean
 from scoregram.exhibits import Estimate, cell_text
-from scoregram.reading import SAMPLED_TEST, HeldOutInfluence, RunReading, StoredGroup, held_out_influence
+from scoregram.reading import (
+    SAMPLED_TEST,
+    TRAINED_AND_FIXED,
+    HeldOutInfluence,
+    RunReading,
+    StoredGroup,
+    held_out_influence,
+)
 from scoregram.runs import BatchRecord
 from scoregram.statistics import group_moments, prompt_estimates
 
@@ -219,7 +227,10 @@ def layer_signals(run: RunReading, steps: int = 30) -> tuple[list[str], np.ndarr
 
 def conflicting_prompts(run: RunReading) -> RuleVerdict:
     """Some prompts pull against the others, step after step."""
-    products = prompt_products(() if run.folder is None else run.folder.batches())
+    trained = [batch for batch in run.batch_names if batch.kind == "train"]
+    visits = Counter(name for batch in trained for name in batch.prompt_ids)
+    steps = {batch.step for batch in trained if any(visits[name] >= FEWEST for name in batch.prompt_ids)}
+    products = prompt_products(run.batches(steps))
     seen = {name: values for name, values in products.items() if len(values) >= FEWEST}
     if not seen:
         return Undecided("store whole batches in which prompts come back at least five times (--batches-every 1)")
@@ -246,7 +257,8 @@ def conflicting_prompts(run: RunReading) -> RuleVerdict:
 
 def held_out_prompts(run: RunReading) -> RuleVerdict:
     """Training prompts whose gradients help or hurt held-out prompts: a keep-list, and a list to check."""
-    found = held_out_influence(() if run.folder is None else run.folder.batches())
+    steps = {batch.step for batch in run.batch_names if batch.kind == TRAINED_AND_FIXED}
+    found = held_out_influence(run.batches(steps))
     if not found.effects:
         return Undecided("store training rollouts with probes (--probe-every 1 --probe-trained, --train-problems few)")
     if not found.helping and not found.hurting:

@@ -94,7 +94,6 @@ def step_detail(run: Run, groups: Sequence[StoredGroup], step: int, most_groups:
     """
     here = [group for group in groups if group.record.step == step]
     batch = next((one for one in run.batches({step}) if one.kind in TRAINED), None)
-    stored = _by_group([one for one in run.rollouts({step}) if one.kind in TRAINED])
     of_step = _batch_shares(batch)
     seen: dict[str, int] = {}
     keys = []
@@ -103,6 +102,8 @@ def step_detail(run: Run, groups: Sequence[StoredGroup], step: int, most_groups:
         keys.append((name, seen.get(name, 0)))
         seen[name] = seen.get(name, 0) + 1
     kept = sorted(sorted(range(len(here)), key=lambda place: -_update_size(here[place]))[:most_groups])
+    prompts = {keys[place][0] for place in kept}
+    stored = _by_group([one for one in run.rollouts({step}, prompts=prompts) if one.kind in TRAINED])
     return StepDetail(
         step=step,
         groups=[group_detail(here[at], stored.get(keys[at], {}), of_step.get(keys[at])) for at in kept],

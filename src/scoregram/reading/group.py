@@ -127,8 +127,9 @@ def outcomes_of(rewards: Rewards) -> list[Outcome]:
         "tied": outcomes.tied,
         "unjudged": outcomes.unjudged,
     }
-    rows = zip(*(mask.tolist() for mask in masks.values()), strict=True)
-    return [next(name for name, is_so in zip(masks, row, strict=True) if is_so) for row in rows]
+    names = list(masks)
+    place = torch.stack(tuple(masks.values())).to(torch.uint8).argmax(dim=0)  # each group has exactly one
+    return [names[one] for one in place.tolist()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +141,7 @@ class StoredGroup:
     @cached_property
     def size(self) -> int:
         """Rollouts of the group."""
-        return len(self.record.rewards)
+        return self.record.rewards.numel()
 
     @cached_property
     def outcome(self) -> Outcome:
@@ -221,7 +222,7 @@ def with_rewards(groups: Sequence[StoredGroup]) -> Sequence[StoredGroup]:
     """The same groups, with all that depends on rewards alone computed at once: a run has many groups."""
     by_size: dict[int, list[StoredGroup]] = {}
     for group in groups:
-        by_size.setdefault(group.size, []).append(group)
+        by_size.setdefault(group.record.rewards.numel(), []).append(group)
     for size, several in by_size.items():
         rewards = torch.stack([group.record.rewards for group in several]).double()  # (P, R)
         is_binary = ((rewards == 0) | (rewards == 1)).all(dim=1) & (size > 0)
@@ -234,7 +235,7 @@ def with_rewards(groups: Sequence[StoredGroup]) -> Sequence[StoredGroup]:
         for group, outcome, count, mean, has_all in zip(several, *columns, strict=True):
             # where `cached_property` keeps them
             known = {"outcome": outcome, "right": count, "mean_reward": mean, "has_all_rewards": has_all}
-            group.__dict__.update(known)
+            group.__dict__.update(known, size=size)
     return groups
 
 

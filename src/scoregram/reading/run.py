@@ -7,7 +7,7 @@ still be growing.
 import gc
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,7 +25,7 @@ from scoregram.reading.noise import RunNoise, phase_lines, run_noise
 from scoregram.reading.replay import UNWEIGHTED, ReplayedRun, replay_groups, whole_steps
 from scoregram.reading.step import block_scalars
 from scoregram.reading.trust import Trust, needs_gram, trust_of
-from scoregram.runs import GroupRecord, RolloutRecord, Rows, Run, open_run, own_name
+from scoregram.runs import BatchNames, BatchRecord, GroupRecord, RolloutRecord, Rows, Run, open_run, own_name
 from scoregram.statistics import NoiseComponents, UpdatePower, mixed_probability
 
 Line = Mapping[str, float | int | bool]
@@ -250,6 +250,15 @@ class RunReading:
             has = listed(dict.fromkeys(record.prompt_id for record in stored)) or "no rollouts of this step"
             fail("rollouts_of", f"step {step} needs stored rollouts", has, "Train with --rollouts-every 1.")
         return found
+
+    @cached_property
+    def batch_names(self) -> tuple[BatchNames, ...]:
+        """Step, kind and prompts of every stored batch; reading its Gram takes far longer."""
+        return () if self.folder is None else tuple(self.folder.batch_names())
+
+    def batches(self, steps: Container[int]) -> Iterator[BatchRecord]:
+        """The batches of some steps; none of a reading built in memory."""
+        return iter(()) if self.folder is None else self.folder.batches(steps)
 
     @cached_property
     def summary(self) -> "RunSummary":

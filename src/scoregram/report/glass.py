@@ -1,9 +1,10 @@
 """A step under the glass: what the script of a page needs to draw single groups, and how a long run is thinned."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from scoregram.reading import GroupDetail, RunReading, StepDetail, detailed_steps, step_detail
 from scoregram.runs import RolloutRecord, Run
@@ -53,7 +54,11 @@ def step_json(detail: StepDetail, names: Sequence[str] | None = None, *, failed:
         "groups": [_group_json(group, names) for group in detail.groups],
         "batch": None
         if batch is None
-        else {"prompts": batch.prompt_ids, "cosines": _rounded_rows(batch.cosines), "shares": _rounded(batch.shares)},
+        else {
+            "prompts": batch.prompt_ids,
+            "cosines": _rounded_rows(batch.cosines),
+            "shares": rounded_numbers(batch.shares),
+        },
     }
 
 
@@ -84,12 +89,12 @@ def _group_json(group: GroupDetail, names: Sequence[str] | None) -> dict[str, An
         "id": group.prompt_id,
         "prompt": None if group.prompt is None else cut_text(group.prompt),
         "outcome": group.outcome,
-        "rewards": _rounded(group.rewards),
+        "rewards": rounded_numbers(group.rewards),
         "lengths": group.lengths,
-        "advantages": _rounded(group.advantages),
-        "norms": _rounded(group.norms),
+        "advantages": rounded_numbers(group.advantages),
+        "norms": rounded_numbers(group.norms),
         "cosines": _rounded_rows(group.cosines),
-        "shares": _rounded(group.shares),
+        "shares": rounded_numbers(group.shares),
         "share_of": group.share_of,
         "rollouts": [None if one is None else _rollout_json(one, names) for one in group.rollouts],
     }
@@ -107,11 +112,11 @@ def _rollout_json(rollout: RolloutRecord, names: Sequence[str] | None) -> dict[s
     places = list(sampled)
     if names is not None:
         plain["tokens"] = [names[int(token)] for token in rollout.token_ids[places]]
-    plain["surprise"] = _rounded((-rollout.log_probs[places]).tolist(), 2)
+    plain["surprise"] = rounded_numbers(-rollout.log_probs[places].numpy(), 2)
     if rollout.advantages is not None:
-        plain["credit"] = _rounded(rollout.advantages[places].tolist())
+        plain["credit"] = rounded_numbers(rollout.advantages[places].numpy())
     if rollout.push is not None:
-        plain["push"] = _rounded(rollout.push[places].tolist(), 2)
+        plain["push"] = rounded_numbers(rollout.push[places].numpy(), 2)
     return plain
 
 
@@ -126,17 +131,18 @@ def cut_text(text: str) -> str:
     return text if more <= 0 else f"{text[:MOST_CHARACTERS]} … ({more} more characters)"
 
 
-def _rounded(values: Sequence[float], digits: int = 3) -> list[float | None]:
+def rounded_numbers(values: Sequence[float] | np.ndarray, digits: int = 3) -> list[float | None]:
     """Numbers with three significant digits or decimals, whichever is more; None where undefined."""
-    return [
-        None
-        if not math.isfinite(value)
-        else round(value, digits)
-        if abs(value) >= 0.1 or value == 0
-        else float(f"{value:.{digits}g}")
-        for value in values
-    ]
+    numbers = np.asarray(values, dtype=np.float64)
+    is_known = np.isfinite(numbers)
+    if not is_known.any():
+        return [None] * len(numbers)
+    found: list[float | None] = np.round(numbers, digits).tolist()
+    size = np.abs(numbers)
+    for place in np.flatnonzero(~is_known | ((size < 0.1) & (size > 0))).tolist():
+        found[place] = float(f"{numbers[place]:.{digits}g}") if is_known[place] else None
+    return found
 
 
 def _rounded_rows(rows: Sequence[Sequence[float]]) -> list[list[float | None]]:
-    return [_rounded(row) for row in rows]
+    return [rounded_numbers(row) for row in rows]

@@ -30,6 +30,7 @@ from scoregram.runs.metrics import OWN_PREFIX as OWN_PREFIX
 from scoregram.runs.metrics import beside_foreign as beside_foreign
 from scoregram.runs.metrics import own_name as own_name
 from scoregram.runs.metrics import read_metrics as read_metrics
+from scoregram.runs.reader import BatchNames as BatchNames
 from scoregram.runs.reader import Run as Run
 from scoregram.runs.reader import changed_files as changed_files
 from scoregram.runs.reader import file_hashes as file_hashes

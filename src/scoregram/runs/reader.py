@@ -3,7 +3,7 @@
 Everything complete can be read; `Run.notes` names what is incomplete.
 """
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from scoregram.checks import fail
 from scoregram.runs import disk
@@ -22,12 +23,26 @@ from scoregram.runs.records import (
     BatchRecord,
     GroupRecord,
     RolloutRecord,
+    decoded_rows,
     group_schema,
     read_part,
     table_to_batches,
     table_to_groups,
     table_to_rollouts,
 )
+
+
+@dataclass(frozen=True)
+class BatchNames:
+    """What a stored batch is, without its Gram."""
+
+    step: int
+    kind: str
+    prompt_ids: tuple[str, ...]
+
+
+JOINED_PARTS = 50
+"""Part files of groups that are decoded together."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +80,14 @@ class Run:
         return np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64)
 
     def groups(self, steps: Container[int] | None = None, *, layers: bool = True) -> Iterator[GroupRecord]:
-        """Groups ordered by step, as written. One part file is in memory at a time.
+        """Groups ordered by step, as written. One part file is in memory at a time, without layers a few of them.
 
         Args:
             steps: Only these, such as `range(100, 200)`.
             layers: Read the per-layer Grams; reading is faster without them.
         """
-        for table in self._tables(disk.GROUPS, steps, without=() if layers else LAYER_COLUMNS):
+        tables = self._tables(disk.GROUPS, steps, without=() if layers else LAYER_COLUMNS)
+        for table in tables if layers else joined_tables(tables):
             yield from table_to_groups(table)
 
     def batches(self, steps: Container[int] | None = None) -> Iterator[BatchRecord]:
@@ -79,10 +95,29 @@ class Run:
         for table in self._tables(disk.BATCHES, steps):
             yield from table_to_batches(table)
 
-    def rollouts(self, steps: Container[int] | None = None) -> Iterator[RolloutRecord]:
-        """Rollouts ordered by step, as written. One part file is in memory at a time."""
+    def batch_names(self) -> Iterator[BatchNames]:
+        """Step, kind and prompts of every stored batch; no Gram is read."""
+        for table in self._tables(disk.BATCHES, None, only=("step", "kind", "prompt_ids")):
+            for row in table.to_pylist():
+                yield BatchNames(row["step"], row["kind"], tuple(row["prompt_ids"]))
+
+    def rollouts(
+        self, steps: Container[int] | None = None, *, prompts: Container[str] | None = None
+    ) -> Iterator[RolloutRecord]:
+        """Rollouts ordered by step, as written. One part file is in memory at a time.
+
+        Args:
+            steps: Only these.
+            prompts: Only the rollouts of these prompts.
+        """
         for table in self._tables(disk.ROLLOUTS, steps):
-            yield from table_to_rollouts(table)
+            yield from table_to_rollouts(table if prompts is None else _rows_among(table, "prompt_id", prompts))
+
+    def completion_ids(self, step: int, kind: str = "train") -> list[torch.Tensor]:
+        """Tokens behind the prompt, for every stored rollout of a step and kind; nothing else is read."""
+        tables = self._tables(disk.ROLLOUTS, [step], only=("kind", "token_ids", "prompt_length"))
+        rows = (row for table in tables for row in decoded_rows(_rows_among(table, "kind", [kind])))
+        return [row["token_ids"][row["prompt_length"] :] for row in rows]
 
     def rollout_steps(self) -> set[int]:
         """Steps whose rollouts are stored; no file is opened."""
@@ -115,10 +150,33 @@ class Run:
         complete = self.checkpoints
         return max(complete.items()) if complete else None
 
-    def _tables(self, name: str, steps: Container[int] | None, without: tuple[str, ...] = ()) -> Iterator[pa.Table]:
+    def _tables(
+        self,
+        name: str,
+        steps: Container[int] | None,
+        without: tuple[str, ...] = (),
+        only: tuple[str, ...] | None = None,
+    ) -> Iterator[pa.Table]:
         for step, path in disk.parts(self.folder / name):
             if steps is None or step in steps:
-                yield read_part(path, without=without)
+                yield read_part(path, without=without, only=only)
+
+
+def _rows_among(table: pa.Table, column: str, wanted: Container[str]) -> pa.Table:
+    """The rows whose cell in a column is one of some values."""
+    return table.filter(pa.array([value in wanted for value in table.column(column).to_pylist()], pa.bool_()))
+
+
+def joined_tables(tables: Iterable[pa.Table], most: int = JOINED_PARTS) -> Iterator[pa.Table]:
+    """Neighbouring tables of equal columns as one, at most `most` of them: decoding has a cost per table and column."""
+    waiting: list[pa.Table] = []
+    for table in tables:
+        if waiting and (len(waiting) == most or table.schema != waiting[0].schema):
+            yield pa.concat_tables(waiting)
+            waiting = []
+        waiting.append(table)
+    if waiting:
+        yield pa.concat_tables(waiting)
 
 
 def open_run(folder: Path | str) -> Run:

@@ -9,7 +9,7 @@ import hashlib
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -240,8 +240,8 @@ def rollouts_to_table(rollouts: Sequence[RolloutRecord]) -> pa.Table:
 
 def table_to_groups(table: pa.Table) -> Iterator[GroupRecord]:
     """The groups of a table; without `by_layer` if the table was read without `LAYER_COLUMNS`."""
-    for row, statistics in zip(_rows(table), _named_scalars(table, STATISTIC), strict=True):
-        size = len(row["rewards"])
+    for row, statistics in zip(decoded_rows(table), _named_scalars(table, STATISTIC), strict=True):
+        size = row["rewards"].numel()
         yield GroupRecord(
             step=row["step"],
             kind=row["kind"],
@@ -260,7 +260,7 @@ def table_to_groups(table: pa.Table) -> Iterator[GroupRecord]:
 
 def table_to_batches(table: pa.Table) -> Iterator[BatchRecord]:
     """The batches of a table."""
-    for row in _rows(table):
+    for row in decoded_rows(table):
         yield BatchRecord(
             step=row["step"],
             kind=row["kind"],
@@ -273,7 +273,7 @@ def table_to_batches(table: pa.Table) -> Iterator[BatchRecord]:
 def table_to_rollouts(table: pa.Table) -> Iterator[RolloutRecord]:
     """The rollouts of a table."""
     names = [name for name in ROLLOUT_SCHEMA.names if name in table.column_names]
-    for row, rewards in zip(_rows(table), _named_scalars(table, REWARD), strict=True):
+    for row, rewards in zip(decoded_rows(table), _named_scalars(table, REWARD), strict=True):
         yield RolloutRecord(**{name: row[name] for name in names}, rewards=rewards, push=row.get("push"))
 
 
@@ -296,17 +296,17 @@ def _text_columns(schema: pa.Schema) -> list[str]:
     return text + [f"{name}.list.element" for name in lists]
 
 
-def read_part(path: Path, without: Sequence[str] = ()) -> pa.Table:
-    """One part file, all columns except those in `without`.
+def read_part(path: Path, without: Sequence[str] = (), only: Sequence[str] | None = None) -> pa.Table:
+    """One part file, all columns except those in `without`, or those in `only` that it has.
 
     Raises:
         ScoregramError: If it is damaged, or a newer scoregram wrote it.
     """
     try:
         with pq.ParquetFile(path) as file:
-            version = (file.schema_arrow.metadata or {}).get(_VERSION_KEY, b"0")
-            require_known_version(int(version), path)
-            wanted = [name for name in file.schema_arrow.names if name not in without]
+            schema = file.schema_arrow
+            require_known_version(int((schema.metadata or {}).get(_VERSION_KEY, b"0")), path)
+            wanted = [name for name in schema.names if name not in without and (only is None or name in only)]
             # parts are small: starting threads for their columns takes longer than reading them
             return file.read(columns=wanted, use_threads=False).replace_schema_metadata(None)
     except (pa.ArrowException, OSError) as error:
@@ -416,13 +416,20 @@ def _packed(named: Mapping[str, Tensor], dtype: np.dtype, *, caller: str) -> np.
 def _unpacked(names: Sequence[str] | None, packed: Tensor | None, size: int) -> dict[str, Tensor]:
     if names is None or packed is None or not len(names):
         return {}
-    rows, columns = np.tril_indices(size)
-    grams = np.empty((len(names), size, size))
-    grams[:, rows, columns] = grams[:, columns, rows] = packed.numpy().reshape(len(names), len(rows))
+    triangles = packed.numpy().reshape(len(names), size * (size + 1) // 2)
+    grams = triangles[:, _places_in_triangle(size)].astype(np.float64)  # (L, R, R)
     return dict(zip(names, torch.from_numpy(grams), strict=True))
 
 
-def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
+@lru_cache(maxsize=16)
+def _places_in_triangle(size: int) -> np.ndarray:
+    """`(R, R)`: where entry `i, j` of a symmetric matrix stands in its lower triangle, stored row by row."""
+    row, column = np.indices((size, size))
+    larger, smaller = np.maximum(row, column), np.minimum(row, column)
+    return larger * (larger + 1) // 2 + smaller
+
+
+def decoded_rows(table: pa.Table) -> Iterator[dict[str, Any]]:
     """Rows with a tensor for each list of numbers, without the columns of named scalars."""
     names = [name for name in table.column_names if not name.startswith((STATISTIC, REWARD))]
     columns = [_column_cells(table.column(name).combine_chunks()) for name in names]
@@ -434,12 +441,21 @@ def _column_cells(column: pa.Array) -> Sequence[Any]:
     """The cells of a column: for lists of numbers, tensors that share the memory of one copy; else Python values."""
     if not isinstance(column, pa.ListArray) or pa.types.is_string(column.type.value_type):
         return column.to_pylist()
-    ends = column.offsets.to_numpy()
-    numbers = column.values.to_numpy(zero_copy_only=False)[ends[0] : ends[-1]]
+    ends = _numbers(column.offsets)
+    numbers = _numbers(column.values)[ends[0] : ends[-1]]
     cells = torch.from_numpy(numbers.copy()).split(np.diff(ends).tolist())  # Arrow's memory is read-only
     if not column.null_count:
         return cells
     return [cell if known else None for cell, known in zip(cells, column.is_valid().to_pylist(), strict=True)]
+
+
+def _numbers(values: pa.Array) -> np.ndarray:
+    """The numbers of an array, which `to_numpy` would give too, but it imports pandas: most of a second."""
+    if values.null_count:
+        return values.to_numpy(zero_copy_only=False)
+    if pa.types.is_boolean(values.type):
+        return np.from_dlpack(values.cast(pa.uint8())).astype(bool)
+    return np.from_dlpack(values)
 
 
 def _named_scalars(table: pa.Table, prefix: str) -> Iterator[dict[str, float]]:
