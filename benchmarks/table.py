@@ -13,34 +13,47 @@ HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "performance.md"
 
 
+COST_COLUMNS = ("time / plain", "time / chunked", "busy / chunked", "replayed / chunked", "memory / plain")
+
+
 def table(results: Path = HERE / "results") -> str:
-    """The Gram with the training gradient at every size: time and peak memory relative to a plain step."""
-    lines = [
-        "| machine | model | N | T | time / plain | time / chunked | busy / chunked | replayed / chunked "
-        "| memory / plain |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    """The Gram with the training gradient at every size: time and peak memory relative to a plain step.
+
+    A size that was measured several times has one row, with the smallest and the largest figure.
+    """
+    found: dict[tuple[str, str, int, int], list[tuple[float | None, ...]]] = {}
     for about, rows in records(results, "ratio"):
         adapters = f", LoRA {about['lora']}" if about["lora"] else ""
         precision = f"{about['dtype']}{' under autocast' if about.get('autocast') else ''}"
         at = {(row["way"], row["rollouts"], row["tokens"]): row for row in rows}
         for row in rows:
-            if row["way"] != "gram+gradient" or row["skipped"]:
-                continue
-            size = row["rollouts"], row["tokens"]
-            plain, chunked = at.get(("plain", *size)), at.get(("plain-chunked", *size))
-            replayed = at.get(("gram+gradient-replayed", *size))
-            cells = [machine(about), f"{about['shape']} {precision}{adapters}", *map(str, size), ratio(row["ratio"])]
-            cells += [ratio(row.get("chunked_ratio")), "" if chunked is None else busy_ratio(row, chunked)]
-            cells += ["" if replayed is None or replayed["skipped"] else ratio(replayed["chunked_ratio"])]
-            cells += [ratio(None if plain is None else row["peak_gib"] / plain["peak_gib"])]
-            lines.append(f"| {' | '.join(cells)} |")
+            if row["way"] == "gram+gradient" and not row["skipped"]:
+                size = row["rollouts"], row["tokens"]
+                key = machine(about), f"{about['shape']} {precision}{adapters}", *size
+                found.setdefault(key, []).append(costs(row, {way: at.get((way, *size)) for way, _, _ in at}))
+    lines = [f"| machine | model | N | T | {' | '.join(COST_COLUMNS)} |", "|---" * (4 + len(COST_COLUMNS)) + "|"]
+    for key in sorted(found, key=lambda key: (*key[:2], key[2] * key[3], key[3])):
+        cells = [*map(str, key), *(spread(figures) for figures in zip(*found[key], strict=True))]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def ratio(value: float | None) -> str:
-    """A ratio with two decimals; blank if it was not measured."""
-    return "" if value is None else f"{value:.2f}"
+def costs(row: dict, others: dict[str, dict | None]) -> tuple[float | None, ...]:
+    """The figures of `COST_COLUMNS` for one size; None where one was not measured."""
+    plain, chunked, replayed = (others.get(way) for way in ("plain", "plain-chunked", "gram+gradient-replayed"))
+    return (
+        row["ratio"],
+        row.get("chunked_ratio"),
+        row["busy_seconds"] / chunked["busy_seconds"] if chunked is not None and row.get("busy_seconds") else None,
+        None if replayed is None or replayed["skipped"] else replayed["chunked_ratio"],
+        None if plain is None else row["peak_gib"] / plain["peak_gib"],
+    )
+
+
+def spread(figures: tuple[float | None, ...]) -> str:
+    """One figure, or the smallest and the largest; blank if nothing was measured."""
+    texts = sorted({f"{figure:.2f}" for figure in figures if figure is not None}, key=float)
+    return f"{texts[0]} to {texts[-1]}" if len(texts) > 1 else "".join(texts)
 
 
 def trl_table(results: Path = HERE / "results") -> str:
@@ -63,11 +76,6 @@ def trl_step(row: dict) -> str:
     if row["way"] == "accumulated" and row["compared"][-1] > 1:
         return "separate, accumulated"
     return "separate" if is_separate else row["way"]
-
-
-def busy_ratio(row: dict, plain: dict) -> str:
-    """Time with a kernel running relative to that of a plain step; blank on a CPU."""
-    return f"{row['busy_seconds'] / plain['busy_seconds']:.2f}" if row["busy_seconds"] else ""
 
 
 def training_table(results: Path = HERE / "results") -> str:
