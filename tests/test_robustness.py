@@ -303,6 +303,9 @@ NEEDS_MORE = {
         "allocation_error",
         "allocated_rollouts",
         "recommend_group_size",
+        "inclusion_probabilities",
+        "systematic_draw",
+        "shrunk_weights",
     },
     "objectives": {"token_weights", "token_coefficients"},
     "spectra": set(),
@@ -505,6 +508,9 @@ def test_allocations_of_noises_of_every_sort(scale):
     room, noise = public_functions("statistics"), torch.tensor([1.0, scale], dtype=torch.float64)
     assert answered(room["allocated_rollouts"], noise, noise, 9) == math.isfinite(scale)
     assert answered(room["allocation_error"], noise, noise, torch.tensor([2, 7])) == math.isfinite(scale)
+    assert answered(room["inclusion_probabilities"], noise, 1) == (math.isfinite(scale) and scale >= 0)
+    assert answered(room["shrunk_weights"], noise, noise) == math.isfinite(scale)
+    assert answered(room["systematic_draw"], noise, torch.Generator()) == (0 <= scale <= 1)
 
 
 def test_advice_from_components_of_every_sort():

@@ -1,6 +1,7 @@
 """Groups of unequal size in training, the ledger of noise by hand, and decisions that can be computed again."""
 
 import math
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from scoregram.training.control import (
     group_size_choices,
     replayed_advice,
 )
-from scoregram.training.credit import advantages_of, credited_step, require_unequal_groups
+from scoregram.training.credit import PROMPT_WEIGHTS, advantages_of, credited_step, require_unequal_groups
 from scoregram.training.loop import train
 from scoregram.training.methods import METHODS
 from scoregram.training.update import Updater
@@ -105,6 +106,28 @@ def test_every_prompt_has_the_same_weight(loaded):
     torch.testing.assert_close(step.weights, torch.tensor([1 / 9] * 3 + [1 / 15] * 5 + [1 / 12] * 4) * rollouts.rewards)
 
 
+def test_weights_of_prompts_scale_their_advantages(loaded):
+    rollouts, weights = drawn(loaded, [3, 5, 4]), torch.tensor([0.5, 2.0, 0.0])
+    plain, weighted = (
+        credited_step(METHODS["rloo"], 1, rollouts, length=6, inputs=inputs)
+        for inputs in (None, {PROMPT_WEIGHTS: weights})
+    )
+    torch.testing.assert_close(weighted.weights, plain.weights * weights.double()[rollouts.group_ids])
+    assert bool(plain.weights.any())
+
+
+def test_weights_reach_a_baseline_that_comes_with_the_gram(loaded):
+    """`optimal` takes its baseline from the same backward pass where it can; with weights it must not."""
+    rollouts, weights = drawn(loaded, 4), torch.tensor([0.5, 2.0, 0.0])
+    model = loaded.policy.model
+    updater = Updater(model, METHODS["optimal"], 1.0, 6, 0, nullcontext, 0.0, "k3")
+    step, _ = updater.first(1, rollouts, measure=True, inputs={PROMPT_WEIGHTS: weights})
+    model.zero_grad(set_to_none=True)
+    plain, _ = updater.first(1, rollouts, measure=True)
+    model.zero_grad(set_to_none=True)
+    torch.testing.assert_close(step.weights, plain.weights * weights.double()[rollouts.group_ids])
+
+
 # The ledger
 
 
@@ -140,6 +163,47 @@ def test_a_prompt_gets_from_half_to_twice_the_mean():
     controller.ledger.learn("abcd", [8] * 4, torch.tensor([[1e3, 1e3, -1e3, -1e3]] * 2))
     sizes = controller.rollouts_of(problems)
     assert isinstance(sizes, list) and sum(sizes) == 32 and min(sizes) == 4
+
+
+def follower(**changes: Any) -> tuple[Controller, list[Problem]]:
+    """A controller that has seen four of eight prompts: noise 4, 4, 0, 0 and 0, 0, 0, 0; signal 0, 9, 9, 0."""
+    controller = Controller(TrainConfig(batch_size=16, group_size=4, **changes))
+    learned = [[4.0, 4.0, 0.0, 0.0], [0.0] * 4, [0.0, 9.0, 9.0, 0.0]]
+    controller.ledger.learn("abcd", [8] * 4, torch.tensor(learned))
+    return controller, [Problem(name, name, "", {}) for name in "abcdefgh"]
+
+
+def test_prompts_with_a_large_gradient_are_drawn_more_often():
+    controller, problems = follower(draw="measured")
+    counts, sums = dict.fromkeys("abcdefgh", 0), 0.0
+    for number in range(4000):
+        drawn_now = controller.drawn_problems(problems, number)
+        weights = controller.inputs(drawn_now)[PROMPT_WEIGHTS]
+        assert len({problem.id for problem in drawn_now}) == 4
+        sums += float(weights.mean())
+        for problem in drawn_now:
+            counts[problem.id] += 1
+    # by hand: mean noise 2 and signal 4.5 count for 8 rollouts, as many as each visit; unseen prompts are at the mean
+    moments = [(s + n / 4) for s, n in zip([2.25, 6.75, 6.75, 2.25] + [4.5] * 4, [3, 3, 1, 1] + [2] * 4, strict=True)]
+    total = sum(moment**0.5 for moment in moments)
+    expected = [4 * (0.25 / 8 + 0.75 * moment**0.5 / total) for moment in moments]
+    assert [counts[name] / 4000 for name in "abcdefgh"] == pytest.approx(expected, abs=0.03)
+    assert sums / 4000 == pytest.approx(1, abs=0.02)  # unbiased: the weights of a step are 1 on average
+
+
+def test_prompts_without_signal_are_shrunk():
+    controller, problems = follower(shrink=True)
+    weights = controller.inputs(problems[:4])[PROMPT_WEIGHTS]
+    signal, noise = torch.tensor([2.25, 6.75, 6.75, 2.25]), torch.tensor([3, 3, 1, 1]) / 4
+    factors = (signal / (signal + noise)).double()
+    torch.testing.assert_close(weights, factors / factors.mean())
+
+
+def test_before_the_first_visit_all_prompts_are_alike():
+    controller = Controller(TrainConfig(batch_size=16, group_size=4, draw="measured", shrink=True))
+    problems = [Problem(name, name, "", {}) for name in "abcdefgh"]
+    weights = controller.inputs(controller.drawn_problems(problems, 1))[PROMPT_WEIGHTS]
+    assert weights.tolist() == pytest.approx([1.0] * 4)
 
 
 def test_the_choices_leave_two_whole_groups():
@@ -192,6 +256,21 @@ def test_a_controlled_run_keeps_its_budget_resumes_and_replays(policy, tmp_path)
     assert used[11] == decided[0]["control/next_group_size"]
 
 
+def test_a_run_that_draws_and_shrinks_resumes(policy, tmp_path):
+    changes = RUN | {"group_size": 8, "allocate": "uniform", "draw": "measured", "shrink": True, "train_problems": 12}
+    changes |= {"checkpoint_every": 3}
+    train(config_for(policy, tmp_path / "whole", steps=6, **changes))
+    train(config_for(policy, tmp_path / "halves", steps=3, **changes))
+    train(config_for(policy, tmp_path / "halves", steps=6, **changes, resume=True))
+    whole, halves = (list(open_run(tmp_path / name).metrics()) for name in ("whole", "halves"))
+    assert without_times(whole) == without_times(halves)
+    first, *later = whole
+    assert first["control/smallest_weight"] == pytest.approx(1) == first["control/largest_weight"]
+    assert all(line["control/smallest_weight"] < line["control/largest_weight"] for line in later)
+    groups = [(group.step, group.prompt_id) for group in open_run(tmp_path / "whole").groups()]
+    assert len(groups) == len(set(groups)) == 3 * 4  # no prompt twice in a step; every other step is stored
+
+
 def test_a_run_by_success_learns_from_rewards_alone(policy, tmp_path):
     changes = RUN | {"group_size": 8, "allocate": "success", "measure_every": 0}
     train(config_for(policy, tmp_path / "run", steps=8, **changes))
@@ -214,6 +293,9 @@ def test_without_control_nothing_is_decided(policy, tmp_path):
         ({"allocate": "measured", "method": "dapo"}, "samples each prompt once per step"),
         ({"allocate": "measured", "method": "agro", "sampling_temperature": 0.5}, "rollouts of the policy itself"),
         ({"train_problems": -1}, "must be finite and at least 0"),
+        ({"draw": "measured", "allocate": "success"}, "success knows no signal"),
+        ({"draw": "measured", "method": "dapo"}, "samples each prompt once per step"),
+        ({"shrink": True, "between_prompts": False}, "train --shrink: needs the Gram between prompts"),
     ],
 )
 def test_settings_that_cannot_be_controlled_are_refused(changes, words, policy, tmp_path):
@@ -227,6 +309,8 @@ def test_settings_that_cannot_be_controlled_are_refused(changes, words, policy, 
         ({"allocate": "measured", "method": "ppo"}, "one advantage per rollout"),
         ({"allocate": "measured", "method": "awr"}, "linear in the advantages"),
         ({"allocate": "success", "task": "calculator:3", "reward": None}, "needs a task of one turn"),
+        ({"draw": "measured", "task": "calculator:3", "reward": None}, "train --draw: needs a task of one turn"),
+        ({"shrink": True, "method": "ppo"}, "train --shrink: needs one advantage per rollout"),
         ({"train_problems": 100_000}, "training problems"),
     ],
 )

@@ -8,6 +8,9 @@ from .baseline import excess_variance as excess_variance
 from .baseline import norm_reward_covariance as norm_reward_covariance
 from .baseline import optimal_baseline as optimal_baseline
 from .baseline import optimal_baseline_leave_one_out as optimal_baseline_leave_one_out
+from .drawing import inclusion_probabilities as inclusion_probabilities
+from .drawing import shrunk_weights as shrunk_weights
+from .drawing import systematic_draw as systematic_draw
 from .fidelity import CreditFidelity as CreditFidelity
 from .fidelity import credit_fidelity as credit_fidelity
 from .groups import GroupOutcomes as GroupOutcomes

@@ -23,7 +23,7 @@ LATER_OPTIONS = frozenset(
         *("critic", "critic_learning_rate", "critic_updates", "critic_clip", "critic_warmup"),
         *("prefix_rollouts", "segments", "segment_tokens", "segment_probability"),
         *("rollouts", "every_rollouts", "credit_truth", "truth_rollouts", "push", "max_turns"),
-        *("allocate", "train_problems"),
+        *("allocate", "train_problems", "draw", "shrink"),
     }
 )
 """Options that older runs do not have; they are stored only if they differ from their defaults."""
@@ -126,6 +126,11 @@ class TrainConfig:
     allocate: Literal["uniform", "success", "measured"] = "uniform"
     """How the rollouts of a step are divided among its prompts: equally, by the variance of the rewards at earlier
     visits of a prompt, or by the noise of its gradient measured then. The mean is group_size in every case."""
+    draw: Literal["uniform", "measured"] = "uniform"
+    """Which prompts a step gets: all in turn, or more often those whose gradient was large at earlier visits, with
+    weights that keep the mean gradient unbiased."""
+    shrink: bool = False
+    """Weight the prompts of a step by how much of their gradient was signal at earlier visits, which biases it."""
     micro_batch_size: int = 0
     """Rollouts per forward and backward pass, whole groups; 0 for all at once. Gradients are accumulated."""
     inner_updates: int = 1
@@ -287,13 +292,16 @@ class TrainConfig:
             refuse("train", "--resume and --overwrite must not be given together", "both", "Leave one of them out.")
 
     def _require_control(self) -> None:
-        """Raise if an adaptive group size or an allocation lacks what it measures."""
-        if self.group_size != "auto" and self.allocate == "uniform":
+        """Raise if an option that follows measured noise lacks what it measures."""
+        option = self.controlled_by
+        if option is None:
             return
-        option = "train --group-size auto" if self.group_size == "auto" else "train --allocate"
         if self.group_size == "auto" and self.batch_size < 2 * STARTING_GROUP_SIZE:
             remedy = f"Raise --batch-size to {2 * STARTING_GROUP_SIZE}."
             refuse(option, "needs at least two groups of 8 in a step", f"batch_size {self.batch_size}", remedy)
+        if self.allocate == "success" and (self.draw != "uniform" or self.shrink):
+            remedy = "Use --allocate measured, or leave it out."
+            refuse(option, "success knows no signal, which --draw and --shrink follow", "both", remedy)
         if not self.between_prompts:
             refuse(option, "needs the Gram between prompts", "between_prompts false", "Leave it out.")
         if self.micro_batch_size:
@@ -303,10 +311,21 @@ class TrainConfig:
             )
         row = METHODS.get(self.method)
         if row is not None and (row.dynamic_sampling or row.drafts or row.branches):
-            remedy = "Choose another method, or a fixed --group-size and --allocate uniform."
+            remedy = f"Choose another method, or leave out {option.removeprefix('train ')}."
             refuse(option, "needs a method that samples each prompt once per step", self.method, remedy)
         if self.sampling_temperature:
             refuse(option, "needs rollouts of the policy itself", "sampling_temperature", "Leave it out.")
+
+    @property
+    def controlled_by(self) -> str | None:
+        """The first option that follows measured noise; None if nothing is decided during the run."""
+        chosen = {
+            "train --group-size auto": self.group_size == "auto",
+            "train --allocate": self.allocate != "uniform",
+            "train --draw": self.draw != "uniform",
+            "train --shrink": self.shrink,
+        }
+        return next((option for option, is_chosen in chosen.items() if is_chosen), None)
 
     @classmethod
     def of_run(cls, out: Path | str) -> "TrainConfig":

@@ -1,7 +1,7 @@
-"""How many rollouts the prompts of the next step get: a group size that moves, and a division among the prompts.
+"""What the next step gets: which prompts, how many rollouts of each, and which weight.
 
-Both decisions use earlier steps only, never the rollouts that they are about, so leave-one-out gradients stay unbiased:
-a size that follows the rewards of its own group biases them. Both are functions of what the run folder stores, and
+All decisions use earlier steps only, never the rollouts that they are about, so leave-one-out gradients stay unbiased:
+a size that follows the rewards of its own group biases them. They are functions of what the run folder stores, and
 their state is part of a checkpoint.
 """
 
@@ -20,12 +20,16 @@ from scoregram.statistics import (
     allocated_rollouts,
     allocation_error,
     components_of_estimates,
+    inclusion_probabilities,
     recommend_group_size,
+    shrunk_weights,
+    systematic_draw,
     unequal_prompt_estimates,
 )
 from scoregram.tasks import Problem
 from scoregram.training.collect import seeded_generator
 from scoregram.training.config import TrainConfig
+from scoregram.training.credit import PROMPT_WEIGHTS
 
 WINDOW = 20
 """Steps whose noise decides about the group size; every step is measured."""
@@ -91,35 +95,41 @@ class GroupSizeControl:
 
 @dataclass
 class NoiseLedger:
-    """The noise of every prompt at its earlier visits, shrunk towards the mean over all prompts.
+    """What was measured of every prompt at its earlier visits, shrunk towards the mean over all prompts.
 
-    The prediction is `(n₀ v̄ + Σ_visits w v̂) / (n₀ + Σ w)`: `v̂` the unbiased estimate of a visit, `w` its rollouts,
-    halved at each later visit, and `v̄` the mean over recent steps. A prompt without visits is predicted at the mean.
+    The prediction of a quantity is `(n₀ v̄ + Σ_visits w v̂) / (n₀ + Σ w)`: `v̂` the unbiased estimate of a visit, `w` its
+    rollouts, halved at each later visit, and `v̄` the mean over recent steps. A prompt without visits is predicted at
+    the mean.
     """
 
-    visits: dict[str, tuple[float, float, float]] = field(default_factory=dict)
-    """Prompt → weight, and weighted sums of both noises."""
-    population: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """The same for all prompts, discounted step by step."""
+    quantities: int = 2
+    """`tr Σ_oracle` and `σ² tr F + |g|²`, which are noise; the third is the signal `|g|²`."""
+    visits: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """Prompt → weight, and the weighted sum of each quantity."""
+    population: tuple[float, ...] = ()
+    """The same for all prompts, discounted step by step; empty before the first."""
 
     def predicted(self, names: Sequence[str]) -> torch.Tensor:
-        """`(2, P)` predicted `tr Σ_oracle` and `σ² tr F + |g|²`, not negative; ones before the first step."""
+        """`(quantities, P)` predictions, not negative; ones before the first step."""
+        if not self.population:
+            return torch.ones(self.quantities, len(names), dtype=torch.float64)
         weight, *sums = self.population
-        if not weight:
-            return torch.ones(2, len(names), dtype=torch.float64)
-        mean = torch.tensor(sums, dtype=torch.float64)[:, None] / weight  # (2, 1)
-        known = torch.tensor([self.visits.get(name, (0.0, 0.0, 0.0)) for name in names], dtype=torch.float64).mT
+        mean = torch.tensor(sums, dtype=torch.float64)[:, None] / weight  # (quantities, 1)
+        unknown = (0.0,) * (1 + self.quantities)
+        known = torch.tensor([self.visits.get(name, unknown) for name in names], dtype=torch.float64).mT
         return ((PRIOR_ROLLOUTS * mean + known[1:]) / (PRIOR_ROLLOUTS + known[0])).clamp(min=0)
 
-    def learn(self, names: Sequence[str], sizes: Sequence[int], noises: torch.Tensor) -> None:
-        """Add the visits of a step: rollouts of each prompt, and its two noises `(2, P)`."""
-        total = torch.tensor(self.population, dtype=torch.float64) * POPULATION_DECAY
-        for name, size, noise in zip(names, sizes, noises.double().mT.tolist(), strict=True):
-            fresh = torch.tensor([size, *(size * value for value in noise)], dtype=torch.float64)
-            before = torch.tensor(self.visits.get(name, (0.0, 0.0, 0.0)), dtype=torch.float64)
-            self.visits[name] = _triple(VISIT_DECAY * before + fresh)
+    def learn(self, names: Sequence[str], sizes: Sequence[int], measured: torch.Tensor) -> None:
+        """Add the visits of a step: rollouts of each prompt, and what was measured of it, `(quantities, P)`."""
+        unknown = (0.0,) * (1 + self.quantities)
+        total = torch.tensor(self.population or unknown, dtype=torch.float64) * POPULATION_DECAY
+        for name, size, values in zip(names, sizes, measured.double().mT.tolist(), strict=True):
+            fresh = torch.tensor([size, *(size * value for value in values)], dtype=torch.float64)
+            before = torch.tensor(self.visits.get(name, unknown), dtype=torch.float64)
+            self.visits[name] = tuple((VISIT_DECAY * before + fresh).tolist())
             total += fresh
-        self.population = _triple(total)
+        if len(names):
+            self.population = tuple(total.tolist())
 
     def state(self) -> dict[str, Any]:
         """Names, their sums, and those of all prompts."""
@@ -128,36 +138,75 @@ class NoiseLedger:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from a stored state."""
-        rows = (_triple(row) for row in state["table"])
+        rows = map(tuple, state["table"].tolist())
         self.visits = dict(zip(state["names"], rows, strict=True))
-        self.population = _triple(torch.tensor(state["population"], dtype=torch.float64))
+        self.population = tuple(state["population"])
 
 
 class Controller:
-    """Decides the group size of every step, and the number of rollouts of each of its prompts."""
+    """Decides the group size of every step, its prompts, and the number of rollouts and the weight of each."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
         size = config.starting_group_size
         choices = group_size_choices(config.batch_size) if config.group_size == "auto" else (size,)
         self.sizes = GroupSizeControl(choices, config.seed, size)
-        self.ledger = NoiseLedger()
+        self.follows_signal = config.draw == "measured" or config.shrink
+        self.ledger = NoiseLedger(3 if self.follows_signal else 2)
         self._saving: dict[str, float | int] = {}
+        self._weights: torch.Tensor | None = None
+        """`(P,)` of the prompts of the step that was drawn last, which keep their mean unbiased."""
 
     @property
     def is_active(self) -> bool:
         """Whether there is anything to decide."""
-        return self._config.group_size == "auto" or self._config.allocate != "uniform"
+        return self._config.controlled_by is not None
 
     @property
     def needs_gram(self) -> bool:
         """Whether every step must be measured, also where the config records none."""
-        return self._config.group_size == "auto" or self._config.allocate == "measured"
+        is_measured = self._config.group_size == "auto" or self._config.allocate == "measured"
+        return is_measured or self.follows_signal
 
     @property
     def config(self) -> TrainConfig:
         """The config of the next step, with the group size of that step."""
         return replace(self._config, group_size=self.sizes.group_size) if self.is_active else self._config
+
+    def drawn_problems(self, problems: Sequence[Problem], number: int) -> list[Problem]:
+        """The problems of step `number`, drawn in proportion to the root of their expected squared gradient.
+
+        A task with no more problems than a step has prompts gives all of them.
+        """
+        count = min(self.config.prompts, len(problems))
+        moments = self._signal(problems) + self._error(problems)
+        probabilities = inclusion_probabilities(moments, count)
+        places = systematic_draw(probabilities, seeded_generator(self._config.seed, "draw", number))
+        self._weights = count / (len(problems) * probabilities[places])
+        return [problems[place] for place in places.tolist()]
+
+    def inputs(self, problems: Sequence[Problem]) -> dict[str, torch.Tensor]:
+        """The weights of the problems of the present step, if they are not all 1."""
+        weights = torch.ones(len(problems), dtype=torch.float64) if self._weights is None else self._weights
+        if self._config.shrink:
+            weights = weights * shrunk_weights(self._signal(problems), self._error(problems))
+        if not self.follows_signal:
+            return {}
+        self._saving |= {
+            "control/smallest_weight": float(weights.min()),
+            "control/largest_weight": float(weights.max()),
+        }
+        return {PROMPT_WEIGHTS: weights}
+
+    def _signal(self, problems: Sequence[Problem]) -> torch.Tensor:
+        """Predicted `|g_p|²` of every problem."""
+        return self.ledger.predicted([problem.id for problem in problems])[2]
+
+    def _error(self, problems: Sequence[Problem]) -> torch.Tensor:
+        """Predicted error of the gradient of every problem, for groups of the present size."""
+        size = self.sizes.group_size
+        single, pair = self.ledger.predicted([problem.id for problem in problems])[:2]
+        return single / size + pair / (size * (size - 1))
 
     def rollouts_of(self, problems: Sequence[Problem]) -> int | list[int]:
         """Rollouts of each problem of the next step; one number if all get the same.
@@ -168,7 +217,7 @@ class Controller:
         self._saving = {}
         if self._config.allocate == "uniform":
             return size
-        single, pair = self.ledger.predicted([problem.id for problem in problems])
+        single, pair = self.ledger.predicted([problem.id for problem in problems])[:2]
         least = max(2, size // 2, min(size, 4))
         sizes = allocated_rollouts(single, pair, size * len(problems), least=least, most=2 * size)
         even = allocation_error(single, pair, torch.full_like(sizes, size))
@@ -187,13 +236,12 @@ class Controller:
         places, estimates = _measured_prompts(step)
         if self._config.allocate == "success":
             self._learn_rewards(step)
-        elif self._config.allocate == "measured" and estimates is not None:
-            noises = (
-                estimates.moments.oracle_trace,
-                estimates.moments.variance_fisher_trace + estimates.moments.gradient_squared,
-            )
+        elif (self._config.allocate == "measured" or self.follows_signal) and estimates is not None:
+            moments = estimates.moments
+            pair = moments.variance_fisher_trace + moments.gradient_squared
+            measured = torch.stack([moments.oracle_trace, pair, moments.gradient_squared])[: self.ledger.quantities]
             names, sizes = step.rollouts.prompt_names, step.rollouts.group_sizes
-            self.ledger.learn([names[p] for p in places], [sizes[p] for p in places], torch.stack(noises))
+            self.ledger.learn([names[p] for p in places], [sizes[p] for p in places], measured)
         if self._config.group_size != "auto":
             return scalars, None
         components = components_of_estimates(estimates) if estimates is not None and len(places) > 1 else None
@@ -260,8 +308,3 @@ def _measured_prompts(step: Step) -> tuple[list[int], PromptEstimates | None]:
     prompt_of = torch.arange(len(places)).repeat_interleave(sizes[places])
     gram = step.gram.matrix.cpu()[rows][:, rows]
     return places.tolist(), unequal_prompt_estimates(gram, rollouts.rewards[rows], prompt_of)
-
-
-def _triple(values: torch.Tensor) -> tuple[float, float, float]:
-    first, second, third = values.tolist()
-    return first, second, third

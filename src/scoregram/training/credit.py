@@ -34,6 +34,9 @@ LOSS_INPUTS = frozenset(
 )
 """Loss inputs that the trainer can supply."""
 
+PROMPT_WEIGHTS = "prompt_weights"
+"""Name of the input with the weights of the prompts."""
+
 
 def require_method(method: Method, *, group_size: int, kl: str, sampling_temperature: float = 0.0) -> None:
     """Raise before any work if the trainer cannot run this estimator or this loss."""
@@ -97,14 +100,16 @@ def credited_step(
         rollouts: Its rollouts.
         length: Longest completion, in tokens: the constant by which Dr.GRPO divides.
         gram: Gram of all rollouts, if already measured; estimators that need score norms require it.
-        inputs: What sources of inputs supplied (`scoregram.training.inputs`).
+        inputs: What sources of inputs supplied (`scoregram.training.inputs`), and the weights of the prompts.
     """
+    given = dict(inputs or {})
+    prompt_weights = given.pop(PROMPT_WEIGHTS, None)
     mask, level = weighted_tokens(method.objective, rollouts), ESTIMATORS[method.estimator].level
     if level != "group":
         by_token = (
             turn_advantages_of(method.estimator, rollouts)
             if level == "turn"
-            else token_advantages_of(method.estimator, rollouts, inputs or {})
+            else token_advantages_of(method.estimator, rollouts, given)
         )
         lengths = mask.sum(1).clamp(min=1).cpu()
         weights = token_weights_of(method.objective, by_token.to(mask.device), mask, length=length)
@@ -118,20 +123,21 @@ def credited_step(
             token_weights=weights,
             has_whole_groups=True,
         )
-    table = advantages_of(method.estimator, rollouts, gram=gram, inputs=inputs)
-    advantages = rollouts.by_rollout(table).double() * prompt_factors(rollouts)
+    table = advantages_of(method.estimator, rollouts, gram=gram, inputs=given)
+    advantages = rollouts.by_rollout(table).double() * prompt_factors(rollouts, prompt_weights)
     weights = score_weights(method.objective, advantages, mask, length=length)
     return Step(number=number, rollouts=rollouts, advantages=advantages, weights=weights.cpu(), gram=gram)
 
 
-def prompt_factors(rollouts: Rollouts) -> Tensor:
-    """`(N,)` factors `N / (P R_p)` of the advantages: every prompt has the same weight whatever its group's size.
+def prompt_factors(rollouts: Rollouts, weights: Tensor | None = None) -> Tensor:
+    """`(N,)` factors `u_p N / (P R_p)` of the advantages: a prompt has the weight `u_p` whatever its group's size.
 
-    Losses divide by the number of rollouts, which gives a prompt with more of them more weight. All ones if the groups
-    are of one size.
+    Losses divide by the number of rollouts, which gives a prompt with more of them more weight. `weights` `(P,)` are
+    the `u_p`, 1 by default; all factors are then 1 if the groups are of one size.
     """
     sizes = torch.tensor(rollouts.group_sizes, dtype=torch.float64)
-    return (sizes.mean() / sizes)[rollouts.group_ids]
+    factors = sizes.mean() / sizes
+    return (factors if weights is None else factors * weights.double().cpu())[rollouts.group_ids]
 
 
 def advantages_of(

@@ -93,9 +93,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
         kl=config.kl,
         sampling_temperature=config.sampling_temperature,
     )
-    if config.group_size == "auto" or config.allocate != "uniform":
-        option = "train --group-size auto" if config.group_size == "auto" else "train --allocate"
-        require_unequal_groups(config.chosen, option)
+    if config.controlled_by is not None:
+        require_unequal_groups(config.chosen, config.controlled_by)
     if config.sampler == "vllm":
         installed_vllm()  # raises before the policy is loaded if vllm is not installed
     if config.resume:
@@ -175,6 +174,7 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
             rate = learning_rate(number, config)
             try:
                 inputs = {n: v for source in sources for n, v in source.inputs(number, rollouts, problems).items()}
+                inputs |= controller.inputs(problems)
                 extra = extra_rollouts([*sources, *drawn.drafts])
                 position = replace(position, rollouts=position.rollouts + (extra or 0))
                 is_recorded = is_due_at(config, config.measure_every, before, position)
@@ -267,9 +267,10 @@ def require_turns(config: TrainConfig, task: Task) -> None:
     if config.chosen.drafts and task.environment is not None:
         remedy = "Choose another method."
         fail("train --method", f"the drafts of {config.method} need a task of one turn", task.name, remedy)
-    if config.allocate != "uniform" and task.environment is not None:
-        remedy = "Leave it out, or choose another task."
-        fail("train --allocate", "needs a task of one turn", task.name, remedy)
+    for option, is_chosen in (("allocate", config.allocate), ("draw", config.draw), ("shrink", config.shrink)):
+        if is_chosen not in ("uniform", False) and task.environment is not None:
+            remedy = "Leave it out, or choose another task."
+            fail(f"train --{option}", "needs a task of one turn", task.name, remedy)
     if config.credit_truth == "sampled" and task.environment is not None:
         fail("train --credit-truth", "sampled values need a task of one turn", task.name, "Leave it out.")
 
@@ -304,7 +305,10 @@ def draw_rollouts(controller: Controller, policy: Policy, task: Task, position: 
         rollouts, owners = collect_branches(policy, task, drawn, **request)
         return DrawnRollouts(rollouts, owners, after(), drafts)
     for _ in range(rounds):
-        problems = drawn_problems(task.train, position.problems + len(drawn), config.prompts, config.seed)
+        if config.draw == "measured":
+            problems = controller.drawn_problems(task.train, number)
+        else:
+            problems = drawn_problems(task.train, position.problems + len(drawn), config.prompts, config.seed)
         drawn += problems
         request["group_size"] = controller.rollouts_of(problems)
         texts = None

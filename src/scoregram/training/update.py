@@ -76,7 +76,7 @@ class Updater:
             return self._backward(step, measure=measure, reference=reference)
         gram = None
         if takes_exact_gram(self.method):
-            if reference is None and self._fits_one_pass(rollouts):
+            if reference is None and not inputs and self._fits_one_pass(rollouts):
                 return self._one_baseline_a_group(number, rollouts)
             gram, measure = self._measure(rollouts), False
         step = credited_step(self.method, number, rollouts, length=self.length, gram=gram, inputs=inputs)
