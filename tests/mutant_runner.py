@@ -235,6 +235,16 @@ class Change:
                 object.__setattr__(row, field.name, getattr(new, field.name))
 
 
+def package_functions() -> dict[Place, list[FunctionType]]:
+    """Every function of the package that this process has imported, by its place; several for a decorated one."""
+    functions: dict[Place, list[FunctionType]] = defaultdict(list)
+    gc.unfreeze()  # `conftest` has frozen what was imported, and the collector does not list frozen objects
+    for thing in gc.get_objects():
+        if type(thing) is FunctionType and thing.__code__.co_filename.startswith(str(PACKAGE)):
+            functions[place(thing.__code__)].append(thing)
+    return functions
+
+
 class MutantSession:
     """A pytest plugin: instead of running the collected tests, fork once for every mutant."""
 
@@ -263,9 +273,7 @@ class MutantSession:
         self.at_import.__exit__()
         if session.testsfailed:
             raise SystemExit("mutants: the tests cannot be collected without any mutant.")
-        for thing in gc.get_objects():
-            if type(thing) is FunctionType and thing.__code__.co_filename.startswith(str(PACKAGE)):
-                self.functions[place(thing.__code__)].append(thing)
+        self.functions = package_functions()
         warm_up_hypothesis()
         self.items = {item.nodeid: item for item in session.items if any(m.selects(item.nodeid) for m in self.mutants)}
         self.measure_unchanged()

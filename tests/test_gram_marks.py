@@ -1,5 +1,7 @@
 """Weights that a model computes from parameters: which low-rank terms they contain, and adapters on fused experts."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import combinations
@@ -30,6 +32,7 @@ def matrix(*shape: int, seed: int = 0) -> Tensor:
 STACK = 3  # experts; weights are 4 × 5, of rank 2
 LEFT, RIGHT, BASE = matrix(STACK, 4, 2), matrix(STACK, 2, 5, seed=1), matrix(STACK, 4, 5, seed=2)
 FIRST_LEFT, FIRST_RIGHT = LEFT[0], RIGHT[0]
+FIRST_ROW = FIRST_LEFT[:1]
 BY_OUTPUT = LEFT.permute(1, 2, 0)  # as PEFT keeps it: output, rank, expert
 
 
@@ -37,12 +40,12 @@ class Followed:
     """Applies operations to tensors, and follows their terms as the interceptor does."""
 
     def __init__(self) -> None:
-        self.trained = [LEFT, RIGHT, FIRST_LEFT, FIRST_RIGHT, BY_OUTPUT]
+        self.trained = [LEFT, RIGHT, FIRST_LEFT, FIRST_RIGHT, FIRST_ROW, BY_OUTPUT]
 
     def __call__(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: D102
         result = func(*args, **kwargs)
         terms = low_rank_terms(func, args, kwargs, self.is_parameter_side)
-        if any(self.is_parameter_side(arg) for arg in args if isinstance(arg, Tensor)):
+        if any(self.is_parameter_side(arg) for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)):
             set_mark(result, Derived(terms=terms, version=result._version))
             self.trained.append(result)
         return result
@@ -114,6 +117,16 @@ OTHERS: dict[str, Callable[[Followed], Tensor]] = {
     "einsum that sums an axis": lambda run: run(torch.einsum, "ore,eri->reo", BY_OUTPUT, RIGHT),
     "einsum of one": lambda run: run(torch.einsum, "ore->eor", BY_OUTPUT),
     "a sum that broadcasts": lambda run: run(torch.add, run(torch.bmm, LEFT, RIGHT), matrix(2, STACK, 4, 5)),
+    "einsum that broadcasts the rank": lambda run: run(torch.einsum, "eor,eri->eoi", LEFT[:, :, :1], RIGHT),
+    "einsum that broadcasts the experts": lambda run: run(torch.einsum, "eor,eri->eoi", LEFT[:1], RIGHT),
+    "addmm that broadcasts a term": lambda run: run(
+        torch.addmm, run(torch.mm, FIRST_ROW, FIRST_RIGHT), FIRST_LEFT, FIRST_RIGHT
+    ),
+    "baddbmm that broadcasts a term": lambda run: run(
+        torch.baddbmm, run(torch.mm, FIRST_LEFT, FIRST_RIGHT), LEFT, RIGHT
+    ),
+    "baddbmm by keywords": lambda run: run(torch.baddbmm, input=BASE, batch1=LEFT, batch2=RIGHT),
+    "transposed by a keyword": lambda run: run(torch.t, input=run(torch.mm, FIRST_LEFT, FIRST_RIGHT)),
     "sum with a factor": lambda run: run(torch.add, BASE, run(torch.bmm, LEFT, RIGHT), alpha=2),
 }
 
@@ -278,11 +291,35 @@ def changed_in_place(m: Any) -> Tensor:
     return weight
 
 
+@torch.no_grad()
+def without_gradient(tensor: Tensor) -> Tensor:
+    """A view of all of `tensor`; autograd passes no gradient from it to `tensor`."""
+    return tensor[:]
+
+
+def hooked(tensor: Tensor) -> Tensor:
+    """The tensor with a hook that triples its gradient."""
+    tensor.register_hook(lambda gradient: None if gradient is None else 3 * gradient)
+    return tensor
+
+
 COMPUTED: dict[str, Callable[[Any], Tensor]] = {
     "changed in place": changed_in_place,
     "a function of the left factor": lambda m: m.base + m.left.exp() @ m.right,
     "a function of the right factor": lambda m: m.base + m.left @ m.right.exp(),
     "one parameter on both sides": lambda m: m.base + m.left @ m.left.T,
+    "a factor without a gradient": lambda m: m.base + without_gradient(m.left) @ m.right,
+    "a weight without a gradient": lambda m: without_gradient(m.head.weight)[:8],
+    "a term that is broadcast": lambda m: torch.addmm(m.left[:1] @ m.right, m.left, m.right),
+    "a matrix as a stack of one": lambda m: torch.baddbmm(m.left @ m.right, m.left[None], m.right[None])[0],
+    "a rank that is broadcast": lambda m: torch.einsum("eor,eri->eoi", m.left[None, :, :1], m.right[None])[0],
+    "keywords": lambda m: torch.t(input=torch.baddbmm(input=m.base, batch1=m.left[None], batch2=m.right[None])[0]),
+    "a hook on the weight": lambda m: hooked(m.base + m.left @ m.right),
+    "a hook on a term": lambda m: m.base + hooked(m.left @ m.right),
+    "a hook on a cast": lambda m: m.base + hooked(m.left.to(torch.complex128)).real @ m.right,
+    "a hook on a view of a factor": lambda m: m.base + hooked(m.left[:]) @ m.right,
+    "a hook on a view": lambda m: hooked(m.head.weight[:8]),
+    "a hook before a view": lambda m: hooked(m.head.weight[:16])[:8],
 }
 
 
@@ -301,14 +338,36 @@ class ComputedWeight(nn.Module):
         return self.head(F.linear(self.embedding(input_ids).cumsum(1), self.compute(self)))
 
 
+@pytest.mark.parametrize("has_leaves", [True, False])
 @pytest.mark.parametrize("kind", COMPUTED)
-def test_other_computed_weights_are_exact(kind):
+def test_other_computed_weights_are_exact(kind, has_leaves, monkeypatch):
+    if not has_leaves:
+        monkeypatch.setattr(leaves, "MOST_LEAF_ELEMENTS", 0)
     torch.manual_seed(0)
     model = ComputedWeight(COMPUTED[kind]).double()
     ids, mask = rollouts().arguments[:2]
     expected = gram_of(model, ids, mask)
     gram = measure_gram(model, ids, mask)
     assert float((gram.matrix - expected).norm()) <= 1e-12 * float(expected.norm())
+    assert not any("without interception" in note for note in gram.notes)
+
+
+def test_a_cast_that_casts_nothing_does_not_keep_the_weight_alive():
+    """A weight that is marked as the cast of itself would wait for Python's garbage collector."""
+    references = []
+
+    def compute(m: Any) -> Tensor:
+        weight = (m.base + m.left @ m.right).to(torch.float64)
+        references.append(weakref.ref(weight))
+        return weight
+
+    model = ComputedWeight(compute).double()
+    gc.disable()
+    try:
+        measure_gram(model, *rollouts().arguments[:2])
+        assert references and not any(reference() is not None for reference in references)
+    finally:
+        gc.enable()
 
 
 class SortedExperts(nn.Module):
@@ -329,6 +388,33 @@ class SortedExperts(nn.Module):
             parts = [F.linear(part, weights[place]) for place, part in enumerate(rows.split(counts))]
             rows = torch.cat(parts).tanh()
         return self.head(x.index_add(0, order, rows).view(*input_ids.shape, -1))
+
+
+class TimeFirstExperts(nn.Module):
+    """One batched product over experts, whose rows are sorted by token first and by rollout second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 8)
+        self.experts = nn.Parameter(torch.randn(3, 8, 8))
+        self.head = nn.Linear(8, 61, bias=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:  # noqa: D102
+        x = self.embedding(input_ids).cumsum(1).transpose(0, 1)  # (T, N, h)
+        rows = x.reshape(1, -1, 8).expand(3, -1, -1).contiguous()
+        mixed = torch.bmm(rows, self.experts).tanh().sum(0).view_as(x)
+        return self.head(mixed.transpose(0, 1))
+
+
+def test_a_batched_product_over_rows_in_the_order_of_the_tokens():
+    """The rows of one rollout are not adjacent, so the product cannot be split by rollout."""
+    torch.manual_seed(0)
+    model = TimeFirstExperts().double()
+    ids, mask = rollouts().arguments[:2]
+    expected = gram_of(model, ids, mask)
+    gram = measure_gram(model, ids, mask)
+    assert float((gram.matrix - expected).norm()) <= 1e-12 * float(expected.norm())
+    assert gram.replayed == ("experts",)
 
 
 def test_rows_that_are_sorted_split_and_joined_keep_their_rollouts(monkeypatch):

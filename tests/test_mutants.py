@@ -1,5 +1,7 @@
 """What a mutant changes in a running process, and the page shows the record of the last run."""
 
+import gc
+import inspect
 import json
 import re
 from collections import Counter
@@ -7,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutant_code import Mutant, changed_functions
+from scoregram.gram import row_gram
+from tests.mutant_code import Mutant, changed_functions, place
+from tests.mutant_runner import package_functions
 from tests.mutants import RECORD
 
 PAGE = (Path(__file__).parents[1] / "docs" / "trust.md").read_text(encoding="utf-8")
@@ -52,6 +56,13 @@ def changed_names(new: str) -> list[str] | None:
 def test_the_functions_that_an_edit_changes(old, new, names):
     assert SOURCE.count(old) == 1
     assert changed_names(SOURCE.replace(old, new)) == names
+
+
+def test_functions_are_found_although_the_suite_has_frozen_them():
+    """Else every mutant of a function needs an import of its own, and all of its tests, the cheapest first."""
+    gc.freeze()
+    place_of_row_gram = place(inspect.unwrap(row_gram).__code__)
+    assert inspect.unwrap(row_gram) in package_functions()[place_of_row_gram]
 
 
 def test_a_mutant_selects_files_tests_and_names():

@@ -45,14 +45,15 @@ from scoregram.gram.leaves import (
     class_path,
     forward_with_copies,
     is_of_transformers,
+    is_plain_view,
     layer_norm_with_copies,
-    overlaps_itself,
     run_per_rollout,
 )
 from scoregram.gram.marks import (
     ACTIVATION,
     Activation,
     Derived,
+    has_hooks,
     known_terms,
     low_rank_terms,
     mark_of,
@@ -518,7 +519,7 @@ class Interceptor(DropoutOff):
         if id(weight) in self._parameters:
             return weight, weight
         base = weight._base
-        if base is None or id(base) not in self._parameters or overlaps_itself(weight):
+        if base is None or id(base) not in self._parameters or not is_plain_view(weight):
             return None
         return base, weight
 
@@ -568,12 +569,16 @@ class Interceptor(DropoutOff):
         parameters: list[Tensor],
     ) -> None:
         """Mark the results of an operation on parameters alone as parameter-side."""
+        if func in CASTS and result is args[0]:
+            return  # nothing was cast: the mark stays, and a tensor is never marked as the cast of itself
         terms = low_rank_terms(func, args, kwargs, self.is_parameter_side)
+        is_hooked = any(map(has_hooks, parameters))
         for tensor in tensors_in((result,), {}):
+            # A view of a parameter that was taken under `no_grad` requires gradients, but is a leaf: it passes none on.
             # A probe pass also looks into checkpointed layers, where nothing requires gradients yet.
-            has_gradient = tensor.requires_grad or (self.observations is not None and not torch.is_grad_enabled())
+            has_gradient = not tensor.is_leaf or (self.observations is not None and not torch.is_grad_enabled())
             if has_gradient and id(tensor) not in self._parameters:
                 # a cast of a cast leads back to the parameter, so that a product with it can still be streamed
                 is_cast = func in CASTS and tensor.shape == parameters[0].shape
                 origin = uncast(parameters[0]) if is_cast else None
-                set_mark(tensor, Derived(origin, self.names_of(parameters), terms, tensor._version))
+                set_mark(tensor, Derived(origin, self.names_of(parameters), terms, tensor._version, is_hooked))

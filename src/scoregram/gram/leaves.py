@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from scoregram.gram.batch import RolloutLayout
+from scoregram.gram.marks import has_hooks
 from scoregram.gram.model import facts_of
 from scoregram.gram.operations import BROADCASTS, CASTS
 
@@ -88,7 +89,7 @@ class Leaves:
             base = tensor._base
             if tensor.is_leaf:
                 yield tensor, rows
-            elif base is not None and base.is_leaf and base.is_contiguous() and not overlaps_itself(tensor):
+            elif base is not None and base.is_contiguous() and is_plain_view(tensor):
                 # A part of a parameter, such as the bias of one expert: all parts are added to one tensor of rows.
                 if id(base) not in wholes:
                     wholes[id(base)] = base, rows.new_zeros(len(rows), *base.shape)
@@ -104,6 +105,12 @@ def add_to_region(wholes: Tensor, parameter: Tensor, view: Tensor, rows: Tensor)
     offset = view.storage_offset() - parameter.storage_offset()
     strides = (parameter.numel(), *view.stride())
     wholes.as_strided((len(wholes), *view.shape), strides, offset).add_(rows)
+
+
+def is_plain_view(tensor: Tensor) -> bool:
+    """Whether a tensor is a view of a parameter whose gradient is part of the parameter's."""
+    base = tensor._base
+    return base is not None and base.is_leaf and not overlaps_itself(tensor) and not has_hooks(tensor)
 
 
 def overlaps_itself(view: Tensor) -> bool:

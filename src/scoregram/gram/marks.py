@@ -14,7 +14,7 @@ so the gradients of `L` `(p, r)` and `R` `(r, q)` have factors too. `LowRankTerm
 `low_rank_terms` follows the terms from the parameters to the weight.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
@@ -87,6 +87,8 @@ class Derived:
     """The terms that it is the sum of, up to a constant; empty if it is not such a sum."""
     version: int = 0
     """Its version (`Tensor._version`) when it was marked: a change in place makes `cast_of` and `terms` wrong."""
+    is_hooked: bool = False
+    """Whether a backward hook is on a tensor that it was computed from."""
 
 
 ACTIVATION = Activation()
@@ -103,9 +105,19 @@ def mark_of(tensor: Tensor) -> Activation | Derived | None:
 
 
 def derived_mark(tensor: Any) -> Derived | None:
-    """The mark of a derived tensor that was not changed in place since; else None."""
+    """The mark of a derived tensor; None if the tensor was changed in place since, or has hooks."""
     mark = mark_of(tensor) if isinstance(tensor, Tensor) else None
-    return mark if isinstance(mark, Derived) and mark.version == tensor._version else None
+    is_valid = isinstance(mark, Derived) and mark.version == tensor._version and not has_hooks(tensor)
+    return mark if is_valid else None
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether a backward hook is on a derived tensor, or on one that it was computed from.
+
+    A hook may change the gradient, so autograd has to compute the gradients of the parameters behind this tensor.
+    """
+    mark = mark_of(tensor)
+    return bool(tensor._backward_hooks) or (isinstance(mark, Derived) and mark.is_hooked)
 
 
 def uncast(tensor: Tensor) -> Tensor:
@@ -119,7 +131,7 @@ def stack_entry(weights: Tensor, place: int) -> Tensor:
     weight, origin = weights[place], uncast(weights)
     cast_of = None if origin is weights else origin[place]
     terms = tuple(term.at(place) for term in known_terms(weights))
-    set_mark(weight, Derived(cast_of, terms=terms, version=weight._version))
+    set_mark(weight, Derived(cast_of, terms=terms, version=weight._version, is_hooked=has_hooks(weights)))
     return weight
 
 
@@ -135,17 +147,19 @@ def low_rank_terms(
     """
     if func in PRODUCTS and not kwargs:
         return of_product(*args)
-    if func is torch.baddbmm or func is torch.addmm:
+    if func in (torch.baddbmm, torch.addmm) and len(args) == 3 and kwargs.keys() <= {"beta", "alpha"}:
         return of_sum_and_product(*args, **kwargs, is_parameter_side=is_parameter_side)
     if func is torch.einsum:
         return of_einsum(*args)
-    if func in SUMS and not kwargs:
+    if func in SUMS and len(args) == 2 and not kwargs:
         return of_sum(*args, is_parameter_side=is_parameter_side)
     if func in SCALINGS and not kwargs:
         number, tensor = args if isinstance(args[0], Real) else args[::-1]
         is_number = isinstance(number, Real) and not isinstance(number, bool)
         return tuple(term.scaled(float(number)) for term in known_terms(tensor)) if is_number else ()
-    return tuple(of_one_weight(func, args, term) for term in known_terms(args[0])) if follows(func, args) else ()
+    if not args or not follows(func, args):
+        return ()
+    return tuple(of_one_weight(func, args, term) for term in known_terms(args[0]))
 
 
 def known_terms(tensor: Any) -> Terms:
@@ -155,11 +169,11 @@ def known_terms(tensor: Any) -> Terms:
 
 
 def of_product(left: Any, right: Any) -> Terms:
-    """The only term of the product of two matrices, or of two stacks of matrices."""
-    are_tensors = isinstance(left, Tensor) and isinstance(right, Tensor)
-    if not are_tensors or left.ndim != right.ndim or left.ndim not in (2, 3) or left.shape[:-2] != right.shape[:-2]:
+    """The only term of the product of two matrices, or of two stacks of matrices; empty if an axis is broadcast."""
+    if not isinstance(left, Tensor) or not isinstance(right, Tensor) or left.ndim not in (2, 3):
         return ()
-    return (LowRankTerm(uncast(left), uncast(right)),)
+    is_plain = left.shape[:-2] == right.shape[:-2] and left.ndim == right.ndim and left.shape[-1] == right.shape[-2]
+    return (LowRankTerm(uncast(left), uncast(right)),) if is_plain else ()
 
 
 def of_sum_and_product(
@@ -175,16 +189,24 @@ def of_sum_and_product(
     if is_parameter_side(added) and not known_terms(added):
         return ()
     old = [term.scaled(float(beta)) for term in known_terms(added)]
-    return *old, *(term.scaled(float(alpha)) for term in of_product(left, right))
+    new = [term.scaled(float(alpha)) for term in of_product(left, right)]
+    return of_whole_sum([*old, *new], (*left.shape[:-1], right.shape[-1]))
 
 
 def of_sum(first: Any, second: Any, *, is_parameter_side: Callable[[Tensor], bool]) -> Terms:
-    """The terms of a sum of two tensors; a matrix that is added to a stack of one becomes a stack."""
+    """The terms of a sum of two tensors."""
     sides = [side for side in (first, second) if isinstance(side, Tensor)]
     if any(is_parameter_side(side) and not known_terms(side) for side in sides):
         return ()
-    shape = torch.broadcast_shapes(*(side.shape for side in sides))
     terms = [term for side in sides for term in known_terms(side)]
+    return of_whole_sum(terms, torch.broadcast_shapes(*(side.shape for side in sides)))
+
+
+def of_whole_sum(terms: Sequence[LowRankTerm], shape: Sequence[int]) -> Terms:
+    """The terms of a sum of this shape; empty if one of them was broadcast.
+
+    A matrix that is added to a stack of one becomes a stack.
+    """
     if len(shape) == 3:
         terms = [term.at(None) if term.left.ndim == 2 else term for term in terms]
     return tuple(terms) if all(term.shape == tuple(shape) for term in terms) else ()
@@ -205,7 +227,7 @@ def of_einsum(equation: Any, *operands: Any) -> Terms:
         return ()
     left = uncast(names[first]).permute([first.index(axis) for axis in (stack, row, rank)])
     right = uncast(names[second]).permute([second.index(axis) for axis in (stack, rank, column)])
-    return (LowRankTerm(left, right),)
+    return of_product(left, right)
 
 
 def follows(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
