@@ -200,22 +200,58 @@ def test_dropout_outside_every_module_is_switched_off(is_deferred):
     assert float((gram.matrix - expected).norm()) < 1e-12 * float(expected.norm())
 
 
+class Overwriting(FunctionalDropout):
+    """A model that writes to one of its inputs, as if a placeholder stood among the tokens."""
+
+    written = "input_ids"
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:  # noqa: D102
+        given = {"input_ids": input_ids, "attention_mask": attention_mask}
+        given[self.written][:, 0] = 1
+        return super().forward(input_ids)
+
+
+@pytest.mark.parametrize("written", ["input_ids", "attention_mask"])
+@pytest.mark.parametrize("measure", [measure_gram, DeferredGram])
+def test_a_model_that_writes_to_its_inputs_is_refused(written, measure):
+    """Its later passes would see other tokens; the Gram would be wrong, also under `verify`."""
+    model, batch = Overwriting(0.0).double(), rollouts()
+    model.written = written
+    before = [given.clone() for given in batch.arguments]
+    with pytest.raises(ScoregramError, match="must not change input_ids and attention_mask in place, got a forward"):
+        measure(model, *batch.arguments)
+    assert all(torch.equal(given, same) for given, same in zip(batch.arguments, before, strict=True))
+
+
+def test_trainable_parameters_on_two_devices_are_refused():
+    model, batch = FunctionalDropout(0.0).double(), rollouts()
+    model.head = model.head.to("meta")
+    message = "trainable parameters must be on one device, got embedding.weight on cpu and head.weight on meta."
+    with pytest.raises(ScoregramError, match=message):
+        measure_gram(model, *batch.arguments)
+
+
 class Wary(FunctionalDropout):
     """A model that refuses to run under interception."""
 
+    message: tuple[str, ...] = ("a mark",)
+
     def forward(self, input_ids: Tensor) -> Tensor:  # noqa: D102
         x = self.embedding(input_ids)
-        assert not hasattr(x, "_scoregram"), "a mark"
+        if hasattr(x, "_scoregram"):
+            raise AssertionError(*self.message)
         return self.head(self.layer(x.cumsum(1)))
 
 
-def test_a_model_that_refuses_interception_is_measured_by_plain_passes():
+@pytest.mark.parametrize(("message", "note"), [(("a mark",), "a mark"), (("two\nlines",), "two"), ((), "")])
+def test_a_model_that_refuses_interception_is_measured_by_plain_passes(message, note):
     torch.manual_seed(0)
     model, batch = Wary(0.0).double(), rollouts()
+    model.message = message
     gram, expected = measure_gram(model, *batch.arguments), reference(model, batch)
     assert float((gram.matrix - expected).norm()) < 1e-12 * float(expected.norm())
     assert set(gram.replayed) == {name for name, _ in model.named_parameters()}
-    assert gram.notes[0] == "measured without interception: AssertionError: a mark"
+    assert gram.notes[0] == f"measured without interception: AssertionError: {note}"
 
 
 class Sorted(Called):

@@ -10,7 +10,9 @@ from scoregram.checks import ScoregramError
 from scoregram.gram import CudaGraphGram, DeferredGram, backward_with_gram, measure_gram
 from scoregram.gram.batch import all_rollouts, make_batch
 from scoregram.gram.cuda_graph import (
+    RecordedPass,
     ReplayedDeferredGram,
+    TensorPlaces,
     graph_inputs,
     graph_measurement,
     has_half_products,
@@ -99,6 +101,106 @@ def test_without_a_gpu_the_measurement_runs_as_usual_and_says_so():
     assert isinstance(graphs.deferred(*given), DeferredGram)
     torch.testing.assert_close(graphs.measure(*given).matrix, exact.matrix)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class UnrecordedPass(RecordedPass):
+    """A stand-in for `RecordedPass`: the same measurement of static inputs, run each time instead of replayed."""
+
+    def __init__(self, model: Any, chosen: Any) -> None:
+        self.measured, self.chosen = MeasuredModel(model), chosen
+
+    def forward(self, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: D102
+        self.measurement = graph_measurement(self.measured, self.chosen, inputs)
+        with Undo() as undo, undo, self.measured.in_use(undo):
+            return self.measurement.forward()
+
+    def replayed(self, rollouts: Any, inputs: Any) -> Any:  # noqa: D102
+        unit = replace(rollouts, batch=inputs.batch, powers=torch.ones_like(rollouts.powers))
+        with Undo() as undo, undo, self.measured.in_use(undo):
+            return replace(self.measurement.backward(unit, inputs.weights), rollouts=rollouts)
+
+
+def replayed_deferred(owner, given, vectors=2) -> ReplayedDeferredGram:
+    """A replay of `owner`, on a CPU."""
+    batch = make_batch(owner.model, *given, keep_padding=owner.keep_padding)
+    chosen = all_rollouts(padded_batch(batch, owner.round_tokens_to), owner.group_size)
+    ones = torch.ones(vectors, batch.rollouts, dtype=torch.float64)
+    _, inputs = graph_inputs(owner.model, chosen.batch, ones, owner.round_tokens_to, deferred=True)
+    return ReplayedDeferredGram(owner, UnrecordedPass(owner.model, chosen), batch, inputs)
+
+
+@pytest.mark.parametrize("group_size", [None, 3])
+def test_a_deferred_replay_is_the_measurement_with_the_final_coefficients(group_size):
+    """What `ReplayedDeferredGram` does around the graphs, with a stand-in for these."""
+    model, given = ARCHITECTURES["llama-tied"]().double(), rollouts(6, 12).arguments
+    coefficients, weights = torch.randn(6, 12, dtype=torch.float64), torch.randn(2, 6, dtype=torch.float64)
+    usual = DeferredGram(model, *given, group_size=group_size)
+    exact, sums = usual.finish(coefficients, weights)
+    ours = replayed_deferred(CudaGraphGram(model, group_size=group_size, round_tokens_to=8), given)
+    gram, totals = ours.finish(coefficients, weights)
+    torch.testing.assert_close(ours.log_probs, usual.log_probs)
+    torch.testing.assert_close(ours.entropies, usual.entropies)
+    torch.testing.assert_close(gram.matrix, exact.matrix, equal_nan=True)
+    for parameter, total in sums.items():
+        torch.testing.assert_close(totals[parameter], total, rtol=1e-9, atol=1e-12)
+
+
+def test_a_deferred_replay_whose_memory_was_overwritten_is_refused():
+    """All graphs of one object share their memory: the next measurement, or `finish` itself, overwrites it."""
+    graphs, given = CudaGraphGram(ARCHITECTURES["llama"]().double()), rollouts(4, 12).arguments
+    coefficients, weights = torch.ones(4, 12), torch.ones(2, 4)
+    first = replayed_deferred(graphs, given)
+    second = replayed_deferred(graphs, given)
+    message = "CudaGraphGram.deferred: must be finished once, and before the next measurement, got a later call."
+    with pytest.raises(ScoregramError, match=message):
+        first.finish(coefficients, weights)
+    second.finish(coefficients, weights)
+    with pytest.raises(ScoregramError, match=message):
+        second.finish(coefficients, weights)
+
+
+def test_a_deferred_replay_takes_the_recorded_number_of_weight_vectors():
+    """A single vector would be broadcast to all that the graph reads."""
+    graphs, given = CudaGraphGram(ARCHITECTURES["llama"]().double()), rollouts(4, 12).arguments
+    with pytest.raises(ScoregramError, match=r"finish must get weights \(2, 4\), got \(1, 4\)"):
+        replayed_deferred(graphs, given).finish(torch.ones(4, 12), torch.ones(1, 4))
+
+
+def test_groups_are_the_same_with_and_without_a_graph():
+    model, given = ARCHITECTURES["llama"]().double(), rollouts(4, 12).arguments
+    coefficients, weights = torch.rand(4, 12), torch.ones(1, 4)
+    gram, _ = CudaGraphGram(model, group_size=2).deferred(*given).finish(coefficients, weights)
+    replayed, _ = replayed_deferred(CudaGraphGram(model, group_size=2), given, 1).finish(coefficients, weights)
+    assert bool(gram.matrix[:2, 2:].isnan().all())
+    torch.testing.assert_close(gram.matrix, replayed.matrix, equal_nan=True)
+
+
+def replaced_parameter(model: Any) -> None:
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach())  # the same memory, another tensor
+
+
+def moved_parameter(model: Any) -> None:
+    model.lm_head.weight.data = model.lm_head.weight.data.clone()
+
+
+def frozen_parameter(model: Any) -> None:
+    model.lm_head.weight.requires_grad_(False)
+
+
+def replaced_buffer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.clone()
+
+
+@pytest.mark.parametrize("change", [replaced_parameter, moved_parameter, frozen_parameter, replaced_buffer])
+def test_changes_of_a_model_that_its_graphs_do_not_see(change):
+    model = ARCHITECTURES["llama"]()
+    before = TensorPlaces.of(model)
+    with torch.no_grad():
+        for parameter in model.parameters():  # as an optimiser: in place
+            parameter.mul_(1.01)
+    assert TensorPlaces.of(model) == before
+    change(model)
+    assert TensorPlaces.of(model) != before
 
 
 @pytest.mark.parametrize("count", [1, 2, 15, 16, 17, 31, 32, 100, 6500, 49152])

@@ -134,6 +134,33 @@ def test_what_is_not_finite_is_refused_and_nothing_is_left_behind():
     assert not any(vars(module).get("forward") for module in model.modules())
 
 
+def test_groups_of_a_deferred_gram():
+    """Within groups as without them; `nan` between groups."""
+    model, batch = build("Llama").double(), rollouts(6, 11)
+    coefficients, weights = torch.rand(6, 11, dtype=torch.float64), torch.rand(1, 6, dtype=torch.float64)
+    whole, sums = DeferredGram(model, *batch.arguments).finish(coefficients, weights)
+    grouped, same = DeferredGram(model, *batch.arguments, group_size=2).finish(coefficients, weights)
+    inside = torch.block_diag(*[torch.ones(2, 2)] * 3).bool()
+    assert bool((grouped.matrix.isnan() == ~inside).all())
+    torch.testing.assert_close(grouped.matrix[inside], whole.matrix[inside])
+    for parameter, total in sums.items():
+        torch.testing.assert_close(same[parameter], total)
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights", "message"),
+    [
+        ({"group_size": 2}, WEIGHTS, "DeferredGram: group_size must divide the number of rollouts 5, got 2."),
+        ({}, WEIGHTS[0], r"DeferredGram.finish: weights must be \(M, N\) with N = 5, got \(5,\)."),
+        ({}, WEIGHTS[:, :4], r"DeferredGram.finish: weights must be \(M, N\) with N = 5, got \(2, 4\)."),
+        ({}, WEIGHTS * torch.inf, "DeferredGram.finish: weights must be finite"),
+    ],
+)
+def test_wrong_groups_and_weights_are_refused(settings, weights, message):
+    with pytest.raises(ScoregramError, match=message):
+        DeferredGram(build("Llama"), *rollouts().arguments, **settings).finish(COEFFICIENTS, weights)
+
+
 def test_a_second_call_of_finish_is_refused():
     batch = rollouts()
     _, _, deferred = finished(build("Llama"), batch)

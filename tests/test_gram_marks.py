@@ -417,6 +417,24 @@ def test_a_batched_product_over_rows_in_the_order_of_the_tokens():
     assert gram.replayed == ("experts",)
 
 
+class HookedExperts(TimeFirstExperts):
+    """One batched product over experts with a hook on the stack of their weights."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:  # noqa: D102
+        x = self.embedding(input_ids).cumsum(1)
+        rows = x.reshape(1, -1, 8).expand(3, -1, -1).contiguous()
+        return self.head(torch.bmm(rows, hooked(self.experts[:])).tanh().sum(0).view_as(x))
+
+
+def test_a_hook_on_the_experts_of_a_batched_product():
+    torch.manual_seed(0)
+    model = HookedExperts().double()
+    ids, mask = rollouts().arguments[:2]
+    expected = gram_of(model, ids, mask)
+    gram = measure_gram(model, ids, mask)
+    assert float((gram.matrix - expected).norm()) <= 1e-12 * float(expected.norm())
+
+
 def test_rows_that_are_sorted_split_and_joined_keep_their_rollouts(monkeypatch):
     monkeypatch.setattr(leaves, "KEPT_ELEMENTS", 0)
     torch.manual_seed(0)

@@ -183,9 +183,8 @@ def make_batch(
     if layout is not None:
         input_ids, attention, mask, weight = map(layout.in_rows, (input_ids, attention, mask, weight))
     require_known_tokens(model, input_ids, mask, caller)
-    # Views or copies: the interceptor sets an attribute on the tensors that enter the model, not on the caller's.
-    ids = input_ids.long().view_as(input_ids)
-    return Batch(ids, attention.long(), mask, weight, temperature, layout, keep_padding)
+    # A copy: the interceptor sets an attribute on the tensors that enter the model, and a model may write to them.
+    return Batch(input_ids.long().clone(), attention.long(), mask, weight, temperature, layout, keep_padding)
 
 
 # Checks of the caller's tensors
@@ -196,6 +195,15 @@ def require_tensors(caller: str, **values: Any) -> None:
     for name, value in values.items():
         if value is not None and not isinstance(value, Tensor):
             fail(caller, f"{name} must be a tensor", type(value).__name__, "Convert it with torch.as_tensor.")
+
+
+def weight_vectors(weights: Tensor, rollouts: int, *, caller: str) -> Tensor:
+    """The caller's weights `(M, N)`. Raises unless they have this shape and are finite."""
+    require_tensors(caller, weights=weights)
+    if weights.ndim != 2 or weights.shape[1] != rollouts:
+        requirement = f"weights must be (M, N) with N = {rollouts}"
+        fail(caller, requirement, tuple(weights.shape), "Pass vectors with one weight per rollout.")
+    return require_finite(weights, name="weights", caller=caller)
 
 
 def zeros_and_ones(mask: Tensor, input_ids: Tensor, *, name: str, remedy: str) -> Tensor:
@@ -335,11 +343,9 @@ def distinct_rollouts(batch: Batch, group_size: int | None) -> DistinctRollouts:
     Raises:
         ScoregramError: If `group_size` does not divide the number of rollouts.
     """
+    require_complete_groups(batch, group_size, caller="measure_gram")
     count = batch.rollouts
     size = count if group_size is None else group_size
-    if size < 1 or count % size:
-        requirement = f"group_size must divide the number of rollouts {count}"
-        fail("measure_gram", requirement, group_size, "Pass complete groups.")
     # Compares the bits of coefficients: none is NaN, and it is harmless if 0.0 and -0.0 count as different.
     parts = batch.input_ids, batch.attention_mask, batch.completion_mask, batch.coefficients.view(torch.int64)
     texts = [row.tobytes() for row in torch.cat([part.long() for part in parts], 1).cpu().numpy()]
@@ -360,6 +366,13 @@ def distinct_rollouts(batch: Batch, group_size: int | None) -> DistinctRollouts:
     chosen = torch.tensor(rows, device=batch.input_ids.device)
     unit, powers = batch.at(chosen).of_unit_size()
     return DistinctRollouts(unit, powers, None if group_size is None else most, torch.tensor(row_of))
+
+
+def require_complete_groups(batch: Batch, group_size: int | None, *, caller: str) -> None:
+    """Raise unless the rollouts are groups of `group_size`; None: the whole batch is one group."""
+    if group_size is not None and (group_size < 1 or batch.rollouts % group_size):
+        requirement = f"group_size must divide the number of rollouts {batch.rollouts}"
+        fail(caller, requirement, group_size, "Pass complete groups.")
 
 
 def all_rollouts(batch: Batch, group_size: int | None = None) -> DistinctRollouts:

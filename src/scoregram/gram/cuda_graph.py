@@ -12,7 +12,7 @@ longest completion, the number of distinct tokens, and whether there is padding.
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -26,12 +26,14 @@ from scoregram.gram.batch import (
     StaticSizes,
     all_rollouts,
     make_batch,
+    require_complete_groups,
     require_tensors,
     vocabulary_size,
+    weight_vectors,
 )
 from scoregram.gram.engine import DeferredGram
 from scoregram.gram.measurement import Measurement
-from scoregram.gram.model import MeasuredModel, averages_gradients
+from scoregram.gram.model import MeasuredModel, averages_gradients, modules_inside
 from scoregram.gram.result import CollectedScores, Gram
 from scoregram.gram.undo import Undo
 from scoregram.rollouts import Rollouts
@@ -84,6 +86,7 @@ class GraphInputs:
     def take(self, other: "GraphInputs") -> None:
         """Copy the values of other inputs of this shape."""
         for own, their in zip(self.tensors(), other.tensors(), strict=True):
+            assert own.shape == their.shape  # `copy_` would broadcast
             own.copy_(their)
 
     def clone(self) -> "GraphInputs":
@@ -193,7 +196,10 @@ def graph_measurement(measured: MeasuredModel, rollouts: DistinctRollouts, input
 
 
 class ReplayedDeferredGram:
-    """A `DeferredGram` from CUDA graphs; finish it before the next measurement of the same `CudaGraphGram` begins."""
+    """A `DeferredGram` from CUDA graphs; finish it before the next measurement of the same `CudaGraphGram` begins.
+
+    All graphs of a `CudaGraphGram` share their memory, so the next replay overwrites what the forward pass left there.
+    """
 
     def __init__(self, owner: "CudaGraphGram", recorded: RecordedPass, given: Batch, inputs: GraphInputs) -> None:
         """Run the forward pass over a batch `given`, whose static form is in `inputs`."""
@@ -201,18 +207,47 @@ class ReplayedDeferredGram:
         self._recorded = recorded
         self._batch = given
         self._inputs = inputs
+        owner.replays += 1
+        self._replay = owner.replays
         tokens = given.input_ids.shape[1]
         found = recorded.forward(inputs)
         self.log_probs, self.entropies = (given.as_given(values[:, :tokens]) for values in found)
 
     def finish(self, coefficients: Tensor, weights: Tensor) -> tuple[Gram, dict[Tensor, Tensor]]:
-        """As `DeferredGram.finish`."""
+        """As `DeferredGram.finish`, with as many weight vectors as `CudaGraphGram.deferred` was called with."""
+        caller, recorded = "CudaGraphGram.deferred", self._inputs.weights
+        assert recorded is not None
+        if self._owner.replays != self._replay:
+            requirement = "must be finished once, and before the next measurement"
+            fail(caller, requirement, "a later call", "Finish it first, or use DeferredGram.")
+        weights = weight_vectors(weights, self._batch.rollouts, caller=caller)
+        if weights.shape != recorded.shape:
+            requirement = f"finish must get weights {tuple(recorded.shape)}"
+            fail(caller, requirement, tuple(weights.shape), "Pass the number of vectors to deferred.")
         batch = padded_batch(self._batch.with_coefficients(coefficients), self._owner.round_tokens_to)
         rollouts = all_rollouts(batch, self._owner.group_size)
         weights = rollouts.row_weights(weights.to(self.log_probs.device))
         static = replace(rollouts.batch, static=self._inputs.batch.static)
+        self._owner.replays += 1  # the backward pass overwrites what it reads
         scores = self._recorded.replayed(rollouts, GraphInputs(static, weights))
         return replace(scores.gram(), log_probs=self.log_probs), scores.sums
+
+
+@dataclass(frozen=True)
+class TensorPlaces:
+    """The parameters and buffers of a model, by what a graph relies on: which tensors they are and where."""
+
+    tensors: list[Tensor] = field(compare=False)
+    """Referenced, so that no other tensor can get the id or the memory of one of them."""
+    places: list[tuple[int, int, bool]]
+    """Id, address and `requires_grad` of each."""
+
+    @staticmethod
+    def of(model: nn.Module) -> "TensorPlaces":
+        """The places of all tensors of a model; a walk over its modules, because it takes place at every call."""
+        states = (state for m in modules_inside(model) for state in (m._parameters, m._buffers))
+        tensors = [tensor for state in states for tensor in state.values() if tensor is not None]
+        return TensorPlaces(tensors, [(id(t), t.data_ptr(), t.requires_grad) for t in tensors])
 
 
 class CudaGraphGram:
@@ -224,8 +259,8 @@ class CudaGraphGram:
     parameter must be replayed by rollout, or if the first replay disagrees.
 
     The weights may change in place between two calls, as an optimiser changes them. Nothing else about the model may:
-    a replay does not run hooks, does not see attributes that were set later, and would not see another layer. If a
-    parameter moves, or `requires_grad` of one of them changes, the graphs are dropped.
+    a replay does not run hooks, and does not see attributes that were set later. If a parameter or a buffer is replaced
+    or moves, or `requires_grad` of one of them changes, the graphs are dropped.
 
     The graphs keep the memory of one pass for as long as this object lives (`held_bytes`).
     """
@@ -234,6 +269,8 @@ class CudaGraphGram:
     """Device memory that the graphs hold."""
     reason: str | None = None
     """Why no further graph is recorded; None while recording is possible."""
+    replays: int = 0
+    """Number of passes so far that wrote to the graphs' memory."""
 
     def __init__(
         self,
@@ -267,8 +304,8 @@ class CudaGraphGram:
         self.round_tokens_to = round_tokens_to
         self._seen: set[GraphShape] = set()
         self._graphs: OrderedDict[GraphShape, RecordedPass] = OrderedDict()
-        self._addresses: list[tuple[Tensor, int, bool]] = []
-        """Every parameter with its address and `requires_grad` at the recording."""
+        self._places: TensorPlaces | None = None
+        """Those of the model at the recordings; None while there is no graph."""
         self._pool: Any = None
         self._stream: Any = None
 
@@ -317,16 +354,21 @@ class CudaGraphGram:
             if shape in self._graphs:
                 self._graphs.move_to_end(shape)
                 return ReplayedDeferredGram(self, self._graphs[shape], given, inputs)
-        options = {"temperature": self.temperature, "keep_padding": self.keep_padding}
-        return DeferredGram(self.model, input_ids, completion_mask, attention_mask, **options)
+        return DeferredGram(
+            self.model,
+            input_ids,
+            completion_mask,
+            attention_mask,
+            group_size=self.group_size,
+            temperature=self.temperature,
+            keep_padding=self.keep_padding,
+        )
 
     def _batch(self, measured: MeasuredModel, *given: Any, coefficients: Tensor | None = None) -> Batch:
         """The checked batch of `measure_gram`."""
         options = {"temperature": self.temperature, "keep_padding": self.keep_padding}
         batch = make_batch(measured.model, *given, coefficients=coefficients, **options)
-        if self.group_size is not None and (self.group_size < 1 or batch.rollouts % self.group_size):
-            requirement = f"group_size must divide the number of rollouts {batch.rollouts}"
-            fail("CudaGraphGram", requirement, self.group_size, "Pass complete groups.")
+        require_complete_groups(batch, self.group_size, caller="CudaGraphGram")
         return batch
 
     def _run(self, *given: Any, weights: Tensor | None, coefficients: Tensor | None) -> Gram:
@@ -354,6 +396,7 @@ class CudaGraphGram:
             self._seen.add(shape)
             if shape in self._graphs:
                 self._graphs.move_to_end(shape)
+                self.replays += 1
                 return self._graphs[shape].replayed(rollouts, inputs)
         reason = self.reason if rollouts.batch.input_ids.is_cuda else "the rollouts are not on a GPU"
         with Undo() as undo, undo, measured.in_use(undo):
@@ -365,10 +408,10 @@ class CudaGraphGram:
         self, measured: MeasuredModel, rollouts: DistinctRollouts, weights: Tensor | None, *, deferred: bool
     ) -> tuple[GraphShape, GraphInputs]:
         """`graph_inputs`, after graphs of a changed model are dropped."""
-        if any(p.data_ptr() != place or p.requires_grad != trained for p, place, trained in self._addresses):
+        if self._places is not None and self._places != TensorPlaces.of(measured.model):
             self._graphs.clear()
             self._seen.clear()
-            self._addresses, self._pool, self.held_bytes = [], None, 0
+            self._places, self._pool, self.held_bytes = None, None, 0
         return graph_inputs(measured.model, rollouts.batch, weights, self.round_tokens_to, deferred=deferred)
 
     def _record(
@@ -377,6 +420,7 @@ class CudaGraphGram:
         """Measure once without a graph, record one, and keep it if its Gram is the same; sets `reason` if not."""
         if self._pool is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self.replays += 1
         self._stream.wait_stream(torch.cuda.current_stream())
         own = torch.cuda.stream(self._stream)  # operations have to be warm on the stream that records them
         try:
@@ -384,11 +428,10 @@ class CudaGraphGram:
                 recorded = self._compared_pass(measured, rollouts, inputs, deferred=shape.deferred)
         except Exception as error:
             self._end_failed_recording()
-            self.reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            self.reason = f"{type(error).__name__}: {error}".splitlines()[0]  # the message itself may be empty
             return
         torch.cuda.current_stream().wait_stream(self._stream)
-        if not self._graphs:
-            self._addresses = [(p, p.data_ptr(), p.requires_grad) for p in measured.model.parameters()]
+        self._places = TensorPlaces.of(measured.model)
         self._graphs[shape] = recorded
         if len(self._graphs) > MOST_GRAPHS:
             self._graphs.popitem(last=False)

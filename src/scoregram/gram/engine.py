@@ -16,7 +16,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from scoregram.checks import fail, require_finite, require_same_shape
-from scoregram.gram.batch import Batch, DistinctRollouts, all_rollouts, distinct_rollouts, make_batch, require_tensors
+from scoregram.gram.batch import (
+    Batch,
+    DistinctRollouts,
+    all_rollouts,
+    distinct_rollouts,
+    make_batch,
+    require_complete_groups,
+    require_tensors,
+    weight_vectors,
+)
 from scoregram.gram.in_passes import PassPlan, run_in_passes
 from scoregram.gram.measurement import Measurement
 from scoregram.gram.model import MeasuredModel, averages_gradients, sharded_modules, sharding_processes
@@ -257,6 +266,7 @@ class DeferredGram:
         completion_mask: Tensor,
         attention_mask: Tensor | None = None,
         *,
+        group_size: int | None = None,
         temperature: float = 1.0,
         keep_padding: bool = False,
     ) -> None:
@@ -273,8 +283,10 @@ class DeferredGram:
             temperature=temperature,
             keep_padding=keep_padding,
         )
+        require_complete_groups(self._batch, group_size, caller="DeferredGram")
+        self._group_size = group_size
         # Duplicates stay: equal rollouts may get different coefficients later.
-        self._measurement = Measurement(self._measured, all_rollouts(self._batch))
+        self._measurement = Measurement(self._measured, all_rollouts(self._batch, group_size))
         with Undo() as undo, undo, self._measured.in_use(undo):
             found = self._measurement.forward()
         self.log_probs, self.entropies = map(self._batch.as_given, found)
@@ -289,13 +301,15 @@ class DeferredGram:
             weights: `(M, N)`.
 
         Raises:
-            ScoregramError: If a coefficient, a parameter or a gradient is not finite.
+            ScoregramError: If weights or coefficients have another shape, or if a weight, a coefficient, a parameter or
+                a gradient is not finite.
         """
         if self._is_finished:
             fail("DeferredGram.finish", "can be called once", "a second call", "Make a new DeferredGram.")
-        self._is_finished = True  # the backward pass frees the graph
-        rollouts = all_rollouts(self._batch.with_coefficients(coefficients))
+        weights = weight_vectors(weights, self._batch.rollouts, caller="DeferredGram.finish")
         weights = weights.to(self.log_probs.device)
+        rollouts = all_rollouts(self._batch.with_coefficients(coefficients), self._group_size)
+        self._is_finished = True  # the backward pass frees the graph
         with Undo() as undo, undo, self._measured.in_use(undo):
             scores = self._measurement.backward(rollouts, weights)
         return replace(scores.gram(), log_probs=self.log_probs), scores.sums

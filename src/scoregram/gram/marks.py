@@ -107,8 +107,9 @@ def mark_of(tensor: Tensor) -> Activation | Derived | None:
 def derived_mark(tensor: Any) -> Derived | None:
     """The mark of a derived tensor; None if the tensor was changed in place since, or has hooks."""
     mark = mark_of(tensor) if isinstance(tensor, Tensor) else None
-    is_valid = isinstance(mark, Derived) and mark.version == tensor._version and not has_hooks(tensor)
-    return mark if is_valid else None
+    if not isinstance(mark, Derived) or mark.version != tensor._version or has_hooks(tensor):
+        return None
+    return mark
 
 
 def has_hooks(tensor: Tensor) -> bool:
@@ -153,7 +154,7 @@ def low_rank_terms(
         return of_einsum(*args)
     if func in SUMS and len(args) == 2 and not kwargs:
         return of_sum(*args, is_parameter_side=is_parameter_side)
-    if func in SCALINGS and not kwargs:
+    if func in SCALINGS and len(args) == 2 and not kwargs:
         number, tensor = args if isinstance(args[0], Real) else args[::-1]
         is_number = isinstance(number, Real) and not isinstance(number, bool)
         return tuple(term.scaled(float(number)) for term in known_terms(tensor)) if is_number else ()

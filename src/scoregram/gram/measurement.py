@@ -117,7 +117,8 @@ class Measurement:
             raise
         except Exception as error:
             self.failure = self.failure or error
-            self.notes.append(f"measured without interception: {type(error).__name__}: {str(error).splitlines()[0]}")
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]  # the message itself may be empty
+            self.notes.append(f"measured without interception: {reason}")
             return None
 
     def plain_passes(self) -> tuple[Tensor, list[str]]:

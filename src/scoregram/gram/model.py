@@ -19,7 +19,7 @@ so the rest of the engine works as on one process. Three things differ:
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -350,6 +350,7 @@ class MeasuredModel:
                     "none that requires gradients",
                     "Set requires_grad on the parameters to train.",
                 )
+            require_one_device(self.parameters)
         with self.survey.shards.resharded_afterwards(), torch.enable_grad():
             prepare_model(self.survey, self.modules, undo)
             yield
@@ -396,6 +397,17 @@ class MeasuredModel:
         if not isinstance(head, nn.Linear) or any(getattr(config, name, None) for name in LOGIT_SETTINGS):
             return None
         return self.survey.shards.whole.get(id(head.weight), head.weight)
+
+
+def require_one_device(parameters: Mapping[str, Tensor]) -> None:
+    """Raise unless all trainable parameters are on one device: their Grams are added there."""
+    first_on: dict[torch.device, str] = {}
+    for name, parameter in parameters.items():
+        first_on.setdefault(parameter.device, name)
+    if len(first_on) > 1:
+        got = " and ".join(f"{name} on {device}" for device, name in first_on.items())
+        remedy = "Move the model to one device, or freeze the parameters elsewhere."
+        fail("measure_gram", "trainable parameters must be on one device", got, remedy)
 
 
 def prepare_model(listed: Survey, modules: Sequence[nn.Module], undo: Undo) -> None:

@@ -32,9 +32,17 @@ Many models compute norms in float32 whatever their dtype, so float64 models are
 
 
 def logits_of(model: nn.Module, batch: Batch) -> Tensor:
-    """Logits `(N, T, V)` of a forward pass."""
-    inputs = model_inputs(model, batch)
+    """Logits `(N, T, V)` of a forward pass.
+
+    Raises:
+        ScoregramError: If the model writes to its inputs: later passes and the targets would be other tokens.
+    """
+    inputs, given = model_inputs(model, batch), (batch.input_ids, batch.attention_mask)
+    versions = [tensor._version for tensor in given]
     output = model(**inputs) if "input_ids" in inputs else model(batch.input_ids)
+    if [tensor._version for tensor in given] != versions:
+        requirement = "the model must not change input_ids and attention_mask in place"
+        fail("measure_gram", requirement, "a forward pass that does", "Let its forward work on copies of them.")
     logits = output if isinstance(output, Tensor) else output.logits
     tokens = batch.input_ids.shape[1]
     if logits.shape[1] > tokens and getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
