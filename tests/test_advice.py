@@ -400,3 +400,30 @@ def test_a_number_without_an_interval_is_shown_alone():
     one = replace(finding("a", "note", "k", "up"), number=Estimate(3.0), label="norm", since=4)
     assert one.lines()[0] == "x (since step 4)" and "norm: 3.00; y" in one.lines()[1]
     assert one.plain()["number"] == {"value": 3.0, "low": None, "high": None, "label": "norm"}
+
+
+def test_a_few_logged_values_suffice_for_plain_truncation():
+    def rule(*shares: float):
+        lines = [{"step": 10 * step, "completions/clipped_ratio": share} for step, share in enumerate(shares, start=1)]
+        return LOG_RULES["truncation"](run_log("x", lines))
+
+    found = rule(0.86, 0.95, 0.97, 0.98, 0.98, 0.97)
+    assert isinstance(found, RunFinding) and found.severity == "critical"
+    assert isinstance(rule(0.9, 0.9, 0.9), RunFinding)  # a last third of one value has no interval
+    assert isinstance(rule(0.9, 0.9), Undecided) and isinstance(rule(0.9, 0.4, 0.9, 0.9), Undecided)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"learning_rate": 1e-4}, "Halve the learning rate from 0.0001 to 5e-05."),
+        ({"arguments": {"learning_rate": 2e-6}}, "Halve the learning rate from 2e-06 to 1e-06."),
+        ({}, "Halve the learning rate."),
+    ],
+)
+def test_advice_on_entropy_names_a_number(config, told):
+    lines = [{"step": step, "entropy": math.exp(-step / 10), "reward": 0.5} for step in range(1, 61)]
+    found = LOG_RULES["entropy collapse"](run_log("x", lines, config))
+    assert isinstance(found, RunFinding) and found.change is not None and found.change.sentence.startswith(told)
+    solved = LOG_RULES["entropy collapse"](run_log("x", [{**line, "reward": 0.99} for line in lines], config))
+    assert isinstance(solved, RunFinding) and solved.severity == "note" and found.severity == "critical"

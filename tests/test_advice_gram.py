@@ -92,11 +92,28 @@ def test_liveness_names_a_group_size_only_where_no_error_is_known():
     dead = run_of("0000", "0000", "0000", "1000", "0000", "0000", "0000", "0000", prompts=list("abcdefgh"))
     by_liveness = found("group size", dead)
     size = group_size_for(dead.success_rates())
-    assert by_liveness.severity == "note" and f"groups of {size}" in by_liveness.change.sentence
+    assert size is not None and 8 < size <= 16  # 32 rollouts: the next size that divides them is 16
+    assert by_liveness.severity == "note" and "groups of 16 (2 prompts" in by_liveness.change.sentence
     noise = NoiseComponents(1.0, 10.0, 1.0, 10.0)  # best at 2
     by_error = found("group size", with_noise(dead, best_group_size=Estimate(2.0, 2.0, 3.0), components=noise))
     assert by_error.change.direction == "down" and "of the groups live" in by_error.change.effect
     assert contradictions(advise_run(dead).findings) == []
+
+
+def test_advised_group_sizes_divide_the_rollouts_of_a_step():
+    outcomes = ["11110000"] * 4 + ["10000000"] * 4  # 64 rollouts
+    noise = NoiseComponents(1.0, 4.0, 1.0, 16.0)  # best at 3
+    run = with_noise(run_of(*outcomes), best_group_size=Estimate(3.0, 2.5, 3.7), components=noise)
+    one = found("group size", run)
+    # c1 R + c2 + c3/(R-1): 32 + 1 + 16/7 at 8, 16 + 1 + 16/3 at 4, the nearest that divides 64
+    gain = 1 - (17 + 16 / 3) / (33 + 16 / 7)
+    assert one.change.sentence == "Use groups of 4 in place of 8: 16 prompts at the same 64 rollouts."
+    assert f"falls by about {gain:.0%}" in one.change.effect
+    # one of eight prompts as good as any: 1 - p^4 - (1-p)^4 for p = 4.5/9 and 1.5/9
+    live = [sum(1 - p**size - (1 - p) ** size for p in (0.5, 1 / 6)) / 2 for size in (4, 8)]
+    assert f"{16 * live[0]:.0f} of 16, now {8 * live[1]:.0f} of 8" in one.change.effect
+    flat = NoiseComponents(1.0, 1.0, 1000.0, 1.0)  # no size saves anything
+    assert found("group size", with_noise(run, best_group_size=Estimate(3.0, 2.5, 3.7), components=flat)) is None
 
 
 def test_the_group_size_is_the_least_that_mixes_enough():

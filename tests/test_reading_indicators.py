@@ -8,9 +8,9 @@ import pytest
 import torch
 from scipy.stats import t as student
 
-from scoregram.exhibits import Estimate
+from scoregram.exhibits import Estimate, cell_text
 from scoregram.reading import bounded_band, indicators, paired_gain, read_run, running_curve
-from scoregram.reading.indicators import _needs, last_live_share
+from scoregram.reading.indicators import _more_rollouts, _needs, last_live_share
 from scoregram.runs import RunWriter, open_run
 from tests.report_cases import CONFIG, write_run
 
@@ -125,7 +125,7 @@ def evaluated(folder, sampled, greedy):
 
 def test_what_only_sampled_rollouts_gain_is_to_be_watched(tmp_path):
     flat = evaluated(tmp_path / "flat", (0.2, 0.4), (0.3, 0.3))
-    assert flat.state == "watch" and "Greedy accuracy 0.300 → 0.300, no rise resolved." in flat.sentence
+    assert flat.state == "watch" and "Greedy accuracy 0.300 → 0.300, no rise can be shown." in flat.sentence
     both = evaluated(tmp_path / "both", (0.2, 0.22), (0.3, 0.5))
     assert both.state == "good" and both.headline == "test reward 0.200 → 0.220"
     assert both.curve.raw == (0.2, 0.22) and "no rise" not in both.sentence
@@ -134,3 +134,17 @@ def test_what_only_sampled_rollouts_gain_is_to_be_watched(tmp_path):
 def test_a_band_ends_where_the_quantity_does():
     curve = bounded_band(running_curve(range(30), [0.0, 1.0] * 15), 0.0, 1.0)
     assert curve.is_smoothed and min(curve.low) == 0 and max(curve.high) == 1
+
+
+def test_the_signal_is_told_in_the_unit_of_its_curve_and_of_its_headline(tmp_path):
+    write_run(tmp_path / "run", steps=18)
+    run = read_run(open_run(tmp_path / "run"))
+    found = indicators(run)[2]
+    assert f"Signal to noise of the last third: {cell_text(run.summary.snr)}" in found.sentence
+    assert found.scale == (0.0, 1.0) and found.target == 1
+
+
+def test_a_step_of_much_noise_is_told_what_to_do():
+    assert _more_rollouts(Estimate(60.0, 50.0, 70.0), 64) == ""
+    assert "once the interval of rollouts lies above 256." in _more_rollouts(Estimate(math.inf, 246.0, math.inf), 64)
+    assert _more_rollouts(Estimate(900.0, 300.0, 2000.0), 64) == " More rollouts per step raise it in proportion."

@@ -13,7 +13,16 @@ from scoregram.exhibits import Estimate, Figure
 from scoregram.reading import Indicator, IndicatorState, StoredGroup, read_run, running_curve
 from scoregram.report import write_report
 from scoregram.report.figures import HeatMap, StackedFigure
-from scoregram.report.run_page import MOST_CARDS, SUBJECTS, agreed_tiles, run_facts, run_page, summary_table
+from scoregram.report.page import sparkline
+from scoregram.report.run_page import (
+    MOST_CARDS,
+    SUBJECTS,
+    agreed_tiles,
+    run_facts,
+    run_page,
+    summary_table,
+    when_learnt,
+)
 from scoregram.report.words import setting_names
 from scoregram.runs import GroupRecord, RunWriter, open_run
 from scoregram.spectra import feasible_intervals
@@ -338,3 +347,31 @@ def test_a_run_of_another_trainer_counts_the_steps_between_its_logs(tmp_path):
     )
     facts = dict(run_facts(run))
     assert facts["steps"] == "40 of 60 trained, 0 measured" and facts["learning rate"] == "0.003"
+
+
+def learning(steps, values, *, quantity: str = "test accuracy", state: IndicatorState = "good") -> Indicator:
+    headline, curve = f"{quantity} {values[0]:.2f} → {values[-1]:.2f}", running_curve(steps, values)
+    return Indicator(name="learning", state=state, headline=headline, sentence="", curve=curve, scale=(0.0, 1.0))
+
+
+def test_the_lead_says_when_the_run_had_learnt():
+    steps = (0, 20, 40, 60)
+    solved = list(when_learnt(learning(steps, (0.34, 0.95, 0.98, 0.96))))
+    assert solved == [
+        "90% of the gain was there by step 20.",
+        "The task is nearly solved: stop here, or take harder problems.",
+    ]
+    assert list(when_learnt(learning(steps, (0.1, 0.2, 0.3, 0.5)))) == []  # it still learns
+    assert list(when_learnt(learning(steps, (0.3, 0.9, 0.9, 0.96), quantity="reward"))) == [
+        "90% of the gain was there by step 20."  # a training reward does not show that a task is solved
+    ]
+    assert list(when_learnt(learning(steps, (0.9, 0.9, 0.8, 0.96), state="watch"))) == []
+
+
+def test_a_small_line_has_an_axis_and_dots_for_single_values():
+    drawn = sparkline(learning((0, 30, 60), (0.05, 0.06, 0.064)))
+    assert drawn is not None and drawn["scale"] == "axis 0 to 1"
+    assert drawn["points"] == "0.0,36.2 100.0,35.8 200.0,35.7"  # 38 - 36 y: a small change looks small
+    assert [x for x, _ in drawn["dots"]] == ["0.0", "100.0", "200.0"]
+    many = sparkline(learning(range(60), [0.5] * 60))
+    assert many is not None and many["dots"] == [] and many["scale"].endswith(", mean of 5 steps")

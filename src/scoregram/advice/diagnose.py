@@ -15,7 +15,7 @@ from scoregram.advice.findings import SEVERITIES, Diagnosis, RuleVerdict, RunFin
 from scoregram.advice.formats import read_log
 from scoregram.advice.logs import RunLog, run_log
 from scoregram.checks import fail
-from scoregram.reading import RunReading, read_run
+from scoregram.reading import RunReading, paused_collection, read_run
 from scoregram.runs import CONFIG_FILE, open_run
 
 LOG_RULES: Mapping[str, Callable[[RunLog], RuleVerdict]] = MappingProxyType(
@@ -65,6 +65,7 @@ _GRAM_LENGTH = 4
 """Tokens of a sequence that counts as repeated."""
 
 
+@paused_collection()
 def advise(path: Path | str) -> Diagnosis:
     """What is wrong with a run, worst first, and what to change; silent where the data do not decide.
 

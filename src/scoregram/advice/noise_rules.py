@@ -66,11 +66,10 @@ def group_size(run: RunReading) -> RuleVerdict:
 def _size_by_error(run: RunReading, used: int) -> RuleVerdict:
     noise = run.noise()
     best = noise.best_group_size
-    wanted, gain = wanted_size(best, used), size_gain(noise, used)
+    wanted = dividing_size(wanted_size(best, used), used, run.batch_size)
+    gain = size_gain(noise, used, wanted)
     if gain < LEAST_SAVING:
         return None
-    live = live_share_at(run.success_rates(), wanted)
-    told = "" if math.isnan(live) else f", with about {live:.0%} of the groups live"
     return RunFinding(
         name="group size",
         severity="warning",
@@ -84,9 +83,9 @@ def _size_by_error(run: RunReading, used: int) -> RuleVerdict:
         change=Change(
             knob="group size",
             direction="down" if wanted < used else "up",
-            sentence=f"Use groups of about {wanted} in place of {used}, with {'more' if wanted < used else 'fewer'} "
-            "prompts.",
-            effect=f"the squared error of an update falls by about {gain:.0%} at equal rollouts{told}.",
+            sentence=_use_size(wanted, used, run.batch_size),
+            effect=f"the squared error of an update falls by about {gain:.0%} at equal rollouts"
+            f"{_live_groups(run, wanted, used)}.",
         ),
     )
 
@@ -125,14 +124,62 @@ def wanted_size(best: Estimate, used: int) -> int:
     return max(2, round(best.value)) if math.isfinite(best.value) else 2 * used
 
 
-def size_gain(noise: RunNoise, used: int) -> float:
-    """Share of the error at equal rollouts that groups of the best size save; 0 where the error is not known.
+def dividing_size(wanted: int, used: int, batch: float) -> int:
+    """The group size nearest to `wanted` that divides the rollouts of a step into two prompts or more.
 
-    `1 - e(R*) / e(R)` with `e(R) = c1 R + c2 + c3/(R-1)`.
+    It lies on the same side of the size used, and near means by its ratio. `wanted` itself if there is none: then a
+    step needs another number of rollouts.
+
+    Example:
+        >>> dividing_size(3, 8, 64), dividing_size(22, 8, 128), dividing_size(11, 4, 4)
+        (4, 16, 11)
+    """
+    fitting = [size for size in divisors(batch) if size != used and (size < used) == (wanted < used)]
+    return min(fitting, key=lambda size: abs(math.log(size / wanted)), default=wanted)
+
+
+def divisors(batch: float) -> list[int]:
+    """Group sizes from 2 on that divide the rollouts of a step into two prompts or more; none if they vary.
+
+    Example:
+        >>> divisors(12), divisors(12.5), divisors(math.nan)
+        ([2, 3, 4, 6], [], [])
+    """
+    if not math.isfinite(batch) or batch != round(batch):
+        return []
+    rollouts = round(batch)
+    return [size for size in range(2, rollouts // 2 + 1) if rollouts % size == 0]
+
+
+def _use_size(wanted: int, used: int, batch: float) -> str:
+    if wanted not in divisors(batch):
+        return f"Use groups of about {wanted} in place of {used}, with {'more' if wanted < used else 'fewer'} prompts."
+    prompts = round(batch) // wanted
+    return f"Use groups of {wanted} in place of {used}: {prompts} prompts at the same {batch:g} rollouts."
+
+
+def _live_groups(run: RunReading, wanted: int, used: int) -> str:
+    """The expected share of live groups; with how many of the groups of a step these are, where the size divides it."""
+    rates, batch = run.success_rates(), run.batch_size
+    live = live_share_at(rates, wanted)
+    if math.isnan(live):
+        return ""
+    told = f", with about {live:.0%} of the groups live"
+    if wanted not in divisors(batch):
+        return told
+    counts = [(live_share_at(rates, size) * batch / size, batch / size) for size in (wanted, used)]
+    (later, groups), (now, groups_now) = counts
+    return f"{told}: {later:.0f} of {groups:g}, now {now:.0f} of {groups_now:g}"
+
+
+def size_gain(noise: RunNoise, used: int, wanted: int | None = None) -> float:
+    """Share of the error at equal rollouts that groups of another size save; 0 where the error is not known.
+
+    `1 - e(R') / e(R)` with `e(R) = c1 R + c2 + c3/(R-1)`; `R'` is the best size if not given.
     """
     if noise.components is None or math.isnan(noise.best_group_size.value):
         return 0.0
-    sizes = torch.tensor([used, wanted_size(noise.best_group_size, used)])
+    sizes = torch.tensor([used, wanted or wanted_size(noise.best_group_size, used)])
     error = mse_curve(noise.components, 1, sizes).tolist()
     return 1 - error[1] / error[0] if error[0] > 0 else 0.0
 
@@ -144,6 +191,8 @@ def _size_by_liveness(run: RunReading, used: int) -> RuleVerdict:
     size = group_size_for(rates)
     if size is None or size <= used:
         return Undecided(f"{_MORE_STEPS}: liveness alone does not name a size")
+    size = min((one for one in divisors(run.batch_size) if one >= size), default=size)
+    prompts = f" ({run.batch_size / size:g} prompts at the same rollouts)" if size in divisors(run.batch_size) else ""
     return RunFinding(
         name="group size",
         severity="note",
@@ -155,8 +204,9 @@ def _size_by_liveness(run: RunReading, used: int) -> RuleVerdict:
         change=Change(
             knob="group size",
             direction="up",
-            sentence=f"Try groups of {size}, or measure {FEWEST * 3} steps to know the best size.",
-            effect=f"{WANTED_LIVE:.0%} of the groups would be live.",
+            sentence=f"Try groups of {size}{prompts}, or measure the gradients of at least {FEWEST * 3} steps (now "
+            f"{run.trust.measured}) to know the best size.",
+            effect=f"about {live_share_at(rates, size):.0%} of the groups would be live.",
         ),
         confidence="possible",
     )

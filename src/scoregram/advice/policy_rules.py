@@ -68,43 +68,53 @@ def entropy_collapse(log: RunLog) -> RuleVerdict:
         return None
     left = Estimate(end / start, *(sorted(mean_ends(entropy.last) / start)))
     arrival = collapse_step(entropy, ENTROPY_GONE * start)
+    reward = log.series("reward")
+    is_solved = len(reward) > 0 and reward.end >= CEILING
+    solved = " The reward is at its ceiling, which explains it." if is_solved else ""
     if left.high < ENTROPY_LEFT:
-        reward = log.series("reward")
-        is_solved = len(reward) > 0 and reward.end >= CEILING
         sentence = f"The entropy fell from {start:.3g} to {end:.3g} nats per token: rollouts of a prompt hardly differ."
         return RunFinding(
             name="entropy collapse",
             severity="note" if is_solved else "critical" if left.high < ENTROPY_GONE else "warning",
-            sentence=sentence + (" The reward is at its ceiling, which explains it." if is_solved else ""),
+            sentence=sentence + solved,
             since=entropy.since(entropy.values < ENTROPY_LEFT * start),
             number=left,
             label="entropy left, of the first steps",
             evidence=f"found if the last third has less than {ENTROPY_LEFT:.0%} of the first steps' entropy.",
-            change=_more_entropy(),
+            change=_more_entropy(log),
             confidence="certain",
         )
     if arrival is None or left.high >= ENTROPY_WATCHED or arrival > 2 * int(entropy.steps[-1]):
         return None
     return RunFinding(
         name="entropy collapse",
-        severity="warning",
-        sentence=f"The entropy falls steadily: at this rate a tenth of it is left at step {arrival}.",
+        severity="note" if is_solved else "warning",
+        sentence=f"The entropy fell from {start:.3g} to {end:.3g} nats per token and falls steadily: at this rate a "
+        f"tenth of the first value is left at step {arrival}.{solved}",
         since=entropy.since(entropy.values < ENTROPY_WATCHED * start),
         number=left,
         label="entropy left, of the first steps",
         evidence=f"found below {ENTROPY_WATCHED:.0%} if the decline of its logarithm over the last two thirds is "
         "significant.",
-        change=_more_entropy(),
+        change=_more_entropy(log),
         confidence="possible",
     )
 
 
-def _more_entropy() -> Change:
+def _more_entropy(log: RunLog) -> Change:
+    """Half the learning rate, with both numbers where the config or the log names it."""
+    arguments = log.config.get("arguments")
+    stated = (log.config, arguments if isinstance(arguments, Mapping) else {})
+    logged = log.series("learning_rate").values
+    rates = [one["learning_rate"] for one in stated if isinstance(one.get("learning_rate"), float)]
+    rate = rates[0] if rates else float(logged.max()) if len(logged) else 0.0
+    numbers = f" from {rate:g} to {rate / 2:g}" if rate > 0 else ""
     return Change(
-        knob="exploration",
-        direction="up",
-        sentence="Raise the upper clip or the KL weight, add an entropy bonus, or lower the learning rate.",
-        effect="the entropy stops falling within tens of steps; the reward may rise more slowly.",
+        knob="learning rate",
+        direction="down",
+        sentence=f"Halve the learning rate{numbers}. If ratios are clipped, also raise the upper clip from 0.2 to "
+        "0.28, as DAPO does.",
+        effect="the entropy falls about half as fast; the reward may rise more slowly.",
     )
 
 

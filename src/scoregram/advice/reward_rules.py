@@ -17,6 +17,8 @@ from scoregram.exhibits import Estimate, cell_text
 DEAD_SHARE, MOSTLY_DEAD = 0.5, 0.9
 KIND_SHARE = 2 / 3
 """Share of the dead groups that must be of one kind before other prompts are advised."""
+FEWEST_PLAIN = 3
+"""Logged values that suffice where each of them, a mean over many rollouts, shows the fault plainly."""
 TRUNCATED, MOSTLY_TRUNCATED = 0.1, 0.5
 REPEATED_SHARE, MOSTLY_REPEATED = 0.5, 0.7
 LENGTH_GROWTH = 1.5
@@ -254,14 +256,16 @@ def length_gaming(log: RunLog) -> RuleVerdict:
 def cut_completions(log: RunLog) -> RuleVerdict:
     """Many completions end at the token limit."""
     cut = log.series("truncated")
-    if len(cut) < LEAST_STEPS:
+    is_plain = len(cut) >= FEWEST_PLAIN and float(cut.values.min()) > MOSTLY_TRUNCATED
+    if len(cut) < LEAST_STEPS and not is_plain:
         return Undecided("log the share of completions that were cut off")
     share = cut.last_mean()
-    if not share.low > TRUNCATED:
+    level = float(cut.last.min()) if math.isnan(share.low) else share.low
+    if not level > TRUNCATED:
         return None
     return RunFinding(
         name="truncation",
-        severity="critical" if share.low > MOSTLY_TRUNCATED else "warning",
+        severity="critical" if level > MOSTLY_TRUNCATED else "warning",
         sentence=f"{share.value:.0%} of the completions are cut off at the token limit, so their reward says little.",
         since=cut.since(cut.values > TRUNCATED),
         number=share,

@@ -35,6 +35,7 @@ from scoregram.reading.group import read_group as read_group
 from scoregram.reading.indicators import Gain as Gain
 from scoregram.reading.indicators import Indicator as Indicator
 from scoregram.reading.indicators import IndicatorState as IndicatorState
+from scoregram.reading.indicators import accuracy_gain as accuracy_gain
 from scoregram.reading.indicators import indicators as indicators
 from scoregram.reading.indicators import paired_gain as paired_gain
 from scoregram.reading.influence import TRAINED_AND_FIXED as TRAINED_AND_FIXED

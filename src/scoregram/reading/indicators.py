@@ -18,6 +18,8 @@ NOISE_ACT = 4.0
 """Factor between noise scale and batch size above which an indicator says act."""
 CUT_GOOD, CUT_ACT = 0.1, 0.3
 """Share of truncated rollouts up to which an indicator is good, and above which it says act."""
+SHARES, NO_SCALE = (0.0, 1.0), (math.nan, math.nan)
+"""What the drawing of a share spans, and that of a quantity without natural limits."""
 FEWEST_STEPS = 6
 """Trained steps below which the reward of a run has no trend."""
 FEWEST_IN_A_THIRD = 3
@@ -42,6 +44,8 @@ class Indicator:
     """Value of the curve to reach or to stay below; `nan` if there is none."""
     goal: str = ""
     """The target in words, short enough for a label."""
+    scale: tuple[float, float] = (math.nan, math.nan)
+    """Values that a drawing of the curve spans at least, so that small changes look small; `nan` for none."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +127,8 @@ def evaluation_curve(tests: EvaluationRewards, kind: str) -> Curve:
 
 def _beside_greedy(found: Indicator, greedy: Gain) -> Indicator:
     rises = greedy.change.low > 0
-    told = (
-        f"Greedy accuracy {greedy.before.value:.3f} → {greedy.after.value:.3f}{'' if rises else ', no rise resolved'}."
-    )
+    end = "" if rises else ", no rise can be shown"
+    told = f"Greedy accuracy {greedy.before.value:.3f} → {greedy.after.value:.3f}{end}."
     state: IndicatorState = "watch" if found.state == "good" and not rises else found.state
     return replace(found, state=state, sentence=f"{found.sentence} {told}")
 
@@ -140,7 +143,9 @@ def _learning(quantity: str, gain: Gain, sentence: str, curve: Curve) -> Indicat
     digits = 3 if gain.problems and abs(change.value) < 0.05 else 2
     arrow = f"{quantity} {_short(gain.before.value, digits)} → {_short(gain.after.value, digits)}"
     said = f"Change {cell_text(change)} (95 % interval). {sentence}"
-    return Indicator(name="learning", state=state, headline=arrow, sentence=said, curve=curve, change=change)
+    is_share = all(0 <= value <= 1 for value in curve.mean if not math.isnan(value))
+    known = {"headline": arrow, "sentence": said, "curve": curve, "scale": SHARES if is_share else NO_SCALE}
+    return Indicator(name="learning", state=state, change=change, **known)
 
 
 def teaching_indicator(run: RunReading) -> Indicator:
@@ -150,8 +155,8 @@ def teaching_indicator(run: RunReading) -> Indicator:
         sentence = "The outcome of groups is not known."
         return Indicator(name=name, state="unknown", headline="not known", sentence=sentence, curve=curve)
     state = "good" if live.value >= LIVE_GOOD else "act" if live.value < LIVE_ACT else "watch"
-    sentence = f"Share of live groups in the last third: {cell_text(live)}. Good: {LIVE_GOOD:.0%} or more."
-    known = {"headline": f"{live.value:.0%} of groups", "sentence": sentence, "curve": curve}
+    sentence = f"Share of live groups in the last third: {cell_text(live)} (95 % interval)."
+    known = {"headline": f"{live.value:.0%} of groups", "sentence": sentence, "curve": curve, "scale": SHARES}
     return Indicator(name=name, state=state, target=LIVE_GOOD, goal=f"target: {LIVE_GOOD:.0%} or more", **known)
 
 
@@ -179,16 +184,28 @@ def signal_indicator(run: RunReading) -> Indicator:
         state = "good"
     if math.isnan(scale.low) or run.trust.has_few_steps:
         state = "watch"
-    sentence = (
-        "Rollouts at which signal and error have equal power, last third. Good: you use as many or more. "
-        "The line is the signal to noise of a step."
-    )
-    headline = _needs(scale, batch)
+    headline, line = _needs(scale, batch), "A step below 0 showed no signal."
     if math.isnan(scale.low):
-        sentence = f"Too few measured steps for an interval; a first estimate {headline}. {sentence}"
+        first = f"about {float(f'{scale.value:.2g}'):,.0f} rollouts" if math.isfinite(scale.value) else "no signal"
+        sentence = f"A first estimate without an interval: {first}, you use {batch:g}. {line}"
         headline = "too few measured steps to tell"
-    known = {"headline": headline, "sentence": sentence, "curve": curve}
+    else:
+        pooled = f"Signal to noise of the last third: {cell_text(run.summary.snr)} (95 % interval)"
+        sentence = f"{pooled}, about the rollouts you use over those needed. {line}{_more_rollouts(scale, batch)}"
+    known = {"headline": headline, "sentence": sentence, "curve": curve, "scale": SHARES}
     return Indicator(name=name, state=state, target=1.0, goal="target: signal to noise 1", **known)
+
+
+def _more_rollouts(scale: Estimate, batch: float | int) -> str:
+    """What to do about a step of much noise, where no rule asks for it; empty where there is enough signal."""
+    if scale.value <= batch:
+        return ""
+    if scale.low > NOISE_ACT * batch:
+        return " More rollouts per step raise it in proportion."
+    return (
+        f" More rollouts raise it in proportion; a card asks for them once the interval of rollouts lies above "
+        f"{NOISE_ACT * batch:,.0f}."
+    )
 
 
 def _needs(scale: Estimate, batch: float | int) -> str:
@@ -209,13 +226,14 @@ def truncation_indicator(run: RunReading) -> Indicator:
     share = 1 - sum(finished) / len(finished) if finished else sum(cut) / len(cut) if cut else math.nan
     clipped = [run.last_mean(key) for key in ("clip_ratio/region_mean", "clip_ratio")]
     known = [value for value in clipped if not math.isnan(value)]
-    ratios = f" {known[0]:.1%} of the importance ratios were clipped." if known else ""
+    told = f"{known[0]:.1%} of the importance ratios were clipped" if known else "Clipped ratios were not logged"
+    ratios = f" {told}."
     if math.isnan(share):
         sentence = f"The run did not log which rollouts ended by themselves.{ratios}"
         return Indicator(name=name, state="unknown", headline="not logged", sentence=sentence, curve=curve)
     state = "good" if share <= CUT_GOOD else "act" if share > CUT_ACT else "watch"
-    sentence = f"Share of rollouts cut off by the limit on tokens, last third.{ratios} Good: {CUT_GOOD:.0%} or less."
-    known = {"headline": f"{share:.0%} truncated", "sentence": sentence, "curve": curve}
+    sentence = f"Share of rollouts cut off by the limit on tokens, last third.{ratios}"
+    known = {"headline": f"{share:.0%} truncated", "sentence": sentence, "curve": curve, "scale": SHARES}
     return Indicator(name=name, state=state, target=CUT_GOOD, goal=f"target: {CUT_GOOD:.0%} or less", **known)
 
 

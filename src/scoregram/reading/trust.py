@@ -88,14 +88,14 @@ class Trust:
             steps = "step was" if self.last_measured == 1 else "steps were"
             said.append(
                 f"Only {self.last_measured} {steps} measured in the last third, fewer than {FEW_STEPS}: too few for "
-                "conclusions on noise or trends."
+                "conclusions on noise. Measure more often; rewards and lengths are known for all steps."
             )
         return said + list(self.remarks.values())
 
     def check_sentence(self) -> str:
         """How many self-checks passed, the worst error, and how many used the trainer's own gradient if not all did."""
         if not self.errors and not self.failed:
-            return "No self-check: this trainer has no second gradient to compare with; the numbers stand as measured."
+            return "No self-check: there is no second gradient to compare with. This is usual, not a defect."
         worst = "" if math.isnan(self.worst_error) else f", worst relative error {self.worst_error:.2g}"
         count = len(self.errors)
         if self.norm_only:

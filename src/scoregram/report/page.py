@@ -28,7 +28,7 @@ from scoregram.report.words import marked_terms
 from scoregram.runs import disk_errors, write_atomically
 
 HERE = Path(__file__).parent
-STATE_WORDS = {"good": "✓ good", "watch": "◦ watch", "act": "! act", "unknown": "not known"}
+STATE_WORDS = {"good": "✓ good", "watch": "~ watch", "act": "! act", "unknown": "not known"}
 """Words of an indicator's state; the sign before it does not need colour."""
 
 
@@ -369,19 +369,29 @@ def is_undefined(cell: Cell) -> bool:
 
 
 def sparkline(indicator: Indicator) -> dict[str, Any] | None:
-    """Points of a small line in a box of 200 by 40, and the height of the target; None without two values."""
+    """A small line in a box of 200 by 40: points, target, first and last value, axis; None without two values.
+
+    Values that are not smoothed are dots too: a few evaluations are no continuous curve.
+    """
     curve = indicator.curve
     known = [(x, y) for x, y in zip(curve.steps, curve.mean, strict=True) if math.isfinite(y)]
     if len(known) < 2:
         return None
     target = indicator.target
-    heights = [y for _, y in known] + ([target] if math.isfinite(target) else [])
+    heights = [y for _, y in known] + [y for y in (target, *indicator.scale) if math.isfinite(y)]
     low, high = min(heights), max(heights)
     left, right = known[0][0], known[-1][0]
 
     def height(y: float) -> float:
         return round(38 - 36 * (y - low) / (high - low), 1) if high > low else 20.0
 
-    points = " ".join(f"{200 * (x - left) / (right - left):.1f},{height(y)}" for x, y in known)
-    ends = {"first": f"{known[0][1]:.2g} at step {left:g}", "last": f"{known[-1][1]:.2g} at {right:g}"}
-    return {"points": points, "target": height(target) if math.isfinite(target) else None, **ends}
+    places = [(f"{200 * (x - left) / (right - left):.1f}", height(y)) for x, y in known]
+    mean = f", mean of {curve.window} steps" if curve.is_smoothed else ""
+    return {
+        "points": " ".join(f"{x},{y}" for x, y in places),
+        "dots": [] if curve.is_smoothed else places,
+        "target": height(target) if math.isfinite(target) else None,
+        "first": f"{known[0][1]:.2g} at step {left:g}",
+        "last": f"{known[-1][1]:.2g} at {right:g}",
+        "scale": f"axis {low:.2g} to {high:.2g}{mean}",
+    }

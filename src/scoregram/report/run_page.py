@@ -18,6 +18,7 @@ from scoregram.reading import (
     Indicator,
     IndicatorState,
     RunReading,
+    accuracy_gain,
     indicators,
     paired_gain,
     paused_collection,
@@ -102,6 +103,7 @@ class RunPage:
         }
 
 
+@paused_collection()
 def write_report(
     folder: Path | str, out: Path | str | None = None, *, tell: Callable[[str], None] | None = None
 ) -> Path:
@@ -227,7 +229,7 @@ def run_facts(run: RunReading) -> Iterator[tuple[str, str]]:
     count = run.steps[-1] if run.steps and trainer_of(config) else len(run.steps)
     planned = planned_steps(config)
     trained = f"{count} of {planned}" if planned else f"{count}"
-    yield "steps", f"{trained} trained, {run.trust.measured} measured"
+    yield "steps", f"{trained} trained, gradients measured at {run.trust.measured}"
 
 
 def trainer_arguments(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -249,13 +251,15 @@ def lead_sentence(run: RunReading, tiles: Sequence[Indicator]) -> str:
     learning, teaching, signal, _ = tiles
     said = {
         "good": f"This run learns: {learning.headline}.",
-        "watch": f"No change is resolved: {learning.headline}.",
+        "watch": f"No change can be shown yet: {learning.headline}.",
         "act": f"This run gets worse: {learning.headline}.",
         "unknown": "Too early to tell whether this run learns.",
     }[learning.state]
-    if learning.state == "watch" and learning.change.low > 0:
-        said = f"Sampled rollouts get better, greedy ones do not: {learning.headline}."
-    parts = [said]
+    greedy = accuracy_gain(run)
+    if learning.state == "watch" and learning.change.low > 0 and greedy is not None:
+        both = f"sampled {learning.headline}, greedy accuracy {greedy.before.value:.3f} → {greedy.after.value:.3f}"
+        said = f"Sampled rollouts get better, greedy ones do not: {both}."
+    parts = [said, *when_learnt(learning)]
     if teaching.state != "unknown":
         parts.append(f"In the last third, {teaching.headline} had rewards that differ.")
     if signal.state != "unknown":
@@ -263,6 +267,24 @@ def lead_sentence(run: RunReading, tiles: Sequence[Indicator]) -> str:
         is_open = run.trust.has_few_steps or math.isnan(run.summary.noise_scale.low)
         parts.append(f"{doubt} step {'cannot be judged yet: too few were measured' if is_open else signal.headline}.")
     return " ".join(parts)
+
+
+MOST_OF_IT, SOLVED = 0.9, 0.95
+"""Share of a gain that counts as most of it, and score on test problems from which on a task counts as solved."""
+
+
+def when_learnt(learning: Indicator) -> Iterator[str]:
+    """When most of a gain was there, and that a solved task teaches little; nothing unless the run learns."""
+    known = [pair for pair in zip(learning.curve.steps, learning.curve.mean, strict=True) if not math.isnan(pair[1])]
+    if learning.state != "good" or len(known) < 3:
+        return
+    (_, first), (end, last) = known[0], known[-1]
+    step = next(step for step, value in known if value >= first + MOST_OF_IT * (last - first))
+    is_solved = learning.headline.startswith("test") and SOLVED <= last <= 1
+    if step < end:
+        yield f"{MOST_OF_IT:.0%} of the gain was there by step {step:g}."
+    if is_solved:
+        yield "The task is nearly solved: stop here, or take harder problems."
 
 
 def _trust_state(run: RunReading) -> str:

@@ -152,7 +152,7 @@ def noise_figures(run: RunReading) -> Iterator[Figure]:
         "rollouts",
         (
             *_scalar(run, "gram/noise_scale", "noise scale", points=True),
-            *_constant(run, "gram/noise_scale", "batch size", run.batch_size, "bound"),
+            *_constant(run, "gram/noise_scale", "rollouts you use", run.batch_size, "bound"),
         ),
         y_log=True,
     )
@@ -189,7 +189,7 @@ def drivers_figures(run: RunReading) -> Iterator[Figure]:
         "Does one rollout drive the update?",
         "Largest share of the update that one rollout accounts for.",
         "share",
-        _scalar(run, "gram/largest_share", "largest share of a rollout"),
+        _scalar(run, "gram/largest_share", "largest share of a rollout", limits=(0.0, math.inf)),
     )
     yield from _figure(
         "conflict",
