@@ -92,12 +92,13 @@ def test_the_first_screen_names_the_run_and_says_how_it_goes(run):
     page = run_page(open_run(run[0]))
     facts = dict(page.facts)
     assert facts["model"] == "tiny" and facts["trains"] == "all parameters" and facts["group size R"] == "4"
-    assert facts["steps"] == "6 trained, 6 measured"
+    assert facts["steps"] == "6 trained, gradients measured at 6"
     shown = Page(page.html())
     classes = [one.get("class", "") for one in shown.named("div")]
     assert [one for one in classes if one.startswith("tile")] == [f"tile {tile.state}" for tile in page.tiles]
     assert sum(one == "card" for one in classes) - len(page.cards[MOST_CARDS:]) == min(len(page.cards), MOST_CARDS)
-    assert all(tile.headline in shown.text("p") for tile in page.tiles)
+    unbroken = [tile.headline.replace(" → ", "\u00a0→\u00a0") for tile in page.tiles]
+    assert all(headline in shown.text("p") for headline in unbroken)
     links = [one["href"] for one in shown.named("a")]
     assert "https://arxiv.org/abs/2606.29238" in links and "#terms" in links
 
@@ -346,7 +347,7 @@ def test_a_run_of_another_trainer_counts_the_steps_between_its_logs(tmp_path):
         groups=[],
     )
     facts = dict(run_facts(run))
-    assert facts["steps"] == "40 of 60 trained, 0 measured" and facts["learning rate"] == "0.003"
+    assert facts["steps"] == "40 of 60 trained, gradients measured at 0" and facts["learning rate"] == "0.003"
 
 
 def learning(steps, values, *, quantity: str = "test accuracy", state: IndicatorState = "good") -> Indicator:
