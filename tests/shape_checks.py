@@ -3,15 +3,17 @@
 Under pytest, jaxtyping's import hook decorates every function of the package with `jaxtyping.jaxtyped`. That decorator
 binds the arguments to the signature and checks them twice in every call, which was half of the suite's time.
 `checked` does the same checks once: beartype checks arguments and return value, and axis names are shared between them
-within one call. Generators, classes and shapes that refer to an argument (`"{group_size}"`) go to jaxtyping. Triton
-kernels are left as they are.
+within one call. The `__init__` of a dataclass is such a function. Generators, forward references and shapes that refer
+to an argument (`"{group_size}"`) go to jaxtyping. Triton kernels are left as they are.
 """
 
+import dataclasses
 import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from types import CodeType, FunctionType
 from typing import Any, get_args
 from unittest.mock import patch
 
@@ -57,13 +59,47 @@ def checked(fn: Any = None, *, typechecker: Any, jaxtyped: Callable[..., Any]) -
     """`jaxtyped(fn, typechecker=typechecker)`, with every check made once."""
     if fn is None:
         return functools.partial(checked, typechecker=typechecker, jaxtyped=jaxtyped)
+    if inspect.isclass(fn):
+        return with_checked_fields(fn, typechecker=typechecker, jaxtyped=jaxtyped)
     if not inspect.isfunction(fn) or inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
         return jaxtyped(fn, typechecker=typechecker)
     parts = [part for annotation in fn.__annotations__.values() for part in parts_of(annotation)]
     shapes = [str(part.dim_str) for part in parts if hasattr(part, "dim_str")]
     if any(isinstance(part, str) for part in parts) or any("{" in shape for shape in shapes):
         return jaxtyped(fn, typechecker=typechecker)
-    return with_axis_names(fn, typechecker(fn)) if shapes else without_axis_names(fn, typechecker(fn))
+    checked_fn = with_checked_types(fn, typechecker)
+    return with_axis_names(fn, checked_fn) if shapes else without_axis_names(fn, checked_fn)
+
+
+def with_checked_fields(cls: type, *, typechecker: Any, jaxtyped: Callable[..., Any]) -> type:
+    """The class; if it is a dataclass, its `__init__` checks the fields, unless it inherits one that does."""
+    init: Any = cls.__init__
+    if dataclasses.is_dataclass(cls) and init.__globals__["__name__"] not in (__name__, jaxtyped.__module__):
+        cls.__init__ = checked(init, typechecker=typechecker, jaxtyped=jaxtyped)
+    return cls
+
+
+CHECKS_OF_INNER_FUNCTIONS: dict[CodeType, tuple[dict[str, Any], Any]] = {}
+"""Code of a function inside a function → its annotations, and the function with checks when it was last decorated."""
+
+
+def with_checked_types(fn: Any, typechecker: Any) -> Any:
+    """`typechecker(fn)`, once for a function inside a function, which every call of the outer one defines again.
+
+    beartype writes and compiles a function that takes the one to call as the default of a keyword. The next definition
+    with the same code and equal annotations gets a copy with itself as that default.
+    """
+    if "<locals>" not in fn.__qualname__ or fn.__defaults__ or fn.__kwdefaults__:
+        return typechecker(fn)
+    annotations, decorated = CHECKS_OF_INNER_FUNCTIONS.get(fn.__code__, (None, None))
+    if annotations != fn.__annotations__:
+        decorated = typechecker(fn)
+        if "__beartype_func" in (decorated.__kwdefaults__ or {}):
+            CHECKS_OF_INNER_FUNCTIONS[fn.__code__] = fn.__annotations__, decorated
+        return decorated
+    copy = FunctionType(decorated.__code__, decorated.__globals__, fn.__name__)
+    copy.__kwdefaults__ = {**decorated.__kwdefaults__, "__beartype_func": fn}
+    return copy
 
 
 def parts_of(annotation: Any) -> Iterator[Any]:

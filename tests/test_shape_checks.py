@@ -1,5 +1,6 @@
 """The checks that every other test relies on: a wrong shape or type in a call of scoregram is an error."""
 
+from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,7 @@ from scoregram.advantages import leave_one_out
 from scoregram.exhibits import Estimate
 from scoregram.statistics import update_coherence
 from scoregram.theory.theorems import advantage_covariance
-from tests.shape_checks import checked
+from tests.shape_checks import CHECKS_OF_INNER_FUNCTIONS, checked
 
 Rows = Float[Tensor, "rows columns"]
 Square = Float[Tensor, "rows rows"]
@@ -114,6 +115,57 @@ def test_functions_without_shapes_generators_and_shapes_of_arguments():
     ):
         with pytest.raises(Exception, match=r"type|hint"):
             call()
+
+
+def test_a_function_that_is_defined_again_is_checked_and_is_itself():
+    def adder(step: int, hint: Any = int):
+        def add(x: hint) -> hint:
+            return x + step if x else WRONG
+
+        return decorated(add)
+
+    adders = [adder(step) for step in range(3)]
+    assert [add(1) for add in adders] == [1, 2, 3]
+    assert adders[0].__wrapped__.__code__ in CHECKS_OF_INNER_FUNCTIONS
+    for add in adders:
+        with pytest.raises(Exception, match=r"add\(\) parameter x='one'"):
+            add("one")
+        with pytest.raises(Exception, match=r"add\(\) return"):
+            add(0)
+    assert adder(1, float)(1.5) == 2.5  # other annotations, other checks
+    with pytest.raises(Exception, match=r"add\(\) parameter x='one'"):
+        adder(1, float)("one")
+    with pytest.raises(Exception, match=r"add\(\) parameter x=1.5"):
+        adder(1)(1.5)
+
+
+def test_fields_of_dataclasses_are_checked():
+    @dataclass(frozen=True)
+    class Table:
+        rows: Rows
+        square: Square
+        names: list[str] = field(default_factory=list)
+        count: int = 0
+
+    @dataclass(frozen=True)
+    class Longer(Table):
+        more: str = ""
+
+    class Inherits(Table):
+        pass
+
+    for cls in (Table, Longer, Inherits):
+        assert decorated(cls) is cls and not decorated(cls)(torch.ones(2, 3), torch.ones(2, 2)).names
+        init = cls.__init__
+        assert decorated(cls).__init__ is init  # wrapped once
+        with pytest.raises(Exception, match="square"):
+            cls(torch.ones(2, 3), torch.ones(3, 3))  # each is right alone
+        with pytest.raises(Exception, match="names"):
+            cls(torch.ones(2, 3), torch.ones(2, 2), WRONG)
+        with pytest.raises(Exception, match="count"):
+            cls(torch.ones(2, 3), torch.ones(2, 2), count=WRONG)
+    with pytest.raises(Exception, match="more"):
+        Longer(torch.ones(2, 3), torch.ones(2, 2), more=WRONG)
 
 
 def test_nothing_is_checked_where_a_test_turns_checks_off(unchecked_shapes):
