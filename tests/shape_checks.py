@@ -3,8 +3,9 @@
 Under pytest, jaxtyping's import hook decorates every function of the package with `jaxtyping.jaxtyped`. That decorator
 binds the arguments to the signature and checks them twice in every call, which was half of the suite's time.
 `checked` does the same checks once: beartype checks arguments and return value, and axis names are shared between them
-within one call. The `__init__` of a dataclass is such a function. Generators, forward references and shapes that refer
-to an argument (`"{group_size}"`) go to jaxtyping. Triton kernels are left as they are.
+within one call; the `__init__` of a dataclass is such a function. `matches` is the comparison of a tensor with a shape
+that jaxtyping makes, without its copies. Generators, forward references and shapes that refer to an argument
+(`"{group_size}"`) go to jaxtyping. Triton kernels are left as they are.
 """
 
 import dataclasses
@@ -25,6 +26,7 @@ def install() -> None:
     assert "scoregram" not in sys.modules
     package: Any = import_module("jaxtyping")
     package.jaxtyped = functools.partial(checked, jaxtyped=package.jaxtyped)
+    package._array_types._MetaAbstractArray.__instancecheck__ = matches
     hook = package._import_hook
     hook._JaxtypingLoader.exec_module = execute_module
     hook._JaxtypingFinder.should_instrument = functools.partialmethod(
@@ -107,6 +109,46 @@ def parts_of(annotation: Any) -> Iterator[Any]:
     yield annotation
     for inner in annotation if isinstance(annotation, list | tuple) else get_args(annotation):
         yield from parts_of(inner)
+
+
+def matches(shape: Any, value: Any) -> bool:
+    """`isinstance(value, shape)`: by jaxtyping, unless the shape is of tensors and made of plain names.
+
+    jaxtyping copies the known lengths before it changes them. Here they change once all of the shape is right.
+    """
+    names = plain_axes(shape)
+    if names is None or not isinstance(value, shape.array_type):
+        return shape.__instancecheck_str__(value) == ""
+    if not has_dtype(shape, value.dtype) or len(value.shape) != len(names):
+        return False
+    from jaxtyping._storage import get_shape_memo
+
+    lengths, found = get_shape_memo()[0], {}
+    for name, length in zip(names, value.shape, strict=True):
+        if lengths.get(name, length) != length or found.setdefault(name, length) != length:
+            return False
+    lengths.update(found)
+    return True
+
+
+@functools.cache
+def plain_axes(shape: Any) -> tuple[str, ...] | None:
+    """Names of the axes; None if one is fixed, optional, computed or a sequence of axes, or the array no tensor."""
+    from jaxtyping._array_types import _NamedDim
+    from torch import Tensor
+
+    axes = getattr(shape, "dims", [None])
+    if any(type(axis) is not _NamedDim or axis.broadcastable or axis.treepath for axis in axes):
+        return None
+    return tuple(axis.name for axis in axes) if shape.array_type is Tensor else None
+
+
+@functools.cache
+def has_dtype(shape: Any, dtype: Any) -> bool:
+    """Whether a tensor of this dtype can have the shape, asked of jaxtyping with an empty one."""
+    import torch
+
+    return shape.dtype[torch.Tensor, "..."].__instancecheck_str__(torch.empty(0, dtype=dtype)) == ""
 
 
 def with_axis_names(fn: Callable[..., Any], checked_fn: Callable[..., Any]) -> Callable[..., Any]:

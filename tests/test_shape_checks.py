@@ -6,9 +6,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from jaxtyping import Float
+from hypothesis import given
+from hypothesis import strategies as st
+from jaxtyping import Bool, Float, Int
+from jaxtyping._storage import get_shape_memo, pop_shape_memo, push_shape_memo
 from torch import Tensor
 
 import scoregram
@@ -16,7 +20,7 @@ from scoregram.advantages import leave_one_out
 from scoregram.exhibits import Estimate
 from scoregram.statistics import update_coherence
 from scoregram.theory.theorems import advantage_covariance
-from tests.shape_checks import CHECKS_OF_INNER_FUNCTIONS, checked
+from tests.shape_checks import CHECKS_OF_INNER_FUNCTIONS, checked, matches, plain_axes
 
 Rows = Float[Tensor, "rows columns"]
 Square = Float[Tensor, "rows rows"]
@@ -82,6 +86,38 @@ def test_a_call_within_a_call_has_axes_of_its_own():
     assert decorated(outer)(torch.ones(2, 3)).shape == (2, 2)
     with pytest.raises(Exception, match="outer"):
         decorated(outer)(torch.ones(1, 3))
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+HINTS: list[Any] = [
+    kind[Tensor, axes]
+    for kind in (Float, Int, Bool)
+    for axes in ("", " a", "a b", "a a", "b a", "a b a", "a 2", "#a b", "*a", "a ...", "_ b")
+]
+
+
+@given(
+    shapes=st.lists(st.lists(st.integers(1, 2), max_size=3), min_size=1, max_size=3),
+    dtype=st.sampled_from(DTYPES),
+    data=st.data(),
+)
+def test_a_tensor_matches_a_shape_as_jaxtyping_has_it(shapes, dtype, data):
+    """The answers for several tensors in one call, and the lengths that are known after each."""
+    hints = [data.draw(st.sampled_from(HINTS)) for _ in shapes]
+    values = [torch.ones(shape).to(dtype) for shape in shapes]
+    answers = []
+    for check in (matches, lambda hint, value: hint.__instancecheck_str__(value) == ""):
+        push_shape_memo({})
+        pairs = zip(hints, values, strict=True)
+        answers.append([(check(hint, value), *map(dict, get_shape_memo()[:2])) for hint, value in pairs])
+        pop_shape_memo()
+    assert answers[0] == answers[1]
+
+
+def test_jaxtyping_asks_our_comparison():
+    assert type(Rows).__instancecheck__ is matches and plain_axes(Rows) == ("rows", "columns")
+    assert not isinstance([[1.0]], Rows) and isinstance(torch.nn.Parameter(torch.ones(1, 1)), Rows)
+    assert plain_axes(Float[np.ndarray, " rows"]) is None and isinstance(np.ones(2), Float[np.ndarray, " rows"])
 
 
 def test_shapes_inside_other_types_share_the_names():
