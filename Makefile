@@ -6,7 +6,8 @@ STAMP := .venv/.built
 # Bytecode is kept even where the environment says otherwise: the tests start many processes.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n auto --dist worksteal -q
 
-TRL_TESTS := $(wildcard tests/test_integrations_trl*.py)
+# Of the tests of the TRL integration, those that need TRL; `make test` runs the others.
+TRL_TESTS := $(filter-out tests/test_integrations_trl_parts.py, $(wildcard tests/test_integrations_trl*.py))
 
 .PHONY: run test test-all test-results test-trl test-sweep test-docs test-browser test-install test-gpu mutants check format clean
 
@@ -26,18 +27,17 @@ test-trl: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .trl/oldest trl==1.0.0
 	PYTHONPATH=.trl/oldest $(PYTEST) -m "integration or not slow" $(TRL_TESTS)
 
-# The architectures of transformers that take too long for `make test`.
+# The architectures of transformers that `make test` leaves out: all but the 18 of `QUICK`.
 test-sweep: $(STAMP)
 	$(PYTEST) -m slow -k "every_axis or is_replayed or fused_experts" tests/test_gram_sweep.py
 
-# The committed results, recomputed from their Grams.
+# The committed results, recomputed from their Grams. Here and below, `make test` runs the tests that are not slow.
 test-results: $(STAMP)
-	$(PYTEST) -m "not gpu" tests/test_results*.py
+	$(PYTEST) -m "slow and not gpu" tests/test_results*.py
 
-# Every command and snippet of the pages, run as printed, and the whole ledger of claims.
+# The slow commands and snippets of the pages, run as printed, and the whole ledger of claims.
 test-docs: $(STAMP)
-	$(PYTEST) -m "not gpu" tests/test_docs.py tests/test_readme.py tests/test_dumps_docs.py \
-		tests/test_cli.py::test_the_whole_ledger_is_strict_json
+	$(PYTEST) -m "(slow or integration) and not gpu" tests/test_docs.py tests/test_cli.py::test_the_whole_ledger_is_strict_json
 
 test-browser: $(STAMP)
 	$(PYTEST) -m browser tests/test_report_browser.py tests/test_report_view.py

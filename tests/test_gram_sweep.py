@@ -5,7 +5,7 @@ listed in `docs/trust.md`; a listed type that works is a failure too, so that th
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
@@ -82,43 +82,38 @@ def assert_exact_or_listed(model_type: str, *batch: Tensor, **given: Any) -> Non
 
 
 BUILT = [name for name in TYPES if LISTED.get(name) != "not built"]
-LONG = {
-    "bailing_hybrid",
-    "deepseek_v4",
-    "falcon_mamba",
-    "flex_olmo",
-    "gemma3n_text",
-    "got_ocr2",
-    "gpt_oss",
-    "granitemoe_swa",
-    "granitemoehybrid",
-    "granitemoeshared",
-    "hrm_text",
-    "hy_v4",
-    "inkling_text",
-    "jetmoe",
-    "kimi_linear",
-    "lfm2_moe",
-    "llama4",
-    "phi4_multimodal",
-    "prophetnet",
-    "qwen3_5_moe",
-    "qwen3_5_moe_text",
-    "qwen3_next",
-    "qwen4_exp",
-    "qwen4_exp_text",
-    "zamba",
-    "zaya",
+QUICK = {
+    "bloom",
+    "cpmant",  # refused
+    "deepseek_v3",
+    "gemma2",
+    "gemma3_text",
+    "glm4_moe",
+    "gpt2",
+    "gpt_neox",
+    "llama",
+    "mamba",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "opt",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
 }
-"""Types that take more than a second; `make test-sweep` runs them, also in CI."""
+"""Types that `make test` runs: each takes less than a second. `make test-sweep`, also in CI, runs the others."""
+
+
+def in_sweep(names: Iterable[str]) -> list[Any]:
+    """Parameters of a test: the types, those of the sweep marked as slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in names]
 
 
 built = pytest.mark.parametrize("model_type", BUILT)
 
 
-@pytest.mark.parametrize(
-    "model_type", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in BUILT]
-)
+@pytest.mark.parametrize("model_type", in_sweep(BUILT))
 def test_every_axis_has_the_length_of_the_batch(model_type):
     """Rollouts, tokens, heads, experts, groups and head width are 8; padding on the left, which is moved."""
     assert_exact_or_listed(model_type, *padded_batch(SIDE, padding="left"))
@@ -149,9 +144,7 @@ FAST_ROUTE = {
 """Types with fused experts, attention sinks or gated norms, all of whose parameters are measured in one pass."""
 
 
-@pytest.mark.parametrize(
-    "model_type", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in sorted(FAST_ROUTE)]
-)
+@pytest.mark.parametrize("model_type", in_sweep(sorted(FAST_ROUTE)))
 def test_no_parameter_is_replayed(model_type, monkeypatch):
     monkeypatch.setattr(leaves, "KEPT_ELEMENTS", 0)
     with float64():
@@ -165,7 +158,7 @@ def test_what_is_listed_as_not_built_cannot_be_built(model_type):
 
 
 def test_the_list_names_types_that_exist():
-    assert set(LISTED) <= set(TYPES)
+    assert set(LISTED) <= set(TYPES) and set(BUILT) >= QUICK and set(BUILT) >= FAST_ROUTE
     counts = re.search(r"(\d+) types: (\d+) exact, (\d+) refused, (\d+) cannot be built", PAGE)
     assert counts is not None
     listed = [list(LISTED.values()).count(kind) for kind in ("refused", "not built")]
