@@ -93,8 +93,8 @@ def with_checked_types(fn: Any, typechecker: Any) -> Any:
     """
     if "<locals>" not in fn.__qualname__ or fn.__defaults__ or fn.__kwdefaults__:
         return typechecker(fn)
-    annotations, decorated = CHECKS_OF_INNER_FUNCTIONS.get(fn.__code__, (None, None))
-    if annotations != fn.__annotations__:
+    annotations, decorated = CHECKS_OF_INNER_FUNCTIONS.get(fn.__code__, ({}, fn))
+    if decorated is fn or annotations != fn.__annotations__:
         decorated = typechecker(fn)
         if "__beartype_func" in (decorated.__kwdefaults__ or {}):
             CHECKS_OF_INNER_FUNCTIONS[fn.__code__] = fn.__annotations__, decorated

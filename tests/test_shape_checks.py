@@ -89,9 +89,10 @@ def test_a_call_within_a_call_has_axes_of_its_own():
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+KINDS: list[Any] = [Float, Int, Bool]
 HINTS: list[Any] = [
     kind[Tensor, axes]
-    for kind in (Float, Int, Bool)
+    for kind in KINDS
     for axes in ("", " a", "a b", "a a", "b a", "a b a", "a 2", "#a b", "*a", "a ...", "_ b")
 ]
 
@@ -115,9 +116,11 @@ def test_a_tensor_matches_a_shape_as_jaxtyping_has_it(shapes, dtype, data):
 
 
 def test_jaxtyping_asks_our_comparison():
-    assert type(Rows).__instancecheck__ is matches and plain_axes(Rows) == ("rows", "columns")
-    assert not isinstance([[1.0]], Rows) and isinstance(torch.nn.Parameter(torch.ones(1, 1)), Rows)
-    assert plain_axes(Float[np.ndarray, " rows"]) is None and isinstance(np.ones(2), Float[np.ndarray, " rows"])
+    tensors: Any = Rows
+    arrays: Any = Float[np.ndarray, " rows"]
+    assert type(tensors).__instancecheck__ is matches and plain_axes(tensors) == ("rows", "columns")
+    assert not isinstance([[1.0]], tensors) and isinstance(torch.nn.Parameter(torch.ones(1, 1)), tensors)
+    assert plain_axes(arrays) is None and isinstance(np.ones(2), arrays)
 
 
 def test_shapes_inside_other_types_share_the_names():
@@ -154,10 +157,11 @@ def test_functions_without_shapes_generators_and_shapes_of_arguments():
 
 
 def test_a_function_that_is_defined_again_is_checked_and_is_itself():
-    def adder(step: int, hint: Any = int):
-        def add(x: hint) -> hint:
+    def adder(step: int, hint: type = int):
+        def add(x):
             return x + step if x else WRONG
 
+        add.__annotations__ = {"x": hint, "return": hint}
         return decorated(add)
 
     adders = [adder(step) for step in range(3)]
