@@ -1,5 +1,6 @@
 """Fixtures and settings for the whole suite."""
 
+import functools
 import gc
 import os
 from collections.abc import Iterator
@@ -34,6 +35,17 @@ def unchecked_shapes() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_look_at_the_source() -> Iterator[None]:
+    """Every run that a test writes records its environment: the source is hashed, and git asked, once for all runs."""
+    from scoregram.runs import writer
+
+    found = functools.cache(writer.this_environment)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "this_environment", lambda: found() | {"threads": torch.get_num_threads()})
+        yield
 
 
 @pytest.fixture(autouse=True)
