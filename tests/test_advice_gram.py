@@ -21,14 +21,14 @@ from scoregram.advice.gram_rules import (
     prompt_products,
     shortened,
 )
-from scoregram.advice.noise_rules import group_size_for, live_share_at
+from scoregram.advice.noise_rules import SuccessLaw, group_size_for
 from scoregram.bootstrap import t_mean
 from scoregram.exhibits import Estimate
 from scoregram.reading import RunNoise, RunReading, StoredGroup, read_run
 from scoregram.reading.noise import COMPONENTS
 from scoregram.reading.step import block_scalars
 from scoregram.runs import BatchRecord, GroupRecord, RunWriter
-from scoregram.statistics import NoiseComponents, group_blocks, mixed_probability, noise_components
+from scoregram.statistics import NoiseComponents, group_blocks, noise_components
 from tests.report_cases import write_run
 
 
@@ -91,9 +91,10 @@ def test_liveness_names_a_group_size_only_where_no_error_is_known():
     """The contradiction that two rules gave: larger groups for liveness, smaller ones for the error."""
     dead = run_of("0000", "0000", "0000", "1000", "0000", "0000", "0000", "0000", prompts=list("abcdefgh"))
     by_liveness = found("group size", dead)
-    size = group_size_for(dead.success_rates())
-    assert size is not None and 8 < size <= 16  # 32 rollouts: the next size that divides them is 16
-    assert by_liveness.severity == "note" and "groups of 16 (2 prompts" in by_liveness.change.sentence
+    # one right of 32, so all prompts may be alike: 1 - (31/32)^R - … reaches 0.8 at R = 51, beyond a step of 32
+    assert group_size_for(SuccessLaw(1 / 32, math.inf)) == 51
+    assert by_liveness.severity == "note" and "groups of 51, or measure" in by_liveness.change.sentence
+    assert "about 80% of the groups would be live." in by_liveness.change.effect
     noise = NoiseComponents(1.0, 10.0, 1.0, 10.0)  # best at 2
     by_error = found("group size", with_noise(dead, best_group_size=Estimate(2.0, 2.0, 3.0), components=noise))
     assert by_error.change.direction == "down" and "of the groups live" in by_error.change.effect
@@ -109,20 +110,57 @@ def test_advised_group_sizes_divide_the_rollouts_of_a_step():
     gain = 1 - (17 + 16 / 3) / (33 + 16 / 7)
     assert one.change.sentence == "Use groups of 4 in place of 8: 16 prompts at the same 64 rollouts."
     assert f"falls by about {gain:.0%}" in one.change.effect
-    # one of eight prompts as good as any: 1 - p^4 - (1-p)^4 for p = 4.5/9 and 1.5/9
-    live = [sum(1 - p**size - (1 - p) ** size for p in (0.5, 1 / 6)) / 2 for size in (4, 8)]
+    # mean 5/16 and E p² = (4·3/56)/2 = 3/28, a spread of 0.0095: a Beta law of a + b = (5/16 - 3/28)/0.0095
+    law = SuccessLaw(5 / 16, (5 / 16 - 3 / 28) / (3 / 28 - 25 / 256))
+    live = [live_by_integration(law.mean * law.concentration, (1 - law.mean) * law.concentration, r) for r in (4, 8)]
     assert f"{16 * live[0]:.0f} of 16, now {8 * live[1]:.0f} of 8" in one.change.effect
     flat = NoiseComponents(1.0, 1.0, 1000.0, 1.0)  # no size saves anything
     assert found("group size", with_noise(run, best_group_size=Estimate(3.0, 2.5, 3.7), components=flat)) is None
 
 
-def test_the_group_size_is_the_least_that_mixes_enough():
-    chances = [0.05, 0.3, 0.9]
-    size = group_size_for(chances)
-    assert size is not None
-    mean = [sum(mixed_probability(p, s) for p in chances) / 3 for s in (size - 1, size)]
-    assert mean[0] < 0.8 <= mean[1] == live_share_at(chances, size)
-    assert group_size_for([0.0]) is None
+def live_by_integration(a: float, b: float, size: int) -> float:
+    """`E[1 - p^R - (1-p)^R]` for `p ~ Beta(a, b)`, by the midpoint rule."""
+    points = (np.arange(200_000) + 0.5) / 200_000
+    density = points ** (a - 1) * (1 - points) ** (b - 1)
+    return float((density * (1 - points**size - (1 - points) ** size)).sum() / density.sum())
+
+
+@pytest.mark.parametrize(("a", "b"), [(2.0, 3.0), (1.0, 8.0), (5.0, 1.5)])
+def test_live_shares_under_a_beta_law(a, b):
+    law = SuccessLaw(a / (a + b), a + b)
+    for size in (2, 8, 32):
+        assert law.live_share(size) == pytest.approx(live_by_integration(a, b, size), abs=1e-4)
+    size = group_size_for(law)
+    assert size is None or law.live_share(size - 1) < 0.8 <= law.live_share(size)
+
+
+def test_the_law_is_that_of_the_prompts():
+    """Counts drawn from a known law give it back, also where most groups are dead."""
+    rng = np.random.default_rng(0)
+    rates = rng.beta(0.4, 5.6, 20_000)
+    counts = [(int(right), 8) for right in rng.binomial(8, rates)]
+    law = SuccessLaw.of(counts)
+    assert law is not None and law.mean == pytest.approx(0.4 / 6, abs=0.003)
+    assert law.concentration == pytest.approx(6, rel=0.1)
+    dead = sum(right in (0, 8) for right, _ in counts) / len(counts)
+    assert law.live_share(8) == pytest.approx(1 - dead, abs=0.01)
+    assert law.live_share(32) <= 1 - (1 - law.live_share(8)) ** 4  # whatever the law of the prompts
+    assert law.live_share(32) == pytest.approx(np.mean(1 - rates**32 - (1 - rates) ** 32), abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("counts", "live"),
+    [
+        ([(0, 4), (0, 4)], 0.0),  # never solved
+        ([(0, 4), (4, 4)], 0.0),  # each always or never
+        ([(2, 4), (2, 4)], 7 / 8),  # less spread than chance: all alike
+        ([(1, 1), (0, 1)], None),  # one rollout says nothing about spread
+        ([], None),
+    ],
+)
+def test_laws_at_the_edges(counts, live):
+    law = SuccessLaw.of(counts)
+    assert live == (None if law is None else pytest.approx(law.live_share(4)))
 
 
 def test_prompts_seen_twice_count_once():

@@ -6,6 +6,7 @@ A rule is a function of a `RunReading`, with the same verdicts as the rules on l
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -26,24 +27,61 @@ REPLAYED_GROUPS = 256
 _MORE_STEPS = "measure at least 15 steps, with groups of 4 or more and the Gram between prompts"
 
 
-def group_size_for(chances: Sequence[float], wanted: float = WANTED_LIVE) -> int | None:
-    """Least group size at which a share `wanted` of groups is expected to be live, given the prompts' success rates.
+@dataclass(frozen=True)
+class SuccessLaw:
+    """How success rates vary between prompts: a Beta law with the mean and the spread of the observed ones.
 
-    None if no size up to 1024 reaches it.
+    The rate of one prompt, from 8 rollouts, says little about groups of 32: a prompt that was never solved may have any
+    small rate. Chances that follow from the law of all prompts respect what was seen: if a share `d` of groups of `R`
+    is dead, groups of `nR` are dead with a chance of at least `dⁿ`.
+    """
+
+    mean: float
+    concentration: float
+    """`a + b` of the Beta law: infinite if all prompts are alike, 0 if each is always or never solved."""
+
+    @staticmethod
+    def of(counts: Sequence[tuple[int, int]]) -> "SuccessLaw | None":
+        """The law from right rollouts and all rollouts of each prompt, by unbiased first and second moments.
+
+        None if no prompt has two rollouts.
+
+        Example:
+            >>> SuccessLaw.of([(1, 4), (3, 4)])
+            SuccessLaw(mean=0.5, concentration=inf)
+        """
+        pairs = sum(rollouts * (rollouts - 1) for _, rollouts in counts)
+        if not pairs:
+            return None
+        mean = sum(right for right, _ in counts) / sum(rollouts for _, rollouts in counts)
+        both = sum(right * (right - 1) for right, _ in counts) / pairs  # E p²
+        spread, mixed = both - mean**2, mean - both
+        return SuccessLaw(mean, max(mixed, 0.0) / spread if spread > 0 else math.inf)
+
+    def live_share(self, size: int) -> float:
+        """Expected share of live groups of a size."""
+        if math.isinf(self.concentration):
+            return mixed_probability(self.mean, size)
+        right, wrong = self.mean * self.concentration, (1 - self.mean) * self.concentration
+        return max(
+            1 - rising_ratio(right, self.concentration, size) - rising_ratio(wrong, self.concentration, size), 0.0
+        )
+
+
+def rising_ratio(part: float, whole: float, count: int) -> float:
+    """`Π_{i < n} (part + i) / (whole + i)`: the chance of `n` equal outcomes in a row under a Beta law."""
+    return math.prod((part + i) / (whole + i) if whole + i else 1.0 for i in range(count))
+
+
+def group_size_for(law: SuccessLaw, wanted: float = WANTED_LIVE) -> int | None:
+    """Least group size at which a share `wanted` of groups is expected to be live; None if none up to 1024 is.
 
     Example:
-        >>> group_size_for([0.5], 0.8), group_size_for([0.0, 0.5], 0.8)
+        >>> group_size_for(SuccessLaw(0.5, math.inf)), group_size_for(SuccessLaw(0.0, math.inf))
         (4, None)
     """
-    for size in range(2, LARGEST_ADVISED_GROUP + 1):
-        if live_share_at(chances, size) >= wanted:
-            return size
-    return None
-
-
-def live_share_at(chances: Sequence[float], size: int) -> float:
-    """Expected share of live groups of a size; `nan` without prompts."""
-    return sum(mixed_probability(chance, size) for chance in chances) / len(chances) if chances else math.nan
+    sizes = range(2, LARGEST_ADVISED_GROUP + 1)
+    return next((size for size in sizes if law.live_share(size) >= wanted), None)
 
 
 def group_size(run: RunReading) -> RuleVerdict:
@@ -124,7 +162,7 @@ def wanted_size(best: Estimate, used: int) -> int:
     return max(2, round(best.value)) if math.isfinite(best.value) else 2 * used
 
 
-def dividing_size(wanted: int, used: int, batch: float) -> int:
+def dividing_size(wanted: int, used: int, batch: float | int) -> int:
     """The group size nearest to `wanted` that divides the rollouts of a step into two prompts or more.
 
     It lies on the same side of the size used, and near means by its ratio. `wanted` itself if there is none: then a
@@ -138,7 +176,7 @@ def dividing_size(wanted: int, used: int, batch: float) -> int:
     return min(fitting, key=lambda size: abs(math.log(size / wanted)), default=wanted)
 
 
-def divisors(batch: float) -> list[int]:
+def divisors(batch: float | int) -> list[int]:
     """Group sizes from 2 on that divide the rollouts of a step into two prompts or more; none if they vary.
 
     Example:
@@ -151,7 +189,7 @@ def divisors(batch: float) -> list[int]:
     return [size for size in range(2, rollouts // 2 + 1) if rollouts % size == 0]
 
 
-def _use_size(wanted: int, used: int, batch: float) -> str:
+def _use_size(wanted: int, used: int, batch: float | int) -> str:
     if wanted not in divisors(batch):
         return f"Use groups of about {wanted} in place of {used}, with {'more' if wanted < used else 'fewer'} prompts."
     prompts = round(batch) // wanted
@@ -160,16 +198,25 @@ def _use_size(wanted: int, used: int, batch: float) -> str:
 
 def _live_groups(run: RunReading, wanted: int, used: int) -> str:
     """The expected share of live groups; with how many of the groups of a step these are, where the size divides it."""
-    rates, batch = run.success_rates(), run.batch_size
-    live = live_share_at(rates, wanted)
-    if math.isnan(live):
+    law, batch = SuccessLaw.of(run.success_counts()), run.batch_size
+    if law is None:
         return ""
+    live = law.live_share(wanted)
     told = f", with about {live:.0%} of the groups live"
     if wanted not in divisors(batch):
         return told
-    counts = [(live_share_at(rates, size) * batch / size, batch / size) for size in (wanted, used)]
+    counts = [(law.live_share(size) * batch / size, batch / size) for size in (wanted, used)]
     (later, groups), (now, groups_now) = counts
     return f"{told}: {later:.0f} of {groups:g}, now {now:.0f} of {groups_now:g}"
+
+
+def _of_a_step(law: SuccessLaw, size: int, used: int, run: RunReading) -> str:
+    """How many live groups a step has at two sizes, where both divide it: more live ones of fewer groups."""
+    batch = run.batch_size
+    if not {size, used} <= set(divisors(batch)):
+        return ""
+    later, now = (law.live_share(one) * batch / one for one in (size, used))
+    return f", {later:.1f} of {batch / size:g} in a step, now {now:.1f} of {batch / used:g}"
 
 
 def size_gain(noise: RunNoise, used: int, wanted: int | None = None) -> float:
@@ -185,10 +232,11 @@ def size_gain(noise: RunNoise, used: int, wanted: int | None = None) -> float:
 
 
 def _size_by_liveness(run: RunReading, used: int) -> RuleVerdict:
-    dead, rates = run.summary.dead, run.success_rates()
-    if not (dead.low > 0.5 and rates):
+    dead, counts = run.summary.dead, run.success_counts()
+    law = SuccessLaw.of(counts)
+    if not dead.low > 0.5 or law is None:
         return Undecided(_MORE_STEPS)
-    size = group_size_for(rates)
+    size = group_size_for(law)
     if size is None or size <= used:
         return Undecided(f"{_MORE_STEPS}: liveness alone does not name a size")
     size = min((one for one in divisors(run.batch_size) if one >= size), default=size)
@@ -200,13 +248,13 @@ def _size_by_liveness(run: RunReading, used: int) -> RuleVerdict:
         "error.",
         number=dead,
         label="share of dead groups in the last third",
-        evidence=f"the success rates of {len(rates)} prompts, (right + ½) / (rollouts + 1).",
+        evidence=f"mean {law.mean:.3f} and spread of the success rates of {len(counts)} prompts, as a Beta law.",
         change=Change(
             knob="group size",
             direction="up",
             sentence=f"Try groups of {size}{prompts}, or measure the gradients of at least {FEWEST * 3} steps (now "
             f"{run.trust.measured}) to know the best size.",
-            effect=f"about {live_share_at(rates, size):.0%} of the groups would be live.",
+            effect=f"about {law.live_share(size):.0%} of the groups would be live{_of_a_step(law, size, used, run)}.",
         ),
         confidence="possible",
     )

@@ -173,9 +173,12 @@ class RunReading:
     def success_rates(self) -> list[float]:
         """Success rate of every prompt of the last third, `(right + ½) / (rollouts + 1)`.
 
-        Empty unless all rewards are 0 or 1. Without the ½, the groups of a prompt that was never or always solved
-        would count as dead at every size.
+        Empty unless all rewards are 0 or 1.
         """
+        return [(right + 0.5) / (rollouts + 1) for right, rollouts in self.success_counts()]
+
+    def success_counts(self) -> list[tuple[int, int]]:
+        """Right rollouts and all rollouts of every prompt of the last third; empty unless all rewards are 0 or 1."""
         seen: dict[str, list[int]] = {}
         for group in self.last_groups:
             if group.right is None:
@@ -183,7 +186,7 @@ class RunReading:
             counts = seen.setdefault(group.record.prompt_id, [0, 0])
             counts[0] += group.right
             counts[1] += group.size
-        return [(right + 0.5) / (rollouts + 1) for right, rollouts in seen.values()]
+        return [(right, rollouts) for right, rollouts in seen.values()]
 
     @cached_property
     def update_power(self) -> UpdatePower:
