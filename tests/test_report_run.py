@@ -10,7 +10,7 @@ from scoregram.advice.diagnose import DEMOS, GRAM_RULES, LOG_RULES
 from scoregram.advice.findings import RunFinding, Severity, Undecided, diagnosis_of
 from scoregram.bootstrap import LEVEL, bootstrap_estimate, mean_estimate
 from scoregram.exhibits import Estimate, Figure
-from scoregram.reading import Indicator, IndicatorState, StoredGroup, read_run, running_curve
+from scoregram.reading import Indicator, IndicatorState, StoredGroup, indicators, read_run, running_curve
 from scoregram.report import write_report
 from scoregram.report.figures import HeatMap, StackedFigure
 from scoregram.report.page import sparkline
@@ -18,6 +18,7 @@ from scoregram.report.run_page import (
     MOST_CARDS,
     SUBJECTS,
     agreed_tiles,
+    lead_sentence,
     run_facts,
     run_page,
     summary_table,
@@ -280,6 +281,15 @@ def test_the_lead_says_in_plain_words_what_is_known(run, tmp_path):
     assert "effective rank" not in lead
     write_run(tmp_path / "bare", measured=False, evaluated=False, steps=2)
     assert run_page(open_run(tmp_path / "bare")).lead.startswith("Too early to tell whether this run learns.")
+
+
+def test_a_reward_that_rises_on_unfinished_texts_is_no_success(run):
+    reading = read_run(open_run(run[0]))
+    *others, cut = indicators(reading)
+    lead = lead_sentence(reading, [*others, dataclasses.replace(cut, state="act", headline="98% truncated")])
+    assert lead.startswith(
+        "The reward rises (test accuracy 0.25 → 0.75), but 98% truncated: read some rollouts before you believe it."
+    )
 
 
 def test_names_from_data_are_text(tmp_path):

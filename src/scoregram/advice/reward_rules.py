@@ -266,7 +266,7 @@ def cut_completions(log: RunLog) -> RuleVerdict:
     return RunFinding(
         name="truncation",
         severity="critical" if level > MOSTLY_TRUNCATED else "warning",
-        sentence=f"{share.value:.0%} of the completions are cut off at the token limit, so their reward says little.",
+        sentence=f"{share.value:.0%} of the completions are cut off at the limit: the reward is of unfinished texts.",
         since=cut.since(cut.values > TRUNCATED),
         number=share,
         label="share of truncated completions in the last third",
@@ -274,8 +274,9 @@ def cut_completions(log: RunLog) -> RuleVerdict:
         change=Change(
             knob="completion length",
             direction="up",
-            sentence="Allow longer completions; if they are not needed, mask truncated ones or penalise length.",
-            effect="completions end by themselves, and the verifier sees their answers.",
+            sentence="Read some rollouts. If the answer is missing, allow longer completions; if the policy goes on "
+            "after it, mask truncated rollouts or penalise length.",
+            effect="completions end by themselves, and the reward is of whole texts.",
         ),
         confidence="certain",
     )

@@ -248,7 +248,7 @@ def lead_sentence(run: RunReading, tiles: Sequence[Indicator]) -> str:
     """What the run shows in a few plain sentences: does it learn, what teaches, how much of a step is signal."""
     if not run.steps:
         return "This run holds no step yet."
-    learning, teaching, signal, _ = tiles
+    learning, teaching, signal, cut = tiles
     said = {
         "good": f"This run learns: {learning.headline}.",
         "watch": f"No change can be shown yet: {learning.headline}.",
@@ -259,6 +259,8 @@ def lead_sentence(run: RunReading, tiles: Sequence[Indicator]) -> str:
     if learning.state == "watch" and learning.change.low > 0 and greedy is not None:
         both = f"sampled {learning.headline}, greedy accuracy {greedy.before.value:.3f} → {greedy.after.value:.3f}"
         said = f"Sampled rollouts get better, greedy ones do not: {both}."
+    if learning.state == "good" and cut.state == "act":
+        said = f"The reward rises ({learning.headline}), but {cut.headline}: read some rollouts before you believe it."
     parts = [said, *when_learnt(learning)]
     if teaching.state != "unknown":
         parts.append(f"In the last third, {teaching.headline} had rewards that differ.")
