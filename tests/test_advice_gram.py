@@ -21,7 +21,7 @@ from scoregram.advice.gram_rules import (
     prompt_products,
     shortened,
 )
-from scoregram.advice.noise_rules import SuccessLaw, group_size_for
+from scoregram.advice.noise_rules import SuccessLaw, group_size_for, least_error_size
 from scoregram.bootstrap import t_mean
 from scoregram.exhibits import Estimate
 from scoregram.reading import RunNoise, RunReading, StoredGroup, read_run
@@ -114,6 +114,11 @@ def test_advised_group_sizes_divide_the_rollouts_of_a_step():
     law = SuccessLaw(5 / 16, (5 / 16 - 3 / 28) / (3 / 28 - 25 / 256))
     live = [live_by_integration(law.mean * law.concentration, (1 - law.mean) * law.concentration, r) for r in (4, 8)]
     assert f"{16 * live[0]:.0f} of 16, now {8 * live[1]:.0f} of 8" in one.change.effect
+    # best at 2.6: 2 + 2 + 2.56 at 2 is 4 % below 4 + 2 + 2.56/3 at 4; without within-prompt noise it is 6 % below
+    for within, chosen in ((2.0, 4), (0.0, 2)):
+        noise = NoiseComponents(1.0, 1.0, within, 2.56)
+        small = with_noise(run, best_group_size=Estimate(2.6, 2.4, 3.7), components=noise)
+        assert least_error_size(small.noise(), 8, 64) == chosen
     flat = NoiseComponents(1.0, 1.0, 1000.0, 1.0)  # no size saves anything
     assert found("group size", with_noise(run, best_group_size=Estimate(3.0, 2.5, 3.7), components=flat)) is None
 
