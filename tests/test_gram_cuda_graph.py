@@ -103,6 +103,16 @@ def test_without_a_gpu_the_measurement_runs_as_usual_and_says_so():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_tokens_that_fill_up_a_shape_are_padding():
+    """A model that looks at all tokens of a row sees in the mask that they are none of its own."""
+    batch = make_batch(ARCHITECTURES["llama"](), *rollouts(4, 12).arguments)
+    wide = padded_batch(batch, 8)
+    assert wide.input_ids.shape == (4, 16) and torch.equal(wide.input_ids[:, :12], batch.input_ids)
+    for name in ("attention_mask", "completion_mask", "coefficients"):
+        values = getattr(wide, name)
+        assert torch.equal(values[:, :12], getattr(batch, name)) and not bool(values[:, 12:].any())
+
+
 class UnrecordedPass(RecordedPass):
     """A stand-in for `RecordedPass`: the same measurement of static inputs, run each time instead of replayed."""
 

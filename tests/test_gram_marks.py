@@ -309,7 +309,7 @@ COMPUTED: dict[str, Callable[[Any], Tensor]] = {
     "a function of the right factor": lambda m: m.base + m.left @ m.right.exp(),
     "one parameter on both sides": lambda m: m.base + m.left @ m.left.T,
     "a factor without a gradient": lambda m: m.base + without_gradient(m.left) @ m.right,
-    "a weight without a gradient": lambda m: without_gradient(m.head.weight)[:8],
+    "a weight without a gradient": lambda m: without_gradient(m.square),
     "a term that is broadcast": lambda m: torch.addmm(m.left[:1] @ m.right, m.left, m.right),
     "a matrix as a stack of one": lambda m: torch.baddbmm(m.left @ m.right, m.left[None], m.right[None])[0],
     "a rank that is broadcast": lambda m: torch.einsum("eor,eri->eoi", m.left[None, :, :1], m.right[None])[0],
@@ -318,8 +318,8 @@ COMPUTED: dict[str, Callable[[Any], Tensor]] = {
     "a hook on a term": lambda m: m.base + hooked(m.left @ m.right),
     "a hook on a cast": lambda m: m.base + hooked(m.left.to(torch.complex128)).real @ m.right,
     "a hook on a view of a factor": lambda m: m.base + hooked(m.left[:]) @ m.right,
-    "a hook on a view": lambda m: hooked(m.head.weight[:8]),
-    "a hook before a view": lambda m: hooked(m.head.weight[:16])[:8],
+    "a hook on a view": lambda m: hooked(m.square[:]),
+    "a hook before a view": lambda m: hooked(m.square[:])[:8],
 }
 
 
@@ -331,6 +331,7 @@ class ComputedWeight(nn.Module):
         self.compute = compute
         self.embedding = nn.Embedding(61, 8)
         self.left, self.right = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.randn(2, 8))
+        self.square = nn.Parameter(torch.randn(8, 8))
         self.base = nn.Parameter(torch.randn(8, 8), requires_grad=False)
         self.head = nn.Linear(8, 61, bias=False)
 
