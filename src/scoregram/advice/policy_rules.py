@@ -59,7 +59,7 @@ def not_finite_steps(log: RunLog) -> RuleVerdict:
 
 
 def entropy_collapse(log: RunLog) -> RuleVerdict:
-    """The entropy of the policy has fallen to a small part of its first value, or will soon."""
+    """The entropy of the policy has fallen to a small part of its first value, or will soon; not on a solved task."""
     entropy = log.series("entropy")
     if len(entropy) < LEAST_STEPS:
         return Undecided("log the entropy of the policy")
@@ -69,14 +69,14 @@ def entropy_collapse(log: RunLog) -> RuleVerdict:
     left = Estimate(end / start, *(sorted(mean_ends(entropy.last) / start)))
     arrival = collapse_step(entropy, ENTROPY_GONE * start)
     reward = log.series("reward")
-    is_solved = len(reward) > 0 and reward.end >= CEILING
-    solved = " The reward is at its ceiling, which explains it." if is_solved else ""
+    if len(reward) > 0 and reward.end >= CEILING:  # a policy that is right every time has nothing left to explore
+        return None
     if left.high < ENTROPY_LEFT:
         sentence = f"The entropy fell from {start:.3g} to {end:.3g} nats per token: rollouts of a prompt hardly differ."
         return RunFinding(
             name="entropy collapse",
-            severity="note" if is_solved else "critical" if left.high < ENTROPY_GONE else "warning",
-            sentence=sentence + solved,
+            severity="critical" if left.high < ENTROPY_GONE else "warning",
+            sentence=sentence,
             since=entropy.since(entropy.values < ENTROPY_LEFT * start),
             number=left,
             label="entropy left, of the first steps",
@@ -88,9 +88,9 @@ def entropy_collapse(log: RunLog) -> RuleVerdict:
         return None
     return RunFinding(
         name="entropy collapse",
-        severity="note" if is_solved else "warning",
+        severity="warning",
         sentence=f"The entropy fell from {start:.3g} to {end:.3g} nats per token and falls steadily: at this rate a "
-        f"tenth of the first value is left at step {arrival}.{solved}",
+        f"tenth of the first value is left at step {arrival}.",
         since=entropy.since(entropy.values < ENTROPY_WATCHED * start),
         number=left,
         label="entropy left, of the first steps",

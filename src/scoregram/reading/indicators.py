@@ -186,8 +186,9 @@ def signal_indicator(run: RunReading) -> Indicator:
         state = "watch"
     headline, line = _needs(scale, batch), "A step below 0 showed no signal."
     if math.isnan(scale.low):
-        first = f"about {float(f'{scale.value:.2g}'):,.0f} rollouts" if math.isfinite(scale.value) else "no signal"
-        sentence = f"A first estimate without an interval: {first}, you use {batch:g}. {line}"
+        sentence = (
+            f"Without an interval there is no estimate of the rollouts that a step needs; you use {batch:g}. {line}"
+        )
         headline = "too few measured steps to tell"
     else:
         pooled = f"Signal to noise of the last third: {cell_text(run.summary.snr)} (95 % interval)"
