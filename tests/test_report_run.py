@@ -286,10 +286,10 @@ def test_the_lead_says_in_plain_words_what_is_known(run, tmp_path):
 def test_a_reward_that_rises_on_unfinished_texts_is_no_success(run):
     reading = read_run(open_run(run[0]))
     *others, cut = indicators(reading)
+    learning, *_ = agreed_tiles([*others, dataclasses.replace(cut, state="act")], diagnosis_of("", {}))
+    assert (others[0].state, learning.state) == ("good", "watch")
     lead = lead_sentence(reading, [*others, dataclasses.replace(cut, state="act", headline="98% truncated")])
-    assert lead.startswith(
-        "The reward rises (test accuracy 0.25 → 0.75), but 98% truncated: read some rollouts before you believe it."
-    )
+    assert lead.startswith("Test accuracy 0.25 → 0.75, but 98% truncated: read some rollouts before you believe it.")
 
 
 def test_names_from_data_are_text(tmp_path):

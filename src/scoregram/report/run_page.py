@@ -190,10 +190,15 @@ def agreed_tiles(tiles: Sequence[Indicator], advice: Diagnosis) -> tuple[Indicat
     """The indicators, with words that agree with the advice: one page does not say two things.
 
     An indicator is not `good` if a rule about the same thing warns. It says `act` only if such a rule asks for a
-    change: where the rule cannot decide, because steps are too few, it says `watch`.
+    change: where the rule cannot decide, because steps are too few, it says `watch`. Learning is not `good` while most
+    rollouts are cut off.
     """
     severities = {one.name: one.severity for one in advice.findings}
-    return tuple(_agreed(tile, SUBJECTS[tile.name], severities, advice) for tile in tiles)
+    agreed = {tile.name: _agreed(tile, SUBJECTS[tile.name], severities, advice) for tile in tiles}
+    learning, cut = agreed.get("learning"), agreed.get("truncated or clipped")
+    if learning and cut and learning.state == "good" and cut.state == "act":  # a reward of unfinished texts
+        agreed["learning"] = replace(learning, state="watch")
+    return tuple(agreed.values())
 
 
 def _agreed(tile: Indicator, rules: Sequence[str], severities: Mapping[str, str], advice: Diagnosis) -> Indicator:
@@ -259,8 +264,9 @@ def lead_sentence(run: RunReading, tiles: Sequence[Indicator]) -> str:
     if learning.state == "watch" and learning.change.low > 0 and greedy is not None:
         both = f"sampled {learning.headline}, greedy accuracy {greedy.before.value:.3f} → {greedy.after.value:.3f}"
         said = f"Sampled rollouts get better, greedy ones do not: {both}."
-    if learning.state == "good" and cut.state == "act":
-        said = f"The reward rises ({learning.headline}), but {cut.headline}: read some rollouts before you believe it."
+    if learning.state in ("good", "watch") and learning.change.low > 0 and cut.state == "act":
+        rise = learning.headline[0].upper() + learning.headline[1:]
+        said = f"{rise}, but {cut.headline}: read some rollouts before you believe it."
     parts = [said, *when_learnt(learning)]
     if teaching.state != "unknown":
         parts.append(f"In the last third, {teaching.headline} had rewards that differ.")
