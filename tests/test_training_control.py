@@ -175,20 +175,16 @@ def follower(**changes: Any) -> tuple[Controller, list[Problem]]:
 
 def test_prompts_with_a_large_gradient_are_drawn_more_often():
     controller, problems = follower(draw="measured")
-    counts, sums = dict.fromkeys("abcdefgh", 0), 0.0
-    for number in range(4000):
-        drawn_now = controller.drawn_problems(problems, number)
-        weights = controller.inputs(drawn_now)[PROMPT_WEIGHTS]
-        assert len({problem.id for problem in drawn_now}) == 4
-        sums += float(weights.mean())
-        for problem in drawn_now:
-            counts[problem.id] += 1
     # by hand: mean noise 2 and signal 4.5 count for 8 rollouts, as many as each visit; unseen prompts are at the mean
     moments = [(s + n / 4) for s, n in zip([2.25, 6.75, 6.75, 2.25] + [4.5] * 4, [3, 3, 1, 1] + [2] * 4, strict=True)]
     total = sum(moment**0.5 for moment in moments)
     expected = [4 * (0.25 / 8 + 0.75 * moment**0.5 / total) for moment in moments]
-    assert [counts[name] / 4000 for name in "abcdefgh"] == pytest.approx(expected, abs=0.03)
-    assert sums / 4000 == pytest.approx(1, abs=0.02)  # unbiased: the weights of a step are 1 on average
+    assert controller.draw_probabilities(problems).tolist() == pytest.approx(expected)
+    for number in range(20):
+        drawn_now = controller.drawn_problems(problems, number)
+        assert len({problem.id for problem in drawn_now}) == 4
+        weights = controller.inputs(drawn_now)[PROMPT_WEIGHTS].tolist()  # n / (M π): unbiased whatever π
+        assert weights == pytest.approx([4 / (8 * expected["abcdefgh".index(problem.id)]) for problem in drawn_now])
 
 
 def test_prompts_without_signal_are_shrunk():

@@ -178,12 +178,15 @@ class Controller:
 
         A task with no more problems than a step has prompts gives all of them.
         """
-        count = min(self.config.prompts, len(problems))
-        moments = self._signal(problems) + self._error(problems)
-        probabilities = inclusion_probabilities(moments, count)
+        probabilities = self.draw_probabilities(problems)
         places = systematic_draw(probabilities, seeded_generator(self._config.seed, "draw", number))
-        self._weights = count / (len(problems) * probabilities[places])
+        self._weights = len(places) / (len(problems) * probabilities[places])
         return [problems[place] for place in places.tolist()]
+
+    def draw_probabilities(self, problems: Sequence[Problem]) -> torch.Tensor:
+        """Probability of every problem to be in the next step."""
+        moments = self._signal(problems) + self._error(problems)
+        return inclusion_probabilities(moments, min(self.config.prompts, len(problems)))
 
     def inputs(self, problems: Sequence[Problem]) -> dict[str, torch.Tensor]:
         """The weights of the problems of the present step, if they are not all 1."""
