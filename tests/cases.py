@@ -102,6 +102,20 @@ def rollouts(count: int = 5, tokens: int = 11, *, seed: int = 0, padding: str = 
     return Rollouts(ids, completion, attention)
 
 
+class Opaque(torch.autograd.Function):
+    """A product that no interceptor sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kernel: Tensor) -> Tensor:  # noqa: D102
+        ctx.save_for_backward(x, kernel)
+        return x * kernel
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
+        x, kernel = ctx.saved_tensors
+        return grads[0] * kernel, (grads[0] * x).sum((0, 1))
+
+
 class KeepDouble(TorchFunctionMode):
     """Casts of float64 to float32 are not made: many models compute their norms in float32 whatever their dtype."""
 

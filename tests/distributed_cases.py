@@ -22,7 +22,7 @@ from scoregram.checks import ScoregramError
 from scoregram.gram import backward_with_gram, measure_gram
 from scoregram.integrations.dumps.config import MeasureConfig
 from scoregram.integrations.dumps.measure import measure
-from tests.cases import ARCHITECTURES, Rollouts, rollouts
+from tests.cases import ARCHITECTURES, Opaque, Rollouts, rollouts
 from tests.forked import START_METHOD
 
 PROCESSES = 2
@@ -52,20 +52,6 @@ def model_of(name: str, dtype: torch.dtype) -> Any:
     return model
 
 
-class OwnProduct(torch.autograd.Function):
-    """A product that the engine cannot look into."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:  # noqa: D102
-        ctx.save_for_backward(x, scale)
-        return x * scale
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
-        x, scale = ctx.saved_tensors
-        return grads[0] * scale, (grads[0] * x).sum((0, 1))
-
-
 class ScaledEmbedding(nn.Module):
     """An embedding with a scale in an autograd function of its own, so that the scale is replayed."""
 
@@ -75,7 +61,7 @@ class ScaledEmbedding(nn.Module):
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, width, dtype=dtype))
 
     def forward(self, ids: Tensor) -> Tensor:  # noqa: D102
-        return OwnProduct.apply(self.embedding(ids), self.scale)  # pyright: ignore[reportReturnType]
+        return Opaque.apply(self.embedding(ids), self.scale)  # pyright: ignore[reportReturnType]
 
 
 def batch_of(rank: int) -> Rollouts:

@@ -291,3 +291,5 @@ def test_an_impossible_plan_is_refused(sizes):
 def test_a_plan_for_nothing_is_refused():
     with pytest.raises(ScoregramError, match="rollouts must be at least 1, got 0"):
         plan_passes(model_of("llama-tied"), 0, 8)
+    with pytest.raises(ScoregramError, match="memory_gb must be positive, got -1"):
+        plan_passes(model_of("llama-tied"), 4, 8, memory_gb=-1.0)

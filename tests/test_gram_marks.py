@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from scoregram.gram import Sketch, backward_with_gram, leaves, measure_gram
+from scoregram.gram import Gram, Sketch, backward_with_gram, leaves, measure_gram
 from scoregram.gram.collect import RegionUses, may_overlap
 from scoregram.gram.marks import Derived, LowRankTerm, known_terms, low_rank_terms, set_mark
 from tests.cases import ARCHITECTURES, KeepDouble, build, rollouts
@@ -285,6 +285,15 @@ def gram_of(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     return torch.stack(rows) @ torch.stack(rows).T
 
 
+def exact_gram(model: nn.Module) -> Gram:
+    """The Gram of some rollouts, after a comparison with one backward pass per rollout."""
+    ids, mask = rollouts().arguments[:2]
+    expected = gram_of(model, ids, mask)
+    gram = measure_gram(model, ids, mask)
+    assert float((gram.matrix - expected).norm()) <= 1e-12 * float(expected.norm())
+    return gram
+
+
 def changed_in_place(m: Any) -> Tensor:
     weight = m.base + m.left @ m.right
     weight[:3].mul_(2)
@@ -345,11 +354,7 @@ def test_other_computed_weights_are_exact(kind, has_leaves, monkeypatch):
     if not has_leaves:
         monkeypatch.setattr(leaves, "MOST_LEAF_ELEMENTS", 0)
     torch.manual_seed(0)
-    model = ComputedWeight(COMPUTED[kind]).double()
-    ids, mask = rollouts().arguments[:2]
-    expected = gram_of(model, ids, mask)
-    gram = measure_gram(model, ids, mask)
-    assert float((gram.matrix - expected).norm()) <= 1e-12 * float(expected.norm())
+    gram = exact_gram(ComputedWeight(COMPUTED[kind]).double())
     assert not any("without interception" in note for note in gram.notes)
 
 
@@ -410,11 +415,7 @@ class TimeFirstExperts(nn.Module):
 def test_a_batched_product_over_rows_in_the_order_of_the_tokens():
     """The rows of one rollout are not adjacent, so the product cannot be split by rollout."""
     torch.manual_seed(0)
-    model = TimeFirstExperts().double()
-    ids, mask = rollouts().arguments[:2]
-    expected = gram_of(model, ids, mask)
-    gram = measure_gram(model, ids, mask)
-    assert float((gram.matrix - expected).norm()) <= 1e-12 * float(expected.norm())
+    gram = exact_gram(TimeFirstExperts().double())
     assert gram.replayed == ("experts",)
 
 
@@ -429,19 +430,11 @@ class HookedExperts(TimeFirstExperts):
 
 def test_a_hook_on_the_experts_of_a_batched_product():
     torch.manual_seed(0)
-    model = HookedExperts().double()
-    ids, mask = rollouts().arguments[:2]
-    expected = gram_of(model, ids, mask)
-    gram = measure_gram(model, ids, mask)
-    assert float((gram.matrix - expected).norm()) <= 1e-12 * float(expected.norm())
+    exact_gram(HookedExperts().double())
 
 
 def test_rows_that_are_sorted_split_and_joined_keep_their_rollouts(monkeypatch):
     monkeypatch.setattr(leaves, "KEPT_ELEMENTS", 0)
     torch.manual_seed(0)
-    model = SortedExperts().double()
-    ids, mask = rollouts().arguments[:2]
-    expected = gram_of(model, ids, mask)
-    gram = measure_gram(model, ids, mask)
-    assert float((gram.matrix - expected).norm()) <= 1e-12 * float(expected.norm())
+    gram = exact_gram(SortedExperts().double())
     assert not gram.replayed

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from scoregram.errors import ScoregramError
 from scoregram.gram import DeferredGram, backward_with_gram, measure_gram
-from tests.cases import build, rollouts
+from tests.cases import Opaque, build, rollouts
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -82,20 +82,6 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 # Models
-
-
-class Opaque(torch.autograd.Function):
-    """A product that no interceptor sees."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kernel: Tensor) -> Tensor:  # noqa: D102
-        ctx.save_for_backward(x, kernel)
-        return x * kernel
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
-        x, kernel = ctx.saved_tensors
-        return grads[0] * kernel, (grads[0] * x).sum((0, 1))
 
 
 class Peculiar(nn.Module):

@@ -33,8 +33,6 @@ from scoregram.gram.result import CollectedScores, layer_of
 
 MOST_PARTS = 32
 """Most parts of the parameters that a plan considers."""
-
-
 GENEROSITY = 1.5
 """Factor by which the estimate of a pass may exceed its true memory."""
 
@@ -111,6 +109,8 @@ def plan_passes(
     for name, given in (("rollouts", rollouts), ("tokens", tokens), ("per_pass", per_pass)):
         if given is not None and given < 1:
             fail("plan_passes", f"{name} must be at least 1", given, "Pass the size of the batch.")
+    if memory_gb is not None and not memory_gb > 0:
+        fail("plan_passes", "memory_gb must be positive", memory_gb, "Leave it out for 80 % of what is free.")
     inside = model_inside(model)
     parameters = trainable_parameters(inside)
     limit = MEMORY_SHARE * free_bytes(inside) if memory_gb is None else memory_gb * 1e9

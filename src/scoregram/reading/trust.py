@@ -88,7 +88,7 @@ class Trust:
             steps = "step was" if self.last_measured == 1 else "steps were"
             said.append(
                 f"Only {self.last_measured} {steps} measured in the last third, fewer than {FEW_STEPS}: too few for "
-                "conclusions on noise. Measure more often; rewards and lengths are known for all steps."
+                "conclusions on noise. Measure more often; what is said of rewards and lengths needs no Gram."
             )
         return said + list(self.remarks.values())
 

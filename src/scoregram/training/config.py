@@ -292,16 +292,21 @@ class TrainConfig:
             refuse("train", "--resume and --overwrite must not be given together", "both", "Leave one of them out.")
 
     def _require_control(self) -> None:
-        """Raise if an option that follows measured noise lacks what it measures."""
-        option = self.controlled_by
-        if option is None:
+        """Raise if an option that decides from step to step lacks what it measures."""
+        if not self.controls:
             return
+        option = self.controls[0]
         if self.group_size == "auto" and self.batch_size < 2 * STARTING_GROUP_SIZE:
             remedy = f"Raise --batch-size to {2 * STARTING_GROUP_SIZE}."
             refuse(option, "needs at least two groups of 8 in a step", f"batch_size {self.batch_size}", remedy)
         if self.allocate == "success" and (self.draw != "uniform" or self.shrink):
-            remedy = "Use --allocate measured, or leave it out."
-            refuse(option, "success knows no signal, which --draw and --shrink follow", "both", remedy)
+            got = f"draw {self.draw} and shrink {self.shrink}"
+            remedy = "Choose --allocate measured, or leave it out."
+            refuse(option, "success cannot be combined with --draw or --shrink, which need Grams", got, remedy)
+        if (self.allocate == "measured" or self.follows_signal) and self.starting_group_size < SMALLEST_MEASURED_GROUP:
+            remedy = f"Raise --group-size to {SMALLEST_MEASURED_GROUP}."
+            requirement = f"the noise of a prompt is measured from {SMALLEST_MEASURED_GROUP} rollouts on"
+            refuse(option, requirement, f"group_size {self.group_size}", remedy)
         if not self.between_prompts:
             refuse(option, "needs the Gram between prompts", "between_prompts false", "Leave it out.")
         if self.micro_batch_size:
@@ -317,15 +322,20 @@ class TrainConfig:
             refuse(option, "needs rollouts of the policy itself", "sampling_temperature", "Leave it out.")
 
     @property
-    def controlled_by(self) -> str | None:
-        """The first option that follows measured noise; None if nothing is decided during the run."""
+    def controls(self) -> list[str]:
+        """The options of this run that decide something from step to step."""
         chosen = {
             "train --group-size auto": self.group_size == "auto",
             "train --allocate": self.allocate != "uniform",
             "train --draw": self.draw != "uniform",
             "train --shrink": self.shrink,
         }
-        return next((option for option, is_chosen in chosen.items() if is_chosen), None)
+        return [option for option, is_chosen in chosen.items() if is_chosen]
+
+    @property
+    def follows_signal(self) -> bool:
+        """Whether prompts are drawn or weighted by the signal in their gradients."""
+        return self.draw == "measured" or self.shrink
 
     @classmethod
     def of_run(cls, out: Path | str) -> "TrainConfig":
@@ -428,6 +438,8 @@ class TrainConfig:
 
 STARTING_GROUP_SIZE = 8
 """Rollouts per prompt with which `--group-size auto` starts."""
+SMALLEST_MEASURED_GROUP = 4
+"""Rollouts from which on the noise of a prompt can be measured."""
 
 LEAST = {
     "steps": 1,

@@ -151,8 +151,7 @@ class Controller:
         size = config.starting_group_size
         choices = group_size_choices(config.batch_size) if config.group_size == "auto" else (size,)
         self.sizes = GroupSizeControl(choices, config.seed, size)
-        self.follows_signal = config.draw == "measured" or config.shrink
-        self.ledger = NoiseLedger(3 if self.follows_signal else 2)
+        self.ledger = NoiseLedger(3 if config.follows_signal else 2)
         self._saving: dict[str, float | int] = {}
         self._weights: torch.Tensor | None = None
         """`(P,)` of the prompts of the step that was drawn last, which keep their mean unbiased."""
@@ -160,13 +159,13 @@ class Controller:
     @property
     def is_active(self) -> bool:
         """Whether there is anything to decide."""
-        return self._config.controlled_by is not None
+        return bool(self._config.controls)
 
     @property
     def needs_gram(self) -> bool:
         """Whether every step must be measured, also where the config records none."""
         is_measured = self._config.group_size == "auto" or self._config.allocate == "measured"
-        return is_measured or self.follows_signal
+        return is_measured or self._config.follows_signal
 
     @property
     def config(self) -> TrainConfig:
@@ -189,12 +188,12 @@ class Controller:
         return inclusion_probabilities(moments, min(self.config.prompts, len(problems)))
 
     def inputs(self, problems: Sequence[Problem]) -> dict[str, torch.Tensor]:
-        """The weights of the problems of the present step, if they are not all 1."""
+        """The weights of the problems of the present step, with `--draw` or `--shrink`; else nothing."""
+        if not self._config.follows_signal:
+            return {}
         weights = torch.ones(len(problems), dtype=torch.float64) if self._weights is None else self._weights
         if self._config.shrink:
             weights = weights * shrunk_weights(self._signal(problems), self._error(problems))
-        if not self.follows_signal:
-            return {}
         self._saving |= {
             "control/smallest_weight": float(weights.min()),
             "control/largest_weight": float(weights.max()),
@@ -239,7 +238,7 @@ class Controller:
         places, estimates = _measured_prompts(step)
         if self._config.allocate == "success":
             self._learn_rewards(step)
-        elif (self._config.allocate == "measured" or self.follows_signal) and estimates is not None:
+        elif (self._config.allocate == "measured" or self._config.follows_signal) and estimates is not None:
             moments = estimates.moments
             pair = moments.variance_fisher_trace + moments.gradient_squared
             measured = torch.stack([moments.oracle_trace, pair, moments.gradient_squared])[: self.ledger.quantities]

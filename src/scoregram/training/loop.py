@@ -93,8 +93,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
         kl=config.kl,
         sampling_temperature=config.sampling_temperature,
     )
-    if config.controlled_by is not None:
-        require_unequal_groups(config.chosen, config.controlled_by)
+    for option in config.controls[:1]:
+        require_unequal_groups(config.chosen, option)
     if config.sampler == "vllm":
         installed_vllm()  # raises before the policy is loaded if vllm is not installed
     if config.resume:
@@ -267,10 +267,9 @@ def require_turns(config: TrainConfig, task: Task) -> None:
     if config.chosen.drafts and task.environment is not None:
         remedy = "Choose another method."
         fail("train --method", f"the drafts of {config.method} need a task of one turn", task.name, remedy)
-    for option, is_chosen in (("allocate", config.allocate), ("draw", config.draw), ("shrink", config.shrink)):
-        if is_chosen not in ("uniform", False) and task.environment is not None:
-            remedy = "Leave it out, or choose another task."
-            fail(f"train --{option}", "needs a task of one turn", task.name, remedy)
+    for option in config.controls:
+        if option != "train --group-size auto" and task.environment is not None:
+            fail(option, "needs a task of one turn", task.name, "Leave it out, or choose another task.")
     if config.credit_truth == "sampled" and task.environment is not None:
         fail("train --credit-truth", "sampled values need a task of one turn", task.name, "Leave it out.")
 
