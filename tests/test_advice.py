@@ -158,6 +158,8 @@ def test_a_decline_of_the_entropy_is_extrapolated():
     assert (isinstance(found, RunFinding) and f"at step {arrival}" in found.sentence) or found is not None
     flat = run_log("x", [{"step": int(s), "entropy": 1.0 + 0.01 * (s % 3)} for s in steps])
     assert collapse_step(flat.series("entropy"), 0.1) is None
+    drop = run_log("x", [{"step": int(s), "entropy": 1.0 if s < 40 else 0.3 + 0.01 * (s % 3)} for s in steps])
+    assert collapse_step(drop.series("entropy"), 0.1) is None  # one drop is no steady decline
 
 
 def test_spikes_are_measured_against_the_norms_before():
@@ -427,3 +429,16 @@ def test_advice_on_entropy_names_a_number(config, told):
     assert isinstance(found, RunFinding) and found.change is not None and found.change.sentence.startswith(told)
     solved = LOG_RULES["entropy collapse"](run_log("x", [{**line, "reward": 0.99} for line in lines], config))
     assert solved is None and found.severity == "critical"  # a solved task has nothing left to explore
+    tested = [{**line, "eval/accuracy": 0.97} for line in lines]
+    assert LOG_RULES["entropy collapse"](run_log("x", tested, config)) is None
+    clipped = LOG_RULES["entropy collapse"](run_log("x", [{**line, "clipped_tokens": 0.1} for line in lines], config))
+    assert isinstance(clipped, RunFinding) and clipped.change is not None
+    assert "upper clip" in clipped.change.sentence and "upper clip" not in found.change.sentence
+
+
+def test_scalars_are_averaged_over_the_steps_of_the_run_not_over_their_own():
+    lines = [{"step": 10 * place, "completions/clipped_ratio": place / 10} for place in range(1, 7)]
+    series = run_log("x", lines, last_steps=range(40, 61)).series("truncated")
+    assert series.last.tolist() == [0.4, 0.5, 0.6] and series.last_mean().value == pytest.approx(0.5)
+    assert run_log("x", lines).series("truncated").last.tolist() == [0.5, 0.6]
+    assert run_log("x", lines, last_steps=range(70, 80)).series("truncated").last.tolist() == [0.5, 0.6]

@@ -9,7 +9,7 @@ import torch
 from scipy.stats import t as student
 
 from scoregram.exhibits import Estimate, cell_text
-from scoregram.reading import bounded_band, indicators, paired_gain, read_run, running_curve
+from scoregram.reading import bounded_band, indicators, lost_randomness, paired_gain, read_run, running_curve
 from scoregram.reading.indicators import _more_rollouts, _needs, last_live_share
 from scoregram.runs import RunWriter, open_run
 from tests.report_cases import CONFIG, write_run
@@ -31,7 +31,7 @@ def test_learning_compares_the_first_third_with_the_last(first, last, state, tmp
     noise = [0.01, -0.01, 0.0]
     lines = [{"reward": first + noise[i % 3]} for i in range(6)] + [{"reward": last + noise[i % 3]} for i in range(6)]
     found = logged(tmp_path / "run", lines)["learning"]
-    assert found.state == state and found.headline == f"reward {first:.2f} → {last:.2f}"
+    assert found.state == state and found.headline == f"training reward {first:.2f} → {last:.2f}"
 
 
 def test_a_few_logged_rewards_are_read_along_a_line(tmp_path):
@@ -40,14 +40,14 @@ def test_a_few_logged_rewards_are_read_along_a_line(tmp_path):
     line, covariance = np.polyfit(range(6), rewards, 1, cov=True)
     half = 5 * student.ppf(0.975, 4) * math.sqrt(covariance[0, 0])
     assert (found.change.value, found.change.low) == pytest.approx((5 * line[0], 5 * line[0] - half), rel=1e-5)
-    assert found.state == "good" and found.headline == "reward 0.42 → 0.99"
+    assert found.state == "good" and found.headline == "training reward 0.42 → 0.99"
     assert "straight line through 6 logged values" in found.sentence
 
 
 def test_the_share_of_live_groups_is_that_of_all_logged_steps(tmp_path):
     write_run(tmp_path / "run")
     run = read_run(open_run(tmp_path / "run"))
-    lines = [{"step": step, "live_groups": 1 if step > 6 else 4, "groups": 4} for step in range(1, 10)]
+    lines = [{"step": step, "reward": 0.5, "live_groups": 1 if step > 6 else 4, "groups": 4} for step in range(1, 10)]
     found = last_live_share(dataclasses.replace(run, lines=lines))
     assert found.value == 0.25
 
@@ -62,7 +62,7 @@ def test_a_few_steps_have_no_trend(tmp_path):
     assert logged(tmp_path / "run", [{"reward": 0.1}] * 5)["learning"].state == "unknown"
 
 
-@pytest.mark.parametrize(("live", "state"), [(1, "act"), (2, "watch"), (3, "good")])
+@pytest.mark.parametrize(("live", "state"), [(1, "act"), (2, "watch"), (3, "watch"), (6, "good")])
 def test_prompts_that_teach(live, state, tmp_path):
     def rewards(step, prompt, generator):
         place = 3 * (step - 5) + prompt  # 0 to 5 in the last third
@@ -71,6 +71,13 @@ def test_prompts_that_teach(live, state, tmp_path):
     write_run(tmp_path / "run", rewards=rewards)
     found = shown(tmp_path / "run")["prompts that teach"]
     assert found.state == state and found.headline == f"{live / 6:.0%} of groups"
+    assert ("The interval includes the target." in found.sentence) == (live == 3)
+    assert "graded" not in found.sentence
+
+
+def test_graded_rewards_make_groups_live_easily(tmp_path):
+    write_run(tmp_path / "run", rewards=lambda step, prompt, generator: torch.tensor([0.9, 1.0, 1.0, 1.0]).double())
+    assert "Rewards are graded" in shown(tmp_path / "run")["prompts that teach"].sentence
 
 
 @pytest.mark.parametrize(("finished", "state"), [(0.95, "good"), (0.8, "watch"), (0.5, "act")])
@@ -84,6 +91,36 @@ def test_names_of_another_trainer(tmp_path):
     lines = [{"reward": 0.0, "completions/clipped_ratio": 0.4, "clip_ratio": 0.02}] * 3
     found = logged(tmp_path / "run", lines)["truncated or clipped"]
     assert found.state == "act" and "2.0% of the importance ratios were clipped" in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"inner_updates": 1}, "With one update per batch no ratio leaves 1, so none is clipped."),
+        ({"arguments": {"num_iterations": 2}}, "Clipped ratios were not logged."),
+        ({"arguments": {"max_completion_length": 8}}, "that the limit on tokens, 8, ended."),
+        ({"max_new_tokens": 0}, "that the limit on tokens ended."),
+    ],
+)
+def test_limits_are_told_as_the_config_has_them(config, told, tmp_path):
+    logged(tmp_path / "run", [{"reward": 0.0, "finished": 0.9}] * 4)
+    run = dataclasses.replace(read_run(open_run(tmp_path / "run")), config=config)
+    assert told in indicators(run)[3].sentence
+
+
+def test_few_measured_steps_leave_the_signal_unknown(tmp_path):
+    write_run(tmp_path / "run", steps=6)
+    found = shown(tmp_path / "run")["signal in a step"]
+    assert found.state == "unknown" and "takes 5 measured steps in the last third; here are 2." in found.sentence
+
+
+def test_a_policy_that_is_less_random_is_told_with_its_numbers(tmp_path):
+    lines = [{"reward": 0.0, "token_log_prob": -1.0 + step / 20, "finished": 0.5 + step / 20} for step in range(9)]
+    logged(tmp_path / "run", lines)
+    told = lost_randomness(read_run(open_run(tmp_path / "run")))
+    assert told == "The policy may only have become less random (entropy 0.95 → 0.65, truncated 45.0% → 15.0%)."
+    logged(tmp_path / "still", [{"reward": 0.0, "token_log_prob": -1.0, "finished": 1.0}] * 9)
+    assert lost_randomness(read_run(open_run(tmp_path / "still"))) == ""
 
 
 def test_what_a_run_lacks_is_not_known(tmp_path):
@@ -140,11 +177,14 @@ def test_the_signal_is_told_in_the_unit_of_its_curve_and_of_its_headline(tmp_pat
     write_run(tmp_path / "run", steps=18)
     run = read_run(open_run(tmp_path / "run"))
     found = indicators(run)[2]
-    assert f"Signal to noise of the last third: {cell_text(run.summary.snr)}" in found.sentence
+    assert f"Signal to noise: {cell_text(run.summary.snr)}," in found.sentence
+    assert min(found.curve.mean) == 0 > min(running_curve(*run.series("gram/snr")).mean)  # drawn as no signal
     assert found.scale == (0.0, 1.0) and found.target == 1
 
 
 def test_a_step_of_much_noise_is_told_what_to_do():
     assert _more_rollouts(Estimate(60.0, 50.0, 70.0), 64) == ""
-    assert "once the interval of rollouts lies above 256." in _more_rollouts(Estimate(math.inf, 246.0, math.inf), 64)
+    assert "if a step surely needs more than 256, 4 times yours." in _more_rollouts(
+        Estimate(math.inf, 246.0, math.inf), 64
+    )
     assert _more_rollouts(Estimate(900.0, 300.0, 2000.0), 64) == " More rollouts per step raise it in proportion."

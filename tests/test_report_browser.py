@@ -60,7 +60,7 @@ def test_every_figure_of_a_run_is_drawn_and_nothing_is_complained_about(tmp_path
     plots = re.findall(r'<div class="plot[^"]*" id="([^"]+)"', drawn)
     assert len(plots) == 18 and {"glass-gram", "glass-batch"} <= set(plots)
     assert drawn.count('class="main-svg"') >= len(plots)
-    assert 'class="js-line"' in drawn and "top-1 fraction, null: if unrelated" in drawn
+    assert 'class="js-line"' in drawn and "null: if unrelated" in drawn
 
 
 def test_a_step_under_the_glass_shows_texts_as_text(tmp_path):

@@ -1,11 +1,13 @@
 import json
 import math
+from pathlib import Path
 
 import pytest
 
 from scoregram.checks import ScoregramError
 from scoregram.exhibits import Estimate, Figure, Series
-from scoregram.report.figures import PALETTE, PLOTLY_CONFIG, data_table, plotly_parts, series_hues
+from scoregram.report import figures
+from scoregram.report.figures import HALO, PALETTE, PLOTLY_CONFIG, data_table, plotly_parts, series_hues
 from scoregram.report.page import Section, page, plotly_script
 from tests.report_cases import contrast
 
@@ -51,6 +53,34 @@ def test_the_role_decides_the_line():
     assert len({dash[name] for name in ("R = 8, orthogonal", "R = 8, shuffled", "R = 8, least")}) == 3
     assert found["R = 8, paper"]["marker"]["symbol"] == "diamond-open"
     assert found["R = 8, orthogonal"]["mode"] == "lines" and found["R = 8"]["mode"] == "lines+markers"
+
+
+def test_a_null_is_drawn_above_the_curve_with_an_edge_and_a_word_at_its_end():
+    parts = drawn(figure(Series("null", (1.0, 4.0), (2.0, 3.0), role="null"), EIGHT))
+    curve, halo, null = parts["data"]
+    assert (curve["name"], null["name"], halo["showlegend"]) == ("R = 8", "null", False)
+    assert halo["line"]["width"] > null["line"]["width"] > 0 and halo["line"]["dash"] == null["line"]["dash"]
+    (label,) = parts["layout"]["annotations"]
+    assert (label["text"], label["y"], label["xref"], label["x"]) == ("null", 3.0, "paper", 1)
+    two = (Series(name, X, X, role="null") for name in ("one", "two"))
+    assert "annotations" not in drawn(figure(EIGHT, *two))["layout"]  # the legend tells them apart
+
+
+def test_the_edge_of_a_null_has_the_colour_of_the_paper():
+    red, green, blue = (int(HALO[start : start + 2], 16) for start in (1, 3, 5))
+    style = (Path(figures.__file__).parent / "page.css").read_text()
+    assert f'[style*="rgb({red}, {green}, {blue})"] {{ stroke: var(--paper)' in style
+
+
+def test_a_logarithmic_axis_ends_at_its_ticks():
+    axis = drawn(figure(Series("a", X, (35.0, 40.0, 60.0, 90.0)), y_log=True))["layout"]["yaxis"]
+    assert axis["tickvals"] == [20, 50, 100]
+    assert axis["range"][0] < math.log10(20) and math.log10(100) < axis["range"][1]
+
+
+def test_an_axis_of_shares_spans_all_of_them():
+    one = Figure("f", "", "", "share of prompts", "success rate", (Series("a", (0.25, 0.75), (0.0, 0.5)),))
+    assert drawn(one)["layout"]["xaxis"]["range"] == [0, 1]
 
 
 def test_a_null_has_the_hue_of_its_measured_partner_and_others_are_grey():

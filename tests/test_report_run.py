@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from scoregram.advice.diagnose import DEMOS, GRAM_RULES, LOG_RULES
-from scoregram.advice.findings import RunFinding, Severity, Undecided, diagnosis_of
+from scoregram.advice.findings import Change, RunFinding, Severity, Undecided, diagnosis_of
 from scoregram.bootstrap import LEVEL, bootstrap_estimate, mean_estimate
 from scoregram.exhibits import Estimate, Figure
 from scoregram.reading import Indicator, IndicatorState, StoredGroup, indicators, read_run, running_curve
@@ -16,15 +16,19 @@ from scoregram.report.figures import HeatMap, StackedFigure
 from scoregram.report.page import sparkline
 from scoregram.report.run_page import (
     MOST_CARDS,
+    PROMPTS,
     SUBJECTS,
     agreed_tiles,
-    lead_sentence,
+    change_answer,
+    learning_answer,
+    ordered_cards,
     run_facts,
     run_page,
     summary_table,
     when_learnt,
 )
-from scoregram.report.words import setting_names
+from scoregram.report.step_figures import learning_figures
+from scoregram.report.words import named_settings, setting_names
 from scoregram.runs import GroupRecord, RunWriter, open_run
 from scoregram.spectra import feasible_intervals
 from scoregram.statistics import baseline_saving, group_blocks, mixed_probability, noise_components
@@ -93,10 +97,10 @@ def test_the_first_screen_names_the_run_and_says_how_it_goes(run):
     page = run_page(open_run(run[0]))
     facts = dict(page.facts)
     assert facts["model"] == "tiny" and facts["trains"] == "all parameters" and facts["group size R"] == "4"
-    assert facts["steps"] == "6 trained, gradients measured at 6"
+    assert facts["steps"] == "6 trained, gradients of 6 measured"
     shown = Page(page.html())
     classes = [one.get("class", "") for one in shown.named("div")]
-    assert [one for one in classes if one.startswith("tile")] == [f"tile {tile.state}" for tile in page.tiles]
+    assert [one for one in classes if one.startswith("tile ")] == [f"tile {tile.state}" for tile in page.tiles]
     assert sum(one == "card" for one in classes) - len(page.cards[MOST_CARDS:]) == min(len(page.cards), MOST_CARDS)
     unbroken = [tile.headline.replace(" → ", "\u00a0→\u00a0") for tile in page.tiles]
     assert all(headline in shown.text("p") for headline in unbroken)
@@ -276,11 +280,11 @@ def test_a_reading_needs_advantages_and_no_rewards():
 
 
 def test_the_lead_says_in_plain_words_what_is_known(run, tmp_path):
-    lead = run_page(open_run(run[0])).lead
-    assert lead.startswith("This run learns: test accuracy 0.25 → 0.75. In the last third, ")
-    assert "effective rank" not in lead
+    page = run_page(open_run(run[0]))
+    assert dict(page.answers)["Does it learn?"] == "Yes: test accuracy 0.25 → 0.75."
+    assert page.window.startswith("Numbers without a step are means over the last third, steps 5 to 6.")
     write_run(tmp_path / "bare", measured=False, evaluated=False, steps=2)
-    assert run_page(open_run(tmp_path / "bare")).lead.startswith("Too early to tell whether this run learns.")
+    assert run_page(open_run(tmp_path / "bare")).answers[0][1] == "Too early to tell."
 
 
 def test_a_reward_that_rises_on_unfinished_texts_is_no_success(run):
@@ -288,8 +292,10 @@ def test_a_reward_that_rises_on_unfinished_texts_is_no_success(run):
     *others, cut = indicators(reading)
     learning, *_ = agreed_tiles([*others, dataclasses.replace(cut, state="act")], diagnosis_of("", {}))
     assert (others[0].state, learning.state) == ("good", "watch")
-    lead = lead_sentence(reading, [*others, dataclasses.replace(cut, state="act", headline="98% truncated")])
-    assert lead.startswith("Test accuracy 0.25 → 0.75, but 98% truncated: read some rollouts before you believe it.")
+    answer = learning_answer(reading, [*others, dataclasses.replace(cut, state="act", headline="98% truncated")])
+    assert (
+        answer == "Not shown: test accuracy 0.25 → 0.75, but 98% truncated. Read some rollouts before you believe it."
+    )
 
 
 def test_names_from_data_are_text(tmp_path):
@@ -346,6 +352,10 @@ def test_cards_name_the_setting_of_the_trainer():
     assert setting_names({})["group size"] == "--group-size"
     trl = setting_names({"integration": {"name": "trl"}})
     assert trl["group size"] == "num_generations" and "estimator" not in trl
+    assert named_settings({"group_size": 8})["group size"] == "--group-size, now 8"
+    known = {"integration": {"name": "trl"}, "arguments": {"max_completion_length": 8}}
+    assert named_settings(known)["completion length"] == "max_completion_length, now 8"
+    assert named_settings({"max_new_tokens": 0})["completion length"] == "--max-new-tokens"  # 0: up to the task
 
 
 def test_a_run_of_another_trainer_counts_the_steps_between_its_logs(tmp_path):
@@ -357,7 +367,7 @@ def test_a_run_of_another_trainer_counts_the_steps_between_its_logs(tmp_path):
         groups=[],
     )
     facts = dict(run_facts(run))
-    assert facts["steps"] == "40 of 60 trained, gradients measured at 0" and facts["learning rate"] == "0.003"
+    assert facts["steps"] == "40 of 60 trained, gradients of 0 measured" and facts["learning rate"] == "0.003"
 
 
 def learning(steps, values, *, quantity: str = "test accuracy", state: IndicatorState = "good") -> Indicator:
@@ -368,15 +378,53 @@ def learning(steps, values, *, quantity: str = "test accuracy", state: Indicator
 def test_the_lead_says_when_the_run_had_learnt():
     steps = (0, 20, 40, 60)
     solved = list(when_learnt(learning(steps, (0.34, 0.95, 0.98, 0.96))))
-    assert solved == [
-        "90% of the gain was there by step 20.",
-        "The task is nearly solved: stop here, or take harder problems.",
-    ]
+    assert solved == ["90% of the gain was there by step 20."]
     assert list(when_learnt(learning(steps, (0.1, 0.2, 0.3, 0.5)))) == []  # it still learns
     assert list(when_learnt(learning(steps, (0.3, 0.9, 0.9, 0.96), quantity="reward"))) == [
-        "90% of the gain was there by step 20."  # a training reward does not show that a task is solved
+        "90% of the gain was there by step 20."
     ]
     assert list(when_learnt(learning(steps, (0.9, 0.9, 0.8, 0.96), state="watch"))) == []
+
+
+def a_finding(name: str, knob: str, severity: Severity = "warning") -> RunFinding:
+    change = Change(knob=knob, direction="up", sentence=f"Change the {knob}.", effect="")
+    return RunFinding(name=name, severity=severity, sentence="", evidence="", change=change)
+
+
+def test_a_solved_task_is_told_one_thing():
+    steps, findings = (0, 20, 60), [a_finding("group size", "group size"), a_finding("dead groups", PROMPTS)]
+    solved, learns = (learning(steps, (0.3, 0.9, last)) for last in (0.96, 0.94))
+    advice = diagnosis_of("", {one.name: one for one in findings})
+    assert change_answer(solved, advice, {}).startswith("No setting: the task is nearly solved.")
+    assert change_answer(learns, advice, {}) == "Change the group size."
+    assert change_answer(learns, advice, {"group size": "--group-size, now 8"}).endswith(
+        "Setting: --group-size, now 8."
+    )
+    assert change_answer(learns, diagnosis_of("", {}), {}) == "No rule asks for a change."
+    # a training reward does not show that a task is solved
+    assert change_answer(learning(steps, (0.3, 0.9, 0.96), quantity="reward"), advice, {}) == "Change the group size."
+    assert ordered_cards(findings, solved=False) == (tuple(findings), MOST_CARDS)
+    assert ordered_cards(findings, solved=True) == ((findings[1], findings[0]), 1)
+
+
+def test_cards_have_the_words_of_the_tiles(run):
+    page = dataclasses.replace(
+        run_page(open_run(run[0])), cards=(a_finding("a", "x", "critical"), a_finding("b", "y", "note")), shown_cards=2
+    )
+    classes = [one.get("class", "") for one in Page(page.html()).named("div")]
+    assert [one for one in classes if one.startswith("card")] == ["card act", "card watch"]
+    assert "critical" not in Page(page.html()).text("h3")
+
+
+def test_sampled_and_greedy_tests_are_in_the_first_figure(run):
+    rewards = {0: {"a": 0.0, "b": 1.0}, 6: {"a": 1.0, "b": 1.0}}
+    reading = dataclasses.replace(read_run(open_run(run[0])), tests={"test": rewards})
+    figure = next(learning_figures(reading))
+    sampled = next(one for one in figure.series if one.name == "test reward, sampled")
+    assert (sampled.x, sampled.y) == ((0.0, 6.0), (0.5, 1.0)) and "Test reward: sampled" in figure.caption
+    assert [one.y for one in figure.series if one.name == "test accuracy, greedy"] == [(0.25, 0.75)]
+    untested = dataclasses.replace(reading, tests={}, lines=[{"step": 1, "reward": 0.5}])
+    assert "No test was made." in next(learning_figures(untested)).caption
 
 
 def test_a_small_line_has_an_axis_and_dots_for_single_values():

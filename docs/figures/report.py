@@ -31,7 +31,8 @@ def take(page: Path, out: Path, width: int, height: int, *, dark: bool = False) 
         command += [f"--user-data-dir={profile}", "--virtual-time-budget=8000", f"--window-size={width},{height}"]
         command += [f"--screenshot={out}", page.resolve().as_uri()]
         subprocess.run(command, check=True, capture_output=True)
-    Image.open(out).convert("RGB").quantize(128).save(out, optimize=True)
+    # by coverage: the palette keeps small patches, such as the swatches of a legend, in their own colours
+    Image.open(out).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE).save(out, optimize=True)
 
 
 def cut_page(page: Path, out: Path) -> None:

@@ -90,7 +90,7 @@ def advise_log(log: RunLog) -> Diagnosis:
 def advise_run(run: RunReading) -> Diagnosis:
     """The diagnosis of a run folder: the rules on its scalars, then those on its Grams."""
     source = "" if run.folder is None else str(run.folder.folder)
-    log = run_log(source, [*run.lines, *_repetition_lines(run)], run.config)
+    log = run_log(source, [*run.lines, *_repetition_lines(run)], run.config, run.last_third)
     # among equally severe and certain findings those from the Gram come first: they name causes
     verdicts: dict[str, RuleVerdict] = {name: rule(run) for name, rule in GRAM_RULES.items()}
     verdicts |= {name: rule(log) for name, rule in LOG_RULES.items()}

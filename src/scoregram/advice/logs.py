@@ -1,7 +1,7 @@
 """The scalars of a run under one set of names, whichever trainer logged them."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -118,6 +118,8 @@ class ScalarSeries:
 
     steps: np.ndarray
     values: np.ndarray
+    last_steps: range = range(0)
+    """The last third of the run, so that all scalars are averaged over the same steps; empty if not known."""
 
     def __len__(self) -> int:
         return len(self.values)
@@ -132,8 +134,9 @@ class ScalarSeries:
 
     @property
     def last(self) -> np.ndarray:
-        """Values of the last third."""
-        return self.values[-self._third() :]
+        """Values of the run's last third; the last third of the values if that has none or is not known."""
+        within = (self.steps >= self.last_steps.start) & (self.steps < self.last_steps.stop)
+        return self.values[within] if within.any() else self.values[-self._third() :]
 
     @property
     def start(self) -> float:
@@ -169,6 +172,8 @@ class RunLog:
     lines: tuple[Mapping[str, Any], ...]
     """One mapping per logged step, with `step`, under the trainer's own names."""
     config: Mapping[str, Any] = field(default_factory=dict)
+    last_steps: range = range(0)
+    """The last third of the run; empty if only the log is known."""
     _cache: dict[str, ScalarSeries] = field(default_factory=dict, repr=False)
 
     def series(self, name: str) -> ScalarSeries:
@@ -185,7 +190,7 @@ class RunLog:
         """A scalar by the trainer's own name; undefined values are left out."""
         pairs = [(line["step"], line[key]) for line in self.lines if _is_number(line.get(key))]
         values = [value if convert is None else convert(float(value)) for _, value in pairs]
-        return ScalarSeries(np.array([step for step, _ in pairs], dtype=np.int64), np.array(values, dtype=np.float64))
+        return self._series([step for step, _ in pairs], values)
 
     def bad_steps(self, *names: str) -> list[int]:
         """Steps at which one of these scalars was logged as NaN, infinite or null."""
@@ -211,7 +216,7 @@ class RunLog:
             found = self.raw(spelling.key, spelling.convert)
             if len(found):
                 return found
-        return ScalarSeries(np.empty(0, dtype=np.int64), np.empty(0))
+        return self._series([], [])
 
     def _own_dead_share(self) -> ScalarSeries:
         pairs = [
@@ -219,16 +224,22 @@ class RunLog:
             for line in self.lines
             if _is_number(line.get("live_groups")) and line.get("groups", 0) > 0
         ]
-        return ScalarSeries(
-            np.array([step for step, _ in pairs], dtype=np.int64), np.array([share for _, share in pairs])
-        )
+        return self._series([step for step, _ in pairs], [share for _, share in pairs])
+
+    def _series(self, steps: Sequence[int], values: Sequence[float]) -> ScalarSeries:
+        return ScalarSeries(np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64), self.last_steps)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def run_log(source: str, lines: Iterable[Mapping[str, Any]], config: Mapping[str, Any] | None = None) -> RunLog:
+def run_log(
+    source: str,
+    lines: Iterable[Mapping[str, Any]],
+    config: Mapping[str, Any] | None = None,
+    last_steps: range = range(0),
+) -> RunLog:
     """A log from mappings of scalars: steps in order, lines of one step merged, prefixes of trackers removed."""
     merged: dict[int, dict[str, Any]] = {}
     for line in lines:
@@ -236,7 +247,7 @@ def run_log(source: str, lines: Iterable[Mapping[str, Any]], config: Mapping[str
         if step is not None:
             known = {_bare(key): value for key, value in line.items() if key not in STEP_KEYS}
             merged.setdefault(step, {"step": step}).update(known)
-    return RunLog(source, tuple(merged[step] for step in sorted(merged)), config or {})
+    return RunLog(source, tuple(merged[step] for step in sorted(merged)), config or {}, last_steps)
 
 
 def _bare(key: str) -> str:

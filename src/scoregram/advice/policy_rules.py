@@ -68,8 +68,8 @@ def entropy_collapse(log: RunLog) -> RuleVerdict:
         return None
     left = Estimate(end / start, *(sorted(mean_ends(entropy.last) / start)))
     arrival = collapse_step(entropy, ENTROPY_GONE * start)
-    reward = log.series("reward")
-    if len(reward) > 0 and reward.end >= CEILING:  # a policy that is right every time has nothing left to explore
+    scores = (log.series("reward"), log.series("held_out"))
+    if any(len(score) and score.end >= CEILING for score in scores):  # who is always right need not explore
         return None
     if left.high < ENTROPY_LEFT:
         sentence = f"The entropy fell from {start:.3g} to {end:.3g} nats per token: rollouts of a prompt hardly differ."
@@ -109,11 +109,12 @@ def _more_entropy(log: RunLog) -> Change:
     rates = [one["learning_rate"] for one in stated if isinstance(one.get("learning_rate"), float)]
     rate = rates[0] if rates else float(logged.max()) if len(logged) else 0.0
     numbers = f" from {rate:g} to {rate / 2:g}" if rate > 0 else ""
+    clipped = log.series("clipped_tokens").values
+    higher = " Raise the upper clip (epsilon_high in TRL) from 0.2 to 0.28, as DAPO does." if clipped.any() else ""
     return Change(
         knob="learning rate",
         direction="down",
-        sentence=f"Halve the learning rate{numbers}. If ratios are clipped, also raise the upper clip from 0.2 to "
-        "0.28, as DAPO does.",
+        sentence=f"Halve the learning rate{numbers}.{higher}",
         effect="the entropy falls about half as fast; the reward may rise more slowly.",
     )
 
@@ -121,14 +122,16 @@ def _more_entropy(log: RunLog) -> Change:
 def collapse_step(entropy: ScalarSeries, level: float) -> int | None:
     """Step at which the entropy reaches a level if its logarithm goes on falling as over the last two thirds.
 
-    None unless the decline is significant (t test of the slope over block means, which are less dependent than steps).
+    None unless the decline is significant (t test of the slope over block means, which are less dependent than steps)
+    and the last third still falls at half its rate or faster: a single drop is no steady decline.
     """
     tail = slice(len(entropy) // 3, None)
     steps, values = entropy.steps[tail].astype(float), entropy.values[tail]
     if len(values) < LEAST_STEPS or not (values > 0).all():
         return None
     slope, ends = slope_estimate(steps, np.log(values))
-    if not ends[1] < 0:
+    late = slice(len(values) // 2, None)
+    if not ends[1] < 0 or not float(np.polyfit(steps[late], np.log(values[late]), 1)[0]) <= slope / 2:
         return None
     now = float(np.log(values[-max(3, len(values) // 10) :]).mean())
     return int(steps[-1] + max(0.0, (math.log(level) - now) / slope))

@@ -106,7 +106,10 @@ def _prompt_change(share: Estimate, right: Estimate, wrong: Estimate) -> Change:
     which = max(kinds, key=lambda kind: kinds[kind])
     effect = f"up to {1 / max(1 - share.value, 0.05):.1f} times as many live groups for the same rollouts."
     if kinds[which] > KIND_SHARE * share.value:
-        told = f"Draw {which} prompts, or sample further prompts until enough groups are live (dynamic sampling)."
+        told = (
+            f"Draw {which} prompts, or sample further prompts until enough groups are live (dynamic sampling, as in "
+            "DAPO)."
+        )
         return Change(knob="difficulty of prompts", direction=which, sentence=told, effect=effect)
     told = "Leave out prompts that are always or never solved, or sample prompts until enough groups are live."
     return Change(knob="difficulty of prompts", direction="medium", sentence=told, effect=effect)
@@ -275,7 +278,7 @@ def cut_completions(log: RunLog) -> RuleVerdict:
             knob="completion length",
             direction="up",
             sentence="Read some rollouts. If the answer is missing, allow longer completions; if the policy goes on "
-            "after it, mask truncated rollouts or penalise length.",
+            "after it, mask truncated rollouts (mask_truncated_completions in TRL) or penalise length.",
             effect="completions end by themselves, and the reward is of whole texts.",
         ),
         confidence="certain",

@@ -15,6 +15,7 @@ from scoregram.reading.credit import CreditTruth as CreditTruth
 from scoregram.reading.curves import Curve as Curve
 from scoregram.reading.curves import bounded_band as bounded_band
 from scoregram.reading.curves import complement as complement
+from scoregram.reading.curves import entropy_curve as entropy_curve
 from scoregram.reading.curves import group_curve as group_curve
 from scoregram.reading.curves import live_curve as live_curve
 from scoregram.reading.curves import mse_by_group_size as mse_by_group_size
@@ -37,6 +38,7 @@ from scoregram.reading.indicators import Indicator as Indicator
 from scoregram.reading.indicators import IndicatorState as IndicatorState
 from scoregram.reading.indicators import accuracy_gain as accuracy_gain
 from scoregram.reading.indicators import indicators as indicators
+from scoregram.reading.indicators import lost_randomness as lost_randomness
 from scoregram.reading.indicators import paired_gain as paired_gain
 from scoregram.reading.influence import TRAINED_AND_FIXED as TRAINED_AND_FIXED
 from scoregram.reading.influence import HeldOutInfluence as HeldOutInfluence

@@ -103,6 +103,17 @@ def complement(curve: Curve) -> Curve:
     )
 
 
+def negative(curve: Curve) -> Curve:
+    """`−q` of a quantity `q`."""
+    flipped = {name: tuple(-value for value in getattr(curve, name)) for name in ("raw", "mean")}
+    return replace(curve, **flipped, low=tuple(-value for value in curve.high), high=tuple(-v for v in curve.low))
+
+
+def entropy_curve(run: RunReading) -> Curve:
+    """Entropy per token as logged, else its estimate, the mean of `−log π` of the sampled tokens; in nats."""
+    return scalar_curve(run, "entropy") or negative(scalar_curve(run, "token_log_prob"))
+
+
 def live_curve(run: RunReading) -> Curve:
     """Share of live groups among those with a reward, as logged, else from the stored groups."""
     steps, shares = run.live_share
@@ -146,13 +157,17 @@ def mse_by_group_size(run: RunReading, largest: int = 64) -> GroupSizeCurve | No
 
     Args:
         run: The run.
-        largest: Largest group size; twice the size used if that is more.
+        largest: Largest group size; twice the size used if that is more. Half the rollouts of a step if that is less,
+            since a step needs two prompts.
     """
     noise, used = run.summary.components, run.group_size
     if noise is None or used is None or used < 2:
         return None
     sizes = sorted({*(2**power for power in range(1, 12)), *range(2, 13), used})
-    sizes = [size for size in sizes if size <= max(largest, 2 * used)]
+    most = max(largest, 2 * used)
+    if math.isfinite(run.batch_size):
+        most = max(used, min(most, run.batch_size // 2))
+    sizes = [size for size in sizes if size <= most]
     errors = mse_curve(noise, 1, torch.tensor(sizes))
     base = float(errors[sizes.index(used)])
     if not base > 0:

@@ -23,6 +23,8 @@ class GroupDetail:
     """A group of one step. Rollouts are sorted: the highest reward first, those without a reward last."""
 
     prompt_id: str
+    number: int
+    """Place of the group in its step, from 1."""
     prompt: str | None
     outcome: Outcome
     rewards: list[float]
@@ -50,7 +52,8 @@ class GroupDetail:
 class BatchDetail:
     """How the prompts of a step interfere."""
 
-    prompt_ids: list[str]
+    prompts: list[str]
+    """Text of each prompt, else its id; in the order of the groups of the step."""
     cosines: list[list[float]]
     """Between the updates that two prompts alone would make; `nan` for a prompt without an update."""
     shares: list[float]
@@ -104,16 +107,22 @@ def step_detail(run: Run, groups: Sequence[StoredGroup], step: int, most_groups:
     kept = sorted(sorted(range(len(here)), key=lambda place: -_update_size(here[place]))[:most_groups])
     prompts = {keys[place][0] for place in kept}
     stored = _by_group([one for one in run.rollouts({step}, prompts=prompts) if one.kind in TRAINED])
+    details = [group_detail(here[at], stored.get(keys[at], {}), of_step.get(keys[at]), at + 1) for at in kept]
+    texts = {group.record.prompt_id: group.record.prompt for group in here}
+    texts |= {detail.prompt_id: detail.prompt for detail in details}
     return StepDetail(
         step=step,
-        groups=[group_detail(here[at], stored.get(keys[at], {}), of_step.get(keys[at])) for at in kept],
+        groups=details,
         left_out=len(here) - len(kept),
-        batch=None if batch is None else batch_detail(batch),
+        batch=None if batch is None else batch_detail(batch, texts),
     )
 
 
 def group_detail(
-    group: StoredGroup, stored: dict[int, RolloutRecord] | None = None, shares: Tensor | None = None
+    group: StoredGroup,
+    stored: dict[int, RolloutRecord] | None = None,
+    shares: Tensor | None = None,
+    number: int = 1,
 ) -> GroupDetail:
     """A group with its rollouts sorted by reward.
 
@@ -121,6 +130,7 @@ def group_detail(
         group: The group.
         stored: Position of a rollout in the group → the rollout, as far as stored.
         shares: `(R,)` shares in the update of the step; the shares in that of the group if not given.
+        number: Place of the group in its step, from 1.
     """
     record = group.record
     order = sorted(range(group.size), key=lambda place: (-_known(float(record.rewards[place])), place))
@@ -128,6 +138,7 @@ def group_detail(
     used = own if shares is None else shares
     return GroupDetail(
         prompt_id=record.prompt_id,
+        number=number,
         prompt=record.prompt or next((one.prompt for one in (stored or {}).values() if one.prompt is not None), None),
         outcome=group.outcome,
         rewards=_ordered(record.rewards, order),
@@ -141,8 +152,13 @@ def group_detail(
     )
 
 
-def batch_detail(batch: BatchRecord) -> BatchDetail | None:
-    """Cosines between the updates of prompts, and their shares; None if the matrix is not a Gram."""
+def batch_detail(batch: BatchRecord, texts: Mapping[str, str | None] | None = None) -> BatchDetail | None:
+    """Cosines between the updates of prompts, and their shares; None if the matrix is not a Gram.
+
+    Args:
+        batch: The batch.
+        texts: Id of a prompt → its text, as far as known.
+    """
     prompt_of = torch.arange(len(batch.sizes)).repeat_interleave(batch.sizes)
     gram, weights = batch.gram.double(), batch.weights.double()
     try:
@@ -150,7 +166,8 @@ def batch_detail(batch: BatchRecord) -> BatchDetail | None:
     except ScoregramError:
         return None
     shares = prompt_shares(gram, weights, prompt_of, rtol=MEASURED_RTOL)
-    return BatchDetail(prompt_ids=list(batch.prompt_ids), cosines=cosines.tolist(), shares=shares.tolist())
+    names = [(texts or {}).get(name) or name for name in batch.prompt_ids]
+    return BatchDetail(prompts=names, cosines=cosines.tolist(), shares=shares.tolist())
 
 
 def _gram_parts(group: StoredGroup) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

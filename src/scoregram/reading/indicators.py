@@ -1,13 +1,15 @@
 """Four indicators of a run: does it learn, do its prompts teach, is there signal in a step, are rollouts cut off."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from scoregram.bootstrap import difference, line_change, mean_estimate, t_mean
 from scoregram.exhibits import Estimate, cell_text
-from scoregram.reading.curves import Curve, complement, live_curve, running_curve, scalar_curve
+from scoregram.reading.curves import Curve, complement, entropy_curve, live_curve, running_curve, scalar_curve
 from scoregram.reading.run import GREEDY_TEST, SAMPLED_TEST, UNKNOWN_ESTIMATE, EvaluationRewards, RunReading
+from scoregram.reading.trust import FEW_STEPS
 
 IndicatorState = Literal["good", "watch", "act", "unknown"]
 """The plain word of an indicator: nothing to do, look again later, change something, or not measured."""
@@ -20,6 +22,8 @@ CUT_GOOD, CUT_ACT = 0.1, 0.3
 """Share of truncated rollouts up to which an indicator is good, and above which it says act."""
 SHARES, NO_SCALE = (0.0, 1.0), (math.nan, math.nan)
 """What the drawing of a share spans, and that of a quantity without natural limits."""
+LEAST_FALL = 0.1
+"""Part of the first third's entropy or truncation that must be gone before a page names it."""
 FEWEST_STEPS = 6
 """Trained steps below which the reward of a run has no trend."""
 FEWEST_IN_A_THIRD = 3
@@ -56,7 +60,7 @@ class Gain:
     after: Estimate
     change: Estimate
     problems: int = 0
-    """Test problems, paired; 0 if the change is not paired by problem."""
+    """Test problems; 0 if not known."""
 
 
 def indicators(run: RunReading) -> tuple[Indicator, ...]:
@@ -84,12 +88,13 @@ def learning_indicator(run: RunReading) -> Indicator:
     curve, greedy = scalar_curve(run, "reward"), accuracy_gain(run)
     for kind, words in ((SAMPLED_TEST, "sampled"), (GREEDY_TEST, "greedy")):
         if gain := paired_gain(run.tests, kind):
-            sentence = f"Mean over {gain.problems} problems, {words}, first and last evaluation. Good: it rises."
+            sentence = f"Mean over {gain.problems} problems, {words}, first and last evaluation."
             found = _learning("test reward", gain, sentence, evaluation_curve(run.tests, kind))
             return found if greedy is None or kind != SAMPLED_TEST else _beside_greedy(found, greedy)
     if greedy is not None:
-        sentence = "Greedy, on test problems, first and last evaluation. Good: it rises."
-        return _learning("test accuracy", greedy, sentence, scalar_curve(run, "eval/accuracy"))
+        problems = f"{greedy.problems} test problems" if greedy.problems else "test problems"
+        sentence = f"Greedy, on {problems}, first and last evaluation."
+        return _learning("test accuracy", replace(greedy, problems=0), sentence, scalar_curve(run, "eval/accuracy"))
     _, rewards = run.series("reward")
     known = [reward for reward in rewards if not math.isnan(reward)]
     if len(known) < FEWEST_STEPS:
@@ -99,11 +104,11 @@ def learning_indicator(run: RunReading) -> Indicator:
     third = len(known) // 3
     if third < FEWEST_IN_A_THIRD:
         gain = Gain(Estimate(known[0]), Estimate(known[-1]), line_change(known))
-        sentence = f"On training prompts, straight line through {len(known)} logged values; no test was made."
-        return _learning("reward", gain, f"{sentence} Good: it rises.", curve)
+        sentence = f"Along a straight line through {len(known)} logged values of the training reward; no test was made."
+        return _learning("training reward", gain, sentence, curve)
     before, after = t_mean(known[:third]), t_mean(known[-third:])
-    sentence = "On training prompts, first and last third of the steps; no test was made. Good: it rises."
-    return _learning("reward", Gain(before, after, difference(after, before)), sentence, curve)
+    sentence = "On training prompts, first and last third of the steps; no test was made."
+    return _learning("training reward", Gain(before, after, difference(after, before)), sentence, curve)
 
 
 def accuracy_gain(run: RunReading) -> Gain | None:
@@ -115,7 +120,33 @@ def accuracy_gain(run: RunReading) -> Gain | None:
         Estimate(*(float(line.get(f"eval/accuracy{end}", math.nan)) for end in ("", "_low", "_high")))
         for line in (tested[0], tested[-1])
     )
-    return Gain(before, after, difference(after, before))
+    return Gain(before, after, difference(after, before), int(tested[-1].get("eval/problems", 0)))
+
+
+def lost_randomness(run: RunReading) -> str:
+    """How entropy and truncation fell from the first to the last third, in one sentence; empty if neither did.
+
+    A policy that is less random samples better answers without knowing more.
+    """
+    entropy, finished = entropy_curve(run).raw, scalar_curve(run, "finished").raw
+    told = []
+    if (ends := third_means(entropy)) and ends[1] < (1 - LEAST_FALL) * ends[0]:
+        told.append(f"entropy {ends[0]:.2f} → {ends[1]:.2f}")
+    if (ends := third_means([1 - share for share in finished])) and ends[1] < (1 - LEAST_FALL) * ends[0]:
+        told.append(f"truncated {ends[0]:.1%} → {ends[1]:.1%}")
+    return f"The policy may only have become less random ({', '.join(told)})." if told else ""
+
+
+def third_means(values: Sequence[float]) -> tuple[float, float] | None:
+    """Means of the first and of the last third of the known values; None below three.
+
+    Example:
+        >>> third_means([1.0, math.nan, 5.0, 2.0, 4.0]), third_means([1.0, 2.0])
+        ((1.0, 4.0), None)
+    """
+    known = [value for value in values if not math.isnan(value)]
+    third = len(known) // 3
+    return (sum(known[:third]) / third, sum(known[-third:]) / third) if third else None
 
 
 def evaluation_curve(tests: EvaluationRewards, kind: str) -> Curve:
@@ -142,10 +173,28 @@ def _learning(quantity: str, gain: Gain, sentence: str, curve: Curve) -> Indicat
         state = "act"
     digits = 3 if gain.problems and abs(change.value) < 0.05 else 2
     arrow = f"{quantity} {_short(gain.before.value, digits)} → {_short(gain.after.value, digits)}"
-    said = f"Change {cell_text(change)} (95 % interval). {sentence}"
-    is_share = all(0 <= value <= 1 for value in curve.mean if not math.isnan(value))
-    known = {"headline": arrow, "sentence": said, "curve": curve, "scale": SHARES if is_share else NO_SCALE}
+    known = {"headline": arrow, "sentence": f"Change {cell_text(change)}. {sentence}", "curve": curve}
+    known["scale"] = share_scale(curve)
     return Indicator(name="learning", state=state, change=change, **known)
+
+
+def share_scale(curve: Curve) -> tuple[float, float]:
+    """From 0 to a round number above all values if these lie between 0 and 1; `nan` otherwise."""
+    known = [value for value in curve.mean if not math.isnan(value)]
+    return (0.0, round_above(max(known))) if known and min(known) >= 0 and max(known) <= 1 else NO_SCALE
+
+
+def round_above(value: float) -> float:
+    """The least of 1, 2 and 5 times a power of ten that is not below a value; 1 for 0.
+
+    Example:
+        >>> round_above(0.064), round_above(0.96), round_above(0.2)
+        (0.1, 1.0, 0.2)
+    """
+    if not value > 0:
+        return 1.0
+    power = math.floor(math.log10(value))
+    return next(end for end in (float(f"{digit}e{power}") for digit in (1, 2, 5, 10)) if end >= value)
 
 
 def teaching_indicator(run: RunReading) -> Indicator:
@@ -154,47 +203,52 @@ def teaching_indicator(run: RunReading) -> Indicator:
     if math.isnan(live.value):
         sentence = "The outcome of groups is not known."
         return Indicator(name=name, state="unknown", headline="not known", sentence=sentence, curve=curve)
-    state = "good" if live.value >= LIVE_GOOD else "act" if live.value < LIVE_ACT else "watch"
-    sentence = f"Share of live groups in the last third: {cell_text(live)} (95 % interval)."
+    is_good = live.value >= LIVE_GOOD if math.isnan(live.low) else live.low > LIVE_GOOD
+    state = "good" if is_good else "act" if live.value < LIVE_ACT else "watch"
+    graded = any(group.is_live and group.right is None for group in run.last_groups)
+    sentence = f"Share of live groups: {cell_text(live)}."
+    sentence += " Rewards are graded, so nearly equal ones make a group live too." if graded else ""
+    sentence += " The interval includes the target." if live.value >= LIVE_GOOD and not is_good else ""
     known = {"headline": f"{live.value:.0%} of groups", "sentence": sentence, "curve": curve, "scale": SHARES}
     return Indicator(name=name, state=state, target=LIVE_GOOD, goal=f"target: {LIVE_GOOD:.0%} or more", **known)
 
 
 def last_live_share(run: RunReading) -> Estimate:
     """Share of live groups over the last third of all logged steps, as `advise` has it; else of the stored groups."""
-    _, shares = run.live_share
-    if shares and run.has_whole_groups:
-        return mean_estimate(shares[-math.ceil(len(shares) / 3) :])
+    last = [share for step, share in zip(*run.live_share, strict=True) if int(step) in run.last_third]
+    if last and run.has_whole_groups:
+        return mean_estimate(last)
     dead = run.summary.dead
     return Estimate(1 - dead.value, 1 - dead.high, 1 - dead.low)
 
 
 def signal_indicator(run: RunReading) -> Indicator:
     """Noise scale beside the rollouts of a step: with that many rollouts, signal and error have equal power."""
-    name, curve = "signal in a step", scalar_curve(run, "gram/snr")
+    name, curve = "signal in a step", not_below_zero(scalar_curve(run, "gram/snr"))
     scale, batch = run.summary.noise_scale, run.batch_size
     if math.isnan(scale.value) or not math.isfinite(batch):
         why = "withheld: a self-check failed" if run.is_withheld else "not measured"
         sentence = "It needs the Gram between prompts, groups of 4 or more, and two prompts with all rewards."
         return Indicator(name=name, state="unknown", headline=why, sentence=sentence, curve=curve, target=1.0)
+    known = {"curve": curve, "scale": SHARES, "target": 1.0, "goal": "target: signal to noise 1"}
+    if math.isnan(scale.low) or run.trust.has_few_steps:
+        sentence = f"You use {batch:g} rollouts in a step. How many it needs takes {FEW_STEPS} measured steps in the "
+        sentence += f"last third; here are {run.trust.last_measured}."
+        return Indicator(name=name, state="unknown", headline="too few measured steps", sentence=sentence, **known)
     state: IndicatorState = "watch"
     if scale.low > NOISE_ACT * batch:
         state = "act"
     elif scale.high <= batch:
         state = "good"
-    if math.isnan(scale.low) or run.trust.has_few_steps:
-        state = "watch"
-    headline, line = _needs(scale, batch), "A step below 0 showed no signal."
-    if math.isnan(scale.low):
-        sentence = (
-            f"Without an interval there is no estimate of the rollouts that a step needs; you use {batch:g}. {line}"
-        )
-        headline = "too few measured steps to tell"
-    else:
-        pooled = f"Signal to noise of the last third: {cell_text(run.summary.snr)} (95 % interval)"
-        sentence = f"{pooled}, about the rollouts you use over those needed. {line}{_more_rollouts(scale, batch)}"
-    known = {"headline": headline, "sentence": sentence, "curve": curve, "scale": SHARES}
-    return Indicator(name=name, state=state, target=1.0, goal="target: signal to noise 1", **known)
+    pooled = f"Signal to noise: {cell_text(run.summary.snr)}, about the rollouts you use over those needed."
+    sentence = f"{pooled}{_more_rollouts(scale, batch)}"
+    headline = f"{_needs(scale, batch)}{run.trust.mark}"
+    return Indicator(name=name, state=state, headline=headline, sentence=sentence, **known)
+
+
+def not_below_zero(curve: Curve) -> Curve:
+    """The curve with a running mean of at least 0; a signal to noise below 0 means that none was resolved."""
+    return replace(curve, mean=tuple(max(value, 0.0) if value == value else value for value in curve.mean))
 
 
 def _more_rollouts(scale: Estimate, batch: float | int) -> str:
@@ -204,8 +258,8 @@ def _more_rollouts(scale: Estimate, batch: float | int) -> str:
     if scale.low > NOISE_ACT * batch:
         return " More rollouts per step raise it in proportion."
     return (
-        f" More rollouts raise it in proportion; a card asks for them once the interval of rollouts lies above "
-        f"{NOISE_ACT * batch:,.0f}."
+        f" More rollouts raise it in proportion; a card asks for them if a step surely needs more than "
+        f"{NOISE_ACT * batch:,.0f}, {NOISE_ACT:g} times yours."
     )
 
 
@@ -227,15 +281,25 @@ def truncation_indicator(run: RunReading) -> Indicator:
     share = 1 - sum(finished) / len(finished) if finished else sum(cut) / len(cut) if cut else math.nan
     clipped = [run.last_mean(key) for key in ("clip_ratio/region_mean", "clip_ratio")]
     known = [value for value in clipped if not math.isnan(value)]
-    told = f"{known[0]:.1%} of the importance ratios were clipped" if known else "Clipped ratios were not logged"
-    ratios = f" {told}."
+    ratios = f" {known[0]:.1%} of the importance ratios were clipped." if known else f" {_unlogged_ratios(run)}."
     if math.isnan(share):
         sentence = f"The run did not log which rollouts ended by themselves.{ratios}"
         return Indicator(name=name, state="unknown", headline="not logged", sentence=sentence, curve=curve)
     state = "good" if share <= CUT_GOOD else "act" if share > CUT_ACT else "watch"
-    sentence = f"Share of rollouts cut off by the limit on tokens, last third.{ratios}"
+    sentence = f"Share of rollouts that the limit on tokens{_token_limit(run)} ended.{ratios}"
     known = {"headline": f"{share:.0%} truncated", "sentence": sentence, "curve": curve, "scale": SHARES}
     return Indicator(name=name, state=state, target=CUT_GOOD, goal=f"target: {CUT_GOOD:.0%} or less", **known)
+
+
+def _unlogged_ratios(run: RunReading) -> str:
+    if run.setting("inner_updates", "num_iterations") == 1:
+        return "With one update per batch no ratio leaves 1, so none is clipped"
+    return "Clipped ratios were not logged"
+
+
+def _token_limit(run: RunReading) -> str:
+    limit = run.setting("max_new_tokens", "max_completion_length")
+    return f", {limit}," if limit else ""
 
 
 def _short(value: float, digits: int = 2) -> str:

@@ -158,6 +158,17 @@ class RunReading:
         ]
         return tuple(step for step, _ in pairs), tuple(share for _, share in pairs)
 
+    def setting(self, *names: str) -> Any:
+        """The first of these settings that the config has, or the trainer's arguments in it; None if neither has one.
+
+        Example:
+            >>> RunReading({"arguments": {"beta": 0.1}}, (), (), ()).setting("kl_weight", "beta")
+            0.1
+        """
+        stored = self.config.get("arguments")
+        places = (self.config, stored if isinstance(stored, Mapping) else {})
+        return next((one[name] for one in places for name in names if one.get(name) is not None), None)
+
     def last_values(self, name: str) -> list[float]:
         """Defined values of a scalar in the last third; none where means from the Gram are withheld."""
         if needs_gram(name) and self.is_withheld:
@@ -171,11 +182,8 @@ class RunReading:
         return sum(values) / len(values) if values else math.nan
 
     def success_rates(self) -> list[float]:
-        """Success rate of every prompt of the last third, `(right + ½) / (rollouts + 1)`.
-
-        Empty unless all rewards are 0 or 1.
-        """
-        return [(right + 0.5) / (rollouts + 1) for right, rollouts in self.success_counts()]
+        """Share of right rollouts of every prompt of the last third; empty unless all rewards are 0 or 1."""
+        return [right / rollouts for right, rollouts in self.success_counts()]
 
     def success_counts(self) -> list[tuple[int, int]]:
         """Right rollouts and all rollouts of every prompt of the last third; empty unless all rewards are 0 or 1."""

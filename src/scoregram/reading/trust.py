@@ -78,24 +78,26 @@ class Trust:
         return f" ({', '.join(words)})" if words else ""
 
     def sentences(self) -> list[str]:
-        """One sentence each on self-checks, tokens and the number of measured steps, then every remark."""
-        said = [self.check_sentence()] if self.measured else []
+        """One sentence each on self-checks if there were any, tokens and measured steps, then every remark."""
+        said = [self.check_sentence()] if self.errors or self.failed else []
         if self.is_approximate and "approximate" not in self.remarks:
             said.append(f"Approximate: {self.approximate:.1%} of the rollouts are text that was tokenised again.")
         elif self.has_tokens and not self.is_approximate:
             said.append("Exact: all token ids are the sampled ones.")
         if self.has_few_steps:
-            steps = "step was" if self.last_measured == 1 else "steps were"
+            steps = "step" if self.measured == 1 else "steps"
             said.append(
-                f"Only {self.last_measured} {steps} measured in the last third, fewer than {FEW_STEPS}: too few for "
-                "conclusions on noise. Measure more often; what is said of rewards and lengths needs no Gram."
+                f"Gradients were measured at {self.measured} {steps}, {self.last_measured} of them in the last third. "
+                f"Conclusions on noise need {FEW_STEPS} there, about {3 * FEW_STEPS} in all; those on "
+                "rewards and lengths do not."
             )
         return said + list(self.remarks.values())
 
     def check_sentence(self) -> str:
-        """How many self-checks passed, the worst error, and how many used the trainer's own gradient if not all did."""
-        if not self.errors and not self.failed:
-            return "No self-check: there is no second gradient to compare with. This is usual, not a defect."
+        """How many self-checks passed, the worst error, and how many used the trainer's own gradient if not all did.
+
+        For a run with self-checks.
+        """
         worst = "" if math.isnan(self.worst_error) else f", worst relative error {self.worst_error:.2g}"
         count = len(self.errors)
         if self.norm_only:

@@ -18,6 +18,12 @@ colour-blind readers can tell them apart."""
 GREY = "#808080"
 """Hue of series without a measured partner; null models are mixed with it."""
 
+HALO = "#fefefe"
+"""Edge of a null's dashes, which shows them on a curve that coincides with the null; the page gives it its own paper's
+colour, also in the dark scheme."""
+NULL_LABEL_ROOM = 26
+"""Pixels on the right of a figure for the word at the end of its null."""
+
 NULL_DASHES = ("dash", "longdash", "dashdot", "longdashdot")
 """Dash styles of several null models of one measured series."""
 
@@ -42,6 +48,8 @@ SEQUENTIAL = ((0.0, "#f2f5f9"), (0.5, "#6aaed6"), (1.0, "#08306b"))
 """Colours of a heat map of shares, from 0 upward: lightness alone tells them apart."""
 MULTIPLE_HEIGHT, FULL_HEIGHT = 260, 400
 """Heights of a figure, in pixels."""
+LEGEND_ROW = 22
+"""Height for each series beyond two, whose names need a row of their own."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,7 @@ def _line_traces(figure: Figure) -> list[dict[str, Any]]:
     hues = series_hues(figure.series)
     dashes = _dashes(figure.series)
     traces: list[dict[str, Any]] = []
+    above: list[dict[str, Any]] = []  # nulls, drawn last: a curve must not hide them
     for place, one in enumerate(figure.series):
         shown = _positive_series(one, figure) if figure.y_log else one
         colour, symbol = hues[place]
@@ -106,8 +115,30 @@ def _line_traces(figure: Figure) -> list[dict[str, Any]]:
         traces += [] if band is None else [band | {"legendgroup": str(place)}]
         style = _style(shown, colour, symbol, dashes[place])
         points = _points(shown, one, figure.x_title)
-        traces.append(style | points | {"name": html.escape(one.name), "legendgroup": str(place)})
-    return traces
+        line = style | points | {"name": html.escape(one.name), "legendgroup": str(place)}
+        if one.role == "null":
+            above += [_halo(points, dashes[place]), line]
+        else:
+            traces.append(line)
+    return traces + above
+
+
+def _halo(points: dict[str, Any], dash: str) -> dict[str, Any]:
+    """A broader line in the colour of the paper below the dashes of a null."""
+    line = {"color": HALO, "width": 5, "dash": dash}
+    plain = {"mode": "lines", "line": line, "showlegend": False, "hoverinfo": "skip"}
+    return {"x": points["x"], "y": points["y"]} | plain
+
+
+def _null_label(figure: Figure) -> list[dict[str, Any]]:
+    """The word at the end of the null, right of the figure; none if there are several nulls or none."""
+    nulls = [one for one in figure.series if one.role == "null"]
+    known = [y for one in nulls for y in one.y if math.isfinite(y)]
+    if len(nulls) != 1 or not known or (figure.y_log and known[-1] <= 0):
+        return []
+    height = math.log10(known[-1]) if figure.y_log else known[-1]
+    place = {"x": 1, "xref": "paper", "xanchor": "left", "xshift": 3, "y": height, "yanchor": "middle"}
+    return [place | {"text": "null", "showarrow": False, "font": {"size": 11, "color": GREY}}]
 
 
 def data_table(figure: Drawing) -> Table:
@@ -335,9 +366,13 @@ def _heat_layout(figure: HeatMap, x_range: tuple[float, float] | None) -> dict[s
 def _layout(figure: Figure, x_range: tuple[float, float] | None = None) -> dict[str, Any]:
     axis, is_small = AXIS, x_range is not None
     shared = {"range": list(x_range)} if x_range is not None and figure.x_title == "step" else {}
+    if figure.x_title.startswith("share of"):
+        shared = {"range": [0, 1]}
+    labels = _null_label(figure)
     return {
-        "height": MULTIPLE_HEIGHT if is_small else FULL_HEIGHT,
-        "margin": {"l": 10, "r": 14, "t": 10, "b": 10},
+        "height": (MULTIPLE_HEIGHT if is_small else FULL_HEIGHT) + LEGEND_ROW * max(0, _legend_entries(figure) - 2),
+        "margin": {"l": 10, "r": 14 + (NULL_LABEL_ROOM if labels else 0), "t": 10, "b": 10},
+        "annotations": labels,
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"family": "system-ui, sans-serif", "size": 11 if is_small else 13, "color": "#222222"},
@@ -351,13 +386,18 @@ def _layout(figure: Figure, x_range: tuple[float, float] | None = None) -> dict[
     }
 
 
+def _legend_entries(figure: Figure) -> int:
+    return sum(one.role != "raw" for one in figure.series)
+
+
 def _y_ticks(figure: Figure, is_small: bool = False) -> dict[str, Any]:
-    """Few readable ticks on a logarithmic axis; the linear axis of a small figure contains 0."""
+    """Few readable ticks on a logarithmic axis, which ends at ticks; the linear axis of a small figure contains 0."""
     if not figure.y_log:
         return {"type": "linear", "rangemode": "tozero" if is_small else "normal"}
     seen = [y for one in figure.series for y in (*one.y, *one.low, *one.high) if math.isfinite(y) and y > 0]
     ticks = log_ticks(min(seen), max(seen)) if seen else []
-    return {"type": "log", "tickmode": "array", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
+    ends = {"range": [math.log10(ticks[0]) - 0.05, math.log10(ticks[-1]) + 0.05]} if ticks else {}
+    return {"type": "log", "tickmode": "array", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]} | ends
 
 
 def log_ticks(low: float, high: float) -> list[float]:

@@ -13,6 +13,8 @@ MOST_STEPS, MOST_GROUPS = 40, 8
 """Steps of a run, and groups of a step, that a page holds."""
 MOST_CHARACTERS, MOST_TOKENS = 2000, 600
 """Length from which the text of a prompt or rollout is cut, and its tokens are not coloured."""
+SHOWN_CHARACTERS = 60
+"""Characters of a prompt that name it in a list or a map."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def step_json(detail: StepDetail, names: Sequence[str] | None = None, *, failed:
         "batch": None
         if batch is None
         else {
-            "prompts": batch.prompt_ids,
+            "prompts": [prompt[:SHOWN_CHARACTERS] for prompt in batch.prompts],
             "cosines": _rounded_rows(batch.cosines),
             "shares": rounded_numbers(batch.shares),
         },
@@ -87,6 +89,7 @@ def _note(run: RunReading, details: Sequence[StepDetail]) -> str:
 def _group_json(group: GroupDetail, names: Sequence[str] | None) -> dict[str, Any]:
     return {
         "id": group.prompt_id,
+        "number": group.number,
         "prompt": None if group.prompt is None else cut_text(group.prompt),
         "outcome": group.outcome,
         "rewards": rounded_numbers(group.rewards),

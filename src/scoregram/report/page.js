@@ -38,11 +38,11 @@ const number = (value, digits = 2) => (value === null || value === undefined ? "
 const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(Math.abs(value) < 0.1 ? 1 : 0)} %`);
 const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
-function drawMatrix(id, names, cosines, bars, barTitle, rightCount) {
+function drawMatrix(id, names, numbered, cosines, bars, barTitle, rightCount) {
   const places = names.map((_, i) => i);
-  const shown = (name) => escaped(name.length > 16 ? `${name.slice(0, 4)}…${name.slice(-11)}` : name);
+  const shown = (name) => escaped(name.length > 20 ? `${name.slice(0, 19)}…` : name);
   const ticks = { tickmode: "array", tickvals: places, ticktext: names.map(shown) };
-  const numbers = { ...ticks, ticktext: places.map((place) => `${place + 1}`) };
+  const numbers = { ...ticks, ticktext: numbered.map((one) => `${one}`) };
   const labels = names.length <= 12;
   const data = [
     { type: "heatmap", z: cosines, x: places, y: places, zmin: -1, zmax: 1, colorscale: diverging, showscale: false, xgap: 1, ygap: 1,
@@ -87,16 +87,22 @@ function rolloutCard(group, place, kind, largest) {
   const card = element("article", "rollout");
   const reward = group.rewards[place];
   const head = element("p", "head");
-  head.append(element("b", reward > 0 ? "right" : "wrong", `${place + 1}`), ` reward ${reward ?? "–"} · advantage ${number(group.advantages[place])} · ${group.lengths[place]} tokens`);
+  head.append(element("b", "", `${place + 1}`), ` reward ${reward ?? "–"} · advantage ${number(group.advantages[place])} · ${group.lengths[place]} tokens`);
   if (rollout && !rollout.finished) head.append(element("span", "cut", " · cut off"));
   card.append(head);
   const share = group.shares[place];
   if (share !== undefined && share !== null) {
     const bar = element("div", "share");
     const fill = element("i", share < 0 ? "against" : "along");
-    fill.style.width = `${Math.min(100, 100 * Math.abs(share))}%`;
-    bar.append(fill);
-    card.append(bar, element("p", "caption", `${percent(share)} of the update of the ${group.share_of}`));
+    // one scale for the rollouts of a group: shares add up to 1 over all rollouts, and may be negative or above 1
+    const low = Math.min(0, ...group.shares), high = Math.max(0, ...group.shares), width = high - low || 1;
+    const zero = element("s", "");
+    fill.style.left = `${100 * (Math.min(0, share) - low) / width}%`;
+    fill.style.width = `${100 * Math.abs(share) / width}%`;
+    zero.style.left = `${-100 * low / width}%`;
+    bar.append(fill, zero);
+    const against = share < 0 ? ", against the others" : "";
+    card.append(bar, element("p", "caption", `${percent(share)} of the update of the ${group.share_of}${against}`));
   }
   const hasTokens = rollout && kind && rollout[kind] !== undefined;
   if (rollout && rollout.text !== undefined && !(hasTokens && rollout.tokens)) card.append(element("pre", "text", rollout.text));
@@ -131,7 +137,7 @@ function showGroup(group) {
   const top = Math.max(...group.rewards.filter((reward) => reward !== null));
   const right = group.rewards.filter((reward) => reward === top).length;
   byId("glass-gram").hidden = !group.cosines.length;
-  if (group.cosines.length) drawMatrix("glass-gram", names, group.cosines, group.norms, "norm", right);
+  if (group.cosines.length) drawMatrix("glass-gram", names, names.map((_, i) => i + 1), group.cosines, group.norms, "norm", right);
   byId("glass-prompt").textContent = group.prompt ?? group.id;
   const stored = group.rollouts.filter((rollout) => rollout);
   const kinds = Object.keys(TOKEN_KINDS).filter((name) => stored.some((rollout) => rollout[name] !== undefined));
@@ -145,13 +151,17 @@ function showGroup(group) {
   showRollouts(kind);
 }
 
+// One name for a prompt in the list of groups and in the map: its number in the step, and the beginning of its text.
+const promptName = (place, text) => `${place}: ${text.replace(/\s+/g, " ")}`;
+
 function showBatch(step) {
   byId("glass-interference").hidden = !step.batch;
   if (!step.batch) return;
   const { prompts, cosines, shares } = step.batch;
   const moved = prompts.map((_, i) => i).filter((i) => cosines[i][i] !== null); // prompts with an update
   const among = moved.map((i) => moved.map((j) => cosines[i][j]));
-  drawMatrix("glass-batch", moved.map((i, place) => `${place + 1}: ${prompts[i]}`), among, moved.map((i) => shares[i]), "share", 0);
+  const numbered = moved.map((i) => i + 1);
+  drawMatrix("glass-batch", moved.map((i) => promptName(i + 1, prompts[i])), numbered, among, moved.map((i) => shares[i]), "share", 0);
 }
 
 function showStep(step) {
@@ -159,7 +169,7 @@ function showStep(step) {
   byId("glass-warning").textContent = step.failed ? "The self-check of this step failed: do not trust its cosines." : "";
   const choice = byId("glass-group");
   choice.replaceChildren(...step.groups.map((group, i) => {
-    const option = element("option", "", `${group.outcome} · ${(group.prompt ?? group.id).slice(0, 60)}`);
+    const option = element("option", "", `${promptName(group.number, (group.prompt ?? group.id).slice(0, 60))} (${group.outcome})`);
     option.value = `${i}`;
     return option;
   }));

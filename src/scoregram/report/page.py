@@ -30,6 +30,8 @@ from scoregram.runs import disk_errors, write_atomically
 HERE = Path(__file__).parent
 STATE_WORDS = {"good": "✓ good", "watch": "~ watch", "act": "! act", "unknown": "not known"}
 """Words of an indicator's state; the sign before it does not need colour."""
+CARD_STATES = {"critical": "act", "warning": "watch", "note": "watch"}
+"""Severity of a finding → its state on the scale of the indicators: a page has one scale of words."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,15 @@ class PlacedSection:
         return self.section.text
 
     @property
-    def is_multiples(self) -> bool:
-        """Whether figures are small multiples."""
-        return self.section.x_range is not None
+    def layout(self) -> str:
+        """Class of the element that holds the exhibits: `multiples` are small figures in rows of three, or of four.
+
+        Rows of four where rows of three would leave a figure alone in the last one.
+        """
+        if self.section.x_range is None:
+            return "single"
+        small = sum(not isinstance(one, Table) and not is_wide(one) for one in self.section.exhibits)
+        return "multiples four" if small > 1 and small % 3 == 1 else "multiples"
 
     def figures(self) -> list[tuple[str, Drawing]]:
         """Id of the element to draw in, and the figure, in order."""
@@ -240,6 +248,7 @@ def templates() -> jinja2.Environment:
     )
     made.filters |= {
         "blocks": text_blocks,
+        "card_state": CARD_STATES.__getitem__,
         "data_table": data_table,
         "is_table": lambda one: isinstance(one, Table),
         "is_undefined": is_undefined,
@@ -369,9 +378,10 @@ def is_undefined(cell: Cell) -> bool:
 
 
 def sparkline(indicator: Indicator) -> dict[str, Any] | None:
-    """A small line in a box of 200 by 40: points, target, first and last value, axis; None without two values.
+    """A small line in a box of 200 by 40: points, target, first and last step, axis; None without two values.
 
-    Values that are not smoothed are dots too: a few evaluations are no continuous curve.
+    The headline above it holds the one number that counts, so its ends have no values. Values that are not smoothed are
+    dots too: a few evaluations are no continuous curve.
     """
     curve = indicator.curve
     known = [(x, y) for x, y in zip(curve.steps, curve.mean, strict=True) if math.isfinite(y)]
@@ -391,7 +401,7 @@ def sparkline(indicator: Indicator) -> dict[str, Any] | None:
         "points": " ".join(f"{x},{y}" for x, y in places),
         "dots": [] if curve.is_smoothed else places,
         "target": height(target) if math.isfinite(target) else None,
-        "first": f"{known[0][1]:.2g} at step {left:g}",
-        "last": f"{known[-1][1]:.2g} at {right:g}",
+        "first": f"step {left:g}",
+        "last": f"step {right:g}",
         "scale": f"axis {low:.2g} to {high:.2g}{mean}",
     }

@@ -20,6 +20,7 @@ from scoregram.reading import (
     RunReading,
     accuracy_gain,
     indicators,
+    lost_randomness,
     paired_gain,
     paused_collection,
     read_run,
@@ -28,7 +29,7 @@ from scoregram.report import step_figures
 from scoregram.report.figures import Drawing
 from scoregram.report.glass import Glass, run_glass
 from scoregram.report.page import LiveRun, Section, document, live_documents, write_document
-from scoregram.report.words import WORDS, setting_names, trainer_of
+from scoregram.report.words import WORDS, named_settings, trainer_of
 from scoregram.runs import CONFIG_FILE, REPORT, Run, open_run
 
 SHOWN_NAMES = 8
@@ -36,6 +37,8 @@ SHOWN_NAMES = 8
 EVALUATIONS = {SAMPLED_TEST: "sampled, as trained", GREEDY_TEST: "greedy"}
 """Kinds of test groups, and their labels on the page."""
 
+PROMPTS = "difficulty of prompts"
+"""What a card about prompts changes."""
 MOST_CARDS = 3
 """Pieces of advice on the first screen; the others are folded away."""
 FACTS = {"model": "model", "task": "task", "method": "method", "estimator": "estimator", "objective": "objective"}
@@ -49,7 +52,10 @@ class RunPage:
     title: str
     facts: tuple[tuple[str, str], ...]
     """Label and value of what was trained, and how."""
-    lead: str
+    answers: tuple[tuple[str, str], ...]
+    """The first questions of a reader, and their answers."""
+    window: str
+    """Which steps the numbers of the first screen are means over."""
     trust: tuple[str, ...]
     """How far the numbers can be trusted, a sentence each."""
     trust_state: str
@@ -57,8 +63,10 @@ class RunPage:
     tiles: tuple[Indicator, ...]
     cards: tuple[RunFinding, ...]
     """What to change, the most important first."""
+    shown_cards: int
+    """How many of them the first screen shows; the others are folded away."""
     settings: Mapping[str, str]
-    """What a card changes → the name of the setting in the trainer."""
+    """What a card changes → the name of the setting in the trainer, and its value."""
     rules: tuple[int, int]
     """How many rules cannot decide, and how many there are."""
     open_rules: str
@@ -80,16 +88,18 @@ class RunPage:
 
     def _shown(self) -> dict[str, Any]:
         """Values of the template."""
-        more = self.cards[MOST_CARDS:]
-        summary = f"{len(more)} more, and what the other rules say" if more else "What the other rules say"
+        more = self.cards[self.shown_cards :]
+        goal = " for training on with these problems" if is_solved(self.tiles[0]) else ""
+        summary = f"{len(more)} more{goal}, and what the other rules say" if more else "What the other rules say"
         return {
             "title": self.title,
             "facts": self.facts,
-            "lead": self.lead,
+            "answers": self.answers,
+            "window": self.window,
             "trust": self.trust,
             "trust_state": self.trust_state,
             "tiles": self.tiles,
-            "cards": self.cards[:MOST_CARDS],
+            "cards": self.cards[: self.shown_cards],
             "more_cards": more,
             "open_rules": self.open_rules,
             "undecided": self.rules[0],
@@ -148,6 +158,8 @@ def run_page(folder: Run) -> RunPage:
     run = read_run(folder)
     advice = advise_run(run)
     tiles = agreed_tiles(indicators(run), advice)
+    cards, shown_cards = ordered_cards(advice.findings, is_solved(tiles[0]))
+    settings = named_settings(run.config)
     missing = "\n".join(f"- {line}" for line in (*_missing(run), *run.notes))
     tables = tuple(table for table in (summary_table(run), gain_table(run.tests)) if table.rows)
     sections = [
@@ -158,12 +170,17 @@ def run_page(folder: Run) -> RunPage:
     return RunPage(
         title=folder.folder.resolve().name,
         facts=tuple(run_facts(run)),
-        lead=lead_sentence(run, tiles),
-        trust=tuple(run.trust.sentences()),
+        answers=(
+            ("Does it learn?", learning_answer(run, tiles)),
+            ("What to change?", change_answer(tiles[0], advice, settings)),
+        ),
+        window=window_sentence(run),
+        trust=(*run.trust.sentences(), *_more_measurements(run, settings)),
         trust_state=_trust_state(run),
         tiles=tiles,
-        cards=advice.findings,
-        settings=setting_names(run.config),
+        cards=cards,
+        shown_cards=shown_cards,
+        settings=settings,
         rules=(len(advice.undecided), len(advice.undecided) + len(advice.fine) + len(advice.findings)),
         open_rules=advice.open_text(),
         sections=tuple(sections),
@@ -215,6 +232,8 @@ def _agreed(tile: Indicator, rules: Sequence[str], severities: Mapping[str, str]
 def run_facts(run: RunReading) -> Iterator[tuple[str, str]]:
     """Label and value of what was trained, and how, as far as the config says."""
     config, stated = run.config, trainer_arguments(run.config)
+    if trainer := trainer_of(config):
+        yield "trainer", trainer.upper() if trainer == "trl" else trainer
     for name, label in FACTS.items():
         if config.get(name) is not None:
             yield label, str(config[name])
@@ -234,7 +253,7 @@ def run_facts(run: RunReading) -> Iterator[tuple[str, str]]:
     count = run.steps[-1] if run.steps and trainer_of(config) else len(run.steps)
     planned = planned_steps(config)
     trained = f"{count} of {planned}" if planned else f"{count}"
-    yield "steps", f"{trained} trained, gradients measured at {run.trust.measured}"
+    yield "steps", f"{trained} trained, gradients of {run.trust.measured} measured"
 
 
 def trainer_arguments(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -249,32 +268,74 @@ def planned_steps(config: Mapping[str, Any]) -> int:
     return planned if isinstance(planned, int) and planned > 0 else 0
 
 
-def lead_sentence(run: RunReading, tiles: Sequence[Indicator]) -> str:
-    """What the run shows in a few plain sentences: does it learn, what teaches, how much of a step is signal."""
+def window_sentence(run: RunReading) -> str:
+    """Which steps the numbers of the first screen come from."""
+    steps = run.last_third
+    if not steps:
+        return ""
+    which = f"the last third, {_step_range(steps)}" if len(run.steps) > 1 else f"the only step, {steps[0]}"
+    return f"Numbers without a step are means over {which}. Brackets are 95 % intervals."
+
+
+def _more_measurements(run: RunReading, settings: Mapping[str, str]) -> Iterator[str]:
+    if run.trust.has_few_steps and run.trust.measured < run.steps[-1]:
+        yield f"To measure more often: {settings['measured steps']}."
+
+
+def learning_answer(run: RunReading, tiles: Sequence[Indicator]) -> str:
+    """Whether the run learns: yes, no, not shown or not clear, and the numbers that say so."""
     if not run.steps:
         return "This run holds no step yet."
-    learning, teaching, signal, cut = tiles
+    learning, cut, greedy = tiles[0], tiles[3], accuracy_gain(run)
+    rises = learning.state in ("good", "watch") and learning.change.low > 0
+    if rises and cut.state == "act":
+        untested = "" if learning.headline.startswith("test") else ", and nothing was tested"
+        return (
+            f"Not shown: {learning.headline}, but {cut.headline}{untested}. Read some rollouts before you believe it."
+        )
+    if rises and learning.state == "watch" and greedy is not None:
+        both = f"sampled {learning.headline}, but greedy accuracy {_arrow(greedy.before.value, greedy.after.value)}"
+        return f"Not clear: {both}. {lost_randomness(run)}".strip()
     said = {
-        "good": f"This run learns: {learning.headline}.",
-        "watch": f"No change can be shown yet: {learning.headline}.",
-        "act": f"This run gets worse: {learning.headline}.",
-        "unknown": "Too early to tell whether this run learns.",
+        "good": f"Yes: {learning.headline}.",
+        "watch": f"Not shown: {learning.headline}; the interval of the change includes 0.",
+        "act": f"No, it gets worse: {learning.headline}.",
+        "unknown": "Too early to tell.",
     }[learning.state]
-    greedy = accuracy_gain(run)
-    if learning.state == "watch" and learning.change.low > 0 and greedy is not None:
-        both = f"sampled {learning.headline}, greedy accuracy {greedy.before.value:.3f} → {greedy.after.value:.3f}"
-        said = f"Sampled rollouts get better, greedy ones do not: {both}."
-    if learning.state in ("good", "watch") and learning.change.low > 0 and cut.state == "act":
-        rise = learning.headline[0].upper() + learning.headline[1:]
-        said = f"{rise}, but {cut.headline}: read some rollouts before you believe it."
-    parts = [said, *when_learnt(learning)]
-    if teaching.state != "unknown":
-        parts.append(f"In the last third, {teaching.headline} had rewards that differ.")
-    if signal.state != "unknown":
-        doubt = f"{run.trust.mark[2:-1].capitalize()}: a" if run.trust.mark else "A"
-        is_open = run.trust.has_few_steps or math.isnan(run.summary.noise_scale.low)
-        parts.append(f"{doubt} step {'cannot be judged yet: too few were measured' if is_open else signal.headline}.")
-    return " ".join(parts)
+    return " ".join([said, *when_learnt(learning)])
+
+
+def _arrow(before: float, after: float) -> str:
+    return f"{before:.3f} → {after:.3f}"
+
+
+def change_answer(learning: Indicator, advice: Diagnosis, settings: Mapping[str, str]) -> str:
+    """The most important change in one or two sentences."""
+    if is_solved(learning):
+        return "No setting: the task is nearly solved. Stop here, or take harder problems."
+    changes = [one.change for one in advice.findings if one.change is not None]
+    if not changes:
+        return "No rule asks for a change."
+    name = settings.get(changes[0].knob)
+    return changes[0].sentence + (f" Setting: {name}." if name else "")
+
+
+def is_solved(learning: Indicator) -> bool:
+    """Whether the last score on test problems is so high that a run has little left to learn."""
+    known = [value for value in learning.curve.mean if not math.isnan(value)]
+    return learning.headline.startswith("test") and bool(known) and SOLVED <= known[-1] <= 1
+
+
+def ordered_cards(findings: Sequence[RunFinding], solved: bool) -> tuple[tuple[RunFinding, ...], int]:
+    """The cards, and how many of them the first screen shows.
+
+    Of a run whose task is solved it shows only those about its prompts: the other settings were measured on problems
+    that have nothing left to teach.
+    """
+    if not solved:
+        return tuple(findings), MOST_CARDS
+    first = [one for one in findings if one.change is not None and one.change.knob == PROMPTS]
+    return (*first, *(one for one in findings if one not in first)), min(len(first), MOST_CARDS)
 
 
 MOST_OF_IT, SOLVED = 0.9, 0.95
@@ -282,17 +343,14 @@ MOST_OF_IT, SOLVED = 0.9, 0.95
 
 
 def when_learnt(learning: Indicator) -> Iterator[str]:
-    """When most of a gain was there, and that a solved task teaches little; nothing unless the run learns."""
+    """When most of a gain was there; nothing unless the run learns."""
     known = [pair for pair in zip(learning.curve.steps, learning.curve.mean, strict=True) if not math.isnan(pair[1])]
     if learning.state != "good" or len(known) < 3:
         return
     (_, first), (end, last) = known[0], known[-1]
     step = next(step for step, value in known if value >= first + MOST_OF_IT * (last - first))
-    is_solved = learning.headline.startswith("test") and SOLVED <= last <= 1
     if step < end:
         yield f"{MOST_OF_IT:.0%} of the gain was there by step {step:g}."
-    if is_solved:
-        yield "The task is nearly solved: stop here, or take harder problems."
 
 
 def _trust_state(run: RunReading) -> str:
@@ -316,23 +374,24 @@ def _figure_sections(run: RunReading, folder: Run) -> Iterator[Section]:
     shared = (ends[0] - margin, ends[1] + margin)
     mark = run.trust.mark
     rows = (
-        "the row of rollout i is Aᵢ ψᵢ, its advantage times its score"
+        "its score (the gradient of its log-probability) times its advantage"
         if run.rows == "scores"
-        else "the row of a rollout is its part of the gradient of the trainer's loss, weights included"
+        else "its part of the gradient of the trainer's loss, weights included"
     )
     parts: tuple[tuple[str, str, Iterable[Drawing | Table]], ...] = (
         ("Learning", "", step_figures.learning_figures(run)),
         ("Prompts", "", step_figures.prompts_figures(run)),
         (
             f"Noise{mark}",
-            "From the Gram between all rollouts of a step.",
+            "From the inner products between the gradients of all rollouts of a step, the Gram.",
             marked_figures(step_figures.noise_figures(run), run),
         ),
         (f"Drivers{mark}", "Which rollouts make the update.", marked_figures(step_figures.drivers_figures(run), run)),
         (
             f"Geometry{mark}",
-            f"Each group is a matrix with one row per rollout: {rows}. On the null, the rollouts of a prompt "
-            "have nothing in common; away from it, they share directions.",
+            f"Each group is a matrix with one row per rollout: {rows}. On the grey dashed null, the rollouts of a "
+            "prompt have nothing in common; away from it, they share directions. Lines that coincide with the null are "
+            "usual: rollouts are sampled independently.",
             marked_figures(step_figures.geometry_figures(run), run),
         ),
         (f"Layers{mark}", "", marked_figures(step_figures.layers_figures(folder, run), run)),
@@ -363,6 +422,8 @@ def _missing(run: RunReading) -> Iterator[str]:
     if not any(group.reading for group in run.groups):
         yield "No Gram was measured, so nothing is known about spectrum, noise or baseline."
         return
+    if not run.trust.errors and not run.trust.failed:
+        yield "No self-check: there was no second gradient to compare with."
     if run.is_withheld:
         failed = ", ".join(str(step) for step in sorted(run.trust.failed) if step in run.last_third)
         yield (

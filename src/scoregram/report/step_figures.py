@@ -7,11 +7,13 @@ from scoregram.bootstrap import mean_of_many
 from scoregram.checks import ScoregramError
 from scoregram.exhibits import Estimate, Figure, Role, Series, Table
 from scoregram.reading import (
+    SAMPLED_TEST,
     Curve,
     RunReading,
     StoredGroup,
     bounded_band,
     complement,
+    entropy_curve,
     group_curve,
     layer_shares,
     live_curve,
@@ -38,19 +40,22 @@ EACH = "each step"
 
 def learning_figures(run: RunReading) -> Iterator[Figure]:
     """Reward, test accuracy, and what tells how the policy changes."""
-    steps, accuracy = run.series("eval/accuracy")
-    low, high = (run.series(f"eval/accuracy_{end}")[1] for end in ("low", "high"))
-    bounded = len(low) == len(high) == len(steps)
-    tested = (
-        (Series("test accuracy", steps, accuracy, low if bounded else (), high if bounded else ()),) if steps else ()
-    )
+    greedy, sampled = _test_accuracy(run), _test_rewards(run)
+    tested = {
+        "Test reward: sampled, on problems never trained on.": bool(sampled),
+        "Test accuracy: greedy, on problems never trained on.": bool(greedy),
+        "No test was made.": not (sampled or greedy),
+    }
+    _, rewards = run.series("reward")
+    is_share = all(0 <= reward <= 1 for reward in rewards if not math.isnan(reward))
     yield from _figure(
         "learning",
-        "Does it learn? Reward and test accuracy",
-        "Reward: mean over the rollouts of a step. Test accuracy: greedy, on problems never trained on, with its 95 % "
-        "Wilson interval.",
-        "mean reward, accuracy",
-        (*_scalar(run, "reward", "reward"), *tested),
+        "Does it learn? Reward" + (" on training and test problems" if sampled or greedy else " on training prompts"),
+        " ".join(
+            ["Training reward: mean over the rollouts of a step.", *(told for told, is_so in tested.items() if is_so)]
+        ),
+        "mean reward" + (", accuracy" if greedy else ""),
+        (*_scalar(run, "reward", "training reward", limits=SHARE if is_share else ANY), *sampled, *greedy),
     )
     yield from _figure(
         "length",
@@ -63,23 +68,26 @@ def learning_figures(run: RunReading) -> Iterator[Figure]:
     yield from _figure(
         "truncated",
         "How many rollouts are cut off?",
-        "Share of rollouts that the limit on tokens ended. Their answer is missing, so they are mostly wrong.",
+        "Share of rollouts that the limit on tokens ended: their reward is of an unfinished text.",
         "share of rollouts",
         _drawn(cut or scalar_curve(run, "completions/clipped_ratio"), "truncated", limits=SHARE),
     )
+    is_logged = bool(run.series("entropy")[0])
     yield from _figure(
-        "log-prob",
-        "How sure is the policy of its tokens?",
-        "Mean log-probability of the sampled tokens; 0 means no other token could be drawn. A steep rise towards 0 is "
-        "a collapse of entropy.",
-        "log-probability per token",
-        _scalar(run, "token_log_prob", "log-probability", limits=(-math.inf, 0.0)),
+        "entropy",
+        "Does the policy keep exploring? Entropy",
+        ("As the trainer logged it. " if is_logged else "Estimate: mean of −log π over the sampled tokens. ")
+        + "0 means that no other token could be drawn; a steep fall towards 0 is a collapse.",
+        "nats per token",
+        _drawn(entropy_curve(run), "entropy", limits=(0.0, math.inf)),
     )
-    for name, title, caption in (
-        ("entropy", "Does the policy keep exploring?", "Mean entropy per token, as the trainer logged it."),
-        ("kl", "How far is the policy from its start?", "KL divergence from the reference, as the trainer logged it."),
-    ):
-        yield from _figure(name, title, caption, name, _scalar(run, name, name))
+    yield from _figure(
+        "kl",
+        "How far is the policy from its start?",
+        "KL divergence from the reference, as the trainer logged it.",
+        "kl",
+        _scalar(run, "kl", "kl"),
+    )
     yield from _figure(
         "clip",
         "How many importance ratios are clipped?",
@@ -87,6 +95,24 @@ def learning_figures(run: RunReading) -> Iterator[Figure]:
         "share of tokens",
         _scalar(run, "clip_ratio/region_mean", "clipped", "clip_ratio", limits=SHARE),
     )
+
+
+def _test_accuracy(run: RunReading) -> tuple[Series, ...]:
+    """Greedy accuracy on test problems, with its Wilson interval if the run logged one."""
+    steps, accuracy = run.series("eval/accuracy")
+    low, high = (run.series(f"eval/accuracy_{end}")[1] for end in ("low", "high"))
+    ends = (low, high) if len(low) == len(high) == len(steps) else ((), ())
+    return (Series("test accuracy, greedy", steps, accuracy, *ends),) if steps else ()
+
+
+def _test_rewards(run: RunReading) -> tuple[Series, ...]:
+    """Mean reward of sampled rollouts on test problems at every evaluation, with intervals over problems."""
+    by_step = sorted(run.tests.get(SAMPLED_TEST, {}).items())
+    if not by_step:
+        return ()
+    made = [mean_of_many(list(rewards.values())) for _, rewards in by_step]
+    y, low, high = (tuple(getattr(one, end) for one in made) for end in ("value", "low", "high"))
+    return (Series("test reward, sampled", tuple(float(step) for step, _ in by_step), y, low, high),)
 
 
 def prompts_figures(run: RunReading) -> Iterator[Figure]:
@@ -100,7 +126,7 @@ def prompts_figures(run: RunReading) -> Iterator[Figure]:
         yield StackedFigure(
             "groups",
             "Which prompts teach? Outcomes of groups",
-            "Only live groups, whose rewards differ, change the policy. Running mean.",
+            "Only live groups, whose rewards differ, change the policy." + _running(live),
             "step",
             "share of groups",
             (*areas, *tied),
@@ -115,8 +141,7 @@ def prompts_figures(run: RunReading) -> Iterator[Figure]:
         yield Figure(
             "success",
             "How hard are the prompts?",
-            "Success rates of the prompts of the last third, sorted; (right + ½) / (rollouts + 1). Prompts near 0 and "
-            "1 rarely make a live group.",
+            "Share of right rollouts of each prompt of the last third, sorted. At 0 and 1 a prompt made no live group.",
             "share of prompts",
             "success rate",
             (Series("success rate", order, tuple(rates)),),
@@ -134,25 +159,23 @@ def noise_figures(run: RunReading) -> Iterator[Figure]:
     yield from _figure(
         "snr",
         "How much of a step is signal?",
-        "Signal to noise of single steps; of many, also their running mean. At the dotted line half of the power is "
-        "noise. "
-        "Values below zero mean that no signal was resolved.",
+        "Power of the true gradient over that of the error. Values below zero mean that no signal was resolved."
+        + _running(scalar_curve(run, "gram/snr")),
         "signal to noise",
         (
             *_scalar(run, "gram/snr", "signal to noise"),
-            *_constant(run, "gram/snr", "half is noise", 1.0, "bound"),
+            *_constant(run, "gram/snr", "1: half is noise", 1.0, "bound"),
         ),
     )
     yield from _figure(
         "noise-scale",
         "How many rollouts would a step need?",
         "Noise scale of the steps that resolved a signal, which favours small values; the tile “signal in a step” "
-        "pools all steps of the last third. "
-        "Dotted: the rollouts you use.",
+        "pools all steps of the last third.",
         "rollouts",
         (
             *_scalar(run, "gram/noise_scale", "noise scale", points=True),
-            *_constant(run, "gram/noise_scale", "rollouts you use", run.batch_size, "bound"),
+            *_constant(run, "gram/noise_scale", f"rollouts you use: {run.batch_size:g}", run.batch_size, "bound"),
         ),
         y_log=True,
     )
@@ -187,14 +210,14 @@ def drivers_figures(run: RunReading) -> Iterator[Figure]:
     yield from _figure(
         "drivers",
         "Does one rollout drive the update?",
-        "Largest share of the update that one rollout accounts for.",
+        "Largest share of the update that one rollout accounts for. Some shares are negative, so one can exceed 1.",
         "share",
         _scalar(run, "gram/largest_share", "largest share of a rollout", limits=(0.0, math.inf)),
     )
     yield from _figure(
         "conflict",
         "Do prompts pull against each other?",
-        "Share of pairs of prompts whose updates oppose each other. Independent noise gives one half, the null.",
+        "Share of pairs of prompts whose updates oppose each other. Null: one half, as for independent noise.",
         "share of pairs",
         (
             *_scalar(run, "gram/conflicting_prompts", "conflicting prompts", limits=SHARE),
@@ -204,20 +227,21 @@ def drivers_figures(run: RunReading) -> Iterator[Figure]:
     yield from _figure(
         "coherence",
         "How much of the gradient survives the sum?",
-        "Coherence of the update. Dashed: 1/N, that of N orthogonal rows of equal norm, the null.",
+        "Coherence of the update of N rollouts. Null: 1/N, that of orthogonal gradients of equal norm.",
         "coherence",
         (
             *_scalar(run, "gram/coherence", "coherence", limits=SHARE),
             *_constant(run, "gram/coherence", "null: if unrelated", 1 / run.batch_size, "null"),
         ),
     )
+    norms = _scalar(run, "gram/update_norm", "update norm", limits=(0.0, math.inf))
     yield from _figure(
         "update-norm",
         "How large is the update?",
         "Norm of the gradient before clipping and before the optimiser.",
         "norm",
-        _scalar(run, "gram/update_norm", "update norm"),
-        y_log=True,
+        norms,
+        y_log=_spans_decades(norms),
     )
 
 
@@ -242,19 +266,20 @@ def geometry_figures(run: RunReading) -> Iterator[Drawing]:
     yield from _figure(
         "top1-fraction",
         "How much lies in one direction?",
-        "Top-1 fraction of a group's gradients. Dashed: orthogonal rows of the same norms, the null.",
+        "Top-1 fraction of a group's gradients. Null: orthogonal gradients of the same norms, which vary from step to "
+        "step, so it is no straight line.",
         "top-1 fraction",
         (
             *_drawn(group_curve(live, _reading("top1_fraction")), "top-1 fraction", limits=SHARE),
             *_drawn(group_curve(failed, _reading("top1_fraction")), f"top-1 fraction, {FAILED}", points=True),
-            *_null(group_curve(live, _reading("top1_fraction_orthogonal")), "top-1 fraction, null: if unrelated"),
+            *_null(group_curve(live, _reading("top1_fraction_orthogonal")), "null: if unrelated"),
         ),
     )
     yield from _figure(
         "cosine",
         "Do the scores of a prompt point the same way?",
-        "Mean cosine between the scores of two rollouts of a prompt, dead groups included. Dashed: 0, no common "
-        "direction, the null.",
+        "Mean cosine between the scores of two rollouts of a prompt, dead groups included. Null: 0, no common "
+        "direction; scores average to zero, so a cosine near 0 is usual.",
         "mean cosine",
         (
             *_drawn(group_curve(passed, _reading("cosine")), "cosine", limits=(-1.0, 1.0)),
@@ -322,6 +347,17 @@ def what_if_table(run: RunReading) -> Iterator[Table]:
         ("estimator", "signal to noise", "efficiency", "direction"),
         tuple((row.estimator, row.snr, row.efficiency, row.direction) for row in rows),
     )
+
+
+def _running(curve: Curve) -> str:
+    """That a curve is a running mean, if it is."""
+    return f" Running mean of {curve.window} steps." if curve.is_smoothed else ""
+
+
+def _spans_decades(series: Sequence[Series], factor: float = 20.0) -> bool:
+    """Whether positive values differ by more than a factor, so that a linear axis would hide the small ones."""
+    known = [y for one in series for y in one.y if y > 0]
+    return bool(known) and max(known) > factor * min(known)
 
 
 def _rank_over_null() -> tuple[Callable[[StoredGroup], float], Callable[[StoredGroup], float]]:

@@ -39,21 +39,36 @@ SETTINGS = MappingProxyType(
     {
         "batch size": ("--batch-size", "per_device_train_batch_size"),
         "completion length": ("--max-new-tokens", "max_completion_length"),
+        "difficulty of prompts": ("--task", "train_dataset"),
         "estimator": ("--estimator", ""),
         "gradient clipping": ("--max-grad-norm", "max_grad_norm"),
         "group size": ("--group-size", "num_generations"),
         "learning rate": ("--learning-rate", "learning_rate"),
+        "measured steps": ("--measure-every", "every of attach"),
+        "reward function": ("--reward", "reward_funcs"),
         "seed": ("--seed", "seed"),
         "updates per batch": ("--inner-updates", "num_iterations"),
     }
 )
-"""What a finding changes → its option in `scoregram train`, and its field in TRL's `GRPOConfig`."""
+"""What a finding changes → its option in `scoregram train`, and its field in TRL's `GRPOConfig` or `GRPOTrainer`."""
 
 
 def setting_names(config: Mapping[str, Any]) -> dict[str, str]:
     """What a finding changes → the name of the setting in the trainer of a run, as far as there is one."""
     place = int(trainer_of(config) == "trl")
     return {knob: names[place] for knob, names in SETTINGS.items() if names[place]}
+
+
+def named_settings(config: Mapping[str, Any]) -> dict[str, str]:
+    """What a finding changes → the name of the setting, and its value if the config has it, such as `beta, now 0.1`."""
+    stored = config.get("arguments")
+    places = (config, stored if isinstance(stored, Mapping) else {})
+    made = {}
+    for knob, name in setting_names(config).items():
+        key = name.removeprefix("--").replace("-", "_")
+        value = next((one[key] for one in places if one.get(key) is not None), None)
+        made[knob] = f"{name}, now {value}" if value else name
+    return made
 
 
 def trainer_of(config: Mapping[str, Any]) -> str:
