@@ -73,9 +73,13 @@ def test_rules_are_compared_by_seed_with_the_fixed_sizes(monkeypatch):
     runs["auto"]["2"] = evaluated(0.0, 9.0)  # a seed that the others lack
     monkeypatch.setattr(tables, "stored_runs", lambda: {"task": {"setting": {"rollouts": 100}, "runs": runs}})
     assert tables.best_fixed("task") == "R = 8"
-    assert tables.best_share("task", "auto") == pytest.approx(1.8 / 1.4)
+    share = tables.best_share("task", "auto")  # differences 0.3 and 0.1 in the end, half of that in the area
+    assert share.value == pytest.approx(1.8 / 1.4)
+    half = 12.706 * 0.1 / 0.7  # t quantile with one degree of freedom · standard error of the mean · mean gain
+    assert (share.low, share.high) == pytest.approx((1.8 / 1.4 - half, 1.8 / 1.4 + half), rel=1e-4)
     found = tables.relative_gains(["task"])  # fixed sizes gain 0.15 and 0.2 on average: half of 0.3 and 0.4
     assert found["auto"] == pytest.approx([0.45 / 0.15, 0.45 / 0.2])
-    assert "| auto | 55.0, 55.0; 1.29 |" in tables.area_table(["task"])
+    assert "| auto | 55.0; 1.29 [-0.53, 3.10] |" in tables.area_table(["task"])
+    assert "| R = 8 | 45.0; 1 |" in tables.area_table(["task"])
     rows = tables.pooled_table(["task"]).splitlines()
     assert rows[0].startswith("| rule, 2 pairs") and rows[-1].startswith("| auto | 2.62 [") and "| 0.62 [" in rows[-1]

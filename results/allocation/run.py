@@ -1,4 +1,4 @@
-"""Fixed group sizes, a moving one, allocations, optimal baselines and dynamic sampling at equal rollouts.
+"""Fixed group sizes, a moving one, allocations, draws, shrunk weights, optimal baselines and dynamic sampling.
 
 python run.py OUT [--tasks arithmetic] [--seeds 8] [--workers 6]    train what is missing
 python run.py OUT --write                                           write runs.json from the runs that are complete
@@ -6,8 +6,9 @@ python run.py OUT --write                                           write runs.j
 Every run is an ordinary folder under OUT/TASK/runs, and the same command continues after an interruption. The queue
 goes seed by seed, so that whatever is finished has all rows of the table. All rows are REINFORCE with summed tokens and
 a baseline from the other rollouts, with the same optimiser, learning rate and rollouts per step. They differ in how
-many rollouts a prompt gets, in which groups are kept (dynamic sampling) and in the weights of the baseline. Starting
-policies of tasks other than the embedded ones must be in OUT/starts.
+many rollouts a prompt gets, in which prompts are drawn and how they are weighted, in which groups are kept (dynamic
+sampling) and in the weights of the baseline. Starting policies of tasks other than the embedded ones must be in
+OUT/starts.
 """
 
 import argparse
@@ -39,6 +40,8 @@ GRAM_NATIVE = {
     "auto": "rloo:group_size=auto",
     "measured": "rloo:allocate=measured",
     "auto and measured": "rloo:group_size=auto:allocate=measured",
+    "drawn by signal": "rloo:draw=measured",
+    "shrunk": "rloo:shrink=true",
     "optimal baseline, R = 4": "optimal-loo:group_size=4",
     "optimal baseline, R = 8": "optimal-loo:group_size=8",
     "optimal baseline, auto": "optimal-loo:group_size=auto",

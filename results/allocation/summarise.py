@@ -12,8 +12,10 @@ Intervals are 95 % percentile intervals over 1000 bootstrap resamples of prompts
 
 Training runs, from runs.json. *Area* is the mean reward of sampled test rollouts over the budget, on straight lines
 between evaluations: it rewards early learning. *Gain* is area minus the reward at the start. *Best fixed* is the fixed
-group size with the largest mean area, chosen in hindsight from the same runs, which favours it. Only seeds that every
-row of a task has are used. Intervals are 95 %, t distribution; their units are pairs of task and seed.
+group size with the largest mean area, chosen in hindsight from the same runs, which favours it. *Share* is the gain
+over the mean gain of the best fixed size; its interval is that of the differences by seed, and takes the mean gain of
+the best fixed size as known. Only seeds that every row of a task has are used. Intervals are 95 %, t distribution;
+their units are the seeds of a task, or pairs of task and seed.
 """
 
 import json
@@ -188,10 +190,13 @@ def gains(task: str) -> SeedValues:
     return {name: {seed: areas[name][seed] - starts[name][seed] for seed in areas[name]} for name in areas}
 
 
-def best_share(task: str, name: str) -> float:
-    """Mean gain over that of the best fixed group size."""
+def best_share(task: str, name: str) -> Estimate:
+    """Mean gain over that of the best fixed group size; the interval is 1 + that of the differences by seed."""
     found = gains(task)
-    return mean(found[name].values()) / mean(found[best_fixed(task)].values())
+    best = found[best_fixed(task)]
+    usual = mean(best.values())
+    against = t_mean([(value - best[seed]) / usual for seed, value in found[name].items()])
+    return Estimate(1 + against.value, 1 + against.low, 1 + against.high)
 
 
 def relative_gains(tasks: Sequence[str]) -> dict[str, list[float]]:
@@ -207,16 +212,18 @@ def relative_gains(tasks: Sequence[str]) -> dict[str, list[float]]:
 
 
 def area_table(tasks: Sequence[str]) -> str:
-    """One row per rule: for each task the area of every seed in %, then the share of the best fixed size's gain."""
+    """One row per rule: for each task the mean area in %, then the share of the best fixed size's gain."""
     areas = {task: seed_values(task, area) for task in tasks}
-    rows = []
-    for name in areas[tasks[0]]:
-        cells = [
-            f"{', '.join(f'{100 * value:.1f}' for value in areas[task][name].values())}; {best_share(task, name):.2f}"
-            for task in tasks
-        ]
-        rows.append([name, *cells])
-    return table(["rule", *(f"{task}, best fixed {best_fixed(task)}" for task in tasks)], rows)
+    best = {task: best_fixed(task) for task in tasks}
+    rows = [[name, *(area_cell(task, name, areas[task][name]) for task in tasks)] for name in areas[tasks[0]]]
+    heads = [f"{task}, best {best[task]}, {len(areas[task][best[task]])} seeds" for task in tasks]
+    return table(["rule", *heads], rows)
+
+
+def area_cell(task: str, name: str, areas: Mapping[str, float]) -> str:
+    """Mean area and share; the best fixed size has no interval, since it is compared with itself."""
+    written = f"{100 * mean(areas.values()):.1f}"
+    return f"{written}; 1" if name == best_fixed(task) else f"{written}; {shown(best_share(task, name))}"
 
 
 def pooled_table(tasks: Sequence[str]) -> str:
