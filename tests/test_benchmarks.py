@@ -1,15 +1,22 @@
 """The benchmark runs, agrees with itself, and the page on performance shows what was recorded."""
 
+import copy
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from scoregram.bench.gram import random_work, rows_of_one_size, run_gram_bench
+from scoregram.bench import gram_work
+from scoregram.bench.gram import rows_of_one_size, run_gram_bench
+from scoregram.bench.gram_work import gram_by_definition, random_work
 from scoregram.bench.harness import random_model
+from scoregram.bench.rivals import RIVALS, tied_layers, without_weights
 from scoregram.checks import ScoregramError
+from tests.cases import KeepDouble
+from tests.naive import score_rows
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.filterwarnings("default")
@@ -32,11 +39,71 @@ def test_every_way_gives_the_same_gram_and_gradient():
     assert "gram-pairs needs 8 rollouts, for passes of 2, got 3" in row.skipped
 
 
+def test_the_definition_is_that_of_one_backward_pass_per_rollout_in_float64(monkeypatch):
+    model = random_model("llama-tiny", "float32", torch.device("cpu"), 0, caller="test")
+    work = random_work(model, 3, 12)
+    with KeepDouble():
+        mask = torch.ones_like(work.input_ids)
+        truth = score_rows(copy.deepcopy(model).double(), work.input_ids, work.completion_mask, mask)
+    whole = gram_by_definition(work)
+    torch.testing.assert_close(whole, truth @ truth.mT, rtol=1e-11, atol=1e-11)
+    monkeypatch.setattr(gram_work, "_KEPT_ON_CPU", 1)  # one parameter at a time
+    torch.testing.assert_close(gram_by_definition(work), whole, rtol=1e-12, atol=0)
+    assert all(parameter.grad is None and parameter.dtype is torch.float32 for parameter in model.parameters())
+
+
+def test_errors_are_relative_to_the_definition_on_request():
+    model = random_model("llama-tiny", "bfloat16", torch.device("cpu"), 0, caller="test")
+    work = random_work(model, 2, 12)
+    names = ["plain", "n-backwards"]
+    (_, beside), (_, exact) = (rows_of_one_size(work, names, 1, definition=asked) for asked in (False, True))
+    assert beside.gram_error == 0 and exact.gram_error is not None and 1e-5 < exact.gram_error < 0.1
+
+
+@pytest.mark.parametrize("name", sorted(name for name, rival in RIVALS.items() if rival.package))
+def test_a_library_that_is_not_installed_is_skipped_with_one_sentence(name, monkeypatch):
+    monkeypatch.setattr("scoregram.bench.rivals.find_spec", lambda package: None)
+    model = random_model("llama-tiny", "float32", torch.device("cpu"), 0, caller="test")
+    (row,) = [row for row in rows_of_one_size(random_work(model, 2, 8), ["plain", name], 1) if row.skipped]
+    package = RIVALS[name].install
+    assert row.skipped == f"bench gram: {name} needs the package {package}, got none. pip install {package}."
+
+
+@pytest.mark.parametrize("name", ["opacus", "dattri", "dattri-llm", "dattri-llm-tied", "bergson", "bergson-projected"])
+def test_a_library_errs_only_by_what_it_leaves_out(name):
+    pytest.importorskip(RIVALS[name].package)
+    model = random_model("llama-tiny", "float32", torch.device("cpu"), 0, caller="test")
+    rows = rows_of_one_size(random_work(model, 4, 16), ["plain", name, "n-backwards"], 1, definition=True)
+    row = rows[1]
+    assert not row.skipped and row.gram_error is not None and row.gradient_error is not None
+    assert row.gradient_error < 1e-5 and row.leaves_out == RIVALS[name].leaves_out
+    assert (row.gram_error > 1e-3) if row.leaves_out else (row.gram_error < 1e-5)
+
+
+def test_the_weights_of_a_training_step_are_divided_out():
+    model = random_model("llama-tiny", "float32", torch.device("cpu"), 0, caller="test")
+    work = replace(random_work(model, 2, 8), weights=torch.tensor([2.0, -0.5]))
+    # scores (1, 1) and (3, 0), times their weights: (2, 2) and (-1.5, 0)
+    weighted = torch.tensor([[8.0, -3.0], [-3.0, 2.25]])
+    expected = torch.tensor([[2.0, 3.0], [3.0, 9.0]], dtype=torch.float64)
+    torch.testing.assert_close(without_weights(work, weighted), expected, rtol=0, atol=0)
+
+
+def test_only_an_embedding_that_shares_its_weight_with_the_head_is_tied():
+    model = random_model("llama-tiny", "float32", torch.device("cpu"), 0, caller="test")
+    assert tied_layers(model) == ("model.embed_tokens", "lm_head")
+    model.lm_head.weight.requires_grad_(False)
+    assert tied_layers(model) == ()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    assert tied_layers(model) == ()
+
+
 def test_the_record_is_strict_json(tmp_path, capsys):
     path = tmp_path / "record.json"
     status = run_gram_bench(
         shape="llama-tiny", rollouts=(2,), tokens=(16,), dtype="float32", autocast=True, device="cpu", lora=2,
-        ways=("gram+gradient",), repeats=1, threads=1, as_json=True, out=path, plot=tmp_path / "ratios.svg",
+        ways=("gram+gradient",), repeats=1, threads=1, definition=False, as_json=True, out=path,
+        plot=tmp_path / "ratios.svg",
     )  # fmt: skip
     record = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert status == 0 and json.loads(capsys.readouterr().out) == record
@@ -52,7 +119,7 @@ def test_an_unknown_choice_is_named(option, value):
     with pytest.raises(ScoregramError, match="must be one of"):
         run_gram_bench(
             rollouts=(2,), tokens=(16,), autocast=False, device="cpu", lora=0, repeats=1, threads=1,
-            as_json=True, out=None, plot=None, **options,
+            definition=False, as_json=True, out=None, plot=None, **options,
         )  # fmt: skip
 
 
@@ -66,8 +133,8 @@ def test_a_size_that_leaves_nothing_to_measure_is_named(option, value):
     }
     with pytest.raises(ScoregramError, match=f"bench gram --{option}: must be .*, got"):
         run_gram_bench(
-            shape="llama-tiny", dtype="float32", autocast=False, ways=("gram",), as_json=True, out=None, plot=None,
-            **options,
+            shape="llama-tiny", dtype="float32", autocast=False, ways=("gram",), definition=False, as_json=True,
+            out=None, plot=None, **options,
         )  # fmt: skip
 
 

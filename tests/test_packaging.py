@@ -28,9 +28,10 @@ HOSTS = {
     "integrations": {"verl", "skyrl", "prime_rl"},
     "policy": {"triton", "vllm"},
     "reading": {"pandas"},
+    "bench": {"bergson", "dattri", "dattri_llm"},
 }
-"""Packages that no extra installs: frameworks that import scoregram, triton (part of torch on a GPU), vllm, and pandas,
-which `to_pandas` asks for in one sentence."""
+"""Packages that no extra installs: frameworks that import scoregram, triton (part of torch on a GPU), vllm, pandas,
+which `to_pandas` asks for in one sentence, and libraries that `bench gram` compares with and skips if missing."""
 
 
 def installed_by(extra: str | None) -> set[str]:

@@ -44,12 +44,15 @@ class BenchGram(Benchmark):
     """Train only LoRA adapters of this rank; 0 trains all parameters."""
     ways: tuple[str, ...] = ("gram+gradient", "gram", "n-backwards", "vmap", "opacus")
     """What to time besides the plain step, which runs with and without a chunked head; also blocks+gradient,
-    gram-kept and gram-pairs (passes over a quarter of the rollouts) and, on a GPU, gram+gradient-replayed from a CUDA
-    graph."""
+    gram-kept and gram-pairs (passes over a quarter of the rollouts), dattri, dattri-llm, dattri-llm-tied, bergson and
+    bergson-projected (other libraries) and, on a GPU, gram+gradient-replayed from a CUDA graph."""
     repeats: int = 5
     """Timed calls of each way, in turns."""
     threads: int = 1
     """CPU threads of torch; ignored on a GPU."""
+    definition: bool = False
+    """Compare every Gram with the definition in float64: one backward pass per rollout of a float64 copy of the
+    model."""
     plot: Path | None = None
     """File to plot the ratios to, such as ratios.svg."""
 

@@ -5,18 +5,17 @@ alone leave the training gradient `Σ_i w_i ψ_i` in `.grad`. The benchmark comp
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import Tensor
 
+from scoregram.bench.gram_work import GramWork, gram_by_definition, random_work
 from scoregram.bench.harness import (
     GIB,
     bench_device,
@@ -31,8 +30,9 @@ from scoregram.bench.harness import (
     require_at_least,
     seconds_in_turns,
 )
+from scoregram.bench.rivals import RIVALS, require_installed, rival_versions
 from scoregram.checks import ScoregramError, fail, lookup
-from scoregram.gram import CudaGraphGram, PassPlan, backward_with_gram, measure_gram, row_gram
+from scoregram.gram import PassPlan, backward_with_gram, measure_gram
 from scoregram.machine import threads as torch_threads
 
 _CALLER = "bench gram"
@@ -40,55 +40,11 @@ BLOCK_SIZE = 8
 """Group size of `blocks+gradient`."""
 CHUNK_OF_LOGITS = 1 << 28
 """Logits that the plain step with a chunked head holds at a time."""
-_COLUMNS_AT_ONCE = 1 << 26
-"""Columns of kept gradients in one matrix product: on a GPU, products of rows a billion elements apart are wrong."""
-
-
-@dataclass(frozen=True)
-class GramWork:
-    """A model and rollouts of equal length; the first quarter of each is the prompt."""
-
-    model: Any
-    """A causal language model of the transformers library."""
-    input_ids: Tensor
-    completion_mask: Tensor
-    weights: Tensor
-    graphs: CudaGraphGram
-    """For the way that replays CUDA graphs."""
-    autocast: bool = False
-    """Whether products are taken in bfloat16, whatever the dtype of the weights."""
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The parameters that are trained."""
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens before the completion."""
-        return int((~self.completion_mask[0]).sum())
-
-    def precision(self) -> torch.autocast:
-        """A block in which every way runs."""
-        return torch.autocast(self.input_ids.device.type, torch.bfloat16, enabled=self.autocast)
-
-    def log_probs(self, rows: slice = slice(None)) -> Tensor:
-        """Summed log-probability of each completion, by a plain forward pass; the head sees completions only."""
-        ids = self.input_ids[rows]
-        kept = ids.shape[1] - self.prompt_length + 1
-        logits = self.model(input_ids=ids, logits_to_keep=kept, use_cache=False).logits[:, :-1]
-        flat = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, self.prompt_length :].flatten(), reduction="none")
-        return -flat.view(len(ids), -1).sum(1)
-
-    def drop_gradients(self) -> None:
-        """Set every `.grad` to None."""
-        for parameter in self.parameters:
-            parameter.grad = None
 
 
 def plain_step(work: GramWork) -> None:
     """The baseline: one forward and backward pass of the weighted loss, without a Gram."""
-    (work.log_probs() * work.weights).sum().backward()
+    work.weighted_loss().backward()
 
 
 def plain_step_with_chunked_head(work: GramWork) -> None:
@@ -104,69 +60,6 @@ def plain_step_with_chunked_head(work: GramWork) -> None:
         logits = model.get_output_embeddings()(inputs[here]).float()
         (-F.cross_entropy(logits, targets[here], reduction="none") * weights[here]).sum().backward()
     kept.backward(inputs.grad)
-
-
-def one_backward_per_rollout(work: GramWork) -> Tensor:
-    """One backward pass per rollout; all gradients are kept: `N × D`."""
-    kept = []
-    for index in range(len(work.input_ids)):
-        total = work.log_probs(slice(index, index + 1)).sum()
-        kept.append(torch.autograd.grad(total, work.parameters))
-    return gram_of_rows(work, (torch.stack([grad.flatten() for grad in grads]) for grads in zip(*kept, strict=True)))
-
-
-def vmap_of_grad(work: GramWork) -> Tensor:
-    """`vmap(grad)` over a functional call, with eager attention and an explicit mask: `N × D` at once."""
-    config = work.model.config
-    named = {name: p.detach() for name, p in work.model.named_parameters() if p.requires_grad}
-    length = work.input_ids.shape[1]
-    closed = torch.full((length, length), float("-inf"), device=work.input_ids.device).triu(1)[None, None]
-
-    def total(parameters: dict[str, Tensor], ids: Tensor) -> Tensor:
-        inputs = {"input_ids": ids[None], "attention_mask": closed.to(next(iter(parameters.values())).dtype)}
-        out = torch.func.functional_call(work.model, parameters, kwargs=inputs | {"use_cache": False}, tie_weights=True)
-        predicted = out.logits[0, work.prompt_length - 1 : -1].float()
-        return -F.cross_entropy(predicted, ids[work.prompt_length :], reduction="sum")
-
-    implementation = config._attn_implementation
-    config._attn_implementation = "eager"
-    try:
-        grads: Any = torch.func.vmap(torch.func.grad(total), in_dims=(None, 0))(named, work.input_ids)
-    finally:
-        config._attn_implementation = implementation
-    return gram_of_rows(work, (grads[name].flatten(1) for name in named))
-
-
-def opacus_gradients(work: GramWork) -> Tensor:
-    """Per-sample gradients of Opacus, kept for every parameter: `N × D`."""
-    from opacus import GradSampleModule  # pyright: ignore[reportMissingImports]
-
-    wrapped = GradSampleModule(work.model, batch_first=True, loss_reduction="sum", strict=False)
-    try:
-        positions = torch.arange(work.input_ids.shape[1], device=work.input_ids.device).expand_as(work.input_ids)
-        logits = wrapped(input_ids=work.input_ids, position_ids=positions, use_cache=False).logits
-        predicted = logits[:, work.prompt_length - 1 : -1].flatten(0, 1).float()
-        (-F.cross_entropy(predicted, work.input_ids[:, work.prompt_length :].flatten(), reduction="sum")).backward()
-        rows = [getattr(parameter, "grad_sample").flatten(1) for parameter in work.parameters]  # noqa: B009
-    finally:
-        wrapped.remove_hooks()
-        for parameter in work.parameters:
-            vars(parameter).pop("grad_sample", None)
-    return gram_of_rows(work, rows)
-
-
-def gram_of_rows(work: GramWork, rows: Iterable[Tensor]) -> Tensor:
-    """Gram of kept gradients, `(N, d)` for each parameter in turn; their weighted sums go to `.grad`."""
-    grams = []
-    for parameter, whole in zip(work.parameters, rows, strict=True):
-        weights = work.weights.to(whole.dtype)
-        pieces = [
-            whole[:, start : start + _COLUMNS_AT_ONCE].contiguous()
-            for start in range(0, whole.shape[1], _COLUMNS_AT_ONCE)
-        ]
-        parameter.grad = torch.cat([weights @ piece for piece in pieces]).view_as(parameter)
-        grams += [row_gram(piece)[0] for piece in pieces]
-    return torch.stack(grams).sum(0).cpu()
 
 
 def gram_only(work: GramWork) -> Tensor:
@@ -219,10 +112,8 @@ GRAM_WAYS: MappingProxyType[str, Callable[[GramWork], Tensor | None]] = MappingP
         "gram": gram_only,
         "gram-kept": gram_of_kept_passes,
         "gram-pairs": gram_of_paired_passes,
-        "n-backwards": one_backward_per_rollout,
-        "vmap": vmap_of_grad,
-        "opacus": opacus_gradients,
     }
+    | {name: rival.gram for name, rival in RIVALS.items()}
 )
 
 
@@ -244,11 +135,14 @@ class GramRow:
     peak_gib: float | None = None
     """Peak memory above that before the call, gradients included."""
     gram_error: float | None = None
-    """Relative Frobenius distance to the Gram of N separate backward passes, where both were run."""
+    """Relative Frobenius distance to the definition in float64 if it was computed, otherwise to the Gram of N separate
+    backward passes, where they were run."""
     gradient_error: float | None = None
     """Relative distance to the plain training gradient."""
     skipped: str = ""
     """Why it was not run."""
+    leaves_out: str = ""
+    """Terms of the Gram that the way does not compute."""
 
 
 _TABLE: Mapping[str, Callable[[GramRow], str]] = {
@@ -277,6 +171,7 @@ def run_gram_bench(
     ways: Sequence[str],
     repeats: int,
     threads: int,
+    definition: bool,
     as_json: bool,
     out: Path | None,
     plot: Path | None,
@@ -296,9 +191,10 @@ def run_gram_bench(
         for length in tokens:
             for count in rollouts:
                 work = random_work(model, count, length, autocast=autocast)
-                rows += rows_of_one_size(work, names, repeats)
+                rows += rows_of_one_size(work, names, repeats, definition=definition)
                 progress.advance(bar)
         settings = model_settings(shape, dtype, place, lora, repeats, model) | {"autocast": autocast}
+        settings |= {"definition": definition} | rival_versions(names)
     if plot is not None:
         plot_ratios(rows, plot)
     return publish_rows(
@@ -311,11 +207,17 @@ def run_gram_bench(
         columns=_TABLE,
         notes=[
             f"{row.way}, N = {row.rollouts}, T = {row.tokens}: skipped. {row.skipped}" for row in rows if row.skipped
-        ],
+        ]
+        + [f"{name} leaves out {left}." for name in names if (left := left_out(name))],
     )
 
 
-def rows_of_one_size(work: GramWork, names: Sequence[str], repeats: int) -> list[GramRow]:
+def left_out(name: str) -> str:
+    """Terms of the Gram that a way does not compute; empty if it computes all."""
+    return RIVALS[name].leaves_out if name in RIVALS else ""
+
+
+def rows_of_one_size(work: GramWork, names: Sequence[str], repeats: int, *, definition: bool = False) -> list[GramRow]:
     """Every way at one size: one call of each to warm up and compare results, then the repeats in turns."""
     device = work.input_ids.device
     rollouts, tokens = work.input_ids.shape
@@ -352,7 +254,7 @@ def rows_of_one_size(work: GramWork, names: Sequence[str], repeats: int) -> list
         work.drop_gradients()
         busy[name] = busy_seconds(call, device)
     work.drop_gradients()
-    exact = grams.get("n-backwards")
+    exact = gram_by_definition(work) if definition else grams.get("n-backwards")
     return [
         GramRow(name, rollouts, tokens, skipped=skipped[name])
         if name in skipped
@@ -367,33 +269,22 @@ def rows_of_one_size(work: GramWork, names: Sequence[str], repeats: int) -> list
             peak_gib=peaks[name] / GIB,
             gram_error=None if name == "blocks+gradient" else relative_distance(grams[name], exact),
             gradient_error=gradient_errors.get(name),
+            leaves_out=left_out(name),
         )
         for name in names
     ]
 
 
-def random_work(model: nn.Module, rollouts: int, tokens: int, *, autocast: bool = False) -> GramWork:
-    """Random weights, and rollouts of random tokens in which low token ids are frequent, as in text."""
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = int(model.config.vocab_size)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-    ids = (vocabulary * torch.rand(rollouts, tokens, generator=generator) ** 3).long().to(device)
-    mask = torch.zeros(rollouts, tokens, dtype=torch.bool, device=device)
-    mask[:, tokens // 4 :] = True
-    weights = torch.randn(rollouts, generator=generator).to(device)
-    return GramWork(model, ids, mask, weights, CudaGraphGram(model), autocast)
-
-
 def require_possible(name: str, work: GramWork) -> None:
     """Raise for a way whose package is not installed, or whose kept gradients do not fit into memory."""
-    if name == "opacus" and find_spec("opacus") is None:
-        fail(_CALLER, "opacus must be installed", "no such package", "pip install opacus.")
+    if name in RIVALS:
+        require_installed(name)
     if name == "blocks+gradient" and len(work.input_ids) % BLOCK_SIZE:
         got = f"{len(work.input_ids)} rollouts"
         fail(_CALLER, f"{name} needs groups of {BLOCK_SIZE}", got, "Choose a multiple.")
     if name in {"gram-kept", "gram-pairs"} and len(work.input_ids) < 8:
         fail(_CALLER, f"{name} needs 8 rollouts, for passes of 2", len(work.input_ids), "Choose more.")
-    if name in {"n-backwards", "vmap", "opacus", "gram-kept"}:
+    if name == "gram-kept" or (name in RIVALS and RIVALS[name].keeps_gradients):
         needed = len(work.input_ids) * sum(p.numel() * p.element_size() for p in work.parameters) / GIB
         device = work.input_ids.device
         free = torch.cuda.mem_get_info(device)[0] / GIB if device.type == "cuda" else 8.0
@@ -417,7 +308,8 @@ def relative_distance(measured: Tensor | None, reference: Tensor | None) -> floa
     """Norm of the difference relative to that of the reference; None if one of the two is missing."""
     if measured is None or reference is None:
         return None
-    return float((measured.detach() - reference.detach()).norm() / reference.detach().norm())
+    measured, reference = measured.detach().double(), reference.detach().double()
+    return float((measured - reference).norm() / reference.norm())
 
 
 def plot_ratios(rows: Sequence[GramRow], path: Path) -> None:
