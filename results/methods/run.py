@@ -92,7 +92,6 @@ def gym_setting(name: str, settings: str = "", left_out: Mapping[str, str] | Non
         options={"model": f"starts/{name}", "prompt": "plain", "max_new_tokens": 40},
         labels={"vineppo": "vineppo:segments=even"},
         rate=1e-4,
-        seeds=1,
     )
 
 
