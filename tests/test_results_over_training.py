@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow  # runs in `make test-results`
 
 FOLDER = Path(__file__).parent.parent / "results" / "over-training"
 RUNS = sorted(path.parent for path in FOLDER.glob("*/config.yaml"))
+CONTINUED = sorted(FOLDER.glob("continued-seed*"))
 
 
 @cache
@@ -60,6 +61,26 @@ def test_rank_and_null_are_those_of_the_library(run):
         rank, null = summarise().rank_and_null(gram, rewards)
         assert rank == pytest.approx(spectrum_summary(*given).effective_rank, rel=1e-3)
         assert null == pytest.approx(orthogonal_null(*given).effective_rank, rel=1e-9)
+
+
+@pytest.mark.parametrize("run", CONTINUED, ids=lambda path: path.name)
+def test_the_control_holds_the_rewards_of_every_test_problem_and_no_text(run):
+    table = pq.read_table(run / "groups.parquet")
+    assert table.column_names == ["step", "kind", "prompt_id", "rewards"] and set(table["step"].to_pylist()) == {1000}
+    problems = set(pq.read_table(RUNS[0] / "groups.parquet", filters=[("kind", "=", "test")])["prompt_id"].to_pylist())
+    assert set(table["prompt_id"].to_pylist()) == problems and len(problems) == 1319
+    for kind, samples in (("test, greedy", 1), ("test", 16)):
+        assert summarise().test_rewards(run.name, kind, 1000).shape == (1319, samples)
+
+
+def test_the_difference_to_the_control_is_that_of_the_accuracies_by_seed():
+    ends = [pq.read_table(FOLDER / f"{name}-seed1" / "groups.parquet").to_pylist() for name in ("grpo", "continued")]
+    means = [
+        np.mean([row["rewards"] for row in rows if (row["step"], row["kind"]) == (1000, "test, greedy")])
+        for rows in ends
+    ]
+    row = next(line for line in summarise().control_table().splitlines() if line.startswith("| standardised GRPO"))
+    assert row.split("|")[3].split(",")[1].strip() == f"{100 * (means[0] - means[1]):+.2f}"
 
 
 def test_the_null_of_cosines_is_their_mean_over_permuted_rewards():

@@ -27,6 +27,11 @@ import pyarrow.parquet as pq
 
 HERE = Path(__file__).parent
 METHODS = {"paper": "the paper's update", "grpo": "standardised GRPO"}
+CONTINUED = "continued"
+"""Control: its folders hold test rewards after the last step alone; the start is that of `paper` with the same seed."""
+NAMES = METHODS | {CONTINUED: "continued imitation"}
+KINDS = {"test, greedy": "greedy", "test": "sampled"}
+"""Kind of an evaluation in the files → word for it in the tables."""
 LAST = 1000
 """Steps of a run."""
 PAIRS = ("right–right", "wrong–wrong", "right–wrong")
@@ -277,23 +282,49 @@ def trend_table() -> str:
     return table(("run", "repeated texts", "live groups", "slope per 1000 steps"), rows)
 
 
+def runs_and_controls() -> dict[str, list[str]]:
+    """Folders of all runs that were evaluated, by what made them."""
+    return run_names() | {CONTINUED: sorted(path.name for path in HERE.glob(f"{CONTINUED}-seed*"))}
+
+
+@cache
+def accuracies(run: str, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """`(problems,)` accuracies in per cent, at the start and after the last step."""
+    start = run.replace(CONTINUED, "paper")
+    before, after = (100 * test_rewards(name, kind, step).mean(1) for name, step in ((start, 0), (run, LAST)))
+    return before, after
+
+
 def gain_table() -> str:
     """Test accuracy before and after, in per cent, with the interval of the gain over problems."""
     rows = []
-    for method, names in run_names().items():
-        for kind, label in (("test, greedy", "greedy"), ("test", "sampled")):
+    for method, names in runs_and_controls().items():
+        for kind, label in KINDS.items():
             gains = []
             for run in names:
-                last = step_metrics(run)[-1]["step"]
-                before, after = (100 * test_rewards(run, kind, step).mean(1) for step in (0, last))
+                before, after = accuracies(run, kind)
                 gain = after - before
                 half = 1.96 * gain.std(ddof=1) / np.sqrt(len(gain))
                 gains.append(float(gain.mean()))
                 shown = f"{gain.mean():+.2f} [{gain.mean() - half:+.2f}, {gain.mean() + half:+.2f}]"
                 rows.append((run, label, f"{before.mean():.2f}", f"{after.mean():.2f}", shown))
-            if gains:
-                rows.append((f"**{METHODS[method]}, over seeds**", label, "", "", over_seeds(gains)))
+            rows.append((f"**{NAMES[method]}, over seeds**", label, "", "", over_seeds(gains)))
     return table(("run", "rollouts", "start", "end", "gain, points"), rows)
+
+
+def control_table() -> str:
+    """Accuracy after the last step minus that of the control with the same seed; the start cancels."""
+    rows = []
+    for method in METHODS:
+        for kind, label in KINDS.items():
+            ends = (
+                [float(accuracies(run, kind)[1].mean()) for run in runs_and_controls()[made]]
+                for made in (method, CONTINUED)
+            )
+            by_seed = [own - other for own, other in zip(*ends, strict=True)]
+            each = ", ".join(f"{difference:+.2f}" for difference in by_seed)
+            rows.append((f"{NAMES[method]} − {NAMES[CONTINUED]}", label, each, over_seeds(by_seed)))
+    return table(("difference", "rollouts", "points by seed", "over seeds"), rows)
 
 
 TABLES = {
@@ -302,6 +333,7 @@ TABLES = {
     "foretelling": foretelling_table,
     "trend": trend_table,
     "gain": gain_table,
+    "control": control_table,
 }
 
 
