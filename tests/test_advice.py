@@ -18,9 +18,15 @@ from scoregram.advice import LOG_RULES, RunFinding, RunLog, advise, advise_log, 
 from scoregram.advice.findings import SEVERITIES, Change, Undecided, contradictions, diagnosis_of, reconciled
 from scoregram.advice.formats import protobuf_fields, read_log, wandb_records
 from scoregram.advice.logs import SPELLINGS
-from scoregram.advice.policy_rules import collapse_step, most_repeated, spike_steps
+from scoregram.advice.policy_rules import chance_agreement, collapse_step, most_repeated, spike_steps
 from scoregram.advice.reward_rules import dead_kinds
-from scoregram.advice.trends import mean_difference, slope_estimate, step_correlation
+from scoregram.advice.trends import (
+    MOST_PERSISTENT,
+    autocorrelation,
+    change_over_thirds,
+    slope_estimate,
+    step_correlation,
+)
 from scoregram.checks import ScoregramError
 from scoregram.exhibits import Estimate
 
@@ -181,6 +187,23 @@ def test_small_value_spaces_repeat_by_chance():
     assert not {"stuck batch", "lost seed"} & {one.name for one in advise_log(log).findings}
 
 
+def test_a_drifting_reward_repeats_itself_by_chance():
+    """Close steps agree more often than distant ones if the reward drifts; that is neither fault."""
+    level = np.repeat([1, 9, 5], 20)  # sixteenths, for twenty steps each
+    for seed in range(20):
+        reward = (level + np.random.default_rng(seed).integers(0, 3, STEPS)) / 16
+        log = log_of(reward=reward, completions__mean_length=8.0)
+        assert not {"stuck batch", "lost seed"} & {one.name for one in advise_log(log).findings}
+
+
+def test_chance_is_counted_at_distances_close_to_that_of_the_repeats():
+    a, b, c = (1.0, 0.0), (2.0, 0.0), (3.0, 0.0)
+    # neighbours: 5 + 4 + 3 + 2 pairs at distances 3 to 6, one of them within the stretch of four; 2 + 1 + 1 + 1 agree
+    assert chance_agreement([a, a, a, a, b, c, a, b], 1) == pytest.approx((5 + 1) / (13 + 1))
+    # distance 2: 5 and 7 of 4 to 7, since multiples of 2 repeat as well
+    assert chance_agreement([a, b, a, b, a, b, a, b], 2) == pytest.approx((0 + 1) / (4 + 1))
+
+
 # Statistics
 
 
@@ -195,12 +218,32 @@ def test_the_slope_is_that_of_a_line_and_its_interval_covers():
     assert abs(held / runs - 0.95) < 3 * math.sqrt(0.95 * 0.05 / runs)
 
 
-def test_a_difference_of_means_covers():
-    rng, held, runs = np.random.default_rng(2), 0, 400
+def test_the_change_of_a_line_is_exact():
+    found = change_over_thirds(np.arange(9.0) * 2)  # means of 14 and 2
+    assert (found.value, found.low, found.high) == pytest.approx((12, 12, 12))
+    assert math.isnan(change_over_thirds(np.arange(5.0)).low)
+
+
+def test_the_autocorrelation_is_that_of_neighbours():
+    """By hand: neighbours of opposite signs; a square wave, of whose 19 products 11 are +1 and 8 are -1."""
+    assert autocorrelation(np.array([1.0, -1.0] * 10)) == 0
+    wave = np.array([1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, 1, 1.0])
+    assert autocorrelation(wave) == pytest.approx((20 * 3 / 20 + 2) / 16)
+    assert autocorrelation(np.repeat([1.0, -1.0, 1.0], 20)) == MOST_PERSISTENT
+    assert autocorrelation(np.zeros(9)) == 0
+
+
+@pytest.mark.parametrize(("memory", "least"), [(0.0, 0.95), (0.3, 0.95), (0.5, 0.93)])
+def test_a_change_covers_also_where_values_drift(memory, least):
+    """Noise around a line of slope 1/40 per value: thirds of 20 differ by 1. The allowance ends at 0.5."""
+    rng, held, runs = np.random.default_rng(2), 0, 600
     for _ in range(runs):
-        found = mean_difference(rng.normal(1, 1, 24), rng.normal(0, 2, 24))
+        noise = rng.normal(0, 1, 60)
+        for place in range(1, 60):
+            noise[place] = memory * noise[place - 1] + math.sqrt(1 - memory**2) * noise[place]
+        found = change_over_thirds(np.arange(60) / 40 + noise)
         held += found.low <= 1 <= found.high
-    assert held / runs > 0.95 - 3 * math.sqrt(0.95 * 0.05 / runs)
+    assert held / runs > least - 3 * math.sqrt(0.95 * 0.05 / runs), held / runs
 
 
 def test_two_trends_are_not_a_correlation_from_step_to_step():

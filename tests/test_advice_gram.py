@@ -198,13 +198,26 @@ def test_the_baseline_is_judged_by_its_interval():
 
 
 def test_prompts_that_are_known_by_heart():
-    run = dataclasses.replace(run_of("1000"), tests={"test": {1: {"p/0": 0.1}}})
-    shown = {"reward": Estimate(0.195, 0.178, 0.213), "tested": Estimate(0.111, 0.097, 0.125)}
-    vars(run)["summary"] = dataclasses.replace(run.summary, **shown)
+    """Ten training prompts at 3/4 against ten test problems at 1/4, each exactly: both intervals are points."""
+    trained = run_of(*["1110"] * 10)
+    run = dataclasses.replace(trained, tests={"test": {1: {f"t/{place}": 0.25 for place in range(10)}}})
     one = found("overfitting to prompts", run)
-    assert "0.195 [0.178, 0.213]" in one.sentence and "0.111 [0.097, 0.125]" in one.sentence
-    vars(run)["summary"] = dataclasses.replace(run.summary, reward=Estimate(0.195, 0.12, 0.25))
-    assert found("overfitting to prompts", run) is None
+    assert "0.75" in one.sentence and "0.25" in one.sentence and one.number.value == pytest.approx(0.5)
+    close = dataclasses.replace(trained, tests={"test": {1: {f"t/{place}": 0.71 for place in range(10)}}})
+    assert found("overfitting to prompts", close) is None  # less than 5 %
+    assert isinstance(found("overfitting to prompts", trained), Undecided)
+    few = dataclasses.replace(run, groups=run_of(*["1110"] * 4).groups)
+    assert isinstance(found("overfitting to prompts", few), Undecided)
+
+
+def test_visits_of_one_prompt_are_no_evidence_about_others():
+    """Six prompts seen 50 times each earn 0.67; that says as much about other prompts as six visits do."""
+    outcomes = ["1111"] * 4 + ["0000"] * 2
+    run = run_of(*outcomes * 50, prompts=[f"p/{place}" for place in range(6)] * 50)
+    tests = {"test": {1: {f"t/{place}": float(place % 5 < 2) for place in range(40)}}}  # 0.4
+    assert found("overfitting to prompts", dataclasses.replace(run, tests=tests)) is None
+    apart = run_of(*outcomes * 50)  # the same rewards of 300 prompts
+    assert isinstance(found("overfitting to prompts", dataclasses.replace(apart, tests=tests)), RunFinding)
 
 
 @pytest.mark.parametrize("name", GRAM_RULES)

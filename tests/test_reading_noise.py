@@ -72,6 +72,22 @@ def test_the_interval_of_a_ratio_is_the_set_that_a_t_test_does_not_reject():
     assert math.isnan(fieller_ratio(above, -below).value) and math.isnan(fieller_ratio([], []).value)
 
 
+def test_the_level_of_the_intervals_can_be_chosen():
+    rng = np.random.default_rng(4)
+    above, below = rng.normal(1.0, 1.0, 12), rng.normal(5.0, 1.0, 12)
+    found = fieller_ratio(above, below, level=0.9)
+    for end in (found.low, found.high):
+        rest = above - end * below
+        statistic = abs(rest.mean()) / (rest.std(ddof=1) / math.sqrt(len(rest)))
+        assert statistic == pytest.approx(student.ppf(0.95, len(rest) - 1), rel=1e-5)
+    rows = [NoiseComponents(*values) for values in rng.normal((5.0, 3.0, 5.0, 40.0), 0.5, (5, 4))]
+    lines = [line(step, one, saved=one.within_prompt / (2 + step % 2)) for step, one in enumerate([*rows * 3])]
+    narrow, usual = run_noise(lines, 4, level=0.9), run_noise(lines, 4)
+    for name in POOLED:
+        inner, outer = getattr(narrow, name), getattr(usual, name)
+        assert outer.low < inner.low <= inner.value == outer.value <= inner.high < outer.high, name
+
+
 def test_no_signal_gives_an_infinite_noise_scale_and_no_difference_an_infinite_group():
     noise = run_noise([line(step, NoiseComponents(-1.0, -1.0, 4.0, 6.0)) for step in range(15)], 4)
     assert noise.noise_scale.value == math.inf == noise.noise_scale.low and noise.snr.high < 0

@@ -192,8 +192,10 @@ def t_quantile(degrees: int, level: float = LEVEL) -> float:
     return math.sqrt(degrees) * math.tan(float(np.interp(level, below / below[-1], angles)))
 
 
-def fieller_ratio(above: Sequence[float] | np.ndarray, below: Sequence[float] | np.ndarray) -> Estimate:
-    """Mean of `above` divided by the mean of `below`, with Fieller's 95 % interval over pairs.
+def fieller_ratio(
+    above: Sequence[float] | np.ndarray, below: Sequence[float] | np.ndarray, *, level: float = LEVEL
+) -> Estimate:
+    """Mean of `above` divided by the mean of `below`, with Fieller's interval over pairs, at 95 % by default.
 
     The interval holds every ratio `ρ` for which the mean of `above - ρ · below` is not significantly different from 0
     by a t test. It stays right where `below` is noisy, which a percentile bootstrap and an error bar around the ratio
@@ -214,7 +216,7 @@ def fieller_ratio(above: Sequence[float] | np.ndarray, below: Sequence[float] | 
     value = float(over.mean() / under.mean())
     if count < FEWEST:
         return Estimate(value)
-    scale = t_quantile(count - 1) ** 2 / count
+    scale = t_quantile(count - 1, level) ** 2 / count
     (over_var, shared), (_, under_var) = np.cov(over, under)
     # mean(above - ρ below)² <= t² var(above - ρ below)/n, as the quadratic a ρ² - 2 b ρ + c <= 0
     a = float(under.mean() ** 2 - scale * under_var)

@@ -1,7 +1,6 @@
 """Rules on the policy, its updates and the machine that need nothing but the scalars of a run."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
@@ -378,24 +377,30 @@ def _table(series: ScalarSeries) -> dict[int, float]:
 def is_surprising(repeated: Sequence[int], known: Mapping[int, Fingerprint], lag: int) -> bool:
     """Whether the repeats at one distance are too many for chance: a binomial tail below 1e-4 over all distances.
 
-    How often two steps agree by chance is estimated at the distances that are no multiples of `lag`. Neighbours have no
-    such distances: there, from the steps whose fingerprints are not among the repeated ones, or, if there are hardly
-    any, from the number of different fingerprints. A run with one fingerprint throughout is stuck if it is long enough.
+    A run with one fingerprint throughout is stuck if it is long enough.
     """
-    marks, different = list(known.values()), len(set(known.values()))
-    if different == 1:
-        return len(known) >= 2 * LEAST_STEPS
-    again = {known[step] for step in repeated}
-    others = [mark for mark in marks if mark not in again]
-    if lag > 1:
-        pairs = [marks[i] == marks[j] for j in range(len(marks)) for i in range(j) if (j - i) % lag]
-        chance = (sum(pairs) + 1) / (len(pairs) + 1)
-    elif len(others) >= REPEATS:
-        agreeing = sum(number * (number - 1) // 2 for number in Counter(others).values())
-        chance = (agreeing + 1) / (len(others) * (len(others) - 1) // 2 + 1)
-    else:
-        chance = 1 / different
-    return len(known) * binomial_tail(len(repeated), len(known) - lag, chance) < 1e-4
+    marks = list(known.values())
+    if len(set(marks)) == 1:
+        return len(marks) >= 2 * LEAST_STEPS
+    return len(marks) * binomial_tail(len(repeated), len(marks) - lag, chance_agreement(marks, lag)) < 1e-4
+
+
+def chance_agreement(marks: Sequence[Fingerprint], lag: int) -> float:
+    """How often two steps about `lag` apart agree by chance: `(agreeing + 1) / (pairs + 1)` at distances close to it.
+
+    The reward drifts over a run, so close steps agree more often than distant ones. Distances 2 to 5 away from `lag`
+    share that, but not the fault. Left out are multiples of `lag`, at which a repeated stretch agrees again, and pairs
+    within one unbroken stretch of equal steps, which are the fault if there is one.
+    """
+    stretch = np.cumsum([0, *(one != other for one, other in pairwise(marks))])
+    distances = [one for one in range(max(1, lag - 5), lag + 6) if abs(one - lag) > 1 and (lag == 1 or one % lag)]
+    agreeing = [
+        marks[place] == marks[place + distance]
+        for distance in distances
+        for place in range(len(marks) - distance)
+        if stretch[place] != stretch[place + distance]
+    ]
+    return (sum(agreeing) + 1) / (len(agreeing) + 1)
 
 
 def binomial_tail(least: int, count: int, chance: float) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 
 from scoregram.advice.findings import Change, RuleVerdict, RunFinding, Undecided
 from scoregram.advice.logs import RunLog, ScalarSeries
-from scoregram.advice.trends import LEAST_STEPS, mean_difference, mean_ends, slope_estimate, step_correlation
+from scoregram.advice.trends import LEAST_STEPS, change_over_thirds, mean_ends, slope_estimate, step_correlation
 from scoregram.bootstrap import mean_estimate
 from scoregram.exhibits import Estimate, cell_text
 
@@ -120,7 +120,7 @@ def reward_against_held_out(log: RunLog) -> RuleVerdict:
     reward, held = log.series("reward"), held_out_gain(log)
     if len(reward) < LEAST_STEPS or held is None:
         return Undecided("evaluate on held-out prompts at least six times during the run")
-    gain = mean_difference(reward.last, reward.first)
+    gain = change_over_thirds(reward.values)
     if not (gain.low > 0 and gain.value >= LEAST_GAIN and held.high < 0 and -held.value >= LEAST_GAIN / 2):
         return None
     return RunFinding(
@@ -147,7 +147,7 @@ def held_out_gain(log: RunLog) -> Estimate | None:
     held = log.series("held_out")
     if len(held) < 6:
         return None
-    return mean_difference(held.last, held.first) if len(held) >= 9 else _few_gain(held)
+    return change_over_thirds(held.values) if len(held) >= 9 else _few_gain(held)
 
 
 def _few_gain(held: ScalarSeries) -> Estimate:
@@ -225,7 +225,7 @@ def length_gaming(log: RunLog) -> RuleVerdict:
     if len(length) < 3 * LEAST_STEPS or len(reward) < 3 * LEAST_STEPS:
         return Undecided("log mean length and reward for at least 30 steps")
     growth = float(np.mean(length.last) / max(np.mean(length.first), 1e-9))
-    gain = mean_difference(reward.last, reward.first)
+    gain = change_over_thirds(reward.values)
     held = held_out_gain(log)
     if growth < LENGTH_GROWTH or not gain.low > 0 or (held is not None and held.low > 0):
         return None

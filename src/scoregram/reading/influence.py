@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from scoregram.bootstrap import FEWEST, t_mean
 from scoregram.exhibits import Estimate
@@ -97,21 +96,19 @@ def _products(batch: BatchRecord, held_out: set[str]) -> ProbeProducts:
     gram, sizes = batch.gram.double().numpy(), batch.sizes.tolist()
     rewards = np.split(batch.rewards.double().numpy(), np.cumsum(sizes)[:-1])
     scale = float(np.diag(gram).mean()) / float(np.mean(sizes))
-    rng = np.random.default_rng(batch.step)
-
-    def means(held_rewards: list[np.ndarray]) -> np.ndarray:
-        trained = _gradient_weights([r for r, held in zip(rewards, is_held, strict=True) if not held])
-        tested = _gradient_weights(held_rewards)
-        rows = np.repeat(is_held, sizes)
-        return (trained @ gram[~rows][:, rows] @ tested.T).mean(1) / scale if scale > 0 else np.zeros(len(trained))
-
-    held_rewards = [r for r, held in zip(rewards, is_held, strict=True) if held]
-    null = [means([rng.permutation(one) for one in held_rewards]) for _ in range(NULL_DRAWS)]
+    rng, rows = np.random.default_rng(batch.step), np.repeat(is_held, sizes)
+    held_rewards = [one for one, held in zip(rewards, is_held, strict=True) if held]
+    drawn = [held_rewards] + [[rng.permutation(one) for one in held_rewards] for _ in range(NULL_DRAWS)]
+    weights = np.array([np.concatenate([_gradient_weights(one) for one in draw]) for draw in drawn])  # (1 + draws, N_h)
+    products = weights @ gram[rows][:, ~rows] / len(held_rewards)  # (1 + draws, N_t): with each training rollout
+    own = [_gradient_weights(one) for one, held in zip(rewards, is_held, strict=True) if not held]
+    ends = np.cumsum([0, *(len(one) for one in own)])
+    found = [products[:, start : start + len(one)] @ one for start, one in zip(ends, own, strict=False)]
+    values = np.stack(found, axis=1) / scale if scale > 0 else np.zeros((1 + NULL_DRAWS, len(own)))  # (1 + draws, P)
     names = tuple(name for name, held in zip(batch.prompt_ids, is_held, strict=True) if not held)
-    return ProbeProducts(names, means(held_rewards), np.array(null))
+    return ProbeProducts(names, values[0], values[1:])
 
 
-def _gradient_weights(rewards: Sequence[np.ndarray]) -> np.ndarray:
-    """`(P, N)` weights of the scores in each prompt's leave-one-out gradient: `(r_i - r̄) / (R - 1)` in its columns."""
-    weights = [(torch.tensor(one) - one.mean()) / max(len(one) - 1, 1) for one in rewards]
-    return torch.block_diag(*(one[None] for one in weights)).numpy()
+def _gradient_weights(rewards: np.ndarray) -> np.ndarray:
+    """`(R,)` weights of the scores in a prompt's leave-one-out gradient: `(r_i - r̄) / (R - 1)`."""
+    return (rewards - rewards.mean()) / max(len(rewards) - 1, 1)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from scoregram.bootstrap import FEWEST, fieller_ratio, if_enough
+from scoregram.bootstrap import FEWEST, LEVEL, fieller_ratio, if_enough
 from scoregram.checks import fail
 from scoregram.exhibits import Estimate, cell_text
 from scoregram.statistics import NoiseComponents, batch_mse
@@ -113,6 +113,7 @@ def run_noise(
     *,
     failed: Iterable[int] = (),
     phase: str = "last",
+    level: float = LEVEL,
 ) -> RunNoise:
     """Signal, noise, best group size and saving of a third of a run, from the scalars of its steps.
 
@@ -122,6 +123,7 @@ def run_noise(
         failed: Steps whose self-check failed. If one is in this third, nothing is concluded from the others: they
             would be a selection.
         phase: The third; what a run should change next follows from the last one.
+        level: Probability with which an interval holds the truth.
     """
     pooled, size = phase_lines(lines, phase), group_size or 0
     doubtful = set(failed)
@@ -131,7 +133,7 @@ def run_noise(
     saved = _columns(pooled, (SAVED, "gram/within_prompt"))
     steps = [int(line["step"]) for line in pooled]
     common: dict[str, Any] = {"first_step": steps[0], "last_step": steps[-1], "group_size": size}
-    saving = fieller_ratio(*saved.T)
+    saving = fieller_ratio(*saved.T, level=level)
     if not len(rows):
         return RunNoise(steps=len(saved), baseline_saving=saving, **common)
     parts = [NoiseComponents(*row[:4]) for row in rows.tolist()]
@@ -142,9 +144,9 @@ def run_noise(
         steps=len(rows),
         prompts=float(rows[:, 4].mean()),
         components=NoiseComponents(*rows[:, :4].mean(axis=0).tolist()),
-        snr=fieller_ratio(signal, error),
-        noise_scale=_inverted(signal, per_rollout),
-        best_group_size=_group_size_estimate(rows[:, 1], rows[:, 3]),
+        snr=fieller_ratio(signal, error, level=level),
+        noise_scale=_inverted(signal, per_rollout, level),
+        best_group_size=_group_size_estimate(rows[:, 1], rows[:, 3], level),
         baseline_saving=saving,
         **common,
     )
@@ -157,9 +159,9 @@ def _columns(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> np.nda
     return np.array(kept, dtype=np.float64).reshape(-1, len(names))
 
 
-def _inverted(above: np.ndarray, below: np.ndarray) -> Estimate:
+def _inverted(above: np.ndarray, below: np.ndarray, level: float) -> Estimate:
     """`mean(below) / mean(above)`: `inf` where `above` is not positive. Its interval is that of the inverse ratio."""
-    ratio = fieller_ratio(above, below)
+    ratio = fieller_ratio(above, below, level=level)
 
     def inverse(value: float) -> float:
         return math.nan if math.isnan(value) else 1 / value if value > 0 else math.inf
@@ -167,9 +169,9 @@ def _inverted(above: np.ndarray, below: np.ndarray) -> Estimate:
     return if_enough(Estimate(inverse(ratio.value), inverse(ratio.high), inverse(ratio.low)), len(above))
 
 
-def _group_size_estimate(c1: np.ndarray, c3: np.ndarray) -> Estimate:
+def _group_size_estimate(c1: np.ndarray, c3: np.ndarray, level: float) -> Estimate:
     """`1 + sqrt(c3/c1)`, at least 2, with the interval of `c3/c1`."""
-    ratio = _inverted(c1, c3)
+    ratio = _inverted(c1, c3, level)
 
     def size(value: float) -> float:
         return math.nan if math.isnan(value) else max(2.0, 1 + math.sqrt(value))
