@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from scoregram.advice.findings import LEAST_SAVING, Change, RuleVerdict, RunFinding, Undecided
-from scoregram.bootstrap import FEWEST, clustered_mean, fieller_ratio, mean_estimate, mean_of_many, t_mean
+from scoregram.bootstrap import FEWEST, clustered_mean, fieller_ratio, mean_estimate, t_mean
 from scoregram.exhibits import Estimate, cell_text
 from scoregram.reading import (
     SAMPLED_TEST,
@@ -390,13 +390,19 @@ def group_cosines(groups: Iterable[StoredGroup]) -> list[GroupCosines]:
 
 
 def memorised_prompts(run: RunReading) -> RuleVerdict:
-    """The policy earns more on the prompts that it trains on than on held-out ones."""
+    """The policy earns more on the prompts that it trains on than on held-out ones, both in the last third of the run.
+
+    The units are prompts: many visits of a few prompts say little about others. Both means are over the same steps,
+    since a policy that drifts would otherwise be compared with another one.
+    """
     evaluations = run.tests.get(SAMPLED_TEST)
     prompts = [group.record.prompt_id for group in run.last_groups]
     if not evaluations or len(set(prompts)) < FEWEST:
         return Undecided("evaluate on test problems with --eval-samples, and record groups of five prompts or more")
     trained = clustered_mean([group.mean_reward for group in run.last_groups], prompts)
-    tested = mean_of_many(list(evaluations[max(evaluations)].values()))
+    steps = [step for step in evaluations if step in run.last_third] or [max(evaluations)]
+    rewards = [(problem, reward) for step in steps for problem, reward in evaluations[step].items()]
+    tested = clustered_mean([reward for _, reward in rewards], [problem for problem, _ in rewards])
     if math.isnan(trained.low) or math.isnan(tested.high):
         return Undecided("evaluate on test problems with --eval-samples")
     if not (trained.low > tested.high and trained.value - tested.value >= LEAST_SAVING):
@@ -408,8 +414,8 @@ def memorised_prompts(run: RunReading) -> RuleVerdict:
         f"{cell_text(tested)} on test problems.",
         number=Estimate(trained.value - tested.value),
         label="difference of the mean rewards",
-        evidence="found if the 95 % intervals, both over prompts, do not overlap; this assumes that test problems are "
-        "no harder.",
+        evidence="means over the last third; found if the 95 % intervals, both over prompts, do not overlap. This "
+        "assumes that test problems are no harder.",
         change=Change(
             knob="prompt set",
             direction="larger",
