@@ -206,7 +206,7 @@ def test_prompts_that_are_known_by_heart():
     close = dataclasses.replace(trained, tests={"test": {1: {f"t/{place}": 0.71 for place in range(10)}}})
     assert found("overfitting to prompts", close) is None  # less than 5 %
     assert isinstance(found("overfitting to prompts", trained), Undecided)
-    earlier = run.tests["test"] | {0: {f"t/{place}": 1.0 for place in range(10)}}  # before the last third
+    earlier = {**run.tests["test"], 0: {f"t/{place}": 1.0 for place in range(10)}}  # before the last third
     assert found("overfitting to prompts", dataclasses.replace(run, tests={"test": earlier})).number.value == 0.5
     few = dataclasses.replace(run, groups=run_of(*["1110"] * 4).groups)
     assert isinstance(found("overfitting to prompts", few), Undecided)
