@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from scoregram.bench import gram_work
+from scoregram.bench import gram, gram_work
 from scoregram.bench.gram import rows_of_one_size, run_gram_bench
-from scoregram.bench.gram_work import gram_by_definition, random_work
+from scoregram.bench.gram_work import KeepFloat64, gram_by_definition, random_work
 from scoregram.bench.harness import random_model
 from scoregram.bench.rivals import RIVALS, tied_layers, without_weights
 from scoregram.checks import ScoregramError
@@ -60,6 +60,49 @@ def test_errors_are_relative_to_the_definition_on_request():
     assert beside.gram_error == 0 and exact.gram_error is not None and 1e-5 < exact.gram_error < 0.1
 
 
+def test_a_product_of_float64_and_float32_is_taken_in_float64():
+    # transformers 5.17 multiplies the frequencies of its rotary embedding by positions in float32.
+    frequencies, positions = torch.tensor([[0.1]], dtype=torch.float64), torch.tensor([[3.0]])
+    with KeepFloat64():
+        assert frequencies.float().dtype is torch.float64
+        assert torch.equal(frequencies.float() @ positions, torch.tensor([[0.1 * 3.0]], dtype=torch.float64))
+        assert (positions @ positions).dtype is torch.float32
+
+
+def test_a_definition_that_fails_leaves_the_times_standing(monkeypatch, tmp_path, capsys):
+    def broken(work):
+        raise RuntimeError("expected scalar type Double but found Float\nmore")
+
+    monkeypatch.setattr("scoregram.bench.gram.gram_by_definition", broken)
+    path = tmp_path / "record.json"
+    run_gram_bench(
+        shape="llama-tiny", rollouts=(2,), tokens=(16,), dtype="float32", autocast=False, device="cpu", lora=0,
+        ways=("gram+gradient",), repeats=1, threads=1, definition=True, as_json=False, out=path, plot=None,
+    )  # fmt: skip
+    assert "No errors of K: expected scalar type Double but found Float\n" in capsys.readouterr().out
+    for row in json.loads(path.read_text())["rows"]:
+        assert row["seconds"] > 0 and row["gram_error"] is None
+        assert row["unchecked"] == "expected scalar type Double but found Float"
+
+
+def test_a_size_that_fails_keeps_the_record_of_those_before_it(monkeypatch, tmp_path):
+    real = gram.rows_of_one_size
+
+    def second_fails(work, *args, **kwargs):
+        if len(work.input_ids) == 3:
+            raise KeyboardInterrupt
+        return real(work, *args, **kwargs)
+
+    monkeypatch.setattr(gram, "rows_of_one_size", second_fails)
+    path = tmp_path / "record.json"
+    with pytest.raises(KeyboardInterrupt):
+        run_gram_bench(
+            shape="llama-tiny", rollouts=(2, 3), tokens=(16,), dtype="float32", autocast=False, device="cpu", lora=0,
+            ways=("gram",), repeats=1, threads=1, definition=False, as_json=True, out=path, plot=None,
+        )  # fmt: skip
+    assert {row["rollouts"] for row in json.loads(path.read_text())["rows"]} == {2}
+
+
 @pytest.mark.parametrize("name", sorted(name for name, rival in RIVALS.items() if rival.package))
 def test_a_library_that_is_not_installed_is_skipped_with_one_sentence(name, monkeypatch):
     monkeypatch.setattr("scoregram.bench.rivals.find_spec", lambda package: None)
@@ -78,6 +121,25 @@ def test_a_library_errs_only_by_what_it_leaves_out(name):
     assert not row.skipped and row.gram_error is not None and row.gradient_error is not None
     assert row.gradient_error < 1e-5 and row.leaves_out == RIVALS[name].leaves_out
     assert (row.gram_error > 1e-3) if row.leaves_out else (row.gram_error < 1e-5)
+
+
+def test_dattri_llm_scores_the_two_uses_of_a_tied_weight_as_two_weights():
+    dattri_llm = pytest.importorskip("dattri_llm")
+    ops = pytest.importorskip("dattri_llm.gradient.ops")
+    embedding, head = torch.nn.Embedding(2, 1), torch.nn.Linear(1, 2, bias=False)
+    embedding.weight.data.copy_(torch.tensor([[1.0], [0.0]]))
+    head.weight = embedding.weight
+    model = torch.nn.Sequential(embedding, head)
+    capture = dattri_llm.CaptureCallback()
+    config = dattri_llm.HookManagerConfig(linear_io=dattri_llm.REGISTER_ALL)
+    with dattri_llm.HookManager(model, config=config, callbacks=[capture]).collect(deregister_on_exit=True):
+        model(torch.tensor([[0]])).log_softmax(-1)[0, 0, 0].backward()
+    # Logits (1, 0), q = σ(-1): the head's use has the gradient (q, -q), the embedding's (q, 0), the weight (2q, -q).
+    q = torch.tensor(-1.0).sigmoid()
+    assert embedding.weight.grad is not None
+    torch.testing.assert_close(embedding.weight.grad.square().sum(), 5 * q**2)
+    gradient = capture.record.gradient
+    torch.testing.assert_close(ops.layerwise_cross_dot(gradient, gradient)[0, 0], 3 * q**2)
 
 
 def test_the_weights_of_a_training_step_are_divided_out():

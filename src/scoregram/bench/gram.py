@@ -29,6 +29,7 @@ from scoregram.bench.harness import (
     random_model,
     require_at_least,
     seconds_in_turns,
+    write_bench_record,
 )
 from scoregram.bench.rivals import RIVALS, require_installed, rival_versions
 from scoregram.checks import ScoregramError, fail, lookup
@@ -143,6 +144,8 @@ class GramRow:
     """Why it was not run."""
     leaves_out: str = ""
     """Terms of the Gram that the way does not compute."""
+    unchecked: str = ""
+    """Why the definition could not be computed, if it was requested."""
 
 
 _TABLE: Mapping[str, Callable[[GramRow], str]] = {
@@ -187,14 +190,15 @@ def run_gram_bench(
     rows: list[GramRow] = []
     with torch_threads(threads if place.type == "cpu" else None), progress_bar() as progress:
         model = random_model(shape, dtype, place, lora, caller=_CALLER)
+        settings = model_settings(shape, dtype, place, lora, repeats, model) | {"autocast": autocast}
+        settings |= {"definition": definition} | rival_versions(names)
         bar = progress.add_task("Measuring", total=len(rollouts) * len(tokens))
         for length in tokens:
             for count in rollouts:
                 work = random_work(model, count, length, autocast=autocast)
                 rows += rows_of_one_size(work, names, repeats, definition=definition)
+                write_bench_record(settings, rows, out)  # a later size that fails does not lose this one
                 progress.advance(bar)
-        settings = model_settings(shape, dtype, place, lora, repeats, model) | {"autocast": autocast}
-        settings |= {"definition": definition} | rival_versions(names)
     if plot is not None:
         plot_ratios(rows, plot)
     return publish_rows(
@@ -208,7 +212,8 @@ def run_gram_bench(
         notes=[
             f"{row.way}, N = {row.rollouts}, T = {row.tokens}: skipped. {row.skipped}" for row in rows if row.skipped
         ]
-        + [f"{name} leaves out {left}." for name in names if (left := left_out(name))],
+        + [f"{name} leaves out {left}." for name in names if (left := left_out(name))]
+        + [f"No errors of K: {reason}" for reason in dict.fromkeys(row.unchecked for row in rows) if reason],
     )
 
 
@@ -240,7 +245,7 @@ def rows_of_one_size(work: GramWork, names: Sequence[str], repeats: int, *, defi
             if not name.startswith("gram") or name.startswith("gram+"):
                 gradient_errors[name] = gradient_distance(gradients_of(work), step)
         except (ScoregramError, ImportError, RuntimeError, torch.cuda.OutOfMemoryError) as error:
-            skipped[name] = str(error).splitlines()[0][:160]
+            skipped[name] = first_line(error)
     del step
     calls = {name: partial(run, name) for name in names if name not in skipped}
     times = seconds_in_turns(calls, device, repeats, prepare=work.drop_gradients)
@@ -254,7 +259,7 @@ def rows_of_one_size(work: GramWork, names: Sequence[str], repeats: int, *, defi
         work.drop_gradients()
         busy[name] = busy_seconds(call, device)
     work.drop_gradients()
-    exact = gram_by_definition(work) if definition else grams.get("n-backwards")
+    exact, unchecked = checked_definition(work) if definition else (grams.get("n-backwards"), "")
     return [
         GramRow(name, rollouts, tokens, skipped=skipped[name])
         if name in skipped
@@ -270,9 +275,23 @@ def rows_of_one_size(work: GramWork, names: Sequence[str], repeats: int, *, defi
             gram_error=None if name == "blocks+gradient" else relative_distance(grams[name], exact),
             gradient_error=gradient_errors.get(name),
             leaves_out=left_out(name),
+            unchecked=unchecked,
         )
         for name in names
     ]
+
+
+def checked_definition(work: GramWork) -> tuple[Tensor | None, str]:
+    """The Gram by its definition and an empty text, or None and the reason: measured times still stand."""
+    try:
+        return gram_by_definition(work), ""
+    except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
+        return None, first_line(error)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, at most 160 characters; the error's type if it has no text."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:160]
 
 
 def require_possible(name: str, work: GramWork) -> None:

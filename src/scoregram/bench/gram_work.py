@@ -14,6 +14,7 @@ from scoregram.gram import CudaGraphGram, row_gram
 
 _COLUMNS_AT_ONCE = 1 << 26
 """Columns of kept gradients in one matrix product: on a GPU, products of rows a billion elements apart are wrong."""
+_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
 _KEPT_ON_CPU = 1 << 31
 """Bytes of float64 gradients that the definition keeps at a time; a quarter of the free memory on a GPU."""
 
@@ -145,4 +146,7 @@ class KeepFloat64(TorchFunctionMode):
             isinstance(arg, Tensor) and arg.dtype is torch.float64 for arg in args
         ):
             kwargs = kwargs | {"dtype": torch.float64}
+        if func in _PRODUCTS:  # the rotary embedding multiplies frequencies, kept here, by positions in float32
+            kinds = {arg.dtype for arg in args}
+            args = [arg.double() for arg in args] if kinds == {torch.float32, torch.float64} else args
         return func(*args, **kwargs)

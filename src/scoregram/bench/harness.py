@@ -298,10 +298,7 @@ def publish_rows(
         caption: Below the table.
         notes: Lines after the table, such as why a row was skipped.
     """
-    text = json.dumps({"settings": settings, "rows": [asdict(row) for row in rows]}, indent=1, allow_nan=False)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text + "\n")
+    text = write_bench_record(settings, rows, out)
     if as_json:
         print(text)
         return 0
@@ -315,6 +312,15 @@ def publish_rows(
     for note in notes:
         console.print(note, style="dim")
     return 0
+
+
+def write_bench_record(settings: dict[str, Any], rows: Sequence[Any], out: Path | None) -> str:
+    """The record as strict JSON, also written to `out` if given."""
+    text = json.dumps({"settings": settings, "rows": [asdict(row) for row in rows]}, indent=1, allow_nan=False)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text + "\n")
+    return text
 
 
 def formatted_number(value: float | None, form: str) -> str:
