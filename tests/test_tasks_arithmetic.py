@@ -6,7 +6,16 @@ from hypothesis import strategies as st
 
 from scoregram.checks import ScoregramError
 from scoregram.tasks import Problem, SolutionStep, Task, first_error, first_wrong_character, load_task
-from scoregram.tasks.arithmetic import CARRYING, Teacher, careless_solution, careless_teacher, sum_problem
+from scoregram.tasks.arithmetic import (
+    CARRYING,
+    HELD_OUT_PAIRS,
+    Teacher,
+    by_held_out_pair,
+    careless_solution,
+    careless_teacher,
+    number_of_sums,
+    sum_problem,
+)
 
 TERMS = st.lists(st.integers(1, 9), min_size=1, max_size=8).flatmap(
     lambda later: st.integers(10, 49).map(lambda first: [first, *later])
@@ -186,6 +195,19 @@ def test_held_out_compositions_do_not_leak_into_training(terms, seed):
     prompts = [problem.prompt for problem in (*task.train, *task.test, *composed)]
     assert len(set(prompts)) == len(prompts)
     assert len(task.test) == len(composed) >= 300 and len(task.train) >= 4 * len(task.test)
+
+
+@pytest.mark.parametrize("terms", [3, 4, 16])
+def test_sums_are_divided_by_the_pairs_of_their_terms(terms):
+    space = number_of_sums(terms)
+    numbers = Random(0).sample(range(space), min(space, 3000))
+    composed, familiar = by_held_out_pair(numbers, terms)
+    assert sorted(composed + familiar) == sorted(numbers) and sorted(composed, key=numbers.index) == composed
+    with_pair = set(composed)
+    for number in numbers:
+        added = [number // 40 // 9**place % 9 + 1 for place in range(terms - 1)]
+        pairs = {(added[place], added[place + 1]) for place in range(terms - 2)}
+        assert (number in with_pair) == bool(pairs & HELD_OUT_PAIRS)
 
 
 def test_every_single_addition_of_a_held_out_composition_is_trained():

@@ -11,9 +11,11 @@ steps are consistent with the mistake.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from random import Random
 from typing import Any
+
+import numpy as np
 
 from scoregram.checks import fail
 from scoregram.tasks.task import LazyProblems, Problem, SolutionStep, Task
@@ -83,19 +85,32 @@ def arithmetic_compositions(argument: str = "", seed: int = 0) -> Task:
     terms = number_of_terms(argument, fewest=3, task="arithmetic-compositions")
     space = number_of_sums(terms)
     shuffled = Random(f"arithmetic-compositions/{terms}/test").sample(range(space), min(space, _CANDIDATES))
-    composed = [number for number in shuffled if has_held_out_pair(terms_of_number(number, terms))]
-    familiar = [number for number in shuffled if not has_held_out_pair(terms_of_number(number, terms))]
+    composed, familiar = by_held_out_pair(shuffled, terms)
     size = min(_TEST_PROBLEMS, len(composed), len(familiar) // 5)
     tested = set(familiar[:size])
     drawn = Random(f"arithmetic-compositions/{terms}/train/{seed}").sample(range(space), min(space, _CANDIDATES))
-    trained = [n for n in drawn if n not in tested and not has_held_out_pair(terms_of_number(n, terms))]
+    trained = [number for number in by_held_out_pair(drawn, terms)[1] if number not in tested]
     splits = {"train": trained[:_TRAIN_PROBLEMS], "test": familiar[:size], "composition": composed[:size]}
     return sum_task("arithmetic-compositions", terms, splits)
 
 
-def has_held_out_pair(terms: Sequence[int]) -> bool:
-    """Whether two terms in a row, after the first, are a held-out pair."""
-    return any(pair in HELD_OUT_PAIRS for pair in pairwise(terms[1:]))
+def by_held_out_pair(numbers: Sequence[int], terms: int) -> tuple[list[int], list[int]]:
+    """The sums with a held-out pair among their terms after the first, and those without, each in the given order.
+
+    Sums are given as numbers, whose digits `terms_of_number` reads; here every digit of all numbers is read at once.
+    """
+    is_held_out = np.zeros((len(LATER_TERMS), len(LATER_TERMS)), dtype=bool)
+    for pair in HELD_OUT_PAIRS:
+        is_held_out[LATER_TERMS.index(pair[0]), LATER_TERMS.index(pair[1])] = True
+    numbers_left = np.array(numbers, dtype=np.int64) // len(FIRST_TERMS)
+    has_pair = np.zeros(len(numbers), dtype=bool)
+    for _ in range(terms - 2):
+        digit = numbers_left % len(LATER_TERMS)
+        numbers_left //= len(LATER_TERMS)
+        has_pair |= is_held_out[digit, numbers_left % len(LATER_TERMS)]
+    composed = [number for number, has in zip(numbers, has_pair.tolist(), strict=True) if has]
+    familiar = [number for number, has in zip(numbers, has_pair.tolist(), strict=True) if not has]
+    return composed, familiar
 
 
 def sum_task(name: str, terms: int, splits: Mapping[str, Sequence[int]]) -> Task:
