@@ -82,6 +82,7 @@ def laughs(depth: int = 9) -> str:
         laughs(),
         "config: &a {a: *a}",
         "config: {a: " + "[" * 600 + "]" * 600 + "}",
+        "config:\n  " + "- " * 50_000,  # deeper than the stack of libyaml's composer
         "config: {a: 2001-99-99}",
         "config: {a: " + "9" * 5000 + "}",
         "config: {}\nresumed: [3]",

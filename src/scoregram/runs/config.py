@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 import yaml
+from yaml.composer import Composer
+from yaml.constructor import SafeConstructor
+from yaml.resolver import Resolver
 
 from scoregram import __version__
 from scoregram.checks import fail
@@ -215,8 +218,8 @@ def require_run(folder: Path | str) -> Path:
     return root
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML without aliases, which scoregram never writes: nested ones would expand to any size."""
+class _WithoutAliases(Composer):
+    """Values of a YAML text without aliases, which scoregram never writes: nested ones would expand to any size."""
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -224,11 +227,39 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
+class _Loader(_WithoutAliases, yaml.SafeLoader):
+    """Every text that PyYAML reads."""
+
+
+if yaml.__with_libyaml__:
+    from yaml.cyaml import CParser
+
+    class _FastLoader(_WithoutAliases, CParser, SafeConstructor, Resolver):
+        """Text read by libyaml, composed in Python: libyaml's own composer overflows the stack on deep nesting."""
+
+        def __init__(self, stream: str) -> None:
+            CParser.__init__(self, stream)
+            Composer.__init__(self)
+            SafeConstructor.__init__(self)
+            Resolver.__init__(self)
+
+
+def _loaded_yaml(text: str) -> Any:
+    """Values of a YAML text: by libyaml, which is faster, unless it is absent or refuses the text.
+
+    libyaml refuses some texts that scoregram writes and PyYAML reads, such as escapes of lone surrogates.
+    """
+    try:
+        return yaml.load(text, Loader=_FastLoader if yaml.__with_libyaml__ else _Loader)
+    except yaml.YAMLError:
+        return yaml.load(text, Loader=_Loader)
+
+
 def read_config(root: Path) -> dict[str, Any]:
     """Content of a run's `config.yaml`, whose version this scoregram must know; absent sections are empty."""
     path = root / CONFIG_FILE
     try:
-        stored = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        stored = _loaded_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: UTF-8, dates, numbers of many digits
         reason = str(error).splitlines()[0]
         return fail("open_run", f"{path} must be YAML", reason, "Restore it from a copy.")
