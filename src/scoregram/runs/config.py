@@ -222,7 +222,7 @@ class _WithoutAliases(Composer):
     """Values of a YAML text without aliases, which scoregram never writes: nested ones would expand to any size."""
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
+        if self.check_event(yaml.AliasEvent):  # pyright: ignore[reportAttributeAccessIssue]
             raise yaml.YAMLError("an alias, which scoregram never writes")
         return super().compose_node(parent, index)
 
@@ -232,7 +232,7 @@ class _Loader(_WithoutAliases, yaml.SafeLoader):
 
 
 if yaml.__with_libyaml__:
-    from yaml.cyaml import CParser
+    from yaml._yaml import CParser
 
     class _FastLoader(_WithoutAliases, CParser, SafeConstructor, Resolver):
         """Text read by libyaml, composed in Python: libyaml's own composer overflows the stack on deep nesting."""
@@ -243,6 +243,10 @@ if yaml.__with_libyaml__:
             SafeConstructor.__init__(self)
             Resolver.__init__(self)
 
+    _fastest_loader: Any = _FastLoader
+else:
+    _fastest_loader: Any = _Loader
+
 
 def _loaded_yaml(text: str) -> Any:
     """Values of a YAML text: by libyaml, which is faster, unless it is absent or refuses the text.
@@ -250,7 +254,7 @@ def _loaded_yaml(text: str) -> Any:
     libyaml refuses some texts that scoregram writes and PyYAML reads, such as escapes of lone surrogates.
     """
     try:
-        return yaml.load(text, Loader=_FastLoader if yaml.__with_libyaml__ else _Loader)
+        return yaml.load(text, Loader=_fastest_loader)
     except yaml.YAMLError:
         return yaml.load(text, Loader=_Loader)
 
