@@ -97,6 +97,11 @@ def test_a_hostile_config_is_one_sentence(content, tmp_path):
             read(tmp_path)
 
 
+def test_a_text_that_libyaml_refuses_is_read(tmp_path):
+    (tmp_path / "config.yaml").write_text('schema: 1\nconfig: {a: "\\udc80"}\n')
+    assert open_run(tmp_path).config == {"a": "\udc80"}
+
+
 def test_remarks_are_stored_replaced_by_kind_and_survive_a_resumption(tmp_path):
     with RunWriter.create(tmp_path, {"a": 1}) as writer:
         assert open_run(tmp_path).remarks == {}

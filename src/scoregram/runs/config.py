@@ -251,7 +251,7 @@ else:
 def _loaded_yaml(text: str) -> Any:
     """Values of a YAML text: by libyaml, which is faster, unless it is absent or refuses the text.
 
-    libyaml refuses some texts that scoregram writes and PyYAML reads, such as escapes of lone surrogates.
+    libyaml refuses some texts that PyYAML reads, such as escapes of lone surrogates.
     """
     try:
         return yaml.load(text, Loader=_fastest_loader)
