@@ -25,6 +25,7 @@ AGGREGATION = {
     "grpo": "sequence_mean",
     "gspo": "sequence_mean",
     "dr_grpo": "constant",
+    "ppo": "token_mean",
     "dapo": "token_mean",
     "dual_clip": "token_mean",
     "cispo": "token_mean",

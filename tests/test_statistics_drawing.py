@@ -99,3 +99,8 @@ def test_shrunk_weights_have_the_least_error():
 )
 def test_prompts_without_signal_or_error(signal, error, expected):
     assert shrunk_weights(torch.tensor(signal), torch.tensor(error)).tolist() == pytest.approx(expected)
+
+
+def test_prompts_without_signal_are_weighted_equally():
+    assert shrunk_weights(torch.zeros(2), torch.tensor([0.0, 1.0])).tolist() == [1.0, 1.0]
+    assert shrunk_weights(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0])).tolist() == pytest.approx([4 / 3, 2 / 3])

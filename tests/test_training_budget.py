@@ -10,6 +10,7 @@ from scoregram.runs import open_run
 from scoregram.training import loop
 from scoregram.training.config import TrainConfig
 from scoregram.training.loop import train
+from scoregram.training.several import last_scalar
 from tests.training_cases import JUDGE, config_for, save_policy, without_times
 
 
@@ -104,3 +105,12 @@ def test_the_command_line_says_how_much_of_the_budget_was_used(policy, tmp_path,
     arguments = ["train", "--model", str(policy), "--out", out, "--max-new-tokens", "6", *given.split()]
     assert cli.main([*arguments, "--task", "arithmetic:3", "--prompt", "plain"]) == 0
     assert "step 2, 24 of 20 rollouts" in capsys.readouterr().out
+
+
+def test_a_line_that_is_being_written_leaves_the_one_before(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "rollouts": 64}\n{"step": 2, "rollouts": 128}\n{"step": 3, "rol'
+    )
+    assert last_scalar(tmp_path, "rollouts") == 128
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1')
+    assert last_scalar(tmp_path, "step") == 0

@@ -248,10 +248,31 @@ def test_fresh_rollouts_of_prefixes_are_sampled_a_few_at_a_time(policy, folder, 
     assert all(text.startswith(begun[place // 3]) for place, text in enumerate(texts))
 
 
+def test_long_prefixes_are_sampled_apart_from_short_ones_where_the_context_is_short(policy, folder, monkeypatch):
+    """A prompt and a whole completion fit; a long prefix with the tokens left to a short one does not."""
+    task, one = replace(TASK, reward=lambda **columns: [0.0] * len(columns["completions"])), problem("11+1+1")
+    source = prefix_source(policy, folder, task, prefix_rollouts=2, segments="even", segment_tokens=1)
+    rollouts = rollouts_of(policy, ["12,13.", "98,76."], [one], stop=False)
+    context = int(rollouts.prompt_lengths[0]) + source.sampling.max_new_tokens
+    asked = []
+
+    def counted(policy, prompts, **options):
+        asked.append(max(map(len, prompts)) + options["sampling"].max_new_tokens)
+        return sample_policy(policy, prompts, **options)
+
+    monkeypatch.setattr("scoregram.training.inputs.sample_policy", counted)
+    whole = source.draw(1, rollouts, [one])
+    assert len(asked) == 1 and asked[0] > context
+    asked.clear()
+    source.policy = replace(policy, context=context)
+    apart = source.draw(1, rollouts, [one])
+    assert max(asked) == context and apart.rewards.shape == whole.rewards.shape
+
+
 def test_missing_rewards_are_refused_for_prefixes(policy, folder):
     task = replace(TASK, reward=lambda **columns: [None] * len(columns["completions"]))
     rollouts = rollouts_of(policy, ["12,13."], [problem("11+1+1")])
-    with pytest.raises(ScoregramError, match="prefix values need a reward for every rollout"):
+    with pytest.raises(ScoregramError, match="values of prefixes need a reward for every rollout"):
         prefix_source(policy, folder, task).inputs(1, rollouts, [problem("11+1+1")])
 
 

@@ -198,6 +198,43 @@ def test_an_infinite_reward_is_refused_and_a_broken_gradient_can_be_passed_over(
     assert [line.get("skipped") for line in open_run(tmp_path / "skip").metrics()] == [None, None, 1, None]
 
 
+def breaking_update(monkeypatch, broken):
+    """From now on the gradient of the updates with these numbers, counted from 1, is not finite."""
+    real, seen = loop.apply_gradient, []
+
+    def sometimes_broken(optimizer, model, rate, max_norm):
+        seen.append(rate)
+        if len(seen) in broken:
+            next(p for p in model.parameters() if p.grad is not None).grad.fill_(float("nan"))
+        return real(optimizer, model, rate, max_norm)
+
+    monkeypatch.setattr(loop, "apply_gradient", sometimes_broken)
+
+
+def test_a_run_whose_last_step_is_skipped_is_evaluated_and_saved(policy, tmp_path, monkeypatch):
+    breaking_update(monkeypatch, {3})
+    train(config_for(policy, tmp_path / "run", on_not_finite="skip", eval_every=100))
+    run = open_run(tmp_path / "run")
+    assert [line["step"] for line in run.metrics() if "eval/accuracy" in line] == [0, 3]
+    assert run.latest_checkpoint is not None and run.latest_checkpoint[0] == 3
+
+
+def test_an_inner_update_that_is_not_finite_ends_its_step_and_keeps_the_earlier_ones(policy, tmp_path, monkeypatch):
+    breaking_update(monkeypatch, {2})
+    said = Console(file=io.StringIO(), width=300)
+    changes = {"steps": 1, "inner_updates": 3, "eval_every": 0, "rollouts_every": 0}
+    train(config_for(policy, tmp_path / "cut", on_not_finite="skip", **changes), console=said)
+    assert isinstance(said.file, io.StringIO) and "step 1 ended after 1 of 3 updates" in said.file.getvalue()
+    (line,) = open_run(tmp_path / "cut").metrics()
+    assert "skipped" not in line and line["grad_norm"] > 0
+    monkeypatch.undo()
+    train(config_for(policy, tmp_path / "one", **changes | {"inner_updates": 1}))
+    cut, one = (
+        load_file(tmp_path / name / "checkpoints" / "step-1" / "model" / "model.safetensors") for name in ("cut", "one")
+    )
+    assert cut.keys() == one.keys() and all(torch.equal(cut[name], one[name]) for name in cut)
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

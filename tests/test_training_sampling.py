@@ -45,6 +45,12 @@ def test_a_run_on_such_rollouts_is_reproducible_and_resumable(tmp_path):
     assert whole[-1] == halves[-1] and whole[-1]["sampler_gap"] < 1e-4
 
 
+@pytest.mark.parametrize("method", ["agro", "dpo"])
+def test_an_estimator_is_refused_where_the_loss_takes_rewards(method, tmp_path):
+    with pytest.raises(ScoregramError, match=f"train --estimator: {method} takes rewards, not advantages"):
+        train(config_for(tmp_path / "no policy", tmp_path / "run", method=method, estimator="remax"))
+
+
 def test_other_losses_and_wrong_temperatures_are_refused(tmp_path):
     folder = save_policy(tmp_path / "policy")
     with pytest.raises(ScoregramError, match="needs a loss for rollouts of any policy: agro, got objective grpo"):

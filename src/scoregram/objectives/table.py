@@ -93,6 +93,15 @@ OBJECTIVES = MappingProxyType(
             "arXiv:2503.20783",
             on_policy_is_reinforce=True,
         ),
+        "ppo": Objective(
+            partial(clipped_ratio, aggregation="token_mean"),
+            OFF_POLICY,
+            partial(advantage_weights, aggregation="token_mean"),
+            ADVANTAGES,
+            "A_i/Σ_j L_j",
+            "arXiv:1707.06347",
+            on_policy_is_reinforce=True,
+        ),
         "dapo": Objective(
             partial(clipped_ratio, eps_high=0.28, aggregation="token_mean"),
             OFF_POLICY,

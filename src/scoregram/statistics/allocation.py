@@ -107,7 +107,7 @@ class GroupSizeAdvice:
     def sentence(self) -> str:
         """The decision and its reason in one line."""
         if math.isnan(self.error_ratio):
-            return f"group size stays {self.current}: {self.steps} measured steps predict no error"
+            return f"group size stays {self.current}: {self.steps} measured steps are too few to predict an error"
         if self.best == self.current:
             return f"group size stays {self.current}: it has the least predicted error ({self.steps} steps)"
         evidence = (

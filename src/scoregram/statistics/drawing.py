@@ -86,6 +86,7 @@ def shrunk_weights(gradient_squared: PerPrompt, error: PerPrompt) -> PerPrompt:
         for name, value in (("gradient_squared", gradient_squared), ("error", error))
     )
     total = signal + noise
+    if not bool((signal > 0).any()):
+        return torch.ones_like(total)
     factors = torch.where(total > 0, signal / total.clamp(min=torch.finfo(torch.float64).tiny), 1.0)
-    mean = float(factors.mean())
-    return factors / mean if mean > 0 else torch.ones_like(factors)
+    return factors / factors.mean()

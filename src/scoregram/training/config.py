@@ -223,7 +223,7 @@ class TrainConfig:
     keep_checkpoints: int = 2
     """Number of newest checkpoints to keep; 0 keeps all."""
     on_not_finite: Literal["stop", "skip"] = "stop"
-    """Stop or skip the step when a loss, an advantage or a gradient is not finite."""
+    """Stop the run when an advantage or a gradient is not finite, or skip that update and the rest of its step."""
     report_to: tuple[str, ...] = ()
     """Trackers to log to: tensorboard, wandb, trackio."""
     seed: int = 0
@@ -307,6 +307,9 @@ class TrainConfig:
             remedy = f"Raise --group-size to {SMALLEST_MEASURED_GROUP}."
             requirement = f"the noise of a prompt is measured from {SMALLEST_MEASURED_GROUP} rollouts on"
             refuse(option, requirement, f"group_size {self.group_size}", remedy)
+        if self.group_size == "auto" and self.draw == "measured":
+            remedy = "Leave one of them out."
+            refuse(option, "measures noise over prompts that are drawn evenly", "draw measured", remedy)
         if not self.between_prompts:
             refuse(option, "needs the Gram between prompts", "between_prompts false", "Leave it out.")
         if self.micro_batch_size:

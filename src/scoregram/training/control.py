@@ -1,8 +1,7 @@
 """What the next step gets: which prompts, how many rollouts of each, and which weight.
 
-All decisions use earlier steps only, never the rollouts that they are about, so leave-one-out gradients stay unbiased:
-a size that follows the rewards of its own group biases them. They are functions of what the run folder stores, and
-their state is part of a checkpoint.
+All decisions use earlier steps only, never the rollouts that they are about: a size that follows the rewards of its
+own group would bias leave-one-out gradients. Their state is part of a checkpoint.
 """
 
 from collections import deque
@@ -36,7 +35,7 @@ WINDOW = 20
 DECIDE_EVERY = 10
 """Steps between two decisions about the group size."""
 PRIOR_ROLLOUTS = 8.0
-"""Rollouts that the mean over all prompts counts for, in the predicted noise of one prompt."""
+"""Rollouts that the mean over all rollouts counts for, in the predicted noise of one prompt."""
 VISIT_DECAY = 0.5
 """Factor by which the earlier visits of a prompt count less at each new visit: the policy has changed since."""
 POPULATION_DECAY = 0.95
@@ -95,11 +94,11 @@ class GroupSizeControl:
 
 @dataclass
 class NoiseLedger:
-    """What was measured of every prompt at its earlier visits, shrunk towards the mean over all prompts.
+    """What was measured of every prompt at its earlier visits, shrunk towards the mean over all rollouts.
 
     The prediction of a quantity is `(n₀ v̄ + Σ_visits w v̂) / (n₀ + Σ w)`: `v̂` the unbiased estimate of a visit, `w` its
-    rollouts, halved at each later visit, and `v̄` the mean over recent steps. A prompt without visits is predicted at
-    the mean.
+    rollouts, halved at each later visit, and `v̄` the mean over recent steps, in which every rollout counts once. A
+    prompt without visits is predicted at the mean.
     """
 
     quantities: int = 2

@@ -38,7 +38,9 @@ PROMPT_WEIGHTS = "prompt_weights"
 """Name of the input with the weights of the prompts."""
 
 
-def require_method(method: Method, *, group_size: int, kl: str, sampling_temperature: float = 0.0) -> None:
+def require_method(
+    method: Method, *, group_size: int, kl: str, sampling_temperature: float = 0.0, replaces_estimator: bool = False
+) -> None:
     """Raise before any work if the trainer cannot run this estimator or this loss."""
     row = lookup(ESTIMATORS, method.estimator, kind="train --estimator")
     if row.level not in TRAINER_LEVELS or not set(row.needs) <= TRAINER_INPUTS:
@@ -62,6 +64,9 @@ def require_method(method: Method, *, group_size: int, kl: str, sampling_tempera
             repr(method.objective),
             "Choose another.",
         )
+    if replaces_estimator and "advantages" not in objective.needs:
+        got = f"estimator {method.estimator}"
+        fail("train --estimator", f"{method.objective} takes rewards, not advantages", got, "Leave it out.")
     if sampling_temperature and not objective.any_sampling:
         able = listed(name for name, r in OBJECTIVES.items() if r.any_sampling)
         got = f"objective {method.objective}"

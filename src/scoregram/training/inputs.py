@@ -260,18 +260,39 @@ class PrefixRollouts(StatelessSource):
         """`(prefixes, prefix_rollouts)` rewards of rollouts that continue prefixes, each given with its problem."""
         copies, generator = self.config.prefix_rollouts, seeded_generator(self.config.seed, self.purpose, number)
         self.extra_rollouts = len(prefixes) * copies
-        size = max(1, ROWS_SAMPLED_AT_ONCE // copies)
         texts, columns = [], []
-        for start in range(0, len(prefixes), size):
-            for completion in self.completions(prefixes[start : start + size], prompt_lengths, generator):
+        for part in self.parts_in_context(prefixes, prompt_lengths):
+            for completion in self.completions(part, prompt_lengths, generator):
                 texts.append(self.policy.decode(completion))
                 columns.append(completion)
         each = [problems[problem] for problem, _ in prefixes for _ in range(copies)]
         rewards = self.task.rewards(each, texts, completion_ids=columns)
         if any(reward is None for reward in rewards):
-            remedy = "Choose an estimator without prefix values, or a reward function that judges every rollout."
-            fail("train --estimator", "prefix values need a reward for every rollout", "None", remedy)
+            remedy = "Pass a reward function that judges every rollout."
+            fail("train", "values of prefixes need a reward for every rollout that continues them", "None", remedy)
         return torch.tensor(rewards, dtype=torch.float64).view(len(prefixes), copies)
+
+    def parts_in_context(
+        self, prefixes: Sequence[tuple[int, tuple[int, ...]]], prompt_lengths: Mapping[int, int]
+    ) -> Iterator[list[tuple[int, tuple[int, ...]]]]:
+        """The prefixes in order, in parts of at most `ROWS_SAMPLED_AT_ONCE` rollouts that fit into the context.
+
+        All prefixes of a part are continued by as many tokens as its shortest completion has left, so a long prefix
+        beside a short one needs more positions than its own completion.
+        """
+        size, limit = max(1, ROWS_SAMPLED_AT_ONCE // self.config.prefix_rollouts), self.sampling.max_new_tokens
+        part: list[tuple[int, tuple[int, ...]]] = []
+        longest, least = 0, limit
+        for problem, ids in prefixes:
+            done = len(ids) - prompt_lengths[problem]
+            positions = max(longest, len(ids)) + limit - min(least, done)
+            if len(part) == size or (part and positions > self.policy.context):
+                yield part
+                part, longest, least = [], 0, limit
+            part.append((problem, ids))
+            longest, least = max(longest, len(ids)), min(least, done)
+        if part:
+            yield part
 
     def completions(
         self,

@@ -32,6 +32,7 @@ from scoregram.policy import (
 )
 from scoregram.reading import (
     Step,
+    StepReading,
     batch_records,
     group_records,
     outcomes_of,
@@ -85,13 +86,14 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
 
     Raises:
         ScoregramError: If a setting is invalid, which is checked before the first step, or a prompt is too long.
-        NotFiniteError: If a loss, an advantage or a gradient is not finite and `on_not_finite` is `stop`.
+        NotFiniteError: If an advantage or a gradient is not finite and `on_not_finite` is `stop`.
     """
     require_method(
         config.chosen,
         group_size=config.starting_group_size,
         kl=config.kl,
         sampling_temperature=config.sampling_temperature,
+        replaces_estimator=config.estimator is not None,
     )
     for option in config.controls[:1]:
         require_unequal_groups(config.chosen, option)
@@ -139,6 +141,7 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
     require_trackers(config.report_to)
     writer, position = open_writer(config, policy, optimizer, resumed_parts)
     resumed = position.step if config.resume and position.step else None
+    learner = Learner(config, policy.model, optimizer, updater, sources, observer, reference, controller.needs_gram)
     evaluates = config.eval_every > 0 or config.every_rollouts > 0
     interrupted = False
     with (
@@ -171,67 +174,55 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
             sampled = time.perf_counter()
 
             # update, and measure in the same pass
-            rate = learning_rate(number, config)
+            done, extra, failure = None, None, None
             try:
                 inputs = {n: v for source in sources for n, v in source.inputs(number, rollouts, problems).items()}
                 inputs |= controller.inputs(problems)
                 extra = extra_rollouts([*sources, *drawn.drafts])
                 position = replace(position, rollouts=position.rollouts + (extra or 0))
                 is_recorded = is_due_at(config, config.measure_every, before, position)
-                measure = is_recorded or controller.needs_gram
-                seen = observer.before(number, rollouts, problems) if is_recorded else None
-                known = None if reference is None else reference.log_probs(rollouts)
-                step, loss = updater.first(number, rollouts, measure=measure, inputs=inputs, reference=known)
-                norm = apply_gradient(optimizer, policy.model, rate, config.max_grad_norm)
-                clipped = math.nan
-                for _ in range(config.inner_updates - 1):
-                    loss, clipped = updater.again(step, reference=known)
-                    apply_gradient(optimizer, policy.model, rate, config.max_grad_norm)
-                step = step if seen is None else observer.after(step, seen)
-                reading = read_step(step)
-                learned = {n: v for source in sources for n, v in source.learn(rollouts).items()}
-                decided, decision = controller.learn(step)
+                done = update_policy(learner, number, rollouts, problems, inputs, is_recorded=is_recorded)
+                failure = done.failure
             except NotFiniteError as error:
-                where = write_failure(config.out, number, policy, rollouts, error)
+                failure = error
+            if failure is not None:
+                where = write_failure(config.out, number, policy, rollouts, failure)
                 optimizer.zero_grad(set_to_none=True)
                 if config.on_not_finite == "stop":
-                    raise NotFiniteError(f"step {number}: {error} The step is saved in {where}.") from error
-                progress.note(f"step {number} was skipped: {error}")
-                writer.write_metrics(number, {"skipped": 1, "rollouts": position.rollouts})
-                continue
+                    raise NotFiniteError(f"step {number}: {failure} The step is saved in {where}.") from failure
+                what = (
+                    "was skipped" if done is None else f"ended after {done.updates} of {config.inner_updates} updates"
+                )
+                progress.note(f"step {number} {what}: {failure}")
             updated = time.perf_counter()
 
             # write the records
-            scalars = reading.scalars | {"loss": loss, "grad_norm": norm, "learning_rate": rate} | policy_scalars(step)
-            scalars |= (
-                task_scalars(task, problems, rollouts)
-                | learned
-                | turn_scalars(rollouts)
-                | draft_scalars(drawn.drafts)
-                | decided
-                | {"rollouts": position.rollouts}
-                | reference_scalars(step, known)
-                | ({} if math.isnan(clipped) else {"clipped_tokens": clipped})
-            )
-            scalars |= {} if extra is None else {"credit/extra_rollouts": extra}
-            if decision is not None:
-                progress.note(f"step {number}: {decision}")
+            scalars = {"rollouts": position.rollouts} | ({} if extra is None else {"credit/extra_rollouts": extra})
+            if done is None:
+                scalars["skipped"] = 1
+            else:
+                decided, decision = controller.learn(done.step)
+                scalars |= done.scalars | decided | task_scalars(task, problems, rollouts) | turn_scalars(rollouts)
+                scalars |= draft_scalars(drawn.drafts)
+                if decision is not None:
+                    progress.note(f"step {number}: {decision}")
+                if done.is_recorded:
+                    writer.write_groups(number, group_records(done.step, done.reading.groups, **config.recording()))
+                if is_due(number, config.batches_every):
+                    writer.write_batches(number, batch_records(done.step))
+                if is_due(number, config.rollouts_every):
+                    writer.write_rollouts(number, rollout_records(done.step, policy.decode))
             is_last = is_finished(config, position)
-            if is_recorded:
-                writer.write_groups(number, group_records(step, reading.groups, **config.recording()))
-            if is_due(number, config.batches_every):
-                writer.write_batches(number, batch_records(step))
             if is_due(number, config.probe_every):
                 scalars |= probe_scalars(config, policy, task, probes, writer, number, rollouts)
-            if is_due(number, config.rollouts_every):
-                writer.write_rollouts(number, rollout_records(step, policy.decode))
             if is_due_at(config, config.eval_every, before, position) or (is_last and evaluates):
                 scalars |= evaluation_scalars(config, policy, task, tests, writer, number)
                 progress.note(f"step {number}: test accuracy {scalars['eval/accuracy']:.3f}")
             scalars |= timing(int(rollouts.completion_mask.sum()), began, sampled, updated)
             writer.write_metrics(number, scalars)
             trackers.log(number, scalars)
-            progress.update(number, progress_scalars(scalars))
+            if done is not None:
+                progress.update(number, progress_scalars(scalars))
 
             # checkpoint
             interrupted = stop.asked and not is_last
@@ -246,6 +237,72 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
         if noise.sentence():
             progress.note(noise.sentence())
     return Trained(config.out, position.step, interrupted, position.rollouts)
+
+
+@dataclass(frozen=True)
+class Learner:
+    """What the updates of a step use, made once for a run."""
+
+    config: TrainConfig
+    model: Any
+    optimizer: torch.optim.Optimizer
+    updater: Updater
+    sources: Sequence[InputSource]
+    observer: CreditObserver
+    reference: Reference | None
+    measures_always: bool
+    """Whether every step is measured, also those that are not recorded."""
+
+
+@dataclass(frozen=True)
+class UpdatedStep:
+    """A step after its updates."""
+
+    step: Step
+    reading: StepReading
+    scalars: dict[str, Any]
+    is_recorded: bool
+    updates: int
+    """Updates that were made: fewer than `inner_updates` after a failure."""
+    failure: NotFiniteError | None
+    """What ended the updates early."""
+
+
+def update_policy(
+    learner: Learner,
+    number: int,
+    rollouts: Rollouts,
+    problems: Sequence[Problem],
+    inputs: dict[str, torch.Tensor],
+    *,
+    is_recorded: bool,
+) -> UpdatedStep:
+    """Make the updates of a step. The first that is not finite ends them.
+
+    Raises:
+        NotFiniteError: If that is the very first; the weights are as they were.
+    """
+    config, rate = learner.config, learning_rate(number, learner.config)
+    seen = learner.observer.before(number, rollouts, problems) if is_recorded else None
+    known = None if learner.reference is None else learner.reference.log_probs(rollouts)
+    measure = is_recorded or learner.measures_always
+    step, loss = learner.updater.first(number, rollouts, measure=measure, inputs=inputs, reference=known)
+    norm = apply_gradient(learner.optimizer, learner.model, rate, config.max_grad_norm)
+    updates, clipped, failure = 1, math.nan, None
+    try:
+        while updates < config.inner_updates:
+            loss, clipped = learner.updater.again(step, reference=known)
+            apply_gradient(learner.optimizer, learner.model, rate, config.max_grad_norm)
+            updates += 1
+    except NotFiniteError as error:
+        failure = error
+    step = step if seen is None else learner.observer.after(step, seen)
+    reading = read_step(step)
+    scalars = reading.scalars | {"loss": loss, "grad_norm": norm, "learning_rate": rate} | policy_scalars(step)
+    scalars |= reference_scalars(step, known) | ({} if math.isnan(clipped) else {"clipped_tokens": clipped})
+    for source in learner.sources:
+        scalars |= source.learn(rollouts)
+    return UpdatedStep(step, reading, scalars, is_recorded, updates, failure)
 
 
 @dataclass(frozen=True)

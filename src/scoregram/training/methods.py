@@ -36,9 +36,9 @@ METHODS: MappingProxyType[str, Method] = MappingProxyType(
             learned_baseline=True,
             about="reward minus the learned value of the prompt",
         ),
-        "ppo": Method(estimator="gae", objective="dapo", about="a critic's values, GAE with λ = 0.95, clipped ratio"),
+        "ppo": Method(estimator="gae", objective="ppo", about="a critic's values, GAE with λ = 0.95, clipped ratio"),
         "ppo-monte-carlo": Method(
-            estimator="gae-monte-carlo", objective="dapo", about="reward minus a critic's value of the prefix: λ = 1"
+            estimator="gae-monte-carlo", objective="ppo", about="reward minus a critic's value of the prefix: λ = 1"
         ),
         "grpo-process": Method(
             estimator="grpo-process", objective="grpo", about="process rewards: every verified step is rewarded"
@@ -55,11 +55,11 @@ METHODS: MappingProxyType[str, Method] = MappingProxyType(
         "grpo": Method(
             estimator="grpo", objective="grpo", about="standardised reward, clipped ratio, mean over tokens"
         ),
-        "grpo-trl": Method(estimator="grpo-trl", objective="dapo", about="as TRL's defaults: its eps, its token mean"),
+        "grpo-trl": Method(estimator="grpo-trl", objective="ppo", about="as TRL's defaults: its eps, its token mean"),
         "grpo-verl": Method(estimator="grpo-verl", objective="dual_clip", about="as verl's defaults: token mean"),
         "grpo-openrlhf": Method(estimator="grpo-openrlhf", objective="grpo", about="as OpenRLHF's group_norm"),
         "grpo-nemo-rl": Method(
-            estimator="grpo-nemo-rl", objective="dual_clip", about="as NeMo-RL: statistics of the other rollouts"
+            estimator="grpo-nemo-rl", objective="ppo", about="as NeMo-RL: statistics of the other rollouts"
         ),
         "grpo-prime-rl": Method(
             estimator="grpo-prime-rl", objective="dapo", about="as prime-rl: reward minus the group's mean"

@@ -113,9 +113,11 @@ def last_scalar(folder: Path, name: str) -> int:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         lines = file.read().splitlines(keepends=True)
     for line in reversed(lines):
+        if not line.endswith(b"\n"):  # still being written, or torn by a kill
+            continue
         try:
-            return int(json.loads(line)[name]) if line.endswith(b"\n") else 0
-        except (ValueError, KeyError, TypeError):  # torn by a kill, or another program's line
+            return int(json.loads(line)[name])
+        except (ValueError, KeyError, TypeError):  # another program's line
             continue
     return 0
 
