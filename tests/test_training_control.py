@@ -284,7 +284,7 @@ def test_without_control_nothing_is_decided(policy, tmp_path):
     ("changes", "words"),
     [
         ({"group_size": "auto", "batch_size": 8}, "needs at least two groups of 8"),
-        ({"group_size": "auto", "batch_size": 16, "draw": "measured"}, "measures noise over prompts that are drawn evenly"),
+        ({"group_size": "auto", "batch_size": 16, "draw": "measured"}, "over prompts that are drawn evenly"),
         ({"allocate": "measured", "between_prompts": False}, "needs the Gram between prompts"),
         ({"allocate": "success", "micro_batch_size": 4}, "in one pass"),
         ({"allocate": "measured", "method": "dapo"}, "samples each prompt once per step"),
