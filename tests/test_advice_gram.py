@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-import shutil
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +23,8 @@ from scoregram.advice.noise_rules import SuccessLaw, group_size_for, least_error
 from scoregram.bootstrap import t_mean
 from scoregram.exhibits import Estimate
 from scoregram.reading import RunNoise, RunReading, StoredGroup, read_run
-from scoregram.reading.noise import COMPONENTS
-from scoregram.reading.step import block_scalars
 from scoregram.runs import BatchRecord, GroupRecord, RunWriter
-from scoregram.statistics import NoiseComponents, group_blocks, noise_components
+from scoregram.statistics import NoiseComponents
 from tests.report_cases import write_run
 
 
@@ -243,96 +239,6 @@ def test_random_gradients_have_findings_on_noise_alone(tmp_path):
         names = {one.name for one in advise_run(read_run(tmp_path / f"{seed}")).findings}
         wrong += bool(names - {"batch size", "group size"})
     assert wrong <= 2  # at 5 %, more than 2 of 10 have a probability of 1 %
-
-
-def noise_run(folder: Path, seed: int) -> RunReading:
-    """A run in which rewards have nothing to do with scores: every step, layer, batch and probe is noise.
-
-    27 measured steps with 4 of 8 prompts and 2 held-out ones, groups of 6, 8 layers; all true gradients are zero.
-    """
-    rng = torch.Generator().manual_seed(seed)
-    with RunWriter.create(folder, {"group_size": 6, "method": "rloo"}, environment={}, layers="float64") as writer:
-        for step in range(1, 28):
-            names = [f"p/{(4 * step + place) % 8}" for place in range(4)] + ["test/0", "test/1"]
-            layers = {f"l.{k}": torch.randn(36, 5, generator=rng, dtype=torch.float64) for k in range(8)}
-            whole = sum(scores @ scores.mT for scores in layers.values())
-            assert isinstance(whole, torch.Tensor)
-            rewards = torch.randint(0, 2, (36,), generator=rng).double()
-            records = []
-            for place, name in enumerate(names[:4]):
-                rows = slice(6 * place, 6 * place + 6)
-                mine = rewards[rows]
-                records.append(
-                    GroupRecord(
-                        step=step,
-                        prompt_id=name,
-                        rewards=mine,
-                        lengths=torch.ones(6).long(),
-                        advantages=(mine - mine.mean()) * 6 / 5,
-                        gram=whole[rows, rows],
-                        by_layer={layer: (scores @ scores.mT)[rows, rows] for layer, scores in layers.items()},
-                    )
-                )
-            parts = {"train": (names[:4], slice(0, 24)), "fixed": (names[4:], slice(24, 36))}
-            parts["train and fixed"] = (names, slice(0, 36))
-            writer.write_groups(step, records)
-            writer.write_batches(
-                step,
-                [
-                    BatchRecord(
-                        step=step,
-                        kind=kind,
-                        prompt_ids=tuple(chosen),
-                        sizes=torch.full((len(chosen),), 6),
-                        rewards=rewards[rows],
-                        lengths=torch.ones(6 * len(chosen)).long(),
-                        weights=torch.zeros(6 * len(chosen), dtype=torch.float64),
-                        gram=whole[rows, rows],
-                    )
-                    for kind, (chosen, rows) in parts.items()
-                ],
-            )
-            found = noise_components(whole[:24, :24], rewards[:24].reshape(4, 6))
-            scalars = dict(zip(COMPONENTS, vars(found).values(), strict=True))
-            trained = whole[:24, :24]
-            advantages = torch.cat([record.advantages for record in records])
-            pull = advantages * (trained @ advantages)
-            shares = {"gram/largest_share": float(pull.abs().max() / (advantages @ trained @ advantages))}
-            blocks = block_scalars(group_blocks(trained, 6), rewards[:24].reshape(4, 6))
-            known = {"reward": float(rewards[:24].mean()), "gram/score_norm": 1.0}
-            writer.write_metrics(step, known | blocks | scalars | shares)
-    return read_run(folder)
-
-
-EXPECTED_ON_NOISE = {"batch size", "group size"}
-"""Without any signal the batch is too small and prompts do not differ: these findings are true."""
-
-
-@pytest.mark.slow
-def test_noise_has_findings_in_at_most_five_percent_of_runs(tmp_path):
-    """All rules on Grams at once; the bound is 5 % and 2.3 standard errors of 200 simulated runs."""
-    names: Counter[str] = Counter()
-    wrong = 0
-    for seed in range(1000, 1200):  # the level of held-out influence was chosen on the seeds from 0 to 199
-        run = noise_run(tmp_path / f"{seed}", seed)
-        found_names = {name for name, rule in GRAM_RULES.items() if isinstance(rule(run), RunFinding)}
-        names.update(found_names - EXPECTED_ON_NOISE)
-        wrong += bool(found_names - EXPECTED_ON_NOISE)
-        shutil.rmtree(tmp_path / f"{seed}")
-    assert wrong / 200 <= 0.05 + 2.3 * math.sqrt(0.05 * 0.95 / 200), names
-
-
-def test_every_rule_on_grams_decides_on_a_complete_run(tmp_path):
-    """So that the simulation tests rules, and not their silence: only what noise cannot resolve stays open."""
-    run = noise_run(tmp_path / "run", 0)
-    undecided = {name for name, rule in GRAM_RULES.items() if isinstance(rule(run), Undecided)}
-    assert undecided <= {
-        "estimator",
-        "baseline",
-        "overfitting to prompts",
-        "layers that carry the update",
-        "group size",
-    }
 
 
 def coin(step: int, prompt: int, seed: int) -> torch.Tensor:
