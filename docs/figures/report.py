@@ -22,8 +22,8 @@ BELOW, PIECE = 6400, 1000
 """Height of a whole page, and of the pictures that it is cut into."""
 
 
-def take(page: Path, out: Path, width: int, height: int, *, dark: bool = False) -> None:
-    """A screenshot with few colours, which keeps the file small."""
+def take(page: Path, out: Path, width: int, height: int, *, dark: bool = False, colours: int = 256) -> None:
+    """A screenshot with few colours, which keeps the file small; `colours` 0 keeps all of them."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
     scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []
     with tempfile.TemporaryDirectory() as profile:
@@ -31,14 +31,15 @@ def take(page: Path, out: Path, width: int, height: int, *, dark: bool = False) 
         command += [f"--user-data-dir={profile}", "--virtual-time-budget=8000", f"--window-size={width},{height}"]
         command += [f"--screenshot={out}", page.resolve().as_uri()]
         subprocess.run(command, check=True, capture_output=True)
+    picture = Image.open(out).convert("RGB")
     # by coverage: the palette keeps small patches, such as the swatches of a legend, in their own colours
-    Image.open(out).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE).save(out, optimize=True)
+    (picture.quantize(colours, Image.Quantize.MAXCOVERAGE) if colours else picture).save(out, optimize=True)
 
 
 def cut_page(page: Path, out: Path) -> None:
     """The part of a page below the first screen, in several pictures."""
     whole = out.with_name(f"{out.stem}-whole.png")
-    take(page, whole, 1400, BELOW)
+    take(page, whole, 1400, BELOW, colours=0)
     with Image.open(whole) as picture:
         for place, top in enumerate(range(850, BELOW - PIECE, PIECE - 50)):
             picture.crop((0, top, 1400, top + PIECE)).save(out.with_name(f"{out.stem}-below{place + 1}.png"))

@@ -48,6 +48,8 @@ SEQUENTIAL = ((0.0, "#f2f5f9"), (0.5, "#6aaed6"), (1.0, "#08306b"))
 """Colours of a heat map of shares, from 0 upward: lightness alone tells them apart."""
 MULTIPLE_HEIGHT, FULL_HEIGHT = 260, 400
 """Heights of a figure, in pixels."""
+HEAT_ROW, HEAT_MARGIN = 16, 60
+"""Height of a row of a heat map, so that the names of rows do not touch, and of what is below the rows."""
 LEGEND_ROW = 22
 """Height for each series beyond two, whose names need a row of their own."""
 
@@ -357,6 +359,7 @@ def _heat(figure: HeatMap) -> dict[str, Any]:
 def _heat_layout(figure: HeatMap, x_range: tuple[float, float] | None) -> dict[str, Any]:
     plain = _layout(Figure(figure.id, "", "", figure.x_title, figure.y_title, ()), x_range)
     return plain | {
+        "height": max(plain["height"], HEAT_MARGIN + HEAT_ROW * len(figure.y)),
         "showlegend": False,
         "yaxis": AXIS
         | {"title": {"text": "" if is_wide(figure) else html.escape(figure.y_title)}, "type": "category", "dtick": 1},

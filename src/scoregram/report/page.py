@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from scoregram import __version__
 from scoregram.checks import fail
@@ -250,11 +250,9 @@ def templates() -> jinja2.Environment:
         "blocks": text_blocks,
         "card_state": CARD_STATES.__getitem__,
         "data_table": data_table,
+        "grid": table_grid,
         "is_table": lambda one: isinstance(one, Table),
-        "is_undefined": is_undefined,
         "is_wide": is_wide,
-        "numeric_columns": numeric_columns,
-        "parts": cell_parts,
         "sparkline": sparkline,
         "state_word": STATE_WORDS.__getitem__,
         "terms": marked_terms,
@@ -366,9 +364,29 @@ def numeric_columns(table: Table) -> list[bool]:
     return [not any(isinstance(row[place], str) for row in table.rows) for place in range(len(table.columns))]
 
 
-def cell_parts(cell: Cell) -> tuple[str, ...]:
-    """Text of a cell: its value and, where there is one, its interval."""
-    return estimate_parts(cell) if isinstance(cell, Estimate) else (cell_text(cell),)
+def table_grid(table: Table) -> Markup:
+    """A table as HTML; a page has thousands of cells, for which a template takes several times as long."""
+    sides = [' class="n"' if numeric else "" for numeric in numeric_columns(table)]
+    heads = "".join(
+        f'<th scope="col"{side}>{escape(name)}</th>' for name, side in zip(table.columns, sides, strict=True)
+    )
+    rows = [
+        "".join(
+            f'<th scope="row"{side}>{cell_html(cell)}</th>' if not place else f"<td{side}>{cell_html(cell)}</td>"
+            for place, (cell, side) in enumerate(zip(row, sides, strict=True))
+        )
+        for row in table.rows
+    ]
+    body = "".join(f"<tr>{row}</tr>\n" for row in rows)
+    return Markup(f"<table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>")
+
+
+def cell_html(cell: Cell) -> Markup:
+    """Escaped text of a cell: its value and, where there is one, its interval."""
+    parts = estimate_parts(cell) if isinstance(cell, Estimate) else (cell_text(cell),)
+    if len(parts) == 2:
+        return Markup(f'{escape(parts[0])} <span class="interval">{escape(parts[1])}</span>')
+    return Markup(f'<span title="undefined">{escape(parts[0])}</span>') if is_undefined(cell) else escape(parts[0])
 
 
 def is_undefined(cell: Cell) -> bool:

@@ -290,8 +290,8 @@ def geometry_figures(run: RunReading) -> Iterator[Drawing]:
     yield from _figure(
         "rank-by-right",
         "Is the rank only a matter of how many were right?",
-        "All steps. If scores are orthogonal and of equal norm, k right rollouts of R give 4k(R-k)/R: the rank then "
-        "shows only how evenly the group is split.",
+        "All steps. If scores are unrelated and of equal norm, k right rollouts of R give 4k(R-k)/R, the wider dashes: "
+        "the rank then shows only how evenly the group is split.",
         "effective rank",
         tuple(_by_right(live)) if run.rows == "scores" else (),
         x_title="right rollouts k",
@@ -438,7 +438,7 @@ def _by_right(live: Sequence[StoredGroup]) -> Iterator[Series]:
         x = tuple(map(float, counts))
         shown: tuple[tuple[str, str, Role], ...] = (
             (f"R = {size}", "effective_rank", "measured"),
-            (f"R = {size}, orthogonal", "effective_rank_orthogonal", "null"),
+            (f"R = {size}, null: if unrelated", "effective_rank_orthogonal", "null"),
         )
         for name, key, role in shown:
             values = [[getattr(group.reading, key, math.nan) for group in here if group.right == k] for k in counts]
@@ -446,7 +446,7 @@ def _by_right(live: Sequence[StoredGroup]) -> Iterator[Series]:
                 yield _with_intervals(name, x, values, role)
         every = tuple(range(1, size))
         ranks = tuple(orthogonal_effective_rank(k, size) for k in every)
-        yield Series(f"R = {size}, 4k(R-k)/R", tuple(map(float, every)), ranks, role="null")
+        yield Series(f"R = {size}, null with equal norms", tuple(map(float, every)), ranks, role="null")
 
 
 def _with_intervals(name: str, x: tuple[float, ...], values: Sequence[Sequence[float]], role: Role) -> Series:

@@ -5,6 +5,7 @@ The page of a long run takes seconds. One thread makes pages; until a new one is
 """
 
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,8 +31,11 @@ DEEPEST = 3
 """Folders below RUNS in which runs are looked for."""
 FRESH_SECONDS = 60.0
 """A run whose metrics changed within this time is called running."""
-PATIENCE = 0.15
+PATIENCE = 0.05
 """Seconds that an answer waits for a page that is being made, before it serves the last one."""
+SWITCH_SECONDS = 0.001
+"""Longest time that the thread which makes pages keeps the interpreter while an answer waits for it. An answer changes
+threads several times, so Python's usual 5 ms add up."""
 MOST_KEPT = 12
 """Finished pages that are kept in memory: one of a long run takes 20 MB."""
 MOST_HITS = 50
@@ -376,6 +380,7 @@ def serve_runs(root: Path, *, host: str = "127.0.0.1", port: int = 8642) -> None
     app = view_app(root, hosts=("127.0.0.1", "localhost", "[::1]", host) if host != "0.0.0.0" else ("*",))
     import uvicorn
 
+    sys.setswitchinterval(SWITCH_SECONDS)
     with listening_socket(host, port) as listening:
         print(f"http://{host}:{listening.getsockname()[1]}/  (stop with Ctrl-C)", flush=True)
         uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])

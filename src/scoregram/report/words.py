@@ -44,7 +44,7 @@ SETTINGS = MappingProxyType(
         "gradient clipping": ("--max-grad-norm", "max_grad_norm"),
         "group size": ("--group-size", "num_generations"),
         "learning rate": ("--learning-rate", "learning_rate"),
-        "measured steps": ("--measure-every", "every of attach"),
+        "measured steps": ("--measure-every", "attach(trainer, every=…)"),
         "reward function": ("--reward", "reward_funcs"),
         "seed": ("--seed", "seed"),
         "updates per batch": ("--inner-updates", "num_iterations"),
