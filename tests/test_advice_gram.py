@@ -270,6 +270,8 @@ def test_products_between_prompts_are_those_of_leave_one_out_gradients():
         others = [gradients[other] for other in range(3) if other != place]
         expected = sum(float(gradients[place] @ other) for other in others) / 2 / scale
         assert products[name] == pytest.approx([expected, expected])
+    unknown = dataclasses.replace(batch, gram=torch.full((12, 12), math.nan, dtype=torch.float64))
+    assert prompt_products([unknown]) == {}
 
 
 @pytest.mark.parametrize("tests", [1, 50, 1000])

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from scoregram.advantages import leave_one_out
 from scoregram.advice.findings import LEAST_SAVING, Change, RuleVerdict, RunFinding, Undecided
 from scoregram.bootstrap import FEWEST, clustered_mean, fieller_ratio, mean_estimate, t_mean
 from scoregram.exhibits import Estimate, cell_text
@@ -23,7 +25,7 @@ from scoregram.reading import (
     held_out_influence,
 )
 from scoregram.runs import BatchRecord
-from scoregram.statistics import group_moments, prompt_estimates
+from scoregram.statistics import group_moments
 
 DRIVER_SHARE = 0.5
 """Share of the squared update that one rollout may have."""
@@ -308,12 +310,31 @@ def prompt_products(batches: Iterable[BatchRecord]) -> dict[str, list[float]]:
             or batch.kind != "train"
         ):
             continue
-        inner = prompt_estimates(batch.gram.double(), rewards).gradient_gram
-        others = (inner.sum(1) - inner.diagonal()) / (len(rewards) - 1)
+        others = products_with_others(batch.gram, rewards)
+        if not bool(others.isfinite().all()):  # a Gram with a NaN says nothing
+            continue
         scale = float(batch.gram.diagonal().double().mean()) / size
         for name, value in zip(batch.prompt_ids, others.tolist(), strict=True):
             found.setdefault(name, []).append(value / scale if scale > 0 else 0.0)
     return found
+
+
+def products_with_others(gram: Tensor, rewards: Tensor) -> Tensor:
+    """`(P,)`: inner product of each prompt's leave-one-out gradient with the mean of those of the other prompts.
+
+    `⟨g_p, Σ_q g_q⟩ - |g_p|²` over `P - 1`, with `g_p = Σ_i w_i ψ_i` over the rollouts of `p`: one product of the Gram
+    with the weights of all rollouts, where all products between two prompts would take many.
+
+    Args:
+        gram: `(P R, P R)`, rollouts prompt by prompt.
+        rewards: `(P, R)`.
+    """
+    weights, k = leave_one_out(rewards) / rewards.shape[1], gram.double()
+    prompts, size = weights.shape
+    with_all = (k @ weights.flatten()).view(prompts, size)  # ⟨ψ_i, Σ_q g_q⟩
+    own = k.view(prompts, size, prompts, size).diagonal(dim1=0, dim2=2)  # (R, R, P)
+    squared = torch.einsum("pi,ijp,pj->p", weights, own, weights)
+    return ((weights * with_all).sum(1) - squared) / (prompts - 1)
 
 
 def lost_exploration(run: RunReading) -> RuleVerdict:

@@ -132,15 +132,16 @@ def group_curve(
 
     With `over`, the ratio of two sums over the groups in which both are defined, such as rank over null.
     """
-    sums: dict[int, list[float]] = {}
-    for group in groups:
-        above, below = quantity(group), 1.0 if over is None else over(group)
-        if not (math.isnan(above) or math.isnan(below)):
-            total = sums.setdefault(group.record.step, [0.0, 0.0])
-            total[0] += above
-            total[1] += below
-    pairs = [(step, above / below if below else math.nan) for step, (above, below) in sorted(sums.items())]
-    return running_curve([step for step, _ in pairs], [value for _, value in pairs])
+    groups = list(groups)
+    steps = np.array([group.record.step for group in groups], dtype=np.int64)
+    above = np.array([quantity(group) for group in groups], dtype=np.float64)
+    below = np.ones(len(groups)) if over is None else np.array([over(group) for group in groups], dtype=np.float64)
+    known = ~(np.isnan(above) | np.isnan(below))
+    places, place_of = np.unique(steps[known], return_inverse=True)
+    sums, counts = (np.bincount(place_of, weights=terms[known], minlength=len(places)) for terms in (above, below))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        means = np.where(counts != 0, sums / counts, math.nan)
+    return running_curve(places.tolist(), means.tolist())
 
 
 @dataclass(frozen=True)
