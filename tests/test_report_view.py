@@ -61,6 +61,16 @@ def ask(app, address: str, host: str = "localhost", method: str = "GET") -> tupl
     return sent[0]["status"], body.decode()
 
 
+@pytest.fixture(autouse=True)
+def no_page_is_made_after_its_test():
+    """A page that is still being made would run beside the next test, and draw from its random numbers."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == view.MAKER_THREAD:
+            thread.join(60)
+            assert not thread.is_alive()
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("view")

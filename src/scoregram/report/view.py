@@ -31,6 +31,8 @@ DEEPEST = 3
 """Folders below RUNS in which runs are looked for."""
 FRESH_SECONDS = 60.0
 """A run whose metrics changed within this time is called running."""
+MAKER_THREAD = "scoregram view"
+"""Name of the thread that makes pages."""
 PATIENCE = 0.05
 """Seconds that an answer waits for a page that is being made, before it serves the last one."""
 SWITCH_SECONDS = 0.001
@@ -100,7 +102,7 @@ class AnswerMaker:
                     self._wanted[key] = version, make  # last, hence next
                 if self._current is None:
                     self._current = key, version
-                    Thread(target=self._work, daemon=True).start()
+                    Thread(target=self._work, name=MAKER_THREAD, daemon=True).start()
                 wait = self.patience if patience is None else patience
                 self._change.wait_for(lambda: self._has(key, version), wait)
             return self._finished.get(key)
