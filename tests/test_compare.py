@@ -5,6 +5,7 @@ import io
 import json
 import math
 import shutil
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import fields, replace
 from io import StringIO
 from itertools import product
@@ -66,7 +67,10 @@ def test_every_run_has_the_shared_settings_and_its_own_options():
         ({"methods": "grpo,grpo"}, "compare --methods: must name each method once"),
         ({"methods": "grpo:learning_rate"}, "an option of grpo must be OPTION=VALUE"),
         ({"methods": "grpo:speed=3"}, "an option of grpo must be OPTION=VALUE"),
-        ({"methods": "grpo:seed=3"}, "an option of grpo must be OPTION=VALUE"),
+        ({"methods": "grpo:seed=3"}, "seed belongs to the whole comparison and must not be an option of grpo"),
+        ({"methods": "grpo:reward=my:chance"}, "reward belongs to the whole comparison"),
+        ({"methods": "grpo:keep-evidence=false"}, "keep_evidence belongs to the whole comparison"),
+        ({"keep_evidence": False}, "keep_evidence must be true: accuracies come from stored test rollouts"),
         ({"methods": "grpo:learning_rate=fast"}, "grpo:learning_rate must have a value of its type, got 'fast'"),
         ({"methods": "grpo:autocast=maybe"}, "grpo:autocast must have a value of its type"),
         ({"methods": "vineppo:segments=lines"}, "vineppo:segments must be one of steps, unlikely, even"),
@@ -74,7 +78,7 @@ def test_every_run_has_the_shared_settings_and_its_own_options():
         ({"seeds": 0}, "compare --seeds: must be at least 1"),
         ({"rollouts": 0}, "compare --rollouts: must be at least 1"),
         ({"jobs": -1}, "compare --jobs: must be at least 0"),
-        ({"target": 80.0}, "compare --target: must be an accuracy above 0 and at most 1"),
+        ({"target": math.inf}, "compare --target: must be finite"),
     ],
 )
 def test_comparisons_that_cannot_work_are_refused(changes, says):
@@ -91,14 +95,31 @@ def test_options_are_read_as_on_the_command_line():
         "push": False,
         "estimator": "rloo",
     }
-    assert method_choice("grpo:reward=my:chance:beta=0.1").options == {"reward": "my:chance", "beta": 0.1}
-    assert "/" not in method_choice("grpo:reward=a").folder and ":" not in chosen.folder
+    assert method_choice("grpo:draft_format=a:b:beta=0.1").options == {"draft_format": "a:b", "beta": 0.1}
+    assert "/" not in method_choice("grpo:draft_format=a/b").folder and ":" not in chosen.folder
 
 
-def test_a_method_that_the_settings_exclude_is_said_before_any_run(tmp_path):
-    with pytest.raises(ScoregramError, match="rloo needs at least 2 rollouts"):
-        compare_methods(CompareConfig(methods="reinforce,rloo", group_size=1, out=tmp_path), console=QUIET)
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"methods": "reinforce,rloo", "group_size": 1}, "rloo needs at least 2 rollouts"),
+        (
+            {"methods": "agro,ppo", "sampling_temperature": 1.5},
+            "train --sampling-temperature: needs a loss for rollouts",
+        ),
+        ({"methods": "rloo,ppo", "allocate": "measured"}, "train --allocate: needs one advantage per rollout"),
+    ],
+)
+def test_a_method_that_the_settings_exclude_is_said_before_any_run(changes, says, tmp_path):
+    with pytest.raises(ScoregramError, match=says):
+        compare_methods(CompareConfig(out=tmp_path, **changes), console=QUIET)
     assert not list(tmp_path.iterdir())
+
+
+def test_runs_share_the_cores_unless_each_takes_all(monkeypatch):
+    monkeypatch.setattr(cells_module, "available_cores", lambda: 8)
+    found = {n: cells_module.default_jobs(CompareConfig(threads=n, device="cpu")) for n in (0, 1, 2, 16)}
+    assert found == {0: 1, 1: 8, 2: 4, 16: 1}
 
 
 # Intervals
@@ -163,11 +184,12 @@ def test_signal_and_noise_are_right_on_average_over_every_batch():
 def run_of(seed: int, right: list[int], accuracies: list[float], **scalars: float) -> RunResult:
     lines: list[dict[str, Any]] = [
         {"step": step, "rollouts": 80 * step, "eval/accuracy": value, "time/step": 30.0 if step else 0.0}
+        | ({"groups": 8} if step else {})
         for step, value in enumerate(accuracies)
     ]
     lines[-1] |= {"reward": 0.5, "gram/update_signal": 2.0, "gram/update_noise": 4.0} | scalars
     tests = {GREEDY_TEST: {len(lines) - 1: {f"p{place}": float(one) for place, one in enumerate(right)}}}
-    return RunResult(seed, RunReading(config={}, notes=(), lines=lines, groups=[], tests=tests))
+    return RunResult(seed, RunReading(config={"group_size": 8}, notes=(), lines=lines, groups=[], tests=tests))
 
 
 def hand_made() -> MethodComparison:
@@ -176,7 +198,7 @@ def hand_made() -> MethodComparison:
     mixed = [run_of(seed, [1, seed % 2, 0, 0], [0.0, 0.25, 0.5 * (seed > 0)]) for seed in range(3)]
     setting = {"task": "toy", "rollouts": 160, "every_rollouts": 80, "batch_size": 64, "seeds": 3, "target": 0.5}
     rows = {"grpo": grpo, "better": better, "mixed": mixed}
-    return MethodComparison(setting, [MethodResult(label, runs, 64) for label, runs in rows.items()])
+    return MethodComparison(setting, [MethodResult(label, runs) for label, runs in rows.items()])
 
 
 def column(table: Table, name: str) -> list[Any]:
@@ -193,6 +215,48 @@ def test_the_accuracy_table_by_hand():
     assert (to_half[0].value, to_half[1].value, to_half[2]) == (160, 80, "2 of 3 seeds")
     assert column(table, "steps") == [2, 2, 2] and column(table, "minutes")[0].value == 1
     assert column(table, "extra rollouts, %") == pytest.approx([20.0] * 3)  # 160 sampled, 2 · 64 trained on
+
+
+@pytest.mark.parametrize(
+    ("lines", "trained"),
+    [
+        ([{"groups": 4, "rollouts": 32}, {"groups": 3, "rollouts": 96}], 32 + 24),  # dropped groups
+        ([{"groups": 4, "rollouts": 32}, {"skipped": 1, "rollouts": 64}, {"groups": 4, "rollouts": 96}], 32 + 32),
+        ([{"groups": 4, "rollouts": 32}, {"skipped": 1, "groups": 4, "rollouts": 64}], 32),
+        ([{"groups": 4, "rollouts": 32}, {"groups": 8, "control/group_size": 4, "rollouts": 64}], 32 + 32),
+        ([{"groups": 12, "rollouts": 32}], 32),  # a group for each of three turns: they count as one
+    ],
+)
+def test_rollouts_that_were_trained_on_by_hand(lines, trained):
+    numbered: list[dict[str, Any]] = [{"step": place, **line} for place, line in enumerate(lines, start=1)]
+    start = {"step": 0, "rollouts": 0, "eval/accuracy": 0.0}
+    run = RunResult(0, RunReading(config={"group_size": 8}, notes=(), lines=[start, *numbered], groups=[]))
+    assert run.trained == trained
+    extra = MethodResult("one", [run, run]).extra().value
+    assert extra == pytest.approx(1 - trained / lines[-1]["rollouts"])
+
+
+def test_a_method_without_a_finished_run_is_named():
+    whole = hand_made()
+    grpo, better, mixed = whole.methods
+    lost = replace(whole, methods=[grpo, replace(better, runs=[]), mixed])
+    assert "can be told for mixed (-16.7 points); better has no finished run." in verdict_sentence(lost)
+    setting = {**whole.setting, "target": None}
+    headless = MethodComparison(setting, [replace(grpo, runs=[]), better, replace(mixed, runs=[])])
+    assert verdict_sentence(headless).endswith("3 seeds: grpo, mixed have no finished run.")
+    table = accuracy_table(headless)
+    assert column(table, "method") == ["better"] and not any("nan" in name for name in table.columns)
+
+
+def test_a_target_is_checked_where_the_outcome_is_known():
+    def aiming(comparison: MethodComparison, target: float) -> Table:
+        return accuracy_table(MethodComparison({**comparison.setting, "target": target}, comparison.methods))
+
+    with pytest.raises(ScoregramError, match=r"compare --target: must be an accuracy above 0 and at most 1, .*got 80"):
+        aiming(hand_made(), 80.0)
+    assert "rollouts to 93.5 %" in aiming(hand_made(), 0.935).columns
+    for target in (2.5, -0.25):  # returns may be any number
+        assert f"rollouts to {target:.3g}" in {name.rstrip("0") for name in aiming(returns_by_hand(), target).columns}
 
 
 def test_rollouts_to_an_accuracy_lie_between_evaluations():
@@ -215,7 +279,7 @@ def returns_by_hand() -> MethodComparison:
     rows = {"first": [0.25, -0.5], "second": [0.5, 0.25]}
     setting = {"task": "game", "rollouts": 160, "every_rollouts": 80, "batch_size": 80, "seeds": 3, "target": 0.125}
     return MethodComparison(
-        setting, [MethodResult(name, [run(seed, rewards) for seed in range(3)], 80) for name, rewards in rows.items()]
+        setting, [MethodResult(name, [run(seed, rewards) for seed in range(3)]) for name, rewards in rows.items()]
     )
 
 
@@ -253,7 +317,7 @@ def test_the_update_columns_and_the_summary_of_a_run_have_the_same_steps(made):
     ]
     changed = replace(run, lines=lines)
     assert changed.update_power == run.update_power and not math.isnan(run.update_power.noise)
-    assert MethodResult("one", [RunResult(0, changed)], 12).mean("credit/correlation").value == np.mean(run.last_third)
+    assert MethodResult("one", [RunResult(0, changed)]).mean("credit/correlation").value == np.mean(run.last_third)
 
 
 def test_the_update_table_by_hand():
@@ -396,15 +460,89 @@ def test_a_run_that_fails_does_not_end_the_others(made, policy, tmp_path, monkey
 
 
 @pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.OutOfMemoryError("tried to allocate 2 GiB"), "OutOfMemoryError: tried to allocate 2 GiB"),
+        (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero"),
+        (ScoregramError("train: broken."), "train: broken."),
+    ],
+)
+def test_any_exception_ends_its_run_alone(error, reason, tmp_path, monkeypatch):
+    def broken(config: TrainConfig) -> Trained:
+        raise error
+
+    monkeypatch.setattr(cells_module, "run_one", broken)
+    config = TrainConfig(out=tmp_path / "runs/grpo/seed-0")
+    assert not cells_module.run_or_explain(config).interrupted
+    assert cells_module.failure_path(config).read_text() == f"{reason}\n"
+
+
+def test_a_worker_process_that_dies_is_a_sentence(policy, tmp_path, monkeypatch):
+    def died(*_: Any, **__: Any) -> bool:
+        raise BrokenProcessPool
+
+    monkeypatch.setattr(cells_module, "run_in_processes", died)
+    with pytest.raises(ScoregramError, match="every worker process must live until its run ends, got one that died"):
+        compare_methods(small(policy, tmp_path / "dying", jobs=2), console=QUIET)
+
+
+@pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"learning_rate": 2e-3}, "must have the same config, got learning_rate: 0.001 in the run, 0.002 requested"),
         ({"rollouts": 12}, "compare --rollouts: must be at least 36"),
+        ({"seeds": 1}, "compare --seeds: must be at least 2"),
     ],
 )
 def test_other_settings_do_not_mix_into_a_comparison(changes, says, made, policy):
     with pytest.raises(ScoregramError, match=says):
         compare_methods(small(policy, made, **changes), console=QUIET)
+
+
+OTHER = {"learning_rate": 2e-3, "task": "arithmetic:3", "eval_problems": 4, "batch_size": 8, "every_rollouts": 12}
+
+
+def without_shared(folder: Path) -> None:
+    """Make the folder one of an older version, which did not store what all runs share."""
+    setting = json.loads((folder / "compare.json").read_text())
+    del setting["shared"]
+    (folder / "compare.json").write_text(json.dumps(setting))
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("name", OTHER)
+def test_a_new_method_must_have_the_settings_of_the_folder(name, is_old, made, policy, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(made, folder)
+    if is_old:
+        without_shared(folder)
+    before = (folder / "compare.json").read_text()
+    with pytest.raises(ScoregramError, match=f"must have the same config, got {name}: .* in the run, {OTHER[name]} re"):
+        compare_methods(small(policy, folder, methods="rloo", **{name: OTHER[name]}), console=QUIET)
+    assert (folder / "compare.json").read_text() == before and not (folder / "runs/rloo").exists()
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_new_method_comes_after_the_first_one(is_old, made, policy, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(made, folder)
+    if is_old:
+        without_shared(folder)
+    assert compare_methods(small(policy, folder, methods="rloo"), console=QUIET) == 0
+    accuracy = from_plain(json.loads((folder / "table.json").read_text())["exhibits"])[0]
+    assert isinstance(accuracy, Table) and "points over grpo" in accuracy.columns
+    assert column(accuracy, "method") == ["grpo", "vineppo:prefix_rollouts=1", "rloo"]
+    assert json.loads((folder / "compare.json").read_text())["shared"]["learning_rate"] == 1e-3
+
+
+def test_a_larger_budget_extends_a_comparison_at_the_evaluations_it_has(made, policy, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(made, folder)
+    longer = {"methods": "grpo", "rollouts": 60}
+    assert compare_methods(small(policy, folder, **longer), console=QUIET) == 0
+    assert compare_methods(small(policy, tmp_path / "new", every_rollouts=3, **longer), console=QUIET) == 0
+    extended = {name: lines for name, lines in runs_of(folder).items() if "/grpo/" in name}
+    assert extended == runs_of(tmp_path / "new") and len(extended) == 2
 
 
 def test_a_damaged_setting_is_a_sentence(tmp_path, capsys):
@@ -423,6 +561,6 @@ def test_the_command_line_knows_the_options_of_train_but_not_those_it_sets(capsy
     given = "--methods rloo,grpo --seeds 2 --learning-rate 0.1 --no-push"
     parsed: Any = cli.parsed_command(["compare", *given.split()])
     assert (parsed.seeds, parsed.learning_rate, parsed.push, len(parsed.choices)) == (2, 0.1, False, 2)
-    for refused in ("--seed 1", "--method grpo", "--steps 3", "--resume"):
+    for refused in ("--seed 1", "--method grpo", "--steps 3", "--resume", "--no-keep-evidence"):
         with pytest.raises(SystemExit):
             cli.parsed_command(["compare", *refused.split()])

@@ -95,6 +95,16 @@ def test_the_control_rewards_chance_in_training_and_the_truth_in_tests():
     assert tested == [1.0, 0.0]
 
 
+def test_the_control_is_a_row_of_gsm8k_with_its_own_reward(tmp_path):
+    config = script("run").comparison_config("gsm8k", tmp_path, seeds=1, rate=1e-4)
+    labels = {record["label"] for record in script("summarise").records("gsm8k.jsonl.xz")}
+    assert {choice.label for choice in config.choices} == labels
+    rewards = {choice.label: config.run_config(choice, 0).reward for choice in config.choices}
+    assert {label: reward for label, reward in rewards.items() if reward} == {
+        "grpo:reward=rewards:random_in_training": "rewards:random_in_training"
+    }
+
+
 def test_every_table_of_the_pages_follows_from_the_records():
     summarise = script("summarise")
     for page in (FOLDER / "README.md", summarise.DOCS):

@@ -98,7 +98,7 @@ def main() -> None:
         for one in found:
             file.write(json.dumps(one, separators=(",", ":")) + "\n")
     failures = {
-        str(p.relative_to(out)): p.read_text().strip().splitlines()[-1][:100]
+        str(p.relative_to(out)): p.read_text().strip().splitlines()[0][:100]
         for p in out.glob("compare/*/runs/*/*failure.txt")
     }
     settings = {p.parent.name: json.loads(p.read_text()) for p in out.glob("compare/*/compare.json")}

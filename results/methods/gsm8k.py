@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from run import TASKS, TUNING_METHODS, TUNING_SEED, comparison_config, run_or_note
+from run import TASKS, TUNING_METHODS, TUNING_SEED, comparison_config
 
 from scoregram.compare import CompareConfig
-from scoregram.compare.cells import write_comparison_setting
+from scoregram.compare.cells import run_or_explain, write_comparison_setting
 from scoregram.runs import open_run
 from scoregram.training import TrainConfig, last_scalar, run_in_processes
 
@@ -46,7 +46,8 @@ def runs_of(config: CompareConfig, seeds: range) -> Iterator[TrainConfig]:
 
 def train_missing(runs: list[TrainConfig], workers: int) -> None:
     """Train the runs that have not used up their rollouts."""
-    run_in_processes([run for run in runs if last_scalar(run.out, "rollouts") < ROLLOUTS], workers, run=run_or_note)
+    missing = [run for run in runs if last_scalar(run.out, "rollouts") < ROLLOUTS]
+    run_in_processes(missing, workers, run=run_or_explain)
 
 
 def sampled_gain(run: TrainConfig) -> float:

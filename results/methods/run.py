@@ -9,22 +9,23 @@ methods of a task. Starting policies of the reasoning-gym tasks and of GSM8K mus
 import argparse
 import json
 import os
-import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from scoregram.compare import CompareConfig
-from scoregram.compare.cells import failure_path, planned_cells, run_or_explain, write_comparison_setting
+from scoregram.compare.cells import planned_cells, run_or_explain, write_comparison_setting
+from scoregram.compare.config import MethodChoice
 from scoregram.compare.results import MEAN_RETURN, RunResult
 from scoregram.policy import load_policy
 from scoregram.reading import read_run
 from scoregram.runs import open_run
 from scoregram.tasks import load_task
-from scoregram.training import METHODS, TrainConfig, Trained, run_in_processes
+from scoregram.training import METHODS, TrainConfig, run_in_processes
 
 RATES = (1e-4, 3e-4)
 """Learning rates to choose from; every method of a task gets the same."""
@@ -68,8 +69,8 @@ class TaskSetting:
     options: Mapping[str, Any] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     """Method → its name with options of its own."""
-    extra: Sequence[str] = ()
-    """Further rows, such as a control."""
+    control_rows: Sequence[MethodChoice] = ()
+    """Further rows."""
     rate: float = 0.0
     """Learning rate; 0 to choose from `RATES`."""
     seeds: int = 3
@@ -79,7 +80,22 @@ class TaskSetting:
     def methods(self) -> str:
         """All methods that apply, the first one first."""
         applying = [FIRST, *(name for name in METHODS if name != FIRST)]
-        return ",".join([*(self.labels.get(n, n) for n in applying if n not in self.left_out), *self.extra])
+        return ",".join(self.labels.get(n, n) for n in applying if n not in self.left_out)
+
+
+@dataclass(frozen=True)
+class ControlledComparison(CompareConfig):
+    """A comparison with controls, whose options may be those that the methods of a comparison share.
+
+    The reward of the control is random in training alone: its tests are graded as those of all other methods.
+    """
+
+    control_rows: Sequence[MethodChoice] = ()
+
+    @cached_property
+    def choices(self) -> tuple[MethodChoice, ...]:
+        """The methods, then the controls."""
+        return (*super().choices, *self.control_rows)
 
 
 def gym_setting(name: str, settings: str = "", left_out: Mapping[str, str] | None = None) -> TaskSetting:
@@ -96,7 +112,7 @@ def gym_setting(name: str, settings: str = "", left_out: Mapping[str, str] | Non
 
 
 ON_GPU = ("grpo", "dr-grpo", "rloo", "ppo", "optimal-token", "vineppo", "dpo")
-CONTROL = "grpo:reward=rewards:random_in_training"
+CONTROL = MethodChoice("grpo:reward=rewards:random_in_training", "grpo", {"reward": "rewards:random_in_training"})
 TASKS = {
     "arithmetic": TaskSetting("arithmetic", 640, 64, {**ONE_TURN, **ADDED}),
     "calculator": TaskSetting("calculator", 640, 64, {**SEVERAL_TURNS, **TOO_SLOW, **ADDED}),
@@ -129,7 +145,7 @@ TASKS = {
             "between_prompts": False,
         },
         labels={"ppo": "ppo:critic_learning_rate=1e-4"},
-        extra=(CONTROL,),
+        control_rows=(CONTROL,),
         rate=8e-5,
     ),
 }
@@ -140,8 +156,9 @@ def comparison_config(name: str, out: Path, *, seeds: int, rate: float, methods:
     """The comparison of one task."""
     setting = TASKS[name]
     options = {**SHARED, **setting.options}
-    return CompareConfig(
+    return ControlledComparison(
         methods=methods or setting.methods,
+        control_rows=() if methods else setting.control_rows,
         task=setting.task,
         seeds=seeds,
         rollouts=setting.rollouts,
@@ -181,16 +198,6 @@ def build_tiny(place: tuple[str, int]) -> None:
     load_policy(replace(config.policy, seed=seed), load_task(config.task, seed=seed))
 
 
-def run_or_note(config: TrainConfig) -> Trained:
-    """Train one run; any error ends this run alone, and its reason is written beside the folder."""
-    try:
-        return run_or_explain(config)
-    except Exception as error:  # the queue goes on: the table lists what failed
-        failure_path(config).parent.mkdir(parents=True, exist_ok=True)
-        failure_path(config).write_text("".join(traceback.format_exception(error)))
-        return Trained(config.out, 0, interrupted=False)
-
-
 def in_pool(work: Any, items: Sequence[Any], workers: int) -> None:
     """Call `work` for every item, in processes of their own."""
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
@@ -205,7 +212,7 @@ def chosen_rates(names: Sequence[str], workers: int) -> dict[str, float]:
     plans = {name: tuning_runs(name) for name in open_tasks}
     queue = [run for plan in plans.values() for runs in plan.values() for run in runs]
     if queue:
-        run_in_processes(queue, workers, run=run_or_note)
+        run_in_processes(queue, workers, run=run_or_explain)
     for name, plan in plans.items():
         returns = {rate: sum(map(final_return, runs)) / len(runs) for rate, runs in plan.items()}
         known[name] = {"returns": {f"{rate:g}": value for rate, value in returns.items()}}
@@ -238,7 +245,7 @@ def main() -> None:
     cells.sort(key=lambda pair: pair[0])  # stable: tasks keep their order within a seed
     missing = [cell.config for _, cell in cells if not cell.is_complete]
     print(f"{len(cells)} runs, {len(missing)} missing, rates {rates}", flush=True)
-    run_in_processes(missing, given.workers, run=run_or_note)
+    run_in_processes(missing, given.workers, run=run_or_explain)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def comparison(table: str) -> MethodComparison:
             runs.setdefault(record["label"], []).append(packed_run(record))
     first = own[0]["settings"]
     setting = {**first, "seeds": len(seeds), "target": None}
-    return MethodComparison(setting, [MethodResult(label, found, first["batch_size"]) for label, found in runs.items()])
+    return MethodComparison(setting, [MethodResult(label, found) for label, found in runs.items()])
 
 
 def table_names() -> list[str]:

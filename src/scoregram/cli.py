@@ -89,6 +89,7 @@ class Compare(CompareConfig):  # noqa: D101
     measure_every: tyro.conf.Suppress[int] = 1
     eval_every: tyro.conf.Suppress[int] = 20
     lr_schedule: tyro.conf.Suppress[Literal["constant", "linear", "cosine"]] = "constant"
+    keep_evidence: tyro.conf.Suppress[bool] = True
 
     def run(self) -> int:
         """Train what is missing and print the table."""

@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,18 @@ import torch
 from rich.console import Console
 
 from scoregram.checks import ScoregramError, fail
-from scoregram.compare.config import CompareConfig
+from scoregram.compare.config import CompareConfig, method_choice
 from scoregram.compare.table import COMPARISON_FILE, write_comparison
 from scoregram.policy import load_policy
 from scoregram.report import show_table
-from scoregram.runs import CONFIG_FILE, disk_errors, require_same_config, write_atomically
+from scoregram.runs import CONFIG_FILE, config_differences, disk_errors, require_same_config, write_atomically
 from scoregram.tasks import load_task
 from scoregram.training import (
     TrainConfig,
     Trained,
     available_cores,
     last_scalar,
-    require_method,
+    require_runnable,
     resumable,
     run_in_processes,
     run_one,
@@ -61,8 +62,11 @@ def compare_methods(config: CompareConfig, *, console: Console | None = None) ->
         ScoregramError: If the folder holds runs with other settings, or a method does not support these settings.
     """
     console = console or Console()
+    known = read_comparison_setting(config.out)
+    config = replace(config, every_rollouts=config.every_rollouts or known.get("every_rollouts", 0))
+    refuse_other_settings(config, known)
     cells = planned_cells(config)
-    refuse_other_runs(config, cells)
+    refuse_other_runs(config, known, cells)
     write_comparison_setting(config)
     if not train_cells(config, cells, console):
         console.print(f"Stopped. The same command continues from here: {config.out}", soft_wrap=True)
@@ -86,19 +90,38 @@ def planned_cells(config: CompareConfig) -> list[PlannedCell]:
         choice.label: [config.run_config(choice, seed) for seed in range(config.seeds)] for choice in config.choices
     }
     for runs in choices.values():
-        require_method(runs[0].chosen, group_size=runs[0].starting_group_size, kl=runs[0].kl)
+        require_runnable(runs[0])
     return [PlannedCell(label, seed, runs[seed]) for seed in range(config.seeds) for label, runs in choices.items()]
 
 
-def refuse_other_runs(config: CompareConfig, cells: Sequence[PlannedCell]) -> None:
-    """Raise if the folder holds a comparison with a larger budget, or a run with other settings."""
-    known = read_comparison_setting(config.out).get("rollouts", 0)
-    if known > config.rollouts:
-        remedy = "Choose another --out, or a larger budget."
-        fail("compare --rollouts", f"must be at least {known}, which {config.out} has", config.rollouts, remedy)
-    for cell in cells:
-        if (cell.config.out / CONFIG_FILE).is_file():
-            require_same_config(cell.config.out, cell.config.record(), cell.config.may_differ())
+def refuse_other_settings(config: CompareConfig, known: Mapping[str, Any]) -> None:
+    """Raise if the comparison in the folder has more rollouts, more seeds or other shared settings.
+
+    Folders of older versions state some of the shared settings only; `refuse_other_runs` checks the others.
+    """
+    for name in ("rollouts", "seeds"):
+        if known.get(name, 0) > getattr(config, name):
+            requirement = f"must be at least {known[name]}, which {config.out} has"
+            fail(f"compare --{name}", requirement, getattr(config, name), "Choose another --out, or a larger number.")
+    requested = config.shared_settings
+    stated = ("task", "model", "batch_size", "every_rollouts")
+    stored = known.get("shared") or {name: known.get(name, requested[name]) for name in stated}
+    compared = requested if "shared" in known else {name: requested[name] for name in stated}
+    differing = config_differences(stored, compared)
+    if differing:
+        remedy = "Give the settings of the folder, or choose another --out."
+        fail("compare --out", f"all runs in {config.out} must have the same config", "; ".join(differing), remedy)
+
+
+def refuse_other_runs(config: CompareConfig, known: Mapping[str, Any], cells: Sequence[PlannedCell]) -> None:
+    """Raise if a run in the folder has other settings; in a folder of an older version, also of methods not named."""
+    runs = [cell.config for cell in cells]
+    if "shared" not in known:
+        choices = [method_choice(label) for label in known.get("methods", {})]
+        runs += [config.run_config(choice, seed) for choice in choices for seed in range(known["seeds"])]
+    for run in runs:
+        if (run.out / CONFIG_FILE).is_file():
+            require_same_config(run.out, run.record(), run.may_differ())
 
 
 def read_comparison_setting(folder: Path) -> Mapping[str, Any]:
@@ -111,7 +134,10 @@ def read_comparison_setting(folder: Path) -> Mapping[str, Any]:
 
 
 def write_comparison_setting(config: CompareConfig) -> None:
-    """Write the settings of the comparison: methods in order, seeds, budget. Methods already in the folder stay."""
+    """Write the settings of the comparison: methods in order, seeds, budget, and what all runs share.
+
+    Methods already in the folder stay, and stay in front.
+    """
     old = read_comparison_setting(config.out).get("methods", {})
     methods = {choice.label: choice.folder for choice in config.choices}
     setting = {
@@ -122,7 +148,8 @@ def write_comparison_setting(config: CompareConfig) -> None:
         "batch_size": config.batch_size,
         "seeds": config.seeds,
         "target": config.target,
-        "methods": methods | {label: folder for label, folder in old.items() if label not in methods},
+        "methods": {**old, **methods},
+        "shared": config.shared_settings,
     }
     with disk_errors(config.out, caller="compare"):
         config.out.mkdir(parents=True, exist_ok=True)
@@ -130,7 +157,11 @@ def write_comparison_setting(config: CompareConfig) -> None:
 
 
 def train_cells(config: CompareConfig, cells: Sequence[PlannedCell], console: Console) -> bool:
-    """Train every incomplete run; False if the user stopped it. A failure is explained in `failure_path`."""
+    """Train every incomplete run; False if the user stopped it. A failure is explained in `failure_path`.
+
+    Raises:
+        ScoregramError: If a worker process died, which ends the other workers too.
+    """
     missing = [cell.config for cell in cells if not cell.is_complete]
     if not missing:
         return True
@@ -140,9 +171,13 @@ def train_cells(config: CompareConfig, cells: Sequence[PlannedCell], console: Co
     with runs_progress(
         config.rollouts * len(cells), lambda: sum(cell.done for cell in cells), unit="rollouts", console=console
     ):
-        if jobs > 1:
+        if jobs == 1:
+            return all(not run_or_explain(resumable(one)).interrupted for one in missing)
+        try:
             return run_in_processes(missing, jobs, run=run_or_explain)
-        return all(not run_or_explain(resumable(one)).interrupted for one in missing)
+        except BrokenProcessPool:
+            remedy = "The same command continues from here; choose fewer --jobs if the memory was used up."
+            return fail("compare", "every worker process must live until its run ends", "one that died", remedy)
 
 
 def prepare_tiny(missing: Sequence[TrainConfig]) -> None:
@@ -152,21 +187,25 @@ def prepare_tiny(missing: Sequence[TrainConfig]) -> None:
 
 
 def default_jobs(config: CompareConfig) -> int:
-    """Runs at a time: as many as the cores allow at `config.threads` threads each; one on a GPU."""
+    """Runs at a time: as many as the cores allow at `config.threads` threads each; one on a GPU.
+
+    With 0 threads torch's own number is left as it is, which is all cores: one run at a time.
+    """
     on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
-    return 1 if on_gpu else max(1, available_cores() // max(config.threads, 1))
+    return 1 if on_gpu or not config.threads else max(1, available_cores() // config.threads)
 
 
 def run_or_explain(config: TrainConfig) -> Trained:
-    """Train one run; an error ends this run alone, and its reason is written beside the folder."""
+    """Train one run; an error of any kind ends this run alone, and its reason is written beside the folder."""
     reason = failure_path(config)
     reason.unlink(missing_ok=True)
     try:
         return run_one(config)
-    except ScoregramError as error:
+    except Exception as error:  # such as out of memory, or an error in the user's reward function
+        text = str(error) if isinstance(error, ScoregramError) else f"{type(error).__name__}: {error}"
         with disk_errors(reason, caller="compare"):
             reason.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(reason, f"{error}\n".encode())
+            write_atomically(reason, f"{text}\n".encode())
         return Trained(config.out, 0, interrupted=False)
 
 

@@ -1,5 +1,6 @@
 """Settings of a comparison: methods with their options, seeds, and the settings that all runs share."""
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -16,7 +17,8 @@ EVALUATIONS_PER_RUN = 10
 
 OF_THE_COMPARISON = (
     *("out", "resume", "overwrite", "method", "seed", "steps", "rollouts", "every_rollouts"),
-    *("measure_every", "eval_every", "eval_problems", "lr_schedule", "task", "model", "threads"),
+    *("measure_every", "eval_every", "eval_problems", "lr_schedule", "task", "reward", "model", "threads"),
+    "keep_evidence",
 )
 """Settings that cannot be options of one method: the comparison sets them, or they must be equal for all runs."""
 
@@ -49,7 +51,8 @@ class CompareConfig(TrainConfig):
     """Train several methods on one task with the same number of rollouts, and compare their accuracies and updates.
 
     Each method and seed is an ordinary run folder under `OUT/runs`. After an interruption the same command continues:
-    finished runs are kept, the others resumed. More methods, more seeds or a larger budget extend a comparison.
+    finished runs are kept, the others resumed. More methods, more seeds or a larger budget extend a comparison. The
+    first method of a folder stays first.
     """
 
     methods: str = "grpo,dr-grpo,rloo"
@@ -61,7 +64,7 @@ class CompareConfig(TrainConfig):
     """Runs at a time, one process each; they share the memory of a GPU. 0: one per core, or one on a GPU."""
     target: float | None = None
     """Accuracy (mean return, if rewards are not 0 or 1) for the column `rollouts to …`; that of the first method after
-    its last step if not given."""
+    its last step if not given. Write 0.8 for 80 %."""
 
     out: Path = Path("runs/compare")
     """Folder of the comparison."""
@@ -69,7 +72,8 @@ class CompareConfig(TrainConfig):
     """Rollouts of each run, including those that a method samples on top of its batch. Training ends at the first step
     that reaches this number."""
     every_rollouts: int = 0
-    """Measure and evaluate each time this many rollouts are sampled; 0 for a tenth of the budget."""
+    """Measure and evaluate each time this many rollouts are sampled; 0 for the number that the folder already has, or a
+    tenth of the budget."""
     credit_truth: Literal["none", "auto", "exact", "sampled"] = "auto"
     push: bool = True
     layers: Literal["float64", "float32", "none"] = "none"
@@ -78,7 +82,7 @@ class CompareConfig(TrainConfig):
     rollouts_every: int = 0
     keep_checkpoints: int = 1
     threads: int = 1
-    """CPU threads of each run."""
+    """CPU threads of each run; 0 for all cores, and then one run at a time unless `jobs` is given."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,8 +91,11 @@ class CompareConfig(TrainConfig):
                 refuse(f"compare --{name}", "must be at least 1", getattr(self, name), "Choose a larger value.")
         if self.jobs < 0:
             refuse("compare --jobs", "must be at least 0", self.jobs, "Leave it out for one per core.")
-        if self.target is not None and not 0 < self.target <= 1:
-            refuse("compare --target", "must be an accuracy above 0 and at most 1", self.target, "Write 0.8 for 80 %.")
+        if self.target is not None and not math.isfinite(self.target):
+            refuse("compare --target", "must be finite", self.target, "Leave it out for that of the first method.")
+        if not self.keep_evidence:
+            remedy = "Leave it out."
+            refuse("compare", "keep_evidence must be true: accuracies come from stored test rollouts", False, remedy)
         _ = self.choices
 
     @cached_property
@@ -111,6 +118,16 @@ class CompareConfig(TrainConfig):
         """Rollouts between two evaluations."""
         return self.every_rollouts or max(1, self.rollouts // EVALUATIONS_PER_RUN)
 
+    @property
+    def shared_settings(self) -> dict[str, Any]:
+        """The settings that every run of the comparison starts from, as plain values; a method's options come on top.
+
+        Method, seed and whatever a resumed run may change are left out.
+        """
+        run = self.run_config(MethodChoice("", self.method, {}), seed=0)
+        left_out = ("method", "seed", *run.may_differ())
+        return {name: value for name, value in run.record().items() if name not in left_out}
+
     def run_config(self, choice: MethodChoice, seed: int) -> TrainConfig:
         """The config of the run of one method and seed."""
         shared = {field.name: getattr(self, field.name) for field in fields(TrainConfig)}
@@ -131,7 +148,7 @@ def method_choice(text: str) -> MethodChoice:
         {'learning_rate': 0.0003, 'segments': 'even'}
     """
     name, _, rest = text.partition(":")
-    pairs = re.split(r":(?=[\w-]+=)", rest) if rest else []  # a value may have colons: reward=module:function
+    pairs = re.split(r":(?=[\w-]+=)", rest) if rest else []  # a value may have colons
     if name not in METHODS:
         refuse("compare --methods", f"must be among {', '.join(METHODS)}", repr(name), "Check the spelling.")
     hints = get_type_hints(TrainConfig)
@@ -139,7 +156,10 @@ def method_choice(text: str) -> MethodChoice:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         key = key.replace("-", "_")
-        if not equals or key not in hints or key in OF_THE_COMPARISON:
+        if equals and key in OF_THE_COMPARISON:
+            requirement = f"{key} belongs to the whole comparison and must not be an option of {name}"
+            refuse("compare --methods", requirement, repr(pair), "Leave it out here.")
+        if not equals or key not in hints:
             requirement = f"an option of {name} must be OPTION=VALUE with an option of scoregram train"
             refuse("compare --methods", requirement, repr(pair), "Write for example grpo:learning_rate=3e-4.")
         options[key] = option_value(f"{name}:{key}", hints[key], value)

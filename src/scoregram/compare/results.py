@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from scoregram.checks import fail
 from scoregram.compare.intervals import mean_over_problems, mean_over_seeds, ratio_over_seeds
 from scoregram.exhibits import Cell, Estimate
 from scoregram.reading import GREEDY_TEST, SAMPLED_TEST, RunReading, read_run, split_kinds
@@ -63,6 +64,22 @@ class RunResult:
         return len([line for line in self.run.lines if line["step"] > 0])
 
     @property
+    def trained(self) -> int:
+        """Rollouts that updates were computed from: `Σ groups × group size` over the steps that were not skipped.
+
+        A step counts no more than it sampled: with branches, each turn of an episode has a group, and all groups of an
+        episode together count as one. A group has `control/group_size` rollouts on average where the run decides it.
+        """
+        total = before = 0
+        for line in self.run.lines:
+            now = int(line.get("rollouts", before))
+            size = line.get("control/group_size", self.run.config.get("group_size", 0))
+            if "groups" in line and not line.get("skipped"):
+                total += min(int(line["groups"]) * int(size), now - before)
+            before = now
+        return total
+
+    @property
     def seconds(self) -> float:
         """Wall time of all steps and evaluations."""
         return sum(float(line.get("time/step", 0)) + float(line.get("time/eval", 0)) for line in self.run.lines)
@@ -102,7 +119,6 @@ class MethodResult:
 
     label: str
     runs: Sequence[RunResult]
-    batch_size: int
 
     def outcome_rows(
         self, split: str, outcome: RankedOutcome, seeds: Sequence[int], problems: Sequence[str]
@@ -142,8 +158,7 @@ class MethodResult:
     def extra(self) -> Estimate:
         """Share of the sampled rollouts that no update was computed from: prefixes, greedy ones, dropped groups."""
         all_of_them = [float(run.rollouts) for run in self.runs]
-        trained = [float(run.steps * self.batch_size) for run in self.runs]
-        return ratio_over_seeds([a - t for a, t in zip(all_of_them, trained, strict=True)], all_of_them)
+        return ratio_over_seeds([float(run.rollouts - run.trained) for run in self.runs], all_of_them)
 
     def signal_to_noise(self) -> Estimate:
         """`|E ĝ|²` over `E|ĝ − E ĝ|²` of the update `ĝ`, both summed over the measured steps of the last third."""
@@ -192,9 +207,18 @@ class MethodComparison:
 
     @cached_property
     def target(self) -> float:
-        """Mean outcome to reach, for the column `rollouts to …`."""
+        """Mean outcome to reach, for the column `rollouts to …`; `nan` if neither stated nor reached by a finished run.
+
+        Raises:
+            ScoregramError: If an accuracy is stated that is not above 0 and at most 1.
+        """
         stated = self.setting.get("target")
-        return float(stated) if stated is not None else self.methods[0].final(outcome=self.outcome).value
+        if stated is None:
+            return self.methods[0].final(outcome=self.outcome).value
+        if self.outcome is ACCURACY and not 0 < stated <= 1:
+            remedy = "Give the command again with 0.8 for 80 %; finished runs are kept."
+            fail("compare --target", "must be an accuracy above 0 and at most 1, as rewards are 0 or 1", stated, remedy)
+        return float(stated)
 
 
 def read_comparison(folder: Path, setting: Mapping[str, Any]) -> MethodComparison:
@@ -207,13 +231,8 @@ def read_comparison(folder: Path, setting: Mapping[str, Any]) -> MethodCompariso
             result = RunResult(seed, read_run(open_run(path))) if (path / CONFIG_FILE).is_file() else None
             if result is not None and result.rollouts >= setting["rollouts"]:
                 runs.append(result)
-        methods.append(MethodResult(label, runs, own_batch_size(runs, setting)))
+        methods.append(MethodResult(label, runs))
     return MethodComparison(setting, methods)
-
-
-def own_batch_size(runs: Sequence[RunResult], setting: Mapping[str, Any]) -> int:
-    """Rollouts per step of a method, which may differ from the comparison's."""
-    return int(runs[0].run.config.get("batch_size", setting["batch_size"])) if runs else int(setting["batch_size"])
 
 
 def read_json(path: Path) -> Any:

@@ -106,11 +106,14 @@ def write_comparison_report(folder: Path | str, out: Path | str | None = None) -
 
 
 def verdict_sentence(comparison: MethodComparison) -> str:
-    """Which methods are better or worse than the first, in one sentence."""
+    """Which methods are better or worse than the first, and which have no finished run, in one sentence."""
     (first, *others), outcome = comparison.methods, comparison.outcome
+    unfinished = [method.label for method in comparison.methods if not method.runs]
     digits = 1 if outcome is ACCURACY else 3
     said: dict[str, list[str]] = {"better": [], "worse": [], "cannot tell": []}
-    for method in others:
+    for method in others if first.runs else ():
+        if not method.runs:
+            continue
         gain = method.gain_over(first, outcome=outcome)
         said[verdict(gain)].append(f"{method.label} ({outcome.scale * gain.value:+.{digits}f} {outcome.unit})")
     budget = f"{comparison.setting['rollouts']:,} rollouts, {comparison.setting['seeds']} seeds"
@@ -119,13 +122,18 @@ def verdict_sentence(comparison: MethodComparison) -> str:
     ]
     if said["cannot tell"]:
         parts.append(f"no difference to {first.label} can be told for {', '.join(said['cannot tell'])}")
+    if unfinished:
+        parts.append(f"{', '.join(unfinished)} {'has' if len(unfinished) == 1 else 'have'} no finished run")
     return f"With {budget}: {'; '.join(parts) or first.label + ' alone'}."
 
 
 def accuracy_table(comparison: MethodComparison) -> Table:
     """Accuracy or mean return, its difference to the first method, and cost: one row per method."""
     first, outcome, target = comparison.methods[0], comparison.outcome, comparison.target
-    level = f"{100 * target:.0f} %" if outcome is ACCURACY else cell_text(target)
+    level = f"{100 * target:.3g} %" if outcome is ACCURACY else cell_text(target)
+    reached: dict[str, Callable[[MethodResult], Cell]] = {
+        f"rollouts to {level}": lambda method: method.rollouts_to(target, outcome)
+    }
     columns: dict[str, Callable[[MethodResult], Cell]] = {
         "method": lambda method: method.label,
         "seeds": lambda method: len(method.runs),
@@ -134,7 +142,7 @@ def accuracy_table(comparison: MethodComparison) -> Table:
         "verdict": lambda method: None if method is first else verdict(method.gain_over(first, outcome=outcome)),
         **({} if outcome is ACCURACY else {"accuracy": final_column("", ACCURACY)}),
         **{f"{outcome.name}, {split}": final_column(split, outcome) for split in comparison.splits},
-        f"rollouts to {level}": lambda method: method.rollouts_to(target, outcome),
+        **({} if math.isnan(target) else reached),
         "steps": lambda method: round(sum(run.steps for run in method.runs) / len(method.runs)),
         "extra rollouts, %": lambda method: scaled(method.extra(), ACCURACY).value,
         "minutes": lambda method: mean_over_seeds([run.seconds / 60 for run in method.runs]),

@@ -5,6 +5,7 @@
 """
 
 from scoregram.runs.config import commit_tree as commit_tree
+from scoregram.runs.config import config_differences as config_differences
 from scoregram.runs.config import environment as environment
 from scoregram.runs.config import require_run as require_run
 from scoregram.runs.config import source_commit as source_commit

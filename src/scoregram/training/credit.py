@@ -13,6 +13,7 @@ from scoregram.gram import Gram
 from scoregram.objectives import KL_TERMS, OBJECTIVES, kl_penalty, token_coefficients
 from scoregram.reading import Step
 from scoregram.rollouts import Rollouts
+from scoregram.training.config import TrainConfig
 from scoregram.training.methods import Method
 from scoregram.types import Advantages, BatchAdvantages, GroupGrams, LogProbs, Mask, Pairs, Rewards, TokenWeights
 
@@ -36,6 +37,19 @@ LOSS_INPUTS = frozenset(
 
 PROMPT_WEIGHTS = "prompt_weights"
 """Name of the input with the weights of the prompts."""
+
+
+def require_runnable(config: TrainConfig) -> None:
+    """Raise before any work if the trainer cannot run the method with these settings."""
+    require_method(
+        config.chosen,
+        group_size=config.starting_group_size,
+        kl=config.kl,
+        sampling_temperature=config.sampling_temperature,
+        replaces_estimator=config.estimator is not None,
+    )
+    for option in config.controls[:1]:
+        require_unequal_groups(config.chosen, option)
 
 
 def require_method(
