@@ -3,7 +3,7 @@
 A Llama with 0.1 M parameters and one token per character learns to write digits. Nothing is downloaded; the script
 takes less than a minute on one core. At the end it prints a table of measurements and the path of the run folder.
 
-    pip install 'scoregram[trl]'
+    pip install --constraint constraints.txt '.[trl]'    # from a checkout of scoregram
     python examples/trl_grpo.py
 """
 

@@ -15,7 +15,7 @@ pytest.importorskip("trl")
 
 from scoregram.advantages import ESTIMATORS
 from scoregram.checks import ScoregramError
-from scoregram.integrations.trl import attach
+from scoregram.integrations.trl import attach, attachment
 from scoregram.integrations.trl.support import WRAPPED_METHODS
 from scoregram.policy import character_tokenizer
 from scoregram.reading import outcome_scalars, outcomes_of, read_group
@@ -269,6 +269,27 @@ def test_a_run_goes_on_after_a_checkpoint(tmp_path):
     again = run_in(tmp_path / "run").metrics()
     assert [line["step"] for line in again] == [1, 2, 3, 4]
     assert again[:2] == first[:2] and "gram/update_norm" in again[3]
+
+
+def test_a_training_from_the_beginning_does_not_delete_the_run_that_it_should_continue(tmp_path):
+    trained(trainer_for("GRPO", tmp_path, max_steps=2), out=tmp_path / "run")
+    stored = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    trainer = trainer_for("GRPO", tmp_path, max_steps=2)
+    attached = attach(trainer, every=1, out=tmp_path / "run", resume=True)
+    with pytest.raises(ScoregramError, match=r"would remove steps 1 to 2\. Pass resume_from_checkpoint to train"):
+        trainer.train()
+    assert stored == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert not attached.is_attached
+    trained(trainer, out=tmp_path / "run", overwrite=True)
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_the_command_that_follows_a_run_is_printed_if_its_packages_are_installed(
+    is_installed, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(attachment, "find_spec", lambda name: is_installed or None)
+    attach(trainer_for("GRPO", tmp_path), out=tmp_path / "run").detach()
+    assert ("scoregram view" in capsys.readouterr().err) == is_installed
 
 
 def test_evaluation_is_not_touched(tmp_path):

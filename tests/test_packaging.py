@@ -70,6 +70,20 @@ def test_every_import_of_a_room_is_installed_with_its_extras(room):
     assert imported - declared == set()
 
 
+def test_the_first_line_of_the_readme_installs_what_its_commands_need():
+    """`attach` in a script, then `scoregram report` and `scoregram view` on its folder."""
+    line = re.search(r"^pip install .*'\.\[([\w,-]+)\]'", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert line is not None
+    installed = set().union(*map(installed_by, line[1].split(",")))
+    assert installed >= installed_by("trl") | installed_by("report") | installed_by("view")
+
+
+def test_no_page_installs_from_an_index_what_comes_from_a_checkout():
+    """`pip install 'scoregram[extra]'` adds the packages of an extra to an installed scoregram, and cannot install it."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.py")]
+    assert [page.name for page in pages if re.search(r"^ *pip install '?scoregram", page.read_text(), re.MULTILINE)] == []
+
+
 def test_every_extra_belongs_to_a_room_or_to_one_that_does():
     named = {extra for extras in EXTRAS.values() for extra in extras}
     assert named <= PROJECT["optional-dependencies"].keys()

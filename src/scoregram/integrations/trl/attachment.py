@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import wraps
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,8 @@ def attach(
         layers: Precision of the per-layer Grams in the run folder.
         keep_rollouts: Write the rollouts of measured steps, with all tokens, to the run folder.
         overwrite: Replace an older run in `out`.
-        resume: Continue the run in `out`, for `trainer.train(resume_from_checkpoint=…)`.
+        resume: Continue the run in `out`, for `trainer.train(resume_from_checkpoint=…)`. A training that begins at step 0
+            raises an error if the run has steps: it would remove them.
         between_prompts: With several processes, let the first one measure all groups, to get the Gram between prompts
             and the metrics that need it. Otherwise each process measures its share of the groups, which is faster. A
             single process gets that Gram anyway, if all groups fit into one pass.
@@ -179,7 +181,8 @@ def attach(
         if out is not None:
             config = run_config(trainer, settings, version, processes)
             folders.append(Folder(Path(out), config, layers=layers, overwrite=overwrite, resume=resume))
-            print(f"Follow it in a browser: scoregram view {out}", file=sys.stderr)  # in the first process alone
+            if all(map(find_spec, ("plotly", "starlette", "uvicorn"))):  # what `scoregram view` needs
+                print(f"Follow it in a browser: scoregram view {out}", file=sys.stderr)  # in the first process alone
 
     processes.from_first(make_folder)
     return Attachment(trainer, settings, folders[0] if folders else None, processes, halt_on=least)
@@ -254,6 +257,19 @@ class Attachment:
         if self._outer:
             self.trainer.remove_callback(self._callback)
         self._end()
+
+    def _begin(self, step: int) -> None:
+        """Begin to write the run folder after `step`; if that is not possible, all processes raise the error."""
+
+        def begin() -> None:
+            if self.folder is not None:
+                self.folder.begin(step)
+
+        try:
+            self.processes.from_first(begin)
+        except BaseException:
+            self._end()
+            raise
 
     def _end(self) -> None:
         for name, outer in self._outer.items():
@@ -566,8 +582,8 @@ def _callback_for(attachment: Attachment) -> Any:
 
     class ScoregramCallback(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if attachment.is_attached and attachment.folder is not None:
-                attachment.folder.begin(int(state.global_step))
+            if attachment.is_attached:
+                attachment._begin(int(state.global_step))
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             with attachment._errors_as_warnings():

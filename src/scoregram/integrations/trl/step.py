@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from scoregram.checks import fail
 from scoregram.distributed import Processes
 from scoregram.integrations.trl.fused_step import FusedSteps
 from scoregram.integrations.trl.generation import Generation, tokenizer_of
@@ -203,8 +204,16 @@ class Folder:
     def begin(self, step: int) -> None:
         """Begin to write: training starts after `step`, and later steps of a resumed run are removed."""
         if self._writer is None:
+            self._require_resumable(step)
             self._writer = RunWriter.resume(self.path, step, layers=self.layers)
         self._last = max(self._last, step)
+
+    def _require_resumable(self, step: int) -> None:
+        """Raise if a training from the beginning would remove every step of the run that it was to continue."""
+        if step == 0 and (stored := open_run(self.path).metrics()):
+            got = f"a training from the beginning, which would remove steps {stored[0]['step']} to {stored[-1]['step']}"
+            remedy = "Pass resume_from_checkpoint to train, or overwrite=True in place of resume=True to attach."
+            fail("attach", f"resume=True continues the run in {self.path} after a checkpoint", got, remedy)
 
     def write(self, measured: MeasuredStep, *, keep_rollouts: bool, foreign_names: Iterable[str] = ()) -> None:
         """Write the records of a measured step; `foreign_names` are those of the trainer's own scalars."""
