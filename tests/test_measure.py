@@ -290,6 +290,11 @@ def test_some_reward_functions_alone(model, tmp_path):
     dump = WRITERS["trl"](tmp_path / "dump")
     run, _, _ = measured(model, dump, tmp_path / "out", reward_columns=("format_reward",), estimator="mean")
     assert [group.rewards.tolist() for group in run.groups()] == [[0.0, 0.0], [0.0, 0.0]]
+    run, _, _ = measured(model, dump, tmp_path / "auto", reward_columns=("format_reward",))
+    # not the dump's advantages, which are those of its own total: equal rewards have none
+    assert [group.advantages.tolist() for group in run.groups()] == [[0.0, 0.0], [0.0, 0.0]]
+    with pytest.raises(ScoregramError, match="--reward-columns and --estimator dump exclude each other, got both"):
+        measured(model, dump, tmp_path / "again", reward_columns=("accuracy_reward",), estimator="dump")
     with pytest.raises(ScoregramError, match="a reward called style, got accuracy_reward, format_reward"):
         measured(model, dump, tmp_path / "again", reward_columns=("style",))
 

@@ -54,7 +54,7 @@ class MeasureConfig:
 
     estimator: str = "auto"
     """Advantages: `dump` for those of the dump, the name of an estimator, or `auto`: those of the dump for groups in
-    which every rollout has one, else reward minus the mean of the group."""
+    which every rollout has one, else reward minus the mean of the group; with `reward_columns` always the latter."""
     reward_columns: tuple[str, ...] = ()
     """Reward functions whose sum is the reward; by default, the dump's own total."""
     temperature: float | None = None
@@ -108,6 +108,10 @@ class MeasureConfig:
         if self.temperature is not None and not 0 < self.temperature < float("inf"):
             remedy = "Pass the sampling temperature, usually 1."
             refuse("measure --temperature", "must be positive and finite", self.temperature, remedy)
+        if self.reward_columns and self.estimator == "dump":
+            got = "both: the dump's advantages are those of its own total"
+            remedy = "Omit --estimator, or name one that computes advantages, such as rloo."
+            refuse("measure", "--reward-columns and --estimator dump exclude each other", got, remedy)
         if self.resume and self.overwrite:
             refuse("measure", "--resume and --overwrite exclude each other", "both", "Omit one of them.")
 

@@ -268,6 +268,11 @@ class GroupMeasurer:
     """`auto`, `dump`, or a group-level row of `ESTIMATORS`."""
     reward_columns: Sequence[str] = ()
 
+    @property
+    def takes_dumped_advantages(self) -> bool:
+        """Whether advantages come from the dump where it has them: those of other rewards would contradict ours."""
+        return self.estimator == "dump" or (self.estimator == "auto" and not self.reward_columns)
+
     def records(self, groups: Sequence[MeasurableGroup], *, between_prompts: bool) -> StepRecords:
         """Records of groups of one step: of one group, or of all with the Gram between their prompts."""
         step = self.step(groups)
@@ -295,7 +300,7 @@ class GroupMeasurer:
         advantages = torch.cat(by_group)
         log_probs = gram.log_probs.detach().double().cpu()
         by_token = [
-            row.dumped.advantages if row.dumped.advantage is None and self.estimator in ("auto", "dump") else None
+            row.dumped.advantages if row.dumped.advantage is None and self.takes_dumped_advantages else None
             for row in rows
         ]
         return Step(
@@ -331,12 +336,12 @@ class GroupMeasurer:
             fail(f"measure {first.location}", "one pass must fit into the memory of the device", got, remedy)
 
     def _advantages(self, rows: Sequence[TokenisedRollout], rewards: GroupRewards, gram: GramMatrix) -> GroupAdvantages:
-        """`(R,)` float64 advantages of one group: those of the dump if it has all of them, else an estimator's.
+        """`(R,)` float64 advantages of one group: the dump's if it has all for these rewards, or an estimator's.
 
         A rollout without an advantage gets 0; all get 0 if too few rollouts have a reward.
         """
         dumped = [dumped_advantage(row) for row in rows]
-        if self.estimator == "dump" or (self.estimator == "auto" and not any(map(math.isnan, dumped))):
+        if self.takes_dumped_advantages and (self.estimator == "dump" or not any(map(math.isnan, dumped))):
             return torch.tensor(dumped, dtype=torch.float64).nan_to_num(nan=0.0)
         lengths = torch.tensor([int(row.mask.sum()) for row in rows])
         inputs = {"lengths": lengths, "outcomes": rewards, "score_energies": gram.diagonal().clamp(min=0)}
