@@ -1,6 +1,8 @@
 import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -166,9 +168,22 @@ def test_a_folder_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
 def test_one_writer_at_a_time(tmp_path):
     with create(tmp_path / "r"):
         for again in (lambda: resume(tmp_path / "r", 0), lambda: create(tmp_path / "r", overwrite=True)):
-            with pytest.raises(ScoregramError, match="one writer, got another process that is writing to it"):
+            with pytest.raises(ScoregramError, match=r"one writer, got this process, .* to it\. Close that writer"):
                 again()
     resume(tmp_path / "r", 0).close()
+
+
+def test_a_writer_of_another_process_is_named_as_such(tmp_path):
+    create(tmp_path / "r").close()
+    script = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), fcntl.LOCK_EX); print(1, flush=True); input()"
+    command = [sys.executable, "-c", script, str(tmp_path / "r")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"1\n"
+        with pytest.raises(
+            ScoregramError, match=r"one writer, got another process .* Wait until that process has ended"
+        ):
+            resume(tmp_path / "r", 0)
+        other.communicate(b"\n")
 
 
 def test_a_failed_start_leaves_no_lock(tmp_path):

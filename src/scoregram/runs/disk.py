@@ -292,6 +292,7 @@ class FolderLock:
 
     def __init__(self, folder: Path, *, caller: str) -> None:
         self._descriptor = -1
+        self.folder = folder.resolve()
         if fcntl is None:
             return
         self._descriptor = os.open(folder, os.O_RDONLY)
@@ -299,8 +300,10 @@ class FolderLock:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.release()
-            remedy = "Wait until that process has ended, or choose another folder."
-            fail(caller, f"{folder} must have one writer", "another process that is writing to it", remedy)
+            got, remedy = "another process that is writing to it", "Wait until that process has ended"
+            if any(lock.folder == self.folder for lock in _held_locks):
+                got, remedy = "this process, which is still writing to it", "Close that writer (detach the attachment)"
+            fail(caller, f"{folder} must have one writer", got, f"{remedy}, or choose another folder.")
         except OSError:  # the file system has no locks: write without one
             self.release()
         else:
