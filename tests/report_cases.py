@@ -12,14 +12,13 @@ from scoregram.gram import Gram
 from scoregram.reading import (
     CHECK_COLUMN,
     CHECK_ERROR,
-    CHECK_PASSED,
     Step,
     batch_records,
     group_records,
     read_step,
 )
 from scoregram.rollouts import Rollouts
-from scoregram.runs import RolloutRecord, RunWriter
+from scoregram.runs import CHECK_PASSED, RolloutRecord, RunWriter
 
 CONFIG = {"model": "tiny", "task": "arithmetic", "group_size": 4, "batch_size": 12, "seed": 3}
 VOID = {"meta", "br", "hr", "img", "link", "input"}

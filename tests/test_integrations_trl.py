@@ -320,6 +320,38 @@ def test_estimators_of_the_table_replace_the_advantages(name, tmp_path):
     assert list(trainer._logs["advantages"]) == pytest.approx(used.flatten().tolist())
 
 
+@pytest.mark.parametrize(
+    "changes", [{"beta": 0.5}, {"beta": 0.5, "reward_clip_range": (0.2, 0.6)}, {"reward_clip_range": (0.2, 0.6)}]
+)
+def test_rewards_of_rloo_are_those_that_it_trains_on(changes, tmp_path):
+    """TRL clips the rewards of RLOO and subtracts the KL; its advantages are these minus the mean of the others."""
+    errors, raw = [], []
+
+    def compared(generation):
+        rewards = generation.rewards.view(-1, 4)
+        by_hand = [[row[i] - sum(row[j] for j in range(4) if j != i) / 3 for i in range(4)] for row in rewards.tolist()]
+        errors.append(float((torch.tensor(by_hand).flatten() - generation.advantages.cpu()).abs().max()))
+        (given,) = generation.rollouts.reward_parts.values()
+        raw.append(float((given - generation.rewards).abs().max()))
+        return generation.advantages
+
+    trained(trainer_for("RLOO", tmp_path, max_steps=3, **changes), estimator=compared)
+    assert max(errors) <= 1e-5 and max(raw) > 1e-3, (errors, raw)
+
+
+def test_a_group_that_learns_from_its_kl_alone_is_live(tmp_path):
+    trainer = trainer_for("RLOO", tmp_path, max_steps=3, beta=0.5, rewards=judge_first_step)
+    live = [reading.scalars["live_groups"] for reading in trained(trainer).readings]
+    norms = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
+    assert norms[-1] > 0 and live[-1] > 0  # a group of four equal completions would be dead
+
+
+def judge_first_step(prompts: list[str], completions: list[str], trainer_state: Any = None, **_: Any) -> list[float]:
+    """Rewards that differ at the first step, which moves the policy, and are all 1 after that."""
+    is_first = trainer_state is None or trainer_state.global_step == 0
+    return [sum(map(ord, text)) % 7 / 6 if is_first else 1.0 for text in completions]
+
+
 def test_advantages_of_ones_own_may_differ_from_token_to_token(tmp_path):
     def falling(generation):
         steps = torch.arange(generation.completion_ids.shape[1])

@@ -13,7 +13,6 @@ import scoregram.integrations
 import scoregram.integrations.trl as integration
 from scoregram.checks import ScoregramError
 from scoregram.exhibits import Estimate
-from scoregram.integrations.trl.attachment import printed_cell
 from scoregram.integrations.trl.fused_step import FusedStep
 from scoregram.integrations.trl.generation import (
     Generation,
@@ -28,6 +27,7 @@ from scoregram.integrations.trl.separate_pass import (
     process_bounds,
     relative_error,
 )
+from scoregram.integrations.trl.step import printed_cell
 from scoregram.integrations.trl.support import version_numbers
 from scoregram.integrations.trl.window import (
     MicroBatch,

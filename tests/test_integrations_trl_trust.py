@@ -14,7 +14,7 @@ pytest.importorskip("trl")
 from scoregram.checks import ScoregramError
 from scoregram.integrations.trl import attach, step
 from scoregram.integrations.trl.support import NEWEST_TESTED, OLDEST_TESTED, WRAPPED_METHODS
-from scoregram.reading import read_run
+from scoregram.reading import STEP_NAMES, read_run
 from tests.trl_cases import run_in, trained, trainer_for, weights_of
 
 pytestmark = [
@@ -35,7 +35,10 @@ def test_dropout_gives_a_warning_and_a_mark(tmp_path):
     assert any(text.startswith("scoregram: at step 2 ") and "cause: active dropout" in text for text in said)
     assert not attached.readings[1].passed
     assert {record.statistics["check_passed"] for record in run_in(tmp_path / "run").groups({2})} == {0.0}
-    assert run_in(tmp_path / "run").series("check/passed")[1][-1] == 0
+    run = run_in(tmp_path / "run")
+    assert run.series("check/passed")[1][-1] == 0
+    assert 2 in run.series("gram/score_norm", failed=True)[0]
+    assert "Likely cause: active dropout" in attached.not_fused
 
 
 def test_scores_do_not_explain_a_kl_term(tmp_path):
@@ -88,6 +91,38 @@ def test_names_of_the_trainer_keep_the_trainers_values(tmp_path):
                 assert stored == pytest.approx(value, nan_ok=True) or math.isinf(value), name
 
 
+def test_the_log_has_no_mean_of_ratios(tmp_path, monkeypatch):
+    """Half of the steps resolve no signal: their noise scale is infinite, and the mean of the others is meaningless."""
+    trainer = trainer_for("GRPO", tmp_path, max_steps=14, logging_steps=7, learning_rate=0.0)
+    attached = trained(trainer, fused=False)
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    assert [line["step"] for line in lines] == [7, 14]
+    ratios = {f"scoregram/{name}" for name in STEP_NAMES}
+    assert not any(ratios & line.keys() for line in lines)
+    halves = [attached.readings[:7], attached.readings[7:]]
+    for line, half in zip(lines, halves, strict=True):
+        squares = [reading.scalars["gram/gradient_squared"] for reading in half]
+        assert line["scoregram/gram/gradient_squared"] == pytest.approx(sum(squares) / 7)  # a mean of what adds up
+        assert line["scoregram/check/relative_error"] == max(reading.error for reading in half)
+        assert line["scoregram/check/passed"] == 1 and line["scoregram/check/rollouts"] == 7 * 8
+    pooled = {f"scoregram/{name}": value for name, value in attached.noise().scalars().items()}
+    assert not any(name.startswith("scoregram/run/") for name in lines[0])  # 3 steps are pooled: no interval
+    assert attached.noise().steps == 5 and "scoregram/run/snr" in pooled
+    assert {name: value for name, value in lines[1].items() if name.startswith("scoregram/run/")} == pytest.approx(
+        pooled
+    )
+
+
+def test_what_keeps_a_step_from_being_fused_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "scoregram.integrations.trl.fused_step.bytes_of_pass", lambda model, rollouts, tokens, **_: rollouts * 1e9
+    )
+    attached = trained(trainer_for("GRPO", tmp_path, max_steps=2), memory_gb=7)
+    assert [reading.scalars["check/rollouts"] for reading in attached.readings] == [8, 8]
+    assert attached.not_fused is not None and attached.not_fused.startswith("memory is short: all rollouts of the step")
+    assert attached.not_fused.endswith("the limit is 7 GB; steps are measured in a separate pass")
+
+
 def test_an_entropy_bonus_gives_a_warning(tmp_path):
     try:
         trainer = trainer_for("GRPO", tmp_path, max_steps=1, entropy_coef=1.0)
@@ -130,7 +165,11 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
     )
     with pytest.warns(UserWarning, match="step 1 was not measured: one group alone would take more than 3.5 GB"):
         none = trained(trainer_for("GRPO", tmp_path, max_steps=1), memory_gb=3.5)
-    assert none.readings == [] and none.failures == []
+    assert none.readings == [] and none.failures == [] and [skipped.step for skipped in none.skipped] == [1]
+    assert str(none).endswith(
+        "Steps not measured: 1. The last one is step 1, because "
+        "one group alone would take more than 3.5 GB by estimate."
+    )
     split = trained(trainer_for("GRPO", tmp_path, max_steps=1), memory_gb=5, out=tmp_path / "split")
     assert split.readings[0].error <= 1e-5
     assert math.isnan(split.readings[0].scalars["gram/update_norm"]) != math.isnan(

@@ -79,9 +79,11 @@ def test_the_first_line_of_the_readme_installs_what_its_commands_need():
 
 
 def test_no_page_installs_from_an_index_what_comes_from_a_checkout():
-    """`pip install 'scoregram[extra]'` adds the packages of an extra to an installed scoregram, and cannot install it."""
+    """`pip install 'scoregram[extra]'` adds packages to a scoregram that is installed; it cannot install scoregram."""
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.py")]
-    assert [page.name for page in pages if re.search(r"^ *pip install '?scoregram", page.read_text(), re.MULTILINE)] == []
+    assert [
+        page.name for page in pages if re.search(r"^ *pip install '?scoregram", page.read_text(), re.MULTILINE)
+    ] == []
 
 
 def test_every_extra_belongs_to_a_room_or_to_one_that_does():

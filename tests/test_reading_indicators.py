@@ -111,7 +111,10 @@ def test_limits_are_told_as_the_config_has_them(config, told, tmp_path):
 def test_few_measured_steps_leave_the_signal_unknown(tmp_path):
     write_run(tmp_path / "run", steps=6)
     found = shown(tmp_path / "run")["signal in a step"]
-    assert found.state == "unknown" and "takes 5 measured steps in the last third; here are 2." in found.sentence
+    assert (
+        found.state == "unknown"
+        and "takes 5 steps in the last third of the measured ones; here are 2." in found.sentence
+    )
 
 
 def test_a_policy_that_is_less_random_is_told_with_its_numbers(tmp_path):

@@ -5,13 +5,14 @@ import math
 import pytest
 import torch
 
+from scoregram.checks import ScoregramError
 from scoregram.exhibits import Figure, Table
-from scoregram.reading import CHECK_ERROR, CHECK_PASSED, CHECK_ROLLOUTS, needs_gram, read_run
+from scoregram.reading import CHECK_ERROR, CHECK_ROLLOUTS, Trust, read_run, run_noise
 from scoregram.reading.group import OF_SCORES
 from scoregram.reading.trust import trust_of
 from scoregram.report import write_report
 from scoregram.report.run_page import run_page
-from scoregram.runs import RunWriter, open_run
+from scoregram.runs import CHECK_PASSED, RunWriter, needs_gram, open_run
 from tests.report_cases import Page, write_run
 
 pytest.importorskip("plotly")
@@ -96,7 +97,8 @@ def test_a_run_whose_checks_passed_says_how_well(tmp_path):
     (sentence, few) = run.trust.sentences()
     assert sentence == "Self-check passed at 6 of 6 measured steps, worst relative error 4e-07."
     assert few.startswith(
-        "Gradients were measured at 6 steps, 2 of them in the last third. Conclusions on noise need 5"
+        "Gradients were measured at 6 steps. Conclusions on noise come from the last third of the measured steps, "
+        "here 2, and need 5, so 13 in all;"
     )
     page = write_report(tmp_path / "run").read_text()
     assert page.index(sentence) < page.index("Contents")
@@ -106,11 +108,11 @@ def test_steps_checked_by_their_norm_alone_are_counted_apart():
     lines = [
         {"step": step, CHECK_PASSED: 1.0, CHECK_ERROR: 4e-7, CHECK_ROLLOUTS: float(step <= 2)} for step in range(1, 7)
     ]
-    trust = trust_of(lines, [], range(5, 7), {})
+    trust = trust_of(lines, [], {})
     assert trust.norm_only == {3, 4, 5, 6}
     ending = "worst relative error 4e-07; 2 of them were compared with the trainer's own gradient."
     assert trust.check_sentence() == f"Self-check passed at 6 of 6 measured steps, {ending}"
-    assert trust_of(lines[:2], [], range(5, 7), {}).check_sentence().endswith("worst relative error 4e-07.")
+    assert trust_of(lines[:2], [], {}).check_sentence().endswith("worst relative error 4e-07.")
 
 
 def test_means_are_withheld_where_a_step_of_the_last_third_failed(tmp_path):
@@ -186,3 +188,24 @@ def test_the_footer_has_a_command_that_works_from_here(tmp_path, monkeypatch):
     write_run(tmp_path / "my runs" / "one", steps=1)
     assert "scoregram report &#39;my runs/one&#39;" in write_report("my runs/one").read_text()
     assert run_page(open_run("my runs/one")).answers[0][1].startswith("Yes: test accuracy")
+
+
+@pytest.mark.parametrize("measured", range(1, 20))
+def test_trust_and_noise_count_the_same_last_third(measured):
+    """For a training from step 1, for one that was resumed at step 500, and for steps at uneven distances."""
+    scalars = {"gram/score_norm": 1.0, "gram/gradient_squared": 1.0, "gram/between_prompts": 0.5}
+    scalars |= {"gram/within_prompt": 2.0, "gram/group_baseline": 3.0, "gram/complete_prompts": 4.0}
+    for number in (lambda i: 10 * i + 1, lambda i: 500 + i, lambda i: i * i):
+        noise = run_noise([{"step": number(i), **scalars} for i in range(measured)], 8)
+        trust = Trust(measured=measured)
+        assert trust.last_measured == noise.steps and trust.has_few_steps == (not noise.is_conclusive)
+
+
+def test_what_if_says_that_a_self_check_failed(tmp_path):
+    write_run(tmp_path / "run", errors=PASSED | {6: 0.2})
+    with pytest.raises(
+        ScoregramError, match=r"every self-check in the last third .* got a failed one at step 6\. Train"
+    ):
+        reading(tmp_path / "run").what_if("rloo")
+    write_run(tmp_path / "early", errors=PASSED | {1: 0.2})
+    assert reading(tmp_path / "early").what_if("rloo").groups > 0

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 import scoregram
+from scoregram.reading import Trust
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PERFORMANCE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
 LONGEST_README = 145
 
 
@@ -57,3 +59,18 @@ def test_the_costs_are_recorded(row):
     time, memory = cells[4], cells[8]
     assert row in (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     assert f"| {time} | {memory} |" in README
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/trl.md"])
+def test_the_sentence_on_measured_steps_is_the_one_that_is_printed(page):
+    assert Trust(measured=3).sentences()[0] in (ROOT / page).read_text(encoding="utf-8")
+
+
+def test_the_costs_in_trl_are_recorded():
+    """The range in the first sentence is that of fused steps; only a CPU has a record of a separate pass."""
+    rows = re.findall(
+        r"^\| (.+?) \| \S+ .*? \| (fused|replayed|separate) \| .* ([\d.]+) \|$", PERFORMANCE, re.MULTILINE
+    )
+    fused = [f"{float(ratio):.1f}" for _, kind, ratio in rows if kind != "separate"]
+    assert "[1.0 (CPU) to 1.6 times (H200)]" in README and {min(fused), max(fused)} == {"1.0", "1.6"}
+    assert {machine for machine, kind, _ in rows if kind == "separate"} == {"1 CPU core"}

@@ -94,6 +94,25 @@ def test_a_series(tmp_path):
         run.series("loss")
 
 
+def test_a_series_leaves_out_numbers_from_the_gram_of_steps_whose_self_check_failed(tmp_path):
+    with create(tmp_path / "r") as writer:
+        for step in range(1, 5):
+            line = {"gram/snr": step / 4, "group/reward_std": 0.5, "reward": 0.5, "check/passed": float(step != 2)}
+            writer.write_metrics(step, line)
+        writer.write_metrics(5, {"gram/snr": 9.0})  # without a self-check, as scoregram's own trainer writes it
+    run = open_run(tmp_path / "r")
+    assert run.series("gram/snr")[0].tolist() == [1, 3, 4, 5]
+    steps, values = run.series("gram/snr", failed=True)
+    assert steps.tolist() == [2] and values.tolist() == [0.5]
+    assert run.series("reward")[0].tolist() == run.series("group/reward_std")[0].tolist() == [1, 2, 3, 4]
+    with create(tmp_path / "all") as writer:
+        writer.write_metrics(1, {"gram/snr": 0.5, "check/passed": 0.0})
+    with pytest.raises(
+        ScoregramError, match=r"self-check passed, got 1 steps whose self-check failed\. Pass failed=True"
+    ):
+        open_run(tmp_path / "all").series("gram/snr")
+
+
 def test_leftovers_are_noted_and_ignored(tmp_path):
     write(tmp_path / "r", range(2))
     with (tmp_path / "r/metrics.jsonl").open("ab") as file:

@@ -86,7 +86,5 @@ from scoregram.reading.step import whole_gram_scalars as whole_gram_scalars
 from scoregram.reading.tally import StepTally as StepTally
 from scoregram.reading.trust import CHECK_COLUMN as CHECK_COLUMN
 from scoregram.reading.trust import CHECK_ERROR as CHECK_ERROR
-from scoregram.reading.trust import CHECK_PASSED as CHECK_PASSED
 from scoregram.reading.trust import CHECK_ROLLOUTS as CHECK_ROLLOUTS
 from scoregram.reading.trust import Trust as Trust
-from scoregram.reading.trust import needs_gram as needs_gram

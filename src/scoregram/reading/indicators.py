@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from scoregram.bootstrap import difference, line_change, mean_estimate, t_mean
+from scoregram.bootstrap import FEWEST, difference, line_change, mean_estimate, t_mean
 from scoregram.exhibits import Estimate, cell_text
 from scoregram.reading.curves import Curve, complement, entropy_curve, live_curve, running_curve, scalar_curve
 from scoregram.reading.run import GREEDY_TEST, SAMPLED_TEST, UNKNOWN_ESTIMATE, EvaluationRewards, RunReading
-from scoregram.reading.trust import FEW_STEPS
 
 IndicatorState = Literal["good", "watch", "act", "unknown"]
 """The plain word of an indicator: nothing to do, look again later, change something, or not measured."""
@@ -232,8 +231,8 @@ def signal_indicator(run: RunReading) -> Indicator:
         return Indicator(name=name, state="unknown", headline=why, sentence=sentence, curve=curve, target=1.0)
     known = {"curve": curve, "scale": SHARES, "target": 1.0, "goal": "target: signal to noise 1"}
     if math.isnan(scale.low) or run.trust.has_few_steps:
-        sentence = f"You use {batch:g} rollouts in a step. How many it needs takes {FEW_STEPS} measured steps in the "
-        sentence += f"last third; here are {run.trust.last_measured}."
+        sentence = f"You use {batch:g} rollouts in a step. How many it needs takes {FEWEST} steps in the last third "
+        sentence += f"of the measured ones; here are {run.trust.last_measured}."
         return Indicator(name=name, state="unknown", headline="too few measured steps", sentence=sentence, **known)
     state: IndicatorState = "watch"
     if scale.low > NOISE_ACT * batch:

@@ -92,6 +92,16 @@ PHASES = ("first", "last")
 """Thirds of a run's measured steps."""
 
 
+def last_third_size(measured: int) -> int:
+    """Steps in a third of the measured ones, rounded up.
+
+    Example:
+        >>> [last_third_size(measured) for measured in (0, 1, 12, 13)]
+        [0, 1, 4, 5]
+    """
+    return math.ceil(measured / 3)
+
+
 def phase_lines(lines: Iterable[Mapping[str, Any]], phase: str = "last") -> list[Mapping[str, Any]]:
     """Scalars of the first or the last third of the steps with measured scores, rounded up.
 
@@ -103,7 +113,7 @@ def phase_lines(lines: Iterable[Mapping[str, Any]], phase: str = "last") -> list
     if phase not in PHASES:
         fail("noise", f"phase must be one of {', '.join(PHASES)}", repr(phase), "Check the spelling.")
     measured = [line for line in lines if MEASURED in line]
-    count = math.ceil(len(measured) / 3)
+    count = last_third_size(len(measured))
     return measured[:count] if phase == "first" else measured[len(measured) - count :]
 
 

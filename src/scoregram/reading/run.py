@@ -24,8 +24,18 @@ from scoregram.reading.group import StoredGroup, with_nonzero_rows, with_rewards
 from scoregram.reading.noise import RunNoise, phase_lines, run_noise
 from scoregram.reading.replay import UNWEIGHTED, ReplayedRun, replay_groups, whole_steps
 from scoregram.reading.step import block_scalars
-from scoregram.reading.trust import Trust, needs_gram, trust_of
-from scoregram.runs import BatchNames, BatchRecord, GroupRecord, RolloutRecord, Rows, Run, open_run, own_name
+from scoregram.reading.trust import Trust, trust_of
+from scoregram.runs import (
+    BatchNames,
+    BatchRecord,
+    GroupRecord,
+    RolloutRecord,
+    Rows,
+    Run,
+    needs_gram,
+    open_run,
+    own_name,
+)
 from scoregram.statistics import NoiseComponents, UpdatePower, mixed_probability
 
 Line = Mapping[str, float | int | bool]
@@ -68,7 +78,7 @@ class RunReading:
     @cached_property
     def trust(self) -> Trust:
         """How far the numbers can be trusted; no mean includes a step in `trust.failed`."""
-        return trust_of(self.lines, self.groups, self.last_third, self.remarks)
+        return trust_of(self.lines, self.groups, self.remarks)
 
     @cached_property
     def rows(self) -> Rows:
@@ -327,8 +337,12 @@ def what_if(
         most_groups: Replay about this many groups, those of evenly spaced steps; 0 means all.
 
     Raises:
-        ScoregramError: As for `replay_groups`.
+        ScoregramError: As for `replay_groups`; or if a self-check failed in the last third.
     """
+    if run.is_withheld:
+        failed = ", ".join(str(step) for step in sorted(run.trust.failed) if step in run.last_third)
+        remedy = "Train without what docs/trl.md lists as its causes, such as dropout; more measurements do not help."
+        fail("whatif", "every self-check in the last third must have passed", f"a failed one at step {failed}", remedy)
     groups = whole_steps(run.last_measured, most_groups) if most_groups else run.last_measured
     return replay_groups(groups, run.group_size or 0, estimators, group_size=group_size, weights=weights)
 

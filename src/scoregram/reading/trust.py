@@ -8,26 +8,17 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from scoregram.bootstrap import FEWEST
 from scoregram.reading.group import StoredGroup
+from scoregram.reading.noise import last_third_size
+from scoregram.runs import CHECK_PASSED, has_failed_check
 
 CHECK_COLUMN = "check_passed"
 """Statistic of a group: 1 if the self-check of its step was within the tolerance, else 0."""
-CHECK_ERROR, CHECK_PASSED, CHECK_ROLLOUTS = "check/relative_error", "check/passed", "check/rollouts"
+CHECK_ERROR, CHECK_ROLLOUTS = "check/relative_error", "check/rollouts"
 """Scalars of a step that was checked; the last is the number of rollouts compared with the trainer's own gradient."""
-FEW_STEPS = 5
-"""Measured steps in the last third below which noise and trends are not conclusive."""
 SHOWN_STEPS = 8
 """Failed steps that a sentence lists."""
-
-
-def needs_gram(name: str) -> bool:
-    """Whether a scalar is computed from a Gram, so that it can be trusted as far as the self-check of its step.
-
-    Example:
-        >>> [needs_gram(name) for name in ("gram/snr", "group/effective_rank", "group/reward_std", "reward")]
-        [True, True, False, False]
-    """
-    return name.startswith(("gram/", "group/")) and not name.startswith("group/reward_")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +27,6 @@ class Trust:
 
     measured: int
     """Steps with a Gram."""
-    last_measured: int
-    """Those of them in the last third."""
     errors: Mapping[int, float] = field(default_factory=dict)
     """Step → relative error of its self-check, `nan` if nothing could be compared; empty without self-checks."""
     failed: frozenset[int] = frozenset()
@@ -67,9 +56,14 @@ class Trust:
         return not (self.failed or self.is_approximate or self.remarks)
 
     @property
+    def last_measured(self) -> int:
+        """Steps in the last third of the measured ones: those that `run_noise` pools."""
+        return last_third_size(self.measured)
+
+    @property
     def has_few_steps(self) -> bool:
-        """Whether some steps were measured in the last third, but too few for conclusions on noise or trends."""
-        return 0 < self.last_measured < FEW_STEPS
+        """Whether some steps were measured, but too few in their last third for conclusions on noise or trends."""
+        return 0 < self.last_measured < FEWEST
 
     @property
     def mark(self) -> str:
@@ -87,9 +81,9 @@ class Trust:
         if self.has_few_steps:
             steps = "step" if self.measured == 1 else "steps"
             said.append(
-                f"Gradients were measured at {self.measured} {steps}, {self.last_measured} of them in the last third. "
-                f"Conclusions on noise need {FEW_STEPS} there, about {3 * FEW_STEPS} in all; those on "
-                "rewards and lengths do not."
+                f"Gradients were measured at {self.measured} {steps}. Conclusions on noise come from the last third of "
+                f"the measured steps, here {self.last_measured}, and need {FEWEST}, so {3 * FEWEST - 2} in all; those "
+                "on rewards and lengths do not."
             )
         return said + list(self.remarks.values())
 
@@ -114,12 +108,11 @@ class Trust:
 def trust_of(
     lines: Sequence[Mapping[str, float | int | bool]],
     groups: Iterable[StoredGroup],
-    last_third: range,
     remarks: Mapping[str, str],
 ) -> Trust:
     """The trust in a run, from the scalars of its steps, its training groups and its remarks."""
     errors = {int(line["step"]): float(line.get(CHECK_ERROR, math.nan)) for line in lines if CHECK_PASSED in line}
-    failed = {int(line["step"]) for line in lines if CHECK_PASSED in line and line[CHECK_PASSED] != 1}
+    failed = {int(line["step"]) for line in lines if has_failed_check(line)}
     norm_only = {int(line["step"]) for line in lines if line.get(CHECK_ROLLOUTS, 1) == 0}
     measured: set[int] = set()
     exact, rollouts = 0.0, 0
@@ -135,7 +128,6 @@ def trust_of(
             rollouts += group.size
     return Trust(
         measured=len(measured),
-        last_measured=sum(step in last_third for step in measured),
         errors=errors,
         failed=frozenset(failed),
         norm_only=frozenset(norm_only),

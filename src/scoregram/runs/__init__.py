@@ -27,8 +27,11 @@ from scoregram.runs.disk import parts as parts
 from scoregram.runs.disk import require_space as require_space
 from scoregram.runs.disk import write_all as write_all
 from scoregram.runs.disk import write_atomically as write_atomically
+from scoregram.runs.metrics import CHECK_PASSED as CHECK_PASSED
 from scoregram.runs.metrics import OWN_PREFIX as OWN_PREFIX
 from scoregram.runs.metrics import beside_foreign as beside_foreign
+from scoregram.runs.metrics import has_failed_check as has_failed_check
+from scoregram.runs.metrics import needs_gram as needs_gram
 from scoregram.runs.metrics import own_name as own_name
 from scoregram.runs.metrics import read_metrics as read_metrics
 from scoregram.runs.reader import BatchNames as BatchNames

@@ -53,6 +53,30 @@ def own_name(name: str) -> str:
     return OWN_PREFIX + name
 
 
+CHECK_PASSED = "check/passed"
+"""Scalar of a step that was checked: 1 if its self-check was within the tolerance, else 0."""
+
+
+def needs_gram(name: str) -> bool:
+    """Whether a scalar is computed from a Gram, so that it can be trusted as far as the self-check of its step.
+
+    Example:
+        >>> [needs_gram(name) for name in ("gram/snr", "group/effective_rank", "group/reward_std", "reward")]
+        [True, True, False, False]
+    """
+    return name.startswith(("gram/", "group/")) and not name.startswith("group/reward_")
+
+
+def has_failed_check(line: Mapping[str, Any]) -> bool:
+    """Whether the self-check of the step of a line failed or could not be made; False without a self-check.
+
+    Example:
+        >>> [has_failed_check(line) for line in ({"check/passed": 0.0}, {"check/passed": 1.0}, {})]
+        [True, False, False]
+    """
+    return line.get(CHECK_PASSED, 1) != 1
+
+
 def beside_foreign(ours: Mapping[str, Any], foreign: Mapping[str, Any], taken: Collection[str] = ()) -> dict[str, Any]:
     """Scalars of one step, ours and another trainer's. Ours are renamed where the other trainer uses the same name.
 

@@ -16,7 +16,7 @@ import torch
 from scoregram.checks import fail
 from scoregram.runs import disk
 from scoregram.runs.config import read_config, require_run
-from scoregram.runs.metrics import Scalar, read_metrics
+from scoregram.runs.metrics import Scalar, has_failed_check, needs_gram, read_metrics
 from scoregram.runs.records import (
     LAYER_COLUMNS,
     ROLLOUT_SCHEMA,
@@ -62,21 +62,35 @@ class Run:
     """Kind → a sentence that a reader must know before trusting the numbers, such as `approximate`; usually empty."""
 
     def metrics(self) -> list[dict[str, Scalar]]:
-        """One mapping per step with `step` among its keys; an undefined value is `nan`."""
+        """One mapping per step with `step` among its keys; an undefined value is `nan`.
+
+        The line of a step whose self-check failed has all its numbers, and `check/passed` is 0 in it.
+        """
         return list(read_metrics(self.folder / disk.METRICS).lines)
 
-    def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+    def series(self, name: str, *, failed: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Steps that logged the scalar `name`, and its values: two arrays of equal length.
 
+        Args:
+            name: As in `metrics.jsonl`.
+            failed: A scalar from the Gram is given for the steps whose self-check did not fail; with `failed`, for the
+                others alone.
+
         Raises:
-            ScoregramError: If no step logged it; the error lists the logged names.
+            ScoregramError: If no such step logged it; the error lists the logged names, or counts the other steps.
         """
         lines = self.metrics()
-        logged = [(line["step"], line[name]) for line in lines if name in line]
+        logged = [line for line in lines if name in line]
         if not logged:
             names = ", ".join(sorted({name for line in lines for name in line})) or "no scalars"
             fail("Run.series", f"{self.folder} must have logged {name}", names, "Check the spelling.")
-        steps, values = zip(*logged, strict=True)
+        kept = [line for line in logged if (needs_gram(name) and has_failed_check(line)) == failed]
+        if not kept:
+            kind, other = ("failed", "passed") if failed else ("passed", "failed")
+            requirement = f"{self.folder} must have logged {name} at a step whose self-check {kind}"
+            got = f"{len(logged)} steps whose self-check {other}"
+            fail("Run.series", requirement, got, f"Pass failed={not failed} to read those.")
+        steps, values = zip(*((line["step"], line[name]) for line in kept), strict=True)
         return np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64)
 
     def groups(self, steps: Container[int] | None = None, *, layers: bool = True) -> Iterator[GroupRecord]:

@@ -17,7 +17,7 @@ from scoregram.advantages import ESTIMATORS
 from scoregram.advice import SEVERITIES, Diagnosis, RunFinding, Severity, advise, advise_log, run_log
 from scoregram.checks import fail
 from scoregram.distributed import ALONE, Processes
-from scoregram.exhibits import Cell, Estimate, Table
+from scoregram.exhibits import Cell, Table
 from scoregram.integrations.trl.fused_step import FusedSteps
 from scoregram.integrations.trl.generation import (
     Generation,
@@ -30,7 +30,15 @@ from scoregram.integrations.trl.generation import (
     show_advantages,
 )
 from scoregram.integrations.trl.separate_pass import score_energies
-from scoregram.integrations.trl.step import Folder, MeasuredStep, measure_step
+from scoregram.integrations.trl.step import (
+    HEADLINE_SCALARS,
+    Folder,
+    MeasuredStep,
+    SkippedStep,
+    add_to_log,
+    measure_step,
+    printed_cell,
+)
 from scoregram.integrations.trl.support import (
     WRAPPED_METHODS,
     Mode,
@@ -45,32 +53,8 @@ from scoregram.integrations.trl.support import (
     uneven_term,
 )
 from scoregram.integrations.trl.window import ROW_KEY, MicroBatch, Window, row_keys
-from scoregram.reading import CHECK_ROLLOUTS, STEP_NAMES, RunNoise, Trust, needs_gram, run_noise
-from scoregram.runs import CONFIG_FILE, OWN_PREFIX, LayerPrecision, own_name
-
-FAILED_PREFIX = own_name("failed/")
-"""Prefix, in the trainer's log, of Gram scalars of steps whose self-check failed: no logger may average them in."""
-
-HEADLINE_SCALARS: Mapping[str, str] = {
-    "reward": "mean reward",
-    "live_groups": "live groups",
-    "groups": "of groups",
-    "gram/largest_share": "largest share of one rollout",
-    "gram/snr": "signal to noise of the step",
-    "gram/noise_scale": "noise scale, in rollouts",
-    "group/effective_rank": "effective rank of a group",
-    "group/effective_rank_orthogonal": "  null: orthogonal scores",
-    "check/relative_error": "self-check: relative error",
-}
-"""Scalars that `print(attachment)` shows, and their labels."""
-
-
-def printed_cell(cell: Cell, is_withheld: bool) -> str:
-    """A number of `print(attachment)`; `–` if it is undefined, or pooled over too few steps to have an interval."""
-    value = cell.value if isinstance(cell, Estimate) and not math.isnan(cell.low) else cell
-    if not isinstance(value, float) or math.isnan(value):
-        return "failed" if is_withheld else "–"
-    return f"{value:.3g}"
+from scoregram.reading import CHECK_ROLLOUTS, STEP_NAMES, RunNoise, Trust, run_noise
+from scoregram.runs import CONFIG_FILE, OWN_PREFIX, LayerPrecision, needs_gram
 
 
 def attach(
@@ -116,14 +100,14 @@ def attach(
         layers: Precision of the per-layer Grams in the run folder.
         keep_rollouts: Write the rollouts of measured steps, with all tokens, to the run folder.
         overwrite: Replace an older run in `out`.
-        resume: Continue the run in `out`, for `trainer.train(resume_from_checkpoint=…)`. A training that begins at step 0
+        resume: Continue the run in `out`, for `trainer.train(resume_from_checkpoint=…)`. A training from the beginning
             raises an error if the run has steps: it would remove them.
         between_prompts: With several processes, let the first one measure all groups, to get the Gram between prompts
             and the metrics that need it. Otherwise each process measures its share of the groups, which is faster. A
             single process gets that Gram anyway, if all groups fit into one pass.
         fused: Take Gram and gradient from one backward pass wherever that gives the trainer's gradient up to rounding:
             in one process, if all micro-batches of the step fit into memory together, and after a step at which the
-            whole gradient agreed. `attachment.not_fused` says why no step is fused. With False every gradient is the
+            whole gradient agreed. `attachment.not_fused` says why steps are not fused. With False every gradient is the
             trainer's, bit for bit.
         cuda_graphs: On a GPU, record fused passes as CUDA graphs and replay them where prompts and completions are
             padded to the same lengths again. This removes the time that Python takes to launch kernels, and keeps the
@@ -207,6 +191,8 @@ class Attachment:
         self.processes = processes
         self.readings: list[MeasuredStep] = []
         """The measured steps: scalars, the error of the self-check, notes."""
+        self.skipped: list[SkippedStep] = []
+        """Steps at which a measurement was due and could not be made, each with the reason."""
         self.failures: list[str] = []
         """Errors in measurements, which did not stop the training."""
         self.halt_on: Severity | None = halt_on
@@ -217,6 +203,8 @@ class Attachment:
         self._generations: dict[int, Generation] = {}
         self._generation_count = 0
         self._reward_call: RewardCall | None = None
+        self._generation_log_probs: list[Tensor] = []
+        """Log-probabilities that the trainer computed without gradient since the generation began."""
         self._window: Window | None = None
         """The step that is being observed; None at steps that are not measured."""
         self._loss_log_probs: list[Tensor] | None = None
@@ -260,13 +248,8 @@ class Attachment:
 
     def _begin(self, step: int) -> None:
         """Begin to write the run folder after `step`; if that is not possible, all processes raise the error."""
-
-        def begin() -> None:
-            if self.folder is not None:
-                self.folder.begin(step)
-
         try:
-            self.processes.from_first(begin)
+            self.processes.from_first(lambda: self.folder.begin(step) if self.folder is not None else None)
         except BaseException:
             self._end()
             raise
@@ -293,17 +276,15 @@ class Attachment:
 
     @property
     def not_fused(self) -> str | None:
-        """Why no further step is fused (Gram and gradient from one backward pass); None if steps may be."""
-        reason = self._fused.reason
+        """Why the last step was not fused (Gram and gradient from one backward pass); None if the next one may be."""
+        reason = self._fused.reason or self._fused.obstacle or self._fused.disagreement
         return None if reason is None else f"{reason}; steps are measured in a separate pass"
 
     @property
     def trust(self) -> Trust:
         """How far the measured numbers can be trusted: how many self-checks passed, and the worst error."""
-        third = range(self.readings[-1].step * 2 // 3 + 1, self.readings[-1].step + 1) if self.readings else range(0)
         return Trust(
             measured=len(self.readings),
-            last_measured=sum(reading.step in third for reading in self.readings),
             errors={reading.step: reading.error for reading in self.readings},
             failed=frozenset(reading.step for reading in self.readings if not reading.passed),
             norm_only=frozenset(reading.step for reading in self.readings if not reading.scalars[CHECK_ROLLOUTS]),
@@ -373,11 +354,12 @@ class Attachment:
     def __str__(self) -> str:
         """The main rows of `summary()` as text."""
         if not self.readings:
-            return f"{type(self.trainer).__name__}: no step was measured"
+            return "\n".join([f"{type(self.trainer).__name__}: no step was measured", *self._reasons_not_measured()])
         rows = {str(row[0]): row[1:] for row in self.summary().rows}
         lines = [
             f"{type(self.trainer).__name__}, measured steps {self._measured_steps}",
             *self.trust.sentences(),
+            *self._reasons_not_measured(),
             f"{'':<36}" + "".join(f"{name:>10}" for name in ("first", "last", "mean")),
         ]
         passed = (self.readings[0].passed, self.readings[-1].passed, True)
@@ -389,15 +371,23 @@ class Attachment:
             lines.append(f"report: scoregram report {self.folder.path}")
         return "\n".join(lines)
 
+    def _reasons_not_measured(self) -> Iterator[str]:
+        """Sentences on steps that were skipped or whose measurement failed; none if there was no such step."""
+        if self.skipped:
+            last = self.skipped[-1]
+            yield f"Steps not measured: {len(self.skipped)}. The last one is step {last.step}, because {last.reason}."
+        if self.failures:
+            yield f"Measurements that failed: {len(self.failures)}. The last error is {self.failures[-1]}"
+
     # wrappers: what the trainer calls
 
     def _rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids: Any, *args: Any, **kw: Any) -> Any:
         rewards = self._inner["_calculate_rewards"](inputs, prompts, completions, completion_ids, *args, **kw)
-        self._reward_call = RewardCall(inputs, completion_ids, rewards)
+        self._reward_call = RewardCall(inputs, completion_ids, rewards, tuple(self._generation_log_probs))
         return rewards
 
     def _generate(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        self._reward_call = None
+        self._reward_call, self._generation_log_probs = None, []
         output = self._inner["_generate_and_score_completions"](inputs, *args, **kwargs)
         if not self.is_attached or not self.trainer.model.training:
             return output
@@ -418,6 +408,8 @@ class Attachment:
         is_fused = found is not None
         if not is_fused:
             found = self._inner["_get_per_token_logps_and_entropies"](*args, **kwargs)
+        if self._loss_log_probs is None and not torch.is_grad_enabled():
+            self._generation_log_probs.append(found[0])
         if self._loss_log_probs is not None and found[0].requires_grad:
             self._loss_log_probs.append(found[0])
             if not is_fused and len(self._loss_log_probs) == 1:
@@ -503,15 +495,13 @@ class Attachment:
             return  # postponed to the next step that is on-policy
         self._is_due = False
         measured = measure_step(self.trainer, window, self._generations_of, self.settings, self.processes, self._fused)
-        if measured is None:
+        if isinstance(measured, SkippedStep):
+            self.skipped.append(measured)
             return
         self.readings.append(measured.bare)
         metrics = self.trainer._metrics["train"]
         foreign_names = [name for name in metrics if not name.startswith(OWN_PREFIX)]
-        for name, value in measured.scalars.items():
-            if math.isfinite(value):
-                is_failed = not measured.passed and needs_gram(name)
-                metrics[FAILED_PREFIX + name if is_failed else own_name(name)].append(float(value))
+        add_to_log(metrics, measured, self.noise())
         if self.folder is not None:
             self.folder.write(measured, keep_rollouts=self.settings.keep_rollouts, foreign_names=foreign_names)
 

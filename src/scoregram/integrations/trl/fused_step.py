@@ -378,6 +378,10 @@ class FusedSteps:
         self.trainers_log_probs = methods["_get_per_token_logps_and_entropies"]
         self.reason: str | None = None
         """Why no step of this trainer is fused from now on; None if steps may be."""
+        self.disagreement: str | None = None
+        """Why the whole gradient of the last step that compared it does not allow the next step to be fused."""
+        self.obstacle: str | None = None
+        """Why the last step that could have been fused was not; later steps may be."""
         self.format: LogProbsFormat | None = None
         self.since_full_check: int | None = None
         """Fused steps since the whole gradient was compared; None if it never was, or did not agree."""
@@ -412,11 +416,20 @@ class FusedSteps:
         """Note what the trainer's own method for log-probabilities returns."""
         self.format = LogProbsFormat.of(returned)
 
-    def note_full_check(self, error: float, unevenness: float, *, has_gradient: bool) -> None:
-        """Note whether the whole gradient of a step agreed with the weighted sum of its rows."""
+    def note_full_check(
+        self, error: float, unevenness: float, *, has_gradient: bool, causes: Sequence[str] = ()
+    ) -> None:
+        """Note whether the whole gradient of a step agreed with the weighted sum of its rows; if not, likely causes."""
         agrees = has_gradient and error <= self.settings.rounding_error
         is_even = self.settings.mode == "loss" or unevenness <= EVEN
         self.since_full_check = 0 if agrees and is_even else None
+        self.disagreement = None
+        if not has_gradient:
+            self.disagreement = "every weight of the last checked step was 0, so no gradient could be compared"
+        elif self.since_full_check is None:
+            why = f". Likely cause: {'; '.join(causes)}" if causes else ""
+            limit = f"fused steps need at most {self.settings.rounding_error:g} and even weights within rollouts"
+            self.disagreement = f"the sum of the rows differed from the gradient by {error:.2g}, and {limit}{why}"
 
     # the current step
 
@@ -428,9 +441,12 @@ class FusedSteps:
         `batch` must hold all rollouts of `generation`, or be the first of several micro-batches that do; in mode `loss`
         a single one may hold a part. `limit` is the number of bytes that a measurement may take.
         """
-        self.step = None
+        self.step = self.obstacle = None
         since = self.since_full_check
-        if self.reason is not None or self.format is None or since is None or since >= FULL_CHECK_EVERY - 1:
+        if self.reason is not None or since is None or since >= FULL_CHECK_EVERY - 1:
+            return
+        if self.format is None:
+            self.obstacle = "the trainer's method for log-probabilities returned a format that is not supported"
             return
         is_part = self.pieces == 1 and self.settings.mode == "loss"
         rollouts = len(batch.rows) if is_part else generation.size
@@ -439,7 +455,12 @@ class FusedSteps:
         tokens = inputs["prompt_ids"].shape[1] + inputs["completion_ids"].shape[1]
         # a separate pass holds one gradient besides the trainer's, a fused one two: the sum, and the checked row
         needed = bytes_of_pass(inside, rollouts, tokens, parameters=parameters) + gradient_bytes(parameters)
-        if len(batch.rows) * self.pieces != rollouts or not self.is_whole_step() or needed > limit:
+        if len(batch.rows) * self.pieces != rollouts or not self.is_whole_step():
+            self.obstacle = "the micro-batches of the step are not one whole generation"
+            return
+        if needed > limit:
+            sizes = f"{needed / 1e9:.3g} GB by estimate, and the limit is {limit / 1e9:.3g} GB"
+            self.obstacle = f"memory is short: all rollouts of the step together take {sizes}"
             return
         if getattr(self.trainer.accelerator, "has_lomo_optimizer", False):
             self.reason = "the LOMO optimiser updates parameters inside the backward pass"

@@ -12,7 +12,7 @@ from torch import Tensor
 from scoregram.advantages import ESTIMATORS, estimate
 from scoregram.checks import fail, listed, lookup, require_finite
 from scoregram.distributed import Processes
-from scoregram.integrations.trl.support import has_relative_positions, unwrapped_model
+from scoregram.integrations.trl.support import has_relative_positions, is_rloo, unwrapped_model
 from scoregram.rollouts import Rollouts, concatenated_rollouts
 
 IMAGE_KEYS = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_sizes", "spatial_shapes")
@@ -31,6 +31,9 @@ class RewardCall:
     """Completion tokens of every rollout, before truncated ones were masked."""
     rewards: Tensor
     """`(N, F)`: a column for each reward function, rollouts of all processes; `nan` where a function returned None."""
+    log_probs: Sequence[Tensor] = ()
+    """`(N, C)` log-probabilities of this process's completions that the trainer computed before the call: those of its
+    policy, then, if it has a KL term, those of the reference."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -72,7 +75,7 @@ class Generation:
 
     @property
     def rewards(self) -> Tensor:
-        """`(N,)` float64: weighted sum over the reward functions; `nan` if none of them gave a reward."""
+        """`(N,)` float64: what the trainer turns into advantages, see `trained_rewards`; `nan` without a reward."""
         return self.rollouts.rewards
 
     @property
@@ -130,7 +133,7 @@ def generation_of(
         rollouts=replace(
             rollouts,
             prompt_names=prompt_names(call.inputs, rollouts),
-            rewards=weighted_rewards(trainer, rewards),
+            rewards=trained_rewards(trainer, rewards, call.log_probs, completion_mask),
             reward_parts=dict(zip(trainer.reward_func_names, rewards.detach().double().cpu().unbind(1), strict=True)),
             finished=torch.tensor([bool(ids) and ids[-1] in stops for ids in call.completion_ids]),
         ),
@@ -179,6 +182,31 @@ def trl_rows(
         prompt_lengths=prompt_mask.sum(1),
         group_ids=group_ids,
     )
+
+
+def trained_rewards(trainer: Any, rewards: Tensor, log_probs: Sequence[Tensor], completion_mask: Tensor) -> Tensor:
+    """`(N,)` float64 rewards that the trainer turns into advantages, `nan` if no function gave one.
+
+    The weighted sum of the reward functions. `RLOOTrainer` clips it to `reward_clip_range` and subtracts the KL penalty
+    `beta Σ_t (log π_t − log π_ref,t)` over the completion; `GRPOTrainer` has its KL term in the loss.
+
+    Raises:
+        ScoregramError: If the penalty is not 0 and the log-probabilities of policy and reference are not known.
+    """
+    total = weighted_rewards(trainer, rewards)
+    if not is_rloo(trainer):
+        return total
+    if bounds := getattr(trainer, "reward_clip_range", None):
+        total = total.clamp(min=bounds[0], max=bounds[1])
+    beta = float(trainer.beta or 0.0)
+    if not beta:
+        return total
+    if len(log_probs) != 2:
+        remedy = "An override of _generate_and_score_completions must call that method as TRL does."
+        requirement = "RLOOTrainer must ask for log-probabilities of policy and reference before its rewards"
+        fail("attach", requirement, f"{len(log_probs)} results", remedy)
+    policy, reference = (one.detach().double() for one in log_probs)
+    return total - beta * ((policy - reference) * completion_mask).sum(1).cpu()
 
 
 def weighted_rewards(trainer: Any, rewards: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from scoregram.checks import fail
 from scoregram.distributed import Processes
+from scoregram.exhibits import Cell, Estimate
 from scoregram.integrations.trl.fused_step import FusedSteps
 from scoregram.integrations.trl.generation import Generation, tokenizer_of
 from scoregram.integrations.trl.separate_pass import CheckedGram, measure_separately
@@ -21,9 +22,10 @@ from scoregram.integrations.trl.window import ObservedStep, Window, observed_ste
 from scoregram.reading import (
     CHECK_COLUMN,
     CHECK_ERROR,
-    CHECK_PASSED,
     CHECK_ROLLOUTS,
+    STEP_NAMES,
     GroupReading,
+    RunNoise,
     Step,
     batch_records,
     group_records,
@@ -31,10 +33,42 @@ from scoregram.reading import (
     rollout_records,
     rollout_scalars,
 )
-from scoregram.runs import LOSS_KIND, LayerPrecision, RolloutRecord, RunWriter, beside_foreign, open_run
+from scoregram.runs import (
+    CHECK_PASSED,
+    LOSS_KIND,
+    LayerPrecision,
+    RolloutRecord,
+    RunWriter,
+    beside_foreign,
+    needs_gram,
+    open_run,
+    own_name,
+)
 
 UNEVEN = "the loss weights the tokens of a rollout differently (KL term, clipping, masks); mode='loss' is exact there"
 """A cause of a failed self-check."""
+
+FAILED_PREFIX = own_name("failed/")
+"""Prefix, in the trainer's log, of Gram scalars of steps whose self-check failed: no logger may average them in."""
+
+POOLED_PREFIX = own_name("run/")
+"""Prefix, in the trainer's log, of what is pooled over the measured steps so far."""
+CHECKS_IN_LOG: Mapping[str, Callable[[list[float]], float]] = {CHECK_ERROR: max, CHECK_PASSED: min, CHECK_ROLLOUTS: sum}
+"""Scalar of the self-check → its value in the trainer's log, from the steps measured since the last line: the largest
+error, 0 if one step failed, all compared rollouts. TRL would log the mean."""
+
+HEADLINE_SCALARS: Mapping[str, str] = {
+    "reward": "mean reward",
+    "live_groups": "live groups",
+    "groups": "of groups",
+    "gram/largest_share": "largest share of one rollout",
+    "gram/snr": "signal to noise of the step",
+    "gram/noise_scale": "noise scale, in rollouts",
+    "group/effective_rank": "effective rank of a group",
+    "group/effective_rank_orthogonal": "  null: orthogonal scores",
+    "check/relative_error": "self-check: relative error",
+}
+"""Scalars that `print(attachment)` shows, and their labels."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +93,14 @@ class MeasuredStep:
         return replace(self, details=None, groups=())
 
 
+@dataclass(frozen=True)
+class SkippedStep:
+    """A step at which a measurement was due and could not be made."""
+
+    step: int
+    reason: str
+
+
 def measure_step(
     trainer: Any,
     window: Window,
@@ -66,8 +108,8 @@ def measure_step(
     settings: Settings,
     processes: Processes,
     fused: FusedSteps,
-) -> MeasuredStep | None:
-    """Measure the step whose gradient is in `.grad`; None, with a warning, if that is not possible.
+) -> MeasuredStep | SkippedStep:
+    """Measure the step whose gradient is in `.grad`; warns if that is not possible.
 
     All processes call it together. Scalars, error and notes are the same in all; the first one has the details too.
     `fused` has the result of a step that was fused; for any other step it notes whether the gradients agreed.
@@ -94,7 +136,9 @@ def measure_step(
         if checked is None:
             limit = f"{observed.memory_limit / 1e9:.3g} GB"
             return _skip(window.step, f"one group alone would take more than {limit} by estimate", processes)
-        fused.note_full_check(checked.error, observed.unevenness, has_gradient=bool(observed.weights.any()))
+        causes = likely_causes(trainer, checked.gram.notes, observed.unevenness, settings)
+        has_gradient = bool(observed.weights.any())
+        fused.note_full_check(checked.error, observed.unevenness, has_gradient=has_gradient, causes=causes)
     made: list[MeasuredStep] = []
 
     def read() -> MeasuredStep:
@@ -112,10 +156,11 @@ def measure_step(
     return made[0] if made else everywhere
 
 
-def _skip(step: int, reason: str, processes: Processes) -> None:
+def _skip(step: int, reason: str, processes: Processes) -> SkippedStep:
     """Warn that a step is not measured."""
     if processes.is_first:
         warnings.warn(f"scoregram: step {step} was not measured: {reason}.", stacklevel=5)
+    return SkippedStep(step, reason)
 
 
 def trl_step(trainer: Any, observed: ObservedStep, checked: CheckedGram, passed: bool, settings: Settings) -> Step:
@@ -175,6 +220,33 @@ def likely_causes(trainer: Any, notes: Sequence[str], unevenness: float, setting
         "the auxiliary loss of a router": bool(getattr(trainer, "aux_loss_enabled", False)),
     }
     return [*(cause for cause, holds in facts.items() if holds), *settings.low_precision]
+
+
+def printed_cell(cell: Cell, is_withheld: bool) -> str:
+    """A number of `print(attachment)`; `–` if it is undefined, or pooled over too few steps to have an interval."""
+    value = cell.value if isinstance(cell, Estimate) and not math.isnan(cell.low) else cell
+    if not isinstance(value, float) or math.isnan(value):
+        return "failed" if is_withheld else "–"
+    return f"{value:.3g}"
+
+
+def add_to_log(metrics: MutableMapping[str, list[Any]], measured: MeasuredStep, pooled: RunNoise) -> None:
+    """Add a measured step to the metrics that the trainer logs next; it logs the mean of every list.
+
+    Ratios such as the noise scale of one step are left out: a mean of those that are finite is biased. What is `pooled`
+    over the measured steps so far is logged in their place, once it has intervals.
+    """
+    for name, value in measured.scalars.items():
+        if name in STEP_NAMES or not math.isfinite(value):
+            continue
+        is_failed = not measured.passed and needs_gram(name)
+        key = FAILED_PREFIX + name if is_failed else own_name(name)
+        values = [*metrics.get(key, ()), float(value)]
+        metrics[key] = [CHECKS_IN_LOG[name](values)] if name in CHECKS_IN_LOG else values
+    for outdated in [name for name in metrics if name.startswith(POOLED_PREFIX)]:
+        del metrics[outdated]
+    if pooled.is_conclusive:
+        metrics.update({own_name(name): [value] for name, value in pooled.scalars().items()})
 
 
 class Folder:
