@@ -19,7 +19,7 @@ from scoregram.advice.findings import SEVERITIES, Change, Undecided, contradicti
 from scoregram.advice.formats import protobuf_fields, read_log, wandb_records
 from scoregram.advice.logs import SPELLINGS
 from scoregram.advice.policy_rules import chance_agreement, collapse_step, most_repeated, spike_steps
-from scoregram.advice.reward_rules import dead_kinds
+from scoregram.advice.reward_rules import dead_kinds, least_truncated_reward
 from scoregram.advice.trends import (
     MOST_PERSISTENT,
     autocorrelation,
@@ -445,6 +445,57 @@ def test_a_number_without_an_interval_is_shown_alone():
     one = replace(finding("a", "note", "k", "up"), number=Estimate(3.0), label="norm", since=4)
     assert one.lines()[0] == "x (since step 4)" and "norm: 3.00; y" in one.lines()[1]
     assert one.plain()["number"] == {"value": 3.0, "low": None, "high": None, "label": "norm"}
+
+
+def truncation_advice(**scalars: float) -> Change:
+    lines = [
+        {"step": step, **{name.replace("__", "/"): value for name, value in scalars.items()}} for step in range(12)
+    ]
+    found = LOG_RULES["truncation"](run_log("x", lines))
+    assert isinstance(found, RunFinding) and found.change is not None
+    return found.change
+
+
+def test_truncated_completions_with_a_high_reward_question_the_reward():
+    # 98 % cut, mean 0.99: even if every other completion has 1, the truncated ones have (0.99 - 0.02) / 0.98
+    paid = truncation_advice(truncated_rate=0.98, reward=0.99)
+    assert (paid.knob, paid.direction) == ("reward function", "repair")
+    assert "is at least 0.99." in paid.sentence and "does not check it" in paid.sentence
+    assert "mask" not in paid.sentence  # 98 % masked would leave no update
+    # 60 % cut, mean 0.5: they may have (0.5 - 0.4) / 0.6 only
+    open_ = truncation_advice(truncated_rate=0.6, reward=0.5)
+    assert open_.knob == "completion length" and "the reward is high anyway" in open_.sentence
+    assert (
+        "mask" not in open_.sentence and "mask_truncated" in truncation_advice(truncated_rate=0.2, reward=0.1).sentence
+    )
+    # rewards outside [0, 1] bound nothing
+    assert truncation_advice(truncated_rate=0.98, reward=3.0).knob == "completion length"
+
+
+def test_stored_rollouts_tell_whether_truncation_is_paid_for():
+    paid = truncation_advice(truncated_rate=0.2, reward=0.4, truncated_reward=0.38, finished_reward=0.4)
+    assert paid.knob == "reward function" and "0.38, that of the others 0.40" in paid.sentence
+    missing = truncation_advice(truncated_rate=0.2, reward=0.4, truncated_reward=0.05, finished_reward=0.5)
+    assert missing.knob == "completion length" and "mean reward of 0.05." in missing.sentence
+    assert (
+        truncation_advice(truncated_rate=0.2, reward=0.0, truncated_reward=0.0, finished_reward=0.0).direction == "up"
+    )
+
+
+def test_the_bound_on_the_reward_of_truncated_completions_holds_for_every_batch():
+    for rewards in itertools.product((0.0, 0.5, 1.0), repeat=4):
+        for count in (1, 2, 3, 4):  # the first `count` are truncated
+            mean, cut = float(np.mean(rewards)), float(np.mean(rewards[:count]))
+            least = least_truncated_reward(run_log("x", [{"step": 1, "reward": mean, "truncated_rate": count / 4}]))
+            assert least <= cut + 1e-12
+            if all(reward == 1 for reward in rewards[count:]):
+                assert least == pytest.approx(cut)
+
+
+def test_a_finding_says_what_holds_since_its_step():
+    lines = [{"step": step, "truncated_rate": 0.2 if step > 20 else 0.0, "reward": 0.1} for step in range(1, 61)]
+    found = LOG_RULES["truncation"](run_log("x", lines))
+    assert isinstance(found, RunFinding) and found.lines()[0].endswith("unfinished texts. (above 10% since step 21)")
 
 
 def test_a_few_logged_values_suffice_for_plain_truncation():

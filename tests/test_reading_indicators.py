@@ -10,7 +10,8 @@ from scipy.stats import t as student
 
 from scoregram.exhibits import Estimate, cell_text
 from scoregram.reading import bounded_band, indicators, lost_randomness, paired_gain, read_run, running_curve
-from scoregram.reading.indicators import _more_rollouts, _needs, last_live_share
+from scoregram.reading.indicators import _count, _more_rollouts, _needs, _signal, last_live_share
+from scoregram.report.page import sparkline
 from scoregram.runs import RunWriter, open_run
 from tests.report_cases import CONFIG, write_run
 
@@ -41,7 +42,8 @@ def test_a_few_logged_rewards_are_read_along_a_line(tmp_path):
     half = 5 * student.ppf(0.975, 4) * math.sqrt(covariance[0, 0])
     assert (found.change.value, found.change.low) == pytest.approx((5 * line[0], 5 * line[0] - half), rel=1e-5)
     assert found.state == "good" and found.headline == "training reward 0.42 → 0.99"
-    assert "straight line through 6 logged values" in found.sentence
+    assert "Change 0.57, last minus first of 6 logged values" in found.sentence
+    assert f"A straight line through all of them rises by {cell_text(found.change)};" in found.sentence
 
 
 def test_the_share_of_live_groups_is_that_of_all_logged_steps(tmp_path):
@@ -180,14 +182,34 @@ def test_the_signal_is_told_in_the_unit_of_its_curve_and_of_its_headline(tmp_pat
     write_run(tmp_path / "run", steps=18)
     run = read_run(open_run(tmp_path / "run"))
     found = indicators(run)[2]
-    assert f"Signal to noise: {cell_text(run.summary.snr)}," in found.sentence
-    assert min(found.curve.mean) == 0 > min(running_curve(*run.series("gram/snr")).mean)  # drawn as no signal
-    assert found.scale == (0.0, 1.0) and found.target == 1
+    snr, scale = run.summary.snr, run.summary.noise_scale
+    assert scale.high == math.inf and scale.low == pytest.approx(run.batch_size / snr.high)
+    assert f"at most {cell_text(snr.high)}, the upper end of its 95 % interval" in found.sentence
+    assert f"{run.batch_size:g} / {cell_text(snr.high)} = {_count(scale.low)} rollouts or more." in found.sentence
+    assert f"at least {_count(scale.low)} rollouts" in found.headline
+    # the line of the tile is that of the figure, below 0 too
+    assert found.curve.mean == running_curve(*run.series("gram/snr")).mean and min(found.curve.mean) < 0
+    drawn = sparkline(found)
+    assert (
+        drawn is not None and drawn["scale"].startswith(f"axis {min(found.curve.mean):.2g} to 1") and found.target == 1
+    )
+
+
+def test_a_resolved_signal_is_told_with_its_estimate():
+    told = _signal(Estimate(0.5, 0.25, 1.0), Estimate(128.0, 64.0, 256.0), 64)
+    assert told == "Signal to noise: 0.50 [0.25, 1.00], about the rollouts you use over those needed."
+
+
+def test_live_groups_of_some_steps_say_at_how_many(tmp_path):
+    lines = [{"reward": 0.5} | ({"live_groups": 3, "groups": 4} if step % 2 else {}) for step in range(12)]
+    # steps 2, 4, … 12 have groups; the last third is 9 to 12
+    assert ", at 2 of the 4 steps." in logged(tmp_path / "some", lines)["prompts that teach"].sentence
+    every = [{"reward": 0.5, "live_groups": 3, "groups": 4}] * 12
+    assert "steps" not in logged(tmp_path / "all", every)["prompts that teach"].sentence
 
 
 def test_a_step_of_much_noise_is_told_what_to_do():
     assert _more_rollouts(Estimate(60.0, 50.0, 70.0), 64) == ""
-    assert "if a step surely needs more than 256, 4 times yours." in _more_rollouts(
-        Estimate(math.inf, 246.0, math.inf), 64
-    )
+    told = _more_rollouts(Estimate(math.inf, 246.0, math.inf), 64)
+    assert "No card asks for them: that takes a need of more than 256, 4 times yours" in told
     assert _more_rollouts(Estimate(900.0, 300.0, 2000.0), 64) == " More rollouts per step raise it in proportion."

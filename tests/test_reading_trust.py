@@ -96,9 +96,9 @@ def test_a_run_whose_checks_passed_says_how_well(tmp_path):
     assert run.trust.is_sound and not run.is_withheld
     (sentence, few) = run.trust.sentences()
     assert sentence == "Self-check passed at 6 of 6 measured steps, worst relative error 4e-07."
-    assert few.startswith(
+    assert few == (
         "Gradients were measured at 6 steps. Conclusions on noise come from the last third of the measured steps, "
-        "here 2, and need 5, so 13 in all;"
+        "here 2, and need 5, so 13 in all. Rewards and lengths are of all logged steps."
     )
     page = write_report(tmp_path / "run").read_text()
     assert page.index(sentence) < page.index("Contents")

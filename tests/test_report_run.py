@@ -1,14 +1,15 @@
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from scoregram.advice.diagnose import DEMOS, GRAM_RULES, LOG_RULES
+from scoregram.advice.diagnose import DEMOS, GRAM_RULES, LOG_RULES, _truncation_lines
 from scoregram.advice.findings import Change, RunFinding, Severity, Undecided, diagnosis_of
-from scoregram.bootstrap import LEVEL, bootstrap_estimate, mean_estimate
+from scoregram.bootstrap import FEWEST, LEVEL, bootstrap_estimate, mean_estimate
 from scoregram.exhibits import Estimate, Figure
 from scoregram.reading import Indicator, IndicatorState, StoredGroup, indicators, read_run, running_curve
 from scoregram.report import write_report
@@ -16,9 +17,9 @@ from scoregram.report.figures import HeatMap, StackedFigure
 from scoregram.report.page import sparkline
 from scoregram.report.run_page import (
     MOST_CARDS,
-    PROMPTS,
     SUBJECTS,
     agreed_tiles,
+    card_settings,
     change_answer,
     learning_answer,
     ordered_cards,
@@ -27,11 +28,12 @@ from scoregram.report.run_page import (
     summary_table,
     when_learnt,
 )
-from scoregram.report.step_figures import learning_figures
-from scoregram.report.words import named_settings, setting_names
-from scoregram.runs import GroupRecord, RunWriter, open_run
+from scoregram.report.step_figures import learning_figures, prompts_figures
+from scoregram.report.words import PROMPTS, measuring_setting, typed_setting
+from scoregram.runs import GroupRecord, RolloutRecord, RunWriter, open_run
 from scoregram.spectra import feasible_intervals
 from scoregram.statistics import baseline_saving, group_blocks, mixed_probability, noise_components
+from scoregram.training.methods import METHODS
 from tests.report_cases import CONFIG, Page, write_run
 
 pytest.importorskip("plotly")
@@ -349,13 +351,55 @@ def test_no_tile_of_a_recorded_fault_is_good_where_a_finding_warns(folder):
 
 
 def test_cards_name_the_setting_of_the_trainer():
-    assert setting_names({})["group size"] == "--group-size"
-    trl = setting_names({"integration": {"name": "trl"}})
-    assert trl["group size"] == "num_generations" and "estimator" not in trl
-    assert named_settings({"group_size": 8})["group size"] == "--group-size, now 8"
-    known = {"integration": {"name": "trl"}, "arguments": {"max_completion_length": 8}}
-    assert named_settings(known)["completion length"] == "max_completion_length, now 8"
-    assert named_settings({"max_new_tokens": 0})["completion length"] == "--max-new-tokens"  # 0: up to the task
+    def typed(knob: str, direction: str, value: str | int | None = None, **config: Any) -> str:
+        return typed_setting(Change(knob=knob, direction=direction, sentence="", effect="", value=value), config)
+
+    trl: dict[str, Any] = {"integration": {"name": "trl"}}
+    assert typed("group size", "down", 4, group_size=8) == "--group-size 4 (now 8)"
+    assert typed("group size", "down", 4, **trl, arguments={"num_generations": 8}) == "num_generations=4 (now 8)"
+    assert typed("estimator", "rloo", "rloo", **trl) == "" and typed("seed", "repair", integration={"name": "x"}) == ""
+    assert typed("completion length", "up", max_new_tokens=200) == "--max-new-tokens 400 (now 200)"
+    limit = {"max_completion_length": 8}
+    assert typed("completion length", "up", **trl, arguments=limit) == "max_completion_length=16 (now 8)"
+    assert typed("completion length", "up", max_new_tokens=0) == "--max-new-tokens"  # 0: up to the task
+    assert typed("learning rate", "down", learning_rate=1e-5) == "--learning-rate 5e-06 (now 1e-05)"
+    assert typed("updates per batch", "down", inner_updates=4) == "--inner-updates 1 (now 4)"
+    assert typed("gradient clipping", "down", max_grad_norm=1.0) == "--max-grad-norm (now 1.0)"
+    assert typed("no such setting", "up") == ""
+
+
+def test_cards_on_prompts_name_dynamic_sampling_and_no_task():
+    change = Change(knob=PROMPTS, direction="easier", sentence="", effect="")
+    own = typed_setting(change, {"task": "gsm8k", "method": "grpo"})
+    assert own == "--method dapo (now grpo), for dynamic sampling" and METHODS["dapo"].dynamic_sampling
+    assert typed_setting(change, {"method": "dapo"}) == ""
+    assert "TRL has no dynamic sampling" in typed_setting(change, {"integration": {"name": "trl"}})
+
+
+@pytest.mark.parametrize("steps", [13, 31, 60, 100])
+def test_the_advised_interval_measures_often_enough(steps):
+    every = int(measuring_setting({}, steps // (3 * FEWEST - 2)).removeprefix("--measure-every "))
+    assert math.ceil(len(range(every, steps + 1, every)) / 3) >= FEWEST  # the last third of the measured steps
+    trl = {"integration": {"name": "trl"}, "measure_every": 10}
+    assert measuring_setting(trl, 4) == "attach(trainer, every=4) (now 10)"
+    assert measuring_setting({"measure_every": 4}, 4) == "" == measuring_setting({"integration": {"name": "verl"}}, 4)
+
+
+def test_the_method_of_the_paper_is_named_with_its_paper(run):
+    reading = read_run(open_run(run[0]))
+    named = dict(run_facts(dataclasses.replace(reading, config={"method": "grpo-paper"})))
+    assert named["method"].startswith("grpo-paper (eq. 22 of arXiv:2606.29238")
+    assert dict(run_facts(dataclasses.replace(reading, config={"method": "grpo"})))["method"] == "grpo"
+
+
+def test_success_rates_say_whose_they_are(run):
+    reading = read_run(open_run(run[0]))
+    figure = next(one for one in prompts_figures(reading) if one.id == "success")
+    last = [group for group in reading.groups if group.record.step in reading.last_third]
+    prompts, steps = {one.record.prompt_id for one in last}, {one.record.step for one in last}
+    assert (
+        f"of {len(prompts)} prompts" in figure.caption and f"at {len(steps)} steps of the last third" in figure.caption
+    )
 
 
 def test_a_run_of_another_trainer_counts_the_steps_between_its_logs(tmp_path):
@@ -397,9 +441,9 @@ def test_a_solved_task_is_told_one_thing():
     advice = diagnosis_of("", {one.name: one for one in findings})
     assert change_answer(solved, advice, {}).startswith("No setting: the task is nearly solved.")
     assert change_answer(learns, advice, {}) == "Change the group size."
-    assert change_answer(learns, advice, {"group size": "--group-size, now 8"}).endswith(
-        "Setting: --group-size, now 8."
-    )
+    settings = card_settings(findings, {"group_size": 8})
+    assert settings == {"group size": "--group-size (now 8)", "dead groups": "--method dapo, for dynamic sampling"}
+    assert change_answer(learns, advice, settings).endswith("Setting: --group-size (now 8).")
     assert change_answer(learns, diagnosis_of("", {}), {}) == "No rule asks for a change."
     # a training reward does not show that a task is solved
     assert change_answer(learning(steps, (0.3, 0.9, 0.96), quantity="reward"), advice, {}) == "Change the group size."
@@ -434,3 +478,19 @@ def test_a_small_line_has_an_axis_and_dots_for_single_values():
     assert [x for x, _ in drawn["dots"]] == ["0.0", "100.0", "200.0"]
     many = sparkline(learning(range(60), [0.5] * 60))
     assert many is not None and many["dots"] == [] and many["scale"].endswith(", mean of 5 steps")
+
+
+def test_the_ends_of_stored_rollouts_are_those_of_the_records(tmp_path):
+    def rollout(index: int, kind: str, reward: float, finished: bool) -> RolloutRecord:
+        tokens = torch.tensor([1, 2, 3])
+        known = {"token_ids": tokens, "prompt_length": 1, "log_probs": torch.zeros(3), "reward": reward}
+        return RolloutRecord(step=1, prompt_id="p", group=0, index=index, kind=kind, finished=finished, **known)
+
+    with RunWriter.create(tmp_path / "run", CONFIG, environment={}) as writer:
+        ends = [("train", 0.5, True), ("train", 1.0, False), ("test", 0.0, True), ("train", 0.0, False)]
+        writer.write_rollouts(1, [rollout(place, *end) for place, end in enumerate(ends)])
+        writer.write_metrics(1, {"reward": 0.5})
+    folder = open_run(tmp_path / "run")
+    assert folder.rollout_ends(1) == [(0.5, True), (1.0, False), (0.0, False)]
+    lines = list(_truncation_lines(read_run(folder)))
+    assert lines == [{"step": 1, "truncated_reward": 0.5, "finished_reward": 0.5}]

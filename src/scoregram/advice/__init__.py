@@ -19,6 +19,7 @@ from scoregram.advice.diagnose import demo_names as demo_names
 from scoregram.advice.diagnose import show_advice as show_advice
 from scoregram.advice.diagnose import show_demo as show_demo
 from scoregram.advice.findings import SEVERITIES as SEVERITIES
+from scoregram.advice.findings import Change as Change
 from scoregram.advice.findings import Diagnosis as Diagnosis
 from scoregram.advice.findings import RunFinding as RunFinding
 from scoregram.advice.findings import Severity as Severity

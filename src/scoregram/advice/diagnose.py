@@ -1,6 +1,7 @@
 """`advise`: all rules on a run folder or on a plain log, as one diagnosis; and how it is printed."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -90,7 +91,8 @@ def advise_log(log: RunLog) -> Diagnosis:
 def advise_run(run: RunReading) -> Diagnosis:
     """The diagnosis of a run folder: the rules on its scalars, then those on its Grams."""
     source = "" if run.folder is None else str(run.folder.folder)
-    log = run_log(source, [*run.lines, *_repetition_lines(run)], run.config, run.last_third)
+    stored = [*_repetition_lines(run), *_truncation_lines(run)]
+    log = run_log(source, [*run.lines, *stored], run.config, run.last_third)
     # among equally severe and certain findings those from the Gram come first: they name causes
     verdicts: dict[str, RuleVerdict] = {name: rule(run) for name, rule in GRAM_RULES.items()}
     verdicts |= {name: rule(log) for name, rule in LOG_RULES.items()}
@@ -125,6 +127,20 @@ def _repetition_lines(run: RunReading) -> Iterator[dict[str, float]]:
         known = [share for share in shares if share is not None]
         if known:
             yield {"step": step, "repetition": sum(known) / len(known)}
+
+
+def _truncation_lines(run: RunReading) -> Iterator[dict[str, float]]:
+    """`truncated_reward` and `finished_reward` at some steps whose rollouts are stored: means over such rollouts."""
+    if run.folder is None:
+        return
+    for step in _some(sorted(run.folder.rollout_steps())):
+        rewards: dict[bool, list[float]] = {True: [], False: []}
+        for reward, finished in run.folder.rollout_ends(step):
+            rewards[finished] += [] if math.isnan(reward) else [reward]
+        names = {True: "finished_reward", False: "truncated_reward"}
+        known = {names[kind]: sum(values) / len(values) for kind, values in rewards.items() if values}
+        if known:
+            yield {"step": step, **known}
 
 
 def _some(steps: Sequence[int]) -> list[int]:

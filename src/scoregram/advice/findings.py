@@ -29,6 +29,8 @@ class Change:
     sentence: str
     effect: str
     """What to expect from the change."""
+    value: str | int | None = None
+    """The value to set, where the rule knows one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,8 @@ class RunFinding:
     """What is wrong, in plain words."""
     since: int | None = None
     """First step from which on it holds; None if it is not tied to a step."""
+    level: str = ""
+    """What holds since that step, such as `above 10%`, where the sentence has the number of the last third."""
     number: Estimate = field(default_factory=lambda: Estimate(math.nan))
     label: str = ""
     """What `number` is."""
@@ -53,7 +57,8 @@ class RunFinding:
 
     def lines(self) -> list[str]:
         """The finding as text: what is wrong, the number, the evidence, what to change and what to expect, the list."""
-        since = "" if self.since is None else f" (since step {self.since})"
+        level = f"{self.level} " if self.level else ""
+        since = "" if self.since is None else f" ({level}since step {self.since})"
         number = "" if math.isnan(self.number.value) else f"{self.label}: {cell_text(self.number)}; "
         told = [f"{self.sentence}{since}", f"Evidence, {self.confidence}: {number}{self.evidence}"]
         if self.change is not None:

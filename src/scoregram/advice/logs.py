@@ -81,6 +81,8 @@ SPELLINGS: Mapping[str, tuple[Spelling, ...]] = MappingProxyType(
             Spelling("truncated_rate", _OPENRLHF),
             Spelling("finished", _OWN, _complement),
         ),
+        "truncated_reward": (Spelling("truncated_reward", f"{_OWN}, from stored rollouts"),),
+        "finished_reward": (Spelling("finished_reward", f"{_OWN}, from stored rollouts"),),
         "repetition": (Spelling("repetition", _OWN),),
         "grad_norm": (Spelling("grad_norm", f"{_OWN}, {_TRL}"), Spelling("actor/grad_norm", _VERL)),
         "loss": (

@@ -124,6 +124,7 @@ def _size_by_error(run: RunReading, used: int) -> RuleVerdict:
             sentence=_use_size(wanted, used, run.batch_size),
             effect=f"the squared error of an update falls by about {gain:.0%} at equal rollouts"
             f"{_live_groups(run, wanted, used)}.",
+            value=wanted,
         ),
     )
 
@@ -262,6 +263,7 @@ def _size_by_liveness(run: RunReading, used: int) -> RuleVerdict:
             sentence=f"Try groups of {size}{prompts}, or measure the gradients of at least {FEWEST * 3} steps (now "
             f"{run.trust.measured}) to know the best size.",
             effect=f"about {law.live_share(size):.0%} of the groups would be live{_of_a_step(law, size, used, run)}.",
+            value=size,
         ),
         confidence="possible",
     )
@@ -346,6 +348,7 @@ def advantage_estimator(run: RunReading) -> RuleVerdict:
             direction=best,
             sentence=f"Use {best}.",
             effect=f"an update of the same quality from {own.value / value:.0%} of the groups.",
+            value=best,
         ),
     )
 

@@ -20,6 +20,8 @@ KIND_SHARE = 2 / 3
 FEWEST_PLAIN = 3
 """Logged values that suffice where each of them, a mean over many rollouts, shows the fault plainly."""
 TRUNCATED, MOSTLY_TRUNCATED = 0.1, 0.5
+PAID_SHARE, PAID_REWARD = 0.8, 0.5
+"""Mean reward of truncated completions, of that of the others or by itself, from which on truncation is paid for."""
 REPEATED_SHARE, MOSTLY_REPEATED = 0.5, 0.7
 LENGTH_GROWTH = 1.5
 LEAST_GAIN = 0.05
@@ -76,6 +78,7 @@ def dead_groups(log: RunLog) -> RuleVerdict:
         sentence=f"In {share.value:.0%} of the groups all rewards are equal, so they add nothing to the update. "
         f"{kinds}".strip(),
         since=dead.since(dead.values > DEAD_SHARE),
+        level=f"above {DEAD_SHARE:.0%}",
         number=share,
         label="share of dead groups in the last third",
         evidence=f"found if the whole 95 % interval lies above {DEAD_SHARE:.0%}.",
@@ -106,9 +109,10 @@ def _prompt_change(share: Estimate, right: Estimate, wrong: Estimate) -> Change:
     which = max(kinds, key=lambda kind: kinds[kind])
     effect = f"up to {1 / max(1 - share.value, 0.05):.1f} times as many live groups for the same rollouts."
     if kinds[which] > KIND_SHARE * share.value:
+        ever = {"harder": "always", "easier": "never"}[which]
         told = (
-            f"Draw {which} prompts, or sample further prompts until enough groups are live (dynamic sampling, as in "
-            "DAPO)."
+            f"Take {which} problems, leave out prompts that are {ever} solved, or sample further prompts until enough "
+            "groups are live (dynamic sampling, as in DAPO)."
         )
         return Change(knob="difficulty of prompts", direction=which, sentence=told, effect=effect)
     told = "Leave out prompts that are always or never solved, or sample prompts until enough groups are live."
@@ -269,20 +273,70 @@ def cut_completions(log: RunLog) -> RuleVerdict:
     return RunFinding(
         name="truncation",
         severity="critical" if level > MOSTLY_TRUNCATED else "warning",
-        sentence=f"{share.value:.0%} of the completions are cut off at the limit: the reward is of unfinished texts.",
+        sentence=f"{share.value:.0%} of the completions in the last third are cut off at the limit: the reward is of "
+        "unfinished texts.",
         since=cut.since(cut.values > TRUNCATED),
+        level=f"above {TRUNCATED:.0%}",
         number=share,
         label="share of truncated completions in the last third",
         evidence=f"found if the whole 95 % interval lies above {TRUNCATED:.0%}.",
-        change=Change(
-            knob="completion length",
-            direction="up",
-            sentence="Read some rollouts. If the answer is missing, allow longer completions; if the policy goes on "
-            "after it, mask truncated rollouts (mask_truncated_completions in TRL) or penalise length.",
-            effect="completions end by themselves, and the reward is of whole texts.",
-        ),
+        change=_truncation_change(log, level > MOSTLY_TRUNCATED),
         confidence="certain",
     )
+
+
+def _truncation_change(log: RunLog, is_most: bool) -> Change:
+    """Repair the reward where it pays for truncated completions, else allow longer ones.
+
+    Where most completions are truncated, to mask them would leave hardly any update, so it is not advised.
+    """
+    reward, is_paid = truncated_reward(log)
+    after = "penalise length" if is_most else "mask truncated rollouts (mask_truncated_completions in TRL)"
+    if is_paid:
+        return Change(
+            knob="reward function",
+            direction="repair",
+            sentence=f"Read some truncated rollouts: their mean reward is {reward}. If the answer is missing, the "
+            f"reward does not check it, and a longer limit will not help: repair the reward. If the policy goes on "
+            f"after the answer, {after}.",
+            effect="a completion without an answer gets a low reward; then a higher reward means better answers.",
+        )
+    known = f"Truncated rollouts get a mean reward of {reward}." if reward else "Read some rollouts."
+    unchecked = "" if reward else "; if it is missing and the reward is high anyway, the reward does not check it"
+    return Change(
+        knob="completion length",
+        direction="up",
+        sentence=f"{known} If the answer is missing, allow longer completions; if the policy goes on after it, "
+        f"{after}{unchecked}.",
+        effect="completions end by themselves, and the reward is of whole texts.",
+    )
+
+
+def truncated_reward(log: RunLog) -> tuple[str, bool]:
+    """Mean reward of truncated completions in words, empty if not known; and whether the reward pays for them.
+
+    From stored rollouts where there are any: paid for if it is at least `PAID_SHARE` of the mean of finished ones.
+    Else, or without a finished one, rewards between 0 and 1 bound it: with the mean reward m and the truncated share c
+    it is at least `(m - (1 - c)) / c`, since the others have at most 1. Paid for from `PAID_REWARD` on.
+    """
+    cut, finished = (log.series(f"{kind}_reward") for kind in ("truncated", "finished"))
+    own = float(cut.last.mean()) if len(cut) else math.nan
+    other = float(finished.last.mean()) if len(finished) else math.nan
+    if own > 0 and own >= PAID_SHARE * other:
+        return f"{own:.2f}, that of the others {other:.2f}", True
+    least = least_truncated_reward(log)
+    if least >= PAID_REWARD:
+        return (f"at least {least:.2f}" if math.isnan(own) else f"{own:.2f}"), True
+    return ("" if math.isnan(own) else f"{own:.2f}"), False
+
+
+def least_truncated_reward(log: RunLog) -> float:
+    """`(m - (1 - c)) / c`, at least 0: see `truncated_reward`. `nan` without rewards, or if one lies outside [0, 1]."""
+    reward, cut = log.series("reward"), log.series("truncated")
+    if not len(reward) or not len(cut) or reward.values.min() < 0 or reward.values.max() > 1:
+        return math.nan
+    share = float(cut.last.mean())
+    return max(0.0, (float(reward.last.mean()) - (1 - share)) / share) if share > 0 else math.nan
 
 
 def repetition(log: RunLog) -> RuleVerdict:

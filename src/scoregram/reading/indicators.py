@@ -103,8 +103,9 @@ def learning_indicator(run: RunReading) -> Indicator:
     third = len(known) // 3
     if third < FEWEST_IN_A_THIRD:
         gain = Gain(Estimate(known[0]), Estimate(known[-1]), line_change(known))
-        sentence = f"Along a straight line through {len(known)} logged values of the training reward; no test was made."
-        return _learning("training reward", gain, sentence, curve)
+        sentence = f"Change {known[-1] - known[0]:.2f}, last minus first of {len(known)} logged values of the training "
+        sentence += f"reward. A straight line through all of them rises by {cell_text(gain.change)}; no test was made."
+        return replace(_learning("training reward", gain, "", curve), sentence=sentence)
     before, after = t_mean(known[:third]), t_mean(known[-third:])
     sentence = "On training prompts, first and last third of the steps; no test was made."
     return _learning("training reward", Gain(before, after, difference(after, before)), sentence, curve)
@@ -205,11 +206,19 @@ def teaching_indicator(run: RunReading) -> Indicator:
     is_good = live.value >= LIVE_GOOD if math.isnan(live.low) else live.low > LIVE_GOOD
     state = "good" if is_good else "act" if live.value < LIVE_ACT else "watch"
     graded = any(group.is_live and group.right is None for group in run.last_groups)
-    sentence = f"Share of live groups: {cell_text(live)}."
+    sentence = f"Share of live groups: {cell_text(live)}{_at_measured_steps(run)}."
     sentence += " Rewards are graded, so nearly equal ones make a group live too." if graded else ""
     sentence += " The interval includes the target." if live.value >= LIVE_GOOD and not is_good else ""
     known = {"headline": f"{live.value:.0%} of groups", "sentence": sentence, "curve": curve, "scale": SHARES}
     return Indicator(name=name, state=state, target=LIVE_GOOD, goal=f"target: {LIVE_GOOD:.0%} or more", **known)
+
+
+def _at_measured_steps(run: RunReading) -> str:
+    """At how many steps of the last third groups were counted, if not at every logged one; else empty."""
+    logged = {int(step) for step in run.live_share[0]} & set(run.last_third) if run.has_whole_groups else set()
+    counted = logged or {group.record.step for group in run.last_groups}
+    trained = run.last_third.stop - run.last_third.start
+    return f", at {len(counted)} of the {trained} steps" if 0 < len(counted) < trained else ""
 
 
 def last_live_share(run: RunReading) -> Estimate:
@@ -223,7 +232,7 @@ def last_live_share(run: RunReading) -> Estimate:
 
 def signal_indicator(run: RunReading) -> Indicator:
     """Noise scale beside the rollouts of a step: with that many rollouts, signal and error have equal power."""
-    name, curve = "signal in a step", not_below_zero(scalar_curve(run, "gram/snr"))
+    name, curve = "signal in a step", scalar_curve(run, "gram/snr")
     scale, batch = run.summary.noise_scale, run.batch_size
     if math.isnan(scale.value) or not math.isfinite(batch):
         why = "withheld: a self-check failed" if run.is_withheld else "not measured"
@@ -239,15 +248,19 @@ def signal_indicator(run: RunReading) -> Indicator:
         state = "act"
     elif scale.high <= batch:
         state = "good"
-    pooled = f"Signal to noise: {cell_text(run.summary.snr)}, about the rollouts you use over those needed."
-    sentence = f"{pooled}{_more_rollouts(scale, batch)}"
+    sentence = f"{_signal(run.summary.snr, scale, batch)}{_more_rollouts(scale, batch)}"
     headline = f"{_needs(scale, batch)}{run.trust.mark}"
     return Indicator(name=name, state=state, headline=headline, sentence=sentence, **known)
 
 
-def not_below_zero(curve: Curve) -> Curve:
-    """The curve with a running mean of at least 0; a signal to noise below 0 means that none was resolved."""
-    return replace(curve, mean=tuple(max(value, 0.0) if value == value else value for value in curve.mean))
+def _signal(snr: Estimate, scale: Estimate, batch: float | int) -> str:
+    """Where the number of rollouts in the headline comes from."""
+    if math.isinf(scale.high) and math.isfinite(scale.low):
+        return (
+            f"Signal to noise is at most {cell_text(snr.high)}, the upper end of its 95 % interval, and may be 0: "
+            f"{batch:g} / {cell_text(snr.high)} = {_count(scale.low)} rollouts or more."
+        )
+    return f"Signal to noise: {cell_text(snr)}, about the rollouts you use over those needed."
 
 
 def _more_rollouts(scale: Estimate, batch: float | int) -> str:
@@ -257,8 +270,8 @@ def _more_rollouts(scale: Estimate, batch: float | int) -> str:
     if scale.low > NOISE_ACT * batch:
         return " More rollouts per step raise it in proportion."
     return (
-        f" More rollouts raise it in proportion; a card asks for them if a step surely needs more than "
-        f"{NOISE_ACT * batch:,.0f}, {NOISE_ACT:g} times yours."
+        f" More rollouts raise it in proportion. No card asks for them: that takes a need of more than "
+        f"{NOISE_ACT * batch:,.0f}, {NOISE_ACT:g} times yours, beyond doubt."
     )
 
 

@@ -18,9 +18,6 @@ colour-blind readers can tell them apart."""
 GREY = "#808080"
 """Hue of series without a measured partner; null models are mixed with it."""
 
-HALO = "#fefefe"
-"""Edge of a null's dashes, which shows them on a curve that coincides with the null; the page gives it its own paper's
-colour, also in the dark scheme."""
 NULL_LABEL_ROOM = 26
 """Pixels on the right of a figure for the word at the end of its null."""
 
@@ -119,17 +116,10 @@ def _line_traces(figure: Figure) -> list[dict[str, Any]]:
         points = _points(shown, one, figure.x_title)
         line = style | points | {"name": html.escape(one.name), "legendgroup": str(place)}
         if one.role == "null":
-            above += [_halo(points, dashes[place]), line]
+            above.append(line)
         else:
             traces.append(line)
     return traces + above
-
-
-def _halo(points: dict[str, Any], dash: str) -> dict[str, Any]:
-    """A broader line in the colour of the paper below the dashes of a null."""
-    line = {"color": HALO, "width": 5, "dash": dash}
-    plain = {"mode": "lines", "line": line, "showlegend": False, "hoverinfo": "skip"}
-    return {"x": points["x"], "y": points["y"]} | plain
 
 
 def _null_label(figure: Figure) -> list[dict[str, Any]]:
@@ -249,7 +239,7 @@ def _style(one: Series, colour: str, symbol: str, dash: str) -> dict[str, Any]:
         marker = {"size": _mark_sizes(one), "symbol": symbol, "color": colour}
     if one.points:
         return {"mode": "markers", "marker": marker}
-    width = {"measured": 2.2, "null": 1.8, "bound": 1.6, "paper": 1.4}[one.role]
+    width = {"measured": 2.6, "null": 1.2, "bound": 1.6, "paper": 1.4}[one.role]
     marked = marker["size"] if isinstance(marker["size"], list) else [marker["size"]]
     mode = "lines+markers" if any(marked) else "lines"
     return {"mode": mode, "marker": marker, "line": {"color": colour, "width": width, "dash": dash}}

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from scoregram.advice import Diagnosis, RunFinding, advise_run
+from scoregram.bootstrap import FEWEST
 from scoregram.checks import fail
 from scoregram.exhibits import Cell, Estimate, Table
 from scoregram.reading import (
@@ -29,20 +30,19 @@ from scoregram.report import step_figures
 from scoregram.report.figures import Drawing
 from scoregram.report.glass import Glass, run_glass
 from scoregram.report.page import LiveRun, Section, document, live_documents, write_document
-from scoregram.report.words import WORDS, named_settings, trainer_of
+from scoregram.report.words import PROMPTS, WORDS, measuring_setting, trainer_of, typed_setting
 from scoregram.runs import CONFIG_FILE, REPORT, Run, open_run
 
 SHOWN_NAMES = 8
 """Names of a folder's content that an error lists."""
 EVALUATIONS = {SAMPLED_TEST: "sampled, as trained", GREEDY_TEST: "greedy"}
 """Kinds of test groups, and their labels on the page."""
-
-PROMPTS = "difficulty of prompts"
-"""What a card about prompts changes."""
 MOST_CARDS = 3
 """Pieces of advice on the first screen; the others are folded away."""
 FACTS = {"model": "model", "task": "task", "method": "method", "estimator": "estimator", "objective": "objective"}
 """Settings that the first screen names, and their labels."""
+METHOD_NOTES: Mapping[str, str] = MappingProxyType({"grpo-paper": " (eq. 22 of arXiv:2606.29238: reward minus mean)"})
+"""Method → what its name alone does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class RunPage:
     shown_cards: int
     """How many of them the first screen shows; the others are folded away."""
     settings: Mapping[str, str]
-    """What a card changes → the name of the setting in the trainer, and its value."""
+    """Name of a card → what to type in the trainer; cards without a setting are left out."""
     rules: tuple[int, int]
     """How many rules cannot decide, and how many there are."""
     open_rules: str
@@ -159,7 +159,7 @@ def run_page(folder: Run) -> RunPage:
     advice = advise_run(run)
     tiles = agreed_tiles(indicators(run), advice)
     cards, shown_cards = ordered_cards(advice.findings, is_solved(tiles[0]))
-    settings = named_settings(run.config)
+    settings = card_settings(advice.findings, run.config)
     missing = "\n".join(f"- {line}" for line in (*_missing(run), *run.notes))
     tables = tuple(table for table in (summary_table(run), gain_table(run.tests)) if table.rows)
     sections = [
@@ -175,7 +175,7 @@ def run_page(folder: Run) -> RunPage:
             ("What to change?", change_answer(tiles[0], advice, settings)),
         ),
         window=window_sentence(run),
-        trust=(*run.trust.sentences(), *_more_measurements(run, settings)),
+        trust=(*run.trust.sentences(), *_more_measurements(run)),
         trust_state=_trust_state(run),
         tiles=tiles,
         cards=cards,
@@ -236,7 +236,7 @@ def run_facts(run: RunReading) -> Iterator[tuple[str, str]]:
         yield "trainer", trainer.upper() if trainer == "trl" else trainer
     for name, label in FACTS.items():
         if config.get(name) is not None:
-            yield label, str(config[name])
+            yield label, str(config[name]) + METHOD_NOTES.get(str(config[name]), "")
             if name == "model":
                 rank = config.get("lora_rank")
                 yield "trains", f"LoRA of rank {rank}" if rank else "all parameters"
@@ -277,9 +277,17 @@ def window_sentence(run: RunReading) -> str:
     return f"Numbers without a step are means over {which}. Brackets are 95 % intervals."
 
 
-def _more_measurements(run: RunReading, settings: Mapping[str, str]) -> Iterator[str]:
-    if run.trust.has_few_steps and run.trust.measured < run.steps[-1]:
-        yield f"To measure more often: {settings['measured steps']}."
+def _more_measurements(run: RunReading) -> Iterator[str]:
+    """How to measure the next run often enough; nothing if this run did, or has too few steps."""
+    setting = measuring_setting(run.config, max(1, run.steps[-1] // (3 * FEWEST - 2))) if run.steps else ""
+    if run.trust.has_few_steps and run.trust.measured < run.steps[-1] and setting:
+        yield f"To measure often enough: {setting}."
+
+
+def card_settings(findings: Iterable[RunFinding], config: Mapping[str, Any]) -> dict[str, str]:
+    """Name of a finding → what to type for its change, as far as the trainer has a setting for it."""
+    typed = {one.name: typed_setting(one.change, config) for one in findings if one.change is not None}
+    return {name: text for name, text in typed.items() if text}
 
 
 def learning_answer(run: RunReading, tiles: Sequence[Indicator]) -> str:
@@ -313,11 +321,11 @@ def change_answer(learning: Indicator, advice: Diagnosis, settings: Mapping[str,
     """The most important change in one or two sentences."""
     if is_solved(learning):
         return "No setting: the task is nearly solved. Stop here, or take harder problems."
-    changes = [one.change for one in advice.findings if one.change is not None]
-    if not changes:
+    first = next((one for one in advice.findings if one.change is not None), None)
+    if first is None or first.change is None:
         return "No rule asks for a change."
-    name = settings.get(changes[0].knob)
-    return changes[0].sentence + (f" Setting: {name}." if name else "")
+    setting = settings.get(first.name)
+    return first.change.sentence + (f" Setting: {setting}." if setting else "")
 
 
 def is_solved(learning: Indicator) -> bool:

@@ -141,11 +141,17 @@ def prompts_figures(run: RunReading) -> Iterator[Figure]:
         yield Figure(
             "success",
             "How hard are the prompts?",
-            "Share of right rollouts of each prompt of the last third, sorted. At 0 and 1 a prompt made no live group.",
+            f"Share of right rollouts of {len(rates)} prompts, sorted: those whose groups are stored, "
+            f"{_stored_steps(run)} of the last third. At 0 and 1 a prompt made no live group.",
             "share of prompts",
             "success rate",
             (Series("success rate", order, tuple(rates)),),
         )
+
+
+def _stored_steps(run: RunReading) -> str:
+    count = len({group.record.step for group in run.last_groups})
+    return "at 1 step" if count == 1 else f"at {count} steps"
 
 
 def _outcomes(wrong: Curve, live: Curve, right: Curve) -> Iterator[tuple[str, Curve]]:
@@ -217,7 +223,8 @@ def drivers_figures(run: RunReading) -> Iterator[Figure]:
     yield from _figure(
         "conflict",
         "Do prompts pull against each other?",
-        "Share of pairs of prompts whose updates oppose each other. Null: one half, as for independent noise.",
+        "Share of pairs of prompts whose updates oppose each other. Null: one half; unrelated, noisy updates "
+        "oppose each other as often as not.",
         "share of pairs",
         (
             *_scalar(run, "gram/conflicting_prompts", "conflicting prompts", limits=SHARE),

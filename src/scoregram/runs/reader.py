@@ -3,6 +3,7 @@
 Everything complete can be read; `Run.notes` names what is incomplete.
 """
 
+import math
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,6 +133,15 @@ class Run:
         tables = self._tables(disk.ROLLOUTS, [step], only=("kind", "token_ids", "prompt_length"))
         rows = (row for table in tables for row in decoded_rows(_rows_among(table, "kind", [kind])))
         return [row["token_ids"][row["prompt_length"] :] for row in rows]
+
+    def rollout_ends(self, step: int, kind: str = "train") -> list[tuple[float, bool]]:
+        """Reward, and whether a stop token ended it, of every stored rollout of a step and kind; nothing else is read.
+
+        The reward is `nan` where there is none.
+        """
+        tables = self._tables(disk.ROLLOUTS, [step], only=("kind", "reward", "finished"))
+        rows = [row for table in tables for row in _rows_among(table, "kind", [kind]).to_pylist()]
+        return [(math.nan if row["reward"] is None else float(row["reward"]), bool(row["finished"])) for row in rows]
 
     def rollout_steps(self) -> set[int]:
         """Steps whose rollouts are stored; no file is opened."""
