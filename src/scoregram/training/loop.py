@@ -57,7 +57,7 @@ from scoregram.training.collect import (
 )
 from scoregram.training.config import TrainConfig
 from scoregram.training.control import Controller
-from scoregram.training.credit import require_method, require_unequal_groups
+from scoregram.training.credit import require_runnable
 from scoregram.training.evaluate import evaluate, evaluation_records, run_probe
 from scoregram.training.inputs import InputSource, input_sources
 from scoregram.training.progress import Progress
@@ -88,15 +88,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
         ScoregramError: If a setting is invalid, which is checked before the first step, or a prompt is too long.
         NotFiniteError: If an advantage or a gradient is not finite and `on_not_finite` is `stop`.
     """
-    require_method(
-        config.chosen,
-        group_size=config.starting_group_size,
-        kl=config.kl,
-        sampling_temperature=config.sampling_temperature,
-        replaces_estimator=config.estimator is not None,
-    )
-    for option in config.controls[:1]:
-        require_unequal_groups(config.chosen, option)
+    require_runnable(config)
     if config.sampler == "vllm":
         installed_vllm()  # raises before the policy is loaded if vllm is not installed
     if config.resume:
