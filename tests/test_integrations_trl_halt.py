@@ -1,6 +1,7 @@
 """A training that a finding stops, and advice from what TRL logged."""
 
 import dataclasses
+import inspect
 import warnings
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 pytest.importorskip("trl")
 
 from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingImports]
+from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports]
 
 from scoregram.advice import advise
 from scoregram.checks import ScoregramError
@@ -34,7 +36,7 @@ def said_while_training(trainer: Any, **asked: Any) -> tuple[Any, list[str]]:
 
 
 def test_cards_name_settings_of_both_trainers():
-    theirs = {field.name for field in dataclasses.fields(GRPOConfig)}
+    theirs = {field.name for field in dataclasses.fields(GRPOConfig)} | {*inspect.signature(GRPOTrainer).parameters}
     ours = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(TrainConfig)}
     for option, field in SETTINGS.values():
         assert option in ours and (not field or field in theirs)
