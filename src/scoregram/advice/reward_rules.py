@@ -107,7 +107,8 @@ def dead_kinds(log: RunLog) -> tuple[Estimate, Estimate]:
 def _prompt_change(share: Estimate, right: Estimate, wrong: Estimate) -> Change:
     kinds = {"harder": right.value, "easier": wrong.value}
     which = max(kinds, key=lambda kind: kinds[kind])
-    effect = f"up to {1 / max(1 - share.value, 0.05):.1f} times as many live groups for the same rollouts."
+    times = f"{1 / max(1 - share.value, 0.05):.1f} times"
+    effect = f"up to {times} as many live groups in an update; dynamic sampling pays for them with as many rollouts."
     if kinds[which] > KIND_SHARE * share.value:
         ever = {"harder": "always", "easier": "never"}[which]
         told = (
