@@ -108,7 +108,7 @@ def _prompt_change(share: Estimate, right: Estimate, wrong: Estimate) -> Change:
     kinds = {"harder": right.value, "easier": wrong.value}
     which = max(kinds, key=lambda kind: kinds[kind])
     times = f"{1 / max(1 - share.value, 0.05):.1f} times"
-    effect = f"up to {times} as many live groups in an update; dynamic sampling pays for them with as many rollouts."
+    effect = f"up to {times} as many live groups in an update; dynamic sampling samples {times} the rollouts for it."
     if kinds[which] > KIND_SHARE * share.value:
         ever = {"harder": "always", "easier": "never"}[which]
         told = (

@@ -264,15 +264,12 @@ def _signal(snr: Estimate, scale: Estimate, batch: float | int) -> str:
 
 
 def _more_rollouts(scale: Estimate, batch: float | int) -> str:
-    """What to do about a step of much noise, where no rule asks for it; empty where there is enough signal."""
+    """What more rollouts would do for a step of much noise; empty where there is enough signal."""
     if scale.value <= batch:
         return ""
     if scale.low > NOISE_ACT * batch:
         return " More rollouts per step raise it in proportion."
-    return (
-        f" More rollouts raise it in proportion. No card asks for them: that takes a need of more than "
-        f"{NOISE_ACT * batch:,.0f}, {NOISE_ACT:g} times yours, beyond doubt."
-    )
+    return " More rollouts raise it in proportion; the data do not decide whether they pay."
 
 
 def _needs(scale: Estimate, batch: float | int) -> str:

@@ -89,12 +89,14 @@ class RunPage:
     def _shown(self) -> dict[str, Any]:
         """Values of the template."""
         more = self.cards[self.shown_cards :]
-        goal = " for training on with these problems" if is_solved(self.tiles[0]) else ""
+        solved = is_solved(self.tiles[0])
+        goal = " for training on with these problems" if solved else ""
         summary = f"{len(more)} more{goal}, and what the other rules say" if more else "What the other rules say"
         return {
             "title": self.title,
             "facts": self.facts,
             "answers": self.answers,
+            "cards_title": "Only if you train on" if solved else "What to change, and why",
             "window": self.window,
             "trust": self.trust,
             "trust_state": self.trust_state,
