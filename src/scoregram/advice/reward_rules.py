@@ -332,7 +332,10 @@ def truncated_reward(log: RunLog) -> tuple[str, bool]:
 
 
 def least_truncated_reward(log: RunLog) -> float:
-    """`(m - (1 - c)) / c`, at least 0: see `truncated_reward`. `nan` without rewards, or if one lies outside [0, 1]."""
+    """`(m - (1 - c)) / c`, at least 0: see `truncated_reward`. `nan` without rewards, or with a mean outside [0, 1].
+
+    Only means are logged: single rewards above 1 would go unseen, and the bound would be too high.
+    """
     reward, cut = log.series("reward"), log.series("truncated")
     if not len(reward) or not len(cut) or reward.values.min() < 0 or reward.values.max() > 1:
         return math.nan
