@@ -283,7 +283,7 @@ def test_without_control_nothing_is_decided(policy, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"group_size": "auto", "batch_size": 8}, "needs at least two groups of 8"),
+        ({"group_size": "auto", "batch_size": 4}, "needs at least two groups of 4"),
         ({"group_size": "auto", "batch_size": 16, "draw": "measured"}, "over prompts that are drawn evenly"),
         ({"allocate": "measured", "between_prompts": False}, "needs the Gram between prompts"),
         ({"allocate": "success", "micro_batch_size": 4}, "in one pass"),

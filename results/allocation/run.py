@@ -90,8 +90,10 @@ SHARED: dict[str, Any] = {
 """64 training problems, so that prompts come back: an allocation is decided from earlier visits."""
 
 
-def comparison_config(name: str, out: Path, seeds: int, rollouts: int = 0) -> CompareConfig:
-    """The comparison of all rows on one task; `rollouts` other than 0 is a budget for a trial."""
+def comparison_config(
+    name: str, out: Path, seeds: int, rollouts: int = 0, rows: Sequence[str] = tuple(ROWS)
+) -> CompareConfig:
+    """The comparison of some rows on one task; `rollouts` other than 0 is a budget for a trial."""
     setting = TASKS[name]
     options: dict[str, Any] = SHARED | dict(setting.options)
     if "model" in options:
@@ -99,7 +101,7 @@ def comparison_config(name: str, out: Path, seeds: int, rollouts: int = 0) -> Co
     return CompareConfig(
         out=out / name,
         task=setting.task,
-        methods=",".join(ROWS.values()),
+        methods=",".join(ROWS[row] for row in rows),
         seeds=seeds,
         rollouts=rollouts or setting.rollouts,
         learning_rate=setting.learning_rate,
@@ -163,10 +165,11 @@ def run_record(cell: PlannedCell) -> dict[str, Any]:
 def complete_runs(config: CompareConfig) -> dict[str, Any]:
     """Row → seed → record, of the runs that used up their budget."""
     names = {label: name for name, label in ROWS.items()}
-    found: dict[str, Any] = {name: {} for name in ROWS}
+    found: dict[str, Any] = {}
     for cell in planned_cells(config):
+        row = found.setdefault(names[cell.label], {})
         if cell.is_complete:
-            found[names[cell.label]][str(cell.seed)] = run_record(cell)
+            row[str(cell.seed)] = run_record(cell)
     return found
 
 
@@ -181,6 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--rows", default=";".join(ROWS), help="rows of the table, with ; between them")
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--first-seed", type=int, default=0, help="leave out the seeds before this one")
     parser.add_argument("--rollouts", type=int, default=0, help="another budget, for a trial")
@@ -189,7 +193,10 @@ def main() -> None:
         "--write", nargs="?", const=HERE / "runs.json", type=Path, help="write the records, train nothing"
     )
     given = parser.parse_args()
-    configs = {name: comparison_config(name, given.out, given.seeds, given.rollouts) for name in given.tasks.split(",")}
+    rows = given.rows.split(";")
+    configs = {
+        name: comparison_config(name, given.out, given.seeds, given.rollouts, rows) for name in given.tasks.split(",")
+    }
     if given.write:
         records = {name: task_record(config) for name, config in configs.items()}
         given.write.write_text(json.dumps(records, indent=0) + "\n", encoding="utf-8")

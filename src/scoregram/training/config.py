@@ -298,7 +298,12 @@ class TrainConfig:
         option = self.controls[0]
         if self.group_size == "auto" and self.batch_size < 2 * STARTING_GROUP_SIZE:
             remedy = f"Raise --batch-size to {2 * STARTING_GROUP_SIZE}."
-            refuse(option, "needs at least two groups of 8 in a step", f"batch_size {self.batch_size}", remedy)
+            refuse(
+                option,
+                f"needs at least two groups of {STARTING_GROUP_SIZE} in a step",
+                f"batch_size {self.batch_size}",
+                remedy,
+            )
         if self.allocate == "success" and (self.draw != "uniform" or self.shrink):
             got = f"draw {self.draw} and shrink {self.shrink}"
             remedy = "Choose --allocate measured, or leave it out."
@@ -439,8 +444,8 @@ class TrainConfig:
         return MAY_DIFFER if self.lr_schedule == "constant" else tuple(key for key in MAY_DIFFER if key != "steps")
 
 
-STARTING_GROUP_SIZE = 8
-"""Rollouts per prompt with which `--group-size auto` starts."""
+STARTING_GROUP_SIZE = 4
+"""Rollouts per prompt with which `--group-size auto` starts: the best fixed size of `results/allocation`."""
 SMALLEST_MEASURED_GROUP = 4
 """Rollouts from which on the noise of a prompt can be measured."""
 
