@@ -138,9 +138,12 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 # Training runs
 
 RUNS = HERE / "runs.json"
+"""Seeds 0 to 7, all rows."""
+FRESH = HERE / "fresh-seeds.json"
+"""Seeds 8 to 15, fixed sizes and `auto` with another start."""
 FIXED = ("R = 2", "R = 4", "R = 8", "R = 16")
 STARTING = "R = 8"
-"""Group size of `success`, `measured` and dynamic sampling, and the one that `auto` starts with."""
+"""Group size of `success`, `measured` and dynamic sampling, and the one that `auto` starts with in `RUNS`."""
 
 SeedValues = Mapping[str, Mapping[str, float]]
 """Row → seed → value."""
@@ -148,8 +151,27 @@ SeedValues = Mapping[str, Mapping[str, float]]
 
 @cache
 def stored_runs() -> dict[str, Any]:
-    """Task → setting and runs."""
-    return json.loads(RUNS.read_text(encoding="utf-8"))
+    """Task → setting and runs; `fresh(task)` and `pooled(task)` are keys as well."""
+    first, second = (json.loads(file.read_text(encoding="utf-8")) for file in (RUNS, FRESH))
+    both = {
+        task: {
+            "setting": record["setting"],
+            "runs": {name: first[task]["runs"][name] | record["runs"][name] for name in FIXED},
+        }
+        for task, record in second.items()
+    }
+    later = {fresh(task): record for task, record in second.items()}
+    return first | later | {pooled(task): record for task, record in both.items()}
+
+
+def fresh(task: str) -> str:
+    """Key of a task's runs with fresh seeds."""
+    return f"{task}, fresh"
+
+
+def pooled(task: str) -> str:
+    """Key of a task's runs of fixed sizes with all seeds."""
+    return f"{task}, all"
 
 
 def reward_at(run: Mapping[str, Any], rollouts: np.ndarray) -> np.ndarray:
@@ -249,6 +271,9 @@ TABLES = {
     "ceiling": ceiling_table,
     "areas": lambda: area_table(TASKS),
     "pooled": lambda: pooled_table(TASKS),
+    "fresh": lambda: area_table([fresh(task) for task in TASKS]),
+    "fixed": lambda: area_table([pooled(task) for task in TASKS]),
+    "fixed-pooled": lambda: pooled_table([pooled(task) for task in TASKS]),
 }
 
 

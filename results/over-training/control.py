@@ -1,11 +1,17 @@
-"""A control for the gain of the runs here: as many updates on written solutions, from starts taught in the same way.
+"""Two controls for the gain of the runs here, from starts taught in the same way.
 
 python control.py teach MODEL DATA OUT --seed S       the start: three epochs of GSM8K's solutions
 python control.py continue START DATA OUT --seed S    more of the same: as many solutions as a run draws prompts
+
+*Random rewards* is `scoregram train` with all options of `grpo-seed*` and `--reward control:random_reward`, run in this
+folder: a rollout of a training problem gets 1 with probability 0.08, the success rate at the start, whatever it says;
+rollouts of test problems get their true reward.
 """
 
 import argparse
+import random
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,13 +19,26 @@ import torch
 
 from scoregram.policy import Policy, PolicyConfig, SamplingConfig, load_policy
 from scoregram.tasks import Task, load_task
+from scoregram.tasks.answers import right_answer
 from scoregram.training.evaluate import evaluate, evaluation_records
 from scoregram.training.supervised import warm_start, write_warm_start
 
+CHANCE = 0.08
+"""Probability of a reward: the share of right rollouts in the first 250 steps of a run."""
 STEPS, PROMPTS = 1000, 16
 """Steps of a run, and prompts in each."""
 LEARNING_RATE = 4e-5
 EVALUATION_SAMPLES = 16
+DRAWS = random.Random(0)
+
+
+def random_reward(
+    prompts: list[str], completions: list[str], *, answer: list[str], problem_id: list[str], **columns: Any
+) -> list[float | None]:
+    """1 with probability `CHANCE` for a training problem; the true reward for a test problem."""
+    true = right_answer(prompts, completions, answer=answer)
+    is_test = ["/test/" in name for name in problem_id]
+    return [reward if tested else float(DRAWS.random() < CHANCE) for reward, tested in zip(true, is_test, strict=True)]
 
 
 def teach(model: str, task: Task, out: Path, seed: int) -> None:

@@ -19,6 +19,7 @@ import json
 import sys
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,9 +28,13 @@ import pyarrow.parquet as pq
 
 HERE = Path(__file__).parent
 METHODS = {"paper": "the paper's update", "grpo": "standardised GRPO"}
+RANDOM = "random"
+"""Control: standardised GRPO on rewards drawn by chance."""
+TRAINED = METHODS | {RANDOM: "random rewards"}
+"""What trained with Grams; in a run of `RANDOM`, a *right* rollout is one that was given a reward."""
 CONTINUED = "continued"
 """Control: its folders hold test rewards after the last step alone; the start is that of `paper` with the same seed."""
-NAMES = METHODS | {CONTINUED: "continued imitation"}
+NAMES = TRAINED | {CONTINUED: "continued imitation"}
 KINDS = {"test, greedy": "greedy", "test": "sampled"}
 """Kind of an evaluation in the files → word for it in the tables."""
 LAST = 1000
@@ -57,7 +62,7 @@ class Groups(NamedTuple):
 
 def run_names() -> dict[str, list[str]]:
     """Folders of the runs by method, in the order of their seeds."""
-    return {method: sorted(path.parent.name for path in HERE.glob(f"{method}-seed*/config.yaml")) for method in METHODS}
+    return {method: sorted(path.parent.name for path in HERE.glob(f"{method}-seed*/config.yaml")) for method in TRAINED}
 
 
 @cache
@@ -235,7 +240,7 @@ def permuted_differences(run: str) -> dict[str, np.ndarray]:
 def foretelling_table() -> str:
     """Rank correlation of the split in a window of steps with the change of entropy to the next one."""
     rows = []
-    for run in (name for names in run_names().values() for name in names):
+    for run in (name for method in METHODS for name in run_names()[method]):
         split, entropy = split_and_entropy(run)
         trend = np.arange(len(split) - 1)
         change = np.diff(entropy)
@@ -278,7 +283,7 @@ def trend_table() -> str:
                 low, high = over_steps(live, slope)
                 rows.append((run, label, str(len(live)), f"{slopes[-1]:+.3f} [{low:+.3f}, {high:+.3f}]"))
             if slopes:
-                rows.append((f"**{METHODS[method]}, over seeds**", label, "", over_seeds(slopes)))
+                rows.append((f"**{TRAINED[method]}, over seeds**", label, "", over_seeds(slopes)))
     return table(("run", "repeated texts", "live groups", "slope per 1000 steps"), rows)
 
 
@@ -313,17 +318,15 @@ def gain_table() -> str:
 
 
 def control_table() -> str:
-    """Accuracy after the last step minus that of the control with the same seed; the start cancels."""
+    """Accuracy after the last step minus that of a control with the same seed."""
     rows = []
-    for method in METHODS:
-        for kind, label in KINDS.items():
-            ends = (
-                [float(accuracies(run, kind)[1].mean()) for run in runs_and_controls()[made]]
-                for made in (method, CONTINUED)
-            )
-            by_seed = [own - other for own, other in zip(*ends, strict=True)]
-            each = ", ".join(f"{difference:+.2f}" for difference in by_seed)
-            rows.append((f"{NAMES[method]} − {NAMES[CONTINUED]}", label, each, over_seeds(by_seed)))
+    for method, control, (kind, label) in product(METHODS, (CONTINUED, RANDOM), KINDS.items()):
+        ends = (
+            [float(accuracies(run, kind)[1].mean()) for run in runs_and_controls()[made]] for made in (method, control)
+        )
+        by_seed = [own - other for own, other in zip(*ends, strict=True)]
+        each = ", ".join(f"{difference:+.2f}" for difference in by_seed)
+        rows.append((f"{NAMES[method]} − {NAMES[control]}", label, each, over_seeds(by_seed)))
     return table(("difference", "rollouts", "points by seed", "over seeds"), rows)
 
 
