@@ -56,6 +56,29 @@ def spread(figures: tuple[float | None, ...]) -> str:
     return f"{texts[0]} to {texts[-1]}" if len(texts) > 1 else "".join(texts)
 
 
+def rivals_table(results: Path = HERE / "results") -> str:
+    """Every way to the Gram in the records that compare it with the definition in float64."""
+    lines = [
+        "| machine | model | N × T | way | time / plain | memory / plain | error of K | leaves out |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for about, rows in records(results, "leaves_out"):
+        if not about["definition"]:
+            continue
+        plain = {(row["rollouts"], row["tokens"]): row for row in rows if row["way"] == "plain"}
+        precision = f"{about['dtype']}{' under autocast' if about['autocast'] else ''}"
+        for row in rows:
+            size = row["rollouts"], row["tokens"]
+            what = f"{machine(about)} | {about['shape']} {precision} | {size[0]} × {size[1]} | {row['way']}"
+            if row["skipped"]:
+                lines.append(f"| {what} | fails |  |  |  |")
+            elif row["gram_error"] is not None:
+                memory = row["peak_gib"] / plain[size]["peak_gib"]
+                costs_of_row = f"{row['ratio']:.2f} | {memory:.2f} | {row['gram_error']:.0e}"
+                lines.append(f"| {what} | {costs_of_row} | {row['leaves_out']} |")
+    return "\n".join(lines)
+
+
 def trl_table(results: Path = HERE / "results") -> str:
     """A measured optimisation step of TRL relative to its own."""
     lines = [
@@ -124,6 +147,7 @@ def preset_table(results: Path = HERE / "results") -> str:
 
 TABLES = {
     "performance": table,
+    "rivals": rivals_table,
     "trl": trl_table,
     "training": training_table,
     "sampling": sampling_table,
