@@ -59,11 +59,11 @@ def spread(figures: tuple[float | None, ...]) -> str:
 def rivals_table(results: Path = HERE / "results") -> str:
     """Every way to the Gram in the records that compare it with the definition in float64."""
     lines = [
-        "| machine | model | N × T | way | time / plain | memory / plain | error of K | leaves out |",
-        "|---|---|---|---|---|---|---|---|",
+        "| machine | model | N × T | way | time / plain | busy / plain | memory / plain | error of K | leaves out |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for about, rows in records(results, "leaves_out"):
-        if not about["definition"]:
+        if not about.get("definition"):
             continue
         plain = {(row["rollouts"], row["tokens"]): row for row in rows if row["way"] == "plain"}
         precision = f"{about['dtype']}{' under autocast' if about['autocast'] else ''}"
@@ -71,11 +71,40 @@ def rivals_table(results: Path = HERE / "results") -> str:
             size = row["rollouts"], row["tokens"]
             what = f"{machine(about)} | {about['shape']} {precision} | {size[0]} × {size[1]} | {row['way']}"
             if row["skipped"]:
-                lines.append(f"| {what} | fails |  |  |  |")
+                lines.append(f"| {what} | fails |  |  |  |  |")
             elif row["gram_error"] is not None:
-                memory = row["peak_gib"] / plain[size]["peak_gib"]
-                costs_of_row = f"{row['ratio']:.2f} | {memory:.2f} | {row['gram_error']:.0e}"
-                lines.append(f"| {what} | {costs_of_row} | {row['leaves_out']} |")
+                figures = row["ratio"], *(over(row, plain[size], name) for name in ("busy_seconds", "peak_gib"))
+                shown = " | ".join("" if figure is None else f"{figure:.2f}" for figure in figures)
+                lines.append(f"| {what} | {shown} | {row['gram_error']:.0e} | {row['leaves_out']} |")
+    return "\n".join(lines)
+
+
+def over(row: dict, plain: dict, name: str) -> float | None:
+    """A figure of a way over that of a plain step; None where it was not measured."""
+    return row[name] / plain[name] if row.get(name) and plain.get(name) else None
+
+
+PASSES = {"gram-kept": "kept gradients", "gram-pairs": "pairs of passes"}
+
+
+def passes_table(results: Path = HERE / "results") -> str:
+    """The Gram of a batch that goes through the model in passes, beside that of one pass."""
+    lines = [
+        "| machine | model | N × T | way | time / plain | busy / plain | memory / plain |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for about, rows in records(results, "ratio"):
+        at = {(row["way"], row["rollouts"], row["tokens"]): row for row in rows}
+        for (way, *size), row in at.items():
+            if way in PASSES and not row["skipped"]:
+                whole, plain = at["gram", *size], at["plain", *size]
+                precision = f"{about['dtype']}{' under autocast' if about.get('autocast') else ''}"
+                what = f"{machine(about)} | {about['shape']} {precision} | {size[0]} × {size[1]}"
+                for name, each in {"one pass": whole, PASSES[way]: row}.items():
+                    figures = each["ratio"], *(over(each, plain, key) for key in ("busy_seconds", "peak_gib"))
+                    shown = " | ".join("" if figure is None else f"{figure:.2f}" for figure in figures)
+                    line = f"| {what} | {name} | {shown} |"
+                    lines += [line] if line not in lines else []
     return "\n".join(lines)
 
 
@@ -148,6 +177,7 @@ def preset_table(results: Path = HERE / "results") -> str:
 TABLES = {
     "performance": table,
     "rivals": rivals_table,
+    "passes": passes_table,
     "trl": trl_table,
     "training": training_table,
     "sampling": sampling_table,
