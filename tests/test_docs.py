@@ -1,6 +1,7 @@
 """Links lead somewhere, commands are understood, and snippets and commands run as they are printed."""
 
 import ast
+import inspect
 import json
 import re
 import shlex
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from scoregram import Rollouts, cli
+from scoregram import Rollouts, attach, cli
 from scoregram.errors import ScoregramError
 from scoregram.gram import measure_gram
 from scoregram.objectives import OBJECTIVES
@@ -296,6 +297,17 @@ def test_one_line_in_a_script_of_trl(page, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+def test_every_argument_of_attach_is_in_the_table():
+    table = TEXT["docs/trl.md"].split("\n## Arguments\n")[1].split("\n## ")[0]
+    listed = re.findall(r"^\| `(\w+)` \| (.*?) \|", table, flags=re.MULTILINE)
+    parameters = inspect.signature(attach).parameters
+    assert [name for name, _ in listed] == list(parameters)
+    stated = {name: text.strip("`").replace('"', "'") for name, text in listed}
+    special = {"trainer", "tolerance", "memory_gb"}  # none, or one that depends on trainer and machine
+    defaults = {name: repr(one.default) for name, one in parameters.items() if name not in special}
+    assert defaults.items() <= stated.items()
+
+
 def test_a_sharded_model(tmp_path):
     script = tmp_path / "sharded.py"
     script.write_text(

@@ -16,6 +16,7 @@ pytest.importorskip("trl")
 from scoregram.advantages import ESTIMATORS
 from scoregram.checks import ScoregramError
 from scoregram.integrations.trl import attach, attachment
+from scoregram.integrations.trl.step import HEADLINE_SCALARS
 from scoregram.integrations.trl.support import WRAPPED_METHODS
 from scoregram.policy import character_tokenizer
 from scoregram.reading import outcome_scalars, outcomes_of, read_group
@@ -271,6 +272,24 @@ def test_a_run_goes_on_after_a_checkpoint(tmp_path):
     assert again[:2] == first[:2] and "gram/update_norm" in again[3]
 
 
+def test_a_resumed_run_measures_the_same_and_stores_what_may_change(tmp_path):
+    changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    trained(trainer_for("GRPO", tmp_path, **changes), out=tmp_path / "run")
+    refused: dict[str, dict[str, Any]] = {
+        "mode: scores in the run, loss requested": {"mode": "loss"},
+        "estimator: None in the run, rloo requested": {"estimator": "rloo"},
+    }
+    for message, asked in refused.items():
+        with pytest.raises(ScoregramError, match=rf"^attach: .* must have the same config, got {message}\."):
+            attach(trainer_for("GRPO", tmp_path, **changes), out=tmp_path / "run", resume=True, **asked)
+    assert run_in(tmp_path / "run").config["mode"] == "scores"
+    resumed = trainer_for("GRPO", tmp_path, **(changes | {"max_steps": 3}))
+    attach(resumed, every=3, tolerance=1e-2, out=tmp_path / "run", resume=True)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "trainer" / "checkpoint-2"))
+    config = run_in(tmp_path / "run").config
+    assert (config["measure_every"], config["tolerance"], config["arguments"]["max_steps"]) == (3, 1e-2, 3)
+
+
 def test_a_training_from_the_beginning_does_not_delete_the_run_that_it_should_continue(tmp_path):
     trained(trainer_for("GRPO", tmp_path, max_steps=2), out=tmp_path / "run")
     stored = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
@@ -318,6 +337,17 @@ def test_estimators_of_the_table_replace_the_advantages(name, tmp_path):
     torch.testing.assert_close(used, expected, rtol=1e-5, atol=1e-6)
     assert attached.readings[0].error <= 1e-5
     assert list(trainer._logs["advantages"]) == pytest.approx(used.flatten().tolist())
+
+
+def test_signal_to_noise_is_that_of_the_rewards_and_update_signal_that_of_the_advantages(tmp_path):
+    def scalars(**asked: Any) -> dict[str, float]:
+        return trained(trainer_for("GRPO", tmp_path, max_steps=1), **asked).readings[0].scalars
+
+    usual, own = scalars(), scalars(estimator=lambda generation: (generation.rewards > 0.5).double())
+    assert own["gram/snr"] == pytest.approx(usual["gram/snr"], rel=1e-5)
+    ratios = [one["gram/update_signal"] / one["gram/update_noise"] for one in (usual, own)]
+    assert ratios[0] != pytest.approx(ratios[1], rel=1e-2)
+    assert HEADLINE_SCALARS["gram/snr"] == "signal to noise, leave-one-out"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("trl")
 
 from scoregram.checks import ScoregramError
-from scoregram.integrations.trl import attach, step
+from scoregram.integrations.trl import attach, separate_pass, step
 from scoregram.integrations.trl.support import NEWEST_TESTED, OLDEST_TESTED, WRAPPED_METHODS
 from scoregram.reading import STEP_NAMES, read_run
 from tests.trl_cases import run_in, trained, trainer_for, weights_of
@@ -180,6 +180,24 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
         torch.testing.assert_close(one.gram, other.gram, rtol=1e-5, atol=1e-5 * float(one.gram.max()))
 
 
+def test_score_norms_for_an_estimator_stay_within_memory_too(tmp_path, monkeypatch):
+    whole = trained(trainer_for("GRPO", tmp_path, max_steps=1), estimator="optimal-loo", out=tmp_path / "whole")
+    sizes, inner = [], separate_pass.measure_gram
+    monkeypatch.setattr(separate_pass, "bytes_of_pass", lambda model, rollouts, tokens, **_: rollouts * 1e9)
+    monkeypatch.setattr(
+        separate_pass, "measure_gram", lambda **given: sizes.append(len(given["input_ids"])) or inner(**given)
+    )
+    trainer = trainer_for("GRPO", tmp_path, max_steps=1)
+    split = trained(trainer, estimator="optimal-loo", out=tmp_path / "split", memory_gb=5)
+    assert sizes == [5, 3] and whole.failures == split.failures == []
+    for one, other in zip(run_in(tmp_path / "whole").groups(), run_in(tmp_path / "split").groups(), strict=True):
+        torch.testing.assert_close(one.advantages, other.advantages, rtol=1e-5, atol=1e-6)
+    trainer = trainer_for("GRPO", tmp_path, max_steps=1)
+    attach(trainer, estimator="optimal-loo", memory_gb=0.5)
+    with pytest.raises(ScoregramError, match=r"estimator='optimal-loo'.: each rollout must fit into memory alone"):
+        trainer.train()
+
+
 def test_a_loss_without_log_probabilities_is_measured_without_a_check(tmp_path):
     import trl  # pyright: ignore[reportMissingImports]
 
@@ -221,6 +239,15 @@ def test_an_estimator_that_fails_ends_the_training(tmp_path):
         ({"mode": "psi"}, "mode must be one of loss, scores, got 'psi'"),
         ({"memory_gb": 0}, "memory_gb must be positive"),
         ({"fused": "no"}, "fused must be True or False, got 'no'"),
+        ({"cuda_graphs": 1}, "cuda_graphs must be True or False, got 1"),
+        ({"cuda_graphs": True, "fused": False}, "cuda_graphs=True needs fused=True, got fused=False"),
+        ({"every": 2.5}, "every must be a whole number, got 2.5"),
+        ({"tolerance": -1.0}, "tolerance must be positive and finite, got -1.0"),
+        ({"tolerance": math.nan}, "tolerance must be positive and finite, got nan"),
+        ({"layers": "bogus"}, "layers must be one of float32, float64, none, got 'bogus'"),
+        ({"resume": True, "overwrite": True, "out": "run"}, "overwrite=True and resume=True exclude each other"),
+        ({"resume": True}, "resume=True needs out, the run folder"),
+        ({"overwrite": True}, "overwrite=True needs out, the run folder"),
         ({"estimator": "gae"}, r"estimator=….: must be one of dapo, .*, got 'gae'"),
         ({"estimator": "grpoo"}, "the name must be one of"),
     ],
@@ -266,7 +293,8 @@ def test_trainers_that_cannot_be_measured(tmp_path, monkeypatch):
         changed.delattr(trl.GRPOTrainer, "_compute_loss")  # pyright: ignore[reportPrivateImportUsage]
         with pytest.raises(
             ScoregramError,
-            match=r"tested with .* got TRL 7.0.0, where these are missing or .* arguments: _compute_loss\.",
+            match=rf"tested with TRL {OLDEST_TESTED} and {NEWEST_TESTED}\).* got TRL 7.0.0, where these are missing or "
+            r"take other arguments: _compute_loss\.",
         ):
             attach(trainer)
     with monkeypatch.context() as changed:
@@ -279,6 +307,6 @@ def test_an_older_run_is_not_overwritten(tmp_path):
     with attach(trainer_for("GRPO", tmp_path), out=tmp_path / "run"):
         pass
     trainer = trainer_for("GRPO", tmp_path)
-    with pytest.raises(ScoregramError, match="overwrite"):
+    with pytest.raises(ScoregramError, match=r"^attach: .*run must be empty, got a run\. .*overwrite=True"):
         attach(trainer, out=tmp_path / "run")
     attach(trainer, out=tmp_path / "run", overwrite=True).detach()

@@ -55,6 +55,7 @@ class RunWriter:
         layers: LayerPrecision = "float32",
         keep_checkpoints: int | None = None,
         environment: Mapping[str, Any] | None = None,
+        caller: str = "RunWriter.create",
     ) -> "RunWriter":
         """Start a run in `folder`, which is created if it does not exist.
 
@@ -65,6 +66,7 @@ class RunWriter:
             layers: Precision of per-layer Grams; `none` leaves them out.
             keep_checkpoints: Keep this many of the newest checkpoints, at least one; None keeps all.
             environment: Versions, source and machine; those of this process by default.
+            caller: What an error names: the function or the option that the user gave.
 
         Raises:
             ScoregramError: If the folder is not empty, is locked or cannot be written, or if YAML cannot hold a value
@@ -72,12 +74,12 @@ class RunWriter:
         """
         _require_keep(keep_checkpoints)
         text = config_text(config, this_environment() if environment is None else environment)
-        root = disk.require_path(folder, caller="RunWriter.create")
-        with disk.disk_errors(root, caller="RunWriter.create"):
+        root = disk.require_path(folder, caller=caller)
+        with disk.disk_errors(root, caller=caller):
             disk.make_folder(root)
-            lock = disk.FolderLock(root, caller="RunWriter.create")
+            lock = disk.FolderLock(root, caller=caller)
             try:
-                _clear(root, overwrite=overwrite)
+                _clear(root, overwrite=overwrite, caller=caller)
                 disk.write_atomically(root / disk.CONFIG_FILE, text)
                 return cls(root, lock, layers=layers, keep_checkpoints=keep_checkpoints)
             except BaseException:
@@ -251,7 +253,7 @@ class RunWriter:
         self._parts[name, step] += 1
 
 
-def _clear(root: Path, *, overwrite: bool) -> None:
+def _clear(root: Path, *, overwrite: bool, caller: str) -> None:
     """Remove the older run, except its config: a kill before the new config is written still leaves a readable run."""
     is_run = (root / disk.CONFIG_FILE).is_file()
     others = [path.name for path in sorted(root.iterdir()) if not path.name.startswith(disk.TEMPORARY)]
@@ -262,7 +264,7 @@ def _clear(root: Path, *, overwrite: bool) -> None:
             else "Choose a new or an empty folder."
         )
         got = "a run" if is_run else ", ".join(others[:3]) + (" and more" if len(others) > 3 else "")
-        fail("RunWriter.create", f"{root} must be empty", got, remedy)
+        fail(caller, f"{root} must be empty", got, remedy)
     if is_run:
         read_config(root)  # raises for a config.yaml that scoregram did not write: that folder is not cleared
     for path in [*disk.temporaries(root), *(root / name for name in disk.RUN_FILES if name != disk.CONFIG_FILE)]:
@@ -270,7 +272,9 @@ def _clear(root: Path, *, overwrite: bool) -> None:
             disk.remove(path)
 
 
-def require_same_config(folder: Path | str, config: Mapping[str, Any] | None, may_differ: Sequence[str] = ()) -> None:
+def require_same_config(
+    folder: Path | str, config: Mapping[str, Any] | None, may_differ: Sequence[str] = (), *, caller: str = "resume"
+) -> None:
     """Raise if `config` differs from the config of the run in `folder`, except under the keys in `may_differ`."""
     root = require_run(folder)
     stored = read_config(root)["config"]
@@ -278,7 +282,7 @@ def require_same_config(folder: Path | str, config: Mapping[str, Any] | None, ma
     if differing:
         got = "; ".join(differing[:3]) + (f"; and {len(differing) - 3} more" if len(differing) > 3 else "")
         remedy = "Leave these settings out to use those of the run, or choose another folder."
-        fail("resume", f"{root} must have the same config", got, remedy)
+        fail(caller, f"{root} must have the same config", got, remedy)
 
 
 def _require_keep(keep: int | None) -> None:

@@ -473,7 +473,9 @@ def open_writer(
         known = open_run(config.out).environment.get(START_HASH) if config.resume else None
         settings["environment"] = environment() | {START_HASH: known or weights_sha256(policy.model)}
     if not config.resume:
-        writer = RunWriter.create(config.out, config.record(), overwrite=config.overwrite, **settings)
+        writer = RunWriter.create(
+            config.out, config.record(), overwrite=config.overwrite, caller="train --out", **settings
+        )
         return writer, Position(0, 0)
     latest = open_run(config.out).latest_checkpoint
     position = Position(0, 0) if latest is None else load_checkpoint(latest[1], policy, optimizer, parts)

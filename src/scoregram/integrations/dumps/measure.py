@@ -307,7 +307,9 @@ def open_run_writer(config: MeasureConfig, record: Mapping[str, Any]) -> RunWrit
     """The writer of the run folder, new or resumed."""
     require_space(config.out, 100 << 20, caller="measure --out")
     if not config.resume:
-        return RunWriter.create(config.out, record, overwrite=config.overwrite, layers=config.layers)
+        return RunWriter.create(
+            config.out, record, overwrite=config.overwrite, layers=config.layers, caller="measure --out"
+        )
     # with --between-prompts, an incomplete step must be measured again as a whole: cut the run after its last line
     lines = [int(line["step"]) for line in open_run(config.out).metrics()]
     keep = max(lines, default=-1) if config.between_prompts else None

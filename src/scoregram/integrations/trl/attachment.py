@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -101,7 +101,8 @@ def attach(
         keep_rollouts: Write the rollouts of measured steps, with all tokens, to the run folder.
         overwrite: Replace an older run in `out`.
         resume: Continue the run in `out`, for `trainer.train(resume_from_checkpoint=…)`. A training from the beginning
-            raises an error if the run has steps: it would remove them.
+            raises an error if the run has steps: it would remove them. So do another `mode`, `estimator`, group size,
+            temperature, seed or set of reward functions; the config of the run gets the new `every` and `tolerance`.
         between_prompts: With several processes, let the first one measure all groups, to get the Gram between prompts
             and the metrics that need it. Otherwise each process measures its share of the groups, which is faster. A
             single process gets that Gram anyway, if all groups fit into one pass.
@@ -123,16 +124,7 @@ def attach(
     processes = processes_of(trainer)
     if getattr(vars(trainer).get("training_step"), "__scoregram__", None) is not None:
         fail("attach", "the trainer must not be attached yet", "a second call", "Detach the first attachment.")
-    if every < 1:
-        fail("attach", "every must be at least 1", every, "1 measures every step.")
-    if mode not in ("scores", "loss"):
-        fail("attach", "mode must be one of loss, scores", repr(mode), "Check the spelling.")
-    if memory_gb is not None and not memory_gb > 0:
-        fail("attach", "memory_gb must be positive", memory_gb, "Leave it out to use what is free.")
-    if not isinstance(fused, bool):
-        fail("attach", "fused must be True or False", repr(fused), "False leaves every gradient to the trainer.")
-    if not isinstance(cuda_graphs, bool):
-        fail("attach", "cuda_graphs must be True or False", repr(cuda_graphs), "True replays fused passes.")
+    _require_folder_options(out, layers, overwrite=overwrite, resume=resume)
     least: Severity | None = next((one for one in SEVERITIES if one == halt_on), None)
     if halt_on is not None and least is None:
         fail("attach", f"halt_on must be one of {', '.join(SEVERITIES)}", repr(halt_on), "None never stops a training.")
@@ -152,6 +144,9 @@ def attach(
         low_precision=low_precision,
         uneven_term=uneven_term(trainer),
     )
+    if cuda_graphs and trainer.accelerator.device.type != "cuda" and processes.is_first:
+        text = f"scoregram: cuda_graphs=True has no effect on the device {trainer.accelerator.device}: it needs a GPU."
+        warnings.warn(text, stacklevel=2)
     if mode == "scores" and settings.uneven_term is not None and processes.is_first:
         warnings.warn(
             f"scoregram: the loss has {settings.uneven_term}, which weights the tokens of a rollout differently: the "
@@ -170,6 +165,18 @@ def attach(
 
     processes.from_first(make_folder)
     return Attachment(trainer, settings, folders[0] if folders else None, processes, halt_on=least)
+
+
+def _require_folder_options(out: str | Path | None, layers: str, *, overwrite: bool, resume: bool) -> None:
+    """Raise for options of the run folder that are wrong, exclude each other, or have no folder."""
+    if layers not in get_args(LayerPrecision):
+        choices = ", ".join(get_args(LayerPrecision))
+        fail("attach", f"layers must be one of {choices}", repr(layers), "Check the spelling.")
+    asked = [f"{name}=True" for name, is_asked in (("overwrite", overwrite), ("resume", resume)) if is_asked]
+    if len(asked) == 2:
+        fail("attach", "overwrite=True and resume=True exclude each other", "both", "Leave out one of them.")
+    if asked and out is None:
+        fail("attach", f"{asked[0]} needs out, the run folder", "out=None", "Pass out, or leave it out.")
 
 
 class Attachment:
@@ -483,7 +490,7 @@ class Attachment:
 
         whole = merged_generation(self.processes.gather(own_slice)).to(self.trainer.accelerator.device)
         needs_energies = isinstance(estimator, str) and "score_energies" in ESTIMATORS[estimator].needs
-        energies = score_energies(self.trainer, whole, self.processes) if needs_energies else None
+        energies = score_energies(self.trainer, whole, self.settings, self.processes) if needs_energies else None
         advantages = own_advantages(estimator, whole, energies, per_token=not is_rloo(self.trainer))
         show_advantages(self.trainer, advantages)
         size, tokens = output["completion_ids"].shape

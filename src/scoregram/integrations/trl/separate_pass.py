@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scoregram.checks import fail
 from scoregram.distributed import ALONE, Processes
 from scoregram.gram import (
     ChangedLayers,
@@ -34,6 +35,7 @@ from scoregram.integrations.trl.support import (
     Settings,
     has_relative_positions,
     loss_scale,
+    memory_limit,
     unwrapped_model,
 )
 from scoregram.integrations.trl.window import ObservedStep
@@ -48,7 +50,7 @@ class CheckedGram:
     gram: Gram
     error: float
     """`|g − ĝ| / |g|` of the trainer's gradient `g` and the sum `ĝ` of the weighted rows; `nan` without `g`. At a fused
-    step, `fused_step.fused_gradient_error`."""
+    step the larger one of `norm_error` and, if a rollout was compared, `fused_row_error`."""
     rollouts: int
     """Number of rollouts whose gradient was compared."""
     seconds: float = 0.0
@@ -161,6 +163,20 @@ def passes_within(limit: float, model: nn.Module, bounds: Sequence[int], tokens:
     return [*passes, slice(start, bounds[-1])] if bounds[-1] > start else passes
 
 
+def passes_of_process(plans: Sequence[Sequence[slice]], rank: int) -> list[slice]:
+    """The rows of each pass of one process, as many passes as the process with the most.
+
+    A pass over a sharded model gathers parameters from all processes, so all of them make the same number of passes. A
+    process with fewer repeats rows at the end; what these measure is to be dropped.
+
+    Example:
+        >>> passes_of_process([[slice(0, 4), slice(4, 8)], [slice(8, 12)]], rank=1)
+        [slice(8, 12, None), slice(0, 4, None)]
+    """
+    spare = next(plan[0] for plan in plans if plan)
+    return [*plans[rank], *[spare] * (max(map(len, plans)) - len(plans[rank]))]
+
+
 # the passes
 
 
@@ -238,18 +254,13 @@ def _measure_sharded_model(
     No process has room for a whole gradient. But a sketch is linear: the sketch of `g − Σ_i w_i ψ_i` is that of the
     trainer's gradient minus the weighted sketches of the rows, and its norm equals the difference's to a few percent.
     """
-    sketch, own = Sketch(), plans[processes.rank]
-    spare = next(plan[0] for plan in plans if plan)
+    sketch = Sketch()
 
     def own_passes() -> list[Gram]:
-        # A pass over a sharded model gathers parameters from all processes, so all of them make the same number of
-        # passes. A process with fewer groups repeats some rows, and their Gram is dropped.
-        grams = []
         with trainer.accelerator.autocast():
-            for index in range(max(map(len, plans))):
-                here = own[index] if index < len(own) else spare
-                grams.append(_on_cpu(measure_gram(**inputs.arguments(here), sketch=sketch)))
-        return grams[: len(own)]
+            rows = passes_of_process(plans, processes.rank)
+            grams = [_on_cpu(measure_gram(**inputs.arguments(here), sketch=sketch)) for here in rows]
+        return grams[: len(plans[processes.rank])]
 
     grams = [gram for from_one in processes.gather(own_passes) for gram in from_one]
     rows = torch.cat([gram.sketch for gram in grams if gram.sketch is not None]).double()
@@ -283,24 +294,31 @@ def _on_cpu(gram: Gram) -> Gram:
     return replace(gram, log_probs=gram.log_probs.cpu())
 
 
-def score_energies(trainer: Any, generation: Generation, processes: Processes = ALONE) -> Tensor:
-    """`(N,)` squared norms of the scores of a generation, for the baselines that need them; runs a separate pass.
+def score_energies(trainer: Any, generation: Generation, settings: Settings, processes: Processes = ALONE) -> Tensor:
+    """`(N,)` squared norms of the scores of a generation, for the baselines that need them, in separate passes.
 
-    Each process measures its share of the groups. One without a share measures the first group once more, because a
-    sharded model needs all processes for every pass.
+    Each process measures its share of the rollouts, as many in a pass as fit into memory.
+
+    Raises:
+        ScoregramError: If one rollout alone does not fit into memory, by estimate.
     """
-    size, inputs = generation.group_size, pass_inputs(trainer, generation.rollouts)
-    bounds = list(range(0, generation.size + 1, size))
-    share = process_bounds(bounds, processes.count, between_prompts=False)[processes.rank]
-    has_share = len(share) > 1
-    here = slice(share[0], share[-1]) if has_share else slice(0, size)
+    inputs = pass_inputs(trainer, generation.rollouts)
+    limit = min(processes.gather(lambda: memory_limit(inputs.model, settings, processes)))
+    shares = process_bounds(range(generation.size + 1), processes.count, between_prompts=False)
+    fitting = [passes_within(limit, inputs.model, share, inputs.input_ids.shape[1]) for share in shares]
+    plans = [plan for plan in fitting if plan is not None]
+    if len(plans) < len(fitting):
+        remedy = "Raise memory_gb, or choose an estimator without score norms, such as rloo."
+        got = f"a rollout that takes more than {limit / 1e9:.3g} GB by estimate"
+        fail(f"attach(estimator={settings.estimator!r})", "each rollout must fit into memory alone", got, remedy)
 
-    def diagonal() -> Tensor:
+    def own_energies() -> Tensor:
         with trainer.accelerator.autocast():
-            gram = measure_gram(**inputs.arguments(here), group_size=size)
-        return gram.matrix.diagonal() if has_share else gram.matrix.new_zeros(0)
+            rows = passes_of_process(plans, processes.rank)
+            found = [measure_gram(**inputs.arguments(here), group_size=1).matrix.diagonal() for here in rows]
+        return torch.cat([torch.zeros(0, dtype=torch.float64), *found[: len(plans[processes.rank])]])
 
-    return torch.cat(processes.gather(diagonal))
+    return torch.cat(processes.gather(own_energies))
 
 
 # comparing gradients
@@ -341,47 +359,3 @@ def added_up(scalars: Sequence[Tensor], power: int = 1) -> float:
     if not scalars:
         return 0.0
     return float((torch.stack([scalar.to(scalars[0].device) for scalar in scalars]) ** power).sum())
-
-
-def norm_error(gradient: Sequence[Tensor], gram: Tensor, weights: Tensor) -> float:
-    """`|ĝ|²` of a fused gradient `ĝ = Σ_j w_j ψ_j` against `wᵀKw`, relative to the sum of the terms' absolute values.
-
-    Args:
-        gradient: `ĝ`, one tensor for each parameter that the pass used.
-        gram: `(N, N)`.
-        weights: `(N,)`.
-    """
-    terms = update_terms(gram, weights)
-    size = float(terms.abs().sum())
-    return abs(squared_norm(gradient) - float(terms.sum())) / size if size else 0.0
-
-
-def fused_row_error(
-    sums: Sequence[Tensor | None], theirs: Sequence[Tensor], gram: Tensor, weights: Tensor, index: int
-) -> float:
-    """Error of one row of a fused gradient `ĝ = Σ_j w_j ψ_j`, given the part `g_i` of the trainer's own gradient.
-
-    The larger of two: `|w_i ψ_i − g_i| / |g_i|` over all parameters; and `⟨ĝ, g_i⟩` against `Σ_j w_i w_j K_ij`,
-    relative to the sum of the terms' absolute values (0 if all terms are 0). So the row is compared with the trainer's
-    own pass, and the whole gradient with row and Gram.
-
-    Args:
-        sums: For each parameter `(2, …)`: the sum with weights `w`, and `ψ_i`; None if the pass did not use it.
-        theirs: For each parameter its part of `g_i`.
-        gram: `(N, N)`.
-        weights: `(N,)`.
-        index: The rollout `i`.
-    """
-    scale = float(weights[index])
-    apart = relative_error([None if both is None else both[1] * scale for both in sums], theirs)
-    pairs = [(both[0], grad) for both, grad in zip(sums, theirs, strict=True) if both is not None]
-    products = [torch.sum(own * their.to(own.dtype), dtype=torch.float64) for own, their in pairs]
-    terms = update_terms(gram, weights)[index]
-    size = float(terms.abs().sum())
-    return max(apart, abs(added_up(products) - float(terms.sum())) / size if size else 0.0)
-
-
-def update_terms(gram: Tensor, weights: Tensor) -> Tensor:
-    """`w_i K_ij w_j`, float64 on the CPU."""
-    w = weights.double().cpu()
-    return w[:, None] * gram * w

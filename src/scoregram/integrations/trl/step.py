@@ -17,8 +17,14 @@ from scoregram.exhibits import Cell, Estimate
 from scoregram.integrations.trl.fused_step import FusedSteps
 from scoregram.integrations.trl.generation import Generation, tokenizer_of
 from scoregram.integrations.trl.separate_pass import CheckedGram, measure_separately
-from scoregram.integrations.trl.support import Settings, loss_scale, memory_limit, unwrapped_model
-from scoregram.integrations.trl.window import ObservedStep, Window, observed_step, reason_not_measured, step_slice
+from scoregram.integrations.trl.support import (
+    MAY_CHANGE_WHEN_ATTACHED_AGAIN,
+    Settings,
+    loss_scale,
+    memory_limit,
+    unwrapped_model,
+)
+from scoregram.integrations.trl.window import EVEN, ObservedStep, Window, observed_step, reason_not_measured, step_slice
 from scoregram.reading import (
     CHECK_COLUMN,
     CHECK_ERROR,
@@ -43,6 +49,7 @@ from scoregram.runs import (
     needs_gram,
     open_run,
     own_name,
+    require_same_config,
 )
 
 UNEVEN = "the loss weights the tokens of a rollout differently (KL term, clipping, masks); mode='loss' is exact there"
@@ -62,7 +69,7 @@ HEADLINE_SCALARS: Mapping[str, str] = {
     "live_groups": "live groups",
     "groups": "of groups",
     "gram/largest_share": "largest share of one rollout",
-    "gram/snr": "signal to noise of the step",
+    "gram/snr": "signal to noise, leave-one-out",
     "gram/noise_scale": "noise scale, in rollouts",
     "group/effective_rank": "effective rank of a group",
     "group/effective_rank_orthogonal": "  null: orthogonal scores",
@@ -213,7 +220,7 @@ def likely_causes(trainer: Any, notes: Sequence[str], unevenness: float, setting
         "active dropout: the trainer's pass drops activations, the measurement does not": any(
             "dropout" in note for note in notes
         ),
-        UNEVEN: settings.mode == "scores" and unevenness > 1e-6,
+        UNEVEN: settings.mode == "scores" and unevenness > EVEN,
         "an entropy bonus: its gradient does not go through log-probabilities": bool(
             getattr(trainer, "_entropy_bonus_enabled", False)
         ),
@@ -259,6 +266,7 @@ class Folder:
         self, path: Path, config: Mapping[str, Any], *, layers: LayerPrecision, overwrite: bool, resume: bool
     ) -> None:
         self.path = path
+        self.config = config
         self.layers: LayerPrecision = layers
         self._writer: RunWriter | None = None
         self._step = -1
@@ -269,15 +277,19 @@ class Folder:
         """Names of all scalars of the trainer so far."""
         self._last = -1
         if resume:
-            open_run(path)  # raises now if there is no run; the step to resume from is known when the training begins
+            # raises now if there is no run or another one; the step to resume from is known when the training begins
+            require_same_config(path, config, MAY_CHANGE_WHEN_ATTACHED_AGAIN, caller="attach")
         else:
-            self._writer = RunWriter.create(path, config, overwrite=overwrite, layers=layers)
+            self._writer = RunWriter.create(path, config, overwrite=overwrite, layers=layers, caller="attach")
 
     def begin(self, step: int) -> None:
         """Begin to write: training starts after `step`, and later steps of a resumed run are removed."""
         if self._writer is None:
             self._require_resumable(step)
-            self._writer = RunWriter.resume(self.path, step, layers=self.layers)
+            changeable = MAY_CHANGE_WHEN_ATTACHED_AGAIN
+            self._writer = RunWriter.resume(
+                self.path, step, config=self.config, may_differ=changeable, layers=self.layers
+            )
         self._last = max(self._last, step)
 
     def _require_resumable(self, step: int) -> None:

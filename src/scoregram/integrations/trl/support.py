@@ -5,12 +5,13 @@
 
 import inspect
 import json
+import math
 import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -76,7 +77,7 @@ def require_supported(trainer: Any) -> str:
         remedy = f"Upgrade TRL; the newest tested version is {NEWEST_TESTED}."
         fail("attach", f"needs TRL {OLDEST_TESTED} or newer", version, remedy)
     if changed := [name for name in (*WRAPPED_METHODS, *TRL_ATTRIBUTES) if not _is_as_tested(trainer, name)]:
-        tested = f"tested with TRL {OLDEST_TESTED} to {NEWEST_TESTED}"
+        tested = f"tested with TRL {OLDEST_TESTED} and {NEWEST_TESTED}"
         fail(
             "attach",
             f"{type(trainer).__name__} must have the methods and attributes that scoregram uses ({tested})",
@@ -85,8 +86,8 @@ def require_supported(trainer: Any) -> str:
         )
     if version_numbers(version) > version_numbers(NEWEST_TESTED):
         warnings.warn(
-            f"scoregram: TRL {version} is newer than {NEWEST_TESTED}, the newest tested version. The self-check at "
-            "every measured step, check/relative_error, shows whether the measurement still holds.",
+            f"scoregram: TRL {version} is newer than {NEWEST_TESTED}, the newest tested version. Steps with "
+            "check/rollouts above 0 are compared with TRL's own gradient; check/relative_error is the error.",
             stacklevel=3,
         )
     return version
@@ -166,6 +167,25 @@ class Settings:
     uneven_term: str | None = None
     """The term of the loss that weights the tokens of a rollout differently, if the trainer's arguments show one."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.every, int) or isinstance(self.every, bool):
+            fail("attach", "every must be a whole number", repr(self.every), "1 measures every step.")
+        if self.every < 1:
+            fail("attach", "every must be at least 1", self.every, "1 measures every step.")
+        if self.mode not in get_args(Mode):
+            fail("attach", "mode must be one of loss, scores", repr(self.mode), "Check the spelling.")
+        if not 0 < self.tolerance < math.inf:
+            remedy = "Leave it out for 1e-3, or 5e-2 in lower precision than float32."
+            fail("attach", "tolerance must be positive and finite", self.tolerance, remedy)
+        if self.memory_gb is not None and not self.memory_gb > 0:
+            fail("attach", "memory_gb must be positive", self.memory_gb, "Leave it out to use what is free.")
+        for name in ("between_prompts", "fused", "cuda_graphs"):
+            if not isinstance(getattr(self, name), bool):
+                fail("attach", f"{name} must be True or False", repr(getattr(self, name)), "Pass one of them.")
+        if self.cuda_graphs and not self.fused:
+            remedy = "Leave out fused=False: CUDA graphs replay fused passes only."
+            fail("attach", "cuda_graphs=True needs fused=True", "fused=False", remedy)
+
     @property
     def rounding_error(self) -> float:
         """Relative error up to which two gradients are taken to differ by rounding only."""
@@ -197,6 +217,19 @@ def is_rloo(trainer: Any) -> bool:
 def default_tolerance(is_low_precision: bool) -> float:
     """1e-3 in float32, 5e-2 in lower precision."""
     return 5e-2 if is_low_precision else 1e-3
+
+
+MAY_CHANGE_WHEN_ATTACHED_AGAIN = (
+    "integration",
+    "model",
+    "processes",
+    "measure_every",
+    "tolerance",
+    "fused",
+    "arguments",
+)
+"""Entries of `run_config` in which a resumed run may differ from the one that it continues. A model that is loaded from
+a checkpoint has the checkpoint's path for a name."""
 
 
 def run_config(trainer: Any, settings: Settings, version: str, processes: Processes) -> dict[str, Any]:
