@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from scoregram import __version__, cli
+from scoregram import __version__, cli, terminal
 from scoregram.advantages import ESTIMATORS
 from scoregram.studies.ledger import Claim, Finding, Verdict, as_printed
 from scoregram.theory.lab.comparison import EXTRA_CREDITS
 from scoregram.theory.lab.worlds import WORLDS
+from tests.training_cases import save_policy
 
 VERDICTS = {str(verdict) for verdict in Verdict}
 
@@ -81,6 +82,19 @@ def test_an_unknown_id_is_one_sentence_and_status_two(capsys):
     assert not out
     assert err.count("\n") == 1 and err.startswith("scoregram: claims: an id must be one of ")
     assert err.endswith("got 'thm-9.9'. Check the spelling.\n")
+
+
+def test_how_to_follow_a_training_is_printed_after_all_checks(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "find_spec", lambda name: True)
+    policy, hint = save_policy(tmp_path / "policy"), f"Follow it in a browser: scoregram view {tmp_path / 'run'}"
+    given = ["train", "--model", str(policy), "--task", "arithmetic:3", "--prompt", "plain"]
+    options = f"--out {tmp_path / 'run'} --steps 1 --batch-size 8 --group-size 4 --eval-every 0 --max-new-tokens 4"
+    given += options.split()
+    assert cli.main([*given, "--estimator", "no-such"]) == 2
+    assert hint not in capsys.readouterr().err
+    assert cli.main(given) == 0
+    assert capsys.readouterr().err.count(hint) == 1
+    assert cli.main(given) == 2 and hint not in capsys.readouterr().err  # the folder holds a run now
 
 
 def test_a_failed_check_is_status_one(ledger_of, capsys):

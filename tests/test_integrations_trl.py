@@ -13,9 +13,10 @@ import torch
 
 pytest.importorskip("trl")
 
+from scoregram import terminal
 from scoregram.advantages import ESTIMATORS
 from scoregram.checks import ScoregramError
-from scoregram.integrations.trl import attach, attachment
+from scoregram.integrations.trl import attach
 from scoregram.integrations.trl.step import HEADLINE_SCALARS
 from scoregram.integrations.trl.support import WRAPPED_METHODS
 from scoregram.policy import character_tokenizer
@@ -306,7 +307,7 @@ def test_a_training_from_the_beginning_does_not_delete_the_run_that_it_should_co
 def test_the_command_that_follows_a_run_is_printed_if_its_packages_are_installed(
     is_installed, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(attachment, "find_spec", lambda name: is_installed or None)
+    monkeypatch.setattr(terminal, "find_spec", lambda name: is_installed or None)
     attach(trainer_for("GRPO", tmp_path), out=tmp_path / "run").detach()
     assert ("scoregram view" in capsys.readouterr().err) == is_installed
 

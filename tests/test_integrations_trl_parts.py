@@ -20,12 +20,12 @@ from scoregram.integrations.trl.generation import (
     own_advantages,
     trl_rows,
 )
+from scoregram.integrations.trl.gradient_checks import relative_error
 from scoregram.integrations.trl.separate_pass import (
     bytes_of_pass,
     pass_inputs,
     passes_within,
     process_bounds,
-    relative_error,
 )
 from scoregram.integrations.trl.step import printed_cell
 from scoregram.integrations.trl.support import version_numbers

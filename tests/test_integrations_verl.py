@@ -10,6 +10,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -99,6 +100,16 @@ def test_whitening_spans_the_batch(name, seed):
 def test_dead_groups_and_groups_of_one_give_exact_zeros(name, reward):
     rewards = torch.full((4, 1), reward)
     assert labelled_advantages(name, rewards, torch.ones(4, 1), ["a", "a", "b", "a"]).count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_only_the_result_is_rounded(dtype):
+    """The sum of 64 token rewards is exact in the numbers of Python; in bfloat16 it would be off by 1 %."""
+    rewards = torch.rand(4, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    sums = [sum(map(Fraction, row)) for row in rewards.tolist()]
+    exact = [float(one - (sum(sums) - one) / 3) for one in sums]
+    found = labelled_advantages("rloo", rewards, torch.ones(4, 64), ["a"] * 4)
+    assert torch.equal(found[:, 0], torch.tensor(exact, dtype=torch.float64).to(dtype))
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -16,7 +16,7 @@ TESTS = Path(__file__).parent
 FILES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 FLOORS = (
-    {"lazy", "errors", "types", "checks", "groups", "machine", "distributed"},
+    {"lazy", "errors", "types", "checks", "groups", "machine", "terminal", "distributed"},
     {"rollouts", "spectra", "statistics", "advantages", "objectives", "tasks", "runs", "exhibits"},
     {"theory", "gram", "policy", "bootstrap"},
     {"reading"},
@@ -28,7 +28,7 @@ FLOORS = (
 )
 """Rooms from the ground up. A room may import itself and every floor below it, never its neighbours."""
 
-GROUND = ("lazy", "errors", "types", "checks", "groups", "machine", "distributed")
+GROUND = ("lazy", "errors", "types", "checks", "groups", "machine", "terminal", "distributed")
 """The order on the ground floor, whose rooms are single files."""
 
 HEAVY = ("torch", "transformers", "datasets", "trl", "peft", "plotly", "matplotlib", "flask", "uvicorn")

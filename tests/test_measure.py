@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import warnings
+from collections import Counter
 from contextlib import nullcontext
 from functools import cache
 from io import StringIO
@@ -29,7 +30,8 @@ from scoregram.policy.tiny import CONTEXT
 from scoregram.reading import Step, StepTally, mean_over_groups, read_step, reward_scalars, whole_gram_scalars
 from scoregram.rollouts import Rollouts
 from scoregram.runs import Run, open_run
-from scoregram.training.loop import StopRequest, train
+from scoregram.terminal import StopRequest
+from scoregram.training.loop import train
 from tests.dump_cases import ROLLOUTS, WRITERS, lines, plain_record
 from tests.run_cases import tree
 from tests.training_cases import config_for, save_policy
@@ -348,6 +350,17 @@ def test_only_so_many_groups_and_rollouts(model, trained, tmp_path):
     run, done, said = measured(model, trained.folder, tmp_path / "out", group_size_limit=3, resume=True)
     assert (done.groups, done.held) == (4, 2) and len(list(run.groups())) == 6
     assert "steps whose line in metrics.jsonl lacks groups: 1" in said
+
+
+def test_with_whole_steps_no_more_groups_than_asked_for_are_measured(model, trained, tmp_path):
+    steps = Counter(group.step for group in open_run(trained.folder).groups())
+    assert steps == {1: 3, 2: 3}
+    for asked in (3, 5):
+        run, done, _ = measured(model, trained.folder, tmp_path / str(asked), max_groups=asked, between_prompts=True)
+        assert done.groups == 3 == len(list(run.groups()))
+    with pytest.raises(ScoregramError, match="measure --max-groups: must be at least 3, the groups of the first step"):
+        measured(model, trained.folder, tmp_path / "out", max_groups=2, between_prompts=True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_another_setting_is_not_a_resumption(model, trained, tmp_path):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from scoregram.training.progress import Progress, duration, progress_line
+from scoregram.terminal import duration
+from scoregram.training.progress import Progress, progress_line
 
 SCALARS = {
     "reward": 0.4321,

@@ -68,10 +68,10 @@ class Train(TrainConfig):  # noqa: D101
 
     def run(self) -> int:
         """Train, and print the run folder and the last step."""
+        from scoregram.terminal import print_view_command
         from scoregram.training import train
 
-        print(f"Follow it in a browser: scoregram view {self.out}", file=sys.stderr)
-        trained = train(self)
+        trained = train(self, on_start=lambda: print_view_command(self.out))
         budget = f", {trained.rollouts} of {self.rollouts} rollouts" if self.rollouts else f" of {self.steps}"
         print(f"{trained.folder}: step {trained.step}{budget}")
         return 130 if trained.interrupted else 0

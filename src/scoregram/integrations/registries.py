@@ -68,7 +68,8 @@ def labelled_advantages(
     """
     caller = f"scoregram-{name}"
     require_same_shape(mask, token_rewards, name="response_mask", like_name="token_level_rewards", caller=caller)
-    rewards, lengths = token_rewards.detach().sum(dim=-1), (mask != 0).sum(dim=-1)  # (N,)
+    rewards = token_rewards.detach().sum(dim=-1, dtype=torch.float64)  # (N,)
+    lengths = (mask != 0).sum(dim=-1)
     places, shape = _grid_places(labels, len(rewards), rewards.device, caller=caller)
     judged = len(rewards) - left_out
     require_finite(rewards[:judged], name="rewards", caller=caller)  # NaN would count as missing below
@@ -77,7 +78,7 @@ def labelled_advantages(
     length_grid = lengths.new_zeros(shape)
     length_grid.view(-1)[places] = lengths
     advantages = estimate(name, grid, lengths=length_grid, outcomes=grid)
-    return advantages.view(-1)[places].unsqueeze(-1) * (mask != 0)
+    return advantages.view(-1)[places].to(token_rewards.dtype).unsqueeze(-1) * (mask != 0)
 
 
 def _grid_places(labels: Any, count: int, device: torch.device, *, caller: str) -> tuple[Tensor, tuple[int, int]]:

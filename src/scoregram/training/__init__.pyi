@@ -8,13 +8,10 @@ from .evaluate import FIXED_PROBE as FIXED_PROBE
 from .evaluate import Evaluation as Evaluation
 from .evaluate import probe_step as probe_step
 from .loop import START_HASH as START_HASH
-from .loop import StopRequest as StopRequest
 from .loop import Trained as Trained
-from .loop import stop_requests as stop_requests
 from .loop import train as train
 from .methods import METHODS as METHODS
 from .methods import Method as Method
-from .progress import duration as duration
 from .several import available_cores as available_cores
 from .several import last_scalar as last_scalar
 from .several import resumable as resumable

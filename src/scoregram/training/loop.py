@@ -5,14 +5,11 @@ a run that is killed at any point continues from its last checkpoint to the same
 """
 
 import math
-import signal
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -44,6 +41,7 @@ from scoregram.reading import (
 from scoregram.rollouts import Rollouts, concatenated_rollouts
 from scoregram.runs import CHECKSUMS, RunWriter, environment, open_run, require_same_config, require_space
 from scoregram.tasks import Problem, Task, load_task
+from scoregram.terminal import stop_requests
 from scoregram.training.checkpoint import Position, Resumable, load_checkpoint, save_checkpoint, write_failure
 from scoregram.training.collect import (
     Drafts,
@@ -81,8 +79,15 @@ class Trained:
     """Rollouts that were sampled for training."""
 
 
-def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
+def train(
+    config: TrainConfig, *, console: Console | None = None, on_start: Callable[[], None] | None = None
+) -> Trained:
     """Train as the config says and write the run folder.
+
+    Args:
+        config: The settings.
+        console: Where progress is shown; standard output by default.
+        on_start: Called once, when all settings have been checked and the run folder is open.
 
     Raises:
         ScoregramError: If a setting is invalid, which is checked before the first step, or a prompt is too long.
@@ -94,10 +99,10 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Trained:
     if config.resume:
         require_same_config(config.out, config.record(), config.may_differ())
     with threads(config.threads):
-        return _train(config, console)
+        return _train(config, console, on_start)
 
 
-def _train(config: TrainConfig, console: Console | None) -> Trained:
+def _train(config: TrainConfig, console: Console | None, on_start: Callable[[], None] | None) -> Trained:
     task = load_task(config.task, seed=config.seed, reward=config.reward)
     require_turns(config, task)
     task = replace(task, max_turns=config.max_turns or task.max_turns)
@@ -142,6 +147,8 @@ def _train(config: TrainConfig, console: Console | None) -> Trained:
         Progress(config.most_steps, first_step=position.step, console=console) as progress,
         stop_requests() as stop,
     ):
+        if on_start is not None:
+            on_start()
         if resumed and not (open_run(config.out).checkpoints[resumed] / CHECKSUMS).exists():
             progress.note(f"the checkpoint of step {resumed} has no {CHECKSUMS}: its files could not be checked")
         if position.step == 0 and (evaluates or config.probe_every):
@@ -488,34 +495,6 @@ def open_writer(
     kept = position.step if latest is not None else -1
     writer = RunWriter.resume(config.out, kept, config=config.record(), may_differ=config.may_differ(), **settings)
     return writer, position
-
-
-@dataclass
-class StopRequest:
-    """Whether the process received Ctrl-C or SIGTERM."""
-
-    asked: bool = False
-
-
-@contextmanager
-def stop_requests() -> Iterator[StopRequest]:
-    """In this block the first Ctrl-C or SIGTERM requests a stop after the current step; the second stops at once."""
-    request = StopRequest()
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        if request.asked:
-            raise KeyboardInterrupt
-        request.asked = True
-
-    try:
-        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # only the main thread can handle signals
-        before = {}
-    try:
-        yield request
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def is_finished(config: TrainConfig, position: Position) -> bool:

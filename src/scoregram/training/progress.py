@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-DASH = "–"
-"""Shown for an undefined number."""
+from scoregram.terminal import DASH, duration
 
 SHORTER = {"live groups": "live", "effective rank": "rank", "tokens/s": "tok/s"}
 """Shorter words for a narrow terminal."""
@@ -124,20 +123,6 @@ def progress_line(step: int, total_steps: int, scalars: Mapping[str, Any], secon
             f"{_number(scalars.get('tokens_per_second'), ',.0f')} tokens/s",
         ]
     )
-
-
-def duration(seconds: float) -> str:
-    """Hours, minutes and seconds, as on a clock.
-
-    Example:
-        >>> duration(3723.4), duration(9.0), duration(float("nan"))
-        ('1:02:03', '0:09', '–')
-    """
-    if not math.isfinite(seconds):
-        return DASH
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _number(value: Any, form: str) -> str:

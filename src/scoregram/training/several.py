@@ -19,9 +19,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bars
 
 from scoregram.runs import CONFIG_FILE, METRICS, open_run
+from scoregram.terminal import duration
 from scoregram.training.config import TrainConfig
 from scoregram.training.loop import Trained, train
-from scoregram.training.progress import duration
 
 SHARED_MEMORY = 0.92
 """Share of a GPU's memory that the workers divide; the rest is for what each process needs besides tensors, such as

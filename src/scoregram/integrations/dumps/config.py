@@ -62,7 +62,7 @@ class MeasureConfig:
     between_prompts: bool = False
     """Measure all groups of a step together, as noise and conflict require; in several passes if memory is short."""
     max_groups: int = 0
-    """Measure at most this many groups; 0 for all."""
+    """Measure at most this many groups, with `between_prompts` whole steps that have no more; 0 for all."""
     group_size: int = 0
     """Rollouts per group, if all groups have the same size; it separates two groups of one prompt. 0 if unknown."""
     group_size_limit: int = 0

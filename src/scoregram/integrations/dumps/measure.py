@@ -36,7 +36,7 @@ from scoregram.machine import threads
 from scoregram.policy import Policy, PolicyConfig, chosen_device, load_policy, recompute_layers, vocabulary_of
 from scoregram.reading import StepTally
 from scoregram.runs import RunWriter, open_run, require_space
-from scoregram.training import stop_requests
+from scoregram.terminal import stop_requests
 
 _LARGE_GAP = 0.1
 """Mean difference between log-probabilities above which the model is probably not the policy that was sampled."""
@@ -102,6 +102,8 @@ def measure_share(config: MeasureConfig, processes: Processes, console: Console 
             bar.print(f"measured: {measured}")
         dump.on_broken = lambda message: bar.note("broken", f"skipped: {message}")
         first = first_groups(groups, dump, policy)
+        group_lists = pass_groups(chain(first, groups), whole_steps=config.between_prompts)
+        group_lists = require_room_for_first(group_lists, config)
         runs: list[PagedRun] = []  # one in the first process, none in others
         total: dict[str, float] = {}
         remarks: dict[str, str] = {}
@@ -118,7 +120,6 @@ def measure_share(config: MeasureConfig, processes: Processes, console: Console 
             return runs[0].groups_written
 
         held, stopped, is_warned = processes.from_first(open_paged_run), False, False
-        group_lists = pass_groups(chain(first, groups), whole_steps=config.between_prompts)
         passes = planned_passes(group_lists, held, policy, config, bar, counts)
         for current_round in rounds(passes, processes.count):
             share = partial(measure_round, current_round, measurer, config, processes)
@@ -325,6 +326,17 @@ def pass_groups(groups: Iterable[DumpedGroup], *, whole_steps: bool) -> Iterator
         yield from ([group] for group in groups)
 
 
+def require_room_for_first(
+    group_lists: Iterator[list[DumpedGroup]], config: MeasureConfig
+) -> Iterator[list[DumpedGroup]]:
+    """The same groups, provided that those of the first pass do not exceed `max_groups`."""
+    first = next(group_lists)
+    if config.max_groups and len(first) > config.max_groups:
+        requirement = f"must be at least {len(first)}, the groups of the first step, with --between-prompts"
+        fail("measure --max-groups", requirement, config.max_groups, "Raise it, or leave out --between-prompts.")
+    return chain([first], group_lists)
+
+
 def planned_passes(
     group_lists: Iterable[list[DumpedGroup]],
     held: Mapping[int, set[int]],
@@ -333,7 +345,9 @@ def planned_passes(
     bar: ProgressBar,
     counts: ReadingCounts,
 ) -> Iterator[PlannedPass]:
-    """Passes in the order of the dump, up to `max_groups`, without groups that are in the run or cannot be measured.
+    """Passes in the order of the dump, without groups that are in the run or cannot be measured.
+
+    The first pass that would exceed `max_groups` ends them.
 
     Args:
         group_lists: The groups of each pass.
@@ -344,6 +358,8 @@ def planned_passes(
         counts: Updated as groups are read.
     """
     for groups in group_lists:
+        if config.max_groups and counts.groups + counts.held + len(groups) > config.max_groups:
+            return
         new = [group for group in groups if group.position not in held.get(group.step, ())]
         measurable = [one for group in new if (one := measurable_group(group, policy, config, bar)) is not None]
         rollouts = sum(len(one.rollouts) for one in measurable)
@@ -355,8 +371,6 @@ def planned_passes(
         counts.groups += len(measurable)
         counts.rollouts += rollouts
         yield PlannedPass(groups[0].step, measurable)
-        if config.max_groups and counts.groups + counts.held >= config.max_groups:
-            return
 
 
 def measurable_group(

@@ -19,7 +19,7 @@ from rich.text import Text
 from scoregram.integrations.dumps.steps import StepRecords
 from scoregram.reading import StepTally
 from scoregram.runs import GROUPS, ROLLOUTS, STATISTIC, GroupRecord, RolloutRecord, RunWriter, open_run, parts
-from scoregram.training import duration
+from scoregram.terminal import duration
 
 PAGE_GROUPS = 64
 PAGE_SECONDS = 60.0

@@ -1,14 +1,12 @@
 """`attach`: wraps the methods of a trainer, measures its steps while it trains, and restores everything at the end."""
 
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import wraps
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +36,7 @@ from scoregram.integrations.trl.step import (
     add_to_log,
     measure_step,
     printed_cell,
+    require_folder_options,
 )
 from scoregram.integrations.trl.support import (
     WRAPPED_METHODS,
@@ -55,6 +54,7 @@ from scoregram.integrations.trl.support import (
 from scoregram.integrations.trl.window import ROW_KEY, MicroBatch, Window, row_keys
 from scoregram.reading import CHECK_ROLLOUTS, STEP_NAMES, RunNoise, Trust, run_noise
 from scoregram.runs import CONFIG_FILE, OWN_PREFIX, LayerPrecision, needs_gram
+from scoregram.terminal import print_view_command
 
 
 def attach(
@@ -124,7 +124,7 @@ def attach(
     processes = processes_of(trainer)
     if getattr(vars(trainer).get("training_step"), "__scoregram__", None) is not None:
         fail("attach", "the trainer must not be attached yet", "a second call", "Detach the first attachment.")
-    _require_folder_options(out, layers, overwrite=overwrite, resume=resume)
+    require_folder_options(out, layers, overwrite=overwrite, resume=resume)
     least: Severity | None = next((one for one in SEVERITIES if one == halt_on), None)
     if halt_on is not None and least is None:
         fail("attach", f"halt_on must be one of {', '.join(SEVERITIES)}", repr(halt_on), "None never stops a training.")
@@ -160,23 +160,10 @@ def attach(
         if out is not None:
             config = run_config(trainer, settings, version, processes)
             folders.append(Folder(Path(out), config, layers=layers, overwrite=overwrite, resume=resume))
-            if all(map(find_spec, ("plotly", "starlette", "uvicorn"))):  # what `scoregram view` needs
-                print(f"Follow it in a browser: scoregram view {out}", file=sys.stderr)  # in the first process alone
+            print_view_command(out)  # in the first process alone
 
     processes.from_first(make_folder)
     return Attachment(trainer, settings, folders[0] if folders else None, processes, halt_on=least)
-
-
-def _require_folder_options(out: str | Path | None, layers: str, *, overwrite: bool, resume: bool) -> None:
-    """Raise for options of the run folder that are wrong, exclude each other, or have no folder."""
-    if layers not in get_args(LayerPrecision):
-        choices = ", ".join(get_args(LayerPrecision))
-        fail("attach", f"layers must be one of {choices}", repr(layers), "Check the spelling.")
-    asked = [f"{name}=True" for name, is_asked in (("overwrite", overwrite), ("resume", resume)) if is_asked]
-    if len(asked) == 2:
-        fail("attach", "overwrite=True and resume=True exclude each other", "both", "Leave out one of them.")
-    if asked and out is None:
-        fail("attach", f"{asked[0]} needs out, the run folder", "out=None", "Pass out, or leave it out.")
 
 
 class Attachment:

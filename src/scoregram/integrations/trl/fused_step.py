@@ -34,13 +34,8 @@ from scoregram.gram import (
     trainable_parameters,
 )
 from scoregram.integrations.trl.generation import Generation
-from scoregram.integrations.trl.separate_pass import (
-    CheckedGram,
-    added_up,
-    relative_error,
-    rescaled_gram,
-    squared_norm,
-)
+from scoregram.integrations.trl.gradient_checks import fused_row_error, norm_error
+from scoregram.integrations.trl.separate_pass import CheckedGram, rescaled_gram
 from scoregram.integrations.trl.support import Settings, loss_scale, reason_not_fused, unwrapped_model
 from scoregram.integrations.trl.window import EVEN, MicroBatch, ObservedStep, rollout_weights
 
@@ -589,50 +584,3 @@ class FusedSteps:
 def _is_of_trl(method: Callable[..., Any]) -> bool:
     """Whether a method is TRL's own, not that of a subclass or a wrapper."""
     return str(getattr(method, "__module__", "")).startswith("trl.")
-
-
-# the check of a fused step
-
-
-def norm_error(gradient: Sequence[Tensor], gram: Tensor, weights: Tensor) -> float:
-    """`|ĝ|²` of a fused gradient `ĝ = Σ_j w_j ψ_j` against `wᵀKw`, relative to the sum of the terms' absolute values.
-
-    Args:
-        gradient: `ĝ`, one tensor for each parameter that the pass used.
-        gram: `(N, N)`.
-        weights: `(N,)`.
-    """
-    terms = update_terms(gram, weights)
-    size = float(terms.abs().sum())
-    return abs(squared_norm(gradient) - float(terms.sum())) / size if size else 0.0
-
-
-def fused_row_error(
-    sums: Sequence[Tensor | None], theirs: Sequence[Tensor], gram: Tensor, weights: Tensor, index: int
-) -> float:
-    """Error of one row of a fused gradient `ĝ = Σ_j w_j ψ_j`, given the part `g_i` of the trainer's own gradient.
-
-    The larger of two: `|w_i ψ_i − g_i| / |g_i|` over all parameters; and `⟨ĝ, g_i⟩` against `Σ_j w_i w_j K_ij`,
-    relative to the sum of the terms' absolute values (0 if all terms are 0). So the row is compared with the trainer's
-    own pass, and the whole gradient with row and Gram.
-
-    Args:
-        sums: For each parameter `(2, …)`: the sum with weights `w`, and `ψ_i`; None if the pass did not use it.
-        theirs: For each parameter its part of `g_i`.
-        gram: `(N, N)`.
-        weights: `(N,)`.
-        index: The rollout `i`.
-    """
-    scale = float(weights[index])
-    apart = relative_error([None if both is None else both[1] * scale for both in sums], theirs)
-    pairs = [(both[0], grad) for both, grad in zip(sums, theirs, strict=True) if both is not None]
-    products = [torch.sum(own * their.to(own.dtype), dtype=torch.float64) for own, their in pairs]
-    terms = update_terms(gram, weights)[index]
-    size = float(terms.abs().sum())
-    return max(apart, abs(added_up(products) - float(terms.sum())) / size if size else 0.0)
-
-
-def update_terms(gram: Tensor, weights: Tensor) -> Tensor:
-    """`w_i K_ij w_j`, float64 on the CPU."""
-    w = weights.double().cpu()
-    return w[:, None] * gram * w

@@ -5,7 +5,7 @@ whole groups, whichever process generated their rollouts.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -31,6 +31,7 @@ from scoregram.gram import (
     trainable_parameters,
 )
 from scoregram.integrations.trl.generation import Generation
+from scoregram.integrations.trl.gradient_checks import relative_error, squared_norm
 from scoregram.integrations.trl.support import (
     Settings,
     has_relative_positions,
@@ -319,43 +320,3 @@ def score_energies(trainer: Any, generation: Generation, settings: Settings, pro
         return torch.cat([torch.zeros(0, dtype=torch.float64), *found[: len(plans[processes.rank])]])
 
     return torch.cat(processes.gather(own_energies))
-
-
-# comparing gradients
-
-
-def relative_error(ours: Iterable[Tensor | None], theirs: Sequence[Tensor | None], scale: float = 1.0) -> float:
-    """`|ours − theirs / scale| / |theirs / scale|` over all parameters; 0 if both vanish, `nan` without `theirs`."""
-    if all(grad is None for grad in theirs):
-        return math.nan
-    apart, sizes = [], []  # scalars on the devices of the gradients: reading each would wait for the device
-    for own, their in zip(ours, theirs, strict=True):
-        if their is not None:
-            sizes.append(square(their) / scale**2)
-        if own is None and their is not None:
-            apart.append(square(their) / scale**2)
-        elif own is not None:
-            apart.append(square(own if their is None else own - their.to(own.dtype) / scale))
-    size, distance = added_up(sizes), added_up(apart)
-    if size == 0:
-        return 0.0 if distance == 0 else math.inf
-    return math.sqrt(distance / size)
-
-
-def squared_norm(values: Iterable[Tensor]) -> float:
-    """`|v|²` of a vector that is given in parts, added up in float64; few launches for many parts."""
-    parts = [value.detach() for value in values]
-    norms = torch._foreach_norm(parts, 2.0, torch.float64) if parts else ()  # pyright: ignore[reportPrivateImportUsage]
-    return added_up(norms, power=2)
-
-
-def square(value: Tensor) -> Tensor:
-    """`|v|²`, a float64 scalar."""
-    return torch.linalg.vector_norm(value.detach(), dtype=torch.float64) ** 2
-
-
-def added_up(scalars: Sequence[Tensor], power: int = 1) -> float:
-    """The sum of powers of scalars on any device; waits for the device once."""
-    if not scalars:
-        return 0.0
-    return float((torch.stack([scalar.to(scalars[0].device) for scalar in scalars]) ** power).sum())

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -254,6 +254,18 @@ def add_to_log(metrics: MutableMapping[str, list[Any]], measured: MeasuredStep, 
         del metrics[outdated]
     if pooled.is_conclusive:
         metrics.update({own_name(name): [value] for name, value in pooled.scalars().items()})
+
+
+def require_folder_options(out: str | Path | None, layers: str, *, overwrite: bool, resume: bool) -> None:
+    """Raise for options of the run folder that are wrong, exclude each other, or have no folder."""
+    if layers not in get_args(LayerPrecision):
+        choices = ", ".join(get_args(LayerPrecision))
+        fail("attach", f"layers must be one of {choices}", repr(layers), "Check the spelling.")
+    asked = [f"{name}=True" for name, is_asked in (("overwrite", overwrite), ("resume", resume)) if is_asked]
+    if len(asked) == 2:
+        fail("attach", "overwrite=True and resume=True exclude each other", "both", "Leave out one of them.")
+    if asked and out is None:
+        fail("attach", f"{asked[0]} needs out, the run folder", "out=None", "Pass out, or leave it out.")
 
 
 class Folder:
