@@ -15,7 +15,7 @@ from scoregram.checks import ScoregramError
 from scoregram.policy import PolicyConfig, load_policy
 from scoregram.rollouts import Rollouts
 from scoregram.runs import open_run
-from scoregram.statistics import NoiseComponents
+from scoregram.statistics import NoiseComponents, shrunk_weights
 from scoregram.tasks import Problem, load_task
 from scoregram.training.collect import collect, seeded_generator
 from scoregram.training.config import TrainConfig
@@ -139,13 +139,43 @@ def test_the_ledger_shrinks_to_the_mean_and_forgets():
     expected = [(n * 2.0 + 8 * 4.0) / (n + 8), (n * 2.0 + 8 * 0.0) / (n + 8), 2.0]
     torch.testing.assert_close(ledger.predicted(["a", "b", "new"])[0], torch.tensor(expected).double())
     ledger.learn(["a"], [4], torch.tensor([[-100.0], [2.0]]))
-    mean = (0.95 * 32.0 - 400.0) / (0.95 * 16 + 4)
+    mean = (0.95 * 4.0 - 100.0) / (0.95 * 2 + 1)  # every prompt counts once
     again = (n * mean + 0.5 * 32.0 - 400.0) / (n + 0.5 * 8 + 4)
     assert again < 0 and ledger.predicted(["a"])[0].tolist() == [0.0]  # a negative prediction counts as no noise
     ledger.learn(["a"], [8], torch.tensor([[200.0], [2.0]]))
-    total = (0.95 * (0.95 * 32 - 400) + 1600) / (0.95 * (0.95 * 16 + 4) + 8)
+    total = (0.95 * (0.95 * 4 - 100) + 200) / (0.95 * (0.95 * 2 + 1) + 1)
     own = 0.5 * (0.5 * 32 - 400) + 1600, 0.5 * (0.5 * 8 + 4) + 8
     assert float(ledger.predicted(["a"])[0]) == pytest.approx((n * total + own[0]) / (n + own[1]))
+
+
+def test_the_mean_over_prompts_counts_each_once_or_by_the_inverse_of_its_probability():
+    ledger = NoiseLedger()
+    ledger.learn(["a", "b"], [12, 4], torch.tensor([[4.0, 0.0], [4.0, 0.0]]))
+    assert ledger.predicted(["new"]).tolist() == [[2.0], [2.0]]
+    # four prompts with noise 1, 2, 3, 4, drawn two at a time with unequal probabilities: over all draws, the mean of
+    # the weighted sums is the mean noise of 2.5, and that of the weights is 1
+    probabilities, noise = [0.8, 0.6, 0.4, 0.2], [1.0, 2.0, 3.0, 4.0]
+    draws = {(0, 1): 0.4, (0, 2): 0.4, (1, 3): 0.2}  # the marginals are the probabilities
+    expected = torch.zeros(2, dtype=torch.float64)
+    for places, chance in draws.items():
+        drawn = NoiseLedger()
+        weights = torch.tensor([2 / (4 * probabilities[p]) for p in places], dtype=torch.float64)
+        values = torch.tensor([[noise[p] for p in places]] * 2)
+        drawn.learn([str(p) for p in places], [4, 4], values, weights)
+        expected += chance * torch.tensor(drawn.population[:2], dtype=torch.float64) / 2
+    torch.testing.assert_close(expected, torch.tensor([1.0, 2.5], dtype=torch.float64))
+
+
+def test_shrinking_takes_each_prompt_with_the_rollouts_that_it_got():
+    controller = Controller(TrainConfig(batch_size=32, group_size=8, allocate="measured", shrink=True))
+    controller.ledger.learn("abcd", [8] * 4, torch.tensor([[4.0, 4.0, 0.0, 0.0], [0.0] * 4, [0.0, 9.0, 9.0, 0.0]]))
+    problems = [Problem(name, name, "", {}) for name in "abcd"]
+    sizes = controller.rollouts_of(problems)
+    assert isinstance(sizes, list) and len(set(sizes)) > 1
+    signal, noise = [2.25, 6.75, 6.75, 2.25], [3.0, 3.0, 1.0, 1.0]  # by hand, shrunk to means of 4.5 and 2
+    errors = torch.tensor([n / size for n, size in zip(noise, sizes, strict=True)], dtype=torch.float64)
+    expected = shrunk_weights(torch.tensor(signal, dtype=torch.float64), errors)
+    torch.testing.assert_close(controller.inputs(problems)[PROMPT_WEIGHTS], expected)
 
 
 def test_a_prompt_gets_from_half_to_twice_the_mean():

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from scoregram.checks import ScoregramError
@@ -18,7 +19,8 @@ from scoregram.runs import open_run
 from scoregram.tasks import load_task
 from scoregram.training.collect import collect, seeded_generator
 from scoregram.training.critic import Critic, ValueModel, clipped_errors, value_loss
-from scoregram.training.loop import train
+from scoregram.training.inputs import input_sources
+from scoregram.training.loop import bytes_for_checkpoint, train
 from tests.training_cases import config_for, save_policy, without_times
 
 TASK = load_task("arithmetic:3", seed=0)
@@ -159,7 +161,10 @@ def test_explained_variance_is_that_of_numpy():
     assert math.isnan(value_loss(values, values, returns, torch.zeros(5, 7).bool(), 0.2).loss)
 
 
-@pytest.mark.parametrize("changes", [{"method": "ppo"}, {"method": "reinforce-critic", "critic": "head"}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"method": "ppo"}, {"method": "reinforce-critic", "critic": "head"}, {"method": "ppo", "lora_rank": 2}],
+)
 def test_a_resumed_run_continues_the_critic(folder, tmp_path, changes):
     train(config_for(folder, tmp_path / "whole", steps=4, **changes))
     train(config_for(folder, tmp_path / "parts", steps=2, **changes))
@@ -167,6 +172,40 @@ def test_a_resumed_run_continues_the_critic(folder, tmp_path, changes):
     whole, parts = (without_times(open_run(tmp_path / name).metrics()) for name in ("whole", "parts"))
     assert whole == parts
     assert whole[-1]["credit/explained_variance"] != whole[1]["credit/explained_variance"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"lora_rank": 2}, {"method": "ppo"}, {"method": "ppo", "critic": "head"}, {"method": "ppo", "lora_rank": 2}],
+)
+def test_the_space_asked_for_a_checkpoint_is_that_of_its_tensors(folder, tmp_path, changes):
+    """Adapters without their base, and the critic with its optimiser."""
+    config = config_for(folder, tmp_path / "run", steps=1, eval_every=0, **changes)
+    policy = load_policy(config.policy, TASK)
+    asked = bytes_for_checkpoint(policy, input_sources(config.chosen, config, policy, TASK))
+    train(config)
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    state = torch.load(checkpoint / "state.pt", weights_only=True)
+    (weights,) = (checkpoint / "model").glob("*.safetensors")
+    found = [*load_file(weights).values(), *tensors_in(state)]
+    scalars = sum(value.numel() * value.element_size() for value in found if value.ndim == 0)  # steps of AdamW
+    assert asked == sum(value.numel() * value.element_size() for value in found) - scalars
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for part in inside for tensor in tensors_in(part)]
+
+
+def test_a_critic_of_a_policy_with_adapters_trains_adapters(folder):
+    config = config_for(folder, Path("unused"), method="ppo", lora_rank=2)
+    policy = load_policy(config.policy, TASK)
+    critic = Critic(config, policy, prompts_only=False)
+    trained = {name for name, parameter in critic.model.named_parameters() if parameter.requires_grad}
+    adapters = {name for name in trained if "lora_" in name}
+    assert adapters and trained - adapters == {"head.weight", "head.bias"} and critic.state()["model"].keys() == trained
 
 
 def test_the_policy_waits_while_the_critic_warms_up(folder, tmp_path):

@@ -453,6 +453,14 @@ def test_the_learning_rate_rises_then_keeps_its_shape(schedule, tmp_path):
     assert rates[-1] > 0
 
 
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_the_warm_up_of_the_policy_begins_after_that_of_its_critic(schedule, tmp_path):
+    settings = {"out": tmp_path, "warmup_steps": 3, "learning_rate": 1.0, "lr_schedule": schedule}
+    alone, after = TrainConfig(steps=6, **settings), TrainConfig(steps=10, critic_warmup=4, **settings)
+    expected = [0.0] * 4 + [learning_rate(step, alone) for step in range(1, 7)]
+    assert [learning_rate(step, after) for step in range(1, 11)] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(("right", "n"), [(0, 20), (7, 20), (20, 20), (130, 512)])
 def test_the_interval_of_an_accuracy_is_wilsons(right, n):
     found = Evaluation(tuple([1.0] * right + [0.0] * (n - right)))

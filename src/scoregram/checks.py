@@ -10,16 +10,12 @@ from torch import Tensor
 
 from scoregram.errors import NotFiniteError as NotFiniteError
 from scoregram.errors import ScoregramError as ScoregramError
+from scoregram.errors import fail as fail
 
 _Row = TypeVar("_Row")
 
 ROUNDING_STEPS = 4
 """Rewards that differ by at most this many rounding steps of the largest one count as equal, in every package."""
-
-
-def fail(caller: str, requirement: str, got: object, remedy: str) -> NoReturn:
-    """Raise a `ScoregramError`: `<caller>: <requirement>, got <actual>. <What to do.>`"""
-    raise ScoregramError(f"{caller}: {requirement}, got {got}. {remedy}")
 
 
 def not_finite(caller: str, requirement: str, got: object, remedy: str) -> NoReturn:

@@ -69,8 +69,11 @@ class Train(TrainConfig):  # noqa: D101
     def run(self) -> int:
         """Train, and print the run folder and the last step."""
         from scoregram.terminal import print_view_command
-        from scoregram.training import train
+        from scoregram.training import require_effects, require_runnable, train
 
+        if not self.resume:  # a resumed run keeps its settings
+            require_runnable(self)
+            require_effects(self)
         trained = train(self, on_start=lambda: print_view_command(self.out))
         budget = f", {trained.rollouts} of {self.rollouts} rollouts" if self.rollouts else f" of {self.steps}"
         print(f"{trained.folder}: step {trained.step}{budget}")

@@ -1,4 +1,6 @@
-"""The errors that this library raises. Not part of `checks`, so that the command line can catch them without torch."""
+"""The errors that this library raises. Not part of `checks`, so that configs and the command line need no torch."""
+
+from typing import NoReturn
 
 
 class ScoregramError(ValueError):
@@ -7,3 +9,8 @@ class ScoregramError(ValueError):
 
 class NotFiniteError(ScoregramError):
     """A number is NaN or infinite because a computation went wrong; a trainer may skip the step."""
+
+
+def fail(caller: str, requirement: str, got: object, remedy: str) -> NoReturn:
+    """Raise a `ScoregramError`: `<caller>: <requirement>, got <actual>. <What to do.>`"""
+    raise ScoregramError(f"{caller}: {requirement}, got {got}. {remedy}")

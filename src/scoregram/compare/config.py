@@ -9,7 +9,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from scoregram.policy import refuse
+from scoregram.errors import fail
 from scoregram.training import METHODS, TrainConfig
 
 EVALUATIONS_PER_RUN = 10
@@ -88,14 +88,14 @@ class CompareConfig(TrainConfig):
         super().__post_init__()
         for name in ("rollouts", "seeds"):
             if getattr(self, name) < 1:
-                refuse(f"compare --{name}", "must be at least 1", getattr(self, name), "Choose a larger value.")
+                fail(f"compare --{name}", "must be at least 1", getattr(self, name), "Choose a larger value.")
         if self.jobs < 0:
-            refuse("compare --jobs", "must be at least 0", self.jobs, "Leave it out for one per core.")
+            fail("compare --jobs", "must be at least 0", self.jobs, "Leave it out for one per core.")
         if self.target is not None and not math.isfinite(self.target):
-            refuse("compare --target", "must be finite", self.target, "Leave it out for that of the first method.")
+            fail("compare --target", "must be finite", self.target, "Leave it out for that of the first method.")
         if not self.keep_evidence:
             remedy = "Leave it out."
-            refuse("compare", "keep_evidence must be true: accuracies come from stored test rollouts", False, remedy)
+            fail("compare", "keep_evidence must be true: accuracies come from stored test rollouts", False, remedy)
         _ = self.choices
 
     @cached_property
@@ -107,10 +107,10 @@ class CompareConfig(TrainConfig):
         """
         chosen = tuple(method_choice(text.strip()) for text in self.methods.split(",") if text.strip())
         if not chosen:
-            refuse("compare --methods", f"must name some of {', '.join(METHODS)}", repr(self.methods), "Separate by ,.")
+            fail("compare --methods", f"must name some of {', '.join(METHODS)}", repr(self.methods), "Separate by ,.")
         names = [one.folder for one in chosen]
         if len(set(names)) < len(names):
-            refuse("compare --methods", "must name each method once", self.methods, "Give one of them other options.")
+            fail("compare --methods", "must name each method once", self.methods, "Give one of them other options.")
         return chosen
 
     @property
@@ -150,7 +150,7 @@ def method_choice(text: str) -> MethodChoice:
     name, _, rest = text.partition(":")
     pairs = re.split(r":(?=[\w-]+=)", rest) if rest else []  # a value may have colons
     if name not in METHODS:
-        refuse("compare --methods", f"must be among {', '.join(METHODS)}", repr(name), "Check the spelling.")
+        fail("compare --methods", f"must be among {', '.join(METHODS)}", repr(name), "Check the spelling.")
     hints = get_type_hints(TrainConfig)
     options: dict[str, Any] = {}
     for pair in pairs:
@@ -158,10 +158,10 @@ def method_choice(text: str) -> MethodChoice:
         key = key.replace("-", "_")
         if equals and key in OF_THE_COMPARISON:
             requirement = f"{key} belongs to the whole comparison and must not be an option of {name}"
-            refuse("compare --methods", requirement, repr(pair), "Leave it out here.")
+            fail("compare --methods", requirement, repr(pair), "Leave it out here.")
         if not equals or key not in hints:
             requirement = f"an option of {name} must be OPTION=VALUE with an option of scoregram train"
-            refuse("compare --methods", requirement, repr(pair), "Write for example grpo:learning_rate=3e-4.")
+            fail("compare --methods", requirement, repr(pair), "Write for example grpo:learning_rate=3e-4.")
         options[key] = option_value(f"{name}:{key}", hints[key], value)
     return MethodChoice(text, name, options)
 
@@ -181,11 +181,11 @@ def option_value(what: str, hint: Any, text: str) -> Any:
     if get_origin(hint) is Literal:
         choices = get_args(hint)
         if text not in choices:
-            refuse("compare --methods", f"{what} must be one of {', '.join(choices)}", repr(text), "Check it.")
+            fail("compare --methods", f"{what} must be one of {', '.join(choices)}", repr(text), "Check it.")
         return text
     if hint not in READERS:
-        refuse("compare --methods", f"{what} must be the same for all methods", repr(text), "Give it as an option.")
+        fail("compare --methods", f"{what} must be the same for all methods", repr(text), "Give it as an option.")
     try:
         return READERS[hint](text)
     except (ValueError, KeyError):
-        return refuse("compare --methods", f"{what} must have a value of its type", repr(text), "Check the value.")
+        fail("compare --methods", f"{what} must have a value of its type", repr(text), "Check the value.")

@@ -1,7 +1,6 @@
 from .config import PolicyConfig as PolicyConfig
 from .config import SamplerName as SamplerName
 from .config import SamplingConfig as SamplingConfig
-from .config import refuse as refuse
 from .draw import BiasedSamplingWarning as BiasedSamplingWarning
 from .draw import score_mean_bias as score_mean_bias
 from .load import DTYPES as DTYPES

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from scoregram.errors import fail
+
 SamplerName = Literal["auto", "transformers", "fast", "vllm"]
 """Names of the sampling backends; `SamplingConfig.sampler` describes each."""
 
@@ -38,9 +40,9 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         if self.lora_rank < 0:
-            refuse("PolicyConfig", "lora_rank must be 0 or more", self.lora_rank, "0 trains every weight.")
+            fail("PolicyConfig", "lora_rank must be 0 or more", self.lora_rank, "0 trains every weight.")
         if self.prompt not in {"auto", "plain", "chat"}:
-            refuse("PolicyConfig", "prompt must be auto, plain or chat", repr(self.prompt), "Check the spelling.")
+            fail("PolicyConfig", "prompt must be auto, plain or chat", repr(self.prompt), "Check the spelling.")
 
 
 @dataclass(frozen=True)
@@ -67,25 +69,18 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            refuse("SamplingConfig", "max_new_tokens must be at least 1", self.max_new_tokens, "Pass 1 or more.")
+            fail("SamplingConfig", "max_new_tokens must be at least 1", self.max_new_tokens, "Pass 1 or more.")
         if not 0 <= self.temperature < float("inf"):
-            refuse("SamplingConfig", "temperature must be 0 or more, and finite", self.temperature, "0 is greedy.")
+            fail("SamplingConfig", "temperature must be 0 or more, and finite", self.temperature, "0 is greedy.")
         if self.top_k < 0:
-            refuse("SamplingConfig", "top_k must be 0 or more", self.top_k, "0 keeps every token.")
+            fail("SamplingConfig", "top_k must be 0 or more", self.top_k, "0 keeps every token.")
         if not 0 < self.top_p <= 1:
-            refuse("SamplingConfig", "top_p must lie in (0, 1]", self.top_p, "1 keeps every token.")
+            fail("SamplingConfig", "top_p must lie in (0, 1]", self.top_p, "1 keeps every token.")
         if self.sampler not in get_args(SamplerName):
             names = ", ".join(get_args(SamplerName))
-            refuse("SamplingConfig", f"sampler must be one of {names}", repr(self.sampler), "Check the spelling.")
+            fail("SamplingConfig", f"sampler must be one of {names}", repr(self.sampler), "Check the spelling.")
 
     @property
     def truncates(self) -> bool:
         """Whether top-k or top-p excludes some tokens."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
-
-
-def refuse(caller: str, requirement: str, got: object, remedy: str) -> None:
-    """Call `scoregram.checks.fail`, whose module imports torch and is therefore imported only to raise an error."""
-    from scoregram.checks import fail
-
-    fail(caller, requirement, got, remedy)

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from scoregram.policy import PolicyConfig, SamplerName, SamplingConfig, refuse
+from scoregram.errors import fail
+from scoregram.policy import PolicyConfig, SamplerName, SamplingConfig
 from scoregram.training.methods import METHODS, REFERENCE_STRENGTHS, Method
 
 MAY_DIFFER = ("steps", "rollouts", "out", "resume", "overwrite", "report_to", "checkpoint_every", "keep_checkpoints")
@@ -15,6 +16,9 @@ MAY_DIFFER = ("steps", "rollouts", "out", "resume", "overwrite", "report_to", "c
 `steps` may change only if the learning rate schedule is constant, as it is with `rollouts`.
 """
 
+
+Control = Literal["group_size", "allocate", "draw", "shrink"]
+"""Settings that can decide something from step to step."""
 
 LATER_OPTIONS = frozenset(
     {
@@ -85,7 +89,7 @@ class TrainConfig:
     """Decay of that running mean per step."""
     critic: Literal["copy", "head"] = "copy"
     """Network of the critic: a copy of the initial policy with a scalar head, or that head on the policy's own hidden
-    states."""
+    states. With --lora-rank the copy trains its adapters and the head."""
     critic_learning_rate: float = 1e-3
     """Learning rate of the critic."""
     critic_updates: int = 1
@@ -121,7 +125,7 @@ class TrainConfig:
     batch_size: int = 64
     """Rollouts per step."""
     group_size: int | Literal["auto"] = 8
-    """Rollouts per prompt. auto: starts at 8 and moves, at the same batch_size, where the measured noise clearly
+    """Rollouts per prompt. auto: starts at 4 and moves, at the same batch_size, where the measured noise clearly
     favours another size (docs/allocation.md)."""
     allocate: Literal["uniform", "success", "measured"] = "uniform"
     """How the rollouts of a step are divided among its prompts: equally, by the variance of the rewards at earlier
@@ -167,7 +171,7 @@ class TrainConfig:
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up; linear and cosine decay to 0."""
     warmup_steps: int = 0
-    """Steps of linear warm-up."""
+    """Steps of linear warm-up, after those of critic_warmup."""
     adam_betas: tuple[float, float] = (0.9, 0.999)
     """Betas of AdamW."""
     momentum: float = 0.0
@@ -236,69 +240,69 @@ class TrainConfig:
             value = self.starting_group_size if name == "group_size" else getattr(self, name)
             if not least <= value < float("inf"):
                 remedy = "Choose a larger value." if value < least else "Choose a finite value."
-                refuse(f"train --{dashed(name)}", f"must be finite and at least {least}", value, remedy)
+                fail(f"train --{dashed(name)}", f"must be finite and at least {least}", value, remedy)
         size = self.starting_group_size
         if size > self.batch_size or self.batch_size % size:
             got = f"group_size {size} and batch_size {self.batch_size}"
             remedy = "Make batch_size a multiple of group_size."
-            refuse("train --group-size", "a batch must hold whole groups", got, remedy)
+            fail("train --group-size", "a batch must hold whole groups", got, remedy)
         if self.micro_batch_size % size:
             got = f"micro_batch_size {self.micro_batch_size} and group_size {size}"
             remedy = "Make it a multiple of group_size, or 0."
-            refuse("train --micro-batch-size", "a pass must hold whole groups", got, remedy)
+            fail("train --micro-batch-size", "a pass must hold whole groups", got, remedy)
         self._require_control()
         if not 0 < self.temperature < float("inf"):
             remedy = "Greedy rollouts of a prompt are all the same, so their advantages are 0."
-            refuse("train --temperature", "must be positive and finite", self.temperature, remedy)
+            fail("train --temperature", "must be positive and finite", self.temperature, remedy)
         if self.batches_every and (not self.measure_every or self.batches_every % self.measure_every):
             got = f"batches_every {self.batches_every} and measure_every {self.measure_every}"
             remedy = "Make it a multiple of measure_every."
-            refuse("train --batches-every", "only measured steps can be stored", got, remedy)
+            fail("train --batches-every", "only measured steps can be stored", got, remedy)
         is_split = 0 < self.micro_batch_size < self.batch_size
         if self.batches_every and (is_split or not self.between_prompts):
             got = f"micro_batch_size {self.micro_batch_size} and between_prompts {self.between_prompts}"
             remedy = "Leave out --batches-every; probes store their whole Gram anyway."
-            refuse("train --batches-every", "a stored batch must be measured in one pass, across prompts", got, remedy)
+            fail("train --batches-every", "a stored batch must be measured in one pass, across prompts", got, remedy)
         if self.batches_every and self.every_rollouts:
             remedy = "Leave one of them out; probes store their whole Gram anyway."
-            refuse("train --batches-every", "needs measured steps by number", "every_rollouts", remedy)
+            fail("train --batches-every", "needs measured steps by number", "every_rollouts", remedy)
         for temperature in self.probe_temperatures:
             if not 0 < temperature < float("inf"):
                 remedy = "Leave it out to probe at the policy's temperature."
-                refuse("train --probe-temperatures", "must be positive and finite", temperature, remedy)
+                fail("train --probe-temperatures", "must be positive and finite", temperature, remedy)
         if self.probe_trained and not (self.probe_every and self.between_prompts):
             got = f"probe_every {self.probe_every} and between_prompts {self.between_prompts}"
-            refuse("train --probe-trained", "needs probes and the Gram between prompts", got, "Add --probe-every 10.")
+            fail("train --probe-trained", "needs probes and the Gram between prompts", got, "Add --probe-every 10.")
         if self.sampler == "vllm" and self.lora_rank:
             remedy = "Choose another sampler, or --lora-rank 0."
-            refuse("train --sampler", "vllm needs a model without adapters", f"lora_rank {self.lora_rank}", remedy)
+            fail("train --sampler", "vllm needs a model without adapters", f"lora_rank {self.lora_rank}", remedy)
         if self.baseline is not None and not abs(self.baseline) < float("inf"):
-            refuse("train --baseline", "must be finite", self.baseline, "Leave it out for a running mean.")
+            fail("train --baseline", "must be finite", self.baseline, "Leave it out for a running mean.")
         if not {"{prompt}", "{draft}"} <= set(re.findall(r"\{\w+\}", self.draft_format)):
             remedy = "Leave it out, or write both."
-            refuse("train --draft-format", "must contain {prompt} and {draft}", repr(self.draft_format), remedy)
+            fail("train --draft-format", "must contain {prompt} and {draft}", repr(self.draft_format), remedy)
         if self.segment_probability > 1:
             remedy = "With 1 every token that was not certain ends a segment."
-            refuse("train --segment-probability", "must be at most 1", self.segment_probability, remedy)
+            fail("train --segment-probability", "must be at most 1", self.segment_probability, remedy)
         if self.baseline_decay >= 1:
             remedy = "0.9 averages over about ten steps."
-            refuse("train --baseline-decay", "must be below 1", self.baseline_decay, remedy)
+            fail("train --baseline-decay", "must be below 1", self.baseline_decay, remedy)
         if self.rollouts and self.lr_schedule != "constant":
             remedy = "Leave out --lr-schedule, or give --steps instead of --rollouts."
-            refuse("train --rollouts", "needs a constant learning rate", self.lr_schedule, remedy)
+            fail("train --rollouts", "needs a constant learning rate", self.lr_schedule, remedy)
         if self.method not in METHODS:
-            refuse("train --method", f"must be one of {', '.join(METHODS)}", repr(self.method), "Check the spelling.")
+            fail("train --method", f"must be one of {', '.join(METHODS)}", repr(self.method), "Check the spelling.")
         if self.resume and self.overwrite:
-            refuse("train", "--resume and --overwrite must not be given together", "both", "Leave one of them out.")
+            fail("train", "--resume and --overwrite must not be given together", "both", "Leave one of them out.")
 
     def _require_control(self) -> None:
         """Raise if an option that decides from step to step lacks what it measures."""
         if not self.controls:
             return
-        option = self.controls[0]
+        option = control_option(self.controls[0])
         if self.group_size == "auto" and self.batch_size < 2 * STARTING_GROUP_SIZE:
             remedy = f"Raise --batch-size to {2 * STARTING_GROUP_SIZE}."
-            refuse(
+            fail(
                 option,
                 f"needs at least two groups of {STARTING_GROUP_SIZE} in a step",
                 f"batch_size {self.batch_size}",
@@ -307,38 +311,38 @@ class TrainConfig:
         if self.allocate == "success" and (self.draw != "uniform" or self.shrink):
             got = f"draw {self.draw} and shrink {self.shrink}"
             remedy = "Choose --allocate measured, or leave it out."
-            refuse(option, "success cannot be combined with --draw or --shrink, which need Grams", got, remedy)
+            fail(option, "success cannot be combined with --draw or --shrink, which need Grams", got, remedy)
         if (self.allocate == "measured" or self.follows_signal) and self.starting_group_size < SMALLEST_MEASURED_GROUP:
             remedy = f"Raise --group-size to {SMALLEST_MEASURED_GROUP}."
             requirement = f"the noise of a prompt is measured from {SMALLEST_MEASURED_GROUP} rollouts on"
-            refuse(option, requirement, f"group_size {self.group_size}", remedy)
+            fail(option, requirement, f"group_size {self.group_size}", remedy)
         if self.group_size == "auto" and self.draw == "measured":
             remedy = "Leave one of them out."
-            refuse(option, "measures noise over prompts that are drawn evenly", "draw measured", remedy)
+            fail(option, "measures noise over prompts that are drawn evenly", "draw measured", remedy)
         if not self.between_prompts:
-            refuse(option, "needs the Gram between prompts", "between_prompts false", "Leave it out.")
+            fail(option, "needs the Gram between prompts", "between_prompts false", "Leave it out.")
         if self.micro_batch_size:
             remedy = "Leave it out: all rollouts of a step go through the model at once."
-            refuse(
+            fail(
                 option, "needs the rollouts of a step in one pass", f"micro_batch_size {self.micro_batch_size}", remedy
             )
         row = METHODS.get(self.method)
         if row is not None and (row.dynamic_sampling or row.drafts or row.branches):
             remedy = f"Choose another method, or leave out {option.removeprefix('train ')}."
-            refuse(option, "needs a method that samples each prompt once per step", self.method, remedy)
+            fail(option, "needs a method that samples each prompt once per step", self.method, remedy)
         if self.sampling_temperature:
-            refuse(option, "needs rollouts of the policy itself", "sampling_temperature", "Leave it out.")
+            fail(option, "needs rollouts of the policy itself", "sampling_temperature", "Leave it out.")
 
     @property
-    def controls(self) -> list[str]:
-        """The options of this run that decide something from step to step."""
-        chosen = {
-            "train --group-size auto": self.group_size == "auto",
-            "train --allocate": self.allocate != "uniform",
-            "train --draw": self.draw != "uniform",
-            "train --shrink": self.shrink,
+    def controls(self) -> list[Control]:
+        """The settings of this run that decide something from step to step."""
+        chosen: dict[Control, bool] = {
+            "group_size": self.group_size == "auto",
+            "allocate": self.allocate != "uniform",
+            "draw": self.draw != "uniform",
+            "shrink": self.shrink,
         }
-        return [option for option, is_chosen in chosen.items() if is_chosen]
+        return [control for control, is_chosen in chosen.items() if is_chosen]
 
     @property
     def follows_signal(self) -> bool:
@@ -358,15 +362,14 @@ class TrainConfig:
         if "method" not in stored or stored.keys() - known:
             got = ", ".join(sorted(stored.keys() - known)) or "no method"
             remedy = "Resume it with the program, or the version, that wrote it."
-            refuse("train --resume", f"{out} must hold only settings that scoregram train knows", got, remedy)
+            fail("train --resume", f"{out} must hold only settings that scoregram train knows", got, remedy)
         plain: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()
         }
         try:
             return cls(**plain | {"out": Path(out), "resume": True, "overwrite": False})
         except TypeError as error:
-            refuse("train --resume", f"the settings in {out} must have the right types", error, "Restore config.yaml.")
-            raise
+            fail("train --resume", f"the settings in {out} must have the right types", error, "Restore config.yaml.")
 
     @property
     def chosen(self) -> Method:
@@ -391,7 +394,7 @@ class TrainConfig:
 
     @property
     def starting_group_size(self) -> int:
-        """Rollouts per prompt at the first step: `group_size`, or 8 if it moves."""
+        """Rollouts per prompt at the first step: `group_size`, or `STARTING_GROUP_SIZE` if it moves."""
         return STARTING_GROUP_SIZE if self.group_size == "auto" else self.group_size
 
     @property
@@ -492,6 +495,16 @@ LEAST = {
     "threads": 0,
 }
 """Smallest allowed value of each number."""
+
+
+def control_option(control: Control) -> str:
+    """A control as it is written on the command line, for error messages.
+
+    Example:
+        >>> control_option("group_size"), control_option("draw")
+        ('train --group-size auto', 'train --draw')
+    """
+    return f"train --{dashed(control)}{' auto' if control == 'group_size' else ''}"
 
 
 def dashed(name: str) -> str:

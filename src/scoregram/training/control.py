@@ -35,7 +35,7 @@ WINDOW = 20
 DECIDE_EVERY = 10
 """Steps between two decisions about the group size."""
 PRIOR_ROLLOUTS = 8.0
-"""Rollouts that the mean over all rollouts counts for, in the predicted noise of one prompt."""
+"""Rollouts that the mean over all prompts counts for, in the predicted noise of one prompt."""
 VISIT_DECAY = 0.5
 """Factor by which the earlier visits of a prompt count less at each new visit: the policy has changed since."""
 POPULATION_DECAY = 0.95
@@ -94,11 +94,12 @@ class GroupSizeControl:
 
 @dataclass
 class NoiseLedger:
-    """What was measured of every prompt at its earlier visits, shrunk towards the mean over all rollouts.
+    """What was measured of every prompt at its earlier visits, shrunk towards the mean over all prompts.
 
     The prediction of a quantity is `(n₀ v̄ + Σ_visits w v̂) / (n₀ + Σ w)`: `v̂` the unbiased estimate of a visit, `w` its
-    rollouts, halved at each later visit, and `v̄` the mean over recent steps, in which every rollout counts once. A
-    prompt without visits is predicted at the mean.
+    rollouts, halved at each later visit, and `v̄` the mean over the prompts of recent steps. There a prompt counts once,
+    however many rollouts it got, or by its weight if it was drawn with a probability of its own. A prompt without
+    visits is predicted at the mean.
     """
 
     quantities: int = 2
@@ -118,15 +119,29 @@ class NoiseLedger:
         known = torch.tensor([self.visits.get(name, unknown) for name in names], dtype=torch.float64).mT
         return ((PRIOR_ROLLOUTS * mean + known[1:]) / (PRIOR_ROLLOUTS + known[0])).clamp(min=0)
 
-    def learn(self, names: Sequence[str], sizes: Sequence[int], measured: torch.Tensor) -> None:
-        """Add the visits of a step: rollouts of each prompt, and what was measured of it, `(quantities, P)`."""
+    def learn(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        measured: torch.Tensor,
+        weights: torch.Tensor | None = None,
+    ) -> None:
+        """Add the visits of a step.
+
+        Args:
+            names: The `P` prompts.
+            sizes: Rollouts of each.
+            measured: `(quantities, P)`: what was measured of each.
+            weights: `(P,)`: inverse probabilities, up to a factor, with which the prompts were drawn; None if evenly.
+        """
         unknown = (0.0,) * (1 + self.quantities)
         total = torch.tensor(self.population or unknown, dtype=torch.float64) * POPULATION_DECAY
-        for name, size, values in zip(names, sizes, measured.double().mT.tolist(), strict=True):
-            fresh = torch.tensor([size, *(size * value for value in values)], dtype=torch.float64)
+        shares = [1.0] * len(names) if weights is None else weights.tolist()
+        for name, size, share, values in zip(names, sizes, shares, measured.double().mT.tolist(), strict=True):
+            row = torch.tensor([1.0, *values], dtype=torch.float64)
             before = torch.tensor(self.visits.get(name, unknown), dtype=torch.float64)
-            self.visits[name] = tuple((VISIT_DECAY * before + fresh).tolist())
-            total += fresh
+            self.visits[name] = tuple((VISIT_DECAY * before + size * row).tolist())
+            total += share * row
         if len(names):
             self.population = tuple(total.tolist())
 
@@ -154,6 +169,8 @@ class Controller:
         self._saving: dict[str, float | int] = {}
         self._weights: torch.Tensor | None = None
         """`(P,)` of the prompts of the step that was drawn last, which keep their mean unbiased."""
+        self._allocated: int | list[int] = size
+        """Rollouts of each prompt of that step; one number if all got the same."""
 
     @property
     def is_active(self) -> bool:
@@ -183,7 +200,7 @@ class Controller:
 
     def draw_probabilities(self, problems: Sequence[Problem]) -> torch.Tensor:
         """Probability of every problem to be in the next step."""
-        moments = self._signal(problems) + self._error(problems)
+        moments = self._signal(problems) + self._error(problems, self.sizes.group_size)
         return inclusion_probabilities(moments, min(self.config.prompts, len(problems)))
 
     def inputs(self, problems: Sequence[Problem]) -> dict[str, torch.Tensor]:
@@ -192,7 +209,7 @@ class Controller:
             return {}
         weights = torch.ones(len(problems), dtype=torch.float64) if self._weights is None else self._weights
         if self._config.shrink:
-            weights = weights * shrunk_weights(self._signal(problems), self._error(problems))
+            weights = weights * shrunk_weights(self._signal(problems), self._error(problems, self._allocated))
         self._saving |= {
             "control/smallest_weight": float(weights.min()),
             "control/largest_weight": float(weights.max()),
@@ -203,14 +220,19 @@ class Controller:
         """Predicted `|g_p|²` of every problem."""
         return self.ledger.predicted([problem.id for problem in problems])[2]
 
-    def _error(self, problems: Sequence[Problem]) -> torch.Tensor:
-        """Predicted error of the gradient of every problem, for groups of the present size."""
-        size = self.sizes.group_size
+    def _error(self, problems: Sequence[Problem], sizes: int | Sequence[int]) -> torch.Tensor:
+        """Predicted error of the gradient of every problem, for groups of these sizes."""
+        size = torch.as_tensor(sizes, dtype=torch.float64)
         single, pair = self.ledger.predicted([problem.id for problem in problems])[:2]
         return single / size + pair / (size * (size - 1))
 
     def rollouts_of(self, problems: Sequence[Problem]) -> int | list[int]:
-        """Rollouts of each problem of the next step; one number if all get the same.
+        """Rollouts of each problem of the next step; one number if all get the same."""
+        self._allocated = self._allocation(problems)
+        return self._allocated
+
+    def _allocation(self, problems: Sequence[Problem]) -> int | list[int]:
+        """Rollouts of each problem, by its predicted noise.
 
         A prompt gets from half to twice the mean, and at least 4 where the mean allows it: noise is measured from 4 on.
         """
@@ -242,7 +264,8 @@ class Controller:
             pair = moments.variance_fisher_trace + moments.gradient_squared
             measured = torch.stack([moments.oracle_trace, pair, moments.gradient_squared])[: self.ledger.quantities]
             names, sizes = step.rollouts.prompt_names, step.rollouts.group_sizes
-            self.ledger.learn([names[p] for p in places], [sizes[p] for p in places], measured)
+            weights = None if self._weights is None else self._weights[places]
+            self.ledger.learn([names[p] for p in places], [sizes[p] for p in places], measured, weights)
         if self._config.group_size != "auto":
             return scalars, None
         components = components_of_estimates(estimates) if estimates is not None and len(places) > 1 else None

@@ -13,7 +13,7 @@ from scoregram.gram import Gram
 from scoregram.objectives import KL_TERMS, OBJECTIVES, kl_penalty, token_coefficients
 from scoregram.reading import Step
 from scoregram.rollouts import Rollouts
-from scoregram.training.config import TrainConfig
+from scoregram.training.config import TrainConfig, control_option
 from scoregram.training.methods import Method
 from scoregram.types import Advantages, BatchAdvantages, GroupGrams, LogProbs, Mask, Pairs, Rewards, TokenWeights
 
@@ -48,8 +48,8 @@ def require_runnable(config: TrainConfig) -> None:
         sampling_temperature=config.sampling_temperature,
         replaces_estimator=config.estimator is not None,
     )
-    for option in config.controls[:1]:
-        require_unequal_groups(config.chosen, option)
+    for control in config.controls[:1]:
+        require_unequal_groups(config.chosen, control_option(control))
 
 
 def require_method(

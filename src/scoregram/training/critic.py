@@ -1,8 +1,9 @@
 """A critic: a network that predicts the return of a rollout from its tokens so far.
 
 It is a copy of the initial policy with a scalar head in place of the output head, or that head alone on the hidden
-states of the current policy. Either way its gradient never reaches the policy, so the policy's update and its Gram are
-those of the policy gradient. The head starts at zero, so the first values are 0.
+states of the current policy. A copy trains what the policy trains: all weights, or the adapters on a frozen base.
+Either way its gradient never reaches the policy, so the policy's update and its Gram are those of the policy gradient.
+The head starts at zero, so the first values are 0.
 """
 
 import copy
@@ -28,7 +29,7 @@ class ValueModel(nn.Module):
         backbone = hidden_layers(model)
         # A list hides the policy's layers from `parameters` and `state_dict`.
         self._shared = [backbone] if shares_policy else []
-        self.backbone = None if shares_policy else copy.deepcopy(backbone).requires_grad_(True)
+        self.backbone = None if shares_policy else copy.deepcopy(backbone)
         like = next(backbone.parameters())
         width = model.config.get_text_config().hidden_size
         head = nn.utils.skip_init(nn.Linear, width, 1, device=like.device, dtype=torch.float32)  # draws no numbers
@@ -124,12 +125,14 @@ class Critic:
         return {"credit/value_loss": before.loss, "credit/explained_variance": before.explained_variance}
 
     def state(self) -> dict[str, Any]:
-        """Weights and optimiser."""
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        """Weights, without those of a frozen base, and optimiser."""
+        frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
+        weights = {name: value for name, value in self.model.state_dict().items() if name not in frozen}
+        return {"model": weights, "optimizer": self.optimizer.state_dict()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from stored weights."""
-        self.model.load_state_dict(state["model"])
+        self.model.load_state_dict(self.model.state_dict() | state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
     def _values(self, rollouts: Rollouts, here: slice) -> Tensor:

@@ -53,9 +53,10 @@ from scoregram.training.collect import (
     rescored,
     seeded_generator,
 )
-from scoregram.training.config import TrainConfig
+from scoregram.training.config import TrainConfig, control_option
 from scoregram.training.control import Controller
 from scoregram.training.credit import require_runnable
+from scoregram.training.critic import Critic
 from scoregram.training.evaluate import evaluate, evaluation_records, run_probe
 from scoregram.training.inputs import InputSource, input_sources
 from scoregram.training.progress import Progress
@@ -129,7 +130,7 @@ def _train(config: TrainConfig, console: Console | None, on_start: Callable[[], 
     resumed_parts: list[Resumable] = [*sources, controller] if controller.is_active else [*sources]
     observer = CreditObserver(updater, truth_source(config, policy, task), config.push)
     reference = Reference(updater, new_adapters=config.lora_rank > 0) if config.reference_strength > 0 else None
-    require_space(config.out, bytes_for_checkpoint(policy) * checkpoints_to_come(config), caller="train")
+    require_space(config.out, bytes_for_checkpoint(policy, sources) * checkpoints_to_come(config), caller="train")
     tests = task.test[: config.eval_problems]
     probes = task.test[-config.probe_problems :] if config.probe_every else []
     for problems in (tests, probes):
@@ -323,9 +324,10 @@ def require_turns(config: TrainConfig, task: Task) -> None:
     if config.chosen.drafts and task.environment is not None:
         remedy = "Choose another method."
         fail("train --method", f"the drafts of {config.method} need a task of one turn", task.name, remedy)
-    for option in config.controls:
-        if option != "train --group-size auto" and task.environment is not None:
-            fail(option, "needs a task of one turn", task.name, "Leave it out, or choose another task.")
+    for control in config.controls:
+        if control != "group_size" and task.environment is not None:
+            remedy = "Leave it out, or choose another task."
+            fail(control_option(control), "needs a task of one turn", task.name, remedy)
     if config.credit_truth == "sampled" and task.environment is not None:
         fail("train --credit-truth", "sampled values need a task of one turn", task.name, "Leave it out.")
 
@@ -533,10 +535,18 @@ def checkpoints_to_come(config: TrainConfig) -> int:
     return max(most - done, min(most, 1))
 
 
-def bytes_for_checkpoint(policy: Policy) -> int:
-    """Bytes of all weights, and of two optimiser moments for each trained weight."""
-    parameters = list(policy.model.parameters())
-    return sum(p.numel() * p.element_size() * (3 if p.requires_grad else 1) for p in parameters)
+def bytes_for_checkpoint(policy: Policy, sources: Sequence[InputSource] = ()) -> int:
+    """Bytes of the weights of policy and critic, and of two optimiser moments for each that is trained.
+
+    The base of adapters is frozen and not part of a checkpoint.
+    """
+    models = [policy.model, *(source.model for source in sources if isinstance(source, Critic))]
+    trained = [parameter for model in models for parameter in model.parameters() if parameter.requires_grad]
+    frozen = [parameter for parameter in policy.model.parameters() if not parameter.requires_grad]
+    saved = [] if hasattr(policy.model, "peft_config") else frozen
+    return sum(3 * one.numel() * one.element_size() for one in trained) + sum(
+        one.numel() * one.element_size() for one in saved
+    )
 
 
 def timing(tokens: int, began: float, sampled: float, updated: float) -> dict[str, float]:

@@ -294,14 +294,15 @@ def make_optimizer(model: Any, config: TrainConfig) -> torch.optim.Optimizer:
 def learning_rate(step: int, config: TrainConfig) -> float:
     """Learning rate of step `1 … steps`: a linear rise over the warm-up, then constant or falling to 0.
 
-    It is 0 while only the critic learns.
+    It is 0 while only the critic learns; the warm-up begins after that.
     """
-    if step <= config.critic_warmup:
+    number = step - config.critic_warmup
+    if number <= 0:
         return 0.0
-    if step <= config.warmup_steps:
-        return config.learning_rate * step / (config.warmup_steps + 1)
-    after = config.steps - config.warmup_steps
-    done = (step - config.warmup_steps - 1) / max(after, 1)
+    if number <= config.warmup_steps:
+        return config.learning_rate * number / (config.warmup_steps + 1)
+    after = config.steps - config.critic_warmup - config.warmup_steps
+    done = (number - config.warmup_steps - 1) / max(after, 1)
     shape = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}
     return config.learning_rate * shape[config.lr_schedule]
 

@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from scoregram.policy import PolicyConfig, refuse
+from scoregram.errors import fail
+from scoregram.policy import PolicyConfig
 
 MAY_CHANGE_ON_RESUME = (
     "out",
@@ -104,16 +105,16 @@ class MeasureConfig:
         ):
             if getattr(self, name) < least:
                 flag = f"measure --{name.replace('_', '-')}"
-                refuse(flag, f"must be at least {least}", getattr(self, name), f"Pass {least} or more.")
+                fail(flag, f"must be at least {least}", getattr(self, name), f"Pass {least} or more.")
         if self.temperature is not None and not 0 < self.temperature < float("inf"):
             remedy = "Pass the sampling temperature, usually 1."
-            refuse("measure --temperature", "must be positive and finite", self.temperature, remedy)
+            fail("measure --temperature", "must be positive and finite", self.temperature, remedy)
         if self.reward_columns and self.estimator == "dump":
             got = "both: the dump's advantages are those of its own total"
             remedy = "Omit --estimator, or name one that computes advantages, such as rloo."
-            refuse("measure", "--reward-columns and --estimator dump exclude each other", got, remedy)
+            fail("measure", "--reward-columns and --estimator dump exclude each other", got, remedy)
         if self.resume and self.overwrite:
-            refuse("measure", "--resume and --overwrite exclude each other", "both", "Omit one of them.")
+            fail("measure", "--resume and --overwrite exclude each other", "both", "Omit one of them.")
 
     @property
     def policy(self) -> PolicyConfig:
