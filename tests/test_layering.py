@@ -34,6 +34,7 @@ GROUND = ("lazy", "errors", "types", "checks", "groups", "machine", "terminal", 
 HEAVY = ("torch", "transformers", "datasets", "trl", "peft", "plotly", "matplotlib", "flask", "uvicorn")
 LONGEST_FILE = 600
 SMALL_FILE = 100
+STUBS = sorted(PACKAGE.rglob("__init__.pyi"))
 ROOMS = {path.parent.name for path in PACKAGE.rglob("__init__.py")}
 NAMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 
@@ -43,13 +44,25 @@ def floor(room: str) -> int:
 
 
 @cache
+def text_of(path: Path) -> str:
+    """A file, read once for all tests."""
+    return path.read_text()
+
+
+@cache
+def imports_in(source: str) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    """Every import of a file, inside functions too."""
+    return tuple(node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom))
+
+
+@cache
 def imported_modules(source: str) -> frozenset[str]:
     """Every module of this package that a file imports, inside functions too."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in imports_in(source):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, "imports are absolute"
             module = node.module or ""
             names = {alias.name for alias in node.names}
@@ -66,7 +79,7 @@ def may_import(importer: str, imported: str) -> bool:
 @pytest.mark.parametrize("name", [name for name in FILES if name != "__init__"])
 def test_imports_point_down(name):
     room = name.split("/")[0]
-    for module in imported_modules(FILES[name].read_text()) - {"scoregram.__version__"}:
+    for module in imported_modules(text_of(FILES[name])) - {"scoregram.__version__"}:
         assert may_import(room, module.split(".")[1]), f"{name} imports {module}"
 
 
@@ -81,29 +94,28 @@ def test_the_package_itself_imports_no_room():
 
 @pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("studies/")])
 def test_nothing_but_a_command_imports_a_study(name):
-    source = FILES[name].read_text()
+    source = text_of(FILES[name])
     studies = {module for module in imported_modules(source) if module.split(".")[1] == "studies"}
-    at_the_top = {
-        node.module for node in ast.parse(source).body if isinstance(node, ast.ImportFrom) and node.module in studies
-    }
+    body = ast.parse(source).body if studies else []
+    at_the_top = {node.module for node in body if isinstance(node, ast.ImportFrom) and node.module in studies}
     assert studies <= ({"scoregram.studies"} if name == "cli" else set()) and at_the_top == set()
 
 
 def test_what_studies_share_knows_no_study():
     studies = {path.parent.name for path in PACKAGE.glob("studies/*/__init__.py")}
     shared = [name for name in FILES if name.startswith("studies/") and name.count("/") == 1]
-    imported = set().union(*(imported_modules(FILES[name].read_text()) for name in shared))
+    imported = set().union(*(imported_modules(text_of(FILES[name])) for name in shared))
     assert studies and not {module for module in imported if studies & set(module.split("."))}
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_other_rooms_are_imported_through_their_front_door(name):
     room = name.split("/")[0]
-    doors = [module.split(".") for module in imported_modules(FILES[name].read_text())]
+    doors = [module.split(".") for module in imported_modules(text_of(FILES[name]))]
     assert [door for door in doors if len(door) > 2 and door[1] != room] == []
 
 
-@pytest.mark.parametrize("stub", sorted(PACKAGE.rglob("__init__.pyi")), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("stub", STUBS, ids=lambda path: path.parent.name)
 def test_no_lazy_name_is_that_of_a_submodule(stub):
     names = {
         alias.name
@@ -179,7 +191,7 @@ def defined_names(source: str) -> set[str]:
 def test_a_public_name_exists_once():
     homes: dict[str, list[str]] = {}
     for file, path in FILES.items():
-        for name in defined_names(path.read_text()):
+        for name in defined_names(text_of(path)):
             homes.setdefault(name, []).append(file)
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
 
@@ -188,11 +200,11 @@ def importers(module: str) -> list[str]:
     """Files that import a module of their own room; a stub or an `__init__` that exports from it is one of them."""
     room = module.rpartition("/")[0]
     dotted = "scoregram." + module.replace("/", ".")
-    found = [name for name, path in FILES.items() if name != module and imports_from(path.read_text(), dotted)]
-    stubs = [path for path in PACKAGE.rglob("__init__.pyi") if path.parent.relative_to(PACKAGE).as_posix() in room]
+    found = [name for name, path in FILES.items() if name != module and imports_from(text_of(path), dotted)]
+    stubs = [path for path in STUBS if path.parent.relative_to(PACKAGE).as_posix() in room]
     below = module.rpartition("/")[2]
     return found + [
-        path.parent.name for path in stubs if re.search(rf"^from \.(\w+\.)*{below} import", path.read_text(), re.M)
+        path.parent.name for path in stubs if re.search(rf"^from \.(\w+\.)*{below} import", text_of(path), re.M)
     ]
 
 
@@ -205,14 +217,14 @@ def imports_from(source: str, module: str) -> bool:
 @cache
 def imported_names(source: str) -> list[tuple[str | None, set[str]]]:
     """Module and names of every `from module import names` in a file."""
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    nodes = [node for node in imports_in(source) if isinstance(node, ast.ImportFrom)]
     return [(node.module, {one.name for one in node.names}) for node in nodes]
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if "/" in name and not name.endswith("__init__")])
 def test_a_small_file_with_one_importer_lives_with_it(name):
     """Kernels stay apart: they import Triton, which a CPU build of torch does not have."""
-    if len(FILES[name].read_text().splitlines()) >= SMALL_FILE or name.endswith("triton_kernels"):
+    if len(text_of(FILES[name]).splitlines()) >= SMALL_FILE or name.endswith("triton_kernels"):
         return
     inside = importers(name)
     assert len(inside) != 1 or inside[0].endswith("__init__") or inside[0] in ROOMS, (
@@ -222,5 +234,5 @@ def test_a_small_file_with_one_importer_lives_with_it(name):
 
 @pytest.mark.parametrize("path", [*FILES.values(), *sorted(TESTS.glob("*.py"))], ids=lambda path: path.stem)
 def test_a_file_is_one_idea(path):
-    assert len(path.read_text().splitlines()) <= LONGEST_FILE
+    assert len(text_of(path).splitlines()) <= LONGEST_FILE
     assert path.stem not in NAMELESS

@@ -1,6 +1,6 @@
 """A writer that is really killed (SIGKILL), at every operation on the disk and at random moments.
 
-One process imports everything once and forks a writer for each kill; the writer resumes as the trainer does: from the
+A process without threads forks a writer for each kill; the writer resumes as the trainer does: from the
 latest checkpoint, or from the beginning.
 """
 
@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -27,7 +26,6 @@ KEEP = {"keep_checkpoints": 1}
 
 STEPS = 3
 """Checkpoints after the first and the last; a run keeps one."""
-ROOT = Path(__file__).parent.parent
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -140,12 +138,22 @@ def kill_at_random_moments(work: Path, whole: dict, kills: int, steps: int) -> i
     return finished
 
 
+def kill_and_report(work: Path, stride: int, second_kill: bool, kills: int) -> None:
+    """Both kinds of kills, in a process of their own; print the operations reached and the runs finished."""
+    run_writer(work / "whole", STEPS)
+    operations = kill_at_operations(work, tree(work / "whole"), stride, second_kill)
+    run_writer(work / "longer", 10)
+    finished = kill_at_random_moments(work, tree(work / "longer"), kills, steps=10)
+    print("reached", operations, finished)
+
+
 def kill_writers(folder: Path, *, stride: int, second_kill: bool, kills: int) -> tuple[int, int]:
     """Operations reached and runs finished, as the process that forks and kills reports them at its end."""
-    command = [sys.executable, "-m", "tests.test_runs_kill", folder, str(stride), str(int(second_kill)), str(kills)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr
-    operations, finished = map(int, done.stdout.split())
+    process = started(kill_and_report, folder, stride, second_kill, kills, log=folder / "log")
+    process.join()
+    said = (folder / "log").read_text()
+    assert process.exitcode == 0, said
+    operations, finished = map(int, said.rpartition("reached")[2].split())
     return operations, finished
 
 
@@ -183,12 +191,3 @@ def write_with_a_worker(folder: Path, pipe: Connection) -> None:
         pipe.send(worker)
     time.sleep(60)
     writer.close()
-
-
-if __name__ == "__main__":
-    work, (stride, second_kill, kills) = Path(sys.argv[1]), map(int, sys.argv[2:])
-    run_writer(work / "whole", STEPS)
-    operations = kill_at_operations(work, tree(work / "whole"), stride, bool(second_kill))
-    run_writer(work / "longer", 10)
-    finished = kill_at_random_moments(work, tree(work / "longer"), kills, steps=10)
-    sys.stdout.write(f"{operations} {finished}")
