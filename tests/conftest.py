@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tests import shape_checks
+from tests import close_checks, shape_checks
 
 if find_spec("hypothesis"):  # a machine with a GPU may lack it, see gpu.py
     from hypothesis import settings
@@ -19,6 +19,7 @@ if find_spec("hypothesis"):  # a machine with a GPU may lack it, see gpu.py
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 shape_checks.install()
+close_checks.install()
 
 
 def pytest_collection_finish() -> None:
