@@ -116,18 +116,18 @@ class Opaque(torch.autograd.Function):
         return grads[0] * kernel, (grads[0] * x).sum((0, 1))
 
 
+CASTS = frozenset({Tensor.float, Tensor.to, Tensor.type})
+
+
 class KeepDouble(TorchFunctionMode):
     """Casts of float64 to float32 are not made: many models compute their norms in float32 whatever their dtype."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is Tensor.float and args[0].dtype is torch.float64:
+        is_cast = func in CASTS and args[0].dtype is torch.float64
+        if is_cast and (func is Tensor.float or torch.float32 in (*args[1:], *kwargs.values())):
             return args[0]
-        casts = func in (Tensor.to, Tensor.type)
-        if casts and args[0].dtype is torch.float64 and torch.float32 in (*args[1:], *kwargs.values()):
-            return args[0]
-        if kwargs.get("dtype") is torch.float32 and any(
-            isinstance(arg, Tensor) and arg.dtype is torch.float64 for arg in args
-        ):
+        to_single = bool(kwargs) and kwargs.get("dtype") is torch.float32
+        if to_single and any(isinstance(arg, Tensor) and arg.dtype is torch.float64 for arg in args):
             kwargs = kwargs | {"dtype": torch.float64}
         return func(*args, **kwargs)

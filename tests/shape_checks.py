@@ -4,8 +4,8 @@ Under pytest, jaxtyping's import hook decorates every function of the package wi
 binds the arguments to the signature and checks them twice in every call, which was half of the suite's time.
 `checked` does the same checks once: beartype checks arguments and return value, and axis names are shared between them
 within one call; the `__init__` of a dataclass is such a function. `matches` is the comparison of a tensor with a shape
-that jaxtyping makes, without its copies. Generators, forward references and shapes that refer to an argument
-(`"{group_size}"`) go to jaxtyping. Triton kernels are left as they are.
+that jaxtyping makes, without its copies. Shapes that refer to an argument (`"{group_size}"`), and names of classes in
+quotes other than that of the method's own class, go to jaxtyping. Triton kernels are left as they are.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import CodeType, FunctionType
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 from unittest.mock import patch
 
 
@@ -63,11 +63,13 @@ def checked(fn: Any = None, *, typechecker: Any, jaxtyped: Callable[..., Any]) -
         return functools.partial(checked, typechecker=typechecker, jaxtyped=jaxtyped)
     if inspect.isclass(fn):
         return with_checked_fields(fn, typechecker=typechecker, jaxtyped=jaxtyped)
-    if not inspect.isfunction(fn) or inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
+    if not inspect.isfunction(fn) or inspect.iscoroutinefunction(fn):
         return jaxtyped(fn, typechecker=typechecker)
     parts = [part for annotation in fn.__annotations__.values() for part in parts_of(annotation)]
     shapes = [str(part.dim_str) for part in parts if hasattr(part, "dim_str")]
-    if any(isinstance(part, str) for part in parts) or any("{" in shape for shape in shapes):
+    own_class = fn.__qualname__.rpartition(".")[0]
+    quoted = {part for part in parts if isinstance(part, str)}
+    if quoted - {own_class} or any("{" in shape for shape in shapes):
         return jaxtyped(fn, typechecker=typechecker)
     checked_fn = with_checked_types(fn, typechecker)
     return with_axis_names(fn, checked_fn) if shapes else without_axis_names(fn, checked_fn)
@@ -88,9 +90,10 @@ CHECKS_OF_INNER_FUNCTIONS: dict[CodeType, tuple[dict[str, Any], Any]] = {}
 def with_checked_types(fn: Any, typechecker: Any) -> Any:
     """`typechecker(fn)`, once for a function inside a function, which every call of the outer one defines again.
 
-    beartype writes and compiles a function that takes the one to call as the default of a keyword. The next definition
-    with the same code and equal annotations gets a copy with itself as that default.
+    The next definition with the same code and equal annotations gets a copy that calls itself.
     """
+    if inspect.isgeneratorfunction(fn):
+        return calling(fn, typechecker(without_yield(fn)))
     if "<locals>" not in fn.__qualname__ or fn.__defaults__ or fn.__kwdefaults__:
         return typechecker(fn)
     annotations, decorated = CHECKS_OF_INNER_FUNCTIONS.get(fn.__code__, ({}, fn))
@@ -99,48 +102,100 @@ def with_checked_types(fn: Any, typechecker: Any) -> Any:
         if "__beartype_func" in (decorated.__kwdefaults__ or {}):
             CHECKS_OF_INNER_FUNCTIONS[fn.__code__] = fn.__annotations__, decorated
         return decorated
+    return calling(fn, decorated)
+
+
+def calling(fn: Any, decorated: Any) -> Any:
+    """The checks of a function that beartype decorated, around another function with the same annotations.
+
+    beartype writes and compiles a function that takes the one to call as the default of a keyword, and returns the
+    function itself if there is nothing to check.
+    """
+    if "__beartype_func" not in (decorated.__kwdefaults__ or {}):
+        return fn
     copy = FunctionType(decorated.__code__, decorated.__globals__, fn.__name__)
     copy.__kwdefaults__ = {**decorated.__kwdefaults__, "__beartype_func": fn}
     return copy
 
 
+def without_yield(fn: Any) -> Any:
+    """A generator function that looks like a function returning an iterator, to be decorated and never called.
+
+    beartype checks the arguments of a generator function at the first `next`, jaxtyping at the call.
+    """
+    code = fn.__code__.replace(co_flags=fn.__code__.co_flags & ~inspect.CO_GENERATOR)
+    plain = FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    plain.__kwdefaults__ = fn.__kwdefaults__
+    return functools.update_wrapper(plain, fn, updated=())
+
+
 def parts_of(annotation: Any) -> Iterator[Any]:
-    """An annotation and everything within its brackets."""
+    """An annotation and everything within its brackets, unless these are the values of a `Literal`."""
     yield annotation
+    if get_origin(annotation) is Literal:
+        return
     for inner in annotation if isinstance(annotation, list | tuple) else get_args(annotation):
         yield from parts_of(inner)
 
 
 def matches(shape: Any, value: Any) -> bool:
-    """`isinstance(value, shape)`: by jaxtyping, unless the shape is of tensors and made of plain names.
+    """`isinstance(value, shape)`: by jaxtyping, unless the shape is of tensors and made of names.
 
     jaxtyping copies the known lengths before it changes them. Here they change once all of the shape is right.
     """
-    names = plain_axes(shape)
-    if names is None or not isinstance(value, shape.array_type):
+    axes = named_axes(shape)
+    if axes is None or not isinstance(value, shape.array_type):
         return shape.__instancecheck_str__(value) == ""
-    if not has_dtype(shape, value.dtype) or len(value.shape) != len(names):
+    names, sequence, place = axes
+    sizes = value.shape
+    more = len(sizes) - len(names)  # length of the sequence of axes
+    if not has_dtype(shape, value.dtype) or more < 0 or (more and sequence is None):
         return False
     from jaxtyping._storage import get_shape_memo
 
-    lengths, found = get_shape_memo()[0], {}
-    for name, length in zip(names, value.shape, strict=True):
+    lengths, sequences, *_ = get_shape_memo()
+    inner = ()
+    if sequence is not None:
+        inner, sizes = sizes[place : place + more], sizes[:place] + sizes[place + more :]
+        can_broadcast, known = sequences.get(sequence, (False, inner))
+        if can_broadcast:
+            return shape.__instancecheck_str__(value) == ""
+        if known != inner:
+            return False
+    found = {}
+    for name, length in zip(names, sizes, strict=True):
         if lengths.get(name, length) != length or found.setdefault(name, length) != length:
             return False
     lengths.update(found)
+    if sequence:
+        sequences[sequence] = (False, inner)
     return True
 
 
 @functools.cache
-def plain_axes(shape: Any) -> tuple[str, ...] | None:
-    """Names of the axes; None if one is fixed, optional, computed or a sequence of axes, or the array no tensor."""
-    from jaxtyping._array_types import _NamedDim
+def named_axes(shape: Any) -> tuple[tuple[str, ...], str | None, int] | None:
+    """Names of the single axes; name of the sequence of axes, "" for `...`, None without one; its place among the axes.
+
+    None if an axis is fixed, optional or computed, or the array no tensor.
+    """
+    from jaxtyping._array_types import _anonymous_variadic_dim, _NamedDim, _NamedVariadicDim
     from torch import Tensor
 
-    axes = getattr(shape, "dims", [None])
-    if any(type(axis) is not _NamedDim or axis.broadcastable or axis.treepath for axis in axes):
+    axes = list(getattr(shape, "dims", [None]))
+    place, sequence = getattr(shape, "index_variadic", None), None
+    if place is not None:
+        axis = axes.pop(place)
+        if axis is not _anonymous_variadic_dim and (type(axis) is not _NamedVariadicDim or is_special(axis)):
+            return None
+        sequence = "" if axis is _anonymous_variadic_dim else axis.name
+    if shape.array_type is not Tensor or any(type(axis) is not _NamedDim or is_special(axis) for axis in axes):
         return None
-    return tuple(axis.name for axis in axes) if shape.array_type is Tensor else None
+    return tuple(axis.name for axis in axes), sequence, place or 0
+
+
+def is_special(axis: Any) -> bool:
+    """Whether a named axis may be broadcast or differs between the leaves of a tree."""
+    return axis.broadcastable or axis.treepath
 
 
 @functools.cache

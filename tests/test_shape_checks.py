@@ -1,10 +1,11 @@
 """The checks that every other test relies on: a wrong shape or type in a call of scoregram is an error."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from scoregram.advantages import leave_one_out
 from scoregram.exhibits import Estimate
 from scoregram.statistics import update_coherence
 from scoregram.theory.theorems import advantage_covariance
-from tests.shape_checks import CHECKS_OF_INNER_FUNCTIONS, checked, matches, plain_axes
+from tests.shape_checks import CHECKS_OF_INNER_FUNCTIONS, checked, matches, named_axes
 
 Rows = Float[Tensor, "rows columns"]
 Square = Float[Tensor, "rows rows"]
@@ -93,7 +94,24 @@ KINDS: list[Any] = [Float, Int, Bool]
 HINTS: list[Any] = [
     kind[Tensor, axes]
     for kind in KINDS
-    for axes in ("", " a", "a b", "a a", "b a", "a b a", "a 2", "#a b", "*a", "a ...", "_ b")
+    for axes in (
+        "",
+        " a",
+        "a b",
+        "a a",
+        "b a",
+        "a b a",
+        "a 2",
+        "#a b",
+        "*a",
+        "a ...",
+        "_ b",
+        "...",
+        "*c a",
+        "a *c b",
+        "*#c a",
+        "*c 2",
+    )
 ]
 
 
@@ -118,9 +136,9 @@ def test_a_tensor_matches_a_shape_as_jaxtyping_has_it(shapes, dtype, data):
 def test_jaxtyping_asks_our_comparison():
     tensors: Any = Rows
     arrays: Any = Float[np.ndarray, " rows"]
-    assert type(tensors).__instancecheck__ is matches and plain_axes(tensors) == ("rows", "columns")
+    assert type(tensors).__instancecheck__ is matches and named_axes(tensors) == (("rows", "columns"), None, 0)
     assert not isinstance([[1.0]], tensors) and isinstance(torch.nn.Parameter(torch.ones(1, 1)), tensors)
-    assert plain_axes(arrays) is None and isinstance(np.ones(2), arrays)
+    assert named_axes(arrays) is None and isinstance(np.ones(2), arrays)
 
 
 def test_shapes_inside_other_types_share_the_names():
@@ -154,6 +172,41 @@ def test_functions_without_shapes_generators_and_shapes_of_arguments():
     ):
         with pytest.raises(Exception, match=r"type|hint"):
             call()
+
+
+def test_a_generator_is_checked_when_it_is_called():
+    def rows(x: Rows, square: Square, *, count: int = 1) -> Iterator[Tensor]:
+        yield from x[:count]
+
+    def no_iterator(x: int):
+        yield x
+
+    no_iterator.__annotations__["return"] = int
+    made = decorated(rows)(torch.ones(2, 3), torch.ones(2, 2), count=2)
+    assert len(list(made)) == 2 and len(list(decorated(rows)(torch.ones(2, 3), torch.ones(2, 2)))) == 1
+    with pytest.raises(Exception, match=r"rows\(\) parameter square"):
+        decorated(rows)(torch.ones(2, 3), torch.ones(3, 3))  # each is right alone
+    with pytest.raises(Exception, match=r"rows\(\) parameter count"):
+        decorated(rows)(torch.ones(2, 3), torch.ones(2, 2), count="one")
+    with pytest.raises(Exception, match=r"no_iterator\(\) return"):
+        decorated(no_iterator)(1)
+
+
+class Node:
+    """A class whose methods are annotated with its own name, which is not defined yet."""
+
+    def other(self, x: Rows, side: Literal["left", "right"]) -> "Node":  # noqa: D102
+        return self if side == "left" else WRONG
+
+
+def test_a_class_named_in_quotes_and_literals():
+    other = decorated(Node.other)
+    assert other(Node(), torch.ones(1, 1), "left") and other.__globals__["__name__"] == "tests.shape_checks"
+    for side in ("right", "up"):
+        with pytest.raises(Exception, match=r"Node.other\(\) (return|parameter side)"):
+            other(Node(), torch.ones(1, 1), side)
+    with pytest.raises(Exception, match=r"Node.other\(\) parameter x"):
+        other(Node(), torch.ones(1), "left")
 
 
 def test_a_function_that_is_defined_again_is_checked_and_is_itself():
