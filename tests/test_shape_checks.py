@@ -1,5 +1,6 @@
 """The checks that every other test relies on: a wrong shape or type in a call of scoregram is an error."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
@@ -124,6 +125,10 @@ def test_a_tensor_matches_a_shape_as_jaxtyping_has_it(shapes, dtype, data):
     """The answers for several tensors in one call, and the lengths that are known after each."""
     hints = [data.draw(st.sampled_from(HINTS)) for _ in shapes]
     values = [torch.ones(shape).to(dtype) for shape in shapes]
+    assert_same_answers(hints, values)
+
+
+def assert_same_answers(hints: list[Any], values: list[Tensor]) -> None:
     answers = []
     for check in (matches, lambda hint, value: hint.__instancecheck_str__(value) == ""):
         push_shape_memo({})
@@ -131,6 +136,15 @@ def test_a_tensor_matches_a_shape_as_jaxtyping_has_it(shapes, dtype, data):
         answers.append([(check(hint, value), *map(dict, get_shape_memo()[:2])) for hint, value in pairs])
         pop_shape_memo()
     assert answers[0] == answers[1]
+
+
+def test_sequences_of_axes_match_as_jaxtyping_has_it():
+    """Every two hints with a sequence of axes, on every two shapes with at most two axes."""
+    hints: list[Any] = [Float[Tensor, axes] for axes in ("...", "*c", "*#c", "*c a", "a *c", "a *#c b", "a *c b")]
+    values = [torch.ones(shape) for shape in ((), (1,), (2,), (1, 1), (1, 2), (2, 1), (2, 2))]
+    for pair in itertools.product(hints, repeat=2):
+        for shapes in itertools.product(values, repeat=2):
+            assert_same_answers(list(pair), list(shapes))
 
 
 def test_jaxtyping_asks_our_comparison():
