@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from scoregram.checks import ScoregramError
-from scoregram.gram import PassPlan, Sketch, bytes_of_pass, contract, in_passes, measure_gram, plan_passes
+from scoregram.gram import Gram, PassPlan, Sketch, bytes_of_pass, contract, in_passes, measure_gram, plan_passes
 from scoregram.gram.engine import refuse_several_passes
 from scoregram.gram.kept import KeptRows
 from tests.cases import ARCHITECTURES, KeepDouble, Rollouts, build, rollouts
@@ -37,6 +37,12 @@ def definition(name: str, padding: str) -> torch.Tensor:
     return rows @ rows.T
 
 
+@functools.cache
+def measured_at_once(name: str) -> Gram:
+    with KeepDouble():
+        return measure_gram(model_of(name), *rollouts().arguments)
+
+
 def in_several(model: nn.Module, batch: Rollouts, plan: PassPlan | Literal["auto"] = "auto", **settings: Any):
     with KeepDouble():
         return measure_gram(model, *batch.arguments, plan=plan, **settings)
@@ -46,8 +52,7 @@ def in_several(model: nn.Module, batch: Rollouts, plan: PassPlan | Literal["auto
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2", "phi", "mixtral", "mamba"])
 def test_the_whole_gram_is_exact(name, plan):
     model, batch = model_of(name), rollouts()
-    with KeepDouble():
-        once = measure_gram(model, *batch.arguments)
+    once = measured_at_once(name)
     gram, whole = in_several(model, batch, plan), definition(name, "right")
     assert float((gram.matrix - whole).norm() / whole.norm()) < 1e-12
     torch.testing.assert_close(gram.log_probs, once.log_probs, rtol=1e-12, atol=1e-12)
