@@ -460,14 +460,14 @@ def test_truncated_completions_with_a_high_reward_question_the_reward():
     # 98 % cut, mean 0.99: even if every other completion has 1, the truncated ones have (0.99 - 0.02) / 0.98
     paid = truncation_advice(truncated_rate=0.98, reward=0.99)
     assert (paid.knob, paid.direction) == ("reward function", "repair")
-    assert "is at least 0.99." in paid.sentence and "does not check it" in paid.sentence
-    assert "mask" not in paid.sentence  # 98 % masked would leave no update
+    assert "is at least 0.99." in paid.sentence and "repair the reward function" in paid.sentence
+    assert "mask" not in " ".join((paid.sentence, *paid.others))  # 98 % masked would leave no update
     # 60 % cut, mean 0.5: they may have (0.5 - 0.4) / 0.6 only
     open_ = truncation_advice(truncated_rate=0.6, reward=0.5)
-    assert open_.knob == "completion length" and "the reward is high anyway" in open_.sentence
-    assert (
-        "mask" not in open_.sentence and "mask_truncated" in truncation_advice(truncated_rate=0.2, reward=0.1).sentence
-    )
+    assert open_.knob == "completion length" and "their reward is high anyway" in open_.others[-1]
+    assert "mask" not in " ".join((open_.sentence, *open_.others))
+    assert "mask_truncated" in " ".join(truncation_advice(truncated_rate=0.2, reward=0.1).others)
+    assert all("end-of-sequence" in one.others[0] for one in (paid, open_))  # the third cause
     # rewards outside [0, 1] bound nothing
     assert truncation_advice(truncated_rate=0.98, reward=3.0).knob == "completion length"
 

@@ -11,6 +11,7 @@ import torch
 from scipy.stats import t as student
 
 from scoregram.advice import GRAM_RULES, RunFinding, advise_run
+from scoregram.advice.difficulty import SuccessLaw, group_size_for
 from scoregram.advice.findings import Undecided, contradictions
 from scoregram.advice.gram_rules import (
     group_cosines,
@@ -19,7 +20,7 @@ from scoregram.advice.gram_rules import (
     prompt_products,
     shortened,
 )
-from scoregram.advice.noise_rules import SuccessLaw, group_size_for, least_error_size
+from scoregram.advice.noise_rules import least_error_size
 from scoregram.bootstrap import t_mean
 from scoregram.exhibits import Estimate
 from scoregram.reading import RunNoise, RunReading, StoredGroup, read_run

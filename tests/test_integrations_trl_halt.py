@@ -13,9 +13,9 @@ from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingI
 from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports]
 
 from scoregram.advice import advise
+from scoregram.advice.settings import SETTINGS
 from scoregram.checks import ScoregramError
 from scoregram.integrations.trl import attach
-from scoregram.report.words import SETTINGS
 from scoregram.training import TrainConfig
 from tests.trl_cases import graded, trainer_for
 
@@ -38,8 +38,9 @@ def said_while_training(trainer: Any, **asked: Any) -> tuple[Any, list[str]]:
 def test_cards_name_settings_of_both_trainers():
     theirs = {field.name for field in dataclasses.fields(GRPOConfig)} | {*inspect.signature(GRPOTrainer).parameters}
     ours = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(TrainConfig)}
-    for option, field in SETTINGS.values():
-        assert option in ours and (not field or field in theirs)
+    attached = {f"attach(trainer, {name})" for name in inspect.signature(attach).parameters}
+    for names in SETTINGS.values():
+        assert names["scoregram"] in ours and names.get("trl", "seed") in theirs | attached
 
 
 def test_a_critical_finding_stops_the_training_with_its_sentence(tmp_path):

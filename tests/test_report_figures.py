@@ -55,8 +55,11 @@ def test_the_role_decides_the_line():
 
 def test_a_null_is_drawn_above_the_curve_and_does_not_hide_it():
     parts = drawn(figure(Series("null", (1.0, 4.0), (2.0, 3.0), role="null"), EIGHT))
-    curve, null = parts["data"]
-    assert (curve["name"], null["name"]) == ("R = 8", "null")
+    edge, curve, null = parts["data"]
+    assert (edge["name"], curve["name"], null["name"]) == ("null", "R = 8", "null")
+    # pale dashes behind a curve on the null show on both of its sides
+    assert edge["line"]["width"] > 2 * curve["line"]["width"] and edge["y"] == null["y"] and not edge["showlegend"]
+    assert edge["line"]["dash"] == "9px,9px"
     # dashes of half the width: of a curve on the null both edges show
     assert 0 < null["line"]["width"] <= curve["line"]["width"] / 2 and null["line"]["dash"] == "dash"
     (label,) = parts["layout"]["annotations"]

@@ -9,6 +9,7 @@ import torch
 
 from scoregram.advice.diagnose import DEMOS, GRAM_RULES, LOG_RULES, _truncation_lines
 from scoregram.advice.findings import Change, RunFinding, Severity, Undecided, diagnosis_of
+from scoregram.advice.settings import PROMPTS, measuring_setting, typed_setting, with_setting
 from scoregram.bootstrap import FEWEST, LEVEL, bootstrap_estimate, mean_estimate
 from scoregram.exhibits import Estimate, Figure
 from scoregram.reading import Indicator, IndicatorState, StoredGroup, indicators, read_run, running_curve
@@ -19,7 +20,6 @@ from scoregram.report.run_page import (
     MOST_CARDS,
     SUBJECTS,
     agreed_tiles,
-    card_settings,
     change_answer,
     learning_answer,
     ordered_cards,
@@ -29,7 +29,6 @@ from scoregram.report.run_page import (
     when_learnt,
 )
 from scoregram.report.step_figures import learning_figures, prompts_figures
-from scoregram.report.words import PROMPTS, measuring_setting, typed_setting
 from scoregram.runs import GroupRecord, RolloutRecord, RunWriter, open_run
 from scoregram.spectra import feasible_intervals
 from scoregram.statistics import baseline_saving, group_blocks, mixed_probability, noise_components
@@ -355,34 +354,41 @@ def test_cards_name_the_setting_of_the_trainer():
         return typed_setting(Change(knob=knob, direction=direction, sentence="", effect="", value=value), config)
 
     trl: dict[str, Any] = {"integration": {"name": "trl"}}
-    assert typed("group size", "down", 4, group_size=8) == "--group-size 4 (now 8)"
+    own: dict[str, Any] = {"method": "grpo"}
+    assert typed("group size", "down", 4, **own, group_size=8) == "--group-size 4 (now 8)"
     assert typed("group size", "down", 4, **trl, arguments={"num_generations": 8}) == "num_generations=4 (now 8)"
-    assert typed("estimator", "rloo", "rloo", **trl) == "" and typed("seed", "repair", integration={"name": "x"}) == ""
-    assert typed("completion length", "up", max_new_tokens=200) == "--max-new-tokens 400 (now 200)"
+    assert typed("estimator", "rloo", "rloo", **trl) == 'attach(trainer, estimator="rloo")'
+    assert typed("seed", "repair", integration={"name": "x"}) == "" == typed("group size", "down", 4)  # a plain log
+    assert typed("reward function", "repair", **trl, reward_functions=["a", "b"]) == "reward_funcs (now a, b)"
+    assert typed("completion length", "up", **own, max_new_tokens=200) == "--max-new-tokens 400 (now 200)"
     limit = {"max_completion_length": 8}
     assert typed("completion length", "up", **trl, arguments=limit) == "max_completion_length=16 (now 8)"
-    assert typed("completion length", "up", max_new_tokens=0) == "--max-new-tokens"  # 0: up to the task
-    assert typed("learning rate", "down", learning_rate=1e-5) == "--learning-rate 5e-06 (now 1e-05)"
-    assert typed("updates per batch", "down", inner_updates=4) == "--inner-updates 1 (now 4)"
-    assert typed("gradient clipping", "down", max_grad_norm=1.0) == "--max-grad-norm (now 1.0)"
-    assert typed("no such setting", "up") == ""
+    assert typed("completion length", "up", **own, max_new_tokens=0) == "--max-new-tokens"  # 0: up to the task
+    assert typed("learning rate", "down", **own, learning_rate=1e-5) == "--learning-rate 5e-06 (now 1e-05)"
+    assert typed("updates per batch", "down", **own, inner_updates=4) == "--inner-updates 1 (now 4)"
+    assert typed("gradient clipping", "down", **own, max_grad_norm=1.0) == "--max-grad-norm (now 1.0)"
+    assert typed("no such setting", "up", **own) == ""
 
 
 def test_cards_on_prompts_name_dynamic_sampling_and_no_task():
     change = Change(knob=PROMPTS, direction="easier", sentence="", effect="")
     own = typed_setting(change, {"task": "gsm8k", "method": "grpo"})
-    assert own == "--method dapo (now grpo), for dynamic sampling" and METHODS["dapo"].dynamic_sampling
-    assert typed_setting(change, {"method": "dapo"}) == ""
-    assert "TRL has no dynamic sampling" in typed_setting(change, {"integration": {"name": "trl"}})
+    assert own == "--method dapo (now grpo)" and METHODS["dapo"].dynamic_sampling
+    assert typed_setting(change, {"method": "dapo"}) == "" == typed_setting(change, {})
+    assert typed_setting(change, {"integration": {"name": "trl"}}) == "train_dataset"
 
 
 @pytest.mark.parametrize("steps", [13, 31, 60, 100])
 def test_the_advised_interval_measures_often_enough(steps):
-    every = int(measuring_setting({}, steps // (3 * FEWEST - 2)).removeprefix("--measure-every "))
+    every = int(measuring_setting({"method": "grpo"}, steps // (3 * FEWEST - 2)).removeprefix("--measure-every "))
     assert math.ceil(len(range(every, steps + 1, every)) / 3) >= FEWEST  # the last third of the measured steps
     trl = {"integration": {"name": "trl"}, "measure_every": 10}
     assert measuring_setting(trl, 4) == "attach(trainer, every=4) (now 10)"
-    assert measuring_setting({"measure_every": 4}, 4) == "" == measuring_setting({"integration": {"name": "verl"}}, 4)
+    assert (
+        measuring_setting({"method": "grpo", "measure_every": 4}, 4)
+        == ""
+        == measuring_setting({"integration": {"name": "verl"}}, 4)
+    )
 
 
 def test_the_method_of_the_paper_is_named_with_its_paper(run):
@@ -439,14 +445,14 @@ def test_a_solved_task_is_told_one_thing():
     steps, findings = (0, 20, 60), [a_finding("group size", "group size"), a_finding("dead groups", PROMPTS)]
     solved, learns = (learning(steps, (0.3, 0.9, last)) for last in (0.96, 0.94))
     advice = diagnosis_of("", {one.name: one for one in findings})
-    assert change_answer(solved, advice, {}).startswith("No setting: the task is nearly solved.")
-    assert change_answer(learns, advice, {}) == "Change the group size."
-    settings = card_settings(findings, {"group_size": 8})
-    assert settings == {"group size": "--group-size (now 8)", "dead groups": "--method dapo, for dynamic sampling"}
-    assert change_answer(learns, advice, settings).endswith("Setting: --group-size (now 8).")
-    assert change_answer(learns, diagnosis_of("", {}), {}) == "No rule asks for a change."
+    assert change_answer(solved, advice).startswith("No setting: the task is nearly solved.")
+    assert change_answer(learns, advice) == "Change the group size."
+    config = {"method": "grpo", "group_size": 8}
+    told = diagnosis_of("", {one.name: with_setting(one, config) for one in findings})
+    assert change_answer(learns, told).endswith("Setting: --group-size (now 8).")
+    assert change_answer(learns, diagnosis_of("", {})) == "No rule asks for a change."
     # a training reward does not show that a task is solved
-    assert change_answer(learning(steps, (0.3, 0.9, 0.96), quantity="reward"), advice, {}) == "Change the group size."
+    assert change_answer(learning(steps, (0.3, 0.9, 0.96), quantity="reward"), advice) == "Change the group size."
     assert ordered_cards(findings, solved=False) == (tuple(findings), MOST_CARDS)
     assert ordered_cards(findings, solved=True) == ((findings[1], findings[0]), 1)
 

@@ -25,3 +25,7 @@ from scoregram.advice.findings import RunFinding as RunFinding
 from scoregram.advice.findings import Severity as Severity
 from scoregram.advice.logs import RunLog as RunLog
 from scoregram.advice.logs import run_log as run_log
+from scoregram.advice.noise_rules import least_error_size as least_error_size
+from scoregram.advice.settings import PROMPTS as PROMPTS
+from scoregram.advice.settings import measuring_setting as measuring_setting
+from scoregram.advice.settings import trainer_of as trainer_of

@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from scoregram.advice import gram_rules, noise_rules, policy_rules, reward_rules
+from scoregram.advice.difficulty import informed_finding
 from scoregram.advice.findings import SEVERITIES, Diagnosis, RuleVerdict, RunFinding, Severity, diagnosis_of
 from scoregram.advice.formats import read_log
 from scoregram.advice.logs import RunLog, run_log
+from scoregram.advice.settings import trainer_of, with_setting
 from scoregram.checks import fail
 from scoregram.reading import RunReading, paused_collection, read_run
 from scoregram.runs import CONFIG_FILE, open_run
@@ -85,7 +88,7 @@ def advise(path: Path | str) -> Diagnosis:
 
 def advise_log(log: RunLog) -> Diagnosis:
     """The diagnosis of a plain log."""
-    return diagnosis_of(log.source, {name: rule(log) for name, rule in LOG_RULES.items()})
+    return _told_diagnosis(log.source, {name: rule(log) for name, rule in LOG_RULES.items()}, log.config)
 
 
 def advise_run(run: RunReading) -> Diagnosis:
@@ -96,7 +99,21 @@ def advise_run(run: RunReading) -> Diagnosis:
     # among equally severe and certain findings those from the Gram come first: they name causes
     verdicts: dict[str, RuleVerdict] = {name: rule(run) for name, rule in GRAM_RULES.items()}
     verdicts |= {name: rule(log) for name, rule in LOG_RULES.items()}
-    return diagnosis_of(source, {name: _attributed(verdict, run) for name, verdict in verdicts.items()})
+    size = verdicts["group size"]
+    return _told_diagnosis(source, {name: _informed(one, run, size) for name, one in verdicts.items()}, run.config)
+
+
+def _told_diagnosis(source: str, verdicts: Mapping[str, RuleVerdict], config: Mapping[str, Any]) -> Diagnosis:
+    """The diagnosis, in the words of the trainer that made the run."""
+    told = {name: with_setting(one, config) if isinstance(one, RunFinding) else one for name, one in verdicts.items()}
+    return diagnosis_of(source, told, trainer_of(config))
+
+
+def _informed(verdict: RuleVerdict, run: RunReading, size: RuleVerdict) -> RuleVerdict:
+    """A finding of a rule on scalars, with what only the folder of the run knows."""
+    if isinstance(verdict, RunFinding) and verdict.name == "dead groups":
+        return informed_finding(verdict, run, size)
+    return _attributed(verdict, run)
 
 
 def _attributed(verdict: RuleVerdict, run: RunReading) -> RuleVerdict:

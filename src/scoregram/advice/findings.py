@@ -31,6 +31,10 @@ class Change:
     """What to expect from the change."""
     value: str | int | None = None
     """The value to set, where the rule knows one."""
+    setting: str = ""
+    """What to type in the trainer of the run; empty if it has no such setting or is not known."""
+    others: tuple[str, ...] = ()
+    """What to do instead, each with its price, the best first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +66,9 @@ class RunFinding:
         number = "" if math.isnan(self.number.value) else f"{self.label}: {cell_text(self.number)}; "
         told = [f"{self.sentence}{since}", f"Evidence, {self.confidence}: {number}{self.evidence}"]
         if self.change is not None:
-            told.append(f"Change: {self.change.sentence} Expect: {self.change.effect}")
+            setting = f" Setting: {self.change.setting}." if self.change.setting else ""
+            told.append(f"Change: {self.change.sentence}{setting} Expect: {self.change.effect}")
+            told += [f"Otherwise, {place}: {one}" for place, one in enumerate(self.change.others, start=1)]
         return told + [f"  {line}" for line in self.listing]
 
     def plain(self) -> dict[str, Any]:
@@ -73,7 +79,7 @@ class RunFinding:
         }
         return own | {
             "number": ends | {"label": self.label},
-            "change": None if self.change is None else vars(self.change),
+            "change": None if self.change is None else vars(self.change) | {"others": list(self.change.others)},
             "listing": list(self.listing),
         }
 
@@ -84,6 +90,13 @@ class Undecided:
 
     needs: str
     """What to log or measure so that they would."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Trainer → what to type for it, or that this trainer does not have it."""
+
+    def told(self, trainer: str = "") -> str:
+        """What is needed, in the words of a trainer as far as they are known."""
+        option = self.options.get(trainer, "")
+        return f"{self.needs} ({option})" if option else self.needs
 
 
 RuleVerdict = RunFinding | Undecided | None
@@ -133,13 +146,16 @@ class Diagnosis:
         }
 
 
-def diagnosis_of(source: str, verdicts: Mapping[str, RuleVerdict]) -> Diagnosis:
-    """The verdicts of all rules as one list, worst first, without contradictions."""
+def diagnosis_of(source: str, verdicts: Mapping[str, RuleVerdict], trainer: str = "") -> Diagnosis:
+    """The verdicts of all rules as one list, worst first, without contradictions.
+
+    `trainer` decides in whose words an open question says what it needs.
+    """
     return Diagnosis(
         source=source,
         findings=reconciled(verdict for verdict in verdicts.values() if isinstance(verdict, RunFinding)),
         fine=tuple(name for name, verdict in verdicts.items() if verdict is None),
-        undecided={name: verdict.needs for name, verdict in verdicts.items() if isinstance(verdict, Undecided)},
+        undecided={name: verdict.told(trainer) for name, verdict in verdicts.items() if isinstance(verdict, Undecided)},
     )
 
 

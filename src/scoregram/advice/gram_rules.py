@@ -14,6 +14,7 @@ from torch import Tensor
 
 from scoregram.advantages import leave_one_out
 from scoregram.advice.findings import LEAST_SAVING, Change, RuleVerdict, RunFinding, Undecided
+from scoregram.advice.settings import OWN_TRAINER, TRL_TRAINER
 from scoregram.bootstrap import FEWEST, clustered_mean, fieller_ratio, mean_estimate, t_mean
 from scoregram.exhibits import Estimate, cell_text
 from scoregram.reading import (
@@ -35,6 +36,7 @@ CARRIED, FEW_LAYERS, FEWEST_LAYERS = 0.8, 0.25, 8
 """Layers that have this share of the signal carry the update, if they are at most this share of at least 8 layers."""
 ALIKE = 0.9
 """Cosine between right rollouts from which on they count as one solution."""
+_TESTED = {OWN_TRAINER: "--eval-samples 4", TRL_TRAINER: "attach keeps no evaluations; scoregram train does"}
 COMPARED_GROUPS = 256
 """Groups of a third whose cosines are compared: more would cost time and change little."""
 
@@ -94,7 +96,7 @@ def dominating_layer(run: RunReading) -> RuleVerdict:
     """One layer carries most of the update, and much more than at the start."""
     shares = layer_energy_shares(run)
     if shares is None:
-        return Undecided("store the Grams of layers (--layers float32)")
+        return _layers_needed(run, 2 * FEWEST)
     names, first, last = shares
     place = int(np.argmax(last.mean(0)))
     share = mean_estimate(last[:, place])
@@ -120,6 +122,14 @@ def dominating_layer(run: RunReading) -> RuleVerdict:
         ),
         confidence="certain",
     )
+
+
+def _layers_needed(run: RunReading, steps: int) -> Undecided:
+    """Measure more steps if there are too few; else store the Grams of layers, of a model that has several."""
+    if run.trust.measured < steps:
+        return Undecided(f"measure at least {steps} steps with groups of 4 or more; here are {run.trust.measured}")
+    options = {OWN_TRAINER: "--layers float32", TRL_TRAINER: 'attach(trainer, layers="float32")'}
+    return Undecided(f"store the Grams of layers, of {FEWEST_LAYERS} or more", options)
 
 
 def layer_energy_shares(run: RunReading, steps: int = 10) -> tuple[list[str], np.ndarray, np.ndarray] | None:
@@ -157,7 +167,7 @@ def carrying_layers(run: RunReading) -> RuleVerdict:
     """
     found = layer_signals(run)
     if found is None or len(found[0]) < FEWEST_LAYERS:
-        return Undecided("store the Grams of layers (--layers float32) with groups of 4 or more at 15 measured steps")
+        return _layers_needed(run, 6 * FEWEST)
     names, signals = found
     chosen = fewest_layers(signals[::2].mean(0), CARRIED)
     judged = signals[1::2]
@@ -235,7 +245,8 @@ def conflicting_prompts(run: RunReading) -> RuleVerdict:
     products = prompt_products(run.batches(steps))
     seen = {name: values for name, values in products.items() if len(values) >= FEWEST}
     if not seen:
-        return Undecided("store whole batches in which prompts come back at least five times (--batches-every 1)")
+        options = {OWN_TRAINER: "--batches-every 1", TRL_TRAINER: "attach(trainer, every=1), on few prompts"}
+        return Undecided("store whole batches in which prompts come back at least five times", options)
     bounds = {name: t_mean(values, tests=len(seen)) for name, values in seen.items()}
     against = [name for name, bound in bounds.items() if bound.high < 0]
     if not against:
@@ -262,7 +273,11 @@ def held_out_prompts(run: RunReading) -> RuleVerdict:
     steps = {batch.step for batch in run.batch_names if batch.kind == TRAINED_AND_FIXED}
     found = held_out_influence(run.batches(steps))
     if not found.effects:
-        return Undecided("store training rollouts with probes (--probe-every 1 --probe-trained, --train-problems few)")
+        options = {
+            OWN_TRAINER: "--probe-every 1 --probe-trained, and few --train-problems",
+            TRL_TRAINER: "attach has no probes; scoregram train has",
+        }
+        return Undecided("store training rollouts with probes", options)
     if not found.helping and not found.hurting:
         return None
     count, worst = len(found.effects), (found.hurting or found.helping)[0]
@@ -419,13 +434,13 @@ def memorised_prompts(run: RunReading) -> RuleVerdict:
     evaluations = run.tests.get(SAMPLED_TEST)
     prompts = [group.record.prompt_id for group in run.last_groups]
     if not evaluations or len(set(prompts)) < FEWEST:
-        return Undecided("evaluate on test problems with --eval-samples, and record groups of five prompts or more")
+        return Undecided("evaluate sampled rollouts of test problems, and record groups of five prompts", _TESTED)
     trained = clustered_mean([group.mean_reward for group in run.last_groups], prompts)
     steps = [step for step in evaluations if step in run.last_third] or [max(evaluations)]
     rewards = [(problem, reward) for step in steps for problem, reward in evaluations[step].items()]
     tested = clustered_mean([reward for _, reward in rewards], [problem for problem, _ in rewards])
     if math.isnan(trained.low) or math.isnan(tested.high):
-        return Undecided("evaluate on test problems with --eval-samples")
+        return Undecided("evaluate sampled rollouts of more test problems", _TESTED)
     if not (trained.low > tested.high and trained.value - tested.value >= LEAST_SAVING):
         return None
     return RunFinding(

@@ -5,83 +5,25 @@ A rule is a function of a `RunReading`, with the same verdicts as the rules on l
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from scoregram.advantages import ESTIMATORS
+from scoregram.advice.difficulty import SuccessLaw, divisors, group_size_for
 from scoregram.advice.findings import LEAST_SAVING, Change, RuleVerdict, RunFinding, Undecided
+from scoregram.advice.settings import OWN_TRAINER, TRL_TRAINER, stored_setting, trainer_of
 from scoregram.bootstrap import FEWEST
 from scoregram.exhibits import Estimate, cell_text
 from scoregram.reading import PHASES, REFERENCE, RunNoise, RunReading, can_replay, replay_groups
-from scoregram.statistics import mixed_probability, mse_curve
+from scoregram.statistics import mse_curve
 
-WANTED_LIVE = 0.8
-"""Share of live groups that a group size aims at where no Gram says more."""
-LARGEST_ADVISED_GROUP = 1024
 NOISE_FACTOR = 4.0
 """Factor between noise scale and batch size above which another batch size is advised."""
 REPLAYED_GROUPS = 256
 """Groups of the last third that are replayed: more would cost time and change little."""
 _MORE_STEPS = "measure at least 15 steps, with groups of 4 or more and the Gram between prompts"
-
-
-@dataclass(frozen=True)
-class SuccessLaw:
-    """How success rates vary between prompts: a Beta law with the mean and the spread of the observed ones.
-
-    The rate of one prompt, from 8 rollouts, says little about groups of 32: a prompt that was never solved may have any
-    small rate. Chances that follow from the law of all prompts respect what was seen: if a share `d` of groups of `R`
-    is dead, groups of `nR` are dead with a chance of at least `dⁿ`.
-    """
-
-    mean: float
-    concentration: float
-    """`a + b` of the Beta law: infinite if all prompts are alike, 0 if each is always or never solved."""
-
-    @staticmethod
-    def of(counts: Sequence[tuple[int, int]]) -> "SuccessLaw | None":
-        """The law from right rollouts and all rollouts of each prompt, by unbiased first and second moments.
-
-        None if no prompt has two rollouts.
-
-        Example:
-            >>> SuccessLaw.of([(1, 4), (3, 4)])
-            SuccessLaw(mean=0.5, concentration=inf)
-        """
-        pairs = sum(rollouts * (rollouts - 1) for _, rollouts in counts)
-        if not pairs:
-            return None
-        mean = sum(right for right, _ in counts) / sum(rollouts for _, rollouts in counts)
-        both = sum(right * (right - 1) for right, _ in counts) / pairs  # E p²
-        spread, mixed = both - mean**2, mean - both
-        return SuccessLaw(mean, max(mixed, 0.0) / spread if spread > 0 else math.inf)
-
-    def live_share(self, size: int) -> float:
-        """Expected share of live groups of a size."""
-        if math.isinf(self.concentration):
-            return mixed_probability(self.mean, size)
-        right, wrong = self.mean * self.concentration, (1 - self.mean) * self.concentration
-        return max(
-            1 - rising_ratio(right, self.concentration, size) - rising_ratio(wrong, self.concentration, size), 0.0
-        )
-
-
-def rising_ratio(part: float, whole: float, count: int) -> float:
-    """`Π_{i < n} (part + i) / (whole + i)`: the chance of `n` equal outcomes in a row under a Beta law."""
-    return math.prod((part + i) / (whole + i) if whole + i else 1.0 for i in range(count))
-
-
-def group_size_for(law: SuccessLaw, wanted: float = WANTED_LIVE) -> int | None:
-    """Least group size at which a share `wanted` of groups is expected to be live; None if none up to 1024 is.
-
-    Example:
-        >>> group_size_for(SuccessLaw(0.5, math.inf)), group_size_for(SuccessLaw(0.0, math.inf))
-        (4, None)
-    """
-    sizes = range(2, LARGEST_ADVISED_GROUP + 1)
-    return next((size for size in sizes if law.live_share(size) >= wanted), None)
 
 
 def group_size(run: RunReading) -> RuleVerdict:
@@ -182,19 +124,6 @@ def least_error_size(noise: RunNoise, used: int, batch: float | int) -> int:
     best = min(fitting, key=error.__getitem__)
     measurable = error.get(SMALLEST_MEASURED, math.inf)
     return SMALLEST_MEASURED if best < SMALLEST_MEASURED and (1 - LEAST_SAVING) * measurable <= error[best] else best
-
-
-def divisors(batch: float | int) -> list[int]:
-    """Group sizes from 2 on that divide the rollouts of a step into two prompts or more; none if they vary.
-
-    Example:
-        >>> divisors(12), divisors(12.5), divisors(math.nan)
-        ([2, 3, 4, 6], [], [])
-    """
-    if not math.isfinite(batch) or batch != round(batch):
-        return []
-    rollouts = round(batch)
-    return [size for size in range(2, rollouts // 2 + 1) if rollouts % size == 0]
 
 
 def _use_size(wanted: int, used: int, batch: float | int) -> str:
@@ -313,11 +242,11 @@ def _batch_finding(run: RunReading, direction: str, sentence: str, advice: str, 
 
 def advantage_estimator(run: RunReading) -> RuleVerdict:
     """Another baseline or normalisation would have had less error on these very rollouts."""
-    used = str(run.config.get("estimator") or run.config.get("method") or "")
+    used = trained_estimator(run.config)
     size = run.group_size or 0
     groups = [group for group in run.last_measured if group.size == size and group.is_complete][-REPLAYED_GROUPS:]
     if used not in ESTIMATORS or not can_replay(used):
-        return Undecided("the config must name a group-level estimator")
+        return Undecided("train with an estimator of whole groups that the config names", {OWN_TRAINER: "--estimator"})
     if len(groups) < 20 or size // 2 < 2 or not run.noise().is_conclusive:
         return Undecided("measure at least 15 steps and 20 groups of 4 or more")
     others = [name for name in (REFERENCE, "optimal-loo") if name != used and ESTIMATORS[name].min_group <= size // 2]
@@ -353,6 +282,25 @@ def advantage_estimator(run: RunReading) -> RuleVerdict:
     )
 
 
+def trained_estimator(config: Mapping[str, Any]) -> str:
+    """Name of the estimator that a run was trained with, as far as its config tells; empty if it does not.
+
+    TRL's GRPO divides by the deviation of the group, unless `scale_rewards` says otherwise.
+
+    Example:
+        >>> trained_estimator({"integration": {"name": "trl"}, "arguments": {"scale_rewards": "none"}})
+        'mean'
+    """
+    named = str(config.get("estimator") or config.get("method") or "")
+    if named or trainer_of(config) != TRL_TRAINER:
+        return named
+    if config["integration"].get("trainer", "").startswith("RLOO"):
+        return "rloo"
+    return {"group": "grpo-trl", "True": "grpo-trl", "none": "mean", "False": "mean"}.get(
+        str(stored_setting(config, "scale_rewards")), ""
+    )
+
+
 def baseline(run: RunReading) -> RuleVerdict:
     """The variance-minimising baseline would save a part of the noise within prompts."""
     saving = run.noise().baseline_saving
@@ -374,5 +322,6 @@ def baseline(run: RunReading) -> RuleVerdict:
             direction="optimal-loo",
             sentence="Try the estimator optimal-loo, or opo-loo, which needs lengths only.",
             effect="less noise per rollout; `scoregram whatif` shows how much is left after estimating the baseline.",
+            value="optimal-loo",
         ),
     )

@@ -8,8 +8,10 @@ import math
 
 import numpy as np
 
+from scoregram.advice.difficulty import EASIER, HARDER, MEDIUM, DeadGroups, prompt_change
 from scoregram.advice.findings import Change, RuleVerdict, RunFinding, Undecided
 from scoregram.advice.logs import RunLog, ScalarSeries
+from scoregram.advice.settings import OWN_TRAINER, stored_setting, trainer_of
 from scoregram.advice.trends import LEAST_STEPS, change_over_thirds, mean_ends, slope_estimate, step_correlation
 from scoregram.bootstrap import mean_estimate
 from scoregram.exhibits import Estimate, cell_text
@@ -71,7 +73,7 @@ def dead_groups(log: RunLog) -> RuleVerdict:
     kinds = (
         f"Of all groups, {right.value:.0%} are all right and {wrong.value:.0%} all wrong." if right.value >= 0 else ""
     )
-    change = _prompt_change(share, right, wrong)
+    known = DeadGroups(live=1 - share.value, direction=wanted_prompts(share, right, wrong), config=log.config)
     return RunFinding(
         name="dead groups",
         severity="critical" if share.low > MOSTLY_DEAD else "warning",
@@ -82,7 +84,7 @@ def dead_groups(log: RunLog) -> RuleVerdict:
         number=share,
         label="share of dead groups in the last third",
         evidence=f"found if the whole 95 % interval lies above {DEAD_SHARE:.0%}.",
-        change=change,
+        change=prompt_change(known),
         confidence="certain",
     )
 
@@ -104,20 +106,11 @@ def dead_kinds(log: RunLog) -> tuple[Estimate, Estimate]:
     return Estimate(max(0.0, dead - (1 - mean))), Estimate(min(1 - mean, dead))
 
 
-def _prompt_change(share: Estimate, right: Estimate, wrong: Estimate) -> Change:
-    kinds = {"harder": right.value, "easier": wrong.value}
+def wanted_prompts(share: Estimate, right: Estimate, wrong: Estimate) -> str:
+    """Key of `KINDS`: easier prompts if most dead groups are all wrong, harder ones if most are all right."""
+    kinds = {HARDER: right.value, EASIER: wrong.value}
     which = max(kinds, key=lambda kind: kinds[kind])
-    times = f"{1 / max(1 - share.value, 0.05):.1f} times"
-    effect = f"up to {times} as many live groups in an update; dynamic sampling samples {times} the rollouts for it."
-    if kinds[which] > KIND_SHARE * share.value:
-        ever = {"harder": "always", "easier": "never"}[which]
-        told = (
-            f"Take {which} problems, leave out prompts that are {ever} solved, or sample further prompts until enough "
-            "groups are live (dynamic sampling, as in DAPO)."
-        )
-        return Change(knob="difficulty of prompts", direction=which, sentence=told, effect=effect)
-    told = "Leave out prompts that are always or never solved, or sample prompts until enough groups are live."
-    return Change(knob="difficulty of prompts", direction="medium", sentence=told, effect=effect)
+    return which if kinds[which] > KIND_SHARE * share.value else MEDIUM
 
 
 def reward_against_held_out(log: RunLog) -> RuleVerdict:
@@ -274,8 +267,8 @@ def cut_completions(log: RunLog) -> RuleVerdict:
     return RunFinding(
         name="truncation",
         severity="critical" if level > MOSTLY_TRUNCATED else "warning",
-        sentence=f"{share.value:.0%} of the completions in the last third are cut off at the limit: the reward is of "
-        "unfinished texts.",
+        sentence=f"{share.value:.0%} of the completions in the last third are cut off at the limit{_limit(log)}: the "
+        "reward is of unfinished texts.",
         since=cut.since(cut.values > TRUNCATED),
         level=f"above {TRUNCATED:.0%}",
         number=share,
@@ -286,30 +279,41 @@ def cut_completions(log: RunLog) -> RuleVerdict:
     )
 
 
+def _limit(log: RunLog) -> str:
+    limit = stored_setting(log.config, "max_new_tokens", "max_completion_length")
+    return f" of {limit} tokens" if limit else ""
+
+
 def _truncation_change(log: RunLog, is_most: bool) -> Change:
     """Repair the reward where it pays for truncated completions, else allow longer ones.
 
     Where most completions are truncated, to mask them would leave hardly any update, so it is not advised.
     """
     reward, is_paid = truncated_reward(log)
-    after = "penalise length" if is_most else "mask truncated rollouts (mask_truncated_completions in TRL)"
+    after = "penalise length" if is_most else "mask truncated rollouts"
+    after += "" if is_most or trainer_of(log.config) == OWN_TRAINER else " (mask_truncated_completions in TRL)"
+    others = (
+        "If hardly any completion ends by itself, whatever it says, the model may have no end-of-sequence token to "
+        "sample: check eos_token_id, the pad token and the chat template.",
+        f"If they hold the answer and go on after it: {after}.",
+    )
     if is_paid:
         return Change(
             knob="reward function",
             direction="repair",
-            sentence=f"Read some truncated rollouts: their mean reward is {reward}. If the answer is missing, the "
-            f"reward does not check it, and a longer limit will not help: repair the reward. If the policy goes on "
-            f"after the answer, {after}.",
+            sentence=f"Read some truncated rollouts: their mean reward is {reward}. If they hold no right answer, "
+            "repair the reward function: it pays for texts without one, and a longer limit will not help.",
             effect="a completion without an answer gets a low reward; then a higher reward means better answers.",
+            others=others,
         )
-    known = f"Truncated rollouts get a mean reward of {reward}." if reward else "Read some rollouts."
-    unchecked = "" if reward else "; if it is missing and the reward is high anyway, the reward does not check it"
+    known = f"Truncated rollouts get a mean reward of {reward}." if reward else "Read some truncated rollouts."
+    unchecked = "If they hold no right answer and their reward is high anyway: repair the reward function."
     return Change(
         knob="completion length",
         direction="up",
-        sentence=f"{known} If the answer is missing, allow longer completions; if the policy goes on after it, "
-        f"{after}{unchecked}.",
+        sentence=f"{known} If their answer is missing, allow longer completions.",
         effect="completions end by themselves, and the reward is of whole texts.",
+        others=(*others, *([] if reward else [unchecked])),
     )
 
 

@@ -206,7 +206,7 @@ def teaching_indicator(run: RunReading) -> Indicator:
     is_good = live.value >= LIVE_GOOD if math.isnan(live.low) else live.low > LIVE_GOOD
     state = "good" if is_good else "act" if live.value < LIVE_ACT else "watch"
     graded = any(group.is_live and group.right is None for group in run.last_groups)
-    sentence = f"Share of live groups: {cell_text(live)}{_at_measured_steps(run)}."
+    sentence = f"Share of live groups, those whose rewards differ: {cell_text(live)}{_at_measured_steps(run)}."
     sentence += " Rewards are graded, so nearly equal ones make a group live too." if graded else ""
     sentence += " The interval includes the target." if live.value >= LIVE_GOOD and not is_good else ""
     known = {"headline": f"{live.value:.0%} of groups", "sentence": sentence, "curve": curve, "scale": SHARES}
@@ -240,15 +240,15 @@ def signal_indicator(run: RunReading) -> Indicator:
         return Indicator(name=name, state="unknown", headline=why, sentence=sentence, curve=curve, target=1.0)
     known = {"curve": curve, "scale": SHARES, "target": 1.0, "goal": "target: signal to noise 1"}
     if math.isnan(scale.low) or run.trust.has_few_steps:
-        sentence = f"You use {batch:g} rollouts in a step. How many it needs takes {FEWEST} steps in the last third "
-        sentence += f"of the measured ones; here are {run.trust.last_measured}."
+        sentence = f"Measure more steps: whether your {batch:g} rollouts are enough takes {FEWEST} steps in the last "
+        sentence += f"third of the measured ones; here are {run.trust.last_measured}."
         return Indicator(name=name, state="unknown", headline="too few measured steps", sentence=sentence, **known)
     state: IndicatorState = "watch"
     if scale.low > NOISE_ACT * batch:
         state = "act"
     elif scale.high <= batch:
         state = "good"
-    sentence = f"{_signal(run.summary.snr, scale, batch)}{_more_rollouts(scale, batch)}"
+    sentence = f"{_asked(scale, batch)} {_signal(run.summary.snr, scale, batch)}"
     headline = f"{_needs(scale, batch)}{run.trust.mark}"
     return Indicator(name=name, state=state, headline=headline, sentence=sentence, **known)
 
@@ -257,19 +257,19 @@ def _signal(snr: Estimate, scale: Estimate, batch: float | int) -> str:
     """Where the number of rollouts in the headline comes from."""
     if math.isinf(scale.high) and math.isfinite(scale.low):
         return (
-            f"Signal to noise is at most {cell_text(snr.high)}, the upper end of its 95 % interval, and may be 0: "
+            f"Signal to noise may be 0 and is at most {cell_text(snr.high)}, the upper end of its 95 % interval: "
             f"{batch:g} / {cell_text(snr.high)} = {_count(scale.low)} rollouts or more."
         )
-    return f"Signal to noise: {cell_text(snr)}, about the rollouts you use over those needed."
+    return f"Signal to noise is {cell_text(snr)}, about the rollouts you use over those needed."
 
 
-def _more_rollouts(scale: Estimate, batch: float | int) -> str:
-    """What more rollouts would do for a step of much noise; empty where there is enough signal."""
-    if scale.value <= batch:
-        return ""
+def _asked(scale: Estimate, batch: float | int) -> str:
+    """What the indicator asks of its reader."""
     if scale.low > NOISE_ACT * batch:
-        return " More rollouts per step raise it in proportion."
-    return " More rollouts raise it in proportion; the data do not decide whether they pay."
+        return "Use more rollouts per step: they raise the signal to noise in proportion."
+    if scale.high <= batch:
+        return "Nothing to change: a step has more signal than noise."
+    return "Nothing to change yet: the data do not decide whether more rollouts would pay."
 
 
 def _needs(scale: Estimate, batch: float | int) -> str:
@@ -295,20 +295,26 @@ def truncation_indicator(run: RunReading) -> Indicator:
         sentence = f"The run did not log which rollouts ended by themselves.{ratios}"
         return Indicator(name=name, state="unknown", headline="not logged", sentence=sentence, curve=curve)
     state = "good" if share <= CUT_GOOD else "act" if share > CUT_ACT else "watch"
-    sentence = f"Share of rollouts that the limit on tokens{_token_limit(run)} ended.{ratios}"
-    known = {"headline": f"{share:.0%} truncated", "sentence": sentence, "curve": curve, "scale": SHARES}
+    sentence = f"Share of rollouts that the limit on tokens ended.{ratios}"
+    limit = _token_limit(run) if share > CUT_GOOD else ""
+    known = {
+        "headline": f"{share:.0%} truncated{limit}",
+        "sentence": sentence,
+        "curve": curve,
+        "scale": SHARES,
+    }
     return Indicator(name=name, state=state, target=CUT_GOOD, goal=f"target: {CUT_GOOD:.0%} or less", **known)
 
 
 def _unlogged_ratios(run: RunReading) -> str:
     if run.setting("inner_updates", "num_iterations") == 1:
-        return "With one update per batch no ratio leaves 1, so none is clipped"
+        return "With one update per batch every importance ratio is 1, so none is clipped"
     return "Clipped ratios were not logged"
 
 
 def _token_limit(run: RunReading) -> str:
     limit = run.setting("max_new_tokens", "max_completion_length")
-    return f", {limit}," if limit else ""
+    return f" at {limit} tokens" if limit else ""
 
 
 def _short(value: float, digits: int = 2) -> str:

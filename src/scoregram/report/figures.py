@@ -21,8 +21,17 @@ GREY = "#808080"
 NULL_LABEL_ROOM = 26
 """Pixels on the right of a figure for the word at the end of its null."""
 
+REFERENCE_HUE = "#00795c"
+"""Hue of bounds without a measured partner, that of a target on a tile: a null is grey."""
+
+NULL_EDGE = 6.0
+"""Width of the pale dashes behind a null, wider than a measured line: where both coincide, they show on either side."""
+
 NULL_DASHES = ("dash", "longdash", "dashdot", "longdashdot")
 """Dash styles of several null models of one measured series."""
+
+NULL_PIXELS = {"dash": "9px,9px", "longdash": "15px,15px", "dashdot": "9px,3px,3px,3px"}
+"""Dash style → its lengths for lines of up to 3 pixels, as plotly draws them: for wider ones it would lengthen them."""
 
 SYMBOLS = ("circle", "square", "triangle-up", "cross", "x", "star")
 """Marker symbols; the next one is used each time the palette repeats."""
@@ -85,8 +94,8 @@ def plotly_parts(figure: Drawing, *, x_range: tuple[float, float] | None = None)
     """`data` and `layout` of the plotly figure. Title and caption are not part of it: the page shows them as text.
 
     Measured series are solid with a band, the values behind a mean pale points, null models dashed and greyed, bounds
-    dotted, the paper's numbers open diamonds. A series named `R = 8, …` has the hue of the measured series `R = 8`.
-    Text is escaped, because plotly interprets some HTML.
+    dotted in colour, the paper's numbers open diamonds. A series named `R = 8, …` has the hue of the measured series
+    `R = 8`. Text is escaped, because plotly interprets some HTML.
 
     Args:
         figure: What to draw.
@@ -106,7 +115,8 @@ def _line_traces(figure: Figure) -> list[dict[str, Any]]:
     hues = series_hues(figure.series)
     dashes = _dashes(figure.series)
     traces: list[dict[str, Any]] = []
-    above: list[dict[str, Any]] = []  # nulls, drawn last: a curve must not hide them
+    above: list[dict[str, Any]] = []  # nulls, drawn last, and their edges, drawn first: a curve must not hide them
+    edges: list[dict[str, Any]] = []
     for place, one in enumerate(figure.series):
         shown = _positive_series(one, figure) if figure.y_log else one
         colour, symbol = hues[place]
@@ -117,9 +127,18 @@ def _line_traces(figure: Figure) -> list[dict[str, Any]]:
         line = style | points | {"name": html.escape(one.name), "legendgroup": str(place)}
         if one.role == "null":
             above.append(line)
+            edges += [_null_edge(line)] if "line" in line else []
         else:
             traces.append(line)
-    return traces + above
+    return edges + traces + above
+
+
+def _null_edge(line: dict[str, Any]) -> dict[str, Any]:
+    """Pale wide dashes behind a null, in step with its own."""
+    kept = {name: line[name] for name in ("x", "y", "legendgroup", "name")}
+    dash = NULL_PIXELS.get(line["line"]["dash"], "9px,9px")
+    style = {"color": line["line"]["color"], "width": NULL_EDGE, "dash": dash}
+    return kept | {"mode": "lines", "line": style, "opacity": 0.45, "showlegend": False, "hoverinfo": "skip"}
 
 
 def _null_label(figure: Figure) -> list[dict[str, Any]]:
@@ -178,7 +197,7 @@ def data_csv(table: Table) -> str:
 
 
 def series_hues(series: Sequence[Series]) -> list[tuple[str, str]]:
-    """Colour and mark of every series, in order: its measured partner's hue, greyed for null models and bounds."""
+    """Colour and mark of every series, in order: its measured partner's hue, greyed for null models."""
     measured = [one.name for one in series if one.role == "measured"]
     families = [_family(one.name, measured) for one in series]
     coloured = dict.fromkeys(measured) | dict.fromkeys(
@@ -188,9 +207,10 @@ def series_hues(series: Sequence[Series]) -> list[tuple[str, str]]:
     made = []
     for family, one in zip(families, series, strict=True):
         number = place.get(family)
-        hue = GREY if number is None else PALETTE[number % len(PALETTE)]
+        alone = REFERENCE_HUE if one.role == "bound" else GREY
+        hue = alone if number is None else PALETTE[number % len(PALETTE)]
         symbol = SYMBOLS[(number or 0) // len(PALETTE) % len(SYMBOLS)]
-        made.append((mixed_colour(hue, GREY, 0.8) if one.role in ("null", "bound") else hue, symbol))
+        made.append((mixed_colour(hue, GREY, 0.8) if one.role == "null" else hue, symbol))
     return made
 
 

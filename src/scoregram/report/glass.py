@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from scoregram.advice import trainer_of
 from scoregram.reading import GroupDetail, RunReading, StepDetail, detailed_steps, step_detail
 from scoregram.runs import RolloutRecord, Run
 
@@ -25,6 +26,8 @@ class Glass:
     """JSON values."""
     note: str
     """What was left out, in one or two sentences; empty if nothing was."""
+    has_texts: bool = False
+    """Whether the text of some rollout is stored."""
 
 
 def run_glass(folder: Run, run: RunReading) -> Glass:
@@ -37,7 +40,8 @@ def run_glass(folder: Run, run: RunReading) -> Glass:
     names = token_names(run.config)
     details = [step_detail(folder, by_step[step], step, MOST_GROUPS) for step in steps]
     plain = [step_json(detail, names, failed=detail.step in run.trust.failed) for detail in details]
-    return Glass(plain, _note(run, details))
+    has_texts = any(group.has_text for detail in details for group in detail.groups)
+    return Glass(plain, _note(run, details, has_texts), has_texts)
 
 
 def step_json(detail: StepDetail, names: Sequence[str] | None = None, *, failed: bool = False) -> dict[str, Any]:
@@ -73,7 +77,7 @@ def token_names(config: Mapping[str, Any]) -> tuple[str, ...] | None:
     return tuple(tiny.VOCABULARY)
 
 
-def _note(run: RunReading, details: Sequence[StepDetail]) -> str:
+def _note(run: RunReading, details: Sequence[StepDetail], has_texts: bool) -> str:
     said = []
     recorded = len({group.record.step for group in run.groups})
     if recorded > len(details):
@@ -81,8 +85,9 @@ def _note(run: RunReading, details: Sequence[StepDetail]) -> str:
         said.append(f"This page holds {len(details)} of {recorded} recorded steps, {which}.")
     if any(detail.left_out for detail in details):
         said.append(f"Of a step the page holds the {MOST_GROUPS} groups with the largest updates.")
-    if not any(group.has_text for detail in details for group in detail.groups):
-        said.append("No rollout's text is stored in this run (train with --rollouts-every).")
+    if not has_texts:
+        options = {"scoregram": " (train with --rollouts-every 5)", "trl": " (attach(trainer, keep_rollouts=True))"}
+        said.append(f"No rollout's text is stored in this run{options.get(trainer_of(run.config), '')}.")
     return " ".join(said)
 
 

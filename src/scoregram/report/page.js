@@ -20,6 +20,7 @@ function drawPage(page) {
   onbeforeprint = () => resize({ width: 660, height: 310 });
   onafterprint = () => resize(null);
   if (page.glass) showGlass(page.glass);
+  for (const link of document.querySelectorAll("a.to-rollouts")) link.onclick = () => showTruncated(page.glass);
 }
 
 // A step under the glass. All text from data is set as text, never as HTML.
@@ -180,6 +181,17 @@ function showStep(step) {
   choice.onchange = () => showGroup(step.groups[Number(choice.value)]);
   if (step.groups.length) choice.onchange();
   showBatch(step);
+}
+
+// The last step and group with a truncated rollout; nothing changes if there is none.
+function showTruncated(steps) {
+  const isTruncated = (group) => group.rollouts.some((rollout) => rollout && !rollout.finished);
+  const at = steps.findLastIndex((step) => step.groups.some(isTruncated));
+  if (at < 0) return;
+  byId("glass-step").value = `${at}`;
+  byId("glass-step").oninput();
+  byId("glass-group").value = `${steps[at].groups.findIndex(isTruncated)}`;
+  byId("glass-group").onchange();
 }
 
 function showGlass(steps) {

@@ -24,7 +24,7 @@ from scoregram.checks import fail
 from scoregram.exhibits import Cell, Estimate, Table, cell_text, estimate_parts
 from scoregram.reading import Indicator
 from scoregram.report.figures import PLOTLY_CONFIG, Drawing, data_csv, data_table, is_wide, plotly_parts
-from scoregram.report.words import marked_terms
+from scoregram.report.words import linked_rollouts, marked_terms
 from scoregram.runs import disk_errors, write_atomically
 
 HERE = Path(__file__).parent
@@ -256,6 +256,7 @@ def templates() -> jinja2.Environment:
         "sparkline": sparkline,
         "state_word": STATE_WORDS.__getitem__,
         "terms": marked_terms,
+        "to_rollouts": linked_rollouts,
     }
     return made
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from scoregram.advice import Diagnosis, RunFinding, advise_run
+from scoregram.advice import PROMPTS, Diagnosis, RunFinding, advise_run, measuring_setting, trainer_of
 from scoregram.bootstrap import FEWEST
 from scoregram.checks import fail
 from scoregram.exhibits import Cell, Estimate, Table
@@ -30,7 +30,7 @@ from scoregram.report import step_figures
 from scoregram.report.figures import Drawing
 from scoregram.report.glass import Glass, run_glass
 from scoregram.report.page import LiveRun, Section, document, live_documents, write_document
-from scoregram.report.words import PROMPTS, WORDS, measuring_setting, trainer_of, typed_setting
+from scoregram.report.words import WORDS
 from scoregram.runs import CONFIG_FILE, REPORT, Run, open_run
 
 SHOWN_NAMES = 8
@@ -65,14 +65,14 @@ class RunPage:
     """What to change, the most important first."""
     shown_cards: int
     """How many of them the first screen shows; the others are folded away."""
-    settings: Mapping[str, str]
-    """Name of a card → what to type in the trainer; cards without a setting are left out."""
     rules: tuple[int, int]
     """How many rules cannot decide, and how many there are."""
     open_rules: str
     """What needs no change, and what the numbers do not decide."""
     sections: tuple[Section, ...]
     glass: Glass
+    lead_finding: str = ""
+    """Name of the card whose change the answers state, so that it does not repeat it; empty if there is none."""
     steps: int = 0
     """Steps trained or recorded."""
     planned_steps: int = 0
@@ -90,13 +90,12 @@ class RunPage:
         """Values of the template."""
         more = self.cards[self.shown_cards :]
         solved = is_solved(self.tiles[0])
-        goal = " for training on with these problems" if solved else ""
-        summary = f"{len(more)} more{goal}, and what the other rules say" if more else "What the other rules say"
+        summary = f"Then: {next_changes(more)}; and what the other rules say" if more else "What the other rules say"
         return {
             "title": self.title,
             "facts": self.facts,
             "answers": self.answers,
-            "cards_title": "Only if you train on" if solved else "What to change, and why",
+            "cards_title": "Only if you keep training on these problems" if solved else "What to change, and why",
             "window": self.window,
             "trust": self.trust,
             "trust_state": self.trust_state,
@@ -108,9 +107,10 @@ class RunPage:
             "rules": self.rules[1],
             "rest_summary": summary,
             "words": WORDS,
-            "settings": self.settings,
             "has_glass": bool(self.glass.steps),
             "glass_note": self.glass.note,
+            "has_texts": self.glass.has_texts,
+            "lead_finding": self.lead_finding,
             "data": {"glass": self.glass.steps} if self.glass.steps else None,
         }
 
@@ -161,7 +161,6 @@ def run_page(folder: Run) -> RunPage:
     advice = advise_run(run)
     tiles = agreed_tiles(indicators(run), advice)
     cards, shown_cards = ordered_cards(advice.findings, is_solved(tiles[0]))
-    settings = card_settings(advice.findings, run.config)
     missing = "\n".join(f"- {line}" for line in (*_missing(run), *run.notes))
     tables = tuple(table for table in (summary_table(run), gain_table(run.tests)) if table.rows)
     sections = [
@@ -174,7 +173,7 @@ def run_page(folder: Run) -> RunPage:
         facts=tuple(run_facts(run)),
         answers=(
             ("Does it learn?", learning_answer(run, tiles)),
-            ("What to change?", change_answer(tiles[0], advice, settings)),
+            ("What to change?", change_answer(tiles[0], advice)),
         ),
         window=window_sentence(run),
         trust=(*run.trust.sentences(), *_more_measurements(run)),
@@ -182,11 +181,11 @@ def run_page(folder: Run) -> RunPage:
         tiles=tiles,
         cards=cards,
         shown_cards=shown_cards,
-        settings=settings,
         rules=(len(advice.undecided), len(advice.undecided) + len(advice.fine) + len(advice.findings)),
         open_rules=advice.open_text(),
         sections=tuple(sections),
         glass=run_glass(folder, run),
+        lead_finding="" if is_solved(tiles[0]) else next((one.name for one in cards if one.change is not None), ""),
         steps=len(run.steps),
         planned_steps=planned_steps(run.config),
     )
@@ -234,8 +233,7 @@ def _agreed(tile: Indicator, rules: Sequence[str], severities: Mapping[str, str]
 def run_facts(run: RunReading) -> Iterator[tuple[str, str]]:
     """Label and value of what was trained, and how, as far as the config says."""
     config, stated = run.config, trainer_arguments(run.config)
-    if trainer := trainer_of(config):
-        yield "trainer", trainer.upper() if trainer == "trl" else trainer
+    yield "trainer", trainer_name(config)
     for name, label in FACTS.items():
         if config.get(name) is not None:
             yield label, str(config[name]) + METHOD_NOTES.get(str(config[name]), "")
@@ -252,10 +250,23 @@ def run_facts(run: RunReading) -> Iterator[tuple[str, str]]:
     if config.get("seed") is not None:
         yield "seed", str(config["seed"])
     # a trainer that logs every tenth step has trained on the steps between
-    count = run.steps[-1] if run.steps and trainer_of(config) else len(run.steps)
+    count = run.steps[-1] if run.steps and "integration" in config else len(run.steps)
     planned = planned_steps(config)
     trained = f"{count} of {planned}" if planned else f"{count}"
     yield "steps", f"{trained} trained, gradients of {run.trust.measured} measured"
+
+
+def trainer_name(config: Mapping[str, Any]) -> str:
+    """The trainer that made the run, as its users write it.
+
+    Example:
+        >>> trainer_name({"method": "grpo"}), trainer_name({"integration": {"name": "trl"}}), trainer_name({})
+        ('scoregram train', 'TRL', 'not known')
+    """
+    trainer = trainer_of(config)
+    if not trainer and config.get("format"):
+        return f"not known: a dump, format {config['format']}"
+    return {"scoregram": "scoregram train", "trl": "TRL", "": "not known"}.get(trainer, trainer)
 
 
 def trainer_arguments(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -286,12 +297,6 @@ def _more_measurements(run: RunReading) -> Iterator[str]:
         yield f"To measure often enough: {setting}."
 
 
-def card_settings(findings: Iterable[RunFinding], config: Mapping[str, Any]) -> dict[str, str]:
-    """Name of a finding → what to type for its change, as far as the trainer has a setting for it."""
-    typed = {one.name: typed_setting(one.change, config) for one in findings if one.change is not None}
-    return {name: text for name, text in typed.items() if text}
-
-
 def learning_answer(run: RunReading, tiles: Sequence[Indicator]) -> str:
     """Whether the run learns: yes, no, not shown or not clear, and the numbers that say so."""
     if not run.steps:
@@ -319,15 +324,20 @@ def _arrow(before: float, after: float) -> str:
     return f"{before:.3f} → {after:.3f}"
 
 
-def change_answer(learning: Indicator, advice: Diagnosis, settings: Mapping[str, str]) -> str:
+def change_answer(learning: Indicator, advice: Diagnosis) -> str:
     """The most important change in one or two sentences."""
     if is_solved(learning):
         return "No setting: the task is nearly solved. Stop here, or take harder problems."
     first = next((one for one in advice.findings if one.change is not None), None)
     if first is None or first.change is None:
         return "No rule asks for a change."
-    setting = settings.get(first.name)
-    return first.change.sentence + (f" Setting: {setting}." if setting else "")
+    return first.change.sentence + (f" Setting: {first.change.setting}." if first.change.setting else "")
+
+
+def next_changes(cards: Iterable[RunFinding]) -> str:
+    """Names of findings in their order, each with what to type for it."""
+    settings = [(one.name, one.change.setting if one.change else "") for one in cards]
+    return ", ".join(f"{name} ({setting})" if setting else name for name, setting in settings)
 
 
 def is_solved(learning: Indicator) -> bool:

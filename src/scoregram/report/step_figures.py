@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from scoregram.advice import least_error_size
 from scoregram.bootstrap import mean_of_many
 from scoregram.checks import ScoregramError
 from scoregram.exhibits import Estimate, Figure, Role, Series, Table
@@ -176,8 +177,7 @@ def noise_figures(run: RunReading) -> Iterator[Figure]:
     yield from _figure(
         "noise-scale",
         "How many rollouts would a step need?",
-        "Noise scale of the steps that resolved a signal, which favours small values; the tile “signal in a step” "
-        "pools all steps of the last third.",
+        _noise_scale_caption(run),
         "rollouts",
         (
             *_scalar(run, "gram/noise_scale", "noise scale", points=True),
@@ -192,7 +192,7 @@ def noise_figures(run: RunReading) -> Iterator[Figure]:
             "mse",
             "Which group size R has the least error?",
             "Error of the update at the same number of rollouts, relative to the size used. "
-            + (f"Best R: {_interval(best)}." if math.isfinite(best.low) else "Too few measured steps for a best R."),
+            + (_best_size(run, curve.used) if math.isfinite(best.low) else "Too few measured steps for a best R."),
             "R",
             "relative error",
             (
@@ -201,6 +201,31 @@ def noise_figures(run: RunReading) -> Iterator[Figure]:
             ),
             x_log=True,
         )
+
+
+def _noise_scale_caption(run: RunReading) -> str:
+    """Which steps the figure shows, and where a pooled number is if there is one."""
+    measured, shown = (len(run.series(f"gram/{name}")[0]) for name in ("gradient_squared", "noise_scale"))
+    known = [scale for scale in run.series("gram/noise_scale")[1] if math.isfinite(scale)]
+    above = sum(scale > run.batch_size for scale in known)
+    told = (
+        f"Noise scale of the {len(known)} of {max(measured, shown)} measured steps that resolved a signal; {above} of "
+    )
+    told += "them need more rollouts than you use. "
+    if math.isnan(run.summary.noise_scale.low) or run.trust.has_few_steps:
+        return told + "Single steps are too noisy for a conclusion; the tile “signal in a step” says what it needs."
+    return told + "The tile “signal in a step” pools the last third of the measured steps, also those without a signal."
+
+
+def _best_size(run: RunReading, used: int) -> str:
+    """The group size with the least error, and the one to set."""
+    best, batch = run.summary.best_group_size, run.batch_size
+    told = f"Least error at R = {_interval(best)}"
+    if best.low <= used <= best.high:
+        return f"{told}, which includes the {used} you use."
+    size = least_error_size(run.noise(), used, batch)
+    fitting = f", the best that divides {batch:g} rollouts into groups and can be measured" if batch % size == 0 else ""
+    return f"{told}. Set {size}{fitting}."
 
 
 def _interval(best: Estimate) -> str:
@@ -274,7 +299,7 @@ def geometry_figures(run: RunReading) -> Iterator[Drawing]:
         "top1-fraction",
         "How much lies in one direction?",
         "Top-1 fraction of a group's gradients. Null: orthogonal gradients of the same norms, which vary from step to "
-        "step, so it is no straight line.",
+        "step. Where the dashes lie on the line, the rollouts share no direction.",
         "top-1 fraction",
         (
             *_drawn(group_curve(live, _reading("top1_fraction")), "top-1 fraction", limits=SHARE),

@@ -1,0 +1,346 @@
+"""How hard the prompts of a run are, what chance makes of it, and what to do about groups that teach nothing."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from scoregram.advice.findings import Change, RuleVerdict, RunFinding, Undecided
+from scoregram.advice.settings import PROMPTS, TRL_TRAINER, can_sample_dynamically, stored_setting, trainer_of
+from scoregram.exhibits import cell_text
+from scoregram.reading import RunReading
+from scoregram.statistics import mixed_probability
+
+WANTED_LIVE = 0.8
+"""Share of live groups that a group size aims at where no Gram says more."""
+LARGEST_ADVISED_GROUP = 1024
+CHANCE_QUANTILE = 1.645
+"""One-sided 95 % quantile of the normal law: beyond it, more groups are alike than chance makes."""
+
+
+@dataclass(frozen=True)
+class SuccessLaw:
+    """How success rates vary between prompts: a Beta law with the mean and the spread of the observed ones.
+
+    The rate of one prompt, from 8 rollouts, says little about groups of 32: a prompt that was never solved may have any
+    small rate. Chances that follow from the law of all prompts respect what was seen: if a share `d` of groups of `R`
+    is dead, groups of `nR` are dead with a chance of at least `dⁿ`.
+    """
+
+    mean: float
+    concentration: float
+    """`a + b` of the Beta law: infinite if all prompts are alike, 0 if each is always or never solved."""
+
+    @staticmethod
+    def of(counts: Sequence[tuple[int, int]]) -> "SuccessLaw | None":
+        """The law from right rollouts and all rollouts of each prompt, by unbiased first and second moments.
+
+        None if no prompt has two rollouts.
+
+        Example:
+            >>> SuccessLaw.of([(1, 4), (3, 4)])
+            SuccessLaw(mean=0.5, concentration=inf)
+        """
+        pairs = sum(rollouts * (rollouts - 1) for _, rollouts in counts)
+        if not pairs:
+            return None
+        mean = sum(right for right, _ in counts) / sum(rollouts for _, rollouts in counts)
+        both = sum(right * (right - 1) for right, _ in counts) / pairs  # E p²
+        spread, mixed = both - mean**2, mean - both
+        return SuccessLaw(mean, max(mixed, 0.0) / spread if spread > 0 else math.inf)
+
+    def live_share(self, size: int) -> float:
+        """Expected share of live groups of a size."""
+        if math.isinf(self.concentration):
+            return mixed_probability(self.mean, size)
+        whole = self.concentration
+        return max(1 - sum(rising_ratio(part, whole, size) for part in self._parts()), 0.0)
+
+    def live_again(self, size: int) -> tuple[float, float]:
+        """Chances that a prompt's group is live if an earlier one of this size was live, and if that one was dead.
+
+        `(1 - 2d + D) / (1 - d)` and `(d - D) / d`, with the chance `d` that a group is dead and `D` that two of the
+        same prompt are: 2R equal outcomes, or all right once and all wrong once. Both are the live share if all prompts
+        are alike; `nan` where no group, or every group, is live.
+        """
+        if not self.concentration:  # each prompt is always or never solved
+            return math.nan, 0.0
+        dead = 1 - self.live_share(size)
+        both = dead * dead
+        if not math.isinf(self.concentration):
+            right, wrong = self._parts()
+            whole = self.concentration
+            mixed = rising_ratio(right, whole, size) * rising_ratio(wrong, whole + size, size)
+            both = sum(rising_ratio(part, whole, 2 * size) for part in (right, wrong)) + 2 * mixed
+        again = (1 - 2 * dead + both) / (1 - dead) if dead < 1 else math.nan
+        return again, (dead - both) / dead if dead > 0 else math.nan
+
+    def _parts(self) -> tuple[float, float]:
+        """`a` and `b` of the Beta law."""
+        return self.mean * self.concentration, (1 - self.mean) * self.concentration
+
+
+def rising_ratio(part: float, whole: float, count: int) -> float:
+    """`Π_{i < n} (part + i) / (whole + i)`: the chance of `n` equal outcomes in a row under a Beta law."""
+    return math.prod((part + i) / (whole + i) if whole + i else 1.0 for i in range(count))
+
+
+def group_size_for(law: SuccessLaw, wanted: float = WANTED_LIVE) -> int | None:
+    """Least group size at which a share `wanted` of groups is expected to be live; None if none up to 1024 is.
+
+    Example:
+        >>> group_size_for(SuccessLaw(0.5, math.inf)), group_size_for(SuccessLaw(0.0, math.inf))
+        (4, None)
+    """
+    sizes = range(2, LARGEST_ADVISED_GROUP + 1)
+    return next((size for size in sizes if law.live_share(size) >= wanted), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutcomeCounts:
+    """How groups of one size ended whose rewards are all 0 or 1."""
+
+    groups: int
+    size: int
+    right: int
+    """Right rollouts of all groups together."""
+    all_wrong: int
+    all_right: int
+
+    @property
+    def success_rate(self) -> float:
+        """Share of right rollouts."""
+        return self.right / (self.groups * self.size)
+
+    def chance_share(self, kind: str) -> float:
+        """Share of `all wrong` or `all right` groups that chance makes if all prompts are equally hard.
+
+        Given `S` right rollouts among `N`, every arrangement is then equally likely, so a group of `R` has none of them
+        with the chance `Π_{i<R} (N-S-i) / (N-i)`, about `(1-p)^R`. No success rate need be known for that.
+        """
+        return self._chance(kind, self.size)
+
+    def exceeds_chance(self, kind: str) -> bool:
+        """Whether more groups are `all wrong`, or `all right`, than chance makes: a one-sided test at 5 %.
+
+        By the exact mean and variance of their number given the right rollouts, a normal law and half a group of
+        correction.
+        """
+        found = {"all wrong": self.all_wrong, "all right": self.all_right}[kind]
+        mean = self.groups * self._chance(kind, self.size)
+        pairs = self.groups * (self.groups - 1) * self._chance(kind, 2 * self.size)
+        variance = mean + pairs - mean**2
+        return variance > 0 and found - 0.5 - mean > CHANCE_QUANTILE * math.sqrt(variance)
+
+    def _chance(self, kind: str, count: int) -> float:
+        """Chance that `count` given rollouts are all of one kind."""
+        rollouts = self.groups * self.size
+        alike = rollouts - self.right if kind == "all wrong" else self.right
+        if count > rollouts:
+            return 0.0
+        return math.prod(max(alike - i, 0) / (rollouts - i) for i in range(count))
+
+
+def last_outcomes(run: RunReading) -> OutcomeCounts | None:
+    """Outcomes of the groups of the last third, from every step that logged them; None unless all rewards are 0 or 1.
+
+    None also if groups differ in size, or a stored group of the last third has a reward that is missing.
+    """
+    size = run.group_size
+    if size is None or not run.success_counts() or any(group.size != size for group in run.last_groups):
+        return None
+    kinds = ("groups/all_wrong", "groups/all_right")
+    lines = [line for line in run.last_lines if line.get("groups", 0) > 0 and all(kind in line for kind in kinds)]
+    groups = sum(int(line["groups"]) for line in lines)
+    if not groups:
+        return None
+    wrong, right = (round(sum(line["groups"] * line[kind] for line in lines)) for kind in kinds)
+    rewards = sum(line["groups"] * line.get("scoregram/reward", line.get("reward", math.nan)) for line in lines)
+    if math.isnan(rewards):
+        return None
+    return OutcomeCounts(groups=groups, size=size, right=round(rewards * size), all_wrong=wrong, all_right=right)
+
+
+def divisors(batch: float | int) -> list[int]:
+    """Group sizes from 2 on that divide the rollouts of a step into two prompts or more; none if they vary.
+
+    Example:
+        >>> divisors(12), divisors(12.5), divisors(math.nan)
+        ([2, 3, 4, 6], [], [])
+    """
+    if not math.isfinite(batch) or batch != round(batch):
+        return []
+    rollouts = round(batch)
+    return [size for size in range(2, rollouts // 2 + 1) if rollouts % size == 0]
+
+
+# What to do about dead groups
+
+EASIER, HARDER, MEDIUM = "easier", "harder", "medium"
+"""Problems to ask for: where most dead groups are all wrong, where most are all right, and else."""
+KINDS = MappingProxyType({EASIER: "all wrong", HARDER: "all right", MEDIUM: "all wrong or all right"})
+LEAST_LIVE = 0.05
+"""Share of live groups below which the cost of dynamic sampling is not extrapolated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeadGroups:
+    """What is known of a run with many dead groups."""
+
+    live: float
+    """Share of live groups."""
+    direction: str
+    """Key of `KINDS`."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    outcomes: OutcomeCounts | None = None
+    law: SuccessLaw | None = None
+    size_sentence: str = ""
+    """What another group size would do; empty if not known."""
+    comes_back: bool = True
+    """Whether some prompt has been drawn twice, as far as groups are stored."""
+
+    @property
+    def differ(self) -> bool | None:
+        """Whether prompts are shown to differ in difficulty; None if it cannot be tested."""
+        kinds = [kind for kind in ("all wrong", "all right") if kind in KINDS[self.direction]]
+        return None if self.outcomes is None else any(self.outcomes.exceeds_chance(kind) for kind in kinds)
+
+
+@dataclass(frozen=True)
+class Lever:
+    """One thing to change, and what it brings and costs."""
+
+    sentence: str
+    effect: str
+
+
+def prompt_change(known: DeadGroups) -> Change:
+    """One change for dead groups, and the others behind it, each with its price.
+
+    Dynamic sampling comes first where the trainer has it: it works at the first visit of a prompt. A filter needs an
+    earlier visit, and prompts that differ. Other problems cost no rollouts, but change what is learnt.
+    """
+    first, *others = _levers(known)
+    told = [f"{one.sentence} {one.effect[:1].upper()}{one.effect[1:]}".strip() for one in others]
+    return Change(
+        knob=PROMPTS,
+        direction=known.direction,
+        sentence=first.sentence,
+        effect=first.effect,
+        others=(*told, *([known.size_sentence] if known.size_sentence else [])),
+    )
+
+
+def _levers(known: DeadGroups) -> Iterator[Lever]:
+    trainer = trainer_of(known.config)
+    if not trainer or can_sample_dynamically(known.config):
+        yield _dynamic_sampling(known)
+    if known.differ is not False:
+        yield _prompt_filter(known)
+    if known.direction != MEDIUM:
+        yield _other_problems(known)
+    if known.differ is False:
+        told = "Leaving out prompts by their success rate would gain little:"
+        yield Lever(told, f"no more groups are {KINDS[known.direction]} than chance makes if all are equally hard.")
+
+
+def _dynamic_sampling(known: DeadGroups) -> Lever:
+    is_own = can_sample_dynamically(known.config)
+    wanted = 1 / max(known.live, LEAST_LIVE)
+    rounds = (stored_setting(known.config, "dynamic_rounds") or math.inf) if is_own else math.inf
+    times = f"{min(wanted, rounds):.1f} times"
+    effect = f"up to {times} as many live groups in an update, for {times} the rollouts"
+    effect += f" (--dynamic-rounds {rounds} allows no more)." if wanted > rounds else "."
+    effect += " DAPO's estimator and loss come with it, unless --estimator and --objective keep yours." * is_own
+    told = "Sample further prompts in every step until its groups are live (dynamic sampling, as in DAPO)."
+    return Lever(told, effect)
+
+
+def _prompt_filter(known: DeadGroups) -> Lever:
+    """Leave out prompts that one visit shows to teach nothing; in TRL by a smaller data set."""
+    size = known.outcomes.size if known.outcomes else stored_setting(known.config, "group_size", "num_generations")
+    rollouts = f"{size} rollouts" if size else "rollouts"
+    kind = KINDS[known.direction]
+    if trainer_of(known.config) == TRL_TRAINER:
+        told = (
+            f"Sample {rollouts} of each prompt once, leave the prompts that are {kind} out of train_dataset, and keep "
+        )
+        told += "the others; TRL has no dynamic sampling."
+    else:
+        told = f"Leave out prompts whose {rollouts} were {kind}, and keep the others."
+    again, left_out = known.law.live_again(size) if known.law and size else (math.nan, math.nan)
+    price = f"price: {rollouts} for each prompt once"
+    price += "." if known.comes_back else "; no stored group is a second visit."
+    if math.isnan(again):
+        return Lever(told, price)
+    live = known.law.live_share(size) if known.law else math.nan
+    effect = (
+        f"at a later visit {again:.0%} of their groups are live, now {live:.0%}, and {left_out:.0%} of those left out."
+    )
+    return Lever(told, f"{effect} {price[:1].upper()}{price[1:]}")
+
+
+def _other_problems(known: DeadGroups) -> Lever:
+    now = (
+        f", so that about half of the rollouts are right, now {known.outcomes.success_rate:.1%}"
+        if known.outcomes
+        else ""
+    )
+    return Lever(f"Take {known.direction} problems{now}.", "this costs no rollouts, but changes what is learnt.")
+
+
+def informed_finding(finding: RunFinding, run: RunReading, size: RuleVerdict) -> RunFinding:
+    """The finding on dead groups with what the groups of a run folder add to its log.
+
+    Args:
+        finding: From the log.
+        run: The run.
+        size: What the rule on the group size says, so that both agree.
+    """
+    if finding.change is None:
+        return finding
+    outcomes, law = last_outcomes(run), SuccessLaw.of(run.success_counts())
+    known = DeadGroups(
+        live=1 - finding.number.value,
+        direction=finding.change.direction,
+        config=run.config,
+        outcomes=outcomes,
+        law=law,
+        size_sentence=size_sentence(run, law, size),
+        comes_back=len({group.record.prompt_id for group in run.groups}) < len(run.groups),
+    )
+    told = "" if outcomes is None else f" {chance_sentence(outcomes, known.direction)}"
+    return replace(finding, sentence=f"{finding.sentence}{told}".strip(), change=prompt_change(known))
+
+
+def chance_sentence(outcomes: OutcomeCounts, direction: str) -> str:
+    """What chance would make of groups if every prompt were as hard as the mean, and what follows."""
+    kind = "all right" if direction == HARDER else "all wrong"
+    extreme = {"all right": "easier", "all wrong": "harder"}[kind]
+    by_chance, rate = outcomes.chance_share(kind), outcomes.success_rate
+    told = f"Chance would make {by_chance:.0%} {kind} if every prompt were as hard as the mean ({rate:.1%} of the "
+    told += "rollouts are right)"
+    if outcomes.exceeds_chance(kind):
+        return f"{told}: so prompts differ, and some are {extreme} than that."
+    return f"{told}: so no prompt is shown to be {extreme} than the others."
+
+
+def size_sentence(run: RunReading, law: SuccessLaw | None, verdict: RuleVerdict) -> str:
+    """What another group size would do for dead groups, in agreement with the rule on the group size."""
+    used, batch, best = run.group_size, run.batch_size, run.noise().best_group_size
+    if isinstance(verdict, RunFinding) and verdict.change is not None:
+        if verdict.change.direction == "down":
+            return f"Larger groups are ruled out: the update has the least error with groups of {cell_text(best)}."
+        return f"Larger groups: {verdict.change.sentence} See “{verdict.name}”."
+    if used is None or law is None or used < 2:
+        return ""
+    twice = 2 * used
+    shares = f"{law.live_share(twice):.0%} of them would be live, now {law.live_share(used):.0%}"
+    if {used, twice} <= set(divisors(batch)):
+        later, now = (law.live_share(size) * batch / size for size in (twice, used))
+        shares += f", but only {later:.1f} of {batch / twice:g} in a step, now {now:.1f} of {batch / used:g}"
+    told = f"Groups of {twice} at the same rollouts are not advised: {shares}."
+    if isinstance(verdict, Undecided):
+        return f"{told} Their error is not known yet: measure more steps."
+    return f"{told} The update has the least error with groups of {cell_text(best)}."

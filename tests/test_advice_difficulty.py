@@ -1,0 +1,220 @@
+"""How hard prompts are: chance by enumeration, chances of a second visit by integration, and one change first."""
+
+import itertools
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scoregram.advice import RunFinding, advise, advise_run
+from scoregram.advice.difficulty import (
+    KINDS,
+    DeadGroups,
+    OutcomeCounts,
+    SuccessLaw,
+    chance_sentence,
+    last_outcomes,
+    prompt_change,
+    size_sentence,
+)
+from scoregram.advice.findings import Change, Undecided, contradictions, diagnosis_of
+from scoregram.advice.noise_rules import trained_estimator
+from scoregram.advice.settings import trainer_of, typed_setting, with_setting
+from scoregram.exhibits import Estimate
+from scoregram.statistics import NoiseComponents
+from tests.test_advice_gram import found, run_of, with_noise
+
+
+def counts(groups: int, size: int, right: int, wrong: int = 0, solved: int = 0) -> OutcomeCounts:
+    return OutcomeCounts(groups=groups, size=size, right=right, all_wrong=wrong, all_right=solved)
+
+
+def numbers_by_enumeration(groups: int, size: int, right: int, mark: int) -> list[int]:
+    """How many groups are all `mark`, for every arrangement of the right rollouts."""
+    places = range(groups * size)
+    found = []
+    for chosen in itertools.combinations(places, right):
+        marks = [int(place in chosen) for place in places]
+        found.append(sum(all(one == mark for one in marks[i * size : (i + 1) * size]) for i in range(groups)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("groups", "size", "right"), [(3, 3, 2), (4, 2, 3), (2, 4, 1), (4, 3, 9), (3, 2, 0), (1, 4, 2)]
+)
+@pytest.mark.parametrize(("kind", "mark"), [("all wrong", 0), ("all right", 1)])
+def test_chance_is_that_of_all_arrangements(groups, size, right, kind, mark):
+    numbers = numbers_by_enumeration(groups, size, right, mark)
+    mean = Fraction(sum(numbers), len(numbers))
+    assert counts(groups, size, right).chance_share(kind) * groups == pytest.approx(float(mean))
+    variance = float(Fraction(sum(n * n for n in numbers), len(numbers)) - mean**2)
+    for number in range(groups + 1):
+        field = {"all wrong": "wrong", "all right": "solved"}[kind]
+        exceeds = counts(groups, size, right, **{field: number}).exceeds_chance(kind)
+        assert exceeds == (variance > 1e-12 and number - 0.5 - float(mean) > 1.645 * math.sqrt(variance))
+
+
+def test_equally_hard_prompts_rarely_exceed_chance_and_different_ones_do():
+    rng = np.random.default_rng(0)
+
+    def share(rates: np.ndarray, runs: int = 400) -> float:
+        exceeding = 0
+        for _ in range(runs):
+            right = rng.binomial(8, rng.permutation(rates))
+            made = counts(len(right), 8, int(right.sum()), wrong=int((right == 0).sum()))
+            exceeding += made.exceeds_chance("all wrong")
+        return exceeding / runs
+
+    assert share(np.full(100, 0.06)) < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 400)
+    assert share(np.repeat([0.0, 0.2], 50)) > 0.9
+
+
+@pytest.mark.parametrize(("a", "b", "size"), [(0.5, 3.0, 4), (2.0, 2.0, 8), (1.0, 9.0, 8), (6.0, 1.0, 3)])
+def test_a_second_visit_by_integration(a, b, size):
+    points = (np.arange(400_000) + 0.5) / 400_000
+    density = points ** (a - 1) * (1 - points) ** (b - 1)
+    live = 1 - points**size - (1 - points) ** size
+    again = float((density * live * live).sum() / (density * live).sum())
+    left_out = float((density * live * (1 - live)).sum() / (density * (1 - live)).sum())
+    assert SuccessLaw(a / (a + b), a + b).live_again(size) == pytest.approx((again, left_out), abs=2e-3)
+
+
+def test_a_second_visit_at_the_edges():
+    alike = SuccessLaw(0.5, math.inf)
+    assert alike.live_again(4) == pytest.approx((7 / 8, 7 / 8))  # an earlier visit says nothing
+    again, left_out = SuccessLaw(0.5, 0.0).live_again(4)  # each prompt always or never solved
+    assert math.isnan(again) and left_out == 0
+
+
+OWN: dict[str, Any] = {"method": "grpo", "dynamic_rounds": 4, "group_size": 8}
+TRL: dict[str, Any] = {"integration": {"name": "trl", "trainer": "GRPOTrainer"}, "group_size": 8}
+DIFFERENT = counts(100, 8, 60, wrong=80)
+ALIKE = counts(100, 8, 60, wrong=55)
+
+
+def test_one_change_comes_first_and_the_others_have_a_price():
+    law = SuccessLaw(0.075, 1.5)
+    known = DeadGroups(live=0.2, direction="easier", config=OWN, outcomes=DIFFERENT, law=law, size_sentence="Groups …")
+    change = prompt_change(known)
+    assert change.sentence.startswith("Sample further prompts") and " or " not in change.sentence
+    assert (
+        "up to 4.0 times as many live groups" in change.effect and "--dynamic-rounds 4 allows no more" in change.effect
+    )
+    assert typed_setting(change, OWN) == "--method dapo (now grpo)"
+    filtered, easier, size = change.others
+    again, left_out = law.live_again(8)
+    assert f"{again:.0%} of their groups are live" in filtered and f"{left_out:.0%} of those left out" in filtered
+    assert "Price: 8 rollouts for each prompt" in filtered and easier.startswith("Take easier") and size == "Groups …"
+    assert "7.5%" in easier  # 60 of 800 rollouts
+
+
+def test_a_trl_user_is_told_what_trl_has():
+    change = prompt_change(DeadGroups(live=0.2, direction="easier", config=TRL, outcomes=DIFFERENT))
+    assert "out of train_dataset, and keep the others; TRL has no dynamic sampling." in change.sentence
+    assert typed_setting(change, TRL) == "train_dataset"
+    assert not any("dapo" in part.lower() or "--" in part for part in (change.sentence, change.effect, *change.others))
+    used = prompt_change(DeadGroups(live=0.2, direction="easier", config=OWN | {"method": "dapo"}, outcomes=DIFFERENT))
+    assert used.sentence.startswith("Leave out prompts") and typed_setting(used, {"method": "dapo"}) == ""
+    unknown = prompt_change(DeadGroups(live=0.2, direction="easier"))
+    assert "--" not in unknown.effect and typed_setting(unknown, {}) == ""
+
+
+@pytest.mark.parametrize("config", [OWN, TRL, {}])
+@pytest.mark.parametrize("direction", KINDS)
+@pytest.mark.parametrize("outcomes", [None, DIFFERENT, ALIKE])
+def test_no_prompt_is_called_unsolvable_by_chance(config, direction, outcomes):
+    change = prompt_change(DeadGroups(live=0.3, direction=direction, config=config, outcomes=outcomes))
+    told = " ".join((change.sentence, change.effect, *change.others))
+    assert "never solved" not in told and "always solved" not in told
+    if outcomes is ALIKE:
+        assert "would gain little" in told and "Leave out" not in told and "leave the prompts" not in told
+    assert change.direction == direction
+
+
+def test_chance_stands_beside_the_share_of_dead_groups():
+    assert "Chance would make 53% all wrong" in chance_sentence(DIFFERENT, "easier")  # (1 - 0.075)^8 = 0.536
+    assert "so prompts differ, and some are harder" in chance_sentence(DIFFERENT, "easier")
+    assert "no prompt is shown to be harder" in chance_sentence(ALIKE, "easier")
+    assert "all right if" in chance_sentence(counts(10, 4, 36, solved=8), "harder")
+
+
+def test_outcomes_are_those_of_every_logged_step():
+    line = {"groups": 4, "groups/all_wrong": 0.5, "groups/all_right": 0.25, "reward": 0.375}
+    run = run_of("1111", "0000", "1000", "1000", lines=line)
+    assert last_outcomes(run) == counts(4, 4, 6, wrong=2, solved=1)
+    assert last_outcomes(run_of("1111", "0002", lines=line)) is None  # graded rewards
+    assert last_outcomes(run_of("1111", "000", lines=line)) is None  # groups of two sizes
+    assert last_outcomes(run_of("1111", "0000")) is None  # nothing logged
+
+
+SIZES = {
+    "down": {"best_group_size": Estimate(2.0, 2.0, 3.0), "components": NoiseComponents(1.0, 10.0, 1.0, 10.0)},
+    "up": {"best_group_size": Estimate(11.0, 8.0, 15.0), "components": NoiseComponents(1.0, 1.0, 1.0, 100.0)},
+    "stays": {"best_group_size": Estimate(5.0, 3.0, 9.0), "components": NoiseComponents(1.0, 1.0, 1.0, 100.0)},
+    "open": {"best_group_size": Estimate(11.0, 3.0, math.inf), "components": NoiseComponents(1.0, 1.0, 1.0, 100.0)},
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_dead_groups_and_the_rule_on_the_group_size_say_one_thing(case):
+    outcomes = ["0000", "0000", "0000", "1000"] * 2
+    run = with_noise(run_of(*outcomes), **SIZES[case])
+    verdict, law = found("group size", run), SuccessLaw.of(run.success_counts())
+    told = size_sentence(run, law, verdict)
+    if case in ("up", "down"):
+        assert isinstance(verdict, RunFinding) and verdict.change is not None and verdict.change.direction == case
+        assert told.startswith({"up": "Larger groups: Use groups", "down": "Larger groups are ruled out"}[case])
+    else:
+        assert told.startswith("Groups of 8 at the same rollouts are not advised")
+        assert isinstance(verdict, Undecided) == ("not known yet" in told) == (case == "open")
+        assert law is not None
+        later, now = (law.live_share(size) * 32 / size for size in (8, 4))
+        assert later < now and f"only {later:.1f} of 4 in a step, now {now:.1f} of 8" in told
+    assert contradictions(advise_run(run).findings) == []
+
+
+def test_larger_groups_are_live_more_often_but_fewer_in_a_step():
+    """At equal rollouts `L(2R) / 2R ≤ L(R) / R` from R = 3 on, whatever the success rate."""
+    for mean, concentration, size in itertools.product(
+        (0.01, 0.1, 0.5, 0.9), (0.5, 2.0, 20.0, math.inf), (3, 4, 8, 16)
+    ):
+        law = SuccessLaw(mean, concentration)
+        assert law.live_share(size) <= law.live_share(2 * size) <= 2 * law.live_share(size) + 1e-12
+
+
+def test_the_recorded_run_is_told_chance_and_one_setting():
+    diagnosis = advise("results/smollm2-gsm8k/runs/R8-seed0")
+    (one,) = [finding for finding in diagnosis.findings if finding.name == "dead groups"]
+    # 320 groups of 8 in the last third, 239 right rollouts: (1 - 239/2560)^8 = 0.456
+    assert "69% all wrong. Chance would make 46% all wrong" in one.sentence
+    assert one.change is not None and one.change.setting == "--method dapo (now grpo-paper)"
+    assert [line.split(":")[0] for line in one.lines()[3:]] == ["Otherwise, 1", "Otherwise, 2", "Otherwise, 3"]
+    assert "Groups of 16 at the same rollouts are not advised" in one.change.others[-1]
+    assert one.plain()["change"]["others"] == list(one.change.others)
+
+
+def test_open_questions_name_options_of_the_trainer_alone():
+    options = {"scoregram": "--layers float32", "trl": 'attach(trainer, layers="float32")'}
+    verdict = Undecided("store the Grams of layers", options)
+    assert diagnosis_of("", {"x": verdict}, "trl").undecided == {"x": f"store the Grams of layers ({options['trl']})"}
+    assert diagnosis_of("", {"x": verdict}, "scoregram").undecided["x"].endswith("(--layers float32)")
+    assert diagnosis_of("", {"x": verdict}).undecided == {"x": "store the Grams of layers"}
+    assert trainer_of(TRL) == "trl"
+    run = run_of("1000", "0000")
+    told = advise_run(type(run)(TRL, run.notes, run.lines, run.groups)).undecided
+    assert not any("--" in needs for needs in told.values()), told
+
+
+def test_the_estimator_of_a_trl_run_is_known():
+    def named(trainer: str = "GRPOTrainer", **arguments: Any) -> str:
+        return trained_estimator({"integration": {"name": "trl", "trainer": trainer}, "arguments": arguments})
+
+    assert named(scale_rewards="group") == named(scale_rewards=True) == "grpo-trl"
+    assert named(scale_rewards="none") == named(scale_rewards=False) == "mean" and named("RLOOTrainer") == "rloo"
+    assert named(scale_rewards="batch") == "" and trained_estimator({"method": "rloo"}) == "rloo"
+    change = Change(knob="estimator", direction="rloo", sentence="", effect="", value="rloo")
+    finding = RunFinding(name="estimator", severity="note", sentence="", evidence="", change=change)
+    told = with_setting(finding, TRL).change
+    assert told is not None and told.setting == 'attach(trainer, estimator="rloo")'
