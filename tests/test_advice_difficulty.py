@@ -105,7 +105,7 @@ def test_one_change_comes_first_and_the_others_have_a_price():
     assert typed_setting(change, OWN) == "--method dapo (now grpo)"
     filtered, easier, size = change.others
     again, left_out = law.live_again(8)
-    assert f"{again:.0%} of their groups are live" in filtered and f"{left_out:.0%} of those left out" in filtered
+    assert f"{again:.0%} of the other groups are live" in filtered and f"{left_out:.0%} of those left out" in filtered
     assert "Price: 8 rollouts for each prompt" in filtered and easier.startswith("Take easier") and size == "Groups …"
     assert "7.5%" in easier  # 60 of 800 rollouts
 

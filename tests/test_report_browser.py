@@ -3,12 +3,15 @@
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from scoregram.exhibits import Estimate, Figure, Series, Table
 from scoregram.report import Section, write_page, write_report, write_several_report
+from scoregram.report.run_page import run_page
+from scoregram.runs import open_run
 from tests.report_cases import write_run
 
 pytest.importorskip("plotly")
@@ -71,6 +74,23 @@ def test_a_step_under_the_glass_shows_texts_as_text(tmp_path):
     assert "<img" not in drawn and drawn.count('<article class="rollout">') == 4
     assert "completion" in drawn and RIGHT_TO_LEFT in drawn and "more characters)" in drawn
     assert 'class="token"' in drawn and drawn.count("of the update of the step") == 4
+
+
+def test_the_advice_to_read_rollouts_leads_to_a_truncated_one(tmp_path):
+    write_run(tmp_path / "run", text="some text")
+    page = run_page(open_run(tmp_path / "run"))
+    steps = page.glass.steps
+    for rollout in (one for step in steps for group in step["groups"] for one in group["rollouts"]):
+        rollout["finished"] = True
+    steps[1]["groups"][2]["rollouts"][0]["finished"] = False
+    html = replace(page, answers=(("What to change?", "Read some truncated rollouts: x"),)).html()
+    click = "<script>document.querySelector('a.to-rollouts').click()</script></body>"
+    # the page's own policy would stop the script that clicks
+    path = tmp_path / "clicked.html"
+    path.write_text(re.sub(r"<meta http-equiv[^>]*>", "", html).replace("</body>", click))
+    document, said = opened(path, tmp_path / "home")
+    shown = body(document)
+    assert said == "" and f'for="glass-step">{steps[1]["step"]}</output>' in shown and shown.count("cut off<") == 1
 
 
 def test_several_runs_are_drawn_together(tmp_path):

@@ -28,7 +28,7 @@ from scoregram.report.run_page import (
     summary_table,
     when_learnt,
 )
-from scoregram.report.step_figures import learning_figures, prompts_figures
+from scoregram.report.step_figures import learning_figures, noise_figures, prompts_figures
 from scoregram.runs import GroupRecord, RolloutRecord, RunWriter, open_run
 from scoregram.spectra import feasible_intervals
 from scoregram.statistics import baseline_saving, group_blocks, mixed_probability, noise_components
@@ -500,3 +500,41 @@ def test_the_ends_of_stored_rollouts_are_those_of_the_records(tmp_path):
     assert folder.rollout_ends(1) == [(0.5, True), (1.0, False), (0.0, False)]
     lines = list(_truncation_lines(read_run(folder)))
     assert lines == [{"step": 1, "truncated_reward": 0.5, "finished_reward": 0.5}]
+
+
+def test_the_page_states_a_change_once_and_what_to_do_otherwise(run):
+    change = Change(knob="x", direction="up", sentence="Do it.", effect="more.", setting="--x 1", others=("Or so.",))
+    cards = tuple(dataclasses.replace(a_finding(name, name), change=change) for name in ("a", "b"))
+    page = dataclasses.replace(run_page(open_run(run[0])), cards=cards, shown_cards=1, lead_finding="a")
+    html = page.html()
+    assert html.count("<b>Do:</b>") == 1 and html.count("<li>Or so.</li>") == 2  # the lead has said that of the first
+    assert "1. a <span" in html and "2. b <span" in html and "Then: b (--x 1); and what the other rules say" in html
+
+
+def test_rollouts_are_linked_where_the_page_has_their_texts(run):
+    page = dataclasses.replace(run_page(open_run(run[0])), answers=(("What?", "Read some rollouts. Setting: --x 1."),))
+    for has_texts in (True, False):
+        html = dataclasses.replace(page, glass=dataclasses.replace(page.glass, has_texts=has_texts)).html()
+        assert ('class="to-rollouts">Read some rollouts</a>. Setting: <code>--x 1</code>.' in html) == has_texts
+        assert ("The rollouts: text, reward" in html) == has_texts
+
+
+def test_every_page_names_its_trainer(run):
+    reading = read_run(open_run(run[0]))
+    named = {
+        "scoregram train": {"method": "grpo"},
+        "TRL": {"integration": {"name": "trl"}},
+        "not known: a dump, format verl": {"format": "verl"},
+    }
+    for name, config in named.items():
+        assert dict(run_facts(dataclasses.replace(reading, config=config)))["trainer"] == name
+
+
+def test_captions_on_noise_agree_with_the_tile(run):
+    reading = read_run(open_run(run[0]))
+    assert reading.trust.has_few_steps
+    captions = {figure.id: figure.caption for figure in noise_figures(reading)}
+    assert "says what it needs" in captions["noise-scale"] and "pools" not in captions["noise-scale"]
+    scales = [scale for scale in reading.series("gram/noise_scale")[1] if math.isfinite(scale)]
+    above = sum(scale > reading.batch_size for scale in scales)
+    assert f"of the {len(scales)} of" in captions["noise-scale"] and f"; {above} of them" in captions["noise-scale"]

@@ -268,17 +268,15 @@ def _prompt_filter(known: DeadGroups) -> Lever:
         )
         told += "the others; TRL has no dynamic sampling."
     else:
-        told = f"Leave out prompts whose {rollouts} were {kind}, and keep the others."
+        told = f"Leave out prompts whose {rollouts} were {kind}."
     again, left_out = known.law.live_again(size) if known.law and size else (math.nan, math.nan)
     price = f"price: {rollouts} for each prompt once"
     price += "." if known.comes_back else "; no stored group is a second visit."
     if math.isnan(again):
         return Lever(told, price)
     live = known.law.live_share(size) if known.law else math.nan
-    effect = (
-        f"at a later visit {again:.0%} of their groups are live, now {live:.0%}, and {left_out:.0%} of those left out."
-    )
-    return Lever(told, f"{effect} {price[:1].upper()}{price[1:]}")
+    effect = f"at a later visit {again:.0%} of the other groups are live, now {live:.0%}, and {left_out:.0%} of those "
+    return Lever(told, f"{effect}left out. {price[:1].upper()}{price[1:]}")
 
 
 def _other_problems(known: DeadGroups) -> Lever:

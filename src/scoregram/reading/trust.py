@@ -82,7 +82,7 @@ class Trust:
             steps = "step" if self.measured == 1 else "steps"
             said.append(
                 f"Gradients were measured at {self.measured} {steps}. Conclusions on noise come from the last third of "
-                f"the measured steps, here {self.last_measured}, and need {FEWEST}, so {3 * FEWEST - 2} in all. "
+                f"them, here {self.last_measured}, and need {FEWEST}, so {3 * FEWEST - 2} in all. "
                 "Rewards and lengths come from every logged step."
             )
         return said + list(self.remarks.values())

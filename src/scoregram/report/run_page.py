@@ -41,7 +41,7 @@ MOST_CARDS = 3
 """Pieces of advice on the first screen; the others are folded away."""
 FACTS = {"model": "model", "task": "task", "method": "method", "estimator": "estimator", "objective": "objective"}
 """Settings that the first screen names, and their labels."""
-METHOD_NOTES: Mapping[str, str] = MappingProxyType({"grpo-paper": " (eq. 22 of arXiv:2606.29238: reward minus mean)"})
+METHOD_NOTES: Mapping[str, str] = MappingProxyType({"grpo-paper": " (eq. 22 of arXiv:2606.29238)"})
 """Method → what its name alone does not say."""
 
 
