@@ -1,6 +1,7 @@
 """`results/fixed-policies`: the files are intact and hold no prompt, and every number of the page follows from them."""
 
 import ast
+import hashlib
 import importlib.util
 import json
 import re
@@ -14,7 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from scoregram.policy import PolicyConfig, load_policy
 from scoregram.spectra import orthogonal_null, spectrum_summary
+from scoregram.tasks import load_task
+from tests.training_cases import JUDGE, save_policy
 
 pytestmark = pytest.mark.slow  # runs in `make test-results`
 
@@ -35,12 +39,16 @@ eigenvalue is -5e-5 of its trace."""
 
 
 @cache
-def summarise() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fixed_policies_summarise", FOLDER / "summarise.py")
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"fixed_policies_{name}", FOLDER / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def summarise() -> ModuleType:
+    return script("summarise")
 
 
 def name_of(path: Path) -> str:
@@ -207,3 +215,31 @@ def test_every_gram_is_symmetric_and_positive(path):
         # Rounding each entry to float32 moves an eigenvalue by at most ε/2 · |K|_F ≤ ε/2 · trace.
         bound = TIED_EPS if name == "k_embed" and path.parent.name == "smollm2-135m-taught" else FLOAT32_EPS
         assert (np.linalg.eigvalsh(k.astype(float))[:, 0] >= -bound * trace).all()
+
+
+def test_a_stored_gram_is_measured_again_from_its_tokens(tmp_path):
+    """A group of four rollouts of a small policy, whose Gram comes from one backward pass per rollout."""
+    task = load_task("arithmetic:3", seed=0, reward=JUDGE)
+    policy = load_policy(PolicyConfig(model=str(save_policy(tmp_path)), prompt="plain"), task)
+    prompt = policy.encode_prompt(task.prompt(task.train[5]))
+    draw = torch.Generator().manual_seed(0)
+    completions = [torch.randint(4, 12, (size,), generator=draw).tolist() for size in (2, 5, 3, 5)]
+    scores = []
+    for completion in completions:
+        row = torch.tensor([[*prompt, *completion]])
+        log_probs = policy.model(row).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        chosen = log_probs[torch.arange(len(completion)), torch.tensor(completion)].sum()
+        gradient = torch.autograd.grad(chosen, list(policy.model.parameters()))
+        scores.append(torch.cat([part.flatten() for part in gradient]).double())
+    stacked = torch.stack(scores)
+    group = {
+        "prompt_index": 5,
+        "prompt_sha256": hashlib.sha256(b"".join(token.to_bytes(4, "little") for token in prompt)).hexdigest(),
+        "completion_tokens": completions,
+        "k": (stacked @ stacked.T).flatten().tolist(),
+    }
+    difference = script("remeasure").difference
+    assert difference(policy, task, group, 1.0) < 1e-5
+    assert difference(policy, task, group | {"completion_tokens": [*completions[:3], [4, 4, 4, 4, 4]]}, 1.0) > 0.01
+    with pytest.raises(SystemExit, match="prompt 6 has other tokens"):
+        difference(policy, task, group | {"prompt_index": 6}, 1.0)
