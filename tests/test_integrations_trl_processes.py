@@ -23,10 +23,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 TEMPERATURE = 0.9
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def save_policies(made: Path) -> Path:
     """Policies with tied and untied embeddings, and one that counts positions."""
-    made = tmp_path_factory.mktemp("trl")
     trainer_for("GRPO", made / "tied")
     untied: Any = AutoModelForCausalLM.from_pretrained(made / "tied" / "policy", tie_word_embeddings=False)
     torch.manual_seed(1)
@@ -39,6 +37,11 @@ def folder(tmp_path_factory) -> Path:
     )  # fmt: skip
     GPT2LMHeadModel(config).save_pretrained(made / "absolute" / "policy")
     return made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_policies(tmp_path_factory.mktemp("trl"))
 
 
 @pytest.fixture(scope="module")

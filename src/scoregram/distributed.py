@@ -5,17 +5,21 @@ inside such a call: then it fails in all of them, and no process waits for the o
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from scoregram.checks import ScoregramError, fail
 
 T = TypeVar("T")
+
+BUCKET_BYTES = 25 << 20
+"""Size up to which tensors are sent together, as in `DistributedDataParallel`."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,23 @@ class Processes:
             dist.all_reduce(value)
         return value
 
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its mean over all processes; small ones are sent together.
+
+        Every process passes tensors of the same shapes and dtypes in the same order. As in `DistributedDataParallel`,
+        they are divided by the number of processes before they are added, in their own dtype.
+        """
+        if self.count == 1:
+            return
+        for bucket in _buckets(tensors):
+            alone = len(bucket) == 1 and bucket[0].is_contiguous()
+            flat = bucket[0].view(-1) if alone else torch.cat([tensor.reshape(-1) for tensor in bucket])
+            self.sum(flat.div_(self.count))
+            if alone:
+                continue
+            for tensor, mean in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(mean.view_as(tensor))
+
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true in any process."""
         if self.count == 1:
@@ -112,6 +133,19 @@ class Processes:
                 raise ScoregramError(message)
             got = f"{kind}: {message} in process {rank}"
             fail("several processes", "every process must finish its part", got, f"Read the log of process {rank}.")
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Consecutive tensors of one dtype and device, up to `BUCKET_BYTES` together, or a larger one alone."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        kinds = {(one.dtype, one.device) for one in (*bucket, tensor)}
+        if bucket and (len(kinds) > 1 or sum(one.nbytes for one in (*bucket, tensor)) > BUCKET_BYTES):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
 
 
 ALONE = Processes()

@@ -45,7 +45,6 @@ from scoregram.integrations.trl.support import (
     default_tolerance,
     is_rloo,
     low_precision_causes,
-    memory_limit,
     processes_of,
     require_supported,
     run_config,
@@ -107,12 +106,12 @@ def attach(
             and the metrics that need it. Otherwise each process measures its share of the groups, which is faster. A
             single process gets that Gram anyway, if all groups fit into one pass.
         fused: Take Gram and gradient from one backward pass wherever that gives the trainer's gradient up to rounding:
-            in one process, if all micro-batches of the step fit into memory together, and after a step at which the
-            whole gradient agreed. `attachment.not_fused` says why steps are not fused. With False every gradient is the
-            trainer's, bit for bit.
+            in one process or data parallel with whole groups in each, if all micro-batches of the step fit into memory
+            together, and after a step at which the whole gradient agreed. `attachment.not_fused` says why steps are not
+            fused. With False every gradient is the trainer's, bit for bit.
         cuda_graphs: On a GPU, record fused passes as CUDA graphs and replay them where prompts and completions are
             padded to the same lengths again. This removes the time that Python takes to launch kernels, and keeps the
-            memory of one pass for the whole training (`scoregram.gram.CudaGraphGram`).
+            memory of one pass for the whole training (`scoregram.gram.CudaGraphGram`). Only in one process.
         halt_on: Stop the training, with a warning that states the finding, when the trainer's log shows one that is at
             least this severe: `critical`, `warning` or `note`. The rules are those of `scoregram advise` on a log; they
             run whenever the trainer logs. None never stops it.
@@ -413,11 +412,13 @@ class Attachment:
     def _loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         rows = inputs.get(ROW_KEY)
         given = {name: value for name, value in inputs.items() if name != ROW_KEY}
-        if rows is None or self._window is None or not torch.is_grad_enabled():
+        if self._window is None or not torch.is_grad_enabled():
             return self._inner["_compute_loss"](model, given, *args, **kwargs)
-        batch = MicroBatch(rows)
+        batch = None if rows is None else MicroBatch(rows)
         with self._errors_as_warnings():
             self._begin_fused_step(model, given, batch, self._window)
+        if batch is None:
+            return self._inner["_compute_loss"](model, given, *args, **kwargs)
         try:
             loss, log_probs = self._observed_loss(model, given, *args, **kwargs)
         except Exception as error:
@@ -499,17 +500,27 @@ class Attachment:
         if self.folder is not None:
             self.folder.write(measured, keep_rollouts=self.settings.keep_rollouts, foreign_names=foreign_names)
 
-    def _begin_fused_step(self, model: Any, inputs: Mapping[str, Any], batch: MicroBatch, window: Window) -> None:
-        """Try to fuse the step that begins with this micro-batch, or add the micro-batch to a step that is fused."""
-        serials = set(batch.rows[:, 0].tolist())
-        generation = self._generations.get(serials.pop())
-        if window.batches:
+    def _begin_fused_step(
+        self, model: Any, inputs: Mapping[str, Any], batch: MicroBatch | None, window: Window
+    ) -> None:
+        """Try to fuse the step that begins with this micro-batch, or add the micro-batch to a step that is fused.
+
+        All processes come here, also one whose rollouts are unknown (`batch` is None): they decide together.
+        """
+        if not window.is_decided:
+            window.is_decided = True
+            self._fused.begin(model, inputs, batch, self._generation_to_fuse(batch, window))
+        elif batch is not None:
             self._fused.add_part(inputs, batch)
-        elif generation is None or generation.has_images or serials:
-            return
-        elif self.settings.mode == "loss" or generation.policy_step == window.step - 1:
-            limit = memory_limit(self.trainer.model, self.settings, self.processes)
-            self._fused.begin(model, inputs, batch, generation, limit)
+
+    def _generation_to_fuse(self, batch: MicroBatch | None, window: Window) -> Generation | None:
+        """The generation of a micro-batch, if it is one, of text, and under the policy that the mode measures."""
+        serials = [] if batch is None else sorted(set(batch.rows[:, 0].tolist()))
+        generation = self._generations.get(serials[0]) if len(serials) == 1 else None
+        if generation is None or generation.has_images:
+            return None
+        is_current = self.settings.mode == "loss" or generation.policy_step == window.step - 1
+        return generation if is_current else None
 
     def _warn_of_fused_failure(self) -> None:
         message, self._fused.failure = str(self._fused.reason), None

@@ -8,12 +8,17 @@ trainer's own pass runs after all, with the same `c`: the step takes longer, but
 Under gradient accumulation the engine's forward pass runs once, over all micro-batches of the step, if they fit into
 memory together. Each micro-batch gets its part of the log-probabilities, and the engine's backward pass follows the
 last one. So the Gram includes rollouts of different micro-batches.
+
+With several processes (`DistributedDataParallel`) each one runs the engine over its own rollouts, on the model inside
+the wrapper. The gradients are then averaged as the wrapper would have done it. The processes decide together whether a
+step is fused: before the loss, after the engine's forward pass, and after its backward pass. So either all of them
+write a fused gradient, or all of them run the trainer's own pass through the wrapper.
 """
 
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +27,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from scoregram.checks import fail, listed
-from scoregram.distributed import Processes
+from scoregram.distributed import ALONE, Processes
 from scoregram.gram import (
     ChangedLayers,
     CudaGraphGram,
@@ -36,8 +41,15 @@ from scoregram.gram import (
 from scoregram.integrations.trl.generation import Generation
 from scoregram.integrations.trl.gradient_checks import fused_row_error, norm_error
 from scoregram.integrations.trl.separate_pass import CheckedGram, rescaled_gram
-from scoregram.integrations.trl.support import Settings, loss_scale, reason_not_fused, unwrapped_model
-from scoregram.integrations.trl.window import EVEN, MicroBatch, ObservedStep, rollout_weights
+from scoregram.integrations.trl.support import (
+    Settings,
+    loss_scale,
+    memory_limit,
+    reason_not_fused,
+    unwrapped_model,
+)
+from scoregram.integrations.trl.window import EVEN, MicroBatch, StepSlice, rollout_weights
+from scoregram.reading import gram_of_passes
 
 KNOWN_ARGUMENTS = ("self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy")
 """Arguments of TRL's method for log-probabilities that a fused step supports; a call that sets another is declined."""
@@ -87,6 +99,29 @@ class FusedPart:
         return mask * self.inputs["tool_mask"] if "tool_mask" in self.inputs else mask
 
 
+@dataclass(frozen=True)
+class FusedGradient:
+    """What the engine's backward pass gave in one process."""
+
+    checked: CheckedGram
+    gradient: dict[Tensor, Tensor]
+    """For each parameter that the pass used, what the trainer's own pass would have left in its `.grad`."""
+
+
+@dataclass(frozen=True)
+class Readiness:
+    """Whether one process could fuse a step."""
+
+    reason: str | None = None
+    """Why neither this step nor a later one can be fused."""
+    obstacle: str | None = None
+    """Why this step cannot be fused."""
+    has_rollouts: bool = True
+    """Whether the rollouts are known and of one generation that the mode measures."""
+    compares_rollout: bool = False
+    """Whether a comparison of one rollout's gradient is due."""
+
+
 @dataclass
 class FusedStep:
     """One step, from the trainer's call for log-probabilities to the gradient in `.grad`."""
@@ -105,6 +140,7 @@ class FusedStep:
     """Whether one rollout's gradient is compared with the trainer's own."""
     parts: list[FusedPart]
     """The micro-batches so far."""
+    processes: Processes = ALONE
     pieces: int = 1
     """Micro-batches of the whole step."""
     generation: Generation | None = None
@@ -119,7 +155,7 @@ class FusedStep:
     """Gram and check, rollouts in the order of `rows`; None if the trainer's own pass had to run. Its log-probabilities
     are in TRL's layout."""
     failure: Exception | None = None
-    """An unexpected error, after which the trainer's own pass ran."""
+    """An unexpected error in this or another process, after which the trainer's own pass ran."""
     is_over: bool = False
     seconds: float = 0.0
     """Time of the engine's forward and backward pass, without the comparison."""
@@ -227,20 +263,39 @@ class FusedStep:
         if self.is_over or not self.is_begun or self.is_pending:
             return
         self.is_over = True
-        derivative = self.derivative()
-        if derivative is None and not any(part.entropy_gradients for part in self.parts):
-            self.deferred = None
-            return  # the loss does not depend on the policy
+        made = None
         try:
-            if derivative is not None and not self.has_other_gradients:
-                self.result = self.measured(derivative)
+            made = self.processes.each(self.measured)
         except Exception as error:
             self.failure = error.with_traceback(None)  # the traceback would keep the tensors of the pass alive
             if isinstance(error, torch.OutOfMemoryError):
                 torch.cuda.empty_cache()
         self.deferred = None
-        if self.result is None:
-            self.run_trainers_passes(self.parts)
+        if self.failure is None and self.write_gradient(made):
+            assert made is not None
+            self.result = made.checked
+            return
+        made = None
+        self.run_trainers_passes(self.parts, averages=True)
+
+    def write_gradient(self, made: FusedGradient | None) -> bool:
+        """Write the mean of all processes' gradients to `.grad`; False, with nothing written, if one has none.
+
+        A parameter that only other processes used has the gradient 0 here. One that no process used keeps its `.grad`,
+        as with `DistributedDataParallel`.
+        """
+        everywhere = self.processes.gather(
+            lambda: None if made is None else [p in made.gradient for p in self.parameters]
+        )
+        known = [used for used in everywhere if used is not None]
+        if made is None or len(known) < len(everywhere):
+            return False
+        used = [p for p, *flags in zip(self.parameters, *known, strict=True) if any(flags)]
+        grads = [made.gradient[p] if p in made.gradient else torch.zeros_like(p) for p in used]
+        self.processes.average(grads)
+        for parameter, grad in zip(used, grads, strict=True):  # last, when nothing can fail any more
+            parameter.grad = grad
+        return True
 
     def derivative(self) -> Tensor | None:
         """`(N, C)` derivative of the loss for the engine's rollouts; None if no micro-batch has one."""
@@ -260,31 +315,39 @@ class FusedStep:
             grad is not None and bool(grad.any()) for grad in arrived
         )
 
-    def abandon(self, answered: Sequence[FusedPart]) -> None:
+    def abandon(self, answered: Sequence[FusedPart], *, averages: bool = False) -> None:
         """Leave the step to the trainer: its own passes for the micro-batches that the engine has answered."""
         self.is_over, self.deferred = True, None
-        self.run_trainers_passes(answered)
+        self.run_trainers_passes(answered, averages=averages)
 
-    def run_trainers_passes(self, parts: Sequence[FusedPart]) -> None:
-        """Run the trainer's own forward passes again, and their backward passes from the derivatives of its losses."""
-        for part in parts:
-            if part.call is None:
-                continue
-            found = self.trainers_log_probs(**part.call)
-            ends = [] if part.batch.coefficients is None else [(found[0], part.batch.coefficients)]
-            ends += [(found[1], grad) for grad in part.entropy_gradients]
-            if ends:
-                torch.autograd.backward([end for end, _ in ends], [grad for _, grad in ends])
+    def run_trainers_passes(self, parts: Sequence[FusedPart], *, averages: bool) -> None:
+        """Run the trainer's own forward passes again, and their backward passes from the derivatives of its losses.
 
-    def measured(self, derivative: Tensor) -> CheckedGram | None:
-        """Measure the Gram and write the gradient; None if the gradient is not a weighted sum of the mode's rows.
+        With several processes, gradients accumulate in each, and the last pass averages their sum if `averages` is set.
+        """
+        answered = [(part, part.call) for part in parts if part.call is not None]
+        for index, (part, call) in enumerate(answered, 1):
+            model, is_averaged = call["model"], averages and index == len(answered)
+            accumulates = isinstance(model, nn.parallel.DistributedDataParallel) and not is_averaged
+            with model.no_sync() if accumulates else nullcontext():
+                found = self.trainers_log_probs(**call)
+                ends = [] if part.batch.coefficients is None else [(found[0], part.batch.coefficients)]
+                ends += [(found[1], grad) for grad in part.entropy_gradients]
+                if not ends and self.processes.count > 1:  # the others' backward passes wait for one here
+                    ends = [(found[0], torch.zeros_like(found[0]))]
+                if ends:
+                    torch.autograd.backward([end for end, _ in ends], [grad for _, grad in ends])
+
+    def measured(self) -> FusedGradient | None:
+        """Gram and gradient of this process; None if the gradient is not a weighted sum of the mode's rows.
 
         Raises:
-            ScoregramError: If the check fails; `.grad` is not written then.
+            ScoregramError: If the check fails.
         """
         assert self.deferred is not None
-        rows = self.weighted_rows(derivative)
-        if rows is None:
+        derivative = self.derivative()
+        rows = None if derivative is None or self.has_other_gradients else self.weighted_rows(derivative)
+        if derivative is None or rows is None:
             return None
         coefficients, weights = rows
         before = self.deferred.log_probs.shape[1] - derivative.shape[1]
@@ -315,13 +378,13 @@ class FusedStep:
         made = {}
         for parameter in [p for p in self.parameters if p in sums]:  # each sum is freed as soon as it is converted
             made[parameter] = sums.pop(parameter)[0].to(parameter.dtype, copy=compared is not None)
-        for parameter, grad in made.items():  # last, when nothing can fail any more
-            parameter.grad = grad
         is_loss = self.settings.mode == "loss"
-        sizes = weights / loss_scale(self.trainer) if is_loss else torch.ones_like(weights)
+        divisor = loss_scale(self.trainer) * self.processes.count  # the trainer takes the mean over processes
+        sizes = weights / divisor if is_loss else torch.ones_like(weights)
         scaled = rescaled_gram(gram, sizes.double().cpu())
         rollouts = int(compared is not None)
-        return CheckedGram(replace(scaled, log_probs=log_probs), error, rollouts=rollouts, seconds=seconds)
+        checked = CheckedGram(replace(scaled, log_probs=log_probs), error, rollouts=rollouts, seconds=seconds)
+        return FusedGradient(checked, made)
 
     def weighted_rows(self, derivative: Tensor) -> tuple[Tensor, Tensor] | None:
         """Coefficients `(B, C)` of rows, and weights `(B,)` that sum them to the gradient; None if no weights do."""
@@ -356,7 +419,9 @@ class FusedStep:
         with Undo() as undo, undo, torch.enable_grad():
             undo.keep_random_state(derivative.device)
             undo.put_gradients_aside(self.parameters)
-            found = self.trainers_log_probs(**(part.call | one | {"compute_entropy": False}))[0]
+            # not through DistributedDataParallel, which would wait for the other processes
+            call = part.call | one | {"model": self.model, "compute_entropy": False}
+            found = self.trainers_log_probs(**call)[0]
             return gradients((found * derivative[index : index + 1].to(found.dtype)).sum(), self.parameters)
 
 
@@ -368,6 +433,7 @@ class FusedSteps:
     ) -> None:
         self.trainer = trainer
         self.settings = settings
+        self.processes = processes
         self.trainers_log_probs = methods["_get_per_token_logps_and_entropies"]
         self.reason: str | None = None
         """Why no step of this trainer is fused from now on; None if steps may be."""
@@ -387,20 +453,22 @@ class FusedSteps:
         self.generator = torch.Generator().manual_seed(0)
         self.graphs: CudaGraphGram | None = None
         """Made at the first fused step, if the settings ask for CUDA graphs."""
-        if not settings.fused:
-            self.reason = "attach was called with fused=False"
-        elif processes.count > 1:
-            self.reason = "the training runs in several processes"
-        elif others := [name for name in REPLACED_METHODS if not _is_of_trl(methods[name])]:
-            self.reason = f"{listed(others)} of the trainer is overridden or wrapped"
         self.pieces = int(trainer.args.gradient_accumulation_steps)
         parts = int(getattr(trainer.args, "steps_per_generation", None) or self.pieces)
         inner = int(getattr(trainer, "num_iterations", 1))
-        if self.reason is None and self.pieces > 1 and parts != self.pieces:
+        if not settings.fused:
+            self.reason = "attach was called with fused=False"
+        elif others := [name for name in REPLACED_METHODS if not _is_of_trl(methods[name])]:
+            self.reason = f"{listed(others)} of the trainer is overridden or wrapped"
+        elif processes.count > 1:
+            self.reason = reason_of_processes(trainer, settings, parts)
+        if self.reason is not None:
+            return
+        if self.pieces > 1 and parts != self.pieces:
             self.reason = f"{self.pieces} micro-batches are accumulated, and a generation has {parts}"
-        elif self.reason is None and self.pieces > 1 and inner > 1:
+        elif self.pieces > 1 and inner > 1:
             self.reason = f"{self.pieces} micro-batches are accumulated, and a generation is used for {inner} steps"
-        elif self.reason is None and settings.mode == "scores" and parts > self.pieces:
+        elif settings.mode == "scores" and parts > self.pieces:
             self.reason = f"a generation is split over {parts} steps, and mode='scores' measures it whole"
 
     # facts from steps that are not fused
@@ -427,55 +495,69 @@ class FusedSteps:
     # the current step
 
     def begin(
-        self, model: Any, inputs: Mapping[str, Any], batch: MicroBatch, generation: Generation, limit: float
+        self, model: Any, inputs: Mapping[str, Any], batch: MicroBatch | None, generation: Generation | None
     ) -> None:
         """Fuse the step whose loss the trainer is about to compute from `model` and `inputs`, if all conditions hold.
 
-        `batch` must hold all rollouts of `generation`, or be the first of several micro-batches that do; in mode `loss`
-        a single one may hold a part. `limit` is the number of bytes that a measurement may take.
+        All processes call it together. `batch` must hold all rollouts of `generation`, or be the first of several
+        micro-batches that do; in mode `loss` a single one may hold a part. Without them no process fuses the step.
         """
         self.step = self.obstacle = None
-        since = self.since_full_check
+        since = self.since_full_check  # this and the reason are the same in all processes
         if self.reason is not None or since is None or since >= FULL_CHECK_EVERY - 1:
             return
-        if self.format is None:
-            self.obstacle = "the trainer's method for log-probabilities returned a format that is not supported"
+        found = self.processes.gather(lambda: self.readiness(model, inputs, batch, generation))
+        self.reason = next((one.reason for one in found if one.reason is not None), None)
+        self.obstacle = next((one.obstacle for one in found if one.obstacle is not None), None)
+        if self.reason or self.obstacle or not all(one.has_rollouts for one in found):
             return
-        is_part = self.pieces == 1 and self.settings.mode == "loss"
-        rollouts = len(batch.rows) if is_part else generation.size
+        assert batch is not None and self.format is not None
         inside = unwrapped_model(self.trainer)
-        parameters = trainable_parameters(inside)
-        tokens = inputs["prompt_ids"].shape[1] + inputs["completion_ids"].shape[1]
-        # a separate pass holds one gradient besides the trainer's, a fused one two: the sum, and the checked row
-        needed = bytes_of_pass(inside, rollouts, tokens, parameters=parameters) + gradient_bytes(parameters)
-        if len(batch.rows) * self.pieces != rollouts or not self.is_whole_step():
-            self.obstacle = "the micro-batches of the step are not one whole generation"
-            return
-        if needed > limit:
-            sizes = f"{needed / 1e9:.3g} GB by estimate, and the limit is {limit / 1e9:.3g} GB"
-            self.obstacle = f"memory is short: all rollouts of the step together take {sizes}"
-            return
-        if getattr(self.trainer.accelerator, "has_lomo_optimizer", False):
-            self.reason = "the LOMO optimiser updates parameters inside the backward pass"
-        self.reason = self.reason or reason_not_fused(model, inside)
-        if self.reason is not None:
-            return
-        if self.settings.cuda_graphs and self.graphs is None:
+        # not tried with NCCL, whose watchdog thread calls CUDA while a graph is recorded
+        if self.settings.cuda_graphs and self.graphs is None and self.processes.count == 1:
             self.graphs = CudaGraphGram(inside, temperature=float(self.trainer.temperature), keep_padding=True)
         self.step = FusedStep(
             trainer=self.trainer,
             settings=self.settings,
             trainers_log_probs=self.trainers_log_probs,
             model=inside,
-            parameters=parameters,
+            parameters=trainable_parameters(inside),
             format=self.format,
             generator=self.generator,
-            compares_rollout=self.check_seconds <= CHECK_SHARE * self.seconds,
+            compares_rollout=any(one.compares_rollout for one in found),
             parts=[FusedPart(inputs, batch)],
+            processes=self.processes,
             pieces=self.pieces,
             generation=generation if self.pieces > 1 else None,
             graphs=self.graphs,
         )
+
+    def readiness(
+        self, model: Any, inputs: Mapping[str, Any], batch: MicroBatch | None, generation: Generation | None
+    ) -> Readiness:
+        """Whether this process could fuse the step that begins with a micro-batch; arguments as in `begin`."""
+        if batch is None or generation is None:
+            return Readiness(has_rollouts=False)
+        if self.format is None:
+            return Readiness(obstacle="the trainer's method for log-probabilities returned an unsupported format")
+        is_part = self.pieces == 1 and self.settings.mode == "loss"
+        rollouts = len(batch.rows) if is_part else generation.size
+        is_whole = len(batch.rows) * self.pieces == rollouts and self.is_whole_step()
+        if not is_whole or generation.size % generation.group_size:
+            return Readiness(obstacle="the micro-batches of the step are not one whole generation")
+        inside = unwrapped_model(self.trainer)
+        parameters = trainable_parameters(inside)
+        tokens = inputs["prompt_ids"].shape[1] + inputs["completion_ids"].shape[1]
+        # a separate pass holds one gradient besides the trainer's, a fused one two: the sum, and the checked row
+        needed = bytes_of_pass(inside, rollouts, tokens, parameters=parameters) + gradient_bytes(parameters)
+        limit = memory_limit(self.trainer.model, self.settings, self.processes)
+        if needed > limit:
+            sizes = f"{needed / 1e9:.3g} GB by estimate, and the limit is {limit / 1e9:.3g} GB"
+            return Readiness(obstacle=f"memory is short: all rollouts of the step together take {sizes}")
+        if getattr(self.trainer.accelerator, "has_lomo_optimizer", False):
+            return Readiness(reason="the LOMO optimiser updates parameters inside the backward pass")
+        reason = reason_not_fused(model, inside, self.processes.count)
+        return Readiness(reason=reason, compares_rollout=self.check_seconds <= CHECK_SHARE * self.seconds)
 
     def is_whole_step(self) -> bool:
         """Whether the micro-batches of the running step are as many as the arguments say, and none has run yet."""
@@ -491,19 +573,28 @@ class FusedSteps:
         """Log-probabilities for the trainer, if the current step is fused; None to let the trainer compute them."""
         if self.step is None or self.step.is_over or self.step.is_begun:
             return None
+        step = self.step
         try:
-            found = self.step.log_probs(*args, **kwargs)
+            found = self.processes.each(lambda: step.log_probs(*args, **kwargs))
         except Exception as error:
             self.disable(error)
             return None
-        if found is None:
-            self.reason = self.step.declined
-            self.leave_to_trainer()
-        return found
+        declined = [one for one in self.processes.gather(lambda: step.declined) if one is not None]
+        if not declined:
+            return found
+        self.reason = declined[0]
+        self.leave_to_trainer()
+        return None
 
     def recovers_from(self, error: Exception) -> bool:
-        """Whether to repeat, without fusing, a loss that raised an error: true if it used fused log-probabilities."""
+        """Whether to repeat, without fusing, a loss that raised an error: true if it used fused log-probabilities.
+
+        Not with several processes: the others may wait inside this loss for the process that would repeat it.
+        """
         if self.step is None or self.step.is_over or not self.step.is_begun:
+            return False
+        if self.processes.count > 1:
+            error.add_note("The loss had log-probabilities from scoregram. attach(…, fused=False) leaves TRL's own.")
             return False
         self.disable(error)
         return True
@@ -539,7 +630,7 @@ class FusedSteps:
                 yield
             self.finish()  # for a trainer that does not call accelerator.backward
             if self.step is not None and self.step.is_pending and accelerator.sync_gradients:
-                self.step.abandon(self.step.parts)  # the step ends early
+                self.step.abandon(self.step.parts, averages=True)  # the step ends early
                 self.step = None
         except BaseException:
             self.step = None
@@ -562,12 +653,35 @@ class FusedSteps:
             self.seconds += step.seconds
             self.check_seconds += step.result.seconds
 
-    def measured(self, observed: ObservedStep) -> CheckedGram | None:
-        """Gram and check of the current step, in the order of its observed rollouts; None if it was not fused."""
-        if self.step is None or self.step.result is None:
+    def measured(self, own: StepSlice) -> CheckedGram | None:
+        """Gram and check of the current step, in the order of its observed rollouts; None if it was not fused.
+
+        All processes call it together, each with what it saw of the step, and return the same. The Gram between
+        rollouts of different processes is `nan`.
+        """
+        step = self.step
+        if step is None or step.result is None:
             return None
-        result, rows = self.step.result, self.step.rows
-        (generation,) = observed.generations
+        results = self.processes.gather(lambda: self.own_measurement(step, own))
+        if len(results) == 1:
+            return results[0]
+        width = max(result.gram.log_probs.shape[1] for result in results)
+        grams = [
+            replace(gram, log_probs=F.pad(gram.log_probs, (0, width - gram.log_probs.shape[1])))
+            for gram in (result.gram for result in results)
+        ]
+        return CheckedGram(
+            gram_of_passes(grams),
+            max(result.error for result in results),
+            rollouts=sum(result.rollouts for result in results),
+            seconds=max(result.seconds for result in results),
+        )
+
+    def own_measurement(self, step: FusedStep, own: StepSlice) -> CheckedGram:
+        """Gram and check of this process's rollouts, in the order in which it observed them."""
+        assert step.result is not None
+        result, rows = step.result, step.rows
+        (generation,) = own.generations
         order, gram = rows.argsort().cpu(), result.gram
         tokens = generation.completion_ids.shape[1]
         log_probs = gram.log_probs.new_zeros(generation.size, tokens)
@@ -576,9 +690,26 @@ class FusedSteps:
             gram,
             matrix=gram.matrix[order][:, order],
             by_layer=ChangedLayers(gram.by_layer, lambda layer: layer[order][:, order]),
-            log_probs=generation.to("cpu").in_rows(log_probs)[observed.chosen],
+            log_probs=generation.to("cpu").in_rows(log_probs)[own.chosen[0]],
         )
         return replace(result, gram=in_order)
+
+
+def reason_of_processes(trainer: Any, settings: Settings, parts: int) -> str | None:
+    """Why steps of several processes cannot be fused; None if each process has whole groups and the whole model.
+
+    `parts` is the number of micro-batches of a generation.
+    """
+    kind = str(trainer.accelerator.distributed_type).rpartition(".")[2].upper()
+    if not kind.startswith("MULTI_"):
+        return f"the model is sharded over several processes ({kind})"
+    if settings.between_prompts:
+        return "with between_prompts=True the first process measures the rollouts of all processes"
+    size, group = int(trainer.args.per_device_train_batch_size) * parts, int(trainer.num_generations)
+    if size % group == 0:
+        return None
+    remedy = f"Set per_device_train_batch_size to a multiple of num_generations={group}"
+    return f"a group is cut between processes, because each has {size} rollouts of a generation. {remedy}"
 
 
 def _is_of_trl(method: Callable[..., Any]) -> bool:

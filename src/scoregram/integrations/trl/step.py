@@ -137,7 +137,7 @@ def measure_step(
     if (reason := reason_not_measured(parts, is_loss=is_loss)) is not None:
         return _skip(window.step, reason, processes)
     observed = observed_step(window.step, parts)
-    checked = fused.measured(observed)
+    checked = fused.measured(parts[processes.rank])
     if checked is None:
         checked = measure_separately(trainer, observed, settings, processes)
         if checked is None:

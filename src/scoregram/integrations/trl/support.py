@@ -291,12 +291,15 @@ def memory_limit(model: nn.Module, settings: Settings, processes: Processes) -> 
 # fused steps
 
 
-def reason_not_fused(model: nn.Module, inside: nn.Module) -> str | None:
+def reason_not_fused(model: nn.Module, inside: nn.Module, processes: int = 1) -> str | None:
     """Why no step with this model can be fused, whatever its loss; None if steps can be.
 
     `model` is what the trainer's loss gets, `inside` the same model unwrapped.
     """
-    if model is not inside or model_inside(inside) is not inside:
+    wrapper = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
+    if wrapper is not None and (reason := reason_not_averaged(wrapper, processes)) is not None:
+        return reason
+    if (model if wrapper is None else wrapper.module) is not inside or model_inside(inside) is not inside:
         return f"the model is wrapped in {type(model).__name__}"
     if not may_not_be_fused(inside):  # the walks below take longer
         return None
@@ -315,6 +318,23 @@ def reason_not_fused(model: nn.Module, inside: nn.Module) -> str | None:
         if parameter.requires_grad and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
             return f"a gradient hook is registered on parameter `{name}`"
     return None
+
+
+def reason_not_averaged(model: nn.parallel.DistributedDataParallel, processes: int) -> str | None:
+    """Why this wrapper does more, or less, than average the gradients of all processes; None if it does just that."""
+    ignored, group = set(model.parameters_to_ignore), model.process_group
+    facts = {
+        "a communication hook is registered on DistributedDataParallel": bool(getattr(model, "_comm_hooks", ())),
+        "DistributedDataParallel has a mixed precision of its own": getattr(model, "mixed_precision", None) is not None,
+        "DistributedDataParallel averages over a part of the processes": group is None or group.size() != processes,
+        "DistributedDataParallel ignores a trainable parameter": any(
+            name in ignored for name, parameter in model.module.named_parameters() if parameter.requires_grad
+        ),
+        "a hook is registered on DistributedDataParallel": any(
+            (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
+        ),
+    }
+    return next((fact for fact, holds in facts.items() if holds), None)
 
 
 def may_not_be_fused(model: nn.Module) -> bool:

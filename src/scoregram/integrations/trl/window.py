@@ -43,6 +43,8 @@ class Window:
     step: int
     """Number of the step, counted from 1."""
     batches: list[MicroBatch] = field(default_factory=list)
+    is_decided: bool = False
+    """Whether the processes have decided if the step is fused; they do so at its first loss."""
 
     @property
     def serials(self) -> list[int]:
