@@ -146,6 +146,8 @@ def attach(
     if cuda_graphs and trainer.accelerator.device.type != "cuda" and processes.is_first:
         text = f"scoregram: cuda_graphs=True has no effect on the device {trainer.accelerator.device}: it needs a GPU."
         warnings.warn(text, stacklevel=2)
+    elif cuda_graphs and processes.count > 1 and processes.is_first:
+        warnings.warn("scoregram: cuda_graphs=True has no effect with several processes.", stacklevel=2)
     if mode == "scores" and settings.uneven_term is not None and processes.is_first:
         warnings.warn(
             f"scoregram: the loss has {settings.uneven_term}, which weights the tokens of a rollout differently: the "
