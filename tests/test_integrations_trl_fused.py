@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("trl")
 
-from scoregram.integrations.trl import attach, fused_step
+from scoregram.integrations.trl import attach, fused_step, step_fusion
 from tests.test_integrations_trl_losses import LOSSES, UNEVEN
 from tests.trl_cases import run_in, trained, trainer_for, weights_of, with_tools
 
@@ -63,7 +63,7 @@ def train(trainer: Any, **asked: Any) -> Any:
 @pytest.fixture(autouse=True)
 def every_fused_step_is_compared(monkeypatch):
     """Whatever it costs."""
-    monkeypatch.setattr(fused_step, "CHECK_SHARE", 1e9)
+    monkeypatch.setattr(step_fusion, "CHECK_SHARE", 1e9)
 
 
 def compared(attached: Any) -> list[int]:
@@ -156,15 +156,15 @@ def test_gram_of_a_fused_step_is_that_of_a_pass_of_its_own(mode, tmp_path):
 
 def test_steps_that_are_not_measured_are_left_alone(tmp_path, monkeypatch):
     began = []
-    begin = fused_step.FusedSteps.begin
-    monkeypatch.setattr(fused_step.FusedSteps, "begin", lambda self, *args: began.append(1) or begin(self, *args))
+    begin = step_fusion.FusedSteps.begin
+    monkeypatch.setattr(step_fusion.FusedSteps, "begin", lambda self, *args: began.append(1) or begin(self, *args))
     attached = train(trainer_of(tmp_path, max_steps=6), every=3)
     assert [reading.step for reading in attached.readings] == [1, 3, 6] and len(began) == 3
     assert "backward" not in vars(attached.trainer.accelerator)
 
 
 def test_the_whole_gradient_is_compared_again_and_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(fused_step, "FULL_CHECK_EVERY", 3)
+    monkeypatch.setattr(step_fusion, "FULL_CHECK_EVERY", 3)
     assert compared(train(trainer_of(tmp_path, max_steps=7), every=1)) == [8, 1, 1, 8, 1, 1, 8]
 
 
@@ -173,7 +173,7 @@ def test_comparisons_take_a_small_share_of_the_time(tmp_path, monkeypatch):
     norms, norm_error = [], fused_step.norm_error
     ticks = count()  # every interval takes a second: forward and backward pass two, a comparison one
     monkeypatch.setattr(fused_step, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
-    monkeypatch.setattr(fused_step, "CHECK_SHARE", 0.2)
+    monkeypatch.setattr(step_fusion, "CHECK_SHARE", 0.2)
     monkeypatch.setattr(fused_step, "norm_error", lambda *given: norms.append(norm_error(*given)) or norms[-1])
     attached = train(trainer_of(tmp_path, max_steps=6), every=1)
     assert compared(attached) == [8, 1, 0, 0, 1, 0]
@@ -213,7 +213,7 @@ ACCUMULATED: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accum
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 def test_accumulated_steps_are_fused(mode, kind, cuda_graphs, tmp_path, monkeypatch):
     """The micro-batches go through the engine together; without a GPU, CUDA graphs change nothing."""
-    monkeypatch.setattr(fused_step, "CHECK_SHARE", 1e9 if not cuda_graphs else 0.0)
+    monkeypatch.setattr(step_fusion, "CHECK_SHARE", 1e9 if not cuda_graphs else 0.0)
     attached = assert_same_training(tmp_path, mode, kind, cuda_graphs=cuda_graphs, **ACCUMULATED)
     assert compared(attached) == ([8, 1, 1, 1] if not cuda_graphs else [8, 1, 0, 0])
     assert attached.not_fused is None
@@ -273,8 +273,8 @@ def test_an_accumulated_step_that_fails_midway_keeps_the_trainers_gradient(part,
 
 def test_an_accumulated_step_that_does_not_fit_into_memory_is_measured_separately(tmp_path, monkeypatch):
     trainer = trainer_of(tmp_path, **ACCUMULATED)
-    bytes_of_pass = fused_step.bytes_of_pass
-    monkeypatch.setattr(fused_step, "bytes_of_pass", lambda *given, **named: 10**15 + bytes_of_pass(*given, **named))
+    bytes_of_pass = step_fusion.bytes_of_pass
+    monkeypatch.setattr(step_fusion, "bytes_of_pass", lambda *given, **named: 10**15 + bytes_of_pass(*given, **named))
     assert compared(train(trainer, every=1)) == [8] * 4
 
 
@@ -323,7 +323,7 @@ def test_active_dropout_is_not_fused(tmp_path):
     assert compared(attached) == [8] * 4 and not attached.readings[-1].passed
     place = "base_model.model.model.layers.0.self_attn.q_proj.lora_dropout.default"
     model = attached.trainer.model
-    assert fused_step.reason_not_fused(model, model) == f"dropout is active in `{place}`"
+    assert step_fusion.reason_not_fused(model, model) == f"dropout is active in `{place}`"
 
 
 def test_an_entropy_bonus_is_not_fused(tmp_path):
@@ -466,7 +466,7 @@ def test_the_reason_is_named(what, tmp_path, monkeypatch):
         monkeypatch.setattr(trainer.model.model.norm, "_compiled_call_impl", trainer.model.model.norm.forward)
     if what == "wrapped":
         wrapped = torch.nn.DataParallel(trainer.model)
-        assert fused_step.reason_not_fused(wrapped, trainer.model) == REASONS[what]
+        assert step_fusion.reason_not_fused(wrapped, trainer.model) == REASONS[what]
         return
     if what == "lomo":
         monkeypatch.setattr(trainer.accelerator, "has_lomo_optimizer", True, raising=False)

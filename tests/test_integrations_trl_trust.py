@@ -115,7 +115,7 @@ def test_the_log_has_no_mean_of_ratios(tmp_path, monkeypatch):
 
 def test_what_keeps_a_step_from_being_fused_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "scoregram.integrations.trl.fused_step.bytes_of_pass", lambda model, rollouts, tokens, **_: rollouts * 1e9
+        "scoregram.integrations.trl.step_fusion.bytes_of_pass", lambda model, rollouts, tokens, **_: rollouts * 1e9
     )
     attached = trained(trainer_for("GRPO", tmp_path, max_steps=2), memory_gb=7)
     assert [reading.scalars["check/rollouts"] for reading in attached.readings] == [8, 8]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scoregram.distributed import Processes
-from scoregram.integrations.trl import attach, fused_step, support
+from scoregram.integrations.trl import attach, fused_step, step_fusion, support
 from tests.distributed_cases import PROCESSES
 from tests.trl_cases import trainer_for
 from tests.trl_processes import Case, forget_the_last_trainer, lora, watch_generations, watch_losses, weights_of
@@ -85,7 +85,7 @@ FAULTS: dict[str, tuple[Case, Fault]] = {
         lambda rank, _: in_second(rank, fused_step.DeferredGram, "finish", raises),
     ),
     "check": (SCORES["scores"], lambda rank, _: in_second(rank, fused_step, "fused_row_error", lambda *_: 1.0)),
-    "memory": (SCORES["scores"], lambda rank, _: in_second(rank, fused_step, "bytes_of_pass", lambda *_, **__: 1e18)),
+    "memory": (SCORES["scores"], lambda rank, _: in_second(rank, step_fusion, "bytes_of_pass", lambda *_, **__: 1e18)),
     "second part": (SCORES["accumulated"], declines_second_part),
     "uneven": (
         SCORES["accumulated"],
@@ -100,7 +100,7 @@ def everything(rank: int, folder: Path) -> dict[str, Any]:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     os.environ |= {"WORLD_SIZE": str(PROCESSES), "LOCAL_WORLD_SIZE": str(PROCESSES), "ACCELERATE_USE_CPU": "true"}
     gc.freeze()  # or each training would walk over everything that was imported, at its beginning
-    fused_step.CHECK_SHARE = 1e9  # every fused step is compared, whatever it costs
+    step_fusion.CHECK_SHARE = 1e9  # every fused step is compared, whatever it costs
     found: dict[str, Any] = {name: run(case, folder, folder / "runs" / name) for name, case in FUSED.items()}
     found["plain"] = {name: run(case, folder, None) for name, case in FUSED.items()}
     found["faults"] = {name: run(*case, fault=fault) for name, case, fault in faults(folder)}

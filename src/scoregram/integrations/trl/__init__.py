@@ -6,7 +6,7 @@ attachment      attach(trainer): TRL's methods wrapped, restored at the end ─�
 generation      what TRL generated, as Rollouts; custom advantages
 window          the micro-batches of one optimisation step ──► ObservedStep: its rollouts from all processes
 separate_pass   Gram from an extra backward pass     ┐
-fused_step      Gram and gradient from one pass      ┴──► CheckedGram
+fused_step      Gram and gradient from one pass      ┴──► CheckedGram; step_fusion decides which steps
 step            ObservedStep + CheckedGram ──► Step ──► read_step ──► metrics and run folder
 ```
 

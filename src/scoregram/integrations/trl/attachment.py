@@ -16,7 +16,6 @@ from scoregram.advice import SEVERITIES, Diagnosis, RunFinding, Severity, advise
 from scoregram.checks import fail
 from scoregram.distributed import ALONE, Processes
 from scoregram.exhibits import Cell, Table
-from scoregram.integrations.trl.fused_step import FusedSteps
 from scoregram.integrations.trl.generation import (
     Generation,
     OwnEstimator,
@@ -38,6 +37,7 @@ from scoregram.integrations.trl.step import (
     printed_cell,
     require_folder_options,
 )
+from scoregram.integrations.trl.step_fusion import FusedSteps
 from scoregram.integrations.trl.support import (
     WRAPPED_METHODS,
     Mode,
@@ -106,9 +106,8 @@ def attach(
             and the metrics that need it. Otherwise each process measures its share of the groups, which is faster. A
             single process gets that Gram anyway, if all groups fit into one pass.
         fused: Take Gram and gradient from one backward pass wherever that gives the trainer's gradient up to rounding:
-            in one process or data parallel with whole groups in each, if all micro-batches of the step fit into memory
-            together, and after a step at which the whole gradient agreed. `attachment.not_fused` says why steps are not
-            fused. With False every gradient is the trainer's, bit for bit.
+            in one process, or data parallel with whole groups in each, where the step fits into memory, after a step
+            whose whole gradient agreed. `attachment.not_fused` says why steps are not fused. False never does it.
         cuda_graphs: On a GPU, record fused passes as CUDA graphs and replay them where prompts and completions are
             padded to the same lengths again. This removes the time that Python takes to launch kernels, and keeps the
             memory of one pass for the whole training (`scoregram.gram.CudaGraphGram`). Only in one process.
@@ -502,12 +501,10 @@ class Attachment:
         if self.folder is not None:
             self.folder.write(measured, keep_rollouts=self.settings.keep_rollouts, foreign_names=foreign_names)
 
-    def _begin_fused_step(
-        self, model: Any, inputs: Mapping[str, Any], batch: MicroBatch | None, window: Window
-    ) -> None:
+    def _begin_fused_step(self, model: Any, inputs: Any, batch: MicroBatch | None, window: Window) -> None:
         """Try to fuse the step that begins with this micro-batch, or add the micro-batch to a step that is fused.
 
-        All processes come here, also one whose rollouts are unknown (`batch` is None): they decide together.
+        All processes decide together, also one whose rollouts are unknown (`batch` is None).
         """
         if not window.is_decided:
             window.is_decided = True
@@ -521,8 +518,7 @@ class Attachment:
         generation = self._generations.get(serials[0]) if len(serials) == 1 else None
         if generation is None or generation.has_images:
             return None
-        is_current = self.settings.mode == "loss" or generation.policy_step == window.step - 1
-        return generation if is_current else None
+        return generation if self.settings.mode == "loss" or generation.policy_step == window.step - 1 else None
 
     def _warn_of_fused_failure(self) -> None:
         message, self._fused.failure = str(self._fused.reason), None

@@ -14,9 +14,9 @@ import torch.nn.functional as F  # noqa: N812
 from scoregram.checks import fail
 from scoregram.distributed import Processes
 from scoregram.exhibits import Cell, Estimate
-from scoregram.integrations.trl.fused_step import FusedSteps
 from scoregram.integrations.trl.generation import Generation, tokenizer_of
 from scoregram.integrations.trl.separate_pass import CheckedGram, measure_separately
+from scoregram.integrations.trl.step_fusion import FusedSteps
 from scoregram.integrations.trl.support import (
     MAY_CHANGE_WHEN_ATTACHED_AGAIN,
     Settings,
