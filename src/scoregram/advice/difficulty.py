@@ -253,6 +253,7 @@ def _dynamic_sampling(known: DeadGroups) -> Lever:
     effect = f"up to {times} as many live groups in an update, for {times} the rollouts"
     effect += f" (--dynamic-rounds {rounds} allows no more)." if wanted > rounds else "."
     effect += " DAPO's estimator and loss come with it, unless --estimator and --objective keep yours." * is_own
+    effect += " At equal rollouts it gained less than plain groups in our small runs (docs/allocation.md)."
     told = "Sample further prompts in every step until its groups are live (dynamic sampling, as in DAPO)."
     return Lever(told, effect)
 

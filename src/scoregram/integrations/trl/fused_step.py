@@ -352,15 +352,15 @@ class FusedStep:
         """Coefficients `(B, C)` of rows, and weights `(B,)` that sum them to the gradient; None if no weights do."""
         c = derivative.double()
         counted = self.assembled([part.counted for part in self.parts]).bool()
-        if not bool(c.isfinite().all()):
-            return None  # the trainer handles the overflow
+        is_sum = c.isfinite().all() & ~c.masked_fill(counted, 0).any()  # the trainer handles an overflow
         if self.settings.mode == "loss":  # rows scaled to the size of scores: the smallest would underflow in float32
-            sizes = c.abs().amax(1)
-            rows = c / torch.where(sizes > 0, sizes, 1.0)[:, None]
-            return None if bool(rows[~counted].any()) else (rows, sizes)
-        weights, unevenness = rollout_weights(c, counted)
-        is_sum_of_scores = unevenness <= EVEN and not bool(c[~counted].any())
-        return (counted.double(), weights) if is_sum_of_scores else None
+            weights = c.abs().amax(1)
+            rows = c / torch.where(weights > 0, weights, 1.0)[:, None]
+        else:
+            rows = counted.double()
+            weights, unevenness = rollout_weights(c, counted)
+            is_sum &= unevenness <= EVEN
+        return (rows, weights) if bool(is_sum) else None  # the one wait for the device
 
     def random_rollout(self, weights: Tensor) -> int | None:
         """A random rollout whose weight is at least a hundredth of the largest; None if all weights are 0.

@@ -86,17 +86,17 @@ def row_keys(generation: Generation) -> Tensor:
     return torch.stack([torch.full_like(rows, generation.serial), rows], 1)
 
 
-def rollout_weights(derivatives: Tensor, mask: Tensor) -> tuple[Tensor, float]:
+def rollout_weights(derivatives: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """`(n,)` mean of `c = ∂L/∂log π` over the tokens of each rollout, and the unevenness of `c` within rollouts.
 
     Unevenness is `|c − c̄| / |c|`: 0 if the loss weights all tokens of a rollout alike, so that its gradient is a sum of
-    weighted scores; also 0 if `c` is 0 everywhere.
+    weighted scores; also 0 if `c` is 0 everywhere. Both stay on the device, so that nothing waits for it here.
     """
     counted = mask.double()
     c = derivatives.double() * counted
     mean = c.sum(1) / counted.sum(1).clamp(min=1)
     apart = (c - mean[:, None] * counted).norm()
-    return mean, float(apart / c.norm()) if bool(c.any()) else 0.0
+    return mean, apart / c.norm().clamp(min=torch.finfo(torch.float64).tiny)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def step_slice(
         generations=slices,
         chosen=chosen,
         weights=[mean.cpu() for mean, _ in weights],
-        unevenness=max((uneven for _, uneven in weights), default=0.0),
+        unevenness=max((float(uneven) for _, uneven in weights), default=0.0),
         coefficients=[one.in_rows(c) for one, c in pairs] if is_loss else [],
         has_derivatives=window.has_derivatives,
         memory_limit=limit,
