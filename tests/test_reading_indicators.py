@@ -9,7 +9,15 @@ import torch
 from scipy.stats import t as student
 
 from scoregram.exhibits import Estimate, cell_text
-from scoregram.reading import bounded_band, indicators, lost_randomness, paired_gain, read_run, running_curve
+from scoregram.reading import (
+    bounded_band,
+    indicators,
+    lost_randomness,
+    paired_gain,
+    read_run,
+    running_curve,
+    steps_to_show,
+)
 from scoregram.reading.indicators import _asked, _count, _needs, _signal, last_live_share
 from scoregram.report.page import sparkline
 from scoregram.runs import RunWriter, open_run
@@ -152,18 +160,44 @@ def test_the_gain_needs_two_evaluations():
     assert gain is not None and gain.problems == 1 and gain.change.value == 1
 
 
-def evaluated(folder, sampled, greedy):
+def evaluated_run(folder, sampled, greedy, end=2):
     """A run with two evaluations: rewards of 200 problems sampled, and greedy accuracies with their intervals."""
     write_run(folder, steps=2)
     run = read_run(open_run(folder))
     rewards = {
-        step: {f"p{i}": float(i < share * 200) for i in range(200)} for step, share in zip((0, 2), sampled, strict=True)
+        step: {f"p{i}": float(i < share * 200) for i in range(200)}
+        for step, share in zip((0, end), sampled, strict=True)
     }
     lines = [
-        {"step": step, "eval/accuracy": one, "eval/accuracy_low": one - 0.02, "eval/accuracy_high": one + 0.02}
-        for step, one in zip((0, 2), greedy, strict=True)
+        {
+            "step": step,
+            "reward": 0.5,
+            "eval/accuracy": one,
+            "eval/accuracy_low": one - 0.02,
+            "eval/accuracy_high": one + 0.02,
+        }
+        for step, one in zip((0, end), greedy, strict=True)
     ]
-    return indicators(dataclasses.replace(run, lines=lines, tests={"test": rewards}))[0]
+    return dataclasses.replace(run, lines=lines, tests={"test": rewards})
+
+
+def evaluated(folder, sampled, greedy):
+    return indicators(evaluated_run(folder, sampled, greedy))[0]
+
+
+def test_a_longer_run_is_as_long_as_a_greedy_rise_needs_to_show(tmp_path):
+    """Sampled +0.02 in 1000 steps; the greedy change has a half-width of 0.02 √2, so one error is 0.0144."""
+    wanted = 1000 * 2.8 * (0.02 * math.sqrt(2) / 1.96) / 0.02
+    assert wanted == pytest.approx(2020, abs=1)
+    assert steps_to_show(evaluated_run(tmp_path / "slow", (0.2, 0.22), (0.3, 0.3), 1000)) == 2100
+    for sampled, greedy in (
+        ((0.2, 0.2), (0.3, 0.3)),  # nothing rises
+        ((0.2, 0.22), (0.3, 0.5)),  # the greedy accuracy rises already
+        ((0.2, 0.3), (0.3, 0.3)),  # such a rise would have shown by now
+        ((0.2, 0.2 + 1e-9), (0.3, 0.3)),
+    ):
+        other = evaluated_run(tmp_path / f"{sampled}-{greedy}", sampled, greedy, 1000)
+        assert steps_to_show(other) is None
 
 
 def test_what_only_sampled_rollouts_gain_is_to_be_watched(tmp_path):
@@ -185,9 +219,9 @@ def test_the_signal_is_told_in_the_unit_of_its_curve_and_of_its_headline(tmp_pat
     found = indicators(run)[2]
     snr, scale = run.summary.snr, run.summary.noise_scale
     assert scale.high == math.inf and scale.low == pytest.approx(run.batch_size / snr.high)
-    assert f"at most {cell_text(snr.high)}, the upper end of its 95 % interval" in found.sentence
+    assert f"{cell_text(snr.high)} is the upper end of its 95 % interval" in found.sentence
     assert f"{run.batch_size:g} / {cell_text(snr.high)} = {_count(scale.low)} rollouts or more." in found.sentence
-    assert f"at least {_count(scale.low)} rollouts" in found.headline
+    assert found.headline.startswith(f"signal to noise at most {cell_text(snr.high)}")
     # the line of the tile is that of the figure, below 0 too
     assert found.curve.mean == running_curve(*run.series("gram/snr")).mean and min(found.curve.mean) < 0
     drawn = sparkline(found)

@@ -283,7 +283,7 @@ def test_a_reading_needs_advantages_and_no_rewards():
 def test_the_lead_says_in_plain_words_what_is_known(run, tmp_path):
     page = run_page(open_run(run[0]))
     assert dict(page.answers)["Does it learn?"] == "Yes: test accuracy 0.25 → 0.75."
-    assert page.window.startswith("Numbers without a step are means over the last third, steps 5 to 6.")
+    assert "Other numbers are means over the last third, steps 5 to 6." in page.window
     write_run(tmp_path / "bare", measured=False, evaluated=False, steps=2)
     assert run_page(open_run(tmp_path / "bare")).answers[0][1] == "Too early to tell."
 
@@ -507,7 +507,10 @@ def test_the_page_states_a_change_once_and_what_to_do_otherwise(run):
     cards = tuple(dataclasses.replace(a_finding(name, name), change=change) for name in ("a", "b"))
     page = dataclasses.replace(run_page(open_run(run[0])), cards=cards, shown_cards=1, lead_finding="a")
     html = page.html()
-    assert html.count("<b>Do:</b>") == 1 and html.count("<li>Or so.</li>") == 2  # the lead has said that of the first
+    assert (
+        html.count("<b>Do:</b> Do it.") == 1 and html.count("<b>Do:</b> as above.") == 1
+    )  # the lead has said the first
+    assert html.count("<li>Or so.</li>") == 2
     assert "1. a <span" in html and "2. b <span" in html and "Then: b (--x 1); and what the other rules say" in html
 
 

@@ -29,3 +29,4 @@ from scoregram.advice.noise_rules import least_error_size as least_error_size
 from scoregram.advice.settings import PROMPTS as PROMPTS
 from scoregram.advice.settings import measuring_setting as measuring_setting
 from scoregram.advice.settings import trainer_of as trainer_of
+from scoregram.advice.settings import typed_setting as typed_setting

@@ -197,8 +197,6 @@ class DeadGroups:
     law: SuccessLaw | None = None
     size_sentence: str = ""
     """What another group size would do; empty if not known."""
-    comes_back: bool = True
-    """Whether some prompt has been drawn twice, as far as groups are stored."""
 
     @property
     def differ(self) -> bool | None:
@@ -270,14 +268,12 @@ def _prompt_filter(known: DeadGroups) -> Lever:
         told += "the others; TRL has no dynamic sampling."
     else:
         told = f"Leave out prompts whose {rollouts} were {kind}."
-    again, left_out = known.law.live_again(size) if known.law and size else (math.nan, math.nan)
-    price = f"price: {rollouts} for each prompt once"
-    price += "." if known.comes_back else "; no stored group is a second visit."
+    again = known.law.live_again(size)[0] if known.law and size else math.nan
+    price = f"price: {rollouts} for each prompt once."
     if math.isnan(again):
         return Lever(told, price)
-    live = known.law.live_share(size) if known.law else math.nan
-    effect = f"at a later visit {again:.0%} of the other groups are live, now {live:.0%}, and {left_out:.0%} of those "
-    return Lever(told, f"{effect}left out. {price[:1].upper()}{price[1:]}")
+    effect = f"by the spread of the success rates, about {again:.0%} of the remaining groups would then be live, now "
+    return Lever(told, f"{effect}{known.live:.0%}. {price[:1].upper()}{price[1:]}")
 
 
 def _other_problems(known: DeadGroups) -> Lever:
@@ -307,7 +303,6 @@ def informed_finding(finding: RunFinding, run: RunReading, size: RuleVerdict) ->
         outcomes=outcomes,
         law=law,
         size_sentence=size_sentence(run, law, size),
-        comes_back=len({group.record.prompt_id for group in run.groups}) < len(run.groups),
     )
     told = "" if outcomes is None else f" {chance_sentence(outcomes, known.direction)}"
     return replace(finding, sentence=f"{finding.sentence}{told}".strip(), change=prompt_change(known))
@@ -335,11 +330,11 @@ def size_sentence(run: RunReading, law: SuccessLaw | None, verdict: RuleVerdict)
     if used is None or law is None or used < 2:
         return ""
     twice = 2 * used
-    shares = f"{law.live_share(twice):.0%} of them would be live, now {law.live_share(used):.0%}"
+    shares = f"{law.live_share(twice):.0%} of them would be live"
     if {used, twice} <= set(divisors(batch)):
         later, now = (law.live_share(size) * batch / size for size in (twice, used))
-        shares += f", but only {later:.1f} of {batch / twice:g} in a step, now {now:.1f} of {batch / used:g}"
+        shares = f"a step would have about {later:.1f} live ones, now {now:.1f}"
     told = f"Groups of {twice} at the same rollouts are not advised: {shares}."
     if isinstance(verdict, Undecided):
-        return f"{told} Their error is not known yet: measure more steps."
+        return f"{told} Which size has less error is not decided: measure more steps."
     return f"{told} The update has the least error with groups of {cell_text(best)}."

@@ -25,6 +25,7 @@ SETTINGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "learning rate": {OWN_TRAINER: "--learning-rate", TRL_TRAINER: "learning_rate"},
         "reward function": {OWN_TRAINER: "--reward", TRL_TRAINER: "reward_funcs"},
         "seed": {OWN_TRAINER: "--seed", TRL_TRAINER: "seed"},
+        "training steps": {OWN_TRAINER: "--steps", TRL_TRAINER: "max_steps"},
         "updates per batch": {OWN_TRAINER: "--inner-updates", TRL_TRAINER: "num_iterations"},
     }
 )

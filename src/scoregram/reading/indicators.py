@@ -25,6 +25,10 @@ LEAST_FALL = 0.1
 """Part of the first third's entropy or truncation that must be gone before a page names it."""
 FEWEST_STEPS = 6
 """Trained steps below which the reward of a run has no trend."""
+SEEN_ERRORS = 1.96 + 0.84
+"""Standard errors of a change whose 95 % interval excludes 0 in four of five repetitions."""
+MOST_TIMES_LONGER = 10
+"""Times the present length beyond which a longer run is no answer."""
 FEWEST_IN_A_THIRD = 3
 """Logged values in a third of a run below which its thirds are not compared: a line is fitted instead."""
 
@@ -121,6 +125,25 @@ def accuracy_gain(run: RunReading) -> Gain | None:
         for line in (tested[0], tested[-1])
     )
     return Gain(before, after, difference(after, before), int(tested[-1].get("eval/problems", 0)))
+
+
+def steps_to_show(run: RunReading) -> int | None:
+    """Steps after which a rise of the greedy accuracy would probably show, if it rose as fast as the sampled reward.
+
+    `S · (z_.975 + z_.8) · s / Δ` for `S` steps so far, the change `Δ` of the sampled reward on test problems and the
+    standard error `s` of the change of the greedy accuracy, rounded up to two digits. None if the greedy accuracy rises
+    already or the sampled reward does not, if it would take more than ten times the steps, or if either was not
+    evaluated twice.
+    """
+    sampled, greedy = paired_gain(run.tests, SAMPLED_TEST), accuracy_gain(run)
+    if not run.steps or sampled is None or greedy is None or greedy.change.low > 0 or not sampled.change.low > 0:
+        return None
+    error = (greedy.change.high - greedy.change.low) / (2 * 1.96)
+    steps = run.steps[-1] * SEEN_ERRORS * error / sampled.change.value
+    if not run.steps[-1] < steps <= MOST_TIMES_LONGER * run.steps[-1]:
+        return None
+    unit = 10 ** max(0, math.floor(math.log10(steps)) - 1)
+    return unit * math.ceil(steps / unit)
 
 
 def lost_randomness(run: RunReading) -> str:
@@ -249,7 +272,9 @@ def signal_indicator(run: RunReading) -> Indicator:
     elif scale.high <= batch:
         state = "good"
     sentence = f"{_asked(scale, batch)} {_signal(run.summary.snr, scale, batch)}"
-    headline = f"{_needs(scale, batch)}{run.trust.mark}"
+    is_open = math.isinf(scale.high) and NOISE_ACT * batch >= scale.low
+    told = f"signal to noise at most {cell_text(run.summary.snr.high)}" if is_open else _needs(scale, batch)
+    headline = f"{told}{run.trust.mark}"
     return Indicator(name=name, state=state, headline=headline, sentence=sentence, **known)
 
 
@@ -257,8 +282,8 @@ def _signal(snr: Estimate, scale: Estimate, batch: float | int) -> str:
     """Where the number of rollouts in the headline comes from."""
     if math.isinf(scale.high) and math.isfinite(scale.low):
         return (
-            f"Signal to noise may be 0 and is at most {cell_text(snr.high)}, the upper end of its 95 % interval: "
-            f"{batch:g} / {cell_text(snr.high)} = {_count(scale.low)} rollouts or more."
+            f"Signal to noise may be 0; {cell_text(snr.high)} is the upper end of its 95 % interval. For 1, a step "
+            f"needs {batch:g} / {cell_text(snr.high)} = {_count(scale.low)} rollouts or more."
         )
     return f"Signal to noise is {cell_text(snr)}, about the rollouts you use over those needed."
 
@@ -274,10 +299,10 @@ def _asked(scale: Estimate, batch: float | int) -> str:
 
 def _needs(scale: Estimate, batch: float | int) -> str:
     """`needs 220 [110, 829] rollouts, you use 64`."""
-    if math.isinf(scale.high) and math.isfinite(scale.low):
-        return f"needs at least {_count(scale.low)} rollouts, you use {batch:g}"
     if math.isinf(scale.value):
         return f"has no signal that {batch:g} rollouts resolve"
+    if math.isinf(scale.high) and math.isfinite(scale.low):
+        return f"needs at least {_count(scale.low)} rollouts, you use {batch:g}"
     ends = "" if math.isnan(scale.low) else f" [{_count(scale.low)}, {_count(scale.high)}]"
     return f"needs {_count(scale.value)}{ends} rollouts, you use {batch:g}"
 

@@ -8,7 +8,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from scoregram.advice import PROMPTS, Diagnosis, RunFinding, advise_run, measuring_setting, trainer_of
+from scoregram.advice import (
+    PROMPTS,
+    Change,
+    Diagnosis,
+    RunFinding,
+    advise_run,
+    measuring_setting,
+    trainer_of,
+    typed_setting,
+)
 from scoregram.bootstrap import FEWEST
 from scoregram.checks import fail
 from scoregram.exhibits import Cell, Estimate, Table
@@ -25,6 +34,7 @@ from scoregram.reading import (
     paired_gain,
     paused_collection,
     read_run,
+    steps_to_show,
 )
 from scoregram.report import step_figures
 from scoregram.report.figures import Drawing
@@ -173,7 +183,7 @@ def run_page(folder: Run) -> RunPage:
         facts=tuple(run_facts(run)),
         answers=(
             ("Does it learn?", learning_answer(run, tiles)),
-            ("What to change?", change_answer(tiles[0], advice)),
+            ("What to change?", longer_training(run, advice) or change_answer(tiles[0], advice)),
         ),
         window=window_sentence(run),
         trust=(*run.trust.sentences(), *_more_measurements(run)),
@@ -185,7 +195,9 @@ def run_page(folder: Run) -> RunPage:
         open_rules=advice.open_text(),
         sections=tuple(sections),
         glass=run_glass(folder, run),
-        lead_finding="" if is_solved(tiles[0]) else next((one.name for one in cards if one.change is not None), ""),
+        lead_finding=""
+        if is_solved(tiles[0]) or longer_training(run, advice)
+        else next((one.name for one in cards if one.change is not None), ""),
         steps=len(run.steps),
         planned_steps=planned_steps(run.config),
     )
@@ -287,7 +299,8 @@ def window_sentence(run: RunReading) -> str:
     if not steps:
         return ""
     which = f"the last third, {_step_range(steps)}" if len(run.steps) > 1 else f"the only step, {steps[0]}"
-    return f"Numbers without a step are means over {which}. Brackets are 95 % intervals."
+    told = f"Arrows lead from the first evaluation, third or value to the last. Other numbers are means over {which}."
+    return f"{told} Brackets are 95 % intervals. Grey dashed lines in the figures: the null."
 
 
 def _more_measurements(run: RunReading) -> Iterator[str]:
@@ -332,6 +345,18 @@ def change_answer(learning: Indicator, advice: Diagnosis) -> str:
     if first is None or first.change is None:
         return "No rule asks for a change."
     return first.change.sentence + (f" Setting: {first.change.setting}." if first.change.setting else "")
+
+
+def longer_training(run: RunReading, advice: Diagnosis) -> str:
+    """That the run is too short to judge, and how long it should be; empty if that is not so or something is worse."""
+    wanted, sampled = steps_to_show(run), paired_gain(run.tests, SAMPLED_TEST)
+    if wanted is None or sampled is None or any(one.severity == "critical" for one in advice.findings):
+        return ""
+    told = f"Train longer first: if greedy accuracy rose as fast as the sampled reward has, {sampled.change.value:.3f} "
+    told += f"in {run.steps[-1]} steps, the rise would show after about {wanted}."
+    change = Change(knob="training steps", direction="up", sentence=told, effect="", value=wanted)
+    setting = typed_setting(change, run.config)
+    return told + (f" Setting: {setting}." if setting else "")
 
 
 def next_changes(cards: Iterable[RunFinding]) -> str:

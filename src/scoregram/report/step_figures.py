@@ -224,8 +224,8 @@ def _best_size(run: RunReading, used: int) -> str:
     if best.low <= used <= best.high:
         return f"{told}, which includes the {used} you use."
     size = least_error_size(run.noise(), used, batch)
-    fitting = f", the best that divides {batch:g} rollouts into groups and can be measured" if batch % size == 0 else ""
-    return f"{told}. Set {size}{fitting}."
+    fitting = f": of the sizes that divide {batch:g} rollouts and can be measured, 4 and more, the best"
+    return f"{told}. Set {size}{fitting if batch % size == 0 else ''}."
 
 
 def _interval(best: Estimate) -> str:
