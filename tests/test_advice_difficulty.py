@@ -98,15 +98,14 @@ def test_one_change_comes_first_and_the_others_have_a_price():
     law = SuccessLaw(0.075, 1.5)
     known = DeadGroups(live=0.2, direction="easier", config=OWN, outcomes=DIFFERENT, law=law, size_sentence="Groups …")
     change = prompt_change(known)
-    assert change.sentence.startswith("Sample further prompts") and " or " not in change.sentence
-    assert (
-        "up to 4.0 times as many live groups" in change.effect and "--dynamic-rounds 4 allows no more" in change.effect
-    )
-    assert typed_setting(change, OWN) == "--method dapo (now grpo)"
-    filtered, easier, size = change.others
+    assert change.sentence == "Leave out prompts whose 8 rollouts were all wrong."
     again, _ = law.live_again(8)
-    assert f"about {again:.0%} of the remaining groups would then be live, now 20%." in filtered
-    assert "Price: 8 rollouts for each prompt" in filtered and easier.startswith("Take easier") and size == "Groups …"
+    assert f"about {again:.0%} of the remaining groups would then be live, now 20%." in change.effect
+    assert "Price: 8 rollouts for each prompt" in change.effect
+    easier, dynamic, size = change.others
+    assert easier.startswith("Take easier") and size == "Groups …"
+    assert "dynamic sampling, --method dapo" in dynamic and "At equal rollouts it gained less" in dynamic
+    assert "p to 4.0 times as many live groups" in dynamic and "--dynamic-rounds 4 allows no more" in dynamic
     assert "7.5%" in easier  # 60 of 800 rollouts
 
 
@@ -189,7 +188,7 @@ def test_the_recorded_run_is_told_chance_and_one_setting():
     (one,) = [finding for finding in diagnosis.findings if finding.name == "dead groups"]
     # 320 groups of 8 in the last third, 239 right rollouts: (1 - 239/2560)^8 = 0.456
     assert "69% all wrong. Chance would make 46% all wrong" in one.sentence
-    assert one.change is not None and one.change.setting == "--method dapo (now grpo-paper)"
+    assert one.change is not None and one.change.setting == "--task (now gsm8k:gsm8k)"
     assert [line.split(":")[0] for line in one.lines()[3:]] == ["Otherwise, 1", "Otherwise, 2", "Otherwise, 3"]
     assert "Groups of 16 at the same rollouts are not advised" in one.change.others[-1]
     assert one.plain()["change"]["others"] == list(one.change.others)

@@ -9,7 +9,7 @@ import torch
 
 from scoregram.advice.diagnose import DEMOS, GRAM_RULES, LOG_RULES, _truncation_lines
 from scoregram.advice.findings import Change, RunFinding, Severity, Undecided, diagnosis_of
-from scoregram.advice.settings import PROMPTS, measuring_setting, typed_setting, with_setting
+from scoregram.advice.settings import DYNAMIC_SAMPLING, PROMPTS, measuring_setting, typed_setting, with_setting
 from scoregram.bootstrap import FEWEST, LEVEL, bootstrap_estimate, mean_estimate
 from scoregram.exhibits import Estimate, Figure
 from scoregram.reading import Indicator, IndicatorState, StoredGroup, indicators, read_run, running_curve
@@ -370,10 +370,10 @@ def test_cards_name_the_setting_of_the_trainer():
     assert typed("no such setting", "up", **own) == ""
 
 
-def test_cards_on_prompts_name_dynamic_sampling_and_no_task():
+def test_cards_on_prompts_name_where_prompts_come_from():
     change = Change(knob=PROMPTS, direction="easier", sentence="", effect="")
     own = typed_setting(change, {"task": "gsm8k", "method": "grpo"})
-    assert own == "--method dapo (now grpo)" and METHODS["dapo"].dynamic_sampling
+    assert own == "--task (now gsm8k)" and METHODS[DYNAMIC_SAMPLING].dynamic_sampling
     assert typed_setting(change, {"method": "dapo"}) == "" == typed_setting(change, {})
     assert typed_setting(change, {"integration": {"name": "trl"}}) == "train_dataset"
 

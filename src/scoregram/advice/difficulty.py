@@ -7,7 +7,14 @@ from types import MappingProxyType
 from typing import Any
 
 from scoregram.advice.findings import Change, RuleVerdict, RunFinding, Undecided
-from scoregram.advice.settings import PROMPTS, TRL_TRAINER, can_sample_dynamically, stored_setting, trainer_of
+from scoregram.advice.settings import (
+    DYNAMIC_SAMPLING,
+    PROMPTS,
+    TRL_TRAINER,
+    can_sample_dynamically,
+    stored_setting,
+    trainer_of,
+)
 from scoregram.exhibits import cell_text
 from scoregram.reading import RunReading
 from scoregram.statistics import mixed_probability
@@ -216,8 +223,9 @@ class Lever:
 def prompt_change(known: DeadGroups) -> Change:
     """One change for dead groups, and the others behind it, each with its price.
 
-    Dynamic sampling comes first where the trainer has it: it works at the first visit of a prompt. A filter needs an
-    earlier visit, and prompts that differ. Other problems cost no rollouts, but change what is learnt.
+    A filter comes first where prompts differ: it costs one visit of each prompt, and every later step has more live
+    groups. Other problems cost no rollouts, but change what is learnt. Dynamic sampling pays for live groups at every
+    step, and has lost against plain groups at equal rollouts (`docs/allocation.md`).
     """
     first, *others = _levers(known)
     told = [f"{one.sentence} {one.effect[:1].upper()}{one.effect[1:]}".strip() for one in others]
@@ -231,13 +239,12 @@ def prompt_change(known: DeadGroups) -> Change:
 
 
 def _levers(known: DeadGroups) -> Iterator[Lever]:
-    trainer = trainer_of(known.config)
-    if not trainer or can_sample_dynamically(known.config):
-        yield _dynamic_sampling(known)
     if known.differ is not False:
         yield _prompt_filter(known)
     if known.direction != MEDIUM:
         yield _other_problems(known)
+    if not trainer_of(known.config) or can_sample_dynamically(known.config):
+        yield _dynamic_sampling(known)
     if known.differ is False:
         told = "Leaving out prompts by their success rate would gain little:"
         yield Lever(told, f"no more groups are {KINDS[known.direction]} than chance makes if all are equally hard.")
@@ -252,7 +259,8 @@ def _dynamic_sampling(known: DeadGroups) -> Lever:
     effect += f" (--dynamic-rounds {rounds} allows no more)." if wanted > rounds else "."
     effect += " DAPO's estimator and loss come with it, unless --estimator and --objective keep yours." * is_own
     effect += " At equal rollouts it gained less than plain groups in our small runs (docs/allocation.md)."
-    told = "Sample further prompts in every step until its groups are live (dynamic sampling, as in DAPO)."
+    how = f"--method {DYNAMIC_SAMPLING}" if is_own else "as in DAPO"
+    told = f"Sample further prompts in every step until its groups are live (dynamic sampling, {how})."
     return Lever(told, effect)
 
 

@@ -95,11 +95,11 @@ def assigned(name: str, value: Any) -> str:
 
 
 def _prompt_setting(config: Mapping[str, Any]) -> str:
-    """How to get prompts that teach: dynamic sampling, or where the trainer has none, a filtered data set."""
-    trainer, method = trainer_of(config), config.get("method")
-    if trainer == TRL_TRAINER:
+    """Where other prompts come from."""
+    if trainer_of(config) == TRL_TRAINER:
         return "train_dataset"
-    return f"--method {DYNAMIC_SAMPLING} (now {method})" if can_sample_dynamically(config) else ""
+    task = config.get("task")
+    return f"--task (now {task})" if trainer_of(config) == OWN_TRAINER and task else ""
 
 
 def can_sample_dynamically(config: Mapping[str, Any]) -> bool:

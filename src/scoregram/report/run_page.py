@@ -83,6 +83,8 @@ class RunPage:
     glass: Glass
     lead_finding: str = ""
     """Name of the card whose change the answers state, so that it does not repeat it; empty if there is none."""
+    is_short: bool = False
+    """Whether the answers ask for a longer run before anything else."""
     steps: int = 0
     """Steps trained or recorded."""
     planned_steps: int = 0
@@ -99,13 +101,14 @@ class RunPage:
     def _shown(self) -> dict[str, Any]:
         """Values of the template."""
         more = self.cards[self.shown_cards :]
-        solved = is_solved(self.tiles[0])
+        title = "If a longer run does not learn either" if self.is_short else "What to change, and why"
+        title = "Only if you keep training on these problems" if is_solved(self.tiles[0]) else title
         summary = f"Then: {next_changes(more)}; and what the other rules say" if more else "What the other rules say"
         return {
             "title": self.title,
             "facts": self.facts,
             "answers": self.answers,
-            "cards_title": "Only if you keep training on these problems" if solved else "What to change, and why",
+            "cards_title": title,
             "window": self.window,
             "trust": self.trust,
             "trust_state": self.trust_state,
@@ -171,6 +174,7 @@ def run_page(folder: Run) -> RunPage:
     advice = advise_run(run)
     tiles = agreed_tiles(indicators(run), advice)
     cards, shown_cards = ordered_cards(advice.findings, is_solved(tiles[0]))
+    longer = longer_training(run, advice)
     missing = "\n".join(f"- {line}" for line in (*_missing(run), *run.notes))
     tables = tuple(table for table in (summary_table(run), gain_table(run.tests)) if table.rows)
     sections = [
@@ -183,7 +187,7 @@ def run_page(folder: Run) -> RunPage:
         facts=tuple(run_facts(run)),
         answers=(
             ("Does it learn?", learning_answer(run, tiles)),
-            ("What to change?", longer_training(run, advice) or change_answer(tiles[0], advice)),
+            ("What to change?", longer or change_answer(tiles[0], advice)),
         ),
         window=window_sentence(run),
         trust=(*run.trust.sentences(), *_more_measurements(run)),
@@ -196,8 +200,9 @@ def run_page(folder: Run) -> RunPage:
         sections=tuple(sections),
         glass=run_glass(folder, run),
         lead_finding=""
-        if is_solved(tiles[0]) or longer_training(run, advice)
+        if is_solved(tiles[0]) or longer
         else next((one.name for one in cards if one.change is not None), ""),
+        is_short=bool(longer),
         steps=len(run.steps),
         planned_steps=planned_steps(run.config),
     )
@@ -352,8 +357,8 @@ def longer_training(run: RunReading, advice: Diagnosis) -> str:
     wanted, sampled = steps_to_show(run), paired_gain(run.tests, SAMPLED_TEST)
     if wanted is None or sampled is None or any(one.severity == "critical" for one in advice.findings):
         return ""
-    told = f"Train longer first: if greedy accuracy rose as fast as the sampled reward has, {sampled.change.value:.3f} "
-    told += f"in {run.steps[-1]} steps, the rise would show after about {wanted}."
+    told = f"Nothing yet: {run.steps[-1]} steps cannot tell. About {wanted} would show whether greedy accuracy follows "
+    told += f"the sampled reward, which rose by {sampled.change.value:.3f}."
     change = Change(knob="training steps", direction="up", sentence=told, effect="", value=wanted)
     setting = typed_setting(change, run.config)
     return told + (f" Setting: {setting}." if setting else "")
@@ -434,9 +439,8 @@ def _figure_sections(run: RunReading, folder: Run) -> Iterator[Section]:
         (f"Drivers{mark}", "Which rollouts make the update.", marked_figures(step_figures.drivers_figures(run), run)),
         (
             f"Geometry{mark}",
-            f"Each group is a matrix with one row per rollout: {rows}. On the grey dashed null, the rollouts of a "
-            "prompt have nothing in common; away from it, they share directions. Lines that coincide with the null are "
-            "usual: rollouts are sampled independently.",
+            f"Each group is a matrix with one row per rollout: {rows}. The grey dashed null is what rollouts of the "
+            "same norms and advantages would give if they had nothing in common.",
             marked_figures(step_figures.geometry_figures(run), run),
         ),
         (f"Layers{mark}", "", marked_figures(step_figures.layers_figures(folder, run), run)),

@@ -209,9 +209,9 @@ def _noise_scale_caption(run: RunReading) -> str:
     known = [scale for scale in run.series("gram/noise_scale")[1] if math.isfinite(scale)]
     above = sum(scale > run.batch_size for scale in known)
     told = (
-        f"Noise scale of the {len(known)} of {max(measured, shown)} measured steps that resolved a signal; {above} of "
+        f"Noise scale of the {len(known)} of {max(measured, shown)} measured steps whose signal is estimated above 0 "
+        f"(of pure noise, about half would be); {above} of them need more rollouts than you use. "
     )
-    told += "them need more rollouts than you use. "
     if math.isnan(run.summary.noise_scale.low) or run.trust.has_few_steps:
         return told + "Single steps are too noisy for a conclusion; the tile “signal in a step” says what it needs."
     return told + "The tile “signal in a step” pools the last third of the measured steps, also those without a signal."
@@ -299,7 +299,7 @@ def geometry_figures(run: RunReading) -> Iterator[Drawing]:
         "top1-fraction",
         "How much lies in one direction?",
         "Top-1 fraction of a group's gradients. Null: orthogonal gradients of the same norms, which vary from step to "
-        "step. Where the dashes lie on the line, the rollouts share no direction.",
+        "step. Where the dashes lie on the line, advantages and norms alone explain it.",
         "top-1 fraction",
         (
             *_drawn(group_curve(live, _reading("top1_fraction")), "top-1 fraction", limits=SHARE),
