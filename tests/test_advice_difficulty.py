@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -96,17 +97,36 @@ ALIKE = counts(100, 8, 60, wrong=55)
 
 def test_one_change_comes_first_and_the_others_have_a_price():
     law = SuccessLaw(0.075, 1.5)
-    known = DeadGroups(live=0.2, direction="easier", config=OWN, outcomes=DIFFERENT, law=law, size_sentence="Groups …")
+    known = DeadGroups(
+        live=0.2, direction="easier", config=OWN, outcomes=DIFFERENT, law=law, batch_size=64, size_sentence="Groups …"
+    )
     change = prompt_change(known)
     assert change.sentence == "Leave out prompts whose 8 rollouts were all wrong."
     again, _ = law.live_again(8)
     assert f"about {again:.0%} of the remaining groups would then be live, now 20%." in change.effect
-    assert "Price: 8 rollouts for each prompt" in change.effect
-    easier, dynamic, size = change.others
-    assert easier.startswith("Take easier") and size == "Groups …"
+    assert "Price: 8 rollouts for each prompt once; 1,000 prompts cost as much as 125 steps." in change.effect
+    easier, dynamic = change.others
+    assert easier.startswith("Take easier") and change.not_advised == ("Groups …",)
+    assert prompt_change(replace(known, size_is_advised=True)).others[-1] == "Groups …"
     assert "dynamic sampling, --method dapo" in dynamic and "At equal rollouts it gained less" in dynamic
     assert "p to 4.0 times as many live groups" in dynamic and "--dynamic-rounds 4 allows no more" in dynamic
     assert "7.5%" in easier  # 60 of 800 rollouts
+
+
+@pytest.mark.parametrize("outcomes", [None, DIFFERENT, ALIKE])
+def test_problems_that_are_drawn_are_not_filtered(outcomes):
+    drawn = OWN | {"task": "arithmetic:3"}
+    change = prompt_change(DeadGroups(live=0.2, direction="easier", config=drawn, outcomes=outcomes))
+    assert change.sentence.startswith("Take easier problems") and not change.not_advised
+    assert not any("eave out" in one for one in change.others)
+    assert typed_setting(change, drawn) == "--task arithmetic:TERMS (now arithmetic:3)"
+
+
+@pytest.mark.parametrize("config", [OWN, TRL, {}])
+def test_where_most_groups_are_all_right_harder_problems_come_before_a_filter(config):
+    change = prompt_change(DeadGroups(live=0.2, direction="harder", config=config))
+    assert change.sentence.startswith("Take harder problems")
+    assert "eave out" in change.others[0] or "leave the prompts" in change.others[0]
 
 
 def test_a_trl_user_is_told_what_trl_has():
@@ -125,7 +145,7 @@ def test_a_trl_user_is_told_what_trl_has():
 @pytest.mark.parametrize("outcomes", [None, DIFFERENT, ALIKE])
 def test_no_prompt_is_called_unsolvable_by_chance(config, direction, outcomes):
     change = prompt_change(DeadGroups(live=0.3, direction=direction, config=config, outcomes=outcomes))
-    told = " ".join((change.sentence, change.effect, *change.others))
+    told = " ".join((change.sentence, change.effect, *change.others, *change.not_advised))
     assert "never solved" not in told and "always solved" not in told
     if outcomes is ALIKE:
         assert "would gain little" in told and "Leave out" not in told and "leave the prompts" not in told
@@ -164,9 +184,9 @@ def test_dead_groups_and_the_rule_on_the_group_size_say_one_thing(case):
     told = size_sentence(run, law, verdict)
     if case in ("up", "down"):
         assert isinstance(verdict, RunFinding) and verdict.change is not None and verdict.change.direction == case
-        assert told.startswith({"up": "Larger groups: Use groups", "down": "Larger groups are ruled out"}[case])
+        assert told.startswith({"up": "Larger groups: Use groups", "down": "Larger groups: the update has"}[case])
     else:
-        assert told.startswith("Groups of 8 at the same rollouts are not advised")
+        assert told.startswith("Groups of 8 at the same rollouts: ")
         assert isinstance(verdict, Undecided) == ("not decided" in told) == (case == "open")
         assert law is not None
         later, now = (law.live_share(size) * 32 / size for size in (8, 4))
@@ -188,8 +208,8 @@ def test_the_recorded_run_is_told_chance_and_one_setting():
     (one,) = [finding for finding in diagnosis.findings if finding.name == "dead groups"]
     # 320 groups of 8 in the last third, 239 right rollouts: (1 - 239/2560)^8 = 0.456
     assert "69% all wrong. Chance would make 46% all wrong" in one.sentence
-    assert one.change is not None and one.change.setting == "--task (now gsm8k:gsm8k)"
-    assert [line.split(":")[0] for line in one.lines()[3:]] == ["Otherwise, 1", "Otherwise, 2", "Otherwise, 3"]
+    assert one.change is not None and one.change.setting == "--task gsm8k:FOLDER (now gsm8k:gsm8k)"
+    assert [line.split(":")[0] for line in one.lines()[3:]] == ["Otherwise, 1", "Otherwise, 2", "Not advised"]
     assert "Groups of 16 at the same rollouts are not advised" in one.change.others[-1]
     assert one.plain()["change"]["others"] == list(one.change.others)
 

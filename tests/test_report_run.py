@@ -9,14 +9,20 @@ import torch
 
 from scoregram.advice.diagnose import DEMOS, GRAM_RULES, LOG_RULES, _truncation_lines
 from scoregram.advice.findings import Change, RunFinding, Severity, Undecided, diagnosis_of
-from scoregram.advice.settings import DYNAMIC_SAMPLING, PROMPTS, measuring_setting, typed_setting, with_setting
+from scoregram.advice.settings import (
+    DYNAMIC_SAMPLING,
+    GENERATED_TASKS,
+    PROMPTS,
+    measuring_setting,
+    typed_setting,
+    with_setting,
+)
 from scoregram.bootstrap import FEWEST, LEVEL, bootstrap_estimate, mean_estimate
 from scoregram.exhibits import Estimate, Figure
 from scoregram.reading import Indicator, IndicatorState, StoredGroup, indicators, read_run, running_curve
 from scoregram.report import write_report
 from scoregram.report.figures import HeatMap, StackedFigure
-from scoregram.report.page import sparkline
-from scoregram.report.run_page import (
+from scoregram.report.first_screen import (
     MOST_CARDS,
     SUBJECTS,
     agreed_tiles,
@@ -24,14 +30,15 @@ from scoregram.report.run_page import (
     learning_answer,
     ordered_cards,
     run_facts,
-    run_page,
-    summary_table,
     when_learnt,
 )
+from scoregram.report.page import sparkline
+from scoregram.report.run_page import run_page, summary_table
 from scoregram.report.step_figures import learning_figures, noise_figures, prompts_figures
 from scoregram.runs import GroupRecord, RolloutRecord, RunWriter, open_run
 from scoregram.spectra import feasible_intervals
 from scoregram.statistics import baseline_saving, group_blocks, mixed_probability, noise_components
+from scoregram.tasks import TASKS
 from scoregram.training.methods import METHODS
 from tests.report_cases import CONFIG, Page, write_run
 
@@ -373,7 +380,21 @@ def test_cards_name_the_setting_of_the_trainer():
 def test_cards_on_prompts_name_where_prompts_come_from():
     change = Change(knob=PROMPTS, direction="easier", sentence="", effect="")
     own = typed_setting(change, {"task": "gsm8k", "method": "grpo"})
-    assert own == "--task (now gsm8k)" and METHODS[DYNAMIC_SAMPLING].dynamic_sampling
+    assert own == "--task gsm8k:FOLDER (now gsm8k)" and METHODS[DYNAMIC_SAMPLING].dynamic_sampling
+    written = {
+        "jsonl:a.jsonl": "--task jsonl:FILE",
+        "stopping": "--task stopping:TURNS",
+        "reasoning-gym:chain_sum:min_terms=3": "--task reasoning-gym:chain_sum:SETTING=VALUE",
+        "forecast": "--task",
+        "python:my_tasks:guess": "--task",
+    }
+    for task, told in written.items():
+        assert typed_setting(change, {"task": task, "method": "grpo"}) == f"{told} (now {task})"
+    assert set(GENERATED_TASKS) < set(TASKS) and {row for row in TASKS if row not in GENERATED_TASKS} == {
+        "gsm8k",
+        "jsonl",
+        "python",
+    }
     assert typed_setting(change, {"method": "dapo"}) == "" == typed_setting(change, {})
     assert typed_setting(change, {"integration": {"name": "trl"}}) == "train_dataset"
 
@@ -504,13 +525,13 @@ def test_the_ends_of_stored_rollouts_are_those_of_the_records(tmp_path):
 
 def test_the_page_states_a_change_once_and_what_to_do_otherwise(run):
     change = Change(knob="x", direction="up", sentence="Do it.", effect="more.", setting="--x 1", others=("Or so.",))
+    change = dataclasses.replace(change, not_advised=("Not so.",))
     cards = tuple(dataclasses.replace(a_finding(name, name), change=change) for name in ("a", "b"))
     page = dataclasses.replace(run_page(open_run(run[0])), cards=cards, shown_cards=1, lead_finding="a")
     html = page.html()
-    assert (
-        html.count("<b>Do:</b> Do it.") == 1 and html.count("<b>Do:</b> as above.") == 1
-    )  # the lead has said the first
-    assert html.count("<li>Or so.</li>") == 2
+    assert html.count("<b>Do:</b> Do it.") == 1
+    assert html.count("<b>Do:</b> what the top of this page says (<code>--x 1</code>).") == 1
+    assert html.count("<li>Or so.</li>") == 2 == html.count("<b>Not advised:</b> Not so.")
     assert "1. a <span" in html and "2. b <span" in html and "Then: b (--x 1); and what the other rules say" in html
 
 

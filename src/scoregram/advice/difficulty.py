@@ -12,6 +12,7 @@ from scoregram.advice.settings import (
     PROMPTS,
     TRL_TRAINER,
     can_sample_dynamically,
+    draws_problems,
     stored_setting,
     trainer_of,
 )
@@ -202,8 +203,12 @@ class DeadGroups:
     config: Mapping[str, Any] = field(default_factory=dict)
     outcomes: OutcomeCounts | None = None
     law: SuccessLaw | None = None
+    batch_size: float | int = math.nan
+    """Rollouts of a step."""
     size_sentence: str = ""
     """What another group size would do; empty if not known."""
+    size_is_advised: bool = False
+    """Whether the rule on the group size asks for larger groups."""
 
     @property
     def differ(self) -> bool | None:
@@ -224,8 +229,10 @@ def prompt_change(known: DeadGroups) -> Change:
     """One change for dead groups, and the others behind it, each with its price.
 
     A filter comes first where prompts differ: it costs one visit of each prompt, and every later step has more live
-    groups. Other problems cost no rollouts, but change what is learnt. Dynamic sampling pays for live groups at every
-    step, and has lost against plain groups at equal rollouts (`docs/allocation.md`).
+    groups. Other problems cost no rollouts, but change what is learnt; they come first where most dead groups are all
+    right, since what those prompts teach is learnt, and where problems are drawn, so that there is no list to filter.
+    Dynamic sampling pays for live groups at every step, and has lost against plain groups at equal rollouts
+    (`docs/allocation.md`).
     """
     first, *others = _levers(known)
     told = [f"{one.sentence} {one.effect[:1].upper()}{one.effect[1:]}".strip() for one in others]
@@ -234,20 +241,29 @@ def prompt_change(known: DeadGroups) -> Change:
         direction=known.direction,
         sentence=first.sentence,
         effect=first.effect,
-        others=(*told, *([known.size_sentence] if known.size_sentence else [])),
+        others=(*told, *([known.size_sentence] if known.size_is_advised else [])),
+        not_advised=tuple(_not_advised(known)),
     )
 
 
 def _levers(known: DeadGroups) -> Iterator[Lever]:
-    if known.differ is not False:
-        yield _prompt_filter(known)
-    if known.direction != MEDIUM:
-        yield _other_problems(known)
+    has_list = not draws_problems(known.config)
+    filters = [_prompt_filter(known)] if has_list and known.differ is not False else []
+    others = [] if known.direction == MEDIUM and filters else [_other_problems(known)]
+    yield from [*others, *filters] if known.direction == HARDER else [*filters, *others]
     if not trainer_of(known.config) or can_sample_dynamically(known.config):
         yield _dynamic_sampling(known)
-    if known.differ is False:
-        told = "Leaving out prompts by their success rate would gain little:"
-        yield Lever(told, f"no more groups are {KINDS[known.direction]} than chance makes if all are equally hard.")
+
+
+def _not_advised(known: DeadGroups) -> Iterator[str]:
+    if known.differ is False and not draws_problems(known.config):
+        kind = KINDS[known.direction]
+        yield (
+            "Leaving out prompts by their success rate would gain little: no more groups are "
+            f"{kind} than chance makes if all are equally hard."
+        )
+    if known.size_sentence and not known.size_is_advised:
+        yield known.size_sentence
 
 
 def _dynamic_sampling(known: DeadGroups) -> Lever:
@@ -277,11 +293,17 @@ def _prompt_filter(known: DeadGroups) -> Lever:
     else:
         told = f"Leave out prompts whose {rollouts} were {kind}."
     again = known.law.live_again(size)[0] if known.law and size else math.nan
-    price = f"price: {rollouts} for each prompt once."
+    price = f"price: {rollouts} for each prompt once{_steps_of_a_visit(known, size)}."
     if math.isnan(again):
         return Lever(told, price)
     effect = f"by the spread of the success rates, about {again:.0%} of the remaining groups would then be live, now "
     return Lever(told, f"{effect}{known.live:.0%}. {price[:1].upper()}{price[1:]}")
+
+
+def _steps_of_a_visit(known: DeadGroups, size: int | None) -> str:
+    """What one visit of 1,000 prompts costs, in steps of this run; empty if its rollouts per step are not known."""
+    batch = known.batch_size
+    return f"; 1,000 prompts cost as much as {1000 * size / batch:.0f} steps" if size and batch and batch > 0 else ""
 
 
 def _other_problems(known: DeadGroups) -> Lever:
@@ -310,7 +332,9 @@ def informed_finding(finding: RunFinding, run: RunReading, size: RuleVerdict) ->
         config=run.config,
         outcomes=outcomes,
         law=law,
+        batch_size=run.batch_size,
         size_sentence=size_sentence(run, law, size),
+        size_is_advised=isinstance(size, RunFinding) and size.change is not None and size.change.direction == "up",
     )
     told = "" if outcomes is None else f" {chance_sentence(outcomes, known.direction)}"
     return replace(finding, sentence=f"{finding.sentence}{told}".strip(), change=prompt_change(known))
@@ -333,7 +357,7 @@ def size_sentence(run: RunReading, law: SuccessLaw | None, verdict: RuleVerdict)
     used, batch, best = run.group_size, run.batch_size, run.noise().best_group_size
     if isinstance(verdict, RunFinding) and verdict.change is not None:
         if verdict.change.direction == "down":
-            return f"Larger groups are ruled out: the update has the least error with groups of {cell_text(best)}."
+            return f"Larger groups: the update has the least error with groups of {cell_text(best)}."
         return f"Larger groups: {verdict.change.sentence} See “{verdict.name}”."
     if used is None or law is None or used < 2:
         return ""
@@ -342,7 +366,7 @@ def size_sentence(run: RunReading, law: SuccessLaw | None, verdict: RuleVerdict)
     if {used, twice} <= set(divisors(batch)):
         later, now = (law.live_share(size) * batch / size for size in (twice, used))
         shares = f"a step would have about {later:.1f} live ones, now {now:.1f}"
-    told = f"Groups of {twice} at the same rollouts are not advised: {shares}."
+    told = f"Groups of {twice} at the same rollouts: {shares}."
     if isinstance(verdict, Undecided):
         return f"{told} Which size has less error is not decided: measure more steps."
     return f"{told} The update has the least error with groups of {cell_text(best)}."

@@ -35,6 +35,12 @@ class Change:
     """What to type in the trainer of the run; empty if it has no such setting or is not known."""
     others: tuple[str, ...] = ()
     """What to do instead, each with its price, the best first."""
+    not_advised: tuple[str, ...] = ()
+    """What a reader may think of, and why not."""
+
+    def plain(self) -> dict[str, Any]:
+        """The change as values that JSON can hold."""
+        return vars(self) | {"others": list(self.others), "not_advised": list(self.not_advised)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +75,7 @@ class RunFinding:
             setting = f" Setting: {self.change.setting}." if self.change.setting else ""
             told.append(f"Change: {self.change.sentence}{setting} Expect: {self.change.effect}")
             told += [f"Otherwise, {place}: {one}" for place, one in enumerate(self.change.others, start=1)]
+            told += [f"Not advised: {one}" for one in self.change.not_advised]
         return told + [f"  {line}" for line in self.listing]
 
     def plain(self) -> dict[str, Any]:
@@ -79,7 +86,7 @@ class RunFinding:
         }
         return own | {
             "number": ends | {"label": self.label},
-            "change": None if self.change is None else vars(self.change) | {"others": list(self.change.others)},
+            "change": None if self.change is None else self.change.plain(),
             "listing": list(self.listing),
         }
 

@@ -32,6 +32,18 @@ SETTINGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 """What a finding changes → its option in `scoregram train`, and its argument of `attach`, `GRPOConfig` or `GRPOTrainer`
 in TRL."""
 
+GENERATED_TASKS: Mapping[str, str] = MappingProxyType(
+    {
+        "arithmetic": "TERMS",
+        "arithmetic-compositions": "TERMS",
+        "calculator": "TERMS",
+        "forecast": "",
+        "reasoning-gym": "SETTING=VALUE",
+        "stopping": "TURNS",
+    }
+)
+"""Tasks that draw their problems → what can follow their name on the command line, as in `arithmetic:TERMS`."""
+
 NEXT_VALUES: Mapping[tuple[str, str], Callable[[Any], Any]] = MappingProxyType(
     {
         ("completion length", "up"): lambda limit: 2 * limit,
@@ -98,8 +110,19 @@ def _prompt_setting(config: Mapping[str, Any]) -> str:
     """Where other prompts come from."""
     if trainer_of(config) == TRL_TRAINER:
         return "train_dataset"
-    task = config.get("task")
-    return f"--task (now {task})" if trainer_of(config) == OWN_TRAINER and task else ""
+    task = str(config.get("task") or "")
+    if trainer_of(config) != OWN_TRAINER or not task:
+        return ""
+    name, _, argument = task.partition(":")
+    written = {**GENERATED_TASKS, "gsm8k": "FOLDER"}.get(name, "FILE" if name == "jsonl" else "")
+    if name == "reasoning-gym":
+        written = f"{argument.partition(':')[0]}:{written}"
+    return f"--task {name}:{written} (now {task})" if written else f"--task (now {task})"
+
+
+def draws_problems(config: Mapping[str, Any]) -> bool:
+    """Whether the task of a run makes its problems as it goes, so that there is no list of prompts to shorten."""
+    return trainer_of(config) == OWN_TRAINER and str(config.get("task") or "").partition(":")[0] in GENERATED_TASKS
 
 
 def can_sample_dynamically(config: Mapping[str, Any]) -> bool:

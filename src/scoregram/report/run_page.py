@@ -2,23 +2,12 @@
 
 import math
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from scoregram.advice import (
-    PROMPTS,
-    Change,
-    Diagnosis,
-    RunFinding,
-    advise_run,
-    measuring_setting,
-    trainer_of,
-    typed_setting,
-)
-from scoregram.bootstrap import FEWEST
+from scoregram.advice import RunFinding, advise_run
 from scoregram.checks import fail
 from scoregram.exhibits import Cell, Estimate, Table
 from scoregram.reading import (
@@ -26,18 +15,29 @@ from scoregram.reading import (
     SAMPLED_TEST,
     EvaluationRewards,
     Indicator,
-    IndicatorState,
     RunReading,
-    accuracy_gain,
     indicators,
-    lost_randomness,
     paired_gain,
     paused_collection,
     read_run,
-    steps_to_show,
 )
 from scoregram.report import step_figures
 from scoregram.report.figures import Drawing
+from scoregram.report.first_screen import (
+    agreed_tiles,
+    change_answer,
+    is_solved,
+    learning_answer,
+    longer_run,
+    more_measurements,
+    next_changes,
+    ordered_cards,
+    planned_steps,
+    run_facts,
+    step_range,
+    trust_state,
+    window_sentence,
+)
 from scoregram.report.glass import Glass, run_glass
 from scoregram.report.page import LiveRun, Section, document, live_documents, write_document
 from scoregram.report.words import WORDS
@@ -47,12 +47,6 @@ SHOWN_NAMES = 8
 """Names of a folder's content that an error lists."""
 EVALUATIONS = {SAMPLED_TEST: "sampled, as trained", GREEDY_TEST: "greedy"}
 """Kinds of test groups, and their labels on the page."""
-MOST_CARDS = 3
-"""Pieces of advice on the first screen; the others are folded away."""
-FACTS = {"model": "model", "task": "task", "method": "method", "estimator": "estimator", "objective": "objective"}
-"""Settings that the first screen names, and their labels."""
-METHOD_NOTES: Mapping[str, str] = MappingProxyType({"grpo-paper": " (eq. 22 of arXiv:2606.29238)"})
-"""Method → what its name alone does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +168,7 @@ def run_page(folder: Run) -> RunPage:
     advice = advise_run(run)
     tiles = agreed_tiles(indicators(run), advice)
     cards, shown_cards = ordered_cards(advice.findings, is_solved(tiles[0]))
-    longer = longer_training(run, advice)
+    longer = longer_run(run, advice)
     missing = "\n".join(f"- {line}" for line in (*_missing(run), *run.notes))
     tables = tuple(table for table in (summary_table(run), gain_table(run.tests)) if table.rows)
     sections = [
@@ -187,11 +181,11 @@ def run_page(folder: Run) -> RunPage:
         facts=tuple(run_facts(run)),
         answers=(
             ("Does it learn?", learning_answer(run, tiles)),
-            ("What to change?", longer or change_answer(tiles[0], advice)),
+            ("What to change?", change_answer(tiles[0], advice, longer)),
         ),
         window=window_sentence(run),
-        trust=(*run.trust.sentences(), *_more_measurements(run)),
-        trust_state=_trust_state(run),
+        trust=(*run.trust.sentences(), *more_measurements(run, longer)),
+        trust_state=trust_state(run),
         tiles=tiles,
         cards=cards,
         shown_cards=shown_cards,
@@ -206,211 +200,6 @@ def run_page(folder: Run) -> RunPage:
         steps=len(run.steps),
         planned_steps=planned_steps(run.config),
     )
-
-
-SUBJECTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "learning": ("constant reward", "reward against held-out score"),
-        "prompts that teach": ("dead groups",),
-        "signal in a step": ("batch size",),
-        "truncated or clipped": ("truncation", "clip saturation"),
-    }
-)
-"""Indicator → the rules of `advise` about the same thing."""
-LEAST_STATES: Mapping[str, IndicatorState] = MappingProxyType({"critical": "act", "warning": "watch"})
-"""Severity of a finding → the mildest word that an indicator of its subject may say."""
-
-
-def agreed_tiles(tiles: Sequence[Indicator], advice: Diagnosis) -> tuple[Indicator, ...]:
-    """The indicators, with words that agree with the advice: one page does not say two things.
-
-    An indicator is not `good` if a rule about the same thing warns. It says `act` only if such a rule asks for a
-    change: where the rule cannot decide, because steps are too few, it says `watch`. Learning is not `good` while most
-    rollouts are cut off.
-    """
-    severities = {one.name: one.severity for one in advice.findings}
-    agreed = {tile.name: _agreed(tile, SUBJECTS[tile.name], severities, advice) for tile in tiles}
-    learning, cut = agreed.get("learning"), agreed.get("truncated or clipped")
-    if learning and cut and learning.state == "good" and cut.state == "act":  # a reward of unfinished texts
-        agreed["learning"] = replace(learning, state="watch")
-    return tuple(agreed.values())
-
-
-def _agreed(tile: Indicator, rules: Sequence[str], severities: Mapping[str, str], advice: Diagnosis) -> Indicator:
-    floors = [LEAST_STATES[severities[name]] for name in rules if severities.get(name) in LEAST_STATES]
-    if "act" in floors:
-        return replace(tile, state="act")
-    if floors and tile.state == "good":
-        return replace(tile, state="watch")
-    if tile.state == "act" and not floors and any(name in advice.undecided for name in rules):
-        return replace(tile, state="watch", sentence=f"{tile.sentence} Too few steps to ask for a change.")
-    return tile
-
-
-def run_facts(run: RunReading) -> Iterator[tuple[str, str]]:
-    """Label and value of what was trained, and how, as far as the config says."""
-    config, stated = run.config, trainer_arguments(run.config)
-    yield "trainer", trainer_name(config)
-    for name, label in FACTS.items():
-        if config.get(name) is not None:
-            yield label, str(config[name]) + METHOD_NOTES.get(str(config[name]), "")
-            if name == "model":
-                rank = config.get("lora_rank")
-                yield "trains", f"LoRA of rank {rank}" if rank else "all parameters"
-    if run.group_size:
-        yield "group size R", str(run.group_size)
-    batch = config.get("batch_size") or (None if math.isnan(run.batch_size) else f"{run.batch_size:g}")
-    rate = config.get("learning_rate", stated.get("learning_rate"))
-    for label, value in (("rollouts per step", batch), ("learning rate", rate)):
-        if value is not None:
-            yield label, str(value)
-    if config.get("seed") is not None:
-        yield "seed", str(config["seed"])
-    # a trainer that logs every tenth step has trained on the steps between
-    count = run.steps[-1] if run.steps and "integration" in config else len(run.steps)
-    planned = planned_steps(config)
-    trained = f"{count} of {planned}" if planned else f"{count}"
-    yield "steps", f"{trained} trained, gradients of {run.trust.measured} measured"
-
-
-def trainer_name(config: Mapping[str, Any]) -> str:
-    """The trainer that made the run, as its users write it.
-
-    Example:
-        >>> trainer_name({"method": "grpo"}), trainer_name({"integration": {"name": "trl"}}), trainer_name({})
-        ('scoregram train', 'TRL', 'not known')
-    """
-    trainer = trainer_of(config)
-    if not trainer and config.get("format"):
-        return f"not known: a dump, format {config['format']}"
-    return {"scoregram": "scoregram train", "trl": "TRL", "": "not known"}.get(trainer, trainer)
-
-
-def trainer_arguments(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments of another trainer, as its integration stored them."""
-    found = config.get("arguments")
-    return found if isinstance(found, Mapping) else {}
-
-
-def planned_steps(config: Mapping[str, Any]) -> int:
-    """Steps that the config asks for; 0 if it does not say."""
-    planned = config.get("steps", trainer_arguments(config).get("max_steps"))
-    return planned if isinstance(planned, int) and planned > 0 else 0
-
-
-def window_sentence(run: RunReading) -> str:
-    """Which steps the numbers of the first screen come from."""
-    steps = run.last_third
-    if not steps:
-        return ""
-    which = f"the last third, {_step_range(steps)}" if len(run.steps) > 1 else f"the only step, {steps[0]}"
-    told = f"Arrows lead from the first evaluation, third or value to the last. Other numbers are means over {which}."
-    return f"{told} Brackets are 95 % intervals. Grey dashed lines in the figures: the null."
-
-
-def _more_measurements(run: RunReading) -> Iterator[str]:
-    """How to measure the next run often enough; nothing if this run did, or has too few steps."""
-    setting = measuring_setting(run.config, max(1, run.steps[-1] // (3 * FEWEST - 2))) if run.steps else ""
-    if run.trust.has_few_steps and run.trust.measured < run.steps[-1] and setting:
-        yield f"To measure often enough: {setting}."
-
-
-def learning_answer(run: RunReading, tiles: Sequence[Indicator]) -> str:
-    """Whether the run learns: yes, no, not shown or not clear, and the numbers that say so."""
-    if not run.steps:
-        return "This run holds no step yet."
-    learning, cut, greedy = tiles[0], tiles[3], accuracy_gain(run)
-    rises = learning.state in ("good", "watch") and learning.change.low > 0
-    if rises and cut.state == "act":
-        untested = "" if learning.headline.startswith("test") else ", and nothing was tested"
-        return (
-            f"Not shown: {learning.headline}, but {cut.headline}{untested}. Read some rollouts before you believe it."
-        )
-    if rises and learning.state == "watch" and greedy is not None:
-        both = f"sampled {learning.headline}, but greedy accuracy {_arrow(greedy.before.value, greedy.after.value)}"
-        return f"Not clear: {both}. {lost_randomness(run)}".strip()
-    said = {
-        "good": f"Yes: {learning.headline}.",
-        "watch": f"Not shown: {learning.headline}; the interval of the change includes 0.",
-        "act": f"No, it gets worse: {learning.headline}.",
-        "unknown": "Too early to tell.",
-    }[learning.state]
-    return " ".join([said, *when_learnt(learning)])
-
-
-def _arrow(before: float, after: float) -> str:
-    return f"{before:.3f} → {after:.3f}"
-
-
-def change_answer(learning: Indicator, advice: Diagnosis) -> str:
-    """The most important change in one or two sentences."""
-    if is_solved(learning):
-        return "No setting: the task is nearly solved. Stop here, or take harder problems."
-    first = next((one for one in advice.findings if one.change is not None), None)
-    if first is None or first.change is None:
-        return "No rule asks for a change."
-    return first.change.sentence + (f" Setting: {first.change.setting}." if first.change.setting else "")
-
-
-def longer_training(run: RunReading, advice: Diagnosis) -> str:
-    """That the run is too short to judge, and how long it should be; empty if that is not so or something is worse."""
-    wanted, sampled = steps_to_show(run), paired_gain(run.tests, SAMPLED_TEST)
-    if wanted is None or sampled is None or any(one.severity == "critical" for one in advice.findings):
-        return ""
-    told = f"Nothing yet: {run.steps[-1]} steps cannot tell. About {wanted} would show whether greedy accuracy follows "
-    told += f"the sampled reward, which rose by {sampled.change.value:.3f}."
-    change = Change(knob="training steps", direction="up", sentence=told, effect="", value=wanted)
-    setting = typed_setting(change, run.config)
-    return told + (f" Setting: {setting}." if setting else "")
-
-
-def next_changes(cards: Iterable[RunFinding]) -> str:
-    """Names of findings in their order, each with what to type for it."""
-    settings = [(one.name, one.change.setting if one.change else "") for one in cards]
-    return ", ".join(f"{name} ({setting})" if setting else name for name, setting in settings)
-
-
-def is_solved(learning: Indicator) -> bool:
-    """Whether the last score on test problems is so high that a run has little left to learn."""
-    known = [value for value in learning.curve.mean if not math.isnan(value)]
-    return learning.headline.startswith("test") and bool(known) and SOLVED <= known[-1] <= 1
-
-
-def ordered_cards(findings: Sequence[RunFinding], solved: bool) -> tuple[tuple[RunFinding, ...], int]:
-    """The cards, and how many of them the first screen shows.
-
-    Of a run whose task is solved it shows only those about its prompts: the other settings were measured on problems
-    that have nothing left to teach.
-    """
-    if not solved:
-        return tuple(findings), MOST_CARDS
-    first = [one for one in findings if one.change is not None and one.change.knob == PROMPTS]
-    return (*first, *(one for one in findings if one not in first)), min(len(first), MOST_CARDS)
-
-
-MOST_OF_IT, SOLVED = 0.9, 0.95
-"""Share of a gain that counts as most of it, and score on test problems from which on a task counts as solved."""
-
-
-def when_learnt(learning: Indicator) -> Iterator[str]:
-    """When most of a gain was there; nothing unless the run learns."""
-    known = [pair for pair in zip(learning.curve.steps, learning.curve.mean, strict=True) if not math.isnan(pair[1])]
-    if learning.state != "good" or len(known) < 3:
-        return
-    (_, first), (end, last) = known[0], known[-1]
-    step = next(step for step, value in known if value >= first + MOST_OF_IT * (last - first))
-    if step < end:
-        yield f"{MOST_OF_IT:.0%} of the gain was there by step {step:g}."
-
-
-def _trust_state(run: RunReading) -> str:
-    """`act` after a failed self-check, `watch` for anything else to keep in mind, `unknown` if nothing was measured."""
-    trust = run.trust
-    if trust.failed:
-        return "act"
-    if not trust.is_sound or trust.has_few_steps:
-        return "watch"
-    return "good" if trust.measured and trust.errors else "unknown"
 
 
 def _null(run: RunReading) -> str:
@@ -529,7 +318,7 @@ def summary_table(run: RunReading) -> Table:
     return Table(
         id="summary",
         title="The last third in numbers" if len(run.last_third) > 1 else "The last step in numbers",
-        caption=f"{_step_range(run.last_third).capitalize()}: means with 95 % bootstrap intervals over "
+        caption=f"{step_range(run.last_third).capitalize()}: means with 95 % bootstrap intervals over "
         "groups. Signal, noise scale and group size come from noise components averaged over steps; their intervals "
         "resample steps. ∞ means that no signal, or no difference between prompts, was resolved. Intervals over few "
         "groups or steps are too narrow, and groups of the same prompt are treated as independent.",
@@ -575,12 +364,6 @@ def _accuracy(run: RunReading) -> tuple[Cell, Cell, str, str] | None:
 
 def _as_integer(value: float) -> Cell:
     return int(value) if math.isfinite(value) and value == round(value) else value
-
-
-def _step_range(steps: range) -> str:
-    if not steps:
-        return "no step"
-    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
 def _is_unknown(cell: Cell) -> bool:
