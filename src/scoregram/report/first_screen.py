@@ -122,9 +122,8 @@ def window_sentence(run: RunReading) -> str:
     if not steps:
         return ""
     which = f"the last third, {step_range(steps)}" if len(run.steps) > 1 else f"the only step, {steps[0]}"
-    told = f"Arrows lead from the first evaluation, third or value to the last. Other numbers are means over {which}."
-    null = "In the figures below, a grey dashed line is the null: what unrelated rollouts would give."
-    return f"{told} Brackets are 95 % intervals. {null}"
+    told = f"Arrows: first to last evaluation, third or value. Other numbers are means over {which}."
+    return f"{told} Brackets: 95 % intervals. Grey dashed lines below, the null: what unrelated rollouts would give."
 
 
 def more_measurements(run: RunReading, longer: Change | None) -> Iterator[str]:

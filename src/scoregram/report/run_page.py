@@ -96,7 +96,7 @@ class RunPage:
         """Values of the template."""
         more = self.cards[self.shown_cards :]
         title = "If a longer run does not learn either" if self.is_short else "What to change, and why"
-        title = "Only if you keep training on these problems" if is_solved(self.tiles[0]) else title
+        title = "If you go on training" if is_solved(self.tiles[0]) else title
         summary = f"Then: {next_changes(more)}; and what the other rules say" if more else "What the other rules say"
         return {
             "title": self.title,
