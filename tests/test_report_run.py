@@ -127,11 +127,12 @@ def test_the_possible_ranks_are_those_of_the_feasible_interval(facts):
 
 
 def test_ranks_are_shown_by_how_many_were_right(run, facts):
-    measured, _, closed = figures(run[0])["rank-by-right"].series
-    assert closed.x == (1.0, 2.0, 3.0) and closed.y == (3.0, 4.0, 3.0)  # 4k(R-k)/R at R = 4
-    for k, y in zip(measured.x, measured.y, strict=True):
-        values = [g.reading.effective_rank for g in facts.groups if g.record.rewards.sum() == k]
-        assert y == pytest.approx(sum(values) / len(values))
+    measured, null = figures(run[0])["rank-by-right"].series
+    assert null.role == "null"
+    for series, key in ((measured, "effective_rank"), (null, "effective_rank_orthogonal")):
+        for k, y in zip(series.x, series.y, strict=True):
+            values = [getattr(g.reading, key) for g in facts.groups if g.record.rewards.sum() == k]
+            assert y == pytest.approx(sum(values) / len(values))
 
 
 def test_the_last_third_is_averaged(run, facts):

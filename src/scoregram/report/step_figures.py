@@ -25,7 +25,6 @@ from scoregram.reading import (
 )
 from scoregram.report.figures import Drawing, HeatMap, StackedFigure
 from scoregram.runs import Run
-from scoregram.spectra import orthogonal_effective_rank
 
 MOST_LAYER_STEPS = 20
 """Steps whose per-layer Grams are read: they are the largest part of a run."""
@@ -322,8 +321,8 @@ def geometry_figures(run: RunReading) -> Iterator[Drawing]:
     yield from _figure(
         "rank-by-right",
         "Is the rank only a matter of how many were right?",
-        "All steps. If scores are unrelated and of equal norm, k right rollouts of R give 4k(R-k)/R, the wider dashes: "
-        "the rank then shows only how evenly the group is split.",
+        "All steps. Unrelated scores of equal norm would give 4k(R-k)/R with k right rollouts of R: where the line "
+        "follows the null, the rank shows only how evenly the group is split.",
         "effective rank",
         tuple(_by_right(live)) if run.rows == "scores" else (),
         x_title="right rollouts k",
@@ -476,9 +475,6 @@ def _by_right(live: Sequence[StoredGroup]) -> Iterator[Series]:
             values = [[getattr(group.reading, key, math.nan) for group in here if group.right == k] for k in counts]
             if not all(math.isnan(value) for part in values for value in part):
                 yield _with_intervals(name, x, values, role)
-        every = tuple(range(1, size))
-        ranks = tuple(orthogonal_effective_rank(k, size) for k in every)
-        yield Series(f"R = {size}, null with equal norms", tuple(map(float, every)), ranks, role="null")
 
 
 def _with_intervals(name: str, x: tuple[float, ...], values: Sequence[Sequence[float]], role: Role) -> Series:
