@@ -27,7 +27,7 @@ from scoregram.runs import open_run
 from scoregram.tasks import load_task
 from scoregram.training import METHODS, TrainConfig, run_in_processes
 
-RATES = (1e-4, 3e-4)
+RATES, LARGE_MODEL_RATES = (1e-4, 3e-4), (1e-6, 3e-6)
 """Learning rates to choose from; every method of a task gets the same."""
 TUNING_SEED, TUNING_METHODS = 100, "grpo,rloo"
 """The rate with the higher mean return after the last step, over these methods with this seed, which no table has."""
@@ -72,7 +72,9 @@ class TaskSetting:
     control_rows: Sequence[MethodChoice] = ()
     """Further rows."""
     rate: float = 0.0
-    """Learning rate; 0 to choose from `RATES`."""
+    """Learning rate; 0 to choose from `rates`."""
+    rates: Sequence[float] = RATES
+    """Learning rates to choose from."""
     seeds: int = 3
     """Seeds in the table."""
 
@@ -113,6 +115,21 @@ def gym_setting(name: str, settings: str = "", left_out: Mapping[str, str] | Non
 
 ON_GPU = ("grpo", "dr-grpo", "rloo", "ppo", "optimal-token", "vineppo", "dpo")
 CONTROL = MethodChoice("grpo:reward=rewards:random_in_training", "grpo", {"reward": "rewards:random_in_training"})
+GSM8K_OPTIONS: Mapping[str, Any] = {
+    "model": "starts/gsm8k",
+    "prompt": "plain",
+    "autocast": True,
+    "device": "cuda",
+    "batch_size": 128,
+    "micro_batch_size": 32,
+    "max_new_tokens": 200,
+    "on_not_finite": "skip",
+    "eval_problems": 660,
+    "eval_samples": 4,
+    "credit_truth": "none",
+    "push": False,
+    "between_prompts": False,
+}
 TASKS = {
     "arithmetic": TaskSetting("arithmetic", 640, 64, {**ONE_TURN, **ADDED}),
     "calculator": TaskSetting("calculator", 640, 64, {**SEVERAL_TURNS, **TOO_SLOW, **ADDED}),
@@ -129,24 +146,20 @@ TASKS = {
         rollouts=6144,
         every_rollouts=6144,
         left_out={name: "not run: GPU time" for name in METHODS if name not in ON_GPU},
-        options={
-            "model": "starts/gsm8k",
-            "prompt": "plain",
-            "autocast": True,
-            "device": "cuda",
-            "batch_size": 128,
-            "micro_batch_size": 32,
-            "max_new_tokens": 200,
-            "on_not_finite": "skip",
-            "eval_problems": 660,
-            "eval_samples": 4,
-            "credit_truth": "none",
-            "push": False,
-            "between_prompts": False,
-        },
+        options=GSM8K_OPTIONS,
         labels={"ppo": "ppo:critic_learning_rate=1e-4"},
         control_rows=(CONTROL,),
         rate=8e-5,
+    ),
+    "gsm8k-qwen": TaskSetting(
+        "gsm8k:gsm8k",
+        rollouts=4096,
+        every_rollouts=4096,
+        left_out={name: "not run: GPU time" for name in METHODS if name not in ON_GPU},
+        options={**GSM8K_OPTIONS, "model": "starts/qwen", "prompt": "chat", "max_new_tokens": 320},
+        labels={"ppo": "ppo:critic_learning_rate=1e-5"},
+        control_rows=(CONTROL,),
+        rates=LARGE_MODEL_RATES,
     ),
 }
 SHARED: Mapping[str, Any] = {"batch_size": 32, "eval_problems": 128, "device": "cpu", "final_checkpoint": False}
@@ -172,7 +185,7 @@ def comparison_config(name: str, out: Path, *, seeds: int, rate: float, methods:
 def tuning_runs(name: str) -> dict[float, list[TrainConfig]]:
     """Learning rate → its runs with the seed that no table has."""
     runs = {}
-    for rate in RATES:
+    for rate in TASKS[name].rates:
         config = comparison_config(
             name, Path("tuning") / f"{name}-{rate:g}", seeds=1, rate=rate, methods=TUNING_METHODS
         )

@@ -2,6 +2,7 @@
 
 python start.py gym GENERATOR OUT [cuda]     an untrained `tiny` learns answers, then the habits of a careless teacher
 python start.py gsm8k MODEL.gguf DATA OUT    SmolLM2 imitates GSM8K's solutions for three epochs
+python start.py folder MODEL.gguf OUT        the model as it is, as a folder that loads in seconds
 """
 
 import json
@@ -151,8 +152,15 @@ def gsm8k_start(weights: str, data: str, out: Path) -> None:
     write_warm_start(policy, out)
 
 
+def folder_start(weights: str, out: Path) -> None:
+    """Write a model as a folder: a `.gguf` file takes half a minute to read, which every run would pay."""
+    write_warm_start(load_policy(PolicyConfig(model=weights)), out)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "gym":
         gym_start(sys.argv[2], Path(sys.argv[3]), sys.argv[4] if len(sys.argv) > 4 else "cpu")
+    elif sys.argv[1] == "folder":
+        folder_start(sys.argv[2], Path(sys.argv[3]))
     else:
         gsm8k_start(sys.argv[2], sys.argv[3], Path(sys.argv[4]))
