@@ -92,7 +92,9 @@ def predictions(model: str, past: int) -> dict[str, torch.Tensor]:
 def judged(model: str, predicted: torch.Tensor, least: int) -> tuple[float, float, float]:
     """Error of a division over that of equal groups, and its interval."""
     single, pair = noises(model, 16 - SIZE, 16).numpy()
-    sizes = allocated_rollouts(predicted[0], predicted[1], SIZE * len(single), least=least, most=64).numpy()
+    # Many prompts have the same past rewards. Rounded, they tie on every machine; else the last bit decides who gains.
+    even_ties = torch.tensor(np.array([[float(f"{value:.12g}") for value in row] for row in predicted.tolist()]))
+    sizes = allocated_rollouts(even_ties[0], even_ties[1], SIZE * len(single), least=least, most=64).numpy()
     own, even = (single / r + pair / (r * (r - 1)) for r in (sizes, np.full(len(sizes), SIZE)))
     draw = np.random.default_rng(0).integers(len(own), size=(RESAMPLES, len(own)))
     low, high = np.percentile(own[draw].sum(1) / even[draw].sum(1), [2.5, 97.5])
