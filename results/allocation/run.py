@@ -69,12 +69,19 @@ RATE, SLOW_RATE, LARGE_MODEL_RATE = 1e-4, 3e-5, 3e-6
 """Of 1e-5, 3e-5, 1e-4 and 3e-4, groups of 8 on arithmetic had the largest area at 1e-4; at 3e-4 they collapse."""
 GYM = {"prompt": "plain", "max_new_tokens": 40, "eval_problems": 64, "every_rollouts": 320}
 ROTATIONS = "reasoning-gym:rotate_matrix:min_n=2,max_n=2,min_rotations=1,max_rotations=1"
-QWEN = {
-    **{"model": "starts/qwen", "prompt": "chat", "autocast": True, "device": "cuda", "max_new_tokens": 320},
-    **{"batch_size": 64, "train_problems": 256, "on_not_finite": "skip"},
-    **{"eval_problems": 660, "every_rollouts": 2_048},
+QWEN: dict[str, Any] = {
+    "model": "starts/qwen",
+    "prompt": "chat",
+    "autocast": True,
+    "device": "cuda",
+    "batch_size": 64,
+    "max_new_tokens": 320,
+    "on_not_finite": "skip",
+    "train_problems": 256,
+    "eval_problems": 660,
+    "every_rollouts": 2_048,
 }
-"""A model of 0.5 B parameters, as `methods/start.py folder` writes it; each of its problems comes back twice or more."""
+"""A model of 0.5 B parameters, as `methods/start.py folder` writes it; each problem comes back at least twice."""
 TASKS = {
     "arithmetic": TaskSetting("arithmetic", RATE),
     "compositions": TaskSetting("arithmetic-compositions", RATE),
