@@ -11,9 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from scoregram.checks import ScoregramError
-from scoregram.gram import Sketch, backward_with_gram, contract, head, leaves, measure_gram
+from scoregram.gram import (
+    Sketch,
+    backward_with_gram,
+    contract,
+    gradient_sketch,
+    head,
+    leaves,
+    measure_gram,
+    update_sketch,
+)
 from scoregram.gram.measurement import Measurement
-from scoregram.gram.sketch import Sketcher, flat_index
+from scoregram.gram.sketch import Sketcher, _sums_by_device, flat_index
 from tests.cases import ARCHITECTURES, KeepDouble, build, rollouts
 from tests.naive import score_rows
 
@@ -322,6 +331,101 @@ def test_a_wide_pass_sketches_alike(monkeypatch):
     assert distance(wide, narrow) < 1e-12
 
 
+# The sketch of a gradient.
+
+GRADIENTS: dict[str, tuple[int, ...]] = {
+    "tall": (23, 4),
+    "flat": (4, 23),
+    "vector": (9,),
+    "number": (),
+    "experts": (3, 5, 4),
+    "empty": (0, 6),
+    "one column": (7, 1),
+}
+
+
+def gradients(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in GRADIENTS.items()}
+
+
+def gradient_by_definition(given: dict[str, Tensor], sketch: Sketch) -> Tensor:
+    """Every element added with its sign at its place, one after another."""
+    made = [0.0] * sketch.features
+    for name, gradient in given.items():
+        width = gradient.shape[-1] if gradient.ndim else 1
+        height = gradient.numel() // width if width else 0
+        left = words(sketch.seed, "rows", name, height) if height else ()
+        right = words(sketch.seed, "columns", name, width)
+        for place, value in enumerate(gradient.double().flatten().tolist()):
+            a, b = left[place // width], right[place % width]
+            made[(a // 2 + b // 2) % sketch.features] += value * (-1) ** (a % 2) * (-1) ** (b % 2)
+    return torch.tensor(made, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("chunk", [1, 100, 1 << 20])
+@pytest.mark.parametrize("sketch", [SMALL, Sketch(features=1), Sketch(features=64, seed=2)])
+def test_a_gradients_sketch_is_every_element_at_its_place(sketch, chunk, monkeypatch):
+    monkeypatch.setattr(contract, "CHUNK_ELEMENTS", chunk)
+    expected = gradient_by_definition(gradients(), sketch)
+    assert distance(gradient_sketch(gradients(), sketch), expected) < 1e-12
+
+
+def test_the_layout_of_a_gradient_changes_nothing():
+    given = gradients()
+    turned = {name: one.mT.contiguous().mT if one.ndim > 1 else one for name, one in given.items()}
+    assert not turned["experts"].is_contiguous()
+    turned["tall"] = given["tall"].to_sparse()
+    torch.testing.assert_close(gradient_sketch(turned, SMALL), gradient_sketch(given, SMALL), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_gradient_of_low_precision_is_summed_in_float32(dtype):
+    given = gradients(dtype)
+    assert distance(gradient_sketch(given, SMALL), gradient_by_definition(given, SMALL)) < 1e-6
+
+
+def test_a_missing_gradient_is_zero():
+    given = gradients()
+    zeroed = {**given, "flat": torch.zeros(4, 23), "vector": torch.zeros(9)}
+    missing = {**given, "flat": None, "vector": None}
+    assert torch.equal(gradient_sketch(missing, SMALL), gradient_sketch(zeroed, SMALL))
+    assert torch.equal(gradient_sketch({"w": None}, SMALL), torch.zeros(37, dtype=torch.float64))
+    assert torch.equal(gradient_sketch({}), torch.zeros(1024, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2", "qwen3-moe"])
+def test_the_sketch_of_the_gradient_is_the_weighted_sum_of_the_rollouts_sketches(name):
+    model, batch = ARCHITECTURES[name](), rollouts()
+    weights = torch.tensor([0.5, -2.0, 0.25, 3.0, -1.0])
+    with KeepDouble():
+        gram = backward_with_gram(model, *batch.arguments, weights=weights, sketch=Sketch())
+        made = update_sketch(model)
+    assert gram.sketch is not None and made is not None
+    assert distance(made, weights.double() @ gram.sketch) < 1e-12
+    halved = update_sketch(model, scale=2.0)
+    assert halved is not None and torch.equal(halved, made / 2)
+
+
+def test_a_model_without_a_finite_gradient_has_no_sketch():
+    model = build("Llama")
+    assert update_sketch(model) is None
+    weight = model.get_output_embeddings().weight
+    weight.grad = torch.zeros_like(weight)
+    made = update_sketch(model)
+    assert made is not None and torch.equal(made, torch.zeros(1024).double())
+    weight.grad[3, 1] = math.inf
+    assert update_sketch(model) is None
+
+
+def test_wrappers_of_a_model_do_not_change_the_names():
+    model, batch = build("Llama"), rollouts()
+    backward_with_gram(model, *batch.arguments, weights=torch.ones(5))
+    compiled = nn.Module()
+    compiled._orig_mod = model  # as `torch.compile` keeps it
+    assert torch.equal(update_sketch(compiled), update_sketch(model))  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(("dtype", "floor"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
@@ -332,3 +436,18 @@ def test_the_device_changes_nothing_but_rounding(dtype, floor):
     there = measure_gram(model.cuda(), *(tensor.cuda() for tensor in batch.arguments), sketch=SMALL).sketch
     assert here is not None and there is not None
     assert distance(there, here.double()) < floor
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gradient_is_sketched_on_its_device_without_a_wait():
+    given: dict[str, Tensor | None] = {name: one.float().cuda() for name, one in gradients().items()}
+    _sums_by_device(given, SMALL)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        made = _sums_by_device(given, SMALL)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = gradient_by_definition(gradients(torch.float32), SMALL)
+    assert [one.device.type for one in made] == ["cuda"] and distance(made[0].cpu(), expected) < 1e-5
+    assert distance(gradient_sketch(given, SMALL), expected) < 1e-5

@@ -73,4 +73,6 @@ from scoregram.gram.result import ChangedLayers as ChangedLayers
 from scoregram.gram.result import Gram as Gram
 from scoregram.gram.sketch import Sketch as Sketch
 from scoregram.gram.sketch import Sketcher as Sketcher
+from scoregram.gram.sketch import gradient_sketch as gradient_sketch
+from scoregram.gram.sketch import update_sketch as update_sketch
 from scoregram.gram.undo import Undo as Undo

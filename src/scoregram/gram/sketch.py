@@ -1,8 +1,8 @@
-"""A short seeded sketch of every score, for comparing directions between steps and runs.
+"""A short seeded sketch of every score, or of a whole gradient, for comparing directions between steps and runs.
 
 The Gram of one call cannot compare its scores with those of another call. Sketches can: `s_i = S ψ_i` with one random
 linear map `S` of `m` rows, so `⟨s_i, s_j⟩` estimates `⟨ψ_i, ψ_j⟩` whenever both have the same seed. The map is linear:
-the sketch of an update `Σ_i w_i ψ_i` is `Σ_i w_i s_i`.
+the sketch of an update `Σ_i w_i ψ_i` is `Σ_i w_i s_i`. `gradient_sketch` gives it from the gradient itself.
 
 A parameter is read as a matrix `(p, q)`: `q` is its last axis, `p` all others (a vector is one row). Element `(i, j)`
 is added with sign `σ(i) τ(j)` to coordinate `h(i) + k(j) mod m`; signs and places are independent and uniform, drawn
@@ -21,11 +21,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from scoregram.checks import fail
 from scoregram.gram.contract import Factors, Lookup, Use, rows_at_a_time
 from scoregram.gram.head import HeadUse
+from scoregram.gram.model import is_distributed, model_inside, sharded_modules, survey
 
 BYTES = 4
 """Random bytes for each index: one bit for the sign, 31 for the place."""
@@ -71,7 +73,14 @@ class Hash:
         stream = bytearray(hashlib.shake_128(key).digest(BYTES * max(size, 1)))
         words = torch.frombuffer(stream, dtype=torch.int32)[:size].to(torch.int64) & 0xFFFFFFFF
         sign = (1 - 2 * (words & 1)).to(torch.int8)
-        return Hash((words >> 1).remainder(sketch.features).to(device), sign.to(device))
+        return Hash(_on_device((words >> 1).remainder(sketch.features), device), _on_device(sign, device))
+
+    @staticmethod
+    def of_matrix(sketch: Sketch, name: str, parameter: Tensor) -> "tuple[Hash, Hash]":
+        """The hashes of the rows and columns of a parameter, read as a matrix `(p, q)`; `q` is its last axis."""
+        width = parameter.shape[-1] if parameter.ndim else 1
+        rows = Hash.of(sketch, name, "rows", parameter.numel() // max(width, 1), parameter.device)
+        return rows, Hash.of(sketch, name, "columns", width, parameter.device)
 
     def at(self, index: slice | Tensor) -> "Hash":
         """The hash of some of the indices."""
@@ -83,6 +92,11 @@ class Hash:
         signed = flat.to(torch.promote_types(flat.dtype, torch.float32)) * self.sign
         sums = signed.new_zeros(len(flat), features).index_add_(1, self.place, signed)
         return sums.view(*values.shape[:-1], features)
+
+
+def _on_device(values: Tensor, device: torch.device) -> Tensor:
+    """Values of the CPU on a device. From pinned memory, the copy to a GPU does not wait for the work before it."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 class Sketcher:
@@ -100,11 +114,7 @@ class Sketcher:
     def hashes(self, parameter: Tensor) -> tuple[Hash, Hash]:
         """The hashes of the rows and columns of a parameter, read as a matrix `(p, q)`; `q` is its last axis."""
         if id(parameter) not in self._hashes:
-            width = parameter.shape[-1] if parameter.ndim else 1
-            sizes = (("rows", parameter.numel() // max(width, 1)), ("columns", width))
-            name = self._names[id(parameter)]
-            rows, columns = (Hash.of(self.sketch, name, *size, parameter.device) for size in sizes)
-            self._hashes[id(parameter)] = rows, columns
+            self._hashes[id(parameter)] = Hash.of_matrix(self.sketch, self._names[id(parameter)], parameter)
         return self._hashes[id(parameter)]
 
     @torch.no_grad()
@@ -240,3 +250,94 @@ def flat_index(parameter: Tensor, view: Tensor, rows: Tensor) -> Tensor:
     for size, stride in zip(parameter.shape, parameter.stride(), strict=True):
         index = index * size + stored // max(stride, 1) % size
     return index
+
+
+# The sketch of a gradient
+
+
+@torch.no_grad()
+def gradient_sketch(gradients: Mapping[str, Tensor | None], sketch: Sketch | None = None) -> Float[Tensor, " features"]:
+    """The sketch `S g` of a gradient, given parameter by parameter.
+
+    The map is that of the scores: for `g = Σ_i w_i ψ_i` it is `Σ_i w_i s_i`. Element `(i, j)` of every parameter is
+    first added to entry `h(i), k(j)` of one table `(m, m)`; the sketch is the sums over the entries of that table with
+    the same `h + k mod m`. So each axis is hashed once per index and not once per element.
+
+    Besides the gradients it needs `m²` float64 and one chunk of rows. It runs on the devices of the gradients, and the
+    host waits for them once, at the end.
+
+    Args:
+        gradients: Name of a parameter, as in `named_parameters`, → its gradient in any floating dtype. None counts as
+            zero.
+        sketch: The settings; `Sketch()` if not given.
+
+    Returns:
+        `(m,)`, float64 on the CPU; all zeros without a gradient.
+
+    Example:
+        >>> gradient = {"w": torch.tensor([[3.0, 0.0], [0.0, 4.0]]), "b": None}
+        >>> float(gradient_sketch(gradient, Sketch(features=64)).norm())
+        5.0
+    """
+    sketch = Sketch() if sketch is None else sketch
+    sums = [one.cpu() for one in _sums_by_device(gradients, sketch)]
+    return sum(sums, torch.zeros(sketch.features, dtype=torch.float64))
+
+
+def _sums_by_device(gradients: Mapping[str, Tensor | None], sketch: Sketch) -> list[Tensor]:
+    """The sketch `(m,)` of the gradients on each device, there."""
+    tables: dict[torch.device, Tensor] = {}
+    for name, gradient in gradients.items():
+        if gradient is None or not gradient.numel():
+            continue
+        whole = gradient if gradient.layout is torch.strided else gradient.to_dense()
+        table = tables.get(whole.device)
+        if table is None:
+            table = whole.new_zeros(sketch.features, sketch.features, dtype=torch.float64)
+            tables[whole.device] = table
+        _add_to_table(table, whole, *Hash.of_matrix(sketch, name, whole))
+    return [_coordinate_sums(table) for table in tables.values()]
+
+
+def _add_to_table(table: Tensor, gradient: Tensor, rows: Hash, columns: Hash) -> None:
+    """Add element `(i, j)` of a gradient, with its signs, to entry `h(i), k(j)` of a table, or to `k(j), h(i)`.
+
+    The longer axis is summed first, a chunk of the shorter one at a time: what remains are `m` numbers for each index
+    of the shorter axis, which costs little more than reading the gradient. Both entries lead to the same coordinate.
+    """
+    matrix, short, long = gradient.reshape(len(rows.place), len(columns.place)), rows, columns
+    if len(rows.place) > len(columns.place):
+        matrix, short, long = matrix.mT, columns, rows
+    step = rows_at_a_time(4 * max(matrix.shape[1], len(table)), table.device)
+    for start in range(0, len(matrix), step):
+        here = short.at(slice(start, start + step))
+        part = long.sketched(matrix[start : start + step], len(table))  # (step, m)
+        table.index_add_(0, here.place, part.double() * here.sign[:, None])
+
+
+def _coordinate_sums(table: Tensor) -> Tensor:
+    """`(m,)`: for every `c`, the sum of the entries `a, b` of a table with `a + b ≡ c mod m`."""
+    place = torch.arange(len(table), device=table.device)
+    return table.gather(1, (place - place[:, None]).remainder(len(table))).sum(0)
+
+
+def update_sketch(model: nn.Module, *, scale: float = 1.0) -> Float[Tensor, " features"] | None:
+    """The sketch of the gradient that a model's next update applies: that in `.grad`, before clipping.
+
+    Args:
+        model: The model after its backward pass.
+        scale: Factor of the loss in the backward pass; the gradient is divided by it.
+
+    Returns:
+        `(m,)`, float64 on the CPU. None if the parameters are sharded, so that no process holds the gradient, if no
+        parameter has one, or if it is not finite.
+    """
+    inside = model_inside(model)
+    if sharded_modules(inside):
+        return None
+    parameters = survey(inside).parameters
+    gradients = {name: parameter.grad for name, parameter in parameters.items()}
+    if all(gradient is None for gradient in gradients.values()) or any(map(is_distributed, parameters.values())):
+        return None
+    made = gradient_sketch(gradients) / scale
+    return made if bool(made.isfinite().all()) else None
