@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from scoregram.runs import GroupRecord, RolloutRecord, RunWriter
+from scoregram.runs import GroupRecord, RolloutRecord, RunWriter, UpdateRecord
 
 CONFIG = {"seed": 7, "model": "tiny", "optimiser": {"name": "adamw", "lr": 1e-6}, "group_sizes": [2, 3]}
 ENVIRONMENT = {"python": "3", "commit": None}
@@ -47,6 +47,11 @@ def make_rollout(step: int, group: int, index: int, tokens: int = 6) -> RolloutR
     )
 
 
+def make_update(step: int, features: int = 8, seed: int = 0) -> UpdateRecord:
+    generator = torch.Generator().manual_seed(1000 * step + seed)
+    return UpdateRecord(step=step, sketch=torch.randn(features, generator=generator), seed=seed)
+
+
 def step_groups(step: int) -> list[GroupRecord]:
     """The groups of a step: one of two rollouts, one of three."""
     return [make_group(step, 2), make_group(step, 3, seed=1)]
@@ -61,6 +66,7 @@ def write_step(writer: RunWriter, step: int) -> None:
     """All that one step leaves behind; a checkpoint after every second one."""
     writer.write_groups(step, step_groups(step))
     writer.write_rollouts(step, [make_rollout(step, 0, 0), make_rollout(step, 0, 1, tokens=4)])
+    writer.write_updates(step, [make_update(step)])
     writer.write_metrics(step, {"reward": mean_reward(step), "undefined": float("nan")})
     if step % 2 == 0:
         with writer.checkpoint(step) as folder:

@@ -1,4 +1,5 @@
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,18 @@ import yaml
 from scoregram.checks import ScoregramError
 from scoregram.runs import FORMAT_VERSION, BatchNames, BatchRecord, GroupRecord, RolloutRecord, open_run
 from scoregram.runs.reader import joined_tables
-from tests.run_cases import CONFIG, ENVIRONMENT, create, make_group, make_rollout, mean_reward, resume, tree, write
+from tests.run_cases import (
+    CONFIG,
+    ENVIRONMENT,
+    create,
+    make_group,
+    make_rollout,
+    make_update,
+    mean_reward,
+    resume,
+    tree,
+    write,
+)
 
 
 def test_what_was_written_is_read(tmp_path):
@@ -190,7 +202,7 @@ def test_what_is_not_a_run(tmp_path):
             open_run(path)
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "groups", "rollouts", "checkpoints"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "groups", "rollouts", "updates", "checkpoints"])
 def test_a_folder_for_a_file_and_a_file_for_a_folder_are_refused(tmp_path, name):
     """Read as empty, a `checkpoints` that is a file would let a resumed run begin anew and remove its records."""
     write(tmp_path / "r", range(3))
@@ -253,3 +265,30 @@ def test_reading_a_run_imports_no_pandas(tmp_path):
     code = f"import sys; from scoregram.reading import read_run; read_run({str(tmp_path / 'r')!r}); "
     asked = subprocess.run([sys.executable, "-c", f"{code}print('pandas' in sys.modules)"], capture_output=True)
     assert asked.stdout.split() == [b"False"], asked.stderr
+
+
+def test_sketches_of_updates_are_read_in_order_of_step(tmp_path):
+    write(tmp_path / "r", range(4))
+    steps, sketches = open_run(tmp_path / "r").update_sketches()
+    assert steps.tolist() == [0, 1, 2, 3] and sketches.dtype == np.float32
+    assert sketches.tolist() == [make_update(step).sketch.tolist() for step in range(4)]
+
+
+def test_a_run_without_sketches_and_one_that_was_killed_while_it_wrote_one(tmp_path):
+    write(tmp_path / "r", range(3))
+    (tmp_path / "r/updates/step-000000002-000.parquet").rename(
+        tmp_path / "r/updates/.partial-step-000000002-000.parquet"
+    )
+    run = open_run(tmp_path / "r")
+    assert run.update_sketches()[0].tolist() == [0, 1]
+    assert run.notes == ("updates/.partial-step-000000002-000.parquet: unfinished, ignored (a write was interrupted)",)
+    shutil.rmtree(tmp_path / "r/updates")
+    steps, sketches = open_run(tmp_path / "r").update_sketches()
+    assert steps.shape == (0,) and sketches.shape == (0, 0)
+
+
+def test_only_sketches_by_the_newest_map_are_compared(tmp_path):
+    with create(tmp_path / "r") as writer:
+        for step, settings in enumerate(({}, {"seed": 1}, {"features": 5}, {"features": 5, "seed": 1}, {"seed": 1})):
+            writer.write_updates(step, [make_update(step, **settings)])
+    assert open_run(tmp_path / "r").update_sketches()[0].tolist() == [1, 4]

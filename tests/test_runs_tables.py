@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scoregram.checks import ScoregramError
-from scoregram.runs import BatchRecord, GroupRecord, RolloutRecord, records
+from scoregram.runs import BatchRecord, GroupRecord, RolloutRecord, UpdateRecord, records
 from scoregram.runs.records import (
     batches_to_table,
     group_schema,
@@ -22,8 +22,10 @@ from scoregram.runs.records import (
     table_to_bytes,
     table_to_groups,
     table_to_rollouts,
+    table_to_updates,
+    updates_to_table,
 )
-from tests.run_cases import make_group, make_rollout
+from tests.run_cases import make_group, make_rollout, make_update
 
 
 def assert_same(left, right):
@@ -240,3 +242,13 @@ def test_batches_come_back_with_a_gram_of_single_precision(tmp_path):
 def test_batches_that_do_not_fit_are_refused(change, said, unchecked_shapes):
     with pytest.raises(ScoregramError, match=said):
         batches_to_table([replace(make_batch([2, 3]), **change)])
+
+
+def test_updates_come_back_in_float32(tmp_path):
+    updates = [make_update(3, features=7), make_update(3, features=7, seed=2)]
+    after = list(table_to_updates(through_a_file(updates_to_table(updates), tmp_path)))
+    for before, read in zip(updates, after, strict=True):
+        assert_same(before, read)
+    wide = UpdateRecord(step=3, sketch=torch.tensor([1.0, 1 / 3], dtype=torch.float64))
+    [read] = table_to_updates(through_a_file(updates_to_table([wide]), tmp_path))
+    assert read.sketch.equal(wide.sketch.float())

@@ -33,6 +33,8 @@ def test_layout(tmp_path):
         "metrics.jsonl",
         "rollouts",
         *(f"rollouts/step-00000000{step}-000.parquet" for step in range(1, 6)),
+        "updates",
+        *(f"updates/step-00000000{step}-000.parquet" for step in range(1, 6)),
     ]
     assert [json.loads(line)["step"] for line in (tmp_path / "a/run/metrics.jsonl").read_text().splitlines()] == [
         1,

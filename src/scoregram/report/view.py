@@ -183,7 +183,7 @@ class RunLibrary:
         if name not in self.names():
             raise KeyError(name)
         folder = self.root / name
-        files = (folder / part for part in (CONFIG_FILE, "metrics.jsonl", "groups", "rollouts", "batches"))
+        files = (folder / part for part in (CONFIG_FILE, "metrics.jsonl", "groups", "rollouts", "batches", "updates"))
         stats = [path.stat() if path.exists() else None for path in files]
         return "-".join("0" if one is None else f"{one.st_mtime_ns}.{one.st_size}" for one in stats)
 

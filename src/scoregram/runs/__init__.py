@@ -21,6 +21,7 @@ from scoregram.runs.disk import REPORT as REPORT
 from scoregram.runs.disk import ROLLOUTS as ROLLOUTS
 from scoregram.runs.disk import TEMPORARY as TEMPORARY
 from scoregram.runs.disk import TRACKER_LOGS as TRACKER_LOGS
+from scoregram.runs.disk import UPDATES as UPDATES
 from scoregram.runs.disk import damaged_files as damaged_files
 from scoregram.runs.disk import disk_errors as disk_errors
 from scoregram.runs.disk import parts as parts
@@ -47,6 +48,7 @@ from scoregram.runs.records import GroupRecord as GroupRecord
 from scoregram.runs.records import LayerPrecision as LayerPrecision
 from scoregram.runs.records import RolloutRecord as RolloutRecord
 from scoregram.runs.records import Rows as Rows
+from scoregram.runs.records import UpdateRecord as UpdateRecord
 from scoregram.runs.records import read_part as read_part
 from scoregram.runs.records import rows_of_kind as rows_of_kind
 from scoregram.runs.records import token_hash as token_hash

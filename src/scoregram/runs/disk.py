@@ -31,11 +31,12 @@ METRICS = "metrics.jsonl"
 GROUPS = "groups"
 BATCHES = "batches"
 ROLLOUTS = "rollouts"
+UPDATES = "updates"
 CHECKPOINTS = "checkpoints"
 TRACKER_LOGS = "trackers"
 CHECKSUMS = "SHA256SUMS"
 REPORT = "report.html"
-TABLE_FOLDERS = (GROUPS, BATCHES, ROLLOUTS)
+TABLE_FOLDERS = (GROUPS, BATCHES, ROLLOUTS, UPDATES)
 """Folders of part files."""
 RUN_FILES = (CONFIG_FILE, METRICS, *TABLE_FOLDERS, CHECKPOINTS, TRACKER_LOGS, REPORT)
 """Everything that scoregram writes into a run folder, and everything that overwriting a run removes."""

@@ -30,6 +30,7 @@ from scoregram.runs.records import (
     table_to_batches,
     table_to_groups,
     table_to_rollouts,
+    table_to_updates,
 )
 
 
@@ -153,6 +154,19 @@ class Run:
         for _, path in reversed(list(disk.parts(self.folder / disk.ROLLOUTS))):
             yield pq.read_table(path, columns=columns)
 
+    def update_sketches(self) -> tuple[np.ndarray, np.ndarray]:
+        """Measured steps `(n,)`, and the sketch `(n, m)` float32 of the gradient of each, ordered by step.
+
+        The inner product of two sketches estimates that of the two gradients, before clipping and before the optimiser.
+        Both arrays are empty for a run without sketches. If the settings of the sketch changed when a run was resumed,
+        only the steps with the newest ones are given: others cannot be compared with them.
+        """
+        updates = [one for table in self._tables(disk.UPDATES, None) for one in table_to_updates(table)]
+        kept = [one for one in updates if (one.seed, len(one.sketch)) == (updates[-1].seed, len(updates[-1].sketch))]
+        if not kept:
+            return np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=np.float32)
+        return np.array([one.step for one in kept], dtype=np.int64), np.stack([one.sketch.numpy() for one in kept])
+
     def groups_table(self, steps: Container[int] | None = None, *, layers: bool = False) -> pa.Table:
         """All groups as one Arrow table with the columns of `group_schema`; `.to_pandas()` makes a data frame."""
         tables = self._tables(disk.GROUPS, steps, without=() if layers else LAYER_COLUMNS)
@@ -236,8 +250,8 @@ def _notes(root: Path) -> Iterator[str]:
 def file_hashes(folder: Path | str, *, with_checkpoints: bool = False) -> dict[str, str]:
     """Path inside the run → sha256, for every data file, sorted by path.
 
-    Data files are the config, the metrics, groups, batches and rollouts, and with `with_checkpoints` the checkpoints.
-    Temporary files, reports and the logs of trackers are not.
+    Data files are the config, the metrics, groups, batches, rollouts and updates, and with `with_checkpoints` the
+    checkpoints. Temporary files, reports and the logs of trackers are not.
     """
     root = require_run(folder)
     files = [path for name in (disk.CONFIG_FILE, disk.METRICS) if (path := root / name).exists()]

@@ -1,8 +1,8 @@
-"""What a run stores of a group, a batch and a rollout, and how each becomes a row of a Parquet table.
+"""What a run stores of a group, a batch, a rollout and an update, and how each becomes a row of a Parquet table.
 
-Tensors of a record belong to one group, batch or rollout and are never padded. A table has one row per record, arrays
-flattened, and one column per named scalar. The same records give the same bytes: no time, no path and no random name
-enters a file.
+Tensors of a record belong to one group, batch, rollout or update and are never padded. A table has one row per record,
+arrays flattened, and one column per named scalar. The same records give the same bytes: no time, no path and no random
+name enters a file.
 """
 
 import hashlib
@@ -152,6 +152,18 @@ class RolloutRecord:
     """As in `GroupRecord`."""
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class UpdateRecord:
+    """A sketch of the gradient of one step: enough to compare its direction with that of every other step."""
+
+    step: int
+    sketch: Float[Tensor, " features"]
+    """`(m,)`. `scoregram.gram.update_sketch` of the gradient before clipping and before the optimiser; stored as
+    float32."""
+    seed: int = 0
+    """Seed of the sketch's map. Sketches of equal seed and length can be compared."""
+
+
 @cache
 def group_schema(layers: LayerPrecision = "float32") -> pa.Schema:
     """Columns of `groups/*.parquet`; one `statistics/NAME` for each statistic follows them.
@@ -211,6 +223,9 @@ ROLLOUT_SCHEMA = pa.schema(
 )
 """Columns of `rollouts/*.parquet`; one `rewards/NAME` for each reward function follows them, and `push` if measured."""
 
+UPDATE_SCHEMA = pa.schema([("step", pa.int64()), ("seed", pa.int64()), ("sketch", pa.list_(pa.float32()))])
+"""Columns of `updates/*.parquet`."""
+
 
 def groups_to_table(groups: Sequence[GroupRecord], layers: LayerPrecision = "float32") -> pa.Table:
     """One row per group."""
@@ -236,6 +251,11 @@ def rollouts_to_table(rollouts: Sequence[RolloutRecord]) -> pa.Table:
         return table
     pushes = [None if rollout.push is None else rollout.push.tolist() for rollout in rollouts]
     return table.append_column("push", pa.array(pushes, pa.list_(pa.float32())))
+
+
+def updates_to_table(updates: Sequence[UpdateRecord]) -> pa.Table:
+    """One row per update."""
+    return _table([_row(update, UPDATE_SCHEMA, {}) for update in updates], UPDATE_SCHEMA)
 
 
 def table_to_groups(table: pa.Table) -> Iterator[GroupRecord]:
@@ -275,6 +295,12 @@ def table_to_rollouts(table: pa.Table) -> Iterator[RolloutRecord]:
     names = [name for name in ROLLOUT_SCHEMA.names if name in table.column_names]
     for row, rewards in zip(decoded_rows(table), _named_scalars(table, REWARD), strict=True):
         yield RolloutRecord(**{name: row[name] for name in names}, rewards=rewards, push=row.get("push"))
+
+
+def table_to_updates(table: pa.Table) -> Iterator[UpdateRecord]:
+    """The updates of a table."""
+    for row in decoded_rows(table):
+        yield UpdateRecord(**{name: row[name] for name in UPDATE_SCHEMA.names})
 
 
 def table_to_bytes(table: pa.Table) -> memoryview:

@@ -20,10 +20,12 @@ from scoregram.runs.records import (
     GroupRecord,
     LayerPrecision,
     RolloutRecord,
+    UpdateRecord,
     batches_to_table,
     groups_to_table,
     rollouts_to_table,
     table_to_bytes,
+    updates_to_table,
 )
 
 
@@ -172,6 +174,12 @@ class RunWriter:
         if rollouts:
             self._write_part(disk.ROLLOUTS, step, rollouts_to_table(rollouts))
 
+    def write_updates(self, step: int, updates: Sequence[UpdateRecord]) -> None:
+        """Write a part file with the sketch of the gradient of `step`; a further call writes another part."""
+        self._require_step(step, updates, caller="write_updates")
+        if updates:
+            self._write_part(disk.UPDATES, step, updates_to_table(updates))
+
     def write_remarks(self, remarks: Mapping[str, str]) -> None:
         """Store what a reader must know before trusting the numbers, in `config.yaml`; the report shows it.
 
@@ -234,7 +242,11 @@ class RunWriter:
                     self._lock.release()
 
     def _require_step(
-        self, step: int, records: Sequence[GroupRecord | BatchRecord | RolloutRecord] = (), *, caller: str
+        self,
+        step: int,
+        records: Sequence[GroupRecord | BatchRecord | RolloutRecord | UpdateRecord] = (),
+        *,
+        caller: str,
     ) -> None:
         if self._metrics < 0:
             remedy = "Open it again with RunWriter.resume."

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from scoregram.reading import GREEDY_TEST, SAMPLED_TEST, outcome_scalars
-from scoregram.runs import BATCHES, GROUPS, ROLLOUTS, GroupRecord, Run, commit_tree, open_run, parts, read_part
+from scoregram.runs import BATCHES, GROUPS, ROLLOUTS, UPDATES, GroupRecord, Run, commit_tree, open_run, parts, read_part
 from scoregram.spectra import MEASURED_RTOL, effective_rank, singular_values
 from scoregram.studies.record import SETTING, run_folders
 from scoregram.training import Evaluation
@@ -116,13 +116,13 @@ def _setting_faults(run: Run, setting: Mapping[str, Any]) -> Iterator[str]:
 def _step_faults(path: Path, run: Run) -> Iterator[str]:
     """Rows whose step is not the one in their file's name, or whose group has another size."""
     size = run.config.get("group_size")
-    for table in (GROUPS, BATCHES, ROLLOUTS):
+    for table in (GROUPS, BATCHES, ROLLOUTS, UPDATES):
         for step, part in parts(path / table):
             name = part.relative_to(path).as_posix()
             rows = _columns(part, ("step", "kind", "rewards", "sizes"))
             for other in sorted({row["step"] for row in rows} - {step}):
                 yield f"{name} holds rows of step {other}"
-            if table == ROLLOUTS or not isinstance(size, int) or "allocate" in run.config:
+            if table in (ROLLOUTS, UPDATES) or not isinstance(size, int) or "allocate" in run.config:
                 continue
             sizes = {n for row in rows if row["kind"] in PREFIXES for n in row.get("sizes") or [len(row["rewards"])]}
             if sizes - {size}:

@@ -17,6 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 from scoregram.checks import NotFiniteError, fail
+from scoregram.gram import update_sketch
 from scoregram.machine import threads
 from scoregram.objectives import kl_penalty
 from scoregram.policy import (
@@ -39,7 +40,7 @@ from scoregram.reading import (
     turn_scalars,
 )
 from scoregram.rollouts import Rollouts, concatenated_rollouts
-from scoregram.runs import CHECKSUMS, RunWriter, environment, open_run, require_same_config, require_space
+from scoregram.runs import CHECKSUMS, RunWriter, UpdateRecord, environment, open_run, require_same_config, require_space
 from scoregram.tasks import Problem, Task, load_task
 from scoregram.terminal import stop_requests
 from scoregram.training.checkpoint import Position, Resumable, load_checkpoint, save_checkpoint, write_failure
@@ -208,6 +209,7 @@ def _train(config: TrainConfig, console: Console | None, on_start: Callable[[], 
                     progress.note(f"step {number}: {decision}")
                 if done.is_recorded:
                     writer.write_groups(number, group_records(done.step, done.reading.groups, **config.recording()))
+                    writer.write_updates(number, done.update_records)
                 if is_due(number, config.batches_every):
                     writer.write_batches(number, batch_records(done.step))
                 if is_due(number, config.rollouts_every):
@@ -266,6 +268,8 @@ class UpdatedStep:
     """Updates that were made: fewer than `inner_updates` after a failure."""
     failure: NotFiniteError | None
     """What ended the updates early."""
+    update_records: Sequence[UpdateRecord]
+    """The sketch of the gradient of the first update; empty unless the step is recorded."""
 
 
 def update_policy(
@@ -287,6 +291,7 @@ def update_policy(
     known = None if learner.reference is None else learner.reference.log_probs(rollouts)
     measure = is_recorded or learner.measures_always
     step, loss = learner.updater.first(number, rollouts, measure=measure, inputs=inputs, reference=known)
+    sketch = update_sketch(learner.model) if is_recorded else None
     norm = apply_gradient(learner.optimizer, learner.model, rate, config.max_grad_norm)
     updates, clipped, failure = 1, math.nan, None
     try:
@@ -302,7 +307,8 @@ def update_policy(
     scalars |= reference_scalars(step, known) | ({} if math.isnan(clipped) else {"clipped_tokens": clipped})
     for source in learner.sources:
         scalars |= source.learn(rollouts)
-    return UpdatedStep(step, reading, scalars, is_recorded, updates, failure)
+    update_records = [] if sketch is None else [UpdateRecord(step=number, sketch=sketch)]
+    return UpdatedStep(step, reading, scalars, is_recorded, updates, failure, update_records)
 
 
 @dataclass(frozen=True)

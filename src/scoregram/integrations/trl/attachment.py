@@ -136,6 +136,7 @@ def attach(
         tolerance=default_tolerance(bool(low_precision)) if tolerance is None else float(tolerance),
         memory_gb=memory_gb,
         keep_rollouts=keep_rollouts and out is not None,
+        keep_sketches=out is not None,
         between_prompts=between_prompts,
         fused=fused,
         cuda_graphs=cuda_graphs,
@@ -256,8 +257,7 @@ class Attachment:
                 setattr(self.trainer, name, self._instance_methods[name])
             else:
                 delattr(self.trainer, name)
-        self._outer = {}
-        self._generations = {}
+        self._outer, self._generations = {}, {}
         self._window = None
         if self.folder is not None:
             with self._errors_as_warnings():

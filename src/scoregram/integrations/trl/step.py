@@ -10,10 +10,12 @@ from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
 
 from scoregram.checks import fail
 from scoregram.distributed import Processes
 from scoregram.exhibits import Cell, Estimate
+from scoregram.gram import update_sketch
 from scoregram.integrations.trl.generation import Generation, tokenizer_of
 from scoregram.integrations.trl.separate_pass import CheckedGram, measure_separately
 from scoregram.integrations.trl.step_fusion import FusedSteps
@@ -45,6 +47,7 @@ from scoregram.runs import (
     LayerPrecision,
     RolloutRecord,
     RunWriter,
+    UpdateRecord,
     beside_foreign,
     needs_gram,
     open_run,
@@ -93,11 +96,13 @@ class MeasuredStep:
     details: Step | None = field(default=None, repr=False)
     """Rollouts and Gram; only in the first process, until they are written."""
     groups: Sequence[GroupReading] = field(default=(), repr=False)
+    sketch: Tensor | None = field(default=None, repr=False)
+    """Sketch of the trainer's gradient, like `details`; None where parameters are sharded or no folder is written."""
 
     @property
     def bare(self) -> "MeasuredStep":
-        """The same without rollouts and Gram."""
-        return replace(self, details=None, groups=())
+        """The same without rollouts, Gram and sketch."""
+        return replace(self, details=None, groups=(), sketch=None)
 
 
 @dataclass(frozen=True)
@@ -152,11 +157,12 @@ def measure_step(
         passed = check_passes(trainer, observed, checked, settings)
         details = trl_step(trainer, observed, checked, passed, settings)
         reading = read_step(details)
+        sketch = update_sketch(model, scale=loss_scale(trainer)) if settings.keep_sketches else None
         scalars = reading.scalars | rollout_scalars(details)
         scalars |= {CHECK_ERROR: checked.error, CHECK_PASSED: float(passed)}
         scalars |= {CHECK_ROLLOUTS: checked.rollouts, "time/measure": time.perf_counter() - began + checked.seconds}
         notes = checked.gram.notes
-        made.append(MeasuredStep(window.step, scalars, checked.error, passed, notes, details, reading.groups))
+        made.append(MeasuredStep(window.step, scalars, checked.error, passed, notes, details, reading.groups, sketch))
         return made[0].bare
 
     everywhere = processes.from_first(read)
@@ -318,6 +324,8 @@ class Folder:
             return
         self._writer.write_groups(step.number, group_records(step, measured.groups))
         self._writer.write_batches(step.number, batch_records(step))
+        if measured.sketch is not None:
+            self._writer.write_updates(step.number, [UpdateRecord(step=step.number, sketch=measured.sketch)])
         self._writer.write_rollouts(step.number, _with_masks(rollout_records(step)) if keep_rollouts else [])
         self._foreign_names |= set(foreign_names)
         self._begin_line(step.number)

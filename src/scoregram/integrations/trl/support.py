@@ -156,6 +156,8 @@ class Settings:
     memory_gb: float | int | None
     """None: `MEMORY_SHARE` of what is free when a step is measured."""
     keep_rollouts: bool
+    keep_sketches: bool = False
+    """The run folder gets a sketch of the gradient of every measured step."""
     between_prompts: bool = False
     """With several processes, the first one measures all groups, so that the Gram between prompts is known too."""
     fused: bool = True
