@@ -22,7 +22,7 @@ from scoregram.integrations.trl.support import WRAPPED_METHODS
 from scoregram.policy import character_tokenizer
 from scoregram.reading import outcome_scalars, outcomes_of, read_group
 from tests.training_cases import judge
-from tests.trl_cases import run_in, trained, trainer_for, weights_of, with_tools
+from tests.trl_cases import run_in, trained, trainer_for, watch_gradients, weights_of, with_tools
 
 pytestmark = [
     pytest.mark.integration,
@@ -135,6 +135,36 @@ def test_records_hold_what_was_sampled_and_what_every_function_gave(tmp_path):
         assert [r.advantage for r in own] == pytest.approx(record.advantages.tolist())
         expected = ESTIMATORS["grpo-trl"].fn(record.rewards[None])[0]
         torch.testing.assert_close(record.advantages, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["scores", "loss"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_sketch_of_a_measured_step_is_that_of_the_gradient_which_the_optimiser_gets(fused, mode, tmp_path):
+    """The trainer accumulates it over two micro-batches."""
+    trainer = trainer_for("GRPO", tmp_path, max_steps=4, max_grad_norm=0.0, learning_rate=1e-4)
+    seen = watch_gradients(trainer)
+    attached = trained(trainer, every=2, out=tmp_path / "run", mode=mode, fused=fused)
+    steps, sketches = run_in(tmp_path / "run").update_sketches()
+    assert steps.tolist() == [1, 2, 4] and attached.failures == []
+    assert [int(one.scalars["check/rollouts"]) < 8 for one in attached.readings] == [False, fused, fused]
+    for step, sketch in zip(steps, sketches, strict=True):
+        assert float(seen[step - 1].norm()) > 0
+        torch.testing.assert_close(torch.from_numpy(sketch).double(), seen[step - 1], rtol=1e-6, atol=1e-9)
+
+
+def test_clipping_scales_what_was_sketched_before_it(tmp_path):
+    trainer = trainer_for("GRPO", tmp_path, max_grad_norm=1e-4)
+    seen = watch_gradients(trainer)
+    trained(trainer, out=tmp_path / "run")
+    for sketch, clipped in zip(run_in(tmp_path / "run").update_sketches()[1], seen, strict=True):
+        before = torch.from_numpy(sketch).double()
+        assert float(before.norm()) > 2 * float(clipped.norm())
+        assert float(torch.cosine_similarity(before, clipped, dim=0)) == pytest.approx(1, abs=1e-6)
+
+
+def test_no_sketch_is_made_without_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("scoregram.integrations.trl.step.update_sketch", None)
+    assert trained(trainer_for("GRPO", tmp_path)).failures == []
 
 
 @pytest.mark.parametrize("estimator", [None, "rloo"])

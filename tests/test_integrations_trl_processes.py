@@ -161,6 +161,16 @@ def test_one_process_writes_and_all_log_the_same(name, found, folder):
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_the_mean_gradient_of_all_processes_is_sketched_unless_it_is_sharded(name, found, folder):
+    steps, sketches = run_in(folder / "runs" / name).update_sketches()
+    assert steps.tolist() == ([] if CASES[name].sharded else [1, 2])
+    for place, sketch in enumerate(sketches):
+        for one in found:
+            seen = one[name]["gradients"][place]
+            torch.testing.assert_close(torch.from_numpy(sketch).double(), seen, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_it_ran_as_it_says(name, found):
     assert found[0][name]["kind"].startswith("FSDP") == CASES[name].sharded
     assert CASES[name].sharded or found[0][name]["kind"] == "DistributedDataParallel"

@@ -23,6 +23,7 @@ from scipy.stats import binomtest
 
 from scoregram import cli
 from scoregram.checks import NotFiniteError, ScoregramError
+from scoregram.gram import gradient_sketch
 from scoregram.runs import open_run
 from scoregram.tasks import load_task
 from scoregram.training import loop
@@ -96,6 +97,22 @@ def test_the_first_update_has_the_norm_that_the_gram_predicts(policy, tmp_path):
         assert line["sampler_gap"] < 1e-4
 
 
+@pytest.mark.parametrize("changes", [{}, {"inner_updates": 2, "beta": 0.1}, {"lora_rank": 2}, {"method": "optimal"}])
+def test_measured_steps_keep_the_sketch_of_their_first_gradient_before_clipping(changes, policy, tmp_path, monkeypatch):
+    seen, apply = [], loop.apply_gradient
+
+    def watched(optimizer: Any, model: Any, rate: float, max_norm: float) -> float:
+        seen.append(gradient_sketch({name: one.grad for name, one in model.named_parameters() if one.requires_grad}))
+        return apply(optimizer, model, rate, max_norm)
+
+    monkeypatch.setattr(loop, "apply_gradient", watched)
+    train(config_for(policy, tmp_path / "run", steps=4, measure_every=2, max_grad_norm=1e-3, **changes))
+    steps, sketches = open_run(tmp_path / "run").update_sketches()
+    assert steps.tolist() == [2, 4] and all(one.any() for one in sketches)
+    first = seen[:: changes.get("inner_updates", 1)]
+    assert sketches.tolist() == [first[step - 1].float().tolist() for step in steps]
+
+
 def test_the_same_seed_gives_the_same_bits_and_another_one_does_not(policy, tmp_path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         train(config_for(policy, tmp_path / name, seed=seed, inner_updates=2, beta=0.1))
@@ -154,6 +171,8 @@ def test_a_run_killed_at_any_moment_goes_on_to_the_same_numbers(policy, tmp_path
     assert same_weights(tmp_path / "whole", out)
     for one, other in zip(whole.groups(), killed.groups(), strict=True):
         assert one.gram is not None and other.gram is not None and torch.equal(one.gram, other.gram)
+    for one, other in zip(whole.update_sketches(), killed.update_sketches(), strict=True):
+        assert len(one) == 6 and one.tolist() == other.tolist()
 
 
 def test_ctrl_c_ends_after_the_step_with_a_checkpoint(policy, tmp_path):

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from scoregram.gram import gradient_sketch
 from scoregram.integrations.trl import attach
 from scoregram.policy import character_tokenizer
 from scoregram.runs import open_run
@@ -83,6 +84,21 @@ def trained(trainer: Any, **asked: Any) -> Any:
     trainer.train()
     assert not attached.readings or max(reading.scalars["gram/update_norm"] for reading in attached.readings) != 0
     return attached
+
+
+def watch_gradients(trainer: Any) -> list[torch.Tensor]:
+    """The sketch of `.grad` when the optimiser is about to use it, for every step of a training to come."""
+    from transformers import TrainerCallback
+
+    found: list[torch.Tensor] = []
+
+    class Watcher(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            parameters = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
+            found.append(gradient_sketch({name: one.grad for name, one in parameters if one.requires_grad}))
+
+    trainer.add_callback(Watcher())
+    return found
 
 
 def run_in(folder: Any) -> Any:

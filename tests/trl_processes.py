@@ -11,7 +11,7 @@ import torch
 
 from scoregram.integrations.trl import attach, separate_pass, support
 from tests.distributed_cases import PROCESSES
-from tests.trl_cases import trainer_for
+from tests.trl_cases import trainer_for, watch_gradients
 
 KEPT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
 
@@ -91,6 +91,8 @@ def run(
     watch_generations(trainer, seen["generations"])
     if case.asked.get("mode") == "loss":
         watch_losses(trainer, seen["losses"])
+    if not case.sharded:
+        seen["gradients"] = watch_gradients(trainer)
     torch.manual_seed(7 + trainer.accelerator.process_index)
     kept = separate_pass.backward_with_gram, separate_pass.bytes_of_pass, support.free_bytes
     if "memory_gb" in case.asked:
