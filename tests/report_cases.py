@@ -18,7 +18,7 @@ from scoregram.reading import (
     read_step,
 )
 from scoregram.rollouts import Rollouts
-from scoregram.runs import CHECK_PASSED, RolloutRecord, RunWriter
+from scoregram.runs import CHECK_PASSED, RolloutRecord, RunWriter, UpdateRecord
 
 CONFIG = {"model": "tiny", "task": "arithmetic", "group_size": 4, "batch_size": 12, "seed": 3}
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -46,11 +46,13 @@ def write_run(
     errors: Mapping[int, float] | None = None,
     exact: float | None = None,
     text: str | None = None,
+    sketched: bool = False,
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """A run of which everything is known; step → the whole Gram and the rewards.
 
     `errors` are those of the self-check, with a tolerance of 1e-3; `exact` is the share with sampled tokens.
-    With `text`, every step stores its batch and its rollouts, whose completions contain the text.
+    With `text`, every step stores its batch and its rollouts, whose completions contain the text. `sketched` stores a
+    sketch of 64 numbers of every step's gradient.
     """
     known = {}
     with RunWriter.create(folder, CONFIG, environment={"python": "3"}) as writer:
@@ -78,6 +80,9 @@ def write_run(
                     records = [replace(record, statistics={}) for record in records]
                     scalars = {name: value for name, value in scalars.items() if not name.startswith("group/")}
                 writer.write_groups(step, records)
+            if sketched:
+                sketch = 0.5 * torch.ones(64) + torch.randn(64, generator=generator)
+                writer.write_updates(step, [UpdateRecord(step=step, sketch=sketch)])
             if text is not None:
                 writer.write_batches(step, batch_records(made))
                 writer.write_rollouts(step, rollouts_of(made, text))

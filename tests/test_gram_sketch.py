@@ -426,6 +426,22 @@ def test_wrappers_of_a_model_do_not_change_the_names():
     assert torch.equal(update_sketch(compiled), update_sketch(model))  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize("cosine", [0.0, 0.5])
+def test_the_error_of_a_cosine_is_one_minus_its_square_over_the_root_of_the_length(cosine):
+    """Not `√(2/m)`: that is the error of an inner product of parallel gradients."""
+    generator = torch.Generator().manual_seed(0)
+    features, seeds = 32, 150
+    a, b = (torch.linalg.qr(torch.randn(6 * 20 * 15, 2, generator=generator, dtype=torch.float64))[0]).T
+    both = [a, cosine * a + math.sqrt(1 - cosine**2) * b]
+    given = [{f"w{i}": part for i, part in enumerate(one.view(6, 20, 15))} for one in both]
+    found = []
+    for seed in range(seeds):
+        one, other = (gradient_sketch(gradient, Sketch(features, seed)) for gradient in given)
+        found.append(float(torch.cosine_similarity(one, other, dim=0)))
+    squares = (torch.tensor(found) - cosine).square() * features / (1 - cosine**2) ** 2
+    assert abs(float(squares.mean()) - 1) < 4 * float(squares.std()) / math.sqrt(seeds) + 2 / features
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(("dtype", "floor"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])

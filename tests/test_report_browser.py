@@ -25,12 +25,12 @@ EVIL = "<img src=x onerror=\"document.title='broken into'\"><script>document.tit
 RIGHT_TO_LEFT = "שלום עולם 🙂"
 
 
-def opened(path: Path, home: Path) -> tuple[str, str]:
+def opened(path: Path, home: Path, *more: str) -> tuple[str, str]:
     """The document of a file after its scripts have run, and what they said on the console."""
-    return opened_address(path.as_uri(), home)
+    return opened_address(path.as_uri(), home, *more)
 
 
-def opened_address(address: str, home: Path) -> tuple[str, str]:
+def opened_address(address: str, home: Path, *more: str) -> tuple[str, str]:
     """The document at an address, which has no network but this machine's, and what it said on the console."""
     options = [
         "--headless",
@@ -45,7 +45,7 @@ def opened_address(address: str, home: Path) -> tuple[str, str]:
         "--virtual-time-budget=10000",
         "--window-size=1000,1200",
     ]
-    command = [str(CHROMIUM), *options, *offline, "--dump-dom", address]
+    command = [str(CHROMIUM), *options, *offline, *more, "--dump-dom", address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     said = "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
     return done.stdout, said
@@ -91,6 +91,24 @@ def test_the_advice_to_read_rollouts_leads_to_a_truncated_one(tmp_path):
     document, said = opened(path, tmp_path / "home")
     shown = body(document)
     assert said == "" and f'for="glass-step">{steps[1]["step"]}</output>' in shown and shown.count("cut off<") == 1
+
+
+def test_cosines_between_steps_are_drawn_in_the_colours_of_the_scheme_and_of_paper(tmp_path):
+    write_run(tmp_path / "run", steps=12, sketched=True)
+    page = write_report(tmp_path / "run")
+    document, said = opened(page, tmp_path / "home")
+    drawn = body(document)
+    assert said == "" and {"update-cosines-plot", "cosine-decay-plot"} <= set(re.findall(r'id="([^"]+-plot)"', drawn))
+    # the page's own policy would stop the script that asks
+    middle = "byId('update-cosines-plot')._fullData[0].colorscale[1][1]"
+    ask = f"const seen = [{middle}]; onbeforeprint(); seen.push({middle}); onafterprint(); seen.push({middle});"
+    asked = f"<script>{ask} document.title = seen.join(' ')</script></body>"
+    path = tmp_path / "asked.html"
+    path.write_text(re.sub(r"<meta http-equiv[^>]*>", "", page.read_text()).replace("</body>", asked))
+    for scheme, expected in (((), ["#ffffff"] * 3), (("--blink-settings=preferredColorScheme=0",), None)):
+        document, said = opened(path, tmp_path / "home", *scheme)
+        colours = re.findall(r"<title>(.*?)</title>", document)[0].split()
+        assert said == "" and colours == (expected or ["#1d2025", "#ffffff", "#1d2025"])
 
 
 def test_several_runs_are_drawn_together(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 import pytest
+import torch
 
 from scoregram import cli
 from scoregram.checks import ScoregramError
@@ -23,7 +24,7 @@ from scoregram.report.view import (
     serve_runs,
     view_app,
 )
-from scoregram.runs import RunWriter
+from scoregram.runs import RunWriter, UpdateRecord
 from tests.report_cases import CONFIG, Page, write_run
 
 pytest.importorskip("plotly")
@@ -129,6 +130,18 @@ def test_a_run_that_grows_has_another_version(tmp_path):
         writer.write_metrics(3, {"reward": 0.5})
     after = json.loads(ask(app, "/content/run")[1])
     assert before["version"] != after["version"] and "3 trained" in after["main"] and "2 trained" in before["main"]
+
+
+def test_a_page_that_is_followed_gets_new_cosines_between_steps(tmp_path):
+    write_run(tmp_path / "run", steps=4, sketched=True)
+    app = view_app(tmp_path, patience=60)
+    before = json.loads(ask(app, "/content/run")[1])
+    with RunWriter.resume(tmp_path / "run", None, environment={"python": "3"}) as writer:
+        writer.write_updates(5, [UpdateRecord(step=5, sketch=torch.ones(64))])
+    after = json.loads(ask(app, "/content/run")[1])
+    figures = [{one["id"]: one for one in each["page"]["figures"]} for each in (before, after)]
+    shown = [each["update-cosines-plot"]["data"][0]["x"] for each in figures]
+    assert before["version"] != after["version"] and shown == [[1, 2, 3, 4], [1, 2, 3, 4, 5]]
 
 
 def test_the_last_page_is_served_while_a_new_one_is_made(tmp_path, monkeypatch):

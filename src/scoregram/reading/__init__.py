@@ -89,3 +89,7 @@ from scoregram.reading.trust import CHECK_COLUMN as CHECK_COLUMN
 from scoregram.reading.trust import CHECK_ERROR as CHECK_ERROR
 from scoregram.reading.trust import CHECK_ROLLOUTS as CHECK_ROLLOUTS
 from scoregram.reading.trust import Trust as Trust
+from scoregram.reading.updates import CosineDecay as CosineDecay
+from scoregram.reading.updates import CosineMatrix as CosineMatrix
+from scoregram.reading.updates import UpdateCosines as UpdateCosines
+from scoregram.reading.updates import update_cosines as update_cosines

@@ -52,8 +52,12 @@ PLOTLY_CONFIG = {
 
 SEQUENTIAL = ((0.0, "#f2f5f9"), (0.5, "#6aaed6"), (1.0, "#08306b"))
 """Colours of a heat map of shares, from 0 upward: lightness alone tells them apart."""
+DIVERGING = ((0.0, "#d55e00"), (0.5, "#ffffff"), (1.0, "#0072b2"))
+"""Colours of a heat map of cosines: orange below 0, white at 0, blue above. The page has others for a dark scheme."""
 MULTIPLE_HEIGHT, FULL_HEIGHT = 260, 400
 """Heights of a figure, in pixels."""
+MAP_HEIGHT = 340
+"""Height of a map of cosines, whose rows are as many as its columns."""
 HEAT_ROW, HEAT_MARGIN = 16, 60
 """Height of a row of a heat map, so that the names of rows do not touch, and of what is below the rows."""
 LEGEND_ROW = 22
@@ -81,13 +85,21 @@ class HeatMap:
     """`values[row][column]`, 0 or more; `nan` where undefined."""
 
 
+@dataclass(frozen=True)
+class CosineMap(HeatMap):
+    """Cosines between the steps of a run: the numbers `x` on both axes, colours that diverge from 0."""
+
+    limit: float = 1.0
+    """Size of a cosine that has the full colour."""
+
+
 Drawing = Figure | HeatMap
 """Everything that plotly draws on a page."""
 
 
 def is_wide(figure: Drawing | Table) -> bool:
     """Whether a figure needs a whole row: a heat map whose rows have long names."""
-    return isinstance(figure, HeatMap) and max(map(len, figure.y), default=0) > 4
+    return isinstance(figure, HeatMap) and not isinstance(figure, CosineMap) and max(map(len, figure.y), default=0) > 4
 
 
 def plotly_parts(figure: Drawing, *, x_range: tuple[float, float] | None = None) -> dict[str, Any]:
@@ -355,6 +367,18 @@ def _area(one: Series, place: int, x_title: str) -> dict[str, Any]:
 
 
 def _heat(figure: HeatMap) -> dict[str, Any]:
+    if isinstance(figure, CosineMap):
+        return {
+            "x": _plain(figure.x),
+            "y": _plain(figure.x),
+            "z": [_plain(row) for row in figure.values],
+            "colorscale": [list(stop) for stop in DIVERGING],
+            "zmin": -figure.limit,
+            "zmax": figure.limit,
+            "meta": "diverging",  # the page's script replaces the colours in a dark scheme
+            "hovertemplate": f"{html.escape(figure.x_title)}s %{{x}} and %{{y}}: cosine %{{z:.3f}}<extra></extra>",
+            "colorbar": {"thickness": 10, "outlinewidth": 0},
+        }
     return {
         "x": _plain(figure.x),
         "y": [html.escape(name) for name in figure.y],
@@ -368,6 +392,10 @@ def _heat(figure: HeatMap) -> dict[str, Any]:
 
 def _heat_layout(figure: HeatMap, x_range: tuple[float, float] | None) -> dict[str, Any]:
     plain = _layout(Figure(figure.id, "", "", figure.x_title, figure.y_title, ()), x_range)
+    if isinstance(figure, CosineMap):  # both axes end with the cells
+        axis = {"automargin": True, "zeroline": False, "ticks": "outside", "showgrid": False}
+        x, y = (axis | {"title": {"text": html.escape(name)}} for name in (figure.x_title, figure.y_title))
+        return plain | {"height": max(plain["height"], MAP_HEIGHT), "showlegend": False, "xaxis": x, "yaxis": y}
     return plain | {
         "height": max(plain["height"], HEAT_MARGIN + HEAT_ROW * len(figure.y)),
         "showlegend": False,

@@ -10,6 +10,8 @@ function save(name, text) {
 
 // Draws everything that the page holds; a page that is followed calls it again with new numbers.
 function drawPage(page) {
+  const maps = page.figures.filter(({ data }) => data.some(({ meta }) => meta === "diverging"));
+  for (const { data } of maps) data[0].colorscale = diverging(isDark);
   for (const { id, data, layout, config } of page.figures) Plotly.newPlot(id, data, layout, config);
   for (const button of document.querySelectorAll("button.csv")) {
     const figure = page.figures.find(({ id }) => id === button.dataset.plot);
@@ -17,15 +19,16 @@ function drawPage(page) {
   }
   // Paper is narrower than a screen, and two figures fit on a sheet.
   const resize = (size) => page.figures.forEach(({ id, layout }) => Plotly.relayout(id, size ?? { autosize: true, width: null, height: layout.height }));
-  onbeforeprint = () => resize({ width: 660, height: 310 });
-  onafterprint = () => resize(null);
+  const recolour = (dark) => maps.forEach(({ id }) => Plotly.restyle(id, { colorscale: [diverging(dark)] }));
+  onbeforeprint = () => { resize({ width: 660, height: 310 }); recolour(false); };
+  onafterprint = () => { resize(null); recolour(isDark); };
   if (page.glass) showGlass(page.glass);
   for (const link of document.querySelectorAll("a.to-rollouts")) link.onclick = () => showTruncated(page.glass);
 }
 
 // A step under the glass. All text from data is set as text, never as HTML.
 const isDark = matchMedia("(prefers-color-scheme: dark)").matches;
-const diverging = isDark
+const diverging = (dark) => dark
   ? [[0, "#ff8a3d"], [0.5, "#1d2025"], [1, "#4aa8e0"]]
   : [[0, "#d55e00"], [0.5, "#ffffff"], [1, "#0072b2"]];
 
@@ -46,7 +49,7 @@ function drawMatrix(id, names, numbered, cosines, bars, barTitle, rightCount) {
   const numbers = { ...ticks, ticktext: numbered.map((one) => `${one}`) };
   const labels = names.length <= 12;
   const data = [
-    { type: "heatmap", z: cosines, x: places, y: places, zmin: -1, zmax: 1, colorscale: diverging, showscale: false, xgap: 1, ygap: 1,
+    { type: "heatmap", z: cosines, x: places, y: places, zmin: -1, zmax: 1, colorscale: diverging(isDark), showscale: false, xgap: 1, ygap: 1,
       texttemplate: labels ? "%{z:.2f}" : "", textfont: { size: 10 }, hovertemplate: "%{y} and %{x}: cosine %{z:.3f}<extra></extra>" },
     { type: "bar", orientation: "h", x: bars, y: places, xaxis: "x2", marker: { color: "#808080" }, hovertemplate: `${barTitle} %{x:.3g}<extra></extra>` },
   ];

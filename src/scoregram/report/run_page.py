@@ -230,7 +230,8 @@ def _figure_sections(run: RunReading, folder: Run) -> Iterator[Section]:
             f"Geometry{mark}",
             f"Each group is a matrix with one row per rollout: {rows}. The grey dashed null is what rollouts of the "
             "same norms and advantages would give if they had nothing in common.",
-            marked_figures(step_figures.geometry_figures(run), run),
+            # the trainer's own gradients: no mark for what may be wrong with the Gram
+            (*marked_figures(step_figures.geometry_figures(run), run), *step_figures.update_figures(folder)),
         ),
         (f"Layers{mark}", "", marked_figures(step_figures.layers_figures(folder, run), run)),
         (

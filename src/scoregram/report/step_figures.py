@@ -21,13 +21,16 @@ from scoregram.reading import (
     mse_by_group_size,
     scalar_curve,
     spectrum_energies,
+    update_cosines,
     what_if,
 )
-from scoregram.report.figures import Drawing, HeatMap, StackedFigure
+from scoregram.report.figures import CosineMap, Drawing, HeatMap, StackedFigure
 from scoregram.runs import Run
 
 MOST_LAYER_STEPS = 20
 """Steps whose per-layer Grams are read: they are the largest part of a run."""
+MOST_MAP_STEPS, FEWEST_MAP_STEPS = 60, 3
+"""Steps on the map of cosines between gradients: evenly spaced if there are more, no map if there are fewer."""
 MOST_REPLAYED = 150
 """Groups of the last third on which other estimators are replayed, evenly spaced if there are more."""
 FAILED = "self-check failed"
@@ -338,6 +341,54 @@ def geometry_figures(run: RunReading) -> Iterator[Drawing]:
             spectrum.steps,
             tuple(f"{place + 1}" for place in range(len(spectrum.shares))),
             spectrum.shares,
+        )
+
+
+def update_figures(folder: Run) -> Iterator[Drawing]:
+    """Cosines between the gradients of measured steps, from their sketches; nothing if the run stores none."""
+    cosines = update_cosines(folder)
+    shown, decay = cosines.matrix(MOST_MAP_STEPS), cosines.decay()
+    if len(shown.steps) < FEWEST_MAP_STEPS:
+        return
+    thinned = f" {len(shown.steps)} of {shown.measured} measured steps, evenly spaced."
+    apart = [[math.nan if i == j else c for j, c in enumerate(row)] for i, row in enumerate(shown.values)]
+    largest = max(abs(c) for row in apart for c in row if not math.isnan(c))
+    yield CosineMap(
+        "update-cosines",
+        "Do steps push in the same direction?",
+        "Cosine between the gradients of two steps, before the optimiser. Blue: they agree, which is signal. No "
+        "colour: near 0, each is mostly noise or their prompts differ. Orange: one undoes the other. Null: 0, "
+        f"± {cosines.sketch_error:.2f} from the sketch and more from noise, so read regions and not single cells."
+        + (thinned if len(shown.steps) < shown.measured else ""),
+        "step",
+        "step",
+        tuple(map(float, shown.steps)),
+        tuple(map(str, shown.steps)),
+        tuple(map(tuple, apart)),
+        limit=min(1.0, max(largest, 4 * cosines.sketch_error)),
+    )
+    distances, band = tuple(float(round(d)) for d in decay.distance), tuple(2 * error for error in decay.null_error)
+    if len(distances) > 1:
+        yield Figure(
+            "cosine-decay",
+            "How long does a direction last?",
+            "Mean cosine between the gradients of all pairs of measured steps, by their distance. Null: 0, with a band "
+            "of two standard errors if every gradient had a random sign. Above the band steps share a signal, below it "
+            "later steps undo earlier ones.",
+            "distance in steps",
+            "mean cosine",
+            (
+                Series("mean cosine", distances, decay.mean),
+                Series(
+                    "null: if unrelated",
+                    distances,
+                    (0.0,) * len(band),
+                    tuple(-end for end in band),
+                    band,
+                    role="null",
+                ),
+            ),
+            x_log=True,
         )
 
 
