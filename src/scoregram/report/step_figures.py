@@ -357,7 +357,7 @@ def update_figures(folder: Run) -> Iterator[Drawing]:
         "update-cosines",
         "Do steps push in the same direction?",
         "Cosine between the gradients of two steps, before the optimiser. Blue: they agree, which is signal. No "
-        "colour: near 0, each is mostly noise or their prompts differ. Orange: one undoes the other. Null: 0, "
+        "colour: near 0, each is mostly noise or their prompts differ. Orange: they oppose each other. Null: 0, "
         f"± {cosines.sketch_error:.2f} from the sketch and more from noise, so read regions and not single cells."
         + (thinned if len(shown.steps) < shown.measured else ""),
         "step",
@@ -374,7 +374,7 @@ def update_figures(folder: Run) -> Iterator[Drawing]:
             "How long does a direction last?",
             "Mean cosine between the gradients of all pairs of measured steps, by their distance. Null: 0, with a band "
             "of two standard errors if every gradient had a random sign. Above the band steps share a signal, below it "
-            "later steps undo earlier ones.",
+            "they oppose each other.",
             "distance in steps",
             "mean cosine",
             (
