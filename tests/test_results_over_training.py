@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import json
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +11,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
+from scipy import stats
 
 from scoregram.spectra import orthogonal_null, spectrum_summary
 
@@ -106,6 +109,56 @@ def test_the_slope_is_that_of_least_squares_with_a_constant_for_each_cell():
     design = np.column_stack([rows[:, 0] / 1000, rows[:, 1:2] == cells])
     expected = np.linalg.lstsq(design, np.log(rows[:, 2] / rows[:, 3]), rcond=None)[0][0]
     assert summarise().slope(rows) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda path: path.name)
+def test_the_evaluations_agree_with_the_stored_rewards(run):
+    """Accuracies in `metrics.jsonl` against the rewards of the test problems in `groups.parquet`."""
+    rows = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    evaluations = {row["step"]: row for row in rows if "eval/accuracy" in row}
+    assert sorted(evaluations) == [0, 1000]
+    stored = pq.read_table(run / "groups.parquet", columns=["step", "kind", "prompt_id", "rewards"]).to_pylist()
+    tested = [row for row in stored if row["kind"] != "train"]
+    assert {row["step"] for row in tested} == evaluations.keys()
+    for step, evaluation in evaluations.items():
+        for kind, name, samples in (("test, greedy", "eval/accuracy", 1), ("test", "eval/sampled_accuracy", 16)):
+            rewards = {row["prompt_id"]: row["rewards"] for row in tested if (row["step"], row["kind"]) == (step, kind)}
+            assert {len(given) for given in rewards.values()} == {samples}
+            assert len(rewards) == evaluation["eval/problems"] == 1319
+            assert np.mean([*rewards.values()]) == pytest.approx(evaluation[name], abs=1e-9)
+            assert set(itertools.chain(*rewards.values())) <= {0.0, 1.0}
+        assert evaluation["eval/reward"] == evaluation["eval/accuracy"]
+
+
+def test_quantiles_of_t_are_those_of_scipy():
+    for freedom in (1.0, 2.0, 2.4546, 3.7, 5.0, 40.0):
+        assert summarise().t_quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-6)
+    for freedom, printed in summarise().T_QUANTILE.items():
+        assert summarise().t_quantile(freedom) == pytest.approx(printed, abs=5e-4)
+
+
+def test_the_intervals_against_random_rewards_are_those_of_scipy():
+    lines = summarise().random_trend_table().splitlines()[2:]
+    for (method, repeats), line in zip(itertools.product(("paper", "grpo"), (True, False)), lines, strict=True):
+        own, control = (
+            [summarise().slope(summarise().live_groups(f"{made}-seed{seed}", repeats)) for seed in range(3)]
+            for made in (method, "random")
+        )
+        paired = stats.ttest_rel(own, control).confidence_interval()
+        apart = stats.ttest_ind(own, control, equal_var=False).confidence_interval()
+        mean = np.mean(own) - np.mean(control)
+        shown = line.strip("| ").split(" | ")[3:]
+        wanted = [[mean, *ends] for ends in (paired, apart)]
+        found = [
+            [float(part) for part in cell.replace("[", "").replace("]", "").replace(",", "").split()] for cell in shown
+        ]
+        np.testing.assert_allclose(found, wanted, atol=6e-4)
+
+
+def test_the_page_says_which_trees_were_clean():
+    dirty = {run.name: yaml.safe_load((run / "config.yaml").read_text())["environment"]["dirty"] for run in RUNS}
+    assert {name for name, found in dirty.items() if found is False} == {"grpo-seed0", "paper-seed0"}
+    assert [found for found in dirty.values() if found is None] == [None] * 7
 
 
 def test_every_table_of_the_page_follows_from_the_files():

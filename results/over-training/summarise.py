@@ -12,7 +12,9 @@ are the same text if their cosine is above 0.9995; *without repeats* keeps the f
 The trend is the slope b of `log(rank / null) = a_k + b · step / 1000` over all live groups of a run, with one
 constant for each k, so that a changing success rate cannot make a trend. Its interval is a bootstrap over measured
 steps, since the groups of a step share a policy. Over seeds: mean slope, with the t-interval of the seeds where there
-are two or more.
+are two or more. The difference of two means over seeds has two intervals: by seed, the t-interval of the differences
+between runs with the same seed (same order of prompts, starts taught apart); and Welch's, which takes all runs as
+independent.
 """
 
 import json
@@ -287,6 +289,39 @@ def trend_table() -> str:
     return table(("run", "repeated texts", "live groups", "slope per 1000 steps"), rows)
 
 
+def t_quantile(freedom: float) -> float:
+    """97.5 % quantile of Student's t for any positive degrees of freedom.
+
+    With `t = √ν tan θ` the density is proportional to `cos(θ)^(ν - 1)`; its integral is taken on a fine grid.
+    """
+    angle = np.linspace(0, np.pi / 2, 200_001)
+    density = np.cos(angle).clip(0) ** (freedom - 1)
+    mass = np.concatenate([[0], np.cumsum(density[1:] + density[:-1])])
+    return float(np.sqrt(freedom) * np.tan(np.interp(0.95 * mass[-1], mass, angle)))
+
+
+def welch(some: list[float], others: list[float]) -> str:
+    """Difference of two means with Welch's t-interval."""
+    parts = [np.var(values, ddof=1) / len(values) for values in (some, others)]
+    freedom = sum(parts) ** 2 / sum(
+        part**2 / (len(values) - 1) for part, values in zip(parts, (some, others), strict=True)
+    )
+    difference = np.mean(some) - np.mean(others)
+    half = t_quantile(float(freedom)) * np.sqrt(sum(parts))
+    return f"{difference:+.3f} [{difference - half:+.3f}, {difference + half:+.3f}]"
+
+
+def random_trend_table() -> str:
+    """Slopes with true rewards minus those with random ones, by seed and over seeds."""
+    rows = []
+    for method, (repeats, label) in product(METHODS, ((True, "kept"), (False, "removed"))):
+        own, control = ([slope(live_groups(run, repeats)) for run in run_names()[made]] for made in (method, RANDOM))
+        by_seed = [one - other for one, other in zip(own, control, strict=True)]
+        each = ", ".join(f"{difference:+.3f}" for difference in by_seed)
+        rows.append((f"{NAMES[method]} − {NAMES[RANDOM]}", label, each, over_seeds(by_seed), welch(own, control)))
+    return table(("difference of slopes", "repeated texts", "by seed", "over seeds, by seed", "Welch"), rows)
+
+
 def runs_and_controls() -> dict[str, list[str]]:
     """Folders of all runs that were evaluated, by what made them."""
     return run_names() | {CONTINUED: sorted(path.name for path in HERE.glob(f"{CONTINUED}-seed*"))}
@@ -335,6 +370,7 @@ TABLES = {
     "cosines": cosine_table,
     "foretelling": foretelling_table,
     "trend": trend_table,
+    "trend against random": random_trend_table,
     "gain": gain_table,
     "control": control_table,
 }
