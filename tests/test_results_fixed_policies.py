@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 from functools import cache
+from math import comb
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +18,8 @@ import torch
 
 from scoregram.policy import PolicyConfig, load_policy
 from scoregram.spectra import orthogonal_null, spectrum_summary
+from scoregram.studies.grpo_rank import PRINTED_TOP1
+from scoregram.studies.grpo_rank.verdicts import HALF_DIGIT
 from scoregram.tasks import load_task
 from tests.training_cases import JUDGE, save_policy
 
@@ -24,6 +27,7 @@ pytestmark = pytest.mark.slow  # runs in `make test-results`
 
 FOLDER = Path(__file__).parent.parent / "results" / "fixed-policies"
 PAGE = FOLDER / "README.md"
+REPLICATION = FOLDER.parent.parent / "docs" / "replication.md"
 MODELS = ("qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b", "smollm2-135m-taught")
 FILES = [path for path in sorted(FOLDER.glob("*/*.parquet")) if "layers" not in path.stem]
 LAYERS = sorted(FOLDER.glob("*/*-layers.parquet"))
@@ -181,6 +185,121 @@ def test_prompts_are_chosen_by_the_half_that_is_not_measured():
                 ranks.append(np.sqrt(energy).sum() ** 2 / energy.sum())
     row = next(line for line in summarise().chosen_table().splitlines() if "1.5b | 6 to 7" in line)
     assert f"| {np.mean(ranks):.2f} [" in row and f"{len(ranks)} live" in row.split("|")[-2]
+
+
+def numpy_groups(model: str) -> tuple[np.ndarray, np.ndarray]:
+    """Grams and rewards at temperature 1, from the copy for numpy."""
+    with np.load(FOLDER / model / "t1-p1.npz") as stored:
+        return stored["k"].astype(float), stored["rewards"].astype(float)
+
+
+def top1_of_rows(k: np.ndarray, a: np.ndarray) -> float:
+    """Top-1 fraction from the singular values of rows with this Gram."""
+    values, vectors = np.linalg.eigh(k)
+    sigma = np.linalg.svd(a[:, None] * vectors * np.sqrt(values.clip(0)), compute_uv=False)
+    return float(sigma[0] ** 2 / (sigma @ sigma))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_standardised_top1_fraction_weighs_cells_by_their_binomial_probability(model):
+    grams, all_rewards = numpy_groups(model)
+    measured, nulls, _ = summarise().standardised_top1(model, 0.8)
+    for at, size in enumerate((2, 4, 8)):
+        cells: dict[int, list[tuple[float, float]]] = {}
+        for k, rewards in zip(grams, all_rewards, strict=True):
+            for start in range(0, 16, size):
+                own = slice(start, start + size)
+                a = rewards[own] - rewards[own].mean()
+                if a.any():
+                    energy = a**2 * np.diagonal(k)[own]
+                    both = (top1_of_rows(k[own, own], a), energy.max() / energy.sum())
+                    cells.setdefault(int(rewards[own].sum()), []).append(both)
+        weights = np.array([comb(size, right) * 0.8**right * 0.2 ** (size - right) for right in cells])
+        means = np.array([np.mean(cell, axis=0) for cell in cells.values()])
+        np.testing.assert_allclose([measured[at], nulls[at]], weights @ means / weights.sum(), rtol=1e-6)
+
+
+def test_the_printed_ranges_are_those_of_the_verdicts():
+    assert dict(PRINTED_TOP1) == summarise().PRINTED_TOP1 and summarise().HALF_DIGIT == HALF_DIGIT
+
+
+def test_stretches_join_neighbours():
+    rates = np.array([0.1, 0.2, 0.3, 0.4, 0.5])
+    assert summarise().stretches(rates, np.array([True, False, True, True, True])) == "0.10, 0.30 to 0.50"
+    assert summarise().stretches(rates, np.zeros(5, bool)) == "none"
+
+
+def test_the_easy_prompts_are_chosen_by_rollouts_at_lower_temperatures():
+    model = "qwen2.5-coder-1.5b"
+    paths = {path.stem: path for path in FILES if path.parent.name == model}
+    right = {
+        stem: {row["prompt_index"]: row["rewards"] for row in pq.read_table(path).to_pylist()}
+        for stem, path in paths.items()
+        if stem in ("t1-p1", "t0.7-p1", "t0.5-p1")
+    }
+    for least, line in zip((28, 30, 31, 32), summarise().easy_table().splitlines()[2:], strict=True):
+        chosen = [one for one in right["t0.7-p1"] if sum(right["t0.7-p1"][one]) + sum(right["t0.5-p1"][one]) >= least]
+        rewards = np.array([right["t1-p1"][one] for one in chosen])
+        live = ((rewards.sum(1) > 0) & (rewards.sum(1) < 16)).sum()
+        assert line.startswith(f"| {least} | {len(chosen)} | {live} | {rewards.mean():.2f} |")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_noise_is_that_of_leave_one_out_terms_and_its_share_a_squared_correlation(model):
+    grams, rewards = numpy_groups(model)
+    grams, rewards = (of[(rewards.sum(1) > 0) & (rewards.sum(1) < 16)] for of in (grams, rewards))
+    noise, p = [], rewards.mean(1)
+    for k, reward in zip(grams, rewards, strict=True):
+        values, vectors = np.linalg.eigh(k)
+        scores = vectors * np.sqrt(values.clip(0))
+        terms = np.array([(reward[i] - np.delete(reward, i).mean()) * scores[i] for i in range(16)])
+        noise.append(terms.var(axis=0, ddof=1).sum() / 16)
+    np.testing.assert_allclose(summarise().noise(grams, rewards), noise, rtol=1e-5)
+    shared = np.corrcoef(np.log(p * (1 - p)), np.log(noise))[0, 1] ** 2
+    row = next(line for line in summarise().noise_table().splitlines() if line.startswith(f"| {model} | 1 to 15 |"))
+    assert row.split(" | ")[2:4] == [str(len(p)), row.split(" | ")[3]]
+    assert row.split(" | ")[3].startswith(f"{100 * shared:.0f} % [")
+
+
+def test_the_share_over_halves_pairs_each_half_with_the_noise_of_the_other():
+    grams, rewards = numpy_groups("smollm2-135m-taught")
+    pairs = []
+    for k, reward in zip(grams, rewards, strict=True):
+        halves = (slice(0, 8), slice(8, 16))
+        if all(0 < reward[half].sum() < 8 for half in halves):
+            noise = [summarise().noise(k[None, half, half], reward[None, half])[0] for half in halves]
+            p = [reward[half].mean() for half in halves]
+            pairs += [(p[0] * (1 - p[0]), noise[1]), (p[1] * (1 - p[1]), noise[0])]
+    shared = np.corrcoef(np.log(np.array(pairs).T))[0, 1] ** 2
+    row = summarise().noise_halves_table().splitlines()[-1].split(" | ")
+    assert row[1] == str(len(pairs) // 2) and row[3].startswith(f"{100 * shared:.0f} % [")
+
+
+def test_the_replication_page_quotes_the_tables():
+    """Numbers of docs/replication.md on the fixed policies, as the tables have them."""
+    text = " ".join(REPLICATION.read_text(encoding="utf-8").replace("−", "-").split())
+    noise = {row[0].strip("| "): row[3] for row in map(split_row, summarise().noise_table().splitlines()[2::2])}
+    for model in MODELS:
+        assert noise[model] in text
+    tops = [split_row(line) for line in summarise().chosen_top1_table().splitlines()[2:]]
+    of_all = {row[0]: row for row in tops if row[1] == "0 to 8"}
+    for model in MODELS[:2]:
+        assert of_all[model][6] in text
+    high = next(row for row in tops if row[:2] == ["qwen2.5-coder-1.5b", "8"])
+    assert high[6].removeprefix("+") in text and high[7] in text
+    rate = next(
+        line for line in summarise().standardised_top1_table(MODELS[1]).splitlines() if line.startswith("| 0.8 ")
+    )
+    cells = split_row(rate)
+    assert ", ".join(cell.split(" ")[0].removeprefix("0") for cell in cells[1:3]) in text
+    assert all(cell.removeprefix("+") in text for cell in cells[4:])
+    for line in summarise().easy_table().splitlines()[3:]:
+        row = split_row(line)
+        assert all(re.sub(r" \(.*", "", cell) in text for cell in row[5:])
+
+
+def split_row(line: str) -> list[str]:
+    return line.strip("| ").split(" | ")
 
 
 def test_counts_in_the_text_of_the_page():

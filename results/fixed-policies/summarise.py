@@ -8,8 +8,13 @@ are `A_i = r_i - mean(r)`. The singular values σ of its stacked gradient matrix
 the eigenvalues of `diag(A) K diag(A)`. An eigenvalue below `(R ε₆₄ + ε₃₂)` of the trace counts as zero, as in
 `scoregram.spectra.singular_values` for a float32 Gram. The effective rank is `(Σσ)² / Σσ²`. The orthogonal null is the
 effective rank of orthogonal scores with the same norms, `σ_i = |A_i| √K_ii`. Groups of 2, 4 and 8 are the consecutive
-blocks of the 16 rollouts, which were drawn independently. Intervals are 95 % percentile intervals over 1000 bootstrap
-resamples of prompts.
+blocks of the 16 rollouts, which were drawn independently. The top-1 fraction is the largest σ² over Σσ².
+
+The noise of a prompt is `Σ_i |v_i - v̄|² / (R (R - 1))` with `v_i = A_i ψ_i R / (R - 1)`, as in `../parameters`: the
+squared standard error of the prompt's gradient `v̄`, with the mean reward of the other rollouts as baseline. From K it
+is `(Σ_i a_i² K_ii - aᵀKa / R) / (R (R - 1))` with `a = A R / (R - 1)`.
+
+Intervals are 95 % percentile intervals over 1000 bootstrap resamples of prompts.
 """
 
 import sys
@@ -32,6 +37,17 @@ PARTS = {"all parameters": "k", "embedding": "k_embed", "head": "k_head", "last 
 """Parameters of a part → column of its Gram; the parts are in the layers file."""
 PASS_RATES = ((0, 0), (1, 1), (2, 3), (4, 5), (6, 7), (8, 8))
 """Classes of prompts: least and largest number of right rollouts among 8."""
+COOLER = ("t0.7-p1", "t0.5-p1")
+"""Settings whose 32 rollouts choose the easiest prompts of `EASY_MODEL`, which are measured at temperature 1."""
+EASY_MODEL = "qwen2.5-coder-1.5b"
+EASY_LEAST = (28, 30, 31, 32)
+"""Least numbers of right rollouts among these 32."""
+PRINTED_TOP1 = {2: (0.6, 0.7), 4: (0.7, 0.8), 8: (0.5, 0.6)}
+"""Group size → top-1 fraction that the paper's Table 1 prints."""
+HALF_DIGIT = 0.05
+"""Rounding of a fraction that is printed with one digit."""
+NOISE_RIGHT = (2, 14)
+"""Least and largest number of right rollouts of the prompts in `../parameters`."""
 REWARD_VECTORS = 200
 """Random reward vectors for each group of `checks.npz`."""
 
@@ -49,6 +65,7 @@ class LiveGroups(NamedTuple):
     null: np.ndarray
     top1: np.ndarray
     """Share of the largest σ² in Σσ²."""
+    top1_null: np.ndarray
     groups: int
     """Number of groups, the dead ones included."""
     prompts: int
@@ -105,6 +122,11 @@ def effective_rank(sigma: np.ndarray) -> np.ndarray:
     return sigma.sum(1) ** 2 / (sigma**2).sum(1)
 
 
+def top1_fraction(sigma: np.ndarray) -> np.ndarray:
+    """`max σ² / Σσ²` of each row."""
+    return (sigma**2).max(1) / (sigma**2).sum(1)
+
+
 @cache
 def live_groups(model: str, setting: str, size: int, name: str = "k") -> LiveGroups:
     """Effective rank and null of every live group of `size` rollouts."""
@@ -117,9 +139,8 @@ def live_groups(model: str, setting: str, size: int, name: str = "k") -> LiveGro
     a = rewards[live] - rewards[live].mean(1, keepdims=True)
     sigma, null = spectra(k_blocks[live], a)
     prompt, block = (place.ravel()[live] for place in np.indices((len(k), len(blocks))))
-    top1 = (sigma**2).max(1) / (sigma**2).sum(1)
-    ranks = effective_rank(sigma), effective_rank(null)
-    return LiveGroups(prompt, block, right[live], *ranks, top1, len(right), len(k))
+    ranks, tops = ([of(values) for values in (sigma, null)] for of in (effective_rank, top1_fraction))
+    return LiveGroups(prompt, block, right[live], *ranks, *tops, len(right), len(k))
 
 
 @cache
@@ -136,35 +157,40 @@ def cell_sums(groups: LiveGroups, size: int, values: np.ndarray) -> np.ndarray:
     return np.bincount(place, values, groups.prompts * (size - 1)).reshape(groups.prompts, size - 1)
 
 
-def percentiles(values: np.ndarray) -> str:
+def percentiles(values: np.ndarray, digits: int = 2) -> str:
     """The 95 % interval of bootstrap values; NaN, a resample without such a group, is left out."""
     low, high = np.nanpercentile(values, [2.5, 97.5])
-    return f"[{low:.2f}, {high:.2f}]"
+    return f"[{low:.{digits}f}, {high:.{digits}f}]"
 
 
-def mean_and_interval(groups: LiveGroups, size: int) -> str:
-    """Mean effective rank over live groups with its interval."""
+def resampled_means(groups: LiveGroups, values: np.ndarray) -> np.ndarray:
+    """`(RESAMPLES,)`: mean of `values` over the live groups of each resample; NaN where it has none."""
     weights = resampled_counts(groups.prompts)
-    total = weights @ cell_sums(groups, size, groups.rank).sum(1)
-    count = weights @ cell_sums(groups, size, np.ones_like(groups.rank)).sum(1)
-    return f"{groups.rank.mean():.2f} {percentiles(total[count > 0] / count[count > 0])}"
+    total, count = (weights @ np.bincount(groups.prompt, of, groups.prompts) for of in (values, np.ones_like(values)))
+    return np.divide(total, count, out=np.full(len(weights), np.nan), where=count > 0)
+
+
+def mean_and_interval(groups: LiveGroups) -> str:
+    """Mean effective rank over live groups with its interval."""
+    return f"{groups.rank.mean():.2f} {percentiles(resampled_means(groups, groups.rank))}"
 
 
 @cache
-def cell_means(model: str, size: int) -> tuple[np.ndarray, ...]:
-    """At temperature 1, per k = 1 … R - 1: number of live groups, mean rank, mean null, and resampled mean ranks.
+def cell_means(model: str, size: int, quantity: str = "rank") -> tuple[np.ndarray, ...]:
+    """At temperature 1, per k = 1 … R - 1: number of live groups, mean, mean null, and resampled means.
 
-    The last has shape `(RESAMPLES, R - 1)`. A mean is NaN where there is no group.
+    The quantity is the effective rank or `"top1"`. The last array has shape `(RESAMPLES, R - 1)`. A mean is NaN where
+    there is no group.
     """
     groups = live_groups(model, "t1-p1", size)
-    counts, ranks, nulls = (
-        cell_sums(groups, size, values) for values in (np.ones_like(groups.rank), groups.rank, groups.null)
-    )
+    named = {"rank": (groups.rank, groups.null), "top1": (groups.top1, groups.top1_null)}
+    of = (np.ones_like(groups.rank), *named[quantity])
+    counts, measured, nulls = (cell_sums(groups, size, values) for values in of)
     weights = resampled_counts(groups.prompts)
     with np.errstate(invalid="ignore"):
         total = counts.sum(0)
-        resampled = (weights @ ranks) / (weights @ counts)
-        return total, ranks.sum(0) / total, nulls.sum(0) / total, resampled
+        resampled = (weights @ measured) / (weights @ counts)
+        return total, measured.sum(0) / total, nulls.sum(0) / total, resampled
 
 
 def standardised(means: np.ndarray, size: int, rate: float) -> tuple[np.ndarray, np.ndarray]:
@@ -220,7 +246,7 @@ def rank_table() -> str:
             groups = live_groups(model, "t1-p1", size)
             numbers = [
                 f"{len(groups.rank)} of {groups.groups}",
-                mean_and_interval(groups, size),
+                mean_and_interval(groups),
                 f"{groups.null.mean():.2f}",
                 f"{(groups.rank / groups.null).mean():.3f}",
                 f"{groups.top1.mean():.3f}",
@@ -262,13 +288,171 @@ def chosen_table() -> str:
     return markdown([*header, *(f"R = {size}" for size in GROUP_SIZES[:3])], rows)
 
 
-def chosen_cell(groups: LiveGroups, size: int, chosen: np.ndarray) -> str:
-    """One entry of `chosen_table`; `chosen` has shape `(prompts, 2)`. A dash for fewer than 10 live groups."""
+def kept_groups(groups: LiveGroups, size: int, chosen: np.ndarray) -> LiveGroups:
+    """The live groups in chosen halves of prompts; `chosen` has shape `(prompts, 2)`."""
     inside = chosen[groups.prompt, groups.block * size // 8]
-    kept = LiveGroups(*(values[inside] for values in groups[:-2]), *groups[-2:])
-    if len(kept.rank) < 10:
+    return LiveGroups(*(values[inside] for values in groups[:-2]), *groups[-2:])
+
+
+def chosen_cell(groups: LiveGroups, size: int, chosen: np.ndarray, fewest: int = 10) -> str:
+    """One entry of `chosen_table` or `easy_table`. A dash for fewer live groups than `fewest`."""
+    kept = kept_groups(groups, size, chosen)
+    if len(kept.rank) < fewest:
         return "–"
-    return f"{mean_and_interval(kept, size)} ({kept.null.mean():.2f}), {len(kept.rank)} live"
+    return f"{mean_and_interval(kept)} ({kept.null.mean():.2f}), {len(kept.rank)} live"
+
+
+def easy_prompts(least: int) -> np.ndarray:
+    """`(prompts,)`: which prompts of `EASY_MODEL` have at least so many right among the 32 rollouts of `COOLER`."""
+    cooler = sum(columns(EASY_MODEL, setting)["rewards"].sum(1) for setting in COOLER)
+    prompts = len(columns(EASY_MODEL, "t1-p1")["rewards"])
+    return np.pad(cooler >= least, (0, prompts - len(cooler)))  # the files are paired by row, the cooler ones shorter
+
+
+def easy_table() -> str:
+    """Effective rank [interval] (null) at temperature 1 of prompts that are nearly always right at lower ones."""
+    rows, rewards = [], columns(EASY_MODEL, "t1-p1")["rewards"]
+    for least in EASY_LEAST:
+        chosen = easy_prompts(least)
+        halves = np.repeat(chosen[:, None], 2, axis=1)
+        cells = [chosen_cell(live_groups(EASY_MODEL, "t1-p1", size), size, halves, 2) for size in GROUP_SIZES[:3]]
+        live = ((rewards.sum(1) > 0) & (rewards.sum(1) < 16) & chosen).sum()
+        rows.append([f"{least}", f"{chosen.sum()}", f"{live}", f"{rewards[chosen].mean():.2f}", *cells])
+    header = ["right of 32, at least", "prompts", "of them live", "success"]
+    return markdown([*header, *(f"R = {size}" for size in GROUP_SIZES[:3])], rows)
+
+
+def top1_cells(means: list[float], nulls: list[float], resampled: list[np.ndarray]) -> list[str]:
+    """Top-1 fractions at R = 2, 4 and 8 [interval] (null), and the two differences that make the order of Figure 2."""
+    shown = [
+        f"{mean:.3f} {percentiles(draws, 3)} ({null:.3f})"
+        for mean, null, draws in zip(means, nulls, resampled, strict=True)
+    ]
+    for one, other in ((1, 0), (0, 2)):
+        shown.append(f"{means[one] - means[other]:+.3f} {percentiles(resampled[one] - resampled[other], 3)}")
+    return shown
+
+
+TOP1_HEADER = [*(f"R = {size}" for size in PRINTED_TOP1), "R 4 − R 2", "R 2 − R 8"]
+
+
+def standardised_top1(model: str, rate: float) -> tuple[list[float], list[float], list[np.ndarray]]:
+    """Top-1 fractions at R = 2, 4 and 8 at Binomial(R, rate): measured, null, and resampled."""
+    found = []
+    for size in PRINTED_TOP1:
+        _, tops, nulls, resampled = cell_means(model, size, "top1")
+        found.append([standardised(means, size, rate)[0] for means in (tops, nulls, resampled)])
+    measured, nulls, draws = (list(each) for each in zip(*found, strict=True))
+    return measured, nulls, draws
+
+
+def standardised_top1_table(model: str) -> str:
+    """Top-1 fraction [interval] (null) at Binomial(R, p), temperature 1, R ≤ 8."""
+    rows = [[f"{rate:g}", *top1_cells(*standardised_top1(model, rate))] for rate in SUCCESS_RATES]
+    return markdown(["p", *TOP1_HEADER], rows)
+
+
+def chosen_top1_table() -> str:
+    """Top-1 fraction [interval] (null) of prompts chosen by the pass rate of other rollouts; see `chosen_table`."""
+    rows = []
+    for model in MODELS:
+        halves = columns(model, "t1-p1")["rewards"].reshape(-1, 2, 8).sum(2)
+        for least, most in ((0, 8), *PASS_RATES):  # all prompts first
+            chosen = (least <= halves[:, ::-1]) & (halves[:, ::-1] <= most)
+            kept = [kept_groups(live_groups(model, "t1-p1", size), size, chosen) for size in PRINTED_TOP1]
+            if min(len(groups.top1) for groups in kept) < 10:
+                continue
+            label = f"{least}" if least == most else f"{least} to {most}"
+            tops, nulls = ([float(groups[at].mean()) for groups in kept] for at in (5, 6))
+            draws = [resampled_means(groups, groups.top1) for groups in kept]
+            rows.append([model, label, f"{halves[chosen].mean() / 8:.2f}", *top1_cells(tops, nulls, draws)])
+    return markdown(["model", "right of the other 8", "success", *TOP1_HEADER], rows)
+
+
+def order_table() -> str:
+    """Success rates, in steps of 0.01, at which the standardised top-1 fractions have the order or the printed ranges.
+
+    The order is that of Figure 2: R = 4 above R = 2 above R = 8. *Resolved* means that the intervals of both
+    differences exclude 0.
+    """
+    rates, rows = np.arange(1, 100) / 100, []
+    for model in MODELS:
+        found = {name: np.zeros(len(rates), bool) for name in ("measured", "resolved", "null", "strict", "half")}
+        for place, rate in enumerate(rates):
+            tops, nulls, draws = standardised_top1(model, rate)
+            found["measured"][place] = tops[1] > tops[0] > tops[2]
+            found["null"][place] = nulls[1] > nulls[0] > nulls[2]
+            lows = [np.nanpercentile(draws[one] - draws[other], 2.5) for one, other in ((1, 0), (0, 2))]
+            found["resolved"][place] = min(lows) > 0
+            for name, slack in (("strict", 0.0), ("half", HALF_DIGIT)):
+                pairs = zip(tops, PRINTED_TOP1.values(), strict=True)
+                found[name][place] = all(low - slack <= top <= high + slack for top, (low, high) in pairs)
+        rows.append([model, *(stretches(rates, inside) for inside in found.values())])
+    header = ["model", "order", "order, resolved", "order under the null", "printed ranges", "printed ranges ± 0.05"]
+    return markdown(header, rows)
+
+
+def stretches(rates: np.ndarray, inside: np.ndarray) -> str:
+    """The stretches of neighbouring rates that are inside, as text."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], inside, [False]]).astype(int)))
+    ends = [(rates[start], rates[stop - 1]) for start, stop in edges.reshape(-1, 2)]
+    return ", ".join(f"{low:.2f}" if low == high else f"{low:.2f} to {high:.2f}" for low, high in ends) or "none"
+
+
+def noise(k: np.ndarray, rewards: np.ndarray) -> np.ndarray:
+    """Squared standard error of the gradient of each prompt, from Grams `(n, R, R)` and rewards `(n, R)`."""
+    size = rewards.shape[1]
+    a = (rewards - rewards.mean(1, keepdims=True)) * size / (size - 1)
+    squares = (a**2 * np.diagonal(k, axis1=1, axis2=2)).sum(1)
+    total = np.einsum("ni,nij,nj->n", a, k, a)
+    return (squares - total / size) / (size * (size - 1))
+
+
+def shared_variation(x: np.ndarray, y: np.ndarray) -> str:
+    """Squared correlation of `(prompts, values)` over all values, in per cent, with its interval over prompts."""
+    weights = np.concatenate([np.ones((1, len(x))), resampled_counts(len(x))])
+    one = np.ones_like(x)
+    count, sx, sy, sxx, syy, sxy = (weights @ of.sum(1) for of in (one, x, y, x * x, y * y, x * y))
+    shared = (count * sxy - sx * sy) ** 2 / ((count * sxx - sx**2) * (count * syy - sy**2))
+    low, high = np.percentile(100 * shared[1:], [2.5, 97.5])
+    return f"{100 * shared[0]:.0f} % [{low:.0f}, {high:.0f}]"
+
+
+def noise_table() -> str:
+    """How much of the variation of log noise between live prompts `p(1 − p)` accounts for, temperature 1."""
+    rows = []
+    for model in MODELS:
+        k, rewards = grams(model, "t1-p1"), columns(model, "t1-p1")["rewards"].astype(np.float64)
+        right = rewards.sum(1)
+        classes = {"1 to 15": (1, 15), f"{NOISE_RIGHT[0]} to {NOISE_RIGHT[1]}": NOISE_RIGHT}
+        for label, (least, most) in classes.items():
+            chosen = (least <= right) & (right <= most)
+            target, spread, norm = (np.log(of)[:, None] for of in noise_and_proxies(k[chosen], rewards[chosen]))
+            shared = [shared_variation(x, target) for x in (spread, norm, spread + norm)]
+            rows.append([model, label, f"{chosen.sum()}", *shared])
+    header = ["model", "right of 16", "prompts", "p(1 − p)", "mean squared norm", "p(1 − p) · mean squared norm"]
+    return markdown(header, rows)
+
+
+def noise_and_proxies(k: np.ndarray, rewards: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Noise, `p(1 − p)` and mean squared norm of live groups."""
+    p = rewards.mean(1)
+    return noise(k, rewards), p * (1 - p), np.diagonal(k, axis1=1, axis2=2).mean(1)
+
+
+def noise_halves_table() -> str:
+    """How well a statistic of one half of a prompt's rollouts predicts the noise of the other half, both ways."""
+    rows = []
+    for model in MODELS:
+        k, rewards = grams(model, "t1-p1"), columns(model, "t1-p1")["rewards"].astype(np.float64)
+        right = rewards.reshape(-1, 2, 8).sum(2)
+        both = ((right > 0) & (right < 8)).all(1)
+        parts = [noise_and_proxies(k[both][:, at, at], rewards[both][:, at]) for at in (slice(0, 8), slice(8, 16))]
+        target, spread, norm = (np.log(np.stack(of, axis=1)) for of in zip(*parts, strict=True))
+        shared = [shared_variation(x[:, ::-1], target) for x in (target, spread, norm, spread + norm)]
+        rows.append([model, f"{both.sum()}", *shared])
+    header = ["model", "prompts", "noise", "p(1 − p)", "mean squared norm", "p(1 − p) · mean squared norm"]
+    return markdown(header, rows)
 
 
 def temperature_table() -> str:
@@ -282,7 +466,7 @@ def temperature_table() -> str:
             for model in MODELS:
                 groups = live_groups(model, setting, 16, name)
                 ratio = (groups.rank / groups.null).mean()
-                cells.append(f"{mean_and_interval(groups, 16)} / {groups.null.mean():.2f} = {ratio:.3f}")
+                cells.append(f"{mean_and_interval(groups)} / {groups.null.mean():.2f} = {ratio:.3f}")
             rows.append([setting, policy, *cells])
     return markdown(["setting", "scored policy", *MODELS], rows)
 
@@ -371,9 +555,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "collected": collected_table,
     "rank by R": rank_table,
     **{f"standardised {model}": (lambda model=model: standardised_table(model)) for model in MODELS},
+    **{f"top-1 {model}": (lambda model=model: standardised_top1_table(model)) for model in MODELS},
+    "order": order_table,
     "by pass rate": chosen_table,
+    "easy prompts": easy_table,
+    "top-1 by pass rate": chosen_top1_table,
     "by temperature": temperature_table,
     "by part": parts_table,
+    "noise": noise_table,
+    "noise of halves": noise_halves_table,
     "by k": cells_table,
     "checks": checks_table,
 }
