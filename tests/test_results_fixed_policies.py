@@ -278,8 +278,9 @@ def test_the_replication_page_quotes_the_tables():
     """Numbers of docs/replication.md on the fixed policies, as the tables have them."""
     text = " ".join(REPLICATION.read_text(encoding="utf-8").replace("−", "-").split())
     noise = {row[0].strip("| "): row[3] for row in map(split_row, summarise().noise_table().splitlines()[2::2])}
+    parameters = (FOLDER.parent / "parameters" / "README.md").read_text(encoding="utf-8")
     for model in MODELS:
-        assert noise[model] in text
+        assert noise[model] in text and noise[model] in parameters
     tops = [split_row(line) for line in summarise().chosen_top1_table().splitlines()[2:]]
     of_all = {row[0]: row for row in tops if row[1] == "0 to 8"}
     for model in MODELS[:2]:

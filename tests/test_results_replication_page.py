@@ -77,6 +77,43 @@ def test_the_page_counts_the_groups_without_a_repeated_text(threshold):
 
 
 @pytest.mark.slow  # runs in `make test-results`
+def test_the_gain_of_the_single_run():
+    """Gains in points with normal intervals over test problems, as `docs/training.md` and the run's page have them."""
+    rewards: dict[tuple[str, int], dict[str, float]] = {}
+    for path in (RESULTS / "smollm2-gsm8k-gain" / "groups").glob("*.parquet"):
+        for row in pq.read_table(path, columns=["step", "kind", "prompt_id", "rewards"]).to_pylist():
+            if row["kind"] != "train":
+                rewards.setdefault((row["kind"], row["step"]), {})[row["prompt_id"]] = 100 * np.mean(row["rewards"])
+    assert len({step for _, step in rewards}) == 6
+    pages = [ROOT / "docs" / "training.md", RESULTS / "smollm2-gsm8k-gain" / "README.md"]
+    texts = [" ".join(page.read_text(encoding="utf-8").split()) for page in pages]
+    for kind, step, words in (
+        ("test", 1250, "{:.1f} points [{:.1f}, {:.1f}]"),
+        ("test, greedy", 1250, "{:.1f} [{:.1f}, {:.1f}]"),
+        ("test, greedy", 1248, "{:.1f} [{:.2f}, {:.1f}]"),
+    ):
+        before, after = rewards[kind, 0], rewards[kind, step]
+        gains = np.array([after[problem] - before[problem] for problem in before])
+        half = 1.96 * gains.std(ddof=1) / len(gains) ** 0.5
+        quoted = words.format(gains.mean(), gains.mean() - half, gains.mean() + half)
+        assert quoted in texts[0].replace("2.3 points", "2.3")
+        assert quoted in texts[1] or step == 1248
+
+
+@pytest.mark.slow  # runs in `make test-results`
+def test_the_gains_over_seeds_are_those_of_the_longer_runs():
+    """The rows over seeds of `results/over-training`, with one digit, in `docs/training.md` and on the page."""
+    table = (RESULTS / "over-training" / "README.md").read_text(encoding="utf-8")
+    training = " ".join((ROOT / "docs" / "training.md").read_text(encoding="utf-8").split()).replace("−", "-")
+    for line in table.splitlines():
+        if "over seeds** | " in line and line.count("|") == 6 and "random" not in line:
+            mean, low, high = (float(part.strip("[],")) for part in line.split("|")[5].split())
+            interval = f"[{low:.1f}, {high:.1f}]"
+            assert interval in training and interval in PAGE.replace("−", "-"), line
+            assert f"{mean:.1f}" in training, line
+
+
+@pytest.mark.slow  # runs in `make test-results`
 def test_the_copy_for_numpy_is_that_of_the_record():
     spec = importlib.util.spec_from_file_location("table_1_pack", RESULTS / "table-1" / "pack.py")
     assert spec is not None and spec.loader is not None
