@@ -155,6 +155,17 @@ def test_the_intervals_against_random_rewards_are_those_of_scipy():
         np.testing.assert_allclose(found, wanted, atol=6e-4)
 
 
+def test_the_mean_of_the_foretelling_correlations_is_quoted_with_its_interval():
+    rows = summarise().foretelling_table().splitlines()[2:]
+    values = [float(row.strip("| ").split(" | ")[3]) for row in rows]
+    half = stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5
+    mean, low, high = (
+        f"{value:.2f}".replace("-", "−") for value in (np.mean(values), np.mean(values) - half, np.mean(values) + half)
+    )
+    page = " ".join((FOLDER.parent.parent / "docs" / "replication.md").read_text(encoding="utf-8").split())
+    assert f"correlation without trends {mean} [{low}, {high}]" in page
+
+
 def test_the_page_says_which_trees_were_clean():
     dirty = {run.name: yaml.safe_load((run / "config.yaml").read_text())["environment"]["dirty"] for run in RUNS}
     assert {name for name, found in dirty.items() if found is False} == {"grpo-seed0", "paper-seed0"}
