@@ -293,6 +293,9 @@ def test_the_replication_page_quotes_the_tables():
     cells = split_row(rate)
     assert ", ".join(cell.split(" ")[0].removeprefix("0") for cell in cells[1:3]) in text
     assert all(cell.removeprefix("+") in text for cell in cells[4:])
+    for row in map(split_row, summarise().order_table().splitlines()[2:]):
+        for stretch in (*row[1].split(", "), row[5]):
+            assert f"from {stretch.replace('0.', '.')} on" in text
     for line in summarise().easy_table().splitlines()[3:]:
         row = split_row(line)
         assert all(re.sub(r" \(.*", "", cell) in text for cell in row[5:])
