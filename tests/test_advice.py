@@ -460,7 +460,7 @@ def test_truncated_completions_with_a_high_reward_question_the_reward():
     # 98 % cut, mean 0.99: even if every other completion has 1, the truncated ones have (0.99 - 0.02) / 0.98
     paid = truncation_advice(truncated_rate=0.98, reward=0.99)
     assert (paid.knob, paid.direction) == ("reward function", "repair")
-    assert "is at least 0.99." in paid.sentence and "repair the reward function" in paid.sentence
+    assert "is at least 0.99." in paid.sentence and paid.sentence.startswith("Repair the reward function")
     assert "mask" not in " ".join((paid.sentence, *paid.others))  # 98 % masked would leave no update
     # 60 % cut, mean 0.5: they may have (0.5 - 0.4) / 0.6 only
     open_ = truncation_advice(truncated_rate=0.6, reward=0.5)

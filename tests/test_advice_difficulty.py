@@ -101,7 +101,7 @@ def test_one_change_comes_first_and_the_others_have_a_price():
         live=0.2, direction="easier", config=OWN, outcomes=DIFFERENT, law=law, batch_size=64, size_sentence="Groups …"
     )
     change = prompt_change(known)
-    assert change.sentence == "Leave out prompts whose 8 rollouts were all wrong."
+    assert change.sentence == "Leave out prompts whose 8 rollouts were all wrong: keep the others as train.jsonl."
     again, _ = law.live_again(8)
     assert f"about {again:.0%} of the remaining groups would then be live, now 20%." in change.effect
     assert "Price: 8 rollouts for each prompt once; 1,000 prompts cost as much as 125 steps." in change.effect
@@ -119,7 +119,7 @@ def test_problems_that_are_drawn_are_not_filtered(outcomes):
     change = prompt_change(DeadGroups(live=0.2, direction="easier", config=drawn, outcomes=outcomes))
     assert change.sentence.startswith("Take easier problems") and not change.not_advised
     assert not any("eave out" in one for one in change.others)
-    assert typed_setting(change, drawn) == "--task arithmetic:TERMS (now arithmetic:3)"
+    assert typed_setting(change, drawn) == "--task arithmetic:2 (now arithmetic:3)"
 
 
 @pytest.mark.parametrize("config", [OWN, TRL, {}])
@@ -186,9 +186,9 @@ def test_dead_groups_and_the_rule_on_the_group_size_say_one_thing(case):
         assert isinstance(verdict, RunFinding) and verdict.change is not None and verdict.change.direction == case
         assert told.startswith({"up": "Larger groups: Use groups", "down": "Larger groups: the update has"}[case])
     else:
-        assert told.startswith("Groups of 8 at the same rollouts: ")
-        assert isinstance(verdict, Undecided) == ("not decided" in told) == (case == "open")
-        assert law is not None
+        assert isinstance(verdict, Undecided) == (case == "open") == (told == "")
+    if case == "stays":
+        assert told.startswith("Groups of 8 at the same rollouts: ") and law is not None
         later, now = (law.live_share(size) * 32 / size for size in (8, 4))
         assert later < now and f"a step would have about {later:.1f} live ones, now {now:.1f}" in told
     assert contradictions(advise_run(run).findings) == []
@@ -209,8 +209,7 @@ def test_the_recorded_run_is_told_chance_and_one_setting():
     # 320 groups of 8 in the last third, 239 right rollouts: (1 - 239/2560)^8 = 0.456
     assert "69% all wrong. Chance would make 46% all wrong" in one.sentence
     assert one.change is not None and one.change.setting == "--task gsm8k:FOLDER (now gsm8k:gsm8k)"
-    assert [line.split(":")[0] for line in one.lines()[3:]] == ["Otherwise, 1", "Otherwise, 2", "Not advised"]
-    assert one.change.not_advised[0].startswith("Groups of 16 at the same rollouts: ")
+    assert [line.split(":")[0] for line in one.lines()[3:]] == ["Otherwise, 1", "Otherwise, 2"]
     assert one.plain()["change"]["others"] == list(one.change.others)
 
 

@@ -291,7 +291,7 @@ def _prompt_filter(known: DeadGroups) -> Lever:
         )
         told += "the others; TRL has no dynamic sampling."
     else:
-        told = f"Leave out prompts whose {rollouts} were {kind}."
+        told = f"Leave out prompts whose {rollouts} were {kind}: keep the others as train.jsonl."
     again = known.law.live_again(size)[0] if known.law and size else math.nan
     price = f"price: {rollouts} for each prompt once{_steps_of_a_visit(known, size)}."
     if math.isnan(again):
@@ -359,7 +359,7 @@ def size_sentence(run: RunReading, law: SuccessLaw | None, verdict: RuleVerdict)
         if verdict.change.direction == "down":
             return f"Larger groups: the update has the least error with groups of {cell_text(best)}."
         return f"Larger groups: {verdict.change.sentence} See “{verdict.name}”."
-    if used is None or law is None or used < 2:
+    if used is None or law is None or used < 2 or isinstance(verdict, Undecided):
         return ""
     twice = 2 * used
     shares = f"{law.live_share(twice):.0%} of them would be live"
@@ -367,6 +367,4 @@ def size_sentence(run: RunReading, law: SuccessLaw | None, verdict: RuleVerdict)
         later, now = (law.live_share(size) * batch / size for size in (twice, used))
         shares = f"a step would have about {later:.1f} live ones, now {now:.1f}"
     told = f"Groups of {twice} at the same rollouts: {shares}."
-    if isinstance(verdict, Undecided):
-        return f"{told} Which size has less error is not decided: measure more steps."
     return f"{told} The update has the least error with groups of {cell_text(best)}."

@@ -301,9 +301,10 @@ def _truncation_change(log: RunLog, is_most: bool) -> Change:
         return Change(
             knob="reward function",
             direction="repair",
-            sentence=f"Read some truncated rollouts: their mean reward is {reward}. If they hold no right answer, "
-            "repair the reward function: it pays for texts without one, and a longer limit will not help.",
-            effect="a completion without an answer gets a low reward; then a higher reward means better answers.",
+            sentence=f"Repair the reward function, unless truncated rollouts hold right answers: their mean reward is "
+            f"{reward}. Read some truncated rollouts to see. Without a repair a longer limit will not help.",
+            effect="the reward falls first, since a completion without an answer then gets little; from there on a "
+            "higher reward means better answers. If most completions are still cut off then, allow longer ones.",
             others=others,
         )
     known = f"Truncated rollouts get a mean reward of {reward}." if reward else "Read some truncated rollouts."

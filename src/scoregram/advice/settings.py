@@ -44,6 +44,13 @@ GENERATED_TASKS: Mapping[str, str] = MappingProxyType(
 )
 """Tasks that draw their problems → what can follow their name on the command line, as in `arithmetic:TERMS`."""
 
+COUNTED_TASKS: Mapping[str, int] = MappingProxyType(
+    {"arithmetic": 4, "arithmetic-compositions": 4, "calculator": 4, "stopping": 4}
+)
+"""Tasks made of terms or turns → how many their problems have unless the task says."""
+COUNT_CHANGES: Mapping[str, int] = MappingProxyType({"harder": 1, "easier": -1})
+"""Problems that are wanted → change of the number of terms or turns."""
+
 NEXT_VALUES: Mapping[tuple[str, str], Callable[[Any], Any]] = MappingProxyType(
     {
         ("completion length", "up"): lambda limit: 2 * limit,
@@ -70,7 +77,7 @@ def typed_setting(change: Change, config: Mapping[str, Any]) -> str:
     """
     trainer = trainer_of(config)
     if change.knob == PROMPTS:
-        return _prompt_setting(config)
+        return _prompt_setting(change.direction, config)
     name = SETTINGS.get(change.knob, {}).get(trainer, "")
     if not name:
         return ""
@@ -106,14 +113,17 @@ def assigned(name: str, value: Any) -> str:
     return f"{name} {text}" if name.startswith("--") else f"{name}={text}"
 
 
-def _prompt_setting(config: Mapping[str, Any]) -> str:
-    """Where other prompts come from."""
+def _prompt_setting(direction: str, config: Mapping[str, Any]) -> str:
+    """Where other prompts come from; for a task of terms or turns, one more or one less of them."""
     if trainer_of(config) == TRL_TRAINER:
         return "train_dataset"
     task = str(config.get("task") or "")
     if trainer_of(config) != OWN_TRAINER or not task:
         return ""
     name, _, argument = task.partition(":")
+    if name in COUNTED_TASKS and direction in COUNT_CHANGES:
+        count = int(argument) if argument.isdecimal() else COUNTED_TASKS[name]
+        return f"--task {name}:{max(2, count + COUNT_CHANGES[direction])} (now {name}:{count})"
     written = {**GENERATED_TASKS, "gsm8k": "FOLDER"}.get(name, "FILE" if name == "jsonl" else "")
     if name == "reasoning-gym":
         written = f"{argument.partition(':')[0]}:{written}"

@@ -294,6 +294,8 @@ def _asked(scale: Estimate, batch: float | int) -> str:
         return "Use more rollouts per step: they raise the signal to noise in proportion."
     if scale.high <= batch:
         return "Nothing to change: a step has more signal than noise."
+    if scale.low > batch and math.isfinite(scale.high):
+        return f"More rollouts per step would help; the page asks for them from {NOISE_ACT:g} times as many on."
     return "Nothing to change yet: the data do not decide whether more rollouts would pay."
 
 

@@ -122,7 +122,7 @@ def window_sentence(run: RunReading) -> str:
     if not steps:
         return ""
     which = f"the last third, {step_range(steps)}" if len(run.steps) > 1 else f"the only step, {steps[0]}"
-    told = f"Arrows: first to last evaluation, third or value. Other numbers are means over {which}."
+    told = f"Arrows: start → end. Other numbers are means over {which}."
     return f"{told} Brackets: 95 % intervals. Grey dashed lines below, the null: what unrelated rollouts would give."
 
 
@@ -165,9 +165,12 @@ def _arrow(before: float, after: float) -> str:
 
 def change_answer(learning: Indicator, advice: Diagnosis, longer: Change | None = None) -> str:
     """The most important change in one or two sentences; that of a longer run comes before all others."""
+    changes = [one.change for one in advice.findings if one.change is not None]
     if longer is None and is_solved(learning):
-        return "No setting: the task is nearly solved. Stop here, or take harder problems."
-    change = longer or next((one.change for one in advice.findings if one.change is not None), None)
+        harder = next((one for one in changes if one.knob == PROMPTS), None)
+        setting = f" Setting: {harder.setting}." if harder and harder.setting else ""
+        return f"The task is nearly solved: stop here, or take harder problems.{setting}"
+    change = longer or next(iter(changes), None)
     if change is None:
         return "No rule asks for a change."
     return change.sentence + (f" Setting: {change.setting}." if change.setting else "")
@@ -180,8 +183,10 @@ def longer_run(run: RunReading, advice: Diagnosis) -> Change | None:
     if wanted is None or sampled is None or greedy is None or worse:
         return None
     problems = f"{greedy.problems:,} test problems" if greedy.problems else "the test problems"
-    told = f"Nothing yet: {run.steps[-1]} steps cannot tell. If greedy accuracy rises as fast as the sampled reward, "
-    told += f"by {sampled.change.value:.3f} in {run.steps[-1]} steps, {problems} show it after about {wanted}."
+    steps, rise = run.steps[-1], sampled.change.value
+    told = f"Train longer: {steps} steps cannot tell. If greedy accuracy rises as fast as the sampled reward, by "
+    told += f"{rise:.3f} in {steps} steps, {problems} show it after about {wanted} steps "
+    told += f"({_arrow(greedy.before.value, greedy.before.value + rise * wanted / steps)})."
     change = Change(knob="training steps", direction="up", sentence=told, effect="", value=wanted)
     return replace(change, setting=typed_setting(change, run.config))
 

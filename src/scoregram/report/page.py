@@ -24,7 +24,7 @@ from scoregram.checks import fail
 from scoregram.exhibits import Cell, Estimate, Table, cell_text, estimate_parts
 from scoregram.reading import Indicator
 from scoregram.report.figures import PLOTLY_CONFIG, Drawing, data_csv, data_table, is_wide, plotly_parts
-from scoregram.report.words import linked_rollouts, marked_terms
+from scoregram.report.words import linked_rollouts, marked_setting, marked_terms
 from scoregram.runs import disk_errors, write_atomically
 
 HERE = Path(__file__).parent
@@ -247,6 +247,7 @@ def templates() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     made.filters |= {
+        "as_setting": marked_setting,
         "blocks": text_blocks,
         "card_state": CARD_STATES.__getitem__,
         "data_table": data_table,

@@ -324,8 +324,8 @@ def geometry_figures(run: RunReading) -> Iterator[Drawing]:
     yield from _figure(
         "rank-by-right",
         "Is the rank only a matter of how many were right?",
-        "All steps. Unrelated scores of equal norm would give 4k(R-k)/R with k right rollouts of R: where the line "
-        "follows the null, the rank shows only how evenly the group is split.",
+        "All steps. Where the line follows the null, unrelated scores of the same norms, the rank shows only how "
+        "evenly the group is split.",
         "effective rank",
         tuple(_by_right(live)) if run.rows == "scores" else (),
         x_title="right rollouts k",

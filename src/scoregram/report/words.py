@@ -78,3 +78,14 @@ def linked_rollouts(text: str, has_texts: bool = True) -> Markup:
     if not has_texts:
         return safe
     return Markup(_READ_ROLLOUTS.sub(r'<a href="#glass" class="to-rollouts">\g<0></a>', str(safe)))
+
+
+def marked_setting(text: str) -> Markup:
+    """A setting, escaped: what to type as code, the present value behind it as text.
+
+    Example:
+        >>> print(marked_setting("--steps 150 (now 60)"))
+        <code>--steps 150</code> (now 60)
+    """
+    typed, now, present = text.partition(" (now ")
+    return Markup("<code>{}</code>{}").format(typed, now + present)
