@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from scoregram.checks import ScoregramError
 from scoregram.gram import backward_with_gram, measure_gram
-from scoregram.rollouts import Rollouts, concatenated_rollouts
+from scoregram.rollouts import Rollouts, concatenated_rollouts, micro_batches
 from tests.cases import build
 
 
@@ -125,3 +127,12 @@ def test_a_gram_is_measured_of_rollouts_as_of_their_tensors():
         measure_gram(model, batch, batch.completion_mask)
     with pytest.raises(ScoregramError, match="token ids need a completion_mask"):
         measure_gram(model, batch.input_ids)
+
+
+@given(count=st.integers(0, 20), size=st.integers(0, 25))
+def test_micro_batches_hold_every_row_once_in_order(count, size):
+    rows = list(range(count))
+    parts = [rows[here] for here in micro_batches(count, size)]
+    assert [row for part in parts for row in part] == rows
+    assert all(len(part) == (size or count) for part in parts[:-1])
+    assert all(0 < len(part) <= (size or count) for part in parts)

@@ -188,6 +188,19 @@ class Rollouts:
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
+def micro_batches(count: int, size: int) -> Iterator[slice]:
+    """Slices of at most `size` consecutive rows that cover rows `0 … count - 1` in order; 0 for all at once.
+
+    All slices but the last have `size` rows. There is none if there are no rows.
+
+    Example:
+        >>> list(micro_batches(5, 2)), list(micro_batches(5, 0))
+        ([slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)], [slice(0, 5, None)])
+    """
+    rows = size or max(count, 1)
+    return (slice(start, min(start + rows, count)) for start in range(0, count, rows))
+
+
 def concatenated_rollouts(parts: Sequence[Rollouts], pad_id: int) -> Rollouts:
     """The batches concatenated, shorter rows padded on the right; group ids continue from batch to batch."""
     if len(parts) == 1:

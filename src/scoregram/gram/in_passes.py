@@ -30,6 +30,7 @@ from scoregram.gram.measurement import Measurement
 from scoregram.gram.memory import MEMORY_SHARE, bytes_of_pass, free_bytes
 from scoregram.gram.model import MeasuredModel, model_inside, trainable_parameters
 from scoregram.gram.result import CollectedScores, layer_of
+from scoregram.rollouts import micro_batches
 
 MOST_PARTS = 32
 """Most parts of the parameters that a plan considers."""
@@ -269,9 +270,9 @@ class SeveralPasses:
         self.notes |= dict.fromkeys(scores.notes)
         return scores
 
-    def rows(self, start: int, stop: int) -> Tensor:
+    def rows(self, here: slice) -> Tensor:
         """Row numbers on the device of the batch."""
-        return torch.arange(start, stop, device=self.batch.input_ids.device)
+        return torch.arange(here.start, here.stop, device=self.batch.input_ids.device)
 
 
 class KeptPasses(SeveralPasses):
@@ -291,10 +292,9 @@ class KeptPasses(SeveralPasses):
         """The Grams of one part of the parameters, from one pass after the other over all rollouts."""
         count = self.batch.rollouts
         kept = KeptRows([parameter for _, parameter in part], count)
-        for start in range(0, count, self.plan.per_pass):
-            stop = min(start + self.plan.per_pass, count)
-            kept.begin_pass(slice(start, stop))
-            self.measure(self.rows(start, stop), kept)
+        for here in micro_batches(count, self.plan.per_pass):
+            kept.begin_pass(here)
+            self.measure(self.rows(here), kept)
         layer_by_id = {id(parameter): layer_of(name) for name, parameter in part if id(parameter) in kept.owners}
         place = {layer: index for index, layer in enumerate(dict.fromkeys(layer_by_id.values()))}
         grams = kept.take_grams({owner: place[layer] for owner, layer in layer_by_id.items()}, len(place))
@@ -307,7 +307,7 @@ class PairedPasses(SeveralPasses):
     def grams(self) -> dict[str, Tensor]:
         """`(N, N)` float64 Gram of every layer with a gradient, on the CPU."""
         count, size = self.batch.rollouts, self.plan.per_pass // 2
-        blocks = [self.rows(start, min(start + size, count)) for start in range(0, count, size)]
+        blocks = [self.rows(here) for here in micro_batches(count, size)]
         totals: dict[str, Tensor] = {}
         for pair in combinations(blocks, 2):
             rows = torch.cat(pair)

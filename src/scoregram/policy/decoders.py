@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from scoregram.policy.models import compute_dtype, has_argument
+from scoregram.rollouts import micro_batches
 
 PREFILL_TOKENS = 32768
 """Most prompt tokens in one forward pass."""
@@ -169,9 +170,8 @@ class SharedCacheDecoder(Decoder):
         self.is_padded = len(set(map(len, prompts))) > 1
         self.cache = SharedCache(len(prompts) * repeats, self.capacity)
         logits, chunk = [], max(1, PREFILL_TOKENS // longest)
-        for first in range(0, len(prompts), chunk):
-            here = slice(first, first + chunk)
-            logits.append(self.prefill(ids[here], positions[here], first * repeats, repeats))
+        for here in micro_batches(len(prompts), chunk):
+            logits.append(self.prefill(ids[here], positions[here], here.start * repeats, repeats))
         pads = pads.repeat_interleave(repeats)
         self.position = (longest - pads)[:, None]  # of the next token
         hidden = torch.arange(self.capacity, device=device) < pads[:, None]

@@ -26,7 +26,7 @@ from scoregram.policy import (
     start_episodes,
     token_log_probs,
 )
-from scoregram.rollouts import Rollouts
+from scoregram.rollouts import Rollouts, micro_batches
 from scoregram.tasks import Problem, Task
 from scoregram.types import PerPrompt
 
@@ -79,9 +79,8 @@ def rescored(policy: Policy, rollouts: Rollouts, temperature: float, rows: int) 
 
     `behaviour_log_probs` stay those of the distribution that they were drawn from.
     """
-    size, parts = rows or rollouts.count, []
-    for start in range(0, rollouts.count, size):
-        here = slice(start, start + size)
+    parts = []
+    for here in micro_batches(rollouts.count, rows):
         masks = rollouts.attention_mask[here], rollouts.completion_mask[here]
         with policy.computing():
             parts.append(token_log_probs(policy.model, rollouts.input_ids[here], *masks, temperature=temperature))

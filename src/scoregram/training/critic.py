@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from scoregram.checks import fail
 from scoregram.policy import Policy
-from scoregram.rollouts import Rollouts
+from scoregram.rollouts import Rollouts, micro_batches
 from scoregram.tasks import Problem
 from scoregram.training.config import TrainConfig
 
@@ -140,8 +140,7 @@ class Critic:
             return self.model(rollouts.input_ids[here], rollouts.attention_mask[here])
 
     def _passes(self, rollouts: Rollouts) -> Iterator[slice]:
-        size = self.config.micro_batch_size or rollouts.count
-        yield from (slice(start, start + size) for start in range(0, rollouts.count, size))
+        return micro_batches(rollouts.count, self.config.micro_batch_size)
 
 
 def rewards_to_come(rollouts: Rollouts) -> Tensor:

@@ -23,7 +23,7 @@ from scoregram.reading import (
     reward_scalars,
     split_kinds,
 )
-from scoregram.rollouts import Rollouts, concatenated_rollouts
+from scoregram.rollouts import Rollouts, concatenated_rollouts, micro_batches
 from scoregram.runs import BatchRecord, GroupRecord
 from scoregram.tasks import Problem, Task
 from scoregram.training.collect import collect, seeded_generator
@@ -89,13 +89,12 @@ def evaluate(
     greedy = replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
     rewards: list[float] = []
     sampled: list[tuple[float, ...]] = []
-    for start in range(0, len(problems), EVALUATION_BATCH):
-        here = problems[start : start + EVALUATION_BATCH]
+    for rows in micro_batches(len(problems), EVALUATION_BATCH):
+        here = problems[rows]
         rewards += collect(policy, task, here, group_size=1, sampling=greedy, generator=None).rewards.tolist()
         per_batch = max(1, EVALUATION_BATCH // max(samples, 1))
-        for first in range(0, len(here) if samples else 0, per_batch):
-            part = here[first : first + per_batch]
-            rollouts = collect(policy, task, part, group_size=samples, sampling=sampling, generator=generator)
+        for part in micro_batches(len(here) if samples else 0, per_batch):
+            rollouts = collect(policy, task, here[part], group_size=samples, sampling=sampling, generator=generator)
             sampled += map(tuple, rollouts.reward_grid.tolist())
     return Evaluation(tuple(rewards), tuple(sampled))
 

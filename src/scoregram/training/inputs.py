@@ -28,7 +28,7 @@ from scoregram.advantages import ESTIMATORS
 from scoregram.checks import fail
 from scoregram.gram import measure_gram
 from scoregram.policy import Policy, SamplingConfig, sample_policy
-from scoregram.rollouts import Rollouts
+from scoregram.rollouts import Rollouts, micro_batches
 from scoregram.tasks import Problem, Task
 from scoregram.training.collect import greedy_rewards, seeded_generator
 from scoregram.training.config import TrainConfig
@@ -381,8 +381,7 @@ class LogitEnergies(StatelessSource):
 
 def forward_passes(config: TrainConfig, rows: int) -> Iterator[slice]:
     """The rows of each forward pass."""
-    size = config.micro_batch_size or ROWS_PER_PASS
-    yield from (slice(start, start + size) for start in range(0, rows, size))
+    return micro_batches(rows, config.micro_batch_size or ROWS_PER_PASS)
 
 
 @dataclass
@@ -397,8 +396,8 @@ class ScoreEnergies(StatelessSource):
         mask = rollouts.completion_mask
         rows, places = mask.nonzero(as_tuple=True)
         energies = torch.zeros(mask.shape, dtype=torch.float64)
-        for start in range(0, len(rows), ROWS_PER_PASS):
-            owners, ends = rows[start : start + ROWS_PER_PASS], places[start : start + ROWS_PER_PASS]
+        for here in micro_batches(len(rows), ROWS_PER_PASS):
+            owners, ends = rows[here], places[here]
             energies[owners.cpu(), ends.cpu()] = self._prefix_energies(rollouts, owners, ends).cpu()
         return {"path_energies": energies}
 

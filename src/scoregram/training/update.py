@@ -14,7 +14,7 @@ from scoregram.checks import fail, not_finite
 from scoregram.gram import Gram, backward_with_gram, measure_gram
 from scoregram.policy import group_log_probs, token_log_probs
 from scoregram.reading import Step, gram_of_passes
-from scoregram.rollouts import Rollouts
+from scoregram.rollouts import Rollouts, micro_batches
 from scoregram.training.config import TrainConfig
 from scoregram.training.credit import (
     advantages_of,
@@ -139,9 +139,7 @@ class Updater:
                     parameter.grad = torch.zeros_like(parameter)
             return log_probs
         chosen = rollouts.select(is_used)
-        size = self.rollouts_per_pass or len(places)
-        for start in range(0, len(places), size):
-            here = slice(start, start + size)
+        for here in micro_batches(len(places), self.rollouts_per_pass):
             ids, completion, attention = gram_inputs(chosen, here)
             with self.computing():
                 current = group_log_probs(self.model, ids, attention, completion, temperature=self.temperature)
@@ -250,8 +248,7 @@ class Updater:
 
     def passes(self, rollouts: Rollouts) -> Iterator[slice]:
         """Rows of whole groups that go through the model together."""
-        size = self.rollouts_per_pass or rollouts.count
-        yield from (slice(start, min(start + size, rollouts.count)) for start in range(0, rollouts.count, size))
+        return micro_batches(rollouts.count, self.rollouts_per_pass)
 
 
 def gram_inputs(rollouts: Rollouts, here: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor]:
