@@ -7,7 +7,7 @@ import pytest
 from scoregram import cli
 from scoregram.checks import ScoregramError
 from scoregram.runs import open_run
-from scoregram.training import loop
+from scoregram.training import draw, loop
 from scoregram.training.config import TrainConfig
 from scoregram.training.loop import train
 from scoregram.training.several import last_scalar
@@ -22,13 +22,13 @@ def policy(tmp_path_factory):
 def counted_collect(monkeypatch) -> list[int]:
     """Rollouts of every call that samples for training, in order; evaluations take greedy rollouts of test problems."""
     counts: list[int] = []
-    original = loop.collect
+    original = draw.collect
 
     def collect(policy, task, problems, *, group_size, **given):
         counts.append(len(problems) * group_size)
         return original(policy, task, problems, group_size=group_size, **given)
 
-    monkeypatch.setattr(loop, "collect", collect)
+    monkeypatch.setattr(draw, "collect", collect)
     return counts
 
 

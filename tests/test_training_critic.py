@@ -20,7 +20,8 @@ from scoregram.tasks import load_task
 from scoregram.training.collect import collect, seeded_generator
 from scoregram.training.critic import Critic, ValueModel, clipped_errors, value_loss
 from scoregram.training.inputs import input_sources
-from scoregram.training.loop import bytes_for_checkpoint, train
+from scoregram.training.loop import train
+from scoregram.training.preparation import bytes_for_checkpoint
 from tests.training_cases import config_for, save_policy, without_times
 
 TASK = load_task("arithmetic:3", seed=0)

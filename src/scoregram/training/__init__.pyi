@@ -8,11 +8,11 @@ from .effects import require_effects as require_effects
 from .evaluate import FIXED_PROBE as FIXED_PROBE
 from .evaluate import Evaluation as Evaluation
 from .evaluate import probe_step as probe_step
-from .loop import START_HASH as START_HASH
 from .loop import Trained as Trained
 from .loop import train as train
 from .methods import METHODS as METHODS
 from .methods import Method as Method
+from .preparation import START_HASH as START_HASH
 from .several import available_cores as available_cores
 from .several import last_scalar as last_scalar
 from .several import resumable as resumable

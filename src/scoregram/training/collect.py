@@ -1,4 +1,4 @@
-"""The rollouts of one step: draw problems, sample a group of rollouts for each, compute the rewards.
+"""Rollouts of given problems: sample a group for each and compute the rewards; and which problems come next.
 
 The problems and the random numbers of a step depend only on the seed and on a position, not on earlier steps. So a run
 that is resumed at a position continues with the same problems and draws as one that was never interrupted.

@@ -510,3 +510,8 @@ def control_option(control: Control) -> str:
 def dashed(name: str) -> str:
     """The command-line spelling of a field."""
     return name.replace("_", "-")
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether an action with the period `every` is due at this step; 0 means never."""
+    return every > 0 and step % every == 0

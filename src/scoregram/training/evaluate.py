@@ -24,9 +24,9 @@ from scoregram.reading import (
     split_kinds,
 )
 from scoregram.rollouts import Rollouts, concatenated_rollouts, micro_batches
-from scoregram.runs import BatchRecord, GroupRecord
+from scoregram.runs import BatchRecord, GroupRecord, RunWriter
 from scoregram.tasks import Problem, Task
-from scoregram.training.collect import collect, seeded_generator
+from scoregram.training.collect import collect, refuse_long_prompts, seeded_generator
 from scoregram.training.config import TrainConfig
 from scoregram.training.credit import advantages_of, score_weights
 from scoregram.training.update import gram_inputs
@@ -217,3 +217,58 @@ def probe_step(
         gram=gram,
         kind=kind,
     )
+
+
+@dataclass(frozen=True)
+class HeldOutProblems:
+    """Problems that a run does not train on, and what it measures of the policy with them."""
+
+    config: TrainConfig
+    policy: Policy
+    task: Task
+    tests: Sequence[Problem]
+    """Problems of an evaluation, besides those of the task's held-out splits."""
+    probes: Sequence[Problem]
+    """Problems of a probe; empty if the run makes none."""
+
+    @property
+    def are_evaluated(self) -> bool:
+        """Whether the run makes evaluations."""
+        return self.config.eval_every > 0 or self.config.every_rollouts > 0
+
+    def evaluation_scalars(self, writer: RunWriter, step: int) -> dict[str, float]:
+        """Evaluate on the test problems and on those of each held-out split; returns the scalars `eval/…`."""
+        config, scalars = self.config, {}
+        sampling = config.sampling(self.task.max_new_tokens)
+        for split, problems in {"": self.tests, **self.task.held_out}.items():
+            tested = problems[: config.eval_problems]
+            stream = seeded_generator(config.seed, f"test {split}".strip(), step)
+            found = evaluate(self.policy, self.task, tested, sampling, samples=config.eval_samples, generator=stream)
+            kept = {"keep_greedy": config.keep_evidence, "split": split}
+            writer.write_groups(step, evaluation_records(step, tested, found, **kept))
+            scalars |= found.scalars(split)
+        return scalars
+
+    def probe_scalars(self, writer: RunWriter, step: int, trained: Rollouts | None = None) -> Mapping[str, float]:
+        """Measure the problems of the probe and write their groups; returns the scalars `probe/…`.
+
+        `trained` are the training rollouts of the step, as in `run_probe`.
+        """
+        result = run_probe(self.config, self.policy, self.task, self.probes, step, trained)
+        writer.write_groups(step, result.groups)
+        writer.write_batches(step, result.batches)
+        return result.scalars
+
+
+def held_out_problems(config: TrainConfig, policy: Policy, task: Task) -> HeldOutProblems:
+    """The first test problems for evaluations and the last ones for probes.
+
+    Raises:
+        ScoregramError: If the prompt of one leaves no room for a whole completion.
+    """
+    tests = task.test[: config.eval_problems]
+    probes = task.test[-config.probe_problems :] if config.probe_every else []
+    for problems in (tests, probes):
+        prompts = [policy.encode_prompt(task.prompt(problem)) for problem in problems]
+        refuse_long_prompts(prompts, problems, config.sampling(task.max_new_tokens), policy)
+    return HeldOutProblems(config, policy, task, tests, probes)
