@@ -17,7 +17,7 @@ from scoregram import terminal
 from scoregram.advantages import ESTIMATORS
 from scoregram.checks import ScoregramError
 from scoregram.integrations.trl import attach
-from scoregram.integrations.trl.step import HEADLINE_SCALARS
+from scoregram.integrations.trl.summary import HEADLINE_SCALARS
 from scoregram.integrations.trl.support import WRAPPED_METHODS
 from scoregram.policy import character_tokenizer
 from scoregram.reading import outcome_scalars, outcomes_of, read_group

@@ -62,7 +62,7 @@ def test_a_rule_that_fails_does_not_stop_the_training(tmp_path, monkeypatch):
     def broken(*_: Any) -> Any:
         raise ValueError("a rule failed")
 
-    monkeypatch.setattr("scoregram.integrations.trl.attachment.advise_log", broken)
+    monkeypatch.setattr("scoregram.integrations.trl.recording.advise_log", broken)
     trainer = trainer_for("GRPO", tmp_path, rewards=nothing, max_steps=3)
     attached, said = said_while_training(trainer, halt_on="critical")
     assert trainer.state.global_step == 3 and attached.halted is None and said == []

@@ -27,7 +27,7 @@ from scoregram.integrations.trl.separate_pass import (
     passes_within,
     process_bounds,
 )
-from scoregram.integrations.trl.step import printed_cell
+from scoregram.integrations.trl.summary import printed_cell
 from scoregram.integrations.trl.support import version_numbers
 from scoregram.integrations.trl.window import (
     MicroBatch,

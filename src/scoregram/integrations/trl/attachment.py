@@ -1,10 +1,8 @@
 """`attach`: wraps the methods of a trainer, measures its steps while it trains, and restores everything at the end."""
 
-import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from functools import wraps
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,9 @@ import torch
 from torch import Tensor
 
 from scoregram.advantages import ESTIMATORS
-from scoregram.advice import SEVERITIES, Diagnosis, RunFinding, Severity, advise, advise_log, run_log
 from scoregram.checks import fail
 from scoregram.distributed import ALONE, Processes
-from scoregram.exhibits import Cell, Table
+from scoregram.exhibits import Table
 from scoregram.integrations.trl.generation import (
     Generation,
     OwnEstimator,
@@ -26,33 +23,36 @@ from scoregram.integrations.trl.generation import (
     require_trl_estimator,
     show_advantages,
 )
-from scoregram.integrations.trl.separate_pass import score_energies
-from scoregram.integrations.trl.step import (
-    HEADLINE_SCALARS,
-    Folder,
-    MeasuredStep,
-    SkippedStep,
+from scoregram.integrations.trl.recording import (
+    Diagnosis,
+    RunFinding,
+    RunFolder,
+    Severity,
+    TrainerLog,
     add_to_log,
-    measure_step,
-    printed_cell,
+    halting_severity,
     require_folder_options,
 )
+from scoregram.integrations.trl.separate_pass import score_energies
+from scoregram.integrations.trl.step import MeasuredStep, SkippedStep, measure_step
 from scoregram.integrations.trl.step_fusion import FusedSteps
+from scoregram.integrations.trl.summary import MeasuredSteps
 from scoregram.integrations.trl.support import (
-    WRAPPED_METHODS,
     Mode,
     Settings,
+    WrappedMethods,
     default_tolerance,
     is_rloo,
+    is_wrapped,
     low_precision_causes,
     processes_of,
     require_supported,
     run_config,
     uneven_term,
 )
-from scoregram.integrations.trl.window import ROW_KEY, MicroBatch, Window, row_keys
-from scoregram.reading import CHECK_ROLLOUTS, STEP_NAMES, RunNoise, Trust, run_noise
-from scoregram.runs import CONFIG_FILE, OWN_PREFIX, LayerPrecision, needs_gram
+from scoregram.integrations.trl.window import ROW_KEY, MicroBatch, RecentGenerations, Window, row_keys
+from scoregram.reading import RunNoise, Trust
+from scoregram.runs import OWN_PREFIX, LayerPrecision
 from scoregram.terminal import print_view_command
 
 
@@ -120,12 +120,10 @@ def attach(
     """
     version = require_supported(trainer)
     processes = processes_of(trainer)
-    if getattr(vars(trainer).get("training_step"), "__scoregram__", None) is not None:
+    if is_wrapped(trainer):
         fail("attach", "the trainer must not be attached yet", "a second call", "Detach the first attachment.")
     require_folder_options(out, layers, overwrite=overwrite, resume=resume)
-    least: Severity | None = next((one for one in SEVERITIES if one == halt_on), None)
-    if halt_on is not None and least is None:
-        fail("attach", f"halt_on must be one of {', '.join(SEVERITIES)}", repr(halt_on), "None never stops a training.")
+    severity = halting_severity(halt_on)
     if estimator is not None:
         require_trl_estimator(estimator, int(trainer.num_generations))
     low_precision = low_precision_causes(trainer)
@@ -143,28 +141,18 @@ def attach(
         low_precision=low_precision,
         uneven_term=uneven_term(trainer),
     )
-    if cuda_graphs and trainer.accelerator.device.type != "cuda" and processes.is_first:
-        text = f"scoregram: cuda_graphs=True has no effect on the device {trainer.accelerator.device}: it needs a GPU."
-        warnings.warn(text, stacklevel=2)
-    elif cuda_graphs and processes.count > 1 and processes.is_first:
-        warnings.warn("scoregram: cuda_graphs=True has no effect with several processes.", stacklevel=2)
-    if mode == "scores" and settings.uneven_term is not None and processes.is_first:
-        warnings.warn(
-            f"scoregram: the loss has {settings.uneven_term}, which weights the tokens of a rollout differently: the "
-            "update is not a weighted sum of scores. Steps at which it matters fail the self-check, and no mean "
-            "includes their numbers. Use mode='loss', which is exact there.",
-            stacklevel=2,
-        )
-    folders: list[Folder] = []
+    for doubt in settings.doubts(trainer.accelerator.device, processes.count) if processes.is_first else ():
+        warnings.warn(f"scoregram: {doubt}", stacklevel=2)
+    folders: list[RunFolder] = []
 
     def make_folder() -> None:
         if out is not None:
             config = run_config(trainer, settings, version, processes)
-            folders.append(Folder(Path(out), config, layers=layers, overwrite=overwrite, resume=resume))
+            folders.append(RunFolder(Path(out), config, layers=layers, overwrite=overwrite, resume=resume))
             print_view_command(out)  # in the first process alone
 
     processes.from_first(make_folder)
-    return Attachment(trainer, settings, folders[0] if folders else None, processes, halt_on=least)
+    return Attachment(trainer, settings, folders[0] if folders else None, processes, halt_on=severity)
 
 
 class Attachment:
@@ -174,7 +162,7 @@ class Attachment:
         self,
         trainer: Any,
         settings: Settings,
-        folder: Folder | None,
+        folder: RunFolder | None,
         processes: Processes = ALONE,
         *,
         halt_on: Severity | None = None,
@@ -184,19 +172,20 @@ class Attachment:
         self.folder = folder
         """The run folder; None in every process but the first."""
         self.processes = processes
-        self.readings: list[MeasuredStep] = []
+        self._steps = MeasuredSteps(trainer)
+        self.readings: list[MeasuredStep] = self._steps.readings
         """The measured steps: scalars, the error of the self-check, notes."""
-        self.skipped: list[SkippedStep] = []
+        self.skipped: list[SkippedStep] = self._steps.skipped
         """Steps at which a measurement was due and could not be made, each with the reason."""
-        self.failures: list[str] = []
+        self.failures: list[str] = self._steps.failures
         """Errors in measurements, which did not stop the training."""
+        self._log = TrainerLog(trainer)
+        self.log_lines: list[dict[str, Any]] = self._log.lines
+        """What the trainer logged, a mapping with `step` for each time."""
         self.halt_on: Severity | None = halt_on
         self.halted: RunFinding | None = None
         """The finding that stopped the training; None if none did."""
-        self.log_lines: list[dict[str, Any]] = []
-        """What the trainer logged, a mapping with `step` for each time."""
-        self._generations: dict[int, Generation] = {}
-        self._generation_count = 0
+        self._generations = RecentGenerations()
         self._reward_call: RewardCall | None = None
         self._generation_log_probs: list[Tensor] = []
         """Log-probabilities that the trainer computed without gradient since the generation began."""
@@ -205,17 +194,15 @@ class Attachment:
         self._loss_log_probs: list[Tensor] | None = None
         """Log-probabilities returned to the loss that is being observed; None while no loss is."""
         self._is_due = True
-        self._inner: dict[str, Callable[..., Any]] = {}
-        self._instance_methods: dict[str, Any] = {}
-        self._outer: dict[str, Callable[..., Any]] = {}
-        for name, wrapper in {
+        wrappers: dict[str, Callable[..., Any]] = {
             "_calculate_rewards": self._rewards,
             "_generate_and_score_completions": self._generate,
             "_get_per_token_logps_and_entropies": self._log_probs,
             "_compute_loss": self._loss,
             "training_step": self._training_step,
-        }.items():
-            self._wrap(name, wrapper)
+        }
+        self._methods = WrappedMethods(trainer, wrappers)
+        self._inner = self._methods.inner
         self._fused = FusedSteps(trainer, settings, processes, self._inner)
         self._callback = _callback_for(self)
         trainer.add_callback(self._callback)
@@ -229,15 +216,17 @@ class Attachment:
     def __repr__(self) -> str:
         asked = f"every={self.settings.every}, mode={self.settings.mode!r}"
         state = "attached" if self.is_attached else "detached"
-        return f"Attachment({type(self.trainer).__name__}, {asked}, {state}, measured steps: {self._measured_steps})"
+        return f"Attachment({type(self.trainer).__name__}, {asked}, {state}, measured steps: {self._steps.numbers})"
 
-    @property
-    def _measured_steps(self) -> str:
-        return ", ".join(str(reading.step) for reading in self.readings) or "none"
+    def __str__(self) -> str:
+        """The main rows of `summary()` as text."""
+        if self.folder is None or not self.readings:
+            return self._steps.text()
+        return f"{self._steps.text()}\nreport: scoregram report {self.folder.path}"
 
     def detach(self) -> None:
         """Restore the trainer's methods and close the run folder; calling it again does nothing."""
-        if self._outer:
+        if self.is_attached:
             self.trainer.remove_callback(self._callback)
         self._end()
 
@@ -250,23 +239,17 @@ class Attachment:
             raise
 
     def _end(self) -> None:
-        for name, outer in self._outer.items():
-            if vars(self.trainer).get(name) is not outer:
-                continue  # other code wrapped it after us; our wrapper stays inside and only passes calls on
-            if name in self._instance_methods:
-                setattr(self.trainer, name, self._instance_methods[name])
-            else:
-                delattr(self.trainer, name)
-        self._outer, self._generations = {}, {}
+        self._methods.restore()
+        self._generations.forget()
         self._window = None
         if self.folder is not None:
-            with self._errors_as_warnings():
+            with self._steps.errors_as_warnings():
                 self.folder.close()
 
     @property
     def is_attached(self) -> bool:
         """Whether steps of the trainer are measured."""
-        return bool(self._outer)
+        return self._methods.are_wrapped
 
     @property
     def not_fused(self) -> str | None:
@@ -277,43 +260,11 @@ class Attachment:
     @property
     def trust(self) -> Trust:
         """How far the measured numbers can be trusted: how many self-checks passed, and the worst error."""
-        return Trust(
-            measured=len(self.readings),
-            errors={reading.step: reading.error for reading in self.readings},
-            failed=frozenset(reading.step for reading in self.readings if not reading.passed),
-            norm_only=frozenset(reading.step for reading in self.readings if not reading.scalars[CHECK_ROLLOUTS]),
-        )
+        return self._steps.trust
 
     def noise(self) -> RunNoise:
         """Signal, noise scale, best group size and what the best baseline would save, pooled over measured steps."""
-        lines = [{"step": reading.step, **reading.scalars} for reading in self.readings]
-        return run_noise(lines, int(self.trainer.num_generations), failed=self.trust.failed)
-
-    def advice(self) -> Diagnosis:
-        """What is wrong with the training so far, worst first, and what to change.
-
-        From the run folder if there is one, Grams included; otherwise from the trainer's log.
-        """
-        if self.folder is not None and (self.folder.path / CONFIG_FILE).exists():
-            return advise(self.folder.path)
-        return self._log_advice()
-
-    def _log_advice(self) -> Diagnosis:
-        settings = {"num_iterations": getattr(self.trainer, "num_iterations", None)}
-        return advise_log(run_log(type(self.trainer).__name__, self.log_lines, settings))
-
-    def _halt_if_asked(self, control: Any) -> None:
-        """Ask the trainer to stop if its log shows a finding that is severe enough."""
-        if self.halt_on is None or self.halted is not None:
-            return
-        found = None
-        with self._errors_as_warnings():
-            # one answer for all: a process that stopped alone would leave the others waiting
-            found = self.processes.from_first(self._log_advice)
-        if found is not None and found.reaches(self.halt_on):
-            self.halted = found.findings[0]
-            control.should_training_stop = True
-            warnings.warn(f"scoregram: the training is stopped. {' '.join(self.halted.lines())}", stacklevel=4)
+        return self._steps.noise()
 
     def summary(self) -> Table:
         """The measured scalars: first, last, and the mean where every measured step defines them.
@@ -322,56 +273,26 @@ class Attachment:
 
         Numbers from the Gram of a step whose self-check failed are withheld; `readings` has them, with `passed`.
         """
-        names = dict.fromkeys(name for reading in self.readings for name in reading.scalars)
-        pooled = self.noise()
-        rows: list[tuple[Cell, ...]] = []
-        for name in names:
-            values = [
-                math.nan if needs_gram(name) and not reading.passed else float(reading.scalars.get(name, math.nan))
-                for reading in self.readings
-            ]
-            # a mean over only the steps that define a number would be biased by that selection
-            mean = sum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
-            over_run = getattr(pooled, STEP_NAMES[name]) if name in STEP_NAMES else mean
-            rows.append((name, values[0], values[-1], over_run))
-        return Table(
-            id="trl",
-            title=f"Measured steps of {type(self.trainer).__name__}",
-            caption=f"Steps {self._measured_steps}. {' '.join(self.trust.sentences())} A number is undefined where "
-            "every advantage is zero, or where a step has too few rollouts for it; a mean is given only where every "
-            "step defines the number and no self-check failed. Signal to noise, noise scale, best group size and the "
-            "saving of a baseline are ratios of means over the last third of the measured steps.",
-            columns=("scalar", "first", "last", "mean"),
-            rows=tuple(rows),
-        )
+        return self._steps.summary()
 
-    def __str__(self) -> str:
-        """The main rows of `summary()` as text."""
-        if not self.readings:
-            return "\n".join([f"{type(self.trainer).__name__}: no step was measured", *self._reasons_not_measured()])
-        rows = {str(row[0]): row[1:] for row in self.summary().rows}
-        lines = [
-            f"{type(self.trainer).__name__}, measured steps {self._measured_steps}",
-            *self.trust.sentences(),
-            *self._reasons_not_measured(),
-            f"{'':<36}" + "".join(f"{name:>10}" for name in ("first", "last", "mean")),
-        ]
-        passed = (self.readings[0].passed, self.readings[-1].passed, True)
-        for name in [name for name in HEADLINE_SCALARS if name in rows]:
-            withheld = [needs_gram(name) and not is_passed for is_passed in passed]
-            cells = map(printed_cell, rows[name], withheld)
-            lines.append(f"{HEADLINE_SCALARS[name]:<36}" + "".join(f"{cell:>10}" for cell in cells))
-        if self.folder is not None:
-            lines.append(f"report: scoregram report {self.folder.path}")
-        return "\n".join(lines)
+    def advice(self) -> Diagnosis:
+        """What is wrong with the training so far, worst first, and what to change.
 
-    def _reasons_not_measured(self) -> Iterator[str]:
-        """Sentences on steps that were skipped or whose measurement failed; none if there was no such step."""
-        if self.skipped:
-            last = self.skipped[-1]
-            yield f"Steps not measured: {len(self.skipped)}. The last one is step {last.step}, because {last.reason}."
-        if self.failures:
-            yield f"Measurements that failed: {len(self.failures)}. The last error is {self.failures[-1]}"
+        From the run folder if there is one, Grams included; otherwise from the trainer's log.
+        """
+        return self._log.advice(self.folder)
+
+    def _halt_if_asked(self, control: Any) -> None:
+        """Ask the trainer to stop if its log shows a finding that is severe enough."""
+        severity = self.halt_on
+        if severity is None or self.halted is not None:
+            return
+        with self._steps.errors_as_warnings():
+            # one answer for all: a process that stopped alone would leave the others waiting
+            self.halted = self.processes.from_first(lambda: self._log.halting_finding(severity))
+        if self.halted is not None:
+            control.should_training_stop = True
+            warnings.warn(f"scoregram: the training is stopped. {' '.join(self.halted.lines())}", stacklevel=4)
 
     # wrappers: what the trainer calls
 
@@ -387,11 +308,10 @@ class Attachment:
             return output
         if self.settings.estimator is not None:  # an error here must end the training, so nothing catches it
             output = {**output, "advantages": self._own_advantages(output)}
-        serial = self._generation_count
-        self._generation_count += 1  # even if the next lines fail here: serial numbers must agree between processes
-        with self._errors_as_warnings():
+        serial = self._generations.next_serial()
+        with self._steps.errors_as_warnings():
             generation = self._generation_of(output, serial)
-            self._generations[serial] = generation
+            self._generations.add(generation)
             return {**output, ROW_KEY: row_keys(generation)}
         return output
 
@@ -416,7 +336,7 @@ class Attachment:
         if self._window is None or not torch.is_grad_enabled():
             return self._inner["_compute_loss"](model, given, *args, **kwargs)
         batch = None if rows is None else MicroBatch(rows)
-        with self._errors_as_warnings():
+        with self._steps.errors_as_warnings():
             self._begin_fused_step(model, given, batch, self._window)
         if batch is None:
             return self._inner["_compute_loss"](model, given, *args, **kwargs)
@@ -426,7 +346,7 @@ class Attachment:
             if not self._fused.recovers_from(error):
                 raise
             loss, log_probs = self._observed_loss(model, given, *args, **kwargs)
-        with self._errors_as_warnings():
+        with self._steps.errors_as_warnings():
             self._window.batches.append(batch)
             for one in log_probs:
                 if one.shape == given["completion_ids"].shape:
@@ -449,11 +369,11 @@ class Attachment:
         if self._fused.failure is not None:
             self._warn_of_fused_failure()
         if self._window is not None and self.trainer.accelerator.sync_gradients:
-            with self._errors_as_warnings():
+            with self._steps.errors_as_warnings():
                 self._measure(self._window)
             self._window = self._fused.step = None
         if self.is_attached and self.trainer.accelerator.sync_gradients:  # later steps may reuse the newest generation
-            self._generations = {s: g for s, g in self._generations.items() if s == self._generation_count - 1}
+            self._generations.forget(but_newest=True)
         return loss
 
     # what the wrappers do
@@ -474,7 +394,7 @@ class Attachment:
         assert estimator is not None
 
         def own_slice() -> Generation:
-            generation = self._generation_of(output, self._generation_count)
+            generation = self._generation_of(output, self._generations.count)
             return generation if self.processes.count == 1 else generation.to("cpu")
 
         whole = merged_generation(self.processes.gather(own_slice)).to(self.trainer.accelerator.device)
@@ -487,10 +407,11 @@ class Attachment:
         return own if own.ndim == 1 else own[:, :tokens]
 
     def _measure(self, window: Window) -> None:
-        if self.settings.mode == "scores" and not all(self.processes.gather(lambda: self._is_on_policy(window))):
+        generations = self._generations
+        if self.settings.mode == "scores" and not all(self.processes.gather(lambda: generations.are_fresh(window))):
             return  # postponed to the next step that is on-policy
         self._is_due = False
-        measured = measure_step(self.trainer, window, self._generations_of, self.settings, self.processes, self._fused)
+        measured = measure_step(self.trainer, window, generations.used_in, self.settings, self.processes, self._fused)
         if isinstance(measured, SkippedStep):
             self.skipped.append(measured)
             return
@@ -514,11 +435,10 @@ class Attachment:
 
     def _generation_to_fuse(self, batch: MicroBatch | None, window: Window) -> Generation | None:
         """The generation of a micro-batch, if it is one, of text, and under the policy that the mode measures."""
-        serials = [] if batch is None else sorted(set(batch.rows[:, 0].tolist()))
-        generation = self._generations.get(serials[0]) if len(serials) == 1 else None
+        generation = None if batch is None else self._generations.only_one_in(batch)
         if generation is None or generation.has_images:
             return None
-        return generation if self.settings.mode == "loss" or generation.policy_step == window.step - 1 else None
+        return generation if self.settings.mode == "loss" or window.is_on_policy(generation) else None
 
     def _warn_of_fused_failure(self) -> None:
         message, self._fused.failure = str(self._fused.reason), None
@@ -528,45 +448,6 @@ class Attachment:
             f"in a separate pass. {message}",
             stacklevel=4,
         )
-
-    def _is_on_policy(self, window: Window) -> bool:
-        return all(one.policy_step == window.step - 1 for one in self._generations_of(window))
-
-    def _generations_of(self, window: Window) -> list[Generation]:
-        """Generations whose rollouts the loss got; if the loss was not observed, those generated for the step."""
-        if window.batches:
-            return [self._generations[serial] for serial in window.serials]
-        fresh = [one for one in self._generations.values() if one.policy_step == window.step - 1]
-        return fresh or list(self._generations.values())
-
-    def _wrap(self, name: str, wrapper: Callable[..., Any]) -> None:
-        assert name in WRAPPED_METHODS
-        inner = getattr(self.trainer, name)
-
-        @wraps(inner)
-        def outer(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(*args, **kwargs)
-
-        if name in vars(self.trainer):
-            self._instance_methods[name] = vars(self.trainer)[name]
-        self._inner[name], self._outer[name] = inner, outer
-        outer.__scoregram__ = self  # type: ignore[attr-defined]
-        setattr(self.trainer, name, outer)
-
-    @contextmanager
-    def _errors_as_warnings(self) -> Iterator[None]:
-        """Turn errors in a measurement into warnings, each given once, so that the training goes on."""
-        try:
-            yield
-        except Exception as error:
-            message = f"{type(error).__name__}: {error}"
-            is_new = message not in self.failures
-            self.failures.append(message)
-            if isinstance(error, torch.OutOfMemoryError):
-                torch.cuda.empty_cache()
-            if is_new:
-                text = f"scoregram: a measurement failed and was skipped; the training goes on. {message}"
-                warnings.warn(text, stacklevel=4)
 
 
 def _callback_for(attachment: Attachment) -> Any:
@@ -579,12 +460,12 @@ def _callback_for(attachment: Attachment) -> Any:
                 attachment._begin(int(state.global_step))
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            with attachment._errors_as_warnings():
+            with attachment._steps.errors_as_warnings():
                 if attachment.is_attached and attachment.folder is not None:
                     attachment.folder.flush()
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            with attachment._errors_as_warnings():
+            with attachment._steps.errors_as_warnings():
                 if not attachment.is_attached or not logs:
                     return
                 others = {name: value for name, value in logs.items() if not name.startswith(OWN_PREFIX)}

@@ -8,8 +8,9 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import wraps
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary, ref
@@ -117,6 +118,52 @@ def version_numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in numbers[0].split(".")) if numbers else ()
 
 
+class WrappedMethods:
+    """Methods of a trainer that are replaced by wrappers on the instance, until `restore`."""
+
+    def __init__(self, trainer: Any, wrappers: Mapping[str, Callable[..., Any]]) -> None:
+        assert wrappers.keys() == WRAPPED_METHODS.keys()
+        self.trainer = trainer
+        self.inner: dict[str, Callable[..., Any]] = {name: getattr(trainer, name) for name in wrappers}
+        """The methods as they were, for the wrappers to call."""
+        self._of_instance = {name: vars(trainer)[name] for name in wrappers if name in vars(trainer)}
+        """Those that were attributes of the instance, not of its class."""
+        self._outer = {name: self._marked(self.inner[name], wrapper) for name, wrapper in wrappers.items()}
+        for name, outer in self._outer.items():
+            setattr(trainer, name, outer)
+
+    def _marked(self, inner: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+        """The wrapper with the name and signature of the method, and a mark that `is_wrapped` finds."""
+
+        @wraps(inner)
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(*args, **kwargs)
+
+        outer.__scoregram__ = self  # type: ignore[attr-defined]
+        return outer
+
+    @property
+    def are_wrapped(self) -> bool:
+        """Whether `restore` was not called yet."""
+        return bool(self._outer)
+
+    def restore(self) -> None:
+        """Put the methods back as they were; calling it again does nothing."""
+        for name, outer in self._outer.items():
+            if vars(self.trainer).get(name) is not outer:
+                continue  # other code wrapped it after us; our wrapper stays inside and only passes calls on
+            if name in self._of_instance:
+                setattr(self.trainer, name, self._of_instance[name])
+            else:
+                delattr(self.trainer, name)
+        self._outer = {}
+
+
+def is_wrapped(trainer: Any) -> bool:
+    """Whether the trainer is attached: its `training_step` is a wrapper of ours."""
+    return getattr(vars(trainer).get("training_step"), "__scoregram__", None) is not None
+
+
 def processes_of(trainer: Any) -> Processes:
     """The processes that train together, provided that each of them has whole rollouts of its own.
 
@@ -187,6 +234,19 @@ class Settings:
         if self.cuda_graphs and not self.fused:
             remedy = "Leave out fused=False: CUDA graphs replay fused passes only."
             fail("attach", "cuda_graphs=True needs fused=True", "fused=False", remedy)
+
+    def doubts(self, device: torch.device, processes: int) -> Iterator[str]:
+        """Sentences on settings that have no effect or a better alternative, with this device and these processes."""
+        if self.cuda_graphs and device.type != "cuda":
+            yield f"cuda_graphs=True has no effect on the device {device}: it needs a GPU."
+        elif self.cuda_graphs and processes > 1:
+            yield "cuda_graphs=True has no effect with several processes."
+        if self.mode == "scores" and self.uneven_term is not None:
+            yield (
+                f"the loss has {self.uneven_term}, which weights the tokens of a rollout differently: the update is "
+                "not a weighted sum of scores. Steps at which it matters fail the self-check, and no mean includes "
+                "their numbers. Use mode='loss', which is exact there."
+            )
 
     @property
     def rounding_error(self) -> float:

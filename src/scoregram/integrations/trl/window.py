@@ -59,6 +59,10 @@ class Window:
         """Whether the derivative is known for every rollout."""
         return bool(self.batches) and all(batch.coefficients is not None for batch in self.batches)
 
+    def is_on_policy(self, generation: Generation) -> bool:
+        """Whether the policy that the step updates is the one that sampled a generation."""
+        return generation.policy_step == self.step - 1
+
     def rows_of(self, generation: Generation) -> Tensor:
         """Rows of a generation that the step uses, in order."""
         rows = [batch.rows[batch.rows[:, 0] == generation.serial, 1] for batch in self.batches]
@@ -78,6 +82,47 @@ class Window:
             if bool(own.any()):
                 found.index_add_(0, batch.rows[own, 1].to(found.device), batch.coefficients[own].to(found) / scale)
         return torch.where(generation.loss_mask, found, 0.0)
+
+
+class RecentGenerations:
+    """The generations of this process that a step may still use, by serial number."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Generations so far, those included whose rollouts could not be read."""
+        self._by_serial: dict[int, Generation] = {}
+
+    def next_serial(self) -> int:
+        """The serial number of a generation that was just made.
+
+        It is used up even if an error follows in this process: serial numbers must agree between processes.
+        """
+        self.count += 1
+        return self.count - 1
+
+    def add(self, generation: Generation) -> None:
+        """Keep a generation for the steps that use it."""
+        self._by_serial[generation.serial] = generation
+
+    def forget(self, *, but_newest: bool = False) -> None:
+        """Drop the generations; the newest stays with `but_newest`, because later steps may reuse it."""
+        self._by_serial = {s: one for s, one in self._by_serial.items() if but_newest and s == self.count - 1}
+
+    def used_in(self, window: Window) -> list[Generation]:
+        """Generations whose rollouts the loss got; if the loss was not observed, those generated for the step."""
+        if window.batches:
+            return [self._by_serial[serial] for serial in window.serials]
+        known = list(self._by_serial.values())
+        return [one for one in known if window.is_on_policy(one)] or known
+
+    def are_fresh(self, window: Window) -> bool:
+        """Whether the policy that the step updates sampled all of its rollouts."""
+        return all(window.is_on_policy(one) for one in self.used_in(window))
+
+    def only_one_in(self, batch: MicroBatch) -> Generation | None:
+        """The generation of all rollouts of a micro-batch; None if there are several, or it is not known."""
+        serials = set(batch.rows[:, 0].tolist())
+        return self._by_serial.get(serials.pop()) if len(serials) == 1 else None
 
 
 def row_keys(generation: Generation) -> Tensor:
