@@ -13,11 +13,11 @@ import scoregram.integrations
 import scoregram.integrations.trl as integration
 from scoregram.checks import ScoregramError
 from scoregram.exhibits import Estimate
+from scoregram.integrations.trl.custom_advantages import own_advantages
 from scoregram.integrations.trl.fused_step import FusedStep
 from scoregram.integrations.trl.generation import (
     Generation,
     merged_generation,
-    own_advantages,
     trl_rows,
 )
 from scoregram.integrations.trl.gradient_checks import relative_error

@@ -1,13 +1,16 @@
 """`attach(trainer)`, called before `trainer.train()`, measures the Gram and the metrics of a TRL trainer's steps.
 
 ```
-attachment      attach(trainer): TRL's methods wrapped, restored at the end ── support: versions, settings, memory
+attachment         attach(trainer): TRL's methods wrapped, restored at the end ── support: versions, settings, memory
     │
-generation      what TRL generated, as Rollouts; custom advantages
-window          the micro-batches of one optimisation step ──► ObservedStep: its rollouts from all processes
-separate_pass   Gram from an extra backward pass     ┐
-fused_step      Gram and gradient from one pass      ┴──► CheckedGram; step_fusion decides which steps
-step            ObservedStep + CheckedGram ──► Step ──► read_step ──► metrics and run folder
+generation         what TRL generated, as Rollouts ── custom_advantages: those of the user, in place of the trainer's
+window             the micro-batches of one optimisation step ──► ObservedStep: its rollouts from all processes
+separate_pass      Gram from an extra backward pass     ┐
+fused_step         Gram and gradient from one pass      ┴──► CheckedGram; step_fusion decides which steps
+step               ObservedStep + CheckedGram ──► Step ──► read_step ──► MeasuredStep
+    │
+recording          MeasuredStep ──► the trainer's metrics, the run folder; its log ──► advice
+summary            all measured steps: trust, pooled noise, the table that users print
 ```
 
 Names are imported lazily, so torch loads at the first use; only the functions that need TRL import it. `docs/trl.md`

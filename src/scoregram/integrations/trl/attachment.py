@@ -9,20 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scoregram.advantages import ESTIMATORS
 from scoregram.checks import fail
 from scoregram.distributed import ALONE, Processes
 from scoregram.exhibits import Table
-from scoregram.integrations.trl.generation import (
-    Generation,
-    OwnEstimator,
-    RewardCall,
-    generation_of,
-    merged_generation,
-    own_advantages,
-    require_trl_estimator,
-    show_advantages,
-)
+from scoregram.integrations.trl.custom_advantages import OwnEstimator, advantages_of_process, require_trl_estimator
+from scoregram.integrations.trl.generation import Generation, RewardCall, generation_of
 from scoregram.integrations.trl.recording import (
     Diagnosis,
     RunFinding,
@@ -33,7 +24,6 @@ from scoregram.integrations.trl.recording import (
     halting_severity,
     require_folder_options,
 )
-from scoregram.integrations.trl.separate_pass import score_energies
 from scoregram.integrations.trl.step import MeasuredStep, SkippedStep, measure_step
 from scoregram.integrations.trl.step_fusion import FusedSteps
 from scoregram.integrations.trl.summary import MeasuredSteps
@@ -42,7 +32,6 @@ from scoregram.integrations.trl.support import (
     Settings,
     WrappedMethods,
     default_tolerance,
-    is_rloo,
     is_wrapped,
     low_precision_causes,
     processes_of,
@@ -141,8 +130,8 @@ def attach(
         low_precision=low_precision,
         uneven_term=uneven_term(trainer),
     )
-    for doubt in settings.doubts(trainer.accelerator.device, processes.count) if processes.is_first else ():
-        warnings.warn(f"scoregram: {doubt}", stacklevel=2)
+    for text in settings.warning_texts(trainer.accelerator.device, processes.count) if processes.is_first else ():
+        warnings.warn(f"scoregram: {text}", stacklevel=2)
     folders: list[RunFolder] = []
 
     def make_folder() -> None:
@@ -389,22 +378,11 @@ class Attachment:
         return generation_of(self.trainer, output, self._reward_call, serial, self.processes)
 
     def _own_advantages(self, output: Mapping[str, Any]) -> Tensor:
-        """Advantages of the rollouts of this process; every process computes all of them from all rollouts."""
-        estimator = self.settings.estimator
-        assert estimator is not None
-
-        def own_slice() -> Generation:
-            generation = self._generation_of(output, self._generations.count)
-            return generation if self.processes.count == 1 else generation.to("cpu")
-
-        whole = merged_generation(self.processes.gather(own_slice)).to(self.trainer.accelerator.device)
-        needs_energies = isinstance(estimator, str) and "score_energies" in ESTIMATORS[estimator].needs
-        energies = score_energies(self.trainer, whole, self.settings, self.processes) if needs_energies else None
-        advantages = own_advantages(estimator, whole, energies, per_token=not is_rloo(self.trainer))
-        show_advantages(self.trainer, advantages)
-        size, tokens = output["completion_ids"].shape
-        own = advantages[size * self.processes.rank : size * (self.processes.rank + 1)]
-        return own if own.ndim == 1 else own[:, :tokens]
+        """Advantages by the estimator of the settings, for the rollouts of this process."""
+        serial, shape = self._generations.count, tuple(output["completion_ids"].shape)
+        return advantages_of_process(
+            self.trainer, lambda: self._generation_of(output, serial), shape, self.settings, self.processes
+        )
 
     def _measure(self, window: Window) -> None:
         generations = self._generations

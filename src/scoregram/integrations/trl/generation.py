@@ -1,7 +1,7 @@
-"""One generation of a TRL trainer, as `Rollouts`; and custom advantages in place of the trainer's."""
+"""One generation of a TRL trainer, as `Rollouts`."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from scoregram.advantages import ESTIMATORS, estimate
-from scoregram.checks import fail, listed, lookup, require_finite
+from scoregram.checks import fail
 from scoregram.distributed import Processes
 from scoregram.integrations.trl.support import has_relative_positions, is_rloo, unwrapped_model
 from scoregram.rollouts import Rollouts, concatenated_rollouts
@@ -287,72 +286,3 @@ def merged_generation(slices: Sequence[Generation]) -> Generation:
         advantages=right_padded("advantages"),
         has_images=any(part.has_images for part in slices),
     )
-
-
-# custom advantages
-
-OwnEstimator = Callable[[Generation], Tensor]
-"""From a generation to `(N,)` or, one per token, `(N, C)` advantages."""
-_SUPPLIED = frozenset({"lengths", "outcomes", "score_energies"})
-"""Inputs of estimators, besides rewards, that a TRL trainer can supply."""
-
-
-def require_trl_estimator(estimator: str | OwnEstimator, group_size: int) -> None:
-    """Raise before any work if a trainer cannot supply what the estimator needs."""
-    if not isinstance(estimator, str):
-        return
-    row = lookup(ESTIMATORS, estimator, kind="attach(estimator=…)")
-    if row.level != "group" or not set(row.needs) <= _SUPPLIED:
-        able = listed(name for name, r in ESTIMATORS.items() if r.level == "group" and set(r.needs) <= _SUPPLIED)
-        remedy = "Others need more than rollouts and rewards: pass a function from a Generation to advantages."
-        fail("attach(estimator=…)", f"must be one of {able}", repr(estimator), remedy)
-    if group_size < row.min_group:
-        requirement = f"{estimator} needs at least {row.min_group} rollouts per prompt"
-        fail("attach(estimator=…)", requirement, f"num_generations {group_size}", "Raise num_generations.")
-
-
-def own_advantages(
-    estimator: str | OwnEstimator, generation: Generation, energies: Tensor | None, *, per_token: bool = True
-) -> Tensor:
-    """`(N,)` or `(N, C)` advantages for the trainer, on its device and in its dtype.
-
-    Args:
-        estimator: A row of `ESTIMATORS`, or a function.
-        generation: The whole generation.
-        energies: `(N,)` squared norms of the scores, where the row needs them.
-        per_token: Whether the trainer's loss takes one advantage for every token.
-
-    Raises:
-        ScoregramError: If the result has another shape, or is not finite. This ends the training, because the
-            trainer's own advantages are not those that the user asked for.
-    """
-    if isinstance(estimator, str):
-        shape = (-1, generation.group_size)
-        rewards = generation.rewards.view(shape)
-        found: Any = estimate(
-            estimator,
-            rewards,
-            lengths=generation.rollouts.lengths.cpu().view(shape),
-            outcomes=rewards,
-            score_energies=None if energies is None else energies.view(shape),
-        ).flatten()
-    else:
-        found = estimator(generation)
-    shapes = [(generation.size,), tuple(generation.completion_ids.shape)][: 1 + per_token]
-    if not isinstance(found, Tensor) or tuple(found.shape) not in shapes:
-        got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        requirement = f"advantages must be a tensor of shape {' or '.join(map(str, shapes))}"
-        fail("attach(estimator=…)", requirement, got, "Return one number per rollout, or one per completion token.")
-    require_finite(found, name="advantages", caller="attach(estimator=…)")
-    return found.to(generation.advantages)
-
-
-def show_advantages(trainer: Any, advantages: Tensor) -> None:
-    """Replace the trainer's advantages in its log of completions by those that it trains with."""
-    shown = trainer._logs.get("advantages")
-    values = advantages if advantages.ndim == 1 else advantages.mean(1)
-    if shown is None or len(shown) < len(values):
-        return
-    kept = list(shown)[: len(shown) - len(values)]
-    shown.clear()
-    shown.extend([*kept, *torch.Tensor.tolist(values)])

@@ -235,8 +235,8 @@ class Settings:
             remedy = "Leave out fused=False: CUDA graphs replay fused passes only."
             fail("attach", "cuda_graphs=True needs fused=True", "fused=False", remedy)
 
-    def doubts(self, device: torch.device, processes: int) -> Iterator[str]:
-        """Sentences on settings that have no effect or a better alternative, with this device and these processes."""
+    def warning_texts(self, device: torch.device, processes: int) -> Iterator[str]:
+        """What `attach` warns of: settings without an effect on this device, and a loss that `scores` do not fit."""
         if self.cuda_graphs and device.type != "cuda":
             yield f"cuda_graphs=True has no effect on the device {device}: it needs a GPU."
         elif self.cuda_graphs and processes > 1:
