@@ -18,7 +18,9 @@ from scoregram.rollouts import Rollouts
 from scoregram.runs import damaged_files, disk_errors
 
 STATE = "state.pt"
+"""File of a checkpoint: optimiser, position, and the states of the parts of the run."""
 MODEL = "model"
+"""Folder of a checkpoint: the weights and the tokenizer."""
 
 
 @runtime_checkable

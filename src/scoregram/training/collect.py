@@ -92,8 +92,9 @@ class Drafts:
     """The best draft of every problem."""
 
     texts: Sequence[str]
+    """The draft itself, as the policy wrote it."""
     rewards: Sequence[float]
-    """`nan` where no draft of a problem has a reward."""
+    """Its reward; `nan` where no draft of a problem has a reward."""
     extra_rollouts: int
     """Number of drafts, of all problems together."""
 

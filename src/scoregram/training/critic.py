@@ -61,6 +61,7 @@ class ValueLoss:
     """Loss of the critic on the tokens of a step, and how well it predicted them before it learned."""
 
     loss: float
+    """Mean of `clipped_errors` over the counted tokens."""
     explained_variance: float
     """`1 − Var(G − V) / Var(G)` over tokens: 1 for perfect values, 0 for a constant, below 0 for worse; `nan` if all
     returns are equal."""
@@ -136,10 +137,12 @@ class Critic:
         self.optimizer.load_state_dict(state["optimizer"])
 
     def _values(self, rollouts: Rollouts, here: slice) -> Tensor:
+        """`(n, T)` values of some rows, with gradient."""
         with self.policy.computing():
             return self.model(rollouts.input_ids[here], rollouts.attention_mask[here])
 
     def _passes(self, rollouts: Rollouts) -> Iterator[slice]:
+        """Rows that go through the critic together: as many as through the policy."""
         return micro_batches(rollouts.count, self.config.micro_batch_size)
 
 

@@ -48,12 +48,16 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Share of problems with a reward of 1 or more."""
+        """Share of problems whose greedy rollout has a reward of 1 or more; one without a reward counts as wrong."""
         return sum(reward >= 1 for reward in self.rewards) / len(self.rewards)
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson interval of the accuracy at 95 %."""
+        """Wilson interval of the accuracy `p` of `n` problems at 95 %.
+
+        `(p + z²/2n ± z √(p(1−p)/n + z²/4n²)) / (1 + z²/n)` with `z = 1.96`. It stays within 0 and 1, and has a width
+        even if all answers are right or all are wrong.
+        """
         n, z = len(self.rewards), 1.959963984540054
         centre = (self.accuracy + z * z / (2 * n)) / (1 + z * z / n)
         half = z * math.sqrt(self.accuracy * (1 - self.accuracy) / n + z * z / (4 * n * n)) / (1 + z * z / n)

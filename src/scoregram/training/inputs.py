@@ -380,7 +380,10 @@ class LogitEnergies(StatelessSource):
 
 
 def forward_passes(config: TrainConfig, rows: int) -> Iterator[slice]:
-    """The rows of each forward pass."""
+    """The rows of each forward pass: a micro-batch, or `ROWS_PER_PASS` if the config sets none.
+
+    A pass holds the logits of all its tokens, prompts included.
+    """
     return micro_batches(rows, config.micro_batch_size or ROWS_PER_PASS)
 
 
@@ -467,6 +470,7 @@ class HeadFeatures(StatelessSource):
         return {"token_features": torch.cat(parts)}
 
     def _features(self, rollouts: Rollouts, here: slice) -> Tensor:
+        """`(n, T, H)` features of some rollouts, 0 for the first token of a row, which nothing predicts."""
         ids, mask = rollouts.input_ids[here], rollouts.completion_mask[here]
         attention = rollouts.attention_mask[here].long()
         with self.policy.computing():

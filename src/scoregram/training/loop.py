@@ -1,5 +1,7 @@
 """The training loop, top to bottom: draw, sample, reward, update and measure in one pass, write, evaluate, checkpoint.
 
+`_train` is the whole of a run; the functions below it are its parts.
+
 Random numbers depend only on the seed and the step, and all records of a step are on the disk before its checkpoint. So
 a run that is killed at any point continues from its last checkpoint to the same numbers.
 """
@@ -54,9 +56,11 @@ class Trained:
     """How a run ended."""
 
     folder: Path
+    """The run folder."""
     step: int
     """Last step that was done."""
     interrupted: bool
+    """Whether the run was asked to stop before its last step."""
     rollouts: int = 0
     """Rollouts that were sampled for training."""
 
@@ -85,6 +89,7 @@ def train(
 
 
 def _train(config: TrainConfig, console: Console | None, on_start: Callable[[], None] | None) -> Trained:
+    """The run itself, from its set-up to the last step."""
     # Set up. Whatever can be wrong with the settings is found here, before the first rollout.
     task = training_task(config)
     policy = load_policy(config.policy, task)
@@ -162,11 +167,16 @@ class Learner:
 
     config: TrainConfig
     model: Any
+    """The policy's model."""
     optimizer: torch.optim.Optimizer
     updater: Updater
+    """Computes gradients and Grams."""
     sources: Sequence[InputSource]
+    """Supply what the estimator needs besides rewards, and learn from every step."""
     observer: CreditObserver
+    """Observes true advantages and the push of the update, at recorded steps."""
     reference: Reference | None
+    """The initial policy; None if nothing compares with it."""
     measures_always: bool
     """Whether every step is measured, also those that are not recorded."""
 
@@ -228,10 +238,18 @@ def update_policy(
     *,
     is_recorded: bool,
 ) -> UpdatedStep:
-    """Make the updates of a step. The first that is not finite ends them.
+    """Make the `inner_updates` of a step. The first that is not finite ends them.
+
+    Args:
+        learner: Its optimiser changes the weights of its model.
+        number: Number of the step.
+        rollouts: Its rollouts.
+        problems: The problem of every group.
+        inputs: What the estimator needs besides the rollouts, and the weights of the prompts.
+        is_recorded: Whether the step is measured and its groups are written.
 
     Raises:
-        NotFiniteError: If that is the very first; the weights are as they were.
+        NotFiniteError: If the very first update is not finite; the weights are as they were.
     """
     config, rate = learner.config, learning_rate(number, learner.config)
     seen = learner.observer.before(number, rollouts, problems) if is_recorded else None
@@ -394,7 +412,12 @@ def task_scalars(task: Task, problems: Sequence[Problem], rollouts: Rollouts) ->
 
 
 def policy_scalars(step: Step) -> dict[str, float]:
-    """Scalars of the policy's tokens: length, share of finished rollouts, log-probability, gap to the sampler's."""
+    """Scalars of the policy's tokens, over all completion tokens of a step.
+
+    `length`: mean tokens of a completion. `finished`: share of rollouts that ended with a stop token. `token_log_prob`:
+    mean of `log π`. `sampler_gap`: `max |log π − log π_sampler|`, which is rounding if sampler and model agree. The
+    last two are `nan` if no rollout has a completion token.
+    """
     rollouts, log_probs = step.rollouts, step.log_probs
     assert log_probs is not None and rollouts.log_probs is not None and rollouts.finished is not None
     mask = rollouts.completion_mask
@@ -408,7 +431,10 @@ def policy_scalars(step: Step) -> dict[str, float]:
 
 
 def reference_scalars(step: Step, reference: Tensor | None) -> dict[str, float]:
-    """`kl`: mean over tokens of the k3 estimate of the KL divergence from the reference; empty without a reference."""
+    """`kl`: mean over tokens of the k3 estimate of the KL divergence from the reference; empty without a reference.
+
+    `k3 = exp(−d) − 1 + d` with `d = log π − log π_ref`: never negative, 0 where both policies agree.
+    """
     if reference is None or step.log_probs is None:
         return {}
     mask = step.rollouts.completion_mask
@@ -434,7 +460,10 @@ def is_due_at(config: TrainConfig, every: int, before: Position, after: Position
 
 
 def timing(tokens: int, began: float, sampled: float, updated: float) -> dict[str, float]:
-    """Where the time of a step went; the only metrics that differ between runs of one seed."""
+    """Where the time of a step went, in seconds; the only metrics that differ between runs of one seed.
+
+    `time/rest` is the time of records, probes and evaluations; that of the checkpoint is in no step.
+    """
     now = time.perf_counter()
     return {
         "time/sample": sampled - began,

@@ -178,11 +178,9 @@ def truth_source(config: TrainConfig, policy: Policy, task: Task) -> TruthSource
     if obstacle is None:
         return SolutionValues(policy, task, config.temperature, sampling.max_new_tokens)
     if config.credit_truth == "exact":
-        fail("train --credit-truth", "exact needs a task and a policy with one right token sequence", obstacle, REMEDY)
+        remedy = "Choose sampled, or train tiny on arithmetic."
+        fail("train --credit-truth", "exact needs a task and a policy with one right token sequence", obstacle, remedy)
     return None
-
-
-REMEDY = "Choose sampled, or train tiny on arithmetic."
 
 
 def exact_obstacle(config: TrainConfig, policy: Policy, task: Task) -> str | None:
@@ -205,6 +203,7 @@ class Observation:
 
     truth: CreditTruth | None
     log_probs: Tensor | None
+    """`(N, T)`."""
 
 
 @dataclass(frozen=True)
@@ -216,8 +215,11 @@ class CreditObserver:
     """
 
     updater: Updater
+    """Computes log-probabilities."""
     source: TruthSource | None
+    """Of true advantages; None if they are not wanted."""
     push: bool
+    """Whether the push is wanted."""
 
     def before(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> Observation:
         """True advantages and log-probabilities; to be called before the update."""

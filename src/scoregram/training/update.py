@@ -40,14 +40,17 @@ class Updater:
     model: Any
     method: Method
     temperature: float
+    """Divides the logits, as it did when the rollouts were sampled."""
     length: int
     """Longest completion, in tokens: the constant by which Dr.GRPO divides."""
     rollouts_per_pass: int
-    """0 for all at once."""
+    """Rollouts that go through the model together; 0 for all at once. Gradients are accumulated."""
     computing: Callable[[], AbstractContextManager[Any]]
     """Returns the context manager of the policy's compute precision, such as autocast."""
     beta: float
+    """Coefficient of the KL term, or the strength of the reference in a loss that compares with it; 0 for neither."""
     kl: str
+    """Estimator of the KL term, a key of `KL_TERMS`."""
     group_size: int | None = None
     """Measure only the blocks within groups of this size; None for the whole Gram."""
 
@@ -109,6 +112,10 @@ class Updater:
         return replace(step, gram=gram, log_probs=log_probs), loss
 
     def _backward_with_gram(self, step: Step) -> Gram:
+        """The Gram of a step, after the backward pass that gives both: `-Σ_i w_i ψ_i` is added to `.grad`.
+
+        With weights per token, rows are `Σ_t w_it ∇log π_it`, and each counts once.
+        """
         weights = step.weights if step.token_weights is None else torch.ones_like(step.weights)
         weights, grams = weights.to(step.rollouts.input_ids.device), []
         for here in self.passes(step.rollouts):
@@ -291,7 +298,9 @@ def make_optimizer(model: Any, config: TrainConfig) -> torch.optim.Optimizer:
 def learning_rate(step: int, config: TrainConfig) -> float:
     """Learning rate of step `1 … steps`: a linear rise over the warm-up, then constant or falling to 0.
 
-    It is 0 while only the critic learns; the warm-up begins after that.
+    In the warm-up of `w` steps it is `η n / (w + 1)` at step `n`. After it, `η` (constant), `η (1 − x)` (linear) or
+    `η (1 + cos πx) / 2` (cosine), with `x` the share of the steps after the warm-up that are done: 0 at the first of
+    them, below 1 at the last. It is 0 while only the critic learns; the warm-up begins after that.
     """
     number = step - config.critic_warmup
     if number <= 0:
