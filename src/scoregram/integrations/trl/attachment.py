@@ -176,6 +176,7 @@ class Attachment:
         """The finding that stopped the training; None if none did."""
         self._generations = RecentGenerations()
         self._reward_call: RewardCall | None = None
+        """The call of the reward functions in the latest generation; None before it."""
         self._generation_log_probs: list[Tensor] = []
         """Log-probabilities that the trainer computed without gradient since the generation began."""
         self._window: Window | None = None
@@ -183,6 +184,7 @@ class Attachment:
         self._loss_log_probs: list[Tensor] | None = None
         """Log-probabilities returned to the loss that is being observed; None while no loss is."""
         self._is_due = True
+        """Whether a measurement is due; it stays so until a step can be measured or is skipped."""
         wrappers: dict[str, Callable[..., Any]] = {
             "_calculate_rewards": self._rewards,
             "_generate_and_score_completions": self._generate,
@@ -228,6 +230,7 @@ class Attachment:
             raise
 
     def _end(self) -> None:
+        """Stop measuring: restore the trainer's methods, drop its rollouts, close the run folder."""
         self._methods.restore()
         self._generations.forget()
         self._window = None
@@ -286,11 +289,13 @@ class Attachment:
     # wrappers: what the trainer calls
 
     def _rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids: Any, *args: Any, **kw: Any) -> Any:
+        """Keeps the rewards of each function, which the trainer does not pass on."""
         rewards = self._inner["_calculate_rewards"](inputs, prompts, completions, completion_ids, *args, **kw)
         self._reward_call = RewardCall(inputs, completion_ids, rewards, tuple(self._generation_log_probs))
         return rewards
 
     def _generate(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Keeps the generation and gives every rollout a key; replaces the advantages if the user chose others."""
         self._reward_call, self._generation_log_probs = None, []
         output = self._inner["_generate_and_score_completions"](inputs, *args, **kwargs)
         if not self.is_attached or not self.trainer.model.training:
@@ -305,6 +310,7 @@ class Attachment:
         return output
 
     def _log_probs(self, *args: Any, **kwargs: Any) -> Any:
+        """Answers from the Gram engine at a fused step; notes what the loss, or the generation, got."""
         found = None
         if self._loss_log_probs == [] and torch.is_grad_enabled():
             found = self._fused.log_probs(*args, **kwargs)
@@ -320,6 +326,10 @@ class Attachment:
         return found
 
     def _loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Adds the micro-batch to the step that is observed, and records the derivative of its loss.
+
+        The trainer's loss never sees the keys of rollouts.
+        """
         rows = inputs.get(ROW_KEY)
         given = {name: value for name, value in inputs.items() if name != ROW_KEY}
         if self._window is None or not torch.is_grad_enabled():
@@ -351,6 +361,7 @@ class Attachment:
             self._loss_log_probs = None
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Measures the step after the backward pass of its last micro-batch, before the update."""
         if self.is_attached:
             self._open_window()
         with self._fused.around_training_step() if self._window is not None else nullcontext():
@@ -375,6 +386,7 @@ class Attachment:
             self._window = Window(step)
 
     def _generation_of(self, output: Mapping[str, Any], serial: int) -> Generation:
+        """The slice of a generation in this process, from what TRL's method returned."""
         return generation_of(self.trainer, output, self._reward_call, serial, self.processes)
 
     def _own_advantages(self, output: Mapping[str, Any]) -> Tensor:
@@ -385,6 +397,7 @@ class Attachment:
         )
 
     def _measure(self, window: Window) -> None:
+        """Measure a step whose gradient is complete, and pass its numbers on; all processes call it together."""
         generations = self._generations
         if self.settings.mode == "scores" and not all(self.processes.gather(lambda: generations.are_fresh(window))):
             return  # postponed to the next step that is on-policy
@@ -407,18 +420,13 @@ class Attachment:
         """
         if not window.is_decided:
             window.is_decided = True
-            self._fused.begin(model, inputs, batch, self._generation_to_fuse(batch, window))
+            generation = self._generations.to_fuse(batch, window, is_loss=self.settings.mode == "loss")
+            self._fused.begin(model, inputs, batch, generation)
         elif batch is not None:
             self._fused.add_part(inputs, batch)
 
-    def _generation_to_fuse(self, batch: MicroBatch | None, window: Window) -> Generation | None:
-        """The generation of a micro-batch, if it is one, of text, and under the policy that the mode measures."""
-        generation = None if batch is None else self._generations.only_one_in(batch)
-        if generation is None or generation.has_images:
-            return None
-        return generation if self.settings.mode == "loss" or window.is_on_policy(generation) else None
-
     def _warn_of_fused_failure(self) -> None:
+        """Warn that no further step is fused, with the error."""
         message, self._fused.failure = str(self._fused.reason), None
         self.failures.append(message)
         warnings.warn(

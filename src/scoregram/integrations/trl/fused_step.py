@@ -44,7 +44,9 @@ class LogProbsFormat:
     parts: int
     """Length of the tuple: log-probabilities, entropies and, in newer versions, an auxiliary loss."""
     dtypes: tuple[torch.dtype, torch.dtype | None]
+    """Of log-probabilities and of entropies; None if entropies were not asked for."""
     entropies_in_autograd: bool
+    """Whether the loss may have a gradient through the entropies."""
 
     @classmethod
     def of(cls, returned: Any) -> "LogProbsFormat | None":
@@ -67,6 +69,7 @@ class FusedPart:
     call: dict[str, Any] | None = None
     """Arguments of the trainer's call for log-probabilities; None before it."""
     entropy_gradients: list[Tensor] = field(default_factory=list)
+    """`(B, C)` derivatives of the loss with respect to the entropies; empty if it does not depend on them."""
 
     @property
     def counted(self) -> Tensor:
@@ -93,6 +96,7 @@ class FusedStep:
     trainers_log_probs: Callable[..., Any]
     """The trainer's own method for log-probabilities."""
     model: nn.Module
+    """The trainer's model, unwrapped."""
     parameters: Sequence[Tensor]
     """The trainable parameters of the model."""
     format: LogProbsFormat
@@ -119,6 +123,7 @@ class FusedStep:
     failure: Exception | None = None
     """An unexpected error in this or another process, after which the trainer's own pass ran."""
     is_over: bool = False
+    """Whether the gradient is in `.grad`, from the engine or from the trainer's own passes."""
     seconds: float = 0.0
     """Time of the engine's forward and backward pass, without the comparison."""
 

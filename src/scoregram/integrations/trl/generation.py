@@ -57,6 +57,7 @@ class Generation:
     prompt_ids: Tensor
     """`(N, P)`, padded on the left."""
     prompt_mask: Tensor
+    """`(N, P)`: tokens of the prompt, not padding."""
     completion_ids: Tensor
     """`(N, C)`, padded on the right."""
     completion_mask: Tensor
@@ -66,6 +67,7 @@ class Generation:
     advantages: Tensor
     """`(N,)` or `(N, C)`, as the loss takes them."""
     has_images: bool = False
+    """Whether its prompts have images; such a generation is not measured."""
 
     @property
     def size(self) -> int:

@@ -158,6 +158,7 @@ class RunFolder:
         self._foreign_names |= self._foreign.keys()
 
     def _begin_line(self, step: int) -> None:
+        """Write the pending line if it is that of an earlier step."""
         if step != self._step:
             self.flush()
             self._step = step
@@ -228,5 +229,6 @@ class TrainerLog:
         return found.findings[0] if found.reaches(severity) else None
 
     def _log_advice(self) -> Diagnosis:
+        """What the rules for logs find; they need no Gram."""
         settings = {"num_iterations": getattr(self.trainer, "num_iterations", None)}
         return advise_log(run_log(type(self.trainer).__name__, self.lines, settings))

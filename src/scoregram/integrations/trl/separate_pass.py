@@ -63,6 +63,7 @@ class PassInputs:
     """`n` rollouts as the model gets them in a measuring pass, and a coefficient for every token."""
 
     model: nn.Module
+    """The trainer's model, unwrapped."""
     keep_padding: bool
     """Whether TRL's left padding is kept: TRL passes no positions, so absolute positions count the padding."""
     input_ids: Tensor

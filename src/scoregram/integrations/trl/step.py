@@ -37,7 +37,9 @@ class MeasuredStep:
     """The numbers of a measured step, and whether they can be trusted."""
 
     step: int
+    """Number of the step, counted from 1."""
     scalars: dict[str, float]
+    """By name, those of the self-check included; `nan` where a number is undefined."""
     error: float
     """Relative error of the self-check; `nan` if there was no gradient to compare with."""
     passed: bool
@@ -47,6 +49,7 @@ class MeasuredStep:
     details: Step | None = field(default=None, repr=False)
     """Rollouts and Gram; only in the first process, until they are written."""
     groups: Sequence[GroupReading] = field(default=(), repr=False)
+    """The reading of every group, like `details`; empty without them."""
     sketch: Tensor | None = field(default=None, repr=False)
     """Sketch of the trainer's gradient, like `details`; None where parameters are sharded or no folder is written."""
 
@@ -62,6 +65,7 @@ class SkippedStep:
 
     step: int
     reason: str
+    """A clause without a full stop."""
 
 
 def measure_step(

@@ -51,6 +51,7 @@ RELATIVE_POSITIONS = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_d
 """Config entries of models whose attention depends on the distance between tokens, not on their positions."""
 
 Mode = Literal["scores", "loss"]
+"""What the rows of the Gram are: scores of rollouts, or gradients of the trainer's loss."""
 ROUNDING_ERROR = 1e-5
 """Relative error in float32 up to which two gradients are taken to differ by rounding only."""
 
@@ -197,12 +198,16 @@ class Settings:
     """The arguments of `attach`, defaults resolved."""
 
     every: int
+    """Steps from one measurement to the next."""
     mode: Mode
     estimator: str | Callable[..., Any] | None
+    """Advantages to train with; None for the trainer's own."""
     tolerance: float
+    """Largest relative error of the self-check that passes."""
     memory_gb: float | int | None
     """None: `MEMORY_SHARE` of what is free when a step is measured."""
     keep_rollouts: bool
+    """The run folder gets the rollouts of measured steps."""
     keep_sketches: bool = False
     """The run folder gets a sketch of the gradient of every measured step."""
     between_prompts: bool = False

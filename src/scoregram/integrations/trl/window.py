@@ -43,6 +43,7 @@ class Window:
     step: int
     """Number of the step, counted from 1."""
     batches: list[MicroBatch] = field(default_factory=list)
+    """Those whose loss was computed so far, in order."""
     is_decided: bool = False
     """Whether the processes have decided if the step is fused; they do so at its first loss."""
 
@@ -119,10 +120,16 @@ class RecentGenerations:
         """Whether the policy that the step updates sampled all of its rollouts."""
         return all(window.is_on_policy(one) for one in self.used_in(window))
 
-    def only_one_in(self, batch: MicroBatch) -> Generation | None:
-        """The generation of all rollouts of a micro-batch; None if there are several, or it is not known."""
-        serials = set(batch.rows[:, 0].tolist())
-        return self._by_serial.get(serials.pop()) if len(serials) == 1 else None
+    def to_fuse(self, batch: MicroBatch | None, window: Window, *, is_loss: bool) -> Generation | None:
+        """The generation of a micro-batch whose step may be fused; None if it is not known, not one, or has images.
+
+        Rows that are scores, not gradients of the loss (`is_loss`), need rollouts of the policy that the step updates.
+        """
+        serials = [] if batch is None else sorted(set(batch.rows[:, 0].tolist()))
+        generation = self._by_serial.get(serials[0]) if len(serials) == 1 else None
+        if generation is None or generation.has_images:
+            return None
+        return generation if is_loss or window.is_on_policy(generation) else None
 
 
 def row_keys(generation: Generation) -> Tensor:
@@ -228,9 +235,11 @@ class ObservedStep:
     """`(n,)` such that `Σ_i w_i ψ_i` of the scores is the gradient, if the loss weights all tokens of a rollout alike.
     Without derivatives `-A_i / n`, the likeliest weights."""
     unevenness: float
+    """Largest one of all processes, see `rollout_weights`."""
     coefficients: Tensor | None
     """`(N, T)` derivatives of the loss; None where scores are measured."""
     has_derivatives: bool
+    """Whether every process knows the derivatives of all its rollouts."""
     memory_limit: float
     """Bytes that a measurement may take in every process."""
 
