@@ -274,12 +274,12 @@ def prediction_table(rank: Estimate, reward: Estimate, live: Estimate) -> Table:
 @pytest.mark.parametrize(
     ("near", "far", "rivals", "answer"),
     [
-        (0.5, 0.9, (0.2, 0.3), "Yes"),
-        (0.5, 0.9, (0.2, -0.3), "Yes"),
-        (0.5, 0.9, (0.2, 0.6), "No better"),
-        (0.5, 0.9, (-0.6, 0.2), "No better"),
-        (0.5, 0.9, (0.5, 0.2), "No better"),
-        (0.5, 0.9, (NAN, NAN), "Yes"),
+        (0.5, 0.9, (0.2, 0.3), "and"),
+        (0.5, 0.9, (0.2, -0.3), "and"),
+        (0.5, 0.9, (0.2, 0.6), "but not"),
+        (0.5, 0.9, (-0.6, 0.2), "but not"),
+        (0.5, 0.9, (0.5, 0.2), "but not"),
+        (0.5, 0.9, (NAN, NAN), "and"),
         (-0.1, 0.9, (0.0, 0.0), None),
         (0.0, 0.9, (0.0, 0.0), None),
         (NAN, NAN, (0.0, 0.0), None),
@@ -291,7 +291,7 @@ def test_a_signal_of_saturation_must_surely_beat_what_is_known_anyway(sign, near
     made = prediction_table(Estimate(sign * 0.7, low, high), Estimate(rivals[0]), Estimate(rivals[1]))
     found = judge_saturation(made)
     assert found.verdict is (Outcome.ANSWERED if answer else Outcome.OPEN)
-    assert found.sentence.startswith(answer or "Correlation")
+    assert found.sentence.startswith(f"Here it predicts gains, {answer} surely" if answer else "Correlation")
 
 
 def test_saturation_without_a_correlation_was_not_measured():
@@ -394,7 +394,7 @@ def test_judging_says_where_and_what_and_fits_json():
         (one["replication"], one["scale"], one["success_rate"]) == ("conceptual", "135 M", 0.5) for one in verdicts
     )
     assert all(one["sentence"].endswith(".") and one["place"] and one["statement"] for one in verdicts)
-    where = "conceptual replication, some-135M.gguf with 135 M parameters (the paper: 4 B), t, 50 % of rollouts "
+    where = "conceptual replication, some-135M.gguf, 135 M parameters against the paper's 4 B, t, 50 % of rollouts "
     where += "right, 2 seeds"
     assert headline(verdicts).startswith(
         f"“Effective rank about 2 whatever the group size” is not replicated here ({where}). Effective rank 2.00 at "

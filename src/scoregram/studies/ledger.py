@@ -288,18 +288,17 @@ def replication_setting(found: Mapping[str, Any]) -> str:
 
     Example:
         >>> replication_setting({"replication": "conceptual", "model": "m", "scale": "9 M", "paper_scale": "4 B"})
-        'conceptual replication, m with 9 M parameters (the paper: 4 B)'
+        "conceptual replication, m, 9 M parameters against the paper's 4 B"
     """
-    model = str(found["model"]) if found.get("model") else ""
-    if model and found.get("scale"):
-        model += f" with {found['scale']} parameters"
-    if model and found.get("paper_scale"):
-        model += f" (the paper: {found['paper_scale']})"
+    scale = f"{found['scale']} parameters" if found.get("scale") else ""
+    if found.get("paper_scale"):
+        scale = f"{scale or 'a scale not given'} against the paper's {found['paper_scale']}"
     rate, seeds = found.get("success_rate"), found.get("seeds")
     count = len(seeds) if isinstance(seeds, Sequence) and not isinstance(seeds, str) else seeds
     parts = (
         f"{found['replication']} replication" if found.get("replication") else "",
-        model,
+        str(found["model"]) if found.get("model") else "",
+        scale,
         str(found["task"]) if found.get("task") else "",
         "" if rate is None else f"{100 * rate:.0f} % of rollouts right",
         f"{count} seed{'s' * (count != 1)}" if count else "",

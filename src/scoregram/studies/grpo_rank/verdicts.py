@@ -327,8 +327,8 @@ def judge_larger_groups(table: Table) -> JudgedClaim:
 def judge_saturation(table: Table) -> JudgedClaim:
     """The answer to the question whether the effective rank could serve as a signal of saturation.
 
-    Yes if it surely predicts gains, better than the mean reward and the share of live groups do; no if it surely
-    predicts them, but no better; open otherwise.
+    Answered if it surely predicts gains; the sentence tells whether it does so surely better than the mean reward and
+    the share of live groups, which cost nothing. Open otherwise.
     """
     found = dict(zip(_column(table, "quantity"), _column(table, "correlation with the gain"), strict=True))
     rank: Estimate = found["effective rank"]
@@ -339,7 +339,8 @@ def judge_saturation(table: Table) -> JudgedClaim:
     answer = ""
     if least > 0:
         outcome = MeasuredVerdict.ANSWERED
-        answer = "Yes, here. " if beats else "No better than the mean reward or the share of live groups, here. "
+        rest = "and surely better" if beats else "but not surely better"
+        answer = f"Here it predicts gains, {rest} than the mean reward and the share of live groups do. "
     known_ones = [
         f"{name} {round(cell.value, 2) + 0.0:+.2f}" for name, cell in found.items() if not math.isnan(cell.value)
     ]
