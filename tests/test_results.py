@@ -124,7 +124,10 @@ def test_no_text_of_the_data_set_is_there():
 
 
 def top1_fractions(model: str, size: int) -> dict[str, np.ndarray]:
-    """Of the live groups at temperature 1: prompt, number of right rollouts, top-1 fraction, and that of the null."""
+    """Of the live groups at temperature 1: prompt, number of right rollouts, top-1 fraction and that of the null.
+
+    `others`: right rollouts of the eight of the same prompt that the group is not a part of.
+    """
     stored = np.load(RESULTS / "fixed-policies" / model / "t1-p1.npz")
     found = []
     for prompt, (gram, rewards) in enumerate(zip(stored["k"].astype(float), stored["rewards"], strict=True)):
@@ -135,14 +138,17 @@ def top1_fractions(model: str, size: int) -> dict[str, np.ndarray]:
                 energy = np.linalg.eigvalsh(np.outer(a, a) * gram[block, block])
                 alone = a**2 * gram[block, block].diagonal()
                 top, null = (each.max() / each.sum() for each in (energy, alone))
-                found.append((prompt, rewards[block].sum(), top, null))
-    return dict(zip(("prompt", "right", "top", "null"), np.array(found).T, strict=True))
+                found.append((prompt, rewards[block].sum(), top, null, rewards[8 * (start < 8) :][:8].sum()))
+    return dict(zip(("prompt", "right", "top", "null", "others"), np.array(found).T, strict=True))
 
 
-def top1_difference(model: str, sizes: tuple[int, int], name: str = "top", success: float | None = None) -> list[float]:
+def top1_difference(
+    model: str, sizes: tuple[int, int], name: str = "top", success: float | None = None, others: int | None = None
+) -> list[float]:
     """Mean top-1 fraction at the first size minus that at the second, and its 95 % interval over prompts.
 
-    With a success rate, the groups are weighted so that their number of right rollouts is binomial.
+    With a success rate, the groups are weighted so that their number of right rollouts is binomial. With `others`, only
+    groups with so many right among the other eight rollouts of the prompt count.
     """
     prompts = len(np.load(RESULTS / "fixed-policies" / model / "t1-p1.npz")["k"])
     rng = np.random.default_rng(0)
@@ -153,6 +159,8 @@ def top1_difference(model: str, sizes: tuple[int, int], name: str = "top", succe
         values = []
         for draw in draws:
             weight = np.bincount(draw, minlength=prompts)[found["prompt"].astype(int)].astype(float)
+            if others is not None:
+                weight *= found["others"] == others
             if success is not None:
                 for k in range(1, size):
                     chance = math.comb(size, k) * success**k * (1 - success) ** (size - k)
@@ -176,11 +184,14 @@ def test_what_the_ledger_says_of_figure_2_follows_from_the_grams():
     ]
     shown = [f"{value:.3f} [{low:.3f}, {high:.3f}]" for value, low, high in unsigned]
     signed = [top1_difference(model, (4, 2)) for model in (small, large)]
+    signed += [top1_difference(large, sizes, others=8) for sizes in ((4, 2), (2, 8))]
     shown += [f"{value:+.3f} [{low:+.3f}, {high:+.3f}]" for value, low, high in signed]
     assert [each for each in shown if each not in text] == []
     assert len(re.findall(r"\[", text)) == len(shown)
     assert all(top1_difference(large, sizes, "null", success=0.8)[1] > 0 for sizes in ((4, 2), (2, 8)))
     assert top1_difference(large, (4, 2), "null", success=0.5)[2] < 0
+    halves = np.load(RESULTS / "fixed-policies" / large / "t1-p1.npz")["rewards"].reshape(-1, 2, 8).mean(-1)
+    assert f"{100 * halves[halves[:, ::-1] == 1].mean():.0f} % right" in text
     rates = [np.load(RESULTS / "fixed-policies" / model / "t1-p1.npz")["rewards"].mean() for model in (small, large)]
     assert f"{100 * rates[0]:.0f} and {100 * rates[1]:.0f} %" in text
 

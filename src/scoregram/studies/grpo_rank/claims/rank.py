@@ -319,7 +319,8 @@ TOP1_OF_FIXED_POLICIES = (
     "right, R = 8 is lowest, 0.104 [0.075, 0.131] and 0.154 [0.136, 0.173] below R = 2, and R = 4 is not resolved from R = 2: "
     "-0.015 [-0.029, +0.001] and -0.010 [-0.021, +0.001]. Reweighted to 80 % right, the 1.5 B has the printed order, R = 4 above R = 2 by "
     "0.043 [0.036, 0.050] and R = 2 above R = 8 by 0.024 [0.016, 0.032], and so has its null; reweighted to 50 % it has not: R = 4 is "
-    "0.041 [0.036, 0.047] below R = 2."
+    "0.041 [0.036, 0.047] below R = 2. The 80 % were chosen for their fit; prompts that are 81 % right do not resolve it: R = 4 less R = 2 "
+    "+0.039 [-0.013, +0.094], R = 2 less R = 8 -0.001 [-0.077, +0.067]."
 )
 """Differences of top-1 fractions, as `tests/test_results.py` computes them from the stored Grams."""
 
