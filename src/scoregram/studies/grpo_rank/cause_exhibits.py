@@ -295,8 +295,7 @@ def seed_slopes(points: Sequence[TrendPoint | None], name: str) -> list[float]:
         cells = np.array([one.cell for one in own])
         for cell in np.unique(cells, axis=0):
             inside = (cells == cell).all(-1)
-            x[inside] -= x[inside].mean()
-            y[inside] -= y[inside].mean()
+            x[inside] -= x[inside].mean()  # then a constant of the cell in y does not count
         if x @ x > _ROUNDING:
             slopes.append(float(x @ y / (x @ x)))
     return slopes
