@@ -30,7 +30,7 @@ def write(folder: Path, key_file: Path | None) -> Path:
         config=setting,
         seeds=range(setting["seeds"]),
         created=datetime.now(UTC).date(),
-        assessment=assessment(verdicts, setting),
+        assessment=assessment(verdicts),
         key_file=key_file,
     )
     shutil.copyfile(path, SHIPPED / f"{folder.name}.json")

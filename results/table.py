@@ -27,6 +27,7 @@ WANTED = {
     "smollm2 group-size": ("smollm2-gsm8k", "group-size", None),
     "smollm2 prediction": ("smollm2-gsm8k", "prediction", None),
     "smollm2 at-fixed-k": ("smollm2-gsm8k", "at-fixed-k", None),
+    "smollm2 trend": ("smollm2-gsm8k", "trend", None),
     "smollm2 turn-offset": ("smollm2-gsm8k", "turn-offset", None),
     "smollm2 turn-credit": ("smollm2-gsm8k", "turn-credit", None),
     "smollm2 verdicts": ("smollm2-gsm8k", None, None),

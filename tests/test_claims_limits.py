@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from scoregram.advantages import mean_centered
+from scoregram.advantages import leave_one_out, mean_centered
 from scoregram.studies.grpo_rank.claims import CLAIMS, announcements, limits
 from scoregram.studies.grpo_rank.claims.announcements import SETUP_CLAIMS, SUMMARY_CLAIMS
 from scoregram.studies.grpo_rank.claims.grounds import lab_worlds
@@ -46,6 +46,8 @@ def test_verdicts():
         (limits, "_STEPS", 3, ("ustat-theorem-8",)),
         (announcements, "right_chances", lambda p, size: [1.0 / (size + 1)] * (size + 1), ("sec-7.1-deviation",)),
         (announcements, "leave_one_out", mean_centered, ("summary-parity",)),
+        (announcements, "no_baseline", leave_one_out, ("summary-parity",)),  # then a fix would not change the noise
+        (announcements, "_EFFECTS", (0, 1), ("summary-parity",)),
         (limits, "uncorrelated_worlds", lambda: lab_worlds("output_only"), ("ustat-cor-10",)),
         (limits, "math", SimpleNamespace(sqrt=lambda x: 0.0), ("ustat-experiment-gsm8k",)),
         (announcements, "_within_rollouts", lambda world: 0.0, ("summary-baseline-credit",)),

@@ -13,7 +13,7 @@ EXPECTED = {
     "eq-21": Verdict.CORRECTED,
     "eq-22": Verdict.HOLDS,
     "eq-23": Verdict.CORRECTED,
-    "multi-turn-bias": Verdict.FALSE,
+    "multi-turn-bias": Verdict.CORRECTED,
     "multi-turn-bias-linear": Verdict.FALSE,
     "multi-turn-no-bootstrap": Verdict.HOLDS,
     "eq-26": Verdict.CORRECTED,

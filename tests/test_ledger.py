@@ -14,6 +14,7 @@ from scoregram.studies.ledger import (
     extremes,
     independent_counts,
     refuted,
+    replication_setting,
     show_claims,
     to_be_measured,
     unsupported,
@@ -107,3 +108,18 @@ def test_verdicts_of_replications_stand_beside_their_claim(capsys):
     assert show_claims(claims, as_json=True, measured={"one": [found]}) == 0
     shown = json.loads(capsys.readouterr().out)["claims"]
     assert {claim["id"]: claim["measured"] for claim in shown} == {"one": [found], "other": []}
+
+
+def test_a_replication_tells_its_kind_scale_and_success_rate(capsys):
+    found = {"verdict": "undecided", "sentence": "It fell.", "model": "m", "task": "copy", "seeds": [0]}
+    line = "conceptual replication, m, 9 M parameters against the paper's 4 B, copy, 8 % of rollouts right, 1 seed"
+    more = {"replication": "conceptual", "scale": "9 M", "paper_scale": "4 B", "success_rate": 0.0784}
+    assert replication_setting(found | more) == line
+    assert replication_setting(found) == "m, copy, 1 seed" and replication_setting({}) == ""
+    assert replication_setting({"paper_scale": "4 B"}) == "a scale not given against the paper's 4 B"
+    assert replication_setting(found | {"success_rate": 0.0}).endswith("0 % of rollouts right, 1 seed")
+    claims = [Claim("one", "here", "So.", lambda: as_printed(True, {"gap": 0.0}), "paper")]
+    show_claims(claims, measured={"one": [found | more]})
+    words = capsys.readouterr().out.replace("│", " ").split()
+    assert " ".join(f"measured: undecided. It fell. ({line})".split()[:6]) in " ".join(words)
+    assert all(word in words for word in f"({line})".split())

@@ -2,6 +2,7 @@
 data.
 """
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,6 +41,7 @@ from scoregram.studies.grpo_rank.cause_exhibits import (
     conditions,
     spans_of,
     spearman,
+    trend_table,
 )
 from scoregram.studies.grpo_rank.evidence import exhibits_of, turn_credit_table, turn_offset_table
 from scoregram.studies.grpo_rank.learning_exhibits import (
@@ -118,6 +121,10 @@ def test_table_1_counts_and_averages_live_training_groups_of_the_paper(evidence,
         mixed = [g for g in groups if g.rewards.max() > g.rewards.min()]
         spectra = list(map(summary, mixed))
         assert live == f"{len(mixed)} of {len(groups)}"
+        rewards = torch.cat([group.rewards for group in groups])
+        assert cells(table, "success rate")[[2, 4, 8].index(size)] == pytest.approx(
+            float((rewards >= 1).double().mean())
+        )
         assert rank.value == pytest.approx(fmean(one.effective_rank for one in spectra), **CLOSE)
         assert rank.low < rank.value < rank.high
         nulls = [orthogonal_null(g.gram, g.rewards - g.rewards.mean()).effective_rank for g in mixed]
@@ -386,6 +393,69 @@ def test_halves_are_compared_at_the_same_number_of_right_rollouts(tmp_path):
     assert [cells(table, name)[0] for name in ("R", "k right", "groups", "later")] == [2, 1, 5, 5]
     spectra = [summary(group).effective_rank for group in groups[:5]]
     assert cells(table, "first half")[0].value == pytest.approx(fmean(spectra))
+
+
+def fitted_slope(points: list[tuple[int, Any, float]]) -> float:
+    """Slope of least squares with one constant for each cell, from its design matrix; (step, cell, value) each."""
+    cells_seen = sorted({cell for _, cell, _ in points})
+    design = np.array(
+        [[step / 1000, *(cell == other for other in cells_seen)] for step, cell, _ in points], dtype=float
+    )
+    return float(np.linalg.lstsq(design, np.array([value for *_, value in points]), rcond=None)[0][0])
+
+
+def plain_logs(gram: np.ndarray, rewards: np.ndarray) -> tuple[float, float]:
+    """Logarithms of the effective rank and of its ratio to the orthogonal null."""
+    a = rewards - rewards.mean()
+    rows = np.linalg.svd(np.diag(a) @ np.linalg.cholesky(gram), compute_uv=False)
+    alone = np.abs(a) * np.sqrt(np.diag(gram))
+    rank, null = (each.sum() ** 2 / (each @ each) for each in (rows, alone))
+    return math.log(rank), math.log(rank / null)
+
+
+def test_the_trend_is_the_slope_at_fixed_size_and_k_over_seeds(tmp_path):
+    found: dict[str, dict[int, list[Any]]] = {name: {0: [], 1: []} for name in ("rank", "ratio", "distinct")}
+    for seed, size in itertools.product((0, 1), (2, 4)):
+        groups = []
+        for step in range(1, 25):
+            scores = torch.randn(size, 12, generator=stream(1000 * seed + 100 * size + step), dtype=torch.float64)
+            rewards = torch.zeros(size, dtype=torch.float64)
+            rewards[: 1 + step % (size - 1)] = 1
+            repeated = size == 4 and step % 5 == 0
+            if repeated:  # the last two, both wrong, are one text
+                scores[3] = scores[2] * 1.0001 + 1e-4 * scores[3]
+            gram = scores @ scores.mT
+            groups.append(draw_group(step, size, stream(step), rewards=rewards, gram=gram))
+            k, logs = int(rewards.sum()), plain_logs(gram.numpy(), rewards.numpy())
+            found["rank"][seed].append((step, (size, k), logs[0]))
+            found["ratio"][seed].append((step, (size, k), logs[1]))
+            kept = gram[:3, :3] if repeated else gram
+            if k < len(kept):
+                logs = plain_logs(kept.numpy(), rewards[: len(kept)].numpy())
+                found["distinct"][seed].append((step, (len(kept), k), logs[1]))
+        write_trial(tmp_path / f"runs/R{size}-seed{seed}", size=size, seed=seed, groups=groups)
+    table = trend_table(read_evidence(tmp_path))
+    assert cells(table, "R") == [2, 4, "all"] and cells(table, "groups") == [48, 48, 96]
+    columns = {"rank": "log rank", "ratio": "log rank over null", "distinct": "the same, repeats removed"}
+    for name, title in columns.items():
+        slopes = [fitted_slope(found[name][seed]) for seed in (0, 1)]
+        pooled = cells(table, title)[-1]
+        assert pooled.value == pytest.approx(fmean(slopes), rel=1e-6)
+        half = 12.7062 * abs(slopes[0] - slopes[1]) / 2  # t of one degree of freedom
+        assert (pooled.low, pooled.high) == pytest.approx((pooled.value - half, pooled.value + half), rel=1e-3)
+        alone = [fitted_slope([one for one in found[name][seed] if one[1][0] != 2]) for seed in (0, 1)]
+        assert cells(table, title)[1].value == pytest.approx(fmean(alone), rel=1e-6)
+    assert cells(table, "the same, repeats removed")[1] != cells(table, "log rank over null")[1]
+
+
+def test_a_trend_needs_steps_and_seeds(tmp_path):
+    write_trial(tmp_path / "runs/a", size=2, groups=[draw_group(3, 2, stream(0), rewards=[1.0, 0.0])])
+    assert all(math.isnan(cells(trend_table(read_evidence(tmp_path)), name)[-1].value) for name in ("log rank",))
+    assert trend_table(Evidence((), (), ())).rows[0][:2] == ("all", 0)
+    steps = [draw_group(step, 2, stream(step), rewards=[1.0, 0.0]) for step in (1, 2, 3)]
+    write_trial(tmp_path / "more/runs/a", size=2, groups=steps)
+    once = cells(trend_table(read_evidence(tmp_path / "more")), "log rank")[-1]
+    assert not math.isnan(once.value) and math.isnan(once.low)  # one seed has no interval
 
 
 def test_turns_are_exact_and_free_of_rounding():

@@ -5,6 +5,7 @@ import shutil
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import date
+from html import unescape
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,7 @@ def test_the_record_verifies_with_everything_computed_anew_to_the_same_text(made
 
 def test_the_report_has_the_sections_and_the_verdict(made):
     text = (made / "report.html").read_text(encoding="utf-8")
-    assert headline(json.loads((made / "verdicts.json").read_bytes())["verdicts"]).split("”")[1] in text
+    assert headline(json.loads((made / "verdicts.json").read_bytes())["verdicts"]).split("”")[1] in unescape(text)
     assert all(title in text for title, _, _ in SECTIONS if "'" not in title)
     assert "a random policy, seconds" in text
 

@@ -11,7 +11,7 @@ import pytest
 from scoregram.exhibits import Cell, Estimate, Table
 from scoregram.studies.grpo_rank import ABOUT_TWO, PRINTED_TOP1, cause_exhibits, learning_exhibits, rank_exhibits
 from scoregram.studies.grpo_rank.claims import CLAIMS
-from scoregram.studies.grpo_rank.evidence import headline
+from scoregram.studies.grpo_rank.evidence import assessment, headline
 from scoregram.studies.grpo_rank.readings import Evidence
 from scoregram.studies.grpo_rank.verdicts import (
     HALF_DIGIT,
@@ -25,12 +25,16 @@ from scoregram.studies.grpo_rank.verdicts import (
     judge_row_at,
     judge_saturation,
     judge_top1_order,
+    mean_success,
+    model_scale,
     plain_verdict,
     surely_above,
     within,
     worst_verdict,
 )
 from scoregram.studies.ledger import MeasuredVerdict as Outcome
+from scoregram.studies.ledger import replication_setting
+from scoregram.studies.page import verdict_counts
 
 NAN = math.nan
 NONE = Evidence((), (), ())
@@ -54,6 +58,7 @@ def table_1(ranks: Mapping[Any, Estimate], *, null: float = FAR, **given: Any) -
     for size, rank in ranks.items():
         printed = sum(PRINTED_TOP1.get(size, (0.5, 0.5))) / 2
         row: dict[str, Cell] = {"R": size, "effective rank": rank}
+        row["success rate"] = given.get("success", 0.5)
         row["top-1 fraction"] = tops.get(size, Estimate(printed, printed - 0.01, printed + 0.01))
         for name in ("orthogonal", "shuffled", "unrelated"):
             row[f"null: {name}"] = nulls.get(name, null)
@@ -194,21 +199,27 @@ HEIGHTS = (0.5, 0.6, 0.7)
 
 
 def test_fig_2_needs_the_order_and_a_null_without_it():
+    """Its absence refutes it only where a null model has the order; elsewhere the success rate rules it out."""
     ranks = dict.fromkeys((2, 4, 8), INSIDE)
     for heights in itertools.product(HEIGHTS, repeat=3):
         two, four, eight = heights
         tops = {size: spread(height) for size, height in zip((2, 4, 8), heights, strict=True)}
         holds, fails = four > two > eight, two > four or eight > two or eight > four
-        outcome = Outcome.REPLICATED if holds else Outcome.NOT if fails else Outcome.UNDECIDED
-        assert judge_top1_order(table_1(ranks, tops=tops)).verdict is outcome
+        outcome = Outcome.REPLICATED if holds else Outcome.UNDECIDED
+        judged = judge_top1_order(table_1(ranks, tops=tops, success=0.08))
+        assert judged.verdict is outcome and judged.details == {"nulls in that order": "none"}
+        reason = (
+            "Not decided at this success rate: 8 % of the rollouts are right, and no null model has the printed order"
+        )
+        assert (reason in judged.sentence) is fails
+        assert ("orthogonal scores of equal norms have it from 23 to 77 % right" in judged.sentence) is fails
         wide = {size: spread(height, 0.06) for size, height in zip((2, 4, 8), heights, strict=True)}
-        found = judge_top1_order(table_1(ranks, tops=wide)).verdict
-        assert found is not Outcome.REPLICATED  # neighbours overlap
+        assert judge_top1_order(table_1(ranks, tops=wide)).verdict is not Outcome.REPLICATED  # neighbours overlap
         for name in ("orthogonal", "shuffled", "unrelated"):
             ordered = table_1(ranks, tops=tops, top_nulls={name: {2: 0.6, 4: 0.7, 8: 0.5}})
             judged = judge_top1_order(ordered)
-            assert judged.verdict is (Outcome.AS_NULL if holds else outcome)
-            assert judged.details == {"nulls in that order": name}
+            assert judged.verdict is (Outcome.AS_NULL if holds else Outcome.NOT if fails else Outcome.UNDECIDED)
+            assert judged.details == {"nulls in that order": name} and "Not decided" not in judged.sentence
             other = table_1(ranks, tops=tops, top_nulls={name: {2: 0.7, 4: 0.6, 8: 0.5}})
             assert judge_top1_order(other).verdict is outcome
 
@@ -261,23 +272,26 @@ def prediction_table(rank: Estimate, reward: Estimate, live: Estimate) -> Table:
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize(
-    ("near", "far", "rivals", "outcome"),
+    ("near", "far", "rivals", "answer"),
     [
-        (0.5, 0.9, (0.2, 0.3), Outcome.REPLICATED),
-        (0.5, 0.9, (0.2, -0.3), Outcome.REPLICATED),
-        (0.5, 0.9, (0.2, 0.6), Outcome.AS_NULL),
-        (0.5, 0.9, (-0.6, 0.2), Outcome.AS_NULL),
-        (0.5, 0.9, (0.5, 0.2), Outcome.AS_NULL),
-        (0.5, 0.9, (NAN, NAN), Outcome.REPLICATED),
-        (-0.1, 0.9, (0.0, 0.0), Outcome.UNDECIDED),
-        (0.0, 0.9, (0.0, 0.0), Outcome.UNDECIDED),
-        (NAN, NAN, (0.0, 0.0), Outcome.UNDECIDED),
+        (0.5, 0.9, (0.2, 0.3), "and"),
+        (0.5, 0.9, (0.2, -0.3), "and"),
+        (0.5, 0.9, (0.2, 0.6), "but not"),
+        (0.5, 0.9, (-0.6, 0.2), "but not"),
+        (0.5, 0.9, (0.5, 0.2), "but not"),
+        (0.5, 0.9, (NAN, NAN), "and"),
+        (-0.1, 0.9, (0.0, 0.0), None),
+        (0.0, 0.9, (0.0, 0.0), None),
+        (NAN, NAN, (0.0, 0.0), None),
     ],
 )
-def test_saturation_needs_a_correlation_that_surely_beats_what_is_known_anyway(sign, near, far, rivals, outcome):
+def test_a_signal_of_saturation_must_surely_beat_what_is_known_anyway(sign, near, far, rivals, answer):
+    """The paper asks whether it could be one, so the verdict is an answer."""
     low, high = sorted((sign * near, sign * far)) if not math.isnan(near) else (NAN, NAN)
     made = prediction_table(Estimate(sign * 0.7, low, high), Estimate(rivals[0]), Estimate(rivals[1]))
-    assert judge_saturation(made).verdict is outcome
+    found = judge_saturation(made)
+    assert found.verdict is (Outcome.ANSWERED if answer else Outcome.OPEN)
+    assert found.sentence.startswith(f"Here it predicts gains, {answer} surely" if answer else "Correlation")
 
 
 def test_saturation_without_a_correlation_was_not_measured():
@@ -286,39 +300,45 @@ def test_saturation_without_a_correlation_was_not_measured():
     json.dumps(plain_verdict(found), allow_nan=False)
 
 
-FALL, RISE, SAME = (spread(0.7), spread(0.5)), (spread(0.5), spread(0.7)), (spread(0.6), spread(0.6))
+FALL, RISE, SAME = spread(-0.05), spread(0.05), spread(0.005)
 
 
-def halves_table(cells: tuple[Any, ...], over: tuple[Any, ...]) -> Table:
-    columns = cause_exhibits.at_fixed_right(NONE).columns
-    rows: list[dict[str, Cell]] = [
-        {"R": 8, "first half": a, "second half": b, "over null, first": c, "over null, second": d}
-        for (a, b), (c, d) in zip(cells, over, strict=True)
-    ]
-    return table(columns, rows)
+def slopes_table(rank: Estimate, ratio: Estimate, distinct: Estimate) -> Table:
+    """The pooled row decides; the row of one group size, here against it, does not."""
+    columns = cause_exhibits.trend_table(NONE).columns
+    rows = [(8, 9, FALL, RISE, RISE), (cause_exhibits.ALL_SIZES, 9, rank, ratio, distinct)]
+    return table(columns, [dict(zip(columns, row, strict=True)) for row in rows])
 
 
-def test_the_rank_falls_only_if_most_cells_do_and_none_rises():
-    kinds = {"fall": FALL, "rise": RISE, "same": SAME}
-    for cells in itertools.product(kinds, repeat=3):
-        for over in itertools.product(("fall", "same"), repeat=3):
-            found = judge_fall(halves_table(tuple(map(kinds.get, cells)), tuple(map(kinds.get, over))))
-            falls, rises = cells.count("fall"), cells.count("rise")
-            beyond = sum(pair == ("fall", "fall") for pair in zip(cells, over, strict=True))
-            outcome = Outcome.UNDECIDED
-            if falls >= 2 and not rises:
-                outcome = Outcome.REPLICATED if beyond >= 2 else Outcome.AS_NULL
-            elif rises and not falls:
-                outcome = Outcome.NOT
-            assert found.verdict is outcome, (cells, over)
-            assert f"{falls} of 3 cells fall and {rises} rise" in found.sentence
+def test_the_rank_falls_only_by_the_pooled_slope():
+    for rank, ratio, distinct in itertools.product((FALL, RISE, SAME, ONCE), repeat=3):
+        found = judge_fall(slopes_table(rank, ratio, distinct))
+        outcome = Outcome.UNDECIDED
+        if ratio is FALL:
+            outcome = Outcome.REPLICATED
+        elif rank is FALL:
+            outcome = Outcome.AS_NULL
+        elif RISE in (rank, ratio):
+            outcome = Outcome.NOT
+        assert found.verdict is outcome, (rank, ratio)
+        alone = {FALL: Outcome.REPLICATED, RISE: Outcome.NOT}.get(distinct, Outcome.UNDECIDED)
+        assert found.details == {"without repeated texts": str(alone)}
+        assert ("results/over-training" in found.sentence) is (outcome is Outcome.UNDECIDED)
+        assert found.effect.value == ratio.value and json.dumps(plain_verdict(found), allow_nan=False)
+    sentence = judge_fall(slopes_table(RISE, FALL, SAME)).sentence
+    shown = (
+        "null) -0.050 [-0.060, -0.040],",
+        "texts +0.005 [-0.005, +0.015];",
+        "of log(rank) +0.050 [+0.040, +0.060].",
+    )
+    assert all(slope in sentence for slope in shown)
 
 
-def test_without_cells_nothing_was_measured_about_the_fall():
-    found = judge_fall(halves_table((), ()))
-    assert found.verdict is Outcome.NOT_MEASURED and found.effect.value is None
-    single = halves_table(((Estimate(0.7), Estimate(0.5)),), ((Estimate(0.7), Estimate(0.5)),))
-    assert judge_fall(single).verdict is Outcome.UNDECIDED
+def test_without_slopes_nothing_was_measured_about_the_fall():
+    for made in (slopes_table(UNKNOWN, UNKNOWN, UNKNOWN), cause_exhibits.trend_table(NONE)):
+        found = judge_fall(made)
+        assert found.verdict is Outcome.NOT_MEASURED and found.effect.value is None
+        assert "results/over-training" in found.sentence and "nan" not in found.sentence
 
 
 ORACLE = {
@@ -360,16 +380,59 @@ def test_judging_says_where_and_what_and_fits_json():
         rank_exhibits.table_1(NONE),
         learning_exhibits.group_size_table(NONE),
         cause_exhibits.prediction(NONE),
-        cause_exhibits.at_fixed_right(NONE),
+        cause_exhibits.trend_table(NONE),
         learning_exhibits.variance_table(NONE),
     ]
     exhibits[0] = table_1({2: INSIDE, 4: OUTSIDE, 8: UNKNOWN, 16: OPEN})
     exhibits[0] = Table("table-1", "", "", exhibits[0].columns, exhibits[0].rows)
-    verdicts = judge_claims(exhibits, seeds=(0, 1), model="m", task="t")
+    verdicts = judge_claims(exhibits, seeds=(0, 1), model="some-135M.gguf", task="t")
     assert json.loads(json.dumps(verdicts, allow_nan=False)) == verdicts
     ledger = {claim.id for claim in CLAIMS}
     assert [one["claim"] for one in verdicts if one["claim"] not in ledger] == ["table-1-r16"]
-    assert all((one["seeds"], one["model"], one["task"]) == ([0, 1], "m", "t") for one in verdicts)
+    assert all((one["seeds"], one["model"], one["task"]) == ([0, 1], "some-135M.gguf", "t") for one in verdicts)
+    assert all(
+        (one["replication"], one["scale"], one["success_rate"]) == ("conceptual", "135 M", 0.5) for one in verdicts
+    )
     assert all(one["sentence"].endswith(".") and one["place"] and one["statement"] for one in verdicts)
-    assert headline(verdicts).startswith("“Effective rank about 2 whatever the group size” is not replicated here. ")
+    where = "conceptual replication, some-135M.gguf, 135 M parameters against the paper's 4 B, t, 50 % of rollouts "
+    where += "right, 2 seeds"
+    assert headline(verdicts).startswith(
+        f"“Effective rank about 2 whatever the group size” is not replicated here ({where}). Effective rank 2.00 at "
+    )
+    concluded = assessment(verdicts)
+    assert concluded.summary == headline(verdicts) and where in concluded.strongest_claim
     assert "nan" not in json.dumps(verdicts)
+    by_claim = {one["claim"]: one["restates"] for one in verdicts}
+    assert {claim for claim, other in by_claim.items() if other} == {f"table-1-r{size}" for size in (2, 4, 8, 16)}
+    assert verdict_counts(verdicts).startswith("Of 6 independent statements: ")
+    assert verdict_counts(verdicts).endswith(" (4 claims restate others).")
+
+
+@pytest.mark.parametrize(
+    ("model", "scale"),
+    [
+        ("SmolLM2-135M-Instruct.Q4_1.gguf", "135 M"),
+        ("nvidia/Nemotron-Mini-4B-Instruct", "4 B"),
+        ("folder-7B/start", None),  # the size of the folder's name is not the model's
+        ("qwen2.5-coder-0.5b", "0.5 B"),
+        ("tiny", "0.9 M"),
+        ("llama4bits", None),
+        ("x4b", None),
+    ],
+)
+def test_the_scale_comes_from_the_name_of_the_model(model, scale):
+    assert model_scale(model) == scale
+
+
+def test_the_embedded_policy_is_as_large_as_is_said():
+    from scoregram.policy.tiny import tiny_policy
+    from scoregram.tasks import load_task
+
+    model, _ = tiny_policy(load_task("arithmetic"), 0)
+    assert f"{sum(weight.numel() for weight in model.parameters()) / 1e6:.1f} M" == model_scale("tiny")
+
+
+def test_a_success_rate_that_is_not_known_is_left_out():
+    made = table_1({2: INSIDE, 4: INSIDE}, success=NAN)
+    assert math.isnan(mean_success(made)) and "right" not in replication_setting({"model": "m", "success_rate": None})
+    assert mean_success(table_1({2: INSIDE, 4: INSIDE}, success=0.25)) == 0.25

@@ -48,7 +48,7 @@ def test_a_replication_shows_its_verdicts_and_every_exhibit(tmp_path):
     assert path == tmp_path / "report.html"
     page = Page(path.read_text())
     shown = page.text()
-    assert "Of 2 claims: 1 replicated only as the null predicts, 1 not replicated." in shown
+    assert "Of 2 independent statements: 1 replicated only as the null predicts, 1 not replicated." in shown
     assert "The effective rank is about 2 <script>." in shown and "measured less null 0.0100 [-0.0200, –]" in shown
     assert "tiny, arithmetic, 3 seeds" in shown and "R = 2: 1.50; ends: 1, –" in shown and "1 seed" in shown
     assert all(f"Table {name}" in shown for name in ("one", "two", "three")) and not page.named("script")
@@ -86,6 +86,17 @@ def test_a_spoilt_file_is_named(content, tmp_path):
 
 def test_no_verdict_is_said():
     assert verdict_counts([]) == "No claim was judged."
+
+
+def test_a_statement_counts_once_on_the_page():
+    first = {"claim": "a", "verdict": "not replicated", "restates": None}
+    rows = [{"claim": f"row {i}", "verdict": "not replicated", "restates": "a"} for i in range(3)]
+    other = {"claim": "b", "verdict": "undecided"}
+    counted = "Of 2 independent statements: 1 not replicated, 1 undecided"
+    assert verdict_counts([first, *rows, other]) == f"{counted} (3 claims restate others)."
+    assert verdict_counts([first, rows[0], other]) == f"{counted} (1 claim restates another)."
+    assert verdict_counts([first, other]) == f"{counted}."
+    assert verdict_counts(rows[:1]) == "Of 1 independent statement: 1 not replicated."  # what it restates is not there
 
 
 def test_the_command_writes_a_run_and_prints_where(tmp_path, capsys):

@@ -3,11 +3,16 @@
 import ast
 import importlib.util
 import json
+import math
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from scoregram.runs.disk import CHECKSUMS, damaged_files
+from scoregram.studies.grpo_rank.claims.discussion import FALL_OVER_TRAINING
+from scoregram.studies.grpo_rank.claims.rank import TOP1_OF_FIXED_POLICIES
 from scoregram.studies.grpo_rank.evidence import recompute
 from scoregram.studies.grpo_rank.verdicts import SHIPPED, measured_verdicts
 from scoregram.studies.record import RECORD
@@ -116,3 +121,107 @@ def test_no_text_of_the_data_set_is_there():
         run = open_run(folder)
         assert all(group.prompt is None for group in run.groups(layers=False))
         assert not list(run.rollouts())
+
+
+def top1_fractions(model: str, size: int) -> dict[str, np.ndarray]:
+    """Of the live groups at temperature 1: prompt, number of right rollouts, top-1 fraction and that of the null.
+
+    `others`: right rollouts of the eight of the same prompt that the group is not a part of.
+    """
+    stored = np.load(RESULTS / "fixed-policies" / model / "t1-p1.npz")
+    found = []
+    for prompt, (gram, rewards) in enumerate(zip(stored["k"].astype(float), stored["rewards"], strict=True)):
+        for start in range(0, 16, size):
+            block = slice(start, start + size)
+            a = rewards[block] - rewards[block].mean()
+            if a.any():
+                energy = np.linalg.eigvalsh(np.outer(a, a) * gram[block, block])
+                alone = a**2 * gram[block, block].diagonal()
+                top, null = (each.max() / each.sum() for each in (energy, alone))
+                found.append((prompt, rewards[block].sum(), top, null, rewards[8 * (start < 8) :][:8].sum()))
+    return dict(zip(("prompt", "right", "top", "null", "others"), np.array(found).T, strict=True))
+
+
+def top1_difference(
+    model: str, sizes: tuple[int, int], name: str = "top", success: float | None = None, others: int | None = None
+) -> list[float]:
+    """Mean top-1 fraction at the first size minus that at the second, and its 95 % interval over prompts.
+
+    With a success rate, the groups are weighted so that their number of right rollouts is binomial. With `others`, only
+    groups with so many right among the other eight rollouts of the prompt count.
+    """
+    prompts = len(np.load(RESULTS / "fixed-policies" / model / "t1-p1.npz")["k"])
+    rng = np.random.default_rng(0)
+    draws = [np.arange(prompts), *(rng.integers(prompts, size=prompts) for _ in range(1000))]
+    means = []
+    for size in sizes:
+        found = top1_fractions(model, size)
+        values = []
+        for draw in draws:
+            weight = np.bincount(draw, minlength=prompts)[found["prompt"].astype(int)].astype(float)
+            if others is not None:
+                weight *= found["others"] == others
+            if success is not None:
+                for k in range(1, size):
+                    chance = math.comb(size, k) * success**k * (1 - success) ** (size - k)
+                    weight[found["right"] == k] *= chance / max(weight[found["right"] == k].sum(), 1e-9)
+            values.append(weight @ found[name] / weight.sum())
+        means.append(np.array(values))
+    gap = means[0] - means[1]
+    return [gap[0], *np.percentile(gap[1:], [2.5, 97.5])]
+
+
+@pytest.mark.slow  # runs in `make test-results`
+def test_what_the_ledger_says_of_figure_2_follows_from_the_grams():
+    small, large = "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"
+    text = TOP1_OF_FIXED_POLICIES
+    unsigned = [
+        top1_difference(small, (2, 8)),
+        top1_difference(large, (2, 8)),
+        top1_difference(large, (4, 2), success=0.8),
+        top1_difference(large, (2, 8), success=0.8),
+        top1_difference(large, (2, 4), success=0.5),
+    ]
+    shown = [f"{value:.3f} [{low:.3f}, {high:.3f}]" for value, low, high in unsigned]
+    signed = [top1_difference(model, (4, 2)) for model in (small, large)]
+    signed += [top1_difference(large, sizes, others=8) for sizes in ((4, 2), (2, 8))]
+    shown += [f"{value:+.3f} [{low:+.3f}, {high:+.3f}]" for value, low, high in signed]
+    assert [each for each in shown if each not in text] == []
+    assert len(re.findall(r"\[", text)) == len(shown)
+    assert all(top1_difference(large, sizes, "null", success=0.8)[1] > 0 for sizes in ((4, 2), (2, 8)))
+    assert top1_difference(large, (4, 2), "null", success=0.5)[2] < 0
+    halves = np.load(RESULTS / "fixed-policies" / large / "t1-p1.npz")["rewards"].reshape(-1, 2, 8).mean(-1)
+    assert f"{100 * halves[halves[:, ::-1] == 1].mean():.0f} % right" in text
+    rates = [np.load(RESULTS / "fixed-policies" / model / "t1-p1.npz")["rewards"].mean() for model in (small, large)]
+    assert f"{100 * rates[0]:.0f} and {100 * rates[1]:.0f} %" in text
+
+
+def test_what_the_ledger_says_of_longer_runs_stands_in_their_table():
+    page = (RESULTS / "over-training" / "README.md").read_text(encoding="utf-8")
+    trend = page.split("<!-- trend: begin -->")[1].split("<!-- trend: end -->")[0]
+    over_seeds = [line for line in trend.splitlines() if "over seeds" in line]
+    shown = re.findall(r"[-+][\d.]+ \[[-+][\d.]+, [-+][\d.]+\]", FALL_OVER_TRAINING)
+    wanted = (("the paper's update", "kept"), ("standardised GRPO", "kept"), ("the paper's update", "removed"))
+    for slope, (method, repeats) in zip(shown, wanted, strict=True):
+        assert [line for line in over_seeds if f"**{method}," in line and f" {repeats} " in line and slope in line]
+    ends = [float(line.split("[")[1].split("]")[0].split(", ")[1]) for line in over_seeds if "random" not in line]
+    assert sum(end < 0 for end in ends) == 1  # resolved only there
+    runs = [line for line in trend.splitlines() if line.startswith(("| paper-", "| grpo-"))]
+    assert all(float(line.split("|")[4].split()[0]) < 0 for line in runs) and len(runs) == 12
+    windows = page.split("<!-- windows: begin -->")[1].split("<!-- windows: end -->")[0].splitlines()
+    success = [float(line.split("|")[3]) for line in windows if line.startswith(("| paper-", "| grpo-"))]
+    assert f"{100 * min(success):.0f} to {100 * max(success):.0f} % right" in FALL_OVER_TRAINING
+
+
+def test_the_record_tells_its_kind_scale_and_success_rate_and_decides_no_figure_2():
+    content = json.loads((RESULTS / "smollm2-gsm8k" / RECORD).read_text(encoding="utf-8"))["content"]
+    for text in (content["summary"], content["strongest_claim"]):
+        assert "conceptual replication" in text and "135 M parameters against the paper's 4 B" in text
+        assert "8 % of rollouts right" in text
+    verdicts = {one["claim"]: one for one in content["verdicts"]}
+    assert (
+        verdicts["fig-2"]["verdict"] == "undecided"
+        and "Not decided at this success rate" in verdicts["fig-2"]["sentence"]
+    )
+    assert verdicts["sec-8-future-2"]["verdict"] == "a question, still open"
+    assert "results/over-training" in verdicts["sec-8-future-3"]["sentence"]

@@ -59,7 +59,11 @@ class MeasuredVerdict(StrEnum):
     NOT = "not replicated"
     """The claim fails beyond its interval."""
     UNDECIDED = "undecided"
-    """The interval contains both answers, or there is no interval."""
+    """The interval contains both answers, there is no interval, or these runs could not have shown the claim."""
+    ANSWERED = "a question, answered here"
+    """The paper asks and asserts nothing; the sentence is the answer."""
+    OPEN = "a question, still open"
+    """The paper asks and asserts nothing; the interval contains both answers, or there is none."""
     NOT_MEASURED = "not measured"
 
 
@@ -272,7 +276,31 @@ def _verdict_cell(entry: Entry, measured: Sequence[Mapping[str, Any]]) -> Group:
 
 
 def _replication_line(found: Mapping[str, Any]) -> Text:
-    """The verdict of one replication, with its model, task and number of seeds."""
-    count = len(found.get("seeds", ()))
-    where = f" ({found.get('model')}, {found.get('task')}, {count} seed{'s' * (count != 1)})"
-    return Text("measured: ").append(str(found["verdict"]), style="bold").append(f". {found['sentence']}{where}")
+    """The verdict of one replication, with what was replicated: kind, scale, task, success rate and seeds."""
+    line = Text("measured: ").append(str(found["verdict"]), style="bold").append(f". {found['sentence']}")
+    return line.append(f" ({replication_setting(found)})")
+
+
+def replication_setting(found: Mapping[str, Any]) -> str:
+    """What was replicated, in one line: kind of replication, model and scale, task, success rate, seeds.
+
+    What the verdict does not tell is left out.
+
+    Example:
+        >>> replication_setting({"replication": "conceptual", "model": "m", "scale": "9 M", "paper_scale": "4 B"})
+        "conceptual replication, m, 9 M parameters against the paper's 4 B"
+    """
+    scale = f"{found['scale']} parameters" if found.get("scale") else ""
+    if found.get("paper_scale"):
+        scale = f"{scale or 'a scale not given'} against the paper's {found['paper_scale']}"
+    rate, seeds = found.get("success_rate"), found.get("seeds")
+    count = len(seeds) if isinstance(seeds, Sequence) and not isinstance(seeds, str) else seeds
+    parts = (
+        f"{found['replication']} replication" if found.get("replication") else "",
+        str(found["model"]) if found.get("model") else "",
+        scale,
+        str(found["task"]) if found.get("task") else "",
+        "" if rate is None else f"{100 * rate:.0f} % of rollouts right",
+        f"{count} seed{'s' * (count != 1)}" if count else "",
+    )
+    return ", ".join(part for part in parts if part)

@@ -13,6 +13,7 @@ from scoregram.checks import fail, listed
 from scoregram.exhibits import Cell, Estimate, Exhibit, Table, cell_text, from_plain
 from scoregram.report import Section, write_page
 from scoregram.runs import REPORT
+from scoregram.studies.ledger import replication_setting
 from scoregram.studies.record import EXHIBITS, VERDICTS
 
 PageText = Callable[[Path, Sequence[Mapping[str, Any]]], Mapping[str, Any]]
@@ -77,17 +78,25 @@ def read_replication(folder: Path, text: PageText = lambda folder, verdicts: {})
 
 
 def verdict_counts(verdicts: Sequence[Mapping[str, Any]]) -> str:
-    """How many claims got each verdict, in one sentence.
+    """How many independent statements got each verdict, in one sentence.
+
+    A claim that restates another one of the list is not counted.
 
     Example:
-        >>> verdict_counts([{"verdict": "replicated"}, {"verdict": "not replicated"}, {"verdict": "not replicated"}])
-        'Of 3 claims: 2 not replicated, 1 replicated.'
+        >>> again = {"claim": "b", "restates": "a", "verdict": "not replicated"}
+        >>> others = {"claim": "a", "verdict": "not replicated"}, {"claim": "c", "verdict": "replicated"}
+        >>> verdict_counts([*others, again])
+        'Of 2 independent statements: 1 not replicated, 1 replicated (1 claim restates another).'
     """
     if not verdicts:
         return "No claim was judged."
-    counts = Counter(str(one.get("verdict", "no verdict")) for one in verdicts)
+    present = {one.get("claim") for one in verdicts}
+    counted = [one for one in verdicts if one.get("restates") is None or one["restates"] not in present]
+    again = len(verdicts) - len(counted)
+    counts = Counter(str(one.get("verdict", "no verdict")) for one in counted)
     parts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items(), key=lambda pair: -pair[1]))
-    return f"Of {len(verdicts)} claim{'s' * (len(verdicts) != 1)}: {parts}."
+    rest = f" ({again} claim{'s restate others' if again != 1 else ' restates another'})" if again else ""
+    return f"Of {len(counted)} independent statement{'s' * (len(counted) != 1)}: {parts}{rest}."
 
 
 def verdict_table(verdicts: Sequence[Mapping[str, Any]]) -> Table:
@@ -99,7 +108,7 @@ def verdict_table(verdicts: Sequence[Mapping[str, Any]]) -> Table:
             str(one.get("verdict", "")),
             str(one.get("sentence", "")),
             _effect(one.get("effect")),
-            _setting(one),
+            replication_setting(one),
         )
         for one in verdicts
     ]
@@ -133,13 +142,6 @@ def _part(value: Any) -> str:
 
 def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
-
-
-def _setting(one: Mapping[str, Any]) -> str:
-    seeds = one.get("seeds")
-    count = len(seeds) if isinstance(seeds, Sequence) and not isinstance(seeds, str) else seeds
-    names = [str(one[name]) for name in ("model", "task") if one.get(name)]
-    return ", ".join([*names, *([f"{count} seed{'s' * (count != 1)}"] if count else [])])
 
 
 def _sections(plain: Any, exhibits: Sequence[Exhibit], path: Path) -> list[Section]:

@@ -2,14 +2,19 @@
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 
 import numpy as np
+import torch
 from scipy.stats import rankdata
+from torch import Tensor
 
-from scoregram.bootstrap import bootstrap_estimate, if_enough
+from scoregram.bootstrap import bootstrap_estimate, if_enough, t_mean
 from scoregram.exhibits import Cell, Estimate, Figure, Series, Table
+from scoregram.reading import stacked_spectra
+from scoregram.spectra import effective_rank
 from scoregram.studies.grpo_rank import ABOUT_TWO
 from scoregram.studies.grpo_rank.rank_exhibits import defined_mean, mean_of
 from scoregram.studies.grpo_rank.readings import GREEDY_ACCURACY, Evidence, Reading
@@ -25,6 +30,10 @@ NULL_LADDER: tuple[tuple[str, Callable[[Reading], float]], ...] = (
 
 _ROUNDING = 1e-12
 """Differences of logarithms below this are rounding."""
+SAME_TEXT = 0.9995
+"""Two rollouts of a group whose scores have a larger cosine count as one text, as in `results/over-training`."""
+ALL_SIZES = "all"
+"""Name of the row of `trend` that pools all group sizes."""
 
 
 def accounting(evidence: Evidence) -> Table:
@@ -217,6 +226,79 @@ def at_fixed_right(evidence: Evidence) -> Table:
         ("R", "k right", "groups", "later", "first half", "second half", "over null, first", "over null, second"),
         tuple(rows),
     )
+
+
+def trend_table(evidence: Evidence) -> Table:
+    """Slope of the logarithm of the rank over training, at a fixed number of right rollouts, over seeds."""
+    live = [r for r in evidence.live() if r.is_binary]
+    rows: list[tuple[Cell, ...]] = []
+    for size in (*evidence.sizes, ALL_SIZES):
+        here = [r for r in live if size in (ALL_SIZES, r.trial.size)]
+        whole = [trend_point(r) for r in here]
+        distinct = [trend_point(r, repeats=False) for r in here]
+        slopes = (seed_slopes(whole, "rank"), seed_slopes(whole, "ratio"), seed_slopes(distinct, "ratio"))
+        rows.append((size, len(here), *map(t_mean, slopes)))
+    return Table(
+        "trend",
+        "Does the rank fall over training, at the same k?",
+        "Slope of the logarithm per 1,000 steps, with one constant for each R and k in each seed, so that a changing "
+        "success rate makes no trend; mean over seeds with Student's interval. Over null: relative to orthogonal "
+        "scores of the same norms. Repeats removed: the first of each text, where two rollouts of a group count as one "
+        f"text if their cosine is above {SAME_TEXT}.",
+        ("R", "groups", "log rank", "log rank over null", "the same, repeats removed"),
+        tuple(rows),
+    )
+
+
+@dataclass(frozen=True)
+class TrendPoint:
+    """One live group in the regression over steps."""
+
+    seed: int
+    cell: tuple[int, int]
+    """Group size and number of right rollouts: groups of one cell and seed share a constant."""
+    step: int
+    rank: float
+    """Logarithm of the effective rank."""
+    ratio: float
+    """Logarithm of the effective rank over its orthogonal null."""
+
+
+def trend_point(reading: Reading, *, repeats: bool = True) -> TrendPoint | None:
+    """A live group of right-or-wrong rewards; without `repeats`, the first rollout of each text, None if dead."""
+    rank, null, rewards = reading.rank, reading.orthogonal, (reading.advantages > 0).double()
+    kept = torch.ones(reading.size, dtype=torch.bool) if repeats else first_of_each_text(reading.gram)
+    if not bool(kept.all()):
+        rewards, gram = rewards[kept], reading.gram[kept][:, kept]
+        if not 0 < int(rewards.sum()) < len(rewards):
+            return None
+        advantages = rewards - rewards.mean()
+        null = float(effective_rank(advantages.abs() * gram.diagonal().clamp(min=0).sqrt()))
+        rank = float(effective_rank(stacked_spectra([gram], [advantages])[0]))
+    cell = len(rewards), int(rewards.sum())
+    return TrendPoint(reading.trial.seed, cell, reading.step, math.log(rank), math.log(rank / null))
+
+
+def first_of_each_text(gram: Tensor) -> Tensor:
+    """`(R,)`: whether no earlier rollout of the group has a cosine above `SAME_TEXT` with this one."""
+    norms = gram.diagonal().clamp(min=torch.finfo(gram.dtype).tiny).sqrt()
+    return ~(gram / norms / norms[:, None] > SAME_TEXT).tril(-1).any(-1)
+
+
+def seed_slopes(points: Sequence[TrendPoint | None], name: str) -> list[float]:
+    """Slope of `rank` or `ratio` per 1,000 steps of every seed; a seed whose cells span no steps is left out."""
+    slopes = []
+    known = [point for point in points if point is not None]
+    for seed in dict.fromkeys(point.seed for point in known):
+        own = [point for point in known if point.seed == seed]
+        x, y = np.array([one.step / 1000 for one in own]), np.array([getattr(one, name) for one in own])
+        cells = np.array([one.cell for one in own])
+        for cell in np.unique(cells, axis=0):
+            inside = (cells == cell).all(-1)
+            x[inside] -= x[inside].mean()  # then a constant of the cell in y does not count
+        if x @ x > _ROUNDING:
+            slopes.append(float(x @ y / (x @ x)))
+    return slopes
 
 
 def figure_cosine(evidence: Evidence) -> Figure:

@@ -12,7 +12,8 @@ from scoregram.runs import write_atomically
 from scoregram.studies.grpo_rank import PAPER_VERSION, cause_exhibits, learning_exhibits, rank_exhibits
 from scoregram.studies.grpo_rank.presets import read_setting
 from scoregram.studies.grpo_rank.readings import Evidence, read_evidence
-from scoregram.studies.grpo_rank.verdicts import judge_claims
+from scoregram.studies.grpo_rank.verdicts import MAIN_CLAIM, judge_claims
+from scoregram.studies.ledger import replication_setting
 from scoregram.studies.page import verdict_counts, write_replication_page
 from scoregram.studies.record import EXHIBITS, SETTING, VERDICTS, Assessment
 from scoregram.theory import WORLDS, GroundTruth, credit_costs, ground_truth, listing, network_policy, offsets_by_turn
@@ -40,7 +41,7 @@ SECTIONS = (
         "Why the rank is what it is",
         "The rank of a group is an exact product of factors. The next tables show what the rank correlates with, and "
         "whether it changes while the number of right rollouts stays the same.",
-        ("accounting", "conditions", "figure-cosine", "by-right", "at-fixed-k"),
+        ("accounting", "conditions", "figure-cosine", "by-right", "at-fixed-k", "trend"),
     ),
     (
         "Temperature and layers",
@@ -84,6 +85,7 @@ def exhibits_of(evidence: Evidence) -> tuple[Exhibit, ...]:
         cause_exhibits.figure_cosine(evidence),
         rank_exhibits.by_right(evidence),
         cause_exhibits.at_fixed_right(evidence),
+        cause_exhibits.trend_table(evidence),
         rank_exhibits.by_temperature(evidence),
         rank_exhibits.by_layer(evidence),
         learning_exhibits.by_estimator(evidence),
@@ -106,9 +108,15 @@ def recompute(folder: Path) -> tuple[list[Any], list[Any]]:
 
 
 def headline(verdicts: Sequence[Mapping[str, Any]]) -> str:
-    """The verdict on the paper's main claim, with its numbers."""
-    main = next(one for one in verdicts if one["claim"] == "abstract-effective-rank")
-    return f"“Effective rank about 2 whatever the group size” is {main['verdict']} here. {main['sentence']}"
+    """The verdict on the paper's main claim, with its numbers and what was replicated."""
+    main = _main(verdicts)
+    where = replication_setting(main)
+    return f"“Effective rank about 2 whatever the group size” is {main['verdict']} here ({where}). {main['sentence']}"
+
+
+def _main(verdicts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The verdict on the paper's main claim."""
+    return next(one for one in verdicts if one["claim"] == MAIN_CLAIM)
 
 
 REFERENCES = ("arXiv:2606.29238", "arXiv:2603.01162", "arXiv:2402.03300", "arXiv:2402.14740", "arXiv:2110.14168")
@@ -122,13 +130,13 @@ WEAKEST = (
 """The assumption that the conclusion rests on and that is least certain."""
 
 
-def assessment(verdicts: Sequence[Mapping[str, Any]], setting: Mapping[str, Any]) -> Assessment:
+def assessment(verdicts: Sequence[Mapping[str, Any]]) -> Assessment:
     """What the study concludes, with the numbers of its verdicts."""
-    main = next(one for one in verdicts if one["claim"] == "abstract-effective-rank")
+    main = _main(verdicts)
     return Assessment(
         summary=headline(verdicts),
-        strongest_claim=f"On {setting['model']} and {setting['task']}, advantages and score norms account for the "
-        f"effective rank of a group. {main['sentence']}",
+        strongest_claim="Advantages and score norms account for the effective rank of a group here "
+        f"({replication_setting(main)}). {main['sentence']}",
         weakest_assumption=WEAKEST,
         references=REFERENCES,
         about_version=PAPER_VERSION,
@@ -161,7 +169,7 @@ def _page_text(folder: Path, verdicts: Sequence[Mapping[str, Any]]) -> dict[str,
 
 def reader_answers(verdicts: Sequence[Mapping[str, Any]], setting: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What a reader asks first: what was claimed, what was done, what was seen, and what it does not show."""
-    main = next(one for one in verdicts if one["claim"] == "abstract-effective-rank")
+    main = _main(verdicts)
     sizes = ", ".join(map(str, setting["sizes"]))
     return [
         (
@@ -172,7 +180,8 @@ def reader_answers(verdicts: Sequence[Mapping[str, Any]], setting: Mapping[str, 
             "What did we do?",
             f"We trained {setting['model']} on {setting['task']} with groups of {sizes} rollouts, {setting['seeds']} "
             f"seeds each, {setting['steps']} steps of {setting['batch_size']} rollouts. Every "
-            f"{setting['measure_every']} steps we measured the Gram of every group and computed its rank exactly.",
+            f"{setting['measure_every']} steps we measured the Gram of every group and computed its rank exactly. In "
+            f"short: {replication_setting(main)}.",
         ),
         ("What did we see?", f"{main['sentence']} {verdict_counts(verdicts)}"),
         ("What does it not show?", WEAKEST.replace("That", "Whether", 1)),

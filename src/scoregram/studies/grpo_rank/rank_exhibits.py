@@ -25,7 +25,7 @@ from scoregram.spectra import (
     top1_fraction,
 )
 from scoregram.studies.grpo_rank import PRINTED_TOP1
-from scoregram.studies.grpo_rank.readings import TRAIN, Evidence, Reading
+from scoregram.studies.grpo_rank.readings import TRAIN, Census, Evidence, Reading
 from scoregram.training import FIXED_PROBE, seeded_generator
 
 UNRELATED_DRAWS = 4
@@ -59,6 +59,7 @@ def table_1(evidence: Evidence) -> Table:
             (
                 size,
                 f"{len(live)} of {sum(c.groups for c in counted)}",
+                success_rate(counted),
                 "~2" if low else None,
                 mean_of(live, lambda r: r.rank),
                 *feasible_ranks(live, size),
@@ -78,7 +79,8 @@ def table_1(evidence: Evidence) -> Table:
         id="table-1",
         title="Table 1: spectrum of stacked per-rollout gradients",
         caption="Training groups whose rewards differ, all measured steps and seeds; intervals at 95 %, seeds and then "
-        "prompts resampled. Possible: what the top-1 fractions leave open, on average. Null "
+        "prompts resampled. Success rate: share of right rollouts, dead groups included. Possible: what the top-1 "
+        "fractions leave open, on average. Null "
         "models: orthogonal scores of the measured norms (a ceiling: no scores of these norms have a higher rank); the "
         "same scores with advantages shuffled; scores of other prompts with the same rewards, measured where the whole "
         "batch is stored and other prompts have enough rollouts of each reward, and scaled to all groups of the row "
@@ -86,6 +88,7 @@ def table_1(evidence: Evidence) -> Table:
         columns=(
             "R",
             "live groups",
+            "success rate",
             "rank, paper",
             "effective rank",
             "least possible",
@@ -103,6 +106,12 @@ def table_1(evidence: Evidence) -> Table:
         ),
         rows=tuple(rows),
     )
+
+
+def success_rate(counted: Sequence[Census]) -> float:
+    """Share of right rollouts in all groups of one size, dead groups included; `nan` without a group."""
+    groups = sum(one.groups for one in counted)
+    return math.fsum(one.success * one.groups for one in counted) / groups if groups else math.nan
 
 
 def feasible_ranks(live: Sequence[Reading], size: int) -> tuple[float, float]:

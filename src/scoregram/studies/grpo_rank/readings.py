@@ -113,6 +113,8 @@ class Census:
     groups: int
     deviation: float
     """Mean `σ_r` over all groups, dead groups included."""
+    success: float
+    """Share of rollouts with a reward of at least 1, over the same groups."""
 
 
 @dataclass(frozen=True)
@@ -181,20 +183,20 @@ def read_evidence(folder: Path) -> Evidence:
     readings: list[Reading] = []
     census: list[Census] = []
     for trial in trials:
-        counted: dict[tuple[int, str], list[tuple[bool, float]]] = {}
+        counted: dict[tuple[int, str], list[tuple[bool, float, float]]] = {}
         live: list[GroupRecord] = []
         for group in trial.run.groups():
             if group.kind.startswith(TEST) or bool(group.rewards.isnan().any()):
                 continue
             alive = StoredGroup(group).is_live
-            counted.setdefault((group.step, group.kind), []).append((alive, float(group.rewards.std(correction=0))))
+            deviation, success = float(group.rewards.std(correction=0)), float((group.rewards >= 1).double().mean())
+            counted.setdefault((group.step, group.kind), []).append((alive, deviation, success))
             if alive and has_spectrum(group):
                 live.append(group)
         readings += readings_of(trial, live)
-        census += [
-            Census(trial, step, kind, sum(a for a, _ in seen), len(seen), sum(d for _, d in seen) / len(seen))
-            for (step, kind), seen in counted.items()
-        ]
+        for (step, kind), seen in counted.items():
+            alive, deviation, success = map(sum, zip(*seen, strict=True))
+            census.append(Census(trial, step, kind, alive, len(seen), deviation / len(seen), success / len(seen)))
     return Evidence(trials, tuple(readings), tuple(census))
 
 

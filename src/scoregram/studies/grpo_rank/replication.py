@@ -93,7 +93,7 @@ def replicate(
         return 130
     exhibits, verdicts = write_evidence(out)
     facts = {"about": PAPER_ID, "config": dict(setting), "seeds": range(count), "created": datetime.now(UTC).date()}
-    write_record(out, **facts, assessment=assessment(verdicts, setting), key_file=sign_with)
+    write_record(out, **facts, assessment=assessment(verdicts), key_file=sign_with)
     page = write_replication_report(out)
     _print_results(exhibits, verdicts, console)
     console.print(f"{time.perf_counter() - began:.0f} s. Report: {page}", soft_wrap=True)

@@ -2,11 +2,13 @@
 
 A claim is *replicated* only if it holds and no null model predicts it; *replicated only as the null predicts* if it
 holds and a null model predicts it too; *not replicated* if it fails beyond its interval; *undecided* if the interval
-contains both answers, or if there is no interval.
+contains both answers, if there is no interval, or if these runs could not have shown the claim. The paper also asks:
+a question is *answered* or *still open*, with the numbers.
 """
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
@@ -16,11 +18,18 @@ from typing import Any
 
 from scoregram.checks import fail
 from scoregram.exhibits import Cell, Estimate, Exhibit, Table
-from scoregram.studies.grpo_rank import ABOUT_TWO, PRINTED_TOP1
+from scoregram.studies.grpo_rank import ABOUT_TWO, PAPER_SCALE, PRINTED_TOP1
+from scoregram.studies.grpo_rank.cause_exhibits import ALL_SIZES
 from scoregram.studies.grpo_rank.claims import CLAIMS
+from scoregram.studies.grpo_rank.claims.rank import rates_with_printed_order
 from scoregram.studies.ledger import MeasuredVerdict
 from scoregram.studies.record import RECORD
 
+MAIN_CLAIM = "abstract-effective-rank"
+TINY_SCALE = "0.9 M"
+"""Parameters of the embedded policy."""
+LONGER_RUNS = "results/over-training"
+"""Record of runs of 1,000 steps."""
 HALF_DIGIT = 0.05
 """Rounding of a fraction that is printed with one digit."""
 _CLOSE = 0.8
@@ -63,19 +72,47 @@ def judge_claims(exhibits: Sequence[Exhibit], *, seeds: Sequence[int], model: st
         judge_top1_order(tables["table-1"]),
         judge_larger_groups(tables["group-size"]),
         judge_saturation(tables["prediction"]),
-        judge_fall(tables["at-fixed-k"]),
+        judge_fall(tables["trend"]),
         judge_gradient_error(tables["variance"]),
     ]
-    where = {"seeds": list(seeds), "model": model, "task": task}
+    where = {
+        "seeds": list(seeds),
+        "model": model,
+        "task": task,
+        "replication": "conceptual",  # neither the code nor the rollouts of the paper are public
+        "scale": model_scale(model),
+        "paper_scale": PAPER_SCALE,
+        "success_rate": _finite(mean_success(tables["table-1"])),
+    }
     return [plain_verdict(one) | _printed_statement(one.claim) | where for one in judged]
 
 
-def _printed_statement(claim: str) -> dict[str, str]:
-    """Place and statement of a claim, from the ledger."""
+def _printed_statement(claim: str) -> dict[str, str | None]:
+    """Place and statement of a claim, and the claim that it restates, from the ledger."""
     found = next((one for one in CLAIMS if one.id == claim), None)
     if found is None:  # a row of Table 1 for a group size that is not in the paper
-        return {"place": "Table 1, extended", "statement": "The effective rank is about 2 whatever the group size."}
-    return {"place": found.place, "statement": found.statement}
+        statement = "The effective rank is about 2 whatever the group size."
+        return {"place": "Table 1, extended", "statement": statement, "restates": MAIN_CLAIM}
+    return {"place": found.place, "statement": found.statement, "restates": found.restates or None}
+
+
+def model_scale(model: str) -> str | None:
+    """Number of parameters, from the name of a model; None if the name does not tell it.
+
+    Example:
+        >>> model_scale("SmolLM2-135M-Instruct.Q4_1.gguf"), model_scale("Qwen2.5-Coder-1.5B"), model_scale("start")
+        ('135 M', '1.5 B', None)
+    """
+    if model == "tiny":
+        return TINY_SCALE
+    found = re.search(r"(?<![\w.])(\d+(?:\.\d+)?)([MB])(?![a-zA-Z0-9])", Path(model).name, flags=re.IGNORECASE)
+    return None if found is None else f"{found[1]} {found[2].upper()}"
+
+
+def mean_success(table: Table) -> float:
+    """Success rate of the training rollouts: mean over the group sizes of Table 1, which have as many rollouts each."""
+    rates = [rate for rate in _column(table, "success rate") if _finite(rate) is not None]
+    return sum(rates) / len(rates) if rates else math.nan
 
 
 def plain_verdict(judged: JudgedClaim) -> dict[str, Any]:
@@ -105,9 +142,9 @@ def _finite(value: Any) -> float | None:
     return float(value) if isinstance(value, float | int) and math.isfinite(value) else None
 
 
-def _digits(value: float | None) -> str:
-    """A number with two decimals."""
-    return "?" if value is None or math.isnan(value) else f"{value:.2f}"
+def _digits(value: float | None, decimals: int = 2) -> str:
+    """A number with so many decimals."""
+    return "?" if value is None or math.isnan(value) else f"{value:.{decimals}f}"
 
 
 def within(cell: Estimate, low: float, high: float) -> MeasuredVerdict:
@@ -186,7 +223,7 @@ def judge_rank(table: Table) -> JudgedClaim:
     """
     sizes = [size for size in _column(table, "R") if size <= max(PRINTED_TOP1)]
     if not sizes:
-        return _not_measured("abstract-effective-rank", "Needs R = 2, 4 and 8.", Effect("effective rank"))
+        return _not_measured(MAIN_CLAIM, "Needs R = 2, 4 and 8.", Effect("effective rank"))
     each = [judge_rank_at(table, size) for size in sizes]
     outcomes = {one.verdict for one in each}
     missing = sorted(PRINTED_TOP1.keys() - set(sizes))
@@ -203,11 +240,15 @@ def judge_rank(table: Table) -> JudgedClaim:
     sentence = f"Effective rank {values}; orthogonal scores of the same norms would give {nulls}."
     details = {f"R = {size}": str(one.verdict) for size, one in zip(sizes, each, strict=True)}
     details |= {f"R = {size}": str(MeasuredVerdict.NOT_MEASURED) for size in missing}
-    return JudgedClaim("abstract-effective-rank", outcome, sentence, each[-1].effect, details)
+    return JudgedClaim(MAIN_CLAIM, outcome, sentence, each[-1].effect, details)
 
 
 def judge_top1_order(table: Table) -> JudgedClaim:
-    """Whether the top-1 fraction is highest at R = 4 and lowest at R = 8, and no null model has the same order."""
+    """Whether the top-1 fraction is highest at R = 4 and lowest at R = 8, and no null model has the same order.
+
+    Even for orthogonal scores the order depends on the success rate and on norms. It is *not replicated* only if it is
+    surely absent while a null model has it for the same groups. Where no null model has it, nothing is decided.
+    """
     sizes = _column(table, "R")
     tops: dict[int, Estimate] = dict(zip(sizes, _column(table, "top-1 fraction"), strict=True))
     if any(size not in tops or math.isnan(tops[size].value) for size in (2, 4, 8)):
@@ -219,11 +260,13 @@ def judge_top1_order(table: Table) -> JudgedClaim:
     outcome = MeasuredVerdict.UNDECIDED
     if apart:
         outcome = MeasuredVerdict.AS_NULL if by_null else MeasuredVerdict.REPLICATED
-    elif refuted:
+    elif refuted and by_null:
         outcome = MeasuredVerdict.NOT
     alone = {size: nulls[size]["orthogonal"] for size in nulls}
     sentence = "Top-1 fraction " + ", ".join(f"{_digits(tops[size].value)} at R = {size}" for size in (2, 4, 8))
     sentence += "; |A| and norms alone " + ", ".join(_digits(alone[size]) for size in (2, 4, 8)) + "."
+    if refuted and not by_null:
+        sentence += f" Not decided at this success rate: {_why_not_shown(mean_success(table))}"
     low, high = tops[4].low - tops[8].high, tops[4].high - tops[8].low
     difference = Effect(
         "top-1, R = 4 less R = 8",
@@ -233,6 +276,15 @@ def judge_top1_order(table: Table) -> JudgedClaim:
         _finite(alone[4] - alone[8]),
     )
     return JudgedClaim("fig-2", outcome, sentence, difference, {"nulls in that order": ", ".join(by_null) or "none"})
+
+
+def _why_not_shown(success: float) -> str:
+    """Why an absent order of top-1 fractions says nothing at this success rate."""
+    least, most = rates_with_printed_order()
+    return (
+        f"{_digits(100 * success, 0)} % of the rollouts are right, and no null model has the printed order for these "
+        f"groups (orthogonal scores of equal norms have it from {100 * least:.0f} to {100 * most:.0f} % right)."
+    )
 
 
 def surely_above(one: Estimate, other: Estimate) -> bool:
@@ -273,44 +325,72 @@ def judge_larger_groups(table: Table) -> JudgedClaim:
 
 
 def judge_saturation(table: Table) -> JudgedClaim:
-    """Whether the effective rank predicts gains, surely better than the mean reward and the share of live groups do."""
+    """The answer to the question whether the effective rank could serve as a signal of saturation.
+
+    Answered if it surely predicts gains; the sentence tells whether it does so surely better than the mean reward and
+    the share of live groups, which cost nothing. Open otherwise.
+    """
     found = dict(zip(_column(table, "quantity"), _column(table, "correlation with the gain"), strict=True))
     rank: Estimate = found["effective rank"]
     rivals = [found["mean reward"], found["share of live groups"]]
     least = rank.low if rank.low > 0 else -rank.high if rank.high < 0 else 0.0
     beats = all(least > abs(rival.value) for rival in rivals if not math.isnan(rival.value))
-    outcome = MeasuredVerdict.NOT_MEASURED if math.isnan(rank.value) else MeasuredVerdict.UNDECIDED
+    outcome = MeasuredVerdict.NOT_MEASURED if math.isnan(rank.value) else MeasuredVerdict.OPEN
+    answer = ""
     if least > 0:
-        outcome = MeasuredVerdict.REPLICATED if beats else MeasuredVerdict.AS_NULL
+        outcome = MeasuredVerdict.ANSWERED
+        rest = "and surely better" if beats else "but not surely better"
+        answer = f"Here it predicts gains, {rest} than the mean reward and the share of live groups do. "
     known_ones = [
         f"{name} {round(cell.value, 2) + 0.0:+.2f}" for name, cell in found.items() if not math.isnan(cell.value)
     ]
-    sentence = f"Correlation with the next gain in accuracy: {', '.join(known_ones) or 'none is defined'}."
+    sentence = f"{answer}Correlation with the next gain in accuracy: {', '.join(known_ones) or 'none is defined'}."
     return JudgedClaim("sec-8-future-2", outcome, sentence, _effect("correlation of the rank", rank, 0.0))
 
 
 def judge_fall(table: Table) -> JudgedClaim:
-    """Whether the rank falls over training at the same number of right rollouts.
+    """Whether the rank falls over training at the same number of right rollouts, by the slope pooled over all cells.
 
-    Replicated if most cells surely fall, none surely rises, and most fall further than their null.
+    Replicated if rank over null surely falls; as the null predicts if the rank surely falls and its ratio to the null
+    does not; not replicated if one of the two surely rises and neither falls.
     """
-    halves = list(zip(_column(table, "first half"), _column(table, "second half"), strict=True))
-    over = list(zip(_column(table, "over null, first"), _column(table, "over null, second"), strict=True))
-    fallen = [surely_above(one, two) for one, two in halves]
-    beyond = sum(fell and surely_above(one, two) for fell, (one, two) in zip(fallen, over, strict=True))
-    falls, rises = sum(fallen), sum(surely_above(two, one) for one, two in halves)
-    changes = [two.value - one.value for one, two in halves]
-    outcome = MeasuredVerdict.UNDECIDED if changes else MeasuredVerdict.NOT_MEASURED
-    if 2 * falls > len(changes) and not rises:
-        outcome = MeasuredVerdict.REPLICATED if 2 * beyond > len(changes) else MeasuredVerdict.AS_NULL
-    elif rises and not falls:
+    sizes = _column(table, "R")
+    names = ("log rank", "log rank over null", "the same, repeats removed")
+    rank, ratio, distinct = (
+        _column(table, name)[sizes.index(ALL_SIZES)] if ALL_SIZES in sizes else Estimate(math.nan) for name in names
+    )
+    outcome = MeasuredVerdict.NOT_MEASURED if math.isnan(ratio.value) else MeasuredVerdict.UNDECIDED
+    if ratio.high < 0:
+        outcome = MeasuredVerdict.REPLICATED
+    elif rank.high < 0:
+        outcome = MeasuredVerdict.AS_NULL
+    elif ratio.low > 0 or rank.low > 0:
         outcome = MeasuredVerdict.NOT
     sentence = (
-        f"At fixed k, where σ_r is fixed too, {falls} of {len(changes)} cells fall and {rises} rise beyond their "
-        f"intervals; {beyond} fall further than orthogonal scores of the same norms would."
+        "At fixed k, where σ_r is fixed too, per 1,000 steps and over seeds: slope of log(rank / null) "
+        f"{_slope(ratio)}, without repeated texts {_slope(distinct)}; of log(rank) {_slope(rank)}."
     )
-    mean = sum(changes) / len(changes) if changes else math.nan
-    return JudgedClaim("sec-8-future-3", outcome, sentence, Effect("mean change at fixed k", _finite(mean), null=0.0))
+    if outcome in (MeasuredVerdict.UNDECIDED, MeasuredVerdict.NOT_MEASURED):
+        sentence += f" Runs of 1,000 steps are in {LONGER_RUNS}."
+    details = {"without repeated texts": str(falling(distinct))}
+    return JudgedClaim("sec-8-future-3", outcome, sentence, _effect("slope of log(rank / null)", ratio, 0.0), details)
+
+
+def falling(slope: Estimate) -> MeasuredVerdict:
+    """Whether a slope is surely negative."""
+    if math.isnan(slope.value):
+        return MeasuredVerdict.NOT_MEASURED
+    if slope.high < 0:
+        return MeasuredVerdict.REPLICATED
+    return MeasuredVerdict.NOT if slope.low > 0 else MeasuredVerdict.UNDECIDED
+
+
+def _slope(cell: Estimate) -> str:
+    """A slope and its interval, with three decimals."""
+    value, low, high = (
+        "?" if math.isnan(end) else f"{round(end, 3) + 0.0:+.3f}" for end in (cell.value, cell.low, cell.high)
+    )
+    return f"{value} [{low}, {high}]"
 
 
 def judge_gradient_error(table: Table) -> JudgedClaim:

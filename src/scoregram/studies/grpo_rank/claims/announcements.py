@@ -94,25 +94,27 @@ def _no_fix() -> Finding:
 
 
 def _parity() -> Finding:
-    suppressing = {effect for effect in _EFFECTS if effect > 0}
-    parity = {effect for effect in _EFFECTS if effect == 0}
-    same = 0.0
+    suppressing, regularising = ({effect for effect in _EFFECTS if effect * sign > 0} for sign in (1, -1))
+    parity, drop = ({effect for effect in _EFFECTS if effect == seen} for seen in (0, -1))
+    same, noise = 0.0, []
     for truth in lab_worlds("output_only"):
         for prompt in prompts_of(truth):
-            means = [
-                group_update_moments(truth, fn, prompt=prompt, group_size=4).expected
-                for fn in (leave_one_out, no_baseline)
-            ]
-            same = max(same, float((means[0] - means[1]).abs().max()))
+            others, none = (
+                group_update_moments(truth, fn, prompt=prompt, group_size=4) for fn in (leave_one_out, no_baseline)
+            )
+            same = max(same, float((others.expected - none.expected).abs().max()))
+            noise.append(none.mse / others.mse)
     return refuted(
         printed=bool(suppressing & parity),
-        truth=not suppressing & parity and same <= EXACT,
+        truth=not suppressing & parity and bool(regularising & drop) and same <= EXACT and max(noise) > 1.1,
         evidence={
             "effects in which the rank suppresses scores and its removal leaves them equal": len(suppressing & parity),
+            "effects in which the rank regularises and its removal lowers scores": len(regularising & drop),
             "gap of the mean update, leave-one-out and no baseline": same,
-        },
-        correction="Equal scores after a fix mean that the rank did not matter. Suppression would show as a rise. Even a "
-        "change is no proof: a fix changes the noise of the update beside its rank, and its mean need not change at all.",
+        }
+        | extremes("error of the update, no baseline / leave-one-out", noise),
+        correction="Equal scores after a fix mean that the rank did not matter; suppression would show as a rise. A drop is what "
+        "regularisation would give, but no proof of it: a fix also changes the noise of the update, and may leave its mean as it was.",
     )
 
 
@@ -149,8 +151,9 @@ SUMMARY_CLAIMS = (
     ),
     _summary_claim(
         "summary-parity",
-        "context, last paragraph",
-        "If scores are equal after the credit is corrected, the low rank was suppressing performance.",
+        "context, third paragraph, second sentence",
+        "If benchmark parity holds after the fix, the rank collapse was suppressing performance; if scores drop, the sparsity was acting "
+        "as implicit regularisation.",
         _parity,
     ),
 )

@@ -131,16 +131,17 @@ def _bias() -> Finding:
             share = float(own @ target / (target @ target))
             scale = max(scale, abs(share - (_GROUP_SIZE - 1) / _GROUP_SIZE))
             direction = max(direction, float((own - share * target).norm() / target.norm()))
-    return refuted(
+    return corrected(
         printed=unseen > EXACT,
         truth=max(unseen, scale, direction) <= EXACT and error > 0.1,
         evidence={
-            "largest |Bias_h|": error,
+            "largest |Bias_h|, an error of the advantage": error,
             "gradient bias, baseline unseen": unseen,
             "|scale - (R-1)/R|, group mean": scale,
             "off direction, group mean": direction,
         },
-        correction="The advantage is off, the gradient is not: Bias_h is fixed before a_h is drawn, so "
+        correction="True of the advantage given the history, which is how (23) defines Bias_h (see eq-23). It does not reach the "
+        "gradient: Bias_h is fixed before a_h is drawn, so "
         "E[Bias_h ∇log π(a_h|s_h)] = 0 at every turn. The group mean only scales the gradient by (R-1)/R, as in one turn.",
     )
 
@@ -199,7 +200,7 @@ MULTITURN_CLAIMS = (
     claim(
         "multi-turn-bias",
         "section 6, sentence before eq. (23); 'In short', second sentence",
-        "Mixing past with future rewards introduces bias into GRPO for multi-turn problems (read: into its gradient).",
+        "Subtracting v̂_R(s_0) from the total return conflates past with future rewards and introduces bias for multi-turn problems.",
         _bias,
     ),
     claim(

@@ -528,8 +528,9 @@ GROUP_SIZE_CLAIMS = (
     ),
     _ustatistic_claim(
         "ustat-experiment-mse",
-        "Experiments, gradient error",
-        "On a language model the error is close to the oracle's at G = 8, no different at 32, and largest without a baseline.",
+        "section 5, the experiment on the gradient's MSE (from notes, which do not name its subsection)",
+        "On a language model the MSE of GRPO's gradient is close to the oracle's at G = 8 and no different from it at 32; the vanilla "
+        "gradient, without a baseline, has the largest.",
         _error_experiment,
     ),
     _ustatistic_claim(
