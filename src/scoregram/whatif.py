@@ -36,14 +36,16 @@ def show_replay(
     weights: str = "uniform",
     as_json: bool = False,
 ) -> int:
-    """Print the comparison as a table or as strict JSON, and return the exit status 0."""
+    """Print the comparison as a table or as strict JSON, with the run's trust, and return the exit status 0."""
     run = read_run(open_run(folder))
     found = what_if(run, estimators, group_size=group_size, weights=weights)
     if as_json:
-        print(json.dumps(without_nan(asdict(found)), indent=1, allow_nan=False))
+        trust = {"mark": run.trust.mark.strip(" ()"), "trust": run.trust.sentences()}
+        print(json.dumps(without_nan(asdict(found)) | trust, indent=1, allow_nan=False))
         return 0
     weighted = "" if found.weights == "uniform" else f", weights {found.weights}"
-    table = Table(title=f"{found.groups} groups of {found.run_size}, in parts of {found.group_size}{weighted}")
+    title = f"{found.groups} groups of {found.run_size}, in parts of {found.group_size}{weighted}{run.trust.mark}"
+    table = Table(title=title)
     for name in COLUMNS:
         table.add_column(name, justify="left" if name == "estimator" else "right")
     for row in sorted(found.rows, key=lambda row: -row.snr.value):

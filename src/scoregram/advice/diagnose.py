@@ -14,7 +14,7 @@ from rich.text import Text
 
 from scoregram.advice import gram_rules, noise_rules, policy_rules, reward_rules
 from scoregram.advice.difficulty import informed_finding
-from scoregram.advice.findings import SEVERITIES, Diagnosis, RuleVerdict, RunFinding, Severity, diagnosis_of
+from scoregram.advice.findings import SEVERITIES, Diagnosis, RuleVerdict, RunFinding, Severity, Undecided, diagnosis_of
 from scoregram.advice.formats import read_log
 from scoregram.advice.logs import RunLog, run_log
 from scoregram.advice.settings import trainer_of, with_setting
@@ -62,6 +62,8 @@ GRAM_RULES: Mapping[str, Callable[[RunReading], RuleVerdict]] = MappingProxyType
     }
 )
 """Rules that need the Grams, groups or rollouts of a run folder."""
+WITHOUT_GRAMS = frozenset({"overfitting to prompts"})
+"""Those of them that need no Gram, so that no self-check concerns them."""
 
 ROLLOUT_STEPS = 12
 """Steps whose stored rollouts are read for repetition, spread over the run."""
@@ -97,16 +99,38 @@ def advise_run(run: RunReading) -> Diagnosis:
     stored = [*_repetition_lines(run), *_truncation_lines(run)]
     log = run_log(source, [*run.lines, *stored], run.config, run.last_third)
     # among equally severe and certain findings those from the Gram come first: they name causes
-    verdicts: dict[str, RuleVerdict] = {name: rule(run) for name, rule in GRAM_RULES.items()}
+    verdicts: dict[str, RuleVerdict] = {name: _trusted(name, rule(run), run) for name, rule in GRAM_RULES.items()}
     verdicts |= {name: rule(log) for name, rule in LOG_RULES.items()}
     size = verdicts["group size"]
-    return _told_diagnosis(source, {name: _informed(one, run, size) for name, one in verdicts.items()}, run.config)
+    informed = {name: _informed(one, run, size) for name, one in verdicts.items()}
+    return _told_diagnosis(source, informed, run.config, run.trust.sentences())
 
 
-def _told_diagnosis(source: str, verdicts: Mapping[str, RuleVerdict], config: Mapping[str, Any]) -> Diagnosis:
+def _trusted(name: str, verdict: RuleVerdict, run: RunReading) -> RuleVerdict:
+    """The verdict of a rule on Grams, as far as the run can be trusted.
+
+    A finding from re-tokenised text or with a model in doubt is marked, and no more than possible. Rules leave out the
+    Grams of steps whose self-check failed; one that cannot decide says so.
+    """
+    trust = run.trust
+    if isinstance(verdict, Undecided) and trust.failed and name not in WITHOUT_GRAMS:
+        told = f"first make the self-check pass, which failed or could not be made at {len(trust.failed)} of "
+        told += f"{len(trust.errors)} measured steps (docs/trl.md lists the causes); then {verdict.needs}"
+        return replace(verdict, needs=told)
+    if not isinstance(verdict, RunFinding) or verdict.without_gram or not trust.mark:
+        return verdict
+    change = verdict.change and replace(verdict.change, sentence=trust.marked(verdict.change.sentence))
+    evidence = f"{verdict.evidence} {trust.doubt}"
+    told = {"sentence": trust.marked(verdict.sentence), "evidence": evidence, "change": change}
+    return replace(verdict, mark=trust.mark, confidence="possible", **told)
+
+
+def _told_diagnosis(
+    source: str, verdicts: Mapping[str, RuleVerdict], config: Mapping[str, Any], trust: Iterable[str] = ()
+) -> Diagnosis:
     """The diagnosis, in the words of the trainer that made the run."""
     told = {name: with_setting(one, config) if isinstance(one, RunFinding) else one for name, one in verdicts.items()}
-    return diagnosis_of(source, told, trainer_of(config))
+    return diagnosis_of(source, told, trainer_of(config), trust)
 
 
 def _informed(verdict: RuleVerdict, run: RunReading, size: RuleVerdict) -> RuleVerdict:
@@ -117,22 +141,26 @@ def _informed(verdict: RuleVerdict, run: RunReading, size: RuleVerdict) -> RuleV
 
 
 def _attributed(verdict: RuleVerdict, run: RunReading) -> RuleVerdict:
-    """A finding of gradient spikes, with the rollout that has the most gradient energy at the first measured spike."""
+    """A finding of gradient spikes, with the rollout that has the most gradient energy at its first step.
+
+    Without it if that step was not measured, its self-check failed, or no rollout has a gradient.
+    """
     if not isinstance(verdict, RunFinding) or verdict.name != "gradient spikes":
         return verdict
-    groups = [group for group in run.groups if group.record.step == verdict.since and group.record.gram is not None]
-    if not groups:
-        return verdict
+    groups = [group for group in run.groups if group.record.step == verdict.since]
     pulls = [
-        (float(energy), group.record.prompt_id, place)
+        (energy, group.record.prompt_id, place)
         for group in groups
-        if group.record.gram is not None
-        for place, energy in enumerate(group.record.advantages.double().square() * group.record.gram.diagonal())
+        if verdict.since in run.usable_steps
+        for place, energy in enumerate(group.row_energies().tolist())
+        if math.isfinite(energy)
     ]
+    total = sum(one for one, *_ in pulls)
+    if not total > 0:
+        return verdict
     energy, prompt, place = max(pulls)
-    share = energy / sum(one for one, *_ in pulls)
-    told = f"At step {verdict.since}, rollout {place} of {prompt} has {share:.0%} of the gradient energy."
-    return replace(verdict, sentence=f"{verdict.sentence} {told}")
+    told = f"At step {verdict.since}, rollout {place} of {prompt} has {energy / total:.0%} of the gradient energy."
+    return replace(verdict, sentence=f"{verdict.sentence} {run.trust.marked(told)}")
 
 
 def _repetition_lines(run: RunReading) -> Iterator[dict[str, float]]:
@@ -201,12 +229,14 @@ def _severity(name: str) -> Severity:
 
 
 def print_diagnosis(found: Diagnosis, console: Console) -> None:
-    """Every finding with its evidence and its change, then what is fine and what the data do not decide."""
+    """How far to trust the numbers, every finding with its evidence and change, what is fine, and what is undecided."""
     console.print(Text(found.source, style="dim"), soft_wrap=True)
+    for sentence in found.trust:
+        console.print(Text(sentence))
     if not found.findings:
         console.print(Text("Nothing to change was found.", style="bold"))
     for one in found.findings:
-        console.print(Text.assemble("\n", (one.severity, STYLES[one.severity]), "  ", (one.name, "bold")))
+        console.print(Text.assemble("\n", (one.severity, STYLES[one.severity]), "  ", (one.title, "bold")))
         for line in one.lines():
             console.print(Text(f"  {line}"))
     console.print()

@@ -355,9 +355,10 @@ def chance_sentence(outcomes: OutcomeCounts, direction: str) -> str:
 def size_sentence(run: RunReading, law: SuccessLaw | None, verdict: RuleVerdict) -> str:
     """What another group size would do for dead groups, in agreement with the rule on the group size."""
     used, batch, best = run.group_size, run.batch_size, run.noise().best_group_size
+    least = run.trust.marked(f"the update has the least error with groups of {cell_text(best)}.")
     if isinstance(verdict, RunFinding) and verdict.change is not None:
         if verdict.change.direction == "down":
-            return f"Larger groups: the update has the least error with groups of {cell_text(best)}."
+            return f"Larger groups: {least}"
         return f"Larger groups: {verdict.change.sentence} See “{verdict.name}”."
     if used is None or law is None or used < 2 or isinstance(verdict, Undecided):
         return ""
@@ -367,4 +368,4 @@ def size_sentence(run: RunReading, law: SuccessLaw | None, verdict: RuleVerdict)
         later, now = (law.live_share(size) * batch / size for size in (twice, used))
         shares = f"a step would have about {later:.1f} live ones, now {now:.1f}"
     told = f"Groups of {twice} at the same rollouts: {shares}."
-    return f"{told} The update has the least error with groups of {cell_text(best)}."
+    return f"{told} {least[:1].upper()}{least[1:]}"

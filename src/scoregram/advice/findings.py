@@ -64,12 +64,21 @@ class RunFinding:
     confidence: Confidence = "likely"
     listing: tuple[str, ...] = ()
     """Lines of a list that the finding is about, such as prompts with their numbers."""
+    without_gram: bool = False
+    """Whether a rule on Grams came to it from rewards alone."""
+    mark: str = ""
+    """What is in doubt about the numbers, such as ` (approximate)`; empty if nothing is."""
+
+    @property
+    def title(self) -> str:
+        """Its name, with the mark."""
+        return f"{self.name}{self.mark}"
 
     def lines(self) -> list[str]:
         """The finding as text: what is wrong, the number, the evidence, what to change and what to expect, the list."""
         level = f"{self.level} " if self.level else ""
         since = "" if self.since is None else f" ({level}since step {self.since})"
-        number = "" if math.isnan(self.number.value) else f"{self.label}: {cell_text(self.number)}; "
+        number = "" if math.isnan(self.number.value) else f"{self.label}{self.mark}: {cell_text(self.number)}; "
         told = [f"{self.sentence}{since}", f"Evidence, {self.confidence}: {number}{self.evidence}"]
         if self.change is not None:
             setting = f" Setting: {self.change.setting}." if self.change.setting else ""
@@ -85,7 +94,8 @@ class RunFinding:
             name: getattr(self, name) for name in ("name", "severity", "since", "sentence", "evidence", "confidence")
         }
         return own | {
-            "number": ends | {"label": self.label},
+            "number": ends | {"label": f"{self.label}{self.mark}"},
+            "mark": self.mark.strip(" ()"),
             "change": None if self.change is None else self.change.plain(),
             "listing": list(self.listing),
         }
@@ -122,6 +132,8 @@ class Diagnosis:
     """Rules that found nothing to change."""
     undecided: Mapping[str, str]
     """Rule → what to log or measure so that it could decide."""
+    trust: tuple[str, ...] = ()
+    """How far the numbers of the run can be trusted, a sentence each; empty for a plain log."""
 
     def worst(self) -> Severity | None:
         """Severity of the first finding; None without one."""
@@ -133,9 +145,9 @@ class Diagnosis:
         return worst is not None and SEVERITIES.index(worst) <= SEVERITIES.index(severity)
 
     def text(self) -> str:
-        """The findings as a list, then `open_text`."""
-        blocks = [f"- **{one.name}** ({one.severity}). " + " ".join(one.lines()) for one in self.findings]
-        return "\n\n".join(part for part in ("\n".join(blocks), self.open_text()) if part)
+        """How far to trust the numbers, the findings as a list, then `open_text`."""
+        blocks = [f"- **{one.title}** ({one.severity}). " + " ".join(one.lines()) for one in self.findings]
+        return "\n\n".join(part for part in (" ".join(self.trust), "\n".join(blocks), self.open_text()) if part)
 
     def open_text(self) -> str:
         """What needs no change, and what the data do not decide, as paragraphs."""
@@ -147,22 +159,26 @@ class Diagnosis:
         """The diagnosis as values that JSON can hold."""
         return {
             "source": self.source,
+            "trust": list(self.trust),
             "findings": [one.plain() for one in self.findings],
             "nothing_to_change": list(self.fine),
             "cannot_tell": dict(self.undecided),
         }
 
 
-def diagnosis_of(source: str, verdicts: Mapping[str, RuleVerdict], trainer: str = "") -> Diagnosis:
+def diagnosis_of(
+    source: str, verdicts: Mapping[str, RuleVerdict], trainer: str = "", trust: Iterable[str] = ()
+) -> Diagnosis:
     """The verdicts of all rules as one list, worst first, without contradictions.
 
-    `trainer` decides in whose words an open question says what it needs.
+    `trainer` decides in whose words an open question says what it needs; `trust` is that of the diagnosis.
     """
     return Diagnosis(
         source=source,
         findings=reconciled(verdict for verdict in verdicts.values() if isinstance(verdict, RunFinding)),
         fine=tuple(name for name, verdict in verdicts.items() if verdict is None),
         undecided={name: verdict.told(trainer) for name, verdict in verdicts.items() if isinstance(verdict, Undecided)},
+        trust=tuple(trust),
     )
 
 

@@ -24,6 +24,7 @@ from scoregram.reading import (
     RunReading,
     StoredGroup,
     held_out_influence,
+    row_factors,
 )
 from scoregram.runs import BatchRecord
 from scoregram.statistics import group_moments
@@ -37,6 +38,7 @@ CARRIED, FEW_LAYERS, FEWEST_LAYERS = 0.8, 0.25, 8
 ALIKE = 0.9
 """Cosine between right rollouts from which on they count as one solution."""
 _TESTED = {OWN_TRAINER: "--eval-samples 4", TRL_TRAINER: "attach keeps no evaluations; scoregram train does"}
+_SCORES = {TRL_TRAINER: 'attach(trainer, mode="scores")'}
 COMPARED_GROUPS = 256
 """Groups of a third whose cosines are compared: more would cost time and change little."""
 
@@ -70,13 +72,11 @@ def dominating_rollouts(run: RunReading) -> RuleVerdict:
 
 
 def _who_dominates(run: RunReading) -> str:
-    """The prompt, the length and, if stored, the text of the rollout with the largest `A² K_ii` of the last third."""
+    """The prompt, the length and, if stored, the text of the rollout with the largest row of the last third."""
     worst, place, energy = None, 0, 0.0
-    for group in run.last_groups:
-        if group.record.gram is None:
-            continue
-        pulls = group.record.advantages.double().square() * group.record.gram.diagonal().double()
-        if float(pulls.max()) > energy:
+    for group in run.last_measured:
+        pulls = group.row_energies()
+        if len(pulls) and float(pulls.max()) > energy:
             worst, place, energy = group.record, int(pulls.argmax()), float(pulls.max())
     if worst is None:
         return ""
@@ -126,8 +126,9 @@ def dominating_layer(run: RunReading) -> RuleVerdict:
 
 def _layers_needed(run: RunReading, steps: int) -> Undecided:
     """Measure more steps if there are too few; else store the Grams of layers, of a model that has several."""
-    if run.trust.measured < steps:
-        return Undecided(f"measure at least {steps} steps with groups of 4 or more; here are {run.trust.measured}")
+    usable = len(run.usable_steps)
+    if usable < steps:
+        return Undecided(f"measure at least {steps} steps with groups of 4 or more; here are {usable}")
     options = {OWN_TRAINER: "--layers float32", TRL_TRAINER: 'attach(trainer, layers="float32")'}
     return Undecided(f"store the Grams of layers, of {FEWEST_LAYERS} or more", options)
 
@@ -135,10 +136,11 @@ def _layers_needed(run: RunReading, steps: int) -> Undecided:
 def layer_energy_shares(run: RunReading, steps: int = 10) -> tuple[list[str], np.ndarray, np.ndarray] | None:
     """Layers, and their shares of `Σ_groups |Σ_i A_i ψ_i|²` at the first and the last measured steps `(steps, L)`.
 
-    None without Grams of layers at `FEWEST` steps. The squared norm of an update is the sum over layers, so shares add
-    up to 1.
+    Rows of a loss include their weights and are summed as they are. Steps whose self-check failed do not count. None
+    without Grams of layers at `FEWEST` steps. The squared norm of an update is the sum over layers, so shares add up to
+    1.
     """
-    measured = sorted({group.record.step for group in run.groups if group.record.gram is not None})
+    measured = run.usable_steps
     if run.folder is None or len(measured) < 2 * FEWEST:
         return None
     count = min(steps, len(measured) // 2)
@@ -149,7 +151,7 @@ def layer_energy_shares(run: RunReading, steps: int = 10) -> tuple[list[str], np
         for record in run.folder.groups(chosen):
             if record.kind == run.groups[0].record.kind and record.by_layer:
                 names = names or list(record.by_layer)
-                a = record.advantages.double()
+                a = row_factors(record.advantages.double(), record.rows)
                 energy = [float(a @ record.by_layer[name].double() @ a) for name in names if name in record.by_layer]
                 rows[record.step] = rows.get(record.step, 0.0) + np.array(energy)
         shares = [row / row.sum() for row in rows.values() if len(row) == len(names) and row.sum() > 0]
@@ -239,7 +241,7 @@ def layer_signals(run: RunReading, steps: int = 30) -> tuple[list[str], np.ndarr
 
 def conflicting_prompts(run: RunReading) -> RuleVerdict:
     """Some prompts pull against the others, step after step."""
-    trained = [batch for batch in run.batch_names if batch.kind == "train"]
+    trained = [batch for batch in run.batch_names if batch.kind == "train" and batch.step not in run.trust.failed]
     visits = Counter(name for batch in trained for name in batch.prompt_ids)
     steps = {batch.step for batch in trained if any(visits[name] >= FEWEST for name in batch.prompt_ids)}
     products = prompt_products(run.batches(steps))
@@ -271,7 +273,7 @@ def conflicting_prompts(run: RunReading) -> RuleVerdict:
 def held_out_prompts(run: RunReading) -> RuleVerdict:
     """Training prompts whose gradients help or hurt held-out prompts: a keep-list, and a list to check."""
     steps = {batch.step for batch in run.batch_names if batch.kind == TRAINED_AND_FIXED}
-    found = held_out_influence(run.batches(steps))
+    found = held_out_influence(run.batches(steps - run.trust.failed))
     if not found.effects:
         options = {
             OWN_TRAINER: "--probe-every 1 --probe-trained, and few --train-problems",
@@ -354,10 +356,10 @@ def products_with_others(gram: Tensor, rewards: Tensor) -> Tensor:
 
 def lost_exploration(run: RunReading) -> RuleVerdict:
     """Right rollouts of a prompt have nearly the same gradient by now: they are one solution."""
-    third = len(run.groups) // 3
-    first, last = (
-        group_cosines(part) for part in (run.groups[:third][:COMPARED_GROUPS], run.last_measured[-COMPARED_GROUPS:])
-    )
+    if run.rows == "loss":
+        return Undecided("measure scores: rows of a loss have the sign of their advantage", _SCORES)
+    third = [group for group in run.groups[: len(run.groups) // 3] if group.record.step not in run.trust.failed]
+    first, last = (group_cosines(part) for part in (third[:COMPARED_GROUPS], run.last_measured[-COMPARED_GROUPS:]))
     if min(len({one.prompt for one in part}) for part in (first, last)) < FEWEST:
         return Undecided("measure groups with two or more right rollouts on five prompts, early and late")
     before, now = (mean_cosine(part, "right_right") for part in (first, last))
@@ -459,4 +461,5 @@ def memorised_prompts(run: RunReading) -> RuleVerdict:
             effect="both rewards move together.",
         ),
         confidence="possible",
+        without_gram=True,
     )

@@ -178,23 +178,26 @@ def _size_by_liveness(run: RunReading, used: int) -> RuleVerdict:
         return Undecided(f"{_MORE_STEPS}: liveness alone does not name a size")
     size = min((one for one in divisors(run.batch_size) if one >= size), default=size)
     prompts = f" ({run.batch_size / size:g} prompts at the same rollouts)" if size in divisors(run.batch_size) else ""
+    why, more = "too few steps were measured", f"measure the gradients of at least {FEWEST * 3} steps (now "
+    more += f"{run.trust.measured})"
+    if run.is_withheld:
+        why, more = "a self-check failed, so the Grams are not used", "make the self-check pass"
     return RunFinding(
         name="group size",
         severity="note",
-        sentence=f"Groups of {used} are mostly dead; too few steps were measured to say whether larger ones have less "
-        "error.",
+        sentence=f"Groups of {used} are mostly dead. Whether larger ones have less error is not known: {why}.",
         number=dead,
         label="share of dead groups in the last third",
         evidence=f"mean {law.mean:.3f} and spread of the success rates of {len(counts)} prompts, as a Beta law.",
         change=Change(
             knob="group size",
             direction="up",
-            sentence=f"Try groups of {size}{prompts}, or measure the gradients of at least {FEWEST * 3} steps (now "
-            f"{run.trust.measured}) to know the best size.",
+            sentence=f"Try groups of {size}{prompts}, or {more} to know the best size.",
             effect=f"about {law.live_share(size):.0%} of the groups would be live{_of_a_step(law, size, used, run)}.",
             value=size,
         ),
         confidence="possible",
+        without_gram=True,
     )
 
 

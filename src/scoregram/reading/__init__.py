@@ -33,6 +33,7 @@ from scoregram.reading.group import StoredGroup as StoredGroup
 from scoregram.reading.group import mean_over_groups as mean_over_groups
 from scoregram.reading.group import outcomes_of as outcomes_of
 from scoregram.reading.group import read_group as read_group
+from scoregram.reading.group import row_factors as row_factors
 from scoregram.reading.indicators import Gain as Gain
 from scoregram.reading.indicators import Indicator as Indicator
 from scoregram.reading.indicators import IndicatorState as IndicatorState
@@ -66,6 +67,7 @@ from scoregram.reading.run import paused_collection as paused_collection
 from scoregram.reading.run import read_run as read_run
 from scoregram.reading.run import split_kinds as split_kinds
 from scoregram.reading.run import what_if as what_if
+from scoregram.reading.several import FROM_GRAM as FROM_GRAM
 from scoregram.reading.several import RunSet as RunSet
 from scoregram.reading.several import compared_quantities as compared_quantities
 from scoregram.reading.several import mean_curve as mean_curve

@@ -203,6 +203,16 @@ class StoredGroup:
             return 0
         return int(((row_factors(record.advantages, record.rows) != 0) & (record.gram.diagonal() > 0)).sum())
 
+    def row_energies(self) -> Float[Tensor, " rollouts"]:
+        """Squared norm of each row of the stacked matrix: `A_i² K_ii`, or `K_ii` of gradients of a loss.
+
+        Empty without a Gram.
+        """
+        record = self.record
+        if record.gram is None:
+            return torch.zeros(0, dtype=torch.float64)
+        return row_factors(record.advantages.double(), record.rows).square() * record.gram.diagonal().double()
+
     @cached_property
     def possible_ranks(self) -> tuple[float, float]:
         """Smallest and largest effective rank that top-1 fraction and number of nonzero rows allow; `nan` if unknown.

@@ -121,6 +121,12 @@ class RunReading:
         return [] if self.is_withheld else self.last_groups
 
     @cached_property
+    def usable_steps(self) -> list[int]:
+        """Steps with a Gram whose self-check did not fail, in order."""
+        measured = {group.record.step for group in self.groups if group.record.gram is not None}
+        return sorted(measured - self.trust.failed)
+
+    @cached_property
     def last_lines(self) -> list[Line]:
         """Scalars of the steps in the last third."""
         return [line for line in self.lines if int(line["step"]) in self.last_third]

@@ -37,6 +37,25 @@ class RunSet:
         """Runs in the set."""
         return len(self.runs)
 
+    @property
+    def mark(self) -> str:
+        """Suffix for every number from the Grams of the set: what is in doubt, or left out, in how many of its runs."""
+        kinds = {
+            "approximate": [run.trust.is_approximate for run in self.runs],
+            "model in doubt": ["model" in run.trust.remarks for run in self.runs],
+            "withheld after a failed self-check": [run.is_withheld for run in self.runs],
+            "without steps whose self-check failed": [
+                bool(run.trust.failed) and not run.is_withheld for run in self.runs
+            ],
+        }
+        words = [_share_of_runs(kind, holds) for kind, holds in kinds.items() if any(holds)]
+        return f" ({'; '.join(words)})" if words else ""
+
+
+def _share_of_runs(word: str, holds: Sequence[bool]) -> str:
+    """The word, and for how many runs it holds if not for all."""
+    return word if all(holds) else f"{word}: {sum(holds)} of {len(holds)} runs"
+
 
 def run_sets(runs: Mapping[str, RunReading]) -> list[RunSet]:
     """Runs grouped by their settings without the seed, in the order given.
@@ -84,6 +103,18 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
     made = [t_mean([one[step] for one in known]) for step in steps]
     columns = ([getattr(one, name) for one in made] for name in ("value", "value", "low", "high"))
     return Curve(tuple(steps), *(tuple(column) for column in columns), window=1)
+
+
+FROM_GRAM = frozenset(
+    {
+        "noise scale, in rollouts",
+        "signal to noise of a step",
+        "effective rank minus its null",
+        "cosine between rollouts",
+        "variance saved by the best baseline",
+    }
+)
+"""Names of `quantities` that come from Grams."""
 
 
 def quantities(run: RunReading) -> dict[str, Estimate]:

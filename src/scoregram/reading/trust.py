@@ -71,6 +71,22 @@ class Trust:
         words = ["approximate"] * self.is_approximate + ["model in doubt"] * ("model" in self.remarks)
         return f" ({', '.join(words)})" if words else ""
 
+    @property
+    def doubt(self) -> str:
+        """Why a number from a Gram may be another than that of the run's own rollouts; empty without `mark`."""
+        told = ["Tokens of re-tokenised text may differ from the sampled ones."] * self.is_approximate
+        told += ["The model may not be the policy that sampled the rollouts."] * ("model" in self.remarks)
+        return " ".join(told)
+
+    def marked(self, sentence: str) -> str:
+        """A sentence about numbers from a Gram, with `mark` before its full stop.
+
+        Example:
+            >>> Trust(measured=1, approximate=0.5).marked("One rollout has 90% of the energy.")
+            'One rollout has 90% of the energy (approximate).'
+        """
+        return f"{sentence[:-1]}{self.mark}." if sentence.endswith(".") else f"{sentence}{self.mark}"
+
     def sentences(self) -> list[str]:
         """One sentence each on self-checks if there were any, tokens and measured steps, then every remark."""
         said = [self.check_sentence()] if self.errors or self.failed else []

@@ -193,7 +193,7 @@ def longer_run(run: RunReading, advice: Diagnosis) -> Change | None:
 
 def next_changes(cards: Iterable[RunFinding]) -> str:
     """Names of findings in their order, each with what to type for it."""
-    settings = [(one.name, one.change.setting if one.change else "") for one in cards]
+    settings = [(one.title, one.change.setting if one.change else "") for one in cards]
     return ", ".join(f"{name} ({setting})" if setting else name for name, setting in settings)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from scoregram.checks import fail
 from scoregram.exhibits import Cell, Estimate, Figure, Series, Table, cell_text
 from scoregram.reading import (
+    FROM_GRAM,
     Curve,
     RunReading,
     RunSet,
@@ -79,6 +80,8 @@ CURVES: Mapping[str, tuple[str, str, str, Callable[[RunReading], Curve]]] = {
     ),
 }
 """Name → title, caption, axis and curve of every figure."""
+FROM_GRAM_CURVES: Mapping[str, str] = {"snr": "gram/snr", "rank": "group/effective_rank", "norm": "gram/update_norm"}
+"""Figures whose curves come from Grams, and their scalar; the norm is the trainer's own where no Gram has it."""
 
 
 def write_several_report(folders: Sequence[Path | str], out: Path | str | None = None) -> Path:
@@ -173,21 +176,29 @@ def difference_table(sets: Sequence[RunSet]) -> Table:
     for row in compared_quantities(sets):
         gaps: list[Cell] = [None, *row.differences]
         for place, (one, value, gap) in enumerate(zip(sets, row.values, gaps, strict=True)):
-            rows.append((row.name if place == 0 else "", one.name, value, gap))
+            name = f"{one.name}{one.mark}" if row.name in FROM_GRAM else one.name
+            rows.append((row.name if place == 0 else "", name, value, gap))
     return Table(
         "differences",
         "What differs, and by how much?",
-        "Last third of each run. The interval of a difference follows from those of its two values (MOVER).",
+        "Last third of each run. Brackets after a set say what is in doubt or left out in numbers from the Gram. "
+        "The interval of a difference follows from those of its two values (MOVER).",
         ("quantity", "set", "value", f"minus {sets[0].name}" if sets else "difference"),
         tuple(rows),
     )
+
+
+def _curve_name(one: RunSet, figure: str) -> str:
+    """The name of a set, with its mark where the curve comes from Grams."""
+    scalar = FROM_GRAM_CURVES.get(figure)
+    return f"{one.name}{one.mark}" if scalar and any(run.series(scalar)[0] for run in one.runs) else one.name
 
 
 def several_figures(sets: Sequence[RunSet]) -> Iterator[Figure]:
     """One figure for every quantity that some run logged: one line for each set."""
     for name, (title, caption, axis, curve_of) in CURVES.items():
         series = [
-            Series(one.name, curve.steps, curve.mean, curve.low, curve.high)
+            Series(_curve_name(one, name), curve.steps, curve.mean, curve.low, curve.high)
             for one in sets
             if (curve := mean_curve([curve_of(run) for run in one.runs]))
         ]

@@ -393,15 +393,16 @@ def update_figures(folder: Run) -> Iterator[Drawing]:
 
 
 def layers_figures(folder: Run, run: RunReading) -> Iterator[HeatMap]:
-    """Where in the model the scores are."""
-    measured = sorted({group.record.step for group in run.groups if group.record.gram is not None})
+    """Where in the model the scores are; steps whose self-check failed are left out."""
+    measured = run.usable_steps
     every = max(1, math.ceil(len(measured) / MOST_LAYER_STEPS))
     found = layer_shares(folder, measured[::every])
+    rows = "scores" if run.rows == "scores" else "gradients of the loss"
     if found.steps:
         yield HeatMap(
             "layers",
             "Which layers does the gradient go to?",
-            "Share of the squared norms of the scores in each layer; a layer that takes over may be about to explode.",
+            f"Share of the squared norms of the {rows} in each layer; a layer that takes over may be about to explode.",
             "step",
             "layer",
             found.steps,
