@@ -1,5 +1,6 @@
 """The commands as a user meets them: status, what goes to which stream, and strict JSON."""
 
+import dataclasses
 import importlib
 import inspect
 import json
@@ -12,6 +13,7 @@ import pytest
 
 from scoregram import __version__, cli, terminal
 from scoregram.advantages import ESTIMATORS
+from scoregram.errors import ScoregramError
 from scoregram.studies.ledger import Claim, Finding, Verdict, as_printed
 from scoregram.theory.lab.comparison import EXTRA_CREDITS
 from scoregram.theory.lab.worlds import WORLDS
@@ -199,3 +201,69 @@ def test_the_defaults_of_a_benchmark_are_those_of_its_function(monkeypatch):
 def test_a_benchmark_must_be_named():
     done = scoregram("bench")
     assert done.returncode == 2 and "{gram, train, sample, trl, preset}" in done.stdout + done.stderr
+
+
+LONG = "a" * 300
+PATH_OPTIONS = [
+    ("report", LONG),
+    ("report", LONG, "other"),
+    ("report", "runs/x", "--out", LONG),
+    ("view", LONG),
+    ("advise", LONG),
+    ("whatif", LONG),
+    ("verify", LONG),
+    ("verify", "record", "--start", LONG),
+    ("replicate", "--out", LONG),
+    ("replicate", "--sign-with", LONG),
+    ("compare", "--out", LONG),
+    ("train", "--out", LONG),
+    ("train", "--resume", "--out", LONG),
+    ("measure", "--model", "tiny", "--rollouts", LONG, "--out", "x"),
+    ("measure", "--model", "tiny", "--rollouts", "x.jsonl", "--out", LONG),
+    ("claims", "--measured", LONG),
+    ("bench", "gram", "--out", LONG),
+    ("bench", "gram", "--plot", LONG),
+]
+
+
+@pytest.mark.parametrize("arguments", PATH_OPTIONS, ids=lambda one: " ".join(one).replace(LONG, "LONG"))
+def test_a_name_of_300_bytes_is_refused_in_a_sentence(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(list(arguments)) == 2
+    said = capsys.readouterr().err
+    assert "a path must not be too long, got 300 bytes" in said and "Choose a shorter path" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_option_that_is_a_path_was_tried_with_a_long_name():
+    tried = {(one[0], option.removeprefix("--")) for one in PATH_OPTIONS for option in one if option.startswith("--")}
+    for annotated in cli.Command.__args__:  # type: ignore[union-attr]
+        kind, marks = annotated.__origin__, annotated.__metadata__
+        name = next(mark.name for mark in marks if hasattr(mark, "name"))
+        for field in dataclasses.fields(kind):
+            is_positional = "Positional" in str(field.type)
+            if "Path" in str(field.type) and not is_positional:
+                assert (name, field.name.replace("_", "-")) in tried, (name, field.name)
+            if "Path" in str(field.type) and is_positional:
+                assert any(one[0] == name and one[1] == LONG for one in PATH_OPTIONS), (name, field.name)
+
+
+@pytest.mark.parametrize(
+    "call", ["write_report", "write_several_report", "advise", "serve_runs", "verify", "open_dump"]
+)
+def test_library_functions_refuse_a_long_name_in_a_sentence(call):
+    from scoregram.advice import advise
+    from scoregram.integrations.dumps.stream import open_dump
+    from scoregram.report import serve_runs, write_report, write_several_report
+    from scoregram.studies import verify
+
+    calls = {
+        "write_report": lambda: write_report(LONG),
+        "write_several_report": lambda: write_several_report([LONG, "b"]),
+        "advise": lambda: advise(LONG),
+        "serve_runs": lambda: serve_runs(Path(LONG)),
+        "verify": lambda: verify(Path(LONG)),
+        "open_dump": lambda: open_dump(Path(LONG)),
+    }
+    with pytest.raises(ScoregramError, match="a path must not be too long, got 300 bytes"):
+        calls[call]()

@@ -4,7 +4,7 @@ This module does not import torch; each command imports what it runs, so that `s
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -357,10 +357,25 @@ def parsed_command(arguments: list[str]) -> Command:
     return tyro.cli(Command, prog="scoregram", description="What your policy-gradient step is made of.", args=arguments)  # type: ignore[arg-type]
 
 
+def require_paths(command: object) -> None:
+    """Raise ScoregramError if a path among the options cannot exist on a disk, such as a name of over 255 bytes."""
+    for field in fields(command):  # type: ignore[arg-type]
+        value = getattr(command, field.name)
+        if is_dataclass(value):
+            require_paths(value)
+        for path in value if isinstance(value, tuple) else (value,):
+            if isinstance(path, Path):
+                from scoregram.runs import require_path  # imports torch, as every command with a path does
+
+                require_path(path, caller=field.name)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line, run the command, return the exit status."""
     try:
-        return parsed_command(sys.argv[1:] if arguments is None else arguments).run()
+        command = parsed_command(sys.argv[1:] if arguments is None else arguments)
+        require_paths(command)
+        return command.run()
     except ScoregramError as error:
         print(f"scoregram: {error}", file=sys.stderr)
         return 2

@@ -20,7 +20,7 @@ from scoregram.advice.logs import RunLog, run_log
 from scoregram.advice.settings import trainer_of, with_setting
 from scoregram.checks import fail
 from scoregram.reading import RunReading, paused_collection, read_run
-from scoregram.runs import CONFIG_FILE, open_run
+from scoregram.runs import CONFIG_FILE, open_run, require_path
 
 LOG_RULES: Mapping[str, Callable[[RunLog], RuleVerdict]] = MappingProxyType(
     {
@@ -82,7 +82,7 @@ def advise(path: Path | str) -> Diagnosis:
     Raises:
         ScoregramError: If there is no run and no log that can be read.
     """
-    root = Path(path)
+    root = require_path(path, caller="advise")
     if (root / CONFIG_FILE).is_file():
         return advise_run(read_run(open_run(root)))
     return advise_log(read_log(root))

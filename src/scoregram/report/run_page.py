@@ -41,7 +41,7 @@ from scoregram.report.first_screen import (
 from scoregram.report.glass import Glass, run_glass
 from scoregram.report.page import LiveRun, Section, document, live_documents, write_document
 from scoregram.report.words import WORDS
-from scoregram.runs import CONFIG_FILE, REPORT, Run, open_run
+from scoregram.runs import CONFIG_FILE, REPORT, Run, open_run, require_path
 
 SHOWN_NAMES = 8
 """Names of a folder's content that an error lists."""
@@ -147,7 +147,7 @@ def write_report(
 
 def require_run_folder(root: Path) -> None:
     """Raise ScoregramError unless the folder holds a run; the message lists its content."""
-    if not (root / CONFIG_FILE).is_file():
+    if not (require_path(root, caller="report") / CONFIG_FILE).is_file():
         requirement = f"{root} must hold a run ({CONFIG_FILE}) or a replication (exhibits.json and verdicts.json)"
         fail("report", requirement, folder_content(root), "Choose such a folder.")
 

@@ -22,7 +22,7 @@ from scoregram.report.glass import Glass
 from scoregram.report.page import LiveRun, live_block, live_document
 from scoregram.report.run_page import RunPage, run_page
 from scoregram.report.several_page import several_page
-from scoregram.runs import CONFIG_FILE, Run, open_run
+from scoregram.runs import CONFIG_FILE, Run, open_run, require_path
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -375,7 +375,7 @@ def serve_runs(root: Path, *, host: str = "127.0.0.1", port: int = 8642) -> None
     Raises:
         ScoregramError: If the folder does not exist, the address cannot be used, or starlette or uvicorn is missing.
     """
-    if not root.is_dir():
+    if not require_path(root, caller="view").is_dir():
         fail("view", f"{root} must be a folder of runs", "no such folder", "Name the folder that holds your runs.")
     if not 0 <= port <= 65535:
         fail("view", "--port must be from 0 to 65535", port, "Choose another.")

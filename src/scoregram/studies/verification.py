@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scoregram.checks import ScoregramError, fail
+from scoregram.runs import require_path
 from scoregram.studies import record as records
 from scoregram.studies.record import (
     EXHIBITS,
@@ -182,7 +183,7 @@ def verify(
 
 
 def _record_file(path: Path) -> Path:
-    file = path / RECORD if path.is_dir() else path
+    file = path / RECORD if require_path(path, caller="verify").is_dir() else path
     if not file.is_file():
         fail("verify", f"{file} must be a record", "no such file", f"Pass {RECORD} or the folder that holds it.")
     return file

@@ -24,7 +24,7 @@ import torch
 from scoregram.checks import ScoregramError, fail, lookup
 from scoregram.integrations.dumps.formats import FORMATS, Format
 from scoregram.integrations.dumps.records import DumpedRollout, Location
-from scoregram.runs import LARGEST_STEP
+from scoregram.runs import LARGEST_STEP, require_path
 
 _CALLER = "measure --rollouts"
 _PICKLES = (".pkl", ".pickle")
@@ -282,7 +282,7 @@ def open_dump(
         ScoregramError: If the path does not exist, is empty, is a pickle, or no format matches; the message lists the
             formats.
     """
-    if not path.exists():
+    if not require_path(path, caller=_CALLER).exists():
         fail(_CALLER, "the path must exist", path, "Check it; relative paths start at the current folder.")
     if path.suffix in _PICKLES:
         remedy = f"Convert it to one of: {_formats_text()}."
