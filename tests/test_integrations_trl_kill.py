@@ -1,0 +1,88 @@
+"""A training with TRL that is really killed (SIGKILL) at operations of scoregram on the disk, and goes on."""
+
+import os
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+from scoregram.integrations.trl import attach
+from scoregram.runs import Run, open_run
+from tests.forked import started
+from tests.kill_cases import ended_well, forked, kill_at
+from tests.trl_cases import trainer_for
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
+]
+
+STEPS = 3
+
+
+def train_or_resume(folder: Path, operation: int = 0) -> None:
+    """Train from the last checkpoint of TRL, or from the beginning; die at an operation on the disk."""
+    warnings.simplefilter("ignore")
+    trainer = trainer_for("GRPO", folder, max_steps=STEPS, save_strategy="steps", save_steps=1)
+    states = sorted((folder / "trainer").glob("checkpoint-*/trainer_state.json"))
+    begun = (folder / "run" / "config.yaml").exists()
+    attach(trainer, every=1, out=folder / "run", resume=begun and bool(states), overwrite=begun and not states)
+    if operation:
+        kill_at(operation)
+    trainer.train(resume_from_checkpoint=str(states[-1].parent) if states else None)
+
+
+def without_times(run: Run) -> list[dict[str, Any]]:
+    """The lines of a run without what depends on the clock."""
+    return [
+        {name: value for name, value in line.items() if "time" not in name and "per_second" not in name}
+        for line in run.metrics()
+    ]
+
+
+def kill_trainings(work: Path, operations: Iterable[int]) -> None:
+    """Kill a training at each operation, then let it go on; print the kills and the last operation tried."""
+    torch.set_num_threads(1)
+    assert ended_well(forked(lambda: train_or_resume(work / "whole")))
+    whole, kills = open_run(work / "whole" / "run"), 0
+    for operation in operations:
+        folder = work / str(operation)
+        if ended_well(forked(lambda: train_or_resume(folder, operation))):  # noqa: B023
+            break
+        kills += 1
+        assert ended_well(forked(lambda: train_or_resume(folder)))  # noqa: B023
+        run = open_run(folder / "run")
+        assert without_times(run) == without_times(whole), f"killed at operation {operation}"
+        for one, other in zip(run.groups(), whole.groups(), strict=True):
+            assert one.gram is not None and other.gram is not None and torch.equal(one.gram, other.gram)
+            assert (one.step, one.prompt_id) == (other.step, other.prompt_id) and torch.equal(
+                one.rewards, other.rewards
+            )
+    print("reached", kills, operation)
+
+
+def killed(folder: Path, operations: Iterable[int]) -> tuple[int, int]:
+    """Kills, and the last operation tried, as the process that forks and kills reports them."""
+    process = started(kill_trainings, folder, operations, log=folder / "log")
+    process.join()
+    said = (folder / "log").read_text()
+    assert process.exitcode == 0, said
+    kills, last = map(int, said.rpartition("reached")[2].split())
+    return kills, last
+
+
+def test_a_training_killed_at_some_operations_goes_on_to_the_same_numbers(tmp_path):
+    kills, _ = killed(tmp_path, (12, 40))
+    assert kills == 2
+
+
+@pytest.mark.slow
+def test_a_training_killed_at_every_third_operation_goes_on_to_the_same_numbers(tmp_path):
+    kills, last = killed(tmp_path, range(1, 10_000, 3))
+    assert kills == last // 3 > 10
