@@ -7,6 +7,7 @@ processes of a test session; unlike a plain fork it has no threads, so that no l
 import multiprocessing
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -29,4 +30,8 @@ def _logged(log: Path, task: Callable[..., object], arguments: tuple[object, ...
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         sys.stdout = sys.stderr = file
-        task(*arguments)
+        try:
+            task(*arguments)
+        except BaseException:
+            traceback.print_exc()  # the log is closed before multiprocessing would print it
+            raise
