@@ -12,7 +12,7 @@ import pytest
 from scoregram.gram import row_gram
 from tests.mutant_code import Mutant, changed_functions, place
 from tests.mutant_runner import package_functions
-from tests.mutants import RECORD
+from tests.mutants import RECORD, all_mutants
 
 PAGE = (Path(__file__).parents[1] / "docs" / "trust.md").read_text(encoding="utf-8")
 SOURCE = """
@@ -86,3 +86,9 @@ def test_the_page_shows_the_record():
     rows = {area: [counts.get(kind, 0) for kind in kinds] for area, counts in record["counts"].items()}
     rows["all"] = [sum(column) for column in zip(*rows.values(), strict=True)]
     assert table == {area: [sum(row), *row] for area, row in rows.items()}
+
+
+def test_the_record_names_every_edit():
+    """`make mutants MUTANT_FLAGS=--survivors` runs those that it lacks."""
+    recorded = {(row["area"], row["name"]) for row in json.loads(RECORD.read_text(encoding="utf-8"))["rows"]}
+    assert [f"{one.area}: {one.name}" for one in all_mutants("") if (one.area, one.name) not in recorded] == []
