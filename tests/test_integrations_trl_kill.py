@@ -29,7 +29,7 @@ def train_or_resume(folder: Path, operation: int = 0) -> None:
     """Train from the last checkpoint of TRL, or from the beginning; die at an operation on the disk."""
     warnings.simplefilter("ignore")
     trainer = trainer_for("GRPO", folder, max_steps=STEPS, save_strategy="steps", save_steps=1)
-    states = sorted((folder / "trainer").glob("checkpoint-*/trainer_state.json"))
+    states = checkpoint_states(folder)
     begun = (folder / "run" / "config.yaml").exists()
     attach(trainer, every=1, out=folder / "run", resume=begun and bool(states), overwrite=begun and not states)
     if operation:
@@ -37,12 +37,21 @@ def train_or_resume(folder: Path, operation: int = 0) -> None:
     trainer.train(resume_from_checkpoint=str(states[-1].parent) if states else None)
 
 
-def require_same(found: Run, whole: Run) -> None:
-    """Raise AssertionError unless all steps, groups and rewards are the same, and every Gram up to float32 rounding.
+def checkpoint_states(folder: Path) -> list[Path]:
+    """The state files of TRL's checkpoints, in order."""
+    return sorted((folder / "trainer").glob("checkpoint-*/trainer_state.json"))
 
-    TRL's own resumption is not bit-equal: a loaded checkpoint lies elsewhere in memory.
+
+def require_same(found: Run, whole: Run, resumed_after: int) -> None:
+    """Raise AssertionError unless all groups and rewards are the same, and every Gram up to float32 rounding.
+
+    TRL's own resumption is not bit-equal: a loaded checkpoint lies elsewhere in memory. The line of the step of the
+    checkpoint may be missing: it is written when the next step begins, after TRL has written the checkpoint.
     """
     lines, others = found.metrics(), whole.metrics()
+    lost = {line["step"] for line in others} - {line["step"] for line in lines}
+    assert lost <= {resumed_after}
+    others = [line for line in others if line["step"] not in lost]
     assert [set(line) for line in lines] == [set(line) for line in others]
     for name in ("step", "reward", "length", "check/passed", "num_tokens"):
         assert [line[name] for line in lines] == [line[name] for line in others], name
@@ -56,14 +65,15 @@ def kill_trainings(work: Path, operations: Iterable[int]) -> None:
     """Kill a training at each operation, then let it go on; print the kills and the last operation tried."""
     torch.set_num_threads(1)
     assert ended_well(forked(lambda: train_or_resume(work / "whole")))
-    whole, kills = open_run(work / "whole" / "run"), 0
+    whole, kills, operation = open_run(work / "whole" / "run"), 0, 0
     for operation in operations:
         folder = work / str(operation)
         if ended_well(forked(lambda: train_or_resume(folder, operation))):  # noqa: B023
             break
         kills += 1
+        resumed_after = len(checkpoint_states(folder))  # one checkpoint a step
         assert ended_well(forked(lambda: train_or_resume(folder)))  # noqa: B023
-        require_same(open_run(folder / "run"), whole)
+        require_same(open_run(folder / "run"), whole, resumed_after)
     print("reached", kills, operation)
 
 
@@ -85,4 +95,4 @@ def test_a_training_killed_at_some_operations_goes_on_to_the_same_numbers(tmp_pa
 @pytest.mark.slow
 def test_a_training_killed_at_every_third_operation_goes_on_to_the_same_numbers(tmp_path):
     kills, last = killed(tmp_path, range(1, 10_000, 3))
-    assert kills == last // 3 > 10
+    assert 3 * kills == last - 1 and kills > 20

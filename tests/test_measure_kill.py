@@ -67,7 +67,7 @@ def kill_measures(model: Path, dump: Path, work: Path, operations: Iterable[int]
     """Kill a measurement at each operation, then complete it; print the kills and the last operation tried."""
     torch.set_num_threads(1)
     assert ended_well(forked(lambda: measured(model, dump, work / "whole")))
-    whole, kills = open_run(work / "whole"), 0
+    whole, kills, operation = open_run(work / "whole"), 0, 0
     for operation in operations:
         out = work / str(operation)
         if ended_well(forked(lambda: (kill_at(operation), measured(model, dump, out)))):  # noqa: B023
