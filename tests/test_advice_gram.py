@@ -323,6 +323,9 @@ def test_lost_exploration_says_what_wrong_rollouts_do(slip, told):
     assert told in one.sentence
     assert one.number.value == pytest.approx((1 - 0.05**2) / (1 + 0.05**2))
     assert "at first" in one.evidence and "Between right and wrong rollouts it is" in one.evidence
+    for failed in (range(1, 11), [30]):  # the whole first third, or a step of the last
+        lines = [{**line, "check/passed": float(line["step"] not in failed)} for line in run.lines]
+        assert isinstance(found("lost exploration", dataclasses.replace(run, lines=lines)), Undecided)
 
 
 def test_the_best_group_size_moves_over_a_run():

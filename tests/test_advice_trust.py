@@ -112,6 +112,7 @@ def test_the_page_of_a_doubted_run_marks_cards(tmp_path):
     page = Page(write_report(folder).read_text())
     assert f"exploding layer{MARK}" in page.text("h3")
     assert f"lower its learning rate{MARK}." in page.text("p")
+    assert f"Norms, cosines and shares here are in doubt{MARK}: Tokens of re-tokenised text" in page.text("p")
     failed = Page(write_report(planted_run("exploding-layer", tmp_path / "failed")).read_text())
     assert "exploding layer" not in failed.text("h3")
 

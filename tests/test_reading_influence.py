@@ -1,6 +1,7 @@
 """Which training prompts help held-out ones: products against their definition, planted effects, chance."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -124,6 +125,18 @@ def test_advise_lists_the_prompts(tmp_path):
     assert isinstance(helps, RunFinding) and helps.severity == "note"
     assert rule(run_with(tmp_path / "none", planted_batches(2, 9, {"a": 0.0, "b": 0.0, **HELD_OUT}))) is None
     assert isinstance(rule(RunReading({}, (), [], [])), Undecided)
+
+
+def test_probes_whose_self_check_failed_are_left_out(tmp_path):
+    run = run_with(tmp_path / "run", planted_batches(1, 30, {"good": 2.0, "bad": -2.0, **HELD_OUT}))
+    rule = GRAM_RULES["held-out influence"]
+
+    def with_failed(steps) -> RunReading:
+        return replace(run, lines=[{**line, "check/passed": float(line["step"] not in steps)} for line in run.lines])
+
+    assert isinstance(rule(with_failed(range(1, 31))), Undecided)
+    one = rule(with_failed(range(1, 11)))
+    assert isinstance(one, RunFinding) and "unbiased products at 20 probes" in one.evidence
 
 
 @pytest.fixture(scope="module")

@@ -78,7 +78,7 @@ def token_names(config: Mapping[str, Any]) -> tuple[str, ...] | None:
 
 
 def _note(run: RunReading, details: Sequence[StepDetail], has_texts: bool) -> str:
-    said = [f"Norms, cosines and shares are marked{run.trust.mark}: {run.trust.doubt}"] if run.trust.mark else []
+    said = [f"Norms, cosines and shares here are in doubt{run.trust.mark}: {run.trust.doubt}"] if run.trust.mark else []
     recorded = len({group.record.step for group in run.groups})
     if recorded > len(details):
         which = "evenly spaced" if len(details) == MOST_STEPS else "those whose rollouts are stored"
