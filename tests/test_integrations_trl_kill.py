@@ -55,10 +55,12 @@ def require_same(found: Run, whole: Run, resumed_after: int) -> None:
     assert [set(line) for line in lines] == [set(line) for line in others]
     for name in ("step", "reward", "length", "check/passed", "num_tokens"):
         assert [line[name] for line in lines] == [line[name] for line in others], name
+    # a rollout of one near-certain token has a score near 0, the rest of a cancellation
+    largest = max(float(group.gram.abs().max()) for group in whole.groups() if group.gram is not None)
     for one, other in zip(found.groups(), whole.groups(), strict=True):
         assert (one.step, one.prompt_id) == (other.step, other.prompt_id) and torch.equal(one.rewards, other.rewards)
         assert one.gram is not None and other.gram is not None
-        torch.testing.assert_close(one.gram, other.gram, rtol=1e-4, atol=1e-4 * float(other.gram.abs().max()))
+        torch.testing.assert_close(one.gram, other.gram, rtol=1e-4, atol=1e-6 * largest)
 
 
 def kill_trainings(work: Path, operations: Iterable[int]) -> None:
