@@ -26,10 +26,15 @@ STEPS = 3
 
 
 def train_or_resume(folder: Path, operation: int = 0) -> None:
-    """Train from the last checkpoint of TRL, or from the beginning; die at an operation on the disk."""
+    """Train from the last checkpoint of TRL, or from the beginning; die at an operation on the disk.
+
+    A training that has its last checkpoint is done: transformers would take a step more.
+    """
     warnings.simplefilter("ignore")
-    trainer = trainer_for("GRPO", folder, max_steps=STEPS, save_strategy="steps", save_steps=1)
     states = checkpoint_states(folder)
+    if len(states) == STEPS:
+        return
+    trainer = trainer_for("GRPO", folder, max_steps=STEPS, save_strategy="steps", save_steps=1)
     begun = (folder / "run" / "config.yaml").exists()
     attach(trainer, every=1, out=folder / "run", resume=begun and bool(states), overwrite=begun and not states)
     if operation:
@@ -46,10 +51,9 @@ def require_same(found: Run, whole: Run, resumed_after: int) -> None:
     """Raise AssertionError unless all groups and rewards are the same, and every Gram up to float32 rounding.
 
     TRL's own resumption is not bit-equal: a loaded checkpoint lies elsewhere in memory. The line of the step of the
-    checkpoint may be missing: it is written when the next step begins, after TRL has written the checkpoint. After the
-    last checkpoint it may hold the numbers alone that TRL logs at the end.
+    checkpoint may be missing: it is written when the next step begins, after TRL has written the checkpoint.
     """
-    lines, others = [line for line in found.metrics() if "reward" in line], whole.metrics()
+    lines, others = found.metrics(), whole.metrics()
     lost = {line["step"] for line in others} - {line["step"] for line in lines}
     assert lost <= {resumed_after}
     others = [line for line in others if line["step"] not in lost]
