@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import torch
 from scipy.stats import t as student
 
-from scoregram.advice import GRAM_RULES, RunFinding, advise_run
+from scoregram.advice import GRAM_RULES, RunFinding, advise_run, noise_rules
 from scoregram.advice.difficulty import SuccessLaw, group_size_for
 from scoregram.advice.findings import Undecided, contradictions
 from scoregram.advice.gram_rules import (
@@ -186,6 +188,23 @@ def test_the_batch_is_judged_by_the_whole_interval_of_the_noise_scale(scale, dir
     one = found("batch size", with_noise(run_of("1000", "1100"), noise_scale=scale))  # a batch of 8
     told = "undecided" if isinstance(one, Undecided) else None if one is None else one.change.direction
     assert told == direction
+
+
+def test_a_baseline_whose_estimate_costs_more_than_it_saves_is_not_advised(monkeypatch):
+    saving = Estimate(0.4, 0.1, 0.7)
+    gram = torch.eye(8, dtype=torch.float64)
+    bare = run_of(*["11000000"] * 24)
+    groups = [StoredGroup(dataclasses.replace(group.record, gram=gram)) for group in bare.groups]
+    run = with_noise(RunReading({}, (), bare.lines, groups), baseline_saving=saving)
+    replayed = {"rloo": 0.2, "optimal-loo": 0.1}
+
+    def replay(groups: Any, size: int, names: Sequence[str]) -> Any:
+        return SimpleNamespace(rows=[SimpleNamespace(estimator=n, snr=Estimate(replayed[n])) for n in names])
+
+    monkeypatch.setattr(noise_rules, "replay_groups", replay)
+    assert found("baseline", run) is None
+    replayed["optimal-loo"] = 0.3
+    assert isinstance(found("baseline", run), RunFinding)
 
 
 def test_the_baseline_is_judged_by_its_interval():

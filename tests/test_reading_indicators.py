@@ -249,5 +249,5 @@ def test_a_step_of_much_noise_is_told_what_to_do():
         told = _asked(open_, 64)
         assert told == "Nothing to change yet: the data do not decide whether more rollouts would pay."
     assert _asked(Estimate(900.0, 300.0, 2000.0), 64).startswith("Use more rollouts per step")
-    told = "More rollouts per step would help; the page asks for them from 4 times as many on."
+    told = "More rollouts per step would help; it is urgent once the whole interval lies above 4 times as many."
     assert _asked(Estimate(362.0, 211.0, 1790.0), 64) == told

@@ -18,7 +18,7 @@ from scoregram.report import write_report
 
 SIZES = {"": (1400, 900), "-phone": (390, 1500)}
 """End of a picture's name → width and height in pixels."""
-BELOW, PIECE = 6400, 1000
+BELOW, PIECE = 8000, 1000
 """Height of a whole page, and of the pictures that it is cut into."""
 
 

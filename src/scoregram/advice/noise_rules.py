@@ -23,6 +23,8 @@ NOISE_FACTOR = 4.0
 """Factor between noise scale and batch size above which another batch size is advised."""
 REPLAYED_GROUPS = 256
 """Groups of the last third that are replayed: more would cost time and change little."""
+FEWEST_REPLAYED = 20
+"""Fewer groups decide nothing."""
 _MORE_STEPS = "measure at least 15 steps, with groups of 4 or more and the Gram between prompts"
 
 
@@ -250,7 +252,7 @@ def advantage_estimator(run: RunReading) -> RuleVerdict:
     groups = [group for group in run.last_measured if group.size == size and group.is_complete][-REPLAYED_GROUPS:]
     if used not in ESTIMATORS or not can_replay(used):
         return Undecided("train with an estimator of whole groups that the config names", {OWN_TRAINER: "--estimator"})
-    if len(groups) < 20 or size // 2 < 2 or not run.noise().is_conclusive:
+    if len(groups) < FEWEST_REPLAYED or size // 2 < 2 or not run.noise().is_conclusive:
         return Undecided("measure at least 15 steps and 20 groups of 4 or more")
     others = [name for name in (REFERENCE, "optimal-loo") if name != used and ESTIMATORS[name].min_group <= size // 2]
     rows = {row.estimator: row for row in replay_groups(groups, size, [used, *others]).rows}
@@ -304,13 +306,29 @@ def trained_estimator(config: Mapping[str, Any]) -> str:
     )
 
 
+def _pays_when_estimated(run: RunReading) -> bool:
+    """Whether optimal-loo, replayed on these rollouts, sees more signal than the estimator used; True if not known."""
+    used, size = trained_estimator(run.config), run.group_size or 0
+    used = used if used in ESTIMATORS and can_replay(used) else REFERENCE
+    groups = [group for group in run.last_measured if group.size == size and group.is_complete][-REPLAYED_GROUPS:]
+    if len(groups) < FEWEST_REPLAYED or size // 2 < ESTIMATORS["optimal-loo"].min_group:
+        return True
+    rows = {row.estimator: row.snr.value for row in replay_groups(groups, size, [used, "optimal-loo"]).rows}
+    return not rows["optimal-loo"] <= rows[used]
+
+
 def baseline(run: RunReading) -> RuleVerdict:
-    """The variance-minimising baseline would save a part of the noise within prompts."""
+    """The variance-minimising baseline would save a part of the noise within prompts.
+
+    No finding where the replay of these rollouts shows that to estimate it costs as much as it saves.
+    """
     saving = run.noise().baseline_saving
     if math.isnan(saving.low):
         return Undecided(_MORE_STEPS)
     if not saving.low > LEAST_SAVING:
         return None if saving.high <= LEAST_SAVING else Undecided("measure more steps: its interval is too wide")
+    if not _pays_when_estimated(run):
+        return None
     return RunFinding(
         name="baseline",
         severity="note",

@@ -295,7 +295,8 @@ def _asked(scale: Estimate, batch: float | int) -> str:
     if scale.high <= batch:
         return "Nothing to change: a step has more signal than noise."
     if scale.low > batch and math.isfinite(scale.high):
-        return f"More rollouts per step would help; the page asks for them from {NOISE_ACT:g} times as many on."
+        told = "More rollouts per step would help; it is urgent once the whole interval lies above"
+        return f"{told} {NOISE_ACT:g} times as many."
     return "Nothing to change yet: the data do not decide whether more rollouts would pay."
 
 

@@ -122,7 +122,7 @@ def window_sentence(run: RunReading) -> str:
     if not steps:
         return ""
     which = f"the last third, {step_range(steps)}" if len(run.steps) > 1 else f"the only step, {steps[0]}"
-    told = f"Arrows: start → end. Other numbers are means over {which}."
+    told = f"Arrows: first → last evaluation or third of the steps. Other numbers are means over {which}."
     return f"{told} Brackets: 95 % intervals. Grey dashed lines below, the null: what unrelated rollouts would give."
 
 
@@ -227,7 +227,7 @@ def when_learnt(learning: Indicator) -> Iterator[str]:
     (_, first), (end, last) = known[0], known[-1]
     step = next(step for step, value in known if value >= first + MOST_OF_IT * (last - first))
     if step < end:
-        yield f"{MOST_OF_IT:.0%} of the gain was there by step {step:g}."
+        yield f"{MOST_OF_IT:.0%} of the gain or more was there at step {step:g}."
 
 
 def trust_state(run: RunReading) -> str:

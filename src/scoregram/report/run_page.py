@@ -312,17 +312,20 @@ def summary_table(run: RunReading) -> Table:
         (f"top-1 fraction{mark}", summary.top1, summary.top1_null, null, live),
         (f"cosine between rollouts{mark}", summary.cosine, 0, null, groups),
         (f"variance saved by the best baseline{mark}", summary.baseline_saving, 0, "the mean is as good", groups),
-        (f"signal to noise of a step{mark}", summary.snr, 1, "half of the power is noise", steps),
-        (f"noise scale, in rollouts{mark}", summary.noise_scale, _as_integer(run.batch_size), "batch size", steps),
-        (f"best group size{mark}", summary.best_group_size, run.group_size, "group size used", steps),
     ]
+    if not run.trust.has_few_steps:  # else nothing is concluded on noise
+        rows += [
+            (f"signal to noise of a step{mark}", summary.snr, 1, "half of the power is noise", steps),
+            (f"noise scale, in rollouts{mark}", summary.noise_scale, _as_integer(run.batch_size), "batch size", steps),
+            (f"best group size{mark}", summary.best_group_size, run.group_size, "group size used", steps),
+        ]
     return Table(
         id="summary",
         title="The last third in numbers" if len(run.last_third) > 1 else "The last step in numbers",
-        caption=f"{step_range(run.last_third).capitalize()}: means with 95 % bootstrap intervals over "
-        "groups. Signal, noise scale and group size come from noise components averaged over steps; their intervals "
-        "resample steps. ∞ means that no signal, or no difference between prompts, was resolved. Intervals over few "
-        "groups or steps are too narrow, and groups of the same prompt are treated as independent.",
+        caption=f"{step_range(run.last_third).capitalize()}, the measured ones: means with 95 % bootstrap intervals "
+        "over groups. Signal, noise scale and group size come from noise components averaged over steps; their "
+        "intervals resample steps. ∞ means that no signal, or no difference between prompts, was resolved. Intervals "
+        "over few groups or steps are too narrow, and groups of the same prompt are treated as independent.",
         columns=("quantity", "value", "compare with", "which is", "from"),
         rows=tuple(row for row in rows if not _is_unknown(row[1])),
     )

@@ -426,10 +426,16 @@ def what_if_table(run: RunReading) -> Iterator[Table]:
         f"Signal to noise of one prompt's update from {replayed.group_size} rollouts, on {replayed.groups} groups of "
         "evenly spaced steps of the last third; "
         "95 % intervals over groups. Efficiency: signal to noise over that of rloo, 2 means half as many groups. "
-        "Direction: cosine with the true gradient. Overlapping intervals decide nothing.",
+        "Direction: cosine with the true gradient; its estimate, a ratio of noisy means, can exceed 1 and is then "
+        "shown as 1. Overlapping intervals decide nothing.",
         ("estimator", "signal to noise", "efficiency", "direction"),
-        tuple((row.estimator, row.snr, row.efficiency, row.direction) for row in rows),
+        tuple((row.estimator, row.snr, row.efficiency, _as_cosine(row.direction)) for row in rows),
     )
+
+
+def _as_cosine(estimate: Estimate) -> Estimate:
+    """An estimate of a cosine, cut at -1 and 1."""
+    return Estimate(*(max(-1.0, min(1.0, x)) if x == x else x for x in (estimate.value, estimate.low, estimate.high)))
 
 
 def _running(curve: Curve) -> str:

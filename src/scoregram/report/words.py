@@ -48,6 +48,8 @@ def marked_terms(text: str) -> Markup:
     Example:
         >>> print(marked_terms("a < b"))
         a &lt; b
+        >>> print(marked_terms("as DAPO does (--method dapo)"))
+        as DAPO does (<code>--method dapo</code>)
     """
     pieces, seen, end = [], set(), 0
     for found in _PATTERN.finditer(text):
@@ -55,15 +57,21 @@ def marked_terms(text: str) -> Markup:
         if word in seen:
             continue
         seen.add(word)
-        pieces.append(escape(text[end : found.start()]))
+        pieces.append(_marked_options(text[end : found.start()]))
         pieces.append(
             Markup('<dfn class="term" tabindex="0" data-tip="{}">{}</dfn>').format(WORDS[word], found.group())
         )
         end = found.end()
-    pieces.append(escape(text[end:]))
+    pieces.append(_marked_options(text[end:]))
     return Markup("").join(pieces)
 
 
+def _marked_options(text: str) -> Markup:
+    """Text, escaped, with options such as `--method dapo` as code, which is not broken over two lines."""
+    return Markup(_OPTION.sub(r"<code>\g<0></code>", str(escape(text))))
+
+
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*(?: [a-z][a-z-]*(?=\)))?")
 _READ_ROLLOUTS = re.compile(r"[Rr]ead some (?:truncated )?rollouts")
 
 
