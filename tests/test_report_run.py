@@ -457,10 +457,10 @@ def learning(steps, values, *, quantity: str = "test accuracy", state: Indicator
 def test_the_lead_says_when_the_run_had_learnt():
     steps = (0, 20, 40, 60)
     solved = list(when_learnt(learning(steps, (0.34, 0.95, 0.98, 0.96))))
-    assert solved == ["90% of the gain was there by step 20."]
+    assert solved == ["90% of the gain or more was there at step 20."]
     assert list(when_learnt(learning(steps, (0.1, 0.2, 0.3, 0.5)))) == []  # it still learns
     assert list(when_learnt(learning(steps, (0.3, 0.9, 0.9, 0.96), quantity="reward"))) == [
-        "90% of the gain was there by step 20."
+        "90% of the gain or more was there at step 20."
     ]
     assert list(when_learnt(learning(steps, (0.9, 0.9, 0.8, 0.96), state="watch"))) == []
 

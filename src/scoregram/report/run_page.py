@@ -294,7 +294,8 @@ def _missing(run: RunReading) -> Iterator[str]:
 def summary_table(run: RunReading) -> Table:
     """The numbers of the last third, each beside what to compare it with; unknown rows are left out."""
     summary, accuracy = run.summary, _accuracy(run)
-    groups, steps = f"{summary.groups} groups", f"{summary.noise_steps} steps"
+    few = ", too few to conclude" if run.trust.has_few_steps else ""
+    groups, steps = f"{summary.groups} groups", f"{summary.noise_steps} steps{few}"
     live = f"{summary.live} live groups" if run.rows == "scores" else f"{summary.live} groups"
     rewarded = groups if summary.groups else f"{len(run.last_values('reward'))} steps"
     null, mark = _null(run), run.trust.mark
@@ -312,13 +313,10 @@ def summary_table(run: RunReading) -> Table:
         (f"top-1 fraction{mark}", summary.top1, summary.top1_null, null, live),
         (f"cosine between rollouts{mark}", summary.cosine, 0, null, groups),
         (f"variance saved by the best baseline{mark}", summary.baseline_saving, 0, "the mean is as good", groups),
+        (f"signal to noise of a step{mark}", summary.snr, 1, "half of the power is noise", steps),
+        (f"noise scale, in rollouts{mark}", summary.noise_scale, _as_integer(run.batch_size), "batch size", steps),
+        (f"best group size{mark}", summary.best_group_size, run.group_size, "group size used", steps),
     ]
-    if not run.trust.has_few_steps:  # else nothing is concluded on noise
-        rows += [
-            (f"signal to noise of a step{mark}", summary.snr, 1, "half of the power is noise", steps),
-            (f"noise scale, in rollouts{mark}", summary.noise_scale, _as_integer(run.batch_size), "batch size", steps),
-            (f"best group size{mark}", summary.best_group_size, run.group_size, "group size used", steps),
-        ]
     return Table(
         id="summary",
         title="The last third in numbers" if len(run.last_third) > 1 else "The last step in numbers",
