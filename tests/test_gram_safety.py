@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from scoregram.errors import ScoregramError
 from scoregram.gram import DeferredGram, backward_with_gram, measure_gram
+from scoregram.gram.model import _IN_USE
 from tests.cases import Opaque, build, rollouts
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -32,6 +33,8 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         "functions": str(TORCH._get_torch_function_state()),
         "grad mode": torch.is_grad_enabled(),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), autocast_nesting()),
+        "autocast cache": torch.is_autocast_cache_enabled(),
+        "oneDNN": TORCH._get_mkldnn_enabled(),
         "saved tensors": TORCH._autograd._top_saved_tensors_default_hooks(False),
         "vmap": TORCH._functorch.maybe_current_level(),
     }
@@ -264,12 +267,19 @@ def interrupts(
 
 EVERYWHERE = "/"
 ENGINE = "scoregram/gram"
+AUTOCAST = "torch/amp/autocast_mode.py"
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_interrupts_leave_no_trace(make, call):
     interrupts(make, call, ENGINE, 10)
+
+
+@pytest.mark.parametrize("within", ["gram/contract.py", "scoregram/machine.py", AUTOCAST])
+def test_interrupts_at_every_line_around_a_product(within):
+    """The engine switches autocast and oneDNN off for its own products."""
+    interrupts(peculiar, deferred, within, None)
 
 
 @pytest.mark.parametrize("within", ["gram/undo.py", "gram/model.py", "contextlib.py"])
@@ -296,21 +306,56 @@ def test_interrupts_in_other_libraries(make, call):
     interrupts(make, call, EVERYWHERE, 1500)
 
 
-@pytest.mark.slow
-def test_signals_at_random_moments():
-    """Real SIGINTs from a timer, up to three in a row."""
+def interrupted_by_signals(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real signals from a timer: one; or one every 1 ms until the call ends; or three, one every 0.1 ms."""
     model, generator = with_gradients(llama()), random.Random(0)
     measured(model)
     before = state_of(model)
-    for _ in range(1000):
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pytest's own would be interrupted as well
+    for _ in range(count):
+        pause, most = generator.choice([(0, 1), (1e-3, 10_000), (1e-4, 3)])
+        arrived = iter(range(most))
+
+        def handler(number: int, frame: Any, arrived: Any = arrived) -> None:
+            if next(arrived, None) is not None:
+                signal.default_int_handler(number, frame)
+
         with contextlib.suppress(KeyboardInterrupt):
             try:
-                signal.signal(signal.SIGALRM, signal.default_int_handler)
-                signal.setitimer(signal.ITIMER_REAL, generator.uniform(1e-4, 0.05), generator.choice([0, 1e-4, 1e-3]))
+                signal.signal(signal.SIGALRM, handler)
+                signal.setitimer(signal.ITIMER_REAL, generator.uniform(1e-4, 0.05), pause)
                 measured(model)
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-        assert changes(before, state_of(model)) == []
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # one may still be on its way
+        assert changes(before, state_of(model)) == [], f"after signals every {pause} s, at most {most}"
+        assert not _IN_USE
+
+
+def test_a_few_signals_at_random_moments(monkeypatch):
+    interrupted_by_signals(30, monkeypatch)
+
+
+@pytest.mark.slow
+def test_signals_at_random_moments(monkeypatch):
+    interrupted_by_signals(1000, monkeypatch)
+
+
+def test_an_optimiser_step_after_an_interrupt_reaches_products_under_autocast():
+    """Torch keeps the weights that it has cast for as long as it counts an autocast block."""
+    model, layer, x = peculiar(), nn.Linear(3, 3), torch.ones(1, 3)
+    visits = traced_lines(lambda: measured(model), AUTOCAST)
+    for k in every_line(visits)[::3]:
+        with contextlib.suppress(Interrupt):
+            traced_lines(lambda: measured(model), AUTOCAST, {k})
+        for factor in (1.0, 3.0):
+            with torch.no_grad():
+                layer.weight.mul_(factor)
+            with torch.autocast("cpu", torch.bfloat16):
+                found = layer(x)
+            expected = nn.functional.linear(x.bfloat16(), layer.weight.bfloat16(), layer.bias.bfloat16())
+            torch.testing.assert_close(found, expected, msg=f"after an interrupt at {visits[k]}")
+        layer.weight.data.div_(3.0)
 
 
 @pytest.mark.parametrize("is_empty", [True, False])

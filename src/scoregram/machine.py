@@ -36,9 +36,9 @@ def threads(count: int | None) -> Iterator[None]:
     too.
     """
     before = torch.get_num_threads()
-    if count:
-        torch.set_num_threads(count)
     try:
+        if count:
+            torch.set_num_threads(count)
         yield
     finally:
         # Code inside the block may set the number as well, so it is restored even if `count` left it as it was.
@@ -51,11 +51,13 @@ def plain_products() -> Iterator[None]:
     """A block in which BLAS computes matrix products on the CPU, not oneDNN.
 
     On some processors torch uses oneDNN for 16 rows and more, which takes three times as long for few rows and many
-    columns. The switch applies to all threads of the process.
+    columns. The switch applies to all threads of the process. Only a block that found oneDNN on turns it on again: of
+    two blocks that overlap in two threads, the one that ends last may have begun while it was off.
     """
     before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
     try:
+        torch._C._set_mkldnn_enabled(False)
         yield
     finally:
-        torch._C._set_mkldnn_enabled(before)
+        if before:
+            torch._C._set_mkldnn_enabled(True)

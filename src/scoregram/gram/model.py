@@ -351,7 +351,7 @@ class MeasuredModel:
                     "Set requires_grad on the parameters to train.",
                 )
             require_one_device(self.parameters)
-        with self.survey.shards.resharded_afterwards(), torch.enable_grad():
+        with self.survey.shards.resharded_afterwards():
             prepare_model(self.survey, self.modules, undo)
             yield
 
@@ -413,13 +413,15 @@ def require_one_device(parameters: Mapping[str, Tensor]) -> None:
 def prepare_model(listed: Survey, modules: Sequence[nn.Module], undo: Undo) -> None:
     """Prepare a model for a measurement; `undo` restores it exactly, including the random state."""
     parameters = list(listed.parameters.values())
-    undo.keep_random_state(parameters[0].device)
+    device = parameters[0].device
+    undo.keep_random_state(device)
     undo.put_gradients_aside([*parameters, *listed.shards.sharded.values()])
     undo.keep_modules(modules)
     for hooks in [p._backward_hooks for p in parameters if p._backward_hooks]:  # they may change the gradient
         undo.operations.append((hooks.update, dict(hooks)))
         hooks.clear()
-    undo.keep_torch_state()  # listed last, so called first: a mode left behind would see all other operations
+    undo.keep_torch_state(device)  # listed last, so called first: a mode left behind would see all other operations
+    torch.set_grad_enabled(True)
     # In training mode, a batch norm would mix rollouts, and a spectral norm would change its weight in every pass.
     for module in listed.in_training:
         vars(module)["training"] = False

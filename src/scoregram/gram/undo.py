@@ -21,8 +21,10 @@ _TORCH: Any = torch._C
 class Undo:
     """Operations that undo changes, run at the end of a `with` block; each is added before its change is made.
 
-    Enter it twice, `with Undo() as undo, undo:`. If Ctrl-C arrives inside the first `__exit__`, the second one undoes
-    everything. The operations run in one call of C code, which Ctrl-C cannot interrupt. Running them twice is harmless.
+    Ctrl-C may arrive while they run. An operation leaves the list only after it was called, so the interrupted one runs
+    again, the others follow, and the interrupt is raised at the end. Calling an operation twice is harmless. Enter the
+    block twice, `with Undo() as undo, undo:`, in case that Ctrl-C arrives where the first `__exit__` starts: the second
+    one goes on where the first stopped.
     """
 
     def __init__(self) -> None:
@@ -33,13 +35,25 @@ class Undo:
         return self
 
     def __exit__(self, _: object = None, error: BaseException | None = None, __: object = None) -> None:
-        interrupt = interrupt_behind(error)
-        if interrupt is not None:  # ends generators that it left suspended in torch now, not later
-            traceback.clear_frames(interrupt.__traceback__)
-        run_operations(self.operations[::-1])
-        self.operations.clear()
+        interrupt = None
+        while self.operations:
+            try:
+                self.run(error)
+            except Exception:
+                raise
+            except BaseException as another:  # no call here: after a call, Python raises the next interrupt
+                interrupt = another
+        interrupt = interrupt or interrupt_behind(error)
         if interrupt is not None and interrupt is not error:
             raise interrupt
+
+    def run(self, error: BaseException | None) -> None:
+        """Call the operations, the last one first, and remove each from the list when it has returned."""
+        clear_frames(interrupt_behind(error))
+        while self.operations:
+            function, *arguments = self.operations[-1]
+            function(*arguments)
+            self.operations.pop()
 
     def set_attribute(self, owner: Any, name: str, value: object) -> None:
         """Set an attribute of an object until the end of the block; then restore or remove it."""
@@ -72,14 +86,23 @@ class Undo:
         small = [b for b in found_buffers.values() if b.nbytes <= SAVED_BUFFER_BYTES and not b.is_inference()]
         self.operations += [(put_values_back, buffer, buffer._version, buffer.detach().clone()) for buffer in small]
 
-    def keep_torch_state(self) -> None:
-        """Restore torch's modes in this thread at the end of the block.
+    def keep_torch_state(self, device: torch.device) -> None:
+        """Restore torch's modes in this thread at the end of the block, for operations on the CPU and on `device`.
 
         Torch and Python enter them in `with` blocks of their own, and Ctrl-C may skip the `__exit__` of these.
         """
+        for kind in {"cpu", device.type}:
+            self.operations += [
+                (torch.set_autocast_enabled, kind, torch.is_autocast_enabled(kind)),
+                (torch.set_autocast_dtype, kind, torch.get_autocast_dtype(kind)),
+            ]
+        if _TORCH._get_mkldnn_enabled():  # if it is off, another thread may be in `plain_products`
+            self.operations.append((_TORCH._set_mkldnn_enabled, True))
         hooks = _TORCH._autograd._top_saved_tensors_default_hooks(False)
         vmap = _TORCH._functorch.get_dynamic_layer_stack_depth()
         self.operations += [
+            (torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()),
+            (leave_autocast, autocast_depth()),
             (pop_saved_tensor_hooks, hooks),
             (_TORCH._set_grad_enabled, torch.is_grad_enabled()),
             (_TORCH._functorch.pop_dynamic_layer_stack_and_undo_to_depth, vmap),
@@ -95,6 +118,13 @@ def interrupt_behind(error: BaseException | None) -> BaseException | None:
     return error
 
 
+def clear_frames(error: BaseException | None) -> None:
+    """End the generators that an interrupt, and those before it, left suspended in torch: now, not later."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+
+
 def run_operations(operations: Sequence[tuple[Any, ...]]) -> None:
     """Call each function with its arguments, from C code: no interrupt comes between two calls."""
     deque(starmap(call, operations), maxlen=0)
@@ -106,8 +136,7 @@ def put_values_back(buffer: Tensor, version: int, values: Tensor) -> None:
     Autograd rejects a graph that saved the buffer if the counter has changed since. If it has not changed (nothing
     happened, or a batch norm wrote its statistics, which does not count), the values are written without counting.
     """
-    with torch.no_grad():
-        (buffer.data if buffer._version == version else buffer).copy_(values)
+    (buffer.data if buffer._version == version else buffer.detach()).copy_(values)  # no mode is entered
 
 
 def pop_function_modes(depth: int) -> None:
@@ -121,6 +150,27 @@ def pop_saved_tensor_hooks(top: object) -> None:
     autograd = _TORCH._autograd
     while (hooks := autograd._top_saved_tensors_default_hooks(False)) is not None and hooks != top:
         autograd._pop_saved_tensors_default_hooks()
+
+
+def autocast_depth() -> int:
+    """Number of autocast blocks around the current operation, disabled ones included.
+
+    Torch has no function that reads it. Both calls are made from C code: no interrupt comes between them.
+    """
+    _, depth = map(call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting))
+    return depth
+
+
+def leave_autocast(depth: int) -> None:
+    """Count `depth` autocast blocks again, after an interrupt that skipped the end of one.
+
+    Torch keeps the weights that autocast has cast until the count is 0, and does not notice if an optimiser changes the
+    weights themselves.
+    """
+    while autocast_depth() > depth:
+        torch.autocast_decrement_nesting()
+    if depth == 0:
+        torch.clear_autocast_cache()
 
 
 def is_recording() -> bool:
