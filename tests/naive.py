@@ -9,8 +9,13 @@ import torch
 
 
 def score_rows(model, input_ids, completion_mask, attention_mask, coefficients=None, temperature=1.0):
-    """Flat gradients `(N, D)` of `Σ_t c_t log π(y_t)` over the trainable parameters, one rollout after another."""
+    """Flat gradients `(N, D)` of `Σ_t c_t log π(y_t)` over the trainable parameters, one rollout after another.
+
+    They are taken from `.grad`: `torch.autograd.grad` misses layers that run a backward pass inside their own, as
+    reversible ones do.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    before = [parameter.grad for parameter in parameters]
     factors = completion_mask if coefficients is None else completion_mask * coefficients
     rows = []
     for i in range(len(input_ids)):
@@ -19,7 +24,10 @@ def score_rows(model, input_ids, completion_mask, attention_mask, coefficients=N
         log_probs = (model(input_ids=ids).logits.double() / temperature).log_softmax(-1)
         chosen = log_probs[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
         total = (chosen * factors[i][real][1:]).sum()
-        grads = torch.autograd.grad(total, parameters, allow_unused=True)
+        for parameter in parameters:
+            parameter.grad = None
+        total.backward()
+        grads = [parameter.grad for parameter in parameters]
         rows.append(
             torch.cat(
                 [
@@ -28,6 +36,8 @@ def score_rows(model, input_ids, completion_mask, attention_mask, coefficients=N
                 ]
             )
         )
+    for parameter, grad in zip(parameters, before, strict=True):
+        parameter.grad = grad
     return torch.stack(rows)
 
 

@@ -1,5 +1,6 @@
 """Parameters in calls of every form: by keyword, in place, cast, expanded; and adapters that replace products."""
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +11,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from scoregram.checks import ScoregramError
-from scoregram.gram import DeferredGram, Gram, leaves, measure_gram
+from scoregram.gram import DeferredGram, Gram, backward_with_gram, leaves, measure_gram
 from scoregram.gram.axis import PROBE_ROLLOUTS
+from scoregram.gram.intercept import Interceptor
+from scoregram.gram.undo import SAVED_BUFFER_BYTES
 from tests.cases import KeepDouble, build, rollouts
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -42,6 +45,20 @@ class Called(nn.Module):
 def needs_training(m: Any, x: Tensor) -> Tensor:
     assert m.training, "use model.train()"
     return x
+
+
+class TrainedBackward(torch.autograd.Function):
+    """The identity, with a backward pass in training mode alone, as in a reversible network."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, model: nn.Module) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]  # noqa: D102
+        ctx.model = model
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]  # noqa: D102
+        assert ctx.model.training, "gradients are computed in training mode only"
+        return grad, None
 
 
 def added_in_place(m: Any, x: Tensor) -> Tensor:
@@ -75,6 +92,7 @@ CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "second lookup": lambda m, x: x + F.embedding(pairs_of_positions(x), m.embedding.weight),
     "derived bias": lambda m, x: F.linear(x, m.layer.weight, m.positions[3]),
     "training mode": needs_training,
+    "training mode backward": lambda m, x: m.layer(TrainedBackward.apply(x, m)),
 }
 
 
@@ -331,3 +349,125 @@ def test_logits_of_another_length_are_refused():
 
     with pytest.raises(ScoregramError, match="must return logits for 11 tokens, got 13"):
         measure_gram(Longer("training mode").train(), *rollouts().arguments)
+
+
+# Models that need training mode
+
+
+class TrainedOnly(Called):
+    """Fails in evaluation mode, in its forward or in its backward pass; has dropout, which the engine switches off."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__("training mode" if part == "forward" else "training mode backward")
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, input_ids: Tensor) -> Tensor:  # noqa: D102
+        return self.dropout(super().forward(input_ids))
+
+
+def trained_only(part: str) -> tuple[Any, Any, Tensor]:
+    """The model in training mode, a batch, and the Gram without dropout."""
+    torch.manual_seed(0)
+    model, batch = TrainedOnly(part).double().train(), rollouts()
+    model.dropout.p = 0.0
+    expected = reference(model, batch).detach()
+    model.dropout.p = 0.5
+    return model, batch, expected
+
+
+ENTRIES = {
+    "measured": lambda model, batch: measure_gram(model, *batch.arguments),
+    "verified": lambda model, batch: measure_gram(model, *batch.arguments, verify=True),
+    "in passes": lambda model, batch: measure_gram(model, *batch.arguments, plan="auto"),
+    "step": lambda model, batch: backward_with_gram(model, *batch.arguments, weights=torch.ones(len(batch.input_ids))),
+    "deferred": lambda model, batch: DeferredGram(model, *batch.arguments).finish(
+        batch.completion_mask.double(), torch.ones(1, len(batch.input_ids))
+    )[0],
+}
+
+
+@pytest.mark.filterwarnings("ignore:scoregram. active dropout")
+@pytest.mark.parametrize("part", ["forward", "backward"])
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_model_that_needs_training_mode_is_measured_again_and_again(entry, part):
+    model, batch, expected = trained_only(part)
+    for _ in range(3):
+        gram = ENTRIES[entry](model, batch)
+        torch.testing.assert_close(gram.matrix, expected)
+        assert "measured in training mode: the model fails in evaluation mode" in gram.notes
+        assert all(module.training for module in model.modules())
+
+
+@pytest.mark.filterwarnings("ignore:scoregram. active dropout")
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_a_model_that_needs_training_mode_is_measured_by_one_entry_after_another(part):
+    model, batch, expected = trained_only(part)
+    for entry in (*ENTRIES.values(), *reversed(ENTRIES.values())):
+        torch.testing.assert_close(entry(model, batch).matrix, expected)
+
+
+@pytest.mark.filterwarnings("ignore:scoregram. active dropout")
+@pytest.mark.parametrize("first", ["train", "eval"])
+def test_a_model_that_needs_training_mode_says_so_in_evaluation_mode(first):
+    model, batch, expected = trained_only("backward")
+    if first == "train":
+        measure_gram(model, *batch.arguments)
+    with pytest.raises(AssertionError, match="training mode only") as caught:
+        measure_gram(model.eval(), *batch.arguments)
+    assert any("call model.train() first" in note for note in caught.value.__notes__)
+    torch.testing.assert_close(measure_gram(model.train(), *batch.arguments).matrix, expected)
+
+
+def test_a_model_that_fails_in_one_pass_alone_is_measured_in_evaluation_mode():
+    """A pass that fails under interception does not mean that the model needs training mode."""
+
+    class Unlike(Called):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            modes = torch.overrides._get_current_function_mode_stack()
+            if "forward" in vars(self.layer) or any(isinstance(mode, Interceptor) for mode in modes):
+                raise RuntimeError("not under interception")
+            return super().forward(input_ids) * (3.0 if self.training else 1.0)
+
+    torch.manual_seed(0)
+    model, batch = Unlike("linear by keyword").double(), rollouts()
+    expected = reference(model.eval(), batch).detach()
+    for _ in range(2):
+        gram = measure_gram(model.train(), *batch.arguments)
+        torch.testing.assert_close(gram.matrix, expected)
+        assert not any("training mode" in note for note in gram.notes)
+
+
+# Buffers
+
+
+class Counting(Called):
+    """Counts its calls in a buffer."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__("relu in place")
+        self.register_buffer("counts", torch.zeros(size))
+
+    def forward(self, input_ids: Tensor) -> Tensor:  # noqa: D102
+        self.counts += 1
+        return super().forward(input_ids)
+
+
+@pytest.mark.parametrize("call", ["measure_gram", "backward_with_gram", "DeferredGram"])
+def test_a_buffer_is_put_back_or_the_result_names_it(call):
+    batch = rollouts()
+
+    def notes(model: nn.Module) -> tuple[str, ...]:
+        if call == "measure_gram":
+            return measure_gram(model, *batch.arguments).notes
+        if call == "backward_with_gram":
+            return backward_with_gram(model, *batch.arguments, weights=torch.ones(5)).notes
+        return DeferredGram(model, *batch.arguments).finish(batch.completion_mask.double(), torch.ones(1, 5))[0].notes
+
+    largest = SAVED_BUFFER_BYTES // 4
+    for size, is_named in ((largest, False), (largest + 1, True)):
+        model: Any = Counting(size)
+        said = "the model changed counts; the values of buffers over 4 MiB are not restored"
+        with pytest.warns(UserWarning, match=said) if is_named else contextlib.nullcontext():
+            found = notes(model)
+        assert (said in found) == is_named
+        assert bool((model.counts != 0).any()) == is_named

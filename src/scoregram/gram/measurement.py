@@ -2,14 +2,15 @@
 
 A narrow pass runs first. If it missed a use of a parameter, or if the model drew random numbers or failed, a wide pass
 follows, and later measurements of this model start with it. A model that fails in both is measured without
-interception, by one backward pass per rollout. Before the first pass of each kind, two probe passes find the
-activations whose first axis runs over the rollouts (`axis`). `passes` defines *narrow* and *wide*.
+interception, by one backward pass per rollout. All of this happens in evaluation mode; a model that fails in all of it
+is measured in training mode, if the caller had it in training mode. Before the first pass of each kind, two probe
+passes find the activations whose first axis runs over the rollouts (`axis`). `passes` defines *narrow* and *wide*.
 """
 
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -53,7 +54,9 @@ class Measurement:
         self.sketch = sketch
         self.kept = kept
         self.failure: Exception | None = None
-        """The model's first error under interception."""
+        """The model's first error."""
+        self.wide_failure: Exception | None = None
+        """The model's first error in a wide pass."""
         self.notes: list[str] = []
 
     def run(self, *, check_padding: bool = True) -> CollectedScores:
@@ -62,16 +65,10 @@ class Measurement:
         Args:
             check_padding: Raise if the model's output depends on padding. Not needed with `verify`, which checks more.
         """
-        facts = self.measured.facts
-        log_probs, replayed = None, []
-        if not facts.needs_wide_pass and not facts.needs_plain_passes:
-            log_probs = self.narrow_pass()
-        if log_probs is None and not facts.needs_plain_passes:
-            facts.needs_wide_pass = True
-            log_probs = self.wide_pass()
-        if log_probs is None:
-            log_probs, replayed = self.plain_passes()
-            facts.needs_plain_passes = True
+        found = self.in_a_mode_that_works(self.passes)
+        if found is None:
+            self.raise_failure()
+        log_probs, replayed = found
         if check_padding and not self.measured.survey.shards.modules:  # a pass of a sharded model needs every process
             refuse_padding_dependence(self.measured, self.rollouts.batch, log_probs)
         return self.collected(log_probs, replayed)
@@ -91,7 +88,51 @@ class Measurement:
             raise RuntimeError("parameters must be replayed by rollout")
         return scores
 
-    # The kinds of passes; the first two return None if they do not suffice
+    # The kinds of passes; all return None if they do not suffice
+
+    def in_a_mode_that_works(self, run: Callable[[], Found | None]) -> Found | None:
+        """The result of `run`; where that is None in evaluation mode, the result in the caller's training mode.
+
+        Some models compute gradients in training mode only.
+        """
+        facts = self.measured.facts
+        found = run()
+        if found is None and self.may_need_training():
+            self.measured.set_training(True)
+            found = run()
+            facts.needs_training = found is not None
+            self.measured.set_training(facts.needs_training)
+        return found
+
+    def may_need_training(self) -> bool:
+        """Whether the model failed in evaluation mode, and the caller had it in training mode."""
+        return bool(self.measured.survey.in_training) and not self.measured.facts.needs_training
+
+    def is_training(self) -> bool:
+        """Whether the passes run in training mode. Then they are wide: such models run layers again inside autograd."""
+        return any(module.training for module in self.measured.survey.in_training)
+
+    def raise_failure(self) -> NoReturn:
+        """Raise the model's first error: the model itself fails."""
+        assert self.failure is not None
+        if not self.measured.survey.in_training:
+            note = "The model was in evaluation mode. If it needs training mode, call model.train() first."
+            self.failure.add_note(f"scoregram: {note} Dropout is off during a measurement.")
+        raise self.failure from None
+
+    def passes(self) -> tuple[Tensor, list[str]] | None:
+        """Log-probabilities and the names of the parameters that were replayed; None if the model failed."""
+        log_probs = None if self.measured.facts.needs_plain_passes else self.intercepted_passes()
+        return self.plain_passes() if log_probs is None else (log_probs, [])
+
+    def intercepted_passes(self) -> Tensor | None:
+        """Log-probabilities from a narrow pass, or else from a wide one; None if the model failed in both."""
+        facts = self.measured.facts
+        log_probs = None if facts.needs_wide_pass or self.is_training() else self.narrow_pass()
+        if log_probs is None:
+            log_probs = self.wide_pass()
+            facts.needs_wide_pass |= log_probs is not None
+        return log_probs
 
     def narrow_pass(self) -> Tensor | None:
         """Log-probabilities from a pass that intercepts only the modules that own parameters.
@@ -104,8 +145,7 @@ class Measurement:
         except (ScoregramError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            self.failure = error
-            self.measured.leave_evaluation()
+            self.failure = self.failure or error
             return None
         return None if self.current.missed_something() else log_probs
 
@@ -117,20 +157,28 @@ class Measurement:
             raise
         except Exception as error:
             self.failure = self.failure or error
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]  # the message itself may be empty
-            self.notes.append(f"measured without interception: {reason}")
+            self.wide_failure = self.wide_failure or error
             return None
 
-    def plain_passes(self) -> tuple[Tensor, list[str]]:
-        """Log-probabilities from a pass without interception. Replays all parameters; returns their names."""
+    def plain_passes(self) -> tuple[Tensor, list[str]] | None:
+        """Log-probabilities from a pass without interception; None if the model failed.
+
+        Replays all parameters; returns their names.
+        """
         parameters = list(self.measured.parameters.values())
         try:
             plain = self.new_pass(narrow=True)
             with torch.no_grad(), DropoutOff():
                 log_probs = batch_log_probs(logits_of(self.measured.model, plain.batch), plain.batch)
-            return log_probs, plain.replay(parameters)
-        except Exception as error:  # the model itself fails, so its first error is the one to show
-            raise self.failure or error from None
+            replayed = plain.replay(parameters)
+        except Exception as error:
+            self.failure = self.failure or error
+            return None
+        if (error := self.wide_failure) is not None:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]  # the message itself may be empty
+            self.notes.append(f"measured without interception: {reason}")
+        self.measured.facts.needs_plain_passes = True
+        return log_probs, replayed
 
     def new_pass(self, *, narrow: bool) -> Pass:
         """A pass with an empty collector; discards the gradients of an earlier pass."""
@@ -177,19 +225,40 @@ class Measurement:
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies `(N, T)`; `backward` continues from here."""
-        narrow = not self.measured.facts.needs_wide_pass
-        try:
-            return self.with_known_axes(Pass.forward, narrow=narrow)
-        except Exception:
-            if not narrow:
+        found = self.in_a_mode_that_works(self.forward_or_none)
+        if found is None:
+            self.raise_failure()
+        return found
+
+    def forward_or_none(self) -> tuple[Tensor, Tensor] | None:
+        """As `forward`, from a narrow pass, or else from a wide one; None if the model failed in both."""
+        for narrow in (True, False):
+            if narrow and (self.measured.facts.needs_wide_pass or self.is_training()):
+                continue
+            try:
+                return self.with_known_axes(Pass.forward, narrow=narrow)
+            except (ScoregramError, torch.OutOfMemoryError):
                 raise
-            self.measured.leave_evaluation()
-        return self.with_known_axes(Pass.forward, narrow=False)
+            except Exception as error:
+                self.failure = self.failure or error
+        return None
 
     def backward(self, rollouts: DistinctRollouts, weights: Tensor) -> CollectedScores:
         """The backward pass after `forward`, for the same rollouts with their final coefficients."""
         self.rollouts, self.weights = rollouts, rollouts.row_weights(weights)
-        log_probs = self.current.backward(rollouts.batch, self.weights)
+        try:
+            log_probs = self.current.backward(rollouts.batch, self.weights)
+        except (ScoregramError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # in evaluation mode; the forward pass above did not show it
+            self.failure = self.failure or error
+            if not self.may_need_training():
+                raise
+            self.measured.set_training(True)
+            log_probs = self.intercepted_passes()
+            if log_probs is None:
+                raise
+            self.measured.facts.needs_training = True
         if self.current.is_narrow and self.current.missed_something():
             self.measured.facts.needs_wide_pass = True
             log_probs = self.with_known_axes(Pass.run, narrow=False)
@@ -203,6 +272,12 @@ class Measurement:
         if replayed:
             shown = ", ".join(replayed[:3]) + (", …" if len(replayed) > 3 else "")
             self.notes.append(f"rows of {shown} came from one backward pass per rollout")
+        if changed := self.measured.changed_buffers():
+            shown = ", ".join(changed[:3]) + (", …" if len(changed) > 3 else "")
+            self.notes.append(f"the model changed {shown}; the values of buffers over 4 MiB are not restored")
+            warnings.warn("scoregram: " + self.notes[-1], stacklevel=4)
+        if self.measured.facts.needs_training and self.measured.survey.in_training:
+            self.notes.append("measured in training mode: the model fails in evaluation mode")
         if self.current.interceptor.dropped:
             self.notes.append("active dropout was switched off for the measurement")
             warnings.warn("scoregram: " + self.notes[-1], stacklevel=4)

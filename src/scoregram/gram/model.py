@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scoregram.checks import fail
 from scoregram.distributed import ALONE, Processes
-from scoregram.gram.undo import Undo
+from scoregram.gram.undo import SAVED_BUFFER_BYTES, Undo, buffers_of
 
 # Facts that outlive a measurement
 
@@ -45,6 +45,8 @@ class ModuleFacts:
     """Of a model: a narrow pass did not suffice; measurements start with a wide pass."""
     needs_plain_passes: bool = False
     """Of a model: it fails under interception, but runs without."""
+    needs_training: bool = False
+    """Of a model: it fails in evaluation mode, but runs in training mode; dropout is off in both."""
     axes: dict[Any, Any] = field(default_factory=dict)
     """Of a model: which operations have activations whose first axis runs over the rollouts (`axis.Axes`)."""
     probed: set[bool] = field(default_factory=set)
@@ -326,6 +328,8 @@ class MeasuredModel:
     """All modules, listed when the model is first claimed."""
     undo: Undo
     """Restores the model at the end of the `in_use` block."""
+    large_buffers: Sequence[tuple[Tensor, int]] = ()
+    """The buffers whose values are not restored, with their version counters when the model was first in use."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model_inside(model)
@@ -351,8 +355,12 @@ class MeasuredModel:
                     "Set requires_grad on the parameters to train.",
                 )
             require_one_device(self.parameters)
+            large = [buffer for buffer in buffers_of(self.modules) if buffer.nbytes > SAVED_BUFFER_BYTES]
+            self.large_buffers = [(buffer, buffer._version) for buffer in large]
         with self.survey.shards.resharded_afterwards():
             prepare_model(self.survey, self.modules, undo)
+            if self.facts.needs_training:
+                self.set_training(True)
             yield
 
     def claim(self, undo: Undo) -> None:
@@ -380,10 +388,15 @@ class MeasuredModel:
                     "Wait for the other measurement, or measure a deep copy of the model.",
                 )
 
-    def leave_evaluation(self) -> None:
-        """Set modules back to training mode, for a model that fails in evaluation mode."""
+    def set_training(self, training: bool) -> None:
+        """Set the modules that the caller had in training mode to training or to evaluation mode."""
         for module in self.survey.in_training:
-            vars(module)["training"] = True
+            vars(module)["training"] = training
+
+    def changed_buffers(self) -> list[str]:
+        """Names of the large buffers that the model has changed in place since it was first in use."""
+        changed = {id(buffer) for buffer, version in self.large_buffers if buffer._version != version}
+        return [name for name, buffer in self.model.named_buffers() if id(buffer) in changed] if changed else []
 
     def head(self) -> nn.Module | None:
         """The output head, or None."""

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 
 SAVED_BUFFER_BYTES = 1 << 22
-"""Largest buffer whose values are saved; larger ones are masks and quantised weights, which no forward pass changes."""
+"""Largest buffer whose values are saved; larger ones are masks and quantised weights, which few forward passes change.
+
+`MeasuredModel.changed_buffers` finds those that do.
+"""
 
 _ABSENT = object()
 _TORCH: Any = torch._C
@@ -78,12 +81,12 @@ class Undo:
             self.operations.append((torch.cuda.set_rng_state, saved[1], device))
 
     def keep_modules(self, modules: Sequence[nn.Module]) -> None:
-        """Restore attributes and buffers of modules, and the values of buffers, at the end of the block."""
+        """Restore attributes and buffers of modules, attributes and values of buffers, at the end of the block."""
         buffers = [module._buffers for module in modules if module._buffers]
-        for state in [*(module.__dict__ for module in modules), *buffers]:
+        found_buffers = buffers_of(modules)  # a pass in training mode may mark them as activations
+        for state in [*(module.__dict__ for module in modules), *buffers, *map(vars, found_buffers)]:
             self.operations += [(dict.update, state, state.copy()), (dict.clear, state)]
-        found_buffers = {id(buffer): buffer for each in buffers for buffer in each.values() if buffer is not None}
-        small = [b for b in found_buffers.values() if b.nbytes <= SAVED_BUFFER_BYTES and not b.is_inference()]
+        small = [buffer for buffer in found_buffers if buffer.nbytes <= SAVED_BUFFER_BYTES]
         self.operations += [(put_values_back, buffer, buffer._version, buffer.detach().clone()) for buffer in small]
 
     def keep_torch_state(self, device: torch.device) -> None:
@@ -128,6 +131,12 @@ def clear_frames(error: BaseException | None) -> None:
 def run_operations(operations: Sequence[tuple[Any, ...]]) -> None:
     """Call each function with its arguments, from C code: no interrupt comes between two calls."""
     deque(starmap(call, operations), maxlen=0)
+
+
+def buffers_of(modules: Sequence[nn.Module]) -> list[Tensor]:
+    """The buffers of modules, each once. Those made under `torch.inference_mode` cannot change and are left out."""
+    found = {id(b): b for module in modules for b in module._buffers.values() if b is not None}
+    return [buffer for buffer in found.values() if not buffer.is_inference()]
 
 
 def put_values_back(buffer: Tensor, version: int, values: Tensor) -> None:
