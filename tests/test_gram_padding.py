@@ -1,5 +1,6 @@
 """Padding, positions and masks: every rollout counts as if it were alone and unpadded, or an error says why not."""
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -206,6 +207,78 @@ def test_noise_of_autocast_is_not_taken_for_dependence_on_padding():
         measure_gram(copy.deepcopy(model), *batch.arguments)
     with pytest.raises(ScoregramError, match="must not depend on padding"):
         measure_gram(model, *batch.arguments)
+
+
+def long_padding() -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, completion and attention mask of four rollouts of 64, 20, 10 and 64 tokens."""
+    ids = torch.randint(3, 61, (4, 64), generator=torch.Generator().manual_seed(0))
+    attention = torch.ones_like(ids)
+    attention[1, 20:] = attention[2, 10:] = 0
+    completion = attention.bool().clone()
+    completion[:, :5] = False
+    return ids, completion, attention
+
+
+LOW = {
+    "bfloat16": (torch.bfloat16, False),
+    "float16": (torch.float16, False),
+    "autocast": (torch.float32, True),
+}
+
+
+@pytest.mark.parametrize("kind", LOW)
+def test_a_model_that_depends_on_padding_is_refused_in_half_precision(kind):
+    """`K_ii` of the padded rollouts would be 0.13 and 0.20 of its value."""
+    torch.manual_seed(0)
+    dtype, has_autocast = LOW[kind]
+    model = LengthScaled(0.1).to(dtype)
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=has_autocast),
+        pytest.raises(ScoregramError, match="must not depend on padding, got log-probabilities that change by 0"),
+    ):
+        measure_gram(model, *long_padding())
+
+
+@pytest.mark.parametrize("kind", LOW)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3-moe"])
+def test_models_that_ignore_padding_are_measured_in_half_precision(name, kind):
+    dtype, has_autocast = LOW[kind]
+    model = ARCHITECTURES[name]().to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=has_autocast):
+        gram = measure_gram(model, *long_padding())
+    assert not any("padding" in note for note in gram.notes)
+
+
+def test_a_change_that_rounding_could_make_is_noted_every_time():
+    torch.manual_seed(0)
+    model = LengthScaled(0.01)
+    low = copy.deepcopy(model).bfloat16()
+    for _ in range(2):
+        notes = measure_gram(low, *long_padding()).notes
+        assert any(note.startswith("log-probabilities that change by 0.0") for note in notes)
+    with pytest.raises(ScoregramError, match="must not depend on padding"):
+        measure_gram(copy.deepcopy(model).half(), *long_padding())
+
+
+class Noisy(LengthScaled):
+    """A model whose logits have noise that depends on the number of rollouts, as kernels on a GPU do."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__(0.0)
+        self.size = size
+
+    def forward(self, input_ids: Tensor) -> Tensor:  # noqa: D102
+        logits = super().forward(input_ids)
+        return logits + self.size * torch.sin(1e3 * torch.arange(61) + 7 * len(input_ids) + input_ids[..., None])
+
+
+@pytest.mark.parametrize(("size", "is_refused"), [(0.1, False), (2.0, True)])
+def test_noise_of_other_batches_is_not_taken_for_dependence_on_padding(size, is_refused):
+    """Only a change of more than 0.5 is refused whatever the noise."""
+    torch.manual_seed(0)
+    model = Noisy(size).bfloat16()
+    with pytest.raises(ScoregramError, match="depend on padding") if is_refused else contextlib.nullcontext():
+        assert any("tokens of padding" in note for note in measure_gram(model, *long_padding()).notes)
 
 
 class LengthMinded(nn.Module):

@@ -22,7 +22,7 @@ from scoregram.gram.collect import Collector
 from scoregram.gram.kept import KeptRows
 from scoregram.gram.model import MeasuredModel
 from scoregram.gram.passes import Pass
-from scoregram.gram.plain_passes import DropoutOff, batch_log_probs, logits_of, refuse_padding_dependence
+from scoregram.gram.plain_passes import DropoutOff, batch_log_probs, logits_of, padding_dependence
 from scoregram.gram.result import CollectedScores
 from scoregram.gram.sketch import Sketch, Sketcher
 
@@ -70,7 +70,8 @@ class Measurement:
             self.raise_failure()
         log_probs, replayed = found
         if check_padding and not self.measured.survey.shards.modules:  # a pass of a sharded model needs every process
-            refuse_padding_dependence(self.measured, self.rollouts.batch, log_probs)
+            note = padding_dependence(self.measured, self.rollouts.batch, log_probs)
+            self.notes += [] if note is None else [note]
         return self.collected(log_probs, replayed)
 
     def run_once(self) -> CollectedScores:

@@ -52,7 +52,7 @@ class ModuleFacts:
     probed: set[bool] = field(default_factory=set)
     """Of a model: the kinds of passes that `axes` was learned for: True for narrow, False for wide."""
     ignores_padding: bool = False
-    """Of a model: its log-probabilities were the same with and without padding (`refuse_padding_dependence`)."""
+    """Of a model: its log-probabilities were the same with and without padding (`padding_dependence`)."""
     broadcast_axes: int | None = None
     """Of a module that only broadcasts its parameters, such as a norm: the rank (`ndim`) of its input."""
     gathered: list[tuple[Tensor, Tensor]] | None = None
