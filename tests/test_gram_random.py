@@ -58,8 +58,7 @@ def drawn_setting(draw: random.Random) -> Setting:
     exponent = draw.choice([0, 0, -30, 20])
     coefficients = [[draw.gauss(0, 1) * 2.0**exponent for _ in row] for row in tokens]
     if draw.random() < 0.3:  # two equal rollouts
-        for rows in (tokens, counts, coefficients):
-            rows[-1] = list(rows[0])
+        tokens[-1], counts[-1], coefficients[-1] = tokens[0], counts[0], coefficients[0]
     if draw.random() < 0.2:  # a rollout without completion
         counts[draw.randrange(len(counts))] = [False] * 10
     counts = [row[: len(ids)] for row, ids in zip(counts, tokens, strict=True)]
