@@ -114,7 +114,13 @@ def gym_setting(name: str, settings: str = "", left_out: Mapping[str, str] | Non
 
 
 ON_GPU = ("grpo", "dr-grpo", "rloo", "ppo", "optimal-token", "vineppo", "dpo")
-CONTROL = MethodChoice("grpo:reward=rewards:random_in_training", "grpo", {"reward": "rewards:random_in_training"})
+
+
+def control(reward: str) -> MethodChoice:
+    """`grpo` with a reward of `rewards.py`."""
+    return MethodChoice(f"grpo:reward=rewards:{reward}", "grpo", {"reward": f"rewards:{reward}"})
+
+
 GSM8K_OPTIONS: Mapping[str, Any] = {
     "model": "starts/gsm8k",
     "prompt": "plain",
@@ -148,7 +154,7 @@ TASKS = {
         left_out={name: "not run: GPU time" for name in METHODS if name not in ON_GPU},
         options=GSM8K_OPTIONS,
         labels={"ppo": "ppo:critic_learning_rate=1e-4"},
-        control_rows=(CONTROL,),
+        control_rows=(control("random_in_training"),),
         rate=8e-5,
     ),
     "gsm8k-qwen": TaskSetting(
@@ -156,9 +162,15 @@ TASKS = {
         rollouts=4096,
         every_rollouts=4096,
         left_out={name: "not run: GPU time" for name in METHODS if name not in ON_GPU},
-        options={**GSM8K_OPTIONS, "model": "starts/qwen", "prompt": "chat", "max_new_tokens": 320},
+        options={
+            **GSM8K_OPTIONS,
+            "model": "starts/qwen",
+            "prompt": "chat",
+            "max_new_tokens": 320,
+            "micro_batch_size": 16,
+        },
         labels={"ppo": "ppo:critic_learning_rate=1e-5"},
-        control_rows=(CONTROL,),
+        control_rows=(control("random_in_training_qwen"),),
         rates=LARGE_MODEL_RATES,
     ),
 }
