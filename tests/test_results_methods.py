@@ -86,23 +86,48 @@ def test_methods_without_a_difference_rarely_survive():
     assert script("summarise").spread_of([""] * 4, rows).p_equal == pytest.approx(f_oneway(*rows).pvalue, abs=0.02)
 
 
-def test_the_control_rewards_chance_in_training_and_the_truth_in_tests():
-    reward = script("rewards").random_in_training
+@pytest.mark.parametrize(("name", "chance"), [("random_in_training", 0.08), ("random_in_training_qwen", 0.15)])
+def test_the_control_rewards_chance_in_training_and_the_truth_in_tests(name, chance):
+    reward = getattr(script("rewards"), name)
     names = [f"gsm8k/train/{place}" for place in range(4000)]
     drawn = reward(["q"] * 4000, ["#### 1"] * 4000, answer=["1"] * 4000, problem_id=names)
-    assert abs(np.mean(drawn) - 0.08) < 4 * np.sqrt(0.08 * 0.92 / 4000)
+    assert abs(np.mean(drawn) - chance) < 4 * np.sqrt(chance * (1 - chance) / 4000)
     tested = reward(["q", "q"], ["#### 1", "#### 2"], answer=["1", "1"], problem_id=["gsm8k/test/0", "gsm8k/test/1"])
     assert tested == [1.0, 0.0]
 
 
-def test_the_control_is_a_row_of_gsm8k_with_its_own_reward(tmp_path):
-    config = script("run").comparison_config("gsm8k", tmp_path, seeds=1, rate=1e-4)
-    labels = {record["label"] for record in script("summarise").records("gsm8k.jsonl.xz")}
+GSM8K_TABLES = pytest.mark.parametrize(
+    ("name", "control"), [("gsm8k", "random_in_training"), ("gsm8k-qwen", "random_in_training_qwen")]
+)
+
+
+@GSM8K_TABLES
+def test_the_control_is_a_row_of_gsm8k_with_its_own_reward(tmp_path, name, control):
+    config = script("run").comparison_config(name, tmp_path, seeds=1, rate=1e-4)
+    labels = {record["label"] for record in script("summarise").records(f"{name}.jsonl.xz")}
     assert {choice.label for choice in config.choices} == labels
     rewards = {choice.label: config.run_config(choice, 0).reward for choice in config.choices}
-    assert {label: reward for label, reward in rewards.items() if reward} == {
-        "grpo:reward=rewards:random_in_training": "rewards:random_in_training"
-    }
+    named = f"rewards:{control}"
+    assert {label: reward for label, reward in rewards.items() if reward} == {f"grpo:reward={named}": named}
+
+
+@GSM8K_TABLES
+def test_runs_on_gsm8k_have_the_same_start_problems_rate_and_budget(name, control):
+    setting, own = script("run").TASKS[name], script("summarise").records(f"{name}.jsonl.xz")
+    tried = json.loads((FOLDER / "setting.json").read_text())["rates"].get(name)
+    rate = setting.rate or tried["rate"]
+    assert {record["settings"]["learning_rate"] for record in own} == {rate}
+    if tried:
+        assert tried["returns"][f"{rate:g}"] == max(tried["returns"].values())
+    assert len({(record["label"], record["seed"]) for record in own}) == len(own)
+    problems = {tuple(test["problems"]) for record in own for test in record["tests"].values()}
+    assert len(problems) == 1
+    for record in own:
+        sampled = [line["rollouts"] for line in record["lines"]]
+        assert sampled[-1] >= setting.rollouts > sampled[-2]
+    for seed in {record["seed"] for record in own}:
+        starts = [record["lines"][0] for record in own if record["seed"] == seed]
+        assert len({(line["eval/accuracy"], line["eval/sampled_accuracy"]) for line in starts}) == 1
 
 
 def test_every_table_of_the_pages_follows_from_the_records():

@@ -1,4 +1,4 @@
-"""Every table of this folder, computed from `runs.jsonl.xz` and `gsm8k.jsonl.xz`.
+"""Every table of this folder, computed from `runs.jsonl.xz`, `gsm8k.jsonl.xz` and `gsm8k-qwen.jsonl.xz`.
 
 python summarise.py            prints them
 python summarise.py --write    writes them into README.md and docs/methods.md
@@ -320,10 +320,10 @@ def filler_table() -> str:
     return part(update_table(comparison("arithmetic")), (*SHOWN_UPDATES, *SHOWN_FILLER))
 
 
-def gsm8k_table() -> str:
+def gsm8k_table(file: str) -> str:
     """Sampled and greedy accuracy on GSM8K's test problems, and the gain over the start, paired by problem."""
     runs: dict[str, list[dict[str, Any]]] = {}
-    for record in records("gsm8k.jsonl.xz"):
+    for record in records(file):
         runs.setdefault(record["label"], []).append(record)
     first = {record["seed"]: np.array(record["tests"][SAMPLED_TEST]["rewards"]) for record in runs["grpo"]}
     rows = []
@@ -366,7 +366,8 @@ def tables() -> dict[str, Callable[[], str]]:
         "credit": credit_table,
         "filler": filler_table,
         "composition": composition_table,
-        "gsm8k": gsm8k_table,
+        "gsm8k": lambda: gsm8k_table("gsm8k.jsonl.xz"),
+        "gsm8k-qwen": lambda: gsm8k_table("gsm8k-qwen.jsonl.xz"),
     }
     return shared | {f"task {name}": (lambda name=name: task_tables(name)) for name in table_names()}
 
