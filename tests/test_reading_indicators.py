@@ -80,7 +80,7 @@ def test_prompts_that_teach(live, state, tmp_path):
 
     write_run(tmp_path / "run", rewards=rewards)
     found = shown(tmp_path / "run")["prompts that teach"]
-    assert found.state == state and found.headline == f"{live / 6:.0%} of groups"
+    assert found.state == state and found.headline == f"{live / 6:.0%} of groups are live"
     assert ("The interval includes the target." in found.sentence) == (live == 3)
     assert "graded" not in found.sentence
 

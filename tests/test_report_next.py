@@ -1,17 +1,29 @@
 """What the first screen says to do next: something to type, what to expect from it with a number, and why."""
 
 import dataclasses
+import json
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scoregram.advice.findings import Change, RunFinding, Severity, Undecided, diagnosis_of
 from scoregram.advice.settings import PROMPTS, with_setting
+from scoregram.cli import parsed_command
 from scoregram.reading import Indicator, IndicatorState, RunReading, read_run, running_curve
-from scoregram.report.first_screen import MOST_CARDS, NextStep, first_sentence, next_step, ordered_cards
+from scoregram.report.first_screen import (
+    MOST_CARDS,
+    NextStep,
+    first_sentence,
+    next_step,
+    ordered_cards,
+    whole_command,
+)
 from scoregram.report.page import STATE_WORDS
 from scoregram.report.run_page import run_page
 from scoregram.runs import RunWriter, open_run
+from scoregram.training import TrainConfig
 from tests.report_cases import Page, write_run
 from tests.test_reading_indicators import evaluated_run
 from tests.test_report_run import graded
@@ -137,7 +149,9 @@ def test_the_page_shows_what_to_type_what_to_expect_and_why(folder):
     page = run_page(open_run(folder))
     told = NextStep(sentence="S", setting="--x 1 (now 2)", effect="0.1 → 0.2.", why="Because.")
     shown = Page(dataclasses.replace(page, next_step=told).html())
-    assert "<dt>Type</dt><dd><code>--x 1</code> (now 2)</dd>" in dataclasses.replace(page, next_step=told).html()
+    assert "<dt>Type</dt><dd><code>--x 1</code> (now 2)" in dataclasses.replace(page, next_step=told).html()
+    typed = dataclasses.replace(page, next_step=told, command="scoregram train --x 1").html()
+    assert "<summary>The whole command</summary><code>scoregram train <span>--x</span> 1</code>" in typed
     assert all(part in shown.text("dd") for part in ("0.1\u00a0→\u00a00.2.", "Because."))
     steps = dataclasses.replace(page, next_step=NextStep(sentence="S", steps=("First `a`.", "Then.")))
     assert '<ol class="steps"><li>First <code>a</code>.</li><li>Then.</li></ol>' in steps.html()
@@ -185,3 +199,27 @@ def test_graded_rewards_are_neither_right_nor_wrong(tmp_path):
         assert outcomes <= words[name] and len(outcomes) > 1
     assert names["graded"] == ["live", "all rewards 0", "all rewards 1"]
     assert names["binary"] == ["live", "all wrong", "all right"]
+
+
+def test_the_whole_command_is_that_of_the_run_with_one_option_changed():
+    given = TrainConfig(
+        out=Path("runs/mine"),
+        task="gsm8k:a b",
+        steps=60,
+        adam_betas=(0.9, 0.95),
+        between_prompts=False,
+        autocast=True,
+        lora_targets=("q_proj", "v_proj"),
+        lora_rank=4,
+    )
+    config = json.loads(json.dumps(dataclasses.asdict(given), default=str)) | {"method": "grpo"}
+    command = whole_command(config, "--steps 150 (now 60)")
+    again = parsed_command(shlex.split(command)[1:])
+    assert isinstance(again, TrainConfig)
+    expected = dataclasses.replace(given, steps=150, out=Path("runs/mine-next"))
+    assert dataclasses.asdict(again) == dataclasses.asdict(expected)
+    assert "--batch-size" not in command  # a default
+    assert whole_command({"integration": {"name": "trl"}}, "max_steps=120 (now 60)") == ""
+    assert (
+        whole_command(config, "scoregram train --resume --out runs/mine --steps 9") == "" == whole_command(config, "")
+    )

@@ -351,7 +351,7 @@ def _repaired_reward(log: RunLog) -> str:
         return "the reward falls first."
     share, most = float(cut.last.mean()), 1.0 if reward.values.max() <= 1 else math.nan
     left = (1 - share) * (float(finished.last.mean()) if len(finished) else most)
-    told = f"the mean reward first falls from {float(reward.last.mean()):.2f}"
+    told = f"the mean reward first falls from {float(reward.last.mean()):.2f}, that of the last third,"
     if math.isnan(left):
         return f"{told}, since {share:.0%} of the completions then get 0."
     return (

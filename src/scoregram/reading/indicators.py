@@ -231,7 +231,7 @@ def teaching_indicator(run: RunReading) -> Indicator:
     sentence = f"Share of live groups, those whose rewards differ: {cell_text(live)}{_at_measured_steps(run)}."
     sentence += " Rewards are graded, so nearly equal ones make a group live too." if run.is_graded else ""
     sentence += " The interval includes the target." if live.value >= LIVE_GOOD and not is_good else ""
-    known = {"headline": f"{live.value:.0%} of groups", "sentence": sentence, "curve": curve, "scale": SHARES}
+    known = {"headline": f"{live.value:.0%} of groups are live", "sentence": sentence, "curve": curve, "scale": SHARES}
     return Indicator(name=name, state=state, target=LIVE_GOOD, goal=f"target: {LIVE_GOOD:.0%} or more", **known)
 
 

@@ -4,7 +4,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -30,6 +30,7 @@ from scoregram.reading import (
     paired_gain,
     steps_to_show,
 )
+from scoregram.training import TrainConfig
 
 MOST_CARDS = 3
 """Pieces of advice on the first screen; the others are folded away."""
@@ -47,6 +48,8 @@ SUBJECTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Indicator → the rules of `advise` about the same thing."""
+UNCHANGED = ("out", "resume", "overwrite", "trust_remote_code")
+"""Options of `scoregram train` that a command for the next run does not repeat."""
 LEAST_STATES: Mapping[str, IndicatorState] = MappingProxyType({"critical": "act", "warning": "watch"})
 """Severity of a finding → the mildest word that an indicator of its subject may say."""
 
@@ -332,6 +335,32 @@ def steps_setting(run: RunReading, steps: int) -> str:
         return f"scoregram train --resume --out {folder} --steps {steps} (now {run.steps[-1]})"
     change = Change(knob="training steps", direction="up", sentence="", effect="", value=steps)
     return typed_setting(change, run.config)
+
+
+def whole_command(config: Mapping[str, Any], setting: str) -> str:
+    """The command of a run of `scoregram train` with one option changed; empty if the setting is no such option.
+
+    Options that have their defaults are left out. The new run gets a folder of its own.
+    """
+    name, _, value = setting.partition(" (now ")[0].partition(" ")
+    if trainer_of(config) != OWN_TRAINER or not name.startswith("--") or not value:
+        return ""
+    typed = ["scoregram train"]
+    for one in fields(TrainConfig):
+        option, stored = f"--{one.name.replace('_', '-')}", config.get(one.name, one.default)
+        stored = tuple(stored) if isinstance(stored, list) else stored
+        if option == name:
+            typed.append(f"{name} {value}")
+        elif one.name not in UNCHANGED and stored is not None and stored != one.default:
+            typed.append(_typed_option(option, stored))
+    return " ".join([*typed, "--out", shlex.quote(f"{config.get('out') or 'runs/train'}-next")])
+
+
+def _typed_option(option: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return option if value else f"--no-{option.removeprefix('--')}"
+    values = value if isinstance(value, tuple) else (value,)
+    return " ".join([option, *(shlex.quote(str(each)) for each in values)])
 
 
 def next_changes(cards: Iterable[RunFinding]) -> str:

@@ -35,6 +35,7 @@ from scoregram.report.first_screen import (
     run_facts,
     step_range,
     trust_lines,
+    whole_command,
     window_sentence,
 )
 from scoregram.report.glass import Glass, run_glass
@@ -74,6 +75,8 @@ class RunPage:
     glass: Glass
     next_step: NextStep
     """What to do next, what to type for it, what to expect and why; its sentence is among the answers."""
+    command: str = ""
+    """The whole command of the next step, if its setting is an option of `scoregram train`."""
     steps: int = 0
     """Steps trained or recorded."""
     planned_steps: int = 0
@@ -115,6 +118,7 @@ class RunPage:
             "glass_rows": self.glass.rows,
             "lead_finding": self.next_step.finding,
             "next_step": self.next_step,
+            "command": self.command,
             "data": {"glass": self.glass.steps} if self.glass.steps else None,
         }
 
@@ -181,6 +185,7 @@ def run_page(folder: Run) -> RunPage:
             ("What next?", following.sentence),
         ),
         next_step=following,
+        command=whole_command(run.config, following.setting),
         window=window_sentence(run),
         trust=trust_lines(run, following),
         tiles=tiles,
