@@ -317,6 +317,15 @@ def cut_completions(log: RunLog) -> RuleVerdict:
     )
 
 
+def _length_penalty(log: RunLog) -> str:
+    """How to penalise length in the trainer of the run."""
+    limit = stored_setting(log.config, "max_completion_length")
+    if trainer_of(log.config) == TRL_TRAINER and limit:
+        made = f"get_soft_overlong_punishment(max_completion_len={limit}, soft_punish_cache={max(1, limit // 4)})"
+        return f"penalise length, by a further function in `reward_funcs`: `trl.rewards.{made}`"
+    return "penalise length in the reward function, such as by 1 for what the limit cut off"
+
+
 def _no_reward_at_the_limit(log: RunLog) -> str:
     """A line of Python that gives 0 to truncated completions; both trainers pass their token ids."""
     limit = stored_setting(log.config, "max_new_tokens", "max_completion_length") or "LIMIT"
@@ -370,11 +379,16 @@ def _truncation_change(log: RunLog, is_most: bool) -> Change:
     Where most completions are truncated, to mask them would leave hardly any update, so it is not advised.
     """
     reward, is_paid = truncated_reward(log)
-    after = "penalise length" if is_most else "mask truncated rollouts"
-    after += "" if is_most or trainer_of(log.config) == OWN_TRAINER else " (mask_truncated_completions in TRL)"
+    trainer = trainer_of(log.config)
+    shown = ": `print(trainer.model.generation_config.eos_token_id, trainer.processing_class.eos_token_id)`"
+    after = (
+        _length_penalty(log) if is_most else "mask truncated rollouts: let the reward function return `None` for them"
+    )
+    if not is_most and trainer != OWN_TRAINER:
+        after = "mask truncated rollouts (in TRL `mask_truncated_completions=True`)"
     others = (
         "If hardly any completion ends by itself, whatever it says, the model may have no end-of-sequence token to "
-        "sample: check eos_token_id, the pad token and the chat template.",
+        f"sample: check eos_token_id, the pad token and the chat template{shown * (trainer == TRL_TRAINER)}.",
         f"If they hold the answer and go on after it: {after}.",
     )
     if is_paid:

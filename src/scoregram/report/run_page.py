@@ -293,8 +293,8 @@ def summary_table(run: RunReading) -> Table:
     """The numbers of the last third, each beside what to compare it with; unknown rows are left out."""
     summary, accuracy = run.summary, _accuracy(run)
     few = ", too few to conclude" if run.trust.has_few_steps else ""
-    groups, steps = f"{summary.groups} groups", f"{summary.noise_steps} steps{few}"
-    live = f"{summary.live} live groups" if run.rows == "scores" else f"{summary.live} groups"
+    groups, steps = f"{summary.groups} stored groups", f"{summary.noise_steps} steps{few}"
+    live = f"{summary.live} live ones of them" if run.rows == "scores" else f"{summary.live} stored groups"
     rewarded = groups if summary.groups else f"{len(run.last_values('reward'))} steps"
     null, mark = _null(run), run.trust.mark
     tested: tuple[Cell, str] = (None, "")

@@ -429,6 +429,7 @@ def what_if_table(run: RunReading) -> Iterator[Table]:
     rows = sorted(replayed.rows, key=lambda row: -row.snr.value if math.isfinite(row.snr.value) else math.inf)
     if not any(math.isfinite(row.snr.value) for row in rows):
         return
+    resolved = any(math.isfinite(row.efficiency.value) for row in rows)
     yield Table(
         "what-if",
         "Would another estimator see more signal?",
@@ -436,7 +437,8 @@ def what_if_table(run: RunReading) -> Iterator[Table]:
         "evenly spaced steps of the last third; "
         "95 % intervals over groups. Efficiency: signal to noise over that of rloo, 2 means half as many groups. "
         "Direction: cosine with the true gradient; its estimate, a ratio of noisy means, can exceed 1 and is then "
-        "shown as 1. Overlapping intervals decide nothing.",
+        "shown as 1. Overlapping intervals decide nothing."
+        + (" –: the signal of rloo is not resolved, so nothing can be divided by it." if not resolved else ""),
         ("estimator", "signal to noise", "efficiency", "direction"),
         tuple((row.estimator, row.snr, row.efficiency, _as_cosine(row.direction)) for row in rows),
     )
