@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from scoregram.advice import filter_prompts, show_filter
 from scoregram.advice.prompt_filter import SAMPLING_DEFAULTS, VISIT, stored_rewards, visit_command, visit_steps
 from scoregram.checks import ScoregramError
-from scoregram.cli import main
+from scoregram.cli import main, parsed_command
 from scoregram.runs import GroupRecord, RolloutRecord, RunWriter, open_run
 from scoregram.tasks import load_task
 from scoregram.training import TrainConfig
@@ -185,3 +186,11 @@ def test_the_commands_of_a_card_work_one_after_the_other(tmp_path, monkeypatch, 
     assert "left out 4 of 8 visited prompts" in told and "Kept 4 of 8 training prompts." in told
     kept = [json.loads(row)["prompt"] for row in (tmp_path / "data/live/train.jsonl").read_text().splitlines()]
     assert kept == [problems[i].prompt for i in (0, 2, 4, 6)]  # lines 1, 3, 5 and 7
+
+
+def test_the_command_for_a_recorded_run_samples_as_that_run_did():
+    stored = open_run("results/smollm2-gsm8k/runs/R8-seed0").config
+    visit = parsed_command(shlex.split(visit_command(stored, 7473))[1:])
+    assert isinstance(visit, TrainConfig) and visit.learning_rate == 0 and visit.steps == 468  # 16 prompts a step
+    names = ("model", "task", "batch_size", "group_size", "autocast", *SAMPLING_DEFAULTS)
+    assert {name: getattr(visit, name) for name in names} == {name: stored[name] for name in names}

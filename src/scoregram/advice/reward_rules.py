@@ -400,8 +400,7 @@ def _truncation_change(log: RunLog, is_most: bool) -> Change:
             effect=f"{_repaired_reward(log)} How far it rises from there cannot be said: the reward so far was not of "
             "answers. If most completions are still cut off then, allow longer ones.",
             steps=(
-                "Read some truncated rollouts. If they hold right answers, nothing needs repair: see “otherwise” in "
-                "the card.",
+                "Read some truncated rollouts. If they hold right answers, nothing needs repair: see “otherwise”.",
                 *reward_steps(log.config, _no_reward_at_the_limit(log)),
             ),
             others=others,
