@@ -12,6 +12,8 @@ import scoregram.advice
 from scoregram.advice import RunFinding, advise_run
 from scoregram.advice.diagnose import DEMOS
 from scoregram.advice.findings import Change
+from scoregram.advice.logs import run_log
+from scoregram.advice.reward_rules import _no_reward_at_the_limit
 from scoregram.advice.settings import (
     COUNTED_TASKS,
     DYNAMIC_SAMPLING,
@@ -130,6 +132,13 @@ def test_a_reward_function_is_code_and_its_repair_a_list_of_steps():
     assert "--reward my_rewards:reward" in reward_steps({"method": "grpo"})[-1]
     assert "--reward mine:right" in reward_steps({"method": "grpo", "reward": "mine:right"})[-1]
     assert not any("--" in step for step in reward_steps({}))
+
+
+def test_the_line_against_paid_truncation_is_python():
+    log = run_log("x", [{"step": 1}], TRL)
+    code = _no_reward_at_the_limit(log).split("`")[3].removeprefix("return ")
+    given = {"completion_ids": [[5] * 32, [5] * 31, [5] * 33], "rewards": [1.0, 0.5, 0.25]}
+    assert eval(code, given) == [0.0, 0.5, 0.0]  # the limit of the run is 32 tokens
 
 
 def test_harder_and_easier_problems_are_a_number_where_the_task_has_one():

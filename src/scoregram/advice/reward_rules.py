@@ -330,7 +330,8 @@ def _no_reward_at_the_limit(log: RunLog) -> str:
     """A line of Python that gives 0 to truncated completions; both trainers pass their token ids."""
     limit = stored_setting(log.config, "max_new_tokens", "max_completion_length") or "LIMIT"
     line = f"return [0.0 if len(ids) >= {limit} else reward for ids, reward in zip(completion_ids, rewards)]"
-    return f"Give 0 to what the limit cut off: add the keyword `completion_ids`, and end with `{line}`."
+    told = "Give 0 to what the limit cut off: add the keyword `completion_ids` and end with "
+    return f"{told}`{line}`, with `rewards` as it gives them now."
 
 
 def _length_times(log: RunLog, factor: float) -> int | None:
