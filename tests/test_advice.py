@@ -151,7 +151,7 @@ def test_the_kinds_of_dead_groups_follow_from_the_mean_reward_where_they_are_not
     )
     found = LOG_RULES["dead groups"](own)
     assert isinstance(found, RunFinding) and found.change is not None and found.change.direction == "harder"
-    assert "70% are all right and 5% all wrong" in found.sentence
+    assert "70% are all right (every reward is 1) and 5% all wrong (every reward is 0)" in found.sentence
 
 
 def test_a_decline_of_the_entropy_is_extrapolated():

@@ -101,7 +101,9 @@ def test_one_change_comes_first_and_the_others_have_a_price():
         live=0.2, direction="easier", config=OWN, outcomes=DIFFERENT, law=law, batch_size=64, size_sentence="Groups …"
     )
     change = prompt_change(known)
-    assert change.sentence == "Leave out prompts whose 8 rollouts were all wrong: keep the others as train.jsonl."
+    assert change.sentence == "Leave out prompts whose 8 rollouts were all wrong."
+    graded = prompt_change(replace(known, is_graded=True))
+    assert graded.sentence == "Leave out prompts whose 8 rollouts all have the reward 0."
     again, _ = law.live_again(8)
     assert f"about {again:.0%} of the remaining groups would then be live, now 20%." in change.effect
     assert "Price: 8 rollouts for each prompt once; 1,000 prompts cost as much as 125 steps." in change.effect
@@ -126,13 +128,18 @@ def test_problems_that_are_drawn_are_not_filtered(outcomes):
 def test_where_most_groups_are_all_right_harder_problems_come_before_a_filter(config):
     change = prompt_change(DeadGroups(live=0.2, direction="harder", config=config))
     assert change.sentence.startswith("Take harder problems")
-    assert "eave out" in change.others[0] or "leave the prompts" in change.others[0]
+    assert "Leave out prompts" in change.others[0]
 
 
 def test_a_trl_user_is_told_what_trl_has():
     change = prompt_change(DeadGroups(live=0.2, direction="easier", config=TRL, outcomes=DIFFERENT))
-    assert "out of train_dataset, and keep the others; TRL has no dynamic sampling." in change.sentence
-    assert typed_setting(change, TRL) == "train_dataset"
+    assert change.sentence.endswith("TRL has no dynamic sampling.") and typed_setting(change, TRL) == ""
+    assert [step.partition(":")[0] for step in change.steps] == [
+        "Name the prompts",
+        "Sample every prompt once, without learning",
+        "List the prompts whose rewards are all 0",
+        "Train as before, on the others",
+    ]
     assert not any("dapo" in part.lower() or "--" in part for part in (change.sentence, change.effect, *change.others))
     used = prompt_change(DeadGroups(live=0.2, direction="easier", config=OWN | {"method": "dapo"}, outcomes=DIFFERENT))
     assert used.sentence.startswith("Leave out prompts") and typed_setting(used, {"method": "dapo"}) == ""
@@ -207,10 +214,14 @@ def test_the_recorded_run_is_told_chance_and_one_setting():
     diagnosis = advise("results/smollm2-gsm8k/runs/R8-seed0")
     (one,) = [finding for finding in diagnosis.findings if finding.name == "dead groups"]
     # 320 groups of 8 in the last third, 239 right rollouts: (1 - 239/2560)^8 = 0.456
-    assert "69% all wrong. Chance would make 46% all wrong" in one.sentence
-    assert one.change is not None and one.change.setting == "--task gsm8k:FOLDER (now gsm8k:gsm8k)"
-    assert [line.split(":")[0] for line in one.lines()[3:]] == ["Otherwise, 1", "Otherwise, 2"]
-    assert one.plain()["change"]["others"] == list(one.change.others)
+    assert "69% all wrong (every reward is 0). Chance would make 46% all wrong" in one.sentence
+    assert one.change is not None and one.change.setting == "" and len(one.change.steps) == 3
+    assert [line.split(":")[0] for line in one.lines()[3:]] == [
+        *("Step 1", "Step 2", "Step 3"),
+        *("Otherwise, 1", "Otherwise, 2"),
+    ]
+    plain = one.plain()["change"]
+    assert plain["others"] == list(one.change.others) and plain["steps"] == list(one.change.steps)
 
 
 def test_open_questions_name_options_of_the_trainer_alone():

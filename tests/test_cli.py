@@ -210,6 +210,8 @@ PATH_OPTIONS = [
     ("report", "runs/x", "--out", LONG),
     ("view", LONG),
     ("advise", LONG),
+    ("filter", LONG, "--out", "x"),
+    ("filter", "runs/x", "--out", LONG),
     ("whatif", LONG),
     ("verify", LONG),
     ("verify", "record", "--start", LONG),

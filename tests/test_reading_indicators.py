@@ -80,7 +80,7 @@ def test_prompts_that_teach(live, state, tmp_path):
 
     write_run(tmp_path / "run", rewards=rewards)
     found = shown(tmp_path / "run")["prompts that teach"]
-    assert found.state == state and found.headline == f"{live / 6:.0%} of groups"
+    assert found.state == state and found.headline == f"{live / 6:.0%} of groups are live"
     assert ("The interval includes the target." in found.sentence) == (live == 3)
     assert "graded" not in found.sentence
 
@@ -93,7 +93,7 @@ def test_graded_rewards_make_groups_live_easily(tmp_path):
 @pytest.mark.parametrize(("finished", "state"), [(0.95, "good"), (0.8, "watch"), (0.5, "act")])
 def test_truncation(finished, state, tmp_path):
     found = logged(tmp_path / "run", [{"reward": 0.0, "finished": finished}] * 4)["truncated or clipped"]
-    assert found.state == state and found.headline == f"{1 - finished:.0%} truncated"
+    assert found.state == state and found.headline == f"{1 - finished:.0%} of rollouts truncated"
     assert found.curve.raw[0] == pytest.approx(1 - finished)
 
 
@@ -108,8 +108,8 @@ def test_names_of_another_trainer(tmp_path):
     [
         ({"inner_updates": 1}, "With one update per batch every importance ratio is 1, so none is clipped."),
         ({"arguments": {"num_iterations": 2}}, "Clipped ratios were not logged."),
-        ({"arguments": {"max_completion_length": 8}}, "20% truncated at 8 tokens"),
-        ({"max_new_tokens": 0}, "20% truncated"),
+        ({"arguments": {"max_completion_length": 8}}, "20% of rollouts truncated at 8 tokens"),
+        ({"max_new_tokens": 0}, "20% of rollouts truncated"),
     ],
 )
 def test_limits_are_told_as_the_config_has_them(config, told, tmp_path):

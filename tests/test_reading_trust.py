@@ -31,7 +31,7 @@ def shown(folder) -> tuple[dict, str]:
     text = "\n".join(
         [
             *(answer for _, answer in page.answers),
-            *page.trust,
+            *(sentence for _, sentence in page.trust),
             *(f"{section.title} {section.text}" for section in page.sections),
         ]
     )

@@ -74,6 +74,15 @@ def test_a_step_under_the_glass_shows_texts_as_text(tmp_path):
     assert "<img" not in drawn and drawn.count('<article class="rollout">') == 4
     assert "completion" in drawn and RIGHT_TO_LEFT in drawn and "more characters)" in drawn
     assert 'class="token"' in drawn and drawn.count("of the update of the step") == 4
+    assert "Shares are of the update of the whole step; this group has" in drawn
+
+
+def test_shares_of_a_group_alone_say_so(tmp_path):
+    write_run(tmp_path / "run")  # no Gram between prompts is stored
+    document, said = opened(write_report(tmp_path / "run"), tmp_path / "home")
+    drawn = body(document)
+    assert said == "" and "Shares are of the update of this group alone and add up to 100 %" in drawn
+    assert "of the update of the group" in drawn and "of the update of the step<" not in drawn
 
 
 def test_the_advice_to_read_rollouts_leads_to_a_truncated_one(tmp_path):
@@ -83,7 +92,7 @@ def test_the_advice_to_read_rollouts_leads_to_a_truncated_one(tmp_path):
     for rollout in (one for step in steps for group in step["groups"] for one in group["rollouts"]):
         rollout["finished"] = True
     steps[1]["groups"][2]["rollouts"][0]["finished"] = False
-    html = replace(page, answers=(("What to change?", "Read some truncated rollouts: x"),)).html()
+    html = replace(page, answers=(("What next?", "Read some truncated rollouts: x"),)).html()
     click = "<script>document.querySelector('a.to-rollouts').click()</script></body>"
     # the page's own policy would stop the script that clicks
     path = tmp_path / "clicked.html"
@@ -93,22 +102,26 @@ def test_the_advice_to_read_rollouts_leads_to_a_truncated_one(tmp_path):
     assert said == "" and f'for="glass-step">{steps[1]["step"]}</output>' in shown and shown.count("cut off<") == 1
 
 
-def test_cosines_between_steps_are_drawn_in_the_colours_of_the_scheme_and_of_paper(tmp_path):
+@pytest.mark.parametrize(
+    ("plot", "place", "light", "dark"),
+    [("update-cosines", 1, "#ffffff", "#1d2025"), ("spectrum", 0, "#f2f5f9", "#1d2025")],
+)
+def test_maps_are_drawn_in_the_colours_of_the_scheme_and_of_paper(tmp_path, plot, place, light, dark):
     write_run(tmp_path / "run", steps=12, sketched=True)
     page = write_report(tmp_path / "run")
     document, said = opened(page, tmp_path / "home")
     drawn = body(document)
     assert said == "" and {"update-cosines-plot", "cosine-decay-plot"} <= set(re.findall(r'id="([^"]+-plot)"', drawn))
     # the page's own policy would stop the script that asks
-    middle = "byId('update-cosines-plot')._fullData[0].colorscale[1][1]"
+    middle = f"byId('{plot}-plot')._fullData[0].colorscale[{place}][1]"
     ask = f"const seen = [{middle}]; onbeforeprint(); seen.push({middle}); onafterprint(); seen.push({middle});"
     asked = f"<script>{ask} document.title = seen.join(' ')</script></body>"
     path = tmp_path / "asked.html"
     path.write_text(re.sub(r"<meta http-equiv[^>]*>", "", page.read_text()).replace("</body>", asked))
-    for scheme, expected in (((), ["#ffffff"] * 3), (("--blink-settings=preferredColorScheme=0",), None)):
+    for scheme, expected in (((), [light] * 3), (("--blink-settings=preferredColorScheme=0",), [dark, light, dark])):
         document, said = opened(path, tmp_path / "home", *scheme)
         colours = re.findall(r"<title>(.*?)</title>", document)[0].split()
-        assert said == "" and colours == (expected or ["#1d2025", "#ffffff", "#1d2025"])
+        assert said == "" and colours == expected
 
 
 def test_several_runs_are_drawn_together(tmp_path):

@@ -1,11 +1,25 @@
 import json
 import math
+from pathlib import Path
 
 import pytest
 
+import scoregram.report
 from scoregram.checks import ScoregramError
 from scoregram.exhibits import Estimate, Figure, Series
-from scoregram.report.figures import PALETTE, PLOTLY_CONFIG, data_table, plotly_parts, series_hues
+from scoregram.report.figures import (
+    GREY,
+    NULL_BAND,
+    NULL_DASHES,
+    NULL_WIDTH,
+    PALETTE,
+    PLOTLY_CONFIG,
+    REFERENCE_HUE,
+    data_table,
+    has_null_band,
+    plotly_parts,
+    series_hues,
+)
 from scoregram.report.page import Section, page, plotly_script
 from tests.report_cases import contrast
 
@@ -47,7 +61,8 @@ def test_the_role_decides_the_line():
         )
     )
     dash = {name: trace["line"]["dash"] for name, trace in found.items()}
-    assert dash["R = 8"] == "solid" and dash["R = 8, least"] == "dot" and "dash" in dash["R = 8, orthogonal"]
+    assert dash["R = 8"] == "solid" and dash["R = 8, least"] == "dot"
+    assert dash["R = 8, orthogonal"] == NULL_DASHES[0]
     assert len({dash[name] for name in ("R = 8, orthogonal", "R = 8, shuffled", "R = 8, least")}) == 3
     assert found["R = 8, paper"]["marker"]["symbol"] == "diamond-open"
     assert found["R = 8, orthogonal"]["mode"] == "lines" and found["R = 8"]["mode"] == "lines+markers"
@@ -55,17 +70,35 @@ def test_the_role_decides_the_line():
 
 def test_a_null_is_drawn_above_the_curve_and_does_not_hide_it():
     parts = drawn(figure(Series("null", (1.0, 4.0), (2.0, 3.0), role="null"), EIGHT))
-    edge, curve, null = parts["data"]
-    assert (edge["name"], curve["name"], null["name"]) == ("null", "R = 8", "null")
-    # pale dashes behind a curve on the null show on both of its sides
-    assert edge["line"]["width"] > 2 * curve["line"]["width"] and edge["y"] == null["y"] and not edge["showlegend"]
-    assert edge["line"]["dash"] == "9px,9px"
-    # dashes of half the width: of a curve on the null both edges show
-    assert 0 < null["line"]["width"] <= curve["line"]["width"] / 2 and null["line"]["dash"] == "dash"
+    curve, null = parts["data"]
+    assert (curve["name"], null["name"]) == ("R = 8", "null")
+    # narrower than a curve, with gaps: of a curve on the null both edges and the gaps show
+    assert 0 < null["line"]["width"] < curve["line"]["width"] and null["line"]["dash"] == NULL_DASHES[0]
     (label,) = parts["layout"]["annotations"]
     assert (label["text"], label["y"], label["xref"], label["x"]) == ("null", 3.0, "paper", 1)
     two = (Series(name, X, X, role="null") for name in ("one", "two"))
     assert "annotations" not in drawn(figure(EIGHT, *two))["layout"]  # the legend tells them apart
+
+
+def test_a_null_looks_the_same_in_every_figure_and_in_the_key():
+    for others in ((), (Series("R = 8, least", X, X, role="bound"),)):
+        null = named(traces(EIGHT, *others, Series("R = 8, null: if unrelated", X, X, role="null")))
+        line = null["R = 8, null: if unrelated"]["line"]
+        assert (line["color"], line["width"], line["dash"]) == (GREY, NULL_WIDTH, NULL_DASHES[0])
+    css = (Path(scoregram.report.__file__).parent / "page.css").read_text()
+    dash, gap = (int(part.removesuffix("px")) for part in NULL_DASHES[0].split(","))
+    gradient = f"repeating-linear-gradient(90deg, var(--null) 0 {dash}px, transparent {dash}px {dash + gap}px)"
+    assert f".key .null {{ background: {gradient}; }}" in css and f"--null: {GREY};" in css
+    assert f".key .bound {{ border: 0; height: {NULL_WIDTH:g}px;" in css and f"--bound: {REFERENCE_HUE};" in css
+
+
+def test_the_band_of_a_null_is_in_the_legend_and_that_of_a_curve_in_the_key():
+    ends = ((0.0,) * 4, (5.0,) * 4)
+    found = traces(Series("R = 8", X, X, *ends), Series("null", X, X, *ends, role="null"))
+    bands = [one for one in found if one.get("fill") == "toself"]
+    assert [(one.get("name"), one["showlegend"]) for one in bands] == [(None, False), (NULL_BAND, True)]
+    with_band = figure(EIGHT, Series("null", X, X, *ends, role="null"))
+    assert has_null_band(with_band) and not has_null_band(figure(EIGHT, Series("null", X, X, role="null")))
 
 
 def test_a_logarithmic_axis_ends_at_its_ticks():

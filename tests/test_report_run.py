@@ -1,7 +1,6 @@
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,13 +9,7 @@ import torch
 from scoregram.advice.diagnose import DEMOS, GRAM_RULES, LOG_RULES, _truncation_lines
 from scoregram.advice.findings import Change, RunFinding, Severity, Undecided, diagnosis_of
 from scoregram.advice.settings import (
-    COUNTED_TASKS,
-    DYNAMIC_SAMPLING,
-    GENERATED_TASKS,
-    PROMPTS,
     measuring_setting,
-    typed_setting,
-    with_setting,
 )
 from scoregram.bootstrap import FEWEST, LEVEL, bootstrap_estimate, mean_estimate
 from scoregram.exhibits import Estimate, Figure
@@ -26,10 +19,9 @@ from scoregram.report.figures import HeatMap, StackedFigure
 from scoregram.report.first_screen import (
     MOST_CARDS,
     SUBJECTS,
+    NextStep,
     agreed_tiles,
-    change_answer,
     learning_answer,
-    ordered_cards,
     run_facts,
     when_learnt,
 )
@@ -39,8 +31,6 @@ from scoregram.report.step_figures import learning_figures, noise_figures, promp
 from scoregram.runs import GroupRecord, RolloutRecord, RunWriter, open_run
 from scoregram.spectra import feasible_intervals
 from scoregram.statistics import baseline_saving, group_blocks, mixed_probability, noise_components
-from scoregram.tasks import TASKS, load_task
-from scoregram.training.methods import METHODS
 from tests.report_cases import CONFIG, Page, write_run
 
 pytest.importorskip("plotly")
@@ -358,55 +348,6 @@ def test_no_tile_of_a_recorded_fault_is_good_where_a_finding_warns(folder):
         assert tile.state != "good" or not grave & set(SUBJECTS[tile.name]), tile.name
 
 
-def test_cards_name_the_setting_of_the_trainer():
-    def typed(knob: str, direction: str, value: str | int | None = None, **config: Any) -> str:
-        return typed_setting(Change(knob=knob, direction=direction, sentence="", effect="", value=value), config)
-
-    trl: dict[str, Any] = {"integration": {"name": "trl"}}
-    own: dict[str, Any] = {"method": "grpo"}
-    assert typed("group size", "down", 4, **own, group_size=8) == "--group-size 4 (now 8)"
-    assert typed("group size", "down", 4, **trl, arguments={"num_generations": 8}) == "num_generations=4 (now 8)"
-    assert typed("estimator", "rloo", "rloo", **trl) == 'attach(trainer, estimator="rloo")'
-    assert typed("seed", "repair", integration={"name": "x"}) == "" == typed("group size", "down", 4)  # a plain log
-    assert typed("reward function", "repair", **trl, reward_functions=["a", "b"]) == "reward_funcs (now a, b)"
-    assert typed("completion length", "up", **own, max_new_tokens=200) == "--max-new-tokens 400 (now 200)"
-    limit = {"max_completion_length": 8}
-    assert typed("completion length", "up", **trl, arguments=limit) == "max_completion_length=16 (now 8)"
-    assert typed("completion length", "up", **own, max_new_tokens=0) == "--max-new-tokens"  # 0: up to the task
-    assert typed("learning rate", "down", **own, learning_rate=1e-5) == "--learning-rate 5e-06 (now 1e-05)"
-    assert typed("updates per batch", "down", **own, inner_updates=4) == "--inner-updates 1 (now 4)"
-    assert typed("gradient clipping", "down", **own, max_grad_norm=1.0) == "--max-grad-norm (now 1.0)"
-    assert typed("no such setting", "up", **own) == ""
-
-
-def test_cards_on_prompts_name_where_prompts_come_from():
-    change = Change(knob=PROMPTS, direction="easier", sentence="", effect="")
-    own = typed_setting(change, {"task": "gsm8k", "method": "grpo"})
-    assert own == "--task gsm8k:FOLDER (now gsm8k)" and METHODS[DYNAMIC_SAMPLING].dynamic_sampling
-    written = {
-        "jsonl:a.jsonl": "--task jsonl:FILE",
-        "reasoning-gym:chain_sum:min_terms=3": "--task reasoning-gym:chain_sum:SETTING=VALUE",
-        "forecast": "--task",
-        "python:my_tasks:guess": "--task",
-    }
-    for task, terms in (("arithmetic", 4), ("calculator:3", 3), ("stopping", 4)):
-        name, config = task.partition(":")[0], {"task": task, "method": "grpo"}
-        assert typed_setting(change, config) == f"--task {name}:{terms - 1} (now {name}:{terms})"
-        harder = dataclasses.replace(change, direction="harder")
-        assert typed_setting(harder, config) == f"--task {name}:{terms + 1} (now {name}:{terms})"
-    for task, terms in COUNTED_TASKS.items():
-        assert load_task(task, seed=0).name == f"{task}:{terms}"
-    for task, told in written.items():
-        assert typed_setting(change, {"task": task, "method": "grpo"}) == f"{told} (now {task})"
-    assert set(GENERATED_TASKS) < set(TASKS) and {row for row in TASKS if row not in GENERATED_TASKS} == {
-        "gsm8k",
-        "jsonl",
-        "python",
-    }
-    assert typed_setting(change, {"method": "dapo"}) == "" == typed_setting(change, {})
-    assert typed_setting(change, {"integration": {"name": "trl"}}) == "train_dataset"
-
-
 @pytest.mark.parametrize("steps", [13, 31, 60, 100])
 def test_the_advised_interval_measures_often_enough(steps):
     every = int(measuring_setting({"method": "grpo"}, steps // (3 * FEWEST - 2)).removeprefix("--measure-every "))
@@ -470,22 +411,6 @@ def a_finding(name: str, knob: str, severity: Severity = "warning") -> RunFindin
     return RunFinding(name=name, severity=severity, sentence="", evidence="", change=change)
 
 
-def test_a_solved_task_is_told_one_thing():
-    steps, findings = (0, 20, 60), [a_finding("group size", "group size"), a_finding("dead groups", PROMPTS)]
-    solved, learns = (learning(steps, (0.3, 0.9, last)) for last in (0.96, 0.94))
-    advice = diagnosis_of("", {one.name: one for one in findings})
-    assert change_answer(solved, advice).startswith("The task is nearly solved: stop here")
-    assert change_answer(learns, advice) == "Change the group size."
-    config = {"method": "grpo", "group_size": 8}
-    told = diagnosis_of("", {one.name: with_setting(one, config) for one in findings})
-    assert change_answer(learns, told).endswith("Setting: --group-size (now 8).")
-    assert change_answer(learns, diagnosis_of("", {})) == "No rule asks for a change."
-    # a training reward does not show that a task is solved
-    assert change_answer(learning(steps, (0.3, 0.9, 0.96), quantity="reward"), advice) == "Change the group size."
-    assert ordered_cards(findings, solved=False) == (tuple(findings), MOST_CARDS)
-    assert ordered_cards(findings, solved=True) == ((findings[1], findings[0]), 1)
-
-
 def test_cards_have_the_words_of_the_tiles(run):
     page = dataclasses.replace(
         run_page(open_run(run[0])), cards=(a_finding("a", "x", "critical"), a_finding("b", "y", "note")), shown_cards=2
@@ -535,19 +460,21 @@ def test_the_page_states_a_change_once_and_what_to_do_otherwise(run):
     change = Change(knob="x", direction="up", sentence="Do it.", effect="more.", setting="--x 1", others=("Or so.",))
     change = dataclasses.replace(change, not_advised=("Not so.",))
     cards = tuple(dataclasses.replace(a_finding(name, name), change=change) for name in ("a", "b"))
-    page = dataclasses.replace(run_page(open_run(run[0])), cards=cards, shown_cards=1, lead_finding="a")
+    lead = NextStep(sentence="", finding="a")
+    page = dataclasses.replace(run_page(open_run(run[0])), cards=cards, shown_cards=1, next_step=lead)
     html = page.html()
-    assert html.count("<b>Do:</b> Do it.") == 1
+    assert html.count("<b>Do:</b> Do it.") == 1 == html.count("<b>Expect:</b> more.")
     assert html.count("<b>Do:</b> what the top of this page says.") == 1 and html.count("<code>--x 1</code>.") >= 2
     assert html.count("<li>Or so.</li>") == 2 == html.count("<b>Not advised:</b> Not so.")
     assert "1. a <span" in html and "2. b <span" in html and "Then: b (--x 1); and what the other rules say" in html
 
 
 def test_rollouts_are_linked_where_the_page_has_their_texts(run):
-    page = dataclasses.replace(run_page(open_run(run[0])), answers=(("What?", "Read some rollouts. Setting: --x 1."),))
+    following = NextStep(sentence="", steps=("Read some rollouts: `--x 1`",))
+    page = dataclasses.replace(run_page(open_run(run[0])), answers=(), next_step=following)
     for has_texts in (True, False):
         html = dataclasses.replace(page, glass=dataclasses.replace(page.glass, has_texts=has_texts)).html()
-        assert ('class="to-rollouts">Read some rollouts</a>. Setting: <code>--x 1</code>.' in html) == has_texts
+        assert ('class="to-rollouts">Read some rollouts</a>: <code><span>--x</span> 1</code>' in html) == has_texts
         assert ("The rollouts: text, reward" in html) == has_texts
 
 

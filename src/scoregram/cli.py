@@ -285,6 +285,30 @@ class Advise:
 
 
 @dataclass(frozen=True)
+class Filter:
+    """Write the training prompts of a run without those whose rollouts all had the same reward: they teach nothing.
+
+    Prompts that the run did not store are kept. It prints what to type next.
+    """
+
+    folder: tyro.conf.Positional[Path]
+    """Folder of the run; with a learning rate of 0 it visits prompts without learning, and `advise` says how."""
+    out: Path
+    """For a run of `scoregram train`, the folder to write train.jsonl and test.jsonl to; for another trainer, a JSON
+    file for the names of the prompts that are left out."""
+    which: Literal["equal", "all-wrong", "all-right"] = "equal"
+    """Leave out prompts whose rewards are all equal, all 0 or all 1."""
+    names: tuple[str, ...] = ()
+    """Leave out these prompts, by name, and no others."""
+
+    def run(self) -> int:
+        """Write the files, and print what was left out."""
+        from scoregram.advice import show_filter
+
+        return show_filter(self.folder, self.out, which=self.which, names=self.names)
+
+
+@dataclass(frozen=True)
 class Demo:
     """Diagnose a recorded run with a known fault; needs no model."""
 
@@ -329,6 +353,7 @@ Command = (
     | Annotated[Measure, tyro.conf.subcommand("measure")]
     | Annotated[WhatIf, tyro.conf.subcommand("whatif")]
     | Annotated[Advise, tyro.conf.subcommand("advise")]
+    | Annotated[Filter, tyro.conf.subcommand("filter")]
     | Annotated[Demo, tyro.conf.subcommand("demo")]
     | Annotated[BenchCommand, tyro.conf.subcommand("bench")]
     | Annotated[Replicate, tyro.conf.subcommand("replicate")]

@@ -18,6 +18,7 @@ from scoregram.advice.diagnose import advise_run as advise_run
 from scoregram.advice.diagnose import demo_names as demo_names
 from scoregram.advice.diagnose import show_advice as show_advice
 from scoregram.advice.diagnose import show_demo as show_demo
+from scoregram.advice.difficulty import HARDER as HARDER
 from scoregram.advice.findings import SEVERITIES as SEVERITIES
 from scoregram.advice.findings import Change as Change
 from scoregram.advice.findings import Diagnosis as Diagnosis
@@ -26,6 +27,9 @@ from scoregram.advice.findings import Severity as Severity
 from scoregram.advice.logs import RunLog as RunLog
 from scoregram.advice.logs import run_log as run_log
 from scoregram.advice.noise_rules import least_error_size as least_error_size
+from scoregram.advice.prompt_filter import filter_prompts as filter_prompts
+from scoregram.advice.prompt_filter import show_filter as show_filter
+from scoregram.advice.settings import OWN_TRAINER as OWN_TRAINER
 from scoregram.advice.settings import PROMPTS as PROMPTS
 from scoregram.advice.settings import measuring_setting as measuring_setting
 from scoregram.advice.settings import trainer_of as trainer_of

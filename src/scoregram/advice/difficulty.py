@@ -7,8 +7,12 @@ from types import MappingProxyType
 from typing import Any
 
 from scoregram.advice.findings import Change, RuleVerdict, RunFinding, Undecided
+from scoregram.advice.prompt_filter import EqualRewards, visit_steps
 from scoregram.advice.settings import (
+    COUNT_CHANGES,
+    COUNTED_TASKS,
     DYNAMIC_SAMPLING,
+    OWN_TRAINER,
     PROMPTS,
     TRL_TRAINER,
     can_sample_dynamically,
@@ -188,6 +192,16 @@ def divisors(batch: float | int) -> list[int]:
 EASIER, HARDER, MEDIUM = "easier", "harder", "medium"
 """Problems to ask for: where most dead groups are all wrong, where most are all right, and else."""
 KINDS = MappingProxyType({EASIER: "all wrong", HARDER: "all right", MEDIUM: "all wrong or all right"})
+FILTERS: Mapping[str, EqualRewards] = MappingProxyType({EASIER: "all-wrong", HARDER: "all-right", MEDIUM: "equal"})
+"""Problems to ask for → prompts that a filter leaves out."""
+REWARD_KINDS = MappingProxyType(
+    {
+        "all wrong": "all have the reward 0",
+        "all right": "all have the reward 1",
+        "all wrong or all right": "all have one reward",
+    }
+)
+"""Key of `KINDS` → the same where rewards are graded, so that right and wrong have no meaning."""
 LEAST_LIVE = 0.05
 """Share of live groups below which the cost of dynamic sampling is not extrapolated."""
 
@@ -209,6 +223,13 @@ class DeadGroups:
     """What another group size would do; empty if not known."""
     size_is_advised: bool = False
     """Whether the rule on the group size asks for larger groups."""
+    is_graded: bool = False
+    """Whether rewards other than 0 and 1 were seen."""
+
+    @property
+    def kind(self) -> str:
+        """What the dead groups have in common, in words."""
+        return REWARD_KINDS[KINDS[self.direction]] if self.is_graded else KINDS[self.direction]
 
     @property
     def differ(self) -> bool | None:
@@ -223,6 +244,8 @@ class Lever:
 
     sentence: str
     effect: str
+    steps: tuple[str, ...] = ()
+    """What to type or do, one after the other, where no setting alone does it."""
 
 
 def prompt_change(known: DeadGroups) -> Change:
@@ -235,12 +258,13 @@ def prompt_change(known: DeadGroups) -> Change:
     (`docs/allocation.md`).
     """
     first, *others = _levers(known)
-    told = [f"{one.sentence} {one.effect[:1].upper()}{one.effect[1:]}".strip() for one in others]
+    told = [" ".join([one.sentence, *one.steps, f"{one.effect[:1].upper()}{one.effect[1:]}"]) for one in others]
     return Change(
         knob=PROMPTS,
         direction=known.direction,
         sentence=first.sentence,
         effect=first.effect,
+        steps=first.steps,
         others=(*told, *([known.size_sentence] if known.size_is_advised else [])),
         not_advised=tuple(_not_advised(known)),
     )
@@ -257,10 +281,9 @@ def _levers(known: DeadGroups) -> Iterator[Lever]:
 
 def _not_advised(known: DeadGroups) -> Iterator[str]:
     if known.differ is False and not draws_problems(known.config):
-        kind = KINDS[known.direction]
         yield (
             "Leaving out prompts by their success rate would gain little: no more groups are "
-            f"{kind} than chance makes if all are equally hard."
+            f"{KINDS[known.direction]} than chance makes if all are equally hard."
         )
     if known.size_sentence and not known.size_is_advised:
         yield known.size_sentence
@@ -284,20 +307,17 @@ def _prompt_filter(known: DeadGroups) -> Lever:
     """Leave out prompts that one visit shows to teach nothing; in TRL by a smaller data set."""
     size = known.outcomes.size if known.outcomes else stored_setting(known.config, "group_size", "num_generations")
     rollouts = f"{size} rollouts" if size else "rollouts"
-    kind = KINDS[known.direction]
-    if trainer_of(known.config) == TRL_TRAINER:
-        told = (
-            f"Sample {rollouts} of each prompt once, leave the prompts that are {kind} out of train_dataset, and keep "
-        )
-        told += "the others; TRL has no dynamic sampling."
-    else:
-        told = f"Leave out prompts whose {rollouts} were {kind}: keep the others as train.jsonl."
+    verb = "" if known.is_graded else "were "
+    told = f"Leave out prompts whose {rollouts} {verb}{known.kind}."
+    told += " TRL has no dynamic sampling." * (trainer_of(known.config) == TRL_TRAINER)
+    steps = visit_steps(FILTERS[known.direction], known.config)
     again = known.law.live_again(size)[0] if known.law and size else math.nan
     price = f"price: {rollouts} for each prompt once{_steps_of_a_visit(known, size)}."
     if math.isnan(again):
-        return Lever(told, price)
+        unknown = "How many of the remaining groups would be live cannot be said without stored rewards of 0 and 1."
+        return Lever(told, f"{price} {unknown}", steps)
     effect = f"by the spread of the success rates, about {again:.0%} of the remaining groups would then be live, now "
-    return Lever(told, f"{effect}{known.live:.0%}. {price[:1].upper()}{price[1:]}")
+    return Lever(told, f"{effect}{known.live:.0%}. {price[:1].upper()}{price[1:]}", steps)
 
 
 def _steps_of_a_visit(known: DeadGroups, size: int | None) -> str:
@@ -312,7 +332,32 @@ def _other_problems(known: DeadGroups) -> Lever:
         if known.outcomes
         else ""
     )
-    return Lever(f"Take {known.direction} problems{now}.", "this costs no rollouts, but changes what is learnt.")
+    effect = "this costs no rollouts, but changes what is learnt. By how much the share of live groups "
+    effect += f"({known.live:.0%}) rises cannot be said before one run: no {known.direction} problem was sampled."
+    return Lever(f"Take {known.direction} problems{now}.", effect, _problem_steps(known))
+
+
+def _problem_steps(known: DeadGroups) -> tuple[str, ...]:
+    """How to get other problems where no setting of the task decides how hard they are."""
+    trainer, task = trainer_of(known.config), str(known.config.get("task") or "")
+    name, _, argument = task.partition(":")
+    folder = f"data/{known.direction}"
+    if trainer == TRL_TRAINER:
+        return (f"Not a setting: pass a `train_dataset` of {known.direction} prompts to the trainer.",)
+    if trainer != OWN_TRAINER or not task or (name in COUNTED_TASKS and known.direction in COUNT_CHANGES):
+        return ()
+    if name == "reasoning-gym":
+        generator = argument.partition(":")[0]
+        listed = f"from reasoning_gym.factory import DATASETS; print(DATASETS['{generator}'][1]())"
+        return (
+            f'See the settings of {generator}: `python -c "{listed}"`',
+            f"Change one that makes problems {known.direction}, and add it as `:NAME=VALUE` to `--task {task}`.",
+        )
+    return (
+        f"Not a setting: the task {name} has no {known.direction} problems of its own. Write some, a line each "
+        f'`{{"prompt": "…", "answer": "…"}}`, to `{folder}/train.jsonl` and `{folder}/test.jsonl`.',
+        f"Type `--task jsonl:{folder}` (now {task}).",
+    )
 
 
 def informed_finding(finding: RunFinding, run: RunReading, size: RuleVerdict) -> RunFinding:
@@ -333,6 +378,7 @@ def informed_finding(finding: RunFinding, run: RunReading, size: RuleVerdict) ->
         outcomes=outcomes,
         law=law,
         batch_size=run.batch_size,
+        is_graded=run.is_graded,
         size_sentence=size_sentence(run, law, size),
         size_is_advised=isinstance(size, RunFinding) and size.change is not None and size.change.direction == "up",
     )

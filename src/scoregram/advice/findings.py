@@ -33,6 +33,8 @@ class Change:
     """The value to set, where the rule knows one."""
     setting: str = ""
     """What to type in the trainer of the run; empty if it has no such setting or is not known."""
+    steps: tuple[str, ...] = ()
+    """What to do, one after the other, where no setting alone does it; what to type is between backticks."""
     others: tuple[str, ...] = ()
     """What to do instead, each with its price, the best first."""
     not_advised: tuple[str, ...] = ()
@@ -40,7 +42,8 @@ class Change:
 
     def plain(self) -> dict[str, Any]:
         """The change as values that JSON can hold."""
-        return vars(self) | {"others": list(self.others), "not_advised": list(self.not_advised)}
+        lists = {name: list(getattr(self, name)) for name in ("steps", "others", "not_advised")}
+        return vars(self) | lists
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +86,7 @@ class RunFinding:
         if self.change is not None:
             setting = f" Setting: {self.change.setting}." if self.change.setting else ""
             told.append(f"Change: {self.change.sentence}{setting} Expect: {self.change.effect}")
+            told += [f"Step {place}: {one}" for place, one in enumerate(self.change.steps, start=1)]
             told += [f"Otherwise, {place}: {one}" for place, one in enumerate(self.change.others, start=1)]
             told += [f"Not advised: {one}" for one in self.change.not_advised]
         return told + [f"  {line}" for line in self.listing]

@@ -4,6 +4,7 @@ A rule is a function of a `RunReading`, with the same verdicts as the rules on l
 """
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from scoregram.advantages import leave_one_out
 from scoregram.advice.findings import LEAST_SAVING, Change, RuleVerdict, RunFinding, Undecided
-from scoregram.advice.settings import OWN_TRAINER, TRL_TRAINER
+from scoregram.advice.prompt_filter import LEFT_OUT_FILE, LIVE
+from scoregram.advice.settings import OWN_TRAINER, TRL_TRAINER, stored_setting, trainer_of
 from scoregram.bootstrap import FEWEST, clustered_mean, fieller_ratio, mean_estimate, t_mean
 from scoregram.exhibits import Estimate, cell_text
 from scoregram.reading import (
@@ -65,10 +67,23 @@ def dominating_rollouts(run: RunReading) -> RuleVerdict:
             direction="down",
             sentence="Look at these rollouts; weight tokens equally or normalise by length, clip advantages, or mask "
             "them.",
-            effect="the update averages over rollouts again; its noise falls.",
+            effect=f"the largest share falls from {share.value:.0%} towards that of equal shares"
+            + (f", {1 / run.batch_size:.1%}" if run.batch_size >= 1 else "")
+            + ". By how much the noise falls cannot be said before one run.",
+            steps=(
+                "Not a setting: read these rollouts. If they are broken (a loop, another language), let the reward "
+                "function return `None` for them: they then add nothing to the update.",
+                "If they are fine and long, divide by length" + _by_length(run) + ".",
+            ),
         ),
         confidence="certain",
     )
+
+
+def _by_length(run: RunReading) -> str:
+    """What to type for a loss in which long rollouts weigh no more than short ones."""
+    typed = {OWN_TRAINER: "`--objective grpo`", TRL_TRAINER: '`loss_type="grpo"`'}.get(trainer_of(run.config))
+    return f": {typed}" if typed else ""
 
 
 def _who_dominates(run: RunReading) -> str:
@@ -118,7 +133,14 @@ def dominating_layer(run: RunReading) -> RuleVerdict:
             direction="down",
             sentence=f"Check the scale of {names[place]} (its norm, its initialisation), freeze it, or lower its "
             "learning rate.",
-            effect="the update spreads over layers; steps of a given norm change the policy more evenly.",
+            effect=f"its share falls from {share.value:.0%} towards {float(first[:, place].mean()):.0%}, that of the "
+            "first steps. What that does for the reward cannot be said.",
+            steps=(
+                f"Not a setting: print the norm of the weights of `{names[place]}` and of its input at the first and "
+                "the last checkpoint.",
+                f"If one grew, freeze the layer: `model.get_submodule({names[place]!r}).requires_grad_(False)`.",
+                "Or give it a parameter group of its own with a tenth of the learning rate.",
+            ),
         ),
         confidence="certain",
     )
@@ -191,12 +213,25 @@ def carrying_layers(run: RunReading) -> RuleVerdict:
             knob="LoRA targets",
             direction="few",
             sentence="For LoRA, try these layers as targets, all with the same rank.",
-            effect="fewer trained parameters. Ranks in proportion to such shares have lost against equal ranks, and a "
-            "layer without signal now may get one later: compare with all linear layers.",
+            effect=f"adapters on {len(chosen)} of {len(names)} layers. What reward they reach cannot be said: a layer "
+            "without signal now may get one later, so compare with all linear layers. Ranks in proportion to such "
+            "shares have lost against equal ranks.",
+            steps=(
+                f"Leave out embeddings and norms, which take no adapter, and type{_lora_targets(run, shares)}.",
+                "Train once more with all linear layers and the same seed, to compare.",
+            ),
         ),
         confidence="possible",
         listing=tuple(f"{cell_text(one)}  {name}" for name, one in shares.items()),
     )
+
+
+def _lora_targets(run: RunReading, layers: Iterable[str]) -> str:
+    """The option that puts adapters on some layers alone."""
+    names = list(layers)
+    if trainer_of(run.config) == TRL_TRAINER:
+        return f" `LoraConfig(target_modules={names})` as `peft_config`"
+    return f" `--lora-rank 16 --lora-targets {' '.join(names)}`"
 
 
 def fewest_layers(signals: np.ndarray, share: float) -> list[int]:
@@ -265,7 +300,9 @@ def conflicting_prompts(run: RunReading) -> RuleVerdict:
             knob="prompt set",
             direction="split",
             sentence=f"Check the rewards of {', '.join(against[:5])}: leave them out, or train on them separately.",
-            effect="the gradients of the remaining prompts no longer cancel.",
+            effect=f"the gradients of the other {len(seen) - len(against)} prompts no longer cancel against these. By "
+            "how much the reward rises cannot be said before one run.",
+            steps=leave_out_steps(run, against),
         ),
     )
 
@@ -298,10 +335,29 @@ def held_out_prompts(run: RunReading) -> RuleVerdict:
             sentence=f"Check the rewards of {', '.join(found.hurting[:5])}, or leave them out."
             if found.hurting
             else "Keep these prompts; draw them more often.",
-            effect="to first order of a plain gradient step, a larger share of the update raises held-out rewards.",
+            effect="to first order of a plain gradient step, a larger share of the update raises held-out rewards. By "
+            "how much cannot be said: the optimiser and later steps change it.",
+            steps=leave_out_steps(run, found.hurting) if found.hurting else keep_steps(found.helping),
         ),
         listing=tuple(_effect_line(found, name) for name in [*found.hurting, *found.helping]),
     )
+
+
+def leave_out_steps(run: RunReading, names: Sequence[str]) -> tuple[str, ...]:
+    """How to train without some prompts, after their rewards were checked."""
+    folder = "RUN" if run.folder is None else shlex.quote(str(run.folder.folder))
+    typed = " ".join(map(shlex.quote, names))
+    out = LIVE if trainer_of(run.config) == OWN_TRAINER else LEFT_OUT_FILE
+    return (
+        "Read some rollouts of these prompts: is the reward what you mean by it?",
+        f"If it is, leave the prompts out: `scoregram filter {folder} --names {typed} --out {out}`. It prints what to "
+        "type next.",
+    )
+
+
+def keep_steps(names: Sequence[str]) -> tuple[str, ...]:
+    """How to train more often on some prompts."""
+    return (f"Not a setting: repeat the lines of these {len(names)} prompts, listed below, in your training data.",)
 
 
 def _effect_line(found: HeldOutInfluence, name: str) -> str:
@@ -380,7 +436,8 @@ def lost_exploration(run: RunReading) -> RuleVerdict:
             knob="exploration",
             direction="up",
             sentence="Raise the sampling temperature or add an entropy bonus; draw harder prompts.",
-            effect="right rollouts differ again, before the entropy shows it.",
+            effect=f"right rollouts differ again: a mean cosine below {now.value:.2f}, at first it was "
+            f"{before.value:.2f}. How far it falls cannot be said before one run.",
         ),
     )
 
@@ -458,8 +515,20 @@ def memorised_prompts(run: RunReading) -> RuleVerdict:
             knob="prompt set",
             direction="larger",
             sentence="Train on more prompts.",
-            effect="both rewards move together.",
+            effect=f"the difference of {trained.value - tested.value:.2f} shrinks. By how much cannot be said before "
+            "one run on more prompts.",
+            steps=_more_prompts(run, len(set(prompts))),
         ),
         confidence="possible",
         without_gram=True,
     )
+
+
+def _more_prompts(run: RunReading, seen: int) -> tuple[str, ...]:
+    """How to train on more prompts in the trainer of the run."""
+    used = stored_setting(run.config, "train_problems")
+    if used:
+        return (f"Use all training problems of the task: `--train-problems 0` (now {used}).",)
+    if trainer_of(run.config) == TRL_TRAINER:
+        return (f"Not a setting: pass a larger `train_dataset`; the last third used {seen} prompts.",)
+    return (f"Not a setting: add problems to the training file; the last third used {seen} prompts.",)

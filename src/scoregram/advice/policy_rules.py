@@ -51,7 +51,7 @@ def not_finite_steps(log: RunLog) -> RuleVerdict:
             sentence="Restart from the checkpoint before that step with a lower learning rate or gradient clipping, "
             "in float32 if "
             "it happens again.",
-            effect="every step is finite.",
+            effect=f"every step is finite, now {1 - share:.0%} are.",
         ),
         confidence="certain",
     )
@@ -114,8 +114,17 @@ def _more_entropy(log: RunLog) -> Change:
         knob="learning rate",
         direction="down",
         sentence=f"Halve the learning rate{numbers}.{higher}",
-        effect="the entropy falls about half as fast; the reward may rise more slowly.",
+        effect=f"the entropy falls about half as fast{_slower_end(log)}; the reward may rise more slowly, by how much "
+        "cannot be said.",
     )
+
+
+def _slower_end(log: RunLog) -> str:
+    """Where the entropy would be after as many steps if its logarithm fell half as fast."""
+    entropy = log.series("entropy")
+    if not (len(entropy) and entropy.start > 0 and entropy.end > 0):
+        return ""
+    return f": after as many steps {math.sqrt(entropy.start * entropy.end):.2g} nats per token, now {entropy.end:.2g}"
 
 
 def collapse_step(entropy: ScalarSeries, level: float) -> int | None:
@@ -159,7 +168,8 @@ def kl_blow_up(log: RunLog) -> RuleVerdict:
             knob="learning rate",
             direction="down",
             sentence="Lower the learning rate, or raise the KL weight (beta).",
-            effect="the KL stops growing; the policy keeps the reference's fluency.",
+            effect=f"less than {kl.end:.2g} nats per token after as many steps. How much less cannot be said: the KL "
+            "does not grow in proportion to the learning rate.",
         ),
         confidence="certain",
     )
@@ -185,7 +195,8 @@ def clip_saturation(log: RunLog) -> RuleVerdict:
             knob="learning rate",
             direction="down",
             sentence="Lower the learning rate, or do fewer updates on each batch.",
-            effect="the share of clipped tokens falls below a tenth.",
+            effect=f"less than {share.value:.0%} of the tokens clipped; below 10% is usual. How far it falls cannot be "
+            "said before one run.",
         ),
     )
 
@@ -210,7 +221,7 @@ def idle_clipping(log: RunLog) -> RuleVerdict:
             knob="updates per batch",
             direction="down",
             sentence="Use one update per batch, or a larger learning rate.",
-            effect="the same learning for less compute, or more learning from the same rollouts.",
+            effect=f"nearly the same learning from 1 update per batch, now {int(updates)}.",
         ),
         confidence="certain",
     )
@@ -238,7 +249,8 @@ def gradient_spikes(log: RunLog) -> RuleVerdict:
             knob="gradient clipping",
             direction="down",
             sentence="Clip the gradient norm near its median, and look at the rollouts of that step.",
-            effect="one batch can no longer undo many.",
+            effect=f"no batch moves the policy further than a usual one, now up to {spikes[worst]:.0f} times as far.",
+            value=f"{float(np.median(norms.values)):.2g}",
         ),
         confidence="certain",
     )
@@ -285,7 +297,12 @@ def throughput_rot(log: RunLog) -> RuleVerdict:
             direction="repair",
             sentence="Look for memory that grows (caches, lists of tensors, logged tables), and restart from a "
             "checkpoint to compare.",
-            effect="the speed of the first steps.",
+            effect=f"the speed of the first steps, {1 / left:.1f} times the present one, if memory is the cause.",
+            steps=(
+                "Not a setting: log the memory of the process at every step.",
+                "If it grows, look for lists of tensors, logged tables and caches that nothing empties.",
+                "If it does not, restart from the last checkpoint: if the speed comes back, the process was the cause.",
+            ),
         ),
         confidence="possible",
     )
@@ -313,7 +330,13 @@ def stuck_batch(log: RunLog) -> RuleVerdict:
             knob="data loader",
             direction="repair",
             sentence="Check that the data loader advances and that generation is not served from a cache.",
-            effect="the numbers of neighbouring steps differ.",
+            effect="the numbers of neighbouring steps differ. How much is then learnt cannot be said: "
+            f"{len(found)} steps used rollouts again.",
+            steps=(
+                "Not a setting: print the first prompt and the first completion of two steps that follow each other.",
+                "If the prompts are equal, the data loader does not advance: check its sampler and its resume state.",
+                "If only the completions are equal, generation is served from a cache or with one seed.",
+            ),
         ),
         confidence="certain",
     )
@@ -343,7 +366,13 @@ def lost_seed(log: RunLog) -> RuleVerdict:
             knob="seed",
             direction="repair",
             sentence="Save and restore the state of the random generators and of the data loader in the checkpoint.",
-            effect="a resumed run continues instead of repeating itself.",
+            effect=f"a resumed run continues instead of repeating {len(steps)} steps.",
+            steps=(
+                "Not a setting: store `torch.get_rng_state()`, those of numpy and random, and the position of the data "
+                "loader in every checkpoint.",
+                "Restore them after a resume, before the first batch is drawn.",
+                f"Continue from a checkpoint before step {steps[0]}.",
+            ),
         ),
         confidence="certain",
     )

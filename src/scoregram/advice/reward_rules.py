@@ -11,7 +11,7 @@ import numpy as np
 from scoregram.advice.difficulty import EASIER, HARDER, MEDIUM, DeadGroups, prompt_change
 from scoregram.advice.findings import Change, RuleVerdict, RunFinding, Undecided
 from scoregram.advice.logs import RunLog, ScalarSeries
-from scoregram.advice.settings import OWN_TRAINER, stored_setting, trainer_of
+from scoregram.advice.settings import OWN_TRAINER, TRL_TRAINER, reward_steps, stored_setting, trainer_of
 from scoregram.advice.trends import LEAST_STEPS, change_over_thirds, mean_ends, slope_estimate, step_correlation
 from scoregram.bootstrap import mean_estimate
 from scoregram.exhibits import Estimate, cell_text
@@ -53,7 +53,14 @@ def constant_reward(log: RunLog) -> RuleVerdict:
             knob="reward function",
             direction="repair",
             sentence="Check the reward function on one right and one wrong completion, and how it parses the answer.",
-            effect="groups become live as soon as rewards differ.",
+            effect="groups become live as soon as rewards differ. How much is then learnt cannot be said: a constant "
+            "reward holds no sign of it.",
+            steps=reward_steps(
+                log.config,
+                "Call it on a completion that is right and on one that is wrong: both get the reward "
+                f"{value:g} now, and must get different ones.",
+                "If both answers are read as missing, mend how it finds the answer in the text.",
+            ),
         ),
         confidence="certain",
     )
@@ -71,7 +78,10 @@ def dead_groups(log: RunLog) -> RuleVerdict:
         return None if share.high <= DEAD_SHARE else Undecided("log more steps: the interval includes 50 %")
     right, wrong = dead_kinds(log)
     kinds = (
-        f"Of all groups, {right.value:.0%} are all right and {wrong.value:.0%} all wrong." if right.value >= 0 else ""
+        f"Of all groups, {right.value:.0%} are all right (every reward is 1) and {wrong.value:.0%} all wrong (every "
+        "reward is 0)."
+        if right.value >= 0
+        else ""
     )
     known = DeadGroups(live=1 - share.value, direction=wanted_prompts(share, right, wrong), config=log.config)
     return RunFinding(
@@ -135,7 +145,14 @@ def reward_against_held_out(log: RunLog) -> RuleVerdict:
             direction="repair",
             sentence="Read the rollouts with the highest reward, tighten the verifier, and stop at the best "
             "evaluation.",
-            effect="reward and held-out score rise together.",
+            effect="reward and held-out score rise together. By how much cannot be said: the rise so far, "
+            f"{gain.value:.2g}, is of the exploited reward.",
+            steps=reward_steps(
+                log.config,
+                "Read the rollouts with the highest reward, and write down what they are paid for.",
+                "Make the function give them 0 for it.",
+                "Until then, use the checkpoint of the best evaluation.",
+            ),
         ),
     )
 
@@ -180,7 +197,13 @@ def reward_spread_death(log: RunLog) -> RuleVerdict:
             knob="reward function",
             direction="repair",
             sentence="Use a finer reward or harder prompts; do not divide by the standard deviation.",
-            effect="advantages follow differences in quality again.",
+            effect="advantages follow differences in quality again. How much that gains cannot be said: of the first "
+            f"spread only {left.value:.0%} is left to learn from.",
+            steps=reward_steps(
+                log.config,
+                "Stop dividing by the deviation" + _without_division(log) + ".",
+                "Let it tell apart rollouts that now get equal rewards, such as by steps that are right.",
+            ),
         ),
     )
 
@@ -211,7 +234,14 @@ def phantom_signal(log: RunLog) -> RuleVerdict:
             direction="repair",
             sentence=f"Give shaped rewards only where {name} varies, lower their weight, or draw prompts that {name} "
             "can tell apart.",
-            effect="the update follows the outcome; with nothing to learn, groups are dead and visible as such.",
+            effect=f"the update follows {name}; groups in which it does not vary become dead, and visible as such. How "
+            "much is then learnt cannot be said before it varies.",
+            steps=reward_steps(
+                log.config,
+                f"Give 0 for {', '.join(loud)} in groups in which {name} does not vary"
+                + _lower_weights(log, name)
+                + ".",
+            ),
         ),
         confidence="certain",
     )
@@ -248,7 +278,15 @@ def length_gaming(log: RunLog) -> RuleVerdict:
             direction="down",
             sentence="Check whether the reward rises with length for equal answers; penalise length, or normalise by "
             "it.",
-            effect="the length stops growing while the held-out score does not fall.",
+            effect=f"the length returns from {float(np.mean(length.last)):.0f} towards "
+            f"{float(np.mean(length.first)):.0f} tokens while the held-out score does not fall; what the reward then "
+            "is cannot be said.",
+            steps=reward_steps(
+                log.config,
+                "Call it on one answer in a short and in a long text: if the long one gets more, it pays for length.",
+                "Subtract a penalty for tokens beyond "
+                f"{float(np.mean(length.first)):.0f}, the mean length at the start.",
+            ),
         ),
         confidence="possible" if held is None else "likely",
     )
@@ -279,6 +317,58 @@ def cut_completions(log: RunLog) -> RuleVerdict:
     )
 
 
+def _length_penalty(log: RunLog) -> str:
+    """How to penalise length in the trainer of the run."""
+    limit = stored_setting(log.config, "max_completion_length")
+    if trainer_of(log.config) == TRL_TRAINER and limit:
+        made = f"get_soft_overlong_punishment(max_completion_len={limit}, soft_punish_cache={max(1, limit // 4)})"
+        return f"penalise length, by a further function in `reward_funcs`: `trl.rewards.{made}`"
+    return "penalise length in the reward function, such as by 1 for what the limit cut off"
+
+
+def _no_reward_at_the_limit(log: RunLog) -> str:
+    """A line of Python that gives 0 to truncated completions; both trainers pass their token ids."""
+    limit = stored_setting(log.config, "max_new_tokens", "max_completion_length") or "LIMIT"
+    line = f"return [0.0 if len(ids) >= {limit} else reward for ids, reward in zip(completion_ids, rewards)]"
+    told = "Give 0 to what the limit cut off: add the keyword `completion_ids` and end with "
+    return f"{told}`{line}`, with `rewards` as it gives them now."
+
+
+def _length_times(log: RunLog, factor: float) -> int | None:
+    """The largest mean length of a step times a factor: for a token limit whose present value is not stored."""
+    lengths = log.series("length").values
+    return math.ceil(factor * float(lengths.max())) if len(lengths) else None
+
+
+def _without_division(log: RunLog) -> str:
+    """What to type for advantages that are not divided by the deviation of their group."""
+    typed = {OWN_TRAINER: "`--estimator mean`", TRL_TRAINER: '`scale_rewards="none"`'}.get(trainer_of(log.config))
+    return f": {typed}" if typed else ""
+
+
+def _lower_weights(log: RunLog, silent: str) -> str:
+    """What to type in TRL for a tenth of the weight of all reward functions but one; empty if they are not known."""
+    names = [str(name) for name in log.config.get("reward_functions") or ()]
+    if silent not in names or trainer_of(log.config) != TRL_TRAINER:
+        return ""
+    return f", or lower their weight: `reward_weights={[1.0 if name == silent else 0.1 for name in names]}`"
+
+
+def _repaired_reward(log: RunLog) -> str:
+    """What is left of the mean reward once truncated completions get 0, where it is known or bounded."""
+    reward, cut, finished = (log.series(name) for name in ("reward", "truncated", "finished_reward"))
+    if not len(reward) or not len(cut):
+        return "the reward falls first."
+    share, most = float(cut.last.mean()), 1.0 if reward.values.max() <= 1 else math.nan
+    left = (1 - share) * (float(finished.last.mean()) if len(finished) else most)
+    told = f"the mean reward first falls from {float(reward.last.mean()):.2f}, that of the last third,"
+    if math.isnan(left):
+        return f"{told}, since {share:.0%} of the completions then get 0."
+    return (
+        f"{told} to {'about' if len(finished) else 'at most'} {left:.2f}, since {share:.0%} of the completions get 0."
+    )
+
+
 def _limit(log: RunLog) -> str:
     limit = stored_setting(log.config, "max_new_tokens", "max_completion_length")
     return f" of {limit} tokens" if limit else ""
@@ -290,21 +380,30 @@ def _truncation_change(log: RunLog, is_most: bool) -> Change:
     Where most completions are truncated, to mask them would leave hardly any update, so it is not advised.
     """
     reward, is_paid = truncated_reward(log)
-    after = "penalise length" if is_most else "mask truncated rollouts"
-    after += "" if is_most or trainer_of(log.config) == OWN_TRAINER else " (mask_truncated_completions in TRL)"
+    trainer = trainer_of(log.config)
+    shown = ": `print(trainer.model.generation_config.eos_token_id, trainer.processing_class.eos_token_id)`"
+    after = (
+        _length_penalty(log) if is_most else "mask truncated rollouts: let the reward function return `None` for them"
+    )
+    if not is_most and trainer != OWN_TRAINER:
+        after = "mask truncated rollouts (in TRL `mask_truncated_completions=True`)"
     others = (
         "If hardly any completion ends by itself, whatever it says, the model may have no end-of-sequence token to "
-        "sample: check eos_token_id, the pad token and the chat template.",
+        f"sample: check eos_token_id, the pad token and the chat template{shown * (trainer == TRL_TRAINER)}.",
         f"If they hold the answer and go on after it: {after}.",
     )
     if is_paid:
         return Change(
             knob="reward function",
             direction="repair",
-            sentence=f"Repair the reward function, unless truncated rollouts hold right answers: their mean reward is "
-            f"{reward}. Read some truncated rollouts to see. Without a repair a longer limit will not help.",
-            effect="the reward falls first, since a completion without an answer then gets little; from there on a "
-            "higher reward means better answers. If most completions are still cut off then, allow longer ones.",
+            sentence="Repair the reward function, unless truncated rollouts hold right answers: their mean reward is "
+            f"{reward}. Without a repair a longer limit will not help.",
+            effect=f"{_repaired_reward(log)} How far it rises from there cannot be said: the reward so far was not of "
+            "answers. If most completions are still cut off then, allow longer ones.",
+            steps=(
+                "Read some truncated rollouts. If they hold right answers, nothing needs repair: see “otherwise”.",
+                *reward_steps(log.config, _no_reward_at_the_limit(log)),
+            ),
             others=others,
         )
     known = f"Truncated rollouts get a mean reward of {reward}." if reward else "Read some truncated rollouts."
@@ -313,7 +412,9 @@ def _truncation_change(log: RunLog, is_most: bool) -> Change:
         knob="completion length",
         direction="up",
         sentence=f"{known} If their answer is missing, allow longer completions.",
-        effect="completions end by themselves, and the reward is of whole texts.",
+        effect=f"fewer than {float(log.series('truncated').last.mean()):.0%} of the completions are cut off, and the "
+        "reward is of whole texts. How many are left cannot be said: how long they would get is not known.",
+        value=None if _limit(log) else _length_times(log, 2.0),
         others=(*others, *([] if reward else [unchecked])),
     )
 
@@ -369,7 +470,9 @@ def repetition(log: RunLog) -> RuleVerdict:
             knob="completion length",
             direction="down",
             sentence="Penalise repetition in the reward, or shorten the token limit.",
-            effect="completions end sooner; their length falls.",
+            effect=f"completions of at most half the length, and less than {share.value:.0%} repeated; by how much the "
+            "reward changes cannot be said.",
+            value=None if _limit(log) else _length_times(log, 0.5),
         ),
         confidence="certain",
     )

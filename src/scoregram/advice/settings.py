@@ -19,30 +19,22 @@ SETTINGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "batch size": {OWN_TRAINER: "--batch-size", TRL_TRAINER: "per_device_train_batch_size"},
         "completion length": {OWN_TRAINER: "--max-new-tokens", TRL_TRAINER: "max_completion_length"},
         "estimator": {OWN_TRAINER: "--estimator", TRL_TRAINER: "attach(trainer, estimator)"},
+        "exploration": {OWN_TRAINER: "--temperature", TRL_TRAINER: "temperature"},
         "gradient clipping": {OWN_TRAINER: "--max-grad-norm", TRL_TRAINER: "max_grad_norm"},
         "group size": {OWN_TRAINER: "--group-size", TRL_TRAINER: "num_generations"},
         "group size over the run": {OWN_TRAINER: "--group-size"},
         "learning rate": {OWN_TRAINER: "--learning-rate", TRL_TRAINER: "learning_rate"},
-        "reward function": {OWN_TRAINER: "--reward", TRL_TRAINER: "reward_funcs"},
-        "seed": {OWN_TRAINER: "--seed", TRL_TRAINER: "seed"},
         "training steps": {OWN_TRAINER: "--steps", TRL_TRAINER: "max_steps"},
         "updates per batch": {OWN_TRAINER: "--inner-updates", TRL_TRAINER: "num_iterations"},
     }
 )
-"""What a finding changes → its option in `scoregram train`, and its argument of `attach`, `GRPOConfig` or `GRPOTrainer`
-in TRL."""
+"""What a finding changes → its option in `scoregram train`, and its argument of `attach` or `GRPOConfig` in TRL. A
+reward function, a data loader or a seed is not among them: no other value of a setting repairs it."""
 
-GENERATED_TASKS: Mapping[str, str] = MappingProxyType(
-    {
-        "arithmetic": "TERMS",
-        "arithmetic-compositions": "TERMS",
-        "calculator": "TERMS",
-        "forecast": "",
-        "reasoning-gym": "SETTING=VALUE",
-        "stopping": "TURNS",
-    }
+GENERATED_TASKS = frozenset(
+    {"arithmetic", "arithmetic-compositions", "calculator", "forecast", "reasoning-gym", "stopping"}
 )
-"""Tasks that draw their problems → what can follow their name on the command line, as in `arithmetic:TERMS`."""
+"""Tasks that draw their problems."""
 
 COUNTED_TASKS: Mapping[str, int] = MappingProxyType(
     {"arithmetic": 4, "arithmetic-compositions": 4, "calculator": 4, "stopping": 4}
@@ -54,6 +46,8 @@ COUNT_CHANGES: Mapping[str, int] = MappingProxyType({"harder": 1, "easier": -1})
 NEXT_VALUES: Mapping[tuple[str, str], Callable[[Any], Any]] = MappingProxyType(
     {
         ("completion length", "up"): lambda limit: 2 * limit,
+        ("completion length", "down"): lambda limit: max(1, limit // 2),
+        ("exploration", "up"): lambda temperature: round(1.2 * float(temperature), 2),
         ("learning rate", "down"): lambda rate: float(rate) / 2,
         ("updates per batch", "down"): lambda _: 1,
     }
@@ -72,41 +66,42 @@ def with_setting(finding: RunFinding, config: Mapping[str, Any]) -> RunFinding:
 def typed_setting(change: Change, config: Mapping[str, Any]) -> str:
     """What to type for a change in the trainer of a run: `--max-new-tokens 400 (now 200)`, in TRL with `=`.
 
-    Without the value where neither the finding nor the present value gives one; empty if there is no such setting, or
-    the trainer is not known.
+    Empty if no setting alone makes the change (then it has steps), if neither the finding nor the present value gives
+    a value to type, or if the trainer is not known.
     """
-    trainer = trainer_of(config)
+    if change.steps:
+        return ""
     if change.knob == PROMPTS:
         return _prompt_setting(change.direction, config)
-    name = SETTINGS.get(change.knob, {}).get(trainer, "")
-    if not name:
-        return ""
-    present = _present_value(name, config)
+    name = SETTINGS.get(change.knob, {}).get(trainer_of(config), "")
+    present = stored_setting(config, name.removeprefix("--").replace("-", "_")) if name else None
     following = NEXT_VALUES.get((change.knob, change.direction))
     value = change.value
     if value is None and present and following is not None:
         value = following(present)
+    if not name or value is None:
+        return ""
+    if name == "per_device_train_batch_size":
+        value = _device_batch(int(value), config)
     return assigned(name, value) + (f" (now {present})" if present else "")
 
 
-def _present_value(name: str, config: Mapping[str, Any]) -> Any:
-    """The value that a setting has in a run; None if it is not stored."""
-    if name == "reward_funcs":
-        return ", ".join(map(str, config.get("reward_functions") or ())) or None
-    return stored_setting(config, name.removeprefix("--").replace("-", "_"))
+def _device_batch(rollouts: int, config: Mapping[str, Any]) -> int:
+    """TRL's rollouts per device and pass for a number of rollouts per step; whole groups."""
+    passes = int(stored_setting(config, "gradient_accumulation_steps") or 1) * int(config.get("processes") or 1)
+    size = int(stored_setting(config, "num_generations", "group_size") or 1)
+    return size * max(1, round(rollouts / passes / size))
 
 
 def assigned(name: str, value: Any) -> str:
-    """`--option 4`, `field=4` or `attach(trainer, field="x")`; the name alone without a value.
+    """`--option 4`, `field=4` or `attach(trainer, field="x")`.
 
     Example:
-        >>> assigned("--group-size", 4), assigned("num_generations", 4), assigned("beta", None)
-        ('--group-size 4', 'num_generations=4', 'beta')
+        >>> assigned("--group-size", 4), assigned("num_generations", 4)
+        ('--group-size 4', 'num_generations=4')
         >>> assigned("attach(trainer, estimator)", "rloo")
         'attach(trainer, estimator="rloo")'
     """
-    if value is None:
-        return name
     text = f"{value:g}" if isinstance(value, float) else str(value)
     if name.endswith(")"):
         return f'{name[:-1]}="{text}")'
@@ -114,9 +109,7 @@ def assigned(name: str, value: Any) -> str:
 
 
 def _prompt_setting(direction: str, config: Mapping[str, Any]) -> str:
-    """Where other prompts come from; for a task of terms or turns, one more or one less of them."""
-    if trainer_of(config) == TRL_TRAINER:
-        return "train_dataset"
+    """One more or one less of the terms or turns of a task; empty for any other task."""
     task = str(config.get("task") or "")
     if trainer_of(config) != OWN_TRAINER or not task:
         return ""
@@ -124,10 +117,28 @@ def _prompt_setting(direction: str, config: Mapping[str, Any]) -> str:
     if name in COUNTED_TASKS and direction in COUNT_CHANGES:
         count = int(argument) if argument.isdecimal() else COUNTED_TASKS[name]
         return f"--task {name}:{max(2, count + COUNT_CHANGES[direction])} (now {name}:{count})"
-    written = {**GENERATED_TASKS, "gsm8k": "FOLDER"}.get(name, "FILE" if name == "jsonl" else "")
-    if name == "reasoning-gym":
-        written = f"{argument.partition(':')[0]}:{written}"
-    return f"--task {name}:{written} (now {task})" if written else f"--task (now {task})"
+    return ""
+
+
+def reward_steps(config: Mapping[str, Any], *repairs: str) -> tuple[str, ...]:
+    """How to repair a reward function: what is passed now, the repairs, and how to use the result.
+
+    A reward function is code, so no setting has a value to type for it.
+    """
+    trainer = trainer_of(config)
+    if trainer == TRL_TRAINER:
+        names = ", ".join(map(str, config.get("reward_functions") or ())) or "your reward function"
+        where = f"Not a setting: edit the code of `{names}`, which you pass as `reward_funcs`."
+        return (where, *repairs, "Run the script again with nothing else changed.")
+    if trainer == OWN_TRAINER:
+        given = config.get("reward")
+        where = f"Not a setting: edit the code of `{given}`."
+        if not given:
+            where = "Not a setting: the reward is that of the task. Write your own as `my_rewards.py` with "
+            where += "`def reward(prompts, completions, **columns): return [… for text in completions]`."
+        used = f"Train again with `--reward {given or 'my_rewards:reward'}` and nothing else changed."
+        return (where, *repairs, used)
+    return ("Not a setting: edit the code of the reward function.", *repairs, "Train again with nothing else changed.")
 
 
 def draws_problems(config: Mapping[str, Any]) -> bool:

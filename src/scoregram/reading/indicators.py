@@ -228,11 +228,10 @@ def teaching_indicator(run: RunReading) -> Indicator:
         return Indicator(name=name, state="unknown", headline="not known", sentence=sentence, curve=curve)
     is_good = live.value >= LIVE_GOOD if math.isnan(live.low) else live.low > LIVE_GOOD
     state = "good" if is_good else "act" if live.value < LIVE_ACT else "watch"
-    graded = any(group.is_live and group.right is None for group in run.last_groups)
     sentence = f"Share of live groups, those whose rewards differ: {cell_text(live)}{_at_measured_steps(run)}."
-    sentence += " Rewards are graded, so nearly equal ones make a group live too." if graded else ""
+    sentence += " Rewards are graded, so nearly equal ones make a group live too." if run.is_graded else ""
     sentence += " The interval includes the target." if live.value >= LIVE_GOOD and not is_good else ""
-    known = {"headline": f"{live.value:.0%} of groups", "sentence": sentence, "curve": curve, "scale": SHARES}
+    known = {"headline": f"{live.value:.0%} of groups are live", "sentence": sentence, "curve": curve, "scale": SHARES}
     return Indicator(name=name, state=state, target=LIVE_GOOD, goal=f"target: {LIVE_GOOD:.0%} or more", **known)
 
 
@@ -326,7 +325,7 @@ def truncation_indicator(run: RunReading) -> Indicator:
     sentence = f"Share of rollouts that the limit on tokens ended.{ratios}"
     limit = _token_limit(run) if share > CUT_GOOD else ""
     known = {
-        "headline": f"{share:.0%} truncated{limit}",
+        "headline": f"{share:.0%} of rollouts truncated{limit}",
         "sentence": sentence,
         "curve": curve,
         "scale": SHARES,

@@ -86,6 +86,11 @@ class RunReading:
         return "loss" if any(group.record.rows == "loss" for group in self.groups) else "scores"
 
     @cached_property
+    def is_graded(self) -> bool:
+        """Whether some reward is neither 0 nor 1, so that a rollout is not simply right or wrong."""
+        return any(group.right is None and group.has_all_rewards for group in self.groups)
+
+    @cached_property
     def has_whole_groups(self) -> bool:
         """Whether groups hold all rollouts of their prompt; a step of a loss may hold only some of them."""
         stated = self.config.get("group_size")

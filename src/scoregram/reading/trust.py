@@ -7,6 +7,7 @@ last third are withheld: the steps that passed are a biased sample.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from scoregram.bootstrap import FEWEST
 from scoregram.reading.group import StoredGroup
@@ -17,6 +18,8 @@ CHECK_COLUMN = "check_passed"
 """Statistic of a group: 1 if the self-check of its step was within the tolerance, else 0."""
 CHECK_ERROR, CHECK_ROLLOUTS = "check/relative_error", "check/rollouts"
 """Scalars of a step that was checked; the last is the number of rollouts compared with the trainer's own gradient."""
+TrustState = Literal["good", "watch", "act"]
+"""The word of a sentence on trust, on the scale of the indicators."""
 SHOWN_STEPS = 8
 """Failed steps that a sentence lists."""
 
@@ -89,19 +92,24 @@ class Trust:
 
     def sentences(self) -> list[str]:
         """One sentence each on self-checks if there were any, tokens and measured steps, then every remark."""
-        said = [self.check_sentence()] if self.errors or self.failed else []
+        return [sentence for _, sentence in self.judged_sentences()]
+
+    def judged_sentences(self) -> list[tuple[TrustState, str]]:
+        """`sentences`, each with its word: `good`, `watch` for what to keep in mind, `act` for a failed self-check."""
+        said: list[tuple[TrustState, str]] = []
+        if self.errors or self.failed:
+            said.append(("act" if self.failed else "good", self.check_sentence()))
         if self.is_approximate and "approximate" not in self.remarks:
-            said.append(f"Approximate: {self.approximate:.1%} of the rollouts are text that was tokenised again.")
+            told = f"Approximate: {self.approximate:.1%} of the rollouts are text that was tokenised again."
+            said.append(("watch", told))
         elif self.has_tokens and not self.is_approximate:
-            said.append("Exact: all token ids are the sampled ones.")
+            said.append(("good", "Exact: all token ids are the sampled ones."))
         if self.has_few_steps:
             steps = "step" if self.measured == 1 else "steps"
-            said.append(
-                f"Gradients were measured at {self.measured} {steps}. Conclusions on noise come from the last third of "
-                f"them, here {self.last_measured}, and need {FEWEST}, so {3 * FEWEST - 2} in all. "
-                "Rewards and lengths come from every logged step."
-            )
-        return said + list(self.remarks.values())
+            told = f"Gradients were measured at {self.measured} {steps}. Conclusions on noise come from the last third "
+            told += f"of them, here {self.last_measured}, and need {FEWEST}, so {3 * FEWEST - 2} in all. "
+            said.append(("watch", told + "Rewards and lengths come from every logged step."))
+        return said + [("watch", remark) for remark in self.remarks.values()]
 
     def check_sentence(self) -> str:
         """How many self-checks passed, the worst error, and how many used the trainer's own gradient if not all did.

@@ -24,14 +24,14 @@ NULL_LABEL_ROOM = 26
 REFERENCE_HUE = "#00795c"
 """Hue of bounds without a measured partner, that of a target on a tile: a null is grey."""
 
-NULL_EDGE = 6.0
-"""Width of the pale dashes behind a null, wider than a measured line: where both coincide, they show on either side."""
+NULL_WIDTH = 2.0
+"""Width of a null, in a figure as in the key of the page: below that of a measured line, whose edges show beside it."""
 
-NULL_DASHES = ("dash", "longdash", "dashdot", "longdashdot")
-"""Dash styles of several null models of one measured series."""
+NULL_DASHES = ("9px,6px", "15px,6px", "9px,4px,2px,4px", "15px,4px,2px,4px")
+"""Dashes of several null models of one measured series; the key of the page shows the first."""
 
-NULL_PIXELS = {"dash": "9px,9px", "longdash": "15px,15px", "dashdot": "9px,3px,3px,3px"}
-"""Dash style → its lengths for lines of up to 3 pixels, as plotly draws them: for wider ones it would lengthen them."""
+NULL_BAND = "band of the null"
+"""Name, in the legend of a figure, of the interval around a null."""
 
 SYMBOLS = ("circle", "square", "triangle-up", "cross", "x", "star")
 """Marker symbols; the next one is used each time the palette repeats."""
@@ -51,7 +51,8 @@ PLOTLY_CONFIG = {
 
 
 SEQUENTIAL = ((0.0, "#f2f5f9"), (0.5, "#6aaed6"), (1.0, "#08306b"))
-"""Colours of a heat map of shares, from 0 upward: lightness alone tells them apart."""
+"""Colours of a heat map of shares, from 0 upward: lightness alone tells them apart. The page has others for a dark
+scheme."""
 DIVERGING = ((0.0, "#d55e00"), (0.5, "#ffffff"), (1.0, "#0072b2"))
 """Colours of a heat map of cosines: orange below 0, white at 0, blue above. The page has others for a dark scheme."""
 MULTIPLE_HEIGHT, FULL_HEIGHT = 260, 400
@@ -83,6 +84,8 @@ class HeatMap:
     y: tuple[str, ...]
     values: tuple[tuple[float, ...], ...]
     """`values[row][column]`, 0 or more; `nan` where undefined."""
+    z_title: str = ""
+    """What the colours are, beside their scale."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,11 @@ Drawing = Figure | HeatMap
 def is_wide(figure: Drawing | Table) -> bool:
     """Whether a figure needs a whole row: a heat map whose rows have long names."""
     return isinstance(figure, HeatMap) and not isinstance(figure, CosineMap) and max(map(len, figure.y), default=0) > 4
+
+
+def has_null_band(figure: Drawing | Table) -> bool:
+    """Whether a figure has a null with an interval, which is drawn as a grey band."""
+    return isinstance(figure, Figure) and any(one.role == "null" and bool(one.low) for one in figure.series)
 
 
 def plotly_parts(figure: Drawing, *, x_range: tuple[float, float] | None = None) -> dict[str, Any]:
@@ -127,30 +135,19 @@ def _line_traces(figure: Figure) -> list[dict[str, Any]]:
     hues = series_hues(figure.series)
     dashes = _dashes(figure.series)
     traces: list[dict[str, Any]] = []
-    above: list[dict[str, Any]] = []  # nulls, drawn last, and their edges, drawn first: a curve must not hide them
-    edges: list[dict[str, Any]] = []
+    above: list[dict[str, Any]] = []  # nulls, drawn last: a curve must not hide them
     for place, one in enumerate(figure.series):
         shown = _positive_series(one, figure) if figure.y_log else one
         colour, symbol = hues[place]
         band = _band(shown, colour)
+        if band is not None and one.role == "null":  # the key explains the bands of measured lines
+            band |= {"name": NULL_BAND, "showlegend": True}
         traces += [] if band is None else [band | {"legendgroup": str(place)}]
         style = _style(shown, colour, symbol, dashes[place])
         points = _points(shown, one, figure.x_title)
         line = style | points | {"name": html.escape(one.name), "legendgroup": str(place)}
-        if one.role == "null":
-            above.append(line)
-            edges += [_null_edge(line)] if "line" in line else []
-        else:
-            traces.append(line)
-    return edges + traces + above
-
-
-def _null_edge(line: dict[str, Any]) -> dict[str, Any]:
-    """Pale wide dashes behind a null, in step with its own."""
-    kept = {name: line[name] for name in ("x", "y", "legendgroup", "name")}
-    dash = NULL_PIXELS.get(line["line"]["dash"], "9px,9px")
-    style = {"color": line["line"]["color"], "width": NULL_EDGE, "dash": dash}
-    return kept | {"mode": "lines", "line": style, "opacity": 0.45, "showlegend": False, "hoverinfo": "skip"}
+        (above if one.role == "null" else traces).append(line)
+    return traces + above
 
 
 def _null_label(figure: Figure) -> list[dict[str, Any]]:
@@ -209,7 +206,10 @@ def data_csv(table: Table) -> str:
 
 
 def series_hues(series: Sequence[Series]) -> list[tuple[str, str]]:
-    """Colour and mark of every series, in order: its measured partner's hue, greyed for null models."""
+    """Colour and mark of every series, in order: its measured partner's hue, greyed for null models.
+
+    Plain grey if all null models belong to one measured series.
+    """
     measured = [one.name for one in series if one.role == "measured"]
     families = [_family(one.name, measured) for one in series]
     coloured = dict.fromkeys(measured) | dict.fromkeys(
@@ -222,7 +222,8 @@ def series_hues(series: Sequence[Series]) -> list[tuple[str, str]]:
         alone = REFERENCE_HUE if one.role == "bound" else GREY
         hue = alone if number is None else PALETTE[number % len(PALETTE)]
         symbol = SYMBOLS[(number or 0) // len(PALETTE) % len(SYMBOLS)]
-        made.append((mixed_colour(hue, GREY, 0.8) if one.role == "null" else hue, symbol))
+        tint = mixed_colour(hue, GREY, 0.8) if len(place) > 1 else GREY
+        made.append((tint if one.role == "null" else hue, symbol))
     return made
 
 
@@ -271,7 +272,7 @@ def _style(one: Series, colour: str, symbol: str, dash: str) -> dict[str, Any]:
         marker = {"size": _mark_sizes(one), "symbol": symbol, "color": colour}
     if one.points:
         return {"mode": "markers", "marker": marker}
-    width = {"measured": 2.6, "null": 1.2, "bound": 1.6, "paper": 1.4}[one.role]
+    width = {"measured": 2.6, "null": NULL_WIDTH, "bound": 1.6, "paper": 1.4}[one.role]
     marked = marker["size"] if isinstance(marker["size"], list) else [marker["size"]]
     mode = "lines+markers" if any(marked) else "lines"
     return {"mode": mode, "marker": marker, "line": {"color": colour, "width": width, "dash": dash}}
@@ -367,6 +368,9 @@ def _area(one: Series, place: int, x_title: str) -> dict[str, Any]:
 
 
 def _heat(figure: HeatMap) -> dict[str, Any]:
+    bar: dict[str, Any] = {"thickness": 10, "outlinewidth": 0}
+    if figure.z_title:
+        bar["title"] = {"text": html.escape(figure.z_title), "side": "right"}
     if isinstance(figure, CosineMap):
         return {
             "x": _plain(figure.x),
@@ -377,7 +381,7 @@ def _heat(figure: HeatMap) -> dict[str, Any]:
             "zmax": figure.limit,
             "meta": "diverging",  # the page's script replaces the colours in a dark scheme
             "hovertemplate": f"{html.escape(figure.x_title)}s %{{x}} and %{{y}}: cosine %{{z:.3f}}<extra></extra>",
-            "colorbar": {"thickness": 10, "outlinewidth": 0},
+            "colorbar": bar,
         }
     return {
         "x": _plain(figure.x),
@@ -385,8 +389,9 @@ def _heat(figure: HeatMap) -> dict[str, Any]:
         "z": [_plain(row) for row in figure.values],
         "colorscale": [list(stop) for stop in SEQUENTIAL],
         "zmin": 0,
+        "meta": "sequential",
         "hovertemplate": f"{html.escape(figure.x_title)} %{{x}}<br>%{{y}}: %{{z:.3f}}<extra></extra>",
-        "colorbar": {"thickness": 10, "outlinewidth": 0},
+        "colorbar": bar,
     }
 
 
@@ -428,7 +433,7 @@ def _layout(figure: Figure, x_range: tuple[float, float] | None = None) -> dict[
 
 
 def _legend_entries(figure: Figure) -> int:
-    return sum(one.role != "raw" for one in figure.series)
+    return has_null_band(figure) + sum(one.role != "raw" for one in figure.series)
 
 
 def _y_ticks(figure: Figure, is_small: bool = False) -> dict[str, Any]:

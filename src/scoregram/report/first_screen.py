@@ -1,12 +1,24 @@
 """The first screen of a run's page: what was trained, whether it learns, what to change, and what the numbers mean."""
 
 import math
+import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
-from scoregram.advice import PROMPTS, Change, Diagnosis, RunFinding, measuring_setting, trainer_of, typed_setting
+from scoregram.advice import (
+    HARDER,
+    OWN_TRAINER,
+    PROMPTS,
+    Change,
+    Diagnosis,
+    RunFinding,
+    measuring_setting,
+    trainer_of,
+    typed_setting,
+)
 from scoregram.bootstrap import FEWEST
 from scoregram.reading import (
     SAMPLED_TEST,
@@ -18,6 +30,7 @@ from scoregram.reading import (
     paired_gain,
     steps_to_show,
 )
+from scoregram.training import TrainConfig
 
 MOST_CARDS = 3
 """Pieces of advice on the first screen; the others are folded away."""
@@ -35,6 +48,8 @@ SUBJECTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Indicator → the rules of `advise` about the same thing."""
+UNCHANGED = ("out", "resume", "overwrite", "trust_remote_code")
+"""Options of `scoregram train` that a command for the next run does not repeat."""
 LEAST_STATES: Mapping[str, IndicatorState] = MappingProxyType({"critical": "act", "warning": "watch"})
 """Severity of a finding → the mildest word that an indicator of its subject may say."""
 
@@ -126,14 +141,24 @@ def window_sentence(run: RunReading) -> str:
     return f"{told} Brackets: 95 % intervals. Grey dashed lines below, the null: what unrelated rollouts would give."
 
 
-def more_measurements(run: RunReading, longer: Change | None) -> Iterator[str]:
+def trust_lines(run: RunReading, following: "NextStep") -> tuple[tuple[str, str], ...]:
+    """How far to trust the numbers, each sentence behind its word; how to measure often enough joins the last one."""
+    lines: list[tuple[str, str]] = [*run.trust.judged_sentences()]
+    few = next((place for place, (_, told) in enumerate(lines) if told.startswith("Gradients were measured")), None)
+    for told in more_measurements(run, following) if few is not None else ():
+        lines[few or 0] = (lines[few or 0][0], f"{lines[few or 0][1]} {told}")
+    return tuple(lines)
+
+
+def more_measurements(run: RunReading, following: "NextStep") -> Iterator[str]:
     """How to measure the next run often enough; nothing if this run did, or a longer one does without a change."""
     if not run.steps or not run.trust.has_few_steps or run.trust.measured >= run.steps[-1]:
         return
-    steps = longer.value if longer and isinstance(longer.value, int) else run.steps[-1]
+    steps = following.steps_in_all or run.steps[-1]
     setting = measuring_setting(run.config, max(1, steps // (3 * FEWEST - 2)))
     if setting:
-        yield f"To measure often enough: {setting}."
+        typed, now, present = setting.partition(" (now ")
+        yield f"To measure often enough: `{typed}`{now}{present}."
 
 
 def learning_answer(run: RunReading, tiles: Sequence[Indicator]) -> str:
@@ -163,32 +188,179 @@ def _arrow(before: float, after: float) -> str:
     return f"{before:.3f} → {after:.3f}"
 
 
-def change_answer(learning: Indicator, advice: Diagnosis, longer: Change | None = None) -> str:
-    """The most important change in one or two sentences; that of a longer run comes before all others."""
-    changes = [one.change for one in advice.findings if one.change is not None]
-    if longer is None and is_solved(learning):
-        harder = next((one for one in changes if one.knob == PROMPTS), None)
-        setting = f" Setting: {harder.setting}." if harder and harder.setting else ""
-        return f"The task is nearly solved: stop here, or take harder problems.{setting}"
-    change = longer or next(iter(changes), None)
-    if change is None:
-        return "No rule asks for a change."
-    return change.sentence + (f" Setting: {change.setting}." if change.setting else "")
+@dataclass(frozen=True, kw_only=True)
+class NextStep:
+    """What to do after a run, as the first screen says it."""
+
+    sentence: str
+    """What to do; it begins with `Nothing` if no setting needs to change."""
+    setting: str = ""
+    """What to type, and the present value."""
+    steps: tuple[str, ...] = ()
+    """What to do one after the other, where no setting alone does it."""
+    effect: str = ""
+    """What to expect, with its number, or why it cannot be said."""
+    why: str = ""
+    finding: str = ""
+    """Name of the card that has the same change; empty if none has."""
+    steps_in_all: int = 0
+    """Steps of the run that is asked for, if it is a longer one; 0 otherwise."""
+    is_longer: bool = False
+    """Whether a longer run is asked for because this one is too short to judge."""
 
 
-def longer_run(run: RunReading, advice: Diagnosis) -> Change | None:
+def next_step(run: RunReading, learning: Indicator, advice: Diagnosis) -> NextStep:
+    """One thing to do next: stop, train longer, make the most important change, or keep going."""
+    longer = longer_run(run, advice)
+    if longer is not None:
+        return longer
+    changes = [one for one in advice.findings if one.change is not None]
+    if is_solved(learning):
+        return _stop(learning, next((one for one in changes if one.change and one.change.knob == PROMPTS), None))
+    if not changes:
+        return _keep_going(run, learning, advice)
+    first, change = changes[0], changes[0].change
+    assert change is not None
+    is_optional = first.severity == "note" and learning.state == "good"
+    told = f"Nothing must change: it learns. Worth a try: {change.sentence}" if is_optional else change.sentence
+    return NextStep(
+        sentence=told,
+        setting=change.setting,
+        steps=change.steps,
+        effect=_sentence(change.effect),
+        why=first_sentence(first.sentence),
+        finding=first.name,
+    )
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}"
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence of a text; the card below has all of them.
+
+    Example:
+        >>> first_sentence("The norm was 0.5 at step 3. So it fell.")
+        'The norm was 0.5 at step 3.'
+    """
+    return re.split(r"(?<=[.!?])\s+(?=[A-Z“])", text, maxsplit=1)[0]
+
+
+def _stop(learning: Indicator, harder: RunFinding | None) -> NextStep:
+    """The end of a run whose task is nearly solved, and harder problems if there are some."""
+    last = next(value for value in reversed(learning.curve.mean) if not math.isnan(value))
+    told = "Nothing: stop here, the task is nearly solved."
+    quantity = learning.headline.rsplit(" ", 3)[0]
+    effect = f"More steps on this task can add at most {1 - last:.2f} to the {quantity} of {last:.2f}."
+    if harder is None or harder.change is None or harder.change.direction != HARDER:
+        return NextStep(sentence=told, effect=effect)
+    return NextStep(
+        sentence=f"{told} To learn more, take harder problems.",
+        setting=harder.change.setting,
+        steps=harder.change.steps,
+        effect=f"{effect} What harder problems give cannot be said: none was sampled.",
+        why=first_sentence(harder.sentence),
+    )
+
+
+def _keep_going(run: RunReading, learning: Indicator, advice: Diagnosis) -> NextStep:
+    """A run for which no rule asks for a change: whether to go on, and for how long."""
+    undecided = len(advice.undecided)
+    rules = undecided + len(advice.fine) + len(advice.findings)
+    why = f"No rule asks for a change; {undecided} of {rules} cannot decide, and say below what they need."
+    why = why if undecided else f"No rule of {rules} asks for a change."
+    if not run.steps:
+        return NextStep(sentence="Nothing yet: this run holds no step.")
+    if learning.state == "act":
+        told = "Stop, and read some rollouts: it gets worse, and no rule says why."
+        return NextStep(sentence=told, effect="It cannot be said: the cause is not known.", why=why)
+    planned, done = planned_steps(run.config), run.steps[-1]
+    if planned > done:
+        told = f"Nothing: let it go on to step {planned}, now {done}."
+        return NextStep(sentence=told, effect=_further_gain(learning, planned - done), why=why)
+    told = f"Nothing: keep going, {done} more steps."
+    setting = steps_setting(run, 2 * done)
+    return NextStep(
+        sentence=told, setting=setting, effect=_further_gain(learning, done), why=why, steps_in_all=2 * done
+    )
+
+
+def _further_gain(learning: Indicator, more: int) -> str:
+    """What more steps may add: as much for each step as over the second half of the run, at best."""
+    known = [pair for pair in zip(learning.curve.steps, learning.curve.mean, strict=True) if not math.isnan(pair[1])]
+    quantity = learning.headline.rsplit(" ", 3)[0]
+    if len(known) < 2 or learning.state == "unknown":
+        return "It cannot be said: there are too few steps for a trend."
+    if learning.state != "good":
+        return f"It cannot be said: the interval of the change of the {quantity} includes 0."
+    (end, last), (middle, before) = known[-1], known[max(0, (len(known) - 1) // 2)]
+    rise = (last - before) * more / (end - middle)
+    top = f" (and at most to {1:g})" if 0 <= last <= 1 and last + rise > 1 else ""
+    if rise <= 0:
+        return f"Little: the {quantity} did not rise over the second half of the run ({_arrow(before, last)})."
+    told = f"At best {_arrow(last, min(1.0, last + rise) if top else last + rise)} of the {quantity}{top}"
+    return f"{told}, if it rises as over the second half of the run ({_arrow(before, last)}); gains usually shrink."
+
+
+def longer_run(run: RunReading, advice: Diagnosis) -> NextStep | None:
     """That the run is too short to judge, and how long it should be; None if that is not so or something is worse."""
     wanted, sampled, greedy = steps_to_show(run), paired_gain(run.tests, SAMPLED_TEST), accuracy_gain(run)
     worse = any(one.severity == "critical" for one in advice.findings)
     if wanted is None or sampled is None or greedy is None or worse:
         return None
     problems = f"{greedy.problems:,} test problems" if greedy.problems else "the test problems"
-    steps, rise = run.steps[-1], sampled.change.value
-    told = f"Train longer: {steps} steps cannot tell. If greedy accuracy rises as fast as the sampled reward, by "
-    told += f"{rise:.3f} in {steps} steps, {problems} show it after about {wanted} steps "
-    told += f"({_arrow(greedy.before.value, greedy.before.value + rise * wanted / steps)})."
-    change = Change(knob="training steps", direction="up", sentence=told, effect="", value=wanted)
-    return replace(change, setting=typed_setting(change, run.config))
+    steps, rise, change = run.steps[-1], sampled.change.value, greedy.change
+    effect = f"Greedy accuracy {_arrow(greedy.before.value, greedy.before.value + rise * wanted / steps)}, if it rises "
+    effect += f"as fast as the sampled reward, by {rise:.3f} in {steps} steps; {problems} would show that. If it stays "
+    effect += "where it is, the run does not learn: then see the cards."
+    setting = steps_setting(run, wanted)
+    how = f"train again, for {wanted} steps" if setting.startswith("--") else f"keep going, to {wanted} steps in all"
+    return NextStep(
+        sentence=f"Nothing but the length: {how}. {steps} steps cannot tell.",
+        setting=setting,
+        effect=effect,
+        why=f"The change of the greedy accuracy so far, {change.value:.3f} [{change.low:.3f}, {change.high:.3f}], may "
+        f"be 0, and may be the {rise:.3f} of the sampled reward.",
+        steps_in_all=wanted,
+        is_longer=True,
+    )
+
+
+def steps_setting(run: RunReading, steps: int) -> str:
+    """What to type for a longer run: the command that continues it if it has a checkpoint, else the setting."""
+    constant = run.config.get("lr_schedule", "constant") == "constant"
+    if run.folder is not None and trainer_of(run.config) == OWN_TRAINER and constant and run.folder.checkpoints:
+        folder = shlex.quote(str(run.folder.folder))
+        return f"scoregram train --resume --out {folder} --steps {steps} (now {run.steps[-1]})"
+    change = Change(knob="training steps", direction="up", sentence="", effect="", value=steps)
+    return typed_setting(change, run.config)
+
+
+def whole_command(config: Mapping[str, Any], setting: str) -> str:
+    """The command of a run of `scoregram train` with one option changed; empty if the setting is no such option.
+
+    Options that have their defaults are left out. The new run gets a folder of its own.
+    """
+    name, _, value = setting.partition(" (now ")[0].partition(" ")
+    if trainer_of(config) != OWN_TRAINER or not name.startswith("--") or not value:
+        return ""
+    typed = ["scoregram train"]
+    for one in fields(TrainConfig):
+        option, stored = f"--{one.name.replace('_', '-')}", config.get(one.name, one.default)
+        stored = tuple(stored) if isinstance(stored, list) else stored
+        if option == name:
+            typed.append(f"{name} {value}")
+        elif one.name not in UNCHANGED and stored is not None and stored != one.default:
+            typed.append(_typed_option(option, stored))
+    return " ".join([*typed, "--out", shlex.quote(f"{config.get('out') or 'runs/train'}-next")])
+
+
+def _typed_option(option: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return option if value else f"--no-{option.removeprefix('--')}"
+    values = value if isinstance(value, tuple) else (value,)
+    return " ".join([option, *(shlex.quote(str(each)) for each in values)])
 
 
 def next_changes(cards: Iterable[RunFinding]) -> str:
@@ -228,16 +400,6 @@ def when_learnt(learning: Indicator) -> Iterator[str]:
     step = next(step for step, value in known if value >= first + MOST_OF_IT * (last - first))
     if step < end:
         yield f"{MOST_OF_IT:.0%} of the gain or more was there at step {step:g}."
-
-
-def trust_state(run: RunReading) -> str:
-    """`act` after a failed self-check, `watch` for anything else to keep in mind, `unknown` if nothing was measured."""
-    trust = run.trust
-    if trust.failed:
-        return "act"
-    if not trust.is_sound or trust.has_few_steps:
-        return "watch"
-    return "good" if trust.measured and trust.errors else "unknown"
 
 
 def step_range(steps: range) -> str:

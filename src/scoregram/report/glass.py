@@ -2,18 +2,23 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from scoregram.advice import trainer_of
 from scoregram.reading import GroupDetail, RunReading, StepDetail, detailed_steps, step_detail
-from scoregram.runs import RolloutRecord, Run
+from scoregram.runs import RolloutRecord, Rows, Run
 
 MOST_STEPS, MOST_GROUPS = 40, 8
 """Steps of a run, and groups of a step, that a page holds."""
 MOST_CHARACTERS, MOST_TOKENS = 2000, 600
 """Length from which the text of a prompt or rollout is cut, and its tokens are not coloured."""
+GRADED_OUTCOMES: Mapping[str, str] = MappingProxyType(
+    {"all right": "all rewards 1", "all wrong": "all rewards 0", "tied": "all rewards equal", "unjudged": "no reward"}
+)
+"""Outcome of a group → its name where rewards are graded: right and wrong have no meaning then."""
 SHOWN_CHARACTERS = 60
 """Characters of a prompt that name it in a list or a map."""
 
@@ -28,6 +33,8 @@ class Glass:
     """What was left out, in one or two sentences; empty if nothing was."""
     has_texts: bool = False
     """Whether the text of some rollout is stored."""
+    rows: Rows = "scores"
+    """What the cosines are between: scores, or gradients of a loss, which include their weights."""
 
 
 def run_glass(folder: Run, run: RunReading) -> Glass:
@@ -39,25 +46,33 @@ def run_glass(folder: Run, run: RunReading) -> Glass:
             by_step[group.record.step].append(group)
     names = token_names(run.config)
     details = [step_detail(folder, by_step[step], step, MOST_GROUPS) for step in steps]
-    plain = [step_json(detail, names, failed=detail.step in run.trust.failed) for detail in details]
+    words = GRADED_OUTCOMES if run.is_graded else {}
+    plain = [step_json(detail, names, failed=detail.step in run.trust.failed, words=words) for detail in details]
     has_texts = any(group.has_text for detail in details for group in detail.groups)
-    return Glass(plain, _note(run, details, has_texts), has_texts)
+    return Glass(plain, _note(run, details, has_texts), has_texts, run.rows)
 
 
-def step_json(detail: StepDetail, names: Sequence[str] | None = None, *, failed: bool = False) -> dict[str, Any]:
+def step_json(
+    detail: StepDetail,
+    names: Sequence[str] | None = None,
+    *,
+    failed: bool = False,
+    words: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """A step as JSON values; undefined numbers are None.
 
     Args:
         detail: The step.
         names: Text of every token of the vocabulary, if each stands for some characters of its own.
         failed: Whether the self-check of the step failed.
+        words: Outcome of a group → how the page calls it, where that is another word.
     """
     batch = detail.batch
     return {
         "step": detail.step,
         "failed": failed,
         "left_out": detail.left_out,
-        "groups": [_group_json(group, names) for group in detail.groups],
+        "groups": [_group_json(group, names, words or {}) for group in detail.groups],
         "batch": None
         if batch is None
         else {
@@ -91,12 +106,12 @@ def _note(run: RunReading, details: Sequence[StepDetail], has_texts: bool) -> st
     return " ".join(said)
 
 
-def _group_json(group: GroupDetail, names: Sequence[str] | None) -> dict[str, Any]:
+def _group_json(group: GroupDetail, names: Sequence[str] | None, words: Mapping[str, str]) -> dict[str, Any]:
     return {
         "id": group.prompt_id,
         "number": group.number,
         "prompt": None if group.prompt is None else cut_text(group.prompt),
-        "outcome": group.outcome,
+        "outcome": words.get(group.outcome, group.outcome),
         "rewards": rounded_numbers(group.rewards),
         "lengths": group.lengths,
         "advantages": rounded_numbers(group.advantages),

@@ -10,8 +10,8 @@ function save(name, text) {
 
 // Draws everything that the page holds; a page that is followed calls it again with new numbers.
 function drawPage(page) {
-  const maps = page.figures.filter(({ data }) => data.some(({ meta }) => meta === "diverging"));
-  for (const { data } of maps) data[0].colorscale = diverging(isDark);
+  const maps = page.figures.filter(({ data }) => data.some(({ meta }) => meta in SCALES));
+  for (const { data } of maps) data[0].colorscale = SCALES[data[0].meta](isDark);
   for (const { id, data, layout, config } of page.figures) Plotly.newPlot(id, data, layout, config);
   for (const button of document.querySelectorAll("button.csv")) {
     const figure = page.figures.find(({ id }) => id === button.dataset.plot);
@@ -19,7 +19,7 @@ function drawPage(page) {
   }
   // Paper is narrower than a screen, and two figures fit on a sheet.
   const resize = (size) => page.figures.forEach(({ id, layout }) => Plotly.relayout(id, size ?? { autosize: true, width: null, height: layout.height }));
-  const recolour = (dark) => maps.forEach(({ id }) => Plotly.restyle(id, { colorscale: [diverging(dark)] }));
+  const recolour = (dark) => maps.forEach(({ id, data }) => Plotly.restyle(id, { colorscale: [SCALES[data[0].meta](dark)] }));
   onbeforeprint = () => { resize({ width: 660, height: 310 }); recolour(false); };
   onafterprint = () => { resize(null); recolour(isDark); };
   if (page.glass) showGlass(page.glass);
@@ -31,6 +31,11 @@ const isDark = matchMedia("(prefers-color-scheme: dark)").matches;
 const diverging = (dark) => dark
   ? [[0, "#ff8a3d"], [0.5, "#1d2025"], [1, "#4aa8e0"]]
   : [[0, "#d55e00"], [0.5, "#ffffff"], [1, "#0072b2"]];
+// shares: 0 has the colour of the page, in both schemes
+const sequential = (dark) => dark
+  ? [[0, "#1d2025"], [0.5, "#2f7fb5"], [1, "#d6ecfb"]]
+  : [[0, "#f2f5f9"], [0.5, "#6aaed6"], [1, "#08306b"]];
+const SCALES = { diverging, sequential };
 
 function element(tag, className, text) {
   const made = document.createElement(tag);
@@ -136,6 +141,15 @@ function showLegend(kinds, kind, choose) {
 }
 let tokenKind = null; // the reader's choice, kept from group to group
 
+// Of what the shares of a group's rollouts are shares.
+function shareBasis({ shares, share_of }) {
+  if (!shares.some((share) => share !== null)) return "";
+  const total = shares.reduce((sum, share) => sum + (share ?? 0), 0);
+  return share_of === "step"
+    ? `Shares are of the update of the whole step; this group has ${percent(total)} of it, the other prompts have the rest.`
+    : "Shares are of the update of this group alone and add up to 100 %; those of the whole step need the Gram between its prompts, which is not stored.";
+}
+
 function showGroup(group) {
   const names = group.rewards.map((reward, i) => `${i + 1}: ${reward ?? "–"}`);
   const top = Math.max(...group.rewards.filter((reward) => reward !== null));
@@ -143,6 +157,7 @@ function showGroup(group) {
   byId("glass-gram").hidden = !group.cosines.length;
   if (group.cosines.length) drawMatrix("glass-gram", names, names.map((_, i) => i + 1), group.cosines, group.norms, "norm", right);
   byId("glass-prompt").textContent = group.prompt ?? group.id;
+  byId("glass-basis").textContent = shareBasis(group);
   const stored = group.rollouts.filter((rollout) => rollout);
   const kinds = Object.keys(TOKEN_KINDS).filter((name) => stored.some((rollout) => rollout[name] !== undefined));
   const showRollouts = (kind) => {
@@ -165,7 +180,7 @@ function showBatch(step) {
   const moved = prompts.map((_, i) => i).filter((i) => cosines[i][i] !== null); // prompts with an update
   const among = moved.map((i) => moved.map((j) => cosines[i][j]));
   const numbered = moved.map((i) => i + 1);
-  drawMatrix("glass-batch", moved.map((i) => promptName(i + 1, prompts[i])), numbered, among, moved.map((i) => shares[i]), "share", 0);
+  drawMatrix("glass-batch", moved.map((i) => promptName(i + 1, prompts[i])), numbered, among, moved.map((i) => shares[i]), "share of step", 0);
 }
 
 function showStep(step) {

@@ -106,7 +106,7 @@ def write_page(
     lead: str,
     sections: Sequence[Section],
     redo: str = "",
-    trust: Sequence[str] = (),
+    trust: Sequence[tuple[str, str]] = (),
     answers: Sequence[tuple[str, str]] = (),
 ) -> Path:
     """Write a page of sections atomically; the same arguments give the same bytes.
@@ -117,7 +117,8 @@ def write_page(
         lead: The main result in one sentence, plain text.
         sections: In order.
         redo: The command that makes the page again, for its footer.
-        trust: What a reader must know before using the numbers, a sentence each, shown below the lead.
+        trust: What a reader must know before using the numbers, shown below the lead: the word of each sentence (a key
+            of `STATE_WORDS`) and the sentence.
         answers: Questions of a reader and their answers, shown before the contents.
 
     Returns:
@@ -147,7 +148,7 @@ def page(
     lead: str,
     sections: Sequence[Section],
     redo: str = "",
-    trust: Sequence[str] = (),
+    trust: Sequence[tuple[str, str]] = (),
     answers: Sequence[tuple[str, str]] = (),
     broad: bool = False,
 ) -> str:

@@ -22,20 +22,20 @@ from scoregram.reading import (
     read_run,
 )
 from scoregram.report import step_figures
-from scoregram.report.figures import Drawing
+from scoregram.report.figures import Drawing, has_null_band
 from scoregram.report.first_screen import (
+    NextStep,
     agreed_tiles,
-    change_answer,
     is_solved,
     learning_answer,
-    longer_run,
-    more_measurements,
     next_changes,
+    next_step,
     ordered_cards,
     planned_steps,
     run_facts,
     step_range,
-    trust_state,
+    trust_lines,
+    whole_command,
     window_sentence,
 )
 from scoregram.report.glass import Glass, run_glass
@@ -60,10 +60,8 @@ class RunPage:
     """The first questions of a reader, and their answers."""
     window: str
     """Which steps the numbers of the first screen are means over."""
-    trust: tuple[str, ...]
-    """How far the numbers can be trusted, a sentence each."""
-    trust_state: str
-    """`good`, `watch`, `act` or `unknown`."""
+    trust: tuple[tuple[str, str], ...]
+    """How far the numbers can be trusted: the word of each sentence (`good`, `watch` or `act`) and the sentence."""
     tiles: tuple[Indicator, ...]
     cards: tuple[RunFinding, ...]
     """What to change, the most important first."""
@@ -75,10 +73,10 @@ class RunPage:
     """What needs no change, and what the numbers do not decide."""
     sections: tuple[Section, ...]
     glass: Glass
-    lead_finding: str = ""
-    """Name of the card whose change the answers state, so that it does not repeat it; empty if there is none."""
-    is_short: bool = False
-    """Whether the answers ask for a longer run before anything else."""
+    next_step: NextStep
+    """What to do next, what to type for it, what to expect and why; its sentence is among the answers."""
+    command: str = ""
+    """The whole command of the next step, if its setting is an option of `scoregram train`."""
     steps: int = 0
     """Steps trained or recorded."""
     planned_steps: int = 0
@@ -95,7 +93,7 @@ class RunPage:
     def _shown(self) -> dict[str, Any]:
         """Values of the template."""
         more = self.cards[self.shown_cards :]
-        title = "If a longer run does not learn either" if self.is_short else "What to change, and why"
+        title = "If a longer run does not learn either" if self.next_step.is_longer else "What to change, and why"
         title = "If you go on training" if is_solved(self.tiles[0]) else title
         summary = f"Then: {next_changes(more)}; and what the other rules say" if more else "What the other rules say"
         return {
@@ -105,7 +103,6 @@ class RunPage:
             "cards_title": title,
             "window": self.window,
             "trust": self.trust,
-            "trust_state": self.trust_state,
             "tiles": self.tiles,
             "cards": self.cards[: self.shown_cards],
             "more_cards": more,
@@ -115,9 +112,13 @@ class RunPage:
             "rest_summary": summary,
             "words": WORDS,
             "has_glass": bool(self.glass.steps),
+            "has_null_band": any(has_null_band(one) for section in self.sections for one in section.exhibits),
             "glass_note": self.glass.note,
             "has_texts": self.glass.has_texts,
-            "lead_finding": self.lead_finding,
+            "glass_rows": self.glass.rows,
+            "lead_finding": self.next_step.finding,
+            "next_step": self.next_step,
+            "command": self.command,
             "data": {"glass": self.glass.steps} if self.glass.steps else None,
         }
 
@@ -141,7 +142,7 @@ def write_report(
     page = run_page(open_run(root))
     path = root / REPORT if out is None else Path(out)
     if tell is not None:
-        tell("\n".join(page.trust))
+        tell("\n".join(sentence for _, sentence in page.trust))
     return write_document(path, page.html(redo=shlex.join(["scoregram", "report", str(root)])))
 
 
@@ -168,7 +169,7 @@ def run_page(folder: Run) -> RunPage:
     advice = advise_run(run)
     tiles = agreed_tiles(indicators(run), advice)
     cards, shown_cards = ordered_cards(advice.findings, is_solved(tiles[0]))
-    longer = longer_run(run, advice)
+    following = next_step(run, tiles[0], advice)
     missing = "\n".join(f"- {line}" for line in (*_missing(run), *run.notes))
     tables = tuple(table for table in (summary_table(run), gain_table(run.tests)) if table.rows)
     sections = [
@@ -181,11 +182,12 @@ def run_page(folder: Run) -> RunPage:
         facts=tuple(run_facts(run)),
         answers=(
             ("Does it learn?", learning_answer(run, tiles)),
-            ("What to change?", change_answer(tiles[0], advice, longer)),
+            ("What next?", following.sentence),
         ),
+        next_step=following,
+        command=whole_command(run.config, following.setting),
         window=window_sentence(run),
-        trust=(*run.trust.sentences(), *more_measurements(run, longer)),
-        trust_state=trust_state(run),
+        trust=trust_lines(run, following),
         tiles=tiles,
         cards=cards,
         shown_cards=shown_cards,
@@ -193,10 +195,6 @@ def run_page(folder: Run) -> RunPage:
         open_rules=advice.open_text(),
         sections=tuple(sections),
         glass=run_glass(folder, run),
-        lead_finding=""
-        if is_solved(tiles[0]) or longer
-        else next((one.name for one in cards if one.change is not None), ""),
-        is_short=bool(longer),
         steps=len(run.steps),
         planned_steps=planned_steps(run.config),
     )
@@ -295,8 +293,8 @@ def summary_table(run: RunReading) -> Table:
     """The numbers of the last third, each beside what to compare it with; unknown rows are left out."""
     summary, accuracy = run.summary, _accuracy(run)
     few = ", too few to conclude" if run.trust.has_few_steps else ""
-    groups, steps = f"{summary.groups} groups", f"{summary.noise_steps} steps{few}"
-    live = f"{summary.live} live groups" if run.rows == "scores" else f"{summary.live} groups"
+    groups, steps = f"{summary.groups} stored groups", f"{summary.noise_steps} steps{few}"
+    live = f"{summary.live} live ones of them" if run.rows == "scores" else f"{summary.live} stored groups"
     rewarded = groups if summary.groups else f"{len(run.last_values('reward'))} steps"
     null, mark = _null(run), run.trust.mark
     tested: tuple[Cell, str] = (None, "")

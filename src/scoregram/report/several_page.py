@@ -121,7 +121,9 @@ def several_page(runs: Mapping[str, RunReading], *, redo: str = "") -> str:
     steps = [step for run in runs.values() for step in run.steps]
     ends = (float(min(steps)), float(max(steps))) if steps else (0.0, 1.0)
     margin = max(1.0, (ends[1] - ends[0]) * 0.02)
-    doubts = [f"{name}: {sentence}" for name, run in runs.items() for sentence in run.trust.sentences()]
+    doubts = [
+        (state, f"{name}: {sentence}") for name, run in runs.items() for state, sentence in run.trust.judged_sentences()
+    ]
     sections = [
         Section("Differences", _unit_text(sets), (runs_table(runs, sets), difference_table(sets))),
         Section("Over steps", "", tuple(several_figures(sets)), x_range=(ends[0] - margin, ends[1] + margin)),

@@ -124,15 +124,18 @@ def prompts_figures(run: RunReading) -> Iterator[Figure]:
     live = live_curve(run)
     if right.steps == wrong.steps == live.steps and live:
         rest = [1 - sum(shares) for shares in zip(right.mean, wrong.mean, live.mean, strict=True)]
-        areas = [Series(name, one.steps, one.mean) for name, one in _outcomes(wrong, live, right)]
-        tied = [Series("tied or unjudged", live.steps, tuple(rest))] if max(rest) > 1e-9 else []
+        areas = [Series(name, one.steps, one.mean) for name, one in _outcomes(run, wrong, live, right)]
+        tied = "other equal rewards, or none" if run.is_graded else "tied or unjudged"
+        ties = [Series(tied, live.steps, tuple(rest))] if max(rest) > 1e-9 else []
         yield StackedFigure(
             "groups",
             "Which prompts teach? Outcomes of groups",
-            "Only live groups, whose rewards differ, change the policy." + _running(live),
+            "Only live groups, whose rewards differ, change the policy. "
+            + ("The others have equal rewards." if run.is_graded else "All right: every reward is 1; all wrong: 0.")
+            + _running(live),
             "step",
             "share of groups",
-            (*areas, *tied),
+            (*areas, *ties),
         )
     elif live:
         yield from _figure(
@@ -157,10 +160,11 @@ def _stored_steps(run: RunReading) -> str:
     return "at 1 step" if count == 1 else f"at {count} steps"
 
 
-def _outcomes(wrong: Curve, live: Curve, right: Curve) -> Iterator[tuple[str, Curve]]:
+def _outcomes(run: RunReading, wrong: Curve, live: Curve, right: Curve) -> Iterator[tuple[str, Curve]]:
+    """Names of outcomes and their shares; graded rewards are neither right nor wrong, so the names give the reward."""
     yield "live", live
-    yield "all wrong", wrong
-    yield "all right", right
+    yield "all rewards 0" if run.is_graded else "all wrong", wrong
+    yield "all rewards 1" if run.is_graded else "all right", right
 
 
 def noise_figures(run: RunReading) -> Iterator[Figure]:
@@ -243,8 +247,9 @@ def drivers_figures(run: RunReading) -> Iterator[Figure]:
     yield from _figure(
         "drivers",
         "Does one rollout drive the update?",
-        "Largest share of the update that one rollout accounts for. Some shares are negative, so one can exceed 1.",
-        "share",
+        "Largest share of the update of a step that one rollout accounts for. Some shares are negative, so one can "
+        "exceed 1.",
+        "share of the step's update",
         _scalar(run, "gram/largest_share", "largest share of a rollout", limits=(0.0, math.inf)),
     )
     yield from _figure(
@@ -261,7 +266,7 @@ def drivers_figures(run: RunReading) -> Iterator[Figure]:
     yield from _figure(
         "coherence",
         "How much of the gradient survives the sum?",
-        "Coherence of the update of N rollouts. Null: 1/N, that of orthogonal gradients of equal norm.",
+        "Coherence of the update of a step of N rollouts. Null: 1/N, that of orthogonal gradients of equal norm.",
         "coherence",
         (
             *_scalar(run, "gram/coherence", "coherence", limits=SHARE),
@@ -341,6 +346,7 @@ def geometry_figures(run: RunReading) -> Iterator[Drawing]:
             spectrum.steps,
             tuple(f"{place + 1}" for place in range(len(spectrum.shares))),
             spectrum.shares,
+            z_title="share of the group's energy",
         )
 
 
@@ -365,6 +371,7 @@ def update_figures(folder: Run) -> Iterator[Drawing]:
         tuple(map(float, shown.steps)),
         tuple(map(str, shown.steps)),
         tuple(map(tuple, apart)),
+        z_title="cosine",
         limit=min(1.0, max(largest, 4 * cosines.sketch_error)),
     )
     distances, band = tuple(float(round(d)) for d in decay.distance), tuple(2 * error for error in decay.null_error)
@@ -402,12 +409,14 @@ def layers_figures(folder: Run, run: RunReading) -> Iterator[HeatMap]:
         yield HeatMap(
             "layers",
             "Which layers does the gradient go to?",
-            f"Share of the squared norms of the {rows} in each layer; a layer that takes over may be about to explode.",
+            f"Share of the squared norms of the {rows} of a step in each layer; a layer that takes over may be about "
+            "to explode.",
             "step",
             "layer",
             found.steps,
             tuple(name.removeprefix("model.") for name in found.layers),
             found.shares,
+            z_title="share of the step",
         )
 
 
@@ -420,6 +429,7 @@ def what_if_table(run: RunReading) -> Iterator[Table]:
     rows = sorted(replayed.rows, key=lambda row: -row.snr.value if math.isfinite(row.snr.value) else math.inf)
     if not any(math.isfinite(row.snr.value) for row in rows):
         return
+    resolved = any(math.isfinite(row.efficiency.value) for row in rows)
     yield Table(
         "what-if",
         "Would another estimator see more signal?",
@@ -427,7 +437,8 @@ def what_if_table(run: RunReading) -> Iterator[Table]:
         "evenly spaced steps of the last third; "
         "95 % intervals over groups. Efficiency: signal to noise over that of rloo, 2 means half as many groups. "
         "Direction: cosine with the true gradient; its estimate, a ratio of noisy means, can exceed 1 and is then "
-        "shown as 1. Overlapping intervals decide nothing.",
+        "shown as 1. Overlapping intervals decide nothing."
+        + (" –: the signal of rloo is not resolved, so nothing can be divided by it." if not resolved else ""),
         ("estimator", "signal to noise", "efficiency", "direction"),
         tuple((row.estimator, row.snr, row.efficiency, _as_cosine(row.direction)) for row in rows),
     )

@@ -1,0 +1,242 @@
+"""`scoregram filter`: the training prompts of a run without those whose rollouts all had one reward.
+
+A run whose learning rate is 0 visits every prompt with the policy that it starts from; `visit_steps` says how to make
+one, and `filter_prompts` reads it. Any other run does too, for the prompts that it stored.
+"""
+
+import json
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from scoregram.advice.settings import OWN_TRAINER, TRL_TRAINER, draws_problems, trainer_of
+from scoregram.checks import fail
+from scoregram.runs import Run, disk_errors, open_run, write_atomically
+from scoregram.tasks import Problem, Task, load_task
+
+EqualRewards = Literal["equal", "all-wrong", "all-right"]
+"""Prompts to leave out: whose rewards are all equal, all 0, or all 1."""
+LEFT_OUT: Mapping[str, str] = MappingProxyType(
+    {"equal": "whose rewards are all equal", "all-wrong": "whose rewards are all 0", "all-right": "whose rewards are 1"}
+)
+TRAINING_KINDS = ("train", "loss")
+"""Kinds of groups and rollouts that belong to training."""
+GSM8K_PROBLEMS = 7473
+"""Training problems of GSM8K, where its files are not on this machine."""
+SAMPLING_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "dtype": "float32",
+        "prompt": "auto",
+        "attention": "sdpa",
+        "reward": None,
+        "max_new_tokens": 0,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+    }
+)
+"""Options of `scoregram train` that decide what is sampled, beside the model, the task and the sizes, with the values
+that need not be typed."""
+VISIT, LIVE, LEFT_OUT_FILE = "runs/visit", "data/live", "left_out.json"
+"""Names that the commands of a finding use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilteredPrompts:
+    """What a filter wrote."""
+
+    path: Path
+    """Folder with `train.jsonl` and `test.jsonl`, or a file with the names of the prompts that were left out."""
+    visited: int
+    """Prompts whose rewards are stored."""
+    left_out: tuple[str, ...]
+    """Names of the prompts that were left out, sorted."""
+    problems: int = 0
+    """Training problems of the task; 0 if the run's trainer keeps its prompts itself."""
+
+    def lines(self, which: str, config: Mapping[str, Any]) -> Iterator[str]:
+        """What was done, and what to type next."""
+        what = LEFT_OUT.get(which, "that were named")
+        yield f"{self.path}: left out {len(self.left_out):,} of {self.visited:,} visited prompts, those {what}."
+        if not self.problems:
+            yield f"Next: {_python_filter(self.path)}"
+            return
+        kept = self.problems - len(self.left_out)
+        unseen = self.problems - self.visited
+        yield f"Kept {kept:,} of {self.problems:,} training prompts" + (
+            f", {unseen:,} of which the run did not store. To visit all: {visit_command(config, self.problems)}"
+            if unseen > 0
+            else "."
+        )
+        yield f"Next: scoregram train --task {_task_name(config)}:{self.path}"
+
+
+def filter_prompts(
+    folder: Path | str, out: Path | str, *, which: EqualRewards = "equal", names: Sequence[str] = ()
+) -> FilteredPrompts:
+    """Write the training prompts of a run without some of them.
+
+    A prompt is left out if its rewards were all equal at every visit that the run stored, as a group or as rollouts.
+    Prompts that it did not store are kept: nothing is known of them. Test problems are kept as they are.
+
+    Args:
+        folder: Folder of the run.
+        out: For a run of `scoregram train`, the folder to write `train.jsonl` and `test.jsonl` to; else a JSON file for
+            the names of the prompts to leave out.
+        which: Leave out prompts whose rewards are all equal, all 0 or all 1.
+        names: Leave out these prompts, by name, and no others.
+
+    Raises:
+        ScoregramError: If the run stores no rewards, its task draws its problems, its task cannot be loaded, nothing
+            would be left to train on, or the files cannot be written.
+    """
+    run = open_run(Path(folder))
+    rewards = stored_rewards(run)
+    if not rewards:
+        fail("filter", "the run must store groups or rollouts", f"none in {folder}", "Train with --rollouts-every 1.")
+    if unknown := [name for name in names if name not in rewards]:
+        remedy = f"Names look like {next(iter(rewards))}."
+        fail("filter --names", "must be prompts that the run stored", ", ".join(unknown), remedy)
+    left_out = tuple(sorted(names or (name for name, seen in rewards.items() if has_equal_rewards(seen, which))))
+    if trainer_of(run.config) != OWN_TRAINER:
+        path = Path(out)
+        with disk_errors(path, caller="filter"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(left_out, indent=1).encode())
+        return FilteredPrompts(path=path, visited=len(rewards), left_out=left_out)
+    if draws_problems(run.config) or _task_name(run.config) == "python":
+        remedy = "Take another --task: there is no list of prompts to shorten."
+        fail("filter", "the task must read its problems from files", run.config.get("task"), remedy)
+    task = load_task(str(run.config["task"]), seed=int(run.config.get("seed") or 0))
+    kept = [problem for problem in task.train if problem.id not in set(left_out)]
+    if not kept:
+        fail("filter", "a prompt must be left to train on", f"{len(left_out)} left out", "Take easier problems.")
+    _write_task(Path(out), task, kept)
+    return FilteredPrompts(path=Path(out), visited=len(rewards), left_out=left_out, problems=len(task.train))
+
+
+def show_filter(folder: Path, out: Path, *, which: EqualRewards = "equal", names: Sequence[str] = ()) -> int:
+    """Write the prompts that are kept, and print what was left out and what to type next."""
+    made = filter_prompts(folder, out, which=which, names=names)
+    print(*made.lines("" if names else which, open_run(folder).config), sep="\n")
+    return 0
+
+
+def stored_rewards(run: Run) -> dict[str, list[list[float]]]:
+    """Prompt → the rewards of its group at every stored visit, from groups and, where a step has none, rollouts."""
+    found: dict[str, list[list[float]]] = {}
+    grouped: set[int] = set()
+    for group in run.groups(layers=False):
+        if group.kind in TRAINING_KINDS:
+            grouped.add(group.step)
+            found.setdefault(group.prompt_id, []).append(group.rewards.tolist())
+    visits: dict[tuple[int, str, int], list[float]] = {}
+    for one in run.rollouts(run.rollout_steps() - grouped):
+        if one.kind in TRAINING_KINDS:
+            visits.setdefault((one.step, one.prompt_id, one.group), []).append(float(one.reward))
+    for (_, name, _), rewards in visits.items():
+        found.setdefault(name, []).append(rewards)
+    return found
+
+
+def has_equal_rewards(visits: Sequence[Sequence[float]], which: EqualRewards = "equal") -> bool:
+    """Whether the rewards of every visit were all equal, and of the kind; missing rewards do not count.
+
+    Example:
+        >>> has_equal_rewards([[0.0, 0.0], [1.0, 1.0]]), has_equal_rewards([[0.0, 0.0], [0.0, 1.0]])
+        (True, False)
+        >>> has_equal_rewards([[0.0, 0.0]], "all-right"), has_equal_rewards([[math.nan, 1.0]], "all-right")
+        (False, True)
+    """
+    known = [[reward for reward in visit if not math.isnan(reward)] for visit in visits]
+    judged = [visit for visit in known if visit]
+    wanted = {"equal": None, "all-wrong": 0.0, "all-right": 1.0}[which]
+    return bool(judged) and all(
+        math.isclose(min(visit), max(visit), rel_tol=1e-6) and wanted in (None, visit[0]) for visit in judged
+    )
+
+
+def _write_task(folder: Path, task: Task, kept: Sequence[Problem]) -> None:
+    with disk_errors(folder, caller="filter"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for split, problems in (("train", kept), ("test", task.test)):
+            lines = [json.dumps(_row(problem, task.name), ensure_ascii=False) for problem in problems]
+            write_atomically(folder / f"{split}.jsonl", ("\n".join(lines) + "\n").encode())
+
+
+def _row(problem: Problem, task: str) -> dict[str, Any]:
+    """A problem as a line of its task's files."""
+    if task.startswith("gsm8k"):
+        return {"question": problem.prompt, "answer": problem.columns["solution"]}
+    return {"prompt": problem.prompt, "answer": problem.answer, **problem.columns}
+
+
+def _task_name(config: Mapping[str, Any]) -> str:
+    return str(config.get("task") or "").partition(":")[0]
+
+
+# What a finding tells its reader to type
+
+
+def visit_steps(which: EqualRewards, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """How to leave out such prompts, one command after the other, in the trainer that made the run."""
+    trainer, option = trainer_of(config), "" if which == "equal" else f" --which {which}"
+    if trainer == OWN_TRAINER and config.get("task"):
+        return (
+            f"Sample every prompt once, without learning: `{visit_command(config)}`",
+            f"Leave out the prompts {LEFT_OUT[which]}: `scoregram filter {VISIT}{option} --out {LIVE}`",
+            f"Train as before, on the others: `--task {_task_name(config)}:{LIVE}` (now {config['task']})",
+        )
+    if trainer == TRL_TRAINER:
+        named = 'train_dataset = train_dataset.add_column("prompt_id", [str(i) for i in range(len(train_dataset))])'
+        return (
+            f"Name the prompts: `{named}`",
+            "Sample every prompt once, without learning: `GRPOConfig(learning_rate=0.0, num_train_epochs=1, "
+            f'max_steps=-1, …)` and `attach(trainer, every=1, out="{VISIT}")`',
+            f"List the prompts {LEFT_OUT[which]}: `scoregram filter {VISIT}{option} --out {LEFT_OUT_FILE}`",
+            f"Train as before, on the others: `{_python_filter(LEFT_OUT_FILE)}`",
+        )
+    return ("Sample every prompt once with the policy that you start from.", "Train on those whose rewards differ.")
+
+
+def visit_command(config: Mapping[str, Any], problems: int | None = None) -> str:
+    """The command that samples every training problem of a run's task once, with a learning rate of 0.
+
+    The number of steps is that of `problems`; if not given, the shell counts the lines of the task's file.
+    """
+    size, batch = config.get("group_size"), config.get("batch_size")
+    size = size if isinstance(size, int) else 8
+    prompts = max(1, int(batch) // size) if batch else 8
+    known = {"model": config.get("model"), "task": config.get("task"), "batch_size": prompts * size, "group_size": size}
+    known |= {name: config.get(name, value) for name, value in SAMPLING_DEFAULTS.items()}
+    typed = [
+        f"--{name.replace('_', '-')} {shlex.quote(str(value))}"
+        for name, value in known.items()
+        if value is not None and value != SAMPLING_DEFAULTS.get(name)
+    ]
+    typed += ["--autocast"] * bool(config.get("autocast"))
+    return (
+        f"scoregram train {' '.join(typed)} --steps {_visit_count(config, prompts, problems)} --learning-rate 0 "
+        f"--measure-every 0 --rollouts-every 1 --eval-every 0 --no-final-checkpoint --out {VISIT}"
+    )
+
+
+def _visit_count(config: Mapping[str, Any], prompts: int, problems: int | None) -> str:
+    name, _, argument = str(config.get("task") or "").partition(":")
+    if problems is None and name == "gsm8k" and not argument:
+        problems = GSM8K_PROBLEMS
+    if problems is not None:
+        return str(math.ceil(problems / prompts))
+    file = argument if argument.endswith((".jsonl", ".json")) else f"{argument}/train.jsonl"
+    return f"$(( $(wc -l < {shlex.quote(file)}) / {prompts} + 1 ))"
+
+
+def _python_filter(path: Path | str) -> str:
+    return (
+        f'left_out = set(json.loads(Path("{path}").read_text())); '
+        'train_dataset = train_dataset.filter(lambda row: row["prompt_id"] not in left_out)'
+    )
