@@ -58,12 +58,13 @@ def test_a_solved_task_is_told_to_stop_and_what_more_could_be_gained():
     size, harder = a_finding("group size"), a_finding(PROMPTS, direction="harder", value=None)
     solved, learns = (learning((0.3, 0.9, last)) for last in (0.96, 0.94))
     found = next_step(run_of(), solved, diagnosis(size, harder))
-    assert found.sentence == "Nothing: stop here, the task is nearly solved. To learn more, take harder problems."
-    assert found.setting == "--task arithmetic:5 (now arithmetic:4)" and found.why == "It is 0.1."
-    assert found.effect.startswith("More steps on this task can add at most 0.04 to the test accuracy of 0.96.")
-    assert found.effect.endswith("What harder problems give cannot be said: none was sampled.")
+    assert found.sentence == "Stop here: the task is nearly solved. To go on learning, take harder problems."
+    assert found.label == "To go on"
+    assert found.setting == "--task arithmetic:5 (now arithmetic:4)"
+    assert found.why == "More steps on this task can add at most 0.04 to the test accuracy of 0.96. It is 0.1."
+    assert found.effect.startswith("It cannot be said: no harder problem was sampled.")
     alone = next_step(run_of(), solved, diagnosis(size))
-    assert alone.sentence == "Nothing: stop here, the task is nearly solved." and alone.setting == ""
+    assert alone.sentence == "Stop here: the task is nearly solved." and alone.setting == ""
     assert next_step(run_of(), learns, diagnosis(size, harder)).finding == "group size"
     # a training reward does not show that a task is solved
     reward = learning((0.3, 0.9, 0.96), quantity="training reward")
@@ -113,8 +114,10 @@ def test_a_run_too_short_to_judge_is_told_how_long_it_must_be(tmp_path):
     run = dataclasses.replace(evaluated_run(tmp_path / "run", (0.2, 0.22), (0.3, 0.3), 1000), config=OWN)
     found = next_step(run, learning((0.2, 0.22), state="watch"), diagnosis(a_finding("group size")))
     assert found.is_longer and found.steps_in_all == 2100 and found.setting == "--steps 2100 (now 60)"
-    assert found.sentence == "Nothing but the length: train again, for 2100 steps. 1000 steps cannot tell."
-    assert found.effect.startswith("Greedy accuracy 0.300 → 0.342, if")  # 0.02 in 1,000 steps, 2,100 steps
+    again = "start again, for 2100 steps (2.1 times this run)"
+    assert found.sentence == f"Only train longer: {again}. 1000 steps cannot tell."
+    assert found.effect.startswith("Greedy accuracy 0.300 → 0.342, if")
+    assert "by 0.020 in 1000 steps, so by 0.042 in 2100." in found.effect  # 0.02 in 1,000 steps, 2,100 steps
     critical = diagnosis(a_finding("group size", severity="critical"))
     assert next_step(run, learning((0.2, 0.22)), critical).finding == "group size"
 

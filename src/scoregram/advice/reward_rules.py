@@ -11,7 +11,15 @@ import numpy as np
 from scoregram.advice.difficulty import EASIER, HARDER, MEDIUM, DeadGroups, prompt_change
 from scoregram.advice.findings import Change, RuleVerdict, RunFinding, Undecided
 from scoregram.advice.logs import RunLog, ScalarSeries
-from scoregram.advice.settings import OWN_TRAINER, TRL_TRAINER, reward_steps, stored_setting, trainer_of
+from scoregram.advice.settings import (
+    OWN_TRAINER,
+    SETTINGS,
+    TRL_TRAINER,
+    assigned,
+    reward_steps,
+    stored_setting,
+    trainer_of,
+)
 from scoregram.advice.trends import LEAST_STEPS, change_over_thirds, mean_ends, slope_estimate, step_correlation
 from scoregram.bootstrap import mean_estimate
 from scoregram.exhibits import Estimate, cell_text
@@ -369,6 +377,24 @@ def _repaired_reward(log: RunLog) -> str:
     )
 
 
+def _groups_that_end(log: RunLog) -> str:
+    """How many groups hold a completion that ends by itself, if all are equally likely to; empty if not known."""
+    size, cut = stored_setting(log.config, "num_generations", "group_size"), log.series("truncated")
+    if not isinstance(size, int) or not len(cut):
+        return ""
+    share = 1 - float(cut.last.mean()) ** size
+    return (
+        f"By chance {share:.0%} of the groups of {size} hold a completion that is not cut off: only those can teach. "
+    )
+
+
+def _twice(log: RunLog) -> str:
+    """What to type for a limit twice as long; empty if the trainer or its limit is not known."""
+    limit = stored_setting(log.config, "max_new_tokens", "max_completion_length")
+    name = SETTINGS["completion length"].get(trainer_of(log.config), "")
+    return f": `{assigned(name, 2 * limit)}` (now {limit})" if name and limit else ""
+
+
 def _limit(log: RunLog) -> str:
     limit = stored_setting(log.config, "max_new_tokens", "max_completion_length")
     return f" of {limit} tokens" if limit else ""
@@ -399,7 +425,8 @@ def _truncation_change(log: RunLog, is_most: bool) -> Change:
             sentence="Repair the reward function, unless truncated rollouts hold right answers: their mean reward is "
             f"{reward}. Without a repair a longer limit will not help.",
             effect=f"{_repaired_reward(log)} How far it rises from there cannot be said: the reward so far was not of "
-            "answers. If most completions are still cut off then, allow longer ones.",
+            f"answers. {_groups_that_end(log)}If most completions are still cut off then, allow longer ones"
+            f"{_twice(log)}.",
             steps=(
                 "Read some truncated rollouts. If they hold right answers, nothing needs repair: see “otherwise”.",
                 *reward_steps(log.config, _no_reward_at_the_limit(log)),

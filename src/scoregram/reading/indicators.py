@@ -116,7 +116,11 @@ def learning_indicator(run: RunReading) -> Indicator:
 
 
 def accuracy_gain(run: RunReading) -> Gain | None:
-    """Greedy accuracy on test problems at the first and the last evaluation; None without two evaluations."""
+    """Greedy accuracy on test problems at the first and the last evaluation; None without two evaluations.
+
+    The change is paired by problem where the rewards of these evaluations are stored and each is 0 or 1. Otherwise it
+    is that of two independent accuracies, whose interval is wider.
+    """
     tested = [line for line in run.lines if not math.isnan(line.get("eval/accuracy", math.nan))]
     if len(tested) < 2:
         return None
@@ -124,7 +128,10 @@ def accuracy_gain(run: RunReading) -> Gain | None:
         Estimate(*(float(line.get(f"eval/accuracy{end}", math.nan)) for end in ("", "_low", "_high")))
         for line in (tested[0], tested[-1])
     )
-    return Gain(before, after, difference(after, before), int(tested[-1].get("eval/problems", 0)))
+    paired = paired_gain(run.tests, GREEDY_TEST)
+    is_binary = {reward for rewards in run.tests.get(GREEDY_TEST, {}).values() for reward in rewards.values()} <= {0, 1}
+    change = paired.change if paired is not None and is_binary else difference(after, before)
+    return Gain(before, after, change, int(tested[-1].get("eval/problems", 0)))
 
 
 def steps_to_show(run: RunReading) -> int | None:

@@ -466,7 +466,10 @@ def _mean_reward(run: RunReading) -> Estimate:
 
 def _last_tested(tests: EvaluationRewards) -> Estimate:
     by_step = tests.get(SAMPLED_TEST)
-    return mean_of_many(list(by_step[max(by_step)].values())) if by_step else UNKNOWN_ESTIMATE
+    if not by_step:
+        return UNKNOWN_ESTIMATE
+    last = by_step[max(by_step)]
+    return mean_of_many([last[name] for name in sorted(last)])  # in the order of `paired_gain`: the same resamples
 
 
 def _dead_share(run: RunReading) -> Estimate:

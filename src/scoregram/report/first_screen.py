@@ -138,7 +138,10 @@ def window_sentence(run: RunReading) -> str:
         return ""
     which = f"the last third, {step_range(steps)}" if len(run.steps) > 1 else f"the only step, {steps[0]}"
     told = f"Arrows: first → last evaluation or third of the steps. Other numbers are means over {which}."
-    return f"{told} Brackets: 95 % intervals. Grey dashed lines below, the null: what unrelated rollouts would give."
+    null = (
+        "In figures further down, a grey dashed line is the null: what unrelated rollouts, prompts or steps would give."
+    )
+    return f"{told} Brackets: 95 % intervals. {null}"
 
 
 def trust_lines(run: RunReading, following: "NextStep") -> tuple[tuple[str, str], ...]:
@@ -193,9 +196,11 @@ class NextStep:
     """What to do after a run, as the first screen says it."""
 
     sentence: str
-    """What to do; it begins with `Nothing` if no setting needs to change."""
+    """What to do; it says so first if nothing needs to change."""
     setting: str = ""
     """What to type, and the present value."""
+    label: str = "Type"
+    """What stands before the setting."""
     steps: tuple[str, ...] = ()
     """What to do one after the other, where no setting alone does it."""
     effect: str = ""
@@ -250,17 +255,19 @@ def first_sentence(text: str) -> str:
 def _stop(learning: Indicator, harder: RunFinding | None) -> NextStep:
     """The end of a run whose task is nearly solved, and harder problems if there are some."""
     last = next(value for value in reversed(learning.curve.mean) if not math.isnan(value))
-    told = "Nothing: stop here, the task is nearly solved."
+    told = "Stop here: the task is nearly solved."
     quantity = learning.headline.rsplit(" ", 3)[0]
-    effect = f"More steps on this task can add at most {1 - last:.2f} to the {quantity} of {last:.2f}."
+    why = f"More steps on this task can add at most {1 - last:.2f} to the {quantity} of {last:.2f}."
     if harder is None or harder.change is None or harder.change.direction != HARDER:
-        return NextStep(sentence=told, effect=effect)
+        return NextStep(sentence=told, why=why)
     return NextStep(
-        sentence=f"{told} To learn more, take harder problems.",
+        sentence=f"{told} To go on learning, take harder problems.",
         setting=harder.change.setting,
+        label="To go on",
         steps=harder.change.steps,
-        effect=f"{effect} What harder problems give cannot be said: none was sampled.",
-        why=first_sentence(harder.sentence),
+        effect="It cannot be said: no harder problem was sampled. Good problems are those of which about half of the "
+        "rollouts are right. If many more are, take harder ones again.",
+        why=f"{why} {first_sentence(harder.sentence)}",
     )
 
 
@@ -311,17 +318,22 @@ def longer_run(run: RunReading, advice: Diagnosis) -> NextStep | None:
         return None
     problems = f"{greedy.problems:,} test problems" if greedy.problems else "the test problems"
     steps, rise, change = run.steps[-1], sampled.change.value, greedy.change
-    effect = f"Greedy accuracy {_arrow(greedy.before.value, greedy.before.value + rise * wanted / steps)}, if it rises "
-    effect += f"as fast as the sampled reward, by {rise:.3f} in {steps} steps; {problems} would show that. If it stays "
-    effect += "where it is, the run does not learn: then see the cards."
+    gain = rise * wanted / steps
+    effect = f"Greedy accuracy {_arrow(greedy.before.value, greedy.before.value + gain)}, if it rises as fast as the "
+    effect += (
+        f"sampled reward: by {rise:.3f} in {steps} steps, so by {gain:.3f} in {wanted}. That would show: {problems} "
+    )
+    effect += f"leave ± {(change.high - change.low) / 2:.3f} open. If it stays where it is, the run does not learn."
     setting = steps_setting(run, wanted)
-    how = f"train again, for {wanted} steps" if setting.startswith("--") else f"keep going, to {wanted} steps in all"
+    again = f"start again, for {wanted} steps ({wanted / steps:.2g} times this run)"
+    how = again if setting.startswith("--") else f"keep going, to {wanted} steps in all"
     return NextStep(
-        sentence=f"Nothing but the length: {how}. {steps} steps cannot tell.",
+        sentence=f"Only train longer: {how}. {steps} steps cannot tell.",
         setting=setting,
         effect=effect,
-        why=f"The change of the greedy accuracy so far, {change.value:.3f} [{change.low:.3f}, {change.high:.3f}], may "
-        f"be 0, and may be the {rise:.3f} of the sampled reward.",
+        why=f"The greedy accuracy changed by {change.value:.3f} [{change.low:.3f}, {change.high:.3f}] so far. The "
+        f"interval includes 0, and the {rise:.3f} of the sampled reward. Length comes first because it changes nothing "
+        "else; the changes below are for a run that does not learn.",
         steps_in_all=wanted,
         is_longer=True,
     )

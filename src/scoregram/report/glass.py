@@ -96,7 +96,7 @@ def _note(run: RunReading, details: Sequence[StepDetail], has_texts: bool) -> st
     said = [f"Norms, cosines and shares here are in doubt{run.trust.mark}: {run.trust.doubt}"] if run.trust.mark else []
     recorded = len({group.record.step for group in run.groups})
     if recorded > len(details):
-        which = "evenly spaced" if len(details) == MOST_STEPS else "those whose rollouts are stored"
+        which = "evenly spaced" if len(details) == MOST_STEPS else "those whose texts are stored"
         said.append(f"This page holds {len(details)} of {recorded} recorded steps, {which}.")
     if any(detail.left_out for detail in details):
         said.append(f"Of a step the page holds the {MOST_GROUPS} groups with the largest updates.")
