@@ -41,6 +41,12 @@ class PolicyConfig:
     def __post_init__(self) -> None:
         if self.lora_rank < 0:
             fail("PolicyConfig", "lora_rank must be 0 or more", self.lora_rank, "0 trains every weight.")
+        if self.lora_rank and not 0 < self.lora_alpha < float("inf"):
+            remedy = "Adapters are scaled by lora_alpha / lora_rank; at 0 they would not train."
+            fail("PolicyConfig", "lora_alpha must be positive and finite", self.lora_alpha, remedy)
+        if self.autocast and self.dtype == "float16":
+            remedy = "Choose dtype float32 or bfloat16, or leave out autocast."
+            fail("PolicyConfig", "autocast computes in bfloat16, which does not mix with float16", self.dtype, remedy)
         if self.prompt not in {"auto", "plain", "chat"}:
             fail("PolicyConfig", "prompt must be auto, plain or chat", repr(self.prompt), "Check the spelling.")
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from inspect import signature
 from types import MappingProxyType
 
 from scoregram.checks import fail, lookup
@@ -19,6 +20,12 @@ def python_task(argument: str, seed: int) -> Task:
         ScoregramError: If the function cannot be imported or does not return a `Task`.
     """
     build = imported_function(argument, caller="task", what="a task's function", example="my_tasks:guess")
+    try:
+        signature(build).bind(seed)
+    except TypeError as error:
+        fail("task", f"{argument} must take one argument, the seed", error, "Define it as def name(seed).")
+    except ValueError:  # a function written in C may have no signature
+        pass
     task = build(seed)
     if not isinstance(task, Task):
         fail("task", f"{argument} must return a Task", type(task).__name__, "Return scoregram.tasks.Task(…).")

@@ -287,6 +287,8 @@ class TrainConfig:
         if self.baseline_decay >= 1:
             remedy = "0.9 averages over about ten steps."
             fail("train --baseline-decay", "must be below 1", self.baseline_decay, remedy)
+        if self.momentum >= 1:
+            fail("train --momentum", "must be below 1", self.momentum, "From 1 on the updates grow without limit.")
         if self.rollouts and self.lr_schedule != "constant":
             remedy = "Leave out --lr-schedule, or give --steps instead of --rollouts."
             fail("train --rollouts", "needs a constant learning rate", self.lr_schedule, remedy)
@@ -294,6 +296,7 @@ class TrainConfig:
             fail("train --method", f"must be one of {', '.join(METHODS)}", repr(self.method), "Check the spelling.")
         if self.resume and self.overwrite:
             fail("train", "--resume and --overwrite must not be given together", "both", "Leave one of them out.")
+        _ = self.policy  # checks its own settings
 
     def _require_control(self) -> None:
         """Raise if an option that decides from step to step lacks what it measures."""
@@ -375,7 +378,9 @@ class TrainConfig:
     def chosen(self) -> Method:
         """The method, with estimator and objective replaced where the config replaces them."""
         row = METHODS[self.method]
-        return replace(row, estimator=self.estimator or row.estimator, objective=self.objective or row.objective)
+        estimator = row.estimator if self.estimator is None else self.estimator
+        objective = row.objective if self.objective is None else self.objective
+        return replace(row, estimator=estimator, objective=objective)
 
     @property
     def reference_strength(self) -> float:
@@ -479,6 +484,7 @@ LEAST = {
     "lora_rank": 0,
     "beta": 0,
     "learning_rate": 0,
+    "momentum": 0,
     "warmup_steps": 0,
     "weight_decay": 0,
     "max_grad_norm": 0,

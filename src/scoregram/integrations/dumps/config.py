@@ -115,6 +115,7 @@ class MeasureConfig:
             fail("measure", "--reward-columns and --estimator dump exclude each other", got, remedy)
         if self.resume and self.overwrite:
             fail("measure", "--resume and --overwrite exclude each other", "both", "Omit one of them.")
+        _ = self.policy  # checks its own settings
 
     @property
     def policy(self) -> PolicyConfig:

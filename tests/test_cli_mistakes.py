@@ -1,0 +1,108 @@
+"""Mistakes on the command line: status 2 and one sentence, which says what was received and what to do."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from scoregram import cli
+from tests.training_cases import save_policy
+
+DUMP = '{"prompt": "1+2=", "completion": "3", "reward": 1.0}\n{"prompt": "1+2=", "completion": "4", "reward": 0.0}\n'
+TASKS = "def without_seed(): ...\ndef of_nothing(seed): ...\n"
+TRAIN = "train --out run --device cpu --model policy --task arithmetic:3 --prompt plain --steps 2"
+MEASURE = "measure --model policy --rollouts dump.jsonl --out measured"
+COMPARE = "compare --out compared --model policy --device cpu --jobs 1"
+BENCH = "bench gram --shape llama-tiny --rollouts 2 --tokens 4 --repeats 1 --ways gram"
+
+MISTAKES = {
+    f"{TRAIN} --lora-rank 2 --lora-alpha 0": "lora_alpha must be positive and finite, got 0.0",
+    f"{TRAIN} --lora-rank 2 --lora-alpha nan": "lora_alpha must be positive and finite, got nan",
+    f"{TRAIN} --autocast --dtype float16": "does not mix with float16, got float16. Choose dtype float32 or bfloat16",
+    f"{TRAIN} --optimizer sgd --momentum nan": "train --momentum: must be finite and at least 0, got nan",
+    f"{TRAIN} --optimizer sgd --momentum 1": "train --momentum: must be below 1, got 1.0",
+    f"{TRAIN} --threads 100000": "threads: must be at most 1024, got 100000",
+    f"{TRAIN} --estimator ''": "train --estimator: the name must be one of .*, got ''",
+    f"{TRAIN} --objective ''": "train --objective: the name must be one of .*, got ''",
+    f"{TRAIN} --device meta": "device must be auto, cpu, cuda or cuda:N, got 'meta'",
+    f"{TRAIN} --attention nope": "attention must be an implementation .*, got 'nope' .* Choose sdpa or eager.",
+    f"{TRAIN} --model ''": "load_policy: a model must be named, got ''. Pass a hub id",
+    f"{TRAIN} --model .": "the folder . must hold config.json, or adapter_config.json, got neither. Pass a hub id",
+    f"{TRAIN} --task python:own_tasks:without_seed": "must take one argument, the seed, got too many positional",
+    f"{TRAIN} --task python:own_tasks:of_nothing": "own_tasks:of_nothing must return a Task, got NoneType",
+    f"{TRAIN} --measure-every 5": "train --measure-every: acts only with at least that many steps, .* steps 2",
+    f"{TRAIN} --method ppo --critic-warmup 2": "acts only with a method with a critic, .* and more steps than that",
+    f"{TRAIN} --warmup-steps 9 --lr-schedule linear": "acts only with a warm-up that ends before the last step",
+    f"{TRAIN} --layers none --layer-detail kinds": "train --layer-detail: acts only with per-layer Grams",
+    f"{MEASURE} --estimator dump": "dump needs advantages in the dump, got none at .*dump.jsonl line 1. Leave it out",
+    f"{MEASURE} --reward-columns ''": "there must be a reward called '', got no reward functions",
+    f"{MEASURE} --prompt chat": "needs a tokenizer with a chat template, got none. Choose --prompt plain.",
+    f"{MEASURE} --dtype float16 --autocast": "does not mix with float16",
+    f"{COMPARE} --methods grpo:": "a colon must be followed by OPTION=VALUE, got 'grpo:'. Write grpo.",
+    f"{COMPARE} --methods grpo:beta=0.1,grpo:beta=0.10": "must name each method once, got grpo:beta=0.1,grpo:beta=0.10",
+    f"{COMPARE} --methods grpo:beta=0.1:beta=0.2": "an option of grpo must be given once, got beta twice",
+    f"{COMPARE} --methods grpo:beta=x": "grpo:beta must be a number, got 'x'",
+    f"{COMPARE} --methods grpo:push=yes": "grpo:push must be true or false, got 'yes'",
+    f"{COMPARE} --methods grpo,rloo --best-of 3": "--best-of: acts only with the method pass-at-k, got method grpo",
+    f"{COMPARE} --methods rloo,grpo:critic_updates=3": "grpo:critic_updates=3: --critic-updates: acts only with",
+    "compare --out policy": "compare --out: policy must be empty, got config.json, .* Choose a new or an empty folder.",
+    "replicate --out policy": "replicate --out: policy must be empty, got config.json, .* Choose a new",
+    "replicate --out dump.jsonl": "replicate --out: dump.jsonl must be writable, got Not a directory",
+    "verify . --remeasure -1": "verify --remeasure: must be at least 0, got -1",
+    "verify . --start policy": "verify --start: acts only with --remeasure, got remeasure 0. Leave it out.",
+    "verify . --device cuda": "verify --device: acts only with --remeasure, got remeasure 0. Leave it out.",
+    "demo ''": "demo: must be one of .*, got ''",
+    "advise LICENSE": "LICENSE must be a log .*, got a name without an ending. Convert it.",
+    f"{BENCH} --out .": "bench --out: must be a file to write, got the folder",
+    f"{BENCH} --plot .": "bench --plot: must be a file to write, got the folder",
+    f"{BENCH} --plot ratios": "bench gram --plot: must end in .svg, .png, .pdf, got ratios",
+    f"{BENCH} --out dump.jsonl/bench.json": "bench --out: dump.jsonl/bench.json must be writable, got File exists",
+    f"{BENCH} --threads 100000": "threads: must be at most 1024, got 100000",
+    "bench train --learning-rate nan": "bench train --learning-rate: must be finite and at least 0, got nan",
+    "bench train --max-new-tokens -1": "bench train --max-new-tokens: must be at least 0, got -1",
+    "bench preset --micro-batch-sizes -1": "train --micro-batch-size: must be finite and at least 0, got -1",
+    "bench trl --checkpointing": "bench trl --checkpointing: must be False, True or both, got nothing",
+}
+"""Command line → what it says."""
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory) -> Path:
+    """A folder with a policy, a dump without advantages, a file without an ending and functions that are no tasks."""
+    folder = tmp_path_factory.mktemp("here")
+    save_policy(folder / "policy")
+    (folder / "dump.jsonl").write_text(DUMP, encoding="utf-8")
+    (folder / "own_tasks.py").write_text(TASKS, encoding="utf-8")
+    (folder / "LICENSE").write_text("none", encoding="utf-8")
+    return folder
+
+
+def told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a refused command prints to stderr, without the frame that tyro draws."""
+    try:
+        status = cli.main(arguments)
+    except SystemExit as left:
+        status = left.code
+    assert status == 2
+    return " ".join(re.sub(r"[^\w\s!-~…]", " ", capsys.readouterr().err).split())
+
+
+def contents(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
+@pytest.mark.parametrize("line", MISTAKES, ids=str)
+def test_a_mistake_is_one_sentence_and_leaves_nothing_behind(line, here, monkeypatch, capsys):
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("COLUMNS", "1000")
+    before = contents(here)
+    assert re.search(MISTAKES[line], told([word.strip("'") for word in line.split()], capsys))
+    assert contents(here) == before
+
+
+@pytest.mark.parametrize("command", ["compare", "replicate"])
+def test_a_command_that_failed_before_its_first_run_does_not_bind_the_folder(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for wrong in (["--task", "arithmatic"], ["--task", "arithmetic:99"]):
+        said = told([command, "--out", "made", *wrong], capsys)
+        assert "must be one of" in said or "from 2 to 16" in said  # not that the folder has other settings
