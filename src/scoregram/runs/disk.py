@@ -148,6 +148,8 @@ def require_own_folder(folder: Path, marker: str, *, caller: str) -> None:
 
 def require_path(path: Path | str, *, caller: str) -> Path:
     """`path` as a Path; an error if no file can have that name, such as one of more than 255 bytes."""
+    if not isinstance(path, str | os.PathLike):
+        fail(caller, "a path must be a text or a Path", repr(path), "Pass the path of a file or folder.")
     try:
         os.lstat(path)
     except ValueError:  # a NUL byte, or a character that the file system cannot encode

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from scoregram.errors import fail
+from scoregram.errors import fail, require_field_types
 from scoregram.policy import PolicyConfig, SamplerName, SamplingConfig
 from scoregram.training.methods import METHODS, REFERENCE_STRENGTHS, Method
 
@@ -236,6 +236,8 @@ class TrainConfig:
     """CPU threads that torch uses during the run; 0 leaves the number as it is."""
 
     def __post_init__(self) -> None:
+        require_field_types(self, caller="train")
+        object.__setattr__(self, "out", Path(self.out))  # in Python, a text will do
         for name, least in LEAST.items():
             value = self.starting_group_size if name == "group_size" else getattr(self, name)
             if not least <= value < float("inf"):
