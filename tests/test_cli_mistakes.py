@@ -60,7 +60,7 @@ MISTAKES = {
     f"{BENCH} --threads 100000": "threads: must be at most 1024, got 100000",
     "bench train --learning-rate nan": "bench train --learning-rate: must be finite and at least 0, got nan",
     "bench train --max-new-tokens -1": "bench train --max-new-tokens: must be at least 0, got -1",
-    "bench preset --micro-batch-sizes -1": "train --micro-batch-size: must be finite and at least 0, got -1",
+    "bench preset --micro-batch-sizes -1": "bench preset --micro-batch-sizes: must be at least 0, got -1",
     "bench trl --checkpointing": "bench trl --checkpointing: must be False, True or both, got nothing",
 }
 """Command line → what it says."""
