@@ -34,6 +34,8 @@ MISTAKES = {
     f"{TRAIN} --method ppo --critic-warmup 2": "acts only with a method with a critic, .* and more steps than that",
     f"{TRAIN} --warmup-steps 9 --lr-schedule linear": "acts only with a warm-up that ends before the last step",
     f"{TRAIN} --layers none --layer-detail kinds": "train --layer-detail: acts only with per-layer Grams",
+    f"{TRAIN} --probe-every 1 --probe-temperatures 1 1.0": "must name each value once, got 1.0, 1.0",
+    f"{TRAIN} --report-to tensorboard tensorboard": "--report-to: must name each value once, got tensorboard, tensor",
     f"{MEASURE} --estimator dump": "dump needs advantages in the dump, got none at .*dump.jsonl line 1. Leave it out",
     f"{MEASURE} --reward-columns ''": "there must be a reward called '', got no reward functions",
     f"{MEASURE} --prompt chat": "needs a tokenizer with a chat template, got none. Choose --prompt plain.",

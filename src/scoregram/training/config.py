@@ -272,6 +272,11 @@ class TrainConfig:
             if not 0 < temperature < float("inf"):
                 remedy = "Leave it out to probe at the policy's temperature."
                 fail("train --probe-temperatures", "must be positive and finite", temperature, remedy)
+        for name in ("probe_temperatures", "report_to"):
+            values = getattr(self, name)
+            if len(set(values)) < len(values):
+                got = ", ".join(map(str, values))
+                fail(f"train --{dashed(name)}", "must name each value once", got, "Leave out the second mention.")
         if self.probe_trained and not (self.probe_every and self.between_prompts):
             got = f"probe_every {self.probe_every} and between_prompts {self.between_prompts}"
             fail("train --probe-trained", "needs probes and the Gram between prompts", got, "Add --probe-every 10.")
