@@ -198,8 +198,13 @@ def last_outcomes(run: RunReading) -> OutcomeCounts | None:
 
 def joined_outcomes(parts: Sequence[OutcomeCounts]) -> OutcomeCounts:
     """The outcomes of several sets of groups together, as one set."""
-    names = ("groups", "right", "all_wrong", "all_right")
-    return OutcomeCounts(size=parts[0].size, **{name: sum(getattr(part, name) for part in parts) for name in names})
+    return OutcomeCounts(
+        size=parts[0].size,
+        groups=sum(part.groups for part in parts),
+        right=sum(part.right for part in parts),
+        all_wrong=sum(part.all_wrong for part in parts),
+        all_right=sum(part.all_right for part in parts),
+    )
 
 
 def _stretches(steps: Sequence[OutcomeCounts]) -> list[list[OutcomeCounts]]:
