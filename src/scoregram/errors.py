@@ -15,6 +15,10 @@ class NotFiniteError(ScoregramError):
     """A number is NaN or infinite because a computation went wrong; a trainer may skip the step."""
 
 
+class SettingTypeError(ScoregramError, TypeError):
+    """A setting has a value of another type than its annotation."""
+
+
 def fail(caller: str, requirement: str, got: object, remedy: str) -> NoReturn:
     """Raise a `ScoregramError`: `<caller>: <requirement>, got <actual>. <What to do.>`"""
     raise ScoregramError(f"{caller}: {requirement}, got {got}. {remedy}")
@@ -29,7 +33,8 @@ def require_field_types(config: Any, *, caller: str) -> None:
     for name, hint in _annotations(type(config)).items():
         value = getattr(config, name)
         if not _is_allowed(value, hint):
-            fail(caller, f"{name} must be {' or '.join(_expected(hint))}", repr(value), "Check the value.")
+            expected = " or ".join(_expected(hint))
+            raise SettingTypeError(f"{caller}: {name} must be {expected}, got {value!r}. Check the value.")
 
 
 @cache

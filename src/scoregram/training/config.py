@@ -379,7 +379,8 @@ class TrainConfig:
         try:
             return cls(**plain | {"out": Path(out), "resume": True, "overwrite": False})
         except TypeError as error:
-            fail("train --resume", f"the settings in {out} must have the right types", error, "Restore config.yaml.")
+            got = str(error).removesuffix(" Check the value.").removesuffix(".")
+            fail("train --resume", f"the settings in {out} must have the right types", got, "Restore config.yaml.")
 
     @property
     def chosen(self) -> Method:
