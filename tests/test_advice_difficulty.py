@@ -22,13 +22,15 @@ from scoregram.advice.difficulty import (
     size_sentence,
 )
 from scoregram.advice.findings import Change, Undecided, contradictions, diagnosis_of
-from scoregram.advice.noise_rules import trained_estimator
+from scoregram.advice.noise_rules import METHOD_ESTIMATORS, trained_estimator
 from scoregram.advice.settings import COUNT_CHANGES, COUNT_LIMITS, trainer_of, typed_setting, with_setting
 from scoregram.checks import ScoregramError
 from scoregram.exhibits import Estimate
 from scoregram.reading.group import StoredGroup
+from scoregram.reading.replay import can_replay
 from scoregram.statistics import NoiseComponents
 from scoregram.tasks import load_task
+from scoregram.training import METHODS
 from tests.test_advice_gram import found, run_of, with_noise
 
 
@@ -292,6 +294,12 @@ def test_the_estimator_of_a_trl_run_is_known():
     assert named(scale_rewards="group") == named(scale_rewards=True) == "grpo-trl"
     assert named(scale_rewards="none") == named(scale_rewards=False) == "mean" and named("RLOOTrainer") == "rloo"
     assert named(scale_rewards="batch") == "" and trained_estimator({"method": "rloo"}) == "rloo"
+    rows = {name: row for name, row in METHODS.items() if row.estimator != name and can_replay(row.estimator)}
+    linear = {name for name, row in rows.items() if row.objective not in ("agro", "awr", "dpo")}
+    assert {name: rows[name].estimator for name in linear} == METHOD_ESTIMATORS
+    assert (
+        trained_estimator({"method": "tic"}) == "rloo" and trained_estimator({"method": "x", "estimator": "y"}) == "y"
+    )
     change = Change(knob="estimator", direction="rloo", sentence="", effect="", value="rloo")
     finding = RunFinding(name="estimator", severity="note", sentence="", evidence="", change=change)
     told = with_setting(finding, TRL).change
