@@ -8,8 +8,36 @@ import pytest
 from scoregram import cli
 from tests.training_cases import save_policy
 
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
+
 DUMP = '{"prompt": "1+2=", "completion": "3", "reward": 1.0}\n{"prompt": "1+2=", "completion": "4", "reward": 0.0}\n'
-TASKS = "def without_seed(): ...\ndef of_nothing(seed): ...\n"
+TASKS = """
+from scoregram.tasks import Problem, Reply, Task, rewarded_by_environment
+
+
+class Environment:
+    def reset(self, problem, seed):
+        return None
+
+
+def without_seed(): ...
+def of_nothing(seed): ...
+def changed(seed, **changes):
+    problems = [Problem(str(number), "1+2=", "3") for number in range(4)]
+    settings = {"name": "own", "train": problems[:3], "test": problems[3:], "reward": rewarded_by_environment}
+    settings |= {"max_new_tokens": 3, "max_turns": 2, "environment": Environment}
+    return Task(**settings | changes)
+
+
+def no_text(seed): return changed(seed)
+def no_problem(seed): return changed(seed, train=[])
+def no_test(seed): return changed(seed, test=[])
+def no_turn(seed): return changed(seed, max_turns=0)
+def no_token(seed): return changed(seed, max_new_tokens=0)
+def no_reward(seed): return changed(seed, reward=None)
+def no_environment(seed): return changed(seed, environment=3)
+def one_id(seed): return changed(seed, train=[Problem("same", "1+2=", "3"), Problem("same", "1+3=", "4")])
+"""
 TRAIN = "train --out run --device cpu --model policy --task arithmetic:3 --prompt plain --steps 2"
 MEASURE = "measure --model policy --rollouts dump.jsonl --out measured"
 COMPARE = "compare --out compared --model policy --device cpu --jobs 1"
@@ -30,6 +58,13 @@ MISTAKES = {
     f"{TRAIN} --model .": "the folder . must hold config.json, or adapter_config.json, got neither. Pass a hub id",
     f"{TRAIN} --task python:own_tasks:without_seed": "must take one argument, the seed, got too many positional",
     f"{TRAIN} --task python:own_tasks:of_nothing": "own_tasks:of_nothing must return a Task, got NoneType",
+    f"{TRAIN} --task python:own_tasks:no_problem": "train of the task must hold problems, got none",
+    f"{TRAIN} --task python:own_tasks:no_test": "train --eval-every: own must have test problems, got none",
+    f"{TRAIN} --task python:own_tasks:no_turn": "max_turns of the task must be at least 1, got 0",
+    f"{TRAIN} --task python:own_tasks:no_token": "max_new_tokens of the task must be at least 1, got 0",
+    f"{TRAIN} --task python:own_tasks:no_reward": "reward of the task must be a function, got None",
+    f"{TRAIN} --task python:own_tasks:no_environment": "environment of the task must be callable, got 3",
+    f"{TRAIN} --task python:own_tasks:one_id": "the ids in train of the task must differ, got 'same' more than once",
     f"{TRAIN} --measure-every 5": "train --measure-every: acts only with at least that many steps, .* steps 2",
     f"{TRAIN} --method ppo --critic-warmup 2": "acts only with a method with a critic, .* and more steps than that",
     f"{TRAIN} --warmup-steps 9 --lr-schedule linear": "acts only with a warm-up that ends before the last step",
@@ -100,6 +135,12 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing_behind(line, here, monkeyp
     before = contents(here)
     assert re.search(MISTAKES[line], told([word.strip("'") for word in line.split()], capsys))
     assert contents(here) == before
+
+
+def test_an_environment_that_starts_without_a_text_is_named(here, monkeypatch, capsys):
+    monkeypatch.chdir(here)
+    line = f"{TRAIN} --task python:own_tasks:no_text".replace("--out run", "--out started")
+    assert "environment: Environment.reset must return a text, got NoneType" in told(line.split(), capsys)
 
 
 @pytest.mark.parametrize("command", ["compare", "replicate"])

@@ -13,6 +13,8 @@ from scoregram.integrations import MeasureConfig
 from scoregram.machine import threads
 from scoregram.policy import PolicyConfig, SamplingConfig
 from scoregram.policy.tiny import untrained
+from scoregram.policy.transcripts import checked_reply
+from scoregram.tasks import Reply
 from tests.training_cases import SMALL
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
@@ -62,6 +64,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "sampler": (lambda: SamplingConfig(3, sampler=cast("Any", "x")), "sampler must be one of auto, .*, got 'x'"),
     "prompt": (lambda: PolicyConfig(prompt=cast("Any", "x")), "prompt must be one of auto, plain, chat, got 'x'"),
+    "reward": (
+        lambda: checked_reply(Reply(reward=cast("Any", "a")), "E"),
+        "must be finite, got reward 'a' and outcome",
+    ),
+    "observation": (lambda: checked_reply(Reply(cast("Any", 3)), "E"), "observation of E.step must be a text, got int"),
     "text prompts": (
         lambda: scoregram.sample(
             MODEL, cast("Any", ["1+2="]), rollouts_per_prompt=2, sampling=SamplingConfig(3), stop_ids=[1], pad_id=0
