@@ -57,6 +57,16 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "run": (lambda: scoregram.open_run(NONE), "a path must be a text or a Path, got None"),
     "advise": (lambda: scoregram.advise(cast("Any", 3)), "a path must be a text or a Path, got 3"),
     "what if": (lambda: scoregram.what_if(cast("Any", "runs/x")), r"got str. Pass read_run\(folder\)"),
+    "weights list": (
+        lambda: scoregram.rollout_shares(torch.eye(4), cast("Any", [1.0])),
+        "weights must be a tensor, got",
+    ),
+    "gram list": (
+        lambda: scoregram.update_norm(cast("Any", [[1.0]]), torch.ones(1)),
+        "a Gram must be a tensor, got list",
+    ),
+    "task": (lambda: scoregram.load_task(cast("Any", 3)), "task: must be named by a text, got 3"),
+    "train": (lambda: scoregram.train(cast("Any", {"steps": 1})), "config must be a TrainConfig, got dict"),
     "threads": (lambda: threads(5000).__enter__(), "threads: must be at most 1024, got 5000"),
     "tokens": (
         lambda: SamplingConfig(max_new_tokens=cast("Any", "3")),

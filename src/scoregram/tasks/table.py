@@ -145,6 +145,8 @@ def load_task(spec: str, *, seed: int = 0, reward: str | None = None) -> Task:
         >>> load_task("arithmetic:3").test[0].id
         'arithmetic:3/test/0'
     """
+    if not isinstance(spec, str):
+        fail("task", "must be named by a text", repr(spec), "Write for example arithmetic:4.")
     name, _, argument = spec.partition(":")
     row = lookup(TASKS, name, kind="task")
     if row.needs_argument and not argument:

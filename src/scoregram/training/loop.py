@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from scoregram.checks import NotFiniteError
+from scoregram.checks import NotFiniteError, fail
 from scoregram.gram import update_sketch
 from scoregram.machine import threads
 from scoregram.objectives import kl_penalty
@@ -79,6 +79,8 @@ def train(
         ScoregramError: If a setting is invalid, which is checked before the first step, or a prompt is too long.
         NotFiniteError: If an advantage or a gradient is not finite and `on_not_finite` is `stop`.
     """
+    if not isinstance(config, TrainConfig):
+        fail("train", "config must be a TrainConfig", type(config).__name__, "Pass TrainConfig(…).")
     require_runnable(config)
     if config.sampler == "vllm":
         installed_vllm()  # raises before the policy is loaded if vllm is not installed
