@@ -1,6 +1,7 @@
 """Mistakes on the command line: status 2 and one sentence, which says what was received and what to do."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -114,10 +115,10 @@ def here(tmp_path_factory) -> Path:
     return folder
 
 
-def told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def told(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
     """What a refused command prints to stderr, without the frame that tyro draws."""
     try:
-        status = cli.main(arguments)
+        status = cli.main(list(arguments))
     except SystemExit as left:
         status = left.code
     assert status == 2
