@@ -73,4 +73,8 @@ def main(folder: Path, seeds: int) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(
+            "calibration.py: needs a folder to write, got none. Type python examples/calibration.py FOLDER [SEEDS]"
+        )
     main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 3)

@@ -16,15 +16,21 @@ from scoregram.advice.difficulty import (
     OutcomeCounts,
     SuccessLaw,
     chance_sentence,
+    joined_outcomes,
     last_outcomes,
     prompt_change,
     size_sentence,
 )
 from scoregram.advice.findings import Change, Undecided, contradictions, diagnosis_of
-from scoregram.advice.noise_rules import trained_estimator
-from scoregram.advice.settings import trainer_of, typed_setting, with_setting
+from scoregram.advice.noise_rules import METHOD_ESTIMATORS, trained_estimator
+from scoregram.advice.settings import COUNT_CHANGES, COUNT_LIMITS, trainer_of, typed_setting, with_setting
+from scoregram.checks import ScoregramError
 from scoregram.exhibits import Estimate
+from scoregram.reading.group import StoredGroup
+from scoregram.reading.replay import can_replay
 from scoregram.statistics import NoiseComponents
+from scoregram.tasks import load_task
+from scoregram.training import METHODS
 from tests.test_advice_gram import found, run_of, with_noise
 
 
@@ -73,20 +79,54 @@ def test_equally_hard_prompts_rarely_exceed_chance_and_different_ones_do():
 
 
 @pytest.mark.parametrize(("a", "b", "size"), [(0.5, 3.0, 4), (2.0, 2.0, 8), (1.0, 9.0, 8), (6.0, 1.0, 3)])
-def test_a_second_visit_by_integration(a, b, size):
+@pytest.mark.parametrize("direction", KINDS)
+def test_a_second_visit_of_kept_prompts_by_integration(a, b, size, direction):
     points = (np.arange(400_000) + 0.5) / 400_000
     density = points ** (a - 1) * (1 - points) ** (b - 1)
-    live = 1 - points**size - (1 - points) ** size
-    again = float((density * live * live).sum() / (density * live).sum())
-    left_out = float((density * live * (1 - live)).sum() / (density * (1 - live)).sum())
-    assert SuccessLaw(a / (a + b), a + b).live_again(size) == pytest.approx((again, left_out), abs=2e-3)
+    right, wrong = points**size, (1 - points) ** size
+    kept = 1 - right * (direction != "easier") - wrong * (direction != "harder")
+    again = float((density * kept * (1 - right - wrong)).sum() / (density * kept).sum())
+    law = SuccessLaw(a / (a + b), a + b)
+    assert law.live_if_kept(size, KINDS[direction]) == pytest.approx(again, abs=2e-3)
 
 
 def test_a_second_visit_at_the_edges():
-    alike = SuccessLaw(0.5, math.inf)
-    assert alike.live_again(4) == pytest.approx((7 / 8, 7 / 8))  # an earlier visit says nothing
-    again, left_out = SuccessLaw(0.5, 0.0).live_again(4)  # each prompt always or never solved
-    assert math.isnan(again) and left_out == 0
+    assert SuccessLaw(0.5, math.inf).live_if_kept(4, "all wrong") == 7 / 8  # an earlier visit says nothing
+    always_or_never = SuccessLaw(0.5, 0.0)
+    assert always_or_never.live_if_kept(4, "all wrong") == 0  # those that are always solved are kept
+    assert math.isnan(always_or_never.live_if_kept(4, KINDS["medium"]))  # none is kept
+
+
+def test_a_success_rate_that_rises_does_not_look_like_prompts_that_differ():
+    """All prompts of a step are equally hard, while the rate goes from 10 to 30 %: the test errs in 5 % at most."""
+    rng, runs, exceeding, pooled = np.random.default_rng(1), 200, 0, 0
+    stored = run_of("11110000")
+    stored = replace(stored, groups=[StoredGroup(replace(group.record, step=90)) for group in stored.groups])
+    for _ in range(runs):
+        right = rng.binomial(8, np.broadcast_to(np.linspace(0.1, 0.3, 30)[:, None], (30, 4)))
+        lines = [
+            {"step": step, "groups": 4, "reward": row.mean() / 8}
+            | {"groups/all_wrong": (row == 0).mean(), "groups/all_right": (row == 8).mean()}
+            for step, row in enumerate(np.concatenate([right] * 3), start=1)
+        ]
+        found = last_outcomes(replace(stored, lines=lines))
+        assert found is not None and found.groups == 120 and found.right == right.sum()
+        assert [part.groups for part in found.stretches] == [8] * 15
+        exceeding += found.exceeds_chance("all wrong")
+        pooled += replace(found, stretches=()).exceeds_chance("all wrong")
+    assert exceeding / runs < 0.05 + 3 * math.sqrt(0.05 * 0.95 / runs) < pooled / runs
+
+
+def test_different_prompts_are_found_within_stretches():
+    rng = np.random.default_rng(0)
+    parts = []
+    for _ in range(15):
+        right = rng.binomial(8, rng.permutation(np.repeat([0.0, 0.2], 4)))
+        parts.append(counts(8, 8, int(right.sum()), wrong=int((right == 0).sum())))
+    whole = replace(joined_outcomes(parts), stretches=tuple(parts))
+    assert whole.exceeds_chance("all wrong")
+    mean = sum(part.groups * part.chance_share("all wrong") for part in parts) / whole.groups
+    assert whole.chance_share("all wrong") == pytest.approx(mean)
 
 
 OWN: dict[str, Any] = {"method": "grpo", "dynamic_rounds": 4, "group_size": 8}
@@ -104,7 +144,7 @@ def test_one_change_comes_first_and_the_others_have_a_price():
     assert change.sentence == "Leave out prompts whose 8 rollouts were all wrong."
     graded = prompt_change(replace(known, is_graded=True))
     assert graded.sentence == "Leave out prompts whose 8 rollouts all have the reward 0."
-    again, _ = law.live_again(8)
+    again = law.live_if_kept(8, "all wrong")
     assert f"about {again:.0%} of the remaining groups would then be live, now 20%." in change.effect
     assert "Price: 8 rollouts for each prompt once; 1,000 prompts cost as much as 125 steps." in change.effect
     easier, dynamic = change.others
@@ -122,6 +162,17 @@ def test_problems_that_are_drawn_are_not_filtered(outcomes):
     assert change.sentence.startswith("Take easier problems") and not change.not_advised
     assert not any("eave out" in one for one in change.others)
     assert typed_setting(change, drawn) == "--task arithmetic:2 (now arithmetic:3)"
+
+
+@pytest.mark.parametrize("task", COUNT_LIMITS)
+def test_no_number_of_terms_or_turns_is_advised_that_the_task_refuses(task):
+    for count, direction in zip(COUNT_LIMITS[task], ("easier", "harder"), strict=True):
+        config = OWN | {"task": f"{task}:{count}"}
+        change = prompt_change(DeadGroups(live=0.2, direction=direction, config=config))
+        assert typed_setting(change, config) == "" and f"the task {task} has no {direction} problems" in change.steps[0]
+        assert load_task(f"{task}:{count}").name == f"{task}:{count}"
+        with pytest.raises(ScoregramError, match=f"whole number from .*, got '{count + COUNT_CHANGES[direction]}'"):
+            load_task(f"{task}:{count + COUNT_CHANGES[direction]}")
 
 
 @pytest.mark.parametrize("config", [OWN, TRL, {}])
@@ -213,8 +264,8 @@ def test_larger_groups_are_live_more_often_but_fewer_in_a_step():
 def test_the_recorded_run_is_told_chance_and_one_setting():
     diagnosis = advise("results/smollm2-gsm8k/runs/R8-seed0")
     (one,) = [finding for finding in diagnosis.findings if finding.name == "dead groups"]
-    # 320 groups of 8 in the last third, 239 right rollouts: (1 - 239/2560)^8 = 0.456
-    assert "69% all wrong (every reward is 0). Chance would make 46% all wrong" in one.sentence
+    # 320 groups of 8 in the last third, 239 right rollouts, (1 - 239/2560)^8 = 0.456; by step it is 0.470
+    assert "69% all wrong (every reward is 0). Chance would make 47% all wrong" in one.sentence
     assert one.change is not None and one.change.setting == "" and len(one.change.steps) == 3
     assert [line.split(":")[0] for line in one.lines()[3:]] == [
         *("Step 1", "Step 2", "Step 3"),
@@ -243,6 +294,12 @@ def test_the_estimator_of_a_trl_run_is_known():
     assert named(scale_rewards="group") == named(scale_rewards=True) == "grpo-trl"
     assert named(scale_rewards="none") == named(scale_rewards=False) == "mean" and named("RLOOTrainer") == "rloo"
     assert named(scale_rewards="batch") == "" and trained_estimator({"method": "rloo"}) == "rloo"
+    rows = {name: row for name, row in METHODS.items() if row.estimator != name and can_replay(row.estimator)}
+    linear = {name for name, row in rows.items() if row.objective not in ("agro", "awr", "dpo")}
+    assert {name: rows[name].estimator for name in linear} == METHOD_ESTIMATORS
+    assert (
+        trained_estimator({"method": "tic"}) == "rloo" and trained_estimator({"method": "x", "estimator": "y"}) == "y"
+    )
     change = Change(knob="estimator", direction="rloo", sentence="", effect="", value="rloo")
     finding = RunFinding(name="estimator", severity="note", sentence="", evidence="", change=change)
     told = with_setting(finding, TRL).change

@@ -297,7 +297,7 @@ def test_some_reward_functions_alone(model, tmp_path):
     assert [group.advantages.tolist() for group in run.groups()] == [[0.0, 0.0], [0.0, 0.0]]
     with pytest.raises(ScoregramError, match="--reward-columns and --estimator dump exclude each other, got both"):
         measured(model, dump, tmp_path / "again", reward_columns=("accuracy_reward",), estimator="dump")
-    with pytest.raises(ScoregramError, match="a reward called style, got accuracy_reward, format_reward"):
+    with pytest.raises(ScoregramError, match="a reward called 'style', got accuracy_reward, format_reward"):
         measured(model, dump, tmp_path / "again", reward_columns=("style",))
 
 

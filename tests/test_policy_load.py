@@ -194,10 +194,15 @@ def test_what_is_not_there_is_named_before_anything_is_loaded(settings, match):
 
 def test_what_cannot_be_read_is_named_in_one_sentence(folder, tmp_path_factory, monkeypatch):
     empty = tmp_path_factory.mktemp("empty")
+    with pytest.raises(
+        ScoregramError, match=r"the folder .* must hold config.json, or adapter_config.json, got neither"
+    ):
+        load_policy(PolicyConfig(str(empty), device="cpu"))
+    (empty / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ScoregramError, match="must be a causal language model that can be loaded") as caught:
         load_policy(PolicyConfig(str(empty), device="cpu"))
     assert "\n" not in str(caught.value)
-    with pytest.raises(ScoregramError, match="must be a causal language model that can be loaded"):
+    with pytest.raises(ScoregramError, match=r"attention must be an implementation .*, got 'no such kernel' .*sdpa or"):
         load_policy(PolicyConfig(str(folder), attention="no such kernel", device="cpu"))
     with pytest.raises(ScoregramError, match="lora_targets must name modules"):
         load_policy(PolicyConfig(str(folder), lora_rank=2, lora_targets=("nope",), device="cpu"))

@@ -138,13 +138,25 @@ def test_errors_say_what_to_do(tmp_path):
     empty = visited(tmp_path / "empty", {"method": "grpo", "task": "arithmetic"}, {})
     with pytest.raises(ScoregramError, match="must store groups or rollouts"):
         filter_prompts(empty, tmp_path / "x")
-    with pytest.raises(ScoregramError, match=r"must be prompts that the run stored, got zz\. Names look like a"):
+    with pytest.raises(ScoregramError, match=r"must be prompts that the run stored, got 'zz'\. Names look like a"):
         filter_prompts(drawn, tmp_path / "x", names=["zz"])
     data = write_problems(tmp_path / "data", 1)
     config = {"method": "grpo", "task": f"jsonl:{data}"}
     with pytest.raises(ScoregramError, match="a prompt must be left"):
         filter_prompts(visited(tmp_path / "run", config, {"data/train/1": [0.0, 0.0]}), tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+def test_no_file_of_the_user_is_replaced(tmp_path):
+    """Least of all the prompts themselves, if the filter is told to write where they are."""
+    data = write_problems(tmp_path / "data")
+    run = visited(tmp_path / "run", {"method": "grpo", "task": f"jsonl:{data}"}, {"data/train/1": [0.0, 0.0]})
+    other = visited(tmp_path / "trl", {"integration": {"name": "trl"}}, {"a": [0.0, 0.0]})
+    before = {path: path.read_bytes() for path in data.iterdir()}
+    for folder, out in ((run, data), (other, data / "train.jsonl")):
+        with pytest.raises(ScoregramError, match=r"filter --out: .*train.jsonl must not exist yet, got a file"):
+            filter_prompts(folder, out)
+    assert {path: path.read_bytes() for path in data.iterdir()} == before
 
 
 def test_options_that_are_not_typed_have_their_defaults():

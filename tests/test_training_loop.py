@@ -284,7 +284,7 @@ def test_settings_that_cannot_work_are_refused_at_once(changes, says, policy, tm
         ({"kl": "k9"}, "k1"),
         ({"optimizer": "adamw", "adam_betas": (2.0, 0.9)}, "accept its settings"),
         ({"report_to": ("paper",)}, "tensorboard"),
-        ({"attention": "no_such_attention"}, "causal language model"),
+        ({"attention": "no_such_attention"}, "attention must be an implementation"),
         ({"resume": True}, "run"),
     ],
 )

@@ -1,15 +1,18 @@
 """Rollouts that are sampled at another temperature than the policy's, for a loss that takes rollouts of any policy."""
 
+import warnings
+
 import pytest
 import torch
 
 from scoregram.checks import ScoregramError
-from scoregram.policy import load_policy
+from scoregram.policy import BiasedSamplingWarning, load_policy
 from scoregram.runs import open_run
 from scoregram.tasks import load_task
 from scoregram.training import loop
 from scoregram.training.checkpoint import Position
 from scoregram.training.control import Controller
+from scoregram.training.draw import one_sampling_warning
 from scoregram.training.loop import train
 from tests.training_cases import JUDGE, config_for, save_policy, without_times
 
@@ -23,7 +26,8 @@ def test_rollouts_have_the_log_probabilities_of_both_temperatures(tmp_path, rows
         folder, tmp_path, method="agro", temperature=0.8, sampling_temperature=2.0, micro_batch_size=rows
     )
     policy = load_policy(config.policy, TASK)
-    rollouts = loop.draw_rollouts(Controller(config), policy, TASK, Position(0, 0, 0), 1).rollouts
+    with one_sampling_warning(config):
+        rollouts = loop.draw_rollouts(Controller(config), policy, TASK, Position(0, 0, 0), 1).rollouts
     assert rollouts.log_probs is not None and rollouts.behaviour_log_probs is not None
     with torch.no_grad():
         logits = policy.model(rollouts.input_ids, attention_mask=rollouts.attention_mask.long()).logits
@@ -57,3 +61,14 @@ def test_other_losses_and_wrong_temperatures_are_refused(tmp_path):
         train(config_for(folder, tmp_path / "run", method="grpo", sampling_temperature=1.5))
     with pytest.raises(ScoregramError, match="train --sampling-temperature: must be finite and at least 0, got -1"):
         config_for(folder, tmp_path / "run", sampling_temperature=-1.0)
+
+
+@pytest.mark.parametrize(("changes", "count"), [({"temperature": 0.7}, 0), ({"top_k": 5}, 1)])
+def test_a_biased_sampling_is_told_once_and_a_temperature_is_no_bias(changes, count, tmp_path):
+    """Rollouts are scored at the temperature that they are sampled at; only top-k and top-p bias the gradient."""
+    config = config_for(save_policy(tmp_path / "policy"), tmp_path / "run", eval_every=0, **changes)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        train(config)
+    told = [one for one in seen if issubclass(one.category, BiasedSamplingWarning)]
+    assert len(told) == count and all("top-k and top-p exclude tokens" in str(one.message) for one in told)

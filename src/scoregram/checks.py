@@ -23,6 +23,12 @@ def not_finite(caller: str, requirement: str, got: object, remedy: str) -> NoRet
     raise NotFiniteError(f"{caller}: {requirement}, got {got}. {remedy}")
 
 
+def require_tensor(values: object, *, name: str, caller: str) -> None:
+    """Raise unless `values` is a tensor."""
+    if not isinstance(values, Tensor):
+        fail(caller, f"{name} must be a tensor", type(values).__name__, "Convert it with torch.as_tensor.")
+
+
 def require_group_size(rewards: Tensor, *, at_least: int, caller: str) -> int:
     """Size `R` of the last axis; an error if it is below `at_least`."""
     group_size = rewards.shape[-1] if rewards.ndim else 0
@@ -77,6 +83,7 @@ def require_gram(gram: Tensor, *, caller: str, rtol: float = SYMMETRY_RTOL) -> T
 
     Asymmetry is measured relative to the largest entry: `|K - Kᵀ| <= rtol · max|K|`.
     """
+    require_tensor(gram, name="a Gram", caller=caller)
     if gram.ndim != 2 or gram.shape[0] != gram.shape[1] or gram.shape[0] == 0:
         fail(caller, "a Gram must be square and not empty", tuple(gram.shape), "Pass K of shape (R, R).")
     k = require_finite(gram.detach().double(), name="the Gram", caller=caller)

@@ -96,8 +96,9 @@ class Compare(CompareConfig):  # noqa: D101
 
     def run(self) -> int:
         """Train what is missing and print the table."""
-        from scoregram.compare import compare_methods
+        from scoregram.compare import compare_methods, require_compared_effects
 
+        require_compared_effects(self)
         return compare_methods(self)
 
 
@@ -166,6 +167,12 @@ class Verify:
     def run(self) -> int:
         """Print a line for each check."""
         from scoregram.studies import remeasure, run_name, verify
+
+        if self.remeasure < 0:
+            raise ScoregramError(f"verify --remeasure: must be at least 0, got {self.remeasure}. 0 measures none.")
+        for option, is_given in {"start": self.start is not None, "device": self.device != "cpu"}.items():
+            if is_given and not self.remeasure:
+                raise ScoregramError(f"verify --{option}: acts only with --remeasure, got remeasure 0. Leave it out.")
 
         def again(folder: Path) -> Any:
             return remeasure(folder, self.remeasure, start=self.start, device=self.device)

@@ -9,6 +9,11 @@ from typing import Any
 
 import torch
 
+from scoregram.errors import fail
+
+MOST_THREADS = 1024
+"""CPU threads that a user may ask for: the process crashes if the system cannot start as many as requested."""
+
 
 @cache
 def can_launch() -> bool:
@@ -34,7 +39,12 @@ def threads(count: int | None) -> Iterator[None]:
     The order of a sum depends on the number of threads, so a fixed number gives the same bits on every machine. On tiny
     tensors one thread is also faster than several. The previous number is restored when the block ends, on an exception
     too.
+
+    Raises:
+        ScoregramError: If `count` is above `MOST_THREADS`.
     """
+    if (count or 0) > MOST_THREADS:
+        fail("threads", f"must be at most {MOST_THREADS}", count, "Choose about as many as the machine has cores.")
     before = torch.get_num_threads()
     try:
         if count:

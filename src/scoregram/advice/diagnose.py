@@ -261,7 +261,7 @@ def show_demo(name: str) -> int:
     """Diagnose a recorded run with a known fault, and say which fault it was made with."""
     names = demo_names()
     if name not in names:
-        fail("demo", f"must be one of {', '.join(names)}", name, "Check the spelling.")
+        fail("demo", f"must be one of {', '.join(names)}", repr(name), "Check the spelling.")
     console = Console(width=min(120, shutil.get_terminal_size().columns))
     fault = (DEMOS / name / "README.md").read_text(encoding="utf-8").strip()
     console.print(Text(fault, style="italic"))

@@ -9,13 +9,12 @@ from typing import Any
 from scoregram.advice.findings import Change, RuleVerdict, RunFinding, Undecided
 from scoregram.advice.prompt_filter import EqualRewards, visit_steps
 from scoregram.advice.settings import (
-    COUNT_CHANGES,
-    COUNTED_TASKS,
     DYNAMIC_SAMPLING,
     OWN_TRAINER,
     PROMPTS,
     TRL_TRAINER,
     can_sample_dynamically,
+    changed_count,
     draws_problems,
     stored_setting,
     trainer_of,
@@ -69,24 +68,27 @@ class SuccessLaw:
         whole = self.concentration
         return max(1 - sum(rising_ratio(part, whole, size) for part in self._parts()), 0.0)
 
-    def live_again(self, size: int) -> tuple[float, float]:
-        """Chances that a prompt's group is live if an earlier one of this size was live, and if that one was dead.
+    def live_if_kept(self, size: int, left_out: str) -> float:
+        """Chance that a prompt's group is live if an earlier one of this size was not `left_out`, a value of `KINDS`.
 
-        `(1 - 2d + D) / (1 - d)` and `(d - D) / d`, with the chance `d` that a group is dead and `D` that two of the
-        same prompt are: 2R equal outcomes, or all right once and all wrong once. Both are the live share if all prompts
-        are alike; `nan` where no group, or every group, is live.
+        `(ℓ - Σ_k P(live, k)) / (1 - Σ_k P(k))` over the kinds that are left out, with the live share `ℓ` and
+        `P(live, all wrong) = P(wrong) - P(wrong twice) - P(wrong, then right)`. The live share if all prompts are
+        alike; `nan` if every prompt would be left out.
         """
-        if not self.concentration:  # each prompt is always or never solved
-            return math.nan, 0.0
-        dead = 1 - self.live_share(size)
-        both = dead * dead
-        if not math.isinf(self.concentration):
-            right, wrong = self._parts()
-            whole = self.concentration
-            mixed = rising_ratio(right, whole, size) * rising_ratio(wrong, whole + size, size)
-            both = sum(rising_ratio(part, whole, 2 * size) for part in (right, wrong)) + 2 * mixed
-        again = (1 - 2 * dead + both) / (1 - dead) if dead < 1 else math.nan
-        return again, (dead - both) / dead if dead > 0 else math.nan
+        if math.isinf(self.concentration):
+            return self.live_share(size)
+        whole, (right, wrong) = self.concentration, self._parts()
+        if not whole:  # each prompt is always or never solved
+            kept = self.mean * ("all right" not in left_out) + (1 - self.mean) * ("all wrong" not in left_out)
+            return 0.0 if kept > 0 else math.nan
+        mixed = rising_ratio(right, whole, size) * rising_ratio(wrong, whole + size, size)
+        live, kept = self.live_share(size), 1.0
+        for kind, part in (("all right", right), ("all wrong", wrong)):
+            if kind in left_out:
+                once = rising_ratio(part, whole, size)
+                live -= once - rising_ratio(part, whole, 2 * size) - mixed
+                kept -= once
+        return max(live, 0.0) / kept if kept > 0 else math.nan
 
     def _parts(self) -> tuple[float, float]:
         """`a` and `b` of the Beta law."""
@@ -109,6 +111,10 @@ def group_size_for(law: SuccessLaw, wanted: float = WANTED_LIVE) -> int | None:
     return next((size for size in sizes if law.live_share(size) >= wanted), None)
 
 
+GROUPS_IN_A_STRETCH = 8
+"""Groups that a stretch of steps needs before it ends: chance is computed within stretches."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OutcomeCounts:
     """How groups of one size ended whose rewards are all 0 or 1."""
@@ -119,6 +125,9 @@ class OutcomeCounts:
     """Right rollouts of all groups together."""
     all_wrong: int
     all_right: int
+    stretches: tuple["OutcomeCounts", ...] = ()
+    """The same groups by stretches of consecutive steps, if there are several. Chance is computed within each: a
+    success rate that changes in time must not look like prompts that differ."""
 
     @property
     def success_rate(self) -> float:
@@ -126,24 +135,30 @@ class OutcomeCounts:
         return self.right / (self.groups * self.size)
 
     def chance_share(self, kind: str) -> float:
-        """Share of `all wrong` or `all right` groups that chance makes if all prompts are equally hard.
+        """Share of `all wrong` or `all right` groups that chance makes if the prompts of a stretch are equally hard.
 
-        Given `S` right rollouts among `N`, every arrangement is then equally likely, so a group of `R` has none of them
-        with the chance `Π_{i<R} (N-S-i) / (N-i)`, about `(1-p)^R`. No success rate need be known for that.
+        Given `S` right rollouts among the `N` of a stretch, every arrangement is then equally likely, so a group of `R`
+        has none of them with the chance `Π_{i<R} (N-S-i) / (N-i)`, about `(1-p)^R`. No success rate need be known for
+        that.
         """
-        return self._chance(kind, self.size)
+        return sum(part.groups * part._chance(kind, self.size) for part in self.stretches or (self,)) / self.groups
 
     def exceeds_chance(self, kind: str) -> bool:
         """Whether more groups are `all wrong`, or `all right`, than chance makes: a one-sided test at 5 %.
 
-        By the exact mean and variance of their number given the right rollouts, a normal law and half a group of
-        correction.
+        By the exact mean and variance of their number given the right rollouts of each stretch, a normal law and half
+        a group of correction.
         """
         found = {"all wrong": self.all_wrong, "all right": self.all_right}[kind]
+        moments = [part._moments(kind) for part in self.stretches or (self,)]
+        mean, variance = (sum(values) for values in zip(*moments, strict=True))
+        return variance > 0 and found - 0.5 - mean > CHANCE_QUANTILE * math.sqrt(variance)
+
+    def _moments(self, kind: str) -> tuple[float, float]:
+        """Mean and variance of the number of groups of a kind by chance, given the right rollouts."""
         mean = self.groups * self._chance(kind, self.size)
         pairs = self.groups * (self.groups - 1) * self._chance(kind, 2 * self.size)
-        variance = mean + pairs - mean**2
-        return variance > 0 and found - 0.5 - mean > CHANCE_QUANTILE * math.sqrt(variance)
+        return mean, mean + pairs - mean**2
 
     def _chance(self, kind: str, count: int) -> float:
         """Chance that `count` given rollouts are all of one kind."""
@@ -164,14 +179,44 @@ def last_outcomes(run: RunReading) -> OutcomeCounts | None:
         return None
     kinds = ("groups/all_wrong", "groups/all_right")
     lines = [line for line in run.last_lines if line.get("groups", 0) > 0 and all(kind in line for kind in kinds)]
-    groups = sum(int(line["groups"]) for line in lines)
-    if not groups:
+    rewards = [float(line.get("scoregram/reward", line.get("reward", math.nan))) for line in lines]
+    if not lines or any(map(math.isnan, rewards)):
         return None
-    wrong, right = (round(sum(line["groups"] * line[kind] for line in lines)) for kind in kinds)
-    rewards = sum(line["groups"] * line.get("scoregram/reward", line.get("reward", math.nan)) for line in lines)
-    if math.isnan(rewards):
-        return None
-    return OutcomeCounts(groups=groups, size=size, right=round(rewards * size), all_wrong=wrong, all_right=right)
+    steps = [
+        OutcomeCounts(
+            groups=int(line["groups"]),
+            size=size,
+            right=round(line["groups"] * reward * size),
+            all_wrong=round(line["groups"] * line["groups/all_wrong"]),
+            all_right=round(line["groups"] * line["groups/all_right"]),
+        )
+        for line, reward in zip(lines, rewards, strict=True)
+    ]
+    stretches = [joined_outcomes(part) for part in _stretches(steps)]
+    return replace(joined_outcomes(stretches), stretches=tuple(stretches) if len(stretches) > 1 else ())
+
+
+def joined_outcomes(parts: Sequence[OutcomeCounts]) -> OutcomeCounts:
+    """The outcomes of several sets of groups together, as one set."""
+    return OutcomeCounts(
+        size=parts[0].size,
+        groups=sum(part.groups for part in parts),
+        right=sum(part.right for part in parts),
+        all_wrong=sum(part.all_wrong for part in parts),
+        all_right=sum(part.all_right for part in parts),
+    )
+
+
+def _stretches(steps: Sequence[OutcomeCounts]) -> list[list[OutcomeCounts]]:
+    """Consecutive steps with `GROUPS_IN_A_STRETCH` groups or more; the last ones with fewer join those before."""
+    found: list[list[OutcomeCounts]] = [[]]
+    for step in steps:
+        if sum(one.groups for one in found[-1]) >= GROUPS_IN_A_STRETCH:
+            found.append([])
+        found[-1].append(step)
+    if len(found) > 1 and sum(one.groups for one in found[-1]) < GROUPS_IN_A_STRETCH:
+        found[-2] += found.pop()
+    return found
 
 
 def divisors(batch: float | int) -> list[int]:
@@ -311,7 +356,7 @@ def _prompt_filter(known: DeadGroups) -> Lever:
     told = f"Leave out prompts whose {rollouts} {verb}{known.kind}."
     told += " TRL has no dynamic sampling." * (trainer_of(known.config) == TRL_TRAINER)
     steps = visit_steps(FILTERS[known.direction], known.config)
-    again = known.law.live_again(size)[0] if known.law and size else math.nan
+    again = known.law.live_if_kept(size, KINDS[known.direction]) if known.law and size else math.nan
     price = f"price: {rollouts} for each prompt once{_steps_of_a_visit(known, size)}."
     if math.isnan(again):
         unknown = "How many of the remaining groups would be live cannot be said without stored rewards of 0 and 1."
@@ -344,7 +389,7 @@ def _problem_steps(known: DeadGroups) -> tuple[str, ...]:
     folder = f"data/{known.direction}"
     if trainer == TRL_TRAINER:
         return (f"Not a setting: pass a `train_dataset` of {known.direction} prompts to the trainer.",)
-    if trainer != OWN_TRAINER or not task or (name in COUNTED_TASKS and known.direction in COUNT_CHANGES):
+    if trainer != OWN_TRAINER or not task or changed_count(known.direction, task) is not None:
         return ()
     if name == "reasoning-gym":
         generator = argument.partition(":")[0]
@@ -387,14 +432,14 @@ def informed_finding(finding: RunFinding, run: RunReading, size: RuleVerdict) ->
 
 
 def chance_sentence(outcomes: OutcomeCounts, direction: str) -> str:
-    """What chance would make of groups if every prompt were as hard as the mean, and what follows."""
+    """What chance would make of groups if all prompts of a step were equally hard, and what follows."""
     kind = "all right" if direction == HARDER else "all wrong"
     extreme = {"all right": "easier", "all wrong": "harder"}[kind]
     by_chance, rate = outcomes.chance_share(kind), outcomes.success_rate
-    told = f"Chance would make {by_chance:.0%} {kind} if every prompt were as hard as the mean ({rate:.1%} of the "
+    told = f"Chance would make {by_chance:.0%} {kind} if all prompts of a step were equally hard ({rate:.1%} of the "
     told += "rollouts are right)"
     if outcomes.exceeds_chance(kind):
-        return f"{told}: so prompts differ, and some are {extreme} than that."
+        return f"{told}: so prompts differ, and some are {extreme} than others."
     return f"{told}: so no prompt is shown to be {extreme} than the others."
 
 

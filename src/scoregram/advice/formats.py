@@ -48,7 +48,8 @@ def _reader(path: Path) -> tuple[Path, Callable[[Path], Iterable[Mapping[str, An
     read = LOG_READERS.get(path.suffix)
     if read is None:
         known = ", ".join(sorted(LOG_READERS))
-        fail(_CALLER, f"{path.name} must be a log ({known}, or TensorBoard's events)", path.suffix, "Convert it.")
+        got = path.suffix or "a name without an ending"
+        fail(_CALLER, f"{path.name} must be a log ({known}, or TensorBoard's events)", got, "Convert it.")
     return path, read
 
 

@@ -6,6 +6,7 @@ A rule is a function of a `RunReading`, with the same verdicts as the rules on l
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -306,6 +307,20 @@ def advantage_estimator(run: RunReading) -> RuleVerdict:
     )
 
 
+METHOD_ESTIMATORS: Mapping[str, str] = MappingProxyType(
+    {
+        "cispo": "grpo",
+        "dr-grpo": "mean",
+        "grpo-paper": "mean",
+        "gspo": "grpo",
+        "igrpo": "grpo",
+        "tic": "rloo",
+        "tic-length": "tic",
+    }
+)
+"""Methods of `scoregram train` with a replayable estimator of another name, and a loss that is linear in advantages."""
+
+
 def trained_estimator(config: Mapping[str, Any]) -> str:
     """Name of the estimator that a run was trained with, as far as its config tells; empty if it does not.
 
@@ -315,7 +330,8 @@ def trained_estimator(config: Mapping[str, Any]) -> str:
         >>> trained_estimator({"integration": {"name": "trl"}, "arguments": {"scale_rewards": "none"}})
         'mean'
     """
-    named = str(config.get("estimator") or config.get("method") or "")
+    method = str(config.get("method") or "")
+    named = str(config.get("estimator") or METHOD_ESTIMATORS.get(method, method))
     if named or trainer_of(config) != TRL_TRAINER:
         return named
     if config["integration"].get("trainer", "").startswith("RLOO"):

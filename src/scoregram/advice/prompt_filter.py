@@ -92,7 +92,7 @@ def filter_prompts(
 
     Raises:
         ScoregramError: If the run stores no rewards, its task draws its problems, its task cannot be loaded, nothing
-            would be left to train on, or the files cannot be written.
+            would be left to train on, or the files exist or cannot be written.
     """
     run = open_run(Path(folder))
     rewards = stored_rewards(run)
@@ -100,10 +100,11 @@ def filter_prompts(
         fail("filter", "the run must store groups or rollouts", f"none in {folder}", "Train with --rollouts-every 1.")
     if unknown := [name for name in names if name not in rewards]:
         remedy = f"Names look like {next(iter(rewards))}."
-        fail("filter --names", "must be prompts that the run stored", ", ".join(unknown), remedy)
+        fail("filter --names", "must be prompts that the run stored", ", ".join(map(repr, unknown)), remedy)
     left_out = tuple(sorted(names or (name for name, seen in rewards.items() if has_equal_rewards(seen, which))))
     if trainer_of(run.config) != OWN_TRAINER:
         path = Path(out)
+        _refuse_replacing(path)
         with disk_errors(path, caller="filter"):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(left_out, indent=1).encode())
@@ -160,7 +161,15 @@ def has_equal_rewards(visits: Sequence[Sequence[float]], which: EqualRewards = "
     )
 
 
+def _refuse_replacing(path: Path) -> None:
+    """Raise if a file is there already: it may be the only copy of the user's prompts."""
+    if path.is_file():
+        fail("filter --out", f"{path} must not exist yet", "a file", "Choose another name, or move the file away.")
+
+
 def _write_task(folder: Path, task: Task, kept: Sequence[Problem]) -> None:
+    for split in ("train", "test"):
+        _refuse_replacing(folder / f"{split}.jsonl")
     with disk_errors(folder, caller="filter"):
         folder.mkdir(parents=True, exist_ok=True)
         for split, problems in (("train", kept), ("test", task.test)):

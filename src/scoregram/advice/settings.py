@@ -40,6 +40,10 @@ COUNTED_TASKS: Mapping[str, int] = MappingProxyType(
     {"arithmetic": 4, "arithmetic-compositions": 4, "calculator": 4, "stopping": 4}
 )
 """Tasks made of terms or turns → how many their problems have unless the task says."""
+COUNT_LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {"arithmetic": (2, 16), "arithmetic-compositions": (3, 16), "calculator": (2, 5), "stopping": (2, 6)}
+)
+"""Tasks made of terms or turns → the fewest and the most that they allow."""
 COUNT_CHANGES: Mapping[str, int] = MappingProxyType({"harder": 1, "easier": -1})
 """Problems that are wanted → change of the number of terms or turns."""
 
@@ -113,11 +117,23 @@ def _prompt_setting(direction: str, config: Mapping[str, Any]) -> str:
     task = str(config.get("task") or "")
     if trainer_of(config) != OWN_TRAINER or not task:
         return ""
+    wanted, name = changed_count(direction, task), task.partition(":")[0]
+    return "" if wanted is None else f"--task {name}:{wanted} (now {name}:{wanted - COUNT_CHANGES[direction]})"
+
+
+def changed_count(direction: str, task: str) -> int | None:
+    """Terms or turns of easier or harder problems of a task; None if it has no such number, or does not allow it.
+
+    Example:
+        >>> [changed_count("harder", task) for task in ("arithmetic", "calculator:5", "gsm8k")]
+        [5, None, None]
+    """
     name, _, argument = task.partition(":")
-    if name in COUNTED_TASKS and direction in COUNT_CHANGES:
-        count = int(argument) if argument.isdecimal() else COUNTED_TASKS[name]
-        return f"--task {name}:{max(2, count + COUNT_CHANGES[direction])} (now {name}:{count})"
-    return ""
+    if name not in COUNTED_TASKS or direction not in COUNT_CHANGES:
+        return None
+    wanted = (int(argument) if argument.isdecimal() else COUNTED_TASKS[name]) + COUNT_CHANGES[direction]
+    fewest, most = COUNT_LIMITS[name]
+    return wanted if fewest <= wanted <= most else None
 
 
 def reward_steps(config: Mapping[str, Any], *repairs: str) -> tuple[str, ...]:

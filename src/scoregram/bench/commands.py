@@ -7,6 +7,8 @@ from typing import Annotated
 
 import tyro
 
+from scoregram.errors import fail
+
 
 @dataclass(frozen=True)
 class Benchmark:
@@ -19,6 +21,11 @@ class Benchmark:
 
     def run(self, **inputs: object) -> int:
         """Measure and print; `inputs` are arguments of the benchmark that no option sets."""
+        for option in ("out", "plot"):
+            path: Path | None = getattr(self, option, None)
+            if path is not None and path.is_dir():  # an error now, not after the measurement
+                example = path / "bench.json"
+                fail(f"bench --{option}", "must be a file to write", f"the folder {path}", f"Pass {example} or so.")
         name = type(self).__name__.removeprefix("Bench").lower()
         options = {"as_json" if option == "json" else option: value for option, value in vars(self).items()}
         return getattr(import_module(f"scoregram.bench.{name}"), f"run_{name}_bench")(**inputs, **options)

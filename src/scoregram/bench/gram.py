@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 
@@ -35,10 +36,12 @@ from scoregram.bench.rivals import RIVALS, require_installed, rival_versions
 from scoregram.checks import ScoregramError, fail, lookup
 from scoregram.gram import PassPlan, backward_with_gram, measure_gram
 from scoregram.machine import threads as torch_threads
+from scoregram.runs import disk_errors
 
 _CALLER = "bench gram"
 BLOCK_SIZE = 8
 """Group size of `blocks+gradient`."""
+PLOT_ENDINGS = (".svg", ".png", ".pdf")
 CHUNK_OF_LOGITS = 1 << 28
 """Logits that the plain step with a chunked head holds at a time."""
 
@@ -183,6 +186,10 @@ def run_gram_bench(
     # A prompt is a quarter of the tokens and must not be empty, hence 4.
     sizes = {"rollouts": (1, rollouts), "tokens": (4, tokens), "repeats": (1, repeats), "threads": (1, threads)}
     require_at_least(_CALLER, **sizes, lora=(0, lora))
+    if plot is not None and plot.suffix not in PLOT_ENDINGS:
+        fail(f"{_CALLER} --plot", f"must end in {', '.join(PLOT_ENDINGS)}", str(plot), "Write for example ratios.svg.")
+    if plot is not None and find_spec("matplotlib") is None:
+        fail(f"{_CALLER} --plot", "needs matplotlib", "no such package", "Install it: pip install 'scoregram[bench]'.")
     place = bench_device(device, caller=_CALLER)
     names = list(dict.fromkeys(["plain", "plain-chunked", *ways]))
     for name in names:
@@ -347,6 +354,7 @@ def plot_ratios(rows: Sequence[GramRow], path: Path) -> None:
     axes.axhline(1.0, color="black", linestyle="--", linewidth=1)  # the plain step
     axes.set(xscale="log", xlabel="tokens per rollout", ylabel="time / plain forward and backward pass")
     axes.legend(fontsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    with disk_errors(path, caller=f"{_CALLER} --plot"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
     plt.close(figure)

@@ -23,7 +23,7 @@ from torch import nn
 from scoregram import __version__
 from scoregram.checks import fail, lookup
 from scoregram.policy import DTYPES
-from scoregram.runs import source_commit
+from scoregram.runs import disk_errors, source_commit
 
 GIB = 2**30
 LEFT_COLUMNS = ("way", "mode")
@@ -318,8 +318,9 @@ def write_bench_record(settings: dict[str, Any], rows: Sequence[Any], out: Path 
     """The record as strict JSON, also written to `out` if given."""
     text = json.dumps({"settings": settings, "rows": [asdict(row) for row in rows]}, indent=1, allow_nan=False)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text + "\n")
+        with disk_errors(out, caller="bench --out"):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(text + "\n")
     return text
 
 

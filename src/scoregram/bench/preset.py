@@ -87,13 +87,14 @@ def run_preset_bench(
     `trained` is the config of the preset's runs at the largest group size of the paper.
     """
     require_at_least(_CALLER, prompt_tokens=(1, prompt_tokens), steps=(5, steps), eval_problems=(1, eval_problems))
+    sizes = micro_batch_sizes or (trained.micro_batch_size,)
+    require_at_least(_CALLER, micro_batch_sizes=(0, sizes))
     place = bench_device(device, caller=_CALLER)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         settings = save_random_model(shape, place, folder / "model")
         write_problems(folder / "problems", prompt_tokens, eval_problems, steps * trained.batch_size)
         config = config_for(trained, folder, str(place), steps, eval_problems)
-        sizes = micro_batch_sizes or (trained.micro_batch_size,)
         rows = [
             trained_row(replace(config, micro_batch_size=size, out=folder / f"run-{size}"), place) for size in sizes
         ]

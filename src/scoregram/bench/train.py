@@ -94,6 +94,10 @@ def run_train_bench(
     """Measure, print a table or JSON, and write the record if requested; options as in `BenchTrain`."""
     require_at_least(TRAIN_BENCH, group_size=(2, group_size), batch_sizes=(1, batch_sizes), warmup=(0, warmup))
     require_at_least(TRAIN_BENCH, steps=(1, steps), repeats=(1, repeats), threads=(1, threads))
+    require_at_least(TRAIN_BENCH, max_new_tokens=(0, max_new_tokens))
+    if not 0 <= learning_rate < float("inf"):
+        remedy = "Choose a number such as 1e-4."
+        fail(f"{TRAIN_BENCH} --learning-rate", "must be finite and at least 0", learning_rate, remedy)
     for batch_size in batch_sizes:
         require_whole_groups(f"{TRAIN_BENCH} --batch-sizes", batch_size, group_size)
     for way in ways or [""]:

@@ -119,6 +119,8 @@ def run_trl_bench(
         for choice in asked or ("",):
             if choice not in known:
                 fail(f"{_CALLER} --{name}", f"must be among {', '.join(known)}", repr(choice), "Check the spelling.")
+    if not checkpointing:
+        fail(f"{_CALLER} --checkpointing", "must be False, True or both", "nothing", "Leave it out for both.")
     if any(way.startswith("accumulated") for way in ways) and micro_batch_size == rollouts:
         requirement = "must be less than --rollouts to accumulate"
         fail(f"{_CALLER} --micro-batch-size", requirement, rollouts, "Choose a smaller number.")

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,14 @@ from scoregram.compare.config import CompareConfig, method_choice
 from scoregram.compare.table import COMPARISON_FILE, write_comparison
 from scoregram.policy import load_policy
 from scoregram.report import show_table
-from scoregram.runs import CONFIG_FILE, config_differences, disk_errors, require_same_config, write_atomically
+from scoregram.runs import (
+    CONFIG_FILE,
+    config_differences,
+    disk_errors,
+    require_own_folder,
+    require_same_config,
+    write_atomically,
+)
 from scoregram.tasks import load_task
 from scoregram.training import (
     TrainConfig,
@@ -23,6 +30,7 @@ from scoregram.training import (
     available_cores,
     last_scalar,
     require_runnable,
+    require_some_effect,
     resumable,
     run_in_processes,
     run_one,
@@ -62,6 +70,7 @@ def compare_methods(config: CompareConfig, *, console: Console | None = None) ->
         ScoregramError: If the folder holds runs with other settings, or a method does not support these settings.
     """
     console = console or Console()
+    require_own_folder(config.out, COMPARISON_FILE, caller="compare --out")
     known = read_comparison_setting(config.out)
     config = replace(config, every_rollouts=config.every_rollouts or known.get("every_rollouts", 0))
     refuse_other_settings(config, known)
@@ -78,6 +87,17 @@ def compare_methods(config: CompareConfig, *, console: Console | None = None) ->
         console.print(f"{name} failed: {reason}", soft_wrap=True, highlight=False, markup=False)
     console.print(f"Table: {config.out}/table.md, .csv, .json. Page: scoregram report {config.out}", soft_wrap=True)
     return 1 if failures else 0
+
+
+def require_compared_effects(config: CompareConfig) -> None:
+    """Raise if an option acts in none of the compared methods, or an option of one method does not act in it."""
+    runs = {choice.label: config.run_config(choice, seed=0) for choice in config.choices}
+    defaults = {field.name: field.default for field in fields(CompareConfig)}
+    given = [field.name for field in fields(TrainConfig) if getattr(config, field.name) != defaults[field.name]]
+    require_some_effect(given, list(runs.values()), caller="compare")
+    for choice in config.choices:
+        own = [name for name, value in choice.options.items() if value != defaults[name]]
+        require_some_effect(own, [runs[choice.label]], caller=f"compare --methods {choice.label}:")
 
 
 def planned_cells(config: CompareConfig) -> list[PlannedCell]:
@@ -125,8 +145,13 @@ def refuse_other_runs(config: CompareConfig, known: Mapping[str, Any], cells: Se
 
 
 def read_comparison_setting(folder: Path) -> Mapping[str, Any]:
-    """The settings of the comparison in a folder; empty if it holds none."""
+    """The settings of the comparison in a folder; empty if it holds none, or if none of its runs has begun.
+
+    A command whose runs all failed at once, such as one with a misspelt task, does not bind the next one.
+    """
     path = folder / COMPARISON_FILE
+    if not any(folder.glob(f"runs/*/*/{CONFIG_FILE}")):
+        return {}
     try:
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -109,7 +110,10 @@ class CompareConfig(TrainConfig):
         if not chosen:
             fail("compare --methods", f"must name some of {', '.join(METHODS)}", repr(self.methods), "Separate by ,.")
         names = [one.folder for one in chosen]
-        if len(set(names)) < len(names):
+        is_repeated = any(
+            (one.method, one.options) == (other.method, other.options) for one, other in combinations(chosen, 2)
+        )
+        if is_repeated or len(set(names)) < len(names):
             fail("compare --methods", "must name each method once", self.methods, "Give one of them other options.")
         return chosen
 
@@ -147,10 +151,12 @@ def method_choice(text: str) -> MethodChoice:
         >>> method_choice("grpo:learning_rate=3e-4:segments=even").options
         {'learning_rate': 0.0003, 'segments': 'even'}
     """
-    name, _, rest = text.partition(":")
+    name, colon, rest = text.partition(":")
     pairs = re.split(r":(?=[\w-]+=)", rest) if rest else []  # a value may have colons
     if name not in METHODS:
         fail("compare --methods", f"must be among {', '.join(METHODS)}", repr(name), "Check the spelling.")
+    if colon and not rest:
+        fail("compare --methods", "a colon must be followed by OPTION=VALUE", repr(text), f"Write {name}.")
     hints = get_type_hints(TrainConfig)
     options: dict[str, Any] = {}
     for pair in pairs:
@@ -162,6 +168,8 @@ def method_choice(text: str) -> MethodChoice:
         if not equals or key not in hints:
             requirement = f"an option of {name} must be OPTION=VALUE with an option of scoregram train"
             fail("compare --methods", requirement, repr(pair), "Write for example grpo:learning_rate=3e-4.")
+        if key in options:
+            fail("compare --methods", f"an option of {name} must be given once", f"{key} twice", "Leave one out.")
         options[key] = option_value(f"{name}:{key}", hints[key], value)
     return MethodChoice(text, name, options)
 
@@ -188,4 +196,5 @@ def option_value(what: str, hint: Any, text: str) -> Any:
     try:
         return READERS[hint](text)
     except (ValueError, KeyError):
-        fail("compare --methods", f"{what} must have a value of its type", repr(text), "Check the value.")
+        kind = {bool: "true or false", int: "a whole number", float: "a number"}.get(hint, hint.__name__)
+        fail("compare --methods", f"{what} must be {kind}", repr(text), "Check the value.")

@@ -164,6 +164,9 @@ def make_batch(
     require_tensors(caller, coefficients=coefficients, rollout_ids=rollout_ids)
     if input_ids.ndim != 2 or input_ids.numel() == 0:
         fail(caller, "input_ids must be (N, T) and not empty", tuple(input_ids.shape), "Pass at least one rollout.")
+    if isinstance(temperature, str | None) or temperature == float("inf"):
+        remedy = "Pass the temperature of the policy, usually 1."
+        fail(caller, "temperature must be a finite number", repr(temperature), remedy)
     if not temperature > 0:
         fail(caller, "temperature must be positive", temperature, "Pass the temperature of the policy, usually 1.")
     mask = zeros_and_ones(completion_mask, input_ids, name="completion_mask", remedy="Pass factors as coefficients.")
@@ -172,6 +175,8 @@ def make_batch(
     weight = checked_coefficients(mask if coefficients is None else coefficients, mask)
     layout = None
     if rollout_ids is not None:
+        if rollout_ids.is_floating_point():
+            fail(caller, "rollout_ids must be integers", rollout_ids.dtype, "Pass the rollout of every token.")
         require_same_shape(rollout_ids, input_ids, name="rollout_ids", like_name="input_ids", caller=caller)
         layout = TokenLayout.of(torch.where(attention, rollout_ids, -1))
     elif not keep_padding and bool((attention[:, 1:] & ~attention[:, :-1]).any()):
@@ -370,6 +375,8 @@ def distinct_rollouts(batch: Batch, group_size: int | None) -> DistinctRollouts:
 
 def require_complete_groups(batch: Batch, group_size: int | None, *, caller: str) -> None:
     """Raise unless the rollouts are groups of `group_size`; None: the whole batch is one group."""
+    if isinstance(group_size, str | float):
+        fail(caller, "group_size must be a whole number or None", repr(group_size), "Pass complete groups.")
     if group_size is not None and (group_size < 1 or batch.rollouts % group_size):
         requirement = f"group_size must divide the number of rollouts {batch.rollouts}"
         fail(caller, requirement, group_size, "Pass complete groups.")

@@ -25,6 +25,7 @@ from scoregram.gram.batch import (
     require_complete_groups,
     require_tensors,
     weight_vectors,
+    zeros_and_ones,
 )
 from scoregram.gram.in_passes import PassPlan, run_in_passes
 from scoregram.gram.measurement import Measurement
@@ -83,6 +84,7 @@ def measure_gram(
             also if the model's output depends on padding or on the other rollouts.
     """
     measured = MeasuredModel(model)
+    require_sketch(sketch)
     if plan is not None:
         refuse_several_passes(measured.model, plan, group_size, sketch)
 
@@ -110,6 +112,12 @@ def measure_gram(
         if verify:
             verify_gram(measured, batch, gram.matrix, gram.log_probs, group_size)
     return replace(gram, log_probs=batch.as_given(gram.log_probs))
+
+
+def require_sketch(sketch: object) -> None:
+    """Raise unless this is a `Sketch` or None."""
+    if not isinstance(sketch, Sketch | None):
+        fail("measure_gram", "sketch must be a Sketch or None", repr(sketch), "Pass for example Sketch(features=1024).")
 
 
 def refuse_several_passes(
@@ -161,6 +169,9 @@ def backward_with_gram(
         temperature=temperature,
         keep_padding=keep_padding,
     )
+    require_sketch(sketch)
+    if weights is None:
+        fail(caller, "weights must be a tensor", "None", "Pass one weight per rollout, or use measure_gram.")
     require_tensors(caller, weights=weights)
     if averages_gradients(model):
         fail(
@@ -184,8 +195,18 @@ def backward_with_gram(
     gram = scores.gram_and_gradients() if combine is None else scores.gram()
     gram = replace(gram, log_probs=batch.as_given(gram.log_probs))
     if combine is not None:
-        scores.write_gradients(combine(gram))
+        scores.write_gradients(combined_factors(combine(gram), len(vectors)))
     return gram
+
+
+def combined_factors(factors: object, count: int) -> Tensor:
+    """What `combine` returned. Raises unless it is one finite factor for each of `count` weight vectors."""
+    if not isinstance(factors, Tensor) or factors.shape != (count,):
+        got = tuple(factors.shape) if isinstance(factors, Tensor) else type(factors).__name__
+        remedy = "Return a tensor with one factor per vector; `.grad` was not changed."
+        fail("backward_with_gram", f"combine must return ({count},) factors", got, remedy)
+    remedy = "Repair the function; `.grad` was not changed."
+    return require_finite(factors, name="factors of combine", caller="backward_with_gram", remedy=remedy)
 
 
 # Trained against held-out rollouts
@@ -231,12 +252,16 @@ def padded_part(part: Sequence[Tensor | None], name: str, tokens: int = 0) -> tu
         given = [None if tensor is None else tuple(tensor.shape) for tensor in part]
         fail(caller, f"{name} must be (input_ids, completion_mask, attention_mask)", given, "The last may be None.")
     ids, mask, attention = part[0], part[1], part[2] if len(part) == 3 else None
+    require_tensors(caller, **{f"{name}[{place}]": tensor for place, tensor in enumerate(part)})
     if ids.ndim != 2 or not ids.numel():
         remedy = "To measure one part alone, use measure_gram."
         fail(caller, f"{name} must be (N, T) with at least one rollout", tuple(ids.shape), remedy)
     attention = torch.ones_like(ids) if attention is None else attention.long()
     require_same_shape(mask, ids, name=f"completion_mask of {name}", like_name="input_ids", caller=caller)
     require_same_shape(attention, ids, name=f"attention_mask of {name}", like_name="input_ids", caller=caller)
+    zeros_and_ones(mask, ids, name=f"completion_mask of {name}", remedy="Mark completion tokens with 1.")
+    if len(part) == 3 and part[2] is not None:
+        zeros_and_ones(part[2], ids, name=f"attention_mask of {name}", remedy="Pass 1 for real tokens.")
     missing = max(tokens - ids.shape[1], 0)
     return F.pad(ids, (0, missing)), F.pad(mask.bool(), (0, missing)), F.pad(attention, (0, missing))
 

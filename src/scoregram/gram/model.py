@@ -332,6 +332,9 @@ class MeasuredModel:
     """The buffers whose values are not restored, with their version counters when the model was first in use."""
 
     def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            remedy = "Load it, for example with AutoModelForCausalLM.from_pretrained."
+            fail("measure_gram", "model must be a torch module", type(model).__name__, remedy)
         self.model = model_inside(model)
         self.facts = facts_of(self.model)
 

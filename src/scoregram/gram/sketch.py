@@ -19,6 +19,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from jaxtyping import Float
@@ -42,6 +43,9 @@ class Sketch:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("features", "seed"):
+            if not isinstance(getattr(self, name), Integral):
+                fail("Sketch", f"{name} must be a whole number", repr(getattr(self, name)), "Pass an int.")
         if self.features < 1:
             fail("Sketch", "features must be at least 1", self.features, "Pass the length of a sketch, such as 1024.")
 

@@ -3,6 +3,7 @@ from .config import SamplerName as SamplerName
 from .config import SamplingConfig as SamplingConfig
 from .draw import BiasedSamplingWarning as BiasedSamplingWarning
 from .draw import score_mean_bias as score_mean_bias
+from .draw import warn_of_bias as warn_of_bias
 from .load import DTYPES as DTYPES
 from .load import Policy as Policy
 from .load import chosen_device as chosen_device

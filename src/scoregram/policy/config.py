@@ -1,9 +1,9 @@
 """Settings: which model a policy is loaded from, and how rollouts are drawn. Imports neither torch nor transformers."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from scoregram.errors import fail
+from scoregram.errors import fail, require_field_types
 
 SamplerName = Literal["auto", "transformers", "fast", "vllm"]
 """Names of the sampling backends; `SamplingConfig.sampler` describes each."""
@@ -39,10 +39,15 @@ class PolicyConfig:
     """Run the Python code in the model's repository; without it, loading such a model is an error."""
 
     def __post_init__(self) -> None:
+        require_field_types(self, caller="PolicyConfig")
         if self.lora_rank < 0:
             fail("PolicyConfig", "lora_rank must be 0 or more", self.lora_rank, "0 trains every weight.")
-        if self.prompt not in {"auto", "plain", "chat"}:
-            fail("PolicyConfig", "prompt must be auto, plain or chat", repr(self.prompt), "Check the spelling.")
+        if self.lora_rank and not 0 < self.lora_alpha < float("inf"):
+            remedy = "Adapters are scaled by lora_alpha / lora_rank; at 0 they would not train."
+            fail("PolicyConfig", "lora_alpha must be positive and finite", self.lora_alpha, remedy)
+        if self.autocast and self.dtype == "float16":
+            remedy = "Choose dtype float32 or bfloat16, or leave out autocast."
+            fail("PolicyConfig", "autocast computes in bfloat16, which does not mix with float16", self.dtype, remedy)
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class SamplingConfig:
     - `vllm`: a vLLM engine in this process, which gets the policy's weights at every call. Needs vllm and a GPU."""
 
     def __post_init__(self) -> None:
+        require_field_types(self, caller="SamplingConfig")
         if self.max_new_tokens < 1:
             fail("SamplingConfig", "max_new_tokens must be at least 1", self.max_new_tokens, "Pass 1 or more.")
         if not 0 <= self.temperature < float("inf"):
@@ -76,9 +82,6 @@ class SamplingConfig:
             fail("SamplingConfig", "top_k must be 0 or more", self.top_k, "0 keeps every token.")
         if not 0 < self.top_p <= 1:
             fail("SamplingConfig", "top_p must lie in (0, 1]", self.top_p, "1 keeps every token.")
-        if self.sampler not in get_args(SamplerName):
-            names = ", ".join(get_args(SamplerName))
-            fail("SamplingConfig", f"sampler must be one of {names}", repr(self.sampler), "Check the spelling.")
 
     @property
     def truncates(self) -> bool:

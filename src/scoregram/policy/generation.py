@@ -251,5 +251,5 @@ def _require_finite(log_probs: Tensor, prompt_lengths: Tensor) -> None:
     if len(wrong):
         row, column = wrong[0].tolist()
         at = f"{log_probs[row, column].item()} at rollout {row}, token {column - int(prompt_lengths[row])}"
-        remedy = "Look for infinite weights, or for a dtype too narrow for this model."
+        remedy = "After updates, lower the learning rate; else look for infinite weights or a dtype that is too narrow."
         not_finite("sample", "the log-probabilities of sampled tokens must be finite", at, remedy)

@@ -26,6 +26,7 @@ QUANTISED = ("quantization_config", "_is_quantized", "quantization_method", "is_
 """Attributes that a quantised file leaves on a model and on its config."""
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError)
 """Exceptions of transformers for a model that it cannot load."""
+MODEL_REMEDY = "Pass a hub id, a folder with config.json, a .gguf file, or tiny."
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,8 @@ def chosen_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
         fail("load_policy", "device must be auto, cpu, cuda or cuda:N", repr(name), "Check the spelling.")
     if device.type == "cuda" and not (has_gpu and (device.index or 0) < torch.cuda.device_count()):
         visible = f"{torch.cuda.device_count() if has_gpu else 0} GPUs"
@@ -242,9 +245,13 @@ def _load_errors(config: PolicyConfig) -> Iterator[None]:
         if _needs_code(error) and not config.trust_remote_code:
             remedy = "Pass --trust-remote-code to train or measure if you trust its author: the code runs on loading."
             fail("load_policy", f"{config.model!r} must load without custom code", "a model with custom code", remedy)
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        remedy = "Pass a hub id, a folder with config.json, a .gguf file, or tiny."
-        fail("load_policy", f"{config.model!r} must be a causal language model that can be loaded", reason, remedy)
+        reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+        if "attn_implementation" in reason or "ttention implementation" in reason:
+            requirement = f"attention must be an implementation that {config.model!r} has here"
+            fail("load_policy", requirement, f"{config.attention!r} ({reason})", "Choose sdpa or eager.")
+        fail(
+            "load_policy", f"{config.model!r} must be a causal language model that can be loaded", reason, MODEL_REMEDY
+        )
 
 
 def _model_arguments(model: str) -> dict[str, str]:
@@ -255,6 +262,11 @@ def _model_arguments(model: str) -> dict[str, str]:
             fail("load_policy", "a model given by its path must exist", repr(model), "Check the path.")
         if path.is_file():
             return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    if not model.strip():
+        fail("load_policy", "a model must be named", repr(model), MODEL_REMEDY)
+    if path.is_dir() and not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+        requirement = f"the folder {model} must hold config.json, or adapter_config.json"
+        fail("load_policy", requirement, "neither", MODEL_REMEDY)
     return {"pretrained_model_name_or_path": str(path) if path.exists() else model}
 
 
@@ -301,7 +313,7 @@ def reads_as_chat(config: PolicyConfig, tokenizer: Any, task: Task | None) -> bo
     """Whether the chat template is applied to prompts."""
     has_template = getattr(tokenizer, "chat_template", None) is not None
     if config.prompt == "chat" and not has_template:
-        remedy = "Pass prompt plain, or auto."
+        remedy = "Choose --prompt plain."
         fail("load_policy", "a chat prompt needs a tokenizer with a chat template", "none", remedy)
     if config.prompt == "auto":
         return has_template and (task is None or task.prompt_format == "{prompt}")
@@ -324,5 +336,5 @@ def with_adapters(model: Any, config: PolicyConfig) -> Any:
         try:
             return peft.get_peft_model(model, settings)
         except ValueError as error:
-            reason = str(error).splitlines()[0]
+            reason = str(error).splitlines()[0].rstrip(".")
             fail("load_policy", f"lora_targets must name modules of {config.model!r}", reason, "Omit it for all.")

@@ -157,6 +157,8 @@ def _require_request(
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
             fail("sample", "a prompt must not be empty", f"no token in prompt {index}", "Start it with a token.")
+        if isinstance(prompt, str) or isinstance(prompt[0], str):
+            fail("sample", "a prompt must be token ids", f"text in prompt {index}", "Encode it with the tokenizer.")
         if not 0 <= min(prompt) <= max(prompt) < known:
             wrong = min(prompt) if min(prompt) < 0 else max(prompt)
             remedy = "Use the tokenizer of this model."

@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -107,7 +108,11 @@ def _start_group(policy: Policy, task: Task, problem: Problem, seeds: Sequence[i
     if len(texts) > 1:
         remedy = "Let reset return the same text for every seed; put what is random into later observations."
         fail("environment", f"the rollouts of {problem.id} must start with one text", f"{len(texts)} texts", remedy)
-    prompt = policy.encode_prompt(task.prompt_format.replace("{prompt}", texts.pop()))
+    text = texts.pop()
+    if not isinstance(text, str):
+        name = type(environments[0]).__name__
+        fail("environment", f"{name}.reset must return a text", type(text).__name__, "Return what the policy reads.")
+    prompt = policy.encode_prompt(task.prompt_format.replace("{prompt}", text))
     zeros = [0.0] * len(prompt)
     return [
         Episode(each, [*prompt], len(prompt), [NOT_SAMPLED] * len(prompt), [*zeros], [*zeros], [*zeros])
@@ -204,12 +209,16 @@ def checked_reply(reply: Any, name: str) -> Reply:
     """The reply of an environment, after checks.
 
     Raises:
-        ScoregramError: If it is no `Reply`, has a reward that is not finite, or an outcome before the last turn.
+        ScoregramError: If it is no `Reply`, has an observation that is no text, a reward that is not a finite number,
+            or an outcome before the last turn.
     """
     if not isinstance(reply, Reply):
         fail("environment", f"{name}.step must return a Reply", type(reply).__name__, "Return Reply(observation=…).")
-    if not (math.isfinite(reply.reward) and math.isfinite(reply.outcome)):
-        got = f"reward {reply.reward} and outcome {reply.outcome}"
+    if not isinstance(reply.observation, str):
+        got = type(reply.observation).__name__
+        fail("environment", f"the observation of {name}.step must be a text", got, "Return Reply(observation='…').")
+    if not all(isinstance(value, Real) and math.isfinite(value) for value in (reply.reward, reply.outcome)):
+        got = f"reward {reply.reward!r} and outcome {reply.outcome!r}"
         fail("environment", f"the rewards of {name}.step must be finite", got, "Return 0 for a turn without a reward.")
     if reply.outcome and not reply.done:
         requirement = f"{name}.step must give an outcome with the last turn only"

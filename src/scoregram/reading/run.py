@@ -350,6 +350,11 @@ def what_if(
     Raises:
         ScoregramError: As for `replay_groups`; or if a self-check failed in the last third.
     """
+    if not isinstance(run, RunReading):
+        fail("whatif", "run must be the reading of a run", type(run).__name__, "Pass read_run(folder).")
+    if most_groups < 0:
+        fail("whatif", "most_groups must be at least 0", most_groups, "0 means all.")
+    estimators = (estimators,) if isinstance(estimators, str) else estimators
     if run.is_withheld:
         failed = ", ".join(str(step) for step in sorted(run.trust.failed) if step in run.last_third)
         remedy = "Train without what docs/trl.md lists as its causes, such as dropout; more measurements do not help."

@@ -25,6 +25,7 @@ from scoregram.runs.disk import UPDATES as UPDATES
 from scoregram.runs.disk import damaged_files as damaged_files
 from scoregram.runs.disk import disk_errors as disk_errors
 from scoregram.runs.disk import parts as parts
+from scoregram.runs.disk import require_own_folder as require_own_folder
 from scoregram.runs.disk import require_path as require_path
 from scoregram.runs.disk import require_space as require_space
 from scoregram.runs.disk import write_all as write_all

@@ -116,7 +116,7 @@ def remedy_for(code: int | None) -> str:
     if code == errno.ENAMETOOLONG:
         return "Choose a shorter path: most disks allow 255 bytes for each name in a path, and 4096 for the path."
     if code == errno.EISDIR:
-        return "A folder has the name of this file: move it away."
+        return "A folder has the name of this file: choose another name, or move the folder away."
     if code in _NOT_A_FOLDER:
         return "Choose a path that does not exist yet, or an existing folder; no part of the path may be a file."
     return "Check the disk, or choose a folder on another disk."
@@ -136,8 +136,20 @@ def disk_errors(path: Path, *, caller: str) -> Iterator[None]:
         fail(caller, f"{path} must be writable", cause.strerror or str(cause), remedy_for(cause.errno))
 
 
+def require_own_folder(folder: Path, marker: str, *, caller: str) -> None:
+    """Raise if `folder` exists, is not empty and lacks the file `marker`: it belongs to something else."""
+    with disk_errors(folder, caller=caller):
+        found = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    others = [name for name in found if not name.startswith(TEMPORARY)]
+    if others and not (folder / marker).is_file():
+        got = ", ".join(others[:3]) + " and more" * (len(others) > 3)
+        fail(caller, f"{folder} must be empty", got, "Choose a new or an empty folder.")
+
+
 def require_path(path: Path | str, *, caller: str) -> Path:
     """`path` as a Path; an error if no file can have that name, such as one of more than 255 bytes."""
+    if not isinstance(path, str | os.PathLike):
+        fail(caller, "a path must be a text or a Path", repr(path), "Pass the path of a file or folder.")
     try:
         os.lstat(path)
     except ValueError:  # a NUL byte, or a character that the file system cannot encode
@@ -192,6 +204,8 @@ def write_all(descriptor: int, content: bytes | memoryview) -> None:
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
     """Write `content` to `path`; on any failure the file stays as it was."""
+    if not path.name:  # the current folder, or the root
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     temporary = temporary_name(path)
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)

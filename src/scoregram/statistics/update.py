@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from scoregram.checks import fail, require_finite, require_gram
+from scoregram.checks import fail, require_finite, require_gram, require_tensor
 from scoregram.types import (
     BatchGram,
     BatchWeights,
@@ -330,6 +330,7 @@ def _weighted_membership(weights: Tensor, prompt_of: Tensor, *, caller: str) -> 
 
 def _require_weights(weights: Tensor, gram: Tensor, *, caller: str) -> Tensor:
     """The weights in float64, finite and one for each rollout of the Gram."""
+    require_tensor(weights, name="weights", caller=caller)
     if weights.shape != gram.shape[-1:]:
         fail(caller, f"needs one weight for each of {gram.shape[-1]} rollouts", tuple(weights.shape), "Flatten them.")
     return require_finite(weights.detach().double(), name="weights", caller=caller)

@@ -1,7 +1,9 @@
 """Every task by its name on the command line."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from inspect import signature
 from types import MappingProxyType
 
 from scoregram.checks import fail, lookup
@@ -16,13 +18,42 @@ def python_task(argument: str, seed: int) -> Task:
     """The task that the user's function `module:function` builds from the seed.
 
     Raises:
-        ScoregramError: If the function cannot be imported or does not return a `Task`.
+        ScoregramError: If the function cannot be imported, does not take the seed, or does not return a `Task` that
+            can be trained on.
     """
     build = imported_function(argument, caller="task", what="a task's function", example="my_tasks:guess")
+    try:
+        signature(build).bind(seed)
+    except TypeError as error:
+        fail("task", f"{argument} must take one argument, the seed", error, "Define it as def name(seed).")
+    except ValueError:  # a function written in C may have no signature
+        pass
     task = build(seed)
     if not isinstance(task, Task):
         fail("task", f"{argument} must return a Task", type(task).__name__, "Return scoregram.tasks.Task(…).")
+    require_task(task, argument)
     return task
+
+
+def require_task(task: Task, caller: str) -> None:
+    """Raise if a user's task cannot be trained on, or two of its problems have one id."""
+    for name, least in (("max_new_tokens", 1), ("max_turns", 1)):
+        if not getattr(task, name) >= least:
+            fail(caller, f"{name} of the task must be at least {least}", getattr(task, name), "Choose a larger number.")
+    if not callable(task.reward):
+        remedy = "Pass a function, or rewarded_by_environment."
+        fail(caller, "reward of the task must be a function", repr(task.reward), remedy)
+    if task.environment is not None and not callable(task.environment):
+        remedy = "Pass a class, or a function that makes one environment."
+        fail(caller, "environment of the task must be callable", repr(task.environment), remedy)
+    if not len(task.train):
+        fail(caller, "train of the task must hold problems", "none", "Pass at least one Problem.")
+    for split, problems in {"train": task.train, "test": task.test, **task.held_out}.items():
+        counts = Counter(problem.id for problem in problems)
+        repeated = [name for name, count in counts.items() if count > 1]
+        if repeated:
+            remedy = "Groups are counted by the id of their problem: give each its own."
+            fail(caller, f"the ids in {split} of the task must differ", f"{repeated[0]!r} more than once", remedy)
 
 
 @dataclass(frozen=True)
@@ -114,6 +145,8 @@ def load_task(spec: str, *, seed: int = 0, reward: str | None = None) -> Task:
         >>> load_task("arithmetic:3").test[0].id
         'arithmetic:3/test/0'
     """
+    if not isinstance(spec, str):
+        fail("task", "must be named by a text", repr(spec), "Write for example arithmetic:4.")
     name, _, argument = spec.partition(":")
     row = lookup(TASKS, name, kind="task")
     if row.needs_argument and not argument:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from scoregram.errors import fail
+from scoregram.errors import fail, require_field_types
 from scoregram.policy import PolicyConfig, SamplerName, SamplingConfig
 from scoregram.training.methods import METHODS, REFERENCE_STRENGTHS, Method
 
@@ -236,6 +236,8 @@ class TrainConfig:
     """CPU threads that torch uses during the run; 0 leaves the number as it is."""
 
     def __post_init__(self) -> None:
+        require_field_types(self, caller="train")
+        object.__setattr__(self, "out", Path(self.out))  # in Python, a text will do
         for name, least in LEAST.items():
             value = self.starting_group_size if name == "group_size" else getattr(self, name)
             if not least <= value < float("inf"):
@@ -270,6 +272,11 @@ class TrainConfig:
             if not 0 < temperature < float("inf"):
                 remedy = "Leave it out to probe at the policy's temperature."
                 fail("train --probe-temperatures", "must be positive and finite", temperature, remedy)
+        for name in ("probe_temperatures", "report_to"):
+            values = getattr(self, name)
+            if len(set(values)) < len(values):
+                got = ", ".join(map(str, values))
+                fail(f"train --{dashed(name)}", "must name each value once", got, "Leave out the second mention.")
         if self.probe_trained and not (self.probe_every and self.between_prompts):
             got = f"probe_every {self.probe_every} and between_prompts {self.between_prompts}"
             fail("train --probe-trained", "needs probes and the Gram between prompts", got, "Add --probe-every 10.")
@@ -287,6 +294,8 @@ class TrainConfig:
         if self.baseline_decay >= 1:
             remedy = "0.9 averages over about ten steps."
             fail("train --baseline-decay", "must be below 1", self.baseline_decay, remedy)
+        if self.momentum >= 1:
+            fail("train --momentum", "must be below 1", self.momentum, "From 1 on the updates grow without limit.")
         if self.rollouts and self.lr_schedule != "constant":
             remedy = "Leave out --lr-schedule, or give --steps instead of --rollouts."
             fail("train --rollouts", "needs a constant learning rate", self.lr_schedule, remedy)
@@ -294,6 +303,7 @@ class TrainConfig:
             fail("train --method", f"must be one of {', '.join(METHODS)}", repr(self.method), "Check the spelling.")
         if self.resume and self.overwrite:
             fail("train", "--resume and --overwrite must not be given together", "both", "Leave one of them out.")
+        _ = self.policy  # checks its own settings
 
     def _require_control(self) -> None:
         """Raise if an option that decides from step to step lacks what it measures."""
@@ -369,13 +379,16 @@ class TrainConfig:
         try:
             return cls(**plain | {"out": Path(out), "resume": True, "overwrite": False})
         except TypeError as error:
-            fail("train --resume", f"the settings in {out} must have the right types", error, "Restore config.yaml.")
+            got = str(error).removesuffix(" Check the value.").removesuffix(".")
+            fail("train --resume", f"the settings in {out} must have the right types", got, "Restore config.yaml.")
 
     @property
     def chosen(self) -> Method:
         """The method, with estimator and objective replaced where the config replaces them."""
         row = METHODS[self.method]
-        return replace(row, estimator=self.estimator or row.estimator, objective=self.objective or row.objective)
+        estimator = row.estimator if self.estimator is None else self.estimator
+        objective = row.objective if self.objective is None else self.objective
+        return replace(row, estimator=estimator, objective=objective)
 
     @property
     def reference_strength(self) -> float:
@@ -479,6 +492,7 @@ LEAST = {
     "lora_rank": 0,
     "beta": 0,
     "learning_rate": 0,
+    "momentum": 0,
     "warmup_steps": 0,
     "weight_decay": 0,
     "max_grad_norm": 0,

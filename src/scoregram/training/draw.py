@@ -1,12 +1,13 @@
 """The groups of one step: which problems, in how many rounds, and which of their groups the step trains on."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from scoregram.policy import BiasedSamplingWarning, Policy
+from scoregram.policy import BiasedSamplingWarning, Policy, warn_of_bias
 from scoregram.reading import outcomes_of
 from scoregram.rollouts import Rollouts, concatenated_rollouts
 from scoregram.tasks import Problem, Task
@@ -99,6 +100,21 @@ def draft_round(
     return best_drafts(policy, task, problems, count=config.drafts, sampling=sampling, generator=stream)
 
 
+@contextmanager
+def one_sampling_warning(config: TrainConfig) -> Iterator[None]:
+    """Warn once if top-k or top-p bias the gradient; in the block, sampling does not warn.
+
+    A temperature is no bias here: rollouts are scored at the temperature that they are sampled at, or get a loss for
+    rollouts of any policy.
+    """
+    sampling = config.sampling(max_new_tokens=1)
+    if sampling.truncates:
+        warn_of_bias(sampling)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BiasedSamplingWarning)
+        yield
+
+
 def sampled_round(
     config: TrainConfig,
     policy: Policy,
@@ -113,10 +129,7 @@ def sampled_round(
     Rollouts sampled at another temperature than the policy's get the policy's own log-probabilities.
     """
     sampling = config.behaviour(task.max_new_tokens)
-    with warnings.catch_warnings():
-        if config.sampling_temperature:  # the loss takes rollouts of any policy, so there is no bias to warn of
-            warnings.simplefilter("ignore", BiasedSamplingWarning)
-        rollouts = collect(policy, task, problems, group_size=sizes, sampling=sampling, generator=stream, texts=texts)
+    rollouts = collect(policy, task, problems, group_size=sizes, sampling=sampling, generator=stream, texts=texts)
     if config.sampling_temperature:
         return rescored(policy, rollouts, config.temperature, config.micro_batch_size)
     return rollouts

@@ -1,10 +1,10 @@
 """Options of `scoregram train` that act only together with others.
 
 On the command line an option that cannot act is refused. A comparison gives the same options to all of its methods, so
-the trainer itself ignores it.
+there it must act in one of them, and the trainer itself ignores it in the others.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 
@@ -45,6 +45,7 @@ def _is_cut(kind: str) -> Callable[[TrainConfig], bool]:
 
 
 _BY_METHOD = ("method", "estimator")
+_LENGTH = ("steps", "rollouts")
 _MEASURED = OptionEffect(
     lambda config: config.measure_every > 0 or config.every_rollouts > 0,
     "measured steps: --measure-every above 0",
@@ -57,6 +58,11 @@ _EVALUATED = OptionEffect(
 )
 _BY_STEPS = OptionEffect(
     lambda config: not config.every_rollouts, "measurements counted by steps, not --every-rollouts", ("every_rollouts",)
+)
+_GRAMS = OptionEffect(
+    lambda config: _MEASURED.acts(config) or config.probe_every > 0 or bool(config.controls),
+    "measured steps or probes: --measure-every or --probe-every above 0",
+    ("measure_every", "every_rollouts", "probe_every"),
 )
 _LORA = OptionEffect(lambda config: config.lora_rank > 0, "adapters: --lora-rank above 0", ("lora_rank",))
 _PROBED = OptionEffect(lambda config: config.probe_every > 0, "probes: --probe-every above 0", ("probe_every",))
@@ -81,7 +87,11 @@ EFFECTS: Mapping[str, OptionEffect] = MappingProxyType(
         "critic_learning_rate": _CRITIC,
         "critic_updates": _CRITIC,
         "critic_clip": _CRITIC,
-        "critic_warmup": _CRITIC,
+        "critic_warmup": OptionEffect(
+            lambda config: _has_critic(config) and config.critic_warmup < config.most_steps,
+            "a method with a critic, such as ppo, and more steps than that",
+            (*_BY_METHOD, "critic_warmup", *_LENGTH),
+        ),
         "drafts": _DRAFTS,
         "draft_format": _DRAFTS,
         "best_of": OptionEffect(_needs("best_of"), "the method pass-at-k", _BY_METHOD),
@@ -102,7 +112,33 @@ EFFECTS: Mapping[str, OptionEffect] = MappingProxyType(
         ),
         "adam_betas": OptionEffect(lambda config: config.optimizer == "adamw", "--optimizer adamw", ("optimizer",)),
         "momentum": OptionEffect(lambda config: config.optimizer == "sgd", "--optimizer sgd", ("optimizer",)),
-        "measure_every": _BY_STEPS,
+        "warmup_steps": OptionEffect(
+            lambda config: config.warmup_steps <= config.most_steps or config.lr_schedule == "constant",
+            "a warm-up that ends before the last step",
+            ("warmup_steps", "steps"),
+        ),
+        "measure_every": OptionEffect(
+            lambda config: _BY_STEPS.acts(config) and config.measure_every <= config.most_steps,
+            "at least that many steps, and not --every-rollouts",
+            ("measure_every", "every_rollouts", *_LENGTH),
+        ),
+        "between_prompts": _GRAMS,
+        "layers": _GRAMS,
+        "layer_detail": OptionEffect(
+            lambda config: _GRAMS.acts(config) and config.layers != "none",
+            "per-layer Grams of measured steps or probes: --layers float32 or float64",
+            ("layers", *_GRAMS.settings),
+        ),
+        "batches_every": OptionEffect(
+            lambda config: config.batches_every <= config.most_steps,
+            "at least that many steps",
+            ("batches_every", *_LENGTH),
+        ),
+        "rollouts_every": OptionEffect(
+            lambda config: config.rollouts_every <= config.most_steps,
+            "at least that many steps",
+            ("rollouts_every", *_LENGTH),
+        ),
         "credit_truth": _MEASURED,
         "truth_rollouts": OptionEffect(
             lambda config: config.credit_truth == "sampled", "--credit-truth sampled", ("credit_truth",)
@@ -120,10 +156,18 @@ EFFECTS: Mapping[str, OptionEffect] = MappingProxyType(
 
 def require_effects(config: TrainConfig) -> None:
     """Raise if an option differs from its default and cannot act beside the others."""
-    for field in fields(TrainConfig):
-        effect = EFFECTS.get(field.name)
-        if effect is None or getattr(config, field.name) == field.default or effect.acts(config):
+    given = [field.name for field in fields(TrainConfig) if getattr(config, field.name) != field.default]
+    require_some_effect(given, [config], caller="train")
+
+
+def require_some_effect(options: Iterable[str], runs: Sequence[TrainConfig], *, caller: str) -> None:
+    """Raise if one of these options cannot act in any of the runs."""
+    for option in options:
+        effect = EFFECTS.get(option)
+        if effect is None or any(effect.acts(run) for run in runs):
             continue
-        known = {name: getattr(config, name) for name in effect.settings}
-        got = ", ".join(f"{dashed(name)} {value}" for name, value in known.items() if value is not None)
-        fail(f"train --{dashed(field.name)}", f"acts only with {effect.needs}", got, "Leave it out.")
+        known = {name: list(dict.fromkeys(getattr(run, name) for run in runs)) for name in effect.settings}
+        got = ", ".join(
+            f"{dashed(name)} {value}" for name, values in known.items() for value in values if value is not None
+        )
+        fail(f"{caller} --{dashed(option)}", f"acts only with {effect.needs}", got, "Leave it out.")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from scoregram.checks import fail
 from scoregram.gram import measure_gram
 from scoregram.policy import BiasedSamplingWarning, Policy, SamplingConfig
 from scoregram.reading import (
@@ -270,6 +271,10 @@ def held_out_problems(config: TrainConfig, policy: Policy, task: Task) -> HeldOu
     Raises:
         ScoregramError: If the prompt of one leaves no room for a whole completion.
     """
+    options = {"eval-every": config.eval_every or config.every_rollouts, "probe-every": config.probe_every}
+    for option, every in options.items():
+        if every and not len(task.test):
+            fail(f"train --{option}", f"{task.name} must have test problems", "none", f"Add some, or --{option} 0.")
     tests = task.test[: config.eval_problems]
     probes = task.test[-config.probe_problems :] if config.probe_every else []
     for problems in (tests, probes):

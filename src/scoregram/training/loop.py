@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from scoregram.checks import NotFiniteError
+from scoregram.checks import NotFiniteError, fail
 from scoregram.gram import update_sketch
 from scoregram.machine import threads
 from scoregram.objectives import kl_penalty
@@ -41,7 +41,7 @@ from scoregram.training.collect import Drafts
 from scoregram.training.config import TrainConfig, is_due
 from scoregram.training.control import Controller
 from scoregram.training.credit import require_runnable
-from scoregram.training.draw import DrawnRollouts, draft_scalars, draw_rollouts
+from scoregram.training.draw import DrawnRollouts, draft_scalars, draw_rollouts, one_sampling_warning
 from scoregram.training.evaluate import HeldOutProblems, held_out_problems
 from scoregram.training.inputs import InputSource, input_sources
 from scoregram.training.preparation import bytes_for_checkpoint, checkpoints_to_come, open_writer, training_task
@@ -79,12 +79,14 @@ def train(
         ScoregramError: If a setting is invalid, which is checked before the first step, or a prompt is too long.
         NotFiniteError: If an advantage or a gradient is not finite and `on_not_finite` is `stop`.
     """
+    if not isinstance(config, TrainConfig):
+        fail("train", "config must be a TrainConfig", type(config).__name__, "Pass TrainConfig(…).")
     require_runnable(config)
     if config.sampler == "vllm":
         installed_vllm()  # raises before the policy is loaded if vllm is not installed
     if config.resume:
         require_same_config(config.out, config.record(), config.may_differ())
-    with threads(config.threads):
+    with threads(config.threads), one_sampling_warning(config):
         return _train(config, console, on_start)
 
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from scoregram.errors import fail
+from scoregram.errors import fail, require_field_types
 from scoregram.policy import PolicyConfig
 
 MAY_CHANGE_ON_RESUME = (
@@ -95,6 +95,9 @@ class MeasureConfig:
     """Threads of torch on a CPU; 0 keeps the current number."""
 
     def __post_init__(self) -> None:
+        require_field_types(self, caller="measure")
+        for name in ("rollouts", "out"):
+            object.__setattr__(self, name, Path(getattr(self, name)))  # in Python, a text will do
         for name, least in (
             ("max_groups", 0),
             ("group_size", 0),
@@ -115,6 +118,7 @@ class MeasureConfig:
             fail("measure", "--reward-columns and --estimator dump exclude each other", got, remedy)
         if self.resume and self.overwrite:
             fail("measure", "--resume and --overwrite exclude each other", "both", "Omit one of them.")
+        _ = self.policy  # checks its own settings
 
     @property
     def policy(self) -> PolicyConfig:

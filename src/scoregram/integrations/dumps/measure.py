@@ -8,7 +8,7 @@ dump. The run folder is the same as from one process.
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -28,6 +28,7 @@ from scoregram.integrations.dumps.steps import (
     MeasurableGroup,
     StepRecords,
     require_dump_estimator,
+    require_reward_columns,
     tokenised_rollout,
 )
 from scoregram.integrations.dumps.stream import Dump, open_dump
@@ -102,6 +103,7 @@ def measure_share(config: MeasureConfig, processes: Processes, console: Console 
             bar.print(f"measured: {measured}")
         dump.on_broken = lambda message: bar.note("broken", f"skipped: {message}")
         first = first_groups(groups, dump, policy)
+        require_dumped_inputs(first, config)
         group_lists = pass_groups(chain(first, groups), whole_steps=config.between_prompts)
         group_lists = require_room_for_first(group_lists, config)
         runs: list[PagedRun] = []  # one in the first process, none in others
@@ -265,6 +267,21 @@ def sharded_policy(settings: PolicyConfig, processes: Processes) -> Policy:
     return policy
 
 
+def require_dumped_inputs(groups: Sequence[DumpedGroup], config: MeasureConfig) -> None:
+    """Raise before the folder is made if the first groups lack the rewards or advantages that the config asks for.
+
+    Without any advantage in the dump, `--estimator dump` would set all to 0, and every group would look dead.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    require_reward_columns(rollouts, config.reward_columns)
+    if config.estimator == "dump" and all(
+        rollout.advantage is None and rollout.advantages is None for rollout in rollouts
+    ):
+        got = f"none at {rollouts[0].location}"
+        remedy = "Leave it out for reward minus the mean of the group, or name an estimator such as rloo."
+        fail("measure --estimator", "dump needs advantages in the dump", got, remedy)
+
+
 def dumped_temperature(dump: Dump) -> float | None:
     """The sampling temperature in the config of a scoregram run folder; None for other dumps."""
     if dump.name != "scoregram":
@@ -394,6 +411,9 @@ def measurable_group(
             bar.note("left out", f"left out: {dumped.location} {refusal}.")
         else:
             kept.append(rollout)
+    if len(group.rollouts) < config.group_size:
+        requirement = f"{len(group.rollouts)} rollouts, fewer than --group-size {config.group_size}"
+        bar.note("short", f"{location}: a group of {requirement}.")
     if len(kept) == 1:
         bar.note("of one", f"{location}: a group of one rollout has nothing to be compared with.")
     return MeasurableGroup(group, kept) if kept else None

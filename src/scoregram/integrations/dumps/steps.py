@@ -175,11 +175,7 @@ class MeasurableGroup:
             ScoregramError: If one of the functions gave no rollout of the group a reward.
         """
         dumped = [rollout.dumped for rollout in self.rollouts]
-        for column in columns:
-            if not any(column in one.rewards for one in dumped):
-                names = listed({name for one in dumped for name in one.rewards}) or "no reward functions"
-                caller = f"measure {dumped[0].location}"
-                fail(caller, f"there must be a reward called {column}", names, "Check the spelling.")
+        require_reward_columns(dumped, columns)
         if columns:
             values = [sum(one.rewards.get(column, math.nan) for column in columns) for one in dumped]
         else:
@@ -347,6 +343,15 @@ class GroupMeasurer:
         inputs = {"lengths": lengths, "outcomes": rewards, "score_energies": gram.diagonal().clamp(min=0)}
         name = _DEFAULT_ESTIMATOR if self.estimator == "auto" else self.estimator
         return estimate(name, rewards[None], **{key: value[None] for key, value in inputs.items()})[0]
+
+
+def require_reward_columns(rollouts: Sequence[DumpedRollout], columns: Sequence[str]) -> None:
+    """Raise if one of these reward functions gave none of the rollouts a reward."""
+    for column in columns:
+        if not any(column in one.rewards for one in rollouts):
+            names = listed({name for one in rollouts for name in one.rewards}) or "no reward functions"
+            caller = f"measure {rollouts[0].location}"
+            fail(caller, f"there must be a reward called {column!r}", names, "Check the spelling.")
 
 
 def dumped_advantage(row: TokenisedRollout) -> float:

@@ -120,7 +120,7 @@ def attach(
         every=every,
         mode=mode,
         estimator=estimator,
-        tolerance=default_tolerance(bool(low_precision)) if tolerance is None else float(tolerance),
+        tolerance=default_tolerance(bool(low_precision)) if tolerance is None else tolerance,
         memory_gb=memory_gb,
         keep_rollouts=keep_rollouts and out is not None,
         keep_sketches=out is not None,

@@ -22,6 +22,9 @@ _SUPPLIED = frozenset({"lengths", "outcomes", "score_energies"})
 def require_trl_estimator(estimator: str | OwnEstimator, group_size: int) -> None:
     """Raise before any work if a trainer cannot supply what the estimator needs."""
     if not isinstance(estimator, str):
+        if not callable(estimator):
+            remedy = "Pass a name of ESTIMATORS, or a function from a Generation to advantages."
+            fail("attach(estimator=…)", "must be a name or a function", repr(estimator), remedy)
         return
     row = lookup(ESTIMATORS, estimator, kind="attach(estimator=…)")
     if row.level != "group" or not set(row.needs) <= _SUPPLIED:

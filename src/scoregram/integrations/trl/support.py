@@ -228,6 +228,9 @@ class Settings:
             fail("attach", "every must be at least 1", self.every, "1 measures every step.")
         if self.mode not in get_args(Mode):
             fail("attach", "mode must be one of loss, scores", repr(self.mode), "Check the spelling.")
+        for name in ("tolerance", "memory_gb"):
+            if isinstance(getattr(self, name), str | bool):
+                fail("attach", f"{name} must be a number", repr(getattr(self, name)), "Leave it out for the default.")
         if not 0 < self.tolerance < math.inf:
             remedy = "Leave it out for 1e-3, or 5e-2 in lower precision than float32."
             fail("attach", "tolerance must be positive and finite", self.tolerance, remedy)

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from scoregram.checks import fail, lookup
-from scoregram.runs import write_atomically
+from scoregram.runs import CONFIG_FILE, disk_errors, require_own_folder, write_atomically
 from scoregram.studies.grpo_rank import PAPER_SIZES
 from scoregram.studies.record import RUNS, SETTING, START
 from scoregram.training import TrainConfig
@@ -239,12 +239,16 @@ def _sized_config(preset: Preset, size: int, *, model: str, device: str) -> Trai
 def write_setting(folder: Path, name: str, preset: Preset, *, seeds: int) -> Mapping[str, Any]:
     """Write the settings of a replication into its folder, unless the folder already holds another replication.
 
+    Settings of which no run has begun, such as those of a command with a misspelt model, are replaced.
+
     Raises:
-        ScoregramError: If the folder holds other settings; only the number of seeds may grow.
+        ScoregramError: If the folder holds runs with other settings, of which only the number of seeds may grow, or
+            holds something that is not a replication.
     """
+    require_own_folder(folder, SETTING, caller="replicate --out")
     path = folder / SETTING
     setting = {"preset": name, **preset.record(), "seeds": seeds}
-    if path.is_file():
+    if path.is_file() and any(folder.glob(f"{RUNS}/*/{CONFIG_FILE}")):
         before = json.loads(path.read_text(encoding="utf-8"))
         other = [key for key in setting if before.get(key) != setting[key] and key != "seeds"]
         if other:
@@ -253,8 +257,9 @@ def write_setting(folder: Path, name: str, preset: Preset, *, seeds: int) -> Map
         if before["seeds"] > seeds:
             there = before["seeds"]
             fail("replicate --seeds", f"{folder} has runs of {there} seeds", seeds, f"Ask for {there} or more.")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, (json.dumps(setting, indent=1) + "\n").encode())
+    with disk_errors(folder, caller="replicate --out"):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, (json.dumps(setting, indent=1) + "\n").encode())
     return setting
 
 
