@@ -96,6 +96,26 @@ def test_a_padding_row_of_the_embedding_receives_nothing(name):
     assert distance(gram.sketch, expected) < 1e-12
 
 
+@pytest.mark.parametrize("copies", [0, 2])
+def test_coefficients_count_and_equal_rollouts_have_equal_sketches(copies):
+    """Coefficients of any size: the engine divides those of each rollout by a power of two of its own."""
+    model, batch = ARCHITECTURES["llama"](), rollouts()
+    chosen = torch.tensor([0, 1, 2, 3, 4, *range(copies)])
+    given = [tensor[chosen] for tensor in batch.arguments]
+    factors = torch.linspace(0.5, 2.0, batch.input_ids.numel(), dtype=torch.float64).view_as(batch.input_ids)
+    coefficients = (factors * torch.tensor([1e-3, 7.0, -1.0, 1.0, 300.0])[:, None])[chosen]
+    trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    whole = torch.cat([dense_map(name, shape, SMALL) for name, shape in trained.items()])
+    with KeepDouble():
+        gram = measure_gram(model, *given, coefficients=coefficients, sketch=SMALL)
+        expected = score_rows(model, *given, coefficients) @ whole
+    assert gram.sketch is not None
+    scored = expected.any(1)  # one rollout has no completion token
+    assert not bool(gram.sketch[~scored].any())
+    for row, reference in zip(gram.sketch[scored], expected[scored], strict=True):
+        assert distance(row, reference) < 1e-12
+
+
 def test_the_training_form_and_adapters_give_the_same_map():
     import peft
 
