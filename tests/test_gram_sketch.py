@@ -140,6 +140,7 @@ class Views(nn.Module):
         self.turned = nn.Parameter(torch.randn(6, 6).t() / 3)
         self.experts = nn.Parameter(torch.randn(2, 6, 6) / 3)
         self.folded = nn.Parameter(torch.randn(6, 2, 3) / 3)
+        self.wrapped = nn.Parameter(torch.randn(12, 6) / 3)
         self.head = nn.Linear(6, 61)
 
     def forward(self, input_ids):  # noqa: D102
@@ -150,6 +151,10 @@ class Views(nn.Module):
         x = x + torch.tanh(nn.functional.linear(x, self.experts[0].mT))
         x = x + torch.tanh(x @ self.experts[1])
         x = x + torch.tanh(nn.functional.linear(x, self.folded.view(6, 6)))
+        # rows of seven elements: a row of the parameter and the first element of the next
+        x = x + torch.tanh(
+            nn.functional.linear(nn.functional.pad(x, (0, 1), value=1.0), self.wrapped.view(6, 12)[:, :7])
+        )
         return self.head(x)
 
 
@@ -167,7 +172,9 @@ def plain_sketch(model: nn.Module, batch) -> Tensor:
 
 
 @pytest.mark.usefixtures("streamed")
-def test_every_view_of_a_parameter_is_found_in_it():
+@pytest.mark.parametrize("chunk", [60, 3000])
+def test_every_view_of_a_parameter_is_found_in_it(chunk, monkeypatch):
+    monkeypatch.setattr(contract, "CHUNK_ELEMENTS", chunk)
     torch.manual_seed(0)
     model, batch = Views().double(), rollouts()
     assert not model.turned.is_contiguous()

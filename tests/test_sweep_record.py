@@ -2,11 +2,11 @@
 
 import json
 import re
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from tests.sweep_record import RESULTS
+from tests.sweep_record import RESULTS, SWEEP, SweepRecorder
 from tests.test_gram_sweep import BUILT, FAST_ROUTE, FUSED_EXPERTS, PAGE, QUICK
 
 CASES = {
@@ -53,3 +53,31 @@ def test_the_record_of_ci_has_the_cases_that_are_slow():
         "lora_on_fused_experts": len(FUSED_EXPERTS),
     }
     assert {setting: rows[setting]["passed"] for setting in slow} == slow
+
+
+def report(test: str, outcome: Literal["passed", "skipped", "failed"], when: Literal["setup", "call"] = "call") -> Any:
+    """What pytest tells a plugin about one part of a test, which took a second."""
+    why = {"passed": None, "skipped": (SWEEP, 1, "Skipped: no checkpointing"), "failed": "a trace\nE  off by 1"}[
+        outcome
+    ]
+    return pytest.TestReport(test, (SWEEP, 1, test), {}, outcome, why, when, duration=1.0)
+
+
+def test_cases_are_counted_by_setting(tmp_path):
+    recorder = SweepRecorder(tmp_path / "sweep.json")
+    recorder.pytest_sessionfinish()
+    assert not recorder.path.exists(), "nothing ran"
+    for name in ("gpt2", "opt"):
+        recorder.pytest_runtest_logreport(report(f"{SWEEP}::test_lora[{name}]", "passed", "setup"))
+        recorder.pytest_runtest_logreport(report(f"{SWEEP}::test_lora[{name}]", "passed"))
+    recorder.pytest_runtest_logreport(report(f"{SWEEP}::test_lora[xlnet]", "skipped"))
+    recorder.pytest_runtest_logreport(report(f"{SWEEP}::test_checkpointing[xlnet]", "failed", "setup"))
+    recorder.pytest_runtest_logreport(report("tests/test_other.py::test_lora[gpt2]", "failed"))
+    recorder.pytest_sessionfinish()
+    record = json.loads(recorder.path.read_text(encoding="utf-8"))
+    assert record["rows"] == [
+        {"setting": "lora", "passed": 2, "skipped": 1, "failed": 0, "seconds": 5.0},
+        {"setting": "checkpointing", "passed": 0, "skipped": 0, "failed": 1, "seconds": 1.0},
+    ]
+    assert record["not_passed"] == {"test_lora[xlnet]": "no checkpointing", "test_checkpointing[xlnet]": "E  off by 1"}
+    assert record["settings"]["packages"]["transformers"]
