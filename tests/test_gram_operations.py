@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from scoregram.gram import Gram, leaves, measure_gram
+from scoregram.gram import Gram, backward_with_gram, leaves
 from scoregram.gram.operations import is_in_place, is_scalar_index, positional_arguments
 from tests.cases import VOCABULARY, rollouts
 
@@ -42,24 +42,34 @@ class Spelled(nn.Module):
         return self.head(self.call(self, self.embedding(input_ids).cumsum(1)))
 
 
-def gram_by_definition(model: Spelled, ids: Tensor, mask: Tensor) -> Tensor:
-    """The Gram from one backward pass per rollout."""
+def scores_by_definition(model: Spelled, ids: Tensor, mask: Tensor) -> Tensor:
+    """Scores `(N, D)` from one backward pass per rollout."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     rows = []
     for row, counted in zip(ids, mask, strict=True):
         chosen = model(row[None]).log_softmax(-1)[0, :-1].gather(1, row[1:, None])[:, 0]
         grads = torch.autograd.grad((chosen * counted[1:]).sum(), trained, materialize_grads=True)
         rows.append(torch.cat([grad.double().flatten() for grad in grads]))
-    return torch.stack(rows) @ torch.stack(rows).T
+    return torch.stack(rows)
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
 
 
 def exact_gram(call: Call, *, bound: float = 1e-12) -> Gram:
-    """The Gram of a model with this call, after a comparison with its definition."""
+    """The Gram of a model with this call, after a comparison of Gram and gradient with their definition.
+
+    The gradient counts too: a term with the wrong sign would not change the Gram.
+    """
     torch.manual_seed(0)
     model, (ids, mask, _) = Spelled(call), rollouts(tokens=4 * EXPERTS).arguments
-    expected = gram_by_definition(model, ids, mask)
-    gram = measure_gram(model, ids, mask)
-    assert float((gram.matrix - expected).norm()) <= bound * float(expected.norm())
+    scores, weights = scores_by_definition(model, ids, mask), torch.linspace(-1, 2, len(ids), dtype=torch.float64)
+    gram = backward_with_gram(model, ids, mask, weights=weights)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+    assert distance(gram.matrix, scores @ scores.T) <= bound
+    assert distance(torch.cat([grad.double().flatten() for grad in grads]), weights @ scores) <= bound
     return gram
 
 
@@ -275,6 +285,7 @@ DERIVED: dict[str, Call] = {
     "a window": lambda m, x: F.pad(x[..., :6] * m.bias.unfold(0, 3, 1)[:, 1], (0, 2)),
     "windows that overlap": lambda m, x: x[..., :6] * m.bias.unfold(0, 4, 2).reshape(-1)[:6] @ m.base[:6],
     "a backward pass that vmap refuses": lambda m, x: x * read_in_backward(m.bias.exp()),
+    "tensors given by keyword": lambda m, x: torch.mul(input=x, other=m.bias),
     "the product with a vector": lambda m, x: x * torch.matmul(x, m.bias).unsqueeze(-1),
 }
 
@@ -285,6 +296,7 @@ def test_what_is_derived_from_a_parameter_gets_copies(kind):
 
 
 OTHER_WEIGHTS: dict[str, Callable[[Any], Tensor]] = {
+    "a function of a weight": lambda m: m.weight.exp(),
     "a difference": lambda m: m.base - m.left @ m.right,
     "torch.sub": lambda m: torch.sub(m.base, m.left @ m.right),
     "a quotient": lambda m: (m.left @ m.right) / 3,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from scoregram.checks import ScoregramError
 from scoregram.gram import DeferredGram, backward_with_gram, measure_gram
+from scoregram.gram.contract import Contractor
 from tests.cases import ARCHITECTURES, KeepDouble, Rollouts, build, rollouts
 from tests.naive import score_rows
 
@@ -219,12 +220,21 @@ class MixedPrecision(LengthScaled):
         return self.head(x / (1 + self.strength * input_ids.shape[1]))
 
 
+def test_the_lowest_precision_among_the_parameters_decides_what_verification_allows(monkeypatch):
+    torch.manual_seed(0)
+    model, grams = MixedPrecision(0.0), Contractor.grams
+    monkeypatch.setattr(Contractor, "grams", lambda *args: 1.01 * grams(*args))
+    measure_gram(model, *rollouts().arguments, verify=True)
+    with pytest.raises(ScoregramError, match=r"must agree with a plain backward pass .* to 0\.0001"):
+        measure_gram(model.float(), *rollouts().arguments, verify=True)
+
+
 def test_the_lowest_precision_among_the_parameters_decides_what_is_rounding():
     torch.manual_seed(0)
-    measure_gram(MixedPrecision(0.0), *rollouts().arguments, verify=True)
-    measure_gram(MixedPrecision(1e-3), *rollouts().arguments)
+    model = MixedPrecision(1e-2)
+    measure_gram(copy.deepcopy(model), *rollouts().arguments)
     with pytest.raises(ScoregramError, match="must not depend on padding"):
-        measure_gram(MixedPrecision(1e-3).float(), *rollouts().arguments)
+        measure_gram(model.float(), *rollouts().arguments)
 
 
 def test_noise_of_autocast_is_not_taken_for_dependence_on_padding():

@@ -316,6 +316,20 @@ def test_a_state_of_torch_that_was_left_behind_is_restored(name):
     assert read() == before
 
 
+def test_weights_that_autocast_has_cast_are_forgotten_after_an_interrupt():
+    """As after Ctrl-C in an autocast block of the model: the next block must see the weights of the optimiser."""
+    layer, x = nn.Linear(3, 3, bias=False), torch.ones(1, 3)
+    with Undo() as undo, undo:
+        undo.keep_torch_state(torch.device("cpu"))
+        torch.autocast("cpu", torch.bfloat16).__enter__()
+        layer(x)
+    with torch.no_grad():
+        layer.weight.mul_(3.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(x)
+    torch.testing.assert_close(found, functional.linear(x.bfloat16(), layer.weight.bfloat16()))
+
+
 def test_what_is_undone_goes_on_after_an_interrupt():
     """The operation that was interrupted runs again, the others follow, and the interrupt is raised at the end."""
     done: list[str] = []
