@@ -21,7 +21,7 @@ class SweepRecorder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.counts: dict[str, Counter[str]] = defaultdict(lambda: Counter(passed=0, skipped=0, failed=0))
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
         self.not_passed: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -108,7 +108,7 @@ def test_coefficients_count_and_equal_rollouts_have_equal_sketches(copies):
     whole = torch.cat([dense_map(name, shape, SMALL) for name, shape in trained.items()])
     with KeepDouble():
         gram = measure_gram(model, *given, coefficients=coefficients, sketch=SMALL)
-        expected = score_rows(model, *given, coefficients) @ whole
+        expected = score_rows(model, *given, coefficients=coefficients) @ whole
     assert gram.sketch is not None
     scored = expected.any(1)  # one rollout has no completion token
     assert not bool(gram.sketch[~scored].any())
