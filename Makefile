@@ -17,8 +17,9 @@ run: $(STAMP)
 test: $(STAMP)
 	$(PYTEST)
 
+# Writes benchmarks/results/sweep-all.json.
 test-all: $(STAMP)
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -p tests.sweep_record --sweep-record sweep-all.json -m "not gpu"
 
 # The newest version of TRL that was tested, then the oldest.
 test-trl: $(STAMP)
@@ -28,8 +29,9 @@ test-trl: $(STAMP)
 	PYTHONPATH=.trl/oldest $(PYTEST) -m "integration or not slow" $(TRL_TESTS)
 
 # The architectures of transformers that `make test` leaves out: all but the 18 of `QUICK`.
+# Writes benchmarks/results/sweep-ci.json.
 test-sweep: $(STAMP)
-	$(PYTEST) -m slow -k "every_axis or is_replayed or fused_experts" tests/test_gram_sweep.py
+	$(PYTEST) -p tests.sweep_record --sweep-record sweep-ci.json -m slow -k "every_axis or is_replayed or fused_experts" tests/test_gram_sweep.py
 
 # The committed results, recomputed from their Grams. Here and below, `make test` runs the tests that are not slow.
 test-results: $(STAMP)

@@ -4,6 +4,19 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
+
+from tests.forked import started
+
+
+def numbers_reached(task: Callable[..., None], folder: Path, *arguments: object) -> tuple[int, int]:
+    """The two numbers that `task(folder, …)` prints behind `reached` at its end, in a process without threads."""
+    process = started(task, folder, *arguments, log=folder / "log")
+    process.join()
+    said = (folder / "log").read_text()
+    assert process.exitcode == 0, said
+    first, second = map(int, said.rpartition("reached")[2].split())
+    return first, second
 
 
 def forked(work: Callable[[], object]) -> int:

@@ -418,6 +418,24 @@ def test_a_model_that_needs_training_mode_says_so_in_evaluation_mode(first):
     torch.testing.assert_close(measure_gram(model.train(), *batch.arguments).matrix, expected)
 
 
+def test_a_model_that_failed_in_both_modes_is_measured_in_evaluation_mode_once_it_runs():
+    class Unready(Called):
+        is_ready = False
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            if not self.is_ready:
+                raise RuntimeError("not ready")
+            return super().forward(input_ids) * (3.0 if self.training else 1.0)
+
+    torch.manual_seed(0)
+    model, batch = Unready("linear by keyword").double().train(), rollouts()
+    with pytest.raises(RuntimeError, match="not ready"):
+        measure_gram(model, *batch.arguments)
+    model.is_ready = True
+    expected = reference(model.eval(), batch).detach()
+    torch.testing.assert_close(measure_gram(model.train(), *batch.arguments).matrix, expected)
+
+
 def test_a_model_that_fails_in_one_pass_alone_is_measured_in_evaluation_mode():
     """A pass that fails under interception does not mean that the model needs training mode."""
 

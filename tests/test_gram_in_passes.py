@@ -2,6 +2,7 @@
 
 import functools
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -9,7 +10,17 @@ import torch
 from torch import nn
 
 from scoregram.checks import ScoregramError
-from scoregram.gram import Gram, PassPlan, Sketch, bytes_of_pass, contract, in_passes, measure_gram, plan_passes
+from scoregram.gram import (
+    Gram,
+    PassPlan,
+    Sketch,
+    bytes_of_pass,
+    contract,
+    free_bytes,
+    in_passes,
+    measure_gram,
+    plan_passes,
+)
 from scoregram.gram.engine import refuse_several_passes
 from scoregram.gram.kept import KeptRows
 from tests.cases import ARCHITECTURES, KeepDouble, Rollouts, build, rollouts
@@ -43,7 +54,7 @@ def measured_at_once(name: str) -> Gram:
         return measure_gram(model_of(name), *rollouts().arguments)
 
 
-def in_several(model: nn.Module, batch: Rollouts, plan: PassPlan | Literal["auto"] = "auto", **settings: Any):
+def in_several(model: nn.Module, batch: Rollouts, plan: PassPlan | Literal["auto"] | None = "auto", **settings: Any):
     with KeepDouble():
         return measure_gram(model, *batch.arguments, plan=plan, **settings)
 
@@ -122,6 +133,18 @@ def test_adapters_keep_only_their_own_gradients(monkeypatch):
     assert kept == [rows.numel()]
 
 
+@pytest.mark.parametrize("plan", [PLANS["kept"], PLANS["pairs"]], ids=["kept", "pairs"])
+def test_kept_padding_stays_in_every_pass(plan):
+    """Positions count the padding, so a pass that drops its columns would measure another model."""
+    model, batch = model_of("gpt2"), rollouts(padding="left")
+    batch.attention_mask[:, 0] = 0  # a column that is padding in every rollout
+    whole = in_several(model, batch, None, keep_padding=True)
+    gram = in_several(model, batch, plan, keep_padding=True)
+    assert float((gram.matrix - whole.matrix).norm() / whole.matrix.norm()) < 1e-12
+    moved = in_several(model, batch, plan)
+    assert float((moved.matrix - whole.matrix).norm() / whole.matrix.norm()) > 1e-3
+
+
 def test_equal_rollouts_run_once_and_coefficients_count():
     model, batch = model_of("llama-tied"), rollouts(3)
     twice = torch.tensor([0, 1, 2, 0, 2])
@@ -131,6 +154,7 @@ def test_equal_rollouts_run_once_and_coefficients_count():
         rows = score_rows(model, *given, coefficients=coefficients, temperature=0.7)
         gram = measure_gram(model, *given, coefficients=coefficients, temperature=0.7, plan=PassPlan(5, 2))
     torch.testing.assert_close(gram.matrix, rows @ rows.T, rtol=1e-10, atol=1e-10)
+    assert gram.notes[-1].startswith("3 rollouts in 2 passes of 2,")
 
 
 def test_a_pass_that_does_not_suffice_is_repeated(monkeypatch):
@@ -240,6 +264,34 @@ def test_the_plan_is_the_cheapest_that_fits():
     assert plan_passes(model, 32, 4, memory_gb=1e-9).bytes == min(
         plan.bytes for plan in plans if plan.per_pass in in_passes.halvings(32)
     )
+
+
+def test_the_estimate_of_a_pass_counts_what_the_pass_holds():
+    model = build("Llama")
+    before = bytes_of_pass(model, 4, 100)
+    assert bytes_of_pass(build("Llama", vocab_size=122), 4, 100) - before > 2 * 4 * 100 * 61 * 8  # logits, twice
+    model.model.embed_tokens.requires_grad_(False)
+    assert before - bytes_of_pass(model, 4, 100) == model.model.embed_tokens.weight.nbytes  # its gradient
+    rows = [bytes_of_pass(model, 4, tokens) for tokens in (100, 200)]
+    model.config._attn_implementation = "eager"  # keeps one number for every two tokens
+    more = [bytes_of_pass(model, 4, tokens) - known for tokens, known in zip((100, 200), rows, strict=True)]
+    assert more[1] == 4 * more[0] > 0
+    eager = bytes_of_pass(model, 4, 200)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert bytes_of_pass(model, 4, 200) < eager
+
+
+def test_processes_share_the_free_memory(monkeypatch):
+    model = build("Llama")
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
+    assert [free_bytes(model), free_bytes(model, 4)] == [1000, 250]
+
+
+@pytest.mark.parametrize(("free", "is_single"), [(1.1, False), (1.3, True)])
+def test_a_plan_leaves_a_fifth_of_the_free_memory(free, is_single, monkeypatch):
+    model = build("Llama")
+    monkeypatch.setattr(in_passes, "free_bytes", lambda _: free * bytes_of_pass(model, 64, 256))
+    assert plan_passes(model, 64, 256).is_single == is_single
 
 
 def test_more_memory_never_means_more_work():

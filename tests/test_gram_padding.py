@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from scoregram.checks import ScoregramError
 from scoregram.gram import DeferredGram, backward_with_gram, measure_gram
+from scoregram.gram.contract import Contractor
 from tests.cases import ARCHITECTURES, KeepDouble, Rollouts, build, rollouts
 from tests.naive import score_rows
 
@@ -197,6 +198,43 @@ def test_a_model_that_depends_on_padding_is_refused_or_found_by_verification():
     measure_gram(model, *batch.arguments)
     with pytest.raises(ScoregramError, match=r"rollout alone .* log-probabilities that differ .* depends on padding"):
         measure_gram(model, *batch.arguments, verify=True)
+
+
+def test_the_check_takes_the_most_padded_rollout_that_has_a_completion():
+    torch.manual_seed(0)
+    ids, completion, attention = rollouts().arguments
+    completion[2] = False  # the most padded one
+    with pytest.raises(ScoregramError, match="when 1 tokens of padding are removed"):
+        measure_gram(LengthScaled(1.0).double(), ids, completion, attention)
+
+
+class MixedPrecision(LengthScaled):
+    """A layer in bfloat16 between others in float32."""
+
+    def __init__(self, strength: float) -> None:
+        super().__init__(strength)
+        self.layer = nn.Linear(8, 8).bfloat16()
+
+    def forward(self, input_ids: Tensor) -> Tensor:  # noqa: D102
+        x = self.layer(self.embedding(input_ids).cumsum(1).to(self.layer.weight.dtype)).float()
+        return self.head(x / (1 + self.strength * input_ids.shape[1]))
+
+
+def test_the_lowest_precision_among_the_parameters_decides_what_verification_allows(monkeypatch):
+    torch.manual_seed(0)
+    model, grams = MixedPrecision(0.0), Contractor.grams
+    monkeypatch.setattr(Contractor, "grams", lambda *args: 1.01 * grams(*args))
+    measure_gram(model, *rollouts().arguments, verify=True)
+    with pytest.raises(ScoregramError, match=r"must agree with a plain backward pass .* to 0\.0001"):
+        measure_gram(model.float(), *rollouts().arguments, verify=True)
+
+
+def test_the_lowest_precision_among_the_parameters_decides_what_is_rounding():
+    torch.manual_seed(0)
+    model = MixedPrecision(1e-2)
+    measure_gram(copy.deepcopy(model), *rollouts().arguments)
+    with pytest.raises(ScoregramError, match="must not depend on padding"):
+        measure_gram(model.float(), *rollouts().arguments)
 
 
 def test_noise_of_autocast_is_not_taken_for_dependence_on_padding():

@@ -1,5 +1,6 @@
 """Single rules of the engine that whole measurements seldom show, each at the smallest place where it decides."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,11 +12,11 @@ from torch.overrides import TorchFunctionMode
 from scoregram.errors import ScoregramError
 from scoregram.gram import DeferredGram, cross_gram, leaves, measure_gram
 from scoregram.gram.axis import Axes, FirstAxis, merged_axes, observed_axes, probe_batch
-from scoregram.gram.batch import make_batch
-from scoregram.gram.collect import under_autocast
+from scoregram.gram.batch import RolloutLayout, make_batch
+from scoregram.gram.collect import Collector, WeightUse, under_autocast
 from scoregram.gram.contract import Contractor
 from scoregram.gram.model import MeasuredModel, has_dropout_rate
-from scoregram.gram.undo import Undo
+from scoregram.gram.undo import Undo, autocast_depth
 from tests.cases import ARCHITECTURES, KeepDouble, build, rollouts
 from tests.naive import score_rows
 
@@ -114,6 +115,17 @@ def test_operands_of_a_product_are_those_of_autocast(bias):
     assert expected.dtype is torch.bfloat16
     assert torch.equal(functional.linear(*operands), expected)
     assert all(torch.equal(a, b) for a, b in zip(under_autocast(x, weight, None)[:2], (x, weight), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_gradient_of_a_bias_is_added_up_in_float32(dtype):
+    """Over 4,000 tokens, a sum in half precision would be off by more than a tenth."""
+    bias, collector = nn.Parameter(torch.zeros(3, dtype=dtype)), Collector(2, 1, None)
+    g = torch.rand(2, 4000, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    WeightUse(RolloutLayout(2, 4000), collector, None, False, (), bias).collect(g, g)
+    rows = collector.state(bias).rows
+    assert rows is not None
+    torch.testing.assert_close(rows.double(), g.double().sum(1), rtol=1e-5, atol=0)
 
 
 def test_a_layer_norm_under_autocast_is_left_to_autocast():
@@ -266,6 +278,73 @@ def test_a_mode_that_was_left_behind_is_gone_before_anything_is_restored():
     assert set(mode.seen) <= {torch._C._set_grad_enabled}  # pyright: ignore[reportAttributeAccessIssue]  # torch's own block
 
 
+TORCH: Any = torch._C
+TORCH_STATE: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+    "grad mode": (torch.is_grad_enabled, lambda: TORCH._set_grad_enabled(False)),
+    "autocast": (lambda: torch.is_autocast_enabled("cpu"), lambda: torch.set_autocast_enabled("cpu", True)),
+    "dtype of autocast": (
+        lambda: torch.get_autocast_dtype("cpu"),
+        lambda: torch.set_autocast_dtype("cpu", torch.float16),
+    ),
+    "cache of autocast": (torch.is_autocast_cache_enabled, lambda: torch.set_autocast_cache_enabled(False)),
+    "autocast blocks": (autocast_depth, torch.autocast_increment_nesting),
+    "oneDNN": (TORCH._get_mkldnn_enabled, lambda: TORCH._set_mkldnn_enabled(False)),
+    "hooks on saved tensors": (
+        lambda: TORCH._autograd._top_saved_tensors_default_hooks(False),
+        lambda: TORCH._autograd._push_saved_tensors_default_hooks(lambda t: t, lambda t: t),
+    ),
+    "vmap": (
+        TORCH._functorch.get_dynamic_layer_stack_depth,
+        lambda: TORCH._functorch._vmap_increment_nesting(2, "error"),
+    ),
+    "torch functions": (
+        TORCH._get_torch_function_state,
+        lambda: TORCH._set_torch_function_state(TORCH._TorchFunctionState.ALL_DISABLED),
+    ),
+}
+"""States of torch: how to read one, and what an interrupt between the ends of torch's own block leaves behind."""
+
+
+@pytest.mark.parametrize("name", TORCH_STATE)
+def test_a_state_of_torch_that_was_left_behind_is_restored(name):
+    read, change = TORCH_STATE[name]
+    before = read()
+    with Undo() as undo, undo:
+        undo.keep_torch_state(torch.device("cpu"))
+        change()
+        assert read() != before
+    assert read() == before
+
+
+def test_weights_that_autocast_has_cast_are_forgotten_after_an_interrupt():
+    """As after Ctrl-C in an autocast block of the model: the next block must see the weights of the optimiser."""
+    layer, x = nn.Linear(3, 3, bias=False), torch.ones(1, 3)
+    with Undo() as undo, undo:
+        undo.keep_torch_state(torch.device("cpu"))
+        torch.autocast("cpu", torch.bfloat16).__enter__()
+        layer(x)
+    with torch.no_grad():
+        layer.weight.mul_(3.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(x)
+    torch.testing.assert_close(found, functional.linear(x.bfloat16(), layer.weight.bfloat16()))
+
+
+def test_what_is_undone_goes_on_after_an_interrupt():
+    """The operation that was interrupted runs again, the others follow, and the interrupt is raised at the end."""
+    done: list[str] = []
+
+    def interrupted_once() -> None:
+        done.append("second")
+        if done.count("second") == 1:
+            raise KeyboardInterrupt
+
+    undo = Undo()
+    with pytest.raises(KeyboardInterrupt), undo:
+        undo.operations += [(done.append, "third"), (interrupted_once,), (done.append, "first")]
+    assert done == ["first", "second", "second", "third"]
+
+
 def test_an_interrupt_behind_an_error_is_raised_as_an_interrupt():
     def fail_while_cleaning_up() -> None:
         try:
@@ -326,16 +405,21 @@ class AlwaysDropping(nn.Module):
         self.project = nn.Linear(8, 24)
         self.head = nn.Linear(8, 61, bias=False)
         self.rate = 0.5
+        self.by_position = False
 
     def forward(self, input_ids: Tensor) -> Any:  # noqa: D102
         q, k, v = self.project(self.embedding(input_ids).cumsum(1)).chunk(3, dim=-1)
-        mixed = functional.scaled_dot_product_attention(q, k, v, dropout_p=self.rate, is_causal=True)
-        return self.head(mixed)
+        attend = functional.scaled_dot_product_attention
+        if self.by_position:
+            return self.head(attend(q, k, v, None, self.rate, True))
+        return self.head(attend(q, k, v, dropout_p=self.rate, is_causal=True))
 
 
-def test_the_dropout_of_attention_is_off():
+@pytest.mark.parametrize("by_position", [True, False])
+def test_the_dropout_of_attention_is_off(by_position):
     torch.manual_seed(0)
     model, (ids, mask, _) = AlwaysDropping().double(), rollouts().arguments
+    model.by_position = by_position
     found = measure_gram(model, ids, mask, verify=True).matrix
     model.rate = 0.0
     assert_gram(found, scores_of(model, ids, mask))

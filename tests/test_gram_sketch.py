@@ -96,6 +96,26 @@ def test_a_padding_row_of_the_embedding_receives_nothing(name):
     assert distance(gram.sketch, expected) < 1e-12
 
 
+@pytest.mark.parametrize("copies", [0, 2])
+def test_coefficients_count_and_equal_rollouts_have_equal_sketches(copies):
+    """Coefficients of any size: the engine divides those of each rollout by a power of two of its own."""
+    model, batch = ARCHITECTURES["llama"](), rollouts()
+    chosen = torch.tensor([0, 1, 2, 3, 4, *range(copies)])
+    given = [tensor[chosen] for tensor in batch.arguments]
+    factors = torch.linspace(0.5, 2.0, batch.input_ids.numel(), dtype=torch.float64).view_as(batch.input_ids)
+    coefficients = (factors * torch.tensor([1e-3, 7.0, -1.0, 1.0, 300.0])[:, None])[chosen]
+    trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    whole = torch.cat([dense_map(name, shape, SMALL) for name, shape in trained.items()])
+    with KeepDouble():
+        gram = measure_gram(model, *given, coefficients=coefficients, sketch=SMALL)
+        expected = score_rows(model, *given, coefficients=coefficients) @ whole
+    assert gram.sketch is not None
+    scored = expected.any(1)  # one rollout has no completion token
+    assert not bool(gram.sketch[~scored].any())
+    for row, reference in zip(gram.sketch[scored], expected[scored], strict=True):
+        assert distance(row, reference) < 1e-12
+
+
 def test_the_training_form_and_adapters_give_the_same_map():
     import peft
 
@@ -120,6 +140,7 @@ class Views(nn.Module):
         self.turned = nn.Parameter(torch.randn(6, 6).t() / 3)
         self.experts = nn.Parameter(torch.randn(2, 6, 6) / 3)
         self.folded = nn.Parameter(torch.randn(6, 2, 3) / 3)
+        self.wrapped = nn.Parameter(torch.randn(12, 6) / 3)
         self.head = nn.Linear(6, 61)
 
     def forward(self, input_ids):  # noqa: D102
@@ -130,6 +151,10 @@ class Views(nn.Module):
         x = x + torch.tanh(nn.functional.linear(x, self.experts[0].mT))
         x = x + torch.tanh(x @ self.experts[1])
         x = x + torch.tanh(nn.functional.linear(x, self.folded.view(6, 6)))
+        # rows of seven elements: a row of the parameter and the first element of the next
+        x = x + torch.tanh(
+            nn.functional.linear(nn.functional.pad(x, (0, 1), value=1.0), self.wrapped.view(6, 12)[:, :7])
+        )
         return self.head(x)
 
 
@@ -147,7 +172,9 @@ def plain_sketch(model: nn.Module, batch) -> Tensor:
 
 
 @pytest.mark.usefixtures("streamed")
-def test_every_view_of_a_parameter_is_found_in_it():
+@pytest.mark.parametrize("chunk", [60, 3000])
+def test_every_view_of_a_parameter_is_found_in_it(chunk, monkeypatch):
+    monkeypatch.setattr(contract, "CHUNK_ELEMENTS", chunk)
     torch.manual_seed(0)
     model, batch = Views().double(), rollouts()
     assert not model.turned.is_contiguous()

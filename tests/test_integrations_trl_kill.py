@@ -12,8 +12,7 @@ pytest.importorskip("trl")
 
 from scoregram.integrations.trl import attach
 from scoregram.runs import Run, open_run
-from tests.forked import started
-from tests.kill_cases import ended_well, forked, kill_at
+from tests.kill_cases import ended_well, forked, kill_at, numbers_reached
 from tests.trl_cases import trainer_for
 
 pytestmark = [
@@ -84,22 +83,12 @@ def kill_trainings(work: Path, operations: Iterable[int]) -> None:
     print("reached", kills, operation)
 
 
-def killed(folder: Path, operations: Iterable[int]) -> tuple[int, int]:
-    """Kills, and the last operation tried, as the process that forks and kills reports them."""
-    process = started(kill_trainings, folder, operations, log=folder / "log")
-    process.join()
-    said = (folder / "log").read_text()
-    assert process.exitcode == 0, said
-    kills, last = map(int, said.rpartition("reached")[2].split())
-    return kills, last
-
-
 def test_a_training_killed_at_some_operations_goes_on_to_the_same_numbers(tmp_path):
-    kills, _ = killed(tmp_path, (12, 40))
+    kills, _ = numbers_reached(kill_trainings, tmp_path, (12, 40))
     assert kills == 2
 
 
 @pytest.mark.slow
 def test_a_training_killed_at_every_third_operation_goes_on_to_the_same_numbers(tmp_path):
-    kills, last = killed(tmp_path, range(1, 10_000, 3))
+    kills, last = numbers_reached(kill_trainings, tmp_path, range(1, 10_000, 3))
     assert 3 * kills == last - 1 and kills > 20

@@ -15,8 +15,7 @@ from scoregram.integrations.dumps.config import MeasureConfig
 from scoregram.integrations.dumps.measure import measure
 from scoregram.runs import Run, open_run
 from tests.dump_cases import ROLLOUTS, lines, plain_record
-from tests.forked import started
-from tests.kill_cases import ended_well, forked, kill_at
+from tests.kill_cases import ended_well, forked, kill_at, numbers_reached
 from tests.training_cases import save_policy
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -63,7 +62,7 @@ def require_readable(out: Path, whole: Run) -> None:
         ]
 
 
-def kill_measures(model: Path, dump: Path, work: Path, operations: Iterable[int]) -> None:
+def kill_measures(work: Path, model: Path, dump: Path, operations: Iterable[int]) -> None:
     """Kill a measurement at each operation, then complete it; print the kills and the last operation tried."""
     torch.set_num_threads(1)
     assert ended_well(forked(lambda: measured(model, dump, work / "whole")))
@@ -89,12 +88,7 @@ def killed(folder: Path, operations: Iterable[int]) -> tuple[int, int]:
         for i, one in enumerate(ROLLOUTS)
     ]
     dump, model = lines(folder / "dump.jsonl", records), save_policy(folder / "model")
-    process = started(kill_measures, model, dump, folder, operations, log=folder / "log")
-    process.join()
-    said = (folder / "log").read_text()
-    assert process.exitcode == 0, said
-    kills, last = map(int, said.rpartition("reached")[2].split())
-    return kills, last
+    return numbers_reached(kill_measures, folder, model, dump, operations)
 
 
 def test_a_measurement_killed_at_some_operations_is_completed(tmp_path):

@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import time
+from functools import partial
 from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -18,7 +19,7 @@ import pytest
 
 from scoregram.runs import open_run
 from tests.forked import started
-from tests.kill_cases import ended_well, forked, kill_at
+from tests.kill_cases import ended_well, forked, kill_at, numbers_reached
 from tests.run_cases import create, resume, tree, write_step
 
 KEEP = {"keep_checkpoints": 1}
@@ -104,7 +105,7 @@ def kill_at_random_moments(work: Path, whole: dict, kills: int, steps: int) -> i
     return finished
 
 
-def kill_and_report(work: Path, stride: int, second_kill: bool, kills: int) -> None:
+def kill_writers(work: Path, *, stride: int, second_kill: bool, kills: int) -> None:
     """Both kinds of kills, in a process of their own; print the operations reached and the runs finished."""
     run_writer(work / "whole", STEPS)
     operations = kill_at_operations(work, tree(work / "whole"), stride, second_kill)
@@ -113,24 +114,14 @@ def kill_and_report(work: Path, stride: int, second_kill: bool, kills: int) -> N
     print("reached", operations, finished)
 
 
-def kill_writers(folder: Path, *, stride: int, second_kill: bool, kills: int) -> tuple[int, int]:
-    """Operations reached and runs finished, as the process that forks and kills reports them at its end."""
-    process = started(kill_and_report, folder, stride, second_kill, kills, log=folder / "log")
-    process.join()
-    said = (folder / "log").read_text()
-    assert process.exitcode == 0, said
-    operations, finished = map(int, said.rpartition("reached")[2].split())
-    return operations, finished
-
-
 def test_killed_at_every_third_operation_and_at_random_moments(tmp_path):
-    operations, _ = kill_writers(tmp_path, stride=3, second_kill=False, kills=20)
+    operations, _ = numbers_reached(partial(kill_writers, stride=3, second_kill=False, kills=20), tmp_path)
     assert operations == 127  # 42 kills at operations, then 20 that hit: docs/trust.md has both numbers
 
 
 @pytest.mark.slow
 def test_killed_again_and_again(tmp_path):
-    operations, _ = kill_writers(tmp_path, stride=1, second_kill=True, kills=300)
+    operations, _ = numbers_reached(partial(kill_writers, stride=1, second_kill=True, kills=300), tmp_path)
     assert operations > 100
 
 

@@ -17,11 +17,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
-import torch
 
 from scoregram.gram import measure_gram
 from scoregram.policy import Policy, PolicyConfig, load_policy
-from scoregram.rollouts import Rollouts
+from scoregram.studies.remeasurement import rollouts_of_prompt
 from scoregram.tasks import Task, load_task
 
 HERE = Path(__file__).parent
@@ -32,22 +31,6 @@ def prompt_hash(tokens: Sequence[int]) -> str:
     return hashlib.sha256(np.asarray(tokens, dtype="<i4").tobytes()).hexdigest()
 
 
-def group_rollouts(prompt: Sequence[int], completions: Sequence[Sequence[int]], pad_id: int) -> Rollouts:
-    """The rollouts of a group, padded on the right."""
-    rows = [torch.tensor([*prompt, *completion]) for completion in completions]
-    lengths = torch.tensor([len(row) for row in rows])
-    places = torch.arange(int(lengths.max()))
-    attention = places[None] < lengths[:, None]
-    return Rollouts(
-        input_ids=torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id),
-        attention_mask=attention,
-        completion_mask=attention & (places[None] >= len(prompt)),
-        prompt_lengths=torch.full((len(rows),), len(prompt)),
-        group_ids=torch.zeros(len(rows), dtype=torch.int64),
-        rewards=torch.zeros(len(rows)),
-    )
-
-
 def difference(policy: Policy, task: Task, group: dict[str, Any], temperature: float) -> float:
     """`|K' - K|_F / |K|_F` of one stored group."""
     prompt = policy.encode_prompt(task.prompt(task.train[group["prompt_index"]]))
@@ -56,7 +39,7 @@ def difference(policy: Policy, task: Task, group: dict[str, Any], temperature: f
             f"prompt {group['prompt_index']} has other tokens than the stored one: other data or tokenizer"
         )
     device = next(policy.model.parameters()).device
-    rollouts = group_rollouts(prompt, group["completion_tokens"], policy.pad_id).to(device)
+    rollouts = rollouts_of_prompt(prompt, group["completion_tokens"], policy.pad_id).to(device)
     found = measure_gram(policy.model, rollouts, temperature=temperature).matrix.double().numpy()
     stored = np.array(group["k"], dtype=float).reshape(found.shape)
     return float(np.linalg.norm(found - stored) / np.linalg.norm(stored))

@@ -304,8 +304,10 @@ class Interceptor(DropoutOff):
             set_mark(expanded, ACTIVATION)
             args = (expanded, *args[1:])
         tensors = list(tensors_in(args, kwargs))
-        if func is Tensor.__getitem__ and is_scalar_index(args[1]) and self.is_parameter_side(args[0]):
-            tensors = [args[0]]  # the choice of an expert is discrete; the expert's weights stay on the parameter side
+        is_choice = func is Tensor.__getitem__ and is_scalar_index(args[1])
+        if (is_choice or func is Tensor.type_as) and self.is_parameter_side(args[0]):
+            # The choice of an expert is discrete, and `type_as` reads a dtype: the result stays on the parameter side.
+            tensors = [args[0]]
         parameters, meets = [], False
         for tensor in tensors:
             if self.is_parameter_side(tensor):

@@ -91,7 +91,10 @@ def _difference(policy: Policy, task: Task, config: TrainConfig, group: GroupRec
     prompt = policy.encode_prompt(task.prompt(problems[0])) if problems else []
     if token_hash(prompt) != group.prompt_sha256:
         return 0.0, "the task has another prompt of this name"
-    rollouts = _rollouts(prompt, group, policy.pad_id).to(next(policy.model.parameters()).device)
+    assert group.completion_ids is not None
+    completions = [part.tolist() for part in group.completion_ids.split(group.lengths.tolist())]
+    rollouts = replace(rollouts_of_prompt(prompt, completions, policy.pad_id), rewards=group.rewards)
+    rollouts = rollouts.to(next(policy.model.parameters()).device)
     step = probe_step(policy, rollouts, number=0, kind=FIXED_PROBE, temperature=config.temperature, blocks=None)
     assert step.gram is not None and group.gram is not None
     off = float(torch.linalg.norm(step.gram.matrix - group.gram) / torch.linalg.norm(group.gram))
@@ -99,11 +102,9 @@ def _difference(policy: Policy, task: Task, config: TrainConfig, group: GroupRec
     return off, "" if off <= limit else f"its Gram differs by {off:.1e} of |K|, more than rounding ({limit:g})"
 
 
-def _rollouts(prompt: Sequence[int], group: GroupRecord, pad_id: int) -> Rollouts:
-    """The rollouts of a group, padded on the right."""
-    assert group.completion_ids is not None
-    parts = group.completion_ids.long().split(group.lengths.tolist())
-    rows = [torch.cat([torch.tensor(prompt, dtype=torch.int64), part]) for part in parts]
+def rollouts_of_prompt(prompt: Sequence[int], completions: Sequence[Sequence[int]], pad_id: int) -> Rollouts:
+    """Rollouts without rewards from the token ids of a prompt and of its completions, padded on the right."""
+    rows = [torch.tensor([*prompt, *completion]) for completion in completions]
     lengths = torch.tensor([len(row) for row in rows])
     places = torch.arange(int(lengths.max()))
     attention = places[None] < lengths[:, None]
@@ -113,5 +114,4 @@ def _rollouts(prompt: Sequence[int], group: GroupRecord, pad_id: int) -> Rollout
         completion_mask=attention & (places[None] >= len(prompt)),
         prompt_lengths=torch.full((len(rows),), len(prompt)),
         group_ids=torch.zeros(len(rows), dtype=torch.int64),
-        rewards=group.rewards,
     )
