@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Collection
+from itertools import count
 from typing import Any
 
 import pytest
@@ -289,6 +290,57 @@ def test_interrupts_while_the_model_is_changed_or_put_back(within):
 
 def test_a_second_interrupt_while_the_first_is_handled():
     interrupts(peculiar, measured, ENGINE, 10, also=lambda k: k + 1 + k % 7)
+
+
+class InterruptedOnce(Peculiar):
+    """Ctrl-C in one of its passes, which the end of a block of torch turns into another error."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.passes = count()  # a measurement restores attributes, but not what an iterator has given
+        self.at = at
+
+    def forward(self, input_ids: Tensor) -> Tensor:  # noqa: D102
+        if next(self.passes) == self.at:
+            try:
+                raise Interrupt
+            finally:
+                raise RuntimeError("trying to pop from empty mode stack")
+        return super().forward(input_ids)
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_an_interrupt_that_became_an_error_does_not_say_what_the_model_needs(call):
+    """Else the model would be taken for one that fails in evaluation mode, and measured in training mode ever after."""
+    whole = InterruptedOnce(-1)
+    call(whole)
+    expected, passes = by_definition(peculiar()), next(whole.passes)
+    assert passes > 3
+    for at in range(passes):
+        model = InterruptedOnce(at)
+        with pytest.raises(Interrupt):
+            call(model)
+        torch.testing.assert_close(measure_gram(model, *BATCH.arguments, verify=True).matrix, expected)
+
+
+class FailsInEvaluation(Peculiar):
+    """A model that needs training mode."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:  # noqa: D102
+        if not self.training:
+            raise RuntimeError("evaluation mode is not implemented")
+        return super().forward(input_ids)
+
+
+def test_an_interrupt_that_the_caller_handles_is_not_raised_again():
+    try:
+        raise Interrupt
+    except Interrupt:
+        measure_gram(FailsInEvaluation(), *BATCH.arguments, keep_padding=True)
+
+
+def test_interrupts_at_every_line_of_contextlib():
+    interrupts(peculiar, measured, "contextlib.py", None)
 
 
 @pytest.mark.slow

@@ -146,6 +146,7 @@ class Measurement:
         except (ScoregramError, torch.OutOfMemoryError):
             raise
         except Exception as error:
+            self.measured.undo.raise_interrupt_behind(error)
             self.failure = self.failure or error
             return None
         return None if self.current.missed_something() else log_probs
@@ -157,6 +158,7 @@ class Measurement:
         except (ScoregramError, torch.OutOfMemoryError):
             raise
         except Exception as error:
+            self.measured.undo.raise_interrupt_behind(error)
             self.failure = self.failure or error
             self.wide_failure = self.wide_failure or error
             return None
@@ -173,6 +175,7 @@ class Measurement:
                 log_probs = batch_log_probs(logits_of(self.measured.model, plain.batch), plain.batch)
             replayed = plain.replay(parameters)
         except Exception as error:
+            self.measured.undo.raise_interrupt_behind(error)
             self.failure = self.failure or error
             return None
         if (error := self.wide_failure) is not None:
@@ -241,6 +244,7 @@ class Measurement:
             except (ScoregramError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
+                self.measured.undo.raise_interrupt_behind(error)
                 self.failure = self.failure or error
         return None
 
@@ -252,6 +256,7 @@ class Measurement:
         except (ScoregramError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # in evaluation mode; the forward pass above did not show it
+            self.measured.undo.raise_interrupt_behind(error)
             self.failure = self.failure or error
             if not self.may_need_training():
                 raise

@@ -97,7 +97,8 @@ class Pass:
         """Logits, and the captured head; all logits if the model fails with those of the first position."""
         try:
             return logits_of(self.measured.model, self.batch), self.interceptor.captured
-        except Exception:
+        except Exception as error:
+            self.measured.undo.raise_interrupt_behind(error)
             if not self.interceptor.captures:
                 raise
             self.measured.survey.shards.reset_pass()

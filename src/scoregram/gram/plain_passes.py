@@ -262,7 +262,8 @@ def log_probs_or_none(measured: MeasuredModel, batch: Batch) -> Tensor | None:
     try:
         with DropoutOff(), torch.no_grad():
             log_probs = batch_log_probs(logits_of(measured.model, batch), batch)
-    except Exception:
+    except Exception as error:
+        measured.undo.raise_interrupt_behind(error)
         return None
     return log_probs[:, batch.completion_mask[0]]
 

@@ -1,5 +1,6 @@
 """Undo every change that a measurement makes to a model, also after Ctrl-C."""
 
+import sys
 import traceback
 from collections import deque
 from collections.abc import Sequence
@@ -33,6 +34,8 @@ class Undo:
     def __init__(self) -> None:
         self.operations: list[tuple[Any, ...]] = []
         """Functions and their arguments; the last one is called first."""
+        self.handled = sys.exception()
+        """What the caller is handling: an interrupt in it is an old one."""
 
     def __enter__(self) -> "Undo":
         return self
@@ -46,17 +49,32 @@ class Undo:
                 raise
             except BaseException as another:  # no call here: after a call, Python raises the next interrupt
                 interrupt = another
-        interrupt = interrupt or interrupt_behind(error)
+        interrupt = interrupt or self.interrupt_behind(error)
         if interrupt is not None and interrupt is not error:
             raise interrupt
 
     def run(self, error: BaseException | None) -> None:
         """Call the operations, the last one first, and remove each from the list when it has returned."""
-        clear_frames(interrupt_behind(error))
+        clear_frames(self.interrupt_behind(error))
         while self.operations:
             function, *arguments = self.operations[-1]
             function(*arguments)
             self.operations.pop()
+
+    def interrupt_behind(self, error: BaseException | None) -> BaseException | None:
+        """The interrupt in an error's chain of `__context__`, which starts with the error; None if there is none."""
+        while isinstance(error, Exception) and error is not self.handled:
+            error = error.__context__
+        return None if error is self.handled else error
+
+    def raise_interrupt_behind(self, error: Exception) -> None:
+        """Raise the interrupt that an error hides: Ctrl-C at the end of a block of torch may become a `RuntimeError`.
+
+        Call it where an error means that the model cannot be measured in one way, before another way is tried.
+        """
+        interrupt = self.interrupt_behind(error)
+        if interrupt is not None:
+            raise interrupt
 
     def set_attribute(self, owner: Any, name: str, value: object) -> None:
         """Set an attribute of an object until the end of the block; then restore or remove it."""
@@ -112,13 +130,6 @@ class Undo:
             (pop_function_modes, _TORCH._len_torch_function_stack()),
             (_TORCH._set_torch_function_state, _TORCH._get_torch_function_state()),
         ]
-
-
-def interrupt_behind(error: BaseException | None) -> BaseException | None:
-    """The interrupt in an error's chain of `__context__`, which starts with the error; None if there is none."""
-    while isinstance(error, Exception):
-        error = error.__context__
-    return error
 
 
 def clear_frames(error: BaseException | None) -> None:
