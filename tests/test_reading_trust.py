@@ -97,8 +97,8 @@ def test_a_run_whose_checks_passed_says_how_well(tmp_path):
     (sentence, few) = run.trust.sentences()
     assert sentence == "Self-check passed at 6 of 6 measured steps, worst relative error 4e-07."
     assert few == (
-        "Gradients were measured at 6 steps. Conclusions on noise come from the last third of them, "
-        "here 2, and need 5, so 13 in all. Rewards and lengths come from every logged step."
+        "Gradients were measured at 6 steps; conclusions on noise need 13, of which the last 5 are pooled. "
+        "Rewards and lengths come from every logged step."
     )
     page = write_report(tmp_path / "run").read_text()
     assert page.index(sentence) < page.index("Contents")

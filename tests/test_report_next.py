@@ -58,8 +58,11 @@ def test_a_solved_task_is_told_to_stop_and_what_more_could_be_gained():
     size, harder = a_finding("group size"), a_finding(PROMPTS, direction="harder", value=None)
     solved, learns = (learning((0.3, 0.9, last)) for last in (0.96, 0.94))
     found = next_step(run_of(), solved, diagnosis(size, harder))
-    assert found.sentence == "Stop here: the task is nearly solved. To go on learning, take harder problems."
-    assert found.label == "To go on"
+    assert found.sentence == (
+        "Stop here: the task is nearly solved. To learn more, train a new run on harder problems, "
+        "with 5 terms in place of 4."
+    )
+    assert found.label == "For a new run"
     assert found.setting == "--task arithmetic:5 (now arithmetic:4)"
     assert found.why == "More steps on this task can add at most 0.04 to the test accuracy of 0.96. It is 0.1."
     assert found.effect.startswith("It cannot be said: no harder problem was sampled.")
@@ -114,10 +117,10 @@ def test_a_run_too_short_to_judge_is_told_how_long_it_must_be(tmp_path):
     run = dataclasses.replace(evaluated_run(tmp_path / "run", (0.2, 0.22), (0.3, 0.3), 1000), config=OWN)
     found = next_step(run, learning((0.2, 0.22), state="watch"), diagnosis(a_finding("group size")))
     assert found.is_longer and found.steps_in_all == 2100 and found.setting == "--steps 2100 (now 60)"
-    again = "start again, for 2100 steps (2.1 times this run)"
+    again = "start again from the beginning, for 2100 steps (2.1 times this run)"
     assert found.sentence == f"Only train longer: {again}. 1000 steps cannot tell."
-    assert found.effect.startswith("Greedy accuracy 0.300 → 0.342, if")
-    assert "by 0.020 in 1000 steps, so by 0.042 in 2100." in found.effect  # 0.02 in 1,000 steps, 2,100 steps
+    assert found.effect.startswith("A greedy accuracy of 0.342 if")
+    assert "(0.020 in 1000 steps, 0.042 in 2100), or still 0.300 if" in found.effect  # 0.02 in 1,000 steps, 2,100 steps
     critical = diagnosis(a_finding("group size", severity="critical"))
     assert next_step(run, learning((0.2, 0.22)), critical).finding == "group size"
 

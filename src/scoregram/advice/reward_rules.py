@@ -339,7 +339,7 @@ def _no_reward_at_the_limit(log: RunLog) -> str:
     limit = stored_setting(log.config, "max_new_tokens", "max_completion_length") or "LIMIT"
     line = f"return [0.0 if len(ids) >= {limit} else reward for ids, reward in zip(completion_ids, rewards)]"
     told = "Give 0 to what the limit cut off: add the keyword `completion_ids` and end with "
-    return f"{told}`{line}`, with `rewards` as it gives them now."
+    return f"{told}`{line}`, with `rewards` as it gives them now and the limit as it will be."
 
 
 def _length_times(log: RunLog, factor: float) -> int | None:
@@ -428,7 +428,8 @@ def _truncation_change(log: RunLog, is_most: bool) -> Change:
             f"answers. {_groups_that_end(log)}If most completions are still cut off then, allow longer ones"
             f"{_twice(log)}.",
             steps=(
-                "Read some truncated rollouts. If they hold right answers, nothing needs repair: see “otherwise”.",
+                "Read some truncated rollouts. If they hold right answers, nothing needs repair: see “otherwise” below. "
+                "If a wrong one has a high reward, the function pays for something else: change that as well.",
                 *reward_steps(log.config, _no_reward_at_the_limit(log)),
             ),
             others=others,

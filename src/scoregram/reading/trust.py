@@ -106,8 +106,10 @@ class Trust:
             said.append(("good", "Exact: all token ids are the sampled ones."))
         if self.has_few_steps:
             steps = "step" if self.measured == 1 else "steps"
-            told = f"Gradients were measured at {self.measured} {steps}. Conclusions on noise come from the last third "
-            told += f"of them, here {self.last_measured}, and need {FEWEST}, so {3 * FEWEST - 2} in all. "
+            told = (
+                f"Gradients were measured at {self.measured} {steps}; conclusions on noise need {3 * FEWEST - 2}, of "
+            )
+            told += f"which the last {FEWEST} are pooled. "
             said.append(("watch", told + "Rewards and lengths come from every logged step."))
         return said + [("watch", remark) for remark in self.remarks.values()]
 

@@ -48,6 +48,10 @@ SUBJECTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Indicator → the rules of `advise` about the same thing."""
+COUNTED: Mapping[str, str] = MappingProxyType(
+    {"arithmetic": "terms", "arithmetic-compositions": "terms", "calculator": "terms", "stopping": "turns"}
+)
+"""Task → what the number in its name counts."""
 UNCHANGED = ("out", "resume", "overwrite", "trust_remote_code")
 """Options of `scoregram train` that a command for the next run does not repeat."""
 LEAST_STATES: Mapping[str, IndicatorState] = MappingProxyType({"critical": "act", "warning": "watch"})
@@ -171,7 +175,7 @@ def learning_answer(run: RunReading, tiles: Sequence[Indicator]) -> str:
     learning, cut, greedy = tiles[0], tiles[3], accuracy_gain(run)
     rises = learning.state in ("good", "watch") and learning.change.low > 0
     if rises and cut.state == "act":
-        untested = "" if learning.headline.startswith("test") else ", and nothing was tested"
+        untested = "" if learning.headline.startswith("test") else ", and no test problem was evaluated"
         return (
             f"Not shown: {learning.headline}, but {cut.headline}{untested}. Read some rollouts before you believe it."
         )
@@ -261,14 +265,26 @@ def _stop(learning: Indicator, harder: RunFinding | None) -> NextStep:
     if harder is None or harder.change is None or harder.change.direction != HARDER:
         return NextStep(sentence=told, why=why)
     return NextStep(
-        sentence=f"{told} To go on learning, take harder problems.",
+        sentence=f"{told} To learn more, train a new run on harder problems{more_of_it(harder.change.setting)}.",
         setting=harder.change.setting,
-        label="To go on",
+        label="For a new run",
         steps=harder.change.steps,
-        effect="It cannot be said: no harder problem was sampled. Good problems are those of which about half of the "
-        "rollouts are right. If many more are, take harder ones again.",
+        effect="It cannot be said: no harder problem was sampled. They suit if about half of the rollouts are right. If "
+        "many more are, take harder ones again; if hardly any is, go back.",
         why=f"{why} {first_sentence(harder.sentence)}",
     )
+
+
+def more_of_it(setting: str) -> str:
+    """What the number of a task counts, as `, with 5 terms in place of 4`; empty for other settings.
+
+    Example:
+        >>> more_of_it("--task arithmetic:5 (now arithmetic:4)")
+        ', with 5 terms in place of 4'
+    """
+    found = re.fullmatch(r"--task ([\w-]+):(\d+) \(now \1:(\d+)\)", setting)
+    unit = COUNTED.get(found[1]) if found else None
+    return f", with {found[2]} {unit} in place of {found[3]}" if found and unit else ""
 
 
 def _keep_going(run: RunReading, learning: Indicator, advice: Diagnosis) -> NextStep:
@@ -319,21 +335,19 @@ def longer_run(run: RunReading, advice: Diagnosis) -> NextStep | None:
     problems = f"{greedy.problems:,} test problems" if greedy.problems else "the test problems"
     steps, rise, change = run.steps[-1], sampled.change.value, greedy.change
     gain = rise * wanted / steps
-    effect = f"Greedy accuracy {_arrow(greedy.before.value, greedy.before.value + gain)}, if it rises as fast as the "
-    effect += (
-        f"sampled reward: by {rise:.3f} in {steps} steps, so by {gain:.3f} in {wanted}. That would show: {problems} "
-    )
-    effect += f"leave ± {(change.high - change.low) / 2:.3f} open. If it stays where it is, the run does not learn."
+    effect = f"A greedy accuracy of {greedy.before.value + gain:.3f} if it follows the sampled reward ({rise:.3f} in "
+    effect += f"{steps} steps, {gain:.3f} in {wanted}), or still {greedy.before.value:.3f} if the policy only becomes "
+    effect += f"less random; {problems} tell them apart (± {(change.high - change.low) / 2:.3f})."
     setting = steps_setting(run, wanted)
-    again = f"start again, for {wanted} steps ({wanted / steps:.2g} times this run)"
+    again = f"start again from the beginning, for {wanted} steps ({wanted / steps:.2g} times this run)"
     how = again if setting.startswith("--") else f"keep going, to {wanted} steps in all"
     return NextStep(
         sentence=f"Only train longer: {how}. {steps} steps cannot tell.",
         setting=setting,
         effect=effect,
-        why=f"The greedy accuracy changed by {change.value:.3f} [{change.low:.3f}, {change.high:.3f}] so far. The "
-        f"interval includes 0, and the {rise:.3f} of the sampled reward. Length comes first because it changes nothing "
-        "else; the changes below are for a run that does not learn.",
+        why=f"The greedy accuracy changed by {change.value:.3f} [{change.low:.3f}, {change.high:.3f}] so far, which fits "
+        f"both 0 and the {rise:.3f} of the sampled reward. Change something else at the same time, and you cannot say "
+        "which of the two did it.",
         steps_in_all=wanted,
         is_longer=True,
     )
