@@ -428,8 +428,8 @@ def _truncation_change(log: RunLog, is_most: bool) -> Change:
             f"answers. {_groups_that_end(log)}If most completions are still cut off then, allow longer ones"
             f"{_twice(log)}.",
             steps=(
-                "Read some truncated rollouts. If they hold right answers, nothing needs repair: see “otherwise” below. "
-                "If a wrong one has a high reward, the function pays for something else: change that as well.",
+                "Read some truncated rollouts. If they hold right answers, nothing needs repair: see “otherwise” "
+                "below. If a wrong one has a high reward, the function pays for something else: change that as well.",
                 *reward_steps(log.config, _no_reward_at_the_limit(log)),
             ),
             others=others,

@@ -108,10 +108,8 @@ def learning_indicator(run: RunReading) -> Indicator:
     if third < FEWEST_IN_A_THIRD:
         gain = Gain(Estimate(known[0]), Estimate(known[-1]), line_change(known))
         sentence = f"Change {known[-1] - known[0]:.2f}, last minus first of {len(known)} logged values of the training "
-        sentence += (
-            f"reward. A straight line through all of them rises by {cell_text(gain.change)}; no test problem was "
-        )
-        sentence += "evaluated."
+        sentence += f"reward. A straight line through all of them rises by {cell_text(gain.change)}; "
+        sentence += "no test problem was evaluated."
         return replace(_learning("training reward", gain, "", curve), sentence=sentence)
     before, after = t_mean(known[:third]), t_mean(known[-third:])
     sentence = "On training prompts, first and last third of the steps; no test problem was evaluated."

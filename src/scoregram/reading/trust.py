@@ -106,10 +106,8 @@ class Trust:
             said.append(("good", "Exact: all token ids are the sampled ones."))
         if self.has_few_steps:
             steps = "step" if self.measured == 1 else "steps"
-            told = (
-                f"Gradients were measured at {self.measured} {steps}; conclusions on noise need {3 * FEWEST - 2}, of "
-            )
-            told += f"which the last {FEWEST} are pooled. "
+            told = f"Gradients were measured at {self.measured} {steps}; conclusions on noise need "
+            told += f"{3 * FEWEST - 2}, of which the last {FEWEST} are pooled. "
             said.append(("watch", told + "Rewards and lengths come from every logged step."))
         return said + [("watch", remark) for remark in self.remarks.values()]
 

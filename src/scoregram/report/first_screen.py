@@ -269,8 +269,8 @@ def _stop(learning: Indicator, harder: RunFinding | None) -> NextStep:
         setting=harder.change.setting,
         label="For a new run",
         steps=harder.change.steps,
-        effect="It cannot be said: no harder problem was sampled. They suit if about half of the rollouts are right. If "
-        "many more are, take harder ones again; if hardly any is, go back.",
+        effect="It cannot be said: no harder problem was sampled. They suit if about half of the rollouts are right. "
+        "If many more are, take harder ones again; if hardly any is, go back.",
         why=f"{why} {first_sentence(harder.sentence)}",
     )
 
@@ -345,9 +345,9 @@ def longer_run(run: RunReading, advice: Diagnosis) -> NextStep | None:
         sentence=f"Only train longer: {how}. {steps} steps cannot tell.",
         setting=setting,
         effect=effect,
-        why=f"The greedy accuracy changed by {change.value:.3f} [{change.low:.3f}, {change.high:.3f}] so far, which fits "
-        f"both 0 and the {rise:.3f} of the sampled reward. Change something else at the same time, and you cannot say "
-        "which of the two did it.",
+        why=f"The greedy accuracy changed by {change.value:.3f} [{change.low:.3f}, {change.high:.3f}] so far, which "
+        f"fits both 0 and the {rise:.3f} of the sampled reward. Change something else at the same time, and you cannot "
+        "say which of the two did it.",
         steps_in_all=wanted,
         is_longer=True,
     )
