@@ -132,13 +132,14 @@ def test_a_reward_function_is_code_and_its_repair_a_list_of_steps():
     assert "--reward my_rewards:reward" in reward_steps({"method": "grpo"})[-1]
     assert "--reward mine:right" in reward_steps({"method": "grpo", "reward": "mine:right"})[-1]
     assert not any("--" in step for step in reward_steps({}))
+    assert reward_steps(TRL, also="`x=2` (now 1)")[-1].endswith("with `x=2` (now 1), and nothing else changed.")
 
 
 def test_the_line_against_paid_truncation_is_python():
     log = run_log("x", [{"step": 1}], TRL)
     code = _no_reward_at_the_limit(log).split("`")[3].removeprefix("return ")
-    given = {"completion_ids": [[5] * 32, [5] * 31, [5] * 33], "rewards": [1.0, 0.5, 0.25]}
-    assert eval(code, given) == [0.0, 0.5, 0.0]  # the limit of the run is 32 tokens
+    given = {"completion_ids": [[5] * 64, [5] * 63, [5] * 65], "rewards": [1.0, 0.5, 0.25]}
+    assert eval(code, given) == [0.0, 0.5, 0.0]  # the limit of the run is 32 tokens, that of the next one 64
 
 
 def test_harder_and_easier_problems_are_a_number_where_the_task_has_one():

@@ -60,7 +60,7 @@ def test_a_solved_task_is_told_to_stop_and_what_more_could_be_gained():
     found = next_step(run_of(), solved, diagnosis(size, harder))
     assert found.sentence == (
         "Stop here: the task is nearly solved. To learn more, train a new run on harder problems, "
-        "with 5 terms in place of 4."
+        "with 5 terms in place of 4, from the model that this one started with."
     )
     assert found.label == "For a new run"
     assert found.setting == "--task arithmetic:5 (now arithmetic:4)"

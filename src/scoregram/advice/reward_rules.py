@@ -335,11 +335,12 @@ def _length_penalty(log: RunLog) -> str:
 
 
 def _no_reward_at_the_limit(log: RunLog) -> str:
-    """A line of Python that gives 0 to truncated completions; both trainers pass their token ids."""
-    limit = stored_setting(log.config, "max_new_tokens", "max_completion_length") or "LIMIT"
+    """A line of Python that gives 0 to truncated completions of a limit twice as long; both trainers pass token ids."""
+    limit = stored_setting(log.config, "max_new_tokens", "max_completion_length")
+    limit = 2 * limit if limit and _twice(log) else limit or "LIMIT"
     line = f"return [0.0 if len(ids) >= {limit} else reward for ids, reward in zip(completion_ids, rewards)]"
     told = "Give 0 to what the limit cut off: add the keyword `completion_ids` and end with "
-    return f"{told}`{line}`, with `rewards` as it gives them now and the limit as it will be."
+    return f"{told}`{line}`, with `rewards` as it gives them now."
 
 
 def _length_times(log: RunLog, factor: float) -> int | None:
@@ -377,22 +378,26 @@ def _repaired_reward(log: RunLog) -> str:
     )
 
 
-def _groups_that_end(log: RunLog) -> str:
-    """How many groups hold a completion that ends by itself, if all are equally likely to; empty if not known."""
-    size, cut = stored_setting(log.config, "num_generations", "group_size"), log.series("truncated")
-    if not isinstance(size, int) or not len(cut):
-        return ""
-    share = 1 - float(cut.last.mean()) ** size
-    return (
-        f"By chance {share:.0%} of the groups of {size} hold a completion that is not cut off: only those can teach. "
-    )
+def _repair_effect(log: RunLog) -> str:
+    """What to expect once truncated completions get 0, with a limit twice as long if it can be typed."""
+    reward, cut = log.series("reward"), log.series("truncated")
+    if not _twice(log) or not len(reward) or not len(cut):
+        told = _repaired_reward(log)
+        return f"{told} How far it rises from there cannot be said: the reward so far was not of answers."
+    share, size = float(cut.last.mean()), stored_setting(log.config, "num_generations", "group_size")
+    told = f"a mean reward below the {float(reward.last.mean()):.2f} of this run, which paid for unfinished texts. How "
+    told += "far below cannot be said: it depends on how many completions end within the longer limit. With the "
+    told += f"present one {1 - share:.1%} do"
+    if isinstance(size, int):
+        told += f", so that by chance {1 - share**size:.0%} of the groups of {size} hold one: only those could teach"
+    return f"{told}."
 
 
 def _twice(log: RunLog) -> str:
     """What to type for a limit twice as long; empty if the trainer or its limit is not known."""
     limit = stored_setting(log.config, "max_new_tokens", "max_completion_length")
     name = SETTINGS["completion length"].get(trainer_of(log.config), "")
-    return f": `{assigned(name, 2 * limit)}` (now {limit})" if name and limit else ""
+    return f"`{assigned(name, 2 * limit)}` (now {limit})" if name and limit else ""
 
 
 def _limit(log: RunLog) -> str:
@@ -422,15 +427,13 @@ def _truncation_change(log: RunLog, is_most: bool) -> Change:
         return Change(
             knob="reward function",
             direction="repair",
-            sentence="Repair the reward function, unless truncated rollouts hold right answers: their mean reward is "
-            f"{reward}. Without a repair a longer limit will not help.",
-            effect=f"{_repaired_reward(log)} How far it rises from there cannot be said: the reward so far was not of "
-            f"answers. {_groups_that_end(log)}If most completions are still cut off then, allow longer ones"
-            f"{_twice(log)}.",
+            sentence=f"Repair the reward function{' and allow longer completions' if _twice(log) else ''}, unless "
+            f"truncated rollouts hold right answers: their mean reward is {reward}.",
+            effect=_repair_effect(log),
             steps=(
                 "Read some truncated rollouts. If they hold right answers, nothing needs repair: see “otherwise” "
                 "below. If a wrong one has a high reward, the function pays for something else: change that as well.",
-                *reward_steps(log.config, _no_reward_at_the_limit(log)),
+                *reward_steps(log.config, _no_reward_at_the_limit(log), also=_twice(log)),
             ),
             others=others,
         )

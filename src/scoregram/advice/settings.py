@@ -136,25 +136,26 @@ def changed_count(direction: str, task: str) -> int | None:
     return wanted if fewest <= wanted <= most else None
 
 
-def reward_steps(config: Mapping[str, Any], *repairs: str) -> tuple[str, ...]:
+def reward_steps(config: Mapping[str, Any], *repairs: str, also: str = "") -> tuple[str, ...]:
     """How to repair a reward function: what is passed now, the repairs, and how to use the result.
 
-    A reward function is code, so no setting has a value to type for it.
+    A reward function is code, so no setting has a value to type for it. `also` is a setting that changes with it.
     """
+    changed = f"{also}, and nothing else changed" if also else "nothing else changed"
     trainer = trainer_of(config)
     if trainer == TRL_TRAINER:
         names = ", ".join(map(str, config.get("reward_functions") or ())) or "your reward function"
         where = f"Not a setting: edit the code of `{names}`, which you pass as `reward_funcs`."
-        return (where, *repairs, "Run the script again with nothing else changed.")
+        return (where, *repairs, f"Run the script again from the beginning with {changed}.")
     if trainer == OWN_TRAINER:
         given = config.get("reward")
         where = f"Not a setting: edit the code of `{given}`."
         if not given:
             where = "Not a setting: the reward is that of the task. Write your own as `my_rewards.py` with "
             where += "`def reward(prompts, completions, **columns): return [… for text in completions]`."
-        used = f"Train again with `--reward {given or 'my_rewards:reward'}` and nothing else changed."
-        return (where, *repairs, used)
-    return ("Not a setting: edit the code of the reward function.", *repairs, "Train again with nothing else changed.")
+        used = f"Train again with `--reward {given or 'my_rewards:reward'}`, {changed}."
+        return (where, *repairs, used if also else used.replace(", nothing", " and nothing"))
+    return ("Not a setting: edit the code of the reward function.", *repairs, f"Train again with {changed}.")
 
 
 def draws_problems(config: Mapping[str, Any]) -> bool:

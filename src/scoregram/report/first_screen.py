@@ -265,7 +265,8 @@ def _stop(learning: Indicator, harder: RunFinding | None) -> NextStep:
     if harder is None or harder.change is None or harder.change.direction != HARDER:
         return NextStep(sentence=told, why=why)
     return NextStep(
-        sentence=f"{told} To learn more, train a new run on harder problems{more_of_it(harder.change.setting)}.",
+        sentence=f"{told} To learn more, train a new run on harder problems{more_of_it(harder.change.setting)}, "
+        "from the model that this one started with.",
         setting=harder.change.setting,
         label="For a new run",
         steps=harder.change.steps,
