@@ -13,7 +13,7 @@ from scoregram.advice import RunFinding, advise_run
 from scoregram.advice.diagnose import DEMOS
 from scoregram.advice.findings import Change
 from scoregram.advice.logs import run_log
-from scoregram.advice.reward_rules import _no_reward_at_the_limit
+from scoregram.advice.reward_rules import _no_reward_at_the_limit, _repair_effect
 from scoregram.advice.settings import (
     COUNTED_TASKS,
     DYNAMIC_SAMPLING,
@@ -140,6 +140,14 @@ def test_the_line_against_paid_truncation_is_python():
     code = _no_reward_at_the_limit(log).split("`")[3].removeprefix("return ")
     given = {"completion_ids": [[5] * 64, [5] * 63, [5] * 65], "rewards": [1.0, 0.5, 0.25]}
     assert eval(code, given) == [0.0, 0.5, 0.0]  # the limit of the run is 32 tokens, that of the next one 64
+
+
+def test_the_reward_that_is_left_where_no_longer_limit_can_be_typed():
+    lines = [{"step": step, "reward": 3.0, "completions/clipped_ratio": 0.9} for step in range(1, 10)]
+    told = _repair_effect(run_log("x", lines, {}))
+    assert told.startswith(
+        "the mean reward first falls from 3.00, that of the last third, since 90% of the completions"
+    )
 
 
 def test_harder_and_easier_problems_are_a_number_where_the_task_has_one():

@@ -140,6 +140,9 @@ def test_errors_say_what_to_do(tmp_path):
         filter_prompts(empty, tmp_path / "x")
     with pytest.raises(ScoregramError, match=r"must be prompts that the run stored, got 'zz'\. Names look like a"):
         filter_prompts(drawn, tmp_path / "x", names=["zz"])
+    nameless = visited(tmp_path / "nameless", {"integration": {"name": "trl"}}, {"prompt/379d6f76868b": [0.0, 0.0]})
+    with pytest.raises(ScoregramError, match=r"must have names in train_dataset, got prompt/379d.*\.add_column"):
+        filter_prompts(nameless, tmp_path / "x")
     data = write_problems(tmp_path / "data", 1)
     config = {"method": "grpo", "task": f"jsonl:{data}"}
     with pytest.raises(ScoregramError, match="a prompt must be left"):

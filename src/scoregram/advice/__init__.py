@@ -31,6 +31,7 @@ from scoregram.advice.prompt_filter import filter_prompts as filter_prompts
 from scoregram.advice.prompt_filter import show_filter as show_filter
 from scoregram.advice.settings import OWN_TRAINER as OWN_TRAINER
 from scoregram.advice.settings import PROMPTS as PROMPTS
+from scoregram.advice.settings import count_words as count_words
 from scoregram.advice.settings import measuring_setting as measuring_setting
 from scoregram.advice.settings import trainer_of as trainer_of
 from scoregram.advice.settings import typed_setting as typed_setting

@@ -21,7 +21,11 @@ from scoregram.tasks import Problem, Task, load_task
 EqualRewards = Literal["equal", "all-wrong", "all-right"]
 """Prompts to leave out: whose rewards are all equal, all 0, or all 1."""
 LEFT_OUT: Mapping[str, str] = MappingProxyType(
-    {"equal": "whose rewards are all equal", "all-wrong": "whose rewards are all 0", "all-right": "whose rewards are 1"}
+    {
+        "equal": "whose rewards are all equal",
+        "all-wrong": "whose rewards are all 0",
+        "all-right": "whose rewards are all 1",
+    }
 )
 TRAINING_KINDS = ("train", "loss")
 """Kinds of groups and rollouts that belong to training."""
@@ -41,6 +45,10 @@ SAMPLING_DEFAULTS: Mapping[str, Any] = MappingProxyType(
 )
 """Options of `scoregram train` that decide what is sampled, beside the model, the task and the sizes, with the values
 that need not be typed."""
+NAMELESS = "prompt/"
+"""Beginning of the names that an integration makes from token ids where a data set has no column of names."""
+NAMED_PROMPTS = 'train_dataset = train_dataset.add_column("prompt_id", [str(i) for i in range(len(train_dataset))])'
+"""Python that gives the prompts of a data set names."""
 VISIT, LIVE, LEFT_OUT_FILE = "runs/visit", "data/live", "left_out.json"
 """Names that the commands of a finding use."""
 
@@ -103,6 +111,7 @@ def filter_prompts(
         fail("filter --names", "must be prompts that the run stored", ", ".join(map(repr, unknown)), remedy)
     left_out = tuple(sorted(names or (name for name, seen in rewards.items() if has_equal_rewards(seen, which))))
     if trainer_of(run.config) != OWN_TRAINER:
+        _require_names(left_out)
         path = Path(out)
         _refuse_replacing(path)
         with disk_errors(path, caller="filter"):
@@ -161,6 +170,13 @@ def has_equal_rewards(visits: Sequence[Sequence[float]], which: EqualRewards = "
     )
 
 
+def _require_names(prompts: Sequence[str]) -> None:
+    """Raise if prompts have no names in the user's data set: it could not be filtered by them."""
+    if nameless := next((name for name in prompts if name.startswith(NAMELESS)), None):
+        remedy = f"Name them, visit them again, then filter: {NAMED_PROMPTS}."
+        fail("filter", "the prompts must have names in train_dataset", f"{nameless}, made from tokens", remedy)
+
+
 def _refuse_replacing(path: Path) -> None:
     """Raise if a file is there already: it may be the only copy of the user's prompts."""
     if path.is_file():
@@ -201,9 +217,8 @@ def visit_steps(which: EqualRewards, config: Mapping[str, Any]) -> tuple[str, ..
             f"Train as before, on the others: `--task {_task_name(config)}:{LIVE}` (now {config['task']})",
         )
     if trainer == TRL_TRAINER:
-        named = 'train_dataset = train_dataset.add_column("prompt_id", [str(i) for i in range(len(train_dataset))])'
         return (
-            f"Name the prompts: `{named}`",
+            f"Name the prompts: `{NAMED_PROMPTS}`",
             "Sample every prompt once, without learning: `GRPOConfig(learning_rate=0.0, num_train_epochs=1, "
             f'max_steps=-1, …)` and `attach(trainer, every=1, out="{VISIT}")`',
             f"List the prompts {LEFT_OUT[which]}: `scoregram filter {VISIT}{option} --out {LEFT_OUT_FILE}`",

@@ -12,6 +12,7 @@ from scoregram.advice.difficulty import EASIER, HARDER, MEDIUM, DeadGroups, prom
 from scoregram.advice.findings import Change, RuleVerdict, RunFinding, Undecided
 from scoregram.advice.logs import RunLog, ScalarSeries
 from scoregram.advice.settings import (
+    NEXT_VALUES,
     OWN_TRAINER,
     SETTINGS,
     TRL_TRAINER,
@@ -335,10 +336,9 @@ def _length_penalty(log: RunLog) -> str:
 
 
 def _no_reward_at_the_limit(log: RunLog) -> str:
-    """A line of Python that gives 0 to truncated completions of a limit twice as long; both trainers pass token ids."""
-    limit = stored_setting(log.config, "max_new_tokens", "max_completion_length")
-    limit = 2 * limit if limit and _twice(log) else limit or "LIMIT"
-    line = f"return [0.0 if len(ids) >= {limit} else reward for ids, reward in zip(completion_ids, rewards)]"
+    """A line of Python that gives 0 to completions which the next run cuts off; both trainers pass their token ids."""
+    _, limit = _longer_limit(log)
+    line = f"return [0.0 if len(ids) >= {limit or 'LIMIT'} else reward for ids, reward in zip(completion_ids, rewards)]"
     told = "Give 0 to what the limit cut off: add the keyword `completion_ids` and end with "
     return f"{told}`{line}`, with `rewards` as it gives them now."
 
@@ -372,16 +372,17 @@ def _repaired_reward(log: RunLog) -> str:
     left = (1 - share) * (float(finished.last.mean()) if len(finished) else most)
     told = f"the mean reward first falls from {float(reward.last.mean()):.2f}, that of the last third,"
     if math.isnan(left):
-        return f"{told}, since {share:.0%} of the completions then get 0."
+        return f"{told} since {share:.0%} of the completions then get 0."
     return (
         f"{told} to {'about' if len(finished) else 'at most'} {left:.2f}, since {share:.0%} of the completions get 0."
     )
 
 
 def _repair_effect(log: RunLog) -> str:
-    """What to expect once truncated completions get 0, with a limit twice as long if it can be typed."""
+    """What to expect once truncated completions get 0, with a longer limit if it can be typed."""
     reward, cut = log.series("reward"), log.series("truncated")
-    if not _twice(log) or not len(reward) or not len(cut):
+    typed, _ = _longer_limit(log)
+    if not typed or not len(reward) or not len(cut):
         told = _repaired_reward(log)
         return f"{told} How far it rises from there cannot be said: the reward so far was not of answers."
     share, size = float(cut.last.mean()), stored_setting(log.config, "num_generations", "group_size")
@@ -393,11 +394,17 @@ def _repair_effect(log: RunLog) -> str:
     return f"{told}."
 
 
-def _twice(log: RunLog) -> str:
-    """What to type for a limit twice as long; empty if the trainer or its limit is not known."""
+def _longer_limit(log: RunLog) -> tuple[str, int | None]:
+    """What to type for longer completions, and the limit of the next run.
+
+    Nothing to type, and the present limit, if the trainer is not known; no limit if none is stored.
+    """
     limit = stored_setting(log.config, "max_new_tokens", "max_completion_length")
     name = SETTINGS["completion length"].get(trainer_of(log.config), "")
-    return f"`{assigned(name, 2 * limit)}` (now {limit})" if name and limit else ""
+    if not name or not limit:
+        return "", limit
+    longer = NEXT_VALUES["completion length", "up"](limit)
+    return f"`{assigned(name, longer)}` (now {limit})", longer
 
 
 def _limit(log: RunLog) -> str:
@@ -424,16 +431,17 @@ def _truncation_change(log: RunLog, is_most: bool) -> Change:
         f"If they hold the answer and go on after it: {after}.",
     )
     if is_paid:
+        longer, _ = _longer_limit(log)
         return Change(
             knob="reward function",
             direction="repair",
-            sentence=f"Repair the reward function{' and allow longer completions' if _twice(log) else ''}, unless "
+            sentence=f"Repair the reward function{' and allow longer completions' if longer else ''}, unless "
             f"truncated rollouts hold right answers: their mean reward is {reward}.",
             effect=_repair_effect(log),
             steps=(
                 "Read some truncated rollouts. If they hold right answers, nothing needs repair: see “otherwise” "
                 "below. If a wrong one has a high reward, the function pays for something else: change that as well.",
-                *reward_steps(log.config, _no_reward_at_the_limit(log), also=_twice(log)),
+                *reward_steps(log.config, _no_reward_at_the_limit(log), also=longer),
             ),
             others=others,
         )

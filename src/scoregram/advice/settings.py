@@ -44,6 +44,10 @@ COUNT_LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {"arithmetic": (2, 16), "arithmetic-compositions": (3, 16), "calculator": (2, 5), "stopping": (2, 6)}
 )
 """Tasks made of terms or turns → the fewest and the most that they allow."""
+COUNT_UNITS: Mapping[str, str] = MappingProxyType(
+    {"arithmetic": "terms", "arithmetic-compositions": "terms", "calculator": "terms", "stopping": "turns"}
+)
+"""Tasks made of terms or turns → which of the two."""
 COUNT_CHANGES: Mapping[str, int] = MappingProxyType({"harder": 1, "easier": -1})
 """Problems that are wanted → change of the number of terms or turns."""
 
@@ -134,6 +138,17 @@ def changed_count(direction: str, task: str) -> int | None:
     wanted = (int(argument) if argument.isdecimal() else COUNTED_TASKS[name]) + COUNT_CHANGES[direction]
     fewest, most = COUNT_LIMITS[name]
     return wanted if fewest <= wanted <= most else None
+
+
+def count_words(direction: str, task: str) -> str:
+    """`, with 5 terms in place of 4`, for easier or harder problems of a task; empty if it has no such number.
+
+    Example:
+        >>> count_words("harder", "arithmetic")
+        ', with 5 terms in place of 4'
+    """
+    wanted, unit = changed_count(direction, task), COUNT_UNITS.get(task.partition(":")[0])
+    return "" if wanted is None else f", with {wanted} {unit} in place of {wanted - COUNT_CHANGES[direction]}"
 
 
 def reward_steps(config: Mapping[str, Any], *repairs: str, also: str = "") -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from scoregram.advice import (
     Change,
     Diagnosis,
     RunFinding,
+    count_words,
     measuring_setting,
     trainer_of,
     typed_setting,
@@ -48,10 +49,6 @@ SUBJECTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Indicator → the rules of `advise` about the same thing."""
-COUNTED: Mapping[str, str] = MappingProxyType(
-    {"arithmetic": "terms", "arithmetic-compositions": "terms", "calculator": "terms", "stopping": "turns"}
-)
-"""Task → what the number in its name counts."""
 UNCHANGED = ("out", "resume", "overwrite", "trust_remote_code")
 """Options of `scoregram train` that a command for the next run does not repeat."""
 LEAST_STATES: Mapping[str, IndicatorState] = MappingProxyType({"critical": "act", "warning": "watch"})
@@ -225,7 +222,7 @@ def next_step(run: RunReading, learning: Indicator, advice: Diagnosis) -> NextSt
         return longer
     changes = [one for one in advice.findings if one.change is not None]
     if is_solved(learning):
-        return _stop(learning, next((one for one in changes if one.change and one.change.knob == PROMPTS), None))
+        return _stop(run, learning, next((one for one in changes if one.change and one.change.knob == PROMPTS), None))
     if not changes:
         return _keep_going(run, learning, advice)
     first, change = changes[0], changes[0].change
@@ -256,7 +253,7 @@ def first_sentence(text: str) -> str:
     return re.split(r"(?<=[.!?])\s+(?=[A-Z“])", text, maxsplit=1)[0]
 
 
-def _stop(learning: Indicator, harder: RunFinding | None) -> NextStep:
+def _stop(run: RunReading, learning: Indicator, harder: RunFinding | None) -> NextStep:
     """The end of a run whose task is nearly solved, and harder problems if there are some."""
     last = next(value for value in reversed(learning.curve.mean) if not math.isnan(value))
     told = "Stop here: the task is nearly solved."
@@ -264,8 +261,9 @@ def _stop(learning: Indicator, harder: RunFinding | None) -> NextStep:
     why = f"More steps on this task can add at most {1 - last:.2f} to the {quantity} of {last:.2f}."
     if harder is None or harder.change is None or harder.change.direction != HARDER:
         return NextStep(sentence=told, why=why)
+    words = count_words(HARDER, str(run.config.get("task") or ""))
     return NextStep(
-        sentence=f"{told} To learn more, train a new run on harder problems{more_of_it(harder.change.setting)}, "
+        sentence=f"{told} To learn more, train a new run on harder problems{words}, "
         "from the model that this one started with.",
         setting=harder.change.setting,
         label="For a new run",
@@ -274,18 +272,6 @@ def _stop(learning: Indicator, harder: RunFinding | None) -> NextStep:
         "If many more are, take harder ones again; if hardly any is, go back.",
         why=f"{why} {first_sentence(harder.sentence)}",
     )
-
-
-def more_of_it(setting: str) -> str:
-    """What the number of a task counts, as `, with 5 terms in place of 4`; empty for other settings.
-
-    Example:
-        >>> more_of_it("--task arithmetic:5 (now arithmetic:4)")
-        ', with 5 terms in place of 4'
-    """
-    found = re.fullmatch(r"--task ([\w-]+):(\d+) \(now \1:(\d+)\)", setting)
-    unit = COUNTED.get(found[1]) if found else None
-    return f", with {found[2]} {unit} in place of {found[3]}" if found and unit else ""
 
 
 def _keep_going(run: RunReading, learning: Indicator, advice: Diagnosis) -> NextStep:
