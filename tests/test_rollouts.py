@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from scoregram.checks import ScoregramError
 from scoregram.gram import backward_with_gram, measure_gram
-from scoregram.rollouts import Rollouts, concatenated_rollouts, micro_batches
+from scoregram.rollouts import Rollouts, concatenated_rollouts, group_passes, micro_batches
 from tests.cases import build
 
 
@@ -127,6 +128,19 @@ def test_a_gram_is_measured_of_rollouts_as_of_their_tensors():
         measure_gram(model, batch, batch.completion_mask)
     with pytest.raises(ScoregramError, match="token ids need a completion_mask"):
         measure_gram(model, batch.input_ids)
+
+
+@pytest.mark.parametrize("most", [0, 1, 5, 8, 100])
+def test_passes_hold_whole_groups_in_order_as_many_as_fit(most):
+    sizes = [4, 2, 3, 8, 1, 1]
+    owner = [group for group, size in enumerate(sizes) for _ in range(size)]
+    passes = [owner[here] for here in group_passes(sizes, most)]
+    assert [group for part in passes for group in part] == owner
+    assert sum(len(set(part)) for part in passes) == len(sizes)  # no group is in two passes
+    for part, following in pairwise(passes):
+        assert len(part) <= most or len(set(part)) == 1
+        assert len(part) + sizes[following[0]] > most  # the next group would not fit
+    assert most or len(passes) == 1
 
 
 @given(count=st.integers(0, 20), size=st.integers(0, 25))

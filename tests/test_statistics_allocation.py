@@ -160,6 +160,24 @@ def test_unequal_estimates_of_equal_groups_are_the_equal_ones():
     assert components_of_estimates(found) == noise_components(gram, rewards)
 
 
+def test_components_of_pairs_that_were_measured_together():
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.randn(16, 5, generator=generator, dtype=torch.float64)
+    rewards = torch.randn(4, 4, generator=generator, dtype=torch.float64)
+    estimates = prompt_estimates(scores @ scores.mT, rewards)
+    together = torch.eye(4, dtype=torch.bool)
+    together[0, 1] = together[1, 0] = together[1, 3] = together[3, 1] = True
+    found = components_of_estimates(estimates, together=together)
+    inner = estimates.gradient_gram
+    assert found.gradient_squared == pytest.approx(float(inner[0, 1] + inner[1, 3]) / 2)
+    distances = [float(inner[p, p] + inner[q, q] - 2 * inner[p, q]) for p, q in ((0, 1), (1, 3))]
+    assert found.between_prompts == pytest.approx(sum(distances) / 4)
+    everything = components_of_estimates(estimates)
+    assert (found.within_prompt, found.group_baseline) == (everything.within_prompt, everything.group_baseline)
+    with pytest.raises(ScoregramError, match="2 prompts together"):
+        components_of_estimates(estimates, together=torch.eye(4, dtype=torch.bool))
+
+
 def test_unequal_components_are_unbiased():
     prompts, sizes = [law(0, outcomes=2), law(4, outcomes=2)], (4, 5)
     sums = torch.zeros(4, dtype=torch.float64)

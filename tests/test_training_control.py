@@ -15,7 +15,7 @@ from scoregram.checks import ScoregramError
 from scoregram.policy import PolicyConfig, load_policy
 from scoregram.rollouts import Rollouts
 from scoregram.runs import open_run
-from scoregram.statistics import NoiseComponents, shrunk_weights
+from scoregram.statistics import NoiseComponents, noise_components, shrunk_weights
 from scoregram.tasks import Problem, load_task
 from scoregram.training.collect import collect, seeded_generator
 from scoregram.training.config import TrainConfig
@@ -234,6 +234,7 @@ def test_before_the_first_visit_all_prompts_are_alike():
 
 def test_the_choices_leave_two_whole_groups():
     assert group_size_choices(16) == (4, 8) and group_size_choices(64) == (4, 8, 16, 32)
+    assert group_size_choices(64, 64) == (4, 8, 16, 32) and group_size_choices(64, 16) == (4, 8)
 
 
 def test_the_group_size_is_decided_every_ten_measured_steps():
@@ -282,6 +283,52 @@ def test_a_controlled_run_keeps_its_budget_resumes_and_replays(policy, tmp_path)
     assert used[11] == decided[0]["control/next_group_size"]
 
 
+@pytest.mark.parametrize("changes", [{"allocate": "measured"}, {"allocate": "success"}, {"draw": "measured"}])
+def test_a_controlled_run_in_passes_is_the_same_run(changes, policy, tmp_path):
+    changes = RUN | {"group_size": 8, "allocate": "uniform"} | changes
+    found = []
+    for name, per_pass in (("whole", 0), ("passes", 16)):  # no group is larger than 16
+        train(config_for(policy, tmp_path / name, steps=8, micro_batch_size=per_pass, **changes))
+        found.append(list(open_run(tmp_path / name).metrics()))
+    whole, passes = found
+    for name in ("reward", "loss", "control/smallest_group", "control/largest_group", "control/largest_weight"):
+        values = [[line[name] for line in lines if name in line] for lines in (whole, passes)]
+        assert values[0] == pytest.approx(values[1], rel=1e-4, abs=1e-6), name
+    assert "draw" in changes or any(line["control/largest_group"] > 8 for line in passes)
+
+
+def test_in_passes_the_noise_of_a_step_is_that_of_its_pairs_in_a_pass(policy, tmp_path):
+    changes = RUN | {"allocate": "uniform", "batches_every": 2, "checkpoint_every": 0}
+    whole = config_for(policy, tmp_path / "whole", steps=2, **changes)
+    config = config_for(policy, tmp_path / "passes", steps=12, **changes | {"batches_every": 0, "micro_batch_size": 16})
+    train(whole)
+    train(config)
+    (batch,) = open_run(tmp_path / "whole").batches()
+    lines = list(open_run(tmp_path / "passes").metrics())
+    scores_of_pass = [batch.gram[start : start + 16, start : start + 16] for start in (0, 16)]
+    rewards_of_pass = batch.rewards.view(2, 4, 4)
+    parts = [noise_components(gram.double(), r) for gram, r in zip(scores_of_pass, rewards_of_pass, strict=True)]
+    for name in ("gradient_squared", "between_prompts", "within_prompt", "group_baseline"):
+        mean = sum(getattr(part, name) for part in parts) / 2
+        assert lines[1][f"control/{name}"] == pytest.approx(mean, rel=1e-3), name
+    decided = [(line["step"], line["control/next_group_size"]) for line in lines if "control/next_group_size" in line]
+    assert decided == [(step, advice.recommended) for step, advice in replayed_advice(config, lines)]
+
+
+def test_an_allocation_gives_no_prompt_more_rollouts_than_fit_into_a_pass():
+    problems = [Problem(name, name, "", {}) for name in "abcd"]
+    largest = []
+    for per_pass in (0, 8):
+        controller = Controller(
+            TrainConfig(batch_size=32, group_size=8, allocate="measured", micro_batch_size=per_pass, method="rloo")
+        )
+        noise = torch.tensor([[9.0, 1.0, 1.0, 1.0]], dtype=torch.float64).expand(2, -1)
+        controller.ledger.learn(list("abcd"), [8] * 4, noise)
+        sizes = controller.rollouts_of(problems)
+        largest.append(sizes if isinstance(sizes, int) else max(sizes))
+    assert largest[0] > 8 == largest[1]
+
+
 def test_a_run_that_draws_and_shrinks_resumes(policy, tmp_path):
     changes = RUN | {"group_size": 8, "allocate": "uniform", "draw": "measured", "shrink": True, "train_problems": 12}
     changes |= {"checkpoint_every": 3}
@@ -316,7 +363,11 @@ def test_without_control_nothing_is_decided(policy, tmp_path):
         ({"group_size": "auto", "batch_size": 4}, "needs at least two groups of 4"),
         ({"group_size": "auto", "batch_size": 16, "draw": "measured"}, "over prompts that are drawn evenly"),
         ({"allocate": "measured", "between_prompts": False}, "needs the Gram between prompts"),
-        ({"allocate": "success", "micro_batch_size": 4}, "in one pass"),
+        (
+            {"group_size": "auto", "batch_size": 16, "micro_batch_size": 4},
+            "two groups of 4 in a pass, got micro_batch_",
+        ),
+        ({"allocate": "success", "micro_batch_size": 6}, "a pass must hold whole groups"),
         ({"allocate": "measured", "method": "dapo"}, "samples each prompt once per step"),
         ({"allocate": "measured", "method": "agro", "sampling_temperature": 0.5}, "rollouts of the policy itself"),
         ({"train_problems": -1}, "must be finite and at least 0"),

@@ -201,6 +201,23 @@ def micro_batches(count: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + rows, count)) for start in range(0, count, rows))
 
 
+def group_passes(sizes: Sequence[int], most: int) -> Iterator[slice]:
+    """Rows of consecutive whole groups, as many as fit into `most` rows, and at least one group; 0 for all at once.
+
+    Example:
+        >>> list(group_passes([4, 2, 3, 8], 6))
+        [slice(0, 6, None), slice(6, 9, None), slice(9, 17, None)]
+    """
+    start = stop = 0
+    for size in sizes:
+        if most and stop > start and stop + size - start > most:
+            yield slice(start, stop)
+            start = stop
+        stop += size
+    if stop > start:
+        yield slice(start, stop)
+
+
 def concatenated_rollouts(parts: Sequence[Rollouts], pad_id: int) -> Rollouts:
     """The batches concatenated, shorter rows padded on the right; group ids continue from batch to batch."""
     if len(parts) == 1:

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, fields
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from scoregram.checks import fail, require_in_range
@@ -132,20 +133,35 @@ def noise_components(gram: BatchGram, rewards: Rewards) -> NoiseComponents:
     return components_of_estimates(prompt_estimates(gram, rewards), caller="noise_components")
 
 
-def components_of_estimates(estimates: PromptEstimates, *, caller: str = "components_of_estimates") -> NoiseComponents:
+def components_of_estimates(
+    estimates: PromptEstimates,
+    *,
+    together: Bool[Tensor, "prompts prompts"] | None = None,
+    caller: str = "components_of_estimates",
+) -> NoiseComponents:
     """The averages over prompts and pairs of prompts that `noise_components` describes.
 
+    Args:
+        estimates: Of each prompt and pair.
+        together: `(P, P)`, symmetric: the pairs to average over, such as prompts measured in the same pass; None for
+            all. Without bias if it does not depend on the rollouts.
+        caller: Name for error messages.
+
     Raises:
-        ScoregramError: If `P < 2`.
+        ScoregramError: If there is no pair.
     """
     moments, inner = estimates.moments, estimates.gradient_gram
     prompts = len(inner)
     if prompts < 2:
         fail(caller, "needs at least 2 prompts", prompts, "Measure the Gram over more prompts.")
-    pairs = prompts * (prompts - 1)
+    others = ~torch.eye(prompts, dtype=torch.bool, device=inner.device)
+    chosen = others if together is None else others & together.to(inner.device)
+    pairs = int(chosen.sum())
+    if not pairs:
+        fail(caller, "needs at least 2 prompts together", "none", "Measure two prompts in one pass.")
     return NoiseComponents(
-        gradient_squared=float(inner.sum() - inner.diagonal().sum()) / pairs,
-        between_prompts=float(_squared_distances(inner).sum()) / (2 * pairs),
+        gradient_squared=float(inner[chosen].sum()) / pairs,
+        between_prompts=float(_squared_distances(inner)[chosen].sum()) / (2 * pairs),
         within_prompt=float(moments.oracle_trace.mean()),
         group_baseline=float((moments.variance_fisher_trace + moments.gradient_squared).mean()),
     )

@@ -331,11 +331,10 @@ class TrainConfig:
             fail(option, "measures noise over prompts that are drawn evenly", "draw measured", remedy)
         if not self.between_prompts:
             fail(option, "needs the Gram between prompts", "between_prompts false", "Leave it out.")
-        if self.micro_batch_size:
-            remedy = "Leave it out: all rollouts of a step go through the model at once."
-            fail(
-                option, "needs the rollouts of a step in one pass", f"micro_batch_size {self.micro_batch_size}", remedy
-            )
+        if self.group_size == "auto" and 0 < self.micro_batch_size < 2 * STARTING_GROUP_SIZE:
+            remedy = f"Raise it to {2 * STARTING_GROUP_SIZE} or more: groups grow up to half of it."
+            got = f"micro_batch_size {self.micro_batch_size}"
+            fail(option, f"needs at least two groups of {STARTING_GROUP_SIZE} in a pass", got, remedy)
         row = METHODS.get(self.method)
         if row is not None and (row.dynamic_sampling or row.drafts or row.branches):
             remedy = f"Choose another method, or leave out {option.removeprefix('train ')}."

@@ -44,15 +44,17 @@ REPLAYED_SCALARS = ("gradient_squared", "between_prompts", "within_prompt", "gro
 """Scalars `control/…` from which the decisions about the group size can be computed again."""
 
 
-def group_size_choices(batch_size: int) -> tuple[int, ...]:
-    """Group sizes between which `--group-size auto` moves: powers of 2 from 4 that leave at least 2 whole groups.
+def group_size_choices(batch_size: int, rollouts_per_pass: int = 0) -> tuple[int, ...]:
+    """Group sizes between which `--group-size auto` moves: powers of 2 from 4 of which a step has whole groups.
+
+    A pass holds at least two of them: the difference between prompts is measured within a pass.
 
     Example:
-        >>> group_size_choices(96)
-        (4, 8, 16, 32)
+        >>> group_size_choices(96), group_size_choices(96, rollouts_per_pass=32)
+        ((4, 8, 16, 32), (4, 8, 16))
     """
     sizes = [2**power for power in range(2, 11)]
-    return tuple(size for size in sizes if batch_size % size == 0 and batch_size >= 2 * size)
+    return tuple(size for size in sizes if batch_size % size == 0 and (rollouts_per_pass or batch_size) >= 2 * size)
 
 
 @dataclass
@@ -163,8 +165,7 @@ class Controller:
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
         size = config.starting_group_size
-        choices = group_size_choices(config.batch_size) if config.group_size == "auto" else (size,)
-        self.sizes = GroupSizeControl(choices, config.seed, size)
+        self.sizes = GroupSizeControl(_choices(config) if config.group_size == "auto" else (size,), config.seed, size)
         self.ledger = NoiseLedger(3 if config.follows_signal else 2)
         self._saving: dict[str, float | int] = {}
         self._weights: torch.Tensor | None = None
@@ -234,7 +235,8 @@ class Controller:
     def _allocation(self, problems: Sequence[Problem]) -> int | list[int]:
         """Rollouts of each problem, by its predicted noise.
 
-        A prompt gets from half to twice the mean, and at least 4 where the mean allows it: noise is measured from 4 on.
+        A prompt gets from half to twice the mean, but no more than fit into a pass, and at least 4 where the mean
+        allows it: noise is measured from 4 on.
         """
         size = self.sizes.group_size
         self._saving = {}
@@ -242,7 +244,8 @@ class Controller:
             return size
         single, pair = self.ledger.predicted([problem.id for problem in problems])[:2]
         least = max(2, size // 2, min(size, 4))
-        sizes = allocated_rollouts(single, pair, size * len(problems), least=least, most=2 * size)
+        most = min(2 * size, self._config.micro_batch_size or 2 * size)
+        sizes = allocated_rollouts(single, pair, size * len(problems), least=least, most=most)
         even = allocation_error(single, pair, torch.full_like(sizes, size))
         self._saving = {
             "control/smallest_group": int(sizes.min()),
@@ -256,7 +259,8 @@ class Controller:
         if not self.is_active:
             return {}, None
         scalars: dict[str, float | int] = {"control/group_size": self.sizes.group_size} | self._saving
-        places, estimates = _measured_prompts(step)
+        measured_prompts = _measured_prompts(step)
+        places, estimates = measured_prompts.places, measured_prompts.estimates
         if self._config.allocate == "success":
             self._learn_rewards(step)
         elif (self._config.allocate == "measured" or self._config.follows_signal) and estimates is not None:
@@ -268,7 +272,7 @@ class Controller:
             self.ledger.learn([names[p] for p in places], [sizes[p] for p in places], measured, weights)
         if self._config.group_size != "auto":
             return scalars, None
-        components = components_of_estimates(estimates) if estimates is not None and len(places) > 1 else None
+        components = measured_prompts.components
         if components is not None:
             scalars |= dict(zip((f"control/{name}" for name in REPLAYED_SCALARS), astuple(components), strict=True))
         advice = self.sizes.learn(step.number, components)
@@ -306,7 +310,7 @@ def replayed_advice(config: TrainConfig, lines: Sequence[Mapping[str, Any]]) -> 
     Returns:
         Step and decision, in order. They equal those of the run: the scalars are stored without rounding.
     """
-    control = GroupSizeControl(group_size_choices(config.batch_size), config.seed, config.starting_group_size)
+    control = GroupSizeControl(_choices(config), config.seed, config.starting_group_size)
     found: list[tuple[int, GroupSizeAdvice]] = []
     for line in lines:
         values = [line.get(f"control/{name}") for name in REPLAYED_SCALARS]
@@ -318,17 +322,46 @@ def replayed_advice(config: TrainConfig, lines: Sequence[Mapping[str, Any]]) -> 
     return found
 
 
-def _measured_prompts(step: Step) -> tuple[list[int], PromptEstimates | None]:
-    """Places of the prompts whose noise was measured, and their estimates; those with 4 rollouts and all rewards."""
+def _choices(config: TrainConfig) -> tuple[int, ...]:
+    """Group sizes that a run with `--group-size auto` can take."""
+    return group_size_choices(config.batch_size, config.micro_batch_size)
+
+
+@dataclass(frozen=True)
+class _MeasuredPrompts:
+    """The prompts of a step whose noise was measured."""
+
+    places: Sequence[int] = ()
+    """Their numbers in the step: those with 4 rollouts or more and all rewards."""
+    estimates: PromptEstimates | None = None
+    """None if there are no such prompts."""
+    together: torch.Tensor | None = None
+    """`(P, P)`: whether two prompts were in the same pass, so that the Gram between them is known."""
+
+    @property
+    def components(self) -> NoiseComponents | None:
+        """Noise of the step; None without two prompts in a pass."""
+        if self.estimates is None or self.together is None or not bool(self.together.triu(1).any()):
+            return None
+        return components_of_estimates(self.estimates, together=self.together)
+
+
+def _measured_prompts(step: Step) -> _MeasuredPrompts:
+    """The prompts of a step whose noise was measured, from one pass or several."""
     rollouts = step.rollouts
-    if step.gram is None or step.rows != "scores" or not bool(step.gram.matrix.isfinite().all()):
-        return [], None
-    sizes = torch.tensor(rollouts.group_sizes)
+    if step.gram is None or step.rows != "scores":
+        return _MeasuredPrompts()
+    gram, sizes = step.gram.matrix.cpu(), torch.tensor(rollouts.group_sizes)
+    known = gram.isfinite()
     missing = torch.zeros(len(sizes)).index_add(0, rollouts.group_ids, rollouts.rewards.isnan().float())
-    places = ((sizes >= 4) & (missing == 0)).nonzero().squeeze(1)
+    is_measured = torch.tensor([bool(known[here, here].all()) for here in rollouts.group_slices()])
+    places = ((sizes >= 4) & (missing == 0) & is_measured).nonzero().squeeze(1)
     if not len(places):
-        return [], None
+        return _MeasuredPrompts()
     rows = torch.isin(rollouts.group_ids, places)
     prompt_of = torch.arange(len(places)).repeat_interleave(sizes[places])
-    gram = step.gram.matrix.cpu()[rows][:, rows]
-    return places.tolist(), unequal_prompt_estimates(gram, rollouts.rewards[rows], prompt_of)
+    firsts = (sizes.cumsum(0) - sizes)[places]
+    # A pair of passes has no Gram; zeros stand for it, and `together` leaves its prompts out of every mean over pairs.
+    filled = gram.masked_fill(~known, 0)[rows][:, rows]
+    estimates = unequal_prompt_estimates(filled, rollouts.rewards[rows], prompt_of)
+    return _MeasuredPrompts(places.tolist(), estimates, known[firsts][:, firsts])

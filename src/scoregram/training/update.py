@@ -14,7 +14,7 @@ from scoregram.checks import fail, not_finite
 from scoregram.gram import Gram, backward_with_gram, measure_gram
 from scoregram.policy import group_log_probs, token_log_probs
 from scoregram.reading import Step, gram_of_passes
-from scoregram.rollouts import Rollouts, micro_batches
+from scoregram.rollouts import Rollouts, group_passes, micro_batches
 from scoregram.training.config import TrainConfig
 from scoregram.training.credit import (
     advantages_of,
@@ -255,7 +255,7 @@ class Updater:
 
     def passes(self, rollouts: Rollouts) -> Iterator[slice]:
         """Rows of whole groups that go through the model together."""
-        return micro_batches(rollouts.count, self.rollouts_per_pass)
+        return group_passes(rollouts.group_sizes, self.rollouts_per_pass)
 
 
 def gram_inputs(rollouts: Rollouts, here: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor]:
