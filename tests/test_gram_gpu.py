@@ -2,11 +2,13 @@
 
 import copy
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 
 from scoregram.gram import backward_with_gram, contract, head, measure_gram
+from scoregram.machine import without_cudnn_attention
 from tests.cases import ARCHITECTURES, rollouts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -171,3 +173,53 @@ def test_equal_rollouts_are_measured_once(group_size):
         expected[:4, 4:] = expected[4:, :4] = torch.nan
     torch.testing.assert_close(gram.matrix, expected, equal_nan=True, rtol=1e-4, atol=1e-4 * float(few.matrix.max()))
     torch.testing.assert_close(gram.log_probs, few.log_probs[order.cuda()])
+
+
+# Attention with a mask: cuDNN's gradient is nan at 64 tokens modulo 128 if all scores of a query are far below 0.
+
+
+def model_with_low_scores() -> Any:
+    """A Qwen2 in which every query has a score of about -200 with every key: the last pair of a head turns slowly."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+    }
+    model: Any = Qwen2ForCausalLM(Qwen2Config(vocab_size=50, num_hidden_layers=2, **sizes))
+    model.cuda().eval()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.bias.data[31] = 40.0
+        layer.self_attn.k_proj.bias.data[31] = -40.0
+    return model
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_padded_batch_of_a_model_with_low_scores_is_finite(checkpointed):
+    model = model_with_low_scores()
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    ids = torch.randint(0, 50, (4, 192), device="cuda")
+    attention = torch.arange(192, device="cuda") < torch.tensor([[192], [150], [170], [192]], device="cuda")
+    completion = attention.clone()
+    completion[:, :10] = False
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    with torch.autocast("cuda", torch.bfloat16):
+        found = measure_gram(model, ids, completion, attention).matrix
+    exact = measure_gram(model, ids, completion, attention).matrix
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+    assert bool(found.isfinite().all()) and float((found - exact).norm() / exact.norm()) < 0.1
+
+
+def test_packed_groups_of_a_model_with_low_scores_have_finite_gradients_without_cudnn():
+    model = model_with_low_scores()
+    ids = torch.randint(0, 50, (1, 192), device="cuda")
+    mask = torch.ones(192, 192, dtype=torch.bool, device="cuda").tril()[None, None]
+    places = torch.arange(192, device="cuda")[None]
+    with without_cudnn_attention(), torch.autocast("cuda", torch.bfloat16):
+        model(input_ids=ids, attention_mask=mask, position_ids=places, use_cache=False).logits.float().sum().backward()
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)

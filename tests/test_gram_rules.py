@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.backends import cuda
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -287,6 +288,7 @@ TORCH_STATE: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         lambda: torch.set_autocast_dtype("cpu", torch.float16),
     ),
     "cache of autocast": (torch.is_autocast_cache_enabled, lambda: torch.set_autocast_cache_enabled(False)),
+    "attention of cuDNN": (cuda.cudnn_sdp_enabled, lambda: cuda.enable_cudnn_sdp(False)),
     "autocast blocks": (autocast_depth, torch.autocast_increment_nesting),
     "oneDNN": (TORCH._get_mkldnn_enabled, lambda: TORCH._set_mkldnn_enabled(False)),
     "hooks on saved tensors": (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from scoregram.machine import plain_products, threads
+from scoregram.machine import plain_products, threads, without_cudnn_attention
 
 
 @pytest.fixture
@@ -32,6 +32,23 @@ def test_threads_are_restored_after_an_exception_and_after_a_change_inside(count
     with pytest.raises(KeyError):
         change_and_raise()
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_cudnn_attention_is_off_inside_the_block_and_as_before_after_an_exception(is_on):
+    def look_and_raise() -> None:
+        with without_cudnn_attention():
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+            raise KeyError
+
+    kept = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(is_on)
+    try:
+        with pytest.raises(KeyError):
+            look_and_raise()
+        assert torch.backends.cuda.cudnn_sdp_enabled() == is_on
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(kept)
 
 
 def test_blocks_of_threads_nest(before):

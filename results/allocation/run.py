@@ -75,11 +75,13 @@ QWEN: dict[str, Any] = {
     "autocast": True,
     "device": "cuda",
     "batch_size": 64,
+    "micro_batch_size": 32,
+    "gradient_checkpointing": True,
     "max_new_tokens": 320,
     "on_not_finite": "skip",
     "train_problems": 256,
     "eval_problems": 660,
-    "every_rollouts": 2_048,
+    "every_rollouts": 4_096,
 }
 """A model of 0.5 B parameters, as `methods/start.py folder` writes it; each problem comes back at least twice."""
 TASKS = {
@@ -187,10 +189,10 @@ def complete_runs(config: CompareConfig) -> dict[str, Any]:
     return found
 
 
-def task_record(config: CompareConfig) -> dict[str, Any]:
+def task_record(name: str, config: CompareConfig) -> dict[str, Any]:
     """Settings and runs of one task."""
     setting = {"task": config.task, "rollouts": config.rollouts, "learning_rate": config.learning_rate}
-    return {"setting": setting | SHARED, "runs": complete_runs(config)}
+    return {"setting": setting | SHARED | dict(TASKS[name].options), "runs": complete_runs(config)}
 
 
 def main() -> None:
@@ -212,7 +214,7 @@ def main() -> None:
         name: comparison_config(name, given.out, given.seeds, given.rollouts, rows) for name in given.tasks.split(",")
     }
     if given.write:
-        records = {name: task_record(config) for name, config in configs.items()}
+        records = {name: task_record(name, config) for name, config in configs.items()}
         given.write.write_text(json.dumps(records, indent=0) + "\n", encoding="utf-8")
     else:
         train_missing(configs, given.workers, given.first_seed)

@@ -33,6 +33,22 @@ def power_of_two(count: int) -> int:
 
 
 @contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """A block in which torch's attention does not use cuDNN, whose gradient can be `nan` if there is a mask.
+
+    In cuDNN 9.19 (torch 2.11) that of the queries is `nan` if the number of tokens is 64 modulo 128 and all scores of
+    a query are far below 0, as in Qwen2.5 (https://github.com/pytorch/pytorch/issues/196678). torch takes its other
+    kernels instead.
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@contextmanager
 def threads(count: int | None) -> Iterator[None]:
     """A block in which torch uses `count` CPU threads; 0 or None leaves the number as it is.
 

@@ -49,8 +49,8 @@ def not_finite_steps(log: RunLog) -> RuleVerdict:
             knob="learning rate",
             direction="down",
             sentence="Restart from the checkpoint before that step with a lower learning rate or gradient clipping, "
-            "in float32 if "
-            "it happens again.",
+            "in float32 if it happens again. If the loss is finite and only the gradient is not, on an H100 or H200: "
+            "torch.backends.cuda.enable_cudnn_sdp(False), since the attention of cuDNN 9.19 gives NaN with some masks.",
             effect=f"every step is finite, now {1 - share:.0%} are.",
         ),
         confidence="certain",

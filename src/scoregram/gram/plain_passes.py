@@ -37,6 +37,7 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     Raises:
         ScoregramError: If the model writes to its inputs: later passes and the targets would be other tokens.
     """
+    avoid_cudnn_attention(batch)
     inputs, given = model_inputs(model, batch), (batch.input_ids, batch.attention_mask)
     versions = [tensor._version for tensor in given]
     output = model(**inputs) if "input_ids" in inputs else model(batch.input_ids)
@@ -48,6 +49,18 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     if logits.shape[1] > tokens and getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         return logits[:, -tokens:]  # trained prompt vectors come before the tokens
     return logits
+
+
+def avoid_cudnn_attention(batch: Batch) -> None:
+    """Keep cuDNN's attention, whose gradient can be `nan` if there is a mask, from a batch with padding on a GPU.
+
+    It stays off until the end of the measurement (`Undo.keep_torch_state`): checkpointed layers run again in the
+    backward pass. See `scoregram.machine.without_cudnn_attention`.
+    """
+    if not batch.input_ids.is_cuda or not torch.backends.cuda.cudnn_sdp_enabled():
+        return
+    if not bool(batch.attention_mask.all()) if batch.static is None else batch.static.padded:
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:

@@ -122,6 +122,7 @@ class Undo:
         hooks = _TORCH._autograd._top_saved_tensors_default_hooks(False)
         vmap = _TORCH._functorch.get_dynamic_layer_stack_depth()
         self.operations += [
+            (torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled()),
             (torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()),
             (leave_autocast, autocast_depth()),
             (pop_saved_tensor_hooks, hooks),

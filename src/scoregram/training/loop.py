@@ -19,7 +19,7 @@ from torch import Tensor
 
 from scoregram.checks import NotFiniteError, fail
 from scoregram.gram import update_sketch
-from scoregram.machine import threads
+from scoregram.machine import threads, without_cudnn_attention
 from scoregram.objectives import kl_penalty
 from scoregram.policy import Policy, installed_vllm, load_policy, recompute_layers
 from scoregram.reading import (
@@ -86,7 +86,7 @@ def train(
         installed_vllm()  # raises before the policy is loaded if vllm is not installed
     if config.resume:
         require_same_config(config.out, config.record(), config.may_differ())
-    with threads(config.threads), one_sampling_warning(config):
+    with threads(config.threads), without_cudnn_attention(), one_sampling_warning(config):
         return _train(config, console, on_start)
 
 
