@@ -190,8 +190,8 @@ class RunLog:
 
     def raw(self, key: str, convert: Callable[[float], float] | None = None) -> ScalarSeries:
         """A scalar by the trainer's own name; undefined values are left out."""
-        pairs = [(line["step"], line[key]) for line in self.lines if _is_number(line.get(key))]
-        values = [value if convert is None else convert(float(value)) for _, value in pairs]
+        pairs = [(line["step"], float(line[key])) for line in self.lines if _is_number(line.get(key))]
+        values = [value if convert is None else convert(value) for _, value in pairs]
         return self._series([step for step, _ in pairs], values)
 
     def bad_steps(self, *names: str) -> list[int]:
@@ -222,7 +222,7 @@ class RunLog:
 
     def _own_dead_share(self) -> ScalarSeries:
         pairs = [
-            (line["step"], 1 - line["live_groups"] / line["groups"])
+            (line["step"], 1.0 - line["live_groups"] / line["groups"])
             for line in self.lines
             if _is_number(line.get("live_groups")) and line.get("groups", 0) > 0
         ]
