@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -460,16 +461,40 @@ def test_truncated_completions_with_a_high_reward_question_the_reward():
     # 98 % cut, mean 0.99: even if every other completion has 1, the truncated ones have (0.99 - 0.02) / 0.98
     paid = truncation_advice(truncated_rate=0.98, reward=0.99)
     assert (paid.knob, paid.direction) == ("reward function", "repair")
-    assert "is at least 0.99." in paid.sentence and paid.sentence.startswith("Repair the reward function")
+    assert paid.sentence.startswith("Give no reward to completions that the limit cuts off.")
+    assert "is at least 0.99." in paid.sentence
     assert "mask" not in " ".join((paid.sentence, *paid.others))  # 98 % masked would leave no update
     # 60 % cut, mean 0.5: they may have (0.5 - 0.4) / 0.6 only
     open_ = truncation_advice(truncated_rate=0.6, reward=0.5)
     assert open_.knob == "completion length" and "their reward is high anyway" in open_.others[-1]
     assert "mask" not in " ".join((open_.sentence, *open_.others))
     assert "mask_truncated" in " ".join(truncation_advice(truncated_rate=0.2, reward=0.1).others)
-    assert all("end-of-sequence" in one.others[0] for one in (paid, open_))  # the third cause
+    # some completions end, so the model has an end-of-sequence token: that is no cause to name
+    assert not any("end-of-sequence" in " ".join((*one.others, *one.steps)) for one in (paid, open_))
     # rewards outside [0, 1] bound nothing
     assert truncation_advice(truncated_rate=0.98, reward=3.0).knob == "completion length"
+
+
+def test_what_to_do_about_truncation_has_no_condition():
+    """What decides between causes is among the steps, or behind the change."""
+    cases = [
+        {"truncated_rate": 0.98, "reward": 0.99},
+        {"truncated_rate": 1.0, "reward": 0.99},
+        {"truncated_rate": 0.6, "reward": 0.5},
+        {"truncated_rate": 0.2, "reward": 0.4, "truncated_reward": 0.05, "finished_reward": 0.5},
+    ]
+    for scalars in cases:
+        told = truncation_advice(**scalars)
+        assert not re.search(r"\b(if|unless|or)\b", told.sentence, re.IGNORECASE), told.sentence
+    paid = truncation_advice(**cases[0])
+    assert any(step.startswith("Read some truncated rollouts") for step in paid.steps)
+
+
+def test_where_no_completion_ends_the_end_comes_before_the_reward():
+    """A reward of 0 for every truncated completion would be constant there, and teach nothing."""
+    told = truncation_advice(truncated_rate=1.0, reward=0.99)
+    assert told.sentence.startswith("Make completions end") and "end-of-sequence" in told.steps[0]
+    assert "end-of-sequence" in truncation_advice(truncated_rate=1.0, reward=0.1).others[0]
 
 
 def test_stored_rollouts_tell_whether_truncation_is_paid_for():

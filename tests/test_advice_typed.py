@@ -144,10 +144,22 @@ def test_the_line_against_paid_truncation_is_python():
 
 def test_the_reward_that_is_left_where_no_longer_limit_can_be_typed():
     lines = [{"step": step, "reward": 3.0, "completions/clipped_ratio": 0.9} for step in range(1, 10)]
-    told = _repair_effect(run_log("x", lines, {}))
-    assert told.startswith(
+    told, check = _repair_effect(run_log("x", lines, {}))
+    assert check == "" and told.startswith(
         "the mean reward first falls from 3.00, that of the last third, since 90% of the completions"
     )
+
+
+def test_the_truncated_share_at_a_longer_limit_follows_from_the_first_steps():
+    """At twice the limit, with as many ends per token, the share that does not end is squared."""
+    lines = [
+        {"step": 10 * step, "reward": 0.9, "completions/clipped_ratio": 0.8 if step == 1 else 0.98}
+        for step in range(1, 7)
+    ]
+    told, check = _repair_effect(run_log("x", lines, TRL))
+    assert told.startswith("about 64% truncated at first") and "80% were at step 10, at 32 tokens" in told
+    assert "starts below 0.36" in told and "not at 0.90" in told
+    assert check.startswith("The truncated share should be below 64% after 20 steps")
 
 
 def test_harder_and_easier_problems_are_a_number_where_the_task_has_one():

@@ -11,6 +11,7 @@ import pytest
 from scoregram.advice.findings import Change, RunFinding, Severity, Undecided, diagnosis_of
 from scoregram.advice.settings import PROMPTS, with_setting
 from scoregram.cli import parsed_command
+from scoregram.exhibits import Estimate
 from scoregram.reading import Indicator, IndicatorState, RunReading, read_run, running_curve
 from scoregram.report.first_screen import (
     MOST_CARDS,
@@ -64,8 +65,11 @@ def test_a_solved_task_is_told_to_stop_and_what_more_could_be_gained():
     )
     assert found.label == "For a new run"
     assert found.setting == "--task arithmetic:5 (now arithmetic:4)"
-    assert found.why == "More steps on this task can add at most 0.04 to the test accuracy of 0.96. It is 0.1."
-    assert found.effect.startswith("It cannot be said: no harder problem was sampled.")
+    left = (
+        "Going on with this task adds at most 0.04 to the test accuracy of 0.96; since step 20 it went 0.900 → 0.960."
+    )
+    assert found.why == f"{left} It is 0.1."
+    assert found.effect == "It cannot be said: no harder problem was sampled."
     alone = next_step(run_of(), solved, diagnosis(size))
     assert alone.sentence == "Stop here: the task is nearly solved." and alone.setting == ""
     assert next_step(run_of(), learns, diagnosis(size, harder)).finding == "group size"
@@ -74,6 +78,29 @@ def test_a_solved_task_is_told_to_stop_and_what_more_could_be_gained():
     assert next_step(run_of(), reward, diagnosis(size, harder)).finding == "group size"
     assert ordered_cards([size, harder], solved=False) == ((size, harder), MOST_CARDS)
     assert ordered_cards([size, harder], solved=True) == ((harder, size), 1)
+
+
+def test_a_solved_task_says_what_harder_problems_should_give_and_what_to_check():
+    def line(step: int) -> dict[str, float]:
+        # 4 steps with half of the rollouts right, of which 6 of 8 groups are live; then a solved task
+        live, reward = (6, 0.5) if step <= 4 else (2, 0.95)
+        return {"step": step, "reward": reward, "groups": 8, "live_groups": live}
+
+    config = OWN | {"batch_size": 64}
+    run = RunReading(config, (), [line(step) for step in range(1, 61)], [])
+    harder = dataclasses.replace(a_finding(PROMPTS, direction="harder", value=None), number=Estimate(0.75))
+    found = next_step(run, learning((0.3, 0.9, 0.96)), diagnosis(harder))
+    assert found.effect.startswith("About 75% [75, 75] of the groups live, now 25%, as long as 25% to 75%")
+    assert "at the 4 such steps of this run" in found.effect and "cannot be said" in found.effect
+    # 1 - p^8 - (1-p)^8 is one half at 0.083
+    assert found.check.startswith("After 20 steps of the new run, “prompts that teach” should read 50% or more.")
+    assert found.check.endswith("50% or more for p from 8% to 92%.")
+    assert found.why.endswith("It is 0.1. Those are 48 of the 64 rollouts of a step.")
+    never = RunReading(config, (), [line(step) for step in range(5, 61)], [])
+    known = next_step(never, learning((0.3, 0.9, 0.96)), diagnosis(harder)).effect
+    assert known.startswith(
+        "At most 99% of the groups live, now 25%, if half of the rollouts are right (1 − 2 · 0.5^8;"
+    )
 
 
 def test_the_worst_finding_is_the_next_thing_with_its_value_its_effect_and_its_reason():

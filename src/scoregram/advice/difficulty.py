@@ -19,7 +19,8 @@ from scoregram.advice.settings import (
     stored_setting,
     trainer_of,
 )
-from scoregram.exhibits import cell_text
+from scoregram.bootstrap import mean_estimate
+from scoregram.exhibits import Estimate, cell_text
 from scoregram.reading import RunReading
 from scoregram.statistics import mixed_probability
 
@@ -109,6 +110,50 @@ def group_size_for(law: SuccessLaw, wanted: float = WANTED_LIVE) -> int | None:
     """
     sizes = range(2, LARGEST_ADVISED_GROUP + 1)
     return next((size for size in sizes if law.live_share(size) >= wanted), None)
+
+
+HALF_RIGHT, FEWEST_HALF_RIGHT = (0.25, 0.75), 3
+"""Share of right rollouts of a step that counts as about half, and how many such steps say what it is worth."""
+
+
+@dataclass(frozen=True)
+class HalfRight:
+    """Share of live groups at steps of a run of which about half of the rollouts were right."""
+
+    live: Estimate
+    steps: int
+
+
+def half_right_steps(run: RunReading) -> HalfRight | None:
+    """What the run itself had where its problems were neither easy nor hard; None with fewer than three such steps.
+
+    Only for rewards of 0 and 1: a graded reward is no share of right rollouts.
+    """
+    if run.is_graded or not run.has_whole_groups:
+        return None
+    least, most = HALF_RIGHT
+    rewards = {line["step"]: float(line.get("scoregram/reward", line.get("reward", math.nan))) for line in run.lines}
+    found = [share for step, share in zip(*run.live_share, strict=True) if least <= rewards.get(step, 0.0) <= most]
+    known = [share for share in found if not math.isnan(share)]
+    return HalfRight(mean_estimate(known), len(known)) if len(known) >= FEWEST_HALF_RIGHT else None
+
+
+def live_rates(size: int, wanted: float) -> tuple[float, float] | None:
+    """Least and largest success rate at which a share `wanted` of the groups of a size is live; None if none is.
+
+    Solves `1 - p^R - (1-p)^R = wanted` by bisection. It is the same at `p` and `1 - p`.
+
+    Example:
+        >>> [round(rate, 3) for rate in live_rates(3, 0.5) or ()], live_rates(2, 0.8)
+        ([0.211, 0.789], None)
+    """
+    if mixed_probability(0.5, size) < wanted:
+        return None
+    low, high = 0.0, 0.5
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if mixed_probability(middle, size) >= wanted else (middle, high)
+    return high, 1 - high
 
 
 GROUPS_IN_A_STRETCH = 8
@@ -270,6 +315,14 @@ class DeadGroups:
     """Whether the rule on the group size asks for larger groups."""
     is_graded: bool = False
     """Whether rewards other than 0 and 1 were seen."""
+    half_right: HalfRight | None = None
+    """What steps had of which about half of the rollouts were right; None if not known."""
+
+    @property
+    def group_size(self) -> int | None:
+        """Rollouts of a group; None if not known."""
+        size = self.outcomes.size if self.outcomes else stored_setting(self.config, "group_size", "num_generations")
+        return size if isinstance(size, int) else None
 
     @property
     def kind(self) -> str:
@@ -350,7 +403,7 @@ def _dynamic_sampling(known: DeadGroups) -> Lever:
 
 def _prompt_filter(known: DeadGroups) -> Lever:
     """Leave out prompts that one visit shows to teach nothing; in TRL by a smaller data set."""
-    size = known.outcomes.size if known.outcomes else stored_setting(known.config, "group_size", "num_generations")
+    size = known.group_size
     rollouts = f"{size} rollouts" if size else "rollouts"
     verb = "" if known.is_graded else "were "
     told = f"Leave out prompts whose {rollouts} {verb}{known.kind}."
@@ -377,9 +430,32 @@ def _other_problems(known: DeadGroups) -> Lever:
         if known.outcomes
         else ""
     )
-    effect = "this costs no rollouts, but changes what is learnt. By how much the share of live groups "
-    effect += f"({known.live:.0%}) rises cannot be said before one run: no {known.direction} problem was sampled."
+    expected = "" if known.is_graded else live_expectation(known.half_right, known.live, known.group_size)
+    unknown = f"no {known.direction} problem was sampled"
+    effect = f"{expected}. Whether they are cannot be said before one run: {unknown}."
+    if not expected:
+        effect = f"by how much the share of live groups ({known.live:.0%}) rises cannot be said before one run: "
+        effect += f"{unknown}."
+    effect += " It costs no rollouts, but changes what is learnt."
     return Lever(f"Take {known.direction} problems{now}.", effect, _problem_steps(known))
+
+
+def live_expectation(half_right: HalfRight | None, live: float, size: int | None) -> str:
+    """Share of live groups to expect where about half of the rollouts are right, and its basis; empty if unknown.
+
+    From such steps of the run, else the largest share that groups of a size can have, `1 - 2 · 0.5^R`.
+    """
+    if half_right is not None:
+        share, (least, most) = half_right.live, HALF_RIGHT
+        ends = "" if math.isnan(share.low) else f" [{100 * share.low:.0f}, {100 * share.high:.0f}]"
+        told = (
+            f"about {share.value:.0%}{ends} of the groups live, now {live:.0%}, as long as {least:.0%} to {most:.0%} "
+        )
+        return f"{told}of the rollouts are right: so it was at the {half_right.steps} such steps of this run"
+    if size is None or size < 2:
+        return ""
+    most_live = f"at most {mixed_probability(0.5, size):.0%} of the groups live, now {live:.0%}, if half of the "
+    return f"{most_live}rollouts are right (1 − 2 · 0.5^{size}; fewer where prompts differ)"
 
 
 def _problem_steps(known: DeadGroups) -> tuple[str, ...]:
@@ -424,6 +500,7 @@ def informed_finding(finding: RunFinding, run: RunReading, size: RuleVerdict) ->
         law=law,
         batch_size=run.batch_size,
         is_graded=run.is_graded,
+        half_right=half_right_steps(run),
         size_sentence=size_sentence(run, law, size),
         size_is_advised=isinstance(size, RunFinding) and size.change is not None and size.change.direction == "up",
     )

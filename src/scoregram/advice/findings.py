@@ -29,6 +29,8 @@ class Change:
     sentence: str
     effect: str
     """What to expect from the change."""
+    check: str = ""
+    """What to look at soon after the change, with the number that it should have; empty if nothing is special."""
     value: str | int | None = None
     """The value to set, where the rule knows one."""
     setting: str = ""
@@ -85,7 +87,8 @@ class RunFinding:
         told = [f"{self.sentence}{since}", f"Evidence, {self.confidence}: {number}{self.evidence}"]
         if self.change is not None:
             setting = f" Setting: {self.change.setting}." if self.change.setting else ""
-            told.append(f"Change: {self.change.sentence}{setting} Expect: {self.change.effect}")
+            check = f" Check: {self.change.check}" if self.change.check else ""
+            told.append(f"Change: {self.change.sentence}{setting} Expect: {self.change.effect}{check}")
             told += [f"Step {place}: {one}" for place, one in enumerate(self.change.steps, start=1)]
             told += [f"Otherwise, {place}: {one}" for place, one in enumerate(self.change.others, start=1)]
             told += [f"Not advised: {one}" for one in self.change.not_advised]

@@ -37,6 +37,8 @@ REPEATED_SHARE, MOSTLY_REPEATED = 0.5, 0.7
 LENGTH_GROWTH = 1.5
 LEAST_GAIN = 0.05
 SPREAD_LEFT = 0.1
+CHECKED_STEPS = 20
+"""Steps after which a new run shows whether a repair works."""
 CEILING = 0.95
 """Mean reward from which on a run counts as solved."""
 
@@ -378,20 +380,25 @@ def _repaired_reward(log: RunLog) -> str:
     )
 
 
-def _repair_effect(log: RunLog) -> str:
-    """What to expect once truncated completions get 0, with a longer limit if it can be typed."""
+def _repair_effect(log: RunLog) -> tuple[str, str]:
+    """What to expect once truncated completions get 0, with a longer limit if it can be typed; and what to check.
+
+    The next run starts from the same model, of which a share `c` was truncated at the limit `l` in the first logged
+    steps. If as many completions end per token beyond it, `c^(m/l)` are truncated at the limit `m`.
+    """
     reward, cut = log.series("reward"), log.series("truncated")
-    typed, _ = _longer_limit(log)
-    if not typed or not len(reward) or not len(cut):
-        told = _repaired_reward(log)
-        return f"{told} How far it rises from there cannot be said: the reward so far was not of answers."
-    share, size = float(cut.last.mean()), stored_setting(log.config, "num_generations", "group_size")
-    told = f"a mean reward below the {float(reward.last.mean()):.2f} of this run, which paid for unfinished texts. How "
-    told += "far below cannot be said: it depends on how many completions end within the longer limit. With the "
-    told += f"present one {1 - share:.1%} do"
-    if isinstance(size, int):
-        told += f", so that by chance {1 - share**size:.0%} of the groups of {size} hold one: only those could teach"
-    return f"{told}."
+    limit, (_, longer) = stored_setting(log.config, "max_new_tokens", "max_completion_length"), _longer_limit(log)
+    unknown = "cannot be said: the reward so far was not of finished texts."
+    if not limit or not longer or longer <= limit or not len(reward) or not len(cut):
+        return f"{_repaired_reward(log)} How far it rises from there {unknown}", ""
+    first, step, times = float(cut.values[0]), int(cut.steps[0]), longer / limit
+    begins = first**times
+    told = f"about {begins:.0%} truncated at first, and then fewer, because only finished completions are paid. "
+    told += f"Basis: {first:.0%} were at step {step}, at {limit} tokens; if as many end per token, {begins:.0%} reach "
+    told += f"{longer}. The mean reward starts below "
+    told += f"{1 - begins:.2f}, the finished share, not at {float(reward.last.mean()):.2f}; how far it rises {unknown}"
+    target = f"The truncated share should be below {begins:.0%} after {CHECKED_STEPS} steps and go on falling to "
+    return told, f"{target}{TRUNCATED:.0%} or less. If it is not, stop and read rollouts again."
 
 
 def _longer_limit(log: RunLog) -> tuple[str, int | None]:
@@ -413,9 +420,11 @@ def _limit(log: RunLog) -> str:
 
 
 def _truncation_change(log: RunLog, is_most: bool) -> Change:
-    """Repair the reward where it pays for truncated completions, else allow longer ones.
+    """Give truncated completions no reward where they are paid for, else allow longer ones.
 
-    Where most completions are truncated, to mask them would leave hardly any update, so it is not advised.
+    To pay finished completions only is right whatever the truncated ones hold, as long as some completions end: those
+    without an answer are not paid for, and those with one learn to end after it. Reading them decides what else to
+    change. Where most completions are truncated, to mask them would leave hardly any update, so it is not advised.
     """
     reward, is_paid = truncated_reward(log)
     trainer = trainer_of(log.config)
@@ -425,36 +434,65 @@ def _truncation_change(log: RunLog, is_most: bool) -> Change:
     )
     if not is_most and trainer != OWN_TRAINER:
         after = "mask truncated rollouts (in TRL `mask_truncated_completions=True`)"
+    ends = float(log.series("truncated").values.min()) < 1  # the model can sample its end-of-sequence token
     others = (
-        "If hardly any completion ends by itself, whatever it says, the model may have no end-of-sequence token to "
-        f"sample: check eos_token_id, the pad token and the chat template{shown * (trainer == TRL_TRAINER)}.",
+        *(() if ends else (f"If longer ones do not end either: {_END_TOKEN}{shown * (trainer == TRL_TRAINER)}.",)),
         f"If they hold the answer and go on after it: {after}.",
     )
+    if is_paid and not ends:
+        return _ending_change(log, reward, f"{_END_TOKEN}{shown * (trainer == TRL_TRAINER)}.")
     if is_paid:
-        longer, _ = _longer_limit(log)
+        longer, (effect, check) = _longer_limit(log)[0], _repair_effect(log)
         return Change(
             knob="reward function",
             direction="repair",
-            sentence=f"Repair the reward function{' and allow longer completions' if longer else ''}, unless "
-            f"truncated rollouts hold right answers: their mean reward is {reward}.",
-            effect=_repair_effect(log),
-            steps=(
-                "Read some truncated rollouts. If they hold right answers, nothing needs repair: see “otherwise” "
-                "below. If a wrong one has a high reward, the function pays for something else: change that as well.",
-                *reward_steps(log.config, _no_reward_at_the_limit(log), also=longer),
-            ),
-            others=others,
+            sentence="Give no reward to completions that the limit cuts off"
+            f"{', and allow longer ones' if longer else ''}. Now their mean reward is {reward}.",
+            effect=effect,
+            check=check,
+            steps=reward_steps(log.config, _no_reward_at_the_limit(log), _WHAT_ELSE, also=longer),
+            others=(f"If hardly any rollout is paid then: {_length_penalty(log)}, in place of 0.",),
         )
-    known = f"Truncated rollouts get a mean reward of {reward}." if reward else "Read some truncated rollouts."
-    unchecked = "If they hold no right answer and their reward is high anyway: repair the reward function."
+    known = f" Truncated ones get a mean reward of {reward}." if reward else ""
+    unchecked = (
+        "Read some truncated rollouts: if they hold no right answer and their reward is high anyway, repair the "
+    )
     return Change(
         knob="completion length",
         direction="up",
-        sentence=f"{known} If their answer is missing, allow longer completions.",
+        sentence=f"Allow longer completions.{known}",
         effect=f"fewer than {float(log.series('truncated').last.mean()):.0%} of the completions are cut off, and the "
         "reward is of whole texts. How many are left cannot be said: how long they would get is not known.",
         value=None if _limit(log) else _length_times(log, 2.0),
-        others=(*others, *([] if reward else [unchecked])),
+        others=(*others, *([] if reward else [f"{unchecked}reward function."])),
+    )
+
+
+_END_TOKEN = (
+    "the model may have no end-of-sequence token to sample: check eos_token_id, the pad token and the chat template"
+)
+
+
+_WHAT_ELSE = (
+    "Read some truncated rollouts: they say whether that is all. A wrong answer with a high reward: let the function "
+    "compare with the right answer as well. A right answer and more text after it, or no answer yet: that is all."
+)
+"""What truncated rollouts decide, beyond giving them 0."""
+
+
+def _ending_change(log: RunLog, reward: str, check: str) -> Change:
+    """No completion ends: without a finished one to pay for, a repaired reward would be constant."""
+    longer, _ = _longer_limit(log)
+    return Change(
+        knob="reward function",
+        direction="repair",
+        sentence=f"Make completions end: none did, at no step. Yet the mean reward of truncated ones is {reward}.",
+        effect="some completions end, where now 0% do. How many cannot be said: not one was seen.",
+        steps=(
+            f"Not a setting: {check}",
+            f"If it has one, allow longer completions until some end{f': {longer}' if longer else ''}.",
+            *reward_steps(log.config, _no_reward_at_the_limit(log), _WHAT_ELSE),
+        ),
     )
 
 

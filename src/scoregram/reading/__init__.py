@@ -34,6 +34,7 @@ from scoregram.reading.group import mean_over_groups as mean_over_groups
 from scoregram.reading.group import outcomes_of as outcomes_of
 from scoregram.reading.group import read_group as read_group
 from scoregram.reading.group import row_factors as row_factors
+from scoregram.reading.indicators import LIVE_GOOD as LIVE_GOOD
 from scoregram.reading.indicators import Gain as Gain
 from scoregram.reading.indicators import Indicator as Indicator
 from scoregram.reading.indicators import IndicatorState as IndicatorState

@@ -16,12 +16,16 @@ from scoregram.advice import (
     Diagnosis,
     RunFinding,
     count_words,
+    half_right_steps,
+    live_expectation,
+    live_rates,
     measuring_setting,
     trainer_of,
     typed_setting,
 )
 from scoregram.bootstrap import FEWEST
 from scoregram.reading import (
+    LIVE_GOOD,
     SAMPLED_TEST,
     Indicator,
     IndicatorState,
@@ -206,6 +210,8 @@ class NextStep:
     """What to do one after the other, where no setting alone does it."""
     effect: str = ""
     """What to expect, with its number, or why it cannot be said."""
+    check: str = ""
+    """What to look at soon after the change, with the number that it should have."""
     why: str = ""
     finding: str = ""
     """Name of the card that has the same change; empty if none has."""
@@ -234,6 +240,7 @@ def next_step(run: RunReading, learning: Indicator, advice: Diagnosis) -> NextSt
         setting=change.setting,
         steps=change.steps,
         effect=_sentence(change.effect),
+        check=change.check,
         why=first_sentence(first.sentence),
         finding=first.name,
     )
@@ -255,23 +262,58 @@ def first_sentence(text: str) -> str:
 
 def _stop(run: RunReading, learning: Indicator, harder: RunFinding | None) -> NextStep:
     """The end of a run whose task is nearly solved, and harder problems if there are some."""
-    last = next(value for value in reversed(learning.curve.mean) if not math.isnan(value))
-    told = "Stop here: the task is nearly solved."
-    quantity = learning.headline.rsplit(" ", 3)[0]
-    why = f"More steps on this task can add at most {1 - last:.2f} to the {quantity} of {last:.2f}."
+    told, why = "Stop here: the task is nearly solved.", _little_left(learning)
     if harder is None or harder.change is None or harder.change.direction != HARDER:
         return NextStep(sentence=told, why=why)
     words = count_words(HARDER, str(run.config.get("task") or ""))
+    live = 1 - harder.number.value
     return NextStep(
         sentence=f"{told} To learn more, train a new run on harder problems{words}, "
         "from the model that this one started with.",
         setting=harder.change.setting,
         label="For a new run",
         steps=harder.change.steps,
-        effect="It cannot be said: no harder problem was sampled. They suit if about half of the rollouts are right. "
-        "If many more are, take harder ones again; if hardly any is, go back.",
-        why=f"{why} {first_sentence(harder.sentence)}",
+        effect=_harder_effect(run, live),
+        check=_harder_check(run),
+        why=f"{why} {first_sentence(harder.sentence)}{_idle_rollouts(run, live)}",
     )
+
+
+def _little_left(learning: Indicator) -> str:
+    """What more steps on a nearly solved task can add at most, and what the second half of the run added."""
+    known = [pair for pair in zip(learning.curve.steps, learning.curve.mean, strict=True) if not math.isnan(pair[1])]
+    (_, last), (middle, before) = known[-1], known[(len(known) - 1) // 2]
+    quantity = learning.headline.rsplit(" ", 3)[0]
+    told = f"Going on with this task adds at most {1 - last:.2f} to the {quantity} of {last:.2f}"
+    return f"{told}; since step {middle:g} it went {_arrow(before, last)}." if len(known) > 2 else f"{told}."
+
+
+def _idle_rollouts(run: RunReading, live: float) -> str:
+    """How many rollouts of a step are in dead groups; empty if it is not known."""
+    batch = run.config.get("batch_size") or run.batch_size
+    if math.isnan(live) or not math.isfinite(batch):
+        return ""
+    return f" Those are {(1 - live) * batch:.0f} of the {batch:g} rollouts of a step."
+
+
+def _harder_effect(run: RunReading, live: float) -> str:
+    """Share of live groups to expect of problems that are hard enough, and what cannot be said."""
+    unknown = "cannot be said: no harder problem was sampled."
+    is_known = not run.is_graded and not math.isnan(live)
+    expected = _sentence(live_expectation(half_right_steps(run), live, run.group_size)) if is_known else ""
+    return f"{expected}. Which accuracy it reaches {unknown}" if expected else f"It {unknown}"
+
+
+def _harder_check(run: RunReading) -> str:
+    """Which share of live groups the first steps on other problems should have, by their success rate."""
+    size, target = run.group_size, f"{LIVE_GOOD:.0%}"
+    rates = live_rates(size, LIVE_GOOD) if size else None
+    told = f"After {CHECKED_STEPS} steps of the new run, “prompts that teach” should read {target} or more. "
+    told += "If it reads less and most rollouts are right, take harder ones again; if most are wrong, go back."
+    if size is None or rates is None or run.is_graded:
+        return told
+    chance = f"A group of {size} is live with the chance 1 − p^{size} − (1 − p)^{size} if a share p of its rollouts is "
+    return f"{told} {chance}right: {target} or more for p from {rates[0]:.0%} to {rates[1]:.0%}."
 
 
 def _keep_going(run: RunReading, learning: Indicator, advice: Diagnosis) -> NextStep:
@@ -400,6 +442,8 @@ def ordered_cards(findings: Sequence[RunFinding], solved: bool) -> tuple[tuple[R
     return (*first, *(one for one in findings if one not in first)), min(len(first), MOST_CARDS)
 
 
+CHECKED_STEPS = 20
+"""Steps of a new run after which its share of live groups tells whether its problems suit."""
 MOST_OF_IT, SOLVED = 0.9, 0.95
 """Share of a gain that counts as most of it, and score on test problems from which on a task counts as solved."""
 
