@@ -520,7 +520,8 @@ def test_the_bound_on_the_reward_of_truncated_completions_holds_for_every_batch(
 def test_a_finding_says_what_holds_since_its_step():
     lines = [{"step": step, "truncated_rate": 0.2 if step > 20 else 0.0, "reward": 0.1} for step in range(1, 61)]
     found = LOG_RULES["truncation"](run_log("x", lines))
-    assert isinstance(found, RunFinding) and found.lines()[0].endswith("unfinished texts. (above 10% since step 21)")
+    assert isinstance(found, RunFinding)
+    assert found.lines()[0].endswith("unfinished texts. The truncated share is above 10% since step 21.")
 
 
 def test_a_few_logged_values_suffice_for_plain_truncation():

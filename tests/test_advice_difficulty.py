@@ -146,7 +146,10 @@ def test_one_change_comes_first_and_the_others_have_a_price():
     assert graded.sentence == "Leave out prompts whose 8 rollouts all have the reward 0."
     again = law.live_if_kept(8, "all wrong")
     assert f"about {again:.0%} of the remaining groups would then be live, now 20%." in change.effect
-    assert "Price: 8 rollouts for each prompt once; 1,000 prompts cost as much as 125 steps." in change.effect
+    price = (
+        "Price: 8 rollouts for each prompt once, as much as 125 steps of this run for every 1,000 prompts (the run does"
+    )
+    assert price in change.effect
     easier, dynamic = change.others
     assert easier.startswith("Take easier") and change.not_advised == ("Groups …",)
     assert prompt_change(replace(known, size_is_advised=True)).others[-1] == "Groups …"

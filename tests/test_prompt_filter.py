@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from scoregram.advice import filter_prompts, show_filter
-from scoregram.advice.prompt_filter import SAMPLING_DEFAULTS, VISIT, stored_rewards, visit_command, visit_steps
+from scoregram.advice.prompt_filter import (
+    SAMPLING_DEFAULTS,
+    VISIT,
+    counted_prompts,
+    stored_rewards,
+    visit_command,
+    visit_steps,
+)
 from scoregram.checks import ScoregramError
 from scoregram.cli import main, parsed_command
 from scoregram.runs import GroupRecord, RolloutRecord, RunWriter, open_run
@@ -209,3 +216,17 @@ def test_the_command_for_a_recorded_run_samples_as_that_run_did():
     assert isinstance(visit, TrainConfig) and visit.learning_rate == 0 and visit.steps == 468  # 16 prompts a step
     names = ("model", "task", "batch_size", "group_size", "autocast", *SAMPLING_DEFAULTS)
     assert {name: getattr(visit, name) for name in names} == {name: stored[name] for name in names}
+
+
+def test_the_price_of_a_visit_names_the_data_set_that_it_is_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = {"method": "grpo"}
+    count, words = counted_prompts(own | {"task": "gsm8k:copy"})
+    assert count == 7473 and words.startswith("the 7,473 training prompts of GSM8K, if copy holds all of them")
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "train.jsonl").write_text('{"question": "1"}\n{"question": "2"}\n\n')
+    assert counted_prompts(own | {"task": "gsm8k:copy"}) == (2, "the 2 training prompts of copy/train.jsonl")
+    assert counted_prompts(own | {"task": "jsonl:copy/train.jsonl"})[0] == 2
+    assert counted_prompts({"integration": {"name": "trl"}})[1].startswith(
+        "every 1,000 prompts (the run does not store"
+    )

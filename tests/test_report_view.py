@@ -262,6 +262,14 @@ def test_a_wrong_option_is_one_sentence(options, said, tmp_path, monkeypatch, ca
     assert re.fullmatch(rf"scoregram: view: .*{re.escape(said)}.*\n", capsys.readouterr().err)
 
 
+def test_a_file_is_called_a_file_and_its_folder_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(ScoregramError, match=rf"got a file\. .*scoregram view {re.escape(str(tmp_path))}"):
+        serve_runs(tmp_path / "metrics.jsonl")
+    with pytest.raises(ScoregramError, match="got no such folder"):
+        serve_runs(tmp_path / "absent")
+
+
 def test_without_starlette_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "starlette.applications", None)
     with pytest.raises(ScoregramError, match=r"pip install 'scoregram\[view\]'"):

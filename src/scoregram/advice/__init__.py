@@ -27,9 +27,13 @@ from scoregram.advice.findings import Change as Change
 from scoregram.advice.findings import Diagnosis as Diagnosis
 from scoregram.advice.findings import RunFinding as RunFinding
 from scoregram.advice.findings import Severity as Severity
+from scoregram.advice.gram_rules import LAYER_ALONE as LAYER_ALONE
+from scoregram.advice.gram_rules import LAYER_GROWTH as LAYER_GROWTH
+from scoregram.advice.gram_rules import LAYER_SHARE as LAYER_SHARE
 from scoregram.advice.logs import RunLog as RunLog
 from scoregram.advice.logs import run_log as run_log
 from scoregram.advice.noise_rules import least_error_size as least_error_size
+from scoregram.advice.noise_rules import trained_estimator as trained_estimator
 from scoregram.advice.prompt_filter import filter_prompts as filter_prompts
 from scoregram.advice.prompt_filter import show_filter as show_filter
 from scoregram.advice.settings import OWN_TRAINER as OWN_TRAINER

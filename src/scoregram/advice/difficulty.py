@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from scoregram.advice.findings import Change, RuleVerdict, RunFinding, Undecided
-from scoregram.advice.prompt_filter import EqualRewards, visit_steps
+from scoregram.advice.prompt_filter import EqualRewards, counted_prompts, visit_steps
 from scoregram.advice.settings import (
     DYNAMIC_SAMPLING,
     OWN_TRAINER,
@@ -419,9 +419,12 @@ def _prompt_filter(known: DeadGroups) -> Lever:
 
 
 def _steps_of_a_visit(known: DeadGroups, size: int | None) -> str:
-    """What one visit of 1,000 prompts costs, in steps of this run; empty if its rollouts per step are not known."""
+    """What one visit of the data set costs, in steps of this run; empty if its rollouts per step are not known."""
     batch = known.batch_size
-    return f"; 1,000 prompts cost as much as {1000 * size / batch:.0f} steps" if size and batch and batch > 0 else ""
+    if not size or not batch or not batch > 0:
+        return ""
+    count, words = counted_prompts(known.config)
+    return f", as much as {math.ceil(count * size / batch):,} steps of this run for {words}"
 
 
 def _other_problems(known: DeadGroups) -> Lever:

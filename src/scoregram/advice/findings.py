@@ -59,7 +59,8 @@ class RunFinding:
     since: int | None = None
     """First step from which on it holds; None if it is not tied to a step."""
     level: str = ""
-    """What holds since that step, such as `above 10%`, where the sentence has the number of the last third."""
+    """What holds since that step, as a sentence without its end, such as `The share is above 10%`, where `sentence` has
+    the number of the last third."""
     number: Estimate = field(default_factory=lambda: Estimate(math.nan))
     label: str = ""
     """What `number` is."""
@@ -81,8 +82,9 @@ class RunFinding:
 
     def lines(self) -> list[str]:
         """The finding as text: what is wrong, the number, the evidence, what to change and what to expect, the list."""
-        level = f"{self.level} " if self.level else ""
-        since = "" if self.since is None else f" ({level}since step {self.since})"
+        since = "" if self.since is None else f" (since step {self.since})"
+        if since and self.level:
+            since = f" {self.level} since step {self.since}."
         number = "" if math.isnan(self.number.value) else f"{self.label}{self.mark}: {cell_text(self.number)}; "
         told = [f"{self.sentence}{since}", f"Evidence, {self.confidence}: {number}{self.evidence}"]
         if self.change is not None:

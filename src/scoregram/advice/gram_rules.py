@@ -33,7 +33,7 @@ from scoregram.statistics import group_moments
 
 DRIVER_SHARE = 0.5
 """Share of the squared update that one rollout may have."""
-LAYER_SHARE, LAYER_GROWTH = 0.5, 5.0
+LAYER_SHARE, LAYER_GROWTH, LAYER_ALONE = 0.5, 5.0, 0.95
 """Share of the update's energy that one layer may have, and how much that share may grow over the run."""
 CARRIED, FEW_LAYERS, FEWEST_LAYERS = 0.8, 0.25, 8
 """Layers that have this share of the signal carry the update, if they are at most this share of at least 8 layers."""
@@ -118,7 +118,7 @@ def dominating_layer(run: RunReading) -> RuleVerdict:
     growth = share.value / max(float(first[:, place].mean()), 1e-9)
     level = share.low if not math.isnan(share.low) else -math.inf
     is_new = growth > LAYER_GROWTH
-    if not (level > LAYER_SHARE and (is_new or level > 0.95)):
+    if not (level > LAYER_SHARE and (is_new or level > LAYER_ALONE)):
         return None
     return RunFinding(
         name="exploding layer",
@@ -127,7 +127,7 @@ def dominating_layer(run: RunReading) -> RuleVerdict:
         + (f", {growth:.0f} times its share at the start." if is_new else ": the other layers hardly learn."),
         number=share,
         label="share of the update's energy in one layer",
-        evidence=f"found above {LAYER_SHARE:.0%} if it grew {LAYER_GROWTH:g}-fold, or above 95 %.",
+        evidence=f"found above {LAYER_SHARE:.0%} if it grew {LAYER_GROWTH:g}-fold, or above {LAYER_ALONE:.0%}.",
         change=Change(
             knob="learning rate of a layer",
             direction="down",

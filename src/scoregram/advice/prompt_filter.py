@@ -255,8 +255,34 @@ def _visit_count(config: Mapping[str, Any], prompts: int, problems: int | None) 
         problems = GSM8K_PROBLEMS
     if problems is not None:
         return str(math.ceil(problems / prompts))
-    file = argument if argument.endswith((".jsonl", ".json")) else f"{argument}/train.jsonl"
+    file = _training_file(argument)
     return f"$(( $(wc -l < {shlex.quote(file)}) / {prompts} + 1 ))"
+
+
+def _training_file(argument: str) -> str:
+    """The file with the training problems of a task that is given by a file or a folder."""
+    return argument if argument.endswith((".jsonl", ".json")) else f"{argument}/train.jsonl"
+
+
+def counted_prompts(config: Mapping[str, Any]) -> tuple[int, str]:
+    """How many prompts one visit of the data set takes, and in words whose number that is.
+
+    From the file of the task if it is on this machine, else GSM8K's own number, else 1,000 as a unit to scale by.
+
+    Example:
+        >>> counted_prompts({"method": "grpo", "task": "gsm8k"})
+        (7473, 'the 7,473 training prompts of GSM8K')
+    """
+    name, _, argument = str(config.get("task") or "").partition(":")
+    file = Path(_training_file(argument))
+    if trainer_of(config) == OWN_TRAINER and argument and file.is_file():
+        with disk_errors(file, caller="advise"), file.open("rb") as lines:
+            count = sum(1 for line in lines if line.strip())
+        return count, f"the {count:,} training prompts of {file}"
+    if trainer_of(config) == OWN_TRAINER and name == "gsm8k":
+        absent = f", if {argument} holds all of them (its files are not here)" if argument else ""
+        return GSM8K_PROBLEMS, f"the {GSM8K_PROBLEMS:,} training prompts of GSM8K{absent}"
+    return 1000, "every 1,000 prompts (the run does not store how many your data set has)"
 
 
 def _python_filter(path: Path | str) -> str:

@@ -101,7 +101,7 @@ def dead_groups(log: RunLog) -> RuleVerdict:
         sentence=f"In {share.value:.0%} of the groups all rewards are equal, so they add nothing to the update. "
         f"{kinds}".strip(),
         since=dead.since(dead.values > DEAD_SHARE),
-        level=f"above {DEAD_SHARE:.0%}",
+        level=f"Their share is above {DEAD_SHARE:.0%}",
         number=share,
         label="share of dead groups in the last third",
         evidence=f"found if the whole 95 % interval lies above {DEAD_SHARE:.0%}.",
@@ -319,7 +319,7 @@ def cut_completions(log: RunLog) -> RuleVerdict:
         sentence=f"{share.value:.0%} of the completions in the last third are cut off at the limit{_limit(log)}: the "
         "reward is of unfinished texts.",
         since=cut.since(cut.values > TRUNCATED),
-        level=f"above {TRUNCATED:.0%}",
+        level=f"The truncated share is above {TRUNCATED:.0%}",
         number=share,
         label="share of truncated completions in the last third",
         evidence=f"found if the whole 95 % interval lies above {TRUNCATED:.0%}.",

@@ -40,6 +40,7 @@ from scoregram.report.first_screen import (
 )
 from scoregram.report.glass import Glass, run_glass
 from scoregram.report.page import LiveRun, Section, document, live_documents, write_document
+from scoregram.report.replay_table import what_if_table
 from scoregram.report.words import WORDS
 from scoregram.runs import CONFIG_FILE, REPORT, Run, open_run, require_path
 
@@ -235,7 +236,7 @@ def _figure_sections(run: RunReading, folder: Run) -> Iterator[Section]:
         (
             f"What if{mark}",
             "Other estimators of the advantage on the groups of the last third, without training again.",
-            marked_figures(step_figures.what_if_table(run), run),
+            marked_figures(what_if_table(run), run),
         ),
     )
     for title, text, figures in parts:

@@ -3,10 +3,9 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from scoregram.advice import least_error_size
+from scoregram.advice import LAYER_ALONE, LAYER_GROWTH, LAYER_SHARE, least_error_size
 from scoregram.bootstrap import mean_of_many
-from scoregram.checks import ScoregramError
-from scoregram.exhibits import Estimate, Figure, Role, Series, Table
+from scoregram.exhibits import Estimate, Figure, Role, Series
 from scoregram.reading import (
     SAMPLED_TEST,
     Curve,
@@ -22,7 +21,6 @@ from scoregram.reading import (
     scalar_curve,
     spectrum_energies,
     update_cosines,
-    what_if,
 )
 from scoregram.report.figures import CosineMap, Drawing, HeatMap, StackedFigure
 from scoregram.runs import Run
@@ -31,8 +29,6 @@ MOST_LAYER_STEPS = 20
 """Steps whose per-layer Grams are read: they are the largest part of a run."""
 MOST_MAP_STEPS, FEWEST_MAP_STEPS = 60, 3
 """Steps on the map of cosines between gradients: evenly spaced if there are more, no map if there are fewer."""
-MOST_REPLAYED = 150
-"""Groups of the last third on which other estimators are replayed, evenly spaced if there are more."""
 FAILED = "self-check failed"
 """Suffix, in the name of a series, for steps whose self-check failed."""
 ANY, SHARE = (-math.inf, math.inf), (0.0, 1.0)
@@ -255,8 +251,8 @@ def drivers_figures(run: RunReading) -> Iterator[Figure]:
     yield from _figure(
         "conflict",
         "Do prompts pull against each other?",
-        "Share of pairs of prompts whose updates oppose each other. Null: one half; unrelated, noisy updates "
-        "oppose each other as often as not.",
+        f"Share of the pairs of live prompts of a step whose updates oppose each other{_pair_counts(run)}. Null: one "
+        "half; unrelated, noisy updates oppose each other as often as not.",
         "share of pairs",
         (
             *_scalar(run, "gram/conflicting_prompts", "conflicting prompts", limits=SHARE),
@@ -282,6 +278,17 @@ def drivers_figures(run: RunReading) -> Iterator[Figure]:
         norms,
         y_log=_spans_decades(norms),
     )
+
+
+def _pair_counts(run: RunReading) -> str:
+    """How many pairs of prompts with an update a step has: `L (L - 1) / 2` of `L` live groups; empty if not known."""
+    measured = set(run.series("gram/conflicting_prompts")[0])
+    live = [count for step, count in zip(*run.series("live_groups"), strict=True) if step in measured and count >= 2]
+    pairs = [round(count * (count - 1) / 2) for count in live]
+    if not pairs:
+        return ""
+    told = f"{pairs[0]}" if min(pairs) == max(pairs) else f"{min(pairs)} to {max(pairs)}"
+    return f": {told} pairs a step, {sum(pairs) / len(pairs):.0f} on average, so single steps jump"
 
 
 def geometry_figures(run: RunReading) -> Iterator[Drawing]:
@@ -364,7 +371,8 @@ def update_figures(folder: Run) -> Iterator[Drawing]:
         "Do steps push in the same direction?",
         "Cosine between the gradients of two steps, before the optimiser. Blue: they agree, which is signal. No "
         "colour: near 0, each is mostly noise or their prompts differ. Orange: they oppose each other. Null: 0, "
-        f"± {cosines.sketch_error:.2f} from the sketch and more from noise, so read regions and not single cells."
+        f"± {cosines.sketch_error:.2f} from the sketch, a random projection of each gradient to "
+        f"{cosines.directions.shape[1]:,} numbers, and more from noise: so read regions and not single cells."
         + (thinned if len(shown.steps) < shown.measured else ""),
         "step",
         "step",
@@ -409,8 +417,7 @@ def layers_figures(folder: Run, run: RunReading) -> Iterator[HeatMap]:
         yield HeatMap(
             "layers",
             "Which layers does the gradient go to?",
-            f"Share of the squared norms of the {rows} of a step in each layer; a layer that takes over may be about "
-            "to explode.",
+            f"Share of the squared norms of the {rows} of a step in each layer. {_layer_warning()}",
             "step",
             "layer",
             found.steps,
@@ -420,33 +427,12 @@ def layers_figures(folder: Run, run: RunReading) -> Iterator[HeatMap]:
         )
 
 
-def what_if_table(run: RunReading) -> Iterator[Table]:
-    """Signal to noise and direction that other estimators would have had."""
-    try:
-        replayed = what_if(run, most_groups=MOST_REPLAYED)
-    except ScoregramError:  # no complete group, or groups too small to be halved
-        return
-    rows = sorted(replayed.rows, key=lambda row: -row.snr.value if math.isfinite(row.snr.value) else math.inf)
-    if not any(math.isfinite(row.snr.value) for row in rows):
-        return
-    resolved = any(math.isfinite(row.efficiency.value) for row in rows)
-    yield Table(
-        "what-if",
-        "Would another estimator see more signal?",
-        f"Signal to noise of one prompt's update from {replayed.group_size} rollouts, on {replayed.groups} groups of "
-        "evenly spaced steps of the last third; "
-        "95 % intervals over groups. Efficiency: signal to noise over that of rloo, 2 means half as many groups. "
-        "Direction: cosine with the true gradient; its estimate, a ratio of noisy means, can exceed 1 and is then "
-        "shown as 1. Overlapping intervals decide nothing."
-        + (" –: the signal of rloo is not resolved, so nothing can be divided by it." if not resolved else ""),
-        ("estimator", "signal to noise", "efficiency", "direction"),
-        tuple((row.estimator, row.snr, row.efficiency, _as_cosine(row.direction)) for row in rows),
+def _layer_warning() -> str:
+    """From which share on a layer is a finding of `advise`."""
+    return (
+        f"The rule on exploding layers warns if one has more than {LAYER_SHARE:.0%} of the update and "
+        f"{LAYER_GROWTH:g} times its share at the start, or more than {LAYER_ALONE:.0%}."
     )
-
-
-def _as_cosine(estimate: Estimate) -> Estimate:
-    """An estimate of a cosine, cut at -1 and 1."""
-    return Estimate(*(max(-1.0, min(1.0, x)) if x == x else x for x in (estimate.value, estimate.low, estimate.high)))
 
 
 def _running(curve: Curve) -> str:

@@ -4,6 +4,7 @@ It reads and never writes. A run is reached by its name in the list, so no path 
 The page of a long run takes seconds. One thread makes pages; until a new one is finished, the last one is served.
 """
 
+import shlex
 import socket
 import sys
 import time
@@ -20,7 +21,7 @@ from scoregram.checks import ScoregramError, fail
 from scoregram.reading import Indicator, read_run
 from scoregram.report.glass import Glass
 from scoregram.report.page import LiveRun, live_block, live_document
-from scoregram.report.run_page import RunPage, run_page
+from scoregram.report.run_page import RunPage, folder_content, run_page
 from scoregram.report.several_page import several_page
 from scoregram.runs import CONFIG_FILE, Run, open_run, require_path
 
@@ -376,7 +377,10 @@ def serve_runs(root: Path, *, host: str = "127.0.0.1", port: int = 8642) -> None
         ScoregramError: If the folder does not exist, the address cannot be used, or starlette or uvicorn is missing.
     """
     if not require_path(root, caller="view").is_dir():
-        fail("view", f"{root} must be a folder of runs", "no such folder", "Name the folder that holds your runs.")
+        remedy = "Name the folder that holds your runs."
+        if root.exists():
+            remedy = f"Name the folder that it is in: scoregram view {shlex.quote(str(root.parent))}"
+        fail("view", f"{root} must be a folder of runs", folder_content(root), remedy)
     if not 0 <= port <= 65535:
         fail("view", "--port must be from 0 to 65535", port, "Choose another.")
     app = view_app(root, hosts=("127.0.0.1", "localhost", "[::1]", host) if host != "0.0.0.0" else ("*",))
