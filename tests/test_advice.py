@@ -448,21 +448,28 @@ def test_a_number_without_an_interval_is_shown_alone():
     assert one.plain()["number"] == {"value": 3.0, "low": None, "high": None, "label": "norm"}
 
 
-def truncation_advice(**scalars: float) -> Change:
+def truncation_finding(**scalars: float) -> RunFinding:
     lines = [
         {"step": step, **{name.replace("__", "/"): value for name, value in scalars.items()}} for step in range(12)
     ]
     found = LOG_RULES["truncation"](run_log("x", lines))
-    assert isinstance(found, RunFinding) and found.change is not None
-    return found.change
+    assert isinstance(found, RunFinding)
+    return found
+
+
+def truncation_advice(**scalars: float) -> Change:
+    change = truncation_finding(**scalars).change
+    assert change is not None
+    return change
 
 
 def test_truncated_completions_with_a_high_reward_question_the_reward():
     # 98 % cut, mean 0.99: even if every other completion has 1, the truncated ones have (0.99 - 0.02) / 0.98
     paid = truncation_advice(truncated_rate=0.98, reward=0.99)
     assert (paid.knob, paid.direction) == ("reward function", "repair")
-    assert paid.sentence.startswith("Give no reward to completions that the limit cuts off.")
-    assert "is at least 0.99." in paid.sentence
+    assert paid.sentence == "Give no reward to completions that the limit cuts off."
+    why = truncation_finding(truncated_rate=0.98, reward=0.99).sentence
+    assert why.endswith("get a mean reward of at least 0.99: the reward pays for unfinished texts.")
     assert "mask" not in " ".join((paid.sentence, *paid.others))  # 98 % masked would leave no update
     # 60 % cut, mean 0.5: they may have (0.5 - 0.4) / 0.6 only
     open_ = truncation_advice(truncated_rate=0.6, reward=0.5)
@@ -498,8 +505,9 @@ def test_where_no_completion_ends_the_end_comes_before_the_reward():
 
 
 def test_stored_rollouts_tell_whether_truncation_is_paid_for():
-    paid = truncation_advice(truncated_rate=0.2, reward=0.4, truncated_reward=0.38, finished_reward=0.4)
-    assert paid.knob == "reward function" and "0.38, that of the others 0.40" in paid.sentence
+    paid = truncation_finding(truncated_rate=0.2, reward=0.4, truncated_reward=0.38, finished_reward=0.4)
+    assert paid.change is not None and paid.change.knob == "reward function"
+    assert "get a mean reward of 0.38, finished ones 0.40: the reward pays" in paid.sentence
     missing = truncation_advice(truncated_rate=0.2, reward=0.4, truncated_reward=0.05, finished_reward=0.5)
     assert missing.knob == "completion length" and "mean reward of 0.05." in missing.sentence
     assert (

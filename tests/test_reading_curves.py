@@ -10,7 +10,17 @@ from scipy.stats import t as student
 
 from scoregram.bootstrap import MANY, difference, mean_estimate, mean_of_many, t_mean
 from scoregram.exhibits import Estimate
-from scoregram.reading import complement, group_curve, mse_by_group_size, read_run, running_curve, spectrum_energies
+from scoregram.reading import (
+    RunReading,
+    complement,
+    geometric_curve,
+    group_curve,
+    mse_by_group_size,
+    read_run,
+    running_curve,
+    scalar_curve,
+    spectrum_energies,
+)
 from scoregram.reading.curves import MOST_POINTS, SHORT, WINDOWS
 from scoregram.runs import open_run
 from scoregram.statistics import noise_components
@@ -130,3 +140,15 @@ def test_the_mean_of_many_values_has_the_interval_of_the_bootstrap():
         assert getattr(fast, end) == pytest.approx(getattr(slow, end), abs=0.15 * (slow.high - slow.value))
     few = values[:MANY]
     assert mean_of_many(few) == mean_estimate(few) and math.isnan(mean_of_many([]).value)
+
+
+def test_a_geometric_curve_is_that_of_the_logarithm_and_stays_positive():
+    norms = [1.0, 100.0, 0.01, 1.0, 1.0, 50.0] * 5
+    run = RunReading({}, (), [{"step": step, "grad_norm": norm} for step, norm in enumerate(norms)], [])
+    found, plain = geometric_curve(run, "grad_norm"), scalar_curve(run, "grad_norm")
+    assert found.raw == pytest.approx(plain.raw) and found.window == plain.window == 3
+    for place in range(1, len(norms) - 1):
+        assert found.mean[place] == pytest.approx(math.prod(norms[place - 1 : place + 2]) ** (1 / 3))
+    assert min(found.low) > 0 > min(plain.low)
+    zero = RunReading({}, (), [{"step": step, "grad_norm": 0.0 if step == 2 else 1.0} for step in range(4)], [])
+    assert math.isnan(geometric_curve(zero, "grad_norm").raw[2])

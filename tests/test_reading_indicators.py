@@ -132,7 +132,8 @@ def test_a_policy_that_is_less_random_is_told_with_its_numbers(tmp_path):
     lines = [{"reward": 0.0, "token_log_prob": -1.0 + step / 20, "finished": 0.5 + step / 20} for step in range(9)]
     logged(tmp_path / "run", lines)
     told = lost_randomness(read_run(open_run(tmp_path / "run")))
-    assert told == "The policy may only have become less random (entropy 0.95 → 0.65, truncated 45.0% → 15.0%)."
+    fell = "first to last third: entropy 0.95 → 0.65, truncated 45.0% → 15.0%"
+    assert told == f"The policy may only have become less random ({fell})."
     logged(tmp_path / "still", [{"reward": 0.0, "token_log_prob": -1.0, "finished": 1.0}] * 9)
     assert lost_randomness(read_run(open_run(tmp_path / "still"))) == ""
 
@@ -225,9 +226,23 @@ def test_the_signal_is_told_in_the_unit_of_its_curve_and_of_its_headline(tmp_pat
     # the line of the tile is that of the figure, below 0 too
     assert found.curve.mean == running_curve(*run.series("gram/snr")).mean and min(found.curve.mean) < 0
     drawn = sparkline(found)
-    assert (
-        drawn is not None and drawn["scale"].startswith(f"axis {min(found.curve.mean):.2g} to 1") and found.target == 1
-    )
+    assert drawn is not None and found.target == 1
+    heights = {label: height for height, label in drawn["ticks"]}
+    # the box has 76 units between the least value and the target; 0 is above the least value
+    zero = 78 - 76 * (0 - min(found.curve.mean)) / (1 - min(found.curve.mean))
+    assert heights["1"] == 2 == drawn["target"] and heights["0"] == pytest.approx(zero, abs=0.05) and zero < 78
+
+
+def test_the_greedy_accuracy_stands_beside_the_sampled_reward_with_both_intervals(tmp_path):
+    run = evaluated_run(tmp_path / "run", (0.2, 0.4), (0.3, 0.3), 60)
+    found = indicators(run)[0]
+    assert found.beside.mean == (0.3, 0.3) and found.beside_name == "test accuracy, greedy"
+    ends = zip(found.curve.low, found.curve.mean, found.curve.high, strict=True)
+    assert all(low < mean < high for low, mean, high in ends)
+    drawn = sparkline(found)
+    assert drawn is not None and drawn["beside"] and drawn["band"].count(",") == 4  # two evaluations, both ends
+    alone = dataclasses.replace(run, lines=[line for line in run.lines if "eval/accuracy" not in line])
+    assert not indicators(alone)[0].beside
 
 
 def test_a_resolved_signal_is_told_with_its_estimate():

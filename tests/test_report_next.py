@@ -94,7 +94,7 @@ def test_a_solved_task_says_what_harder_problems_should_give_and_what_to_check()
     assert "at the 4 such steps of this run" in found.effect and "cannot be said" in found.effect
     # 1 - p^8 - (1-p)^8 is one half at 0.083
     assert found.check.startswith("After 20 steps of the new run, “prompts that teach” should read 50% or more.")
-    assert found.check.endswith("50% or more for p from 8% to 92%.")
+    assert found.check.endswith("1 − p⁸ − (1 − p)⁸ at the success rate p, which is 50% or more for p from 8% to 92%.")
     assert found.why.endswith("It is 0.1. Those are 48 of the 64 rollouts of a step.")
     never = RunReading(config, (), [line(step) for step in range(5, 61)], [])
     known = next_step(never, learning((0.3, 0.9, 0.96)), diagnosis(harder)).effect

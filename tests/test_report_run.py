@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from scoregram.advice import last_outcomes
 from scoregram.advice.diagnose import DEMOS, GRAM_RULES, LOG_RULES, _truncation_lines
 from scoregram.advice.findings import Change, RunFinding, Severity, Undecided, diagnosis_of
 from scoregram.advice.settings import (
@@ -283,6 +284,8 @@ def test_the_lead_says_in_plain_words_what_is_known(run, tmp_path):
     page = run_page(open_run(run[0]))
     assert dict(page.answers)["Does it learn?"] == "Yes: test accuracy 0.25 → 0.75."
     assert "Other numbers are means over the last third, steps 5 to 6." in page.window
+    assert page.window.startswith("This is one run with one seed, 3: the 95 % intervals, in brackets, leave out")
+    assert "“0.25 → 0.75” goes from the first to the last evaluation." in page.window
     write_run(tmp_path / "bare", measured=False, evaluated=False, steps=2)
     assert run_page(open_run(tmp_path / "bare")).answers[0][1] == "Too early to tell."
 
@@ -433,11 +436,13 @@ def test_sampled_and_greedy_tests_are_in_the_first_figure(run):
 
 def test_a_small_line_has_an_axis_and_dots_for_single_values():
     drawn = sparkline(learning((0, 30, 60), (0.05, 0.06, 0.064)))
-    assert drawn is not None and drawn["scale"] == "axis 0 to 1"
-    assert drawn["points"] == "0.0,36.2 100.0,35.8 200.0,35.7"  # 38 - 36 y: a small change looks small
+    assert drawn is not None and drawn["ticks"] == [(78.0, "0"), (40.0, "0.5"), (2.0, "1")]
+    assert drawn["points"] == "0.0,74.2 100.0,73.4 200.0,73.1"  # 78 - 76 y: a small change looks small
     assert [x for x, _ in drawn["dots"]] == ["0.0", "100.0", "200.0"]
     many = sparkline(learning(range(60), [0.5] * 60))
-    assert many is not None and many["dots"] == [] and many["scale"].endswith(", mean of 5 steps")
+    assert many is not None and many["dots"] == [] and many["mean"] == "mean of 5 steps"
+    assert many["band"].count(",") == 120  # the low and the high end of every step
+    assert drawn["band"] == "" and drawn["mean"] == ""
 
 
 def test_the_ends_of_stored_rollouts_are_those_of_the_records(tmp_path):
@@ -497,3 +502,25 @@ def test_captions_on_noise_agree_with_the_tile(run):
     scales = [scale for scale in reading.series("gram/noise_scale")[1] if math.isfinite(scale)]
     above = sum(scale > reading.batch_size for scale in scales)
     assert f"of the {len(scales)} of" in captions["noise-scale"] and f"; {above} of them" in captions["noise-scale"]
+
+
+def test_the_chance_of_a_dead_group_has_one_basis_on_a_page(run):
+    """The table and the card on dead groups: chance within stretches of steps, given their right rollouts."""
+    reading = read_run(open_run(run[0]))
+    row = next(row for row in summary_table(reading).rows if row[0] == "share of dead groups")
+    outcomes = last_outcomes(reading)
+    assert outcomes is not None and row[3] == "by chance, if all prompts of a step were equally hard"
+    assert row[2] == outcomes.chance_share("all wrong") + outcomes.chance_share("all right")
+    bare = dataclasses.replace(reading, lines=[{"step": step, "reward": 0.5} for step in reading.steps])
+    row = next(row for row in summary_table(bare).rows if row[0] == "share of dead groups")
+    assert row[2] == bare.summary.equally_hard_dead and row[3] == "if all prompts had the same success rate"
+
+
+def test_conflict_says_how_many_pairs_it_is_of(run):
+    reading = read_run(open_run(run[0]))
+    live = dict(zip(*reading.series("live_groups"), strict=True))
+    steps = [step for step in reading.series("gram/conflicting_prompts")[0] if live[step] >= 2]
+    pairs = [math.comb(int(live[step]), 2) for step in steps]
+    caption = figures(run[0])["conflict"].caption
+    spread = f"{pairs[0]}" if len(set(pairs)) == 1 else f"{min(pairs)} to {max(pairs)}"
+    assert f": {spread} pairs a step, {sum(pairs) / len(pairs):.0f} on average" in caption

@@ -20,6 +20,7 @@ from scoregram.advice.diagnose import show_advice as show_advice
 from scoregram.advice.diagnose import show_demo as show_demo
 from scoregram.advice.difficulty import HARDER as HARDER
 from scoregram.advice.difficulty import half_right_steps as half_right_steps
+from scoregram.advice.difficulty import last_outcomes as last_outcomes
 from scoregram.advice.difficulty import live_expectation as live_expectation
 from scoregram.advice.difficulty import live_rates as live_rates
 from scoregram.advice.findings import SEVERITIES as SEVERITIES

@@ -101,7 +101,7 @@ def dead_groups(log: RunLog) -> RuleVerdict:
         sentence=f"In {share.value:.0%} of the groups all rewards are equal, so they add nothing to the update. "
         f"{kinds}".strip(),
         since=dead.since(dead.values > DEAD_SHARE),
-        level=f"Their share is above {DEAD_SHARE:.0%}",
+        level=f"The share of dead groups is above {DEAD_SHARE:.0%}",
         number=share,
         label="share of dead groups in the last third",
         evidence=f"found if the whole 95 % interval lies above {DEAD_SHARE:.0%}.",
@@ -316,8 +316,8 @@ def cut_completions(log: RunLog) -> RuleVerdict:
     return RunFinding(
         name="truncation",
         severity="critical" if level > MOSTLY_TRUNCATED else "warning",
-        sentence=f"{share.value:.0%} of the completions in the last third are cut off at the limit{_limit(log)}: the "
-        "reward is of unfinished texts.",
+        sentence=f"{share.value:.0%} of the completions in the last third are cut off at the limit{_limit(log)}"
+        f"{_paid_words(log)}.",
         since=cut.since(cut.values > TRUNCATED),
         level=f"The truncated share is above {TRUNCATED:.0%}",
         number=share,
@@ -326,6 +326,14 @@ def cut_completions(log: RunLog) -> RuleVerdict:
         change=_truncation_change(log, level > MOSTLY_TRUNCATED),
         confidence="certain",
     )
+
+
+def _paid_words(log: RunLog) -> str:
+    """What the reward of truncated completions means."""
+    reward, is_paid = truncated_reward(log)
+    if not is_paid:
+        return ": the reward is of unfinished texts"
+    return f", and get a mean reward of {reward}: the reward pays for unfinished texts"
 
 
 def _length_penalty(log: RunLog) -> str:
@@ -440,14 +448,14 @@ def _truncation_change(log: RunLog, is_most: bool) -> Change:
         f"If they hold the answer and go on after it: {after}.",
     )
     if is_paid and not ends:
-        return _ending_change(log, reward, f"{_END_TOKEN}{shown * (trainer == TRL_TRAINER)}.")
+        return _ending_change(log, f"{_END_TOKEN}{shown * (trainer == TRL_TRAINER)}.")
     if is_paid:
         longer, (effect, check) = _longer_limit(log)[0], _repair_effect(log)
         return Change(
             knob="reward function",
             direction="repair",
             sentence="Give no reward to completions that the limit cuts off"
-            f"{', and allow longer ones' if longer else ''}. Now their mean reward is {reward}.",
+            f"{', and allow longer ones' if longer else ''}.",
             effect=effect,
             check=check,
             steps=reward_steps(log.config, _no_reward_at_the_limit(log), _WHAT_ELSE, also=longer),
@@ -480,13 +488,13 @@ _WHAT_ELSE = (
 """What truncated rollouts decide, beyond giving them 0."""
 
 
-def _ending_change(log: RunLog, reward: str, check: str) -> Change:
+def _ending_change(log: RunLog, check: str) -> Change:
     """No completion ends: without a finished one to pay for, a repaired reward would be constant."""
     longer, _ = _longer_limit(log)
     return Change(
         knob="reward function",
         direction="repair",
-        sentence=f"Make completions end: none did, at no step. Yet the mean reward of truncated ones is {reward}.",
+        sentence="Make completions end: none did, at no step.",
         effect="some completions end, where now 0% do. How many cannot be said: not one was seen.",
         steps=(
             f"Not a setting: {check}",
@@ -507,7 +515,7 @@ def truncated_reward(log: RunLog) -> tuple[str, bool]:
     own = float(cut.last.mean()) if len(cut) else math.nan
     other = float(finished.last.mean()) if len(finished) else math.nan
     if own > 0 and own >= PAID_SHARE * other:
-        return f"{own:.2f}, that of the others {other:.2f}", True
+        return f"{own:.2f}, finished ones {other:.2f}", True
     least = least_truncated_reward(log)
     if least >= PAID_REWARD:
         return (f"at least {least:.2f}" if math.isnan(own) else f"{own:.2f}"), True

@@ -16,6 +16,7 @@ from scoregram.reading.curves import Curve as Curve
 from scoregram.reading.curves import bounded_band as bounded_band
 from scoregram.reading.curves import complement as complement
 from scoregram.reading.curves import entropy_curve as entropy_curve
+from scoregram.reading.curves import geometric_curve as geometric_curve
 from scoregram.reading.curves import group_curve as group_curve
 from scoregram.reading.curves import live_curve as live_curve
 from scoregram.reading.curves import mse_by_group_size as mse_by_group_size

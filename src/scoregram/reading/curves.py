@@ -86,6 +86,18 @@ def scalar_curve(run: RunReading, *names: str, failed: bool = False) -> Curve:
     return running_curve((), ())
 
 
+def geometric_curve(run: RunReading, name: str, *, failed: bool = False) -> Curve:
+    """A positive scalar for a logarithmic axis: its running geometric mean, with the band of the logarithm.
+
+    A band of the arithmetic mean reaches below 0 where single steps stand out, and has no place on such an axis. Values
+    that are not positive are left out.
+    """
+    steps, values = run.series(name, failed=failed)
+    logs = running_curve(steps, [math.log(value) if value > 0 else math.nan for value in values])
+    raised = {end: tuple(math.exp(value) for value in getattr(logs, end)) for end in ("raw", "mean", "low", "high")}
+    return replace(logs, **raised)
+
+
 def bounded_band(curve: Curve, least: float, most: float) -> Curve:
     """The curve with its band cut off at values that the quantity cannot have, such as a share above 1."""
     return replace(

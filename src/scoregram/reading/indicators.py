@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from scoregram.bootstrap import FEWEST, difference, line_change, mean_estimate, t_mean
+from scoregram.bootstrap import FEWEST, difference, line_change, mean_estimate, mean_of_many, t_mean
 from scoregram.exhibits import Estimate, cell_text
 from scoregram.reading.curves import Curve, complement, entropy_curve, live_curve, running_curve, scalar_curve
 from scoregram.reading.run import GREEDY_TEST, SAMPLED_TEST, UNKNOWN_ESTIMATE, EvaluationRewards, RunReading
@@ -53,6 +53,11 @@ class Indicator:
     """The target in words, short enough for a label."""
     scale: tuple[float, float] = (math.nan, math.nan)
     """Values that a drawing of the curve spans at least, so that small changes look small; `nan` for none."""
+    curve_name: str = ""
+    """What the curve is, where a second one stands beside it."""
+    beside: Curve = field(default_factory=lambda: running_curve((), ()))
+    """Another curve of the same kind that the sentence speaks of; without values if there is none."""
+    beside_name: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,11 +98,13 @@ def learning_indicator(run: RunReading) -> Indicator:
         if gain := paired_gain(run.tests, kind):
             sentence = f"Mean over {gain.problems} problems, {words}, first and last evaluation."
             found = _learning("test reward", gain, sentence, evaluation_curve(run.tests, kind))
-            return found if greedy is None or kind != SAMPLED_TEST else _beside_greedy(found, greedy)
+            if greedy is None or kind != SAMPLED_TEST:
+                return found
+            return _beside_greedy(found, greedy, accuracy_curve(run))
     if greedy is not None:
         problems = f"{greedy.problems} test problems" if greedy.problems else "test problems"
         sentence = f"Greedy, on {problems}, first and last evaluation."
-        return _learning("test accuracy", replace(greedy, problems=0), sentence, scalar_curve(run, "eval/accuracy"))
+        return _learning("test accuracy", replace(greedy, problems=0), sentence, accuracy_curve(run))
     _, rewards = run.series("reward")
     known = [reward for reward in rewards if not math.isnan(reward)]
     if len(known) < FEWEST_STEPS:
@@ -165,7 +172,7 @@ def lost_randomness(run: RunReading) -> str:
         told.append(f"entropy {ends[0]:.2f} → {ends[1]:.2f}")
     if (ends := third_means([1 - share for share in finished])) and ends[1] < (1 - LEAST_FALL) * ends[0]:
         told.append(f"truncated {ends[0]:.1%} → {ends[1]:.1%}")
-    return f"The policy may only have become less random ({', '.join(told)})." if told else ""
+    return f"The policy may only have become less random (first to last third: {', '.join(told)})." if told else ""
 
 
 def third_means(values: Sequence[float]) -> tuple[float, float] | None:
@@ -181,18 +188,38 @@ def third_means(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def evaluation_curve(tests: EvaluationRewards, kind: str) -> Curve:
-    """Mean reward on test problems at every evaluation."""
+    """Mean reward on test problems at every evaluation, with 95 % intervals over problems."""
     by_step = sorted(tests.get(kind, {}).items())
-    means = [sum(rewards.values()) / len(rewards) for _, rewards in by_step]
-    return running_curve([step for step, _ in by_step], means)
+    made = [mean_of_many(list(rewards.values())) for _, rewards in by_step]
+    curve = running_curve([step for step, _ in by_step], [one.value for one in made])
+    if curve.is_smoothed:
+        return curve
+    return replace(curve, low=tuple(one.low for one in made), high=tuple(one.high for one in made))
 
 
-def _beside_greedy(found: Indicator, greedy: Gain) -> Indicator:
+def accuracy_curve(run: RunReading) -> Curve:
+    """Greedy accuracy on test problems at every evaluation, with its interval where the run logged one."""
+    curve = scalar_curve(run, "eval/accuracy")
+    low, high = (run.series(f"eval/accuracy_{end}")[1] for end in ("low", "high"))
+    is_bounded = len(low) == len(high) == len(curve.steps)
+    return replace(curve, low=low, high=high) if is_bounded and not curve.is_smoothed else curve
+
+
+def _beside_greedy(found: Indicator, greedy: Gain, curve: Curve) -> Indicator:
     rises = greedy.change.low > 0
     end = "" if rises else ", no rise can be shown"
     told = f"Greedy accuracy {greedy.before.value:.3f} → {greedy.after.value:.3f}{end}."
     state: IndicatorState = "watch" if found.state == "good" and not rises else found.state
-    return replace(found, state=state, sentence=f"{found.sentence} {told}")
+    tops = [top for top in (found.scale[1], share_scale(curve)[1]) if not math.isnan(top)]
+    return replace(
+        found,
+        state=state,
+        sentence=f"{found.sentence} {told}",
+        curve_name="test reward, sampled",
+        beside=curve,
+        beside_name="test accuracy, greedy",
+        scale=(0.0, max(tops)) if len(tops) == 2 else found.scale,
+    )
 
 
 def _learning(quantity: str, gain: Gain, sentence: str, curve: Curve) -> Indicator:

@@ -136,17 +136,35 @@ def planned_steps(config: Mapping[str, Any]) -> int:
     return planned if isinstance(planned, int) and planned > 0 else 0
 
 
-def window_sentence(run: RunReading) -> str:
-    """Which steps the numbers of the first screen come from."""
+def window_sentence(run: RunReading, learning: Indicator) -> str:
+    """Which steps the numbers of the first screen come from, and what their intervals leave out."""
     steps = run.last_third
     if not steps:
         return ""
     which = f"the last third, {step_range(steps)}" if len(run.steps) > 1 else f"the only step, {steps[0]}"
-    told = f"Arrows: first → last evaluation or third of the steps. Other numbers are means over {which}."
+    seed = run.config.get("seed")
+    alone = "This is one run" + (f" with one seed, {seed}" if seed is not None else "")
+    told = f"{alone}: the 95 % intervals, in brackets, leave out how much runs with other seeds differ."
     null = (
         "In figures further down, a grey dashed line is the null: what unrelated rollouts, prompts or steps would give."
     )
-    return f"{told} Brackets: 95 % intervals. {null}"
+    return f"{told} {_arrow_sentence(learning)}Other numbers are means over {which}. {null}"
+
+
+def _arrow_sentence(learning: Indicator) -> str:
+    """Between which points of the run the arrow of the learning tile goes; empty without an arrow."""
+    _, arrow, after = learning.headline.partition(" → ")
+    if not arrow:
+        return ""
+    shown = f"“{learning.headline.rsplit(' ', 3)[1]} → {after}”"
+    ends = "first to the last evaluation"
+    if not learning.headline.startswith("test"):
+        ends = (
+            "first to the last third of the steps"
+            if "last third" in learning.sentence
+            else "first to the last logged value"
+        )
+    return f"{shown} goes from the {ends}. "
 
 
 def trust_lines(run: RunReading, following: "NextStep") -> tuple[tuple[str, str], ...]:
@@ -312,8 +330,9 @@ def _harder_check(run: RunReading) -> str:
     told += "If it reads less and most rollouts are right, take harder ones again; if most are wrong, go back."
     if size is None or rates is None or run.is_graded:
         return told
-    chance = f"A group of {size} is live with the chance 1 − p^{size} − (1 − p)^{size} if a share p of its rollouts is "
-    return f"{told} {chance}right: {target} or more for p from {rates[0]:.0%} to {rates[1]:.0%}."
+    raised = str(size).translate(SUPERSCRIPTS)
+    chance = f"Basis: a group of {size} is live with the chance 1 − p{raised} − (1 − p){raised} at the success rate p, "
+    return f"{told} {chance}which is {target} or more for p from {rates[0]:.0%} to {rates[1]:.0%}."
 
 
 def _keep_going(run: RunReading, learning: Indicator, advice: Diagnosis) -> NextStep:
@@ -442,6 +461,7 @@ def ordered_cards(findings: Sequence[RunFinding], solved: bool) -> tuple[tuple[R
     return (*first, *(one for one in findings if one not in first)), min(len(first), MOST_CARDS)
 
 
+SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 CHECKED_STEPS = 20
 """Steps of a new run after which its share of live groups tells whether its problems suit."""
 MOST_OF_IT, SOLVED = 0.9, 0.95

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -22,7 +22,7 @@ from markupsafe import Markup, escape
 from scoregram import __version__
 from scoregram.checks import fail
 from scoregram.exhibits import Cell, Estimate, Table, cell_text, estimate_parts
-from scoregram.reading import Indicator
+from scoregram.reading import Curve, Indicator
 from scoregram.report.figures import PLOTLY_CONFIG, Drawing, data_csv, data_table, is_wide, plotly_parts
 from scoregram.report.words import linked_rollouts, marked_setting, marked_terms
 from scoregram.runs import disk_errors, write_atomically
@@ -398,31 +398,75 @@ def is_undefined(cell: Cell) -> bool:
     return isinstance(value, float) and math.isnan(value)
 
 
-def sparkline(indicator: Indicator) -> dict[str, Any] | None:
-    """A small line in a box of 200 by 40: points, target, first and last step, axis; None without two values.
+BOX = (200, 80)
+"""Width and height of the drawing of a tile, in units that the page stretches to the tile."""
 
-    The headline above it holds the one number that counts, so its ends have no values. Values that are not smoothed are
-    dots too: a few evaluations are no continuous curve.
+
+def sparkline(indicator: Indicator) -> dict[str, Any] | None:
+    """The drawing of a tile in a box of 200 by 80: line, band, ticks, target, and a second line if there is one.
+
+    Values that are not smoothed are dots too: a few evaluations are no continuous curve. None without two values.
     """
-    curve = indicator.curve
-    known = [(x, y) for x, y in zip(curve.steps, curve.mean, strict=True) if math.isfinite(y)]
+    curve, other = indicator.curve, indicator.beside
+    known = _known_points(curve)
     if len(known) < 2:
         return None
+    both = [*known, *_known_points(other)]
     target = indicator.target
-    heights = [y for _, y in known] + [y for y in (target, *indicator.scale) if math.isfinite(y)]
+    # a band may leave the box: wide intervals must not press the line flat
+    heights = [y for _, y in both] + [y for y in (target, *indicator.scale) if math.isfinite(y)]
     low, high = min(heights), max(heights)
-    left, right = known[0][0], known[-1][0]
+    left, right = min(x for x, _ in both), max(x for x, _ in both)
+    width, full = BOX
 
-    def height(y: float) -> float:
-        return round(38 - 36 * (y - low) / (high - low), 1) if high > low else 20.0
+    def place(x: float, y: float) -> tuple[str, float]:
+        share = (min(max(y, low), high) - low) / (high - low) if high > low else 0.5
+        return f"{width * (x - left) / (right - left):.1f}", round(full - 2 - (full - 4) * share, 1)
 
-    places = [(f"{200 * (x - left) / (right - left):.1f}", height(y)) for x, y in known]
-    mean = f", mean of {curve.window} steps" if curve.is_smoothed else ""
+    def line(drawn: Curve) -> str:
+        return " ".join(f"{x},{y}" for x, y in (place(*point) for point in _known_points(drawn)))
+
+    mean = f"mean of {curve.window} steps" if curve.is_smoothed else ""
     return {
-        "points": " ".join(f"{x},{y}" for x, y in places),
-        "dots": [] if curve.is_smoothed else places,
-        "target": height(target) if math.isfinite(target) else None,
+        "points": line(curve),
+        "dots": [] if curve.is_smoothed else [place(*point) for point in known],
+        "band": _band_outline(curve, place),
+        "beside": line(other),
+        "beside_band": _band_outline(other, place),
+        "beside_dots": [] if other.is_smoothed else [place(*point) for point in _known_points(other)],
+        "target": place(left, target)[1] if math.isfinite(target) else None,
+        "ticks": [(place(left, tick)[1], f"{tick:g}") for tick in round_ticks(low, high)],
         "first": f"step {left:g}",
         "last": f"step {right:g}",
-        "scale": f"axis {low:.2g} to {high:.2g}{mean}",
+        "mean": mean,
     }
+
+
+def _known_points(curve: Curve) -> list[tuple[float, float]]:
+    return [(x, y) for x, y in zip(curve.steps, curve.mean, strict=True) if math.isfinite(y)]
+
+
+def _band_outline(curve: Curve, place: Callable[[float, float], tuple[str, float]]) -> str:
+    """The band of a curve as the corners of a polygon; empty if it has none."""
+    ends = [(x, low, high) for x, low, high in zip(curve.steps, curve.low, curve.high, strict=True) if low <= high]
+    if len(ends) < 2:
+        return ""
+    corners = [place(x, high) for x, _, high in ends] + [place(x, low) for x, low, _ in reversed(ends)]
+    return " ".join(f"{x},{y}" for x, y in corners)
+
+
+def round_ticks(low: float, high: float) -> list[float]:
+    """Three or a few more round numbers within a range: multiples of 5, 2 or 1 times a power of ten.
+
+    Example:
+        >>> round_ticks(0.0, 1.0), round_ticks(-0.1, 1.7), round_ticks(0.0, 0.1), round_ticks(2.0, 2.0)
+        ([0.0, 0.5, 1.0], [0.0, 0.5, 1.0, 1.5], [0.0, 0.05, 0.1], [2.0])
+    """
+    if not high > low:
+        return [low]
+    power = math.floor(math.log10(high - low))
+    for step in (digit * 10.0**exponent for exponent in (power, power - 1) for digit in (5, 2, 1)):
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        if last - first >= 2:
+            return [float(f"{number * step:.12g}") for number in range(first, last + 1)]
+    return [low, high]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scoregram.advice import RunFinding, advise_run
+from scoregram.advice import RunFinding, advise_run, last_outcomes
 from scoregram.checks import fail
 from scoregram.exhibits import Cell, Estimate, Table
 from scoregram.reading import (
@@ -187,7 +187,7 @@ def run_page(folder: Run) -> RunPage:
         ),
         next_step=following,
         command=whole_command(run.config, following.setting),
-        window=window_sentence(run),
+        window=window_sentence(run, tiles[0]),
         trust=trust_lines(run, following),
         tiles=tiles,
         cards=cards,
@@ -304,7 +304,7 @@ def summary_table(run: RunReading) -> Table:
     rows: list[tuple[str, Cell, Cell, str, str]] = [
         ("mean reward", summary.reward, tested[0], tested[1], rewarded),
         *([("test accuracy, last", accuracy[0], accuracy[1], accuracy[2], accuracy[3])] if accuracy else []),
-        ("share of dead groups", summary.dead, summary.equally_hard_dead, "if all prompts were equally hard", rewarded),
+        ("share of dead groups", summary.dead, *_chance_of_dead(run), rewarded),
         (f"effective rank{mark}", summary.effective_rank, summary.effective_rank_null, null, live),
         (f"effective rank minus its null{mark}", summary.rank_difference, 0, null, live),
         (f"effective rank, least possible{mark}", summary.least_rank, None, "given the top-1 fractions", live),
@@ -326,6 +326,15 @@ def summary_table(run: RunReading) -> Table:
         columns=("quantity", "value", "compare with", "which is", "from"),
         rows=tuple(row for row in rows if not _is_unknown(row[1])),
     )
+
+
+def _chance_of_dead(run: RunReading) -> tuple[Cell, str]:
+    """Share of dead groups that chance alone makes, and its basis: where it is known, that of the card on them."""
+    outcomes = last_outcomes(run)
+    if outcomes is None:
+        return run.summary.equally_hard_dead, "if all prompts had the same success rate"
+    share = sum(outcomes.chance_share(kind) for kind in ("all wrong", "all right"))
+    return share, "by chance, if all prompts of a step were equally hard"
 
 
 def gain_table(tests: EvaluationRewards) -> Table:

@@ -14,6 +14,7 @@ from scoregram.reading import (
     bounded_band,
     complement,
     entropy_curve,
+    geometric_curve,
     group_curve,
     layer_shares,
     live_curve,
@@ -270,13 +271,20 @@ def drivers_figures(run: RunReading) -> Iterator[Figure]:
         ),
     )
     norms = _scalar(run, "gram/update_norm", "update norm", limits=(0.0, math.inf))
+    is_log = _spans_decades(norms)
+    if is_log:
+        norms = (
+            *_drawn(geometric_curve(run, "gram/update_norm"), "update norm"),
+            *_drawn(geometric_curve(run, "gram/update_norm", failed=True), f"update norm, {FAILED}", points=True),
+        )
     yield from _figure(
         "update-norm",
         "How large is the update?",
-        "Norm of the gradient before clipping and before the optimiser.",
+        "Norm of the gradient before clipping and before the optimiser."
+        + (" Running geometric mean, since the axis is logarithmic." if is_log else ""),
         "norm",
         norms,
-        y_log=_spans_decades(norms),
+        y_log=is_log,
     )
 
 
