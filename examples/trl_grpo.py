@@ -66,6 +66,7 @@ def main() -> None:
     torch.manual_seed(0)
     scratch = Path(tempfile.mkdtemp(prefix="trl_grpo-"))
     tokenizer = tokenizer_of_characters()
+    sums = [(a, b) for a in range(10) for b in range(10)]
     trainer = GRPOTrainer(
         model=small_llama(len(tokenizer)),
         reward_funcs=share_of_digits,
@@ -84,7 +85,10 @@ def main() -> None:
             report_to="none",
             disable_tqdm=True,
         ),
-        train_dataset=Dataset.from_dict({"prompt": [f"{a}+{b}=" for a in range(10) for b in range(10)]}),
+        # the reward does not use the answers; the report shows them beside the rollouts
+        train_dataset=Dataset.from_dict(
+            {"prompt": [f"{a}+{b}=" for a, b in sums], "answer": [f"{a + b}" for a, b in sums]}
+        ),
         processing_class=tokenizer,
     )
 

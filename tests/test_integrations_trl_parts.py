@@ -17,6 +17,7 @@ from scoregram.integrations.trl.custom_advantages import own_advantages
 from scoregram.integrations.trl.fused_step import FusedStep
 from scoregram.integrations.trl.generation import (
     Generation,
+    expected_answers,
     merged_generation,
     trl_rows,
 )
@@ -78,6 +79,7 @@ def generation(
             rewards=torch.tensor(rewards, dtype=torch.float64)[rows],
             reward_parts={"f": torch.arange(4.0)[rows]},
             prompt_names=[["a", "b"][group] for group in groups.unique().tolist()],
+            answers=[["7", None][group] for group in groups.unique().tolist()],
         ),
         columns=columns,
         **output,  # pyright: ignore[reportArgumentType]
@@ -104,6 +106,14 @@ def test_compact_rows_hold_the_same_tokens_in_order():
         assert not values[True][row][~compact.completion_mask[row]].any()
 
 
+def test_expected_answers_come_from_the_dataset():
+    rollouts = generation().rollouts
+    rows = [{"prompt": "x", "solution": "long", "answer": value} for value in (7, 7, ["no", "text"], ["no", "text"])]
+    assert expected_answers(rows, rollouts) == ["7", None]
+    assert expected_answers([{"prompt": "x", "ground_truth": f"g{row}"} for row in range(4)], rollouts) == ["g0", "g2"]
+    assert expected_answers([{"prompt": "x"}] * 4, rollouts) == []
+
+
 def test_slices_of_processes_are_merged():
     made = generation()
     first = generation(rows=slice(0, 1), completion=slice(0, 2))
@@ -124,6 +134,7 @@ def test_slices_of_processes_are_merged():
 
 def assert_same_rollouts(one: Rollouts, other: Rollouts) -> None:
     assert one.token_ids() == other.token_ids() and one.prompt_names == other.prompt_names == ["a", "b"]
+    assert one.answers == other.answers == ["7", None]
     assert one.group_ids.tolist() == other.group_ids.tolist() == [0, 0, 1, 1]
     assert torch.equal(one.reward_parts["f"], other.reward_parts["f"])
     torch.testing.assert_close(one.rewards, other.rewards, rtol=0, atol=0, equal_nan=True)

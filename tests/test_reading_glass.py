@@ -57,6 +57,17 @@ def test_a_stored_push_colours_the_sampled_tokens(stored):
     assert shown["push"] == [pytest.approx(place / 8, abs=0.01) for place in sampled]
 
 
+def test_the_expected_answer_of_a_stored_rollout_is_shown(stored):
+    run, reading, _ = stored
+    group = reading.groups[0]
+    rollouts = {one.index: one for one in run.rollouts({group.record.step}, prompts={group.record.prompt_id})}
+    assert group_detail(group, rollouts).answer is None
+    answered = group_detail(group, {place: replace(one, answer="42") for place, one in rollouts.items()})
+    assert answered.answer == "42"
+    detail = replace(step_detail(run, reading.groups, 2), groups=[answered])
+    assert step_json(detail)["groups"][0]["answer"] == "42"
+
+
 def test_prompts_interfere_as_their_updates_do(stored):
     run, reading, known = stored
     gram, rewards = known[1]

@@ -102,6 +102,20 @@ def test_the_advice_to_read_rollouts_leads_to_a_truncated_one(tmp_path):
     assert said == "" and f'for="glass-step">{steps[1]["step"]}</output>' in shown and shown.count("cut off<") == 1
 
 
+def test_an_expected_answer_is_shown_as_text_and_only_where_it_is_known(tmp_path):
+    write_run(tmp_path / "run", text="some text")
+    page = run_page(open_run(tmp_path / "run"))
+    path = tmp_path / "page.html"
+    path.write_text(page.html())
+    document, said = opened(path, tmp_path / "home")
+    assert said == "" and re.search(r'id="glass-answer" hidden=""', body(document))
+    for group in (group for step in page.glass.steps for group in step["groups"]):
+        group["answer"] = "<i>42</i>"
+    path.write_text(page.html())
+    document, said = opened(path, tmp_path / "home")
+    assert said == "" and "<b>Expected answer: </b>&lt;i&gt;42&lt;/i&gt;</p>" in body(document).replace(' class=""', "")
+
+
 @pytest.mark.parametrize(
     ("plot", "place", "light", "dark"),
     [("update-cosines", 1, "#ffffff", "#1d2025"), ("spectrum", 0, "#f2f5f9", "#1d2025")],

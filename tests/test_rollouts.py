@@ -28,6 +28,7 @@ def rollouts_of(sizes: list[int], tokens: int = 6, first: int = 0) -> Rollouts:
         group_ids=torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)),
         prompt_names=[f"p{i}" for i in range(len(sizes))],
         prompts=[f"text {i}" for i in range(len(sizes))],
+        answers=[f"answer {i}" for i in range(len(sizes))],
         completions=[f"c{i}" for i in range(count)],
         rewards=torch.arange(count, dtype=torch.float64),
         reward_parts={"f": -torch.arange(count, dtype=torch.float64)},
@@ -104,6 +105,7 @@ def test_selected_rows_keep_everything_that_is_theirs(kept):
     assert list(part.completions) == [f"c{row}" for row in kept]
     assert [part.prompt_names[group] for group in part.group_ids.tolist()] == [f"p{group}" for group in groups]
     assert len(part.prompt_names) == len(set(groups))
+    assert [part.answers[group] for group in part.group_ids.tolist()] == [f"answer {group}" for group in groups]
     assert not kept or bool(part.attention_mask[:, -1].any())  # no column that is padding for all
 
 
@@ -115,6 +117,10 @@ def test_concatenated_batches_are_padded_and_numbered_on():
     assert both.input_ids[0, -2:].tolist() == [7, 7] and both.log_probs is not None
     assert both.log_probs[0, -2:].tolist() == [0.0, 0.0] and both.rewards.tolist() == [0.0, 1.0, 2.0, 0.0, 1.0]
     assert concatenated_rollouts([one], pad_id=7) is one
+    assert both.answers == ["answer 0", "answer 1", "answer 0", "answer 1"]
+    unknown = replace(other, answers=())
+    assert concatenated_rollouts([one, unknown], pad_id=7).answers == ["answer 0", "answer 1", None, None]
+    assert not concatenated_rollouts([unknown, unknown], pad_id=7).answers
 
 
 def test_a_gram_is_measured_of_rollouts_as_of_their_tensors():

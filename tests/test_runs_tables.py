@@ -120,6 +120,7 @@ def test_masks_behaviour_and_token_advantages_come_back(tmp_path):
         "advantage": None,
         "advantages": torch.randn(3),
         "push": torch.randn(3),
+        "answer": "42",
         "prompt": None,
         "completion": None,
         "reward": math.nan,
@@ -130,8 +131,8 @@ def test_masks_behaviour_and_token_advantages_come_back(tmp_path):
     assert_same(before, after)
 
 
-def test_a_push_that_no_rollout_has_is_no_column():
-    assert "push" not in rollouts_to_table([make_rollout(0, 0, 0, 3)]).column_names
+def test_a_push_or_an_answer_that_no_rollout_has_is_no_column():
+    assert not {"push", "answer"} & set(rollouts_to_table([make_rollout(0, 0, 0, 3)]).column_names)
 
 
 def test_text_that_utf8_cannot_hold_is_spelt_out(tmp_path):

@@ -40,6 +40,8 @@ class Rollouts:
     """`P` stable names of prompts, such as `gsm8k/train/17`; empty before a task or trainer names them."""
     prompts: Sequence[str | None] = ()
     """`P` texts, None where a text is not to be stored; empty where none are known."""
+    answers: Sequence[str | None] = ()
+    """`P` expected answers, None where the data set has none; empty where none are known."""
     completions: Sequence[str] = ()
     """`N` texts of completions; empty where none are known."""
     rewards: Float[Tensor, " batch"] = field(default_factory=lambda: torch.zeros(0))
@@ -169,6 +171,7 @@ class Rollouts:
             **chosen,
             prompt_names=[self.prompt_names[group] for group in groups.tolist()] if self.prompt_names else (),
             prompts=[self.prompts[group] for group in groups.tolist()] if self.prompts else (),
+            answers=[self.answers[group] for group in groups.tolist()] if self.answers else (),
             completions=[text for text, keep in zip(self.completions, kept.tolist(), strict=True) if keep]
             if self.completions
             else (),
@@ -234,6 +237,9 @@ def concatenated_rollouts(parts: Sequence[Rollouts], pad_id: int) -> Rollouts:
         **stacked,  # type: ignore[arg-type]
         prompt_names=[name for part in parts for name in part.prompt_names],
         prompts=[text for part in parts for text in part.prompts],
+        answers=[text for part in parts for text in part.answers or (None,) * len(part.group_sizes)]
+        if any(part.answers for part in parts)
+        else (),
         completions=[text for part in parts for text in part.completions],
         reward_parts={name: torch.cat([part.reward_parts[name] for part in parts]) for name in parts[0].reward_parts},
     )

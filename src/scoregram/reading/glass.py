@@ -26,6 +26,8 @@ class GroupDetail:
     number: int
     """Place of the group in its step, from 1."""
     prompt: str | None
+    answer: str | None
+    """The expected answer, where the run stores it."""
     outcome: Outcome
     rewards: list[float]
     """`nan` for a rollout without a reward."""
@@ -140,6 +142,7 @@ def group_detail(
         prompt_id=record.prompt_id,
         number=number,
         prompt=record.prompt or next((one.prompt for one in (stored or {}).values() if one.prompt is not None), None),
+        answer=next((one.answer for one in (stored or {}).values() if one.answer is not None), None),
         outcome=group.outcome,
         rewards=_ordered(record.rewards, order),
         lengths=_ordered(record.lengths, order),

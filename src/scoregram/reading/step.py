@@ -457,6 +457,7 @@ def rollout_records(step: Step, decode: Callable[[list[int]], str] | None = None
                     index=row - here.start,
                     prompt=prompt,
                     completion=rollouts.completions[row] if rollouts.completions else None,
+                    answer=rollouts.answers[group] if rollouts.answers else None,
                     token_ids=ids[row][tokens],
                     prompt_length=prompt_lengths[row],
                     completion_mask=None if is_plain else mask,

@@ -111,6 +111,7 @@ def _group_json(group: GroupDetail, names: Sequence[str] | None, words: Mapping[
         "id": group.prompt_id,
         "number": group.number,
         "prompt": None if group.prompt is None else cut_text(group.prompt),
+        "answer": None if group.answer is None else cut_text(group.answer),
         "outcome": words.get(group.outcome, group.outcome),
         "rewards": rounded_numbers(group.rewards),
         "lengths": group.lengths,

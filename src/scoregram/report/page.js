@@ -157,6 +157,8 @@ function showGroup(group) {
   byId("glass-gram").hidden = !group.cosines.length;
   if (group.cosines.length) drawMatrix("glass-gram", names, names.map((_, i) => i + 1), group.cosines, group.norms, "norm", right);
   byId("glass-prompt").textContent = group.prompt ?? group.id;
+  byId("glass-answer").hidden = group.answer === null;
+  byId("glass-answer").replaceChildren(element("b", "", "Expected answer: "), group.answer ?? "");
   byId("glass-basis").textContent = shareBasis(group);
   const stored = group.rollouts.filter((rollout) => rollout);
   const kinds = Object.keys(TOKEN_KINDS).filter((name) => stored.some((rollout) => rollout[name] !== undefined));

@@ -126,6 +126,8 @@ class RolloutRecord:
     """Position of the rollout in its group."""
     prompt: str | None = None
     completion: str | None = None
+    answer: str | None = None
+    """The answer that the data set expects; None where it has none, or it is not known."""
     token_ids: Int[Tensor, " tokens"]
     """`(T,)`. Prompt, then completion."""
     prompt_length: int
@@ -247,6 +249,8 @@ def rollouts_to_table(rollouts: Sequence[RolloutRecord]) -> pa.Table:
     """One row per rollout."""
     rows = [_rollout_row(rollout) for rollout in rollouts]
     table = _table(rows, ROLLOUT_SCHEMA, REWARD, [rollout.rewards for rollout in rollouts])
+    if any(rollout.answer is not None for rollout in rollouts):
+        table = table.append_column("answer", pa.array([rollout.answer for rollout in rollouts], pa.string()))
     if all(rollout.push is None for rollout in rollouts):
         return table
     pushes = [None if rollout.push is None else rollout.push.tolist() for rollout in rollouts]
@@ -294,7 +298,8 @@ def table_to_rollouts(table: pa.Table) -> Iterator[RolloutRecord]:
     """The rollouts of a table."""
     names = [name for name in ROLLOUT_SCHEMA.names if name in table.column_names]
     for row, rewards in zip(decoded_rows(table), _named_scalars(table, REWARD), strict=True):
-        yield RolloutRecord(**{name: row[name] for name in names}, rewards=rewards, push=row.get("push"))
+        known = {name: row[name] for name in names}
+        yield RolloutRecord(**known, rewards=rewards, answer=row.get("answer"), push=row.get("push"))
 
 
 def table_to_updates(table: pa.Table) -> Iterator[UpdateRecord]:

@@ -18,6 +18,8 @@ IMAGE_KEYS = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_s
 """Keys of a batch whose prompts have images."""
 NAME_COLUMNS = ("prompt_id", "problem_id", "question_id", "task_id", "uid", "id")
 """Columns of a dataset that name a prompt; the first one that exists is used."""
+ANSWER_COLUMNS = ("answer", "expected_answer", "final_answer", "ground_truth", "solution", "target")
+"""Columns of a dataset that hold the expected answer; the first one that exists is used."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ def generation_of(
         rollouts=replace(
             rollouts,
             prompt_names=prompt_names(call.inputs, rollouts),
+            answers=expected_answers(call.inputs, rollouts),
             rewards=trained_rewards(trainer, rewards, call.log_probs, completion_mask),
             reward_parts=dict(zip(trainer.reward_func_names, rewards.detach().double().cpu().unbind(1), strict=True)),
             finished=torch.tensor([bool(ids) and ids[-1] in stops for ids in call.completion_ids]),
@@ -227,6 +230,18 @@ def prompt_names(inputs: Sequence[Mapping[str, Any]], rollouts: Rollouts) -> lis
     return ["prompt/" + hashlib.sha1(repr(tokens[row][: lengths[row]]).encode()).hexdigest()[:12] for row in firsts]
 
 
+def expected_answers(inputs: Sequence[Mapping[str, Any]], rollouts: Rollouts) -> list[str | None]:
+    """The expected answer of every group as text; empty if no column of the dataset holds one.
+
+    None for an answer that is neither text nor a number.
+    """
+    column = next((name for name in ANSWER_COLUMNS if name in inputs[0]), None)
+    if column is None:
+        return []
+    answers = [inputs[here.start].get(column) for here in rollouts.group_slices()]
+    return [str(answer) if isinstance(answer, str | int | float) else None for answer in answers]
+
+
 def stop_ids(trainer: Any) -> set[int]:
     """Tokens that end a rollout."""
     config = getattr(trainer.model, "generation_config", None)
@@ -262,7 +277,9 @@ def merged_generation(slices: Sequence[Generation]) -> Generation:
         return first
     ahead, behind = (max(getattr(part, name).shape[1] for part in slices) for name in ("prompt_ids", "completion_ids"))
     rollouts = concatenated_rollouts([part.rollouts for part in slices], pad_id=0)
-    names = [rollouts.prompt_names[group] for group in rollouts.group_ids[:: first.group_size].tolist()]
+    groups = rollouts.group_ids[:: first.group_size].tolist()
+    names = [rollouts.prompt_names[group] for group in groups]
+    answers = [rollouts.answers[group] for group in groups] if rollouts.answers else []
 
     def left_padded(name: str) -> Tensor:
         values = [getattr(part, name) for part in slices]
@@ -278,7 +295,9 @@ def merged_generation(slices: Sequence[Generation]) -> Generation:
     return replace(
         first,
         # a group that was cut between two processes is one group again
-        rollouts=replace(rollouts, group_ids=torch.arange(size) // first.group_size, prompt_names=names),
+        rollouts=replace(
+            rollouts, group_ids=torch.arange(size) // first.group_size, prompt_names=names, answers=answers
+        ),
         columns=torch.cat([F.pad(part.columns, (0, widest - part.columns.shape[1])) for part in shifted]),
         prompt_ids=left_padded("prompt_ids"),
         prompt_mask=left_padded("prompt_mask"),
