@@ -11,10 +11,12 @@ import pytest
 
 from scoregram.advice import RunFinding, advise, advise_run
 from scoregram.advice.difficulty import (
+    GROUPS_IN_A_STRETCH,
     KINDS,
     DeadGroups,
     OutcomeCounts,
     SuccessLaw,
+    _stretches,
     chance_sentence,
     joined_outcomes,
     last_outcomes,
@@ -307,3 +309,11 @@ def test_the_estimator_of_a_trl_run_is_known():
     finding = RunFinding(name="estimator", severity="note", sentence="", evidence="", change=change)
     told = with_setting(finding, TRL).change
     assert told is not None and told.setting == 'attach(trainer, estimator="rloo")'
+
+
+@pytest.mark.parametrize("groups", [[3], [3, 3], [3, 3, 3, 3], [8, 8, 3], [3] * 7, [9, 2, 9, 1], [8] * 4])
+def test_stretches_hold_every_step_once_in_order(groups):
+    steps = [counts(count, 4, place) for place, count in enumerate(groups)]
+    parts = _stretches(steps)
+    assert [step for part in parts for step in part] == steps
+    assert len(parts) == 1 or all(sum(step.groups for step in part) >= GROUPS_IN_A_STRETCH for part in parts)

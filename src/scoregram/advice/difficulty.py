@@ -260,7 +260,8 @@ def _stretches(steps: Sequence[OutcomeCounts]) -> list[list[OutcomeCounts]]:
             found.append([])
         found[-1].append(step)
     if len(found) > 1 and sum(one.groups for one in found[-1]) < GROUPS_IN_A_STRETCH:
-        found[-2] += found.pop()
+        rest = found.pop()  # first, and alone: `found[-2] += found.pop()` would write to another place than it reads
+        found[-1] += rest
     return found
 
 
