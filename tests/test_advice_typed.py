@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import scoregram.advice
-from scoregram.advice import RunFinding, advise_run
+from scoregram.advice import RunFinding, advise, advise_run
 from scoregram.advice.diagnose import DEMOS
 from scoregram.advice.findings import Change
 from scoregram.advice.logs import run_log
-from scoregram.advice.reward_rules import _no_reward_at_the_limit, _repair_effect
+from scoregram.advice.reward_rules import WHAT_ELSE, _no_reward_at_the_limit, _repair_effect
 from scoregram.advice.settings import (
     COUNTED_TASKS,
     DYNAMIC_SAMPLING,
@@ -24,7 +25,7 @@ from scoregram.advice.settings import (
     typed_setting,
 )
 from scoregram.reading import read_run
-from scoregram.runs import open_run
+from scoregram.runs import RolloutRecord, RunWriter, open_run
 from scoregram.tasks import TASKS, load_task
 from scoregram.training.methods import METHODS
 
@@ -160,6 +161,30 @@ def test_the_truncated_share_at_a_longer_limit_follows_from_the_first_steps():
     assert told.startswith("about 64% truncated at first") and "80% were at step 10, at 32 tokens" in told
     assert "starts below 0.36" in told and "not at 0.90" in told
     assert check.startswith("The truncated share should be below 64% after 20 steps")
+
+
+def truncated_run(folder: Path, completion: str, answer: str | None) -> tuple[str, ...]:
+    """The steps of the advice for a run whose rollouts are nearly all truncated, with the reward 0.9."""
+    with RunWriter.create(folder, TRL, environment={}) as writer:
+        for step in range(1, 31):
+            known = {"token_ids": torch.tensor([1, 2]), "prompt_length": 1, "log_probs": torch.zeros(2), "reward": 0.9}
+            texts = {"prompt": "5+7=", "completion": completion, "answer": answer, "finished": False}
+            group = [RolloutRecord(step=step, prompt_id="p", group=0, index=i, **known, **texts) for i in range(4)]
+            writer.write_rollouts(step, group)
+            writer.write_metrics(step, {"reward": 0.9, "completions/clipped_ratio": 0.98})
+    change = next(one for one in advise(folder).findings if one.name == "truncation").change
+    assert change is not None
+    return change.steps
+
+
+def test_stored_answers_say_what_a_reward_for_truncated_texts_pays_for(tmp_path):
+    wrong = " ".join(truncated_run(tmp_path / "wrong", "3127 31", "12"))
+    # the last ten of thirty steps are the last third; four of the twelve steps that are read are among them
+    assert "0 of the 16 that the last third stores hold the expected answer, and their mean reward is 0.90" in wrong
+    assert "let it pay for the answer as well" in wrong and WHAT_ELSE not in wrong
+    right = " ".join(truncated_run(tmp_path / "right", "12, and 12 again", "12"))
+    assert "16 of the 16" in right and "needs no other change" in right
+    assert WHAT_ELSE in truncated_run(tmp_path / "unknown", "3127 31", None)
 
 
 def test_harder_and_easier_problems_are_a_number_where_the_task_has_one():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from scoregram.advice.difficulty import informed_finding
 from scoregram.advice.findings import SEVERITIES, Diagnosis, RuleVerdict, RunFinding, Severity, Undecided, diagnosis_of
 from scoregram.advice.formats import read_log
 from scoregram.advice.logs import RunLog, run_log
+from scoregram.advice.prompt_filter import TRAINING_KINDS
 from scoregram.advice.settings import trainer_of, with_setting
 from scoregram.checks import fail
 from scoregram.reading import RunReading, paused_collection, read_run
@@ -67,6 +69,8 @@ WITHOUT_GRAMS = frozenset({"overfitting to prompts"})
 
 ROLLOUT_STEPS = 12
 """Steps whose stored rollouts are read for repetition, spread over the run."""
+FEWEST_ANSWERED = 10
+"""Truncated rollouts with an expected answer from which on it is counted how many hold theirs."""
 _GRAM_LENGTH = 4
 """Tokens of a sequence that counts as repeated."""
 
@@ -137,7 +141,48 @@ def _informed(verdict: RuleVerdict, run: RunReading, size: RuleVerdict) -> RuleV
     """A finding of a rule on scalars, with what only the folder of the run knows."""
     if isinstance(verdict, RunFinding) and verdict.name == "dead groups":
         return informed_finding(verdict, run, size)
+    if isinstance(verdict, RunFinding) and verdict.name == "truncation":
+        return _with_answers(verdict, run)
     return _attributed(verdict, run)
+
+
+def _with_answers(finding: RunFinding, run: RunReading) -> RunFinding:
+    """The finding of a reward that pays for truncated texts, with how many of them hold the expected answer.
+
+    As it is if it asks for another change, or the last third stores fewer than `FEWEST_ANSWERED` of them with answers.
+    """
+    change = finding.change
+    if run.folder is None or change is None or reward_rules.WHAT_ELSE not in change.steps:
+        return finding
+    steps = [step for step in _some(sorted(run.folder.rollout_steps())) if step in run.last_third]
+    cut = [one for one in run.folder.rollouts(set(steps)) if not one.finished and one.kind in TRAINING_KINDS]
+    known = [
+        (holds_answer(one.completion, one.answer), float(one.reward))
+        for one in cut
+        if one.answer and one.answer.strip() and one.completion is not None and not math.isnan(one.reward)
+    ]
+    if len(known) < FEWEST_ANSWERED:
+        return finding
+    held, reward = sum(holds for holds, _ in known), sum(reward for _, reward in known) / len(known)
+    counted = f"{held} of the {len(known)} that the last third stores hold the expected answer"
+    told = f"Read some truncated rollouts: {counted}, and their mean reward is {reward:.2f}. "
+    if held / len(known) < reward / 2:
+        told += "So the function pays for something else: let it pay for the answer as well."
+    else:
+        told += "So the function pays for answers, and needs no other change."
+    changed = tuple(told if one == reward_rules.WHAT_ELSE else one for one in change.steps)
+    return replace(finding, change=replace(change, steps=changed))
+
+
+def holds_answer(text: str, answer: str) -> bool:
+    """Whether a text holds an answer as a word or number of its own, in either case.
+
+    Example:
+        >>> holds_answer("so it is 12.", "12"), holds_answer("3127", "12"), holds_answer("1.12", "12")
+        (True, False, False)
+    """
+    pattern = rf"(?<![\w.,]){re.escape(answer.strip())}(?!\w|[.,]\w)"
+    return re.search(pattern, text, re.IGNORECASE) is not None
 
 
 def _attributed(verdict: RuleVerdict, run: RunReading) -> RuleVerdict:

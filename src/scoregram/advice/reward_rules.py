@@ -458,7 +458,7 @@ def _truncation_change(log: RunLog, is_most: bool) -> Change:
             f"{', and allow longer ones' if longer else ''}.",
             effect=effect,
             check=check,
-            steps=reward_steps(log.config, _no_reward_at_the_limit(log), _WHAT_ELSE, also=longer),
+            steps=reward_steps(log.config, _no_reward_at_the_limit(log), WHAT_ELSE, also=longer),
             others=(f"If hardly any rollout is paid then: {_length_penalty(log)}, in place of 0.",),
         )
     known = f" Truncated ones get a mean reward of {reward}." if reward else ""
@@ -481,7 +481,7 @@ _END_TOKEN = (
 )
 
 
-_WHAT_ELSE = (
+WHAT_ELSE = (
     "Read some truncated rollouts: they say whether that is all. A wrong answer with a high reward: let the function "
     "compare with the right answer as well. A right answer and more text after it, or no answer yet: that is all."
 )
@@ -499,7 +499,7 @@ def _ending_change(log: RunLog, check: str) -> Change:
         steps=(
             f"Not a setting: {check}",
             f"If it has one, allow longer completions until some end{f': {longer}' if longer else ''}.",
-            *reward_steps(log.config, _no_reward_at_the_limit(log), _WHAT_ELSE),
+            *reward_steps(log.config, _no_reward_at_the_limit(log), WHAT_ELSE),
         ),
     )
 
