@@ -98,9 +98,7 @@ def test_a_solved_task_says_what_harder_problems_should_give_and_what_to_check()
     assert found.why.endswith("It is 0.1. Those are 48 of the 64 rollouts of a step.")
     never = RunReading(config, (), [line(step) for step in range(5, 61)], [])
     known = next_step(never, learning((0.3, 0.9, 0.96)), diagnosis(harder)).effect
-    assert known.startswith(
-        "At most 99% of the groups live, now 25%, if half of the rollouts are right (1 − 2 · 0.5^8;"
-    )
+    assert known.startswith("At most 99% of the groups live, now 25%, if half of the rollouts are right (1 − 2 · 0.5⁸;")
 
 
 def test_the_worst_finding_is_the_next_thing_with_its_value_its_effect_and_its_reason():

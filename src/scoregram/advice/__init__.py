@@ -23,6 +23,8 @@ from scoregram.advice.difficulty import half_right_steps as half_right_steps
 from scoregram.advice.difficulty import last_outcomes as last_outcomes
 from scoregram.advice.difficulty import live_expectation as live_expectation
 from scoregram.advice.difficulty import live_rates as live_rates
+from scoregram.advice.difficulty import superscript as superscript
+from scoregram.advice.findings import CHECKED_STEPS as CHECKED_STEPS
 from scoregram.advice.findings import SEVERITIES as SEVERITIES
 from scoregram.advice.findings import Change as Change
 from scoregram.advice.findings import Diagnosis as Diagnosis

@@ -459,7 +459,17 @@ def live_expectation(half_right: HalfRight | None, live: float, size: int | None
     if size is None or size < 2:
         return ""
     most_live = f"at most {mixed_probability(0.5, size):.0%} of the groups live, now {live:.0%}, if half of the "
-    return f"{most_live}rollouts are right (1 − 2 · 0.5^{size}; fewer where prompts differ)"
+    return f"{most_live}rollouts are right (1 − 2 · 0.5{superscript(size)}; fewer where prompts differ)"
+
+
+def superscript(number: int) -> str:
+    """A natural number as an exponent.
+
+    Example:
+        >>> superscript(18)
+        '¹⁸'
+    """
+    return str(number).translate(str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def _problem_steps(known: DeadGroups) -> tuple[str, ...]:

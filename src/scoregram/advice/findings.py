@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from scoregram.exhibits import Estimate, cell_text
 
+CHECKED_STEPS = 20
+"""Steps after which a new run shows whether a change works."""
 LEAST_SAVING = 0.05
 """Smallest gain that is worth a change of setting."""
 Severity = Literal["critical", "warning", "note"]

@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 from scoregram.advice.difficulty import EASIER, HARDER, MEDIUM, DeadGroups, prompt_change
-from scoregram.advice.findings import Change, RuleVerdict, RunFinding, Undecided
+from scoregram.advice.findings import CHECKED_STEPS, Change, RuleVerdict, RunFinding, Undecided
 from scoregram.advice.logs import RunLog, ScalarSeries
 from scoregram.advice.settings import (
     NEXT_VALUES,
@@ -37,8 +37,6 @@ REPEATED_SHARE, MOSTLY_REPEATED = 0.5, 0.7
 LENGTH_GROWTH = 1.5
 LEAST_GAIN = 0.05
 SPREAD_LEFT = 0.1
-CHECKED_STEPS = 20
-"""Steps after which a new run shows whether a repair works."""
 CEILING = 0.95
 """Mean reward from which on a run counts as solved."""
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from scoregram.advice import (
+    CHECKED_STEPS,
     HARDER,
     OWN_TRAINER,
     PROMPTS,
@@ -20,6 +21,7 @@ from scoregram.advice import (
     live_expectation,
     live_rates,
     measuring_setting,
+    superscript,
     trainer_of,
     typed_setting,
 )
@@ -330,7 +332,7 @@ def _harder_check(run: RunReading) -> str:
     told += "If it reads less and most rollouts are right, take harder ones again; if most are wrong, go back."
     if size is None or rates is None or run.is_graded:
         return told
-    raised = str(size).translate(SUPERSCRIPTS)
+    raised = superscript(size)
     chance = f"Basis: a group of {size} is live with the chance 1 − p{raised} − (1 − p){raised} at the success rate p, "
     return f"{told} {chance}which is {target} or more for p from {rates[0]:.0%} to {rates[1]:.0%}."
 
@@ -461,9 +463,6 @@ def ordered_cards(findings: Sequence[RunFinding], solved: bool) -> tuple[tuple[R
     return (*first, *(one for one in findings if one not in first)), min(len(first), MOST_CARDS)
 
 
-SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
-CHECKED_STEPS = 20
-"""Steps of a new run after which its share of live groups tells whether its problems suit."""
 MOST_OF_IT, SOLVED = 0.9, 0.95
 """Share of a gain that counts as most of it, and score on test problems from which on a task counts as solved."""
 

@@ -30,7 +30,7 @@ ESTIMATOR_WORDS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Estimator → its advantage in a few words."""
-COLUMNS = ("estimator", "advantage", "signal to noise", "efficiency", "direction")
+REPLAY_COLUMNS = ("estimator", "advantage", "signal to noise", "efficiency", "direction")
 
 
 def what_if_table(run: RunReading) -> Iterator[Table]:
@@ -53,12 +53,12 @@ def what_if_table(run: RunReading) -> Iterator[Table]:
         )
         for row in order
     ]
-    kept = [place for place in range(len(COLUMNS)) if not all(_is_empty(row[place]) for row in cells)]
+    kept = [place for place in range(len(REPLAY_COLUMNS)) if not all(_is_empty(row[place]) for row in cells)]
     yield Table(
         "what-if",
         "Would another estimator see more signal?",
-        " ".join(_caption(run, replayed, own, "efficiency" in [COLUMNS[place] for place in kept])),
-        tuple(COLUMNS[place] for place in kept),
+        " ".join(_caption(run, replayed, own, "efficiency" in [REPLAY_COLUMNS[place] for place in kept])),
+        tuple(REPLAY_COLUMNS[place] for place in kept),
         tuple(tuple(row[place] for place in kept) for row in cells),
     )
 
