@@ -474,6 +474,13 @@ def test_the_page_states_a_change_once_and_what_to_do_otherwise(run):
     assert "1. a <span" in html and "2. b <span" in html and "Then: b (--x 1); and what the other rules say" in html
 
 
+def test_a_page_whose_cards_are_all_folded_away_does_not_say_that_there_are_none(run):
+    page = run_page(open_run(run[0]))
+    folded = dataclasses.replace(page, cards=(a_finding("a", "a"),), shown_cards=0).html()
+    assert "No rule about the prompts asks for a change." in folded and "No rule asks for a change." not in folded
+    assert "No rule asks for a change." in dataclasses.replace(page, cards=(), shown_cards=0, answers=()).html()
+
+
 def test_rollouts_are_linked_where_the_page_has_their_texts(run):
     following = NextStep(sentence="", steps=("Read some rollouts: `--x 1`",))
     page = dataclasses.replace(run_page(open_run(run[0])), answers=(), next_step=following)
