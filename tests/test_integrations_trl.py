@@ -501,3 +501,6 @@ def test_the_example_ends_with_its_numbers_and_the_command_for_the_report(tmp_pa
     assert re.search(r"^self-check: relative error +\S+ +\S+ +\S+$", done.stdout, re.MULTILINE)
     assert done.stdout.rstrip().endswith(f"report: scoregram report {tmp_path / 'run'}")
     assert len(list(run_in(tmp_path / "run").groups({1}))) == 4
+    sums = {(one.prompt, one.answer) for one in run_in(tmp_path / "run").rollouts({1})}
+    assert sums and all(prompt == f"{prompt[0]}+{prompt[2]}=" for prompt, _ in sums if prompt)
+    assert all(prompt and answer == str(int(prompt[0]) + int(prompt[2])) for prompt, answer in sums)
