@@ -70,6 +70,8 @@ def test_every_method_trains_and_writes_a_valid_run(method, policy, tmp_path):
         assert group.gram is not None and group.by_layer
         torch.testing.assert_close(sum(group.by_layer.values()).double(), group.gram, rtol=1e-5, atol=1e-5)  # pyright: ignore[reportAttributeAccessIssue]
     assert {rollout.step for rollout in run.rollouts()} == {2}
+    problems = {problem.id: problem.answer for problem in load_task("arithmetic:3", seed=0).train}
+    assert all(rollout.answer == problems[rollout.prompt_id] for rollout in run.rollouts())
     assert set(run.checkpoints) == {2, 3}
     assert run.config["method"] == method
 

@@ -68,6 +68,7 @@ def collect(
         group_ids=torch.arange(len(problems)).repeat_interleave(torch.tensor(sizes)),
         prompt_names=[problem.id for problem in problems],
         prompts=[problem.prompt for problem in problems] if texts is None else list(texts),
+        answers=[problem.answer or None for problem in problems],
         completions=completions,
         rewards=torch.tensor([torch.nan if value is None else value for value in rewards], dtype=torch.float64),
     )
@@ -145,6 +146,7 @@ def collect_episodes(
         rollouts,
         prompt_names=[problem.id for problem in problems],
         prompts=[problem.prompt for problem in problems],
+        answers=[problem.answer or None for problem in problems],
     )
 
 
