@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from scoregram.advice import RunFinding, advise, advise_run
 from scoregram.advice.difficulty import (
-    GROUPS_IN_A_STRETCH,
     KINDS,
     DeadGroups,
     OutcomeCounts,
     SuccessLaw,
-    _stretches,
     chance_sentence,
     joined_outcomes,
     last_outcomes,
+    pairs_exceed_chance,
     prompt_change,
     size_sentence,
 )
@@ -28,8 +28,10 @@ from scoregram.advice.noise_rules import METHOD_ESTIMATORS, trained_estimator
 from scoregram.advice.settings import COUNT_CHANGES, COUNT_LIMITS, trainer_of, typed_setting, with_setting
 from scoregram.checks import ScoregramError
 from scoregram.exhibits import Estimate
-from scoregram.reading.group import StoredGroup
+from scoregram.reading import RunReading
+from scoregram.reading.group import GROUPS_IN_A_STRETCH, StoredGroup, step_stretches, with_rewards
 from scoregram.reading.replay import can_replay
+from scoregram.runs import GroupRecord
 from scoregram.statistics import NoiseComponents
 from scoregram.tasks import load_task
 from scoregram.training import METHODS
@@ -129,6 +131,97 @@ def test_different_prompts_are_found_within_stretches():
     assert whole.exceeds_chance("all wrong")
     mean = sum(part.groups * part.chance_share("all wrong") for part in parts) / whole.groups
     assert whole.chance_share("all wrong") == pytest.approx(mean)
+
+
+# The law of success rates, and dead groups by chance, within stretches of steps
+
+
+@pytest.mark.parametrize(
+    ("sizes", "right"), [((3, 3, 3), 4), ((4, 4), 3), ((2, 3, 5), 6), ((2, 2, 2, 2), 4), ((5, 4), 1)]
+)
+def test_right_pairs_by_chance_are_those_of_all_arrangements(sizes, right):
+    places, ends = range(sum(sizes)), np.cumsum([0, *sizes])
+    made = []
+    for chosen in itertools.combinations(places, right):
+        marks = [int(place in chosen) for place in places]
+        made.append([sum(marks[start:stop]) for start, stop in itertools.pairwise(ends)])
+    numbers = [sum(math.comb(one, 2) for one in counts) for counts in made]
+    mean, deviation = float(np.mean(numbers)), float(np.std(numbers))
+    for counts_of_prompts, number in zip(made, numbers, strict=True):
+        stretch = list(zip(counts_of_prompts, sizes, strict=True))
+        for times in (1, 3):  # means and variances of stretches add up
+            beyond = times * (number - mean) - 0.5 > 1.645 * math.sqrt(times) * deviation
+            assert pairs_exceed_chance([stretch] * times) == (deviation > 0 and beyond)
+
+
+def test_the_spread_is_that_within_stretches():
+    """Against pairs of rollouts, one by one: of one prompt, and of different prompts of the same stretch."""
+    rng = np.random.default_rng(0)
+    marks = [[rng.integers(0, 2, size=8) * (place % 2) for place in range(prompts)] for prompts in (4, 3, 5)]
+    spread = mixed = 0.0
+    for part in marks:
+        same = [a * b for one in part for a, b in itertools.permutations(one.tolist(), 2)]
+        apart = [a * b for one, other in itertools.permutations(part, 2) for a in one for b in other]
+        mean = np.concatenate(part).mean()
+        spread += len(part) / 12 * (np.mean(same) - np.mean(apart))
+        mixed += len(part) / 12 * (mean - np.mean(same))
+    law = SuccessLaw.of(*([(int(one.sum()), 8) for one in part] for part in marks))
+    assert law is not None and law.concentration == pytest.approx(mixed / spread)
+    assert law.mean == pytest.approx(np.concatenate([one for part in marks for one in part]).mean())
+
+
+def run_with_rates(rng: np.random.Generator, rates: np.ndarray, size: int = 8) -> RunReading:
+    """A run whose last third has a row of `rates` for each step: a group of `size` for each rate, of a new prompt."""
+    steps, groups = rates.shape
+    rewards = (rng.random((steps, groups, size)) < rates[..., None]).astype(float)
+    records = [
+        GroupRecord(
+            step=2 * steps + step + 1,
+            prompt_id=f"p/{step}/{place}",
+            rewards=torch.tensor(rewards[step, place]),
+            lengths=torch.ones(size).long(),
+            advantages=torch.zeros(size, dtype=torch.float64),
+        )
+        for step in range(steps)
+        for place in range(groups)
+    ]
+    lines = [{"step": step, "reward": 0.5} for step in range(1, 3 * steps + 1)]
+    return RunReading({}, (), lines, with_rewards([StoredGroup(record) for record in records]))
+
+
+def shares_that_differ(rates: np.ndarray, runs: int, seed: int, *, mixed: bool = False) -> dict[str, float]:
+    """Share of runs in which prompts seem to differ: by the law, by the share of dead groups, and by both if pooled."""
+    rng, found = np.random.default_rng(seed), dict.fromkeys(("law", "dead", "law, pooled", "dead, pooled"), 0)
+    for _ in range(runs):
+        run = run_with_rates(rng, rates * rng.choice([0.1, 1.9], size=rates.shape) if mixed else rates)
+        law, dead, counts_of_prompts = SuccessLaw.of(*run.success_stretches()), run.summary.dead, run.success_counts()
+        assert law is not None and len(run.last_groups) == rates.size == len(counts_of_prompts)
+        rate = sum(right for right, _ in counts_of_prompts) / (8 * rates.size)
+        found["law"] += math.isfinite(law.concentration)
+        found["law, pooled"] += pairs_exceed_chance([counts_of_prompts])
+        found["dead"] += dead.low > run.summary.equally_hard_dead
+        found["dead, pooled"] += dead.low > rate**8 + (1 - rate) ** 8
+    return {name: count / runs for name, count in found.items()}
+
+
+def test_law_and_dead_groups_do_not_take_a_rising_rate_for_a_difference():
+    """Prompts of a step are equally hard, while the rate goes from 5 to 45 %: each errs in 5 % at most."""
+    rates = np.broadcast_to(np.linspace(0.05, 0.45, 30)[:, None], (30, 4))
+    runs = 150
+    found = shares_that_differ(rates, runs, seed=0)
+    most = 0.05 + 3 * math.sqrt(0.05 * 0.95 / runs)
+    assert found["law"] < most < found["law, pooled"] and found["dead"] < most < found["dead, pooled"], found
+
+
+def test_law_and_dead_groups_find_prompts_that_differ_while_the_rate_rises():
+    rates = np.broadcast_to(np.linspace(0.05, 0.45, 30)[:, None], (30, 4))
+    found = shares_that_differ(rates, 20, seed=1, mixed=True)
+    assert found["law"] == found["dead"] == 1, found
+
+
+def test_a_filter_has_no_number_where_the_spread_is_not_resolved():
+    known = DeadGroups(live=0.2, direction="easier", config=OWN, outcomes=DIFFERENT, law=SuccessLaw(0.075, math.inf))
+    assert "cannot be said from so few stored groups" in prompt_change(known).effect
 
 
 OWN: dict[str, Any] = {"method": "grpo", "dynamic_rounds": 4, "group_size": 8}
@@ -243,7 +336,7 @@ SIZES = {
 def test_dead_groups_and_the_rule_on_the_group_size_say_one_thing(case):
     outcomes = ["0000", "0000", "0000", "1000"] * 2
     run = with_noise(run_of(*outcomes), **SIZES[case])
-    verdict, law = found("group size", run), SuccessLaw.of(run.success_counts())
+    verdict, law = found("group size", run), SuccessLaw.of(*run.success_stretches())
     told = size_sentence(run, law, verdict)
     if case in ("up", "down"):
         assert isinstance(verdict, RunFinding) and verdict.change is not None and verdict.change.direction == case
@@ -314,6 +407,6 @@ def test_the_estimator_of_a_trl_run_is_known():
 @pytest.mark.parametrize("groups", [[3], [3, 3], [3, 3, 3, 3], [8, 8, 3], [3] * 7, [9, 2, 9, 1], [8] * 4])
 def test_stretches_hold_every_step_once_in_order(groups):
     steps = [counts(count, 4, place) for place, count in enumerate(groups)]
-    parts = _stretches(steps)
+    parts = [steps[part] for part in step_stretches(groups)]
     assert [step for part in parts for step in part] == steps
     assert len(parts) == 1 or all(sum(step.groups for step in part) >= GROUPS_IN_A_STRETCH for part in parts)

@@ -1,6 +1,7 @@
 """The noise of a run: pooled by hand, the same through every door, with intervals that cover."""
 
 import io
+import itertools
 import json
 import math
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ from scipy.stats import t as student
 from scoregram.bootstrap import FEWEST, fieller_ratio
 from scoregram.errors import ScoregramError
 from scoregram.reading import POOLED, read_run, run_noise
+from scoregram.reading.step import block_scalars
 from scoregram.report.run_page import summary_table
 from scoregram.runs import open_run
-from scoregram.statistics import NoiseComponents, batch_mse, noise_components
+from scoregram.statistics import NoiseComponents, batch_mse, group_blocks, noise_components
 from scoregram.training import loop, train
 from tests.report_cases import write_run
 from tests.training_cases import config_for, save_policy
@@ -24,12 +26,15 @@ from tests.training_cases import config_for, save_policy
 NAMES = ("gram/gradient_squared", "gram/between_prompts", "gram/within_prompt", "gram/group_baseline")
 
 
-def line(step: int, components: NoiseComponents, prompts: int = 3, saved: float = 0.5) -> dict[str, float]:
+def line(
+    step: int, components: NoiseComponents, prompts: int = 3, saved: float = 0.5, variance: float = 6.0
+) -> dict[str, float]:
     return {
         "step": step,
         "gram/score_norm": 1.0,
         **dict(zip(NAMES, vars(components).values(), strict=True)),
-        "gram/saved_variance": saved,
+        "gram/optimal_loo_saved": saved,
+        "gram/rloo_variance": variance,
         "gram/complete_prompts": prompts,
     }
 
@@ -43,7 +48,7 @@ def test_steps_without_signal_are_pooled_and_not_dropped():
     assert noise.noise_scale.value == pytest.approx(4 * 1 + 4 + 6 / 3)
     assert noise.snr.value == pytest.approx(1 / (1 / 3 + 4 / 12 + 6 / 36))
     assert noise.best_group_size.value == pytest.approx(1 + math.sqrt(6))
-    assert noise.baseline_saving.value == pytest.approx(0.5 / 4)
+    assert noise.baseline_saving.value == pytest.approx(0.5 / 6)
     assert not noise.is_conclusive and math.isnan(noise.snr.low) and "too few for a conclusion" in noise.sentence()
 
 
@@ -104,12 +109,14 @@ def test_a_failed_step_withholds_the_answer():
 def test_an_older_folder_gives_the_same_answer_from_its_grams(tmp_path):
     known = write_run(tmp_path / "run", steps=15)
     new = read_run(tmp_path / "run")
-    added = {"gram/within_prompt", "gram/group_baseline", "gram/saved_variance", "gram/complete_prompts"}
-    old = read_run(tmp_path / "run")
-    vars(old)["lines"] = [{name: value for name, value in one.items() if name not in added} for one in old.lines]
-    assert new.noise().steps == old.noise().steps == 5
-    for name in POOLED:
-        assert vars(getattr(old.noise(), name)) == pytest.approx(vars(getattr(new.noise(), name)), rel=1e-9)
+    saving = {"gram/optimal_loo_saved", "gram/rloo_variance", "gram/baseline_saving"}
+    for added in (saving, saving | {"gram/within_prompt", "gram/group_baseline", "gram/complete_prompts"}):
+        old = read_run(tmp_path / "run")
+        lines = [{name: value for name, value in one.items() if name not in added} for one in old.lines]
+        vars(old)["lines"] = [{**one, "gram/saved_variance": 7.0} for one in lines]  # another quantity: never read
+        assert new.noise().steps == old.noise().steps == 5
+        for name in POOLED:
+            assert vars(getattr(old.noise(), name)) == pytest.approx(vars(getattr(new.noise(), name)), rel=1e-9)
     expected = np.mean([list(vars(noise_components(*known[step])).values()) for step in range(11, 16)], axis=0)
     assert list(vars(new.noise().components).values()) == pytest.approx(expected.tolist())
 
@@ -149,7 +156,7 @@ def test_every_door_gives_the_same_numbers(tmp_path, monkeypatch):
         "snr": "signal to noise of a step",
         "noise_scale": "noise scale, in rollouts",
         "best_group_size": "best group size",
-        "baseline_saving": "variance saved by the best baseline",
+        "baseline_saving": "variance saved by optimal-loo",
     }
     doors = {
         "page": {name: page[label] for name, label in labels.items()},
@@ -207,13 +214,34 @@ class World:
             float((variance * fisher + (gradients**2).sum(-1)).mean()),
         )
 
-    def step(self, rng: np.random.Generator, prompts: int, size: int) -> NoiseComponents:
-        """Estimates from one sampled step."""
+    def saving(self, size: int) -> float:
+        """Share of the variance with `rloo` that `optimal-loo` saves: a sum over every group of every prompt."""
+        squares = {"rloo": 0.0, "optimal-loo": 0.0}
+        signal = 0.0
+        for chances, scores, rewards in zip(self.chances, self.scores, self.rewards, strict=True):
+            gradient = np.zeros(scores.shape[1])
+            for picks in itertools.product(range(len(chances)), repeat=size):
+                index = list(picks)
+                chance, r, psi = float(chances[index].prod()), rewards[index], scores[index]
+                for name, weights in (("rloo", np.ones(size)), ("optimal-loo", (psi**2).sum(1))):
+                    kept = [[j for j in range(size) if j != i] for i in range(size)]
+                    baseline = np.array([np.average(r[others], weights=weights[others]) for others in kept])
+                    pull = ((r - baseline)[:, None] * psi).mean(0)
+                    squares[name] += chance * float(pull @ pull)
+                    gradient += chance * pull / 2  # both are unbiased
+            signal += float(gradient @ gradient)
+        return (squares["rloo"] - squares["optimal-loo"]) / (squares["rloo"] - signal)
+
+    def step(self, rng: np.random.Generator, number: int, prompts: int, size: int) -> dict[str, float]:
+        """Scalars of one sampled step."""
         drawn = rng.integers(len(self.chances), size=prompts)
         actions = np.array([rng.choice(self.chances.shape[1], size=size, p=self.chances[one]) for one in drawn])
         scores = self.scores[drawn[:, None], actions].reshape(prompts * size, -1)
         rewards = self.rewards[drawn[:, None], actions]
-        return noise_components(torch.from_numpy(scores @ scores.T), torch.from_numpy(rewards))
+        gram, grid = torch.from_numpy(scores @ scores.T), torch.from_numpy(rewards)
+        found = block_scalars(group_blocks(gram, size), grid)
+        saving = (found["gram/optimal_loo_saved"], found["gram/rloo_variance"])
+        return line(number, noise_components(gram, grid), prompts, *saving)
 
 
 def world(seed: int, signal: float) -> World:
@@ -234,10 +262,11 @@ def coverage(case: World, *, runs: int, steps: int, prompts: int = 8, size: int 
         "snr": truth.gradient_squared / error,
         "noise_scale": prompts * size * error / truth.gradient_squared if truth.gradient_squared > 0 else math.inf,
         "best_group_size": max(2.0, 1 + math.sqrt(truth.group_baseline / truth.between_prompts)),
+        "baseline_saving": case.saving(size),
     }
     rng, held = np.random.default_rng(7), dict.fromkeys(known, 0)
     for _ in range(runs):
-        lines = [line(step, case.step(rng, prompts, size), prompts) for step in range(steps)]
+        lines = [case.step(rng, step, prompts, size) for step in range(steps)]
         # the window is the last third; fill the first two with steps that are not used
         noise = run_noise([*lines, *lines, *lines], size)
         for name, value in known.items():

@@ -64,7 +64,7 @@ def test_numbers_of_scores_are_absent_from_a_loss_with_the_reason(statistics, tm
     write_run(tmp_path / "loss", kind="loss", statistics=statistics)
     write_run(tmp_path / "scores")
     rows, text = shown(tmp_path / "loss")
-    of_scores = {"variance saved by the best baseline", "cosine between rollouts", "best group size"}
+    of_scores = {"variance saved by optimal-loo", "cosine between rollouts", "best group size"}
     of_scores |= {"signal to noise of a step", "noise scale, in rollouts"}
     assert of_scores <= shown(tmp_path / "scores")[0].keys() and not of_scores & rows.keys()
     assert {"effective rank", "top-1 fraction"} <= rows.keys()

@@ -31,7 +31,7 @@ from scoregram.report.run_page import run_page, summary_table
 from scoregram.report.step_figures import learning_figures, noise_figures, prompts_figures
 from scoregram.runs import GroupRecord, RolloutRecord, RunWriter, open_run
 from scoregram.spectra import feasible_intervals
-from scoregram.statistics import baseline_saving, group_blocks, mixed_probability, noise_components
+from scoregram.statistics import baseline_saving, group_blocks, noise_components
 from tests.report_cases import CONFIG, Page, write_run
 
 pytest.importorskip("plotly")
@@ -136,7 +136,9 @@ def test_the_last_third_is_averaged(run, facts):
     rewards = torch.cat([g.record.rewards for g in last])
     chance = float(rewards.mean())
     assert summary.reward.value == pytest.approx(chance)
-    assert summary.equally_hard_dead == pytest.approx(1 - mixed_probability(chance, 4))
+    right, rollouts = int(rewards.sum()), len(rewards)  # 6 groups are one stretch: all choices of 4 are equally likely
+    alike = math.comb(right, 4) + math.comb(rollouts - right, 4)
+    assert summary.equally_hard_dead == pytest.approx(alike / math.comb(rollouts, 4))
     pairs = [(g.reading.effective_rank, g.reading.effective_rank_orthogonal) for g in last if g.is_live]
     assert summary.rank_difference.value == pytest.approx(sum(a - b for a, b in pairs) / len(pairs))
     cosines = [g.reading.cosine for g in last]  # dead groups have angles too
@@ -519,8 +521,8 @@ def test_the_chance_of_a_dead_group_has_one_basis_on_a_page(run):
     assert outcomes is not None and row[3] == "by chance, if all prompts of a step were equally hard"
     assert row[2] == outcomes.chance_share("all wrong") + outcomes.chance_share("all right")
     bare = dataclasses.replace(reading, lines=[{"step": step, "reward": 0.5} for step in reading.steps])
-    row = next(row for row in summary_table(bare).rows if row[0] == "share of dead groups")
-    assert row[2] == bare.summary.equally_hard_dead and row[3] == "if all prompts had the same success rate"
+    stored = next(row for row in summary_table(bare).rows if row[0] == "share of dead groups")
+    assert stored[2] == bare.summary.equally_hard_dead == pytest.approx(row[2]) and stored[3] == row[3]
 
 
 def test_conflict_says_how_many_pairs_it_is_of(run):

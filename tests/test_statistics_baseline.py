@@ -77,17 +77,69 @@ def test_leaving_one_out_keeps_the_gradient_and_including_it_does_not():
     assert float(cosine) < 1 - 1e-6  # the direction is off too, not only the length
 
 
-def test_saving_is_unbiased_up_to_the_ratio():
-    """The ratio to `tr F̂` undone, the mean of `saving · tr F̂` is `Cov² / R` exactly."""
-    prompt, size, total = law(4), 4, 0.0
-    for chance, scores, rewards in prompt.groups(size):
+def weighted_mean_of_others(i: int, weights: list[float], rewards: list[float]) -> float:
+    kept = [j for j in range(len(rewards)) if j != i]
+    if sum(weights[j] for j in kept) == 0:
+        return sum(rewards[j] for j in kept) / len(kept)
+    return sum(weights[j] * rewards[j] for j in kept) / sum(weights[j] for j in kept)
+
+
+def enumerated_variance(prompt: Law, size: int, *, weighted: bool) -> float:
+    """Variance of the gradient of a group of `size`, over the list of all groups."""
+    total = 0.0
+    for chance, scores, rewards in prompt.unordered_groups(size):
+        weights = [float(score @ score) if weighted else 1.0 for score in scores]
+        known = rewards.tolist()
+        means = [weighted_mean_of_others(i, weights, known) for i in range(size)]
+        baselines = torch.tensor(means, dtype=torch.float64)
+        gradient = ((rewards - baselines)[:, None] * scores).mean(dim=0)
+        total += chance * float(((gradient - prompt.gradient) ** 2).sum())
+    return total
+
+
+RARE_SCORES = Law(  # two of three outcomes have no score: often all others of a rollout have weight zero
+    torch.tensor([0.1, 0.5, 0.4]).double(),
+    torch.tensor([[2.0, 1.0], [0.0, 0.0], [-0.5, -0.25]]).double(),
+    torch.tensor([1.0, 0.0, 0.3]).double(),
+)
+
+
+@pytest.mark.parametrize("size", [4, 5])
+@pytest.mark.parametrize("prompt", [law(4), law(5), RARE_SCORES])
+def test_the_saving_is_exactly_that_of_the_two_estimators(prompt, size):
+    """Its mean over all groups is the variance with `rloo` minus that with `optimal-loo`: nothing is biased."""
+    assert prompt.mean(prompt.scores).abs().max() < 1e-12
+    saved = variance = 0.0
+    for chance, scores, rewards in prompt.unordered_groups(size):
         saving = baseline_saving((scores @ scores.T)[None], rewards[None])
-        total += chance * float(saving.per_prompt[0] * (scores**2).sum(dim=1).mean())
-    norms = (prompt.scores**2).sum(dim=1)
+        saved += chance * float(saving.per_prompt)
+        variance += chance * float(saving.variance)
+    plain, best = (enumerated_variance(prompt, size, weighted=weighted) for weighted in (False, True))
+    assert variance == pytest.approx(plain, rel=1e-10)
+    assert saved == pytest.approx(plain - best, rel=1e-9, abs=1e-12 * plain) and abs(plain - best) > 1e-4 * plain
+
+
+def test_the_best_constant_baseline_saves_the_squared_covariance():
+    """`(V - b*)² tr F / R = Cov(|ψ|², r)² / (R tr F)`, the limit of the saving in large groups."""
+    prompt, norms = law(4), (law(4).scores ** 2).sum(dim=1)
     covariance = prompt.mean((norms - prompt.fisher_trace) * (prompt.rewards - prompt.value))
-    assert total == pytest.approx(float(covariance**2) / size, rel=1e-11)
-    saved = excess_variance(prompt.value, best_baseline(prompt), prompt.fisher_trace, size)
-    assert float(covariance**2 / prompt.fisher_trace) / size == pytest.approx(float(saved), rel=1e-12)
+    saved = excess_variance(prompt.value, best_baseline(prompt), prompt.fisher_trace, 4)
+    assert float(covariance**2 / prompt.fisher_trace) / 4 == pytest.approx(float(saved), rel=1e-12)
+
+
+@pytest.mark.parametrize("change", [lambda r: r + 1e3, lambda r: r.flip(1), lambda r: -2 * r])
+def test_the_saving_has_the_laws_of_a_variance(change):
+    """Unchanged by a shift of rewards and by the order of rollouts; quadratic in the scale."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(2, 6, 3, generator=generator, dtype=torch.float64)
+    rewards = torch.rand(2, 6, generator=generator, dtype=torch.float64)
+    changed = change(rewards)
+    is_flipped = torch.equal(changed, rewards.flip(1))
+    factor = float((changed[0, 0] - changed[0, 1]) / (rewards[0, 0] - rewards[0, 1])) if not is_flipped else 1.0
+    moved = scores.flip(1) if is_flipped else scores
+    own, other = baseline_saving(scores @ scores.mT, rewards), baseline_saving(moved @ moved.mT, changed)
+    torch.testing.assert_close(other.per_prompt, own.per_prompt * factor**2, rtol=1e-8, atol=1e-12)
+    assert other.fraction == pytest.approx(own.fraction, rel=1e-8)
 
 
 def test_fraction_approaches_the_exact_one_in_a_large_group():

@@ -30,6 +30,7 @@ from worlds import (
     drift,
     law_with,
     noise_scalars,
+    saved_variance,
     truths,
 )
 
@@ -73,7 +74,7 @@ CELLS = tuple(
 
 
 def bank(cell: CoverageCell, steps: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """`(steps, 5)` scalars of independent steps, and the true moments of each."""
+    """`(steps, 6)` scalars of independent steps, and the true moments of each, `(steps, 5)`."""
     rng, law = np.random.default_rng(seed), cell.law()
     drifts = [0.3 * drift(rng, steps, cell.memory) * bool(cell.memory) for _ in range(2)]
     found = []
@@ -83,8 +84,9 @@ def bank(cell: CoverageCell, steps: int, seed: int) -> tuple[np.ndarray, np.ndar
         drawn = draw_rollouts(rng, prompts, sizes, law, shift=shift, scale=scale)
         shape = (-1, cell.prompts, cell.size)
         found.append(noise_scalars(drawn.rewards.reshape(shape), drawn.scores.reshape(*shape, LAYERS * WIDTH)))
-    exact = [law.moments(shift) * math.exp(2 * scale) for shift, scale in zip(*drifts, strict=True)]
-    return np.concatenate(found), np.array(exact)
+    moments = np.array([law.moments(shift) for shift in drifts[0]])
+    exact = np.column_stack([moments, saved_variance(law, cell.size, drifts[0])])
+    return np.concatenate(found), exact * np.exp(2 * drifts[1])[:, None]
 
 
 def third_as_lines(rows: np.ndarray, prompts: int) -> list[dict[str, float]]:

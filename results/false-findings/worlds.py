@@ -13,6 +13,7 @@ prompts have a shared direction that is orthogonal to every `u_x`, so no trainin
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 
 from scoregram.advantages import estimate
 from scoregram.reading import TRAINED_AND_FIXED
-from scoregram.reading.noise import COMPONENTS, SAVED
+from scoregram.reading.noise import COMPONENTS, SAVING
 from scoregram.runs import BatchNames, BatchRecord, GroupRecord, RolloutRecord, Run, RunWriter
 from scoregram.statistics import baseline_saving, group_moments, rollout_shares
 
@@ -47,7 +48,7 @@ class Law:
     """`σ²` of right rollouts; that of wrong ones is 1."""
 
     def moments(self, shift: float = 0.0) -> np.ndarray:
-        """`|g|²`, `c1`, `c2`, `c3` and what the best baseline saves, by the moments of a Bernoulli variable.
+        """`|g|²`, `c1`, `c2` and `c3`, by the moments of a Bernoulli variable.
 
         Means over prompts whose success rates are moved by `shift` on the scale of log odds.
         """
@@ -56,9 +57,8 @@ class Law:
         pq = p * q
         trace = pq * whole + p * self.right + q  # E|ψ|²
         oracle = pq * (1 - 3 * pq) * whole + pq * (q * self.right + p) - pq**2 * whole  # E(r − p)⁴ = pq (1 − 3 pq)
-        covariance = pq * (whole * (q - p) + self.right - 1)  # of |ψ|² and r
         squared, signal = float((pq**2).mean()) * whole, float(pq.mean()) ** 2 * self.shared
-        rest = [oracle, pq * trace + pq**2 * whole, covariance**2 / trace]
+        rest = [oracle, pq * trace + pq**2 * whole]
         return np.array([signal, squared - signal, *(float(part.mean()) for part in rest)])
 
 
@@ -67,15 +67,66 @@ def shifted(rates: np.ndarray, shift: float | np.ndarray) -> np.ndarray:
     return 1 / (1 + (1 / rates - 1) * np.exp(-shift))
 
 
-def truths(moments: np.ndarray, prompts: int, size: int) -> dict[str, float]:
-    """What `RunNoise` estimates, exactly, from `Law.moments` or a mean of them over steps."""
+SAVED_GROUPS = 400_000
+"""Groups of a success rate from which the truth of the saving is computed."""
+LOG_ODDS = np.linspace(-2.2, 2.2, 17)
+"""Log odds of success at which it is computed."""
+
+
+@cache
+def saved_by_rate(law: Law, size: int) -> np.polynomial.Polynomial:
+    """`R (E|ĝ_rloo|² − E|ĝ_opt|²)` as a function of a prompt's log odds: what `optimal-loo` saves, by its definition.
+
+    No closed form is known, so groups are drawn. Of a score only its part along `u_x` and its norm are drawn: given
+    these, the rest of `⟨ψ_i, ψ_j⟩` has mean zero and is left out. The same random numbers serve every success rate, and
+    a polynomial of degree 10 is fitted to the results.
+    """
+    rng, whole, width = np.random.default_rng(0), law.shared + law.own, LAYERS * WIDTH
+    shape = (SAVED_GROUPS // 4, size)
+    found = np.zeros((4, len(LOG_ODDS)))
+    for part in range(4):
+        uniform, along, across = rng.random(shape), rng.normal(size=shape), rng.chisquare(width - 1, size=shape)
+        lengths = rng.choice(LENGTHS, size=shape) / np.mean(LENGTHS)
+        for place, p in enumerate(1 / (1 + np.exp(-LOG_ODDS))):
+            r = (uniform < p).astype(float)
+            noise = np.where(r > 0, law.right, 1.0) * lengths / width
+            pull = (r - p) * math.sqrt(whole) + np.sqrt(noise) * along  # the part of ψ along u
+            norm = pull**2 + noise * across
+            found[part, place] = np.mean(
+                _squared_sum(r, pull, norm, np.ones(shape)) - _squared_sum(r, pull, norm, norm)
+            )
+    return np.polynomial.Polynomial.fit(LOG_ODDS, found.mean(0), 10)
+
+
+def _squared_sum(rewards: np.ndarray, pull: np.ndarray, norm: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """`R |ĝ|²` of groups, with the weighted mean reward of the other rollouts as baseline."""
+    total, sums = weights.sum(1, keepdims=True), (weights * rewards).sum(1, keepdims=True)
+    a = rewards - (sums - weights * rewards) / (total - weights)
+    own = a**2 * norm
+    return (own.sum(1) + (a * pull).sum(1) ** 2 - ((a * pull) ** 2).sum(1)) / rewards.shape[1]
+
+
+def saved_variance(law: Law, size: int, shift: float | np.ndarray = 0.0) -> np.ndarray:
+    """What `optimal-loo` saves, as `gram/optimal_loo_saved`: the mean over the success rates, moved by `shift`."""
+    odds = np.log(np.array(RATES) / (1 - np.array(RATES)))[:, None] + np.atleast_1d(shift)
+    return saved_by_rate(law, size)(np.clip(odds, LOG_ODDS[0], LOG_ODDS[-1])).mean(0)
+
+
+def truths(moments: Sequence[float] | np.ndarray, prompts: int, size: int) -> dict[str, float]:
+    """What `RunNoise` estimates, exactly.
+
+    Args:
+        moments: `Law.moments`, then `saved_variance`, or means of both over steps.
+        prompts: Prompts of a step.
+        size: Rollouts of a prompt.
+    """
     signal, between, within, baseline, saved = map(float, moments)
     per_rollout = between * size + within + baseline / (size - 1)
     return {
         "snr": signal * prompts * size / per_rollout,
         "noise_scale": per_rollout / signal if signal else math.inf,
         "best_group_size": max(2.0, 1 + math.sqrt(baseline / between)) if between else math.inf,
-        "baseline_saving": saved / within,
+        "baseline_saving": saved / (within + baseline / (size - 1)),
     }
 
 
@@ -89,14 +140,14 @@ def law_with(*, noise_scale: float, best_group_size: float, size: int, right: fl
         low, high = 0.0, 1e4
         for _ in range(100):
             own = (low + high) / 2
-            found = truths(Law(shared=shared, own=own, right=right).moments(), 1, size)["best_group_size"]
+            found = truths([*Law(shared=shared, own=own, right=right).moments(), 0.0], 1, size)["best_group_size"]
             low, high = (own, high) if found > best_group_size else (low, own)
         return Law(shared=shared, own=low, right=right)
 
     low, high = 1e-9, 1e4
     for _ in range(100):
         shared = math.sqrt(low * high)
-        found = truths(with_best(shared).moments(), 1, size)["noise_scale"]
+        found = truths([*with_best(shared).moments(), 0.0], 1, size)["noise_scale"]
         low, high = (shared, high) if found > noise_scale else (low, shared)
     return with_best(low)
 
@@ -262,11 +313,11 @@ def update_scalars(drawn: Sampled, groups: Sequence[GroupRecord]) -> dict[str, f
     }
 
 
-NOISE_SCALARS = (*COMPONENTS, SAVED)
+NOISE_SCALARS = (*COMPONENTS, *SAVING)
 
 
 def noise_scalars(rewards: np.ndarray, scores: np.ndarray) -> np.ndarray:
-    """`(S, 5)`: the scalars of the noise of `S` steps at once, by `group_moments` and the gradients themselves.
+    """`(S, 6)`: the scalars of the noise of `S` steps at once, by `group_moments` and the gradients themselves.
 
     Args:
         rewards: `(S, P, R)`.
@@ -276,17 +327,15 @@ def noise_scalars(rewards: np.ndarray, scores: np.ndarray) -> np.ndarray:
     blocks = torch.tensor(np.einsum("spid,spjd->spij", scores, scores)).flatten(0, 1)
     flat = torch.tensor(rewards).flatten(0, 1)
     moments = group_moments(blocks, flat)
-    saved = baseline_saving(blocks, flat).per_prompt * size
+    saving = baseline_saving(blocks, flat)
     c3 = moments.variance_fisher_trace + moments.gradient_squared
-    own, c2, c3, saved = (
-        part.reshape(steps, prompts).mean(1).numpy()
-        for part in (moments.gradient_squared, moments.oracle_trace, c3, saved)
-    )
+    parts = (moments.gradient_squared, moments.oracle_trace, c3, saving.per_prompt * size, saving.variance * size)
+    own, *rest = (part.reshape(steps, prompts).mean(1).numpy() for part in parts)
     centred = (rewards - rewards.mean(-1, keepdims=True)) / (size - 1)
     gradients = np.einsum("spi,spid->spd", centred, scores)
     pairs = np.square(gradients.sum(1)).sum(-1) - np.square(gradients).sum((1, 2))
     signal = pairs / (prompts * (prompts - 1))
-    return np.stack([signal, own - signal, c2, c3, saved], axis=1)
+    return np.stack([signal, own - signal, *rest], axis=1)
 
 
 def logged_scalars(rng: np.random.Generator, world: World) -> list[dict[str, float]]:
@@ -465,7 +514,7 @@ def _with_noise(lines: list[dict[str, float]], steps: Sequence[Sampled], world: 
         scores = np.array([steps[place].scores.reshape(*shape, -1) for place in even])
         for place, row in zip(even, noise_scalars(rewards, scores).tolist(), strict=True):
             lines[place] |= dict(zip(NOISE_SCALARS, row, strict=True))
-    return [line | {"gram/complete_prompts": world.prompts * (SAVED in line)} for line in lines]
+    return [line | {"gram/complete_prompts": world.prompts * (SAVING[0] in line)} for line in lines]
 
 
 def test_records(rng: np.random.Generator, tested: Prompts, law: Law, step: int, shift: float) -> list[GroupRecord]:

@@ -21,7 +21,7 @@ from scoregram.advice.settings import (
 )
 from scoregram.bootstrap import mean_estimate
 from scoregram.exhibits import Estimate, cell_text
-from scoregram.reading import RunReading
+from scoregram.reading import RunReading, alike_chance, step_stretches
 from scoregram.statistics import mixed_probability
 
 WANTED_LIVE = 0.8
@@ -37,7 +37,8 @@ class SuccessLaw:
 
     The rate of one prompt, from 8 rollouts, says little about groups of 32: a prompt that was never solved may have any
     small rate. Chances that follow from the law of all prompts respect what was seen: if a share `d` of groups of `R`
-    is dead, groups of `nR` are dead with a chance of at least `dⁿ`.
+    is dead, groups of `nR` are dead with a chance of at least `dⁿ`. The mean is that of all steps, the spread that
+    between prompts of the same steps.
     """
 
     mean: float
@@ -45,22 +46,26 @@ class SuccessLaw:
     """`a + b` of the Beta law: infinite if all prompts are alike, 0 if each is always or never solved."""
 
     @staticmethod
-    def of(counts: Sequence[tuple[int, int]]) -> "SuccessLaw | None":
-        """The law from right rollouts and all rollouts of each prompt, by unbiased first and second moments.
+    def of(*stretches: Sequence[tuple[int, int]]) -> "SuccessLaw | None":
+        """The law from right rollouts and all rollouts of each prompt, in one or several stretches of steps.
 
-        None if no prompt has two rollouts.
+        In a stretch, the share of right pairs is `E p²` for two rollouts of one prompt and `(E p)²` for two of
+        different prompts, both without bias. Their difference is the spread between prompts; a success rate that
+        changes from stretch to stretch does not enter it. All prompts count as alike unless more pairs of one prompt
+        are right than chance makes (`pairs_exceed_chance`). None if no prompt has two rollouts.
 
         Example:
-            >>> SuccessLaw.of([(1, 4), (3, 4)])
-            SuccessLaw(mean=0.5, concentration=inf)
+            >>> SuccessLaw.of([(0, 4), (4, 4)]), SuccessLaw.of([(0, 4)], [(4, 4)])
+            (SuccessLaw(mean=0.5, concentration=0.0), SuccessLaw(mean=0.5, concentration=inf))
         """
-        pairs = sum(rollouts * (rollouts - 1) for _, rollouts in counts)
-        if not pairs:
+        rollouts = sum(count for counts in stretches for _, count in counts)
+        if not any(count > 1 for counts in stretches for _, count in counts):
             return None
-        mean = sum(right for right, _ in counts) / sum(rollouts for _, rollouts in counts)
-        both = sum(right * (right - 1) for right, _ in counts) / pairs  # E p²
-        spread, mixed = both - mean**2, mean - both
-        return SuccessLaw(mean, max(mixed, 0.0) / spread if spread > 0 else math.inf)
+        mean = sum(right for counts in stretches for right, _ in counts) / rollouts
+        parts = [(sum(count for _, count in counts) / rollouts, *_spread_and_mixed(counts)) for counts in stretches]
+        spread, mixed = (sum(part[0] * part[place] for part in parts) for place in (1, 2))
+        differ = spread > 0 and pairs_exceed_chance(stretches)
+        return SuccessLaw(mean, max(mixed, 0.0) / spread if differ else math.inf)
 
     def live_share(self, size: int) -> float:
         """Expected share of live groups of a size."""
@@ -94,6 +99,35 @@ class SuccessLaw:
     def _parts(self) -> tuple[float, float]:
         """`a` and `b` of the Beta law."""
         return self.mean * self.concentration, (1 - self.mean) * self.concentration
+
+
+def _spread_and_mixed(counts: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """Variance of the success rates of a stretch, and the mean of `p (1 - p)`; 0 where no pair of rollouts tells."""
+    right, rollouts = (sum(one) for one in zip(*counts, strict=True))
+    pairs = sum(count * (count - 1) for _, count in counts)
+    apart = rollouts**2 - sum(count**2 for _, count in counts)
+    same = sum(one * (one - 1) for one, _ in counts) / pairs if pairs else math.nan  # E p²
+    across = (right**2 - sum(one**2 for one, _ in counts)) / apart if apart else same  # (E p)²
+    return (same - across, right / rollouts - same) if pairs else (0.0, 0.0)
+
+
+def pairs_exceed_chance(stretches: Sequence[Sequence[tuple[int, int]]]) -> bool:
+    """Whether more pairs of rollouts of one prompt are right than chance makes: a one-sided test at 5 %.
+
+    By the exact mean and variance of their number if all prompts of a stretch are equally hard, given its right
+    rollouts, a normal law and half a pair of correction.
+    """
+    found = mean = variance = 0.0
+    for counts in stretches:
+        right, rollouts = (sum(one) for one in zip(*counts, strict=True))
+        found += sum(one * (one - 1) for one, _ in counts) / 2
+        pairs = sum(count * (count - 1) for _, count in counts) / 2
+        touching = sum(count * (count - 1) * (count - 2) for _, count in counts)  # two pairs with one rollout in common
+        two, three, four = (alike_chance(right, rollouts, count) for count in (2, 3, 4))
+        expected = pairs * two
+        mean += expected
+        variance += expected + touching * three + (pairs**2 - pairs - touching) * four - expected**2
+    return variance > 0 and found - 0.5 - mean > CHANCE_QUANTILE * math.sqrt(variance)
 
 
 def rising_ratio(part: float, whole: float, count: int) -> float:
@@ -156,10 +190,6 @@ def live_rates(size: int, wanted: float) -> tuple[float, float] | None:
     return high, 1 - high
 
 
-GROUPS_IN_A_STRETCH = 8
-"""Groups that a stretch of steps needs before it ends: chance is computed within stretches."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class OutcomeCounts:
     """How groups of one size ended whose rewards are all 0 or 1."""
@@ -209,9 +239,7 @@ class OutcomeCounts:
         """Chance that `count` given rollouts are all of one kind."""
         rollouts = self.groups * self.size
         alike = rollouts - self.right if kind == "all wrong" else self.right
-        if count > rollouts:
-            return 0.0
-        return math.prod(max(alike - i, 0) / (rollouts - i) for i in range(count))
+        return alike_chance(alike, rollouts, count)
 
 
 def last_outcomes(run: RunReading) -> OutcomeCounts | None:
@@ -237,7 +265,7 @@ def last_outcomes(run: RunReading) -> OutcomeCounts | None:
         )
         for line, reward in zip(lines, rewards, strict=True)
     ]
-    stretches = [joined_outcomes(part) for part in _stretches(steps)]
+    stretches = [joined_outcomes(steps[part]) for part in step_stretches([one.groups for one in steps])]
     return replace(joined_outcomes(stretches), stretches=tuple(stretches) if len(stretches) > 1 else ())
 
 
@@ -250,19 +278,6 @@ def joined_outcomes(parts: Sequence[OutcomeCounts]) -> OutcomeCounts:
         all_wrong=sum(part.all_wrong for part in parts),
         all_right=sum(part.all_right for part in parts),
     )
-
-
-def _stretches(steps: Sequence[OutcomeCounts]) -> list[list[OutcomeCounts]]:
-    """Consecutive steps with `GROUPS_IN_A_STRETCH` groups or more; the last ones with fewer join those before."""
-    found: list[list[OutcomeCounts]] = [[]]
-    for step in steps:
-        if sum(one.groups for one in found[-1]) >= GROUPS_IN_A_STRETCH:
-            found.append([])
-        found[-1].append(step)
-    if len(found) > 1 and sum(one.groups for one in found[-1]) < GROUPS_IN_A_STRETCH:
-        rest = found.pop()  # first, and alone: `found[-2] += found.pop()` would write to another place than it reads
-        found[-1] += rest
-    return found
 
 
 def divisors(batch: float | int) -> list[int]:
@@ -410,10 +425,12 @@ def _prompt_filter(known: DeadGroups) -> Lever:
     told = f"Leave out prompts whose {rollouts} {verb}{known.kind}."
     told += " TRL has no dynamic sampling." * (trainer_of(known.config) == TRL_TRAINER)
     steps = visit_steps(FILTERS[known.direction], known.config)
-    again = known.law.live_if_kept(size, KINDS[known.direction]) if known.law and size else math.nan
+    is_known = known.law is not None and not math.isinf(known.law.concentration)
+    again = known.law.live_if_kept(size, KINDS[known.direction]) if known.law and is_known and size else math.nan
     price = f"price: {rollouts} for each prompt once{_steps_of_a_visit(known, size)}."
     if math.isnan(again):
-        unknown = "How many of the remaining groups would be live cannot be said without stored rewards of 0 and 1."
+        unknown = "How many of the remaining groups would be live cannot be said "
+        unknown += "from so few stored groups." if known.law else "without stored rewards of 0 and 1."
         return Lever(told, f"{price} {unknown}", steps)
     effect = f"by the spread of the success rates, about {again:.0%} of the remaining groups would then be live, now "
     return Lever(told, f"{effect}{known.live:.0%}. {price[:1].upper()}{price[1:]}", steps)
@@ -505,7 +522,7 @@ def informed_finding(finding: RunFinding, run: RunReading, size: RuleVerdict) ->
     """
     if finding.change is None:
         return finding
-    outcomes, law = last_outcomes(run), SuccessLaw.of(run.success_counts())
+    outcomes, law = last_outcomes(run), SuccessLaw.of(*run.success_stretches())
     known = DeadGroups(
         live=1 - finding.number.value,
         direction=finding.change.direction,

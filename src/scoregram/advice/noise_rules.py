@@ -150,7 +150,7 @@ def _use_size(wanted: int, used: int, batch: float | int) -> str:
 
 def _live_groups(run: RunReading, wanted: int, used: int) -> str:
     """The expected share of live groups; with how many of the groups of a step these are, where the size divides it."""
-    law, batch = SuccessLaw.of(run.success_counts()), run.batch_size
+    law, batch = SuccessLaw.of(*run.success_stretches()), run.batch_size
     if law is None:
         return ""
     live = law.live_share(wanted)
@@ -185,7 +185,7 @@ def size_gain(noise: RunNoise, used: int, wanted: int | None = None) -> float:
 
 def _size_by_liveness(run: RunReading, used: int) -> RuleVerdict:
     dead, counts = run.summary.dead, run.success_counts()
-    law = SuccessLaw.of(counts)
+    law = SuccessLaw.of(*run.success_stretches())
     if not dead.low > 0.5 or law is None:
         return Undecided(_MORE_STEPS)
     size = group_size_for(law)
@@ -353,9 +353,9 @@ def _pays_when_estimated(run: RunReading) -> bool:
 
 
 def baseline(run: RunReading) -> RuleVerdict:
-    """The variance-minimising baseline would save a part of the noise within prompts.
+    """The variance-minimising baseline, as `optimal-loo` estimates it, would save a part of the noise within prompts.
 
-    No finding where the replay of these rollouts shows that to estimate it costs as much as it saves.
+    No finding where the replay of these rollouts in halves does not show more signal than with the estimator used.
     """
     saving = run.noise().baseline_saving
     if math.isnan(saving.low):
@@ -367,9 +367,8 @@ def baseline(run: RunReading) -> RuleVerdict:
     return RunFinding(
         name="baseline",
         severity="note",
-        sentence=f"The best baseline would save {saving.value:.0%} of the variance within prompts, before the cost of "
-        "estimating "
-        "it.",
+        sentence=f"The estimator optimal-loo would save {saving.value:.0%} of the variance within prompts that rloo "
+        "has, the cost of estimating its baseline included.",
         number=saving,
         label="share of the variance saved",
         evidence=f"found if the whole 95 % interval lies above {LEAST_SAVING:.0%}.",
@@ -377,8 +376,8 @@ def baseline(run: RunReading) -> RuleVerdict:
             knob="estimator",
             direction="optimal-loo",
             sentence="Try the estimator optimal-loo, or opo-loo, which needs lengths only.",
-            effect=f"up to {saving.value:.0%} less variance within prompts; `scoregram whatif` shows how much is left "
-            "after estimating the baseline.",
+            effect=f"{saving.value:.0%} less variance within prompts than rloo has; `scoregram whatif` compares it "
+            "with your estimator.",
             value="optimal-loo",
         ),
     )

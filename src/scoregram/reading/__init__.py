@@ -31,10 +31,12 @@ from scoregram.reading.glass import step_detail as step_detail
 from scoregram.reading.group import GroupReading as GroupReading
 from scoregram.reading.group import Outcome as Outcome
 from scoregram.reading.group import StoredGroup as StoredGroup
+from scoregram.reading.group import alike_chance as alike_chance
 from scoregram.reading.group import mean_over_groups as mean_over_groups
 from scoregram.reading.group import outcomes_of as outcomes_of
 from scoregram.reading.group import read_group as read_group
 from scoregram.reading.group import row_factors as row_factors
+from scoregram.reading.group import step_stretches as step_stretches
 from scoregram.reading.indicators import LIVE_GOOD as LIVE_GOOD
 from scoregram.reading.indicators import Gain as Gain
 from scoregram.reading.indicators import Indicator as Indicator

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -226,6 +227,46 @@ class StoredGroup:
             return effective_rank_bounds(reading.top1_fraction, rows)
         except ScoregramError:  # the stored statistics do not match the stored advantages
             return math.nan, math.nan
+
+
+GROUPS_IN_A_STRETCH = 8
+"""Groups that a stretch of steps needs before it ends. Difficulty is judged within stretches: a success rate that
+changes in time must not look like prompts that differ."""
+
+
+def step_stretches(counts: Sequence[int]) -> list[slice]:
+    """Places of consecutive steps with 8 groups or more together; the last ones with fewer join those before.
+
+    Args:
+        counts: Groups of each step, in order.
+
+    Example:
+        >>> [(part.start, part.stop) for part in step_stretches([4, 4, 16, 4, 4, 4])]
+        [(0, 2), (2, 3), (3, 6)]
+    """
+    ends, groups = [], 0
+    for place, count in enumerate(counts):
+        groups += count
+        if groups >= GROUPS_IN_A_STRETCH:
+            ends.append(place + 1)
+            groups = 0
+    edges = [0, *ends[:-1], len(counts)]
+    return [slice(start, stop) for start, stop in pairwise(edges)] if counts else []
+
+
+def alike_chance(alike: int, rollouts: int, count: int) -> float:
+    """Chance that `count` of the rollouts are all among `alike` of them, whatever these `count` are.
+
+    `Π_{i<n} (alike - i) / (rollouts - i)`: every arrangement is equally likely if all prompts are equally hard. With
+    `n` independent rollouts it has the mean `pⁿ` exactly, while `(alike / rollouts)ⁿ` is larger on average.
+
+    Example:
+        >>> alike_chance(3, 6, 2)  # 3/6 · 2/5
+        0.2
+    """
+    if count > rollouts:
+        return 0.0
+    return math.prod(max(alike - i, 0) / (rollouts - i) for i in range(count))
 
 
 def with_rewards(groups: Sequence[StoredGroup]) -> Sequence[StoredGroup]:

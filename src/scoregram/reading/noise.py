@@ -21,7 +21,9 @@ MEASURED = "gram/score_norm"
 """Scalar that every step with measured scores has."""
 COMPONENTS = ("gram/gradient_squared", "gram/between_prompts", "gram/within_prompt", "gram/group_baseline")
 """Scalars of a step that are the fields of `NoiseComponents`, in their order."""
-SAVED = "gram/saved_variance"
+SAVING = ("gram/optimal_loo_saved", "gram/rloo_variance")
+"""Scalars of a step whose ratio is what `optimal-loo` saves. Older folders have `gram/saved_variance` in their place:
+what the best constant baseline would save, estimated too low. It is not read."""
 UNKNOWN_NOISE = Estimate(math.nan)
 
 
@@ -48,7 +50,8 @@ class RunNoise:
     best_group_size: Estimate = UNKNOWN_NOISE
     """`1 + sqrt(c3/c1)`, at least 2: the least error at a fixed number of rollouts. `inf`: prompts do not differ."""
     baseline_saving: Estimate = UNKNOWN_NOISE
-    """Share of the variance within prompts that the best baseline would save."""
+    """Share of the variance within prompts that `optimal-loo` saves over `rloo` at this group size, with the cost of
+    estimating its baseline. Negative: it costs more than it saves."""
 
     @property
     def is_conclusive(self) -> bool:
@@ -79,7 +82,7 @@ POOLED: Mapping[str, str] = {
     "snr": "signal to noise",
     "noise_scale": "noise scale in rollouts",
     "best_group_size": "best group size",
-    "baseline_saving": "saved by the best baseline",
+    "baseline_saving": "variance saved by optimal-loo",
 }
 """Pooled quantities of `RunNoise` and their labels. A step's own values are `gram/NAME`, except where renamed."""
 STEP_NAMES: Mapping[str, str] = {f"gram/{name}": name for name in POOLED} | {
@@ -140,7 +143,7 @@ def run_noise(
     if size < 4 or not pooled or any(int(line["step"]) in doubtful for line in pooled):
         return RunNoise(steps=0, group_size=size)
     rows = _columns(pooled, (*COMPONENTS, "gram/complete_prompts"))
-    saved = _columns(pooled, (SAVED, "gram/within_prompt"))
+    saved = _columns(pooled, SAVING)
     steps = [int(line["step"]) for line in pooled]
     common: dict[str, Any] = {"first_step": steps[0], "last_step": steps[-1], "group_size": size}
     saving = fieller_ratio(*saved.T, level=level)

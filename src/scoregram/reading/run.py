@@ -11,6 +11,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ import torch
 from scoregram.bootstrap import mean_of_many
 from scoregram.checks import fail, listed
 from scoregram.exhibits import Estimate
-from scoregram.reading.group import StoredGroup, with_nonzero_rows, with_rewards
-from scoregram.reading.noise import RunNoise, phase_lines, run_noise
+from scoregram.reading.group import StoredGroup, alike_chance, step_stretches, with_nonzero_rows, with_rewards
+from scoregram.reading.noise import SAVING, RunNoise, phase_lines, run_noise
 from scoregram.reading.replay import UNWEIGHTED, ReplayedRun, replay_groups, whole_steps
 from scoregram.reading.step import block_scalars
 from scoregram.reading.trust import Trust, trust_of
@@ -36,7 +37,7 @@ from scoregram.runs import (
     open_run,
     own_name,
 )
-from scoregram.statistics import NoiseComponents, UpdatePower, mixed_probability
+from scoregram.statistics import NoiseComponents, UpdatePower
 
 Line = Mapping[str, float | int | bool]
 """The scalars of one step, from `metrics.jsonl`."""
@@ -208,14 +209,20 @@ class RunReading:
 
     def success_counts(self) -> list[tuple[int, int]]:
         """Right rollouts and all rollouts of every prompt of the last third; empty unless all rewards are 0 or 1."""
-        seen: dict[str, list[int]] = {}
+        return _prompt_counts(self.last_groups)
+
+    def success_stretches(self) -> list[list[tuple[int, int]]]:
+        """`success_counts` within each stretch of steps; empty unless all rewards are 0 or 1."""
+        return [_prompt_counts(groups) for groups in self.last_stretches] if self.success_counts() else []
+
+    @cached_property
+    def last_stretches(self) -> list[list[StoredGroup]]:
+        """Groups of the last third by stretches of steps: see `step_stretches`."""
+        by_step: dict[int, list[StoredGroup]] = {}
         for group in self.last_groups:
-            if group.right is None:
-                return []
-            counts = seen.setdefault(group.record.prompt_id, [0, 0])
-            counts[0] += group.right
-            counts[1] += group.size
-        return [(right, rollouts) for right, rollouts in seen.values()]
+            by_step.setdefault(group.record.step, []).append(group)
+        steps = [by_step[step] for step in sorted(by_step)]
+        return [list(chain.from_iterable(steps[part])) for part in step_stretches([len(step) for step in steps])]
 
     @cached_property
     def update_power(self) -> UpdatePower:
@@ -241,7 +248,7 @@ class RunReading:
         return rank, null
 
     def noise(self, phase: str = "last") -> RunNoise:
-        """Signal, noise scale, best group size and what the best baseline would save, with intervals over steps.
+        """Signal, noise scale, best group size and what `optimal-loo` would save, with intervals over steps.
 
         Pooled over the last third of the measured steps, or over the first.
         """
@@ -387,7 +394,8 @@ class RunSummary:
     dead: Estimate
     """Share of groups that are not live, among those in which some rollout has a reward."""
     equally_hard_dead: float
-    """Probability of a dead group if every prompt had the overall success rate; `nan` unless rewards are 0 or 1."""
+    """Probability of a dead group if all prompts of a stretch of steps were equally hard; `nan` unless rewards are 0 or
+    1. A success rate that changes in time does not count as a difference between prompts."""
     effective_rank: Estimate
     effective_rank_null: Estimate
     rank_difference: Estimate
@@ -439,15 +447,16 @@ def noise_lines(run: RunReading, phase: str = "last") -> list[Line]:
     """The scalars of every step; in one third, those that an older version did not log are computed from the Grams."""
     lines = list(run.lines)
     by_step: dict[int, list[StoredGroup]] = {
-        int(line["step"]): [] for line in phase_lines(lines, phase) if "gram/complete_prompts" not in line
+        int(line["step"]): [] for line in phase_lines(lines, phase) if SAVING[0] not in line
     }
     for group in run.groups if by_step else ():
         if group.record.step in by_step:
             by_step[group.record.step].append(group)
     for place, line in enumerate(lines):
         complete = _complete_groups(by_step.get(int(line["step"]), []), run.group_size or 0)
-        if complete:
-            lines[place] = {**line, **block_scalars(*_stacked_groups(complete))}
+        if complete and line.get("gram/complete_prompts", len(complete)) == len(complete):
+            logged = line if "gram/complete_prompts" in line else {}
+            lines[place] = {**line, **block_scalars(*_stacked_groups(complete)), **logged}
     return lines
 
 
@@ -488,8 +497,23 @@ def _dead_share(run: RunReading) -> Estimate:
 
 
 def _equally_hard_dead(run: RunReading) -> float:
-    right = [group.right for group in run.last_groups]
-    if not right or run.group_size is None or not run.has_whole_groups or any(one is None for one in right):
+    if not run.has_whole_groups or not run.success_counts():
         return math.nan
-    rollouts = sum(group.size for group in run.last_groups)
-    return 1 - mixed_probability(sum(one or 0 for one in right) / rollouts, run.group_size)
+    chances = 0.0
+    for groups in run.last_stretches:
+        rollouts, right = sum(group.size for group in groups), sum(group.right or 0 for group in groups)
+        for size, count in Counter(group.size for group in groups).items():
+            chances += count * sum(alike_chance(alike, rollouts, size) for alike in (right, rollouts - right))
+    return chances / len(run.last_groups)
+
+
+def _prompt_counts(groups: Iterable[StoredGroup]) -> list[tuple[int, int]]:
+    """Right rollouts and all rollouts of every prompt; empty unless all rewards are 0 or 1."""
+    seen: dict[str, list[int]] = {}
+    for group in groups:
+        if group.right is None:
+            return []
+        counts = seen.setdefault(group.record.prompt_id, [0, 0])
+        counts[0] += group.right
+        counts[1] += group.size
+    return [(right, rollouts) for right, rollouts in seen.values()]

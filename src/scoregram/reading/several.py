@@ -111,7 +111,7 @@ FROM_GRAM = frozenset(
         "signal to noise of a step",
         "effective rank minus its null",
         "cosine between rollouts",
-        "variance saved by the best baseline",
+        "variance saved by optimal-loo",
     }
 )
 """Names of `quantities` that come from Grams."""
@@ -131,7 +131,7 @@ def quantities(run: RunReading) -> dict[str, Estimate]:
         "signal to noise of a step": summary.snr,
         "effective rank minus its null": summary.rank_difference,
         "cosine between rollouts": summary.cosine,
-        "variance saved by the best baseline": summary.baseline_saving,
+        "variance saved by optimal-loo": summary.baseline_saving,
     }
 
 

@@ -288,15 +288,23 @@ def _block_scalars(step: Step) -> dict[str, float]:
     return block_scalars(diagonal_blocks(step.gram.matrix, size)[complete], rewards[complete])
 
 
-BLOCK_SCALARS = ("gram/within_prompt", "gram/group_baseline", "gram/saved_variance", "gram/baseline_saving")
+BLOCK_SCALARS = (
+    "gram/within_prompt",
+    "gram/group_baseline",
+    "gram/rloo_variance",
+    "gram/optimal_loo_saved",
+    "gram/baseline_saving",
+)
 """Scalars of complete groups that do not need the Gram between prompts."""
 
 
 def block_scalars(blocks: GroupGrams, rewards: Rewards) -> dict[str, float]:
-    """Noise within prompts, and what the best baseline would save of it: means over prompts.
+    """Noise within prompts, and what `optimal-loo` would save of it: means over prompts.
 
-    `gram/within_prompt` and `gram/group_baseline` are `c2` and `c3` of `NoiseComponents`; `gram/saved_variance` over
-    `gram/within_prompt` is `gram/baseline_saving`. A run pools numerators and denominators (`run_noise`).
+    `gram/within_prompt` and `gram/group_baseline` are `c2` and `c3` of `NoiseComponents`. `gram/rloo_variance` is
+    `R` times the variance of a prompt's gradient with `rloo`, `c2 + c3/(R-1)`, `gram/optimal_loo_saved` the part of it
+    that `optimal-loo` saves, and `gram/baseline_saving` their ratio. A run pools numerators and denominators
+    (`run_noise`).
 
     Args:
         blocks: `(P, R, R)`, `R` at least 4.
@@ -306,6 +314,7 @@ def block_scalars(blocks: GroupGrams, rewards: Rewards) -> dict[str, float]:
     values = (
         moments.oracle_trace.mean(),
         (moments.variance_fisher_trace + moments.gradient_squared).mean(),
+        saving.variance.mean() * rewards.shape[1],
         saving.per_prompt.mean() * rewards.shape[1],
         saving.fraction,
     )

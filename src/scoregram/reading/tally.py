@@ -8,7 +8,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from scoregram.reading.step import block_scalars, outcome_scalars
+from scoregram.reading.step import BLOCK_SCALARS, block_scalars, outcome_scalars
 from scoregram.runs import GroupRecord
 
 _PLACES = ("group", "rollouts_left_out", "late")
@@ -62,7 +62,7 @@ class StepTally:
         sums, counts = self._sums, self._counts
         scalars = {name: sums[name] / count if count else math.nan for name, count in counts.items()}
         scalars |= {name: value for name, value in sums.items() if name not in counts}
-        saved, variance = (scalars.get(f"gram/{name}", math.nan) for name in ("saved_variance", "within_prompt"))
+        saved, variance = (scalars.get(f"gram/{name}", math.nan) for name in ("optimal_loo_saved", "rloo_variance"))
         scalars["gram/baseline_saving"] = saved / variance if variance > 0 else math.nan
         if not math.isnan(self._largest_gap):
             scalars[f"dump/{_LARGEST_GAP}"] = self._largest_gap
@@ -90,5 +90,6 @@ class StepTally:
         self._sums["gram/complete_prompts"] += is_complete
         if group.gram is not None and is_complete:
             found = block_scalars(group.gram[None], group.rewards[None].double())
-            for name in ("gram/within_prompt", "gram/group_baseline", "gram/saved_variance"):
-                self._add_mean(name, found[name], 1)
+            for name in BLOCK_SCALARS:
+                if name != "gram/baseline_saving":  # a ratio of the others
+                    self._add_mean(name, found[name], 1)

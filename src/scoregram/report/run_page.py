@@ -311,7 +311,7 @@ def summary_table(run: RunReading) -> Table:
         (f"effective rank, most possible{mark}", summary.most_rank, None, "given the top-1 fractions", live),
         (f"top-1 fraction{mark}", summary.top1, summary.top1_null, null, live),
         (f"cosine between rollouts{mark}", summary.cosine, 0, null, groups),
-        (f"variance saved by the best baseline{mark}", summary.baseline_saving, 0, "the mean is as good", groups),
+        (f"variance saved by optimal-loo{mark}", summary.baseline_saving, 0, "rloo is as good", steps),
         (f"signal to noise of a step{mark}", summary.snr, 1, "half of the power is noise", steps),
         (f"noise scale, in rollouts{mark}", summary.noise_scale, _as_integer(run.batch_size), "batch size", steps),
         (f"best group size{mark}", summary.best_group_size, run.group_size, "group size used", steps),
@@ -329,11 +329,13 @@ def summary_table(run: RunReading) -> Table:
 
 
 def _chance_of_dead(run: RunReading) -> tuple[Cell, str]:
-    """Share of dead groups that chance alone makes, and its basis: where it is known, that of the card on them."""
-    outcomes = last_outcomes(run)
-    if outcomes is None:
-        return run.summary.equally_hard_dead, "if all prompts had the same success rate"
-    share = sum(outcomes.chance_share(kind) for kind in ("all wrong", "all right"))
+    """Share of dead groups that chance alone makes, and its basis: from the logged outcomes, as on the card on them.
+
+    From the stored groups where outcomes were not logged.
+    """
+    outcomes, share = last_outcomes(run), run.summary.equally_hard_dead
+    if outcomes is not None:
+        share = sum(outcomes.chance_share(kind) for kind in ("all wrong", "all right"))
     return share, "by chance, if all prompts of a step were equally hard"
 
 

@@ -1,4 +1,4 @@
-"""The baseline that minimises the variance of the gradient, and the variance it saves over the mean reward."""
+"""The baseline that minimises the variance of the gradient, and the variance that its estimate saves."""
 
 import math
 from dataclasses import dataclass
@@ -7,18 +7,21 @@ import torch
 from torch import Tensor
 
 from scoregram.checks import fail, require_finite, require_group_size, require_same_shape
-from scoregram.statistics.moments import covariance_weights, group_moments, require_blocks
+from scoregram.statistics.moments import group_moments, require_blocks
 from scoregram.types import GroupGrams, PerPrompt, PerRollout, Rewards
 
 
 @dataclass(frozen=True)
 class BaselineSaving:
-    """Variance of the gradient that the variance-minimising baseline would save."""
+    """Variance of each prompt's gradient that `optimal-loo` saves over `rloo` at this `R`."""
 
     per_prompt: PerPrompt
-    """`(P,)`: variance saved in each prompt's gradient at this `R`; negative where noise is larger than the saving."""
+    """`(P,)`: variance saved; negative where it costs more to estimate the baseline than the baseline saves, and where
+    noise is larger than the saving."""
+    variance: PerPrompt
+    """`(P,)`: variance of the gradient with `rloo`."""
     fraction: float
-    """Saved variance over the variance with the value as baseline, pooled over prompts; `nan` if that is zero."""
+    """Saved variance over the variance with `rloo`, pooled over prompts; `nan` if that is zero."""
 
 
 def optimal_baseline(squared_norms: PerRollout, rewards: Rewards) -> PerPrompt:
@@ -100,26 +103,54 @@ def norm_reward_covariance(squared_norms: PerRollout, rewards: Rewards) -> PerPr
 
 
 def baseline_saving(blocks: GroupGrams, rewards: Rewards) -> BaselineSaving:
-    """Variance that the best constant baseline would save over the value `V`; the group mean estimates `V`.
+    """Variance that `optimal-loo` saves over `rloo` in each prompt's gradient at this `R`: what a change would bring.
 
-    `(V - b*)² tr F / R = Cov(|ψ|², r)² / (R tr F)`; `fraction` divides it by `tr Σ_oracle / R`. The squared covariance
-    is the U-statistic over two disjoint pairs of rollouts: the square of an estimated covariance would be positive
-    under noise alone. In practice both baselines are estimated, which adds variance of order `1/R²` not counted here.
-    Reads: `fraction` about `0` the mean is as good; `0.2` a fifth of the variance could be saved; at or below zero,
-    these rollouts resolve no saving.
+    Both subtract a mean reward of the other rollouts, `optimal-loo` one that is weighted by squared score norms. Both
+    are unbiased, so what one saves is `E|ĝ_rloo|² - E|ĝ_opt|²`, with what it costs to estimate either baseline. The
+    estimate is unbiased if `E ψ = 0`: with advantages `A_i`, and `A_ij` those of rollout `i` if `j` were left out too,
+
+        `R² Var ĝ = E[Σ_i K_ii A_i² + Σ_{i≠j} K_ij (A_i A_j - A_ij A_ji)] - R |g|²`,
+
+    because `A_ij` and `A_ji` depend on neither `ψ_j` nor `ψ_i`, so `E[K_ij A_ij A_ji] = |g|²`. Subtracting that product
+    removes most of the noise between rollouts. The best *constant* baseline saves `Cov(|ψ|², r)² / (R tr F)` over the
+    value `V`. No unbiased estimate of that exists (it is no polynomial of the law), and a group must estimate its
+    baseline anyway: in groups of 4 that can cost as much as it saves.
+    Reads: `fraction` about `0` the mean is as good; `0.2` a fifth of the variance within prompts would be saved.
 
     Raises:
         ScoregramError: If `R < 4`.
     """
     k, r = require_blocks(blocks, rewards, at_least=4, caller="baseline_saving")
-    n = k.diagonal(dim1=1, dim2=2)  # (P, R)
-    covariance_squared = torch.einsum("pij,pi,pj->p", covariance_weights(r), n, n)
+    size, norms = r.shape[1], k.diagonal(dim1=1, dim2=2)  # (P, R)
+    saved = _spread_of_gradient(k, r, torch.ones_like(norms)) - _spread_of_gradient(k, r, norms.clamp(min=0))
     moments = group_moments(k, r)
-    trace = moments.fisher_trace
-    saved = torch.where(trace > 0, covariance_squared / trace, 0.0)
-    variance = float(moments.oracle_trace.sum())
-    fraction = float(saved.sum()) / variance if variance > 0 else math.nan
-    return BaselineSaving(per_prompt=saved / r.shape[1], fraction=fraction)
+    estimated = (moments.variance_fisher_trace + moments.gradient_squared) / (size - 1)
+    variance = (moments.oracle_trace + estimated) / size
+    total = float(variance.sum())
+    fraction = float(saved.sum()) / total if total > 0 else math.nan
+    return BaselineSaving(per_prompt=saved, variance=variance, fraction=fraction)
+
+
+def _spread_of_gradient(k: Tensor, rewards: Tensor, weights: Tensor) -> Tensor:
+    """`(P,)`: unbiased estimate of `Var ĝ + |g|²/R`, with the weighted mean reward of the others as baseline."""
+    size = rewards.shape[1]
+    others = 1 - torch.eye(size, dtype=k.dtype, device=k.device)
+    r = rewards - rewards[:, :1]  # of no effect on advantages; constant rewards then give exactly zero
+    single = r - _mean_of_others(weights, r, torch.ones_like(others[0]))  # (P, R)
+    # Row i: rollout i is left out as well. Sums over the others, because one K_ii may dominate.
+    baselines = [_mean_of_others(weights * others[i], r, others[i]) for i in range(size)]
+    pairs = r[:, :, None] - torch.stack(baselines, dim=1)  # (P, R, R): row i, advantages of i without j
+    between = single[:, :, None] * single[:, None, :] - pairs * pairs.mT
+    own = (k.diagonal(dim1=1, dim2=2) * single.square()).sum(dim=1)
+    return (own + (k * others * between).sum(dim=(1, 2))) / size**2
+
+
+def _mean_of_others(weights: Tensor, values: Tensor, members: Tensor) -> Tensor:
+    """`(P, R)`: weighted mean over the members other than each rollout; unweighted if their weights are all zero."""
+    others = 1 - torch.eye(values.shape[1], dtype=values.dtype, device=values.device)
+    total = weights @ others
+    plain = (values * members) @ others / (members @ others)
+    return torch.where(total > 0, (weights * values) @ others / total, plain)
 
 
 def _weighted_mean(weights: Tensor, values: Tensor) -> Tensor:

@@ -255,7 +255,7 @@ class Attachment:
         return self._steps.trust
 
     def noise(self) -> RunNoise:
-        """Signal, noise scale, best group size and what the best baseline would save, pooled over measured steps."""
+        """Signal, noise scale, best group size and what `optimal-loo` would save, pooled over measured steps."""
         return self._steps.noise()
 
     def summary(self) -> Table:

@@ -67,7 +67,7 @@ class MeasuredSteps:
         )
 
     def noise(self) -> RunNoise:
-        """Signal, noise scale, best group size and what the best baseline would save, pooled over measured steps."""
+        """Signal, noise scale, best group size and what `optimal-loo` would save, pooled over measured steps."""
         lines = [{"step": reading.step, **reading.scalars} for reading in self.readings]
         return run_noise(lines, int(self.trainer.num_generations), failed=self.trust.failed)
 
