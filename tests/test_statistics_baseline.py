@@ -119,6 +119,26 @@ def test_the_saving_is_exactly_that_of_the_two_estimators(prompt, size):
     assert saved == pytest.approx(plain - best, rel=1e-9, abs=1e-12 * plain) and abs(plain - best) > 1e-4 * plain
 
 
+@pytest.mark.parametrize("seed", [4, 5])
+def test_the_saving_has_less_noise_than_the_plain_difference(seed):
+    """`|ĝ_rloo|² - |ĝ_opt|²` of the group itself is unbiased too; over all groups its spread is twice as large."""
+    prompt, size = law(seed), 5
+    sums = {"ours": [0.0, 0.0], "plain": [0.0, 0.0]}
+    for chance, scores, rewards in prompt.unordered_groups(size):
+        squares = []
+        for weights in ([1.0] * size, [float(score @ score) for score in scores]):
+            means = [weighted_mean_of_others(i, weights, rewards.tolist()) for i in range(size)]
+            gradient = ((rewards - torch.tensor(means, dtype=torch.float64))[:, None] * scores).mean(dim=0)
+            squares.append(float(gradient @ gradient))
+        ours = float(baseline_saving((scores @ scores.T)[None], rewards[None]).per_prompt)
+        for name, value in (("ours", ours), ("plain", squares[0] - squares[1])):
+            sums[name][0] += chance * value
+            sums[name][1] += chance * value**2
+    spread = {name: square - mean**2 for name, (mean, square) in sums.items()}
+    assert sums["ours"][0] == pytest.approx(sums["plain"][0], rel=1e-9)
+    assert spread["ours"] < spread["plain"] / 3
+
+
 def test_the_best_constant_baseline_saves_the_squared_covariance():
     """`(V - b*)² tr F / R = Cov(|ψ|², r)² / (R tr F)`, the limit of the saving in large groups."""
     prompt, norms = law(4), (law(4).scores ** 2).sum(dim=1)

@@ -320,8 +320,8 @@ def summary_table(run: RunReading) -> Table:
         id="summary",
         title="The last third in numbers" if len(run.last_third) > 1 else "The last step in numbers",
         caption=f"{step_range(run.last_third).capitalize()}, the measured ones: means with 95 % bootstrap intervals "
-        "over groups. Signal, noise scale and group size come from noise components averaged over steps; their "
-        "intervals resample steps. ∞ means that no signal, or no difference between prompts, was resolved. Intervals "
+        "over groups. Signal, noise scale, group size and what optimal-loo saves are ratios of means over steps, with "
+        "intervals over steps. ∞ means that no signal, or no difference between prompts, was resolved. Intervals "
         "over few groups or steps are too narrow, and groups of the same prompt are treated as independent.",
         columns=("quantity", "value", "compare with", "which is", "from"),
         rows=tuple(row for row in rows if not _is_unknown(row[1])),
