@@ -150,7 +150,7 @@ def test_right_pairs_by_chance_are_those_of_all_arrangements(sizes, right):
     for counts_of_prompts, number in zip(made, numbers, strict=True):
         stretch = list(zip(counts_of_prompts, sizes, strict=True))
         for times in (1, 3):  # means and variances of stretches add up
-            beyond = times * (number - mean) - 0.5 > 1.645 * math.sqrt(times) * deviation
+            beyond = times * (number - mean) - 0.5 > 1.751 * math.sqrt(times) * deviation
             assert pairs_exceed_chance([stretch] * times) == (deviation > 0 and beyond)
 
 

@@ -1,4 +1,4 @@
-"""Tables of runs.json and coverage.json.
+"""Tables of runs.json, coverage.json and difficulty.json.
 
 python summarise.py            print the tables
 python summarise.py --write    put them between their marks in README.md
@@ -37,6 +37,12 @@ def stored_runs() -> list[dict[str, Any]]:
 def stored_coverage() -> list[dict[str, Any]]:
     """One mapping per cell, number of steps, level and quantity."""
     return json.loads((HERE / "coverage.json").read_text(encoding="utf-8"))
+
+
+@cache
+def stored_difficulty() -> list[dict[str, Any]]:
+    """One mapping per cell."""
+    return json.loads((HERE / "difficulty.json").read_text(encoding="utf-8"))
 
 
 def false_findings(run: Mapping[str, Any]) -> set[str]:
@@ -147,6 +153,16 @@ def sides_table() -> str:
     return table([*heads, *LABELS.values()], rows)
 
 
+def difficulty_table(*, differ: bool) -> str:
+    """Share of runs in which prompts seem to differ, by the success rate and the group size."""
+    names = ("law", "law, all steps together", "dead groups", "dead groups, all steps together")
+    rows = []
+    for row in (row for row in stored_difficulty() if bool(row["gap"]) == differ):
+        rate = f"{row['first']:.0%} to {row['last']:.0%}" if row["first"] < row["last"] else f"{row['first']:.0%}"
+        rows.append([rate, str(row["size"]), *(share_text(row[name], row["runs"]) for name in names)])
+    return table(["success rate", "R", *names], rows)
+
+
 def shown(value: float | str) -> str:
     """A number, `∞` where it has no end."""
     return "∞" if value == "inf" else f"{value:g}"
@@ -166,6 +182,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "drift": lambda: coverage_table(0.95, "window", 0.9),
     "stationary": lambda: coverage_table(0.95, "stationary", 0.9),
     "sides": sides_table,
+    "alike": lambda: difficulty_table(differ=False),
+    "differ": lambda: difficulty_table(differ=True),
 }
 
 
