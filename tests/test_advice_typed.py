@@ -14,7 +14,7 @@ from scoregram.advice import RunFinding, advise, advise_run
 from scoregram.advice.diagnose import DEMOS
 from scoregram.advice.findings import Change
 from scoregram.advice.logs import run_log
-from scoregram.advice.reward_rules import WHAT_ELSE, _no_reward_at_the_limit, _repair_effect
+from scoregram.advice.reward_rules import WHAT_ELSE, _no_reward_at_the_limit, _repair_effect, paying_for_answers
 from scoregram.advice.settings import (
     COUNTED_TASKS,
     DYNAMIC_SAMPLING,
@@ -133,7 +133,7 @@ def test_a_reward_function_is_code_and_its_repair_a_list_of_steps():
     assert "--reward my_rewards:reward" in reward_steps({"method": "grpo"})[-1]
     assert "--reward mine:right" in reward_steps({"method": "grpo", "reward": "mine:right"})[-1]
     assert not any("--" in step for step in reward_steps({}))
-    assert reward_steps(TRL, also="`x=2` (now 1)")[-1].endswith("with `x=2` (now 1), and nothing else changed.")
+    assert reward_steps(TRL, also="`x=2` (now 1)")[-1].endswith("with `x=2` (now 1), and no other change.")
 
 
 def test_the_line_against_paid_truncation_is_python():
@@ -163,8 +163,8 @@ def test_the_truncated_share_at_a_longer_limit_follows_from_the_first_steps():
     assert check.startswith("The truncated share should be below 64% after 20 steps")
 
 
-def truncated_run(folder: Path, completion: str, answer: str | None) -> tuple[str, ...]:
-    """The steps of the advice for a run whose rollouts are nearly all truncated, with the reward 0.9."""
+def truncated_run(folder: Path, completion: str, answer: str | None) -> RunFinding:
+    """The finding of a run whose rollouts are nearly all truncated, with the reward 0.9."""
     with RunWriter.create(folder, TRL, environment={}) as writer:
         for step in range(1, 31):
             known = {"token_ids": torch.tensor([1, 2]), "prompt_length": 1, "log_probs": torch.zeros(2), "reward": 0.9}
@@ -172,19 +172,32 @@ def truncated_run(folder: Path, completion: str, answer: str | None) -> tuple[st
             group = [RolloutRecord(step=step, prompt_id="p", group=0, index=i, **known, **texts) for i in range(4)]
             writer.write_rollouts(step, group)
             writer.write_metrics(step, {"reward": 0.9, "completions/clipped_ratio": 0.98})
-    change = next(one for one in advise(folder).findings if one.name == "truncation").change
-    assert change is not None
-    return change.steps
+    return next(one for one in advise(folder).findings if one.name == "truncation")
+
+
+def steps_of(finding: RunFinding) -> tuple[str, ...]:
+    assert finding.change is not None
+    return finding.change.steps
 
 
 def test_stored_answers_say_what_a_reward_for_truncated_texts_pays_for(tmp_path):
-    wrong = " ".join(truncated_run(tmp_path / "wrong", "3127 31", "12"))
+    wrong = truncated_run(tmp_path / "wrong", "3127 31", "12")
     # the last ten of thirty steps are the last third; four of the twelve steps that are read are among them
-    assert "0 of the 16 that the last third stores hold the expected answer, and their mean reward is 0.90" in wrong
-    assert "let it pay for the answer as well" in wrong and WHAT_ELSE not in wrong
-    right = " ".join(truncated_run(tmp_path / "right", "12, and 12 again", "12"))
+    assert wrong.sentence.endswith(", and 0 of the 16 that the last third stores hold the expected answer.")
+    assert wrong.change is not None and "the answer as well" in wrong.change.sentence
+    assert WHAT_ELSE not in steps_of(wrong) and not any("Give 0 to" in step for step in steps_of(wrong))
+    right = " ".join(steps_of(truncated_run(tmp_path / "right", "12, and 12 again", "12")))
     assert "16 of the 16" in right and "needs no other change" in right
-    assert WHAT_ELSE in truncated_run(tmp_path / "unknown", "3127 31", None)
+    assert WHAT_ELSE in steps_of(truncated_run(tmp_path / "unknown", "3127 31", None))
+
+
+def test_the_line_that_pays_for_answers_is_python():
+    change = Change(knob="reward function", direction="repair", sentence="", effect="")
+    told = paying_for_answers(change, run_log("x", [{"step": 1}], TRL | {"answer_column": "target"})).steps[1]
+    code = next(part for part in told.split("`") if part.startswith("return")).removeprefix("return ")
+    given = {"completion_ids": [[5] * 64, [5] * 63, [5] * 9], "rewards": [1.0, 0.5, 0.25], "target": [12, "12", "7"]}
+    # the limit of the next run is 64 tokens: the first was cut off, the second holds the answer, the third does not
+    assert eval(code, given | {"completions": ["12", "so 12", "17"]}) == [0.0, 0.75, 0.125]
 
 
 def test_harder_and_easier_problems_are_a_number_where_the_task_has_one():

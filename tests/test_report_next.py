@@ -61,7 +61,7 @@ def test_a_solved_task_is_told_to_stop_and_what_more_could_be_gained():
     found = next_step(run_of(), solved, diagnosis(size, harder))
     assert found.sentence == (
         "Stop here: the task is nearly solved. To learn more, train a new run on harder problems, "
-        "with 5 terms in place of 4, from the model that this one started with."
+        "with 5 terms in place of 4."
     )
     assert found.label == "For a new run"
     assert found.setting == "--task arithmetic:5 (now arithmetic:4)"
@@ -94,7 +94,8 @@ def test_a_solved_task_says_what_harder_problems_should_give_and_what_to_check()
     assert "at the 4 such steps of this run" in found.effect and "cannot be said" in found.effect
     # 1 - p^8 - (1-p)^8 is one half at 0.083
     assert found.check.startswith("After 20 steps of the new run, “prompts that teach” should read 50% or more.")
-    assert found.check.endswith("1 − p⁸ − (1 − p)⁸ at the success rate p, which is 50% or more for p from 8% to 92%.")
+    basis = "1 − p⁸ − (1 − p)⁸ at the success rate p, which is 50% or more for p from 8% to 92%"
+    assert found.check.endswith(f"{basis}, and less where prompts differ.")
     assert found.why.endswith("It is 0.1. Those are 48 of the 64 rollouts of a step.")
     never = RunReading(config, (), [line(step) for step in range(5, 61)], [])
     known = next_step(never, learning((0.3, 0.9, 0.96)), diagnosis(harder)).effect
@@ -142,7 +143,7 @@ def test_a_run_too_short_to_judge_is_told_how_long_it_must_be(tmp_path):
     run = dataclasses.replace(evaluated_run(tmp_path / "run", (0.2, 0.22), (0.3, 0.3), 1000), config=OWN)
     found = next_step(run, learning((0.2, 0.22), state="watch"), diagnosis(a_finding("group size")))
     assert found.is_longer and found.steps_in_all == 2100 and found.setting == "--steps 2100 (now 60)"
-    again = "start again from the beginning, for 2100 steps (2.1 times this run)"
+    again = "start again, for 2100 steps in place of 1000, since no checkpoint is stored"
     assert found.sentence == f"Only train longer: {again}. 1000 steps cannot tell."
     assert found.effect.startswith("A greedy accuracy of 0.342 if")
     assert "(0.020 in 1000 steps, 0.042 in 2100), or still 0.300 if" in found.effect  # 0.02 in 1,000 steps, 2,100 steps

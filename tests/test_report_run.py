@@ -100,7 +100,8 @@ def test_the_first_screen_names_the_run_and_says_how_it_goes(run):
     assert facts["steps"] == "6 trained, gradients of 6 measured"
     shown = Page(page.html())
     classes = [one.get("class", "") for one in shown.named("div")]
-    assert [one for one in classes if one.startswith("tile ")] == [f"tile {tile.state}" for tile in page.tiles]
+    drawn = [f"tile {tile.state}{' of-test' * tile.headline.startswith('test')}" for tile in page.tiles]
+    assert [one for one in classes if one.startswith("tile ")] == drawn
     assert sum(one == "card" for one in classes) - len(page.cards[MOST_CARDS:]) == min(len(page.cards), MOST_CARDS)
     unbroken = [tile.headline.replace(" → ", "\u00a0→\u00a0") for tile in page.tiles]
     assert all(headline in shown.text("p") for headline in unbroken)
@@ -404,6 +405,7 @@ def test_the_lead_says_when_the_run_had_learnt():
     steps = (0, 20, 40, 60)
     solved = list(when_learnt(learning(steps, (0.34, 0.95, 0.98, 0.96))))
     assert solved == ["90% of the gain or more was there at step 20."]
+    assert list(when_learnt(learning(steps, (0.34, 0.98, 0.98, 0.97)))) == ["All of the gain was there at step 20."]
     assert list(when_learnt(learning(steps, (0.1, 0.2, 0.3, 0.5)))) == []  # it still learns
     assert list(when_learnt(learning(steps, (0.3, 0.9, 0.9, 0.96), quantity="reward"))) == [
         "90% of the gain or more was there at step 20."

@@ -106,7 +106,7 @@ def advise_run(run: RunReading) -> Diagnosis:
     verdicts: dict[str, RuleVerdict] = {name: _trusted(name, rule(run), run) for name, rule in GRAM_RULES.items()}
     verdicts |= {name: rule(log) for name, rule in LOG_RULES.items()}
     size = verdicts["group size"]
-    informed = {name: _informed(one, run, size) for name, one in verdicts.items()}
+    informed = {name: _informed(one, run, log, size) for name, one in verdicts.items()}
     return _told_diagnosis(source, informed, run.config, run.trust.sentences())
 
 
@@ -137,16 +137,16 @@ def _told_diagnosis(
     return diagnosis_of(source, told, trainer_of(config), trust)
 
 
-def _informed(verdict: RuleVerdict, run: RunReading, size: RuleVerdict) -> RuleVerdict:
+def _informed(verdict: RuleVerdict, run: RunReading, log: RunLog, size: RuleVerdict) -> RuleVerdict:
     """A finding of a rule on scalars, with what only the folder of the run knows."""
     if isinstance(verdict, RunFinding) and verdict.name == "dead groups":
         return informed_finding(verdict, run, size)
     if isinstance(verdict, RunFinding) and verdict.name == "truncation":
-        return _with_answers(verdict, run)
+        return _with_answers(verdict, run, log)
     return _attributed(verdict, run)
 
 
-def _with_answers(finding: RunFinding, run: RunReading) -> RunFinding:
+def _with_answers(finding: RunFinding, run: RunReading, log: RunLog) -> RunFinding:
     """The finding of a reward that pays for truncated texts, with how many of them hold the expected answer.
 
     As it is if it asks for another change, or the last third stores fewer than `FEWEST_ANSWERED` of them with answers.
@@ -165,11 +165,11 @@ def _with_answers(finding: RunFinding, run: RunReading) -> RunFinding:
         return finding
     held, reward = sum(holds for holds, _ in known), sum(reward for _, reward in known) / len(known)
     counted = f"{held} of the {len(known)} that the last third stores hold the expected answer"
-    told = f"Read some truncated rollouts: {counted}, and their mean reward is {reward:.2f}. "
     if held / len(known) < reward / 2:
-        told += "So the function pays for something else: let it pay for the answer as well."
-    else:
-        told += "So the function pays for answers, and needs no other change."
+        sentence = finding.sentence.removesuffix(".") + f", and {counted}."
+        return replace(finding, sentence=sentence, change=reward_rules.paying_for_answers(change, log))
+    told = f"Read some truncated rollouts: {counted}, and their mean reward is {reward:.2f}. "
+    told += "So the function pays for answers, and needs no other change."
     changed = tuple(told if one == reward_rules.WHAT_ELSE else one for one in change.steps)
     return replace(finding, change=replace(change, steps=changed))
 

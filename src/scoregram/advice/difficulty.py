@@ -455,7 +455,7 @@ def _other_problems(known: DeadGroups) -> Lever:
     )
     expected = "" if known.is_graded else live_expectation(known.half_right, known.live, known.group_size)
     unknown = f"no {known.direction} problem was sampled"
-    effect = f"{expected}. Whether they are cannot be said before one run: {unknown}."
+    effect = f"{expected}. How many will be right cannot be said before one run: {unknown}."
     if not expected:
         effect = f"by how much the share of live groups ({known.live:.0%}) rises cannot be said before one run: "
         effect += f"{unknown}."

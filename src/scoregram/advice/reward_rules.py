@@ -5,6 +5,7 @@ to log. Thresholds are module constants; `docs/advice.md` gives their reasons.
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -334,9 +335,9 @@ def _paid_words(log: RunLog) -> str:
     return f", and get a mean reward of {reward}: the reward pays for unfinished texts"
 
 
-def _length_penalty(log: RunLog) -> str:
-    """How to penalise length in the trainer of the run."""
-    limit = stored_setting(log.config, "max_completion_length")
+def _length_penalty(log: RunLog, limit: int | None = None) -> str:
+    """How to penalise length in the trainer of the run, with the present limit unless another one is given."""
+    limit = limit or stored_setting(log.config, "max_completion_length")
     if trainer_of(log.config) == TRL_TRAINER and limit:
         made = f"get_soft_overlong_punishment(max_completion_len={limit}, soft_punish_cache={max(1, limit // 4)})"
         return f"penalise length, by a further function in `reward_funcs`: `trl.rewards.{made}`"
@@ -349,6 +350,27 @@ def _no_reward_at_the_limit(log: RunLog) -> str:
     line = f"return [0.0 if len(ids) >= {limit or 'LIMIT'} else reward for ids, reward in zip(completion_ids, rewards)]"
     told = "Give 0 to what the limit cut off: add the keyword `completion_ids` and end with "
     return f"{told}`{line}`, with `rewards` as it gives them now."
+
+
+def paying_for_answers(change: Change, log: RunLog) -> Change:
+    """The change of a reward that pays for truncated texts which do not hold the answer.
+
+    Half of what it pays now stays: as long as no rollout holds the answer, a reward for it alone would be constant.
+    """
+    longer, limit = _longer_limit(log)
+    answers = str(log.config.get("answer_column") or "answer")
+    paid = f"(reward + (str(expected) in text.split())) / 2 if len(ids) < {limit or 'LIMIT'} else 0.0"
+    line = f"return [{paid} for ids, expected, text, reward in zip(completion_ids, {answers}, completions, rewards)]"
+    told = f"Add the keywords `completion_ids` and `{answers}` and end with `{line}`, with `rewards` as it gives them "
+    told += "now. Nothing is paid then for what the limit cut off, half for the answer as a word of its own (in chats "
+    told += 'the text is `text[0]["content"]`), and half as now: until some rollouts hold it, the answer alone teaches '
+    told += "nothing."
+    return replace(
+        change,
+        sentence="Change what the reward pays for: the answer as well, and nothing that the limit cuts off"
+        f"{'; and allow longer completions' if longer else ''}.",
+        steps=reward_steps(log.config, told, also=longer),
+    )
 
 
 def _length_times(log: RunLog, factor: float) -> int | None:
@@ -448,7 +470,7 @@ def _truncation_change(log: RunLog, is_most: bool) -> Change:
     if is_paid and not ends:
         return _ending_change(log, f"{_END_TOKEN}{shown * (trainer == TRL_TRAINER)}.")
     if is_paid:
-        longer, (effect, check) = _longer_limit(log)[0], _repair_effect(log)
+        (longer, limit), (effect, check) = _longer_limit(log), _repair_effect(log)
         return Change(
             knob="reward function",
             direction="repair",
@@ -457,7 +479,7 @@ def _truncation_change(log: RunLog, is_most: bool) -> Change:
             effect=effect,
             check=check,
             steps=reward_steps(log.config, _no_reward_at_the_limit(log), WHAT_ELSE, also=longer),
-            others=(f"If hardly any rollout is paid then: {_length_penalty(log)}, in place of 0.",),
+            others=(f"If hardly any rollout gets a reward then, in place of 0: {_length_penalty(log, limit)}.",),
         )
     known = f" Truncated ones get a mean reward of {reward}." if reward else ""
     unchecked = (

@@ -156,7 +156,7 @@ def reward_steps(config: Mapping[str, Any], *repairs: str, also: str = "") -> tu
 
     A reward function is code, so no setting has a value to type for it. `also` is a setting that changes with it.
     """
-    changed = f"{also}, and nothing else changed" if also else "nothing else changed"
+    changed = f"{also}, and no other change" if also else "no other change"
     trainer = trainer_of(config)
     if trainer == TRL_TRAINER:
         names = ", ".join(map(str, config.get("reward_functions") or ())) or "your reward function"
@@ -169,7 +169,7 @@ def reward_steps(config: Mapping[str, Any], *repairs: str, also: str = "") -> tu
             where = "Not a setting: the reward is that of the task. Write your own as `my_rewards.py` with "
             where += "`def reward(prompts, completions, **columns): return [… for text in completions]`."
         used = f"Train again with `--reward {given or 'my_rewards:reward'}`, {changed}."
-        return (where, *repairs, used if also else used.replace(", nothing", " and nothing"))
+        return (where, *repairs, used if also else used.replace(", no other", " and no other"))
     return ("Not a setting: edit the code of the reward function.", *repairs, f"Train again with {changed}.")
 
 

@@ -288,8 +288,7 @@ def _stop(run: RunReading, learning: Indicator, harder: RunFinding | None) -> Ne
     words = count_words(HARDER, str(run.config.get("task") or ""))
     live = 1 - harder.number.value
     return NextStep(
-        sentence=f"{told} To learn more, train a new run on harder problems{words}, "
-        "from the model that this one started with.",
+        sentence=f"{told} To learn more, train a new run on harder problems{words}.",
         setting=harder.change.setting,
         label="For a new run",
         steps=harder.change.steps,
@@ -334,7 +333,8 @@ def _harder_check(run: RunReading) -> str:
         return told
     raised = superscript(size)
     chance = f"Basis: a group of {size} is live with the chance 1 − p{raised} − (1 − p){raised} at the success rate p, "
-    return f"{told} {chance}which is {target} or more for p from {rates[0]:.0%} to {rates[1]:.0%}."
+    chance += f"which is {target} or more for p from {rates[0]:.0%} to {rates[1]:.0%}"
+    return f"{told} {chance}, and less where prompts differ."
 
 
 def _keep_going(run: RunReading, learning: Indicator, advice: Diagnosis) -> NextStep:
@@ -385,11 +385,15 @@ def longer_run(run: RunReading, advice: Diagnosis) -> NextStep | None:
     problems = f"{greedy.problems:,} test problems" if greedy.problems else "the test problems"
     steps, rise, change = run.steps[-1], sampled.change.value, greedy.change
     gain = rise * wanted / steps
-    effect = f"A greedy accuracy of {greedy.before.value + gain:.3f} if it follows the sampled reward ({rise:.3f} in "
+    effect = (
+        f"A greedy accuracy of {greedy.before.value + gain:.3f} if it follows the sampled reward, and that goes on "
+    )
+    effect += f"rising as fast ({rise:.3f} in "
     effect += f"{steps} steps, {gain:.3f} in {wanted}), or still {greedy.before.value:.3f} if the policy only becomes "
     effect += f"less random; {problems} tell them apart (± {(change.high - change.low) / 2:.3f})."
     setting = steps_setting(run, wanted)
-    again = f"start again from the beginning, for {wanted} steps ({wanted / steps:.2g} times this run)"
+    again = f"start again, for {wanted} steps in place of {steps}"
+    again += ", since no checkpoint is stored" if run.folder is not None and not run.folder.checkpoints else ""
     how = again if setting.startswith("--") else f"keep going, to {wanted} steps in all"
     return NextStep(
         sentence=f"Only train longer: {how}. {steps} steps cannot tell.",
@@ -473,9 +477,10 @@ def when_learnt(learning: Indicator) -> Iterator[str]:
     if learning.state != "good" or len(known) < 3:
         return
     (_, first), (end, last) = known[0], known[-1]
-    step = next(step for step, value in known if value >= first + MOST_OF_IT * (last - first))
+    step, reached = next(pair for pair in known if pair[1] >= first + MOST_OF_IT * (last - first))
     if step < end:
-        yield f"{MOST_OF_IT:.0%} of the gain or more was there at step {step:g}."
+        share = "All of the gain" if reached >= last else f"{MOST_OF_IT:.0%} of the gain or more"
+        yield f"{share} was there at step {step:g}."
 
 
 def step_range(steps: range) -> str:

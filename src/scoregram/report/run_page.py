@@ -95,7 +95,7 @@ class RunPage:
         """Values of the template."""
         more = self.cards[self.shown_cards :]
         title = "If a longer run does not learn either" if self.next_step.is_longer else "What to change, and why"
-        title = "If you go on training" if is_solved(self.tiles[0]) else title
+        title = "The finding behind it" if is_solved(self.tiles[0]) and self.shown_cards else title
         summary = f"Then: {next_changes(more)}; and what the other rules say" if more else "What the other rules say"
         return {
             "title": self.title,

@@ -11,15 +11,13 @@ from torch import Tensor
 
 from scoregram.checks import fail
 from scoregram.distributed import Processes
-from scoregram.integrations.trl.support import has_relative_positions, is_rloo, unwrapped_model
+from scoregram.integrations.trl.support import answer_column, has_relative_positions, is_rloo, unwrapped_model
 from scoregram.rollouts import Rollouts, concatenated_rollouts
 
 IMAGE_KEYS = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_sizes", "spatial_shapes")
 """Keys of a batch whose prompts have images."""
 NAME_COLUMNS = ("prompt_id", "problem_id", "question_id", "task_id", "uid", "id")
 """Columns of a dataset that name a prompt; the first one that exists is used."""
-ANSWER_COLUMNS = ("answer", "expected_answer", "final_answer", "ground_truth", "solution", "target")
-"""Columns of a dataset that hold the expected answer; the first one that exists is used."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +233,7 @@ def expected_answers(inputs: Sequence[Mapping[str, Any]], rollouts: Rollouts) ->
 
     None for an answer that is neither text nor a number.
     """
-    column = next((name for name in ANSWER_COLUMNS if name in inputs[0]), None)
+    column = answer_column(inputs[0])
     if column is None:
         return []
     answers = [inputs[here.start].get(column) for here in rollouts.group_slices()]

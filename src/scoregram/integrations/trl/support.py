@@ -8,7 +8,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from types import MappingProxyType
@@ -293,6 +293,7 @@ MAY_CHANGE_WHEN_ATTACHED_AGAIN = (
     "integration",
     "model",
     "processes",
+    "answer_column",
     "measure_every",
     "tolerance",
     "fused",
@@ -319,8 +320,18 @@ def run_config(trainer: Any, settings: Settings, version: str, processes: Proces
         "tolerance": settings.tolerance,
         "fused": settings.fused,
         "reward_functions": [str(name) for name in trainer.reward_func_names],
+        "answer_column": answer_column(getattr(trainer.train_dataset, "column_names", None) or ()),
         "arguments": json.loads(json.dumps(trainer.args.to_dict(), default=str)),
     }
+
+
+ANSWER_COLUMNS = ("answer", "expected_answer", "final_answer", "ground_truth", "solution", "target")
+"""Columns of a dataset that hold the expected answer; the first one that exists is used."""
+
+
+def answer_column(columns: Container[str]) -> str | None:
+    """The column that holds the expected answer; None if there is none."""
+    return next((name for name in ANSWER_COLUMNS if name in columns), None)
 
 
 def loss_scale(trainer: Any) -> float:
