@@ -183,7 +183,7 @@ def steps_of(finding: RunFinding) -> tuple[str, ...]:
 def test_stored_answers_say_what_a_reward_for_truncated_texts_pays_for(tmp_path):
     wrong = truncated_run(tmp_path / "wrong", "3127 31", "12")
     # the last ten of thirty steps are the last third; four of the twelve steps that are read are among them
-    assert wrong.sentence.endswith(", and 0 of the 16 that the last third stores hold the expected answer.")
+    assert wrong.sentence.endswith(", and 0 of the 16 stored ones hold the expected answer.")
     assert wrong.change is not None and "the answer as well" in wrong.change.sentence
     assert WHAT_ELSE not in steps_of(wrong) and not any("Give 0 to" in step for step in steps_of(wrong))
     right = " ".join(steps_of(truncated_run(tmp_path / "right", "12, and 12 again", "12")))

@@ -164,7 +164,7 @@ def _with_answers(finding: RunFinding, run: RunReading, log: RunLog) -> RunFindi
     if len(known) < FEWEST_ANSWERED:
         return finding
     held, reward = sum(holds for holds, _ in known), sum(reward for _, reward in known) / len(known)
-    counted = f"{held} of the {len(known)} that the last third stores hold the expected answer"
+    counted = f"{held} of the {len(known)} stored ones hold the expected answer"
     if held / len(known) < reward / 2:
         sentence = finding.sentence.removesuffix(".") + f", and {counted}."
         return replace(finding, sentence=sentence, change=reward_rules.paying_for_answers(change, log))
