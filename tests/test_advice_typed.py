@@ -138,7 +138,7 @@ def test_a_reward_function_is_code_and_its_repair_a_list_of_steps():
 
 def test_the_line_against_paid_truncation_is_python():
     log = run_log("x", [{"step": 1}], TRL)
-    code = _no_reward_at_the_limit(log).split("`")[3].removeprefix("return ")
+    code = _no_reward_at_the_limit(log).split("`")[5].removeprefix("return ")
     given = {"completion_ids": [[5] * 64, [5] * 63, [5] * 65], "rewards": [1.0, 0.5, 0.25]}
     assert eval(code, given) == [0.0, 0.5, 0.0]  # the limit of the run is 32 tokens, that of the next one 64
 

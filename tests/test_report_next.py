@@ -12,7 +12,7 @@ from scoregram.advice.findings import Change, RunFinding, Severity, Undecided, d
 from scoregram.advice.settings import PROMPTS, with_setting
 from scoregram.cli import parsed_command
 from scoregram.exhibits import Estimate
-from scoregram.reading import Indicator, IndicatorState, RunReading, read_run, running_curve
+from scoregram.reading import Indicator, IndicatorState, RunReading, accuracy_gain, read_run, running_curve
 from scoregram.report.first_screen import (
     MOST_CARDS,
     NextStep,
@@ -61,7 +61,7 @@ def test_a_solved_task_is_told_to_stop_and_what_more_could_be_gained():
     found = next_step(run_of(), solved, diagnosis(size, harder))
     assert found.sentence == (
         "Stop here: the task is nearly solved. To learn more, train a new run on harder problems, "
-        "with 5 terms in place of 4."
+        "with 5 terms in place of 4, again from the starting model."
     )
     assert found.label == "For a new run"
     assert found.setting == "--task arithmetic:5 (now arithmetic:4)"
@@ -93,9 +93,8 @@ def test_a_solved_task_says_what_harder_problems_should_give_and_what_to_check()
     assert found.effect.startswith("About 75% [75, 75] of the groups live, now 25%, as long as 25% to 75%")
     assert "at the 4 such steps of this run" in found.effect and "cannot be said" in found.effect
     # 1 - p^8 - (1-p)^8 is one half at 0.083
-    assert found.check.startswith("After 20 steps of the new run, “prompts that teach” should read 50% or more.")
-    basis = "1 − p⁸ − (1 − p)⁸ at the success rate p, which is 50% or more for p from 8% to 92%"
-    assert found.check.endswith(f"{basis}, and less where prompts differ.")
+    assert found.check.startswith("In the first 5 steps of the new run, 8% to 92% of the rollouts should be right.")
+    assert found.check.endswith("a group of 8 is live with the chance 1 − p⁸ − (1 − p)⁸, there 50% or more.")
     assert found.why.endswith("It is 0.1. Those are 48 of the 64 rollouts of a step.")
     never = RunReading(config, (), [line(step) for step in range(5, 61)], [])
     known = next_step(never, learning((0.3, 0.9, 0.96)), diagnosis(harder)).effect
@@ -144,9 +143,13 @@ def test_a_run_too_short_to_judge_is_told_how_long_it_must_be(tmp_path):
     found = next_step(run, learning((0.2, 0.22), state="watch"), diagnosis(a_finding("group size")))
     assert found.is_longer and found.steps_in_all == 2100 and found.setting == "--steps 2100 (now 60)"
     again = "start again, for 2100 steps in place of 1000, since no checkpoint is stored"
-    assert found.sentence == f"Only train longer: {again}. 1000 steps cannot tell."
-    assert found.effect.startswith("A greedy accuracy of 0.342 if")
-    assert "(0.020 in 1000 steps, 0.042 in 2100), or still 0.300 if" in found.effect  # 0.02 in 1,000 steps, 2,100 steps
+    assert found.sentence == f"Train longer and change nothing else: {again}. 1000 steps cannot tell."
+    assert found.effect.startswith("A greedy accuracy of 0.342 = 0.300 + 0.042 if")  # 0.02 in 1,000 steps, 2,100 steps
+    assert "(0.020 in 1000 steps), or still 0.300 if" in found.effect
+    change = accuracy_gain(run)
+    assert change is not None
+    error = (change.change.high - change.change.low) / 2
+    assert found.check.startswith(f"After 2100 steps: above {0.3 + error:.3f} it learns, below it do")
     critical = diagnosis(a_finding("group size", severity="critical"))
     assert next_step(run, learning((0.2, 0.22)), critical).finding == "group size"
 

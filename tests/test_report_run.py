@@ -300,7 +300,7 @@ def test_a_reward_that_rises_on_unfinished_texts_is_no_success(run):
     assert (others[0].state, learning.state) == ("good", "watch")
     answer = learning_answer(reading, [*others, dataclasses.replace(cut, state="act", headline="98% truncated")])
     assert (
-        answer == "Not shown: test accuracy 0.25 → 0.75, but 98% truncated. Read some rollouts before you believe it."
+        answer == "Not proven: test accuracy 0.25 → 0.75, but 98% truncated. Read some rollouts before you believe it."
     )
 
 

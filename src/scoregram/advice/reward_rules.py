@@ -348,8 +348,10 @@ def _no_reward_at_the_limit(log: RunLog) -> str:
     """A line of Python that gives 0 to completions which the next run cuts off; both trainers pass their token ids."""
     _, limit = _longer_limit(log)
     line = f"return [0.0 if len(ids) >= {limit or 'LIMIT'} else reward for ids, reward in zip(completion_ids, rewards)]"
-    told = "Give 0 to what the limit cut off: add the keyword `completion_ids` and end with "
-    return f"{told}`{line}`, with `rewards` as it gives them now."
+    told = (
+        "Give 0 to what the limit cut off: call what it returns now `rewards`, add the keyword `completion_ids`, and "
+    )
+    return f"{told}end with `{line}`."
 
 
 def paying_for_answers(change: Change, log: RunLog) -> Change:
@@ -361,10 +363,10 @@ def paying_for_answers(change: Change, log: RunLog) -> Change:
     answers = str(log.config.get("answer_column") or "answer")
     paid = f"(reward + (str(expected) in text.split())) / 2 if len(ids) < {limit or 'LIMIT'} else 0.0"
     line = f"return [{paid} for ids, expected, text, reward in zip(completion_ids, {answers}, completions, rewards)]"
-    told = f"Add the keywords `completion_ids` and `{answers}` and end with `{line}`, with `rewards` as it gives them "
-    told += "now. Nothing is paid then for what the limit cut off, half for the answer as a word of its own (in chats "
-    told += 'the text is `text[0]["content"]`), and half as now: until some rollouts hold it, the answer alone teaches '
-    told += "nothing."
+    told = f"Call what it returns now `rewards`, add the keywords `completion_ids` and `{answers}`, and end with "
+    told += f"`{line}`. Nothing is paid then for what the limit cut off, half for the answer as a word of its own (in "
+    told += 'chats the text is `text[0]["content"]`), and half as now: until some rollouts hold it, the answer alone '
+    told += "teaches nothing."
     return replace(
         change,
         sentence="Change what the reward pays for: the answer as well, and nothing that the limit cuts off"
@@ -479,7 +481,7 @@ def _truncation_change(log: RunLog, is_most: bool) -> Change:
             effect=effect,
             check=check,
             steps=reward_steps(log.config, _no_reward_at_the_limit(log), WHAT_ELSE, also=longer),
-            others=(f"If hardly any rollout gets a reward then, in place of 0: {_length_penalty(log, limit)}.",),
+            others=(f"If hardly any rollout gets a reward then: do not give 0, {_length_penalty(log, limit)}.",),
         )
     known = f" Truncated ones get a mean reward of {reward}." if reward else ""
     unchecked = (

@@ -198,14 +198,14 @@ def learning_answer(run: RunReading, tiles: Sequence[Indicator]) -> str:
     if rises and cut.state == "act":
         untested = "" if learning.headline.startswith("test") else ", and no test problem was evaluated"
         return (
-            f"Not shown: {learning.headline}, but {cut.headline}{untested}. Read some rollouts before you believe it."
+            f"Not proven: {learning.headline}, but {cut.headline}{untested}. Read some rollouts before you believe it."
         )
     if rises and learning.state == "watch" and greedy is not None:
         both = f"sampled {learning.headline}, but greedy accuracy {_arrow(greedy.before.value, greedy.after.value)}"
         return f"Not clear: {both}. {lost_randomness(run)}".strip()
     said = {
         "good": f"Yes: {learning.headline}.",
-        "watch": f"Not shown: {learning.headline}; the interval of the change includes 0.",
+        "watch": f"Not proven: {learning.headline}; the interval of the change includes 0.",
         "act": f"No, it gets worse: {learning.headline}.",
         "unknown": "Too early to tell.",
     }[learning.state]
@@ -288,7 +288,7 @@ def _stop(run: RunReading, learning: Indicator, harder: RunFinding | None) -> Ne
     words = count_words(HARDER, str(run.config.get("task") or ""))
     live = 1 - harder.number.value
     return NextStep(
-        sentence=f"{told} To learn more, train a new run on harder problems{words}.",
+        sentence=f"{told} To learn more, train a new run on harder problems{words}, again from the starting model.",
         setting=harder.change.setting,
         label="For a new run",
         steps=harder.change.steps,
@@ -324,17 +324,19 @@ def _harder_effect(run: RunReading, live: float) -> str:
 
 
 def _harder_check(run: RunReading) -> str:
-    """Which share of live groups the first steps on other problems should have, by their success rate."""
-    size, target = run.group_size, f"{LIVE_GOOD:.0%}"
+    """Which share of right rollouts the first steps on other problems should have, by the groups that are live then."""
+    size, wanted = run.group_size, f"{LIVE_GOOD:.0%}"
     rates = live_rates(size, LIVE_GOOD) if size else None
-    told = f"After {CHECKED_STEPS} steps of the new run, “prompts that teach” should read {target} or more. "
-    told += "If it reads less and most rollouts are right, take harder ones again; if most are wrong, go back."
     if size is None or rates is None or run.is_graded:
-        return told
-    raised = superscript(size)
-    chance = f"Basis: a group of {size} is live with the chance 1 − p{raised} − (1 − p){raised} at the success rate p, "
-    chance += f"which is {target} or more for p from {rates[0]:.0%} to {rates[1]:.0%}"
-    return f"{told} {chance}, and less where prompts differ."
+        told = f"After {CHECKED_STEPS} steps of the new run, “prompts that teach” should read {wanted} or more. "
+        return (
+            f"{told}If it reads less and most rollouts are right, take harder ones again; if most are wrong, go back."
+        )
+    least, most = (f"{rate:.0%}" for rate in rates)
+    raised, first = superscript(size), FIRST_STEPS
+    told = f"In the first {first} steps of the new run, {least} to {most} of the rollouts should be right. Above, take "
+    told += "harder ones again; below, these are too hard. Basis: at the success rate p, a group of "
+    return f"{told}{size} is live with the chance 1 − p{raised} − (1 − p){raised}, there {wanted} or more."
 
 
 def _keep_going(run: RunReading, learning: Indicator, advice: Diagnosis) -> NextStep:
@@ -383,25 +385,24 @@ def longer_run(run: RunReading, advice: Diagnosis) -> NextStep | None:
     if wanted is None or sampled is None or greedy is None or worse:
         return None
     problems = f"{greedy.problems:,} test problems" if greedy.problems else "the test problems"
-    steps, rise, change = run.steps[-1], sampled.change.value, greedy.change
-    gain = rise * wanted / steps
-    effect = (
-        f"A greedy accuracy of {greedy.before.value + gain:.3f} if it follows the sampled reward, and that goes on "
-    )
-    effect += f"rising as fast ({rise:.3f} in "
-    effect += f"{steps} steps, {gain:.3f} in {wanted}), or still {greedy.before.value:.3f} if the policy only becomes "
-    effect += f"less random; {problems} tell them apart (± {(change.high - change.low) / 2:.3f})."
+    steps, rise, change, before = run.steps[-1], sampled.change.value, greedy.change, greedy.before.value
+    gain, error = rise * wanted / steps, (change.high - change.low) / 2
+    effect = f"A greedy accuracy of {before + gain:.3f} = {before:.3f} + {gain:.3f} if it rises as fast as the sampled "
+    effect += f"reward did ({rise:.3f} in {steps} steps), or still {before:.3f} if the policy only becomes less random."
+    check = f"After {wanted} steps: above {before + error:.3f} it learns, below it do what the card further down says. "
+    check += f"Basis: {problems} tell a change of the accuracy to ± {error:.3f}."
     setting = steps_setting(run, wanted)
     again = f"start again, for {wanted} steps in place of {steps}"
     again += ", since no checkpoint is stored" if run.folder is not None and not run.folder.checkpoints else ""
     how = again if setting.startswith("--") else f"keep going, to {wanted} steps in all"
     return NextStep(
-        sentence=f"Only train longer: {how}. {steps} steps cannot tell.",
+        sentence=f"Train longer and change nothing else: {how}. {steps} steps cannot tell.",
         setting=setting,
         effect=effect,
+        check=check,
         why=f"The greedy accuracy changed by {change.value:.3f} [{change.low:.3f}, {change.high:.3f}] so far, which "
-        f"fits both 0 and the {rise:.3f} of the sampled reward. Change something else at the same time, and you cannot "
-        "say which of the two did it.",
+        f"fits both 0 and the {rise:.3f} of the sampled reward. After two changes at a time nobody could say which of "
+        "them did it.",
         steps_in_all=wanted,
         is_longer=True,
     )
@@ -467,6 +468,8 @@ def ordered_cards(findings: Sequence[RunFinding], solved: bool) -> tuple[tuple[R
     return (*first, *(one for one in findings if one not in first)), min(len(first), MOST_CARDS)
 
 
+FIRST_STEPS = 5
+"""Steps of a new run whose rewards say whether its problems are of use."""
 MOST_OF_IT, SOLVED = 0.9, 0.95
 """Share of a gain that counts as most of it, and score on test problems from which on a task counts as solved."""
 
