@@ -90,10 +90,12 @@ def test_a_solved_task_says_what_harder_problems_should_give_and_what_to_check()
     run = RunReading(config, (), [line(step) for step in range(1, 61)], [])
     harder = dataclasses.replace(a_finding(PROMPTS, direction="harder", value=None), number=Estimate(0.75))
     found = next_step(run, learning((0.3, 0.9, 0.96)), diagnosis(harder))
-    assert found.effect.startswith("About 75% [75, 75] of the groups live, now 25%, as long as 25% to 75%")
-    assert "at the 4 such steps of this run" in found.effect and "cannot be said" in found.effect
+    assert found.effect.startswith(
+        "About 75% [75, 75] of the groups live, as at the 4 steps of this run with 25% to 75%"
+    )
+    assert "; now 25%." in found.effect and "cannot be said" in found.effect
     # 1 - p^8 - (1-p)^8 is one half at 0.083
-    assert found.check.startswith("In the first 5 steps of the new run, 8% to 92% of the rollouts should be right.")
+    assert found.check.startswith("In the first 5 steps of the new run, 9% to 91% of the rollouts should be right.")
     assert found.check.endswith("a group of 8 is live with the chance 1 − p⁸ − (1 − p)⁸, there 50% or more.")
     assert found.why.endswith("It is 0.1. Those are 48 of the 64 rollouts of a step.")
     never = RunReading(config, (), [line(step) for step in range(5, 61)], [])
@@ -145,7 +147,7 @@ def test_a_run_too_short_to_judge_is_told_how_long_it_must_be(tmp_path):
     again = "start again, for 2100 steps in place of 1000, since no checkpoint is stored"
     assert found.sentence == f"Train longer and change nothing else: {again}. 1000 steps cannot tell."
     assert found.effect.startswith("A greedy accuracy of 0.342 = 0.300 + 0.042 if")  # 0.02 in 1,000 steps, 2,100 steps
-    assert "(0.020 in 1000 steps), or still 0.300 if" in found.effect
+    assert "(0.0200 in 1000 steps), or still 0.300 if" in found.effect
     change = accuracy_gain(run)
     assert change is not None
     error = (change.change.high - change.change.low) / 2

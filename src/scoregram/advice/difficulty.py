@@ -471,10 +471,8 @@ def live_expectation(half_right: HalfRight | None, live: float, size: int | None
     if half_right is not None:
         share, (least, most) = half_right.live, HALF_RIGHT
         ends = "" if math.isnan(share.low) else f" [{100 * share.low:.0f}, {100 * share.high:.0f}]"
-        told = (
-            f"about {share.value:.0%}{ends} of the groups live, now {live:.0%}, as long as {least:.0%} to {most:.0%} "
-        )
-        return f"{told}of the rollouts are right: so it was at the {half_right.steps} such steps of this run"
+        told = f"about {share.value:.0%}{ends} of the groups live, as at the {half_right.steps} steps of this run with "
+        return f"{told}{least:.0%} to {most:.0%} right rollouts; now {live:.0%}"
     if size is None or size < 2:
         return ""
     most_live = f"at most {mixed_probability(0.5, size):.0%} of the groups live, now {live:.0%}, if half of the "

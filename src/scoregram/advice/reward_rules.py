@@ -349,7 +349,7 @@ def _no_reward_at_the_limit(log: RunLog) -> str:
     _, limit = _longer_limit(log)
     line = f"return [0.0 if len(ids) >= {limit or 'LIMIT'} else reward for ids, reward in zip(completion_ids, rewards)]"
     told = (
-        "Give 0 to what the limit cut off: call what it returns now `rewards`, add the keyword `completion_ids`, and "
+        "Give 0 to what the limit cut off: name what it returns now `rewards`, add the keyword `completion_ids`, and "
     )
     return f"{told}end with `{line}`."
 
@@ -363,12 +363,15 @@ def paying_for_answers(change: Change, log: RunLog) -> Change:
     answers = str(log.config.get("answer_column") or "answer")
     paid = f"(reward + (str(expected) in text.split())) / 2 if len(ids) < {limit or 'LIMIT'} else 0.0"
     line = f"return [{paid} for ids, expected, text, reward in zip(completion_ids, {answers}, completions, rewards)]"
-    told = f"Call what it returns now `rewards`, add the keywords `completion_ids` and `{answers}`, and end with "
+    told = f"Name what it returns now `rewards`, add the keywords `completion_ids` and `{answers}`, and end with "
     told += f"`{line}`. Nothing is paid then for what the limit cut off, half for the answer as a word of its own (in "
-    told += 'chats the text is `text[0]["content"]`), and half as now: until some rollouts hold it, the answer alone '
-    told += "teaches nothing."
+    told += 'chats the text is `text[0]["content"]`), and half as now: as long as no rollout holds the answer, it '
+    told += "alone would pay nothing."
+    effect, check = _repair_effect(log, half=True)
     return replace(
         change,
+        effect=effect,
+        check=f"{check} The page of the new run counts again how many hold the answer." if check else check,
         sentence="Change what the reward pays for: the answer as well, and nothing that the limit cuts off"
         f"{'; and allow longer completions' if longer else ''}.",
         steps=reward_steps(log.config, told, also=longer),
@@ -410,8 +413,10 @@ def _repaired_reward(log: RunLog) -> str:
     )
 
 
-def _repair_effect(log: RunLog) -> tuple[str, str]:
+def _repair_effect(log: RunLog, *, half: bool = False) -> tuple[str, str]:
     """What to expect once truncated completions get 0, with a longer limit if it can be typed; and what to check.
+
+    `half`: finished ones get half of their reward, as long as they do not hold the answer.
 
     The next run starts from the same model, of which a share `c` was truncated at the limit `l` in the first logged
     steps. If as many completions end per token beyond it, `c^(m/l)` are truncated at the limit `m`.
@@ -425,8 +430,9 @@ def _repair_effect(log: RunLog) -> tuple[str, str]:
     begins = first**times
     told = f"about {begins:.0%} truncated at first, and then fewer, because only finished completions are paid. "
     told += f"Basis: {first:.0%} were at step {step}, at {limit} tokens; if as many end per token, {begins:.0%} reach "
-    told += f"{longer}. The mean reward starts below "
-    told += f"{1 - begins:.2f}, the finished share, not at {float(reward.last.mean()):.2f}; how far it rises {unknown}"
+    told += f"{longer}. The mean reward starts below {(1 - begins) / (1 + half):.2f}, "
+    told += "half of the finished share as long as no answer is right" if half else "the finished share"
+    told += f"; how far it rises {unknown}"
     target = f"The truncated share should be below {begins:.0%} after {CHECKED_STEPS} steps and go on falling to "
     return told, f"{target}{TRUNCATED:.0%} or less. If it is not, stop and read rollouts again."
 

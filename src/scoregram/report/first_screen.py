@@ -332,10 +332,10 @@ def _harder_check(run: RunReading) -> str:
         return (
             f"{told}If it reads less and most rollouts are right, take harder ones again; if most are wrong, go back."
         )
-    least, most = (f"{rate:.0%}" for rate in rates)
+    least, most = f"{math.ceil(100 * rates[0])}%", f"{math.floor(100 * rates[1])}%"
     raised, first = superscript(size), FIRST_STEPS
     told = f"In the first {first} steps of the new run, {least} to {most} of the rollouts should be right. Above, take "
-    told += "harder ones again; below, these are too hard. Basis: at the success rate p, a group of "
+    told += "harder ones again; below, they are too hard for this model. Basis: at the success rate p, a group of "
     return f"{told}{size} is live with the chance 1 − p{raised} − (1 − p){raised}, there {wanted} or more."
 
 
@@ -388,7 +388,7 @@ def longer_run(run: RunReading, advice: Diagnosis) -> NextStep | None:
     steps, rise, change, before = run.steps[-1], sampled.change.value, greedy.change, greedy.before.value
     gain, error = rise * wanted / steps, (change.high - change.low) / 2
     effect = f"A greedy accuracy of {before + gain:.3f} = {before:.3f} + {gain:.3f} if it rises as fast as the sampled "
-    effect += f"reward did ({rise:.3f} in {steps} steps), or still {before:.3f} if the policy only becomes less random."
+    effect += f"reward did ({rise:.4f} in {steps} steps), or still {before:.3f} if the policy only becomes less random."
     check = f"After {wanted} steps: above {before + error:.3f} it learns, below it do what the card further down says. "
     check += f"Basis: {problems} tell a change of the accuracy to ± {error:.3f}."
     setting = steps_setting(run, wanted)
@@ -401,8 +401,8 @@ def longer_run(run: RunReading, advice: Diagnosis) -> NextStep | None:
         effect=effect,
         check=check,
         why=f"The greedy accuracy changed by {change.value:.3f} [{change.low:.3f}, {change.high:.3f}] so far, which "
-        f"fits both 0 and the {rise:.3f} of the sampled reward. After two changes at a time nobody could say which of "
-        "them did it.",
+        f"fits both 0 and the {rise:.4f} of the sampled reward. With a second change, nobody could say which of "
+        "the two did it.",
         steps_in_all=wanted,
         is_longer=True,
     )
