@@ -371,7 +371,7 @@ def paying_for_answers(change: Change, log: RunLog) -> Change:
     return replace(
         change,
         effect=effect,
-        check=f"{check} The page of the new run counts again how many hold the answer." if check else check,
+        check=f"{check} Then read finished ones: do they hold the answer?" if check else check,
         sentence="Change what the reward pays for: the answer as well, and nothing that the limit cuts off"
         f"{'; and allow longer completions' if longer else ''}.",
         steps=reward_steps(log.config, told, also=longer),
