@@ -413,8 +413,9 @@ def sparkline(indicator: Indicator) -> dict[str, Any] | None:
         return None
     both = [*known, *_known_points(other)]
     target = indicator.target
-    # a band may leave the box: wide intervals must not press the line flat
-    heights = [y for _, y in both] + [y for y in (target, *indicator.scale) if math.isfinite(y)]
+    # the band of a running mean may leave the box: wide intervals must not press the line flat
+    ends = [y for drawn in (curve, other) if not drawn.is_smoothed for y in (*drawn.low, *drawn.high)]
+    heights = [y for _, y in both] + [y for y in (target, *indicator.scale, *ends) if math.isfinite(y)]
     low, high = min(heights), max(heights)
     left, right = min(x for x, _ in both), max(x for x, _ in both)
     width, full = BOX
