@@ -91,9 +91,9 @@ def test_a_solved_task_says_what_harder_problems_should_give_and_what_to_check()
     harder = dataclasses.replace(a_finding(PROMPTS, direction="harder", value=None), number=Estimate(0.75))
     found = next_step(run, learning((0.3, 0.9, 0.96)), diagnosis(harder))
     assert found.effect.startswith(
-        "About 75% [75, 75] of the groups live, as at the 4 steps of this run with 25% to 75%"
+        "About 75% [75, 75] of the groups live if 25% to 75% of the rollouts are right, as at 4"
     )
-    assert "; now 25%." in found.effect and "cannot be said" in found.effect
+    assert "steps of this run; now 25%." in found.effect and "cannot be said" in found.effect
     # 1 - p^8 - (1-p)^8 is one half at 0.083
     assert found.check.startswith("In the first 5 steps of the new run, 9% to 91% of the rollouts should be right.")
     assert found.check.endswith("a group of 8 is live with the chance 1 − p⁸ − (1 − p)⁸, there 50% or more.")

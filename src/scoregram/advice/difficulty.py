@@ -471,8 +471,10 @@ def live_expectation(half_right: HalfRight | None, live: float, size: int | None
     if half_right is not None:
         share, (least, most) = half_right.live, HALF_RIGHT
         ends = "" if math.isnan(share.low) else f" [{100 * share.low:.0f}, {100 * share.high:.0f}]"
-        told = f"about {share.value:.0%}{ends} of the groups live, as at the {half_right.steps} steps of this run with "
-        return f"{told}{least:.0%} to {most:.0%} right rollouts; now {live:.0%}"
+        told = (
+            f"about {share.value:.0%}{ends} of the groups live if {least:.0%} to {most:.0%} of the rollouts are right, "
+        )
+        return f"{told}as at {half_right.steps} steps of this run; now {live:.0%}"
     if size is None or size < 2:
         return ""
     most_live = f"at most {mixed_probability(0.5, size):.0%} of the groups live, now {live:.0%}, if half of the "

@@ -432,6 +432,9 @@ def _repair_effect(log: RunLog, *, half: bool = False) -> tuple[str, str]:
     told += f"Basis: {first:.0%} were at step {step}, at {limit} tokens; if as many end per token, {begins:.0%} reach "
     told += f"{longer}. The mean reward starts below {(1 - begins) / (1 + half):.2f}, "
     told += "half of the finished share as long as no answer is right" if half else "the finished share"
+    told += ". Without a right answer it can reach 0.5, so only what lies above is answers" * (
+        half and float(reward.values.max()) <= 1
+    )
     told += f"; how far it rises {unknown}"
     target = f"The truncated share should be below {begins:.0%} after {CHECKED_STEPS} steps and go on falling to "
     return told, f"{target}{TRUNCATED:.0%} or less. If it is not, stop and read rollouts again."
