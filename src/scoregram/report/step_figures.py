@@ -438,9 +438,9 @@ def layers_figures(folder: Run, run: RunReading) -> Iterator[HeatMap]:
 def _layer_warning() -> str:
     """From which share on a layer is a finding of `advise`."""
     return (
-        "A high share is no fault by itself. A rule on the whole update, not on this map, warns of a layer with more than "
-        f"{LAYER_SHARE:.0%} of it and {LAYER_GROWTH:g} times its share at the start, or more than {LAYER_ALONE:.0%}; it "
-        "is silent where too few steps are measured."
+        "A high share is no fault by itself. A rule on the whole update, not on this map, warns of a layer with more "
+        f"than {LAYER_SHARE:.0%} of it and {LAYER_GROWTH:g} times its share at the start, or more than "
+        f"{LAYER_ALONE:.0%}; it is silent where too few steps are measured."
     )
 
 
