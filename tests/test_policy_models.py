@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from scoregram.checks import ScoregramError
 from scoregram.policy import token_log_probs
+from scoregram.policy.fused_decoders import FusedDecoder
 from scoregram.policy.models import evaluating, hides_precision, recompute_layers, without_autocast
+from scoregram.policy.sampler import fastest_decoder
 from scoregram.runs import open_run
 from scoregram.training.loop import train
 from tests.cases import ARCHITECTURES, build
@@ -44,6 +47,30 @@ def test_sampling_takes_layers_out_of_it_for_its_time():
     with evaluating(model):
         assert not any(module.training for module in model.modules())
     assert trained and trained == [name for name, module in model.named_modules() if module.training]
+
+
+def test_a_fused_decoder_still_samples():
+    model = build("Llama").eval()
+    recompute_layers(model, caller="test")
+    with evaluating(model):
+        assert fastest_decoder(model, 16) is FusedDecoder
+
+
+def test_adapters_get_the_same_gradient_under_frozen_weights():
+    torch.manual_seed(0)
+    model = get_peft_model(build("Llama"), LoraConfig(target_modules=["q_proj", "down_proj"], r=2)).eval()
+    adapters = [weight for name, weight in model.named_parameters() if "lora" in name]
+    for weight in adapters:
+        nn.init.normal_(weight)
+
+    def gradient():
+        model.zero_grad()
+        token_log_probs(model, IDS, REAL, COMPLETION).sum().backward()
+        return torch.cat([weight.grad.flatten() for weight in adapters])
+
+    expected = gradient()
+    recompute_layers(model, caller="test")
+    assert expected.any() and torch.equal(gradient(), expected)
 
 
 def test_a_layer_that_drops_activations_of_its_own_is_refused():

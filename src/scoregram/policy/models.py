@@ -150,7 +150,8 @@ def recompute_layers(model: nn.Module, *, caller: str) -> None:
     """Switch on gradient checkpointing: layers run again in the backward pass instead of storing their activations.
 
     transformers checkpoints only layers in training mode, so the layers are put into training mode, but no module
-    inside them: dropout stays off. `evaluating` suspends it while sampling.
+    inside them: dropout stays off. `evaluating` suspends it while sampling. The hook that transformers puts on the
+    embedding serves reentrant checkpointing alone and is taken off: fused decoders refuse a model with hooks.
 
     Raises:
         ScoregramError: If the model does not support gradient checkpointing, or a layer applies dropout itself.
@@ -159,6 +160,8 @@ def recompute_layers(model: nn.Module, *, caller: str) -> None:
     if not getattr(base, "supports_gradient_checkpointing", False):
         fail(caller, "the model must support gradient checkpointing", type(base).__name__, "Switch it off.")
     base.gradient_checkpointing_enable({"use_reentrant": False})
+    if getattr(base, "_require_grads_hook", None) is not None:
+        base.disable_input_require_grads()
     for name, module in base.named_modules():
         if not vars(module).get("gradient_checkpointing", False):
             continue
