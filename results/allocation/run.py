@@ -75,7 +75,7 @@ QWEN: dict[str, Any] = {
     "autocast": True,
     "device": "cuda",
     "batch_size": 64,
-    "micro_batch_size": 32,
+    "micro_batch_size": 16,
     "gradient_checkpointing": True,
     "max_new_tokens": 320,
     "on_not_finite": "skip",

@@ -52,10 +52,6 @@ TOO_SLOW = dict.fromkeys(
     "left out for its cost: a row of a Gram for every prefix or token, 3 to 40 times the time of a step of grpo",
 )
 
-ADDED = dict.fromkeys(
-    ("salt", "salt-exact", "g2rl", "g2rl-exact", "delta", "delta-exact"), "the method was added after these runs"
-)
-
 
 @dataclass(frozen=True)
 class TaskSetting:
@@ -137,10 +133,10 @@ GSM8K_OPTIONS: Mapping[str, Any] = {
     "between_prompts": False,
 }
 TASKS = {
-    "arithmetic": TaskSetting("arithmetic", 640, 64, {**ONE_TURN, **ADDED}),
-    "calculator": TaskSetting("calculator", 640, 64, {**SEVERAL_TURNS, **TOO_SLOW, **ADDED}),
-    "stopping": TaskSetting("stopping", 1280, 128, {**SEVERAL_TURNS, **ADDED}),
-    "compositions": TaskSetting("arithmetic-compositions", 640, 64, {**ONE_TURN, **TOO_SLOW, **ADDED}),
+    "arithmetic": TaskSetting("arithmetic", 640, 64, ONE_TURN),
+    "calculator": TaskSetting("calculator", 640, 64, {**SEVERAL_TURNS, **TOO_SLOW}),
+    "stopping": TaskSetting("stopping", 1280, 128, SEVERAL_TURNS),
+    "compositions": TaskSetting("arithmetic-compositions", 640, 64, {**ONE_TURN, **TOO_SLOW}),
     "spell_backward": gym_setting("spell_backward"),
     "rotate_matrix": gym_setting(
         "rotate_matrix",
