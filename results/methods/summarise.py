@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 DOCS = HERE.parent.parent / "docs" / "methods.md"
 LEVELS = {"group": "one advantage per rollout", "turn": "one per turn", "token": "one per token or step"}
 TURN_PAIRS = (("turn-rloo", "rloo"), ("turn-rloo", "grpo-paper"), ("turn-mean", "turn-rloo"), ("gigpo", "grpo"))
-FINER = ("ppo", "ppo-monte-carlo", "grpo-process", "vineppo", "optimal-token")
+FINER = ("ppo", "ppo-monte-carlo", "grpo-process", "vineppo", "optimal-token", "delta")
 CREDIT_SCALARS = {
     "credit correlation": "credit/correlation",
     "filler share of credit": "credit/filler_share",
