@@ -24,6 +24,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), autocast_nesting()),
         "autocast cache": torch.is_autocast_cache_enabled(),
         "oneDNN": TORCH._get_mkldnn_enabled(),
+        "cuDNN attention": torch.backends.cuda.cudnn_sdp_enabled(),
         "saved tensors": TORCH._autograd._top_saved_tensors_default_hooks(False),
         "vmap": TORCH._functorch.maybe_current_level(),
     }

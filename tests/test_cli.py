@@ -269,3 +269,16 @@ def test_library_functions_refuse_a_long_name_in_a_sentence(call):
     }
     with pytest.raises(ScoregramError, match="a path must not be too long, got 300 bytes"):
         calls[call]()
+
+
+def test_a_comparison_is_no_run_to_advise_on(tmp_path, capsys):
+    (tmp_path / "compare.json").write_text("{}")
+    assert cli.main(["advise", str(tmp_path)]) == 2
+    assert f"got a comparison: {tmp_path}. Name one of its runs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", ["--help", "claims --json"])
+def test_a_reader_that_stops_early_sees_no_traceback(arguments):
+    command = f"set -o pipefail; {sys.executable} -m scoregram {arguments} | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stdout.count("\n") == 1 and "Error" not in done.stderr

@@ -322,7 +322,7 @@ def test_the_update_columns_and_the_summary_of_a_run_have_the_same_steps(made):
 
 def test_the_update_table_by_hand():
     table = update_table(hand_made())
-    assert [cell.value for cell in column(table, "signal to noise")] == [0.5] * 3
+    assert [cell.value for cell in column(table, "update signal to noise")] == [0.5] * 3
     correlations = [cell.value for cell in column(table, "credit correlation")]
     assert correlations[1] == 0.5 and math.isnan(correlations[0])
 

@@ -25,6 +25,7 @@ FLOORS = (
     {"report"},
     {"bench", "studies", "compare"},
     {"cli"},
+    {"__main__"},
 )
 """Rooms from the ground up. A room may import itself and every floor below it, never its neighbours."""
 

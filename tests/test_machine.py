@@ -1,9 +1,13 @@
 """Settings of the process inside a block are the ones before it afterwards."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from scoregram.machine import plain_products, threads, without_cudnn_attention
+from scoregram.training.loop import train
+from tests.training_cases import config_for, judge, save_policy
 
 
 @pytest.fixture
@@ -64,3 +68,16 @@ def test_blas_is_chosen_inside_the_block_alone():
     with plain_products():
         assert not torch._C._get_mkldnn_enabled()
     assert torch._C._get_mkldnn_enabled() == was
+
+
+def test_no_step_runs_with_the_attention_of_cudnn(tmp_path, monkeypatch):
+    seen: list[bool] = []
+
+    def told(*given: Any, **columns: Any) -> list[float]:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return judge(*given, **columns)
+
+    monkeypatch.setattr("tests.training_cases.judge", told)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    train(config_for(save_policy(tmp_path / "policy"), tmp_path / "run"))
+    assert before and seen and not any(seen) and torch.backends.cuda.cudnn_sdp_enabled()

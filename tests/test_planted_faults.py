@@ -1,4 +1,4 @@
-"""Every planted fault is found first, and none of the planted faults in its healthy twin.
+"""Every planted fault is found first, and nothing in its healthy twin.
 
 The runs were made by `python -m tests.planted_faults` and are stored; a slow test makes some of them again.
 """
@@ -18,9 +18,8 @@ def test_a_planted_fault_is_found_first(name):
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_its_healthy_twin_has_none_of_the_faults(name):
-    planted = {row.finding for row in FAULTS.values()}
-    assert {one.name for one in advise(FOLDER / name / "healthy").findings} & planted == set()
+def test_its_healthy_twin_has_no_finding(name):
+    assert [one.name for one in advise(FOLDER / name / "healthy").findings] == []
 
 
 def test_there_are_enough_faults_and_they_are_small():

@@ -82,6 +82,7 @@ QWEN: dict[str, Any] = {
     "train_problems": 256,
     "eval_problems": 660,
     "every_rollouts": 4_096,
+    "checkpoint_every": 0,
 }
 """A model of 0.5 B parameters, as `methods/start.py folder` writes it; each problem comes back at least twice."""
 TASKS = {

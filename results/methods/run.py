@@ -110,6 +110,11 @@ def gym_setting(name: str, settings: str = "", left_out: Mapping[str, str] | Non
 
 
 ON_GPU = ("grpo", "dr-grpo", "rloo", "ppo", "optimal-token", "vineppo", "dpo")
+FURTHER = (
+    *("grpo", "ppo-monte-carlo", "salt", "g2rl", "delta", "igrpo", "awr", "pass-at-k"),
+    *("reinforce-baseline", "dapo"),
+)
+"""Methods on GSM8K: in the first comparisons, and later, with `grpo` again beside them."""
 
 
 def control(reward: str) -> MethodChoice:
@@ -131,6 +136,13 @@ GSM8K_OPTIONS: Mapping[str, Any] = {
     "credit_truth": "none",
     "push": False,
     "between_prompts": False,
+}
+QWEN_OPTIONS: Mapping[str, Any] = {
+    **GSM8K_OPTIONS,
+    "model": "starts/qwen",
+    "prompt": "chat",
+    "max_new_tokens": 320,
+    "micro_batch_size": 16,
 }
 TASKS = {
     "arithmetic": TaskSetting("arithmetic", 640, 64, ONE_TURN),
@@ -158,16 +170,19 @@ TASKS = {
         rollouts=4096,
         every_rollouts=4096,
         left_out={name: "not run: GPU time" for name in METHODS if name not in ON_GPU},
-        options={
-            **GSM8K_OPTIONS,
-            "model": "starts/qwen",
-            "prompt": "chat",
-            "max_new_tokens": 320,
-            "micro_batch_size": 16,
-        },
+        options=QWEN_OPTIONS,
         labels={"ppo": "ppo:critic_learning_rate=1e-5"},
         control_rows=(control("random_in_training_qwen"),),
         rates=LARGE_MODEL_RATES,
+    ),
+    "gsm8k-qwen-further": TaskSetting(
+        "gsm8k:gsm8k",
+        rollouts=4096,
+        every_rollouts=4096,
+        left_out={name: "not run: GPU time" for name in METHODS if name not in FURTHER},
+        options=QWEN_OPTIONS,
+        labels={"ppo-monte-carlo": "ppo-monte-carlo:critic_learning_rate=1e-5"},
+        rate=3e-6,
     ),
 }
 SHARED: Mapping[str, Any] = {"batch_size": 32, "eval_problems": 128, "device": "cpu", "final_checkpoint": False}

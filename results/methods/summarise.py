@@ -37,7 +37,7 @@ CREDIT_SCALARS = {
     "filler share of credit": "credit/filler_share",
     "filler share of push": "push/filler_share",
 }
-SHOWN_UPDATES = ("method", "signal to noise", "rank over null", "credit correlation", "credit error")
+SHOWN_UPDATES = ("method", "update signal to noise", "rank over null", "credit correlation", "credit error")
 SHOWN_FILLER = ("filler share of credit", "filler share of push", "filler tokens")
 
 
@@ -279,7 +279,7 @@ def credit_table() -> str:
     """What finer credit changes on `arithmetic`: differences to grpo, paired by seed."""
     methods = {method.label: method for method in comparison("arithmetic").methods}
     readings: dict[str, Callable[[RunReading], float]] = {
-        "signal to noise": lambda run: run.update_power.signal / run.update_power.noise,
+        "update signal to noise": lambda run: run.update_power.signal / run.update_power.noise,
         "rank over null": lambda run: run.rank_means[0] / run.rank_means[1],
         **{shown: (lambda run, name=name: run.last_mean(name)) for shown, name in CREDIT_SCALARS.items()},
     }

@@ -3,6 +3,7 @@
 This module does not import torch; each command imports what it runs, so that `scoregram --help` is fast.
 """
 
+import os
 import sys
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -287,7 +288,11 @@ class Advise:
     def run(self) -> int:
         """Print the diagnosis."""
         from scoregram.advice import show_advice
+        from scoregram.compare import is_comparison
 
+        if is_comparison(self.path):
+            remedy = f"Name one of its runs, such as {self.path}/runs/METHOD/seed-0."
+            raise ScoregramError(f"advise: needs a run or a log, got a comparison: {self.path}. {remedy}")
         return show_advice(self.path, as_json=self.json, fail_on=self.fail_on)
 
 
@@ -405,12 +410,18 @@ def require_paths(command: object) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line, run the command, return the exit status."""
     try:
-        command = parsed_command(sys.argv[1:] if arguments is None else arguments)
-        require_paths(command)
-        return command.run()
-    except ScoregramError as error:
-        print(f"scoregram: {error}", file=sys.stderr)
-        return 2
+        try:
+            command = parsed_command(sys.argv[1:] if arguments is None else arguments)
+            require_paths(command)
+            return command.run()
+        except ScoregramError as error:
+            print(f"scoregram: {error}", file=sys.stderr)
+            return 2
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its exit
+        return 1
 
 
 if __name__ == "__main__":

@@ -31,8 +31,9 @@ COLUMN_DEFINITIONS = """\
 - mean return: mean reward of these rollouts. It ranks the methods if some reward is neither 0 nor 1.
 - rollouts: all that a run sampled for training, also those from which no update is computed. Evaluations and \
 measurements do not count.
-- signal to noise: |E ĝ|² over E|ĝ − E ĝ|² of the method's own update, both summed over the measured steps. The scale \
-of the advantages cancels; in the column noise it does not.
+- update signal to noise: |E ĝ|² over E|ĝ − E ĝ|² of the method's own update, both summed over the measured steps. The \
+scale of the advantages cancels; in the column noise it does not. `run.noise()` has that of the leave-one-out gradient \
+of the rewards instead.
 - rank over null: effective rank of the rows of a group over that of orthogonal rows of the same norms.
 - credit correlation and error: of the advantage that the method gave to each token with its true advantage, the \
 change in the probability of success. Error is a root mean square in units of reward.
@@ -181,7 +182,7 @@ def update_table(comparison: MethodComparison) -> Table:
     }
     columns: dict[str, Callable[[MethodResult], Cell]] = {
         "method": lambda method: method.label,
-        "signal to noise": MethodResult.signal_to_noise,
+        "update signal to noise": MethodResult.signal_to_noise,
         "noise": MethodResult.noise,
         "rank over null": MethodResult.rank_over_null,
         **{shown: scalar_column(name) for shown, name in scalars.items()},
@@ -189,8 +190,8 @@ def update_table(comparison: MethodComparison) -> Table:
     return Table(
         id="updates",
         title="What the updates were made of",
-        caption="Means over the measured steps of the last third, 95 % intervals over seeds. A dash: not defined for "
-        "this method or task.",
+        caption="Means over the measured steps of the last third (signal to noise: the ratio of two means), 95 % "
+        "intervals over seeds. A dash: not defined for this method, task or option.",
         columns=tuple(columns),
         rows=table_rows(comparison.methods, columns),
     )
