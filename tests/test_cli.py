@@ -277,8 +277,7 @@ def test_a_comparison_is_no_run_to_advise_on(tmp_path, capsys):
     assert f"got a comparison: {tmp_path}. Name one of its runs" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", ["--help", "lab --json"])
-def test_a_reader_that_stops_early_sees_no_traceback(arguments):
-    command = f"set -o pipefail; {sys.executable} -m scoregram {arguments} | head -n 1"
+def test_a_reader_that_stops_early_sees_no_traceback():
+    command = f"{sys.executable} -m scoregram --help | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.stdout.count("\n") == 1 and "Error" not in done.stderr
