@@ -330,8 +330,6 @@ def all_mutants(only: str) -> list[Mutant]:
     """Every mutant, in the order in which they run."""
     derived = [*wrong_estimators(), *wrong_objectives(), *(m for table in TABLES for m in flipped_claims(table))]
     mutants = [*derived, *wrong_ledger_checks(), *written_edits(only)]
-    for mutant in (m for m in mutants if m.area.startswith(only)):
-        ast.parse(mutant.source(), filename=f"{mutant.path} after {mutant.name!r}")
     twice = [key for key, count in Counter((m.area, m.name) for m in mutants).items() if count > 1]
     return [mutant for mutant in mutants if (mutant.area, mutant.name) not in twice] + _numbered(mutants, twice)
 
@@ -386,6 +384,8 @@ def main() -> int:
         recorded = json.loads(options.record.read_text(encoding="utf-8"))["rows"]
         killed = {(row["area"], row["name"]) for row in recorded if row["outcome"] != SURVIVED}
         chosen = [mutant for mutant in chosen if (mutant.area, mutant.name) not in killed]
+    for mutant in chosen:
+        ast.parse(mutant.source(), filename=f"{mutant.path} after {mutant.name!r}")
     also = tuple(test for name in options.also for test in test_files(name))
     chosen = [replace(mutant, tests=mutant.tests + also) for mutant in chosen]
     if options.list or not chosen:
