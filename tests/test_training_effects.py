@@ -22,6 +22,7 @@ OTHER_VALUES: dict[str, Any] = {
     "critic_updates": 2,
     "critic_clip": 0.0,
     "critic_warmup": 2,
+    "exact_values": True,
     "drafts": 2,
     "draft_format": "{draft} {prompt}",
     "best_of": 4,
@@ -75,6 +76,7 @@ ACTIVE: dict[str, dict[str, Any]] = {
     "baseline_decay": {"method": "reinforce-baseline"},
     **{name: {"method": "ppo"} for name in ("critic", "critic_learning_rate", "critic_updates", "critic_clip")},
     "critic_warmup": {"method": "reinforce-critic"},
+    "exact_values": {"method": "vineppo"},
     "drafts": {"method": "igrpo"},
     "draft_format": {"method": "igrpo"},
     "best_of": {"method": "pass-at-k"},
@@ -104,6 +106,14 @@ def test_an_option_is_refused_only_where_it_cannot_act(name):
     require_effects(TrainConfig(**{**ACTIVE.get(name, {}), name: OTHER_VALUES[name]}))
     require_effects(TrainConfig(**IDLE.get(name, {})))
     require_runnable(idle)  # a comparison gives it to methods that do not use it
+
+
+@pytest.mark.parametrize(("method", "option"), [("ppo", "critic_updates"), ("vineppo", "prefix_rollouts")])
+def test_exact_values_take_the_place_of_other_sources(method, option):
+    given: dict[str, Any] = {"method": method, option: OTHER_VALUES[option]}
+    require_effects(TrainConfig(**given))
+    with pytest.raises(ScoregramError, match=r"acts only with .*exact-values True\. Leave it out"):
+        require_effects(TrainConfig(**given, exact_values=True))
 
 
 def test_the_command_line_refuses_it_before_any_work(tmp_path: Path, capsys):

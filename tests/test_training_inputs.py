@@ -15,9 +15,10 @@ from scoregram.rollouts import Rollouts
 from scoregram.runs import open_run
 from scoregram.tasks import Problem, Task, load_task
 from scoregram.training.collect import collect, seeded_generator
-from scoregram.training.inputs import BaselineRewards, PrefixRollouts, VerifiedSteps, input_sources
+from scoregram.training.inputs import BaselineRewards, VerifiedSteps, input_sources
 from scoregram.training.loop import train
 from scoregram.training.methods import METHODS
+from scoregram.training.prefix_values import PrefixRollouts, Segments
 from tests.training_cases import config_for, save_policy, without_times
 
 TASK = load_task("arithmetic:3", seed=0)
@@ -135,7 +136,8 @@ def test_estimators_without_a_source_are_refused(folder, tmp_path, monkeypatch):
 
 def prefix_source(policy: Policy, folder: Path, task: Task = TASK, **changes: Any) -> PrefixRollouts:
     config = config_for(folder, Path("nowhere"), method="vineppo", **changes)
-    return PrefixRollouts(policy, task, config.sampling(task.max_new_tokens), config, every_token=False)
+    segments = Segments(policy, task, config, every_token=False)
+    return PrefixRollouts(policy, task, config.sampling(task.max_new_tokens), config, segments)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,7 @@ def test_segments_start_after_their_cuts(policy, folder, changes, expected):
     prompt = int(rollouts.prompt_lengths[0])
     log_probs = torch.zeros(rollouts.input_ids.shape)
     log_probs[0, [prompt + 1, prompt + 4]] = math.log(0.4)
-    starts = prefix_source(policy, folder, **changes).segment_starts(replace(rollouts, log_probs=log_probs), [one])
+    starts = prefix_source(policy, folder, **changes).segments.starts(replace(rollouts, log_probs=log_probs), [one])
     assert (starts[0].nonzero().flatten() - prompt).tolist() == expected
 
 
@@ -162,7 +164,7 @@ def test_without_verified_steps_lines_are_segments(policy, folder):
     task = replace(TASK, steps=None)
     source = prefix_source(policy, folder, task, segments="steps")
     rollouts = replace(rollouts_of(policy, ["12,13."], [problem("11+1+1")]), completions=["12\n13\n"])
-    starts = source.segment_starts(rollouts, [problem("11+1+1")])
+    starts = source.segments.starts(rollouts, [problem("11+1+1")])
     assert (starts[0].nonzero().flatten() - int(rollouts.prompt_lengths[0])).tolist() == [0, 3, 6]
 
 
@@ -234,8 +236,8 @@ def test_fresh_rollouts_of_prefixes_are_sampled_a_few_at_a_time(policy, folder, 
         texts.extend(completions)
         return [0.0] * len(completions)
 
-    monkeypatch.setattr("scoregram.training.inputs.sample_policy", counted)
-    monkeypatch.setattr("scoregram.training.inputs.ROWS_SAMPLED_AT_ONCE", 7)
+    monkeypatch.setattr("scoregram.training.prefix_values.sample_policy", counted)
+    monkeypatch.setattr("scoregram.training.prefix_values.ROWS_SAMPLED_AT_ONCE", 7)
     task, one = replace(TASK, reward=reward), problem("11+1+1")
     source = prefix_source(policy, folder, task, prefix_rollouts=3, segments="even", segment_tokens=2)
     rollouts = rollouts_of(policy, ["12,13.", "98,76."], [one], stop=False)
@@ -260,7 +262,7 @@ def test_long_prefixes_are_sampled_apart_from_short_ones_where_the_context_is_sh
         asked.append(max(map(len, prompts)) + options["sampling"].max_new_tokens)
         return sample_policy(policy, prompts, **options)
 
-    monkeypatch.setattr("scoregram.training.inputs.sample_policy", counted)
+    monkeypatch.setattr("scoregram.training.prefix_values.sample_policy", counted)
     whole = source.draw(1, rollouts, [one])
     assert len(asked) == 1 and asked[0] > context
     asked.clear()

@@ -17,9 +17,11 @@ from scoregram.runs import open_run
 from scoregram.tasks import Problem, Task
 from scoregram.training import loop
 from scoregram.training.config import TrainConfig
-from scoregram.training.inputs import PrefixRewards, PrefixRollouts
+from scoregram.training.credit import advantages_of, token_advantages_of
+from scoregram.training.inputs import input_sources
 from scoregram.training.loop import train
-from scoregram.training.truth import SampledValues, SolutionValues
+from scoregram.training.prefix_values import PrefixRewards, PrefixRollouts, Segments, SolutionValues
+from scoregram.training.truth import ExactTruth, SampledTruth
 from tests.training_cases import config_for, save_policy
 
 PAD, STOP, END, A, B, C = range(6)
@@ -87,8 +89,8 @@ def test_exact_advantages_are_those_of_every_completion_enumerated(limit, temper
     completions = list({tuple(ids[:limit]): ids[:limit] for ids in completions}.values())
     rewards = [float(ids in ([A, B, STOP], [A, B, END], [A, B][: limit + 1])) for ids in completions]
     rollouts = letter_rollouts(completions, rewards)
-    source = SolutionValues(policy, letter_task(), temperature, limit)
-    truth = source.truth(1, rollouts, [PROBLEM])
+    values = SolutionValues(policy, letter_task(), temperature, limit)
+    truth = ExactTruth(values).truth(1, rollouts, [PROBLEM])
     expected = []
     for ids in completions:
         values = [enumerated_value(policy, [C], ids[:end], limit, temperature) for end in range(len(ids) + 1)]
@@ -100,7 +102,7 @@ def test_exact_advantages_are_those_of_every_completion_enumerated(limit, temper
 
 def test_a_reward_that_the_right_solution_does_not_explain_lowers_the_agreement():
     rollouts = letter_rollouts([[A, B, STOP], [A, C, STOP]], [1.0, 1.0])
-    source = SolutionValues(letter_policy(), letter_task(), 1.0, 4)
+    source = ExactTruth(SolutionValues(letter_policy(), letter_task(), 1.0, 4))
     assert source.truth(1, rollouts, [PROBLEM]).agreement == 0.5
     missing = source.truth(1, replace(rollouts, rewards=torch.tensor([1.0, math.nan]).double()), [PROBLEM])
     assert missing.agreement == 1 and bool((missing.unit_of[1] == -1).all()) and len(missing.advantages) == 3
@@ -112,14 +114,67 @@ def test_sampled_advantages_are_gains_in_mean_reward_with_their_variance(monkeyp
     prefix_of = torch.tensor([[0, 0, 0, 1], [0, 0, 2, 0]])
     rewards = torch.tensor([[0.0, 1, 0, 1], [1, 1, 1, 1], [0, 0, 0, 1]], dtype=torch.float64)
     monkeypatch.setattr(PrefixRollouts, "draw", lambda *_: PrefixRewards(starts, prefix_of, rewards))
-    prefixes = PrefixRollouts(letter_policy(), letter_task(), SamplingConfig(4), TrainConfig(), every_token=False)
+    policy, task, config = letter_policy(), letter_task(), TrainConfig()
+    segments = Segments(policy, task, config, every_token=False)
+    prefixes = PrefixRollouts(policy, task, SamplingConfig(4), config, segments)
     rollouts = letter_rollouts([[A, B, STOP], [A, C, STOP]], [1.0, 0.0])
-    truth = SampledValues(prefixes).truth(1, rollouts, [PROBLEM])
+    truth = SampledTruth(prefixes).truth(1, rollouts, [PROBLEM])
     assert truth.unit_of[rollouts.completion_mask].tolist() == [0, 0, 1, 2, 3, 3]
     assert truth.advantages.tolist() == [0.5, 0.0, -0.25, -0.25]
     half, quarter = (1 / 3) / 4, (3 / 4 * 1 / 4 * 4 / 3) / 4  # sample variances of the four rewards, over four
     assert truth.variances is not None
     torch.testing.assert_close(truth.variances, torch.tensor([half, 0.0, half + quarter, quarter]).double())
+
+
+def all_completions(limit: int) -> list[list[int]]:
+    """Every completion of the letter policy: stopped, or cut off at the limit."""
+    done, open_ones = [], [[]]
+    for _ in range(limit):
+        longer = [[*written, token] for written in open_ones for token in range(6)]
+        done += [ids for ids in longer if ids[-1] in (STOP, END)]
+        open_ones = [ids for ids in longer if ids[-1] not in (STOP, END)]
+    return done + open_ones
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("reinforce-critic", {}),
+        ("ppo", {}),
+        ("ppo-monte-carlo", {}),
+        ("vineppo", {"segments": "even", "segment_tokens": 2}),
+        ("vineppo", {"estimator": "vineppo"}),
+    ],
+)
+def test_the_expected_update_with_exact_values_is_the_gradient(method, options):
+    """Over every completion of at most three tokens, weighted by its probability."""
+    policy, task, limit = letter_policy(), letter_task(), 3
+    config = TrainConfig(method=method, exact_values=True, max_new_tokens=limit, **options)
+    completions = all_completions(limit)
+    rewards = [float(ids in ([A, B, STOP], [A, B, END])) for ids in completions]
+    rollouts = letter_rollouts(completions, rewards)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("scoregram.training.prefix_values.exact_obstacle", lambda *_: None)  # its tokenizer has no length
+        (source,) = input_sources(config.chosen, config, policy, task)
+    inputs = source.inputs(1, rollouts, [PROBLEM])
+    if method == "reinforce-critic":
+        credit = advantages_of(config.chosen.estimator, rollouts, inputs=inputs).flatten()[:, None]
+    else:
+        credit = token_advantages_of(config.chosen.estimator, rollouts, inputs)
+    logits = policy.model(rollouts.input_ids).logits[:, :-1].log_softmax(2)
+    taken = torch.nn.functional.pad(logits.gather(2, rollouts.input_ids[:, 1:, None]).squeeze(2), (1, 0))
+    log_probs = torch.where(rollouts.completion_mask, taken, 0.0)
+    chances = log_probs.sum(1).exp()
+    assert float(chances.detach().sum()) == pytest.approx(1)
+    parameters = list(policy.model.parameters())
+    update = torch.autograd.grad((chances.detach()[:, None] * credit * log_probs).sum(), parameters, retain_graph=True)
+    gradient = torch.autograd.grad((chances * rollouts.rewards).sum(), parameters)
+    found, expected = (torch.cat([part.flatten() for part in parts]) for parts in (update, gradient))
+    assert float((found - expected).norm()) < ROUNDING * float(expected.norm())
+    assert source.extra_rollouts is None and source.learn(rollouts) == {}
+    if options.get("estimator") == "vineppo":  # the true advantage of every token
+        truth = ExactTruth(SolutionValues(policy, task, 1.0, limit)).truth(1, rollouts, [PROBLEM])
+        torch.testing.assert_close(credit[rollouts.completion_mask], truth.advantages)
 
 
 def test_credit_of_a_segment_is_the_mean_over_its_tokens():
@@ -198,7 +253,10 @@ def test_uniform_credit_puts_its_share_of_filler_on_filler(policy, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({}, "exact needs a task and a policy with one right token sequence, got reward tests.training_cases:judge"),
+        (
+            {},
+            "exact values need a task .*, got reward tests.training_cases:judge",
+        ),
         ({"reward": None, "top_k": 5}, "got top_k or top_p"),
     ],
 )
@@ -207,6 +265,21 @@ def test_exact_truth_is_refused_where_it_would_not_be_exact(changes, says, polic
         train(config_for(policy, tmp_path / "run", credit_truth="exact", **changes))
     train(config_for(policy, tmp_path / "auto", credit_truth="auto", steps=1, eval_every=0, **changes))
     assert "credit/correlation" not in open_run(tmp_path / "auto").metrics()[0]
+
+
+@pytest.mark.parametrize("method", ["ppo", "vineppo", "reinforce-critic"])
+def test_a_run_with_exact_values_samples_nothing_more_and_has_the_true_credit(method, policy, tmp_path):
+    settings = {"steps": 2, "eval_every": 0, "reward": None, "exact_values": True, "credit_truth": "exact"}
+    train(config_for(policy, tmp_path / "run", method=method, **settings))
+    lines = list(open_run(tmp_path / "run").metrics())
+    assert [line["rollouts"] for line in lines] == [12, 24]
+    assert not any("extra" in name or "value_loss" in name for line in lines for name in line)
+
+
+def test_exact_values_are_refused_where_there_are_none(policy, tmp_path):
+    says = "train --exact-values: exact values need a task and a policy with one right token sequence, got reward"
+    with pytest.raises(ScoregramError, match=says):
+        train(config_for(policy, tmp_path / "run", method="ppo", exact_values=True))
 
 
 def test_too_few_truth_rollouts_have_no_variance(policy, tmp_path):

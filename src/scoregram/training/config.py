@@ -25,7 +25,7 @@ LATER_OPTIONS = frozenset(
         *("sampler", "keep_evidence", "baseline", "baseline_decay", "best_of", "drafts", "draft_format"),
         "sampling_temperature",
         *("critic", "critic_learning_rate", "critic_updates", "critic_clip", "critic_warmup"),
-        *("prefix_rollouts", "segments", "segment_tokens", "segment_probability"),
+        *("exact_values", "prefix_rollouts", "segments", "segment_tokens", "segment_probability"),
         *("rollouts", "every_rollouts", "credit_truth", "truth_rollouts", "push", "max_turns"),
         *("allocate", "train_problems", "draw", "shrink"),
     }
@@ -98,6 +98,10 @@ class TrainConfig:
     """Clip the change of a value per step in the critic's loss; 0 for no clipping."""
     critic_warmup: int = 0
     """Steps at the start in which the critic learns and the policy does not."""
+    exact_values: bool = False
+    """Compute the values from the policy itself, exactly, in place of a critic or of fresh rollouts: what better values
+    could bring at best. Needs a task with one right solution and a policy with one token per character (tiny on
+    arithmetic)."""
     drafts: int = 4
     """Drafts per prompt of which the best is refined (method igrpo). They come on top of batch_size."""
     draft_format: str = "{prompt}{draft}\n{prompt}"

@@ -189,6 +189,12 @@ def takes_exact_gram(method: Method) -> bool:
     return "score_energies" in needs or (method.exact_geometry and "score_grams" in needs)
 
 
+def takes_values(method: Method) -> bool:
+    """Whether the estimator takes values that a critic or fresh rollouts supply."""
+    needs = ESTIMATORS[method.estimator].needs
+    return "values" in needs or "prefix_values" in needs or ("baselines" in needs and method.learned_baseline)
+
+
 def own_grams(gram: Gram, rollouts: Rollouts) -> GroupGrams:
     """`(P, R, R)` Gram of every group, where Grams between prompts need not be measured; groups must have one size."""
     return torch.stack([gram.matrix[here, here] for here in rollouts.group_slices()])

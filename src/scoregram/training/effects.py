@@ -11,7 +11,7 @@ from types import MappingProxyType
 from scoregram.advantages import ESTIMATORS
 from scoregram.errors import fail
 from scoregram.training.config import TrainConfig, dashed
-from scoregram.training.credit import compares_with_reference
+from scoregram.training.credit import compares_with_reference, takes_values
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,7 @@ def _needs(name: str) -> Callable[[TrainConfig], bool]:
 
 
 def _has_critic(config: TrainConfig) -> bool:
-    needs = ESTIMATORS[config.chosen.estimator].needs
-    return "values" in needs or ("baselines" in needs and config.chosen.learned_baseline)
+    return takes_values(config.chosen) and not config.exact_values and not _needs("prefix_values")(config)
 
 
 def _has_given_baseline(config: TrainConfig) -> bool:
@@ -66,9 +65,14 @@ _GRAMS = OptionEffect(
 )
 _LORA = OptionEffect(lambda config: config.lora_rank > 0, "adapters: --lora-rank above 0", ("lora_rank",))
 _PROBED = OptionEffect(lambda config: config.probe_every > 0, "probes: --probe-every above 0", ("probe_every",))
-_CRITIC = OptionEffect(_has_critic, "a method with a critic, such as ppo", _BY_METHOD)
+_VALUES = (*_BY_METHOD, "exact_values")
+_CRITIC = OptionEffect(_has_critic, "a method with a critic, such as ppo", _VALUES)
 _DRAFTS = OptionEffect(lambda config: config.chosen.drafts, "a method with drafts: igrpo", ("method",))
-_PREFIXES = OptionEffect(_needs("prefix_values"), "a method with Monte-Carlo values, such as vineppo", _BY_METHOD)
+_PREFIXES = OptionEffect(
+    lambda config: _needs("prefix_values")(config) and not config.exact_values,
+    "a method with Monte-Carlo values, such as vineppo",
+    _VALUES,
+)
 _SEGMENTS = OptionEffect(_needs("segment_starts"), "a method with Monte-Carlo values of segments", _BY_METHOD)
 
 EFFECTS: Mapping[str, OptionEffect] = MappingProxyType(
@@ -90,7 +94,10 @@ EFFECTS: Mapping[str, OptionEffect] = MappingProxyType(
         "critic_warmup": OptionEffect(
             lambda config: _has_critic(config) and config.critic_warmup < config.most_steps,
             "a method with a critic, such as ppo, and more steps than that",
-            (*_BY_METHOD, "critic_warmup", *_LENGTH),
+            (*_VALUES, "critic_warmup", *_LENGTH),
+        ),
+        "exact_values": OptionEffect(
+            lambda config: takes_values(config.chosen), "a method that takes values, such as ppo or vineppo", _BY_METHOD
         ),
         "drafts": _DRAFTS,
         "draft_format": _DRAFTS,

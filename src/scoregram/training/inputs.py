@@ -13,13 +13,14 @@
 | `HeadFeatures` | a proxy of the gradient of a token: `(1 − π_t) h_t` | a forward pass |
 | `TokenScores` | the exact gradients of tokens, up to a rotation: a root of their Gram | a row of a Gram per token |
 | `PrefixRollouts` | Monte-Carlo values of prefixes, where segments start | `prefix_rollouts` per distinct prefix |
+| `ExactValues` | exact values of prefixes or prompts, in place of the two above | a forward pass, one right solution |
 
 A source may learn from every step; its state is part of a checkpoint.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,63 +28,21 @@ from torch import Tensor
 from scoregram.advantages import ESTIMATORS
 from scoregram.checks import fail
 from scoregram.gram import measure_gram
-from scoregram.policy import Policy, SamplingConfig, sample_policy
+from scoregram.policy import Policy, SamplingConfig
 from scoregram.rollouts import Rollouts, micro_batches
 from scoregram.tasks import Problem, Task
-from scoregram.training.collect import greedy_rewards, seeded_generator
+from scoregram.training.collect import greedy_rewards
 from scoregram.training.config import TrainConfig
+from scoregram.training.credit import takes_values
 from scoregram.training.critic import Critic
+from scoregram.training.input_source import InputSource, StatelessSource, completion_places, text_lengths
 from scoregram.training.methods import Method
+from scoregram.training.prefix_values import ExactValues, PrefixRollouts, Segments, SolutionValues, require_exact
 
 ROWS_PER_PASS = 256
 """Rows that go through the model at a time for energies and features, where the config sets no micro-batch."""
-ROWS_SAMPLED_AT_ONCE = 512
-"""Most fresh rollouts of prefixes that are sampled at a time: the memory of their caches does not grow with a step."""
 MOST_TOKEN_SCORES = 4096
 """Most completion tokens of a step whose exact Gram is measured: it has that many rows."""
-
-
-@runtime_checkable
-class InputSource(Protocol):
-    """Supplies inputs of an estimator."""
-
-    @property
-    def extra_rollouts(self) -> int | None:
-        """Rollouts that the latest step took on top of those it trains on; None for a source that samples none."""
-        ...
-
-    def inputs(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> dict[str, Tensor]:
-        """The inputs for step `number`, by name; `token_rewards` `(N, T)` replaces the reward at the last token."""
-        ...
-
-    def learn(self, rollouts: Rollouts) -> dict[str, float]:
-        """Learn from a step that was trained on; returns scalars for the metrics."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """What a resumed run needs, plain numbers and tensors."""
-        ...
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from a stored state."""
-        ...
-
-
-class StatelessSource:
-    """A source that learns nothing."""
-
-    extra_rollouts: int | None = None
-
-    def learn(self, rollouts: Rollouts) -> dict[str, float]:
-        """Nothing."""
-        return {}
-
-    def state(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Nothing to load."""
 
 
 # Baselines
@@ -185,168 +144,6 @@ class VerifiedSteps(StatelessSource):
             if not bool(ends[row].any()):
                 ends[row, places[-1]] = True
         return {"token_rewards": rewards, "step_ends": ends}
-
-
-def completion_places(rollouts: Rollouts) -> list[list[int]]:
-    """Columns of the completion tokens of every rollout."""
-    return [row.nonzero().squeeze(1).tolist() for row in rollouts.completion_mask.cpu()]
-
-
-def text_lengths(policy: Policy, ids: Sequence[int]) -> list[int]:
-    """Characters of the text after each token; a token that completes no character adds none."""
-    return [len(policy.decode(ids[: count + 1])) for count in range(len(ids))]
-
-
-# Monte-Carlo values
-
-
-@dataclass(frozen=True, eq=False)
-class PrefixRewards:
-    """Rewards of fresh rollouts from the prefixes of a step."""
-
-    starts: Tensor
-    """`(N, T)` bool: the first token of every segment."""
-    prefix_of: Tensor
-    """`(N, T)` int64: where a segment starts, the row of `rewards` that continues the tokens before it; 0 elsewhere."""
-    rewards: Tensor
-    """`(prefixes, rollouts)` float64; equal prefixes share a row."""
-
-
-@dataclass
-class PrefixRollouts(StatelessSource):
-    """Values of prefixes: the mean reward of fresh rollouts that continue them.
-
-    A value is estimated where a segment starts. Equal prefixes, such as the prompt, share their rollouts. A prefix has
-    the tokens left that its own rollout had, so that its value is that of the same game.
-    """
-
-    policy: Policy
-    task: Task
-    sampling: SamplingConfig
-    config: TrainConfig
-    every_token: bool
-    """Whether every token is a segment of its own, whatever the config says."""
-
-    purpose: str = "prefixes"
-    """Stream of random numbers: other sources draw from others."""
-
-    def inputs(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> dict[str, Tensor]:
-        """`prefix_values` and `segment_starts`, both `(N, T)`."""
-        drawn = self.draw(number, rollouts, problems)
-        values = drawn.rewards.mean(1)[drawn.prefix_of]
-        return {"prefix_values": torch.where(drawn.starts, values, 0.0), "segment_starts": drawn.starts}
-
-    def draw(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> "PrefixRewards":
-        """Continue every distinct prefix before a segment of these rollouts."""
-        starts = self.segment_starts(rollouts, problems)
-        ids, owners = rollouts.input_ids.tolist(), rollouts.group_ids.tolist()
-        prompts = [int(length) for length in rollouts.prompt_lengths]
-        real = rollouts.attention_mask.tolist()
-        places: dict[tuple[int, tuple[int, ...]], int] = {}
-        prefix_of = torch.zeros(rollouts.input_ids.shape, dtype=torch.int64)
-        for row, place in starts.nonzero().tolist():
-            before = tuple(token for token, is_real in zip(ids[row][:place], real[row][:place], strict=True) if is_real)
-            prefix_of[row, place] = places.setdefault((owners[row], before), len(places))
-        lengths = {owners[row]: prompts[row] for row in range(rollouts.count)}
-        return PrefixRewards(starts, prefix_of, self.rewards(number, list(places), problems, lengths))
-
-    def rewards(
-        self,
-        number: int,
-        prefixes: Sequence[tuple[int, tuple[int, ...]]],
-        problems: Sequence[Problem],
-        prompt_lengths: Mapping[int, int],
-    ) -> Tensor:
-        """`(prefixes, prefix_rollouts)` rewards of rollouts that continue prefixes, each given with its problem."""
-        copies, generator = self.config.prefix_rollouts, seeded_generator(self.config.seed, self.purpose, number)
-        self.extra_rollouts = len(prefixes) * copies
-        texts, columns = [], []
-        for part in self.parts_in_context(prefixes, prompt_lengths):
-            for completion in self.completions(part, prompt_lengths, generator):
-                texts.append(self.policy.decode(completion))
-                columns.append(completion)
-        each = [problems[problem] for problem, _ in prefixes for _ in range(copies)]
-        rewards = self.task.rewards(each, texts, completion_ids=columns)
-        if any(reward is None for reward in rewards):
-            remedy = "Pass a reward function that judges every rollout."
-            fail("train", "values of prefixes need a reward for every rollout that continues them", "None", remedy)
-        return torch.tensor(rewards, dtype=torch.float64).view(len(prefixes), copies)
-
-    def parts_in_context(
-        self, prefixes: Sequence[tuple[int, tuple[int, ...]]], prompt_lengths: Mapping[int, int]
-    ) -> Iterator[list[tuple[int, tuple[int, ...]]]]:
-        """The prefixes in order, in parts of at most `ROWS_SAMPLED_AT_ONCE` rollouts that fit into the context.
-
-        All prefixes of a part are continued by as many tokens as its shortest completion has left, so a long prefix
-        beside a short one needs more positions than its own completion.
-        """
-        size, limit = max(1, ROWS_SAMPLED_AT_ONCE // self.config.prefix_rollouts), self.sampling.max_new_tokens
-        part: list[tuple[int, tuple[int, ...]]] = []
-        longest, least = 0, limit
-        for problem, ids in prefixes:
-            done = len(ids) - prompt_lengths[problem]
-            positions = max(longest, len(ids)) + limit - min(least, done)
-            if len(part) == size or (part and positions > self.policy.context):
-                yield part
-                part, longest, least = [], 0, limit
-            part.append((problem, ids))
-            longest, least = max(longest, len(ids)), min(least, done)
-        if part:
-            yield part
-
-    def completions(
-        self,
-        prefixes: Sequence[tuple[int, tuple[int, ...]]],
-        prompt_lengths: Mapping[int, int],
-        generator: torch.Generator,
-    ) -> Iterator[list[int]]:
-        """Token ids of whole completions, `prefix_rollouts` for each prefix: what the prefix has of it, continued."""
-        copies, limit = self.config.prefix_rollouts, self.sampling.max_new_tokens
-        done = [len(ids) - prompt_lengths[problem] for problem, ids in prefixes]
-        fresh = sample_policy(
-            self.policy,
-            [list(ids) for _, ids in prefixes],
-            rollouts_per_prompt=copies,
-            sampling=replace(self.sampling, max_new_tokens=limit - min(done)),
-            generator=generator,
-        )
-        for row, continued in enumerate(fresh.completion_ids()):
-            problem, ids = prefixes[row // copies]
-            yield [*ids[prompt_lengths[problem] :], *continued][:limit]
-
-    def segment_starts(self, rollouts: Rollouts, problems: Sequence[Problem]) -> Tensor:
-        """`(N, T)` bool: the first completion token, and each token after a cut.
-
-        A cut depends on the tokens before it alone: the end of a step or a line, an unlikely token, or a fixed number
-        of tokens.
-        """
-        if self.every_token:
-            return rollouts.completion_mask.cpu()
-        starts = torch.zeros(rollouts.input_ids.shape, dtype=torch.bool)
-        owners = rollouts.group_ids.tolist()
-        for row, places in enumerate(completion_places(rollouts)):
-            if not places:
-                continue
-            ends = self.cuts(rollouts, row, places, problems[owners[row]])
-            starts[row, [places[0], *(places[end + 1] for end in ends if end + 1 < len(places))]] = True
-        return starts
-
-    def cuts(self, rollouts: Rollouts, row: int, places: Sequence[int], problem: Problem) -> list[int]:
-        """Completion tokens after which a rollout is cut, counted from its first one."""
-        if self.config.segments == "even":
-            size = self.config.segment_tokens
-            return list(range(size - 1, len(places), size))
-        if self.config.segments == "unlikely":
-            assert rollouts.log_probs is not None
-            chances = rollouts.log_probs[row, list(places)].exp().tolist()
-            return [index for index, chance in enumerate(chances) if chance < self.config.segment_probability]
-        reached = text_lengths(self.policy, rollouts.input_ids[row, list(places)].tolist())
-        text = rollouts.completions[row]
-        if self.task.steps is not None:
-            ends = [step.end for step in self.task.steps(problem, text)]
-        else:
-            ends = [index + 1 for index, character in enumerate(text) if character == "\n"]
-        return sorted({sum(length < end for length in reached) for end in ends})
 
 
 # Energies of paths
@@ -520,8 +317,8 @@ def input_sources(method: Method, config: TrainConfig, policy: Policy, task: Tas
     sources: list[InputSource] = []
     if "greedy_rewards" in needs:
         sources.append(GreedyRollouts(policy, task, sampling))
-    if "baselines" in needs and method.learned_baseline:
-        sources.append(Critic(config, policy, prompts_only=True))
+    if takes_values(method):
+        sources.append(value_source(method, config, policy, task))
     elif "baselines" in needs:
         sources.append(BaselineRewards(config.baseline, config.baseline_decay))
     if "best_of" in needs:
@@ -529,18 +326,11 @@ def input_sources(method: Method, config: TrainConfig, policy: Policy, task: Tas
             got = f"best_of {config.best_of} and group_size {config.starting_group_size}"
             fail("train --best-of", "must be at most group_size", got, "Lower it, or raise --group-size.")
         sources.append(BestOf(config.best_of))
-    if "values" in needs:
-        sources.append(Critic(config, policy, prompts_only=False))
     if "step_ends" in needs:
         if task.steps is None:
             remedy = "Train on arithmetic, or choose another estimator."
             fail("train --estimator", f"{method.estimator} needs a task that verifies steps", task.name, remedy)
         sources.append(VerifiedSteps(policy, task))
-    if "prefix_values" in needs:
-        if task.environment is not None:
-            remedy = "Choose another estimator."
-            fail("train --estimator", f"{method.estimator} needs a task of one turn", task.name, remedy)
-        sources.append(PrefixRollouts(policy, task, sampling, config, every_token="segment_starts" not in needs))
     if "path_energies" in needs:
         sources.append((ScoreEnergies if method.exact_geometry else LogitEnergies)(policy, config))
     if "score_grams" in needs and not method.exact_geometry:  # the exact Gram comes from the update itself
@@ -555,3 +345,23 @@ def input_sources(method: Method, config: TrainConfig, policy: Policy, task: Tas
         remedy = "Leave it out, or train with ppo, ppo-monte-carlo or reinforce-critic."
         fail("train --critic-warmup", "needs a method with a critic", f"estimator {method.estimator}", remedy)
     return sources
+
+
+def value_source(method: Method, config: TrainConfig, policy: Policy, task: Task) -> InputSource:
+    """The source of the values that an estimator takes: a critic, fresh rollouts, or exact values in their place.
+
+    Raises:
+        ScoregramError: If the task or the policy has no such values.
+    """
+    needs, sampling = set(ESTIMATORS[method.estimator].needs), config.sampling(task.max_new_tokens)
+    segments = Segments(policy, task, config, every_token="segment_starts" not in needs)
+    if config.exact_values:
+        require_exact(config, policy, task, option="exact-values", remedy="Leave it out, or train tiny on arithmetic.")
+        values = SolutionValues(policy, task, config.temperature, sampling.max_new_tokens)
+        return ExactValues(values, segments if "segment_starts" in needs else None)
+    if "prefix_values" not in needs:
+        return Critic(config, policy, prompts_only="baselines" in needs)
+    if task.environment is not None:
+        remedy = "Choose another estimator."
+        fail("train --estimator", f"{method.estimator} needs a task of one turn", task.name, remedy)
+    return PrefixRollouts(policy, task, sampling, config, segments)

@@ -43,7 +43,8 @@ from scoregram.training.control import Controller
 from scoregram.training.credit import require_runnable
 from scoregram.training.draw import DrawnRollouts, draft_scalars, draw_rollouts, one_sampling_warning
 from scoregram.training.evaluate import HeldOutProblems, held_out_problems
-from scoregram.training.inputs import InputSource, input_sources
+from scoregram.training.input_source import InputSource
+from scoregram.training.inputs import input_sources
 from scoregram.training.preparation import bytes_for_checkpoint, checkpoints_to_come, open_writer, training_task
 from scoregram.training.progress import Progress
 from scoregram.training.trackers import open_trackers, require_trackers
