@@ -1,6 +1,7 @@
 """`results/allocation` and `results/influence`: every table follows from the stored files; slopes against autograd."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -83,3 +84,16 @@ def test_rules_are_compared_by_seed_with_the_fixed_sizes(monkeypatch):
     assert "| R = 8 | 45.0; 1 |" in tables.area_table(["task"])
     rows = tables.pooled_table(["task"]).splitlines()
     assert rows[0].startswith("| rule, 2 pairs") and rows[-1].startswith("| auto | 2.62 [") and "| 0.62 [" in rows[-1]
+
+
+def test_runs_of_a_record_are_not_trained_again(tmp_path, monkeypatch):
+    queue, missing = module("allocation", "run"), []
+    known = json.loads((RESULTS / "allocation" / "gsm8k.json").read_text(encoding="utf-8"))
+    config = queue.comparison_config("gsm8k", tmp_path, seeds=2, rows=["R = 4", "R = 16"])
+    monkeypatch.setattr(queue, "run_in_processes", lambda runs, *_, **__: missing.extend(runs))
+    queue.train_missing({"gsm8k": config}, 1, known=known)
+    assert [(run.group_size, run.seed) for run in missing] == [(16, 1)]  # the record has 4 twice and 16 once
+    assert queue.task_record("gsm8k", config, known)["runs"] == known["gsm8k"]["runs"]
+    known["gsm8k"]["setting"]["learning_rate"] = 1.0
+    with pytest.raises(SystemExit, match="gsm8k: the record has other settings"):
+        queue.task_record("gsm8k", config, known)

@@ -2,6 +2,7 @@
 
 python run.py OUT [--tasks arithmetic] [--seeds 8] [--workers 6]    train what is missing
 python run.py OUT --write                                           write runs.json from the runs that are complete
+python run.py OUT --tasks gsm8k --known gsm8k.json [--write gsm8k.json]    the runs in that file count as complete
 
 Every run is an ordinary folder under OUT/TASK/runs, and the same command continues after an interruption. The queue
 goes seed by seed, so that whatever is finished has all rows of the table. All rows are REINFORCE with summed tokens and
@@ -105,6 +106,8 @@ SHARED: dict[str, Any] = {
     "final_checkpoint": False,
 }
 """64 training problems, so that prompts come back: an allocation is decided from earlier visits."""
+WITHOUT_EFFECT = {"checkpoint_every": 0}
+"""Settings that change no number: a record may have others."""
 
 
 def comparison_config(
@@ -138,15 +141,24 @@ def queue_of(configs: Sequence[CompareConfig]) -> list[PlannedCell]:
     return sorted(cells, key=lambda cell: cell.seed)  # stable: tasks keep their order within a seed
 
 
-def train_missing(configs: Mapping[str, CompareConfig], workers: int, first_seed: int = 0) -> None:
-    """Build the embedded policies, then train every incomplete run from a seed on."""
+def train_missing(
+    configs: Mapping[str, CompareConfig], workers: int, first_seed: int = 0, known: Mapping[str, Any] | None = None
+) -> None:
+    """Build the embedded policies, then train every incomplete run from a seed on, but for those of a record."""
     embedded = [config for name, config in configs.items() if TASKS[name].is_embedded]
     places = [(config, seed) for config in embedded for seed in range(first_seed, config.seeds)]
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         list(pool.map(build_tiny, places))
     for config in configs.values():
         write_comparison_setting(config)
+    stored = {
+        (configs[name].out, ROWS[row], int(seed))
+        for name, record in (known or {}).items()
+        for row, seeds in record["runs"].items()
+        for seed in seeds
+    }
     cells = [cell for cell in queue_of([*configs.values()]) if cell.seed >= first_seed]
+    cells = [cell for cell in cells if (cell.config.out.parents[2], cell.label, cell.seed) not in stored]
     missing = [cell.config for cell in cells if not cell.is_complete]
     print(f"{len(missing)} runs are missing", flush=True)
     run_in_processes(missing, workers, run=run_or_explain)
@@ -190,10 +202,16 @@ def complete_runs(config: CompareConfig) -> dict[str, Any]:
     return found
 
 
-def task_record(name: str, config: CompareConfig) -> dict[str, Any]:
-    """Settings and runs of one task."""
+def task_record(name: str, config: CompareConfig, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Settings and runs of one task, with those of an earlier record, which must have the same settings."""
     setting = {"task": config.task, "rollouts": config.rollouts, "learning_rate": config.learning_rate}
-    return {"setting": setting | SHARED | dict(TASKS[name].options), "runs": complete_runs(config)}
+    setting |= SHARED | dict(TASKS[name].options)
+    earlier = (known or {}).get(name, {"setting": setting, "runs": {}})
+    if earlier["setting"] | WITHOUT_EFFECT != setting | WITHOUT_EFFECT:
+        raise SystemExit(f"{name}: the record has other settings; leave out --known")
+    runs = complete_runs(config)
+    rows = [row for row in ROWS if row in earlier["runs"] or row in runs]
+    return {"setting": setting, "runs": {row: earlier["runs"].get(row, {}) | runs.get(row, {}) for row in rows}}
 
 
 def main() -> None:
@@ -209,16 +227,18 @@ def main() -> None:
     parser.add_argument(
         "--write", nargs="?", const=HERE / "runs.json", type=Path, help="write the records, train nothing"
     )
+    parser.add_argument("--known", type=Path, help="a record whose runs are not trained again")
     given = parser.parse_args()
+    known = json.loads(given.known.read_text(encoding="utf-8")) if given.known else {}
     rows = given.rows.split(";")
     configs = {
         name: comparison_config(name, given.out, given.seeds, given.rollouts, rows) for name in given.tasks.split(",")
     }
     if given.write:
-        records = {name: task_record(name, config) for name, config in configs.items()}
+        records = {name: task_record(name, config, known) for name, config in configs.items()}
         given.write.write_text(json.dumps(records, indent=0) + "\n", encoding="utf-8")
     else:
-        train_missing(configs, given.workers, given.first_seed)
+        train_missing(configs, given.workers, given.first_seed, known)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Packs the finished runs of `run.py` into one file: what the tables need of every run, and no text.
 
-python collect.py OUT runs.jsonl.xz
+python collect.py OUT runs.jsonl.xz [EARLIER.jsonl.xz]    with the runs of earlier records that OUT lacks
 
 One line per run: task, method, seed, settings, learning rate, the scalars of its steps, the greedy rewards of its last
 evaluation, and the mean effective rank of its groups with its null.
@@ -89,11 +89,20 @@ def run_places(out: Path) -> Iterator[tuple[Path, str, int]]:
                 yield path.parent, label, setting["rollouts"]
 
 
+def name_of(run: dict[str, Any]) -> tuple[str, str, int]:
+    """Table, label and seed of a run."""
+    return run["table"], run["label"], run["seed"]
+
+
 def main() -> None:
     """Write the file, and beside it why runs failed."""
     out, packed = Path(sys.argv[1]), Path(sys.argv[2])
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         found = [one for one in pool.map(record, run_places(out), chunksize=8) if one]
+    for earlier in sys.argv[3:]:
+        known = {name_of(one) for one in found}
+        with lzma.open(earlier, "rt", encoding="utf-8") as lines:
+            found += [one for one in map(json.loads, lines) if name_of(one) not in known]
     with lzma.open(packed, "wt", encoding="utf-8") as file:
         for one in found:
             file.write(json.dumps(one, separators=(",", ":")) + "\n")

@@ -1,13 +1,15 @@
 """Trains every method on every task of this folder, at equal rollouts: `scoregram compare` for each task, one queue.
 
-python run.py OUT [--tasks arithmetic,stopping] [--seeds 3] [--workers 12]
+python run.py OUT [--tasks arithmetic,stopping] [--seeds 3] [--workers 12] [--known RECORDS.jsonl.xz]
 
-The same command continues after an interruption. The queue goes seed by seed, so that whatever is finished has all
-methods of a task. Starting policies of the reasoning-gym tasks and of GSM8K must be in OUT/starts (`start.py`).
+The same command continues after an interruption. Runs in the records are not trained again (`collect.py` keeps them).
+The queue goes seed by seed, so that whatever is finished has all methods of a task. Starting policies of the
+reasoning-gym tasks and of GSM8K must be in OUT/starts (`start.py`).
 """
 
 import argparse
 import json
+import lzma
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -257,6 +259,14 @@ def chosen_rates(names: Sequence[str], workers: int) -> dict[str, float]:
     return {name: TASKS[name].rate or known[name]["rate"] for name in names}
 
 
+def stored_runs(records: Path | None) -> set[tuple[str, str, int]]:
+    """Table, label and seed of the runs in the records."""
+    if records is None:
+        return set()
+    with lzma.open(records, "rt", encoding="utf-8") as lines:
+        return {(run["table"], run["label"], run["seed"]) for run in map(json.loads, lines)}
+
+
 def main() -> None:
     """Train what is missing."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -265,7 +275,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--prepare", action="store_true", help="build starting policies, choose rates, then stop")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--known", type=Path, help="records whose runs are not trained again")
     given = parser.parse_args()
+    known = stored_runs(given.known)
     os.chdir(given.out)
     names = given.tasks.split(",")
     tiny = [name for name in names if "model" not in TASKS[name].options]
@@ -277,7 +289,7 @@ def main() -> None:
     for name in names:
         config = comparison_config(name, Path("compare") / name, seeds=given.seeds, rate=rates[name])
         write_comparison_setting(config)
-        cells += [(cell.seed, cell) for cell in planned_cells(config)]
+        cells += [(c.seed, c) for c in planned_cells(config) if (name, c.label, c.seed) not in known]
     cells.sort(key=lambda pair: pair[0])  # stable: tasks keep their order within a seed
     missing = [cell.config for _, cell in cells if not cell.is_complete]
     print(f"{len(cells)} runs, {len(missing)} missing, rates {rates}", flush=True)
