@@ -113,7 +113,8 @@ def test_only_the_closed_last_number_is_rewarded(completion, reward):
 )
 def test_steps_and_the_first_wrong_character(completion, steps, wrong_at):
     problem = sum_problem("p", [34, 7, 1, 5])
-    assert verified(load_task("arithmetic"), problem, completion) == tuple(SolutionStep(*step) for step in steps)
+    expected = tuple(SolutionStep(*step, final=completion[step[1] - 1] == ".") for step in steps)
+    assert verified(load_task("arithmetic"), problem, completion) == expected
     assert first_wrong_character(problem, completion) == wrong_at
 
 
@@ -181,6 +182,18 @@ def pairs_in_a_row(problem: Problem) -> set[tuple[int, int]]:
     """Every two added terms that stand next to each other, read from the prompt."""
     _, *added = [int(term) for term in problem.prompt.rstrip("=").split("+")]
     return {(added[k], added[k + 1]) for k in range(len(added) - 1)}
+
+
+def test_the_strict_task_rewards_the_whole_solution_alone():
+    strict, plain = (load_task(f"{name}:4", seed=3) for name in ("arithmetic-strict", "arithmetic"))
+    problem = sum_problem("p", [34, 7, 1, 5])
+    texts = ["41,42,47.", "51,52,47.", "41,42,47", "41,42,47.9", ""]
+    assert strict.rewards([problem] * 5, texts) == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert plain.rewards([problem] * 5, texts)[:2] == [1.0, 1.0]
+    assert list(strict.train[:9]) == list(plain.train[:9]) and list(strict.test) == list(plain.test)
+    assert strict.rewards_solution_alone and not plain.rewards_solution_alone
+    with pytest.raises(ScoregramError, match="arithmetic-strict: the number of terms must be"):
+        load_task("arithmetic-strict:1")
 
 
 @pytest.mark.parametrize("terms", [3, 4, 16])

@@ -7,8 +7,8 @@ from scoregram.tasks import TASKS, load_task
 
 
 def test_an_unknown_task_lists_the_choices():
-    choices = "arithmetic, arithmetic-compositions, calculator, forecast, gsm8k, jsonl, python, reasoning-gym, stopping"
-    with pytest.raises(ScoregramError, match=f"one of {choices}, got 'maths'"):
+    choices = "arithmetic, arithmetic-compositions, arithmetic-strict, calculator, forecast, gsm8k, jsonl, python, "
+    with pytest.raises(ScoregramError, match=f"one of {choices}reasoning-gym, stopping, got 'maths'"):
         load_task("maths:3")
 
 

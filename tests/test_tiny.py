@@ -97,6 +97,12 @@ def test_one_seed_gives_the_same_bits_made_anew_or_from_the_cache(cache, refuse_
     assert same(weights(), made)
 
 
+def test_the_strict_task_starts_from_the_weights_of_the_plain_one(refuse_to_train):
+    made = weights(task="arithmetic:3")
+    refuse_to_train()
+    assert same(weights(task="arithmetic-strict:3"), made)
+
+
 def test_bits_do_not_depend_on_threads_or_on_gradients_being_off(cache):
     made = weights()
     next(cache.iterdir()).unlink()

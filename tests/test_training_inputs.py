@@ -143,7 +143,7 @@ def prefix_source(policy: Policy, folder: Path, task: Task = TASK, **changes: An
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"segments": "steps"}, [0, 3, 6]),
+        ({"segments": "steps"}, [0, 3]),  # none after the full stop: no fresh rollouts of a finished solution
         ({"segments": "even", "segment_tokens": 2}, [0, 2, 4, 6]),
         ({"segments": "even", "segment_tokens": 1}, [0, 1, 2, 3, 4, 5, 6]),
         ({"segments": "even", "segment_tokens": 99}, [0]),

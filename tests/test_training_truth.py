@@ -79,7 +79,9 @@ def letter_task() -> Task:
     def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
         return [float(text == "ab") for text in completions]
 
-    return Task("letters", [PROBLEM], [], reward, 4, solution=lambda problem: problem.answer)
+    return Task(
+        *("letters", [PROBLEM], [], reward, 4), solution=lambda problem: problem.answer, rewards_solution_alone=True
+    )
 
 
 @pytest.mark.parametrize(("limit", "temperature"), [(4, 1.0), (3, 0.7), (2, 1.0), (1, 1.0)])
@@ -268,11 +270,12 @@ def test_exact_truth_is_refused_where_it_would_not_be_exact(changes, says, polic
 
 
 @pytest.mark.parametrize("method", ["ppo", "vineppo", "reinforce-critic"])
-def test_a_run_with_exact_values_samples_nothing_more_and_has_the_true_credit(method, policy, tmp_path):
+def test_a_run_with_exact_values_samples_nothing_more_and_learns_no_critic(method, policy, tmp_path):
     settings = {"steps": 2, "eval_every": 0, "reward": None, "exact_values": True, "credit_truth": "exact"}
-    train(config_for(policy, tmp_path / "run", method=method, **settings))
+    train(config_for(policy, tmp_path / "run", method=method, task="arithmetic-strict:3", **settings))
     lines = list(open_run(tmp_path / "run").metrics())
     assert [line["rollouts"] for line in lines] == [12, 24]
+    assert all(line["credit/truth_agreement"] == 1 for line in lines)
     assert not any("extra" in name or "value_loss" in name for line in lines for name in line)
 
 
@@ -280,6 +283,8 @@ def test_exact_values_are_refused_where_there_are_none(policy, tmp_path):
     says = "train --exact-values: exact values need a task and a policy with one right token sequence, got reward"
     with pytest.raises(ScoregramError, match=says):
         train(config_for(policy, tmp_path / "run", method="ppo", exact_values=True))
+    with pytest.raises(ScoregramError, match="rewards the right solution alone, got arithmetic:3"):
+        train(config_for(policy, tmp_path / "run", method="ppo", exact_values=True, reward=None))
 
 
 def test_too_few_truth_rollouts_have_no_variance(policy, tmp_path):

@@ -32,20 +32,35 @@ SETTINGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 reward function, a data loader or a seed is not among them: no other value of a setting repairs it."""
 
 GENERATED_TASKS = frozenset(
-    {"arithmetic", "arithmetic-compositions", "calculator", "forecast", "reasoning-gym", "stopping"}
+    {
+        *("arithmetic", "arithmetic-strict", "arithmetic-compositions"),
+        *("calculator", "forecast", "reasoning-gym", "stopping"),
+    }
 )
 """Tasks that draw their problems."""
 
 COUNTED_TASKS: Mapping[str, int] = MappingProxyType(
-    {"arithmetic": 4, "arithmetic-compositions": 4, "calculator": 4, "stopping": 4}
+    {"arithmetic": 4, "arithmetic-strict": 4, "arithmetic-compositions": 4, "calculator": 4, "stopping": 4}
 )
 """Tasks made of terms or turns → how many their problems have unless the task says."""
 COUNT_LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType(
-    {"arithmetic": (2, 16), "arithmetic-compositions": (3, 16), "calculator": (2, 5), "stopping": (2, 6)}
+    {
+        "arithmetic": (2, 16),
+        "arithmetic-strict": (2, 16),
+        "arithmetic-compositions": (3, 16),
+        "calculator": (2, 5),
+        "stopping": (2, 6),
+    }
 )
 """Tasks made of terms or turns → the fewest and the most that they allow."""
 COUNT_UNITS: Mapping[str, str] = MappingProxyType(
-    {"arithmetic": "terms", "arithmetic-compositions": "terms", "calculator": "terms", "stopping": "turns"}
+    {
+        "arithmetic": "terms",
+        "arithmetic-strict": "terms",
+        "arithmetic-compositions": "terms",
+        "calculator": "terms",
+        "stopping": "turns",
+    }
 )
 """Tasks made of terms or turns → which of the two."""
 COUNT_CHANGES: Mapping[str, int] = MappingProxyType({"harder": 1, "easier": -1})

@@ -1,6 +1,7 @@
 """Running sums written step by step, `34+7+1+5=` solved as `41,42,47.`, and a careless teacher.
 
-Only the last number is rewarded, but every step can be verified, so this task knows where a rollout went wrong. The
+Only the last number is rewarded (in `arithmetic-strict` the whole solution), but every step can be verified, so these
+tasks know where a rollout went wrong. The
 first term has two digits and the others one, so that every step of the default difficulty has two digits.
 
 Warm starts learn from the solutions of the careless teacher. If it made random mistakes alone, the right step would
@@ -10,7 +11,7 @@ steps are consistent with the mistake.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from random import Random
 from typing import Any
@@ -51,7 +52,7 @@ def arithmetic(argument: str = "", seed: int = 0) -> Task:
         >>> task = arithmetic("4")
         >>> steps = task.steps(Problem("a", "34+7+1+5=", "47", {"terms": (34, 7, 1, 5)}), "41,32,37.")
         >>> steps[1], [step.correct for step in steps]
-        (SolutionStep(start=3, end=6, correct=False), [True, False, True])
+        (SolutionStep(start=3, end=6, correct=False, final=False), [True, False, True])
     """
     terms = number_of_terms(argument)
     space = number_of_sums(terms)
@@ -64,6 +65,26 @@ def arithmetic(argument: str = "", seed: int = 0) -> Task:
     drawn = Random(f"arithmetic/{terms}/train/{seed}").sample(range(space), test_size + train_size)
     trained = [number for number in drawn if number not in tested][:train_size]
     return sum_task("arithmetic", terms, {"train": trained, "test": held_out})
+
+
+def arithmetic_strict(argument: str = "", seed: int = 0) -> Task:
+    """The sums of `arithmetic` with a reward for the whole right solution alone.
+
+    `arithmetic` also rewards a right last number after two errors that cancel. Here the value of a prefix is the
+    probability that the policy writes the rest of the solution, which `train --exact-values` computes.
+
+    Example:
+        >>> task = arithmetic_strict("4")
+        >>> task.rewards([task.test[0]] * 2, ["0,0,47.", "nothing"])
+        [0.0, 0.0]
+    """
+    terms = number_of_terms(argument, task="arithmetic-strict")
+    return replace(
+        arithmetic(str(terms), seed),
+        name=f"arithmetic-strict:{terms}",
+        reward=right_solution,
+        rewards_solution_alone=True,
+    )
 
 
 def arithmetic_compositions(argument: str = "", seed: int = 0) -> Task:
@@ -189,6 +210,14 @@ def right_sum(prompts: list[str], completions: list[str], *, answer: list[str], 
     return [float(final_number(text) == right) for text, right in zip(completions, answer, strict=True)]
 
 
+def right_solution(
+    prompts: list[str], completions: list[str], *, terms: list[Any], **columns: Any
+) -> list[float | None]:
+    """`1` if every running sum is right and a full stop follows the last one; `0` otherwise."""
+    solutions = (written_sums(list(accumulate(each))[1:]) for each in terms)
+    return [float(text == right) for text, right in zip(completions, solutions, strict=True)]
+
+
 def final_number(completion: str) -> str | None:
     """The text between the last comma and the final full stop; `None` without a full stop at the end."""
     return completion[:-1].rpartition(",")[2] if completion.endswith(".") else None
@@ -211,7 +240,7 @@ def verified_steps(problem: Problem, completion: str) -> tuple[SolutionStep, ...
         is_last = len(steps) == len(later) - 1
         expected = None if before is None or len(steps) >= len(later) else before + later[len(steps)]
         correct = expected is not None and text == f"{expected}{'.' if is_last else ','}"
-        steps.append(SolutionStep(start, end, correct))
+        steps.append(SolutionStep(start, end, correct, final=text.endswith(".")))
         digits = text.rstrip(",.")
         before = int(digits) if digits.isdecimal() else None
         start = end

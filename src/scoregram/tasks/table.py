@@ -7,7 +7,7 @@ from inspect import signature
 from types import MappingProxyType
 
 from scoregram.checks import fail, lookup
-from scoregram.tasks.arithmetic import arithmetic, arithmetic_compositions
+from scoregram.tasks.arithmetic import arithmetic, arithmetic_compositions, arithmetic_strict
 from scoregram.tasks.forecasts import coin_forecasts
 from scoregram.tasks.task import Task, imported_function, load_reward
 from scoregram.tasks.text_tasks import gsm8k, jsonl, reasoning_gym
@@ -77,6 +77,12 @@ TASKS: MappingProxyType[str, TaskRow] = MappingProxyType(
             argument="number of terms",
             needs_argument=False,
             about="running sums written step by step; needs no data, every step is verifiable",
+        ),
+        "arithmetic-strict": TaskRow(
+            load=arithmetic_strict,
+            argument="number of terms",
+            needs_argument=False,
+            about="the same sums, rewarded only if every step is right; the values of prefixes are known exactly",
         ),
         "arithmetic-compositions": TaskRow(
             load=arithmetic_compositions,

@@ -52,6 +52,8 @@ class SolutionStep:
     start: int
     end: int
     correct: bool
+    final: bool = False
+    """Whether the step says that it is the last, as a full stop does; whatever follows belongs to no further step."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,8 @@ class Task:
     """Numbers about completions, each with its problem, for the metrics `task/…`."""
     solution: Callable[[Problem], str] | None = None
     """Writes the right solution of a problem, for tasks in which there is only one."""
+    rewards_solution_alone: bool = False
+    """Whether the reward is 1 for that solution and 0 for every other completion, as exact values need."""
     held_out: Mapping[str, Sequence[Problem]] = field(default_factory=dict)
     """Further test problems by name, which an evaluation reports on their own: `eval/NAME/accuracy`."""
     environment: Callable[[], Environment] | None = None

@@ -69,8 +69,9 @@ class TrainConfig:
     """Recompute activations in the backward pass."""
 
     task: str = "arithmetic"
-    """arithmetic[:TERMS], arithmetic-compositions[:TERMS], calculator[:TERMS], stopping[:TURNS], forecast,
-    gsm8k[:FOLDER], reasoning-gym:NAME[:SETTING=VALUE,…], jsonl:FILE or python:MODULE:FUNCTION."""
+    """arithmetic[:TERMS], arithmetic-strict[:TERMS], arithmetic-compositions[:TERMS], calculator[:TERMS],
+    stopping[:TURNS], forecast, gsm8k[:FOLDER], reasoning-gym:NAME[:SETTING=VALUE,…], jsonl:FILE or
+    python:MODULE:FUNCTION."""
     reward: str | None = None
     """`module:function` with TRL's reward signature, instead of the task's reward."""
     train_problems: int = 0
@@ -99,9 +100,8 @@ class TrainConfig:
     critic_warmup: int = 0
     """Steps at the start in which the critic learns and the policy does not."""
     exact_values: bool = False
-    """Compute the values from the policy itself, exactly, in place of a critic or of fresh rollouts: what better values
-    could bring at best. Needs a task with one right solution and a policy with one token per character (tiny on
-    arithmetic)."""
+    """Compute the values from the policy itself, exactly, in place of a critic or of fresh rollouts. Needs a task that
+    rewards one solution alone and a policy with one token per character: tiny on arithmetic-strict."""
     drafts: int = 4
     """Drafts per prompt of which the best is refined (method igrpo). They come on top of batch_size."""
     draft_format: str = "{prompt}{draft}\n{prompt}"

@@ -90,7 +90,11 @@ EFFECTS: Mapping[str, OptionEffect] = MappingProxyType(
         "critic": _CRITIC,
         "critic_learning_rate": _CRITIC,
         "critic_updates": _CRITIC,
-        "critic_clip": _CRITIC,
+        "critic_clip": OptionEffect(
+            lambda config: _has_critic(config) and config.critic_updates > 1,
+            "a critic that makes several updates per step: --critic-updates above 1",
+            (*_VALUES, "critic_updates"),
+        ),
         "critic_warmup": OptionEffect(
             lambda config: _has_critic(config) and config.critic_warmup < config.most_steps,
             "a method with a critic, such as ppo, and more steps than that",

@@ -13,7 +13,7 @@
 | `HeadFeatures` | a proxy of the gradient of a token: `(1 − π_t) h_t` | a forward pass |
 | `TokenScores` | the exact gradients of tokens, up to a rotation: a root of their Gram | a row of a Gram per token |
 | `PrefixRollouts` | Monte-Carlo values of prefixes, where segments start | `prefix_rollouts` per distinct prefix |
-| `ExactValues` | exact values of prefixes or prompts, in place of the two above | a forward pass, one right solution |
+| `ExactValues` | exact values, in place of those of a critic or of fresh rollouts | a forward pass, a task for it |
 
 A source may learn from every step; its state is part of a checkpoint.
 """
@@ -356,7 +356,11 @@ def value_source(method: Method, config: TrainConfig, policy: Policy, task: Task
     needs, sampling = set(ESTIMATORS[method.estimator].needs), config.sampling(task.max_new_tokens)
     segments = Segments(policy, task, config, every_token="segment_starts" not in needs)
     if config.exact_values:
-        require_exact(config, policy, task, option="exact-values", remedy="Leave it out, or train tiny on arithmetic.")
+        remedy = "Leave it out, or train tiny on arithmetic-strict."
+        require_exact(config, policy, task, option="exact-values", remedy=remedy)
+        if not task.rewards_solution_alone:
+            requirement = "needs a task that rewards the right solution alone"
+            fail("train --exact-values", requirement, task.name, remedy)
         values = SolutionValues(policy, task, config.temperature, sampling.max_new_tokens)
         return ExactValues(values, segments if "segment_starts" in needs else None)
     if "prefix_values" not in needs:

@@ -1,8 +1,8 @@
 """Values of prefixes: the mean reward of fresh rollouts, or exact where the task has one right solution.
 
 `PrefixRollouts` estimates them for any task of one turn. `SolutionValues` computes them from the policy itself, and
-`ExactValues` gives them to any estimator that takes values: no critic and no number of fresh rollouts has better ones,
-so a run with them shows what better values could bring at best.
+`ExactValues` gives them to any estimator that takes values. A run with them shows what an estimator would do with a
+perfect critic. That is not the least variance: the baseline of least variance weights returns by squared scores.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,7 +76,7 @@ class Segments:
         reached = text_lengths(self.policy, rollouts.input_ids[row, list(places)].tolist())
         text = rollouts.completions[row]
         if self.task.steps is not None:
-            ends = [step.end for step in self.task.steps(problem, text)]
+            ends = [step.end for step in self.task.steps(problem, text) if not step.final]
         else:
             ends = [index + 1 for index, character in enumerate(text) if character == "\n"]
         return sorted({sum(length < end for length in reached) for end in ends})
