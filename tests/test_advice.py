@@ -143,6 +143,7 @@ def test_the_kinds_of_dead_groups_follow_from_the_mean_reward_where_they_are_not
     assert right.value == pytest.approx(0.05) and wrong.value == pytest.approx(0.85)
     (finding,) = [one for one in advise_log(log).findings if one.name == "dead groups"]
     assert finding.change is not None and finding.change.direction == "easier"
+    assert "all right" not in finding.sentence  # a bound is no share
     own = run_log(
         "own",
         [
@@ -153,6 +154,30 @@ def test_the_kinds_of_dead_groups_follow_from_the_mean_reward_where_they_are_not
     found = LOG_RULES["dead groups"](own)
     assert isinstance(found, RunFinding) and found.change is not None and found.change.direction == "harder"
     assert "70% are all right (every reward is 1) and 5% all wrong (every reward is 0)" in found.sentence
+
+
+def test_a_rule_that_another_finding_replaces_is_not_called_fine():
+    found = advise_log(log_of(reward=0.0, frac_reward_zero_std=1.0, reward_std=0.0))
+    assert [one.name for one in found.findings] == ["constant reward"]
+    told = {name: found.undecided[name] for name in ("dead groups", "reward spread death")}
+    assert set(told.values()) == {"first repair what “constant reward” found"}
+    dead = {"frac_reward_zero_std": np.clip(0.8 + 0.05 * NOISE, 0, 1)}
+    verdict = LOG_RULES["reward spread death"](log_of(**dead))
+    assert isinstance(verdict, Undecided) and "“dead groups”" in verdict.needs
+
+
+def test_a_short_log_needs_more_steps_and_a_log_without_the_scalar_needs_the_scalar():
+    for name, scalar in (("dead groups", "frac_reward_zero_std"), ("truncation", "completions/clipped_ratio")):
+        verdict = LOG_RULES[name](run_log("x", [{"step": step, scalar: 0.3} for step in range(9)]))
+        assert isinstance(verdict, Undecided) and verdict.needs == "log at least 10 steps; here are 9"
+        verdict = LOG_RULES[name](run_log("x", [{"step": step} for step in range(9)]))
+        assert isinstance(verdict, Undecided) and verdict.needs.startswith("log the share of")
+
+
+def test_only_rewards_up_to_1_have_a_ceiling():
+    falling = {"reward_std": np.where(RAMP < 0.4, 1.0, 0.01), "frac_reward_zero_std": 0.0}
+    assert LOG_RULES["reward spread death"](log_of(reward=0.97, **falling)) is None
+    assert isinstance(LOG_RULES["reward spread death"](log_of(reward=5.0, **falling)), RunFinding)
 
 
 def test_a_decline_of_the_entropy_is_extrapolated():

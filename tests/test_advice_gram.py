@@ -223,6 +223,8 @@ def test_prompts_that_are_known_by_heart():
     assert isinstance(found("overfitting to prompts", trained), Undecided)
     earlier = {**run.tests["test"], 0: {f"t/{place}": 1.0 for place in range(10)}}  # before the last third
     assert found("overfitting to prompts", dataclasses.replace(run, tests={"test": earlier})).number.value == 0.5
+    stopped = dataclasses.replace(run, tests={"test": {0: earlier[0]}})  # no evaluation since the start
+    assert isinstance(found("overfitting to prompts", stopped), Undecided)
     few = dataclasses.replace(run, groups=run_of(*["1110"] * 4).groups)
     assert isinstance(found("overfitting to prompts", few), Undecided)
 
@@ -399,6 +401,13 @@ def test_layers_that_carry_the_update_are_named_with_their_share(tmp_path):
     assert not any("layer." in line for line in one.listing)
     assert one.number.low <= 0.8 + 0.2 and one.number.high >= 0.8
     assert "all with the same rank" in one.change.sentence and "have lost" in one.change.effect
+
+
+def test_a_model_with_one_stored_layer_has_no_dominating_one(tmp_path):
+    assert found("exploding layer", layered_run(tmp_path / "one", {"lm_head": 3.0})) is None
+    loud = found("exploding layer", layered_run(tmp_path / "two", {"model.layers.*.mlp": 300.0, "lm_head": 0.0}))
+    assert loud.change.effect.startswith("the other layers get more than ")
+    assert any("fnmatch(n, 'model.layers.*.mlp')" in step for step in loud.change.steps)
 
 
 def test_no_layer_carries_noise(tmp_path):

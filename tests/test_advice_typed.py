@@ -165,6 +165,17 @@ def test_the_truncated_share_at_a_longer_limit_follows_from_the_first_steps():
     assert check.startswith("The truncated share should be below 64% after 20 steps")
 
 
+def test_the_check_of_a_repaired_reward_can_be_met():
+    late = [{"step": step, "reward": 0.9, "completions/clipped_ratio": float(step > 3)} for step in range(1, 20)]
+    _, check = _repair_effect(run_log("x", late, TRL))
+    assert check.startswith("The truncated share should stay at 10% or less for 20 steps.")
+    whole = [
+        {"step": step, "reward": 0.9, "completions/clipped_ratio": 1.0 - 0.01 * (step > 9)} for step in range(1, 20)
+    ]
+    told, check = _repair_effect(run_log("x", whole, TRL))  # 1 to any power is 1: nothing can be forecast
+    assert check == "" and "100% truncated at first" not in told
+
+
 def truncated_run(folder: Path, completion: str, answer: str | None) -> RunFinding:
     """The finding of a run whose rollouts are nearly all truncated, with the reward 0.9."""
     with RunWriter.create(folder, TRL, environment={}) as writer:
@@ -199,7 +210,9 @@ def test_the_line_that_pays_for_answers_is_python():
     code = next(part for part in told.split("`") if part.startswith("return")).removeprefix("return ")
     given = {"completion_ids": [[5] * 64, [5] * 63, [5] * 9], "rewards": [1.0, 0.5, 0.25], "target": [12, "12", "7"]}
     # the limit of the next run is 64 tokens: the first was cut off, the second holds the answer, the third does not
-    assert eval(code, given | {"completions": ["12", "so 12", "17"]}) == [0.0, 0.75, 0.125]
+    assert "import `re`" in told
+    given |= {"re": re, "completions": ["12", "so it is 12.", "17"]}
+    assert eval(code, given) == [0.0, 0.75, 0.125]
 
 
 def test_harder_and_easier_problems_are_a_number_where_the_task_has_one():

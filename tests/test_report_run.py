@@ -304,6 +304,27 @@ def test_a_reward_that_rises_on_unfinished_texts_is_no_success(run):
     )
 
 
+@pytest.mark.parametrize(
+    ("state", "change", "says"),
+    [
+        (
+            "watch",
+            (-0.2, -0.3, -0.1),
+            "No, it gets worse: reward 0.8 → 0.6.",
+        ),  # too few evaluations to ask for a change
+        ("act", (-0.2, -0.3, -0.1), "No, it gets worse: reward 0.8 → 0.6."),
+        ("act", (0.0, 0.0, 0.0), "No: reward 0.8 → 0.6. The finding below says why."),  # constant reward
+        ("act", (0.3, 0.2, 0.4), "No: reward 0.8 → 0.6. The finding below says why."),  # it rises, held-out falls
+        ("watch", (0.1, -0.1, 0.3), "Not proven: reward 0.8 → 0.6; the interval of the change includes 0."),
+    ],
+)
+def test_only_a_change_below_0_is_called_worse(run, state, change, says):
+    reading = read_run(open_run(run[0]))
+    learning, *others = indicators(reading)
+    told = {"state": state, "headline": "reward 0.8 → 0.6", "change": Estimate(*change)}
+    assert learning_answer(reading, [dataclasses.replace(learning, **told), *others]).startswith(says)
+
+
 def test_names_from_data_are_text(tmp_path):
     folder = tmp_path / "<script>alert(1)<"
     write_run(folder, prompt_id="</script><script>alert({})</script>")

@@ -136,9 +136,9 @@ def test_a_push_or_an_answer_that_no_rollout_has_is_no_column():
 
 
 def test_text_that_utf8_cannot_hold_is_spelt_out(tmp_path):
-    before = RolloutRecord(**{**vars(make_rollout(0, 0, 0)), "completion": "a\ud800b"})
+    before = RolloutRecord(**{**vars(make_rollout(0, 0, 0)), "completion": "a\ud800b", "answer": "\ud800"})
     (after,) = table_to_rollouts(through_a_file(rollouts_to_table([before]), tmp_path))
-    assert after.completion == "a\\ud800b"
+    assert after.completion == "a\\ud800b" and after.answer == "\\ud800"
 
 
 def test_the_same_rows_give_the_same_bytes():

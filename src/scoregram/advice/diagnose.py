@@ -180,8 +180,11 @@ def holds_answer(text: str, answer: str) -> bool:
     Example:
         >>> holds_answer("so it is 12.", "12"), holds_answer("3127", "12"), holds_answer("1.12", "12")
         (True, False, False)
+        >>> holds_answer("41,42,47.", "47"), holds_answer("1,247", "247"), holds_answer("1,247", "1")
+        (True, False, False)
     """
-    pattern = rf"(?<![\w.,]){re.escape(answer.strip())}(?!\w|[.,]\w)"
+    digits_follow = r"(?=\d{3}(?!\d))"  # of a number with a comma for the thousands
+    pattern = rf"(?<![\w.])(?!(?<=\d,){digits_follow}){re.escape(answer.strip())}(?!\w|\.\w|,{digits_follow})"
     return re.search(pattern, text, re.IGNORECASE) is not None
 
 
@@ -312,8 +315,3 @@ def show_demo(name: str) -> int:
     console.print(Text(fault, style="italic"))
     print_diagnosis(advise(DEMOS / name), console)
     return 0
-
-
-def finding_names(findings: Iterable[RunFinding]) -> list[str]:
-    """Names of findings, in their order."""
-    return [one.name for one in findings]

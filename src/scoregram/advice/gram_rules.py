@@ -16,7 +16,7 @@ from torch import Tensor
 from scoregram.advantages import leave_one_out
 from scoregram.advice.findings import LEAST_SAVING, Change, RuleVerdict, RunFinding, Undecided
 from scoregram.advice.prompt_filter import LEFT_OUT_FILE, LIVE
-from scoregram.advice.settings import OWN_TRAINER, TRL_TRAINER, stored_setting, trainer_of
+from scoregram.advice.settings import OWN_TRAINER, TRL_TRAINER, draws_problems, stored_setting, trainer_of
 from scoregram.bootstrap import FEWEST, clustered_mean, fieller_ratio, mean_estimate, t_mean
 from scoregram.exhibits import Estimate, cell_text
 from scoregram.reading import (
@@ -113,6 +113,8 @@ def dominating_layer(run: RunReading) -> RuleVerdict:
     if shares is None:
         return _layers_needed(run, 2 * FEWEST)
     names, first, last = shares
+    if len(names) < 2:
+        return None
     place = int(np.argmax(last.mean(0)))
     share = mean_estimate(last[:, place])
     growth = share.value / max(float(first[:, place].mean()), 1e-9)
@@ -133,16 +135,29 @@ def dominating_layer(run: RunReading) -> RuleVerdict:
             direction="down",
             sentence=f"Check the scale of {names[place]} (its norm, its initialisation), freeze it, or lower its "
             "learning rate.",
-            effect=f"its share falls from {share.value:.0%} towards {float(first[:, place].mean()):.0%}, that of the "
-            "first steps. What that does for the reward cannot be said.",
-            steps=(
-                f"Not a setting: print the norm of the weights of `{names[place]}` and of its input at the first and "
-                "the last checkpoint.",
-                f"If one grew, freeze the layer: `model.get_submodule({names[place]!r}).requires_grad_(False)`.",
-                "Or give it a parameter group of its own with a tenth of the learning rate.",
-            ),
+            effect=(
+                f"its share falls from {share.value:.0%} towards {float(first[:, place].mean()):.0%}, that of the "
+                "first steps."
+                if is_new
+                else f"the other layers get more than {1 - share.value:.0%} of the update."
+            )
+            + " What that does for the reward cannot be said.",
+            steps=_steps_for_a_layer(names[place]),
         ),
         confidence="certain",
+    )
+
+
+def _steps_for_a_layer(name: str) -> tuple[str, ...]:
+    """How to look at a layer, or at a kind of layer such as `layers.*.mlp`, and how to slow it down."""
+    freeze = f"model.get_submodule({name!r}).requires_grad_(False)"
+    if "*" in name:
+        freeze = f"for n, layer in model.named_modules(): fnmatch(n, {name!r}) and layer.requires_grad_(False)"
+    return (
+        f"Not a setting: print the norm of the weights of `{name}` and of its input at the first and the last "
+        "checkpoint.",
+        f"If one grew, freeze the layer: `{freeze}`.",
+        "Or give it a parameter group of its own with a tenth of the learning rate.",
     )
 
 
@@ -228,7 +243,7 @@ def carrying_layers(run: RunReading) -> RuleVerdict:
 
 def _lora_targets(run: RunReading, layers: Iterable[str]) -> str:
     """The option that puts adapters on some layers alone."""
-    names = list(layers)
+    names = [name.rpartition("*.")[2] for name in layers]  # of a kind of layer, the end of its name
     if trainer_of(run.config) == TRL_TRAINER:
         return f" `LoraConfig(target_modules={names})` as `peft_config`"
     return f" `--lora-rank 16 --lora-targets {' '.join(names)}`"
@@ -294,7 +309,7 @@ def conflicting_prompts(run: RunReading) -> RuleVerdict:
         severity="warning",
         sentence=f"{len(against)} of {len(seen)} prompts pull against the rest of their batches, {worst} most.",
         number=bounds[worst],
-        label="inner product of its gradient with that of the others, over their norms",
+        label="inner product of its gradient with the mean of the others, over the mean squared score norm / R",
         evidence="found if the mean over the visits is below 0 in a t test, corrected for the number of prompts.",
         change=Change(
             knob="prompt set",
@@ -368,8 +383,8 @@ def _effect_line(found: HeldOutInfluence, name: str) -> str:
 def prompt_products(batches: Iterable[BatchRecord]) -> dict[str, list[float]]:
     """Prompt → for each visit, the inner product of its gradient with the mean of the other prompts of the step.
 
-    Unbiased leave-one-out gradients of independent groups; divided by the mean squared norm of the step's groups, so
-    that steps count alike.
+    Unbiased leave-one-out gradients of independent groups; divided by the mean squared norm of the step's scores over
+    the group size, so that steps count alike. It is no cosine.
     """
     found: dict[str, list[float]] = {}
     for batch in batches:
@@ -495,7 +510,9 @@ def memorised_prompts(run: RunReading) -> RuleVerdict:
     if not evaluations or len(set(prompts)) < FEWEST:
         return Undecided("evaluate sampled rollouts of test problems, and record groups of five prompts", _TESTED)
     trained = clustered_mean([group.mean_reward for group in run.last_groups], prompts)
-    steps = [step for step in evaluations if step in run.last_third] or [max(evaluations)]
+    steps = [step for step in evaluations if step in run.last_third]
+    if not steps:
+        return Undecided("evaluate sampled rollouts of test problems in the last third of the run", _TESTED)
     rewards = [(problem, reward) for step in steps for problem, reward in evaluations[step].items()]
     tested = clustered_mean([reward for _, reward in rewards], [problem for problem, _ in rewards])
     if math.isnan(trained.low) or math.isnan(tested.high):
@@ -531,4 +548,6 @@ def _more_prompts(run: RunReading, seen: int) -> tuple[str, ...]:
         return (f"Use all training problems of the task: `--train-problems 0` (now {used}).",)
     if trainer_of(run.config) == TRL_TRAINER:
         return (f"Not a setting: pass a larger `train_dataset`; the last third used {seen} prompts.",)
+    if draws_problems(run.config):
+        return (f"Not a setting: the task draws its problems; the last third used {seen} of them. Train longer.",)
     return (f"Not a setting: add problems to the training file; the last third used {seen} prompts.",)

@@ -8,7 +8,7 @@ import numpy as np
 
 from scoregram.advice.findings import Change, RuleVerdict, RunFinding, Undecided
 from scoregram.advice.logs import RunLog, ScalarSeries
-from scoregram.advice.reward_rules import CEILING
+from scoregram.advice.reward_rules import CEILING, after
 from scoregram.advice.trends import LEAST_STEPS, mean_ends, slope_estimate
 from scoregram.exhibits import Estimate
 
@@ -348,7 +348,7 @@ def lost_seed(log: RunLog) -> RuleVerdict:
     if known is None:
         return Undecided(FINGERPRINT_NEEDS)
     if isinstance(stuck_batch(log), RunFinding):
-        return None  # that finding says more
+        return after("stuck batch")
     lag, steps = most_repeated(known)
     if len(steps) < REPEATS or not is_surprising(steps, known, lag=lag):
         return None

@@ -42,11 +42,23 @@ CEILING = 0.95
 """Mean reward from which on a run counts as solved."""
 
 
+def too_few(series: ScalarSeries, otherwise: str) -> Undecided:
+    """What a rule needs: more steps if some are logged, else what to log."""
+    if 0 < len(series) < LEAST_STEPS:
+        return Undecided(f"log at least {LEAST_STEPS} steps; here are {len(series)}")
+    return Undecided(otherwise)
+
+
+def after(finding: str) -> Undecided:
+    """The verdict of a rule that another finding makes pointless until it is repaired."""
+    return Undecided(f"first repair what “{finding}” found")
+
+
 def constant_reward(log: RunLog) -> RuleVerdict:
     """Every rollout of every step has the same reward: the verifier is dead."""
     reward, dead = log.series("reward"), log.series("dead_share")
     if len(reward) < LEAST_STEPS or not len(dead):
-        return Undecided("log the mean reward and the share of groups without spread")
+        return too_few(reward, "log the mean reward and the share of groups without spread")
     spread = float(np.ptp(reward.last))
     if spread > 1e-9 or float(dead.last.min()) < 1:
         return None
@@ -80,9 +92,9 @@ def dead_groups(log: RunLog) -> RuleVerdict:
     """Most groups have equal rewards; which prompts to draw depends on whether they are all right or all wrong."""
     dead = log.series("dead_share")
     if len(dead) < LEAST_STEPS:
-        return Undecided("log the share of groups without spread (`frac_reward_zero_std` in TRL)")
+        return too_few(dead, "log the share of groups without spread (`frac_reward_zero_std` in TRL)")
     if isinstance(constant_reward(log), RunFinding):
-        return None  # that finding says more
+        return after("constant reward")
     share = dead.last_mean()
     if not share.low > DEAD_SHARE:
         return None if share.high <= DEAD_SHARE else Undecided("log more steps: the interval includes 50 %")
@@ -90,7 +102,7 @@ def dead_groups(log: RunLog) -> RuleVerdict:
     kinds = (
         f"Of all groups, {right.value:.0%} are all right (every reward is 1) and {wrong.value:.0%} all wrong (every "
         "reward is 0)."
-        if right.value >= 0
+        if len(log.series("all_right")) and len(log.series("all_wrong"))
         else ""
     )
     known = DeadGroups(live=1 - share.value, direction=wanted_prompts(share, right, wrong), config=log.config)
@@ -110,9 +122,10 @@ def dead_groups(log: RunLog) -> RuleVerdict:
 
 
 def dead_kinds(log: RunLog) -> tuple[Estimate, Estimate]:
-    """Shares of all-right and of all-wrong groups in the last third; `nan` if neither is logged nor bounded.
+    """Shares of all-right and of all-wrong groups in the last third, or bounds on them; `nan` without either.
 
     Without a log of the kinds, rewards in [0, 1] bound them: the mean reward is at least the share of all-right groups.
+    A bound decides which prompts are wanted; it is not printed as a share.
     """
     right, wrong = log.series("all_right"), log.series("all_wrong")
     if len(right) and len(wrong):
@@ -185,14 +198,16 @@ def reward_spread_death(log: RunLog) -> RuleVerdict:
     """Rewards hardly differ any more, without being at the ceiling."""
     spread, reward = log.series("reward_std"), log.series("reward")
     if len(spread) < LEAST_STEPS or not len(reward):
-        return Undecided("log the standard deviation of rewards")
-    if isinstance(dead_groups(log), RunFinding) or isinstance(constant_reward(log), RunFinding):
-        return None  # that finding says more
+        return too_few(spread, "log the standard deviation of rewards")
+    for other in (constant_reward, dead_groups):
+        if isinstance(found := other(log), RunFinding):
+            return after(found.name)
     start = spread.start
     if not start > 0:
         return None
     left = Estimate(float(spread.last.mean()) / start, *(mean_ends(spread.last) / start))
-    if not left.high < SPREAD_LEFT or reward.end >= CEILING:
+    is_solved = reward.end >= CEILING and reward.values.max() <= 1
+    if not left.high < SPREAD_LEFT or is_solved:
         return None
     return RunFinding(
         name="reward spread death",
@@ -307,7 +322,7 @@ def cut_completions(log: RunLog) -> RuleVerdict:
     cut = log.series("truncated")
     is_plain = len(cut) >= FEWEST_PLAIN and float(cut.values.min()) > MOSTLY_TRUNCATED
     if len(cut) < LEAST_STEPS and not is_plain:
-        return Undecided("log the share of completions that were cut off")
+        return too_few(cut, "log the share of completions that were cut off")
     share = cut.last_mean()
     level = float(cut.last.min()) if math.isnan(share.low) else share.low
     if not level > TRUNCATED:
@@ -361,12 +376,13 @@ def paying_for_answers(change: Change, log: RunLog) -> Change:
     """
     longer, limit = _longer_limit(log)
     answers = str(log.config.get("answer_column") or "answer")
-    paid = f"(reward + (str(expected) in text.split())) / 2 if len(ids) < {limit or 'LIMIT'} else 0.0"
+    is_held = r"bool(re.search(rf'(?<!\w){re.escape(str(expected))}(?!\w)', text))"
+    paid = f"(reward + {is_held}) / 2 if len(ids) < {limit or 'LIMIT'} else 0.0"
     line = f"return [{paid} for ids, expected, text, reward in zip(completion_ids, {answers}, completions, rewards)]"
-    told = f"Name what it returns now `rewards`, add the keywords `completion_ids` and `{answers}`, and end with "
-    told += f"`{line}`. Nothing is paid then for what the limit cut off, half for the answer as a word of its own (in "
-    told += 'chats the text is `text[0]["content"]`), and half as now: as long as no rollout holds the answer, it '
-    told += "alone would pay nothing."
+    told = f"Name what it returns now `rewards`, add the keywords `completion_ids` and `{answers}`, import `re`, and "
+    told += f"end with `{line}`. Nothing is paid then for what the limit cut off, half for the answer as a word of its "
+    told += 'own (in chats the text is `text[0]["content"]`), and half as now: as long as no rollout holds the answer, '
+    told += "it alone would pay nothing."
     effect, check = _repair_effect(log, half=True)
     return replace(
         change,
@@ -428,6 +444,8 @@ def _repair_effect(log: RunLog, *, half: bool = False) -> tuple[str, str]:
         return f"{_repaired_reward(log)} How far it rises from there {unknown}", ""
     first, step, times = float(cut.values[0]), int(cut.steps[0]), longer / limit
     begins = first**times
+    if first == 1:
+        return f"{_repaired_reward(log)} How far it rises from there {unknown}", ""
     told = f"about {begins:.0%} truncated at first, and then fewer, because only finished completions are paid. "
     told += f"Basis: {first:.0%} were at step {step}, at {limit} tokens; if as many end per token, {begins:.0%} reach "
     told += f"{longer}. The mean reward starts below {(1 - begins) / (1 + half):.2f}, "
@@ -436,8 +454,12 @@ def _repair_effect(log: RunLog, *, half: bool = False) -> tuple[str, str]:
         half and float(reward.values.max()) <= 1
     )
     told += f"; how far it rises {unknown}"
-    target = f"The truncated share should be below {begins:.0%} after {CHECKED_STEPS} steps and go on falling to "
-    return told, f"{target}{TRUNCATED:.0%} or less. If it is not, stop and read rollouts again."
+    if begins <= TRUNCATED:
+        target = f"The truncated share should stay at {TRUNCATED:.0%} or less for {CHECKED_STEPS} steps."
+    else:
+        target = f"The truncated share should be below {begins:.0%} after {CHECKED_STEPS} steps and go on falling to "
+        target += f"{TRUNCATED:.0%} or less."
+    return told, f"{target} If it is not, stop and read rollouts again."
 
 
 def _longer_limit(log: RunLog) -> tuple[str, int | None]:

@@ -106,7 +106,7 @@ def typed_setting(change: Change, config: Mapping[str, Any]) -> str:
         return ""
     if name == "per_device_train_batch_size":
         value = _device_batch(int(value), config)
-    return assigned(name, value) + (f" (now {present})" if present else "")
+    return assigned(name, value) + (f" (now {present})" if present and present != -1 else "")  # -1: not set
 
 
 def _device_batch(rollouts: int, config: Mapping[str, Any]) -> int:

@@ -49,7 +49,7 @@ METHOD_NOTES: Mapping[str, str] = MappingProxyType({"grpo-paper": " (eq. 22 of a
 SUBJECTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "learning": ("constant reward", "reward against held-out score"),
-        "prompts that teach": ("dead groups",),
+        "prompts that teach": ("dead groups", "constant reward"),
         "signal in a step": ("batch size",),
         "truncated or clipped": ("truncation", "clip saturation"),
     }
@@ -193,7 +193,8 @@ def learning_answer(run: RunReading, tiles: Sequence[Indicator]) -> str:
     """Whether the run learns: yes, no, not shown or not clear, and the numbers that say so."""
     if not run.steps:
         return "This run holds no step yet."
-    learning, cut, greedy = tiles[0], tiles[3], accuracy_gain(run)
+    by_name = {tile.name: tile for tile in tiles}
+    learning, cut, greedy = by_name["learning"], by_name["truncated or clipped"], accuracy_gain(run)
     rises = learning.state in ("good", "watch") and learning.change.low > 0
     if rises and cut.state == "act":
         untested = "" if learning.headline.startswith("test") else ", and no test problem was evaluated"
@@ -206,9 +207,11 @@ def learning_answer(run: RunReading, tiles: Sequence[Indicator]) -> str:
     said = {
         "good": f"Yes: {learning.headline}.",
         "watch": f"Not proven: {learning.headline}; the interval of the change includes 0.",
-        "act": f"No, it gets worse: {learning.headline}.",
+        "act": f"No: {learning.headline}. The finding below says why.",
         "unknown": "Too early to tell.",
     }[learning.state]
+    if learning.state != "unknown" and learning.change.high < 0:
+        said = f"No, it gets worse: {learning.headline}."
     return " ".join([said, *when_learnt(learning)])
 
 

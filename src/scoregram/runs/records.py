@@ -170,6 +170,8 @@ class UpdateRecord:
 def group_schema(layers: LayerPrecision = "float32") -> pa.Schema:
     """Columns of `groups/*.parquet`; one `statistics/NAME` for each statistic follows them.
 
+    With `train --keep-evidence` `completion_ids` and `prompt_sha256` follow as well.
+
     `gram` is row-major, `R²` values. `layer_grams` holds the lower triangle of each of `layers` in turn, row by row:
     `R(R+1)/2` values each.
     """
@@ -223,7 +225,8 @@ ROLLOUT_SCHEMA = pa.schema(
         ("finished", pa.bool_()),
     ]
 )
-"""Columns of `rollouts/*.parquet`; one `rewards/NAME` for each reward function follows them, and `push` if measured."""
+"""Columns of `rollouts/*.parquet`; one `rewards/NAME` for each reward function follows them, `answer` if the data has
+expected answers, and `push` if it was measured."""
 
 UPDATE_SCHEMA = pa.schema([("step", pa.int64()), ("seed", pa.int64()), ("sketch", pa.list_(pa.float32()))])
 """Columns of `updates/*.parquet`."""
@@ -250,7 +253,8 @@ def rollouts_to_table(rollouts: Sequence[RolloutRecord]) -> pa.Table:
     rows = [_rollout_row(rollout) for rollout in rollouts]
     table = _table(rows, ROLLOUT_SCHEMA, REWARD, [rollout.rewards for rollout in rollouts])
     if any(rollout.answer is not None for rollout in rollouts):
-        table = table.append_column("answer", pa.array([rollout.answer for rollout in rollouts], pa.string()))
+        answers = [_encodable(rollout.answer) for rollout in rollouts]
+        table = table.append_column("answer", pa.array(answers, pa.string()))
     if all(rollout.push is None for rollout in rollouts):
         return table
     pushes = [None if rollout.push is None else rollout.push.tolist() for rollout in rollouts]
@@ -370,7 +374,7 @@ def _batch_row(batch: BatchRecord) -> dict[str, Any]:
         got = f"{int(batch.sizes.sum())} of {size[0]}"
         fail("write_batches", "the groups must hold all rollouts", got, "Record the size of every group.")
     packed = _packed({"the batch": batch.gram}, np.dtype(np.float32), caller="write_batches")
-    return _row(batch, BATCH_SCHEMA, {"prompt_ids": list(batch.prompt_ids), "gram": packed})
+    return _row(batch, BATCH_SCHEMA, {"prompt_ids": [_encodable(name) for name in batch.prompt_ids], "gram": packed})
 
 
 def _rollout_row(rollout: RolloutRecord) -> dict[str, Any]:

@@ -42,8 +42,8 @@ HELD_OUT_PAIRS = frozenset(
 def arithmetic(argument: str = "", seed: int = 0) -> Task:
     """Running sums of `argument` terms (4 by default).
 
-    All problems of both splits are distinct; the seed decides which are in the training split and in which order. If
-    there are fewer than 8,192 + 512 sums of this length, a fifth of them is the test split.
+    All problems of both splits are distinct; the seed decides which are in the training split and in which order. The
+    test split has 512 sums, or a fifth of all sums of this length if that is fewer.
 
     Raises:
         ScoregramError: If `argument` is not a whole number from 2 to 16.

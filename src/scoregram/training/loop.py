@@ -264,7 +264,7 @@ def update_policy(
     updates, clipped, failure = 1, math.nan, None
     try:
         while updates < config.inner_updates:
-            loss, clipped = learner.updater.again(step, reference=known)
+            _, clipped = learner.updater.again(step, reference=known)  # the loss stays that of the first update
             apply_gradient(learner.optimizer, learner.model, rate, config.max_grad_norm)
             updates += 1
     except NotFiniteError as error:
