@@ -161,8 +161,8 @@ def test_a_rule_that_another_finding_replaces_is_not_called_fine():
     assert [one.name for one in found.findings] == ["constant reward"]
     told = {name: found.undecided[name] for name in ("dead groups", "reward spread death")}
     assert set(told.values()) == {"first repair what “constant reward” found"}
-    dead = {"frac_reward_zero_std": np.clip(0.8 + 0.05 * NOISE, 0, 1)}
-    verdict = LOG_RULES["reward spread death"](log_of(**dead))
+    dead = np.clip(0.8 + 0.05 * NOISE, 0, 1)
+    verdict = LOG_RULES["reward spread death"](log_of(frac_reward_zero_std=dead))
     assert isinstance(verdict, Undecided) and "“dead groups”" in verdict.needs
 
 
@@ -175,7 +175,7 @@ def test_a_short_log_needs_more_steps_and_a_log_without_the_scalar_needs_the_sca
 
 
 def test_only_rewards_up_to_1_have_a_ceiling():
-    falling = {"reward_std": np.where(RAMP < 0.4, 1.0, 0.01), "frac_reward_zero_std": 0.0}
+    falling: dict[str, Any] = {"reward_std": np.where(RAMP < 0.4, 1.0, 0.01), "frac_reward_zero_std": 0.0}
     assert LOG_RULES["reward spread death"](log_of(reward=0.97, **falling)) is None
     assert isinstance(LOG_RULES["reward spread death"](log_of(reward=5.0, **falling)), RunFinding)
 
