@@ -1,4 +1,4 @@
-"""`results/allocation` and `results/influence`: every table follows from the stored files; slopes against autograd."""
+"""`results/allocation`, `influence`, `credit`: every table follows from the stored files; slopes against autograd."""
 
 import importlib.util
 import json
@@ -30,10 +30,32 @@ def module(folder: str, name: str) -> ModuleType:
     return loaded
 
 
-@pytest.mark.parametrize("folder", ["allocation", "influence"])
+@pytest.mark.parametrize("folder", ["allocation", "influence", "credit"])
 def test_every_table_of_the_page_is_computed_from_the_files(folder):
-    page = (RESULTS / folder / "README.md").read_text(encoding="utf-8")
-    assert module(folder, "summarise").filled(page) == page
+    tables = module(folder, "summarise")
+    for path in getattr(tables, "PAGES", [RESULTS / folder / "README.md"]):
+        page = path.read_text(encoding="utf-8")
+        assert tables.filled(page) == page
+
+
+def test_efficiency_and_direction_follow_from_products_of_gradients(monkeypatch):
+    """Two seeds. `ĝ = 2 g + b` with `|g|² = 1`, `b ⊥ g` of squared norm 3, and noise of power 8, against noise of 1."""
+    tables = module("credit", "summarise")
+    row = {"cross": 4.0 + 3.0, "own": 4.0 + 3.0 + 8.0, "with_oracle": 2.0, "oracle": 1.0}
+    first = {"cross": 1.0, "own": 1.0 + 1.0, "with_oracle": 1.0, "oracle": 1.0}
+    fixed = {
+        name: {"fixed": {seed: {"products": own} for seed in "01"}} for name, own in (("x", row), (tables.FIRST, first))
+    }
+    monkeypatch.setattr(tables, "stored", lambda: {"runs": {"4": fixed}, "setting": {}})
+    assert tables.efficiency("4", "x").value == pytest.approx(2.0**2 / 8)
+    assert tables.direction("4", "x").value == pytest.approx(2 / 7**0.5)
+
+
+def test_area_and_last_are_read_at_the_budget(monkeypatch):
+    tables = module("credit", "summarise")
+    monkeypatch.setattr(tables, "stored", lambda: {"setting": {"shared": {"rollouts": 100}}})
+    run = {"evaluations": [[0, 0.0, 0.0], [50, 0.4, 0.0], [150, 0.8, 0.0]]}  # 0.6 at the budget
+    assert tables.last(run) == pytest.approx(60) and tables.area(run) == pytest.approx(100 * (0.2 + 0.5) / 2)
 
 
 def test_slopes_are_products_with_the_score_of_each_solution(tmp_path):
