@@ -16,11 +16,12 @@ import pytest
 
 from scoregram import cli
 from scoregram.advice import LOG_RULES, RunFinding, RunLog, advise, advise_log, run_log
+from scoregram.advice.completion_rules import least_truncated_reward
 from scoregram.advice.findings import SEVERITIES, Change, Undecided, contradictions, diagnosis_of, reconciled
 from scoregram.advice.formats import protobuf_fields, read_log, wandb_records
 from scoregram.advice.logs import SPELLINGS
 from scoregram.advice.policy_rules import chance_agreement, collapse_step, most_repeated, spike_steps
-from scoregram.advice.reward_rules import dead_kinds, least_truncated_reward
+from scoregram.advice.reward_rules import dead_kinds
 from scoregram.advice.trends import (
     MOST_PERSISTENT,
     autocorrelation,

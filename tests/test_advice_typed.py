@@ -11,10 +11,10 @@ import torch
 
 import scoregram.advice
 from scoregram.advice import RunFinding, advise, advise_run
+from scoregram.advice.completion_rules import WHAT_ELSE, _no_reward_at_the_limit, _repair_effect, paying_for_answers
 from scoregram.advice.diagnose import DEMOS
 from scoregram.advice.findings import Change
 from scoregram.advice.logs import run_log
-from scoregram.advice.reward_rules import WHAT_ELSE, _no_reward_at_the_limit, _repair_effect, paying_for_answers
 from scoregram.advice.settings import (
     COUNTED_TASKS,
     DYNAMIC_SAMPLING,

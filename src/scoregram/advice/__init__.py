@@ -1,8 +1,8 @@
 """What is wrong with a run and what to change, by stated rules.
 
 ```
-a log of any trainer ──► formats ──► RunLog ──► reward_rules, policy_rules ─┐
-run folder ──► reading ──► RunReading ──────────► gram_rules, noise_rules ──┴──► findings (reconciled) ──► Diagnosis
+a log of any trainer ──► formats ──► RunLog ──► reward_rules, completion_rules, policy_rules ─┐
+run folder ──► reading ──► RunReading ──────────► gram_rules, noise_rules ────────────────────┴──► Diagnosis
 ```
 
 A rule returns a finding, None if there is nothing to change, or what to measure where the data do not decide.

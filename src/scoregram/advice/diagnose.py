@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from scoregram.advice import gram_rules, noise_rules, policy_rules, reward_rules
+from scoregram.advice import completion_rules, gram_rules, noise_rules, policy_rules, reward_rules
 from scoregram.advice.difficulty import informed_finding
 from scoregram.advice.findings import SEVERITIES, Diagnosis, RuleVerdict, RunFinding, Severity, Undecided, diagnosis_of
 from scoregram.advice.formats import read_log
@@ -34,9 +34,9 @@ LOG_RULES: Mapping[str, Callable[[RunLog], RuleVerdict]] = MappingProxyType(
         "reward against held-out score": reward_rules.reward_against_held_out,
         "KL blow-up": policy_rules.kl_blow_up,
         "entropy collapse": policy_rules.entropy_collapse,
-        "repetition": reward_rules.repetition,
+        "repetition": completion_rules.repetition,
         "dead groups": reward_rules.dead_groups,
-        "truncation": reward_rules.cut_completions,
+        "truncation": completion_rules.cut_completions,
         "reward spread death": reward_rules.reward_spread_death,
         "length gaming": reward_rules.length_gaming,
         "gradient spikes": policy_rules.gradient_spikes,
@@ -152,7 +152,7 @@ def _with_answers(finding: RunFinding, run: RunReading, log: RunLog) -> RunFindi
     As it is if it asks for another change, or the last third stores fewer than `FEWEST_ANSWERED` of them with answers.
     """
     change = finding.change
-    if run.folder is None or change is None or reward_rules.WHAT_ELSE not in change.steps:
+    if run.folder is None or change is None or completion_rules.WHAT_ELSE not in change.steps:
         return finding
     steps = [step for step in _some(sorted(run.folder.rollout_steps())) if step in run.last_third]
     cut = [one for one in run.folder.rollouts(set(steps)) if not one.finished and one.kind in TRAINING_KINDS]
@@ -167,10 +167,10 @@ def _with_answers(finding: RunFinding, run: RunReading, log: RunLog) -> RunFindi
     counted = f"{held} of the {len(known)} stored ones hold the expected answer"
     if held / len(known) < reward / 2:
         sentence = finding.sentence.removesuffix(".") + f", and {counted}."
-        return replace(finding, sentence=sentence, change=reward_rules.paying_for_answers(change, log))
+        return replace(finding, sentence=sentence, change=completion_rules.paying_for_answers(change, log))
     told = f"Read some truncated rollouts: {counted}, and their mean reward is {reward:.2f}. "
     told += "So the function pays for answers, and needs no other change."
-    changed = tuple(told if one == reward_rules.WHAT_ELSE else one for one in change.steps)
+    changed = tuple(told if one == completion_rules.WHAT_ELSE else one for one in change.steps)
     return replace(finding, change=replace(change, steps=changed))
 
 
