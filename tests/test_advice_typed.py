@@ -176,6 +176,12 @@ def test_the_check_of_a_repaired_reward_can_be_met():
     assert check == "" and "100% truncated at first" not in told
 
 
+def test_a_setting_that_is_not_set_has_no_present_value():
+    change = Change(knob="training steps", direction="up", sentence="", effect="", value=400)
+    assert typed_setting(change, TRL | {"max_steps": 200}) == "max_steps=400 (now 200)"
+    assert typed_setting(change, TRL | {"max_steps": -1}) == "max_steps=400"
+
+
 def truncated_run(folder: Path, completion: str, answer: str | None) -> RunFinding:
     """The finding of a run whose rollouts are nearly all truncated, with the reward 0.9."""
     with RunWriter.create(folder, TRL, environment={}) as writer:
