@@ -37,6 +37,8 @@ FIRST = "group baseline"
 PLANNED = (("exact, per step", "exact, per rollout"), ("exact, per token", "exact, per rollout"), ("vineppo", FIRST))
 """Contrasts that were planned before the runs."""
 FIXED, PERCENT = "fixed", 100.0
+FEWEST_SEEDS = 3
+"""A learning rate with fewer seeds is in no table."""
 
 
 @cache
@@ -59,8 +61,9 @@ def lengths() -> list[str]:
 
 
 def rates(terms: str) -> list[str]:
-    """Learning rates, smallest first."""
-    return sorted((kind for kind in stored()["runs"][terms][FIRST] if kind != FIXED), key=float)
+    """Learning rates with enough seeds, smallest first."""
+    kinds = stored()["runs"][terms][FIRST]
+    return sorted((kind for kind in kinds if kind != FIXED and len(kinds[kind]) >= FEWEST_SEEDS), key=float)
 
 
 def sampled_at(record: Mapping[str, Any], places: np.ndarray) -> np.ndarray:
