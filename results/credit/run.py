@@ -1,7 +1,9 @@
 """Is finer credit worth it? Eight methods and four oracles on short and long chains of reasoning, six seeds each.
 
-python run.py OUT [--seeds 6] [--workers 2]    train and measure what is missing
-python run.py OUT --write                      write runs.json from the runs that are complete
+python run.py OUT [--seeds 6] [--workers 2] [--known runs.json]    train and measure what is missing
+python run.py OUT --write [--known runs.json]                      write runs.json from the runs that are complete
+
+Runs in the file `--known` are not trained again, and `--write` keeps them.
 
 Two kinds of runs. *Training* runs have the same number of sampled rollouts, as in `scoregram compare`, at two learning
 rates, of which none is chosen by its result. *Fixed* runs
@@ -117,15 +119,23 @@ def fixed_of(cell: PlannedCell) -> TrainConfig:
     return fixed_run(cell.config, folder.parents[3] / "fixed" / folder.parent.name / folder.name)
 
 
-def missing_runs(cells: Sequence[PlannedCell]) -> list[TrainConfig]:
-    """The incomplete runs, seed by seed; training runs before fixed ones."""
-    missing: list[TrainConfig] = []
-    for seed in sorted({cell.seed for cell in cells}):
-        here = [cell for cell in cells if cell.seed == seed]
-        missing += [cell.config for cell in here if not cell.is_complete]
-        fixed = {run.out: run for run in map(fixed_of, here)}
-        missing += [run for run in fixed.values() if not is_measured(run)]
-    return missing
+def missing_runs(
+    cells: Mapping[tuple[int, float], Sequence[PlannedCell]], known: Mapping[str, Any]
+) -> list[TrainConfig]:
+    """The incomplete runs that no record has, seed by seed; training runs before fixed ones."""
+    rows = {label: row for row, label in METHODS.items()}
+    training: list[tuple[int, TrainConfig]] = []
+    fixed: dict[Path, tuple[int, TrainConfig]] = {}
+    for (terms, rate), here in cells.items():
+        for cell in here:
+            stored = known.get(str(terms), {}).get(rows[cell.label], {})
+            if not cell.is_complete and str(cell.seed) not in stored.get(f"{rate:g}", {}):
+                training.append((cell.seed, cell.config))
+            run = fixed_of(cell)
+            if not is_measured(run) and str(cell.seed) not in stored.get("fixed", {}):
+                fixed[run.out] = (cell.seed, run)
+    ordered = sorted([*training, *fixed.values()], key=lambda pair: pair[0])  # stable: training runs stay in front
+    return [run for _, run in ordered]
 
 
 def is_measured(run: TrainConfig) -> bool:
@@ -195,24 +205,33 @@ def records(cells: Mapping[tuple[int, float], Sequence[PlannedCell]]) -> dict[st
     return found
 
 
+def merged(known: Mapping[str, Any], found: Mapping[str, Any], depth: int = 4) -> dict[str, Any]:
+    """Length → row → kind → seed → record of both; where both have a run, the record of `found`."""
+    if depth == 1:
+        return {**known, **found}
+    return {name: merged(known.get(name, {}), found.get(name, {}), depth - 1) for name in {**known, **found}}
+
+
 def main() -> None:
     """Train and measure, or write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--known", type=Path, help="a record whose runs are not trained again")
     parser.add_argument("--write", action="store_true", help="write the records, train nothing")
     given = parser.parse_args()
+    known = json.loads(given.known.read_text(encoding="utf-8"))["runs"] if given.known else {}
     cells = trained_cells(given.out, given.seeds)
     if given.write:
         complete = sum(cell.is_complete for here in cells.values() for cell in here)
         print(f"{complete} of {sum(map(len, cells.values()))} training runs are complete")
         setting = {"shared": SHARED, "methods": METHODS, "fixed_steps": FIXED_STEPS}
-        text = json.dumps({"setting": setting, "runs": records(cells)}, indent=0)
+        text = json.dumps({"setting": setting, "runs": merged(known, records(cells))}, indent=0)
         (HERE / "runs.json").write_text(text + "\n", encoding="utf-8")
         return
     build_policies([*RATES], range(given.seeds))
-    missing = missing_runs([cell for here in cells.values() for cell in here])
+    missing = missing_runs(cells, known)
     print(f"{len(missing)} runs are missing", flush=True)
     run_in_processes(missing, given.workers, run=run_or_explain)
 

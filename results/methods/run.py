@@ -114,7 +114,7 @@ def gym_setting(name: str, settings: str = "", left_out: Mapping[str, str] | Non
 ON_GPU = ("grpo", "dr-grpo", "rloo", "ppo", "optimal-token", "vineppo", "dpo")
 FURTHER = (
     *("grpo", "ppo-monte-carlo", "salt", "g2rl", "delta", "igrpo", "awr", "pass-at-k"),
-    *("reinforce-baseline", "dapo"),
+    *("reinforce-baseline", "dapo", "agro", "tic-length", "reinforce-critic", "reinforce"),
 )
 """Methods on GSM8K: in the first comparisons, and later, with `grpo` again beside them."""
 
@@ -183,7 +183,7 @@ TASKS = {
         every_rollouts=4096,
         left_out={name: "not run: GPU time" for name in METHODS if name not in FURTHER},
         options=QWEN_OPTIONS,
-        labels={"ppo-monte-carlo": "ppo-monte-carlo:critic_learning_rate=1e-5"},
+        labels={name: f"{name}:critic_learning_rate=1e-5" for name in ("ppo-monte-carlo", "reinforce-critic")},
         rate=3e-6,
     ),
 }
