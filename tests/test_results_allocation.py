@@ -108,13 +108,27 @@ def test_rules_are_compared_by_seed_with_the_fixed_sizes(monkeypatch):
     assert rows[0].startswith("| rule, 2 pairs") and rows[-1].startswith("| auto | 2.62 [") and "| 0.62 [" in rows[-1]
 
 
+def test_the_gain_of_a_real_model_is_that_of_its_last_evaluation(monkeypatch):
+    tables = module("allocation", "summarise")
+    ends = {"R = 4": (0.3, 0.3), "R = 8": (0.5, 0.5), "auto": (0.5, 0.3)}
+    runs = {
+        name: {str(s): {**evaluated(0.1, end), "steps": 5} for s, end in enumerate(both)} for name, both in ends.items()
+    }
+    monkeypatch.setattr(tables, "stored_runs", lambda: {"task": {"setting": {"rollouts": 100}, "runs": runs}})
+    *_, four, eight, auto = tables.final_table("task").splitlines()
+    assert four == "| R = 4 | 5 | 30.0 | 0.0 | 20.0 [20.0, 20.0] | -20.0 [-20.0, -20.0] | 0.50 [0.50, 0.50] |"
+    assert eight == "| R = 8 | 5 | 50.0 | 0.0 | 40.0 [40.0, 40.0] |  | 1 |"
+    assert auto.startswith("| auto | 5 | 40.0 | 0.0 | 30.0 [") and "| -10.0 [" in auto and "| 0.75 [" in auto
+
+
 def test_runs_of_a_record_are_not_trained_again(tmp_path, monkeypatch):
     queue, missing = module("allocation", "run"), []
     known = json.loads((RESULTS / "allocation" / "gsm8k.json").read_text(encoding="utf-8"))
+    del known["gsm8k"]["runs"]["R = 16"]["1"]
     config = queue.comparison_config("gsm8k", tmp_path, seeds=2, rows=["R = 4", "R = 16"])
     monkeypatch.setattr(queue, "run_in_processes", lambda runs, *_, **__: missing.extend(runs))
     queue.train_missing({"gsm8k": config}, 1, known=known)
-    assert [(run.group_size, run.seed) for run in missing] == [(16, 1)]  # the record has 4 twice and 16 once
+    assert [(run.group_size, run.seed) for run in missing] == [(16, 1)]  # the record has the others
     assert queue.task_record("gsm8k", config, known)["runs"] == known["gsm8k"]["runs"]
     known["gsm8k"]["setting"]["learning_rate"] = 1.0
     with pytest.raises(SystemExit, match="gsm8k: the record has other settings"):

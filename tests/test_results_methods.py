@@ -111,8 +111,8 @@ def test_the_control_is_a_row_of_gsm8k_with_its_own_reward(tmp_path, name, contr
     assert {label: reward for label, reward in rewards.items() if reward} == {f"grpo:reward={named}": named}
 
 
-@GSM8K_TABLES
-def test_runs_on_gsm8k_have_the_same_start_problems_rate_and_budget(name, control):
+@pytest.mark.parametrize("name", ["gsm8k", "gsm8k-qwen", "gsm8k-qwen-further"])
+def test_runs_on_gsm8k_have_the_same_start_problems_rate_and_budget(name):
     setting, own = script("run").TASKS[name], script("summarise").records(f"{name}.jsonl.xz")
     tried = json.loads((FOLDER / "setting.json").read_text())["rates"].get(name)
     rate = setting.rate or tried["rate"]
@@ -128,6 +128,33 @@ def test_runs_on_gsm8k_have_the_same_start_problems_rate_and_budget(name, contro
     for seed in {record["seed"] for record in own}:
         starts = [record["lines"][0] for record in own if record["seed"] == seed]
         assert len({(line["eval/accuracy"], line["eval/sampled_accuracy"]) for line in starts}) == 1
+
+
+def test_methods_of_the_qwen_table_have_three_seeds_and_its_rate_is_that_of_the_first_runs():
+    summarise = script("summarise")
+    runs = summarise.gsm8k_runs(*summarise.QWEN_FILES, least_seeds=3)
+    assert {frozenset(record["seed"] for record in own) for own in runs.values()} == {frozenset(range(3))}
+    assert {record["settings"]["learning_rate"] for own in runs.values() for record in own} == {3e-6}
+    labels = {label.split(":")[0] for label in runs}
+    assert labels >= set(script("run").ON_GPU) | {
+        "salt",
+        "g2rl",
+        "ppo-monte-carlo",
+        "awr",
+        "igrpo",
+        "pass-at-k",
+        "dapo",
+    }
+    assert set(summarise.UNEVEN) < set(runs)
+
+
+def test_runs_of_one_seed_count_as_their_mean():
+    summarise = script("summarise")
+    one, two, other = (
+        {"seed": s, "tests": {"test": {"rewards": r}}} for s, r in ((0, [0, 1]), (0, [1, 1]), (1, [0, 0]))
+    )
+    found = summarise.by_seed([one, other, two], "test", "rewards")
+    assert list(found) == [0, 1] and found[0].tolist() == [0.5, 1.0] and found[1].tolist() == [0.0, 0.0]
 
 
 def test_every_table_of_the_pages_follows_from_the_records():

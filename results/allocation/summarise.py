@@ -143,6 +143,8 @@ RUNS = HERE / "runs.json"
 """Seeds 0 to 7, all rows."""
 FRESH = HERE / "fresh-seeds.json"
 """Seeds 8 to 15, fixed sizes and `auto` with another start."""
+LARGE = HERE / "gsm8k.json"
+"""Qwen2.5-Coder-0.5B on GSM8K, seeds 0 to 2, evaluated before the first and after the last step."""
 FIXED = ("R = 2", "R = 4", "R = 8", "R = 16")
 STARTING = "R = 8"
 """Group size of `success`, `measured` and dynamic sampling, and the one that `auto` starts with in `RUNS`."""
@@ -163,7 +165,8 @@ def stored_runs() -> dict[str, Any]:
         for task, record in second.items()
     }
     later = {fresh(task): record for task, record in second.items()}
-    return first | later | {pooled(task): record for task, record in both.items()}
+    large = json.loads(LARGE.read_text(encoding="utf-8"))
+    return first | later | {pooled(task): record for task, record in both.items()} | large
 
 
 def fresh(task: str) -> str:
@@ -205,7 +208,7 @@ def seed_values(task: str, measure: Callable[[Mapping[str, Any], int], float]) -
 def best_fixed(task: str) -> str:
     """The fixed group size with the largest mean area."""
     areas = seed_values(task, area)
-    return max(FIXED, key=lambda name: mean(areas[name].values()))
+    return max((name for name in FIXED if name in areas), key=lambda name: mean(areas[name].values()))
 
 
 def gains(task: str) -> SeedValues:
@@ -261,9 +264,37 @@ def pooled_table(tasks: Sequence[str]) -> str:
     return table([f"rule, {pairs} pairs of task and seed", "gain, fixed sizes = 1", f"minus {STARTING}"], rows)
 
 
-def shown(estimate: Estimate) -> str:
+def final_table(task: str) -> str:
+    """One row per rule: updates, sampled and greedy accuracy after the last step, and the gain of sampled accuracy.
+
+    The last columns compare the gain with that of the best fixed size, by seed.
+    """
+    runs, found = stored_runs()[task]["runs"], seed_values(task, final_gain)
+    best = found[best_fixed(task)]
+    usual = mean(best.values())
+    rows = []
+    for name, gains_here in found.items():
+        records = [runs[name][seed] for seed in gains_here]
+        sampled, greedy = (100 * mean(record["evaluations"][-1][place] for record in records) for place in (1, 2))
+        minus_best = [100 * (gain - best[seed]) for seed, gain in gains_here.items()]
+        difference = t_mean(minus_best)
+        share = Estimate(*(1 + v / (100 * usual) for v in (difference.value, difference.low, difference.high)))
+        compared = ["", "1"] if name == best_fixed(task) else [shown(difference, 1), shown(share)]
+        gain = t_mean([100 * value for value in gains_here.values()])
+        updates = f"{mean(record['steps'] for record in records):.0f}"
+        rows.append([name, updates, f"{sampled:.1f}", f"{greedy:.1f}", shown(gain, 1), *compared])
+    heads = ["rule, 3 seeds", "updates", "sampled, %", "greedy, %", "gain, points"]
+    return table([*heads, f"minus {best_fixed(task)}, points", "share of its gain"], rows)
+
+
+def final_gain(run: Mapping[str, Any], budget: int) -> float:
+    """Sampled accuracy after the last step minus that before the first."""
+    return float(run["evaluations"][-1][1]) - start(run, budget)
+
+
+def shown(estimate: Estimate, digits: int = 2) -> str:
     """A number and its interval."""
-    return f"{estimate.value:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]"
+    return f"{estimate.value:.{digits}f} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
 
 
 TASKS = ("arithmetic", "compositions", "spell_backward", "rotate_matrix")
@@ -275,6 +306,7 @@ TABLES = {
     "pooled": lambda: pooled_table(TASKS),
     "fresh": lambda: area_table([fresh(task) for task in TASKS]),
     "fixed": lambda: area_table([pooled(task) for task in TASKS]),
+    "gsm8k": lambda: final_table("gsm8k"),
     "fixed-pooled": lambda: pooled_table([pooled(task) for task in TASKS]),
 }
 

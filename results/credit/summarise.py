@@ -1,4 +1,4 @@
-"""The tables of this page and of docs/methods.md, from runs.json.
+"""The tables of this page and of docs/methods.md, from runs.json and fresh-seeds.json.
 
 python summarise.py            print the tables
 python summarise.py --write    put them between their marks in README.md and docs/methods.md
@@ -36,15 +36,18 @@ FIRST = "group baseline"
 """One advantage per rollout, reward minus the mean of the other rollouts: the row that others are compared with."""
 PLANNED = (("exact, per step", "exact, per rollout"), ("exact, per token", "exact, per rollout"), ("vineppo", FIRST))
 """Contrasts that were planned before the runs."""
+FRESH = (("exact, per token", "exact, per rollout"), ("process rewards", FIRST), ("optimal-token", FIRST))
+FRESH_TERMS, FRESH_RATE = "12", "0.0001"
+"""Contrasts that the first seeds suggested at this length and rate, repeated on seeds that no table had."""
 FIXED, PERCENT = "fixed", 100.0
 FEWEST_SEEDS = 3
 """A learning rate with fewer seeds is in no table."""
 
 
 @cache
-def stored() -> dict[str, Any]:
+def stored(file: str = "runs.json") -> dict[str, Any]:
     """What `run.py` wrote."""
-    return json.loads((HERE / "runs.json").read_text(encoding="utf-8"))
+    return json.loads((HERE / file).read_text(encoding="utf-8"))
 
 
 def records(terms: str, row: str, kind: str) -> dict[str, Mapping[str, Any]]:
@@ -211,6 +214,29 @@ def planned_table() -> str:
     return markdown(("contrast", "terms", "rate", "area, points", "last, points"), rows)
 
 
+def fresh_differences(file: str, mine: str, other: str, reading: Callable[[Mapping[str, Any]], float]) -> list[float]:
+    """Difference of two rows for every seed of a file that has both."""
+    runs = stored(file)["runs"][FRESH_TERMS]
+    here, there = (runs[row][FRESH_RATE] for row in (mine, other))
+    return [reading(here[seed]) - reading(there[seed]) for seed in sorted({*here} & {*there}, key=int)]
+
+
+def fresh_table() -> str:
+    """The repeated contrasts: on the seeds that suggested them and on fresh ones, corrected for their number."""
+    rows: list[list[Cell]] = []
+    counts = [len(fresh_differences(file, *FRESH[0], area)) for file in ("runs.json", "fresh-seeds.json")]
+    for mine, other in FRESH:
+        cells: list[Cell] = [f"{mine} minus {other}"]
+        for file, reading in (("runs.json", area), ("fresh-seeds.json", area), ("fresh-seeds.json", last)):
+            found = fresh_differences(file, mine, other, reading)
+            strict = t_mean(found, tests=len(FRESH))
+            survives = file != "runs.json" and (strict.low > 0 or strict.high < 0)
+            cells.append(f"{signed(t_mean(found))}{' *' if survives else ''}")
+        rows.append(cells)
+    first, fresh = (f"{count} seeds" for count in counts)
+    return markdown(("contrast", f"area, first {first}", f"area, {fresh}, fresh", f"last, {fresh}, fresh"), rows)
+
+
 def signed(found: Estimate) -> str:
     """A difference with its sign."""
     text = cell_text(found)
@@ -244,6 +270,8 @@ def tables() -> Iterator[tuple[str, str]]:
         yield f"credit fixed {terms}", fixed_table(terms)
         yield f"credit trained {terms}", trained_table(terms)
     yield "credit planned", planned_table()
+    if (HERE / "fresh-seeds.json").is_file():
+        yield "credit fresh", fresh_table()
     yield "credit steps", steps_table()
 
 

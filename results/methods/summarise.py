@@ -1,4 +1,4 @@
-"""Every table of this folder, computed from `runs.jsonl.xz`, `gsm8k.jsonl.xz` and `gsm8k-qwen.jsonl.xz`.
+"""Every table of this folder, computed from the `.jsonl.xz` files beside this one.
 
 python summarise.py            prints them
 python summarise.py --write    writes them into README.md and docs/methods.md
@@ -37,6 +37,10 @@ CREDIT_SCALARS = {
     "filler share of credit": "credit/filler_share",
     "filler share of push": "push/filler_share",
 }
+QWEN_FILES = ("gsm8k-qwen.jsonl.xz", "gsm8k-qwen-further.jsonl.xz")
+"""The first seven methods and the control; further methods, with `grpo` again."""
+UNEVEN = ("igrpo", "vineppo")
+"""Methods whose runs on GSM8K do not have the noise of the others: seeds of one differ widely, one makes one update."""
 SHOWN_UPDATES = ("method", "update signal to noise", "rank over null", "credit correlation", "credit error")
 SHOWN_FILLER = ("filler share of credit", "filler share of push", "filler tokens")
 
@@ -320,26 +324,70 @@ def filler_table() -> str:
     return part(update_table(comparison("arithmetic")), (*SHOWN_UPDATES, *SHOWN_FILLER))
 
 
-def gsm8k_table(file: str) -> str:
-    """Sampled and greedy accuracy on GSM8K's test problems, and the gain over the start, paired by problem."""
+def gsm8k_runs(*files: str, least_seeds: int = 1) -> dict[str, list[dict[str, Any]]]:
+    """Method → its runs on GSM8K; methods with fewer than `least_seeds` seeds are left out."""
     runs: dict[str, list[dict[str, Any]]] = {}
-    for record in records(file):
+    for record in (record for file in files for record in records(file)):
         runs.setdefault(record["label"], []).append(record)
-    first = {record["seed"]: np.array(record["tests"][SAMPLED_TEST]["rewards"]) for record in runs["grpo"]}
+    return {label: own for label, own in runs.items() if len({one["seed"] for one in own}) >= least_seeds}
+
+
+def gsm8k_table(*files: str, least_seeds: int = 1) -> str:
+    """Sampled and greedy accuracy on GSM8K's test problems, and the gain over the start, paired by problem.
+
+    Runs of a method with the same seed count as one: their mean.
+    """
+    runs = gsm8k_runs(*files, least_seeds=least_seeds)
+    first = by_seed(runs["grpo"], SAMPLED_TEST, "rewards")
     rows = []
     for label, own in runs.items():
-        after = np.array([record["tests"][SAMPLED_TEST]["rewards"] for record in own], dtype=float)
-        before = np.array([record["tests"][SAMPLED_TEST]["before"] for record in own], dtype=float)
-        greedy = np.array([record["tests"][GREEDY_TEST]["rewards"] for record in own], dtype=float)
-        shared = [record["seed"] in first for record in own]
-        base = np.array([first[record["seed"]] for record in own if record["seed"] in first])
-        over = "" if label == "grpo" else cell_text(hundred(mean_over_problems(after[shared] - base)))
+        after, before = (by_seed(own, SAMPLED_TEST, when) for when in ("rewards", "before"))
+        greedy = by_seed(own, GREEDY_TEST, "rewards")
+        gain = mean_over_problems(stacked(after) - stacked(before))
+        over = mean_over_problems(np.array([after[seed] - first[seed] for seed in after if seed in first]))
+        again = "" if len(own) == len(after) else f" ({len(own)} runs)"
         steps = np.mean([record["lines"][-1]["step"] for record in own])
-        cells = (mean_over_problems(after), mean_over_problems(after - before), mean_over_problems(greedy))
+        cells = (mean_over_problems(stacked(after)), gain, mean_over_problems(stacked(greedy)))
         texts = [cell_text(hundred(cell)) for cell in cells]
-        rows.append((label, str(len(own)), f"{steps:.0f}", texts[0], texts[1], over, texts[2]))
+        shown = "" if label == "grpo" else cell_text(hundred(over))
+        rows.append((label, f"{len(after)}{again}", f"{steps:.0f}", texts[0], texts[1], shown, texts[2]))
     heads = ("method", "seeds", "steps", "sampled, %", "gain over the start", "points over grpo", "greedy, %")
     return markdown(heads, rows)
+
+
+def qwen_spread_table() -> str:
+    """How far sampled accuracies on GSM8K must differ if the noise of all methods is pooled, and which do."""
+    every = [label for label in gsm8k_runs(*QWEN_FILES, least_seeds=3) if not label.startswith("grpo:")]
+    even = [label for label in every if label not in UNEVEN]
+    rows = []
+    for shown, labels in (("all", every), (f"without {' and '.join(UNEVEN)}", even)):
+        found = qwen_spread(labels)
+        behind = [
+            f"{label.split(':')[0]} {gain:+.1f}"
+            for label, gain in zip(labels, found.gains, strict=True)
+            if abs(gain) > found.half
+        ]
+        numbers = (f"{found.deviation:.1f}", f"{found.p_equal:.2g}", f"{found.half:.1f}")
+        rows.append((f"{len(labels)}, {shown}", *numbers, ", ".join(behind) or "none"))
+    return markdown(("methods", "deviation of a run", "p equal", "needed gain", "survive"), rows)
+
+
+def qwen_spread(labels: Sequence[str]) -> Spread:
+    """The spread of sampled accuracies, in points."""
+    runs = gsm8k_runs(*QWEN_FILES, least_seeds=3)
+    tests = [by_seed(runs[label], SAMPLED_TEST, "rewards") for label in labels]
+    return spread_of(labels, np.array([[100 * values.mean() for values in own.values()] for own in tests]))
+
+
+def by_seed(own: Sequence[Mapping[str, Any]], kind: str, when: str) -> dict[int, np.ndarray]:
+    """Seed → reward of each test problem, the mean over runs with this seed."""
+    tests = [(record["seed"], np.array(record["tests"][kind][when], dtype=float)) for record in own]
+    return {seed: np.mean([values for at, values in tests if at == seed], axis=0) for seed in sorted({*dict(tests)})}
+
+
+def stacked(values: Mapping[int, np.ndarray]) -> np.ndarray:
+    """`(seeds, problems)`."""
+    return np.array([*values.values()])
 
 
 def hundred(estimate: Estimate) -> Estimate:
@@ -367,7 +415,8 @@ def tables() -> dict[str, Callable[[], str]]:
         "filler": filler_table,
         "composition": composition_table,
         "gsm8k": lambda: gsm8k_table("gsm8k.jsonl.xz"),
-        "gsm8k-qwen": lambda: gsm8k_table("gsm8k-qwen.jsonl.xz"),
+        "gsm8k-qwen": lambda: gsm8k_table(*QWEN_FILES, least_seeds=3),
+        "gsm8k-qwen-spread": qwen_spread_table,
     }
     return shared | {f"task {name}": (lambda name=name: task_tables(name)) for name in table_names()}
 
