@@ -1,4 +1,4 @@
-"""`results/allocation`, `influence`, `credit`: every table follows from the stored files; slopes against autograd."""
+"""Allocation, influence, credit, calibration: tables follow from the stored files; slopes against autograd."""
 
 import importlib.util
 import json
@@ -30,7 +30,7 @@ def module(folder: str, name: str) -> ModuleType:
     return loaded
 
 
-@pytest.mark.parametrize("folder", ["allocation", "influence", "credit"])
+@pytest.mark.parametrize("folder", ["allocation", "influence", "credit", "calibration"])
 def test_every_table_of_the_page_is_computed_from_the_files(folder):
     tables = module(folder, "summarise")
     for path in getattr(tables, "PAGES", [RESULTS / folder / "README.md"]):

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from worlds import shifted
 
-from scoregram.advice.difficulty import SuccessLaw, pairs_exceed_chance
-from scoregram.reading import RunReading, StoredGroup
+from scoregram.reading import RunReading, StoredGroup, SuccessLaw, pairs_exceed_chance
 from scoregram.reading.group import with_rewards
 from scoregram.runs import GroupRecord
 

@@ -20,9 +20,10 @@ from scipy.stats import f as fisher
 from scipy.stats import t as student
 
 from scoregram.advantages import ESTIMATORS
-from scoregram.compare.intervals import mean_over_problems, mean_over_seeds, verdict
+from scoregram.bootstrap import t_mean
+from scoregram.compare.intervals import mean_over_problems, verdict
 from scoregram.compare.results import ACCURACY, MethodComparison, MethodResult, RankedOutcome, RunResult
-from scoregram.compare.table import accuracy_table, scaled, update_table
+from scoregram.compare.table import accuracy_table, shown_estimate, update_table
 from scoregram.exhibits import Estimate, Table, cell_text
 from scoregram.reading import GREEDY_TEST, SAMPLED_TEST, RunReading
 from scoregram.training import METHODS
@@ -180,7 +181,7 @@ def mark(table: str, place: int) -> str:
     found, gains = comparison(table), spread(table)
     if not place:
         return ""
-    said = verdict(found.methods[place].gain_over(found.methods[0], outcome=found.outcome))
+    said = verdict(found.methods[place].gain_over(found.methods[0], found.outcome))
     survives = bool(abs(gains.gains[place]) > gains.half)
     return {"better": "+", "worse": "−"}.get(said, "") + "*" * survives
 
@@ -192,7 +193,7 @@ def overview_table() -> str:
     for name in names:
         found = comparison(name)
         for place, method in enumerate(found.methods):
-            value = scaled(method.final(outcome=found.outcome), found.outcome).value
+            value = shown_estimate(method.final(outcome=found.outcome), found.outcome).value
             digits = 1 if found.outcome.scale == 100 else 3
             label = method.label.split(":")[0]
             cells.setdefault(label, {})[name] = f"{value:.{digits}f} {mark(name, place)}".strip()
@@ -260,8 +261,8 @@ def level_table() -> str:
         }
         for level in LEVELS:
             if level in means:
-                value = scaled(mean_over_seeds(means[level].tolist()), found.outcome)
-                gain = scaled(mean_over_seeds((means[level] - means["group"]).tolist()), found.outcome)
+                value = shown_estimate(t_mean(means[level].tolist()), found.outcome)
+                gain = shown_estimate(t_mean((means[level] - means["group"]).tolist()), found.outcome)
                 count = str(len(by_level[level]))
                 shown = "" if level == "group" else cell_text(gain)
                 rows.append((name, LEVELS[level], count, cell_text(value.value), shown))
@@ -274,7 +275,7 @@ def turns_table() -> str:
     for name, (mine, theirs) in product(("calculator", "stopping"), TURN_PAIRS):
         found = comparison(name)
         by_label = {method.label: method for method in found.methods}
-        gain = by_label[mine].gain_over(by_label[theirs], outcome=found.outcome)
+        gain = by_label[mine].gain_over(by_label[theirs], found.outcome)
         rows.append((name, f"{mine} over {theirs}", cell_text(gain), verdict(gain)))
     return markdown(("task", "methods", "difference of mean returns", "verdict"), rows)
 
@@ -292,7 +293,7 @@ def credit_table() -> str:
         cells = []
         for reading in readings.values():
             mine, theirs = ({r.seed: reading(r.run) for r in methods[one].runs} for one in (label, "grpo"))
-            cells.append(cell_text(mean_over_seeds([mine[seed] - theirs[seed] for seed in mine])))
+            cells.append(cell_text(t_mean([mine[seed] - theirs[seed] for seed in mine])))
         rows.append((label, *cells))
     return markdown(("method minus grpo", *readings), rows)
 
@@ -312,10 +313,13 @@ def composition_table() -> str:
     for level in ("group", "token"):
         gaps = [composition_gaps(method.label) for method in found.methods if level_of(method.label) == level]
         shown = f"mean of {len(gaps)} methods, {LEVELS[level]}"
-        rows.append((shown, "", "", cell_text(mean_over_seeds(np.mean(gaps, axis=0).tolist()))))
+        rows.append((shown, "", "", cell_text(t_mean(np.mean(gaps, axis=0).tolist()))))
     for method in found.methods:
-        finals = [cell_text(scaled(method.final(split, found.outcome), found.outcome)) for split in ("", "composition")]
-        rows.append((method.label, *finals, cell_text(mean_over_seeds(composition_gaps(method.label).tolist()))))
+        finals = [
+            cell_text(shown_estimate(method.final(split, found.outcome), found.outcome))
+            for split in ("", "composition")
+        ]
+        rows.append((method.label, *finals, cell_text(t_mean(composition_gaps(method.label).tolist()))))
     return markdown(("method", "accuracy, %", "composition, %", "composition minus known, points"), rows)
 
 
