@@ -13,43 +13,16 @@ import torch
 from scipy.stats import t as student
 
 from scoregram.advice import GRAM_RULES, RunFinding, advise_run, noise_rules
-from scoregram.advice.difficulty import SuccessLaw, group_size_for
 from scoregram.advice.findings import Undecided, contradictions
-from scoregram.advice.gram_rules import (
-    group_cosines,
-    layer_energy_shares,
-    layer_signals,
-    prompt_products,
-    shortened,
-)
+from scoregram.advice.gram_rules import shortened_text
 from scoregram.advice.noise_rules import least_error_size
 from scoregram.bootstrap import t_mean
 from scoregram.exhibits import Estimate
-from scoregram.reading import RunNoise, RunReading, StoredGroup, read_run
-from scoregram.runs import BatchRecord, GroupRecord, RunWriter
+from scoregram.reading import RunReading, StoredGroup, SuccessLaw, group_size_for, layer_signals, read_run
+from scoregram.runs import GroupRecord, RunWriter
 from scoregram.statistics import NoiseComponents
+from tests.reading_cases import run_of, with_noise
 from tests.report_cases import write_run
-
-
-def run_of(*outcomes: str, lines: Any = (), prompts: list[str] | None = None) -> RunReading:
-    """One step with a group for each outcome, such as `1000`."""
-    records = [
-        GroupRecord(
-            step=1,
-            prompt_id=prompts[place] if prompts else f"p/{place}",
-            rewards=torch.tensor([float(mark) for mark in outcome], dtype=torch.float64),
-            lengths=torch.ones(len(outcome)).long(),
-            advantages=torch.zeros(len(outcome), dtype=torch.float64),
-        )
-        for place, outcome in enumerate(outcomes)
-    ]
-    return RunReading({}, (), [{"step": 1, "reward": 0.5, **dict(lines)}], [StoredGroup(record) for record in records])
-
-
-def with_noise(run: RunReading, steps: int = 8, *, phase: str = "last", **changes: Any) -> RunReading:
-    """The run as if the noise of a third had been pooled to these numbers."""
-    vars(run).setdefault("_noises", {})[phase] = RunNoise(steps=steps, **changes)
-    return run
 
 
 def found(name: str, run: RunReading) -> Any:
@@ -121,72 +94,61 @@ def test_advised_group_sizes_divide_the_rollouts_of_a_step():
     assert found("group size", with_noise(run, best_group_size=Estimate(3.0, 2.5, 3.7), components=flat)) is None
 
 
-def live_by_integration(a: float, b: float, size: int) -> float:
-    """`E[1 - p^R - (1-p)^R]` for `p ~ Beta(a, b)`, by the midpoint rule."""
-    points = (np.arange(200_000) + 0.5) / 200_000
-    density = points ** (a - 1) * (1 - points) ** (b - 1)
-    return float((density * (1 - points**size - (1 - points) ** size)).sum() / density.sum())
-
-
-@pytest.mark.parametrize(("a", "b"), [(2.0, 3.0), (1.0, 8.0), (5.0, 1.5)])
-def test_live_shares_under_a_beta_law(a, b):
-    law = SuccessLaw(a / (a + b), a + b)
-    for size in (2, 8, 32):
-        assert law.live_share(size) == pytest.approx(live_by_integration(a, b, size), abs=1e-4)
-    size = group_size_for(law)
-    assert size is None or law.live_share(size - 1) < 0.8 <= law.live_share(size)
-
-
-def test_the_law_is_that_of_the_prompts():
-    """Counts drawn from a known law give it back, also where most groups are dead."""
-    rng = np.random.default_rng(0)
-    rates = rng.beta(0.4, 5.6, 20_000)
-    counts = [(int(right), 8) for right in rng.binomial(8, rates)]
-    law = SuccessLaw.of(counts)
-    assert law is not None and law.mean == pytest.approx(0.4 / 6, abs=0.003)
-    assert law.concentration == pytest.approx(6, rel=0.1)
-    dead = sum(right in (0, 8) for right, _ in counts) / len(counts)
-    assert law.live_share(8) == pytest.approx(1 - dead, abs=0.01)
-    assert law.live_share(32) <= 1 - (1 - law.live_share(8)) ** 4  # whatever the law of the prompts
-    assert law.live_share(32) == pytest.approx(np.mean(1 - rates**32 - (1 - rates) ** 32), abs=0.01)
-
-
-@pytest.mark.parametrize(
-    ("counts", "live"),
-    [
-        ([(0, 4), (0, 4)], 0.0),  # never solved
-        ([(0, 4), (4, 4)], 0.0),  # each always or never
-        ([(2, 4), (2, 4)], 7 / 8),  # less spread than chance: all alike
-        ([(1, 1), (0, 1)], None),  # one rollout says nothing about spread
-        ([], None),
-    ],
-)
-def test_laws_at_the_edges(counts, live):
-    law = SuccessLaw.of(counts)
-    assert live == (None if law is None else pytest.approx(law.live_share(4)))
-
-
-def test_prompts_seen_twice_count_once():
-    assert run_of("1000", "0000", "1111", prompts=["a", "a", "b"]).success_rates() == [1 / 8, 1.0]
-    assert run_of("1000", "2000").success_rates() == []  # neither right nor wrong
-
-
 @pytest.mark.parametrize(
     ("scale", "direction"),
     [
-        (Estimate(100.0, 40.0, math.inf), "up"),
-        (Estimate(math.inf, math.inf, math.inf), "up"),
+        (Estimate(200.0, 80.0, math.inf), "up"),
+        (Estimate(math.inf, math.inf, math.inf), "repair"),
         (Estimate(1.0, 0.5, 1.5), "down"),
-        (Estimate(100.0, 20.0, math.inf), "undecided"),
+        (Estimate(200.0, 40.0, math.inf), "undecided"),
         (Estimate(1.0, 0.5, 30.0), "undecided"),
         (Estimate(100.0), "undecided"),
-        (Estimate(8.0, 4.0, 16.0), None),
+        (Estimate(16.0, 8.0, 32.0), None),
     ],
 )
 def test_the_batch_is_judged_by_the_whole_interval_of_the_noise_scale(scale, direction):
-    one = found("batch size", with_noise(run_of("1000", "1100"), noise_scale=scale))  # a batch of 8
+    one = found("batch size", with_noise(run_of(*["1000", "1100"] * 2), noise_scale=scale))  # a batch of 16
     told = "undecided" if isinstance(one, Undecided) else None if one is None else one.change.direction
     assert told == direction
+
+
+def test_a_step_of_two_prompts_is_not_made_smaller():
+    assert found("batch size", with_noise(run_of("1000", "1100"), noise_scale=Estimate(1.0, 0.5, 1.5))) is None
+
+
+@pytest.mark.parametrize("high", [0.01, 0.03])
+def test_the_expected_signal_never_comes_from_an_estimate_of_no_signal(high):
+    """From -0.011 to -0.045 was once expected of four times the rollouts."""
+    resolved: dict[str, Any] = {"snr": Estimate(0.05, 0.01, 0.1), "noise_scale": Estimate(320.0, 160.0, 1600.0)}
+    run = run_of(*["1000", "1100"] * 2)
+    one = found("batch size", with_noise(run, **resolved))
+    assert "from 0.05 to about 0.2, at 4 times the cost" in one.change.effect
+    assert one.change.sentence.startswith("Use more rollouts")
+    half: dict[str, Any] = {"snr": Estimate(-0.01, -0.05, high), "noise_scale": Estimate(math.inf, 16 / high, math.inf)}
+    one = found("batch size", with_noise(run, **half))
+    assert one.change.sentence.startswith("First check that right completions get more reward")
+    assert f"at most {high:.2g} to at most {4 * high:.2g}" in one.change.effect and "-0.0" not in one.change.effect
+    none: dict[str, Any] = {"snr": Estimate(-0.03, -0.05, -0.01), "noise_scale": Estimate(math.inf, math.inf, math.inf)}
+    one = found("batch size", with_noise(run, **none))
+    assert one.change.knob == "reward function" and one.change.value is None and "-0.0" not in one.change.effect
+
+
+def test_batch_and_group_size_name_the_same_number_of_rollouts():
+    """`--batch-size 64` once stood beside "groups of 8 … at the same 16 rollouts"."""
+    scale = {"noise_scale": Estimate(200.0, 80.0, math.inf), "snr": Estimate(0.08, 0.0, 0.2)}
+    size = {"best_group_size": Estimate(11.0, 8.0, 15.0), "components": NoiseComponents(1.0, 1.0, 1.0, 100.0)}
+    run = run_of(*["1000", "1100"] * 2)
+    both = with_noise(run, **scale, **size)
+    assert found("batch size", both).change.value == 64
+    told = "Use groups of 8 in place of 4: 8 prompts at the 64 rollouts that “batch size” advises."
+    assert found("group size", both).change.sentence == told
+    alone = with_noise(run_of(*["1000", "1100"] * 2), **size)
+    told = "Use groups of 8 in place of 4: 2 prompts at the same 16 rollouts."
+    assert found("group size", alone).change.sentence == told
+    small = {"noise_scale": Estimate(1.0, 0.5, 1.5), "snr": Estimate(9.0, 8.0, 10.0)}
+    large = with_noise(run_of(*["1000", "1100"] * 4), **small, **size)  # 32 rollouts, in groups of 8: not below 16
+    assert found("batch size", large).change.value == 16
+    assert "2 prompts at the 16 rollouts" in found("group size", large).change.sentence
 
 
 def test_a_baseline_whose_estimate_costs_more_than_it_saves_is_not_advised(monkeypatch):
@@ -267,34 +229,6 @@ def coin(step: int, prompt: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 2, (4,), generator=generator).double()
 
 
-def test_products_between_prompts_are_those_of_leave_one_out_gradients():
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.randn(12, 5, generator=generator, dtype=torch.float64)
-    rewards = torch.randint(0, 2, (3, 4), generator=generator).double()
-    gradients = []
-    for prompt in range(3):
-        mine = rewards[prompt]
-        centred = torch.stack([mine[i] - (mine.sum() - mine[i]) / 3 for i in range(4)])
-        gradients.append((centred[:, None] * scores[4 * prompt : 4 * prompt + 4]).mean(0))
-    batch = BatchRecord(
-        step=1,
-        prompt_ids=("a", "b", "c"),
-        sizes=torch.tensor([4, 4, 4]),
-        rewards=rewards.flatten(),
-        lengths=torch.ones(12).long(),
-        weights=torch.zeros(12, dtype=torch.float64),
-        gram=scores @ scores.mT,
-    )
-    scale = float((scores @ scores.mT).diagonal().mean()) / 4
-    products = prompt_products([batch, batch])
-    for place, name in enumerate("abc"):
-        others = [gradients[other] for other in range(3) if other != place]
-        expected = sum(float(gradients[place] @ other) for other in others) / 2 / scale
-        assert products[name] == pytest.approx([expected, expected])
-    unknown = dataclasses.replace(batch, gram=torch.full((12, 12), math.nan, dtype=torch.float64))
-    assert prompt_products([unknown]) == {}
-
-
 @pytest.mark.parametrize("tests", [1, 50, 1000])
 def test_more_comparisons_widen_the_interval(tests):
     values = [1.0, 2.0, 3.0, 4.0, 5.0]
@@ -302,22 +236,6 @@ def test_more_comparisons_widen_the_interval(tests):
     quantile = student.ppf(1 - 0.025 / tests, 4)  # with few visits far larger than the normal quantile
     assert found.value == 3
     assert found.high == pytest.approx(3 + quantile * np.std(values, ddof=1) / math.sqrt(5), rel=1e-5)
-
-
-def test_cosines_are_those_between_right_rollouts_and_from_right_to_wrong_ones():
-    scores = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 5.0], [2.0, 0.0]], dtype=torch.float64)
-    record = GroupRecord(
-        step=1,
-        prompt_id="a",
-        rewards=torch.tensor([1.0, 1.0, 0.0, 1.0], dtype=torch.float64),
-        lengths=torch.ones(4).long(),
-        advantages=torch.zeros(4, dtype=torch.float64),
-        gram=scores @ scores.mT,
-    )
-    (one,) = group_cosines([StoredGroup(record)])
-    assert one.prompt == "a" and one.right_right == pytest.approx((2 / math.sqrt(2) + 1) / 3)
-    assert one.right_wrong == pytest.approx((0 + 1 / math.sqrt(2) + 0) / 3)  # against the rollout along the second axis
-    assert group_cosines([StoredGroup(dataclasses.replace(record, rewards=torch.ones(4, dtype=torch.float64)))]) == []
 
 
 @pytest.mark.parametrize(("slip", "told"), [(0.0, "Wrong rollouts have it too"), (3.0, "Wrong rollouts differ")])
@@ -418,35 +336,6 @@ def test_no_layer_carries_noise(tmp_path):
     assert found("layers that carry the update", layered_run(tmp_path / "equal", equal)) is None
 
 
-def test_shares_of_layers_are_those_of_their_update(tmp_path):
-    generator = torch.Generator().manual_seed(0)
-    wanted = {}
-    with RunWriter.create(tmp_path / "run", {"group_size": 4}, environment={}, layers="float64") as writer:
-        for step in range(1, 13):
-            layers = {name: torch.randn(4, 3, generator=generator, dtype=torch.float64) for name in ("a", "b")}
-            advantages = torch.tensor([1.0, -1.0, 0.5, -0.5], dtype=torch.float64)
-            energy = {name: float((advantages @ scores).square().sum()) for name, scores in layers.items()}
-            wanted[step] = energy["a"] / sum(energy.values())
-            grams = {name: scores @ scores.mT for name, scores in layers.items()}
-            record = GroupRecord(
-                step=step,
-                prompt_id="p",
-                rewards=torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=torch.float64),
-                lengths=torch.ones(4).long(),
-                advantages=advantages,
-                gram=grams["a"] + grams["b"],
-                by_layer=grams,
-            )
-            writer.write_groups(step, [record])
-            writer.write_metrics(step, {"reward": 0.5})
-    shares = layer_energy_shares(read_run(tmp_path / "run"))
-    assert shares is not None
-    names, first, last = shares
-    assert names == ["a", "b"]
-    assert first[:, 0].tolist() == pytest.approx([wanted[step] for step in range(1, 7)])
-    assert last[:, 0].tolist() == pytest.approx([wanted[step] for step in range(7, 13)])
-
-
 def test_the_page_shows_the_findings_of_advise(tmp_path):
     from scoregram.report.run_page import run_page
     from scoregram.runs import open_run
@@ -460,4 +349,4 @@ def test_the_page_shows_the_findings_of_advise(tmp_path):
 
 
 def test_long_text_is_cut():
-    assert shortened("a\n b") == "a b" and shortened("x" * 100) == "x" * 80 + " …"
+    assert shortened_text("a\n b") == "a b" and shortened_text("x" * 100) == "x" * 80 + " …"

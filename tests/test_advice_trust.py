@@ -15,8 +15,7 @@ from scoregram import cli
 from scoregram.advice import GRAM_RULES, RunFinding, advise, advise_log, advise_run, run_log
 from scoregram.advice.diagnose import WITHOUT_GRAMS, _attributed, print_diagnosis
 from scoregram.advice.findings import Undecided
-from scoregram.advice.gram_rules import layer_energy_shares
-from scoregram.reading import FROM_GRAM, StoredGroup, read_run, run_sets
+from scoregram.reading import FROM_GRAM, StoredGroup, layer_energy_shares, read_run, run_sets
 from scoregram.reading.several import quantities
 from scoregram.report.several_page import difference_table, several_figures
 from scoregram.runs import GroupRecord, RunWriter
@@ -183,10 +182,11 @@ def test_energies_of_loss_rows_are_their_own_squared_norms(tmp_path):
 
 
 def spike_sentence(run) -> str:
-    spike = RunFinding(name="gradient spikes", severity="warning", sentence="A spike.", since=9, evidence="")
-    found = _attributed(spike, run)
-    assert isinstance(found, RunFinding)
-    return found.sentence
+    """Spikes at steps 7 and 9, of which the second is the worst."""
+    spike = RunFinding(name="gradient spikes", severity="warning", sentence="A spike.", since=7, evidence="")
+    norms = {7: 20.0, 9: 50.0}
+    log = run_log("", [{"step": int(line["step"]), "grad_norm": norms.get(line["step"], 1.0)} for line in run.lines])
+    return _attributed(spike, run, log).sentence
 
 
 def test_a_spike_is_attributed_to_a_loss_row_and_to_no_failed_step(tmp_path):
@@ -195,12 +195,17 @@ def test_a_spike_is_attributed_to_a_loss_row_and_to_no_failed_step(tmp_path):
     norms = sum(one.square().sum(1) for one in known[9].values())
     assert isinstance(norms, torch.Tensor)
     place, share = int(norms.argmax()), float(norms.max() / norms.sum())
-    told = f"A spike. At step 9, rollout {place} of p/0 has {share:.0%} of the gradient energy."
+    energies = {name: float(rows.sum(0).square().sum()) for name, rows in known[9].items()}  # rows are weighted
+    layer = max(energies, key=lambda name: energies[name])
+    told = f"A spike. At step 9, rollout {place} of p/0 has {share:.0%} of the gradient energy, and the layer {layer} "
+    told += f"{energies[layer] / sum(energies.values()):.0%} of the update's energy."
     assert spike_sentence(run) == told
     doubted = replace(run, remarks={"model": "Another one."})
     assert spike_sentence(doubted) == told[:-1] + " (model in doubt)."
     failed = replace(run, lines=[*run.lines[:8], {**run.lines[8], "check/passed": 0.0}, *run.lines[9:]])
-    assert spike_sentence(failed) == "A spike."
+    assert spike_sentence(failed).startswith("A spike. At step 7, rollout ")  # the worst one that can be trusted
+    none = replace(run, lines=[{**line, "check/passed": 0.0} for line in run.lines])
+    assert spike_sentence(none) == "A spike."
 
 
 def test_cosines_of_loss_rows_decide_nothing(tmp_path):

@@ -3,10 +3,13 @@
 The runs were made by `python -m tests.planted_faults` and are stored; a slow test makes some of them again.
 """
 
+from dataclasses import replace
+
 import pytest
 
-from scoregram.advice import DEMOS, advise, demo_names
+from scoregram.advice import DEMOS, advise, advise_run, demo_names
 from scoregram.advice.findings import contradictions
+from scoregram.reading import read_run
 from tests.planted_faults import FAULTS, FOLDER, make
 
 
@@ -20,6 +23,16 @@ def test_a_planted_fault_is_found_first(name):
 @pytest.mark.parametrize("name", FAULTS)
 def test_its_healthy_twin_has_no_finding(name):
     assert [one.name for one in advise(FOLDER / name / "healthy").findings] == []
+
+
+@pytest.mark.parametrize("kind", ["fault", "healthy"])
+def test_settings_of_trl_are_read_from_its_arguments(kind):
+    """`attach` stores the arguments of the trainer one level below those of `scoregram train`."""
+    run = read_run(FOLDER / "idle-clipping" / kind)
+    trl = {"integration": {"name": "trl"}, "arguments": {"num_iterations": run.config["inner_updates"]}}
+    found = advise_run(replace(run, config=trl))
+    assert "idle clipping" not in found.undecided
+    assert ("idle clipping" in [one.name for one in found.findings]) == (kind == "fault")
 
 
 def test_there_are_enough_faults_and_they_are_small():

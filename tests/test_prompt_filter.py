@@ -15,12 +15,14 @@ from scoregram.advice.prompt_filter import (
     SAMPLING_DEFAULTS,
     VISIT,
     counted_prompts,
+    has_equal_rewards,
     stored_rewards,
     visit_command,
     visit_steps,
 )
 from scoregram.checks import ScoregramError
 from scoregram.cli import main, parsed_command
+from scoregram.reading import outcomes_of
 from scoregram.runs import GroupRecord, RolloutRecord, RunWriter, open_run
 from scoregram.tasks import load_task
 from scoregram.training import TrainConfig
@@ -102,6 +104,24 @@ def test_a_prompt_that_was_live_once_is_kept_and_missing_rewards_do_not_count(tm
     run = visited(tmp_path / "run", config, groups, [(2, "c", 1.0), (2, "c", 0.0)])
     assert stored_rewards(open_run(run))["c"] == [[0.0, 0.0], [1.0, 0.0]]
     assert filter_prompts(run, tmp_path / "left_out.json").left_out == ("a",)
+
+
+def test_rewards_are_equal_as_the_outcome_of_a_group_says():
+    """Rewards that differ by more than rounding make a group live, however little that is."""
+    near = [1.0, 1.0000005]
+    assert outcomes_of(torch.tensor([near], dtype=torch.float64)) == ["live"] and not has_equal_rewards([near])
+    rounding = [0.1 + 0.2, 0.3]
+    assert has_equal_rewards([rounding, [0.3, NAN, 0.3]]) and not has_equal_rewards([rounding], "all-right")
+    assert has_equal_rewards([[0.7 + 0.2 + 0.1, 1.0]], "all-right")
+    assert not has_equal_rewards([[NAN, NAN], []]) and not has_equal_rewards([])
+
+
+def test_the_remedy_for_missing_rewards_is_that_of_the_trainer(tmp_path):
+    """No trainer has the option of another one."""
+    remedies = {"own": "train with --rollouts-every 1", "trl": r"attach\(trainer, keep_rollouts=True\)"}
+    for name, config in {"own": {"method": "grpo"}, "trl": {"integration": {"name": "trl"}}}.items():
+        with pytest.raises(ScoregramError, match=rf"got none in .*\. To store rollouts: {remedies[name]}\."):
+            filter_prompts(visited(tmp_path / name, config, {}), tmp_path / "x")
 
 
 def test_problems_of_gsm8k_stay_problems_of_gsm8k(tmp_path, capsys):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.stats import t as student
 
-from scoregram.bootstrap import MANY, difference, mean_estimate, mean_of_many, t_mean
+from scoregram.bootstrap import NORMAL_FROM, difference, mean_estimate, mean_of_many, t_mean
 from scoregram.exhibits import Estimate
 from scoregram.reading import (
     RunReading,
@@ -33,6 +33,13 @@ def test_a_short_curve_is_not_smoothed():
     curve = running_curve(range(SHORT), [1.0, NAN, 3.0] * (SHORT // 3))
     assert curve.mean[0] == 1 and math.isnan(curve.mean[1]) and all(map(math.isnan, curve.low))
     assert not curve.is_smoothed and curve and not running_curve([1], [NAN])
+
+
+def test_the_points_of_a_curve_are_its_known_means():
+    short = running_curve([0, 20, 40, 60], [0.1, NAN, 0.3, NAN])
+    assert short.points == ((0.0, 0.1), (40.0, 0.3)) and running_curve([1], [NAN]).points == ()
+    long = running_curve(range(60), [0.0, 1.0] * 30)
+    assert long.is_smoothed and long.points == tuple(zip(long.steps, long.mean, strict=True))
 
 
 def test_the_running_mean_and_its_band_are_those_of_the_window():
@@ -133,12 +140,12 @@ def test_t_means_and_differences():
 
 
 def test_the_mean_of_many_values_has_the_interval_of_the_bootstrap():
-    values = np.random.default_rng(3).exponential(size=MANY + 1)
+    values = np.random.default_rng(3).exponential(size=NORMAL_FROM + 1)
     fast, slow = mean_of_many([*values, NAN]), mean_estimate(values)
     assert fast.value == pytest.approx(slow.value)
     for end in ("low", "high"):  # the ends of 1,000 resamples have an error of about 5 % of the half width
         assert getattr(fast, end) == pytest.approx(getattr(slow, end), abs=0.15 * (slow.high - slow.value))
-    few = values[:MANY]
+    few = values[:NORMAL_FROM]
     assert mean_of_many(few) == mean_estimate(few) and math.isnan(mean_of_many([]).value)
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from scoregram.reading import StoredGroup, detailed_steps, layer_shares, read_run, step_detail
+from scoregram.reading import StoredGroup, detailed_steps, read_run, step_detail
 from scoregram.reading.glass import group_detail
 from scoregram.report.glass import MOST_GROUPS, MOST_STEPS, cut_text, rounded_numbers, run_glass, step_json, token_names
-from scoregram.runs import GroupRecord, RunWriter, open_run
+from scoregram.runs import GroupRecord, open_run
 from tests.report_cases import write_run
 
 SIZE = 4
@@ -145,31 +145,6 @@ def test_texts_are_cut_and_only_the_embedded_policy_has_characters():
     assert token_names({"model": "elsewhere"}) is None
     names = token_names({"model": "tiny"})
     assert names is not None and "7" in names
-
-
-def test_layers_share_the_squared_norms(tmp_path):
-    names = [*(f"layers.{depth}.mlp" for depth in range(30)), "head"]
-    gram = torch.eye(2, dtype=torch.float64)
-    by_layer = {name: gram * (1.0 + place) for place, name in enumerate(names)}
-    record = GroupRecord(
-        step=1,
-        prompt_id="p",
-        rewards=torch.tensor([1.0, 0.0]).double(),
-        lengths=torch.ones(2).long(),
-        advantages=torch.tensor([0.5, -0.5]).double(),
-        gram=gram,
-        by_layer=by_layer,
-    )
-    with RunWriter.create(tmp_path / "run", {}, environment={}) as writer:
-        writer.write_groups(1, [record, replace(record, kind="fixed", by_layer={"other": gram})])
-        writer.write_groups(2, [replace(record, step=2, by_layer={name: by_layer[name] for name in names[:2]})])
-    run = open_run(tmp_path / "run")
-    many = layer_shares(run, [1])  # 31 names: those that differ in depth alone are added up
-    assert many.steps == (1.0,) and many.layers == ("layers.*.mlp", "head")
-    assert [row[0] for row in many.shares] == pytest.approx([465 / 496, 31 / 496])
-    few = layer_shares(run, [2])
-    assert few.layers == tuple(names[:2]) and [row[0] for row in few.shares] == pytest.approx([1 / 3, 2 / 3])
-    assert layer_shares(run, []).steps == ()
 
 
 def test_numbers_are_rounded_one_by_one_or_together_alike():

@@ -1,5 +1,6 @@
 """What is read from a measured group survives the rounding of the pass, and still tells a wrong matrix from a Gram."""
 
+import dataclasses
 import math
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from scoregram.checks import ScoregramError
-from scoregram.reading import StoredGroup, read_group
+from scoregram.reading import StoredGroup, group_cosines, read_group
 from scoregram.reading.group import with_nonzero_rows, with_rewards
 from scoregram.runs import GroupRecord
 
@@ -72,3 +73,19 @@ def test_what_is_computed_for_all_groups_at_once_is_what_each_gives() -> None:
     alone = [[getattr(group, name) for name in names] for group in stored()]
     at_once = [[getattr(group, name) for name in names] for group in with_nonzero_rows(with_rewards(stored()))]
     assert str(at_once) == str(alone)  # as text: nan equals nan
+
+
+def test_cosines_are_those_between_right_rollouts_and_from_right_to_wrong_ones():
+    scores = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 5.0], [2.0, 0.0]], dtype=torch.float64)
+    record = GroupRecord(
+        step=1,
+        prompt_id="a",
+        rewards=torch.tensor([1.0, 1.0, 0.0, 1.0], dtype=torch.float64),
+        lengths=torch.ones(4).long(),
+        advantages=torch.zeros(4, dtype=torch.float64),
+        gram=scores @ scores.mT,
+    )
+    (one,) = group_cosines([StoredGroup(record)])
+    assert one.prompt == "a" and one.right_right == pytest.approx((2 / math.sqrt(2) + 1) / 3)
+    assert one.right_wrong == pytest.approx((0 + 1 / math.sqrt(2) + 0) / 3)  # against the rollout along the second axis
+    assert group_cosines([StoredGroup(dataclasses.replace(record, rewards=torch.ones(4, dtype=torch.float64)))]) == []

@@ -10,6 +10,7 @@ from scipy.stats import t as student
 
 from scoregram.exhibits import Estimate, cell_text
 from scoregram.reading import (
+    RunReading,
     bounded_band,
     indicators,
     lost_randomness,
@@ -66,6 +67,37 @@ def test_accuracy_on_test_problems_comes_first(tmp_path):
     write_run(tmp_path / "run")
     found = shown(tmp_path / "run")["learning"]
     assert found.headline == "test accuracy 0.25 → 0.75" and found.state == "good"  # 0.5 ± √2 · 0.1
+
+
+def told_parts(found):
+    return found.quantity, found.is_test, found.span
+
+
+def test_what_is_learnt_and_between_which_points_is_told_apart_from_the_words(tmp_path):
+    write_run(tmp_path / "run")
+    accuracy = shown(tmp_path / "run")["learning"]
+    assert told_parts(accuracy) == ("test accuracy", True, "first to the last evaluation")
+    sampled = evaluated(tmp_path / "sampled", (0.2, 0.22), (0.3, 0.3))
+    assert told_parts(sampled) == ("test reward", True, "first to the last evaluation")
+    assert sampled.arrow == "0.200 → 0.220"
+    thirds = logged(tmp_path / "thirds", [{"reward": 0.1 * step} for step in range(9)])["learning"]
+    assert told_parts(thirds) == ("training reward", False, "first to the last third of the steps")
+    few = logged(tmp_path / "few", [{"reward": 0.1 * step} for step in range(6)])["learning"]
+    assert told_parts(few) == ("training reward", False, "first to the last logged value")
+    for found in (accuracy, sampled, thirds, few):
+        assert found.headline == f"{found.quantity} {found.arrow}"
+    early = logged(tmp_path / "early", [{"reward": 0.1}])
+    assert all((*told_parts(found), found.arrow) == ("", False, "", "") for found in early.values())
+
+
+def test_every_evaluation_has_its_accuracy_interval_and_problems(tmp_path):
+    write_run(tmp_path / "run")
+    first, last = read_run(open_run(tmp_path / "run")).greedy_accuracies
+    assert (first.step, first.accuracy, first.problems) == (0, Estimate(0.25, 0.25 - 0.1, 0.25 + 0.1), 8)
+    assert (last.step, last.accuracy, last.problems) == (6, Estimate(0.75, 0.75 - 0.1, 0.75 + 0.1), 8)
+    lines = [{"step": 1, "eval/accuracy": 0.5}, {"step": 2, "eval/accuracy": math.nan}, {"step": 3, "reward": 1.0}]
+    (bare,) = RunReading({}, (), lines, []).greedy_accuracies
+    assert (bare.step, bare.accuracy.value, bare.problems) == (1, 0.5, 0) and math.isnan(bare.accuracy.low)
 
 
 def test_a_few_steps_have_no_trend(tmp_path):

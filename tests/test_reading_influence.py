@@ -9,7 +9,7 @@ import torch
 
 from scoregram.advice import GRAM_RULES, RunFinding, advise_run
 from scoregram.advice.findings import Undecided
-from scoregram.reading import TRAINED_AND_FIXED, RunReading, held_out_influence, read_run
+from scoregram.reading import TRAINED_AND_FIXED, RunReading, held_out_influence, prompt_products, read_run
 from scoregram.reading.influence import probe_products
 from scoregram.runs import BatchRecord, RunWriter, open_run
 from scoregram.tasks import load_task
@@ -74,6 +74,23 @@ def test_products_are_those_of_leave_one_out_gradients():
         expected = sum(float(gradients[name] @ gradients[f"test/{h}"]) for h in range(2)) / 2 / scale
         assert probe.products[place] == pytest.approx(expected)
     assert probe.prompts == ("a", "b") and not np.allclose(probe.null, probe.products)
+
+
+def test_a_group_of_one_has_no_gradient():
+    """It has no other rollout to compare with; the products of the other prompts are as if it were not held out."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"a": 4, "alone": 1, "test/0": 5, "test/1": 1}
+    scores = {name: torch.randn(size, 3, generator=generator, dtype=torch.float64) for name, size in sizes.items()}
+    rewards = {name: torch.rand(size, generator=generator, dtype=torch.float64) for name, size in sizes.items()}
+    (probe,) = probe_products(joint_batches(3, scores, rewards))
+    assert probe.prompts == ("a", "alone") and probe.products[1] == 0 and not probe.null[:, 1].any()
+    larger = {name: scores[name] for name in ("a", "test/0")}
+    (other,) = probe_products(joint_batches(3, larger, {name: rewards[name] for name in larger}))
+    scale, other_scale = (
+        float(torch.cat([*one.values()]).square().sum(1).mean()) / (sum(map(len, one.values())) / len(one))
+        for one in (scores, larger)
+    )
+    assert probe.products[0] * scale * 2 == pytest.approx(other.products[0] * other_scale)
 
 
 def test_prompts_that_help_and_hurt_are_found_and_ordered():
@@ -168,3 +185,31 @@ def test_probes_store_training_rollouts_with_their_own_and_change_nothing(policy
 def test_training_rollouts_are_stored_at_probes_only(policy, tmp_path):
     with pytest.raises(ValueError, match=r"train --probe-trained: needs probes .*, got probe_every 0 .*Add"):
         config_for(policy, tmp_path, probe_trained=True, probe_every=0)
+
+
+def test_products_between_prompts_are_those_of_leave_one_out_gradients():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(12, 5, generator=generator, dtype=torch.float64)
+    rewards = torch.randint(0, 2, (3, 4), generator=generator).double()
+    gradients = []
+    for prompt in range(3):
+        mine = rewards[prompt]
+        centred = torch.stack([mine[i] - (mine.sum() - mine[i]) / 3 for i in range(4)])
+        gradients.append((centred[:, None] * scores[4 * prompt : 4 * prompt + 4]).mean(0))
+    batch = BatchRecord(
+        step=1,
+        prompt_ids=("a", "b", "c"),
+        sizes=torch.tensor([4, 4, 4]),
+        rewards=rewards.flatten(),
+        lengths=torch.ones(12).long(),
+        weights=torch.zeros(12, dtype=torch.float64),
+        gram=scores @ scores.mT,
+    )
+    scale = float((scores @ scores.mT).diagonal().mean()) / 4
+    products = prompt_products([batch, batch])
+    for place, name in enumerate("abc"):
+        others = [gradients[other] for other in range(3) if other != place]
+        expected = sum(float(gradients[place] @ other) for other in others) / 2 / scale
+        assert products[name] == pytest.approx([expected, expected])
+    unknown = replace(batch, gram=torch.full((12, 12), math.nan, dtype=torch.float64))
+    assert prompt_products([unknown]) == {}

@@ -178,7 +178,7 @@ def test_each_question_is_a_line(tmp_path):
     name = run.groups[0].record.prompt_id
     assert [(one.prompt_id, one.step) for one in run.rollouts_of(1, name)] == [(name, 1)] * 4
     assert len(run.rollouts_of(1)) == 12
-    with pytest.raises(Exception, match="step 9 needs stored rollouts, got no rollouts of this step"):
+    with pytest.raises(Exception, match="step 9 needs stored rollouts, got those of 3 other steps from 1 to 3"):
         run.rollouts_of(9)
     (row,) = run.what_if("rloo").rows
     assert row.estimator == "rloo"

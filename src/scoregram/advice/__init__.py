@@ -19,10 +19,7 @@ from scoregram.advice.diagnose import demo_names as demo_names
 from scoregram.advice.diagnose import show_advice as show_advice
 from scoregram.advice.diagnose import show_demo as show_demo
 from scoregram.advice.difficulty import HARDER as HARDER
-from scoregram.advice.difficulty import half_right_steps as half_right_steps
-from scoregram.advice.difficulty import last_outcomes as last_outcomes
 from scoregram.advice.difficulty import live_expectation as live_expectation
-from scoregram.advice.difficulty import live_rates as live_rates
 from scoregram.advice.difficulty import superscript as superscript
 from scoregram.advice.findings import CHECKED_STEPS as CHECKED_STEPS
 from scoregram.advice.findings import SEVERITIES as SEVERITIES
@@ -39,9 +36,7 @@ from scoregram.advice.noise_rules import least_error_size as least_error_size
 from scoregram.advice.noise_rules import trained_estimator as trained_estimator
 from scoregram.advice.prompt_filter import filter_prompts as filter_prompts
 from scoregram.advice.prompt_filter import show_filter as show_filter
-from scoregram.advice.settings import OWN_TRAINER as OWN_TRAINER
 from scoregram.advice.settings import PROMPTS as PROMPTS
 from scoregram.advice.settings import count_words as count_words
 from scoregram.advice.settings import measuring_setting as measuring_setting
-from scoregram.advice.settings import trainer_of as trainer_of
 from scoregram.advice.settings import typed_setting as typed_setting

@@ -6,21 +6,13 @@ What to change about truncation depends on whether the reward pays for truncated
 import math
 from dataclasses import replace
 
-from scoregram.advice.findings import CHECKED_STEPS, Change, RuleVerdict, RunFinding, Undecided
+from scoregram.advice.findings import CHECKED_STEPS, Alternative, Change, RuleVerdict, RunFinding, Undecided
 from scoregram.advice.logs import RunLog
 from scoregram.advice.reward_rules import too_few
-from scoregram.advice.settings import (
-    NEXT_VALUES,
-    OWN_TRAINER,
-    SETTINGS,
-    TRL_TRAINER,
-    assigned,
-    reward_steps,
-    stored_setting,
-    trainer_of,
-)
+from scoregram.advice.settings import NEXT_VALUES, SETTINGS, reward_steps, typed_option
 from scoregram.advice.trends import LEAST_STEPS
 from scoregram.bootstrap import mean_estimate
+from scoregram.reading import OWN_TRAINER, TRL_TRAINER, stored_setting, trainer_of
 
 FEWEST_PLAIN = 3
 """Logged values that suffice where each of them, a mean over many rollouts, shows the fault plainly."""
@@ -69,17 +61,15 @@ def _length_penalty(log: RunLog, limit: int | None = None) -> str:
     if trainer_of(log.config) == TRL_TRAINER and limit:
         made = f"get_soft_overlong_punishment(max_completion_len={limit}, soft_punish_cache={max(1, limit // 4)})"
         return f"penalise length, by a further function in `reward_funcs`: `trl.rewards.{made}`"
-    return "penalise length in the reward function, such as by 1 for what the limit cut off"
+    return "penalise length in the reward function, for example subtract 1 from every truncated completion"
 
 
 def _no_reward_at_the_limit(log: RunLog) -> str:
     """A line of Python that gives 0 to completions which the next run cuts off; both trainers pass their token ids."""
     _, limit = _longer_limit(log)
     line = f"return [0.0 if len(ids) >= {limit or 'LIMIT'} else reward for ids, reward in zip(completion_ids, rewards)]"
-    told = (
-        "Give 0 to what the limit cut off: name what it returns now `rewards`, add the keyword `completion_ids`, and "
-    )
-    return f"{told}end with `{line}`."
+    told = "Give truncated completions a reward of 0: store the current return value in `rewards`, add the argument "
+    return f"{told}`completion_ids`, and end the function with `{line}`."
 
 
 def paying_for_answers(change: Change, log: RunLog) -> Change:
@@ -92,10 +82,11 @@ def paying_for_answers(change: Change, log: RunLog) -> Change:
     is_held = r"bool(re.search(rf'(?<!\w){re.escape(str(expected))}(?!\w)', text))"
     paid = f"(reward + {is_held}) / 2 if len(ids) < {limit or 'LIMIT'} else 0.0"
     line = f"return [{paid} for ids, expected, text, reward in zip(completion_ids, {answers}, completions, rewards)]"
-    told = f"Name what it returns now `rewards`, add the keywords `completion_ids` and `{answers}`, import `re`, and "
-    told += f"end with `{line}`. Nothing is paid then for what the limit cut off, half for the answer as a word of its "
-    told += 'own (in chats the text is `text[0]["content"]`), and half as now: as long as no rollout holds the answer, '
-    told += "it alone would pay nothing."
+    told = f"Store the current return value in `rewards`, add the arguments `completion_ids` and `{answers}`, import "
+    told += f"`re`, and end the function with `{line}`. A truncated completion then gets 0, a finished one half of the "
+    told += "current reward, and half for the answer as a word of its own (in chats the text is "
+    told += '`text[0]["content"]`). The first half stays, because a reward for the answer alone would be 0 as long as '
+    told += "no rollout holds it."
     effect, check = _repair_effect(log, half=True)
     return replace(
         change,
@@ -138,7 +129,7 @@ def _repair_effect(log: RunLog, *, half: bool = False) -> tuple[str, str]:
     """
     reward, cut = log.series("reward"), log.series("truncated")
     limit, (_, longer) = stored_setting(log.config, "max_new_tokens", "max_completion_length"), _longer_limit(log)
-    unknown = "cannot be said: the reward so far was not of finished texts."
+    unknown = "is unknown: the reward so far was not of finished texts."
     if not limit or not longer or longer <= limit or not len(reward) or not len(cut):
         return f"{_repaired_reward(log)} How far it rises from there {unknown}", ""
     first, step, times = float(cut.values[0]), int(cut.steps[0]), longer / limit
@@ -171,7 +162,7 @@ def _longer_limit(log: RunLog) -> tuple[str, int | None]:
     if not name or not limit:
         return "", limit
     longer = NEXT_VALUES["completion length", "up"](limit)
-    return f"`{assigned(name, longer)}` (now {limit})", longer
+    return f"`{typed_option(name, longer)}` (now {limit})", longer
 
 
 def _limit(log: RunLog) -> str:
@@ -222,7 +213,7 @@ def _truncation_change(log: RunLog, is_most: bool) -> Change:
         direction="up",
         sentence=f"Allow longer completions.{known}",
         effect=f"fewer than {float(log.series('truncated').last.mean()):.0%} of the completions are cut off, and the "
-        "reward is of whole texts. How many are left cannot be said: how long they would get is not known.",
+        "reward is of whole texts. How many are left is unknown: no completion of this run is longer than the limit.",
         value=None if _limit(log) else _length_times(log, 2.0),
         others=(*others, *([] if reward else [f"{unchecked}reward function."])),
     )
@@ -234,8 +225,9 @@ _END_TOKEN = (
 
 
 WHAT_ELSE = (
-    "Read some truncated rollouts: they say whether that is all. A wrong answer with a high reward: let the function "
-    "compare with the right answer as well. A right answer and more text after it, or no answer yet: that is all."
+    "Read some truncated rollouts: they show whether another change is needed. If a wrong answer has a high reward, "
+    "let the function compare with the right answer as well. If there is a right answer with more text after it, or "
+    "no answer yet, no other change is needed."
 )
 """What truncated rollouts decide, beyond giving them 0."""
 
@@ -247,9 +239,9 @@ def _ending_change(log: RunLog, check: str) -> Change:
         knob="reward function",
         direction="repair",
         sentence="Make completions end: none did, at no step.",
-        effect="some completions end, where now 0% do. How many cannot be said: not one was seen.",
+        effect="some completions end, where now 0% do. How many is unknown: none ended in this run.",
         steps=(
-            f"Not a setting: {check}",
+            f"{check[:1].upper()}{check[1:]}",
             f"If it has one, allow longer completions until some end{f': {longer}' if longer else ''}.",
             *reward_steps(log.config, _no_reward_at_the_limit(log), WHAT_ELSE),
         ),
@@ -286,11 +278,14 @@ def least_truncated_reward(log: RunLog) -> float:
     return max(0.0, (float(reward.last.mean()) - (1 - share)) / share) if share > 0 else math.nan
 
 
+WITHOUT_ROLLOUTS = Undecided("store rollouts: repetition is read from their tokens")
+
+
 def repetition(log: RunLog) -> RuleVerdict:
     """Completions repeat themselves."""
     repeated = log.series("repetition")
-    if len(repeated) < 3:
-        return Undecided("store rollouts: repetition is read from their tokens")
+    if len(repeated) < FEWEST_PLAIN:
+        return too_few(repeated, WITHOUT_ROLLOUTS.needs, FEWEST_PLAIN)
     share = mean_estimate(repeated.last)
     level = share.low if not math.isnan(share.low) else share.value
     if not level > REPEATED_SHARE:
@@ -306,9 +301,10 @@ def repetition(log: RunLog) -> RuleVerdict:
         change=Change(
             knob="completion length",
             direction="down",
-            sentence="Penalise repetition in the reward, or shorten the token limit.",
-            effect=f"completions of at most half the length, and less than {share.value:.0%} repeated; by how much the "
-            "reward changes cannot be said.",
+            sentence="Shorten the token limit.",
+            alternatives=(Alternative("reward function", "repair", "Penalise repetition in the reward."),),
+            effect=f"completions of at most half the length, and less than {share.value:.0%} repeated; the change of "
+            "the reward is unknown until a run with this change.",
             value=None if _limit(log) else _length_times(log, 0.5),
         ),
         confidence="certain",

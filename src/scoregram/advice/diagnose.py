@@ -19,9 +19,9 @@ from scoregram.advice.findings import SEVERITIES, Diagnosis, RuleVerdict, RunFin
 from scoregram.advice.formats import read_log
 from scoregram.advice.logs import RunLog, run_log
 from scoregram.advice.prompt_filter import TRAINING_KINDS
-from scoregram.advice.settings import trainer_of, with_setting
+from scoregram.advice.settings import with_setting
 from scoregram.checks import fail
-from scoregram.reading import RunReading, paused_collection, read_run
+from scoregram.reading import RunReading, largest_layer, paused_collection, read_run, trainer_of
 from scoregram.runs import CONFIG_FILE, open_run, require_path
 
 LOG_RULES: Mapping[str, Callable[[RunLog], RuleVerdict]] = MappingProxyType(
@@ -141,9 +141,13 @@ def _informed(verdict: RuleVerdict, run: RunReading, log: RunLog, size: RuleVerd
     """A finding of a rule on scalars, with what only the folder of the run knows."""
     if isinstance(verdict, RunFinding) and verdict.name == "dead groups":
         return informed_finding(verdict, run, size)
+    if isinstance(verdict, Undecided) and verdict == completion_rules.WITHOUT_ROLLOUTS:
+        return _short_rollouts(verdict, run)
     if isinstance(verdict, RunFinding) and verdict.name == "truncation":
         return _with_answers(verdict, run, log)
-    return _attributed(verdict, run)
+    if isinstance(verdict, RunFinding) and verdict.name == "gradient spikes":
+        return _attributed(verdict, run, log)
+    return verdict
 
 
 def _with_answers(finding: RunFinding, run: RunReading, log: RunLog) -> RunFinding:
@@ -188,27 +192,42 @@ def holds_answer(text: str, answer: str) -> bool:
     return re.search(pattern, text, re.IGNORECASE) is not None
 
 
-def _attributed(verdict: RuleVerdict, run: RunReading) -> RuleVerdict:
-    """A finding of gradient spikes, with the rollout that has the most gradient energy at its first step.
+def _attributed(finding: RunFinding, run: RunReading, log: RunLog) -> RunFinding:
+    """A finding of gradient spikes, with the rollout and the layer that have the most energy at the worst of them.
 
-    Without it if that step was not measured, its self-check failed, or no rollout has a gradient.
+    The worst measured one; without it if no spike was measured, the self-checks failed, or no rollout has a gradient.
     """
-    if not isinstance(verdict, RunFinding) or verdict.name != "gradient spikes":
-        return verdict
-    groups = [group for group in run.groups if group.record.step == verdict.since]
+    spikes = policy_rules.spike_steps(log.series("grad_norm"))
+    measured = spikes.keys() & set(run.usable_steps)
+    if not measured:
+        return finding
+    step = max(measured, key=lambda one: spikes[one])
     pulls = [
         (energy, group.record.prompt_id, place)
-        for group in groups
-        if verdict.since in run.usable_steps
+        for group in run.groups
+        if group.record.step == step
         for place, energy in enumerate(group.row_energies().tolist())
         if math.isfinite(energy)
     ]
     total = sum(one for one, *_ in pulls)
     if not total > 0:
-        return verdict
+        return finding
     energy, prompt, place = max(pulls)
-    told = f"At step {verdict.since}, rollout {place} of {prompt} has {energy / total:.0%} of the gradient energy."
-    return replace(verdict, sentence=f"{verdict.sentence} {run.trust.marked(told)}")
+    told = f"At step {step}, rollout {place} of {prompt} has {energy / total:.0%} of the gradient energy"
+    layer = largest_layer(run, step)
+    told += "." if layer is None else f", and the layer {layer[0]} {layer[1]:.0%} of the update's energy."
+    return replace(finding, sentence=f"{finding.sentence} {run.trust.marked(told)}")
+
+
+def _short_rollouts(verdict: Undecided, run: RunReading) -> Undecided:
+    """What the rule on repetition needs where rollouts are stored, but too short to be read."""
+    stored = 0 if run.folder is None else len(run.folder.rollout_steps())
+    if not stored:
+        return verdict
+    return Undecided(
+        f"sample longer completions: it is read from those of {4 * _GRAM_LENGTH} tokens or more, and the rollouts "
+        f"stored at {stored} steps have none"
+    )
 
 
 def _repetition_lines(run: RunReading) -> Iterator[dict[str, float]]:
@@ -305,11 +324,16 @@ def demo_names() -> list[str]:
     return sorted(path.name for path in DEMOS.iterdir() if path.is_dir())
 
 
-def show_demo(name: str) -> int:
-    """Diagnose a recorded run with a known fault, and say which fault it was made with."""
+def show_demo(name: str, *, as_json: bool = False) -> int:
+    """Diagnose a recorded run with a known fault, and say which fault it was made with.
+
+    As JSON it is the diagnosis alone.
+    """
     names = demo_names()
     if name not in names:
         fail("demo", f"must be one of {', '.join(names)}", repr(name), "Check the spelling.")
+    if as_json:
+        return show_advice(DEMOS / name, as_json=True)
     console = Console(width=min(120, shutil.get_terminal_size().columns))
     fault = (DEMOS / name / "README.md").read_text(encoding="utf-8").strip()
     console.print(Text(fault, style="italic"))

@@ -20,6 +20,17 @@ has another explanation, which the evidence names."""
 CONFIDENCES: tuple[Confidence, ...] = ("certain", "likely", "possible")
 
 
+@dataclass(frozen=True)
+class Alternative:
+    """Another setting that may be changed in place of the advised one."""
+
+    knob: str
+    """As in `Change`."""
+    direction: str
+    """As in `Change`."""
+    sentence: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """One setting to change."""
@@ -39,15 +50,27 @@ class Change:
     """What to type in the trainer of the run; empty if it has no such setting or is not known."""
     steps: tuple[str, ...] = ()
     """What to do, one after the other, where no setting alone does it; what to type is between backticks."""
+    alternatives: tuple[Alternative, ...] = ()
+    """Other settings to change instead. A diagnosis leaves out those that oppose the change of another finding."""
     others: tuple[str, ...] = ()
-    """What to do instead, each with its price, the best first."""
+    """What else to do instead, each with its price, the best first."""
     not_advised: tuple[str, ...] = ()
     """What a reader may think of, and why not."""
+
+    @property
+    def all_others(self) -> tuple[str, ...]:
+        """What to do instead, in words: the alternatives, then `others`."""
+        return (*(one.sentence for one in self.alternatives), *self.others)
+
+    @property
+    def moves(self) -> tuple[tuple[str, str], ...]:
+        """Knob and direction of the change and of each alternative."""
+        return ((self.knob, self.direction), *((one.knob, one.direction) for one in self.alternatives))
 
     def plain(self) -> dict[str, Any]:
         """The change as values that JSON can hold."""
         lists = {name: list(getattr(self, name)) for name in ("steps", "others", "not_advised")}
-        return vars(self) | lists
+        return vars(self) | lists | {"alternatives": [dict(vars(one)) for one in self.alternatives]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +84,8 @@ class RunFinding:
     since: int | None = None
     """First step from which on it holds; None if it is not tied to a step."""
     level: str = ""
-    """What holds since that step, as a sentence without its end, such as `The share is above 10%`, where `sentence` has
-    the number of the last third."""
+    """The condition that has held since that step, as the beginning of a sentence, such as `The share is above 10%`.
+    Empty if `sentence` states it; else `sentence` has the number of the last third."""
     number: Estimate = field(default_factory=lambda: Estimate(math.nan))
     label: str = ""
     """What `number` is."""
@@ -94,7 +117,7 @@ class RunFinding:
             check = f" Check: {self.change.check}" if self.change.check else ""
             told.append(f"Change: {self.change.sentence}{setting} Expect: {self.change.effect}{check}")
             told += [f"Step {place}: {one}" for place, one in enumerate(self.change.steps, start=1)]
-            told += [f"Otherwise, {place}: {one}" for place, one in enumerate(self.change.others, start=1)]
+            told += [f"Otherwise, {place}: {one}" for place, one in enumerate(self.change.all_others, start=1)]
             told += [f"Not advised: {one}" for one in self.change.not_advised]
         return told + [f"  {line}" for line in self.listing]
 
@@ -196,7 +219,8 @@ def diagnosis_of(
 def reconciled(findings: Iterable[RunFinding]) -> tuple[RunFinding, ...]:
     """Findings worst first; a change that opposes the change of a worse finding is withheld until that one is done.
 
-    Equal severities are ordered by confidence, then by their order in the table of rules.
+    Equal severities are ordered by confidence, then by their order in the table of rules. An alternative is left out if
+    it opposes the change of any finding, or an alternative of a worse one.
     """
     order = sorted(findings, key=lambda one: (SEVERITIES.index(one.severity), CONFIDENCES.index(one.confidence)))
     taken: dict[str, tuple[str, RunFinding]] = {}
@@ -207,7 +231,17 @@ def reconciled(findings: Iterable[RunFinding]) -> tuple[RunFinding, ...]:
             if direction != one.change.direction:
                 one = replace(one, change=None, evidence=f"{one.evidence} {_deferral(one.change.knob, first)}")
         kept.append(one)
-    return tuple(kept)
+    wanted = {knob: direction for knob, (direction, _) in taken.items()}
+    return tuple(_with_agreeing_alternatives(one, wanted) for one in kept)
+
+
+def _with_agreeing_alternatives(finding: RunFinding, wanted: dict[str, str]) -> RunFinding:
+    """The finding without the alternatives that move a knob against `wanted`, to which it adds the others."""
+    change = finding.change
+    if change is None or not change.alternatives:
+        return finding
+    agreeing = tuple(one for one in change.alternatives if wanted.setdefault(one.knob, one.direction) == one.direction)
+    return replace(finding, change=replace(change, alternatives=agreeing))
 
 
 def _deferral(knob: str, first: RunFinding) -> str:
@@ -215,11 +249,11 @@ def _deferral(knob: str, first: RunFinding) -> str:
 
 
 def contradictions(findings: Sequence[RunFinding]) -> list[tuple[str, str]]:
-    """Pairs of findings that move one knob in two directions; empty for `reconciled` ones."""
+    """Pairs of findings that move one knob in two directions, alternatives included; empty for `reconciled` ones."""
     changes = [(one.name, one.change) for one in findings if one.change is not None]
     return [
         (name, other_name)
         for place, (name, change) in enumerate(changes)
         for other_name, other in changes[place + 1 :]
-        if change.knob == other.knob and change.direction != other.direction
+        if any(knob == same and one != two for knob, one in change.moves for same, two in other.moves)
     ]

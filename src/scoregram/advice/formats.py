@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from scoregram.advice.logs import STEP_KEYS, RunLog, run_log
+from scoregram.advice.logs import RECORD_KEYS, STEP_KEYS, RunLog, run_log
 from scoregram.checks import fail
 
 _CALLER = "advise"
@@ -79,8 +79,11 @@ def state_lines(path: Path) -> list[Mapping[str, Any]]:
 
 
 def jsonl_scalars(path: Path) -> Iterator[Mapping[str, Any]]:
-    """One mapping a line; verl nests the scalars under `data`. A torn last line is skipped."""
-    rows = path.read_text(encoding="utf-8").splitlines()
+    """One mapping a line; verl nests the scalars under `data`. A torn last line is skipped.
+
+    Lines end at a newline only: a string in JSON may hold U+2028, at which `str.splitlines` splits too.
+    """
+    rows = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     for number, row in enumerate(rows, start=1):
         if not row.strip():
             continue
@@ -95,10 +98,35 @@ def jsonl_scalars(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def csv_lines(path: Path) -> Iterator[Mapping[str, Any]]:
-    """One row a step; cells that are not numbers are left out."""
+    """One row a step; cells that are not numbers are left out.
+
+    A table that Weights & Biases exports has columns such as `RUN - train/reward`, with `…__MIN` and `…__MAX` beside
+    them: the name of the run is removed.
+
+    Raises:
+        ScoregramError: If it is such a table of several runs.
+    """
     with path.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            yield {key: value for key, cell in row.items() if key and (value := _number(cell)) is not None}
+        table = csv.DictReader(file)
+        names = _scalar_names(path, table.fieldnames or ())
+        for row in table:
+            cells = {names[key]: cell for key, cell in row.items() if key in names}
+            yield {key: value for key, cell in cells.items() if (value := _number(cell)) is not None}
+
+
+_RUN_ENDS = " - "
+_RANGE_ENDS = ("__MIN", "__MAX")
+
+
+def _scalar_names(path: Path, columns: Iterable[str]) -> dict[str, str]:
+    """Column of a CSV file → the scalar it holds."""
+    known = [name for name in columns if name]
+    runs = {name.rpartition(_RUN_ENDS)[0] for name in known if _RUN_ENDS in name}
+    if not runs or not {*STEP_KEYS, *RECORD_KEYS} & set(known):
+        return {name: name for name in known}
+    if len(runs) > 1:
+        fail(_CALLER, f"{path} must hold one run", ", ".join(sorted(runs)), "Export each run to a file of its own.")
+    return {name: name.rpartition(_RUN_ENDS)[2] for name in known if not name.endswith(_RANGE_ENDS)}
 
 
 def tensorboard_lines(path: Path) -> Iterator[Mapping[str, Any]]:

@@ -10,26 +10,30 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from scoregram.advantages import leave_one_out
-from scoregram.advice.findings import LEAST_SAVING, Change, RuleVerdict, RunFinding, Undecided
+from scoregram.advice.difficulty import HARDER
+from scoregram.advice.findings import LEAST_SAVING, Alternative, Change, RuleVerdict, RunFinding, Undecided
 from scoregram.advice.prompt_filter import LEFT_OUT_FILE, LIVE
-from scoregram.advice.settings import OWN_TRAINER, TRL_TRAINER, draws_problems, stored_setting, trainer_of
+from scoregram.advice.settings import PROMPTS, draws_problems, reward_steps
 from scoregram.bootstrap import FEWEST, clustered_mean, fieller_ratio, mean_estimate, t_mean
 from scoregram.exhibits import Estimate, cell_text
 from scoregram.reading import (
+    OWN_TRAINER,
     SAMPLED_TEST,
     TRAINED_AND_FIXED,
+    TRL_TRAINER,
     HeldOutInfluence,
     RunReading,
     StoredGroup,
+    group_cosines,
     held_out_influence,
-    row_factors,
+    layer_energy_shares,
+    layer_signals,
+    mean_cosine,
+    prompt_products,
+    stored_setting,
+    trainer_of,
 )
-from scoregram.runs import BatchRecord
-from scoregram.statistics import group_moments
 
 DRIVER_SHARE = 0.5
 """Share of the squared update that one rollout may have."""
@@ -45,6 +49,18 @@ COMPARED_GROUPS = 256
 """Groups of a third whose cosines are compared: more would cost time and change little."""
 
 
+OUTLYING = 3.0
+"""Distance of a reward from the range of usual ones, in widths of this range, from which on the reward is checked."""
+
+
+@dataclass(frozen=True, eq=False)
+class LargestRow:
+    """A rollout of a group."""
+
+    group: StoredGroup
+    place: int
+
+
 def dominating_rollouts(run: RunReading) -> RuleVerdict:
     """One rollout makes most of a step's update."""
     values = run.last_values("gram/largest_share")
@@ -53,58 +69,131 @@ def dominating_rollouts(run: RunReading) -> RuleVerdict:
     share = mean_estimate(values)
     if not share.low > DRIVER_SHARE:
         return None
+    largest = largest_row(run)
+    outlier = outlying_reward(run, largest)
+    above_one = "; a share is above 1 where the other rollouts cancel a part of it" if max(values) > 1 else ""
+    effect = f"the largest share falls from {share.value:.0%} towards that of equal shares"
+    effect += f", {1 / run.batch_size:.1%}" if run.batch_size >= 1 else ""
+    effect += ". The fall of the noise is unknown until a run with this change."
+    told = f"One rollout alone makes {share.value:.0%} of a step's squared update on average. "
     return RunFinding(
         name="dominating rollouts",
         severity="warning",
-        sentence=f"One rollout alone makes {share.value:.0%} of a step's squared update on average. "
-        f"{_who_dominates(run)}".strip(),
+        sentence=f"{told}{_who_dominates(run, largest)} {outlier}".strip(),
         number=share,
         label="largest share of one rollout, last third",
         evidence=f"found if the whole 95 % interval lies above {DRIVER_SHARE:.0%}; equal shares would be one over the "
-        "batch.",
-        change=Change(
-            knob="weight of long rollouts",
-            direction="down",
-            sentence="Look at these rollouts; weight tokens equally or normalise by length, clip advantages, or mask "
-            "them.",
-            effect=f"the largest share falls from {share.value:.0%} towards that of equal shares"
-            + (f", {1 / run.batch_size:.1%}" if run.batch_size >= 1 else "")
-            + ". By how much the noise falls cannot be said before one run.",
-            steps=(
-                "Not a setting: read these rollouts. If they are broken (a loop, another language), let the reward "
-                "function return `None` for them: they then add nothing to the update.",
-                "If they are fine and long, divide by length" + _by_length(run) + ".",
-            ),
-        ),
+        f"batch{above_one}.",
+        change=_outlier_repair(run, effect, outlier) if outlier else _smaller_weight(run, effect, largest),
         confidence="certain",
     )
+
+
+def _outlier_repair(run: RunReading, effect: str, outlier: str) -> Change:
+    """Check the rewards in the group of the largest row: one of them is far from all others."""
+    low, high = usual_rewards(run)
+    return Change(
+        knob="reward function",
+        direction="repair",
+        sentence="Check the rewards of the groups of these rollouts: one is far from all others.",
+        effect=effect,
+        steps=reward_steps(
+            run.config,
+            f"Call it on the rollouts of that group. {outlier}",
+            f"If that is a mistake, repair it. If it is meant, limit the reward to the range from {low:g} to {high:g}.",
+        ),
+    )
+
+
+def _smaller_weight(run: RunReading, effect: str, largest: LargestRow | None) -> Change:
+    """Mask the rollout with the largest row, limit its advantage, or divide by length if it is long."""
+    is_long = largest is not None and _is_long(run, int(largest.group.record.lengths[largest.place]))
+    return Change(
+        knob="weight of single rollouts",
+        direction="down",
+        sentence="Look at these rollouts, and let one of them weigh less.",
+        effect=effect,
+        steps=(
+            "Read these rollouts. If they are broken (a loop, another language), let the reward "
+            "function return `None` for them: they then add nothing to the update.",
+            f"If they are fine, divide by length: they are longer than most{_by_length(run)}."
+            if is_long
+            else "If they are fine, limit the advantages.",
+        ),
+    )
+
+
+def _is_long(run: RunReading, length: int) -> bool:
+    """Whether more than half of the rollouts of the last third are shorter."""
+    lengths = np.concatenate([group.record.lengths.numpy() for group in run.last_measured])
+    return float(np.mean(lengths < length)) > 0.5
+
+
+def usual_rewards(run: RunReading) -> tuple[float, float]:
+    """The 5 % and the 95 % quantile of the rewards of the last third; `nan` without rewards."""
+    rewards = np.concatenate([group.record.rewards.double().numpy() for group in run.last_groups] or [np.zeros(0)])
+    known = rewards[np.isfinite(rewards)]
+    if not len(known):
+        return math.nan, math.nan
+    low, high = np.quantile(known, (0.05, 0.95), method="nearest").tolist()
+    return low, high
+
+
+def outlying_reward(run: RunReading, largest: LargestRow | None) -> str:
+    """The rewards in the group of the largest row, if one of them is far from the usual ones; else empty.
+
+    Such a reward moves the mean of its group, and so the advantage of each of its rollouts. Far: `OUTLYING` times the
+    width of the usual range away from it. Empty if usual rewards are all equal, which says nothing about far.
+    """
+    low, high = usual_rewards(run)
+    if largest is None or not high > low:
+        return ""
+    rewards = largest.group.record.rewards.double().tolist()
+    far = {one: max(low - one, one - high) for one in rewards if math.isfinite(one)}
+    extreme = max(far, key=lambda one: far[one], default=math.nan)
+    if not far or not far[extreme] > OUTLYING * (high - low):
+        return ""
+    told = (
+        f"Its reward is {rewards[largest.place]:g}; those of its group are {', '.join(f'{one:g}' for one in rewards)}"
+    )
+    return f"{told}, while 90 % of all rewards lie from {low:g} to {high:g}."
 
 
 def _by_length(run: RunReading) -> str:
     """What to type for a loss in which long rollouts weigh no more than short ones."""
     typed = {OWN_TRAINER: "`--objective grpo`", TRL_TRAINER: '`loss_type="grpo"`'}.get(trainer_of(run.config))
-    return f": {typed}" if typed else ""
+    return f" ({typed})" if typed else ""
 
 
-def _who_dominates(run: RunReading) -> str:
-    """The prompt, the length and, if stored, the text of the rollout with the largest row of the last third."""
-    worst, place, energy = None, 0, 0.0
+def largest_row(run: RunReading) -> LargestRow | None:
+    """The rollout with the largest row `A_i ψ_i` of the last third; None if there is no row other than zero."""
+    found, energy = None, 0.0
     for group in run.last_measured:
         pulls = group.row_energies()
         if len(pulls) and float(pulls.max()) > energy:
-            worst, place, energy = group.record, int(pulls.argmax()), float(pulls.max())
-    if worst is None:
+            found, energy = LargestRow(group, int(pulls.argmax())), float(pulls.max())
+    return found
+
+
+def _who_dominates(run: RunReading, largest: LargestRow | None) -> str:
+    """The prompt, the length and, if stored, the text of the rollout with the largest row of the last third."""
+    if largest is None:
         return ""
+    worst, place = largest.group.record, largest.place
     told = f"The largest: prompt {worst.prompt_id} at step {worst.step}, {int(worst.lengths[place])} tokens"
     stored = [] if run.folder is None else list(run.folder.rollouts([worst.step]))
     text = [r.completion for r in stored if r.prompt_id == worst.prompt_id and r.index == place and r.completion]
-    return f"{told}: “{shortened(text[0])}”" if text else f"{told}."
+    return f"{told}: “{shortened_text(text[0])}”" if text else f"{told}."
 
 
-def shortened(text: str, most: int = 80) -> str:
-    """Text on one line; if it is too long, its first characters and an ellipsis."""
+SHOWN_LENGTH = 80
+"""Characters of a rollout's text that a finding shows."""
+
+
+def shortened_text(text: str) -> str:
+    """Text on one line; if it is too long, its first `SHOWN_LENGTH` characters and an ellipsis."""
     line = " ".join(text.split())
-    return line if len(line) <= most else f"{line[:most]} …"
+    return line if len(line) <= SHOWN_LENGTH else f"{line[:SHOWN_LENGTH]} …"
 
 
 def dominating_layer(run: RunReading) -> RuleVerdict:
@@ -141,7 +230,7 @@ def dominating_layer(run: RunReading) -> RuleVerdict:
                 if is_new
                 else f"the other layers get more than {1 - share.value:.0%} of the update."
             )
-            + " What that does for the reward cannot be said.",
+            + " The effect on the reward is unknown until a run with this change.",
             steps=_steps_for_a_layer(names[place]),
         ),
         confidence="certain",
@@ -154,8 +243,7 @@ def _steps_for_a_layer(name: str) -> tuple[str, ...]:
     if "*" in name:
         freeze = f"for n, layer in model.named_modules(): fnmatch(n, {name!r}) and layer.requires_grad_(False)"
     return (
-        f"Not a setting: print the norm of the weights of `{name}` and of its input at the first and the last "
-        "checkpoint.",
+        f"Print the norm of the weights of `{name}` and of its input at the first and the last checkpoint.",
         f"If one grew, freeze the layer: `{freeze}`.",
         "Or give it a parameter group of its own with a tenth of the learning rate.",
     )
@@ -168,34 +256,6 @@ def _layers_needed(run: RunReading, steps: int) -> Undecided:
         return Undecided(f"measure at least {steps} steps with groups of 4 or more; here are {usable}")
     options = {OWN_TRAINER: "--layers float32", TRL_TRAINER: 'attach(trainer, layers="float32")'}
     return Undecided(f"store the Grams of layers, of {FEWEST_LAYERS} or more", options)
-
-
-def layer_energy_shares(run: RunReading, steps: int = 10) -> tuple[list[str], np.ndarray, np.ndarray] | None:
-    """Layers, and their shares of `Σ_groups |Σ_i A_i ψ_i|²` at the first and the last measured steps `(steps, L)`.
-
-    Rows of a loss include their weights and are summed as they are. Steps whose self-check failed do not count. None
-    without Grams of layers at `FEWEST` steps. The squared norm of an update is the sum over layers, so shares add up to
-    1.
-    """
-    measured = run.usable_steps
-    if run.folder is None or len(measured) < 2 * FEWEST:
-        return None
-    count = min(steps, len(measured) // 2)
-    names: list[str] = []
-    tables = []
-    for chosen in (measured[:count], measured[-count:]):
-        rows: dict[int, np.ndarray] = {}
-        for record in run.folder.groups(chosen):
-            if record.kind == run.groups[0].record.kind and record.by_layer:
-                names = names or list(record.by_layer)
-                a = row_factors(record.advantages.double(), record.rows)
-                energy = [float(a @ record.by_layer[name].double() @ a) for name in names if name in record.by_layer]
-                rows[record.step] = rows.get(record.step, 0.0) + np.array(energy)
-        shares = [row / row.sum() for row in rows.values() if len(row) == len(names) and row.sum() > 0]
-        tables.append(np.array(shares))
-    if not names or min(map(len, tables)) < FEWEST:
-        return None
-    return names, tables[0], tables[1]
 
 
 def carrying_layers(run: RunReading) -> RuleVerdict:
@@ -228,7 +288,7 @@ def carrying_layers(run: RunReading) -> RuleVerdict:
             knob="LoRA targets",
             direction="few",
             sentence="For LoRA, try these layers as targets, all with the same rank.",
-            effect=f"adapters on {len(chosen)} of {len(names)} layers. What reward they reach cannot be said: a layer "
+            effect=f"adapters on {len(chosen)} of {len(names)} layers. The reward that they reach is unknown: a layer "
             "without signal now may get one later, so compare with all linear layers. Ranks in proportion to such "
             "shares have lost against equal ranks.",
             steps=(
@@ -265,30 +325,6 @@ def fewest_layers(signals: np.ndarray, share: float) -> list[int]:
     return order[:count].tolist()
 
 
-def layer_signals(run: RunReading, steps: int = 30) -> tuple[list[str], np.ndarray] | None:
-    """Layers, and the unbiased `|g|²` of each `(steps, L)`: the mean over the complete groups of a step.
-
-    From the last measured steps of the last third, at most `steps`. None with fewer than `2 FEWEST` of them.
-    """
-    size = run.group_size or 0
-    measured = sorted({group.record.step for group in run.last_measured if group.is_complete and group.size == size})
-    if run.folder is None or size < 4:
-        return None
-    names: list[str] = []
-    rows: dict[int, list[np.ndarray]] = {}
-    for record in run.folder.groups(measured[-steps:]):
-        if record.kind != run.groups[0].record.kind or len(record.rewards) != size or not record.by_layer:
-            continue
-        names = names or list(record.by_layer)
-        if list(record.by_layer) == names and bool(record.rewards.isfinite().all()):
-            grams = torch.stack([gram.double() for gram in record.by_layer.values()])  # (L, R, R)
-            moments = group_moments(grams, record.rewards.double().expand(len(names), -1))
-            rows.setdefault(record.step, []).append(moments.gradient_squared.numpy())
-    if len(rows) < 2 * FEWEST:
-        return None
-    return names, np.array([np.mean(rows[step], axis=0) for step in sorted(rows)])
-
-
 def conflicting_prompts(run: RunReading) -> RuleVerdict:
     """Some prompts pull against the others, step after step."""
     trained = [batch for batch in run.batch_names if batch.kind == "train" and batch.step not in run.trust.failed]
@@ -315,8 +351,8 @@ def conflicting_prompts(run: RunReading) -> RuleVerdict:
             knob="prompt set",
             direction="split",
             sentence=f"Check the rewards of {', '.join(against[:5])}: leave them out, or train on them separately.",
-            effect=f"the gradients of the other {len(seen) - len(against)} prompts no longer cancel against these. By "
-            "how much the reward rises cannot be said before one run.",
+            effect=f"the gradients of the other {len(seen) - len(against)} prompts no longer cancel against these. The "
+            "rise in reward is unknown until a run with this change.",
             steps=leave_out_steps(run, against),
         ),
     )
@@ -341,7 +377,8 @@ def held_out_prompts(run: RunReading) -> RuleVerdict:
         severity="warning" if found.hurting else "note",
         sentence=f"{check} push against held-out prompts." if found.hurting else f"{keep} help held-out prompts.",
         number=found.effects[worst],
-        label=f"inner product of the gradient of {worst} with those of held-out prompts, over the squared score",
+        label=f"inner product of the gradient of {worst} with those of held-out prompts, over the mean squared "
+        "score norm / R",
         evidence=f"unbiased products at {found.probes} probes, at least {FEWEST} for each prompt; 99 % t intervals "
         f"over probes, corrected for {count} prompts. Shuffled held-out rewards give {found.by_chance:.1f} of them.",
         change=Change(
@@ -350,8 +387,8 @@ def held_out_prompts(run: RunReading) -> RuleVerdict:
             sentence=f"Check the rewards of {', '.join(found.hurting[:5])}, or leave them out."
             if found.hurting
             else "Keep these prompts; draw them more often.",
-            effect="to first order of a plain gradient step, a larger share of the update raises held-out rewards. By "
-            "how much cannot be said: the optimiser and later steps change it.",
+            effect="to first order of a plain gradient step, a larger share of the update raises held-out rewards. The "
+            "size of the rise is unknown: the optimiser and later steps change it.",
             steps=leave_out_steps(run, found.hurting) if found.hurting else keep_steps(found.helping),
         ),
         listing=tuple(_effect_line(found, name) for name in [*found.hurting, *found.helping]),
@@ -372,57 +409,12 @@ def leave_out_steps(run: RunReading, names: Sequence[str]) -> tuple[str, ...]:
 
 def keep_steps(names: Sequence[str]) -> tuple[str, ...]:
     """How to train more often on some prompts."""
-    return (f"Not a setting: repeat the lines of these {len(names)} prompts, listed below, in your training data.",)
+    return (f"Repeat the lines of these {len(names)} prompts, listed below, in your training data.",)
 
 
 def _effect_line(found: HeldOutInfluence, name: str) -> str:
     effect = found.effects[name]
     return f"{'hurts' if effect.high < 0 else 'helps'}  {cell_text(effect)}  {name}"
-
-
-def prompt_products(batches: Iterable[BatchRecord]) -> dict[str, list[float]]:
-    """Prompt → for each visit, the inner product of its gradient with the mean of the other prompts of the step.
-
-    Unbiased leave-one-out gradients of independent groups; divided by the mean squared norm of the step's scores over
-    the group size, so that steps count alike. It is no cosine.
-    """
-    found: dict[str, list[float]] = {}
-    for batch in batches:
-        size = int(batch.sizes[0])
-        rewards = batch.rewards.double().reshape(-1, size) if bool((batch.sizes == size).all()) else None
-        if (
-            rewards is None
-            or size < 4
-            or len(rewards) < 2
-            or not bool(rewards.isfinite().all())
-            or batch.kind != "train"
-        ):
-            continue
-        others = products_with_others(batch.gram, rewards)
-        if not bool(others.isfinite().all()):  # a Gram with a NaN says nothing
-            continue
-        scale = float(batch.gram.diagonal().double().mean()) / size
-        for name, value in zip(batch.prompt_ids, others.tolist(), strict=True):
-            found.setdefault(name, []).append(value / scale if scale > 0 else 0.0)
-    return found
-
-
-def products_with_others(gram: Tensor, rewards: Tensor) -> Tensor:
-    """`(P,)`: inner product of each prompt's leave-one-out gradient with the mean of those of the other prompts.
-
-    `⟨g_p, Σ_q g_q⟩ - |g_p|²` over `P - 1`, with `g_p = Σ_i w_i ψ_i` over the rollouts of `p`: one product of the Gram
-    with the weights of all rollouts, where all products between two prompts would take many.
-
-    Args:
-        gram: `(P R, P R)`, rollouts prompt by prompt.
-        rewards: `(P, R)`.
-    """
-    weights, k = leave_one_out(rewards) / rewards.shape[1], gram.double()
-    prompts, size = weights.shape
-    with_all = (k @ weights.flatten()).view(prompts, size)  # ⟨ψ_i, Σ_q g_q⟩
-    own = k.view(prompts, size, prompts, size).diagonal(dim1=0, dim2=2)  # (R, R, P)
-    squared = torch.einsum("pi,ijp,pj->p", weights, own, weights)
-    return ((weights * with_all).sum(1) - squared) / (prompts - 1)
 
 
 def lost_exploration(run: RunReading) -> RuleVerdict:
@@ -450,9 +442,13 @@ def lost_exploration(run: RunReading) -> RuleVerdict:
         change=Change(
             knob="exploration",
             direction="up",
-            sentence="Raise the sampling temperature or add an entropy bonus; draw harder prompts.",
+            sentence="Raise the sampling temperature.",
+            alternatives=(
+                Alternative("entropy bonus", "up", "Add an entropy bonus."),
+                Alternative(PROMPTS, HARDER, "Draw harder prompts."),
+            ),
             effect=f"right rollouts differ again: a mean cosine below {now.value:.2f}, at first it was "
-            f"{before.value:.2f}. How far it falls cannot be said before one run.",
+            f"{before.value:.2f}. How far it falls is unknown until a run with this change.",
         ),
     )
 
@@ -464,39 +460,6 @@ def _wrong_beside_right(cosine: Estimate) -> str:
     if cosine.high < ALIKE:
         return "Wrong rollouts differ from them."
     return "Whether wrong rollouts have it too is not resolved."
-
-
-@dataclass(frozen=True)
-class GroupCosines:
-    """Mean cosines between the scores of a group's rollouts."""
-
-    prompt: str
-    right_right: float
-    right_wrong: float
-
-
-def mean_cosine(groups: Sequence[GroupCosines], name: str) -> Estimate:
-    """Mean of `right_right` or `right_wrong` over groups, with an interval over prompts."""
-    return clustered_mean([getattr(one, name) for one in groups], [one.prompt for one in groups])
-
-
-def group_cosines(groups: Iterable[StoredGroup]) -> list[GroupCosines]:
-    """Cosines of each measured group that has two or more right rollouts and a wrong one, and no score of zero."""
-    found = []
-    for group in groups:
-        record = group.record
-        if record.gram is None or not group.right or group.right < 2 or group.right == group.size:
-            continue
-        gram = record.gram.double()
-        norms = gram.diagonal().clamp(min=0).sqrt()
-        if bool((norms > 0).all()):
-            cosine, is_right = gram / norms[:, None] / norms[None, :], record.rewards == 1
-            among_right = cosine[is_right][:, is_right]
-            pairs = group.right * (group.right - 1)
-            right_right = float((among_right.sum() - among_right.diagonal().sum()) / pairs)
-            right_wrong = float(cosine[is_right][:, ~is_right].mean())
-            found.append(GroupCosines(record.prompt_id, right_right, right_wrong))
-    return found
 
 
 def memorised_prompts(run: RunReading) -> RuleVerdict:
@@ -532,8 +495,8 @@ def memorised_prompts(run: RunReading) -> RuleVerdict:
             knob="prompt set",
             direction="larger",
             sentence="Train on more prompts.",
-            effect=f"the difference of {trained.value - tested.value:.2f} shrinks. By how much cannot be said before "
-            "one run on more prompts.",
+            effect=f"the difference of {trained.value - tested.value:.2f} shrinks. By how much is unknown until a "
+            "run on more prompts.",
             steps=_more_prompts(run, len(set(prompts))),
         ),
         confidence="possible",
@@ -547,7 +510,7 @@ def _more_prompts(run: RunReading, seen: int) -> tuple[str, ...]:
     if used:
         return (f"Use all training problems of the task: `--train-problems 0` (now {used}).",)
     if trainer_of(run.config) == TRL_TRAINER:
-        return (f"Not a setting: pass a larger `train_dataset`; the last third used {seen} prompts.",)
+        return (f"Pass a larger `train_dataset`; the last third used {seen} prompts.",)
     if draws_problems(run.config):
-        return (f"Not a setting: the task draws its problems; the last third used {seen} of them. Train longer.",)
-    return (f"Not a setting: add problems to the training file; the last third used {seen} prompts.",)
+        return (f"Train longer: the task draws its problems, and the last third used {seen} of them.",)
+    return (f"Add problems to the training file; the last third used {seen} prompts.",)

@@ -1,8 +1,9 @@
 """The scalars of a run under one set of names, whichever trainer logged them."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
 
@@ -10,9 +11,12 @@ import numpy as np
 
 from scoregram.bootstrap import mean_estimate
 from scoregram.exhibits import Estimate
+from scoregram.reading import stored_setting
 
-STEP_KEYS = ("step", "_step", "global_step", "train/global_step", "training/global_step", "trainer/global_step")
-"""Keys of the step, in the order in which they are looked for."""
+STEP_KEYS = ("step", "global_step", "train/global_step", "training/global_step", "trainer/global_step")
+"""Keys of the training step, in the order in which they are looked for."""
+RECORD_KEYS = ("_step", "Step")
+"""Keys under which Weights & Biases counts its records; used where no record has a training step."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,7 @@ class Spelling:
     """How a trainer spells a scalar."""
 
     key: str
+    """The name; with `*` for any text, the mean over all scalars with such a name."""
     trainer: str
     convert: Callable[[float], float] | None = None
     """From the trainer's number to ours; None if they are the same."""
@@ -43,6 +48,8 @@ SPELLINGS: Mapping[str, tuple[Spelling, ...]] = MappingProxyType(
             Spelling("objective/scores", "TRL PPO"),
         ),
         "reward_std": (Spelling("scoregram/reward_std", _OWN), Spelling("reward_std", f"{_OWN}, {_TRL}")),
+        "reward_max": (Spelling("critic/score/max", _VERL), Spelling("critic/rewards/max", _VERL)),
+        "reward_min": (Spelling("critic/score/min", _VERL), Spelling("critic/rewards/min", _VERL)),
         "dead_share": (Spelling("frac_reward_zero_std", _TRL),),
         "all_right": (Spelling("groups/all_right", _OWN),),
         "all_wrong": (Spelling("groups/all_wrong", _OWN),),
@@ -51,6 +58,8 @@ SPELLINGS: Mapping[str, tuple[Spelling, ...]] = MappingProxyType(
             Spelling("eval_reward", _TRL),
             Spelling("eval/reward", f"{_TRL} in trackers"),
             Spelling("val/test_score", _VERL),
+            Spelling("val/test_score/*", f"{_VERL}, a scalar for each data source"),
+            Spelling("val-core/*/mean@*", f"{_VERL}, a scalar for each data source"),
         ),
         "entropy": (
             Spelling("entropy", _TRL),
@@ -195,11 +204,9 @@ class RunLog:
         return self._series([step for step, _ in pairs], values)
 
     def bad_steps(self, *names: str) -> list[int]:
-        """Steps at which one of these scalars was logged as NaN, infinite or null."""
+        """Steps at which one of these scalars was logged as NaN or infinite; null and other text are missing values."""
         keys = {spelling.key for name in names for spelling in SPELLINGS[name]}
-        return [
-            int(line["step"]) for line in self.lines if any(key in line and not _is_number(line[key]) for key in keys)
-        ]
+        return [int(line["step"]) for line in self.lines if any(_is_not_finite(line.get(key)) for key in keys)]
 
     def reward_parts(self) -> dict[str, tuple[ScalarSeries, ScalarSeries]]:
         """Name of a reward function → its mean and its standard deviation over steps."""
@@ -208,17 +215,25 @@ class RunLog:
         return {name: (self.raw(f"rewards/{name}/mean"), self.raw(f"rewards/{name}/std")) for name in names}
 
     def setting(self, *names: str) -> Any:
-        """The first of these settings that the config has; None if it has none."""
-        return next((self.config[name] for name in names if self.config.get(name) is not None), None)
+        """The first of these settings that the config or the arguments in it have, as `stored_setting`; else None."""
+        return stored_setting(self.config, *names)
 
     def _found(self, name: str) -> ScalarSeries:
         if name == "dead_share" and any("live_groups" in line for line in self.lines):
             return self._own_dead_share()
         for spelling in SPELLINGS[name]:
-            found = self.raw(spelling.key, spelling.convert)
+            found = self._mean_of(spelling) if "*" in spelling.key else self.raw(spelling.key, spelling.convert)
             if len(found):
                 return found
         return self._series([], [])
+
+    def _mean_of(self, spelling: Spelling) -> ScalarSeries:
+        """Mean over all scalars whose names match, at the steps that have every one of them."""
+        keys = sorted({key for line in self.lines for key in line if fnmatchcase(key, spelling.key)})
+        lines = [line for line in self.lines if keys and all(_is_number(line.get(key)) for key in keys)]
+        means = [sum(float(line[key]) for key in keys) / len(keys) for line in lines]
+        values = means if spelling.convert is None else list(map(spelling.convert, means))
+        return self._series([line["step"] for line in lines], values)
 
     def _own_dead_share(self) -> ScalarSeries:
         pairs = [
@@ -236,20 +251,43 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+_NOT_FINITE = frozenset({"nan", "inf", "+inf", "-inf", "infinity", "+infinity", "-infinity"})
+"""How JSON without numbers for them spells NaN and the infinities, in lower case."""
+
+
+def _is_not_finite(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.strip().lower() in _NOT_FINITE
+    return isinstance(value, float) and not math.isfinite(value)
+
+
 def run_log(
     source: str,
     lines: Iterable[Mapping[str, Any]],
     config: Mapping[str, Any] | None = None,
     last_steps: range = range(0),
 ) -> RunLog:
-    """A log from mappings of scalars: steps in order, lines of one step merged, prefixes of trackers removed."""
+    """A log from mappings of scalars: steps in order, lines of one step merged, prefixes of trackers removed.
+
+    Records of Weights & Biases are counted on another scale than training steps. If some lines have a training step, a
+    record without one belongs to the step before it.
+    """
     merged: dict[int, dict[str, Any]] = {}
-    for line in lines:
-        step = _step_of(line)
+    for step, line in _with_steps(list(lines)):
         if step is not None:
-            known = {_bare(key): value for key, value in line.items() if key not in STEP_KEYS}
+            known = {_bare(key): value for key, value in line.items() if key not in (*STEP_KEYS, *RECORD_KEYS)}
             merged.setdefault(step, {"step": step}).update(known)
     return RunLog(source, tuple(merged[step] for step in sorted(merged)), config or {}, last_steps)
+
+
+def _with_steps(lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int | None, Mapping[str, Any]]]:
+    """Each line with its step, None if it has none."""
+    trained = [_step_of(line, STEP_KEYS) for line in lines]
+    has_steps, before = any(step is not None for step in trained), None
+    for step, line in zip(trained, lines, strict=True):
+        before = before if step is None else step
+        record = _step_of(line, RECORD_KEYS)
+        yield (step if record is None or step is not None else before if has_steps else record), line
 
 
 def _bare(key: str) -> str:
@@ -259,8 +297,8 @@ def _bare(key: str) -> str:
     return key
 
 
-def _step_of(line: Mapping[str, Any]) -> int | None:
-    for key in STEP_KEYS:
+def _step_of(line: Mapping[str, Any], keys: Sequence[str]) -> int | None:
+    for key in keys:
         value = line.get(key)
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             return int(value)

@@ -12,12 +12,34 @@ from typing import Any
 import torch
 
 from scoregram.advantages import ESTIMATORS
-from scoregram.advice.difficulty import SuccessLaw, divisors, group_size_for
-from scoregram.advice.findings import LEAST_SAVING, Change, RuleVerdict, RunFinding, Undecided
-from scoregram.advice.settings import OWN_TRAINER, TRL_TRAINER, stored_setting, trainer_of
+from scoregram.advice.findings import (
+    CHECKED_STEPS,
+    LEAST_SAVING,
+    Alternative,
+    Change,
+    RuleVerdict,
+    RunFinding,
+    Severity,
+    Undecided,
+)
+from scoregram.advice.settings import reward_steps
 from scoregram.bootstrap import FEWEST
 from scoregram.exhibits import Estimate, cell_text
-from scoregram.reading import PHASES, REFERENCE, RunNoise, RunReading, can_replay, replay_groups
+from scoregram.reading import (
+    OWN_TRAINER,
+    PHASES,
+    REFERENCE,
+    TRL_TRAINER,
+    RunNoise,
+    RunReading,
+    SuccessLaw,
+    can_replay,
+    divisors,
+    group_size_for,
+    replay_groups,
+    stored_setting,
+    trainer_of,
+)
 from scoregram.statistics import mse_curve
 
 NOISE_FACTOR = 4.0
@@ -46,13 +68,21 @@ def group_size(run: RunReading) -> RuleVerdict:
     return _size_by_liveness(run, used)
 
 
-def _size_by_error(run: RunReading, used: int) -> RuleVerdict:
-    noise = run.noise()
+def advised_size(run: RunReading) -> int | None:
+    """The group size that the error of the update asks for; None to keep the present one, or if it is not known."""
+    noise, used = run.noise(), run.group_size
     best = noise.best_group_size
-    wanted = least_error_size(noise, used, run.batch_size)
-    gain = size_gain(noise, used, wanted)
-    if gain < LEAST_SAVING:
+    if used is None or used < 2 or noise.components is None or math.isnan(best.low) or best.low <= used <= best.high:
         return None
+    wanted = least_error_size(noise, used, run.batch_size)
+    return wanted if size_gain(noise, used, wanted) >= LEAST_SAVING else None
+
+
+def _size_by_error(run: RunReading, used: int) -> RuleVerdict:
+    noise, wanted = run.noise(), advised_size(run)
+    if wanted is None:
+        return None
+    best, gain = noise.best_group_size, size_gain(noise, used, wanted)
     return RunFinding(
         name="group size",
         severity="warning",
@@ -66,7 +96,7 @@ def _size_by_error(run: RunReading, used: int) -> RuleVerdict:
         change=Change(
             knob="group size",
             direction="down" if wanted < used else "up",
-            sentence=_use_size(wanted, used, run.batch_size),
+            sentence=_use_size(wanted, used, run.batch_size, advised_rollouts(run)),
             effect=f"the squared error of an update falls by about {gain:.0%} at equal rollouts"
             f"{_live_groups(run, wanted, used)}.",
             value=wanted,
@@ -141,11 +171,14 @@ def least_error_size(noise: RunNoise, used: int, batch: float | int) -> int:
     return SMALLEST_MEASURED if best < SMALLEST_MEASURED and (1 - LEAST_SAVING) * measurable <= error[best] else best
 
 
-def _use_size(wanted: int, used: int, batch: float | int) -> str:
+def _use_size(wanted: int, used: int, batch: float | int, advised: int | None) -> str:
+    """What to type and the number of prompts, at the rollouts that “batch size” advises if it asks for others."""
     if wanted not in divisors(batch):
         return f"Use groups of about {wanted} in place of {used}, with {'more' if wanted < used else 'fewer'} prompts."
-    prompts = round(batch) // wanted
-    return f"Use groups of {wanted} in place of {used}: {prompts} prompts at the same {batch:g} rollouts."
+    told = f"Use groups of {wanted} in place of {used}: "
+    if advised is not None:
+        return f"{told}{advised // wanted} prompts at the {advised} rollouts that “batch size” advises."
+    return f"{told}{round(batch) // wanted} prompts at the same {batch:g} rollouts."
 
 
 def _live_groups(run: RunReading, wanted: int, used: int) -> str:
@@ -223,45 +256,108 @@ def batch_size(run: RunReading) -> RuleVerdict:
     if math.isnan(scale.low) or not math.isfinite(batch):
         return Undecided(_MORE_STEPS)
     if scale.low > NOISE_FACTOR * batch:
-        least = f"towards {scale.low:.0f} or more" if math.isfinite(scale.low) else "well beyond that"
-        return _batch_finding(
-            run,
-            "up",
-            f"Steps of {batch:g} rollouts are mostly noise: signal to noise is {cell_text(noise.snr)}.",
-            f"Use more rollouts per step, {least}, or a smaller learning rate. First {NOISE_FACTOR:g} times as many.",
-            "the signal to noise of a step grows in proportion to its rollouts: from "
-            f"{noise.snr.value:.2g} to about {NOISE_FACTOR * noise.snr.value:.2g}, at {NOISE_FACTOR:g} times the cost.",
-            round(NOISE_FACTOR * batch),
-        )
+        told = f"Steps of {batch:g} rollouts are mostly noise: signal to noise is {cell_text(noise.snr)}"
+        unresolved = "" if math.isfinite(scale.high) else f", so no signal was resolved over {noise.steps} steps"
+        change = _more_rollouts(run) if math.isfinite(scale.low) else _signal_repair(run)
+        return _batch_finding(noise, "warning", f"{told}{unresolved}.", change)
     if scale.high < batch / NOISE_FACTOR:
-        size = run.group_size or 1
-        fewer = size * max(2, math.ceil(scale.high / size))
-        return _batch_finding(
-            run,
-            "down",
-            f"Steps of {batch:g} rollouts average more than needed: the signal is {noise.snr.value:.1f} times the "
-            "noise.",
-            f"Use fewer rollouts per step, towards {scale.high:.0f}, and more steps.",
-            f"nearly the same progress per step for {fewer / batch:.0%} of the rollouts.",
-            fewer,
-        )
+        if advised_rollouts(run) is None:  # a smaller step would have fewer than two prompts
+            return None
+        told = f"Steps of {batch:g} rollouts average more than needed: the signal is {noise.snr.value:.1f} times the "
+        return _batch_finding(noise, "note", f"{told}noise.", _fewer_rollouts(run))
     decided = batch / NOISE_FACTOR <= scale.low and scale.high <= NOISE_FACTOR * batch
     return None if decided else Undecided("measure more steps: the interval of the noise scale is too wide")
 
 
-def _batch_finding(
-    run: RunReading, direction: str, sentence: str, advice: str, effect: str, rollouts: int
-) -> RunFinding:
+def advised_rollouts(run: RunReading) -> int | None:
+    """Rollouts of a step that the noise scale asks for, in whole groups of the advised size; None for the present ones.
+
+    Four times as many where the batch is far below the noise scale; two prompts or more where it is far above.
+    """
+    scale, batch = run.noise().noise_scale, run.batch_size
+    size = advised_size(run) or run.group_size or 1
+    if math.isnan(scale.low) or not math.isfinite(batch):
+        return None
+    if NOISE_FACTOR * batch < scale.low < math.inf:
+        return size * math.ceil(NOISE_FACTOR * batch / size)
+    fewer = size * max(2, math.ceil(scale.high / size)) if scale.high < batch / NOISE_FACTOR else batch
+    return int(fewer) if fewer < batch else None
+
+
+def _batch_finding(noise: RunNoise, severity: Severity, sentence: str, change: Change) -> RunFinding:
     return RunFinding(
         name="batch size",
-        severity="warning" if direction == "up" else "note",
+        severity=severity,
         sentence=sentence,
-        number=run.noise().noise_scale,
+        number=noise.noise_scale,
         label="noise scale in rollouts",
-        evidence=f"found if the whole 95 % interval over {run.noise().steps} steps is {NOISE_FACTOR:g} times above or "
-        "below the "
-        "batch.",
-        change=Change(knob="batch size", direction=direction, sentence=advice, effect=effect, value=rollouts),
+        evidence=f"found if the whole 95 % interval over {noise.steps} steps is {NOISE_FACTOR:g} times above or below "
+        "the batch.",
+        change=change,
+    )
+
+
+def _more_rollouts(run: RunReading) -> Change:
+    """Four times the rollouts; with a check of the reward first where no signal was resolved."""
+    noise, batch = run.noise(), run.batch_size
+    first = (
+        ""
+        if math.isfinite(noise.noise_scale.high)
+        else "First check that right completions get more reward: more rollouts cannot repair a random one. Then use"
+    )
+    return Change(
+        knob="batch size",
+        direction="up",
+        sentence=f"{first or 'Use'} more rollouts per step, towards {noise.noise_scale.low:.0f} or more, at first "
+        f"{NOISE_FACTOR:g} times as many.",
+        effect=_larger_signal(noise, (advised_rollouts(run) or batch) / batch),
+        value=advised_rollouts(run),
+        alternatives=(
+            Alternative("learning rate", "down", "Lower the learning rate: noise then averages over steps."),
+        ),
+    )
+
+
+def _larger_signal(noise: RunNoise, times: float) -> str:
+    """What more rollouts make of the signal to noise; of the upper end of its interval if the estimate is not above 0.
+
+    An estimate of 0 or less resolves no signal, and cannot be extrapolated.
+    """
+    grows, cost = "the signal to noise of a step grows in proportion to its rollouts", f"at {times:.3g} times the cost"
+    value, high = noise.snr.value, noise.snr.high
+    if value > 0:
+        return f"{grows}: from {value:.2g} to about {times * value:.2g}, {cost}."
+    if 0 < high < math.inf:
+        most = f"from at most {high:.2g} to at most {times * high:.2g}"
+        return f"{grows}: {most}, the upper end of its interval, {cost}. Whether there is a signal is unknown."
+    return f"{grows}, {cost}. By how much is unknown: no signal was resolved."
+
+
+def _signal_repair(run: RunReading) -> Change:
+    """Look at the reward: even the upper end of the interval has no signal, so more rollouts are not supported."""
+    steps = run.noise().steps
+    return Change(
+        knob="reward function",
+        direction="repair",
+        sentence="Check the reward before paying for more rollouts: the data show no signal that they could resolve.",
+        effect=f"the interval of the signal to noise reaches above 0 within {max(steps, CHECKED_STEPS)} measured "
+        "steps. How far is unknown: this run has no signal to extrapolate.",
+        steps=reward_steps(
+            run.config,
+            "Call it several times on one right and one wrong completion: the right one must get more, each time.",
+            "Compare the rewards of a group: one that is far from all others decides the step, and hides the signal.",
+        ),
+    )
+
+
+def _fewer_rollouts(run: RunReading) -> Change:
+    scale, fewer = run.noise().noise_scale, advised_rollouts(run) or run.batch_size
+    return Change(
+        knob="batch size",
+        direction="down",
+        sentence=f"Use fewer rollouts per step, towards {scale.high:.0f}, and more steps.",
+        effect=f"nearly the same progress per step for {fewer / run.batch_size:.0%} of the rollouts.",
+        value=int(fewer),
     )
 
 
@@ -375,7 +471,7 @@ def baseline(run: RunReading) -> RuleVerdict:
         change=Change(
             knob="estimator",
             direction="optimal-loo",
-            sentence="Try the estimator optimal-loo, or opo-loo, which needs lengths only.",
+            sentence="Try the estimator optimal-loo.",
             effect=f"{saving.value:.0%} less variance within prompts than rloo has; `scoregram whatif` compares it "
             "with your estimator.",
             value="optimal-loo",

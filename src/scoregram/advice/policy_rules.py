@@ -6,11 +6,14 @@ from itertools import pairwise
 
 import numpy as np
 
-from scoregram.advice.findings import Change, RuleVerdict, RunFinding, Undecided
+from scoregram.advice.findings import Alternative, Change, RuleVerdict, RunFinding, Undecided
 from scoregram.advice.logs import RunLog, ScalarSeries
-from scoregram.advice.reward_rules import CEILING, after
-from scoregram.advice.trends import LEAST_STEPS, mean_ends, slope_estimate
+from scoregram.advice.reward_rules import CEILING, deferred_verdict, too_few
+from scoregram.advice.settings import reward_steps
+from scoregram.advice.trends import LEAST_STEPS, slope_estimate
+from scoregram.bootstrap import binomial_tail, bootstrap_estimate
 from scoregram.exhibits import Estimate
+from scoregram.reading import rollouts_option
 
 ENTROPY_LEFT, ENTROPY_GONE, ENTROPY_WATCHED = 0.25, 0.1, 0.5
 """Shares of the first entropy: below the first it has collapsed; below the third a rule extrapolates its decline to the
@@ -18,8 +21,10 @@ second."""
 KL_LIMIT, KL_WATCHED, KL_ACCELERATION = 1.0, 0.3, 4.0
 """Two limits in nats per token, and the largest ratio of the end to the middle third (a steady drift doubles)."""
 CLIPPED_TOKENS = 0.3
-SPIKE = 10.0
-"""Factor above the median of the gradient norms before it."""
+SPIKE, SPIKE_WINDOW = 10.0, 20
+"""Factor above the median of the gradient norms before it, and how many of these norms count."""
+CLIP_NEAR = 2.0
+"""Largest ratio of the gradient clip to the median norm at which a spike hardly moves the policy further."""
 THROUGHPUT_LEFT = 0.6
 REPEATS = 5
 """Steps in a row whose numbers are exactly those of earlier steps."""
@@ -32,6 +37,9 @@ def not_finite_steps(log: RunLog) -> RuleVerdict:
         return Undecided("log loss and gradient norm")
     skipped = {int(line["step"]) for line in log.lines if line.get("skipped")}
     bad = sorted(skipped.union(log.bad_steps("loss", "grad_norm", "kl")))
+    unpaid = log.bad_steps("reward")
+    if unpaid and not (bad and bad[0] < unpaid[0]):  # at one step the reward is the cause
+        return _rewards_not_finite(log, unpaid)
     if not bad:
         known = log.has("loss", least=1) or log.has("grad_norm", least=1)
         return None if known else Undecided("log loss and gradient norm")
@@ -57,28 +65,56 @@ def not_finite_steps(log: RunLog) -> RuleVerdict:
     )
 
 
+def _rewards_not_finite(log: RunLog, bad: Sequence[int]) -> RunFinding:
+    """The finding of steps whose mean reward is NaN or infinite."""
+    share = len(bad) / len(log.lines)
+    return RunFinding(
+        name="NaN",
+        severity="critical",
+        sentence=f"The mean reward was not finite at {len(bad)} of {len(log.lines)} logged steps, first at step "
+        f"{bad[0]}.",
+        since=bad[0],
+        number=Estimate(share, share, share),
+        label="share of steps whose mean reward is not finite",
+        evidence="one is enough: a reward is NaN or infinite, or no rollout of the step has one.",
+        change=Change(
+            knob="reward function",
+            direction="repair",
+            sentence="Find the completion whose reward is not finite, and repair the reward function.",
+            effect=f"the mean reward is finite at every step, now at {1 - share:.0%}. What the run then learns is "
+            "unknown until a run with this change.",
+            steps=reward_steps(
+                log.config,
+                f"Call it on the rollouts of step {bad[0]}, and print those whose reward is NaN or infinite.",
+                "Look for a division by zero, a logarithm of zero and a mean of an empty list.",
+            ),
+        ),
+        confidence="certain",
+    )
+
+
 def entropy_collapse(log: RunLog) -> RuleVerdict:
     """The entropy of the policy has fallen to a small part of its first value, or will soon; not on a solved task."""
     entropy = log.series("entropy")
     if len(entropy) < LEAST_STEPS:
-        return Undecided("log the entropy of the policy")
-    start, end = entropy.start, entropy.end
+        return too_few(entropy, "log the entropy of the policy")
+    start, mean = entropy.start, entropy.last_mean()
     if not start > 0:
         return None
-    left = Estimate(end / start, *(sorted(mean_ends(entropy.last) / start)))
+    left = Estimate(mean.value / start, mean.low / start, mean.high / start)
+    fell = f"The entropy fell from {start:.3g} to {mean.value:.3g} nats per token, the mean of the last third"
     arrival = collapse_step(entropy, ENTROPY_GONE * start)
     scores = (log.series("reward"), log.series("held_out"))
     if any(len(score) and score.end >= CEILING for score in scores):  # who is always right need not explore
         return None
     if left.high < ENTROPY_LEFT:
-        sentence = f"The entropy fell from {start:.3g} to {end:.3g} nats per token: rollouts of a prompt hardly differ."
         return RunFinding(
             name="entropy collapse",
             severity="critical" if left.high < ENTROPY_GONE else "warning",
-            sentence=sentence,
+            sentence=f"{fell}: rollouts of a prompt hardly differ.",
             since=entropy.since(entropy.values < ENTROPY_LEFT * start),
             number=left,
-            label="entropy left, of the first steps",
+            label="entropy of the last third, over that of the first steps",
             evidence=f"found if the last third has less than {ENTROPY_LEFT:.0%} of the first steps' entropy.",
             change=_more_entropy(log),
             confidence="certain",
@@ -88,11 +124,10 @@ def entropy_collapse(log: RunLog) -> RuleVerdict:
     return RunFinding(
         name="entropy collapse",
         severity="warning",
-        sentence=f"The entropy fell from {start:.3g} to {end:.3g} nats per token and falls steadily: at this rate a "
-        f"tenth of the first value is left at step {arrival}.",
+        sentence=f"{fell}, and falls steadily: at this rate a tenth of the first value is left at step {arrival}.",
         since=entropy.since(entropy.values < ENTROPY_WATCHED * start),
         number=left,
-        label="entropy left, of the first steps",
+        label="entropy of the last third, over that of the first steps",
         evidence=f"found below {ENTROPY_WATCHED:.0%} if the decline of its logarithm over the last two thirds is "
         "significant.",
         change=_more_entropy(log),
@@ -102,20 +137,20 @@ def entropy_collapse(log: RunLog) -> RuleVerdict:
 
 def _more_entropy(log: RunLog) -> Change:
     """Half the learning rate, with both numbers where the config or the log names it."""
-    arguments = log.config.get("arguments")
-    stated = (log.config, arguments if isinstance(arguments, Mapping) else {})
-    logged = log.series("learning_rate").values
-    rates = [one["learning_rate"] for one in stated if isinstance(one.get("learning_rate"), float)]
-    rate = rates[0] if rates else float(logged.max()) if len(logged) else 0.0
+    stored, logged = log.setting("learning_rate"), log.series("learning_rate").values
+    rate = stored if isinstance(stored, float) else float(logged.max()) if len(logged) else 0.0
     numbers = f" from {rate:g} to {rate / 2:g}" if rate > 0 else ""
     clipped = log.series("clipped_tokens").values
-    higher = " Raise the upper clip (epsilon_high in TRL) from 0.2 to 0.28, as DAPO does." if clipped.any() else ""
+    higher = Alternative(
+        "clip range", "up", "Raise the upper clip (epsilon_high in TRL) from 0.2 to 0.28, as DAPO does."
+    )
     return Change(
         knob="learning rate",
         direction="down",
-        sentence=f"Halve the learning rate{numbers}.{higher}",
-        effect=f"the entropy falls about half as fast{_slower_end(log)}; the reward may rise more slowly, by how much "
-        "cannot be said.",
+        sentence=f"Halve the learning rate{numbers}.",
+        effect=f"the entropy falls about half as fast{_slower_end(log)}; the reward may rise more slowly; how much "
+        "is unknown until a run with this change.",
+        alternatives=(higher,) if clipped.any() else (),
     )
 
 
@@ -124,7 +159,8 @@ def _slower_end(log: RunLog) -> str:
     entropy = log.series("entropy")
     if not (len(entropy) and entropy.start > 0 and entropy.end > 0):
         return ""
-    return f": after as many steps {math.sqrt(entropy.start * entropy.end):.2g} nats per token, now {entropy.end:.2g}"
+    slower = math.sqrt(entropy.start * entropy.end)
+    return f": about {slower:.2g} nats per token at the end of as many steps, now {entropy.end:.2g}"
 
 
 def collapse_step(entropy: ScalarSeries, level: float) -> int | None:
@@ -149,27 +185,29 @@ def kl_blow_up(log: RunLog) -> RuleVerdict:
     """The policy has left the reference, or leaves it faster and faster."""
     kl = log.series("kl")
     if len(kl) < LEAST_STEPS:
-        return Undecided("log the KL divergence from the reference, if there is one")
+        return too_few(kl, "log the KL divergence from the reference, if there is one")
     middle = float(np.median(kl.values[len(kl) // 3 : -max(3, len(kl) // 3)]))
     is_far, is_faster = kl.end > KL_LIMIT, kl.end > KL_WATCHED and kl.end > KL_ACCELERATION * max(middle, 1e-6)
     if not (is_far or is_faster):
         return None
+    mean = kl.last_mean()
     return RunFinding(
         name="KL blow-up",
         severity="critical" if is_far else "warning",
-        sentence=f"The policy is {kl.end:.2g} nats per token away from the reference"
-        + (", and leaves it faster and faster." if is_faster else "."),
+        sentence=f"The policy was {mean.value:.3g} nats per token away from the reference on average over the last "
+        f"third{', and leaves it faster and faster.' if is_faster else '.'}",
         since=kl.since(kl.values > (KL_LIMIT if is_far else KL_WATCHED) / 2),
-        number=kl.last_mean(),
-        label="KL in the last third, nats per token",
-        evidence=f"found above {KL_LIMIT:g} nats, or above {KL_WATCHED:g} and {KL_ACCELERATION:g} times the middle "
-        "third.",
+        number=mean,
+        label="mean KL of the last third, nats per token",
+        evidence=f"the median of the last steps is {kl.end:.3g}; found if that is above {KL_LIMIT:g} nats, or above "
+        f"{KL_WATCHED:g} and {KL_ACCELERATION:g} times the middle third.",
         change=Change(
             knob="learning rate",
             direction="down",
-            sentence="Lower the learning rate, or raise the KL weight (beta).",
-            effect=f"less than {kl.end:.2g} nats per token after as many steps. How much less cannot be said: the KL "
-            "does not grow in proportion to the learning rate.",
+            sentence="Lower the learning rate.",
+            effect=f"less than {kl.end:.3g} nats per token at the end of as many steps. How much less is unknown: the "
+            "KL does not grow in proportion to the learning rate.",
+            alternatives=(Alternative("KL weight", "up", "Raise the KL weight (beta)."),),
         ),
         confidence="certain",
     )
@@ -179,7 +217,7 @@ def clip_saturation(log: RunLog) -> RuleVerdict:
     """A large share of the tokens is clipped, so that inner updates have no effect on them."""
     clipped = log.series("clipped_tokens")
     if len(clipped) < LEAST_STEPS:
-        return Undecided("log the share of clipped tokens")
+        return too_few(clipped, "log the share of clipped tokens")
     share = clipped.last_mean()
     if not share.low > CLIPPED_TOKENS:
         return None
@@ -194,9 +232,10 @@ def clip_saturation(log: RunLog) -> RuleVerdict:
         change=Change(
             knob="learning rate",
             direction="down",
-            sentence="Lower the learning rate, or do fewer updates on each batch.",
-            effect=f"less than {share.value:.0%} of the tokens clipped; below 10% is usual. How far it falls cannot be "
-            "said before one run.",
+            sentence="Lower the learning rate.",
+            effect=f"less than {share.value:.0%} of the tokens clipped; below 10% is usual. How far it falls is "
+            "unknown until a run with this change.",
+            alternatives=(Alternative("updates per batch", "down", "Do fewer updates on each batch."),),
         ),
     )
 
@@ -204,10 +243,14 @@ def clip_saturation(log: RunLog) -> RuleVerdict:
 def idle_clipping(log: RunLog) -> RuleVerdict:
     """Several updates on each batch, and no token is ever clipped: the clip range has no effect."""
     clipped, updates = log.series("clipped_tokens"), log.setting("inner_updates", "num_iterations", "ppo_epochs")
-    if updates is None or len(clipped) < LEAST_STEPS:
-        return Undecided("log the share of clipped tokens, and give the run's config (updates on each batch)")
-    if int(updates) < 2 or bool(clipped.values.any()):
+    if updates is not None and int(updates) < 2:
         return None
+    if len(clipped) < LEAST_STEPS:
+        return too_few(clipped, "log the share of clipped tokens")
+    if bool(clipped.values.any()):
+        return None
+    if updates is None:
+        return Undecided("store the number of updates on each batch in the run's config")
     return RunFinding(
         name="idle clipping",
         severity="note",
@@ -220,8 +263,9 @@ def idle_clipping(log: RunLog) -> RuleVerdict:
         change=Change(
             knob="updates per batch",
             direction="down",
-            sentence="Use one update per batch, or a larger learning rate.",
+            sentence="Use one update per batch.",
             effect=f"nearly the same learning from 1 update per batch, now {int(updates)}.",
+            alternatives=(Alternative("learning rate", "up", "Raise the learning rate."),),
         ),
         confidence="certain",
     )
@@ -231,36 +275,76 @@ def gradient_spikes(log: RunLog) -> RuleVerdict:
     """Some gradient norms are many times those before them."""
     norms = log.series("grad_norm")
     if len(norms) < 2 * LEAST_STEPS:
-        return Undecided("log the gradient norm before clipping")
+        return too_few(norms, "log the gradient norm before clipping", 2 * LEAST_STEPS)
     spikes = spike_steps(norms)
     if not spikes:
         return None
     worst = max(spikes, key=lambda step: spikes[step])
+    usual, limit = float(np.median(norms.values[norms.values > 0])), norm_limit(log)
+    is_limited = limit <= CLIP_NEAR * usual
+    clipped = f" The run clips the norm to {limit:g}, and its median is {usual:.2g}." if math.isfinite(limit) else ""
     return RunFinding(
         name="gradient spikes",
-        severity="warning",
+        severity="note" if is_limited else "warning",
         sentence=f"The gradient norm was {spikes[worst]:.0f} times its usual size at step {worst}"
         + (f", and more than {SPIKE:g} times at {len(spikes)} steps in all." if len(spikes) > 1 else "."),
         since=min(spikes),
         number=Estimate(spikes[worst]),
         label="largest gradient norm over the median before it",
-        evidence=f"found above {SPIKE:g} times the median of the 20 norms before it.",
-        change=Change(
-            knob="gradient clipping",
-            direction="down",
-            sentence="Clip the gradient norm near its median, and look at the rollouts of that step.",
-            effect=f"no batch moves the policy further than a usual one, now up to {spikes[worst]:.0f} times as far.",
-            value=f"{float(np.median(norms.values)):.2g}",
-        ),
+        evidence=f"found above {SPIKE:g} times the median of the {SPIKE_WINDOW} norms before it.{clipped}",
+        change=_spike_repair(log, worst) if is_limited else _tighter_clip(log, worst, usual),
         confidence="certain",
     )
 
 
-def spike_steps(norms: ScalarSeries, window: int = 20) -> dict[int, float]:
-    """Step → norm over the median of up to `window` norms before it, where that exceeds `SPIKE`."""
+def norm_limit(log: RunLog) -> float:
+    """The norm that the run clips its gradient to; `inf` if it does not clip, or the config does not say."""
+    limit = log.setting("max_grad_norm")
+    is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
+    return float(limit) if is_number and limit > 0 else math.inf
+
+
+def _tighter_clip(log: RunLog, step: int, usual: float) -> Change:
+    """Clip near the median norm: the run does not clip, or far above it."""
+    norms = log.series("grad_norm")
+    largest = min(float(norms.values[norms.steps == step].max()), norm_limit(log))
+    is_known = log.setting("max_grad_norm") is not None
+    return Change(
+        knob="gradient clipping",
+        direction="down",
+        sentence=f"Clip the gradient norm near its median{'' if is_known else ' if the run does not do so yet'}, and "
+        "look at the rollouts of that step.",
+        effect="no batch moves the policy further than a usual one, now up to "
+        f"{largest / usual:.0f} times as far{'' if is_known else ' without clipping'}.",
+        value=f"{float(f'{usual:.2g}'):g}",
+    )
+
+
+def _spike_repair(log: RunLog, step: int) -> Change:
+    """Look at the batch of the spike: the clip already limits every step to a usual one."""
+    return Change(
+        knob="batch of a gradient spike",
+        direction="repair",
+        sentence=f"Look at the rollouts of step {step}, and leave the clip as it is: it limits every step already.",
+        effect="no single rollout decides the direction of a step; the length of a step does not change. What that "
+        "brings is unknown until a run without such batches.",
+        steps=(
+            f"Read the rollouts of step {step}{_rollouts_option(log)}, those with the most extreme rewards first.",
+            "If a reward is far from all others, limit it in the reward function.",
+        ),
+    )
+
+
+def _rollouts_option(log: RunLog) -> str:
+    option = rollouts_option(log.config)
+    return f" (to store them: {option})" if option else ""
+
+
+def spike_steps(norms: ScalarSeries) -> dict[int, float]:
+    """Step → norm over the median of up to `SPIKE_WINDOW` norms before it, where that exceeds `SPIKE`."""
     found = {}
     for place in range(5, len(norms)):
-        usual = float(np.median(norms.values[max(0, place - window) : place]))
+        usual = float(np.median(norms.values[max(0, place - SPIKE_WINDOW) : place]))
         if usual > 0 and norms.values[place] > SPIKE * usual:
             found[int(norms.steps[place])] = float(norms.values[place]) / usual
     return found
@@ -272,7 +356,9 @@ def throughput_rot(log: RunLog) -> RuleVerdict:
     if len(speed) < 3 * LEAST_STEPS:
         seconds, length = log.series("step_seconds"), log.series("length")
         if len(seconds) < 3 * LEAST_STEPS or len(seconds) != len(length):
-            return Undecided("log tokens per second, or seconds per step beside the length")
+            logged = speed if len(speed) else seconds
+            needs = "log tokens per second, or seconds per step beside the length at every step"
+            return too_few(logged, needs, 3 * LEAST_STEPS)
         speed = ScalarSeries(seconds.steps, length.values / np.maximum(seconds.values, 1e-9))
     first, last = float(np.median(speed.first)), float(np.median(speed.last))
     middle = float(np.median(speed.values[len(speed.first) : -len(speed.last)]))
@@ -281,14 +367,14 @@ def throughput_rot(log: RunLog) -> RuleVerdict:
     # one slowdown of the machine is no decline: the middle third must lie in between, and the slope be significant
     if not (left < THROUGHPUT_LEFT and last < middle < first and ends[1] < 0):
         return None
-    ratio = mean_ends(speed.last) / first
+    ratio = bootstrap_estimate(len(speed.last), lambda drawn: np.median(speed.last[drawn], axis=-1) / first)
     return RunFinding(
         name="throughput rot",
         severity="warning",
         sentence=f"Tokens per second fell to {left:.0%} of the first third, and still fall.",
         since=speed.since(speed.values < THROUGHPUT_LEFT * first),
-        number=Estimate(left, *ratio),
-        label="tokens per second, of the first third",
+        number=ratio,
+        label="median of the tokens per second in the last third, over that in the first",
         evidence=f"found below {THROUGHPUT_LEFT:.0%} if the decline is steady and significant. Other work on the "
         "machine "
         "looks the same.",
@@ -299,7 +385,7 @@ def throughput_rot(log: RunLog) -> RuleVerdict:
             "checkpoint to compare.",
             effect=f"the speed of the first steps, {1 / left:.1f} times the present one, if memory is the cause.",
             steps=(
-                "Not a setting: log the memory of the process at every step.",
+                "Log the memory of the process at every step.",
                 "If it grows, look for lists of tensors, logged tables and caches that nothing empties.",
                 "If it does not, restart from the last checkpoint: if the speed comes back, the process was the cause.",
             ),
@@ -312,10 +398,11 @@ def stuck_batch(log: RunLog) -> RuleVerdict:
     """Neighbouring steps have exactly the same reward and length: the same rollouts are used again."""
     known = fingerprints(log)
     if known is None:
-        return Undecided(FINGERPRINT_NEEDS)
-    found = [step for earlier, step in pairwise(known) if known[earlier] == known[step]]
-    if len(found) < REPEATS or not is_surprising(found, known, lag=1):
+        return _fingerprints_needed(log)
+    repeated = [step for earlier, step in pairwise(known) if known[earlier] == known[step]]
+    if len(repeated) < REPEATS or not is_surprising(repeated, known, lag=1):
         return None
+    found = long_stretches(repeated, list(known))
     return RunFinding(
         name="stuck batch",
         severity="critical",
@@ -330,10 +417,10 @@ def stuck_batch(log: RunLog) -> RuleVerdict:
             knob="data loader",
             direction="repair",
             sentence="Check that the data loader advances and that generation is not served from a cache.",
-            effect="the numbers of neighbouring steps differ. How much is then learnt cannot be said: "
+            effect="the numbers of neighbouring steps differ. What the run then learns is unknown: "
             f"{len(found)} steps used rollouts again.",
             steps=(
-                "Not a setting: print the first prompt and the first completion of two steps that follow each other.",
+                "Print the first prompt and the first completion of two steps that follow each other.",
                 "If the prompts are equal, the data loader does not advance: check its sampler and its resume state.",
                 "If only the completions are equal, generation is served from a cache or with one seed.",
             ),
@@ -346,12 +433,13 @@ def lost_seed(log: RunLog) -> RuleVerdict:
     """A stretch of the run repeats an earlier one exactly: the seed was set again, as after a careless resume."""
     known = fingerprints(log)
     if known is None:
-        return Undecided(FINGERPRINT_NEEDS)
+        return _fingerprints_needed(log)
     if isinstance(stuck_batch(log), RunFinding):
-        return after("stuck batch")
-    lag, steps = most_repeated(known)
-    if len(steps) < REPEATS or not is_surprising(steps, known, lag=lag):
+        return deferred_verdict("stuck batch")
+    lag, repeated = most_repeated(known)
+    if len(repeated) < REPEATS or not is_surprising(repeated, known, lag=lag):
         return None
+    steps = long_stretches(repeated, list(known))
     return RunFinding(
         name="lost seed",
         severity="critical",
@@ -368,7 +456,7 @@ def lost_seed(log: RunLog) -> RuleVerdict:
             sentence="Save and restore the state of the random generators and of the data loader in the checkpoint.",
             effect=f"a resumed run continues instead of repeating {len(steps)} steps.",
             steps=(
-                "Not a setting: store `torch.get_rng_state()`, those of numpy and random, and the position of the data "
+                "Store `torch.get_rng_state()`, those of numpy and random, and the position of the data "
                 "loader in every checkpoint.",
                 "Restore them after a resume, before the first batch is drawn.",
                 f"Continue from a checkpoint before step {steps[0]}.",
@@ -403,6 +491,31 @@ def _table(series: ScalarSeries) -> dict[int, float]:
     return dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
 
 
+def _fingerprints_needed(log: RunLog) -> Undecided:
+    shorter = min((log.series(name) for name in ("reward", "length")), key=len)
+    return too_few(shorter, FINGERPRINT_NEEDS)
+
+
+def long_stretches(repeated: Sequence[int], steps: Sequence[int]) -> list[int]:
+    """The repeats of a fault without those by chance: of the stretches that are at least half as long as the longest.
+
+    A single step in between does not end a stretch. Lengths are counted in repeats.
+
+    Example:
+        >>> long_stretches([5, 15, 16, 18, 19], range(1, 20))
+        [15, 16, 18, 19]
+    """
+    places = {step: place for place, step in enumerate(steps)}
+    stretches: list[list[int]] = []
+    for step in repeated:
+        if stretches and places[step] - places[stretches[-1][-1]] <= 2:
+            stretches[-1].append(step)
+        else:
+            stretches.append([step])
+    longest = max(map(len, stretches))
+    return [step for stretch in stretches if 2 * len(stretch) >= longest for step in stretch]
+
+
 def is_surprising(repeated: Sequence[int], known: Mapping[int, Fingerprint], lag: int) -> bool:
     """Whether the repeats at one distance are too many for chance: a binomial tail below 1e-4 over all distances.
 
@@ -430,26 +543,6 @@ def chance_agreement(marks: Sequence[Fingerprint], lag: int) -> float:
         if stretch[place] != stretch[place + distance]
     ]
     return (sum(agreeing) + 1) / (len(agreeing) + 1)
-
-
-def binomial_tail(least: int, count: int, chance: float) -> float:
-    """Probability of `least` or more successes in `count` draws.
-
-    Example:
-        >>> binomial_tail(2, 2, 0.5), binomial_tail(0, 5, 0.1)
-        (0.25, 1.0)
-    """
-    terms = (
-        math.exp(
-            math.lgamma(count + 1)
-            - math.lgamma(k + 1)
-            - math.lgamma(count - k + 1)
-            + k * math.log(chance)
-            + (count - k) * math.log1p(-chance)
-        )
-        for k in range(least, count + 1)
-    )
-    return 1.0 if least <= 0 or chance >= 1 else math.fsum(terms)
 
 
 def most_repeated(known: dict[int, Fingerprint]) -> tuple[int, list[int]]:

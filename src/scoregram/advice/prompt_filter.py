@@ -13,8 +13,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from scoregram.advice.settings import OWN_TRAINER, TRL_TRAINER, draws_problems, trainer_of
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from scoregram.advice.settings import draws_problems
 from scoregram.checks import fail
+from scoregram.reading import OWN_TRAINER, TRL_TRAINER, Outcome, outcomes_of, rollouts_remedy, trainer_of
 from scoregram.runs import Run, disk_errors, open_run, write_atomically
 from scoregram.tasks import Problem, Task, load_task
 
@@ -27,6 +31,10 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         "all-right": "whose rewards are all 1",
     }
 )
+EQUAL_OUTCOMES: Mapping[EqualRewards, tuple[Outcome, ...]] = MappingProxyType(
+    {"equal": ("all right", "all wrong", "tied"), "all-wrong": ("all wrong",), "all-right": ("all right",)}
+)
+"""Prompts to leave out → outcomes that their groups may have."""
 TRAINING_KINDS = ("train", "loss")
 """Kinds of groups and rollouts that belong to training."""
 GSM8K_PROBLEMS = 7473
@@ -105,7 +113,7 @@ def filter_prompts(
     run = open_run(Path(folder))
     rewards = stored_rewards(run)
     if not rewards:
-        fail("filter", "the run must store groups or rollouts", f"none in {folder}", "Train with --rollouts-every 1.")
+        fail("filter", "the run must store groups or rollouts", f"none in {folder}", rollouts_remedy(run.config))
     if unknown := [name for name in names if name not in rewards]:
         remedy = f"Names look like {next(iter(rewards))}."
         fail("filter --names", "must be prompts that the run stored", ", ".join(map(repr, unknown)), remedy)
@@ -154,7 +162,9 @@ def stored_rewards(run: Run) -> dict[str, list[list[float]]]:
 
 
 def has_equal_rewards(visits: Sequence[Sequence[float]], which: EqualRewards = "equal") -> bool:
-    """Whether the rewards of every visit were all equal, and of the kind; missing rewards do not count.
+    """Whether the rewards of every visit were all equal up to rounding, and of the kind.
+
+    As `outcomes_of` tells dead groups from live ones. Missing rewards do not count; False if no visit has a reward.
 
     Example:
         >>> has_equal_rewards([[0.0, 0.0], [1.0, 1.0]]), has_equal_rewards([[0.0, 0.0], [0.0, 1.0]])
@@ -162,12 +172,12 @@ def has_equal_rewards(visits: Sequence[Sequence[float]], which: EqualRewards = "
         >>> has_equal_rewards([[0.0, 0.0]], "all-right"), has_equal_rewards([[math.nan, 1.0]], "all-right")
         (False, True)
     """
-    known = [[reward for reward in visit if not math.isnan(reward)] for visit in visits]
-    judged = [visit for visit in known if visit]
-    wanted = {"equal": None, "all-wrong": 0.0, "all-right": 1.0}[which]
-    return bool(judged) and all(
-        math.isclose(min(visit), max(visit), rel_tol=1e-6) and wanted in (None, visit[0]) for visit in judged
-    )
+    rows = [torch.tensor(visit, dtype=torch.float64) for visit in visits if visit]
+    if not rows:
+        return False
+    padded = pad_sequence(rows, batch_first=True, padding_value=math.nan)  # (visits, R): a missing reward is ignored
+    judged = [outcome for outcome in outcomes_of(padded) if outcome != "unjudged"]
+    return bool(judged) and all(outcome in EQUAL_OUTCOMES[which] for outcome in judged)
 
 
 def _require_names(prompts: Sequence[str]) -> None:

@@ -9,11 +9,12 @@ import math
 import numpy as np
 
 from scoregram.advice.difficulty import EASIER, HARDER, MEDIUM, DeadGroups, prompt_change
-from scoregram.advice.findings import Change, RuleVerdict, RunFinding, Undecided
+from scoregram.advice.findings import Alternative, Change, RuleVerdict, RunFinding, Undecided
 from scoregram.advice.logs import RunLog, ScalarSeries
-from scoregram.advice.settings import OWN_TRAINER, TRL_TRAINER, reward_steps, trainer_of
+from scoregram.advice.settings import PROMPTS, reward_steps
 from scoregram.advice.trends import LEAST_STEPS, change_over_thirds, mean_ends, slope_estimate, step_correlation
 from scoregram.exhibits import Estimate, cell_text
+from scoregram.reading import OWN_TRAINER, TRL_TRAINER, trainer_of
 
 DEAD_SHARE, MOSTLY_DEAD = 0.5, 0.9
 KIND_SHARE = 2 / 3
@@ -25,25 +26,27 @@ CEILING = 0.95
 """Mean reward from which on a run counts as solved."""
 
 
-def too_few(series: ScalarSeries, otherwise: str) -> Undecided:
+def too_few(series: ScalarSeries, otherwise: str, least: int = LEAST_STEPS) -> Undecided:
     """What a rule needs: more steps if some are logged, else what to log."""
-    if 0 < len(series) < LEAST_STEPS:
-        return Undecided(f"log at least {LEAST_STEPS} steps; here are {len(series)}")
+    if 0 < len(series) < least:
+        return Undecided(f"log at least {least} steps; here are {len(series)}")
     return Undecided(otherwise)
 
 
-def after(finding: str) -> Undecided:
+def deferred_verdict(finding: str) -> Undecided:
     """The verdict of a rule that another finding makes pointless until it is repaired."""
     return Undecided(f"first repair what “{finding}” found")
 
 
 def constant_reward(log: RunLog) -> RuleVerdict:
     """Every rollout of every step has the same reward: the verifier is dead."""
-    reward, dead = log.series("reward"), log.series("dead_share")
-    if len(reward) < LEAST_STEPS or not len(dead):
-        return too_few(reward, "log the mean reward and the share of groups without spread")
-    spread = float(np.ptp(reward.last))
-    if spread > 1e-9 or float(dead.last.min()) < 1:
+    reward, is_equal = log.series("reward"), _equal_rewards(log)
+    if len(reward) < LEAST_STEPS:
+        return too_few(reward, "log the mean reward, and the standard deviation of rewards")
+    if is_equal is None:
+        needs = "log the standard deviation of rewards, their largest and smallest value, or the share of groups "
+        return Undecided(f"{needs}without spread")
+    if float(np.ptp(reward.last)) > 1e-9 or not is_equal:
         return None
     value = float(reward.last[-1])
     return RunFinding(
@@ -53,22 +56,35 @@ def constant_reward(log: RunLog) -> RuleVerdict:
         since=reward.since(np.abs(reward.values - value) <= 1e-9),
         number=Estimate(value, value, value),
         label="mean reward of the last third",
-        evidence=f"the reward did not change over the last {len(reward.last)} logged steps, and no group had a spread.",
+        evidence=f"the mean reward did not change over the last {len(reward.last)} logged steps, and rewards did not "
+        "differ within them.",
         change=Change(
             knob="reward function",
             direction="repair",
             sentence="Check the reward function on one right and one wrong completion, and how it parses the answer.",
-            effect="groups become live as soon as rewards differ. How much is then learnt cannot be said: a constant "
-            "reward holds no sign of it.",
+            effect="groups become live as soon as rewards differ. What the run then learns is unknown: a constant "
+            "reward gives no information about it.",
             steps=reward_steps(
                 log.config,
                 "Call it on a completion that is right and on one that is wrong: both get the reward "
                 f"{value:g} now, and must get different ones.",
-                "If both answers are read as missing, mend how it finds the answer in the text.",
+                "If it finds no answer in either text, fix its parser.",
             ),
         ),
         confidence="certain",
     )
+
+
+def _equal_rewards(log: RunLog) -> bool | None:
+    """Whether rewards did not differ within any step of the last third, or within any group; None if not logged."""
+    dead, std, most, least = (log.series(name) for name in ("dead_share", "reward_std", "reward_max", "reward_min"))
+    if len(dead):
+        return float(dead.last.min()) >= 1
+    if len(std):
+        return float(std.last.max()) <= 1e-9
+    if len(most) and len(least):
+        return float(most.last.max()) - float(least.last.min()) <= 1e-9
+    return None
 
 
 def dead_groups(log: RunLog) -> RuleVerdict:
@@ -77,7 +93,7 @@ def dead_groups(log: RunLog) -> RuleVerdict:
     if len(dead) < LEAST_STEPS:
         return too_few(dead, "log the share of groups without spread (`frac_reward_zero_std` in TRL)")
     if isinstance(constant_reward(log), RunFinding):
-        return after("constant reward")
+        return deferred_verdict("constant reward")
     share = dead.last_mean()
     if not share.low > DEAD_SHARE:
         return None if share.high <= DEAD_SHARE else Undecided("log more steps: the interval includes 50 %")
@@ -133,7 +149,10 @@ def reward_against_held_out(log: RunLog) -> RuleVerdict:
     """The reward rises while the held-out score falls."""
     reward, held = log.series("reward"), held_out_gain(log)
     if len(reward) < LEAST_STEPS or held is None:
-        return Undecided("evaluate on held-out prompts at least six times during the run")
+        count = len(log.series("held_out"))
+        if held is not None:
+            return too_few(reward, "log the mean reward")
+        return Undecided(f"evaluate on held-out prompts at least six times during the run; here are {count}")
     gain = change_over_thirds(reward.values)
     if not (gain.low > 0 and gain.value >= LEAST_GAIN and held.high < 0 and -held.value >= LEAST_GAIN / 2):
         return None
@@ -151,7 +170,7 @@ def reward_against_held_out(log: RunLog) -> RuleVerdict:
             direction="repair",
             sentence="Read the rollouts with the highest reward, tighten the verifier, and stop at the best "
             "evaluation.",
-            effect="reward and held-out score rise together. By how much cannot be said: the rise so far, "
+            effect="reward and held-out score rise together. By how much is unknown: the rise so far, "
             f"{gain.value:.2g}, is of the exploited reward.",
             steps=reward_steps(
                 log.config,
@@ -184,7 +203,7 @@ def reward_spread_death(log: RunLog) -> RuleVerdict:
         return too_few(spread, "log the standard deviation of rewards")
     for other in (constant_reward, dead_groups):
         if isinstance(found := other(log), RunFinding):
-            return after(found.name)
+            return deferred_verdict(found.name)
     start = spread.start
     if not start > 0:
         return None
@@ -204,13 +223,20 @@ def reward_spread_death(log: RunLog) -> RuleVerdict:
         change=Change(
             knob="reward function",
             direction="repair",
-            sentence="Use a finer reward or harder prompts; do not divide by the standard deviation.",
-            effect="advantages follow differences in quality again. How much that gains cannot be said: of the first "
-            f"spread only {left.value:.0%} is left to learn from.",
+            sentence="Use a finer reward.",
+            effect="advantages follow differences in quality again. The gain is unknown: only "
+            f"{left.value:.0%} of the first spread is left to learn from.",
             steps=reward_steps(
                 log.config,
-                "Stop dividing by the deviation" + _without_division(log) + ".",
                 "Let it tell apart rollouts that now get equal rewards, such as by steps that are right.",
+            ),
+            alternatives=(
+                Alternative(PROMPTS, HARDER, "Draw harder prompts."),
+                Alternative(
+                    "division by the deviation",
+                    "off",
+                    f"Do not divide advantages by the standard deviation of their group{_without_division(log)}.",
+                ),
             ),
         ),
     )
@@ -240,16 +266,16 @@ def phantom_signal(log: RunLog) -> RuleVerdict:
         change=Change(
             knob="reward function",
             direction="repair",
-            sentence=f"Give shaped rewards only where {name} varies, lower their weight, or draw prompts that {name} "
-            "can tell apart.",
-            effect=f"the update follows {name}; groups in which it does not vary become dead, and visible as such. How "
-            "much is then learnt cannot be said before it varies.",
+            sentence=f"Give shaped rewards only where {name} varies.",
+            effect=f"the update follows {name}; groups in which it does not vary become dead, and visible as such. "
+            "What the run then learns is unknown until it varies.",
             steps=reward_steps(
                 log.config,
                 f"Give 0 for {', '.join(loud)} in groups in which {name} does not vary"
                 + _lower_weights(log, name)
                 + ".",
             ),
+            alternatives=(Alternative(PROMPTS, MEDIUM, f"Draw prompts that {name} can tell apart."),),
         ),
         confidence="certain",
     )
@@ -259,7 +285,8 @@ def length_gaming(log: RunLog) -> RuleVerdict:
     """Completions grow, the reward with them, and nothing held out gains."""
     length, reward = log.series("length"), log.series("reward")
     if len(length) < 3 * LEAST_STEPS or len(reward) < 3 * LEAST_STEPS:
-        return Undecided("log mean length and reward for at least 30 steps")
+        shorter = min(length, reward, key=len)
+        return too_few(shorter, f"log mean length and reward for at least {3 * LEAST_STEPS} steps", 3 * LEAST_STEPS)
     growth = float(np.mean(length.last) / max(np.mean(length.first), 1e-9))
     gain = change_over_thirds(reward.values)
     held = held_out_gain(log)
@@ -287,8 +314,8 @@ def length_gaming(log: RunLog) -> RuleVerdict:
             sentence="Check whether the reward rises with length for equal answers; penalise length, or normalise by "
             "it.",
             effect=f"the length returns from {float(np.mean(length.last)):.0f} towards "
-            f"{float(np.mean(length.first)):.0f} tokens while the held-out score does not fall; what the reward then "
-            "is cannot be said.",
+            f"{float(np.mean(length.first)):.0f} tokens while the held-out score does not fall; the reward "
+            "after that is unknown until a run with this change.",
             steps=reward_steps(
                 log.config,
                 "Call it on one answer in a short and in a long text: if the long one gets more, it pays for length.",

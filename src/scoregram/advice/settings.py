@@ -6,9 +6,8 @@ from types import MappingProxyType
 from typing import Any
 
 from scoregram.advice.findings import Change, RunFinding
+from scoregram.reading import OWN_TRAINER, TRL_TRAINER, stored_setting, trainer_of
 
-OWN_TRAINER, TRL_TRAINER = "scoregram", "trl"
-"""Trainers whose settings are known: `scoregram train`, and TRL with `attach`."""
 PROMPTS = "difficulty of prompts"
 """What a finding about prompts changes."""
 DYNAMIC_SAMPLING = "dapo"
@@ -106,7 +105,7 @@ def typed_setting(change: Change, config: Mapping[str, Any]) -> str:
         return ""
     if name == "per_device_train_batch_size":
         value = _device_batch(int(value), config)
-    return assigned(name, value) + (f" (now {present})" if present and present != -1 else "")  # -1: not set
+    return typed_option(name, value) + (f" (now {present})" if present and present != -1 else "")  # -1: not set
 
 
 def _device_batch(rollouts: int, config: Mapping[str, Any]) -> int:
@@ -116,13 +115,13 @@ def _device_batch(rollouts: int, config: Mapping[str, Any]) -> int:
     return size * max(1, round(rollouts / passes / size))
 
 
-def assigned(name: str, value: Any) -> str:
+def typed_option(name: str, value: Any) -> str:
     """`--option 4`, `field=4` or `attach(trainer, field="x")`.
 
     Example:
-        >>> assigned("--group-size", 4), assigned("num_generations", 4)
+        >>> typed_option("--group-size", 4), typed_option("num_generations", 4)
         ('--group-size 4', 'num_generations=4')
-        >>> assigned("attach(trainer, estimator)", "rloo")
+        >>> typed_option("attach(trainer, estimator)", "rloo")
         'attach(trainer, estimator="rloo")'
     """
     text = f"{value:g}" if isinstance(value, float) else str(value)
@@ -175,17 +174,17 @@ def reward_steps(config: Mapping[str, Any], *repairs: str, also: str = "") -> tu
     trainer = trainer_of(config)
     if trainer == TRL_TRAINER:
         names = ", ".join(map(str, config.get("reward_functions") or ())) or "your reward function"
-        where = f"Not a setting: edit the code of `{names}`, which you pass as `reward_funcs`."
+        where = f"Edit the code of `{names}`, which you pass as `reward_funcs`."
         return (where, *repairs, f"Run the script again from the beginning with {changed}.")
     if trainer == OWN_TRAINER:
         given = config.get("reward")
-        where = f"Not a setting: edit the code of `{given}`."
+        where = f"Edit the code of `{given}`."
         if not given:
-            where = "Not a setting: the reward is that of the task. Write your own as `my_rewards.py` with "
+            where = "The reward is that of the task. Write your own as `my_rewards.py` with "
             where += "`def reward(prompts, completions, **columns): return [… for text in completions]`."
         used = f"Train again with `--reward {given or 'my_rewards:reward'}`, {changed}."
         return (where, *repairs, used if also else used.replace(", no other", " and no other"))
-    return ("Not a setting: edit the code of the reward function.", *repairs, f"Train again with {changed}.")
+    return ("Edit the code of the reward function.", *repairs, f"Train again with {changed}.")
 
 
 def draws_problems(config: Mapping[str, Any]) -> bool:
@@ -206,23 +205,3 @@ def measuring_setting(config: Mapping[str, Any], every: int) -> str:
     if not name or (isinstance(present, int) and 0 < present <= every):
         return ""
     return name + (f" (now {present})" if present else "")
-
-
-def stored_setting(config: Mapping[str, Any], *keys: str) -> Any:
-    """The first of some settings that the config has, or the trainer's arguments in it; None if neither has one."""
-    stored = config.get("arguments")
-    places = (config, stored if isinstance(stored, Mapping) else {})
-    return next((one[key] for one in places for key in keys if one.get(key) is not None), None)
-
-
-def trainer_of(config: Mapping[str, Any]) -> str:
-    """`trl` or another integration that wrote the run, `scoregram` for `scoregram train`; empty if not known.
-
-    Example:
-        >>> trainer_of({"integration": {"name": "trl"}}), trainer_of({"method": "grpo"}), trainer_of({})
-        ('trl', 'scoregram', '')
-    """
-    integration = config.get("integration")
-    if isinstance(integration, Mapping):
-        return str(integration.get("name", ""))
-    return OWN_TRAINER if config.get("method") else ""

@@ -12,12 +12,16 @@ LEAST_STEPS = 10
 """Logged values below which a rule about a level or a trend does not decide."""
 
 
-def slope_estimate(steps: np.ndarray, values: np.ndarray, blocks: int = 8) -> tuple[float, tuple[float, float]]:
-    """Slope of a line through the means of `blocks` blocks, and its 95 % t interval.
+SLOPE_BLOCKS = 8
+"""Blocks of steps whose means a slope goes through."""
+
+
+def slope_estimate(steps: np.ndarray, values: np.ndarray) -> tuple[float, tuple[float, float]]:
+    """Slope of a line through the means of `SLOPE_BLOCKS` blocks of steps, and its 95 % t interval.
 
     Neighbouring steps depend on each other; means of blocks much less, so the interval is not far too narrow.
     """
-    blocks = min(blocks, len(values))
+    blocks = min(SLOPE_BLOCKS, len(values))
     x = np.array([part.mean() for part in np.array_split(steps, blocks)])
     y = np.array([part.mean() for part in np.array_split(values, blocks)])
     spread = float(((x - x.mean()) ** 2).sum())

@@ -41,6 +41,11 @@ class Curve:
         """Whether `mean` differs from `raw`."""
         return self.window > 1
 
+    @property
+    def points(self) -> tuple[tuple[float, float], ...]:
+        """Step and running mean wherever the mean is not `nan`, in order."""
+        return tuple(pair for pair in zip(self.steps, self.mean, strict=True) if not math.isnan(pair[1]))
+
     def __bool__(self) -> bool:
         return any(not math.isnan(value) for value in self.raw)
 

@@ -1,7 +1,7 @@
 """The metrics of one group: its outcome, its rewards, and its spectrum next to its null model."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
@@ -11,7 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from scoregram.bootstrap import clustered_mean
 from scoregram.checks import ScoregramError
+from scoregram.exhibits import Estimate
 from scoregram.runs import GroupRecord, Rows
 from scoregram.spectra import (
     MEASURED_RTOL,
@@ -316,3 +318,36 @@ def mean_over_groups(readings: Sequence[Mapping[str, float]], *, rows: Rows = "s
         values = [reading[name] for reading in readings if not math.isnan(reading.get(name, math.nan))]
         means[f"group/{name}"] = sum(values) / len(values) if values else math.nan
     return means
+
+
+@dataclass(frozen=True)
+class GroupCosines:
+    """Mean cosines between the scores of a group's rollouts."""
+
+    prompt: str
+    right_right: float
+    right_wrong: float
+
+
+def mean_cosine(groups: Sequence[GroupCosines], name: str) -> Estimate:
+    """Mean of `right_right` or `right_wrong` over groups, with an interval over prompts."""
+    return clustered_mean([getattr(one, name) for one in groups], [one.prompt for one in groups])
+
+
+def group_cosines(groups: Iterable[StoredGroup]) -> list[GroupCosines]:
+    """Cosines of each measured group that has two or more right rollouts and a wrong one, and no score of zero."""
+    found = []
+    for group in groups:
+        record = group.record
+        if record.gram is None or not group.right or group.right < 2 or group.right == group.size:
+            continue
+        gram = record.gram.double()
+        norms = gram.diagonal().clamp(min=0).sqrt()
+        if bool((norms > 0).all()):
+            cosine, is_right = gram / norms[:, None] / norms[None, :], record.rewards == 1
+            among_right = cosine[is_right][:, is_right]
+            pairs = group.right * (group.right - 1)
+            right_right = float((among_right.sum() - among_right.diagonal().sum()) / pairs)
+            right_wrong = float(cosine[is_right][:, ~is_right].mean())
+            found.append(GroupCosines(record.prompt_id, right_right, right_wrong))
+    return found

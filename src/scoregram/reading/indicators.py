@@ -29,6 +29,8 @@ SEEN_ERRORS = 1.96 + 0.84
 """Standard errors of a change whose 95 % interval excludes 0 in four of five repetitions."""
 MOST_TIMES_LONGER = 10
 """Times the present length beyond which a longer run is no answer."""
+EVALUATED = "first to the last evaluation"
+"""Between which points of a run a change on test problems is."""
 FEWEST_IN_A_THIRD = 3
 """Logged values in a third of a run below which its thirds are not compared: a line is fitted instead."""
 
@@ -47,6 +49,15 @@ class Indicator:
     """The quantity over steps; without values if it was not logged."""
     change: Estimate = UNKNOWN_ESTIMATE
     """Change of what is learnt; `nan` for the other indicators."""
+    quantity: str = ""
+    """What is learnt, such as `test accuracy`; empty for the other indicators, and where it has no change."""
+    is_test: bool = False
+    """Whether the quantity is measured on test problems."""
+    arrow: str = ""
+    """The quantity before and after, as the headline has them: `0.25 → 0.75`; empty without a quantity."""
+    span: str = ""
+    """Between which points of the run the arrow goes, such as `first to the last evaluation`; empty without an arrow.
+    """
     target: float = math.nan
     """Value of the curve to reach or to stay below; `nan` if there is none."""
     goal: str = ""
@@ -97,14 +108,16 @@ def learning_indicator(run: RunReading) -> Indicator:
     for kind, words in ((SAMPLED_TEST, "sampled"), (GREEDY_TEST, "greedy")):
         if gain := paired_gain(run.tests, kind):
             sentence = f"Mean over {gain.problems} problems, {words}, first and last evaluation."
-            found = _learning("test reward", gain, sentence, evaluation_curve(run.tests, kind))
+            curve = evaluation_curve(run.tests, kind)
+            found = _learning("test reward", gain, sentence, curve, span=EVALUATED, is_test=True)
             if greedy is None or kind != SAMPLED_TEST:
                 return found
             return _beside_greedy(found, greedy, accuracy_curve(run))
     if greedy is not None:
         problems = f"{greedy.problems} test problems" if greedy.problems else "test problems"
         sentence = f"Greedy, on {problems}, first and last evaluation."
-        return _learning("test accuracy", replace(greedy, problems=0), sentence, accuracy_curve(run))
+        gain = replace(greedy, problems=0)
+        return _learning("test accuracy", gain, sentence, accuracy_curve(run), span=EVALUATED, is_test=True)
     _, rewards = run.series("reward")
     known = [reward for reward in rewards if not math.isnan(reward)]
     if len(known) < FEWEST_STEPS:
@@ -117,10 +130,12 @@ def learning_indicator(run: RunReading) -> Indicator:
         sentence = f"Change {known[-1] - known[0]:.2f}, last minus first of {len(known)} logged values of the training "
         sentence += f"reward. A straight line through all of them rises by {cell_text(gain.change)}; "
         sentence += "no test problem was evaluated."
-        return replace(_learning("training reward", gain, "", curve), sentence=sentence)
+        found = _learning("training reward", gain, "", curve, span="first to the last logged value")
+        return replace(found, sentence=sentence)
     before, after = t_mean(known[:third]), t_mean(known[-third:])
     sentence = "On training prompts, first and last third of the steps; no test problem was evaluated."
-    return _learning("training reward", Gain(before, after, difference(after, before)), sentence, curve)
+    gain = Gain(before, after, difference(after, before))
+    return _learning("training reward", gain, sentence, curve, span="first to the last third of the steps")
 
 
 def accuracy_gain(run: RunReading) -> Gain | None:
@@ -129,17 +144,14 @@ def accuracy_gain(run: RunReading) -> Gain | None:
     The change is paired by problem where the rewards of these evaluations are stored and each is 0 or 1. Otherwise it
     is that of two independent accuracies, whose interval is wider.
     """
-    tested = [line for line in run.lines if not math.isnan(line.get("eval/accuracy", math.nan))]
+    tested = run.greedy_accuracies
     if len(tested) < 2:
         return None
-    before, after = (
-        Estimate(*(float(line.get(f"eval/accuracy{end}", math.nan)) for end in ("", "_low", "_high")))
-        for line in (tested[0], tested[-1])
-    )
+    before, after = tested[0].accuracy, tested[-1].accuracy
     paired = paired_gain(run.tests, GREEDY_TEST)
     is_binary = {reward for rewards in run.tests.get(GREEDY_TEST, {}).values() for reward in rewards.values()} <= {0, 1}
     change = paired.change if paired is not None and is_binary else difference(after, before)
-    return Gain(before, after, change, int(tested[-1].get("eval/problems", 0)))
+    return Gain(before, after, change, tested[-1].problems)
 
 
 def steps_to_show(run: RunReading) -> int | None:
@@ -222,7 +234,7 @@ def _beside_greedy(found: Indicator, greedy: Gain, curve: Curve) -> Indicator:
     )
 
 
-def _learning(quantity: str, gain: Gain, sentence: str, curve: Curve) -> Indicator:
+def _learning(quantity: str, gain: Gain, sentence: str, curve: Curve, *, span: str, is_test: bool = False) -> Indicator:
     change = gain.change
     state: IndicatorState = "watch"
     if change.low > 0:
@@ -230,15 +242,25 @@ def _learning(quantity: str, gain: Gain, sentence: str, curve: Curve) -> Indicat
     elif change.high < 0:
         state = "act"
     digits = 3 if gain.problems and abs(change.value) < 0.05 else 2
-    arrow = f"{quantity} {_short(gain.before.value, digits)} → {_short(gain.after.value, digits)}"
-    known = {"headline": arrow, "sentence": f"Change {cell_text(change)}. {sentence}", "curve": curve}
-    known["scale"] = share_scale(curve)
-    return Indicator(name="learning", state=state, change=change, **known)
+    arrow = f"{_short(gain.before.value, digits)} → {_short(gain.after.value, digits)}"
+    return Indicator(
+        name="learning",
+        state=state,
+        headline=f"{quantity} {arrow}",
+        sentence=f"Change {cell_text(change)}. {sentence}",
+        curve=curve,
+        change=change,
+        quantity=quantity,
+        is_test=is_test,
+        arrow=arrow,
+        span=span,
+        scale=share_scale(curve),
+    )
 
 
 def share_scale(curve: Curve) -> tuple[float, float]:
     """From 0 to a round number above all values if these lie between 0 and 1; `nan` otherwise."""
-    known = [value for value in curve.mean if not math.isnan(value)]
+    known = [value for _, value in curve.points]
     return (0.0, round_above(max(known))) if known and min(known) >= 0 and max(known) <= 1 else NO_SCALE
 
 

@@ -1,4 +1,4 @@
-"""Which training prompts help held-out ones: inner products of their gradients, from Grams stored at probes.
+"""Inner products between the gradients of prompts: which training prompts help held-out ones, or pull against others.
 
 A run with `--probe-trained` stores, at each probe, one Gram of the training rollouts of that step and of rollouts of
 test problems. To first order, a step along the gradient of a training prompt `p` changes the expected reward of a
@@ -9,10 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from scoregram.bootstrap import FEWEST, t_mean
 from scoregram.exhibits import Estimate
 from scoregram.runs import BatchRecord
+from scoregram.statistics import leave_one_out_weights
 
 TRAINED_AND_FIXED = "train and fixed"
 """Kind of a batch with the training rollouts of a step, followed by those of its probe."""
@@ -59,14 +62,14 @@ class HeldOutInfluence:
         return sorted(names, key=lambda name: -self.effects[name].value)
 
 
-def held_out_influence(batches: Iterable[BatchRecord], *, fewest: int = FEWEST) -> HeldOutInfluence:
-    """Effects of the training prompts that were visited at `fewest` probes or more; none without such Grams."""
+def held_out_influence(batches: Iterable[BatchRecord]) -> HeldOutInfluence:
+    """Effects of the training prompts that were visited at `FEWEST` probes or more; none without such Grams."""
     probes = probe_products(batches)
     visits: dict[str, list[tuple[float, np.ndarray]]] = {}
     for probe in probes:
         for place, name in enumerate(probe.prompts):
             visits.setdefault(name, []).append((float(probe.products[place]), probe.null[:, place]))
-    seen = {name: found for name, found in visits.items() if len(found) >= fewest}
+    seen = {name: found for name, found in visits.items() if len(found) >= FEWEST}
     tests = STRICTER * len(seen)
     effects = {name: t_mean([value for value, _ in found], tests=tests) for name, found in seen.items()}
     by_chance = 0.0
@@ -99,9 +102,10 @@ def _products(batch: BatchRecord, held_out: set[str]) -> ProbeProducts:
     rng, rows = np.random.default_rng(batch.step), np.repeat(is_held, sizes)
     held_rewards = [one for one, held in zip(rewards, is_held, strict=True) if held]
     drawn = [held_rewards] + [[rng.permutation(one) for one in held_rewards] for _ in range(NULL_DRAWS)]
-    weights = np.array([np.concatenate([_gradient_weights(one) for one in draw]) for draw in drawn])  # (1 + draws, N_h)
-    products = weights @ gram[rows][:, ~rows] / len(held_rewards)  # (1 + draws, N_t): with each training rollout
-    own = [_gradient_weights(one) for one, held in zip(rewards, is_held, strict=True) if not held]
+    weights = np.concatenate([_gradient_weights(np.stack(one)) for one in zip(*drawn, strict=True)], axis=1)
+    # (1 + draws, N_h) @ (N_h, N_t): the products with each training rollout
+    products = weights @ gram[rows][:, ~rows] / len(held_rewards)
+    own = [_gradient_weights(one[None])[0] for one, held in zip(rewards, is_held, strict=True) if not held]
     ends = np.cumsum([0, *(len(one) for one in own)])
     found = [products[:, start : start + len(one)] @ one for start, one in zip(ends, own, strict=False)]
     values = np.stack(found, axis=1) / scale if scale > 0 else np.zeros((1 + NULL_DRAWS, len(own)))  # (1 + draws, P)
@@ -110,5 +114,52 @@ def _products(batch: BatchRecord, held_out: set[str]) -> ProbeProducts:
 
 
 def _gradient_weights(rewards: np.ndarray) -> np.ndarray:
-    """`(R,)` weights of the scores in a prompt's leave-one-out gradient: `(r_i - r̄) / (R - 1)`."""
-    return (rewards - rewards.mean()) / max(len(rewards) - 1, 1)
+    """`(n, R)` weights of the scores in `n` leave-one-out gradients of a prompt; 0 for `R = 1`: there are no others."""
+    if rewards.shape[1] < 2:
+        return np.zeros_like(rewards)
+    return leave_one_out_weights(torch.from_numpy(rewards)).numpy()
+
+
+def prompt_products(batches: Iterable[BatchRecord]) -> dict[str, list[float]]:
+    """Prompt → for each visit, the inner product of its gradient with the mean of the other prompts of the step.
+
+    Unbiased leave-one-out gradients of independent groups; divided by the mean squared norm of the step's scores over
+    the group size, so that steps count alike. It is no cosine.
+    """
+    found: dict[str, list[float]] = {}
+    for batch in batches:
+        size = int(batch.sizes[0])
+        rewards = batch.rewards.double().reshape(-1, size) if bool((batch.sizes == size).all()) else None
+        if (
+            rewards is None
+            or size < 4
+            or len(rewards) < 2
+            or not bool(rewards.isfinite().all())
+            or batch.kind != "train"
+        ):
+            continue
+        others = products_with_others(batch.gram, rewards)
+        if not bool(others.isfinite().all()):  # a Gram with a NaN says nothing
+            continue
+        scale = float(batch.gram.diagonal().double().mean()) / size
+        for name, value in zip(batch.prompt_ids, others.tolist(), strict=True):
+            found.setdefault(name, []).append(value / scale if scale > 0 else 0.0)
+    return found
+
+
+def products_with_others(gram: Tensor, rewards: Tensor) -> Tensor:
+    """`(P,)`: inner product of each prompt's leave-one-out gradient with the mean of those of the other prompts.
+
+    `⟨g_p, Σ_q g_q⟩ - |g_p|²` over `P - 1`, with `g_p = Σ_i w_i ψ_i` over the rollouts of `p`: one product of the Gram
+    with the weights of all rollouts, where all products between two prompts would take many.
+
+    Args:
+        gram: `(P R, P R)`, rollouts prompt by prompt.
+        rewards: `(P, R)`.
+    """
+    weights, k = leave_one_out_weights(rewards), gram.double()
+    prompts, size = weights.shape
+    with_all = (k @ weights.flatten()).view(prompts, size)  # ⟨ψ_i, Σ_q g_q⟩
+    own = k.view(prompts, size, prompts, size).diagonal(dim1=0, dim2=2)  # (R, R, P)
+    squared = torch.einsum("pi,ijp,pj->p", weights, own, weights)
+    return ((weights * with_all).sum(1) - squared) / (prompts - 1)

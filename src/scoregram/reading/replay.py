@@ -282,6 +282,25 @@ def replay(table: ReplayedGroups, name: str, products: SplitProducts, place: int
     )
 
 
+def wrong_over_right_energy(groups: Sequence[StoredGroup]) -> float:
+    """Mean squared score norm of the rollouts with reward 0 over that of the rollouts with reward 1.
+
+    `mean(K_ii | r_i = 0) / mean(K_ii | r_i = 1)` over all rollouts of the groups that have a Gram and a reward. Reads:
+    1, both are equally large; above 1, wrong rollouts have the larger scores. `nan` if another reward occurs, if one of
+    the two kinds is missing, or if the scores of right rollouts are 0.
+    """
+    measured = [(group.record.rewards, group.record.gram) for group in groups if group.record.gram is not None]
+    if not measured:
+        return math.nan
+    rewards = torch.cat([rewards.double() for rewards, _ in measured])  # (rollouts,)
+    energies = torch.cat([gram.double().diagonal() for _, gram in measured])
+    is_wrong, is_right = rewards == 0, rewards == 1
+    if not bool((is_wrong | is_right | rewards.isnan()).all()):
+        return math.nan
+    wrong, right = float(energies[is_wrong].mean()), float(energies[is_right].mean())  # the mean of nothing is nan
+    return wrong / right if right > 0 else math.nan
+
+
 def over_positive(above: np.ndarray | np.floating, below: np.ndarray | np.floating) -> np.ndarray:
     """`above / below`, `nan` where `below` is not positive."""
     return np.where(below > 0, above / np.where(below > 0, below, 1.0), math.nan)

@@ -24,6 +24,7 @@ from scoregram.exhibits import Estimate
 from scoregram.reading.group import StoredGroup, alike_chance, step_stretches, with_nonzero_rows, with_rewards
 from scoregram.reading.noise import SAVING, RunNoise, phase_lines, run_noise
 from scoregram.reading.replay import UNWEIGHTED, ReplayedRun, replay_groups, whole_steps
+from scoregram.reading.run_config import rollouts_remedy, stored_setting
 from scoregram.reading.step import block_scalars
 from scoregram.reading.trust import Trust, trust_of
 from scoregram.runs import (
@@ -58,6 +59,17 @@ def split_kinds(split: str = "") -> tuple[str, str]:
 
 
 UNKNOWN_ESTIMATE = Estimate(math.nan)
+
+
+@dataclass(frozen=True)
+class GreedyAccuracy:
+    """The accuracy of greedy rollouts on test problems at an evaluation."""
+
+    step: int
+    accuracy: Estimate
+    """With its Wilson interval, if the run logged one."""
+    problems: int
+    """Test problems; 0 if not logged."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,6 +192,19 @@ class RunReading:
         ]
         return tuple(step for step, _ in pairs), tuple(share for _, share in pairs)
 
+    @cached_property
+    def greedy_accuracies(self) -> tuple[GreedyAccuracy, ...]:
+        """The accuracy at every evaluation that logged one, in order."""
+        return tuple(
+            GreedyAccuracy(
+                int(line["step"]),
+                Estimate(*(float(line.get(f"eval/accuracy{end}", math.nan)) for end in ("", "_low", "_high"))),
+                int(line.get("eval/problems", 0)),
+            )
+            for line in self.lines
+            if not math.isnan(line.get("eval/accuracy", math.nan))
+        )
+
     def setting(self, *names: str) -> Any:
         """The first of these settings that the config has, or the trainer's arguments in it; None if neither has one.
 
@@ -187,9 +212,7 @@ class RunReading:
             >>> RunReading({"arguments": {"beta": 0.1}}, (), (), ()).setting("kl_weight", "beta")
             0.1
         """
-        stored = self.config.get("arguments")
-        places = (self.config, stored if isinstance(stored, Mapping) else {})
-        return next((one[name] for one in places for name in names if one.get(name) is not None), None)
+        return stored_setting(self.config, *names)
 
     def last_values(self, name: str) -> list[float]:
         """Defined values of a scalar in the last third; none where means from the Gram are withheld."""
@@ -268,6 +291,9 @@ class RunReading:
     def to_pandas(self) -> Any:
         """The scalars as a data frame: a row for each step, `step` as the index.
 
+        `gram/noise_scale` is `nan` at steps whose signal is not above 0, where it is infinite. Its mean is therefore
+        over a selection of steps, and too small or too large; for the scale of the run use `noise().noise_scale`.
+
         Raises:
             ScoregramError: If pandas is not installed.
         """
@@ -281,13 +307,17 @@ class RunReading:
         """The stored rollouts of a step, with text, tokens and rewards, or those of one of its prompts.
 
         Raises:
-            ScoregramError: If the run stored no rollouts of this step or prompt; the error lists what it has.
+            ScoregramError: If the run stored no rollouts of this step or prompt; the error says which it has.
         """
         stored = [] if self.folder is None else list(self.folder.rollouts([step]))
+        if not stored:
+            steps = [] if self.folder is None else sorted(self.folder.rollout_steps())
+            got = f"those of {len(steps)} other steps from {steps[0]} to {steps[-1]}" if steps else "none of any step"
+            fail("rollouts_of", f"step {step} needs stored rollouts", got, rollouts_remedy(self.config))
         found = [record for record in stored if prompt is None or record.prompt_id == prompt]
         if not found:
-            has = listed(dict.fromkeys(record.prompt_id for record in stored)) or "no rollouts of this step"
-            fail("rollouts_of", f"step {step} needs stored rollouts", has, "Train with --rollouts-every 1.")
+            names = listed({record.prompt_id for record in stored})
+            fail("rollouts_of", f"prompt must be stored at step {step}", repr(prompt), f"Choose one of {names}.")
         return found
 
     @cached_property

@@ -13,7 +13,7 @@ from scoregram.bootstrap import difference, t_mean
 from scoregram.exhibits import Estimate
 from scoregram.reading.curves import Curve
 from scoregram.reading.indicators import learning_indicator
-from scoregram.reading.run import RunReading
+from scoregram.reading.run import UNKNOWN_ESTIMATE, RunReading
 
 NOT_SETTINGS = frozenset(
     {"out", "seed", "resume", "overwrite", "report_to", "device", "checkpoint_every", "keep_checkpoints"}
@@ -124,7 +124,7 @@ def quantities(run: RunReading) -> dict[str, Estimate]:
     tile = learning_indicator(run)
     return {
         "reward": summary.reward,
-        "test accuracy, last": _last_accuracy(run),
+        "test accuracy, last": tested[-1].accuracy if (tested := run.greedy_accuracies) else UNKNOWN_ESTIMATE,
         "gain": tile.change,
         "share of live groups": Estimate(1 - dead.value, 1 - dead.high, 1 - dead.low),
         "noise scale, in rollouts": summary.noise_scale,
@@ -164,13 +164,6 @@ def _over_seeds(estimates: Sequence[Estimate]) -> Estimate:
     if len(estimates) == 1:
         return estimates[0]
     return t_mean(np.array([one.value for one in estimates if math.isfinite(one.value)], dtype=np.float64))
-
-
-def _last_accuracy(run: RunReading) -> Estimate:
-    tested = [line for line in run.lines if not math.isnan(line.get("eval/accuracy", math.nan))]
-    if not tested:
-        return Estimate(math.nan)
-    return Estimate(*(float(tested[-1].get(f"eval/accuracy{end}", math.nan)) for end in ("", "_low", "_high")))
 
 
 def _settings(run: RunReading) -> dict[str, Any]:

@@ -7,13 +7,14 @@ the same step gives the same numbers whatever its source.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from scoregram.gram import Gram
+from scoregram.objectives import kl_penalty
 from scoregram.reading.credit import CreditTruth, credit_scalars, push_scalars
 from scoregram.reading.group import GroupReading, mean_over_groups, read_group
 from scoregram.rollouts import Rollouts
@@ -147,6 +148,36 @@ def rollout_scalars(step: Step) -> dict[str, float]:
         "without_reward": float(rollouts.rewards.isnan().double().mean()),
         "length": float(rollouts.lengths.double().mean()),
     }
+
+
+def policy_scalars(step: Step) -> dict[str, float]:
+    """Scalars of the policy's tokens, over all completion tokens of a step.
+
+    `length`: mean tokens of a completion. `finished`: share of rollouts that ended with a stop token. `token_log_prob`:
+    mean of `log π`. `sampler_gap`: `max |log π − log π_sampler|`, which is rounding if sampler and model agree. The
+    last two are `nan` if no rollout has a completion token.
+    """
+    rollouts, log_probs = step.rollouts, step.log_probs
+    assert log_probs is not None and rollouts.log_probs is not None and rollouts.finished is not None
+    mask = rollouts.completion_mask
+    gap = (log_probs - rollouts.log_probs)[mask].abs()
+    return {
+        "length": float(rollouts.lengths.double().mean()),
+        "finished": float(rollouts.finished.double().mean()),
+        "token_log_prob": float(log_probs[mask].double().mean()) if bool(mask.any()) else math.nan,
+        "sampler_gap": float(gap.max()) if bool(mask.any()) else math.nan,
+    }
+
+
+def reference_scalars(step: Step, reference: Tensor | None) -> dict[str, float]:
+    """`kl`: mean over tokens of the k3 estimate of the KL divergence from the reference; empty without a reference.
+
+    `k3 = exp(−d) − 1 + d` with `d = log π − log π_ref`: never negative, 0 where both policies agree.
+    """
+    if reference is None or step.log_probs is None:
+        return {}
+    mask = step.rollouts.completion_mask
+    return {"kl": float(kl_penalty(step.log_probs, reference, mask, term="k3", aggregation="token_mean"))}
 
 
 def turn_scalars(rollouts: Rollouts) -> dict[str, float]:
@@ -492,10 +523,14 @@ def _given_reward(reward: Tensor) -> float | None:
     return None if bool(reward.isnan()) else float(reward)
 
 
-def layer_kinds(by_layer: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Grams of layers that differ only in depth, summed: `layers.3.mlp` is added to `layers.*.mlp`."""
-    merged: dict[str, Tensor] = {}
-    for name, gram in by_layer.items():
+LayerValue = TypeVar("LayerValue", Tensor, float)
+"""The Gram of a layer, or a number of it."""
+
+
+def layer_kinds(by_layer: Mapping[str, LayerValue]) -> dict[str, LayerValue]:
+    """Values of layers that differ only in depth, summed: that of `layers.3.mlp` is added to `layers.*.mlp`."""
+    merged: dict[str, LayerValue] = {}
+    for name, value in by_layer.items():
         kind = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        merged[kind] = merged[kind] + gram if kind in merged else gram
+        merged[kind] = merged[kind] + value if kind in merged else value
     return merged

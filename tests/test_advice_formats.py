@@ -1,0 +1,175 @@
+"""Logs of every format give one diagnosis; torn and broken files are read as far as possible, or get one sentence."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scoregram import cli
+from scoregram.advice import advise, advise_log, run_log
+from scoregram.advice.formats import protobuf_fields, read_log, wandb_records
+from scoregram.checks import ScoregramError
+from tests.test_advice import NOISE, RAMP, healthy, lines_of
+
+
+def trl_state(folder: Path, lines: list[dict[str, Any]]) -> Path:
+    (folder / "checkpoint-60").mkdir()
+    path = folder / "checkpoint-60" / "trainer_state.json"
+    path.write_text(json.dumps({"log_history": lines, "global_step": 60}))
+    return folder
+
+
+def verl_jsonl(folder: Path, lines: list[dict[str, Any]]) -> Path:
+    path = folder / "metrics.jsonl"
+    rows = ({"step": line["step"], "data": {k: v for k, v in line.items() if k != "step"}} for line in lines)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 61, "da')
+    return path
+
+
+def table_csv(folder: Path, lines: list[dict[str, Any]]) -> Path:
+    path = folder / "log.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(lines[0]))
+        writer.writeheader()
+        writer.writerows(lines)
+    return path
+
+
+def event_files(folder: Path, lines: list[dict[str, Any]]) -> Path:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(log_dir=str(folder / "tb")) as writer:
+        for line in lines:
+            for name, value in line.items():
+                if name != "step":
+                    writer.add_scalar(f"train/{name}", value, global_step=line["step"])
+    return folder / "tb"
+
+
+WRITERS = {"trainer_state.json": trl_state, "verl": verl_jsonl, "csv": table_csv, "tensorboard": event_files}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", WRITERS)
+def test_every_format_gives_the_same_diagnosis(kind, tmp_path):
+    lines = lines_of({**healthy(), "entropy": np.exp(-4 * RAMP) * (1 + 0.05 * NOISE)})
+    expected = advise_log(run_log("x", lines))
+    found = advise(WRITERS[kind](tmp_path, lines))
+    assert [one.name for one in found.findings] == [one.name for one in expected.findings] == ["entropy collapse"]
+    tolerance = 1e-5 if kind == "tensorboard" else 1e-12  # event files hold float32
+    assert found.findings[0].number.value == pytest.approx(expected.findings[0].number.value, rel=tolerance)
+
+
+WANDB = Path(__file__).parent / "planted" / "offline.wandb"
+
+
+def test_an_offline_run_of_wandb_is_read_without_the_package():
+    """The file was written by wandb itself: 40 steps, reward step/40 and a NaN loss at step 7; one long text a step."""
+    log = read_log(WANDB)
+    reward = log.series("reward")
+    assert reward.steps.tolist() == list(range(40))
+    assert reward.values.tolist() == pytest.approx([step / 40 for step in range(40)])
+    assert log.bad_steps("loss") == [7]
+    assert "wandb" not in sys.modules
+
+
+def test_a_torn_file_of_wandb_gives_what_is_complete(tmp_path):
+    content = WANDB.read_bytes()
+    whole = list(wandb_records(content))
+    cut = tmp_path / "run.wandb"
+    cut.write_bytes(content[: len(content) * 2 // 3])
+    assert 0 < len(read_log(cut).lines) < 40 and len(list(wandb_records(content[:-5]))) <= len(whole)
+    assert list(protobuf_fields(bytes([0x08, 0x96, 0x01, 0x12, 0x02, 0x68, 0x69]))) == [(1, 150), (2, b"hi")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("x.txt", "1", "must be a log"),
+        ("x.jsonl", "{\n{}\n", "line 1 of"),
+        ("x.jsonl", '{"reward": 1}\n', "no record with a step"),
+        ("x.json", "[", "must be JSON"),
+        ("x.json", "{}", "must have log_history"),
+        ("x.wandb", "nothing", "must be a file of an offline run"),
+        ("x.csv", "", "no readable record"),
+    ],
+)
+def test_a_file_that_cannot_be_read_gets_one_sentence(name, content, told, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ScoregramError, match=told):
+        advise(tmp_path / name)
+
+
+def test_a_folder_without_a_log_says_what_it_holds(tmp_path, capsys):
+    (tmp_path / "notes.md").write_text("x")
+    assert cli.main(["advise", str(tmp_path)]) == 2 and "notes.md" in capsys.readouterr().err
+    assert cli.main(["advise", str(tmp_path / "none")]) == 2 and "no such file" in capsys.readouterr().err
+
+
+def test_the_training_step_comes_before_the_count_of_records():
+    """Weights & Biases counts records; a record without a training step belongs to the one before it."""
+    rows = [{"_step": place, "train/global_step": 10 * (place + 1), "train/kl": 0.1 * place} for place in range(20)]
+    log = run_log("x", [*rows[:5], {"_step": 5, "eval/reward": 0.5}, *rows[5:]])
+    assert log.series("kl").steps.tolist() == [10 * (place + 1) for place in range(20)]
+    assert log.series("held_out").steps.tolist() == [50]
+    assert run_log("x", [{"_step": 3, "kl": 0.1}]).series("kl").steps.tolist() == [3]
+    assert run_log("x", [{"step": 3, "kl": 0.1}, {"kl": 0.2}]).series("kl").values.tolist() == [0.1]
+
+
+def test_a_table_that_weights_and_biases_exports_is_read(tmp_path):
+    ends = ("", "__MIN", "__MAX")
+    rows = [{"Step": s, **{f"a run - train/kl{end}": s / 10 + len(end) for end in ends}} for s in range(1, 21)]
+    series = read_log(table_csv(tmp_path, rows)).series("kl")
+    assert series.steps.tolist() == list(range(1, 21)) and series.values.tolist() == [s / 10 for s in range(1, 21)]
+    both = [{"Step": 1, "a - train/kl": 0.1, "b - train/kl": 0.2}]
+    with pytest.raises(ScoregramError, match="must hold one run, got a, b"):
+        read_log(table_csv(tmp_path, both))
+
+
+def test_null_is_missing_and_nan_is_not_finite_however_it_is_spelled(tmp_path):
+    """`to_json` of pandas fills rows of an evaluation with null."""
+    path = tmp_path / "log.jsonl"
+    values = {1: "0.5", 2: "null", 3: '"NaN"', 4: "NaN", 5: '"Infinity"', 6: "-Infinity", 7: '"none"', 8: "true"}
+    path.write_text("".join(f'{{"step": {step}, "loss": {value}, "kl": 0.1}}\n' for step, value in values.items()))
+    log = read_log(path)
+    assert log.bad_steps("loss") == [3, 4, 5, 6] and log.series("loss").steps.tolist() == [1]
+    merged = [*lines_of(healthy()), *({"step": 60 + s, "loss": None, "grad_norm": None} for s in range(1, 7))]
+    path.write_text("".join(json.dumps(line) + "\n" for line in merged))
+    assert [one.name for one in advise(path).findings] == []
+
+
+@pytest.mark.parametrize("key", ["val/test_score/{}", "val-core/{}/reward/mean@8"])
+def test_the_held_out_score_of_verl_is_the_mean_over_its_data_sources(key):
+    lines: list[dict[str, Any]] = [{"step": step, "critic/score/mean": 0.5} for step in range(1, 9)]
+    for step, one, other in ((2, 0.2, 0.6), (4, 0.4, 0.8)):
+        lines[step - 1] |= {key.format("openai/gsm8k"): one, key.format("math"): other}
+    lines[5][key.format("math")] = 1.0  # another mixture of sources is another score
+    lines[1]["val-core/math/reward/best@8/mean"] = 9.0
+    series = run_log("x", lines).series("held_out")
+    assert series.steps.tolist() == [2, 4] and series.values.tolist() == pytest.approx([0.4, 0.6])
+
+
+def test_the_logs_of_verl_show_a_dead_verifier_and_an_exploited_one(tmp_path):
+    dead = {"critic/score/mean": 0 * RAMP, "critic/score/max": 0 * RAMP, "critic/score/min": 0 * RAMP}
+    assert [one.name for one in advise(verl_jsonl(tmp_path, lines_of(dead))).findings] == ["constant reward"]
+    equal_means = {**dead, "critic/score/max": 1 + 0 * RAMP}
+    assert advise_log(run_log("x", lines_of(equal_means))).findings == ()
+    noise = 0.01 * NOISE
+    hacked = {"critic/score/mean": 0.2 + 0.4 * RAMP + noise, "val-core/m/reward/mean@1": 0.6 - 0.3 * RAMP + noise}
+    found = advise_log(run_log("x", lines_of(hacked))).findings
+    assert [one.name for one in found] == ["reward against held-out score"]
+
+
+@pytest.mark.parametrize("end", ["", "\n", '\n{"step": 3, "rew', '\n{"step": 3, "rew\n'])
+def test_a_line_of_json_ends_at_a_newline_only(end, tmp_path):
+    """A string may hold U+2028, U+2029 or U+0085 as they are. A torn last line is skipped, also before a newline."""
+    note = "one\u2028two\u2029three\x85four"
+    rows = [json.dumps({"step": step, "reward": 0.5, "note": note}, ensure_ascii=False) for step in (1, 2)]
+    path = tmp_path / "log.jsonl"
+    path.write_text("\n".join(rows) + end, encoding="utf-8")
+    log = read_log(path)
+    assert [line["step"] for line in log.lines] == [1, 2] and {line["note"] for line in log.lines} == {note}
