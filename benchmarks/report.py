@@ -2,9 +2,10 @@
 
 The run is synthetic: 25 steps with random scores and rewards are read once and written again and again under new step
 numbers. The page is written in a process of its own, whose peak memory is measured; so is `advise`. Then `view` serves
-the run: the slowest answer is measured before its page is made, while it is made, and after.
+the run: the slowest answer is measured before its page is made, while it is made, and after. Groups are stored without
+the Grams of layers; `--layers N` stores those of N layers, as `scoregram train` does by default.
 
-    python benchmarks/report.py [--steps 1000] [--groups 64] [--size 8] [--keep FOLDER]
+    python benchmarks/report.py [--steps 1000] [--groups 64] [--size 8] [--layers 0] [--keep FOLDER]
 """
 
 import argparse
@@ -28,16 +29,18 @@ from scoregram.runs import RolloutRecord, RunWriter
 
 DISTINCT = 25
 """Steps that are really drawn."""
+WIDTH = 64
+"""Dimensions of a score."""
 TOKENS = 128
 """Completion tokens of a rollout."""
 TEXT = "First I add the two numbers, then I subtract what was spent, and so the answer follows. " * 6
 
 
-def drawn_step(number: int, groups: int, size: int) -> Step:
-    """A step with random scores in 64 dimensions and coin rewards."""
+def drawn_step(number: int, groups: int, size: int, layers: int) -> Step:
+    """A step with random scores in `WIDTH` dimensions, divided among the layers, and coin rewards."""
     generator = torch.Generator().manual_seed(number)
     count = groups * size
-    scores = torch.randn(count, 64, generator=generator, dtype=torch.float64)
+    scores = torch.randn(count, WIDTH, generator=generator, dtype=torch.float64)
     chances = torch.rand(groups, 1, generator=generator, dtype=torch.float64)
     rewards = (torch.rand(groups, size, generator=generator, dtype=torch.float64) < chances).double()
     advantages = (rewards - rewards.mean(dim=1, keepdim=True)).flatten()
@@ -51,7 +54,9 @@ def drawn_step(number: int, groups: int, size: int) -> Step:
         prompt_names=[f"prompt/{number}/{place}" for place in range(groups)],
         rewards=rewards.flatten(),
     )
-    gram = Gram(scores @ scores.mT, {}, torch.zeros(ids.shape))
+    parts = scores.tensor_split(layers, dim=1) if layers else ()
+    by_layer = {f"model.layers.{place}": part @ part.mT for place, part in enumerate(parts)}
+    gram = Gram(scores @ scores.mT, by_layer, torch.zeros(ids.shape))
     return Step(number=number, rollouts=rollouts, advantages=advantages, weights=advantages / count, gram=gram)
 
 
@@ -78,9 +83,9 @@ def rollout_records(step: Step) -> list[RolloutRecord]:
     ]
 
 
-def make_run(folder: Path, steps: int, groups: int, size: int) -> None:
+def make_run(folder: Path, steps: int, groups: int, size: int, layers: int) -> None:
     """Write the synthetic run."""
-    drawn = [drawn_step(number, groups, size) for number in range(DISTINCT)]
+    drawn = [drawn_step(number, groups, size, layers) for number in range(DISTINCT)]
     readings = [read_step(step) for step in drawn]
     records = [group_records(step, reading.groups) for step, reading in zip(drawn, readings, strict=True)]
     config = {"model": "synthetic", "task": "coins", "method": "grpo", "group_size": size, "steps": steps, "seed": 0}
@@ -96,8 +101,12 @@ def make_run(folder: Path, steps: int, groups: int, size: int) -> None:
 
 
 def measured_process(code: str) -> dict[str, float]:
-    """Run code in a new process; seconds and its peak memory, which it prints itself."""
-    told = "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    """Run code in a new process; seconds and its peak memory, which it prints itself.
+
+    The peak is Linux's VmHWM: `ru_maxrss` of a new process starts from the memory of the process that started it, here
+    the one that made the run.
+    """
+    told = r"import re; print(re.search(r'VmHWM:\s*(\d+) kB', open('/proc/self/status').read())[1])"
     start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", f"{code}; {told}"], check=True, capture_output=True, text=True)
     seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -162,15 +171,15 @@ def answer(address: str) -> tuple[float, int]:
 def main() -> None:
     """Make the run, write its page, print what it took as JSON."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("steps", 1000), ("groups", 64), ("size", 8)):
+    for name, default in (("steps", 1000), ("groups", 64), ("size", 8), ("layers", 0)):
         options.add_argument(f"--{name}", type=int, default=default)
     options.add_argument("--keep", type=Path, help="folder for the run; an existing run there is used as it is")
     given = options.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = given.keep or Path(scratch) / "run"
         if not (folder / "config.yaml").exists():
-            make_run(folder, given.steps, given.groups, given.size)
-        settings = {name: getattr(given, name) for name in ("steps", "groups", "size")}
+            make_run(folder, given.steps, given.groups, given.size, given.layers)
+        settings = {name: getattr(given, name) for name in ("steps", "groups", "size", "layers")}
         print(json.dumps(settings | {"report": measured_report(folder)}))
         print(json.dumps({"advise": measured_advice(folder)}))
         print(json.dumps({"view": measured_view(folder)}), flush=True)

@@ -39,9 +39,11 @@ def run_of(steps: int = 60, **config: Any) -> RunReading:
 
 
 def learning(values: Any, *, quantity: str = "test accuracy", state: IndicatorState = "good") -> Indicator:
-    headline = f"{quantity} {values[0]:.2f} → {values[-1]:.2f}"
+    arrow = f"{values[0]:.2f} → {values[-1]:.2f}"
+    told: dict[str, Any] = {"headline": f"{quantity} {arrow}", "quantity": quantity, "arrow": arrow, "sentence": ""}
     curve = running_curve(tuple(range(0, 20 * len(values), 20)), values)
-    return Indicator(name="learning", state=state, headline=headline, sentence="", curve=curve, scale=(0.0, 1.0))
+    is_test = quantity != "training reward"
+    return Indicator(name="learning", state=state, curve=curve, is_test=is_test, scale=(0.0, 1.0), **told)
 
 
 def a_finding(knob: str, *, severity: Severity = "warning", direction: str = "up", value: Any = 4) -> RunFinding:
@@ -69,7 +71,7 @@ def test_a_solved_task_is_told_to_stop_and_what_more_could_be_gained():
         "Going on with this task adds at most 0.04 to the test accuracy of 0.96; since step 20 it went 0.900 → 0.960."
     )
     assert found.why == f"{left} It is 0.1."
-    assert found.effect == "It cannot be said: no harder problem was sampled."
+    assert found.effect == "Unknown: no harder problem was sampled."
     alone = next_step(run_of(), solved, diagnosis(size))
     assert alone.sentence == "Stop here: the task is nearly solved." and alone.setting == ""
     assert next_step(run_of(), learns, diagnosis(size, harder)).finding == "group size"
@@ -93,7 +95,9 @@ def test_a_solved_task_says_what_harder_problems_should_give_and_what_to_check()
     assert found.effect.startswith(
         "About 75% [75, 75] of the groups live if 25% to 75% of the rollouts are right, as at 4"
     )
-    assert "steps of this run; now 25%." in found.effect and "cannot be said" in found.effect
+    assert "steps of this run; now 25%." in found.effect and found.effect.endswith(
+        ". The accuracy that it reaches is unknown: no harder problem was sampled."
+    )
     # 1 - p^8 - (1-p)^8 is one half at 0.083
     assert found.check.startswith("In the first 5 steps of the new run, 9% to 91% of the rollouts should be right.")
     assert found.check.endswith("a group of 8 is live with the chance 1 − p⁸ − (1 − p)⁸, there 50% or more.")
@@ -115,24 +119,27 @@ def test_a_run_that_learns_without_a_finding_goes_on_and_says_what_that_may_brin
     found = next_step(run_of(), learning((0.1, 0.3, 0.4, 0.5)), diagnosis())
     assert found.sentence == "Nothing: keep going, 60 more steps." and found.setting == "--steps 120 (now 60)"
     # from 0.3 at step 20 to 0.5 at step 60: 0.005 a step
-    assert found.effect.startswith("At best 0.500 → 0.800 of the test accuracy, if it rises as over the second half")
+    assert found.effect.startswith("The test accuracy rises at best from 0.500 to 0.800, if it rises as over the")
     near = next_step(run_of(), learning((0.1, 0.6, 0.8, 0.9)), diagnosis())
-    assert near.effect.startswith("At best 0.900 → 1.000 of the test accuracy (and at most to 1)")
+    assert near.effect.startswith("The test accuracy rises at best from 0.900 to 1.000, if it rises as")
+    full = next_step(run_of(), learning((0.1, 0.6, 0.8, 1.0), quantity="training reward"), diagnosis())
+    assert full.effect == "Little: the training reward is 1.000 already."
     flat = next_step(run_of(), learning((0.1, 0.5, 0.5, 0.5)), diagnosis())
     assert flat.effect == "Little: the test accuracy did not rise over the second half of the run (0.500 → 0.500)."
     unfinished = next_step(run_of(40), learning((0.1, 0.2, 0.3)), diagnosis())
     assert unfinished.sentence == "Nothing: let it go on to step 60, now 40." and unfinished.setting == ""
 
 
-def test_what_cannot_be_said_is_called_so():
+def test_what_is_unknown_is_called_so():
     open_ = diagnosis_of("", {"batch size": Undecided("measure more"), "NaN": None})
     watched = next_step(run_of(), learning((0.1, 0.2, 0.1), state="watch"), open_)
-    assert watched.effect == "It cannot be said: the interval of the change of the test accuracy includes 0."
+    assert watched.effect == "Unknown: the interval of the change of the test accuracy includes 0."
     assert watched.why.startswith("No rule asks for a change; 1 of 2 cannot decide")
     worse = next_step(run_of(), learning((0.4, 0.2, 0.1), state="act"), open_)
-    assert worse.sentence.startswith("Stop, and read some rollouts") and "cannot be said" in worse.effect
+    assert worse.sentence.startswith("Stop, and read some rollouts")
+    assert worse.effect == "Unknown: no rule found the cause."
     early = next_step(run_of(2), learning((0.4,), state="unknown"), open_)
-    assert "cannot be said" in early.effect
+    assert early.effect == "Unknown: too few steps for a trend."
     assert next_step(RunReading(OWN, (), [], []), early_tile(), open_).sentence.startswith("Nothing yet")
 
 

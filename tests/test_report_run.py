@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from scoregram.advice import last_outcomes
 from scoregram.advice.diagnose import DEMOS, GRAM_RULES, LOG_RULES, _truncation_lines
 from scoregram.advice.findings import Change, RunFinding, Severity, Undecided, diagnosis_of
 from scoregram.advice.settings import (
@@ -14,7 +13,7 @@ from scoregram.advice.settings import (
 )
 from scoregram.bootstrap import FEWEST, LEVEL, bootstrap_estimate, mean_estimate
 from scoregram.exhibits import Estimate, Figure
-from scoregram.reading import Indicator, IndicatorState, StoredGroup, indicators, read_run, running_curve
+from scoregram.reading import Indicator, IndicatorState, StoredGroup, indicators, last_outcomes, read_run, running_curve
 from scoregram.report import write_report
 from scoregram.report.figures import HeatMap, StackedFigure
 from scoregram.report.first_screen import (

@@ -79,5 +79,42 @@ def test_a_row_is_one_line_where_there_is_room():
     assert row.split() == ["2", "1.94", "[1.90,", "1.98]", "–", "a", "[red]", "word"]
 
 
+NUMBERS = Table(
+    "wide",
+    "Wide",
+    "",
+    ("name", *(f"column {place}" for place in range(9))),
+    tuple(
+        (f"a-long-name-of-row-{row}", *(Estimate(10.0 * row + place, -99.0, 99.9) for place in range(9)))
+        for row in range(3)
+    ),
+)
+"""Too wide for 80 characters, with the intervals below their values too."""
+
+
+@pytest.mark.parametrize("width", [80, 88])
+def test_columns_that_do_not_fit_are_printed_in_parts_behind_the_first(width):
+    out = printed(NUMBERS, width)
+    heads = [line.split() for line in out.splitlines() if "name" in line and "column" in line]
+    assert [len(line) for line in heads] == [7, 7, 7]  # three columns each, where 88 has room for four, four and one
+    assert max(map(len, out.splitlines())) <= width
+    for row, each in enumerate(NUMBERS.rows):
+        lines = [line.split() for line in out.splitlines() if line.split()[:1] == [each[0]]]
+        assert [float(cell) for line in lines for cell in line[1:]] == [10 * row + place for place in range(9)]
+    assert out.count("[-99.0, 99.9]") == 27
+
+
+def test_rows_are_blocks_where_a_column_does_not_fit_beside_the_first():
+    blocks = printed(NUMBERS, 34)
+    assert max(map(len, blocks.splitlines())) <= 34 and blocks.count("column 7") == 3
+    assert "a-long-name-of-row-2" in blocks
+
+
+def test_a_name_is_never_broken_in_a_grid():
+    table = Table("t", "t", "", ("estimator", "value"), (("reinforce++-baseline", Estimate(1.0, 0.5, 1.5)),))
+    for width in range(34, 60):
+        assert "reinforce++-baseline" in printed(table, width)
+
+
 def test_an_empty_table_says_its_title():
     assert "Nothing" in printed(Table("t", "Nothing", "", ("a", "b"), ()), 80)

@@ -255,7 +255,7 @@ class WhatIf:
 
     folder: tyro.conf.Positional[Path]
     """Folder of the run."""
-    estimators: tuple[str, ...] = ()
+    estimators: Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--estimator",))] = ()
     """Estimators of advantages, such as rloo or grpo; one of each kind if not given."""
     group_size: int = 0
     """Rollouts per group, at most half of the run's; 0 for that half."""
@@ -267,7 +267,7 @@ class WhatIf:
 
     def run(self) -> int:
         """Print the comparison."""
-        from scoregram.whatif import show_replay
+        from scoregram.report import show_replay
 
         replayed = {"group_size": self.group_size, "weights": self.weights}
         return show_replay(self.folder, self.estimators, as_json=self.json, **replayed)
@@ -326,12 +326,14 @@ class Demo:
 
     name: tyro.conf.Positional[str] = "dominating-rollout"
     """Name of the recorded run; an unknown name lists the choices."""
+    json: bool = False
+    """Print the diagnosis alone, as strict JSON."""
 
     def run(self) -> int:
         """Print the fault and the diagnosis."""
         from scoregram.advice import show_demo
 
-        return show_demo(self.name)
+        return show_demo(self.name, as_json=self.json)
 
 
 @dataclass(frozen=True)

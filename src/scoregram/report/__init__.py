@@ -2,6 +2,7 @@
 
 from scoregram.report.page import Section as Section
 from scoregram.report.page import write_page as write_page
+from scoregram.report.replay_table import show_replay as show_replay
 from scoregram.report.run_page import folder_content as folder_content
 from scoregram.report.run_page import write_report as write_report
 from scoregram.report.several_page import write_several_report as write_several_report

@@ -36,7 +36,7 @@ NULL_BAND = "band of the null"
 SYMBOLS = ("circle", "square", "triangle-up", "cross", "x", "star")
 """Marker symbols; the next one is used each time the palette repeats."""
 
-FEW = 25
+MOST_MARKED_POINTS = 25
 """A line with at most this many points has a marker at each of them."""
 
 PLOTLY_CONFIG = {
@@ -94,6 +94,14 @@ class CosineMap(HeatMap):
 
     limit: float = 1.0
     """Size of a cosine that has the full colour."""
+
+
+@dataclass(frozen=True)
+class PromptMap(HeatMap):
+    """Numbers of either sign between the prompts `y`, whose numbers are `x`: rows and columns, colours from 0."""
+
+    limit: float = 1.0
+    """Size of a number that has the full colour."""
 
 
 Drawing = Figure | HeatMap
@@ -280,7 +288,7 @@ def _style(one: Series, colour: str, symbol: str, dash: str) -> dict[str, Any]:
 
 def _mark_sizes(one: Series) -> float | list[float]:
     """Marker sizes on a line: all points if they are few, else only isolated points, which no line would show."""
-    if one.role == "measured" and len(one.y) <= FEW:
+    if one.role == "measured" and len(one.y) <= MOST_MARKED_POINTS:
         return 5.0
     return [5.0 if alone else 0.0 for alone in _isolated_points(one.y)]
 
@@ -371,16 +379,18 @@ def _heat(figure: HeatMap) -> dict[str, Any]:
     bar: dict[str, Any] = {"thickness": 10, "outlinewidth": 0}
     if figure.z_title:
         bar["title"] = {"text": html.escape(figure.z_title), "side": "right"}
-    if isinstance(figure, CosineMap):
+    if isinstance(figure, CosineMap | PromptMap):
+        is_cosine = isinstance(figure, CosineMap)
+        shown = "cosine %{z:.3f}" if is_cosine else f"{html.escape(figure.z_title)} %{{z:.3g}}"
         return {
             "x": _plain(figure.x),
-            "y": _plain(figure.x),
+            "y": _plain(figure.x) if is_cosine else [html.escape(name) for name in figure.y],
             "z": [_plain(row) for row in figure.values],
             "colorscale": [list(stop) for stop in DIVERGING],
             "zmin": -figure.limit,
             "zmax": figure.limit,
             "meta": "diverging",  # the page's script replaces the colours in a dark scheme
-            "hovertemplate": f"{html.escape(figure.x_title)}s %{{x}} and %{{y}}: cosine %{{z:.3f}}<extra></extra>",
+            "hovertemplate": f"{html.escape(figure.x_title)}s %{{x}} and %{{y}}: {shown}<extra></extra>",
             "colorbar": bar,
         }
     return {
@@ -401,11 +411,13 @@ def _heat_layout(figure: HeatMap, x_range: tuple[float, float] | None) -> dict[s
         axis = {"automargin": True, "zeroline": False, "ticks": "outside", "showgrid": False}
         x, y = (axis | {"title": {"text": html.escape(name)}} for name in (figure.x_title, figure.y_title))
         return plain | {"height": max(plain["height"], MAP_HEIGHT), "showlegend": False, "xaxis": x, "yaxis": y}
+    columns = {"xaxis": plain["xaxis"] | {"tick0": 1, "dtick": 1}} if isinstance(figure, PromptMap) else {}
     return plain | {
         "height": max(plain["height"], HEAT_MARGIN + HEAT_ROW * len(figure.y)),
         "showlegend": False,
         "yaxis": AXIS
         | {"title": {"text": "" if is_wide(figure) else html.escape(figure.y_title)}, "type": "category", "dtick": 1},
+        **columns,
     }
 
 

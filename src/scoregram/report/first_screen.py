@@ -11,31 +11,31 @@ from typing import Any
 from scoregram.advice import (
     CHECKED_STEPS,
     HARDER,
-    OWN_TRAINER,
     PROMPTS,
     Change,
     Diagnosis,
     RunFinding,
     count_words,
-    half_right_steps,
     live_expectation,
-    live_rates,
     measuring_setting,
     superscript,
-    trainer_of,
     typed_setting,
 )
 from scoregram.bootstrap import FEWEST
 from scoregram.reading import (
     LIVE_GOOD,
+    OWN_TRAINER,
     SAMPLED_TEST,
     Indicator,
     IndicatorState,
     RunReading,
     accuracy_gain,
+    half_right_steps,
+    live_rates,
     lost_randomness,
     paired_gain,
     steps_to_show,
+    trainer_of,
 )
 from scoregram.training import TrainConfig
 
@@ -89,7 +89,7 @@ def _agreed(tile: Indicator, rules: Sequence[str], severities: Mapping[str, str]
 
 def run_facts(run: RunReading) -> Iterator[tuple[str, str]]:
     """Label and value of what was trained, and how, as far as the config says."""
-    config, stated = run.config, trainer_arguments(run.config)
+    config = run.config
     yield "trainer", trainer_name(config)
     for name, label in FACTS.items():
         if config.get(name) is not None:
@@ -100,16 +100,19 @@ def run_facts(run: RunReading) -> Iterator[tuple[str, str]]:
     if run.group_size:
         yield "group size R", str(run.group_size)
     batch = config.get("batch_size") or (None if math.isnan(run.batch_size) else f"{run.batch_size:g}")
-    rate = config.get("learning_rate", stated.get("learning_rate"))
+    rate = run.setting("learning_rate")
     for label, value in (("rollouts per step", batch), ("learning rate", rate)):
         if value is not None:
             yield label, str(value)
     if config.get("seed") is not None:
         yield "seed", str(config["seed"])
-    # a trainer that logs every tenth step has trained on the steps between
-    count = run.steps[-1] if run.steps and "integration" in config else len(run.steps)
-    planned = planned_steps(config)
-    trained = f"{count} of {planned}" if planned else f"{count}"
+    progress = run_progress(run)
+    trained = f"{progress.steps}"
+    if progress.is_budgeted:
+        yield "rollouts", f"{progress.rollouts:,} of {progress.budget:,} sampled"
+        trained += "" if progress.is_finished else f" of at most {progress.planned_steps}"
+    elif progress.planned_steps:
+        trained += f" of {progress.planned_steps}"
     yield "steps", f"{trained} trained, gradients of {run.trust.measured} measured"
 
 
@@ -126,16 +129,57 @@ def trainer_name(config: Mapping[str, Any]) -> str:
     return {"scoregram": "scoregram train", "trl": "TRL", "": "not known"}.get(trainer, trainer)
 
 
-def trainer_arguments(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments of another trainer, as its integration stored them."""
-    found = config.get("arguments")
-    return found if isinstance(found, Mapping) else {}
+@dataclass(frozen=True)
+class RunProgress:
+    """How far a run is, and how far it is to go: to a number of steps, or to a budget of rollouts."""
+
+    steps: int
+    """Steps trained or recorded."""
+    planned_steps: int
+    """Steps that the config asks for; with a budget, the most that it allows. 0 if it does not say."""
+    rollouts: int = 0
+    """Rollouts sampled for training, those on top of a step's batch included; 0 if they were not logged."""
+    budget: int = 0
+    """Rollouts after which the run ends, whatever the number of steps; 0 for none."""
+
+    @property
+    def is_budgeted(self) -> bool:
+        """Whether a budget of rollouts ends the run, and the rollouts so far are known."""
+        return self.budget > 0 and self.rollouts > 0
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run has used its budget, or done its steps; False if neither is known."""
+        if self.is_budgeted:
+            return self.rollouts >= self.budget
+        return 0 < self.planned_steps <= self.steps
+
+    @property
+    def steps_left(self) -> int:
+        """Steps until the run ends, with a budget at the rollouts per step so far; 0 if it is finished or not known."""
+        if self.is_budgeted:
+            return max(0, math.ceil((self.budget - self.rollouts) * self.steps / self.rollouts))
+        return max(0, self.planned_steps - self.steps)
+
+    def budget_for(self, steps: int) -> int:
+        """Budget that suffices for this many steps in all, at the rollouts per step so far."""
+        if self.is_budgeted:
+            return math.ceil(self.rollouts * steps / max(1, self.steps))
+        return math.ceil(self.budget * steps / max(1, self.planned_steps))
 
 
-def planned_steps(config: Mapping[str, Any]) -> int:
-    """Steps that the config asks for; 0 if it does not say."""
-    planned = config.get("steps", trainer_arguments(config).get("max_steps"))
-    return planned if isinstance(planned, int) and planned > 0 else 0
+def run_progress(run: RunReading) -> RunProgress:
+    """How far a run is, from its config and its last step."""
+    config, done = run.config, run.steps[-1] if run.steps else 0
+    # a trainer that logs every tenth step has trained on the steps between
+    count = done if "integration" in config else len(run.steps)
+    budget, batch = config.get("rollouts"), config.get("batch_size")
+    if trainer_of(config) == OWN_TRAINER and isinstance(budget, int) and budget > 0:
+        used = run.series("rollouts")[1]
+        planned = math.ceil(budget / batch) if isinstance(batch, int) and batch > 0 else 0
+        return RunProgress(count, planned, int(used[-1]) if used else 0, budget)
+    planned = run.setting("steps", "max_steps")
+    return RunProgress(count, planned if isinstance(planned, int) and planned > 0 else 0)
 
 
 def window_sentence(run: RunReading, learning: Indicator) -> str:
@@ -155,18 +199,7 @@ def window_sentence(run: RunReading, learning: Indicator) -> str:
 
 def _arrow_sentence(learning: Indicator) -> str:
     """Between which points of the run the arrow of the learning tile goes; empty without an arrow."""
-    _, arrow, after = learning.headline.partition(" → ")
-    if not arrow:
-        return ""
-    shown = f"“{learning.headline.rsplit(' ', 3)[1]} → {after}”"
-    ends = "first to the last evaluation"
-    if not learning.headline.startswith("test"):
-        ends = (
-            "first to the last third of the steps"
-            if "last third" in learning.sentence
-            else "first to the last logged value"
-        )
-    return f"{shown} goes from the {ends}. "
+    return f"“{learning.arrow}” goes from the {learning.span}. " if learning.arrow else ""
 
 
 def trust_lines(run: RunReading, following: "NextStep") -> tuple[tuple[str, str], ...]:
@@ -197,7 +230,7 @@ def learning_answer(run: RunReading, tiles: Sequence[Indicator]) -> str:
     learning, cut, greedy = by_name["learning"], by_name["truncated or clipped"], accuracy_gain(run)
     rises = learning.state in ("good", "watch") and learning.change.low > 0
     if rises and cut.state == "act":
-        untested = "" if learning.headline.startswith("test") else ", and no test problem was evaluated"
+        untested = "" if learning.is_test else ", and no test problem was evaluated"
         return (
             f"Not proven: {learning.headline}, but {cut.headline}{untested}. Read some rollouts before you believe it."
         )
@@ -232,7 +265,7 @@ class NextStep:
     steps: tuple[str, ...] = ()
     """What to do one after the other, where no setting alone does it."""
     effect: str = ""
-    """What to expect, with its number, or why it cannot be said."""
+    """What to expect, with its number, or why that is unknown."""
     check: str = ""
     """What to look at soon after the change, with the number that it should have."""
     why: str = ""
@@ -303,10 +336,9 @@ def _stop(run: RunReading, learning: Indicator, harder: RunFinding | None) -> Ne
 
 def _little_left(learning: Indicator) -> str:
     """What more steps on a nearly solved task can add at most, and what the second half of the run added."""
-    known = [pair for pair in zip(learning.curve.steps, learning.curve.mean, strict=True) if not math.isnan(pair[1])]
+    known = learning.curve.points
     (_, last), (middle, before) = known[-1], known[(len(known) - 1) // 2]
-    quantity = learning.headline.rsplit(" ", 3)[0]
-    told = f"Going on with this task adds at most {1 - last:.2f} to the {quantity} of {last:.2f}"
+    told = f"Going on with this task adds at most {1 - last:.2f} to the {learning.quantity} of {last:.2f}"
     return f"{told}; since step {middle:g} it went {_arrow(before, last)}." if len(known) > 2 else f"{told}."
 
 
@@ -319,11 +351,12 @@ def _idle_rollouts(run: RunReading, live: float) -> str:
 
 
 def _harder_effect(run: RunReading, live: float) -> str:
-    """Share of live groups to expect of problems that are hard enough, and what cannot be said."""
-    unknown = "cannot be said: no harder problem was sampled."
+    """Share of live groups to expect of problems that are hard enough, and what is unknown."""
     is_known = not run.is_graded and not math.isnan(live)
     expected = _sentence(live_expectation(half_right_steps(run), live, run.group_size)) if is_known else ""
-    return f"{expected}. Which accuracy it reaches {unknown}" if expected else f"It {unknown}"
+    if not expected:
+        return "Unknown: no harder problem was sampled."
+    return f"{expected}. The accuracy that it reaches is unknown: no harder problem was sampled."
 
 
 def _harder_check(run: RunReading) -> str:
@@ -352,12 +385,17 @@ def _keep_going(run: RunReading, learning: Indicator, advice: Diagnosis) -> Next
         return NextStep(sentence="Nothing yet: this run holds no step.")
     if learning.state == "act":
         told = "Stop, and read some rollouts: it gets worse, and no rule says why."
-        return NextStep(sentence=told, effect="It cannot be said: the cause is not known.", why=why)
-    planned, done = planned_steps(run.config), run.steps[-1]
-    if planned > done:
-        told = f"Nothing: let it go on to step {planned}, now {done}."
-        return NextStep(sentence=told, effect=_further_gain(learning, planned - done), why=why)
+        return NextStep(sentence=told, effect="Unknown: no rule found the cause.", why=why)
+    progress, done = run_progress(run), run.steps[-1]
+    if progress.steps_left:
+        told = f"Nothing: let it go on to step {progress.planned_steps}, now {done}."
+        if progress.is_budgeted:
+            told = f"Nothing: let it go on to {progress.budget:,} rollouts, now {progress.rollouts:,}."
+        return NextStep(sentence=told, effect=_further_gain(learning, progress.steps_left), why=why)
     told = f"Nothing: keep going, {done} more steps."
+    if progress.is_budgeted:
+        more = progress.budget_for(2 * done) - progress.rollouts
+        told = f"Nothing: keep going, {more:,} more rollouts, about {done} steps."
     setting = steps_setting(run, 2 * done)
     return NextStep(
         sentence=told, setting=setting, effect=_further_gain(learning, done), why=why, steps_in_all=2 * done
@@ -366,18 +404,19 @@ def _keep_going(run: RunReading, learning: Indicator, advice: Diagnosis) -> Next
 
 def _further_gain(learning: Indicator, more: int) -> str:
     """What more steps may add: as much for each step as over the second half of the run, at best."""
-    known = [pair for pair in zip(learning.curve.steps, learning.curve.mean, strict=True) if not math.isnan(pair[1])]
-    quantity = learning.headline.rsplit(" ", 3)[0]
+    known, quantity = learning.curve.points, learning.quantity
     if len(known) < 2 or learning.state == "unknown":
-        return "It cannot be said: there are too few steps for a trend."
+        return "Unknown: too few steps for a trend."
     if learning.state != "good":
-        return f"It cannot be said: the interval of the change of the {quantity} includes 0."
+        return f"Unknown: the interval of the change of the {quantity} includes 0."
     (end, last), (middle, before) = known[-1], known[max(0, (len(known) - 1) // 2)]
     rise = (last - before) * more / (end - middle)
-    top = f" (and at most to {1:g})" if 0 <= last <= 1 and last + rise > 1 else ""
     if rise <= 0:
         return f"Little: the {quantity} did not rise over the second half of the run ({_arrow(before, last)})."
-    told = f"At best {_arrow(last, min(1.0, last + rise) if top else last + rise)} of the {quantity}{top}"
+    best = min(1.0, last + rise) if 0 <= last <= 1 else last + rise  # a share, or a reward whose maximum is 1
+    if best == 1 and f"{last:.3f}" == "1.000":
+        return f"Little: the {quantity} is {last:.3f} already."
+    told = f"The {quantity} rises at best from {last:.3f} to {best:.3f}"
     return f"{told}, if it rises as over the second half of the run ({_arrow(before, last)}); gains usually shrink."
 
 
@@ -394,29 +433,37 @@ def longer_run(run: RunReading, advice: Diagnosis) -> NextStep | None:
     effect += f"reward did ({rise:.4f} in {steps} steps), or still {before:.3f} if the policy only becomes less random."
     check = f"After {wanted} steps: above {before + error:.3f} it learns, below it do what the card further down says. "
     check += f"Basis: {problems} tell a change of the accuracy to ± {error:.3f}."
-    setting = steps_setting(run, wanted)
-    again = f"start again, for {wanted} steps in place of {steps}"
+    setting, progress = steps_setting(run, wanted), run_progress(run)
+    rollouts = f" ({progress.budget_for(wanted):,} rollouts)" if progress.budget else ""
+    again = f"start again, for {wanted} steps{rollouts} in place of {steps}"
     again += ", since no checkpoint is stored" if run.folder is not None and not run.folder.checkpoints else ""
-    how = again if setting.startswith("--") else f"keep going, to {wanted} steps in all"
+    how = again if setting.startswith("--") else f"keep going, to {wanted} steps{rollouts} in all"
     return NextStep(
         sentence=f"Train longer and change nothing else: {how}. {steps} steps cannot tell.",
         setting=setting,
         effect=effect,
         check=check,
         why=f"The greedy accuracy changed by {change.value:.3f} [{change.low:.3f}, {change.high:.3f}] so far, which "
-        f"fits both 0 and the {rise:.4f} of the sampled reward. With a second change, nobody could say which of "
-        "the two did it.",
+        f"fits both 0 and the {rise:.4f} of the sampled reward. If two settings change at once, the run does not show "
+        "which one helped.",
         steps_in_all=wanted,
         is_longer=True,
     )
 
 
 def steps_setting(run: RunReading, steps: int) -> str:
-    """What to type for a longer run: the command that continues it if it has a checkpoint, else the setting."""
-    constant = run.config.get("lr_schedule", "constant") == "constant"
+    """What to type for a longer run: the command that continues it if it has a checkpoint, else the setting.
+
+    A run with a budget of rollouts gets a larger budget: it ends by that alone, whatever `--steps` says.
+    """
+    constant, progress = run.config.get("lr_schedule", "constant") == "constant", run_progress(run)
+    longer = f"--steps {steps} (now {run.steps[-1]})"
+    if progress.budget:
+        longer = f"--rollouts {progress.budget_for(steps)} (now {progress.budget})"
     if run.folder is not None and trainer_of(run.config) == OWN_TRAINER and constant and run.folder.checkpoints:
-        folder = shlex.quote(str(run.folder.folder))
-        return f"scoregram train --resume --out {folder} --steps {steps} (now {run.steps[-1]})"
+        return f"scoregram train --resume --out {shlex.quote(str(run.folder.folder))} {longer}"
+    if progress.budget:
+        return longer
     change = Change(knob="training steps", direction="up", sentence="", effect="", value=steps)
     return typed_setting(change, run.config)
 
@@ -455,8 +502,8 @@ def next_changes(cards: Iterable[RunFinding]) -> str:
 
 def is_solved(learning: Indicator) -> bool:
     """Whether the last score on test problems is so high that a run has little left to learn."""
-    known = [value for value in learning.curve.mean if not math.isnan(value)]
-    return learning.headline.startswith("test") and bool(known) and SOLVED <= known[-1] <= 1
+    known = learning.curve.points
+    return learning.is_test and bool(known) and SOLVED <= known[-1][1] <= 1
 
 
 def ordered_cards(findings: Sequence[RunFinding], solved: bool) -> tuple[tuple[RunFinding, ...], int]:
@@ -479,7 +526,7 @@ MOST_OF_IT, SOLVED = 0.9, 0.95
 
 def when_learnt(learning: Indicator) -> Iterator[str]:
     """When most of a gain was there; nothing unless the run learns."""
-    known = [pair for pair in zip(learning.curve.steps, learning.curve.mean, strict=True) if not math.isnan(pair[1])]
+    known = learning.curve.points
     if learning.state != "good" or len(known) < 3:
         return
     (_, first), (end, last) = known[0], known[-1]

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from scoregram.advice import trainer_of
-from scoregram.reading import GroupDetail, RunReading, StepDetail, detailed_steps, step_detail
+from scoregram.reading import GroupDetail, RunReading, StepDetail, detailed_steps, rollouts_option, step_detail
 from scoregram.runs import RolloutRecord, Rows, Run
 
 MOST_STEPS, MOST_GROUPS = 40, 8
@@ -101,8 +100,8 @@ def _note(run: RunReading, details: Sequence[StepDetail], has_texts: bool) -> st
     if any(detail.left_out for detail in details):
         said.append(f"Of a step the page holds the {MOST_GROUPS} groups with the largest updates.")
     if not has_texts:
-        options = {"scoregram": " (train with --rollouts-every 5)", "trl": " (attach(trainer, keep_rollouts=True))"}
-        said.append(f"No rollout's text is stored in this run{options.get(trainer_of(run.config), '')}.")
+        option = rollouts_option(run.config, every=5)
+        said.append(f"No rollout's text is stored in this run{f' ({option})' if option else ''}.")
     return " ".join(said)
 
 

@@ -1,13 +1,30 @@
-"""The table of other estimators: what each would have made of the rollouts of the last third."""
+"""What other estimators would have made of the rollouts of the last third: on the page, and for `scoregram whatif`."""
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
+
+from rich.console import Console
 
 from scoregram.advice import trained_estimator
 from scoregram.checks import ScoregramError
 from scoregram.exhibits import Cell, Estimate, Table, cell_text
-from scoregram.reading import Replay, ReplayedRun, RunReading, what_if
+from scoregram.reading import (
+    REFERENCE,
+    UNWEIGHTED,
+    Replay,
+    ReplayedRun,
+    RunReading,
+    read_run,
+    what_if,
+    wrong_over_right_energy,
+)
+from scoregram.report.terminal import show_table
+from scoregram.runs import open_run
 
 MOST_REPLAYED = 150
 """Groups of the last third on which other estimators are replayed, evenly spaced if there are more."""
@@ -31,6 +48,21 @@ ESTIMATOR_WORDS: Mapping[str, str] = MappingProxyType(
 )
 """Estimator → its advantage in a few words."""
 REPLAY_COLUMNS = ("estimator", "advantage", "signal to noise", "efficiency", "direction")
+TERMINAL_FIELDS: Mapping[str, str] = MappingProxyType(
+    {
+        "variance": "variance",
+        "bias": "bias",
+        "signal / noise": "snr",
+        f"efficiency, {REFERENCE} = 1": "efficiency",
+        "direction": "direction",
+        "as taken": "taken",
+        "rank": "effective_rank",
+        "null": "effective_rank_null",
+    }
+)
+"""Column of `scoregram whatif` → field of `Replay`."""
+DIRECTION_LIMIT = "its estimate, a ratio of noisy means, can exceed 1 and is then shown as 1"
+"""What a caption says of the cosines that `shown_direction` cuts off."""
 
 
 def what_if_table(run: RunReading) -> Iterator[Table]:
@@ -49,7 +81,7 @@ def what_if_table(run: RunReading) -> Iterator[Table]:
             ESTIMATOR_WORDS.get(row.estimator, ""),
             row.snr,
             row.efficiency,
-            _as_cosine(row.direction),
+            shown_direction(row.direction),
         )
         for row in order
     ]
@@ -103,8 +135,7 @@ def _caption(run: RunReading, replayed: ReplayedRun, own: str, has_efficiency: b
     if has_efficiency:
         yield (
             "Efficiency: signal to noise over that of rloo, 2 means half as many groups. Direction: cosine with the "
-            "true gradient; its estimate, a ratio of noisy means, can exceed 1 and is then shown as 1. –: the interval "
-            "of the signal to noise includes 0."
+            f"true gradient; {DIRECTION_LIMIT}. –: the interval of the signal to noise includes 0."
         )
     else:
         yield (
@@ -125,7 +156,7 @@ def _why_no_baseline(run: RunReading, rows: Sequence[Replay], own: str) -> str:
     other = own if own in snr else "rloo"
     if "reinforce" not in snr or other not in snr or not snr["reinforce"].low > snr[other].high:
         return ""
-    ratio = wrong_over_right_energy(run)
+    ratio = wrong_over_right_energy(run.last_measured)
     told = f"reinforce is above {other} on these groups"
     if not ratio > 1:
         return f"{told}; it pushes in groups with equal rewards too, where {other} does not."
@@ -136,25 +167,85 @@ def _why_no_baseline(run: RunReading, rows: Sequence[Replay], own: str) -> str:
     )
 
 
-def wrong_over_right_energy(run: RunReading) -> float:
-    """Mean squared score norm of rollouts with the reward 0 over that of rollouts with 1, in the last third.
-
-    `nan` if rewards are graded or one of the two is missing.
-    """
-    energies: dict[float, list[float]] = {0.0: [], 1.0: []}
-    for group in run.last_measured:
-        if group.record.gram is None or run.is_graded:
-            continue
-        for reward, energy in zip(group.record.rewards.tolist(), group.record.gram.diagonal().tolist(), strict=True):
-            energies.setdefault(reward, []).append(energy)
-    wrong, right = (sum(energies[kind]) / len(energies[kind]) if energies[kind] else math.nan for kind in (0.0, 1.0))
-    return wrong / right if right > 0 else math.nan
-
-
 def _is_empty(cell: Cell) -> bool:
     return isinstance(cell, Estimate) and math.isnan(cell.value)
 
 
-def _as_cosine(estimate: Estimate) -> Estimate:
-    """An estimate of a cosine, cut at -1 and 1."""
+def shown_direction(estimate: Estimate) -> Estimate:
+    """An estimate of a cosine with its interval, cut off at -1 and 1."""
     return Estimate(*(max(-1.0, min(1.0, x)) if x == x else x for x in (estimate.value, estimate.low, estimate.high)))
+
+
+def show_replay(
+    folder: Path,
+    estimators: Sequence[str] = (),
+    *,
+    group_size: int = 0,
+    weights: str = UNWEIGHTED,
+    as_json: bool = False,
+) -> int:
+    """Print the comparison as a table or as strict JSON, with the run's trust, and return the exit status 0.
+
+    The JSON has the estimates as they are, directions above 1 too.
+    """
+    run = read_run(open_run(folder))
+    found = with_reference(what_if(run, estimators, group_size=group_size, weights=weights))
+    if as_json:
+        trust = {"mark": run.trust.mark.strip(" ()"), "trust": run.trust.sentences()}
+        print(json.dumps(without_nan(asdict(found)) | trust, indent=1, allow_nan=False))
+        return 0
+    console = Console()
+    show_table(estimator_table(found, run.trust.mark), console)
+    for sentence in run.trust.sentences():
+        console.print(sentence, style="dim")
+    return 0
+
+
+def with_reference(replayed: ReplayedRun) -> ReplayedRun:
+    """The same with an efficiency and a direction of 1 for the reference, whatever the data resolve.
+
+    Both compare an estimator with the unweighted `REFERENCE`, so for that one they are 1 by definition. With weights
+    its row is another estimator, and nothing changes.
+    """
+    if replayed.weights != UNWEIGHTED:
+        return replayed
+    known = {"efficiency": Estimate(1.0), "direction": Estimate(1.0)}
+    rows = tuple(replace(row, **known) if row.estimator == REFERENCE else row for row in replayed.rows)
+    return replace(replayed, rows=rows)
+
+
+def estimator_table(found: ReplayedRun, mark: str) -> Table:
+    """Every number of the estimators, the largest signal to noise first; `mark` is that of the run's trust."""
+    weighted = "" if found.weights == UNWEIGHTED else f", weights {found.weights}"
+    rows = sorted(found.rows, key=lambda row: -row.snr.value if math.isfinite(row.snr.value) else math.inf)
+    return Table(
+        "what-if",
+        f"{found.groups} groups of {found.run_size}, in parts of {found.group_size}{weighted}{mark}",
+        f"Signal over noise is that of one prompt's update from {found.group_size} rollouts; variance is the trace of "
+        f"that update's covariance. Bias is |E ĝ - g|² / |g|² with {REFERENCE} for g, a wrong length included. "
+        f"Direction is the cosine between E ĝ and g; {DIRECTION_LIMIT}. As taken is the cosine between the update of "
+        f"the whole groups and the run's own. {_reference_text(found)}–: the data cannot tell. Groups of the last "
+        "third; 95 % intervals resample groups.",
+        ("estimator", *TERMINAL_FIELDS),
+        tuple((row.estimator, *_terminal_cells(row)) for row in rows),
+    )
+
+
+def _reference_text(found: ReplayedRun) -> str:
+    is_shown = found.weights == UNWEIGHTED and any(row.estimator == REFERENCE for row in found.rows)
+    return f"Efficiency and direction of {REFERENCE} are 1 by definition. " if is_shown else ""
+
+
+def _terminal_cells(row: Replay) -> Iterator[Estimate]:
+    for field in TERMINAL_FIELDS.values():
+        cell = getattr(row, field)
+        yield shown_direction(cell) if field == "direction" else cell
+
+
+def without_nan(value: Any) -> Any:
+    """The same with None in place of `nan`, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: without_nan(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

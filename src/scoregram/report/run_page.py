@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scoregram.advice import RunFinding, advise_run, last_outcomes
+from scoregram.advice import RunFinding, advise_run
 from scoregram.checks import fail
 from scoregram.exhibits import Cell, Estimate, Table
 from scoregram.reading import (
@@ -17,6 +17,7 @@ from scoregram.reading import (
     Indicator,
     RunReading,
     indicators,
+    last_outcomes,
     paired_gain,
     paused_collection,
     read_run,
@@ -25,14 +26,15 @@ from scoregram.report import step_figures
 from scoregram.report.figures import Drawing, has_null_band
 from scoregram.report.first_screen import (
     NextStep,
+    RunProgress,
     agreed_tiles,
     is_solved,
     learning_answer,
     next_changes,
     next_step,
     ordered_cards,
-    planned_steps,
     run_facts,
+    run_progress,
     step_range,
     trust_lines,
     whole_command,
@@ -40,6 +42,7 @@ from scoregram.report.first_screen import (
 )
 from scoregram.report.glass import Glass, run_glass
 from scoregram.report.page import LiveRun, Section, document, live_documents, write_document
+from scoregram.report.prompt_exhibits import control_exhibits, control_text, interference_exhibits
 from scoregram.report.replay_table import what_if_table
 from scoregram.report.words import WORDS
 from scoregram.runs import CONFIG_FILE, REPORT, Run, open_run, require_path
@@ -74,14 +77,12 @@ class RunPage:
     """What needs no change, and what the numbers do not decide."""
     sections: tuple[Section, ...]
     glass: Glass
+    progress: RunProgress
+    """How far the run is, and whether it is finished."""
     next_step: NextStep
     """What to do next, what to type for it, what to expect and why; its sentence is among the answers."""
     command: str = ""
     """The whole command of the next step, if its setting is an option of `scoregram train`."""
-    steps: int = 0
-    """Steps trained or recorded."""
-    planned_steps: int = 0
-    """Steps that the config asks for; 0 if it does not say."""
 
     def html(self, redo: str = "") -> str:
         """The document."""
@@ -185,6 +186,7 @@ def run_page(folder: Run) -> RunPage:
             ("Does it learn?", learning_answer(run, tiles)),
             ("What next?", following.sentence),
         ),
+        progress=run_progress(run),
         next_step=following,
         command=whole_command(run.config, following.setting),
         window=window_sentence(run, tiles[0]),
@@ -196,8 +198,6 @@ def run_page(folder: Run) -> RunPage:
         open_rules=advice.open_text(),
         sections=tuple(sections),
         glass=run_glass(folder, run),
-        steps=len(run.steps),
-        planned_steps=planned_steps(run.config),
     )
 
 
@@ -219,6 +219,7 @@ def _figure_sections(run: RunReading, folder: Run) -> Iterator[Section]:
     parts: tuple[tuple[str, str, Iterable[Drawing | Table]], ...] = (
         ("Learning", "", step_figures.learning_figures(run)),
         ("Prompts", "", step_figures.prompts_figures(run)),
+        ("Rollouts per prompt", control_text(run.config), control_exhibits(run)),
         (
             f"Noise{mark}",
             "From the inner products between the gradients of all rollouts of a step, the Gram.",
@@ -231,6 +232,11 @@ def _figure_sections(run: RunReading, folder: Run) -> Iterator[Section]:
             "same norms and advantages would give if they had nothing in common.",
             # the trainer's own gradients: no mark for what may be wrong with the Gram
             (*marked_figures(step_figures.geometry_figures(run), run), *step_figures.update_figures(folder)),
+        ),
+        (
+            f"Interference{mark}",
+            "From the Gram between the rollouts of different prompts of a step.",
+            marked_figures(interference_exhibits(run), run),
         ),
         (f"Layers{mark}", "", marked_figures(step_figures.layers_figures(folder, run), run)),
         (
@@ -292,7 +298,7 @@ def _missing(run: RunReading) -> Iterator[str]:
 
 def summary_table(run: RunReading) -> Table:
     """The numbers of the last third, each beside what to compare it with; unknown rows are left out."""
-    summary, accuracy = run.summary, _accuracy(run)
+    summary = run.summary
     few = ", too few to conclude" if run.trust.has_few_steps else ""
     groups, steps = f"{summary.groups} stored groups", f"{summary.noise_steps} steps{few}"
     live = f"{summary.live} live ones of them" if run.rows == "scores" else f"{summary.live} stored groups"
@@ -303,7 +309,7 @@ def summary_table(run: RunReading) -> Table:
         tested = (summary.tested, "on test problems, last")
     rows: list[tuple[str, Cell, Cell, str, str]] = [
         ("mean reward", summary.reward, tested[0], tested[1], rewarded),
-        *([("test accuracy, last", accuracy[0], accuracy[1], accuracy[2], accuracy[3])] if accuracy else []),
+        *_accuracy_rows(run),
         ("share of dead groups", summary.dead, *_chance_of_dead(run), rewarded),
         (f"effective rank{mark}", summary.effective_rank, summary.effective_rank_null, null, live),
         (f"effective rank minus its null{mark}", summary.rank_difference, 0, null, live),
@@ -335,7 +341,7 @@ def _chance_of_dead(run: RunReading) -> tuple[Cell, str]:
     """
     outcomes, share = last_outcomes(run), run.summary.equally_hard_dead
     if outcomes is not None:
-        share = sum(outcomes.chance_share(kind) for kind in ("all wrong", "all right"))
+        share = outcomes.dead_chance_share
     return share, "by chance, if all prompts of a step were equally hard"
 
 
@@ -358,20 +364,12 @@ def gain_table(tests: EvaluationRewards) -> Table:
     )
 
 
-def _accuracy(run: RunReading) -> tuple[Cell, Cell, str, str] | None:
-    tested = [line for line in run.lines if not math.isnan(line.get("eval/accuracy", math.nan))]
-    if not tested:
-        return None
-    last, first = tested[-1], tested[0]
-    ends = (float(last.get(f"eval/accuracy_{end}", math.nan)) for end in ("low", "high"))
-    problems = f"{int(last['eval/problems'])} problems" if "eval/problems" in last else ""
-    before = float(first["eval/accuracy"]) if first is not last else None
-    return (
-        Estimate(float(last["eval/accuracy"]), *ends),
-        before,
-        f"at step {first['step']}" if before is not None else "",
-        problems,
-    )
+def _accuracy_rows(run: RunReading) -> Iterator[tuple[str, Cell, Cell, str, str]]:
+    """The last greedy accuracy beside the first; no row if nothing was evaluated."""
+    for last in run.greedy_accuracies[-1:]:
+        first = run.greedy_accuracies[0]
+        before, when = (first.accuracy.value, f"at step {first.step}") if first is not last else (None, "")
+        yield "test accuracy, last", last.accuracy, before, when, f"{last.problems} problems" if last.problems else ""
 
 
 def _as_integer(value: float) -> Cell:

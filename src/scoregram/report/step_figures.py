@@ -34,7 +34,9 @@ FAILED = "self-check failed"
 """Suffix, in the name of a series, for steps whose self-check failed."""
 ANY, SHARE = (-math.inf, math.inf), (0.0, 1.0)
 """Limits of a quantity that can have any value, and of a share."""
-EACH = "each step"
+WIDE_RANGE = 20.0
+"""Largest over smallest positive value from which a figure gets a logarithmic axis."""
+STEP_SUFFIX = "each step"
 """Suffix, in the name of a series, for the values behind a running mean."""
 
 
@@ -449,10 +451,10 @@ def _running(curve: Curve) -> str:
     return f" Running mean of {curve.window} steps." if curve.is_smoothed else ""
 
 
-def _spans_decades(series: Sequence[Series], factor: float = 20.0) -> bool:
-    """Whether positive values differ by more than a factor, so that a linear axis would hide the small ones."""
+def _spans_decades(series: Sequence[Series]) -> bool:
+    """Whether positive values differ by more than a factor of 20, so that a linear axis would hide the small ones."""
     known = [y for one in series for y in one.y if y > 0]
-    return bool(known) and max(known) > factor * min(known)
+    return bool(known) and max(known) > WIDE_RANGE * min(known)
 
 
 def _rank_over_null() -> tuple[Callable[[StoredGroup], float], Callable[[StoredGroup], float]]:
@@ -498,7 +500,7 @@ def _drawn(curve: Curve, name: str, *, points: bool = False, limits: tuple[float
         return (Series(name, curve.steps, curve.raw, points=True),)
     if not curve.is_smoothed:
         return (Series(name, curve.steps, curve.raw),)
-    behind = Series(f"{name}, {EACH}", curve.steps, curve.raw, role="raw")
+    behind = Series(f"{name}, {STEP_SUFFIX}", curve.steps, curve.raw, role="raw")
     return (behind, Series(name, curve.steps, curve.mean, curve.low, curve.high))
 
 

@@ -4,6 +4,7 @@ It reads and never writes. A run is reached by its name in the list, so no path 
 The page of a long run takes seconds. One thread makes pages; until a new one is finished, the last one is served.
 """
 
+import json
 import shlex
 import socket
 import sys
@@ -27,8 +28,11 @@ from scoregram.runs import CONFIG_FILE, Run, open_run, require_path
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.routing import Route
 
-DEEPEST = 3
+SEARCH_DEPTH = 3
 """Folders below RUNS in which runs are looked for."""
 FRESH_SECONDS = 60.0
 """A run whose metrics changed within this time is called running."""
@@ -43,7 +47,7 @@ MOST_KEPT = 12
 """Finished pages that are kept in memory: one of a long run takes 20 MB."""
 MOST_HITS = 50
 """Hits that a search shows."""
-BROKEN = (ScoregramError, OSError, ValueError, KeyError, TypeError, pa.ArrowException, yaml.YAMLError)
+READING_ERRORS = (ScoregramError, OSError, ValueError, KeyError, TypeError, pa.ArrowException, yaml.YAMLError)
 """Errors of a folder that is half written, foreign or damaged."""
 
 
@@ -158,7 +162,7 @@ class RunLibrary:
         if (self.root / CONFIG_FILE).is_file():
             return ["."]
         found, level = [], [self.root]
-        for _ in range(DEEPEST):
+        for _ in range(SEARCH_DEPTH):
             below = sorted(path for folder in level for path in _folders(folder))
             found += [path for path in below if (path / CONFIG_FILE).is_file()]
             level = [path for path in below if not (path / CONFIG_FILE).is_file()]
@@ -200,7 +204,7 @@ class RunLibrary:
     def _serve(self, name: str, version: str) -> ServedRun:
         try:
             page = run_page(self.open(name))
-        except BROKEN as error:
+        except READING_ERRORS as error:
             self._rows[name] = version, error
             raise
         self._rows[name] = version, replace(page, sections=(), glass=Glass([], ""))
@@ -239,9 +243,9 @@ class RunLibrary:
 
     def _state(self, name: str, page: RunPage) -> str:
         metrics = self.root / name / "metrics.jsonl"
-        if not metrics.is_file() or not page.steps:
+        if not metrics.is_file() or not page.progress.steps:
             return "empty"
-        if page.planned_steps and page.steps >= page.planned_steps:
+        if page.progress.is_finished:
             return "finished"
         return "running" if time.time() - metrics.stat().st_mtime < FRESH_SECONDS else "stopped"
 
@@ -254,7 +258,7 @@ class RunLibrary:
                     hits += [{"run": name, **row} for row in matching_rows(table, text, MOST_HITS - len(hits))]
                     if len(hits) >= MOST_HITS:
                         return hits
-            except BROKEN:
+            except READING_ERRORS:
                 continue  # the list says that it cannot be read
         return hits
 
@@ -289,6 +293,104 @@ def _folders(folder: Path) -> list[Path]:
         return []
 
 
+class RunSite:
+    """The pages about the runs below a folder: a method for each address."""
+
+    def __init__(self, root: Path, patience: float | int = PATIENCE) -> None:
+        self.root = root
+        """The folder as it was named, for the heading of the list."""
+        self.library = RunLibrary(root, patience)
+
+    def routes(self) -> "list[Route]":
+        """Every address and what answers it; a name may contain slashes."""
+        from starlette.routing import Route
+
+        return [
+            Route("/", self.runs),
+            Route("/rows", self.rows),
+            Route("/run/{name:path}", self.run),
+            Route("/content/{name:path}", self.content),
+            Route("/version/{name:path}", self.version),
+            Route("/compare", self.compare),
+            Route("/search", self.search),
+        ]
+
+    def runs(self, request: "Request") -> "Response":
+        """The list of runs."""
+        return html_answer(runs_document(self.root, self.library.rows()))
+
+    def rows(self, request: "Request") -> "Response":
+        """The content of the list alone, as JSON."""
+        return json_answer(json.dumps({"main": runs_content(self.root, self.library.rows())}))
+
+    def run(self, request: "Request") -> "Response":
+        """The page of a run."""
+        return answer_or_reason(lambda: first_or_waiting(self.library.served(named(request)), lambda made: made.html))
+
+    def content(self, request: "Request") -> "Response":
+        """The update of a page that follows a run, as JSON; 202 if nothing newer than `have` is finished."""
+
+        def update() -> "Response":
+            found = self.library.served(named(request))
+            if found is None or found.version == request.query_params.get("have"):
+                return html_answer("", status=202)
+            return json_answer(found.result().content)
+
+        return answer_or_reason(update)
+
+    def version(self, request: "Request") -> "Response":
+        """The version of a run's files, as JSON."""
+        return answer_or_reason(lambda: json_answer(json.dumps({"version": self.library.version(named(request))})))
+
+    def compare(self, request: "Request") -> "Response":
+        """The page of several runs; a run that is named twice counts once."""
+        names = list(dict.fromkeys(request.query_params.getlist("run")))
+        return answer_or_reason(lambda: first_or_waiting(self.library.compared(names), str))
+
+    def search(self, request: "Request") -> "Response":
+        """Prompts and rollouts that contain a text."""
+        text = request.query_params.get("q", "")
+        hits = self.library.search(text)
+        return html_answer(live_document("search.html", title="Search", text=text, hits=hits, most=MOST_HITS))
+
+
+def named(request: "Request") -> str:
+    """Name of the run that a request asks for."""
+    return request.path_params["name"]
+
+
+def html_answer(text: bytes | str, *, status: int = 200, refresh: bool = False) -> "Response":
+    """An HTML page; with `refresh` the browser asks for it again after a second."""
+    from starlette.responses import HTMLResponse
+
+    return HTMLResponse(text, status_code=status, headers={"Refresh": "1"} if refresh else None)
+
+
+def json_answer(text: bytes | str) -> "Response":
+    """An answer that is JSON already."""
+    from starlette.responses import Response
+
+    return Response(text, media_type="application/json")
+
+
+def first_or_waiting(found: FinishedAnswer | None, text: Callable[[Any], bytes | str]) -> "Response":
+    """The page, or while the first one is being made, a page that loads itself again."""
+    if found is None:
+        return html_answer(live_document("waiting.html", title="Reading the run"), refresh=True)
+    return html_answer(text(found.result()))
+
+
+def answer_or_reason(make: Callable[[], "Response"]) -> "Response":
+    """The answer, or a page that says that there is no such run, or why it cannot be read."""
+    try:
+        return make()
+    except KeyError:
+        return html_answer(live_document("sorry.html", title="No such run", why="No such run."), status=404)
+    except READING_ERRORS as error:
+        why = str(error) or type(error).__name__
+        return html_answer(live_document("sorry.html", title="Cannot be read", why=why), status=422)
+
+
 def view_app(
     root: Path, hosts: Sequence[str] = ("127.0.0.1", "localhost"), patience: float | int = PATIENCE
 ) -> "Starlette":
@@ -306,68 +408,10 @@ def view_app(
         from starlette.applications import Starlette
         from starlette.middleware import Middleware
         from starlette.middleware.trustedhost import TrustedHostMiddleware
-        from starlette.requests import Request
-        from starlette.responses import HTMLResponse, JSONResponse, Response
-        from starlette.routing import Route
     except ImportError as missing:
         fail("view", "the server needs starlette and uvicorn", missing, "Install them: pip install 'scoregram[view]'.")
-    library = RunLibrary(root, patience)
-
-    def runs(request: Request) -> Response:
-        return HTMLResponse(runs_document(root, library.rows()))
-
-    def rows(request: Request) -> Response:
-        return JSONResponse({"main": runs_content(root, library.rows())})
-
-    def run(request: Request) -> Response:
-        return _answer(lambda: finished(library.served(request.path_params["name"]), lambda made: made.html))
-
-    def content(request: Request) -> Response:
-        def made() -> Response:
-            found = library.served(request.path_params["name"])
-            if found is None or found.version == request.query_params.get("have"):
-                return Response(status_code=202)  # nothing newer is finished yet
-            return Response(found.result().content, media_type="application/json")
-
-        return _answer(made)
-
-    def finished(found: FinishedAnswer | None, text: Callable[[Any], bytes | str]) -> Response:
-        """The page, or while the first one is being made, a page that loads itself again."""
-        if found is None:
-            return HTMLResponse(live_document("waiting.html", title="Reading the run"), headers={"Refresh": "1"})
-        return HTMLResponse(text(found.result()))
-
-    def version(request: Request) -> Response:
-        return _answer(lambda: JSONResponse({"version": library.version(request.path_params["name"])}))
-
-    def compare(request: Request) -> Response:
-        names = list(dict.fromkeys(request.query_params.getlist("run")))
-        return _answer(lambda: finished(library.compared(names), str))
-
-    def search(request: Request) -> Response:
-        text = request.query_params.get("q", "")
-        shown = live_document("search.html", title="Search", text=text, hits=library.search(text), most=MOST_HITS)
-        return HTMLResponse(shown)
-
-    def _answer(make: Any) -> Response:
-        try:
-            return make()
-        except KeyError:
-            return HTMLResponse(live_document("sorry.html", title="No such run", why="No such run."), status_code=404)
-        except BROKEN as error:
-            why = str(error) or type(error).__name__
-            return HTMLResponse(live_document("sorry.html", title="Cannot be read", why=why), status_code=422)
-
-    routes = [
-        Route("/", runs),
-        Route("/rows", rows),
-        Route("/run/{name:path}", run),
-        Route("/content/{name:path}", content),
-        Route("/version/{name:path}", version),
-        Route("/compare", compare),
-        Route("/search", search),
-    ]
-    return Starlette(routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))])
+    middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))]
+    return Starlette(routes=RunSite(root, patience).routes(), middleware=middleware)
 
 
 def serve_runs(root: Path, *, host: str = "127.0.0.1", port: int = 8642) -> None:
