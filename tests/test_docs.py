@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from scoregram import Rollouts, attach, cli
+from scoregram.advantages import ESTIMATORS
 from scoregram.errors import ScoregramError
 from scoregram.gram import measure_gram
 from scoregram.objectives import OBJECTIVES
@@ -197,9 +198,11 @@ def test_every_snippet_is_listed_and_parses():
             ast.parse(snippet if page != "CONTRIBUTING.md" else f"{{{snippet}}}")  # a row of a table
 
 
-def test_the_row_of_a_new_training_method_is_one():
-    (row,) = eval(f"{{{snippets('CONTRIBUTING.md')[0]}}}", {"Method": Method}).items()
-    assert row[0] not in METHODS and row[1].objective in OBJECTIVES and row[1].about
+def test_the_row_of_a_new_training_method_is_one_and_trains(tmp_path):
+    ((name, row),) = eval(f"{{{snippets('CONTRIBUTING.md')[0]}}}", {"Method": Method}).items()
+    assert name not in METHODS and row.objective in OBJECTIVES and row.estimator in ESTIMATORS and row.about
+    config = config_for(save_policy(tmp_path / "policy"), tmp_path / "run", steps=2, eval_every=0)
+    assert train(replace(config, estimator=row.estimator, objective=row.objective)).step == 2
 
 
 def test_the_row_of_a_new_task_is_one():
