@@ -21,6 +21,16 @@ SIGNED = datetime(2026, 7, 4, 12, 30, 15, tzinfo=UTC)
 PAPER = "arXiv:2606.29238"
 
 
+def make_key(path: Path) -> bytes:
+    """Write a new ed25519 key into a PEM file; the 32 bytes of its public half."""
+    from cryptography.hazmat.primitives import serialization as form  # pyright: ignore[reportMissingImports]
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey  # pyright: ignore[reportMissingImports]
+
+    key = Ed25519PrivateKey.generate()
+    path.write_bytes(key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption()))
+    return key.public_key().public_bytes_raw()
+
+
 def recompute(folder: Path) -> tuple[list[Any], list[Any]]:
     """A table of mean traces, a figure of them over steps, and a verdict on their sum."""
     runs = {path.name: list(open_run(path).groups()) for path in sorted((folder / RUNS).iterdir())}

@@ -19,12 +19,12 @@ from rich.console import Console
 from scipy.stats import t as student
 
 from scoregram import cli
-from scoregram.bootstrap import t_quantile
+from scoregram.bootstrap import t_mean, t_quantile
 from scoregram.checks import ScoregramError
 from scoregram.compare import CompareConfig, compare_methods, is_comparison, write_comparison_report
 from scoregram.compare import cells as cells_module
 from scoregram.compare.config import method_choice
-from scoregram.compare.intervals import mean_over_problems, mean_over_seeds, ratio_over_seeds, verdict
+from scoregram.compare.intervals import mean_over_problems, ratio_over_seeds, verdict
 from scoregram.compare.results import MEAN_RETURN, MethodComparison, MethodResult, RunResult
 from scoregram.compare.table import (
     accuracy_figure,
@@ -133,9 +133,9 @@ def test_the_quantile_is_that_of_student(degrees):
 def test_the_interval_of_a_mean_over_seeds_is_students():
     values = [0.5, 0.7, 0.9]
     half = student.ppf(0.975, 2) * 0.2 / math.sqrt(3)
-    found = mean_over_seeds([*values, math.nan])
+    found = t_mean([*values, math.nan])
     assert (found.value, found.low, found.high) == pytest.approx((0.7, 0.7 - half, 0.7 + half), rel=1e-6)
-    assert math.isnan(mean_over_seeds([0.5]).low) and math.isnan(mean_over_seeds([]).value)
+    assert math.isnan(t_mean([0.5]).low) and math.isnan(t_mean([]).value)
 
 
 def test_a_ratio_of_sums():
@@ -240,7 +240,10 @@ def test_a_method_without_a_finished_run_is_named():
     whole = hand_made()
     grpo, better, mixed = whole.methods
     lost = replace(whole, methods=[grpo, replace(better, runs=[]), mixed])
-    assert "can be told for mixed (-16.7 points); better has no finished run." in verdict_sentence(lost)
+    assert (
+        "no significant difference to grpo for mixed (-16.7 points); better has no finished run."
+        in verdict_sentence(lost)
+    )
     setting = {**whole.setting, "target": None}
     headless = MethodComparison(setting, [replace(grpo, runs=[]), better, replace(mixed, runs=[])])
     assert verdict_sentence(headless).endswith("3 seeds: grpo, mixed have no finished run.")
@@ -339,7 +342,7 @@ def test_the_texts_hold_the_same_numbers():
         lines[4].startswith("| grpo | 3 | 50 [0, 100] |  |  | 160 [160, 160] | 2 | 20.0 |")
         and len({line.count("|") for line in lines[2:7]}) == 1
     )
-    assert "no difference to grpo can be told for better (+25.0 points), mixed (-16.7 points)" in verdict_sentence(
+    assert "no significant difference to grpo for better (+25.0 points), mixed (-16.7 points)" in verdict_sentence(
         comparison
     )
 

@@ -11,13 +11,13 @@ import torch
 
 from scoregram.errors import ScoregramError
 from scoregram.integrations import skyrl
-from scoregram.integrations.registries import SERVED, labelled_advantages
+from scoregram.integrations.registries import SERVED_ESTIMATORS, labelled_advantages
 
 ARGUMENTS = {"values": None, "grpo_norm_by_std": True, "gamma": 1.0, "lambd": 1.0, "config": None}
 """What SkyRL passes besides."""
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", SERVED_ESTIMATORS)
 def test_called_as_skyrl_calls_it(name):
     rewards, mask = torch.tensor([[0.0, 1.0], [0.5, 0.0], [0.0, 0.25]]), torch.tensor([[1, 1], [1, 0], [1, 1]])
     labels = ["a", "a", "a"]
@@ -27,7 +27,7 @@ def test_called_as_skyrl_calls_it(name):
     assert torch.equal(found, labelled_advantages(name, rewards, mask, labels)) and torch.equal(found, returns)
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", SERVED_ESTIMATORS)
 def test_padding_changes_nothing_and_gets_nothing(name):
     rewards, mask = torch.tensor([[0.0, 1.0], [0.5, 0.0], [0.0, 0.25]]), torch.tensor([[1, 1], [1, 0], [1, 1]])
     alone, _ = skyrl.REGISTERED[f"scoregram-{name}"](rewards, mask, ["a", "a", "a"])
@@ -51,7 +51,7 @@ def test_without_uids_is_refused():
         skyrl.REGISTERED["scoregram-rloo"](torch.zeros(2, 1), torch.ones(2, 1))
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", SERVED_ESTIMATORS)
 def test_an_estimator_travels_by_name(name):
     sent = pickle.loads(pickle.dumps(skyrl.REGISTERED[f"scoregram-{name}"]))
     assert sent.func is skyrl.advantages_and_returns and sent.keywords == {"estimator": name}
@@ -88,7 +88,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str, *, registry: bool =
 def test_registers_once(monkeypatch):
     held = installed(monkeypatch, skyrl.TESTED[-1])
     assert skyrl.register() == skyrl.register() == skyrl.TESTED[-1]
-    assert set(held) == {f"scoregram-{name}" for name in SERVED}
+    assert set(held) == {f"scoregram-{name}" for name in SERVED_ESTIMATORS}
 
 
 def test_another_version_is_announced(monkeypatch):

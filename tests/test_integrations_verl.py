@@ -25,10 +25,10 @@ from torch import Tensor
 from scoregram.advantages import ESTIMATORS
 from scoregram.errors import NotFiniteError, ScoregramError
 from scoregram.integrations import verl
-from scoregram.integrations.registries import SERVED, labelled_advantages
+from scoregram.integrations.registries import SERVED_ESTIMATORS, labelled_advantages
 
-WITHIN_GROUPS = [name for name in SERVED if not ESTIMATORS[name].couples_prompts]
-OVER_BATCH = [name for name in SERVED if ESTIMATORS[name].couples_prompts]
+WITHIN_GROUPS = [name for name in SERVED_ESTIMATORS if not ESTIMATORS[name].couples_prompts]
+OVER_BATCH = [name for name in SERVED_ESTIMATORS if ESTIMATORS[name].couples_prompts]
 
 
 @st.composite
@@ -112,7 +112,7 @@ def test_only_the_result_is_rounded(dtype):
     assert torch.equal(found[:, 0], torch.tensor(exact, dtype=torch.float64).to(dtype))
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", SERVED_ESTIMATORS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("mask_dtype", [torch.int64, torch.bool, torch.float64])
 def test_dtype_shape_and_inputs_are_kept(name, dtype, mask_dtype):
@@ -162,8 +162,8 @@ def test_verl_is_told_where_to_look():
 def test_the_documented_estimators_are_the_registered_ones():
     page = (Path(__file__).parent.parent / "docs" / "verl.md").read_text()
     section = page.split("## The estimators")[1].split(". What each is")[0]
-    assert set(re.findall(r"`([a-z+-]+)`", section)) - {"scoregram-"} == set(SERVED)
-    assert f"{len(SERVED)} advantage estimators" in page
+    assert set(re.findall(r"`([a-z+-]+)`", section)) - {"scoregram-"} == set(SERVED_ESTIMATORS)
+    assert f"{len(SERVED_ESTIMATORS)} advantage estimators" in page
 
 
 def fake_verl(version: str, *, registry: bool = True) -> dict[str, ModuleType]:
@@ -206,7 +206,7 @@ def test_importing_registers_and_registering_again_is_nothing_new(monkeypatch):
     sys.modules.pop("scoregram.integrations.verl")
     again = importlib.import_module("scoregram.integrations.verl")
     held = modules["verl.trainer.ppo.core_algos"].__dict__["held"]
-    assert set(held) == {f"scoregram-{name}" for name in SERVED}
+    assert set(held) == {f"scoregram-{name}" for name in SERVED_ESTIMATORS}
     assert again.register() == verl.TESTED[-1]
 
 

@@ -20,7 +20,7 @@ FLOORS = (
     {"rollouts", "spectra", "statistics", "advantages", "objectives", "tasks", "runs", "exhibits"},
     {"theory", "gram", "policy", "bootstrap"},
     {"reading"},
-    {"training", "advice", "whatif"},
+    {"training", "advice"},
     {"integrations"},
     {"report"},
     {"bench", "studies", "compare"},

@@ -8,7 +8,7 @@ import pytest
 
 from scoregram.runs import open_run
 from scoregram.training.loop import train
-from scoregram.training.several import resumable, run_in_processes
+from scoregram.training.several import resumable_config, run_in_processes
 from tests.forked import started
 from tests.training_cases import config_for, save_policy, without_times
 
@@ -46,7 +46,7 @@ def test_a_killed_parent_takes_its_runs_along_after_their_step(tmp_path):
         latest = open_run(path.parent).latest_checkpoint
         assert end < STEPS and latest is not None and latest[0] == end
     steps = ends[-1] + 2
-    train(resumable(config_for(model, tmp_path / "b", steps=steps, **settings)))
+    train(resumable_config(config_for(model, tmp_path / "b", steps=steps, **settings)))
     train(config_for(model, tmp_path / "whole", steps=steps, **settings))
     found, wanted = (without_times(open_run(tmp_path / name).metrics()) for name in ("b", "whole"))
     assert found == wanted

@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 import os
-import stat
 import subprocess
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scoregram.checks import ScoregramError
-from scoregram.runs import file_hashes
 from scoregram.studies import record as records
 from scoregram.studies.record import (
     canonical,
@@ -28,7 +26,7 @@ from scoregram.studies.record import (
     sha256_hex,
     short_record_number,
 )
-from tests.replication_cases import PAPER, put_record, recompute, replication, write_parts
+from tests.replication_cases import PAPER, make_key, put_record, recompute, replication, write_parts
 from tests.run_cases import ENVIRONMENT
 
 PLAIN = st.recursive(
@@ -149,7 +147,7 @@ def test_the_content_says_what_the_study_concludes_and_who_signed_it_when(tmp_pa
     """The fields of the record on the paper that a replication can fill."""
     pytest.importorskip("cryptography")
     own = records.Assessment("In one line.", "This much.", "That it carries over.", ("arXiv:1",), 1)
-    records.new_key(tmp_path / "key.pem")
+    make_key(tmp_path / "key.pem")
     content = json.loads(replication(tmp_path / "r", assessment=own, key_file=tmp_path / "key.pem").read_text())[
         "content"
     ]
@@ -169,9 +167,10 @@ def test_the_environment_is_found_out(tmp_path):
 
 def test_every_data_file_of_every_run_is_in_it(tmp_path):
     replication(tmp_path)
-    expected = {f"runs/{run}/{name}": h for run in "ab" for name, h in file_hashes(tmp_path / "runs" / run).items()}
-    for name in ("exhibits.json", "verdicts.json"):
-        expected[name] = hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+    data = ("config.yaml", "metrics.jsonl", "groups/*", "batches/*", "rollouts/*", "updates/*")
+    paths = [path for run in "ab" for pattern in data for path in (tmp_path / "runs" / run).glob(pattern)]
+    paths += [tmp_path / "exhibits.json", tmp_path / "verdicts.json"]
+    expected = {path.relative_to(tmp_path).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
     assert data_files(tmp_path) == expected
     assert list(data_files(tmp_path)) == sorted(expected)
 
@@ -212,7 +211,7 @@ def test_links_that_could_hide_files_are_refused(tmp_path):
 def test_equal_replications_have_equal_records(tmp_path):
     pytest.importorskip("cryptography")
     key = tmp_path / "key.pem"
-    records.new_key(key)
+    make_key(key)
     a, b = (replication(tmp_path / name, key_file=key) for name in "ab")
     assert a.read_bytes() == b.read_bytes()
 
@@ -262,24 +261,16 @@ def test_lists_are_read_as_written(tmp_path):
     assert read_list(tmp_path, "verdicts.json") == []
 
 
-def test_a_new_key_is_its_owners_alone(tmp_path):
+def test_the_public_key_is_that_of_the_file(tmp_path):
     pytest.importorskip("cryptography")
-    public = records.new_key(tmp_path / "key.pem")
-    assert stat.S_IMODE((tmp_path / "key.pem").stat().st_mode) == 0o600
-    assert records.public_key(tmp_path / "key.pem") == public
-    assert len(base64.b64decode(public)) == 32
-    kept = (tmp_path / "key.pem").read_bytes()
-    with pytest.raises(ScoregramError, match="must be new"):
-        records.new_key(tmp_path / "key.pem")
-    assert (tmp_path / "key.pem").read_bytes() == kept
-    with pytest.raises(ScoregramError, match="must be writable"):
-        records.new_key(tmp_path / "no" / "key.pem")
+    public = make_key(tmp_path / "key.pem")
+    assert records.public_key(tmp_path / "key.pem") == base64.b64encode(public).decode()
 
 
 def test_a_signature_is_of_one_message_and_by_one_key(tmp_path):
     pytest.importorskip("cryptography")
     for name in "ab":
-        records.new_key(tmp_path / name)
+        make_key(tmp_path / name)
     by_a, by_b = (records.sign(b"message", tmp_path / name) for name in "ab")
     assert not records.signature_faults(by_a) and records.is_valid_signature(by_a, b"message")
     assert not records.is_valid_signature(by_a, b"messagf")
@@ -333,7 +324,6 @@ def test_keys_and_signatures_are_those_of_openssl(tmp_path):
 def test_without_the_package_signing_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "can_verify", lambda: False)
     for call in (
-        lambda: records.new_key(tmp_path / "key.pem"),
         lambda: records.sign(b"", tmp_path / "key.pem"),
         lambda: records.is_valid_signature({}, b""),
     ):

@@ -30,7 +30,7 @@ from scoregram.studies.verification import (
     Verification,
     verify,
 )
-from tests.replication_cases import put_record, recompute, replication, write_parts
+from tests.replication_cases import make_key, put_record, recompute, replication, write_parts
 
 ALL = [FORM_CHECK, HASH_CHECK, NUMBER_CHECK, SIGNATURE_CHECK, FILES_CHECK, RUNS_CHECK, EXHIBITS_CHECK, VERDICTS_CHECK]
 FOLLOW = {EXHIBITS_CHECK, VERDICTS_CHECK}
@@ -41,7 +41,7 @@ def made(tmp_path_factory) -> dict[str, Path]:
     """An unsigned and a signed replication, to be left as they are."""
     pytest.importorskip("cryptography")
     root = tmp_path_factory.mktemp("replications")
-    records.new_key(root / "key.pem")
+    make_key(root / "key.pem")
     replication(root / "unsigned")
     replication(root / "signed", key_file=root / "key.pem")
     return {name: root / name for name in ("unsigned", "signed")}
@@ -280,7 +280,7 @@ def test_a_signature_cannot_be_taken_off_or_replaced_unseen(folder, tmp_path):
     found = faults(verify(folder))
     assert found.keys() == {SIGNATURE_CHECK} and "its signature was removed" in found[SIGNATURE_CHECK][0]
 
-    records.new_key(tmp_path / "other.pem")
+    make_key(tmp_path / "other.pem")
     sha256 = json.loads((folder / "replication.json").read_bytes())["sha256"]
     by_other = records.sign(bytes.fromhex(sha256), tmp_path / "other.pem")
     rewrite(folder, lambda record: record.update(signature=by_other))
@@ -293,7 +293,7 @@ def test_a_signature_cannot_be_taken_off_or_replaced_unseen(folder, tmp_path):
 
 @pytest.mark.parametrize("folder", ["unsigned"], indirect=True)
 def test_a_signature_cannot_be_added_unseen(folder, tmp_path):
-    records.new_key(tmp_path / "other.pem")
+    make_key(tmp_path / "other.pem")
     sha256 = json.loads((folder / "replication.json").read_bytes())["sha256"]
     rewrite(folder, lambda r: r.update(signature=records.sign(bytes.fromhex(sha256), tmp_path / "other.pem")))
     assert "the content names no key" in faults(verify(folder))[SIGNATURE_CHECK][0]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from scoregram.advantages import ALWAYS, ESTIMATORS, estimate
+from scoregram.advantages import ESTIMATORS, LEVEL_INPUTS, estimate
 from scoregram.checks import ScoregramError
 from scoregram.objectives import AGGREGATIONS, KL_TERMS, OBJECTIVES, preference_pairs
 from scoregram.spectra import SPECTRUM_METRICS
@@ -415,7 +415,7 @@ def advantages_of(name: str, rewards: Tensor, fn: Callable[..., object] | None =
     row, exact = ESTIMATORS[name], rewards.double()
     given = inputs_of_estimators(Case(exact, torch.eye(rewards.numel()).double()))
     given |= {"outcomes": rewards, "outcome_rewards": rewards}
-    taken = {key: given[key] for key in (*row.needs, *ALWAYS[row.level])}
+    taken = {key: given[key] for key in (*row.needs, *LEVEL_INPUTS[row.level])}
     steps = rewards if row.level == "group" else torch.stack([rewards, *[torch.zeros_like(rewards)] * (TOKENS - 1)], -1)
     answer = estimate(name, steps, **taken) if fn is None else fn(steps, **taken)
     assert isinstance(answer, Tensor)

@@ -46,8 +46,6 @@ def test_only_the_steps_asked_for(tmp_path):
     run = open_run(str(tmp_path / "r"))
     assert {group.step for group in run.groups(range(3, sys.maxsize))} == {3, 4}
     assert {rollout.step for rollout in run.rollouts({0, 4, 9})} == {0, 4}
-    assert set(run.groups_table([2])["step"].to_pylist()) == {2}
-    assert set(run.rollouts_table(range(2))["step"].to_pylist()) == {0, 1}
 
 
 def test_one_part_at_a_time(tmp_path):
@@ -66,24 +64,19 @@ def test_groups_without_layers(tmp_path):
     run = open_run(tmp_path / "r")
     assert all(group.by_layer == {} and group.gram is not None for group in run.groups(layers=False))
     assert all(len(group.by_layer) == 2 for group in run.groups())
-    assert "layer_grams" in run.groups_table(layers=True).column_names
-    assert "layer_grams" not in run.groups_table().column_names
 
 
-def test_tables_join_parts_with_other_columns(tmp_path):
+def test_parts_with_other_columns_keep_their_own(tmp_path):
     def with_statistics(step: int, **statistics: float) -> GroupRecord:
         return GroupRecord(**{**vars(make_group(step, 2)), "statistics": statistics})
 
     with create(tmp_path / "r") as writer:
         writer.write_groups(0, [with_statistics(0, a=1.0)])
         writer.write_groups(1, [with_statistics(1, b=2.0), with_statistics(1, a=math.nan)])
-        writer.write_rollouts(0, [make_rollout(0, 0, 0)])
     run = open_run(tmp_path / "r")
-    table = run.groups_table()
-    np.testing.assert_equal(table["statistics/a"].to_pylist(), [1.0, None, math.nan])
-    assert table["statistics/b"].to_pylist() == [None, 2.0, None]
-    np.testing.assert_equal([group.statistics for group in run.groups()], [{"a": 1.0}, {"b": 2.0}, {"a": math.nan}])
-    assert run.rollouts_table()["completion"].to_pylist() == [" 2 é\n"]
+    for layers in (True, False):  # a part at a time, and parts joined
+        found = [group.statistics for group in run.groups(layers=layers)]
+        np.testing.assert_equal(found, [{"a": 1.0}, {"b": 2.0}, {"a": math.nan}])
 
 
 def test_a_run_that_has_only_begun(tmp_path):
@@ -91,8 +84,6 @@ def test_a_run_that_has_only_begun(tmp_path):
     run = open_run(tmp_path / "r")
     assert run.metrics() == [] and list(run.groups()) == [] and list(run.rollouts()) == []
     assert run.checkpoints == {} and run.latest_checkpoint is None
-    assert run.groups_table().num_rows == 0 and "gram" in run.groups_table().column_names
-    assert isinstance(run.rollouts_table(), pa.Table)
 
 
 def test_a_series(tmp_path):

@@ -13,7 +13,6 @@ from scoregram.spectra import (
     orthogonal_null,
     orthogonal_top1_fraction,
     spectrum_summary,
-    two_row_effective_rank,
     two_row_effective_rank_from_top1,
 )
 
@@ -66,27 +65,18 @@ def test_a_group_of_one_is_never_mixed():
 
 
 @given(st.floats(0, 10), st.floats(0, 10), st.floats(-1, 1))
-def test_two_rows_from_norms_and_cosine(a, b, c):
-    gram = torch.tensor([[a * a, a * b * c], [a * b * c, b * b]], dtype=torch.float64)
-    measured = spectrum_summary(gram)
-    closed = two_row_effective_rank(a, b, c)
+def test_two_rows_from_their_top1_fraction(a, b, c):
+    """`σ_1σ_2` is the area `ab√(1-c²)` that the rows span, and `σ_1²+σ_2² = a²+b²`."""
     if max(a, b) > 1e-100:  # squares below that are zero in the Gram
+        gram = torch.tensor([[a * a, a * b * c], [a * b * c, b * b]], dtype=torch.float64)
+        measured = spectrum_summary(gram)
+        closed = two_row_effective_rank_from_top1(max(measured.top1_fraction, 0.5))
         assert closed == pytest.approx(measured.effective_rank, abs=1e-6)
-        assert closed == pytest.approx(two_row_effective_rank_from_top1(max(measured.top1_fraction, 0.5)), abs=1e-6)
-
-
-@given(st.floats(-1, 1))
-def test_equal_norms_read_the_cosine(c):
-    assert two_row_effective_rank(3, 3, c) == pytest.approx(1 + math.sqrt(1 - c * c), abs=1e-12)
-    assert two_row_effective_rank(3, 3, c) == pytest.approx(
-        two_row_effective_rank_from_top1((1 + abs(c)) / 2), abs=1e-7
-    )
+        assert closed == pytest.approx(1 + 2 * a * b * math.sqrt(1 - c * c) / (a * a + b * b), abs=1e-6)
 
 
 def test_two_row_ends():
-    assert math.isnan(two_row_effective_rank(0, 0, 0))
-    assert two_row_effective_rank(0, 5, 0.3) == two_row_effective_rank(2, 3, -1) == 1
-    assert two_row_effective_rank(1e200, 1e200, 0) == two_row_effective_rank_from_top1(0.5) == 2
+    assert two_row_effective_rank_from_top1(0.5) == 2
     assert two_row_effective_rank_from_top1(1) == 1
 
 
@@ -99,9 +89,6 @@ def test_two_row_ends():
         (lambda: expected_orthogonal_effective_rank(1.5, 4), "[0, 1], got 1.5"),
         (lambda: expected_orthogonal_effective_rank(math.nan, 4), "[0, 1], got nan"),
         (lambda: expected_orthogonal_effective_rank(0.5, 0), "at least 1 rollout, got 0"),
-        (lambda: two_row_effective_rank(-1, 1, 0), "not negative, got -1"),
-        (lambda: two_row_effective_rank(1, math.inf, 0), "finite and not negative, got inf"),
-        (lambda: two_row_effective_rank(1, 1, 1.1), "[-1, 1], got 1.1"),
         (lambda: two_row_effective_rank_from_top1(0.4), "[0.5, 1], got 0.4"),
     ],
 )

@@ -16,10 +16,8 @@ from scoregram.spectra import (
     effective_rank_bounds,
     feasible_interval,
     feasible_intervals,
-    feasible_top_fractions,
     spread_energies,
     top1_fraction,
-    top_fractions,
 )
 from tests.spectra_cases import majorises, partitions, spectra
 
@@ -93,8 +91,6 @@ def test_every_spectrum_lies_inside_its_own_interval(sigma):
     f = float(top1_fraction(sigma))
     for name, interval in feasible_intervals(f, len(sigma)).items():
         assert interval.contains(SPECTRUM_METRICS[name].fn(sigma).item()), name
-    for found, interval in zip(top_fractions(sigma).tolist(), feasible_top_fractions(f, len(sigma)), strict=True):
-        assert interval.contains(found)
 
 
 @given(top1_and_rank())
@@ -117,14 +113,6 @@ def test_one_extreme_majorises_all_and_the_other_is_majorised_by_all(f, m):
     for energies in feasible:
         scaled = [60 * e for e in energies]
         assert majorises(extremes[0], scaled) and majorises(scaled, extremes[1])
-
-
-@given(top1_and_rank())
-def test_top_fractions_between_closed_forms(case):
-    f, m = case
-    for k, interval in enumerate(feasible_top_fractions(f, m), start=1):
-        assert interval.high == pytest.approx(min(1, k * f), rel=1e-9)
-        assert interval.low == pytest.approx(f + (k - 1) * (1 - f) / max(1, m - 1), rel=1e-9)
 
 
 @given(st.floats(0.5, 1))
@@ -183,7 +171,7 @@ def test_rounding_at_the_ends_is_forgiven():
     ],
 )
 def test_impossible_pairs_are_refused(f, m, part):
-    calls = [lambda f, m: feasible_interval("effective_rank", f, m), feasible_intervals, feasible_top_fractions]
+    calls = [lambda f, m: feasible_interval("effective_rank", f, m), feasible_intervals]
     for call in itertools.chain(calls, [concentrated_energies, spread_energies]):
         with pytest.raises(ScoregramError) as caught:
             call(f, m)

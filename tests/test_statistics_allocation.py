@@ -167,7 +167,7 @@ def test_components_of_pairs_that_were_measured_together():
     estimates = prompt_estimates(scores @ scores.mT, rewards)
     together = torch.eye(4, dtype=torch.bool)
     together[0, 1] = together[1, 0] = together[1, 3] = together[3, 1] = True
-    found = components_of_estimates(estimates, together=together)
+    found = components_of_estimates(estimates, same_pass=together)
     inner = estimates.gradient_gram
     assert found.gradient_squared == pytest.approx(float(inner[0, 1] + inner[1, 3]) / 2)
     distances = [float(inner[p, p] + inner[q, q] - 2 * inner[p, q]) for p, q in ((0, 1), (1, 3))]
@@ -175,7 +175,7 @@ def test_components_of_pairs_that_were_measured_together():
     everything = components_of_estimates(estimates)
     assert (found.within_prompt, found.group_baseline) == (everything.within_prompt, everything.group_baseline)
     with pytest.raises(ScoregramError, match="2 prompts together"):
-        components_of_estimates(estimates, together=torch.eye(4, dtype=torch.bool))
+        components_of_estimates(estimates, same_pass=torch.eye(4, dtype=torch.bool))
 
 
 def test_unequal_components_are_unbiased():

@@ -15,10 +15,7 @@ from scoregram.statistics import (
     leave_one_out_mse,
     mean_baseline_mse,
     mse_curve,
-    noise_components,
     optimal_group_size,
-    optimal_group_size_interval,
-    prompt_estimates,
     vanilla_mse,
 )
 from tests.discrete_laws import Law, law
@@ -167,73 +164,6 @@ def test_degenerate_components(c1, c3, exact, integer):
     assert found.exact == pytest.approx(exact, nan_ok=True) and found.integer == integer
 
 
-def batch(prompts: int, size: int, seed: int, *, spread: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Groups whose rewards follow a direction of the scores; `spread` sets how much it differs between prompts."""
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.randn(prompts, size, 3, generator=generator, dtype=torch.float64)
-    directions = 1 + spread * torch.randn(prompts, 1, 3, generator=generator, dtype=torch.float64)
-    rewards = (scores * directions).sum(dim=2)
-    flat = scores.flatten(0, 1)
-    return flat @ flat.T, rewards
-
-
-def test_bootstrap_matches_loops_over_the_drawn_prompts():
-    prompts, resamples = 5, 200
-    gram, rewards = batch(prompts, 6, 0)
-    found = optimal_group_size_interval(
-        gram, rewards, generator=torch.Generator().manual_seed(7), resamples=resamples, level=0.8
-    )
-    estimates = prompt_estimates(gram, rewards)
-    inner, moments = estimates.gradient_gram, estimates.moments
-    drawn = torch.randint(prompts, (resamples, prompts), generator=torch.Generator().manual_seed(7))
-    optima, unbounded = [], 0
-    for row in drawn.tolist():
-        own = sum(float(inner[p, p]) for p in row) / prompts
-        pairs = [float(inner[p, q]) for i, p in enumerate(row) for j, q in enumerate(row) if i != j]
-        c1 = own - sum(pairs) / len(pairs)
-        c3 = sum(float(moments.variance_fisher_trace[p] + moments.gradient_squared[p]) for p in row) / prompts
-        assert c3 > 0
-        unbounded += c1 <= 0
-        optima.append(1 + math.sqrt(c3 / c1) if c1 > 0 else math.inf)
-    optima.sort()
-    assert found.low == pytest.approx(optima[math.floor(0.1 * (resamples - 1))], rel=1e-9)
-    assert found.high == pytest.approx(optima[math.ceil(0.9 * (resamples - 1))], rel=1e-9)
-    assert found.fraction_unbounded == unbounded / resamples and found.fraction_undefined == 0
-    assert (found.level, found.resamples) == (0.8, resamples)
-
-
-def test_two_prompts_resample_to_the_estimate_or_to_no_difference():
-    gram, rewards = batch(2, 6, 1, spread=4.0)
-    estimate = optimal_group_size(noise_components(gram, rewards)).exact
-    assert math.isfinite(estimate)
-    resamples = 4000
-    found = optimal_group_size_interval(gram, rewards, generator=torch.Generator().manual_seed(0), resamples=resamples)
-    assert found.low == pytest.approx(estimate, rel=1e-12) and found.high == math.inf
-    # Half of the resamples hold one prompt twice, whose difference from itself is zero.
-    assert abs(found.fraction_unbounded - 0.5) < 5 * math.sqrt(0.25 / resamples)
-
-
-def test_the_generator_alone_decides():
-    gram, rewards = batch(6, 5, 2)
-    state = torch.get_rng_state()
-    first, again = (
-        optimal_group_size_interval(gram, rewards, generator=torch.Generator().manual_seed(3), resamples=100)
-        for _ in range(2)
-    )
-    assert first == again
-    assert torch.equal(torch.get_rng_state(), state)
-    assert first.low <= optimal_group_size(noise_components(gram, rewards)).exact <= first.high
-
-
-def test_dead_groups_leave_the_interval_undefined():
-    gram, _ = batch(3, 4, 0)
-    found = optimal_group_size_interval(
-        gram, torch.full((3, 4), 0.1), generator=torch.Generator().manual_seed(0), resamples=10
-    )
-    assert math.isnan(found.low) and math.isnan(found.high)
-    assert found.fraction_undefined == 1 and found.fraction_unbounded == 1
-
-
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(
     ("call", "part"),
@@ -244,20 +174,6 @@ def test_dead_groups_leave_the_interval_undefined():
         (lambda: mse_curve(NoiseComponents(1.0, 1.0, 1.0, 1.0), 0, torch.tensor([2])), "at least 1 rollout"),
         (lambda: mse_curve(NoiseComponents(1.0, 1.0, 1.0, 1.0), 8, torch.tensor([1, 2])), "at least 2, got 1"),
         (lambda: mse_curve(NoiseComponents(1.0, 1.0, 1.0, 1.0), 8, torch.tensor([math.nan])), "at least 2, got nan"),
-        (
-            lambda: optimal_group_size_interval(torch.eye(4), torch.ones(1, 4), generator=torch.Generator()),
-            "at least 2 prompts",
-        ),
-        (
-            lambda: optimal_group_size_interval(torch.eye(8), torch.ones(2, 4), generator=torch.Generator(), level=1.5),
-            "level",
-        ),
-        (
-            lambda: optimal_group_size_interval(
-                torch.eye(8), torch.ones(2, 4), generator=torch.Generator(), resamples=0
-            ),
-            "resamples must be at least 1",
-        ),
     ],
 )
 def test_errors_say_what_was_received(call, part):

@@ -16,7 +16,6 @@ from scoregram.statistics import (
     prompt_shares,
     prompt_update_gram,
     rollout_shares,
-    update_cancellation,
     update_coherence,
     update_norm,
 )
@@ -41,8 +40,6 @@ def test_norm_coherence_and_shares_match_the_update_itself(batch, scale):
     energy = float((pulls**2).sum())
     assert update_coherence(gram, weights) == pytest.approx(float(update @ update) / (len(weights) * energy), rel=1e-6)
     torch.testing.assert_close(rollout_shares(gram, weights), pulls @ update / (update @ update), rtol=1e-6, atol=1e-9)
-    terms = [abs(float(a @ b)) for a in pulls for b in pulls]
-    assert update_cancellation(gram, weights) == pytest.approx(float(update @ update) / sum(terms), rel=1e-6)
 
 
 @given(batch=batches)
@@ -81,9 +78,6 @@ def test_readings_at_the_extremes():
     assert update_coherence(apart, torch.ones(4)) == 1 / 4
     assert update_coherence(same, torch.tensor([1.0, -1.0, 1.0, -1.0])) == 0
     assert math.isnan(update_coherence(same, torch.zeros(4)))
-    assert math.isnan(update_cancellation(same, torch.zeros(4)))
-    assert update_cancellation(same, torch.tensor([1.0, -1.0, 1.0, -1.0])) == 0
-    assert update_cancellation(same, torch.ones(4)) == 1
 
 
 def test_rounding_below_zero_is_zero_and_more_is_an_error():

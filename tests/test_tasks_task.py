@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from scoregram.checks import ScoregramError
-from scoregram.tasks import LazyProblems, Problem, SolutionStep, Task, first_error, load_task, reward_columns
+from scoregram.tasks import LazyProblems, Problem, Task, load_task, reward_columns
 
 
 def problem(index: int) -> Problem:
@@ -62,12 +62,6 @@ def test_lazy_problems_index_as_a_list_does():
     for outside in (5, -6):
         with pytest.raises(IndexError):
             lazy[outside]
-
-
-def test_first_error_is_the_first_wrong_step():
-    right, wrong, later = SolutionStep(0, 2, True), SolutionStep(2, 4, False), SolutionStep(4, 6, False)
-    assert first_error([right, wrong, later]) == wrong
-    assert first_error([right]) is None and first_error([]) is None
 
 
 def test_a_task_is_replaced_not_changed():

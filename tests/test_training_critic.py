@@ -183,7 +183,7 @@ def test_the_space_asked_for_a_checkpoint_is_that_of_its_tensors(folder, tmp_pat
     """Adapters without their base, and the critic with its optimiser."""
     config = config_for(folder, tmp_path / "run", steps=1, eval_every=0, **changes)
     policy = load_policy(config.policy, TASK)
-    asked = bytes_for_checkpoint(policy, input_sources(config.chosen, config, policy, TASK))
+    asked = bytes_for_checkpoint(policy, input_sources(config.chosen_method, config, policy, TASK))
     train(config)
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     state = torch.load(checkpoint / "state.pt", weights_only=True)

@@ -122,7 +122,7 @@ def test_a_task_without_steps_is_refused(folder, policy, tmp_path):
     task = replace(TASK, steps=None)
     config = config_for(folder, tmp_path / "run", method="grpo-process")
     with pytest.raises(ScoregramError, match="needs a task that verifies steps, got arithmetic:3"):
-        input_sources(config.chosen, config, policy, task)
+        input_sources(config.chosen_method, config, policy, task)
 
 
 def test_estimators_without_a_source_are_refused(folder, tmp_path, monkeypatch):

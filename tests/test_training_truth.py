@@ -157,12 +157,12 @@ def test_the_expected_update_with_exact_values_is_the_gradient(method, options):
     rollouts = letter_rollouts(completions, rewards)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("scoregram.training.prefix_values.exact_obstacle", lambda *_: None)  # its tokenizer has no length
-        (source,) = input_sources(config.chosen, config, policy, task)
+        (source,) = input_sources(config.chosen_method, config, policy, task)
     inputs = source.inputs(1, rollouts, [PROBLEM])
     if method == "reinforce-critic":
-        credit = advantages_of(config.chosen.estimator, rollouts, inputs=inputs).flatten()[:, None]
+        credit = advantages_of(config.chosen_method.estimator, rollouts, inputs=inputs).flatten()[:, None]
     else:
-        credit = token_advantages_of(config.chosen.estimator, rollouts, inputs)
+        credit = token_advantages_of(config.chosen_method.estimator, rollouts, inputs)
     logits = policy.model(rollouts.input_ids).logits[:, :-1].log_softmax(2)
     taken = torch.nn.functional.pad(logits.gather(2, rollouts.input_ids[:, 1:, None]).squeeze(2), (1, 0))
     log_probs = torch.where(rollouts.completion_mask, taken, 0.0)

@@ -262,7 +262,7 @@ def test_regression_leaves_out_a_rollout_without_a_reward(model, rollouts, measu
     step, loss = updater.first(1, replace(rollouts, rewards=rewards), measure=measure, reference=None)
     torch.testing.assert_close(taken(model), expected, rtol=1e-9, atol=1e-12)
     assert loss == pytest.approx(float(total.detach()), rel=1e-9)
-    assert updater.again(step, reference=None)[0] == pytest.approx(loss, rel=1e-9)
+    assert updater.further_update(step, reference=None)[0] == pytest.approx(loss, rel=1e-9)
     torch.testing.assert_close(taken(model), expected, rtol=1e-9, atol=1e-12)
 
 
@@ -317,7 +317,7 @@ def test_a_second_update_follows_the_ratio(model, rollouts, name, passes):
     expected_loss = row.fn(**{key: known[key] for key in row.needs})
     expected_loss.backward()
     expected = taken(model)
-    loss, _ = updater.again(before, reference=None)
+    loss, _ = updater.further_update(before, reference=None)
     found = taken(model)
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), saved, strict=True):
@@ -403,7 +403,7 @@ def test_a_second_update_follows_the_loss_against_the_reference(model, rollouts,
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.01)
-    loss, _ = updater.again(step, reference=reference)
+    loss, _ = updater.further_update(step, reference=reference)
     found = taken(model)
     expected = reference_loss(plain_log_probs(model, rollouts), rollouts, method.objective, 0.3)
     assert loss == pytest.approx(float(expected.detach()), rel=1e-9)

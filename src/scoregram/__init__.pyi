@@ -46,7 +46,6 @@ from .statistics import mse_curve as mse_curve
 from .statistics import noise_components as noise_components
 from .statistics import noise_scale as noise_scale
 from .statistics import optimal_group_size as optimal_group_size
-from .statistics import optimal_group_size_interval as optimal_group_size_interval
 from .statistics import prompt_conflict as prompt_conflict
 from .statistics import prompt_shares as prompt_shares
 from .statistics import rollout_shares as rollout_shares

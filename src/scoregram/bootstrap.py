@@ -16,7 +16,7 @@ RESAMPLES = 1000
 LEVEL = 0.95
 FEWEST = 5
 """Fewer observations than this give an interval that is too narrow to decide by."""
-MANY = 4000
+NORMAL_FROM = 4000
 """With more values than this, the mean is treated as normally distributed."""
 NORMAL_QUANTILE = 1.959963984540054
 """`P(|Z| ≤ z) = 0.95`."""
@@ -46,7 +46,7 @@ def mean_of_many(values: Sequence[float] | np.ndarray) -> Estimate:
     """
     known = np.asarray(values, dtype=np.float64)
     known = known[~np.isnan(known)]
-    if len(known) <= MANY:
+    if len(known) <= NORMAL_FROM:
         return mean_estimate(known)
     mean, half = float(known.mean()), NORMAL_QUANTILE * float(known.std(ddof=1)) / math.sqrt(len(known))
     return Estimate(mean, mean - half, mean + half)
@@ -282,3 +282,23 @@ def difference(one: Estimate, other: Estimate) -> Estimate:
     below = math.hypot(one.value - one.low, other.high - other.value)
     above = math.hypot(one.high - one.value, other.value - other.low)
     return Estimate(gap, gap - below, gap + above)
+
+
+def binomial_tail(least: int, count: int, chance: float) -> float:
+    """Probability of `least` or more successes in `count` draws.
+
+    Example:
+        >>> binomial_tail(2, 2, 0.5), binomial_tail(0, 5, 0.1)
+        (0.25, 1.0)
+    """
+    terms = (
+        math.exp(
+            math.lgamma(count + 1)
+            - math.lgamma(k + 1)
+            - math.lgamma(count - k + 1)
+            + k * math.log(chance)
+            + (count - k) * math.log1p(-chance)
+        )
+        for k in range(least, count + 1)
+    )
+    return 1.0 if least <= 0 or chance >= 1 else math.fsum(terms)

@@ -24,6 +24,16 @@ def fail(caller: str, requirement: str, got: object, remedy: str) -> NoReturn:
     raise ScoregramError(f"{caller}: {requirement}, got {got}. {remedy}")
 
 
+def option_name(field_name: str) -> str:
+    """A field of a config as an option of the command line.
+
+    Example:
+        >>> option_name("group_size")
+        '--group-size'
+    """
+    return f"--{field_name.replace('_', '-')}"
+
+
 def require_field_types(config: Any, *, caller: str) -> None:
     """Raise if a field of a dataclass has a value that its annotation does not allow.
 

@@ -86,7 +86,7 @@ Exhibit = Table | Figure
 
 def to_plain(exhibits: Sequence[Exhibit]) -> list[dict[str, Any]]:
     """Exhibits as values that JSON can hold, in order."""
-    return [{"kind": type(exhibit).__name__.lower(), **_plain(exhibit)} for exhibit in exhibits]
+    return [{"kind": type(exhibit).__name__.lower(), **json_value(exhibit)} for exhibit in exhibits]
 
 
 def from_plain(plain: Sequence[Mapping[str, Any]]) -> tuple[Exhibit, ...]:
@@ -98,12 +98,19 @@ def from_plain(plain: Sequence[Mapping[str, Any]]) -> tuple[Exhibit, ...]:
     return tuple(_exhibit(one) for one in plain)
 
 
-def _plain(value: Any) -> Any:
-    """Dataclasses as mappings, tuples as lists, undefined numbers as None."""
+def json_value(value: Any) -> Any:
+    """A value that JSON can hold: exhibits as mappings, tuples as lists, a float that is not finite as None.
+
+    Example:
+        >>> json_value({"ends": (1.0, float("inf")), "mean": Estimate(0.5)})
+        {'ends': [1.0, None], 'mean': {'value': 0.5, 'low': None, 'high': None}}
+    """
     if isinstance(value, Table | Figure | Series | Estimate):
-        return {name: _plain(inner) for name, inner in vars(value).items()}
+        return {name: json_value(inner) for name, inner in vars(value).items()}
+    if isinstance(value, Mapping):
+        return {name: json_value(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [json_value(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -23,8 +23,8 @@ from .group import prime_rl_centered as prime_rl_centered
 from .group import standardized as standardized
 from .group import trl_standardized as trl_standardized
 from .group import verl_standardized as verl_standardized
-from .table import ALWAYS as ALWAYS
 from .table import ESTIMATORS as ESTIMATORS
+from .table import LEVEL_INPUTS as LEVEL_INPUTS
 from .table import Estimator as Estimator
 from .table import estimate as estimate
 from .token import generalized_advantage as generalized_advantage

@@ -406,7 +406,7 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
     }
 )
 
-ALWAYS = MappingProxyType({"group": (), "token": ("mask",), "turn": ("mask",)})
+LEVEL_INPUTS = MappingProxyType({"group": (), "token": ("mask",), "turn": ("mask",)})
 """Inputs that a level requires besides the rewards."""
 
 
@@ -443,12 +443,12 @@ def estimate(name: str, rewards: Tensor, **inputs: Tensor | None) -> Tensor:
                 [ 0.,  0.,  0.]])
     """
     row = lookup(ESTIMATORS, name, kind="estimate")
-    known = {n for other in ESTIMATORS.values() for n in (*other.needs, *ALWAYS[other.level])}
+    known = {n for other in ESTIMATORS.values() for n in (*other.needs, *LEVEL_INPUTS[other.level])}
     given = {key: value for key, value in inputs.items() if value is not None}
     if unknown := sorted(inputs.keys() - known):
         remedy = "Set options by calling the row's fn."
         fail("estimate", f"inputs must be among {listed(known)}", listed(unknown), remedy)
-    required = (*row.needs, *ALWAYS[row.level])
+    required = (*row.needs, *LEVEL_INPUTS[row.level])
     if missing := [need for need in required if need not in given]:
         fail("estimate", f"{name!r} needs {listed(required)}", listed(given) or "none", f"Pass {listed(missing)}.")
     taken = {key: given[key] for key in required}

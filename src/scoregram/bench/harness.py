@@ -22,6 +22,7 @@ from torch import nn
 
 from scoregram import __version__
 from scoregram.checks import fail, lookup
+from scoregram.errors import option_name
 from scoregram.policy import DTYPES
 from scoregram.runs import disk_errors, source_commit
 
@@ -103,8 +104,7 @@ def require_at_least(caller: str, **sizes: tuple[int, int | Sequence[int]]) -> N
         values = [given] if isinstance(given, int) else given or [0]
         for value in values:
             if value < minimum:
-                option = f"{caller} --{name.replace('_', '-')}"
-                fail(option, f"must be at least {minimum}", value, "Choose a larger number.")
+                fail(f"{caller} {option_name(name)}", f"must be at least {minimum}", value, "Choose a larger number.")
 
 
 def require_whole_groups(option: str, rollouts: int, group_size: int) -> None:

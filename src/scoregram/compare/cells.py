@@ -31,7 +31,7 @@ from scoregram.training import (
     last_scalar,
     require_runnable,
     require_some_effect,
-    resumable,
+    resumable_config,
     run_in_processes,
     run_one,
     runs_progress,
@@ -197,7 +197,7 @@ def train_cells(config: CompareConfig, cells: Sequence[PlannedCell], console: Co
         config.rollouts * len(cells), lambda: sum(cell.done for cell in cells), unit="rollouts", console=console
     ):
         if jobs == 1:
-            return all(not run_or_explain(resumable(one)).interrupted for one in missing)
+            return all(not run_or_explain(resumable_config(one)).interrupted for one in missing)
         try:
             return run_in_processes(missing, jobs, run=run_or_explain)
         except BrokenProcessPool:

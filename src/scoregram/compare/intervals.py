@@ -1,7 +1,8 @@
 """95 % intervals over seeds, and over seeds and problems, for as few as two seeds.
 
 The percentile bootstrap of three seeds is far too narrow. These are t intervals with one degree of freedom less than
-there are seeds. Over seeds and problems, the variance is clustered by both.
+there are seeds; `bootstrap.t_mean` is the mean of one value per seed. Over seeds and problems, the variance is
+clustered by both.
 
 Reference:
     Cameron, Gelbach & Miller 2011, doi:10.1198/jbes.2010.07136: `V = V_seeds + V_problems − V_cells`.
@@ -14,12 +15,6 @@ import numpy as np
 
 from scoregram.bootstrap import t_quantile
 from scoregram.exhibits import Estimate
-
-
-def mean_over_seeds(values: Sequence[float]) -> Estimate:
-    """Mean of one value per seed with its t interval; values that are `nan` are left out."""
-    known = [value for value in values if not math.isnan(value)]
-    return ratio_over_seeds(known, [1.0] * len(known))
 
 
 def ratio_over_seeds(above: Sequence[float], below: Sequence[float]) -> Estimate:

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from scoregram.bootstrap import t_mean
 from scoregram.checks import fail
-from scoregram.compare.intervals import mean_over_problems, mean_over_seeds, ratio_over_seeds
+from scoregram.compare.intervals import mean_over_problems, ratio_over_seeds
 from scoregram.exhibits import Cell, Estimate
 from scoregram.reading import GREEDY_TEST, SAMPLED_TEST, RunReading, read_run, split_kinds
 from scoregram.runs import CONFIG_FILE, open_run
@@ -137,14 +138,14 @@ class MethodResult:
         low, high = (float(np.clip(end, *outcome.ends)) for end in (found.low, found.high))
         return Estimate(found.value, low, high)
 
-    def gain_over(self, other: "MethodResult", split: str = "", outcome: RankedOutcome = ACCURACY) -> Estimate:
-        """Mean outcome minus that of another method, on the same seeds and problems."""
-        mine, theirs = ({run.seed: run.outcomes(split, outcome) for run in one.runs} for one in (self, other))
+    def gain_over(self, other: "MethodResult", outcome: RankedOutcome = ACCURACY) -> Estimate:
+        """Mean outcome minus that of another method, on the same seeds and test problems."""
+        mine, theirs = ({run.seed: run.outcomes("", outcome) for run in one.runs} for one in (self, other))
         seeds = [seed for seed in mine if mine[seed] and theirs.get(seed)]
         if not seeds:
             return Estimate(math.nan)
         problems = shared_problems([table[seed] for table in (mine, theirs) for seed in seeds])
-        rows = [one.outcome_rows(split, outcome, seeds, problems) for one in (self, other)]
+        rows = [one.outcome_rows("", outcome, seeds, problems) for one in (self, other)]
         return mean_over_problems(rows[0] - rows[1])
 
     def rollouts_to(self, level: float, outcome: RankedOutcome = ACCURACY) -> Cell:
@@ -153,7 +154,7 @@ class MethodResult:
         reached = [value for value in needed if math.isfinite(value)]
         if len(reached) < len(needed):
             return f"{len(reached)} of {len(needed)} seeds"
-        return mean_over_seeds(needed)
+        return t_mean(needed)
 
     def extra(self) -> Estimate:
         """Share of the sampled rollouts that no update was computed from: prefixes, greedy ones, dropped groups."""
@@ -167,7 +168,7 @@ class MethodResult:
 
     def noise(self) -> Estimate:
         """`E|ĝ − E ĝ|²` of the update `ĝ`, mean over the measured steps of the last third."""
-        return mean_over_seeds([run.run.update_power.noise for run in self.runs])
+        return t_mean([run.run.update_power.noise for run in self.runs])
 
     def rank_over_null(self) -> Estimate:
         """Mean effective rank of the groups of the last third over the mean of its null."""
@@ -177,7 +178,7 @@ class MethodResult:
 
     def mean(self, name: str) -> Estimate:
         """Mean over seeds of the mean of a scalar over the last third."""
-        return mean_over_seeds([run.run.last_mean(name) for run in self.runs])
+        return t_mean([run.run.last_mean(name) for run in self.runs])
 
 
 def shared_problems(tables: Any) -> list[str]:

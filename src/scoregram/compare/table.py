@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from scoregram.bootstrap import t_mean
 from scoregram.checks import fail
-from scoregram.compare.intervals import mean_over_seeds, verdict
+from scoregram.compare.intervals import verdict
 from scoregram.compare.results import (
     ACCURACY,
     MethodComparison,
@@ -115,14 +116,14 @@ def verdict_sentence(comparison: MethodComparison) -> str:
     for method in others if first.runs else ():
         if not method.runs:
             continue
-        gain = method.gain_over(first, outcome=outcome)
+        gain = method.gain_over(first, outcome)
         said[verdict(gain)].append(f"{method.label} ({outcome.scale * gain.value:+.{digits}f} {outcome.unit})")
     budget = f"{comparison.setting['rollouts']:,} rollouts, {comparison.setting['seeds']} seeds"
     parts = [
         f"{', '.join(names)} {word} than {first.label}" for word, names in said.items() if names and " " not in word
     ]
     if said["cannot tell"]:
-        parts.append(f"no difference to {first.label} can be told for {', '.join(said['cannot tell'])}")
+        parts.append(f"no significant difference to {first.label} for {', '.join(said['cannot tell'])}")
     if unfinished:
         parts.append(f"{', '.join(unfinished)} {'has' if len(unfinished) == 1 else 'have'} no finished run")
     return f"With {budget}: {'; '.join(parts) or first.label + ' alone'}."
@@ -140,13 +141,13 @@ def accuracy_table(comparison: MethodComparison) -> Table:
         "seeds": lambda method: len(method.runs),
         outcome.name: final_column("", outcome),
         f"{outcome.unit} over {first.label}": gain_column(first, outcome),
-        "verdict": lambda method: None if method is first else verdict(method.gain_over(first, outcome=outcome)),
+        "verdict": lambda method: None if method is first else verdict(method.gain_over(first, outcome)),
         **({} if outcome is ACCURACY else {"accuracy": final_column("", ACCURACY)}),
         **{f"{outcome.name}, {split}": final_column(split, outcome) for split in comparison.splits},
         **({} if math.isnan(target) else reached),
         "steps": lambda method: round(sum(run.steps for run in method.runs) / len(method.runs)),
-        "extra rollouts, %": lambda method: scaled(method.extra(), ACCURACY).value,
-        "minutes": lambda method: mean_over_seeds([run.seconds / 60 for run in method.runs]),
+        "extra rollouts, %": lambda method: shown_estimate(method.extra(), ACCURACY).value,
+        "minutes": lambda method: t_mean([run.seconds / 60 for run in method.runs]),
     }
     budget = f"{comparison.setting['rollouts']:,}"
     return Table(
@@ -162,12 +163,12 @@ def accuracy_table(comparison: MethodComparison) -> Table:
 
 def final_column(split: str, outcome: RankedOutcome) -> Callable[[MethodResult], Cell]:
     """The column with the outcome after the last step, on the test problems or on a held-out split."""
-    return lambda method: scaled(method.final(split, outcome), outcome)
+    return lambda method: shown_estimate(method.final(split, outcome), outcome)
 
 
 def gain_column(first: MethodResult, outcome: RankedOutcome) -> Callable[[MethodResult], Cell]:
     """The column with the difference to the first method, whose own cell is empty."""
-    return lambda method: None if method is first else scaled(method.gain_over(first, outcome=outcome), outcome)
+    return lambda method: None if method is first else shown_estimate(method.gain_over(first, outcome), outcome)
 
 
 def update_table(comparison: MethodComparison) -> Table:
@@ -218,7 +219,7 @@ def accuracy_figure(comparison: MethodComparison) -> Figure:
     for method in comparison.methods:
         curves = [run.outcome_at(grid, outcome) for run in method.runs if run.evaluations(outcome)]
         if curves:
-            points = [mean_over_seeds([float(curve[place]) for curve in curves]) for place in range(len(grid))]
+            points = [t_mean([float(curve[place]) for curve in curves]) for place in range(len(grid))]
             y, low, high = (tuple(getattr(point, end) for point in points) for end in ("value", "low", "high"))
             lines.append(Series(method.label, tuple(grid), y, low, high))
     return Figure(
@@ -231,7 +232,7 @@ def accuracy_figure(comparison: MethodComparison) -> Figure:
     )
 
 
-def scaled(estimate: Estimate, outcome: RankedOutcome) -> Estimate:
+def shown_estimate(estimate: Estimate, outcome: RankedOutcome) -> Estimate:
     """An estimate as tables show it: accuracies in percent, returns as they are."""
     return Estimate(*(outcome.scale * value for value in (estimate.value, estimate.low, estimate.high)))
 

@@ -158,7 +158,7 @@ def low_rank_terms(
         number, tensor = args if isinstance(args[0], Real) else args[::-1]
         is_number = isinstance(number, Real) and not isinstance(number, bool)
         return tuple(term.scaled(float(number)) for term in known_terms(tensor)) if is_number else ()
-    if not args or not follows(func, args):
+    if not args or not is_termwise_operation(func, args):
         return ()
     return tuple(of_one_weight(func, args, term) for term in known_terms(args[0]))
 
@@ -231,7 +231,7 @@ def of_einsum(equation: Any, *operands: Any) -> Terms:
     return of_product(left, right)
 
 
-def follows(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+def is_termwise_operation(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     """Whether an operation casts, transposes or selects whole matrices, so that it does the same to each term."""
     if func in CASTS or func == STACK_TRANSPOSE:
         return True
@@ -243,7 +243,7 @@ def follows(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
 
 
 def of_one_weight(func: Callable[..., Any], args: tuple[Any, ...], term: LowRankTerm) -> LowRankTerm:
-    """A term after an operation that `follows` covers."""
+    """A term after an operation that `is_termwise_operation` covers."""
     if func in CASTS:
         return term
     return term.at(args[1]) if func is Tensor.__getitem__ else term.transposed

@@ -8,7 +8,8 @@ passes find the activations whose first axis runs over the rollouts (`axis`). `p
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NoReturn, TypeVar
 
@@ -141,27 +142,35 @@ class Measurement:
         None if the model used a parameter outside its module, drew random numbers, or failed: it may need training
         mode, or the shape of a tensor that the interceptor replaced.
         """
-        try:
+        log_probs = None
+        with self.failure_kept():
             log_probs = self.with_known_axes(Pass.run, narrow=True)
-        except (ScoregramError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            self.measured.undo.raise_interrupt_behind(error)
-            self.failure = self.failure or error
-            return None
-        return None if self.current.missed_something() else log_probs
+        return None if log_probs is None or self.current.missed_something() else log_probs
 
     def wide_pass(self) -> Tensor | None:
         """Log-probabilities from a pass that intercepts every operation of the model; None if the model failed."""
-        try:
+        with self.failure_kept(wide=True):
             return self.with_known_axes(Pass.run, narrow=False)
+        return None
+
+    @contextmanager
+    def failure_kept(self, *, wide: bool = False) -> Iterator[None]:
+        """A block that an error of the model ends without being raised: it is kept in `failure`.
+
+        Our own errors, lack of memory and interrupts are raised, also an interrupt that the error hides.
+
+        Args:
+            wide: Keep the error in `wide_failure` too.
+        """
+        try:
+            yield
         except (ScoregramError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             self.measured.undo.raise_interrupt_behind(error)
             self.failure = self.failure or error
-            self.wide_failure = self.wide_failure or error
-            return None
+            if wide:
+                self.wide_failure = self.wide_failure or error
 
     def plain_passes(self) -> tuple[Tensor, list[str]] | None:
         """Log-probabilities from a pass without interception; None if the model failed.
@@ -239,13 +248,8 @@ class Measurement:
         for narrow in (True, False):
             if narrow and (self.measured.facts.needs_wide_pass or self.is_training()):
                 continue
-            try:
+            with self.failure_kept():
                 return self.with_known_axes(Pass.forward, narrow=narrow)
-            except (ScoregramError, torch.OutOfMemoryError):
-                raise
-            except Exception as error:
-                self.measured.undo.raise_interrupt_behind(error)
-                self.failure = self.failure or error
         return None
 
     def backward(self, rollouts: DistinctRollouts, weights: Tensor) -> CollectedScores:

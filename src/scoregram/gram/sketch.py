@@ -16,7 +16,6 @@ spread over many parameters. `docs/gram.md` has the proof.
 """
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -48,19 +47,6 @@ class Sketch:
                 fail("Sketch", f"{name} must be a whole number", repr(getattr(self, name)), "Pass an int.")
         if self.features < 1:
             fail("Sketch", "features must be at least 1", self.features, "Pass the length of a sketch, such as 1024.")
-
-    @property
-    def relative_error_bound(self) -> float:
-        """Largest standard deviation of `⟨s_i, s_j⟩` in units of `|ψ_i| |ψ_j|`: `√((6 + 4/m)/m)`.
-
-        Taken over random seeds; it holds for every model and rollout. By Chebyshev's inequality, an error of `k` times
-        this bound has a probability of at most `1/k²`.
-
-        Example:
-            >>> round(Sketch(features=1024).relative_error_bound, 4)
-            0.0766
-        """
-        return math.sqrt((6 + 4 / self.features) / self.features)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,9 @@ from scoregram.checks import fail, require_finite, require_same_shape
 
 _BATCH_INPUTS = frozenset({"lengths", "outcomes"})
 """Estimator inputs, besides rewards, that a labelled batch has; outcomes are the rewards themselves."""
-SERVED = tuple(name for name, row in ESTIMATORS.items() if row.level == "group" and set(row.needs) <= _BATCH_INPUTS)
+SERVED_ESTIMATORS = tuple(
+    name for name, row in ESTIMATORS.items() if row.level == "group" and set(row.needs) <= _BATCH_INPUTS
+)
 """Rows of `ESTIMATORS` that need no more than a labelled batch."""
 VERL_VERSIONS = ("0.7.1", "0.8.0", "0.9.0", "0.9.1")
 """Versions of verl whose own registry and functions these estimators were compared with."""
@@ -47,7 +49,7 @@ def labelled_advantages(
     than the estimator needs has advantages 0 and takes no part in statistics over the batch.
 
     Args:
-        name: One of `SERVED`.
+        name: One of `SERVED_ESTIMATORS`.
         token_rewards: `(N, T)`.
         mask: `(N, T)`, nonzero for the tokens that the policy chose.
         labels: `N` group labels, a list or an array; rollouts of a group need not be adjacent.
@@ -153,7 +155,7 @@ def padding_count(index: Sequence[Any]) -> int:
 
 
 def _named_estimators(function: RegisteredEstimator) -> Mapping[str, RegisteredEstimator]:
-    return MappingProxyType({f"scoregram-{name}": partial(function, estimator=name) for name in SERVED})
+    return MappingProxyType({f"scoregram-{name}": partial(function, estimator=name) for name in SERVED_ESTIMATORS})
 
 
 VERL_ESTIMATORS = _named_estimators(advantages_and_returns)

@@ -124,7 +124,7 @@ def _first_above(cumulative: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, targets, right=True)[:, 0].clamp_(max=cumulative.shape[1] - 1)
 
 
-def warn_of_bias(sampling: SamplingConfig, *, stacklevel: int = 2) -> None:
+def warn_of_bias(sampling: SamplingConfig) -> None:
     """Warn if the scores of rollouts drawn with these settings do not average to zero.
 
     `E[∇ log π] = 0` holds for rollouts drawn from `π` itself. Sampling at temperature `τ` draws from `π_τ`, whose own
@@ -136,14 +136,14 @@ def warn_of_bias(sampling: SamplingConfig, *, stacklevel: int = 2) -> None:
             "sample: top-k and top-p exclude tokens that the policy would draw. Scores do not average to zero "
             "(E[ψ] ≠ 0) and policy gradients are biased; score_mean_bias measures by how much.",
             BiasedSamplingWarning,
-            stacklevel + 1,
+            stacklevel=3,
         )
     elif sampling.temperature not in (0, 1):
         warnings.warn(
             f"sample: at temperature {sampling.temperature:g} scores average to zero (E[ψ] = 0) only if they are taken "
             f"at temperature {sampling.temperature:g} too; those of the policy at temperature 1 do not.",
             BiasedSamplingWarning,
-            stacklevel + 1,
+            stacklevel=3,
         )
 
 
@@ -156,16 +156,6 @@ class ScoreBias:
     logit_norm: Float[Tensor, "batch tokens"]
     """`|E_q[∇_logits log π]| = |q - π| / τ`: norm of the mean score with respect to the logits; 0 without bias."""
     completion_mask: Bool[Tensor, "batch tokens"]
-
-    @property
-    def mean_total_variation(self) -> float:
-        """Average over completion tokens; `nan` if there are none."""
-        return float(self.total_variation[self.completion_mask].mean())
-
-    @property
-    def mean_logit_norm(self) -> float:
-        """Average over completion tokens; `nan` if there are none."""
-        return float(self.logit_norm[self.completion_mask].mean())
 
 
 def score_mean_bias(

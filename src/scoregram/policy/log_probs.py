@@ -276,7 +276,7 @@ def _packing_trial(model: Any) -> bool:
         single = torch.cat(
             [token_log_probs(model, ids[[row]], attention[[row]], completion[[row]]) for row in range(len(ids))]
         )
-    rounding = models.logit_rounding(next(model.parameters())) * max(models.largest(expected), 1.0)
-    return models.largest(packed - expected) <= max(
-        rounding, models.BATCH_NOISE_FACTOR * models.largest(single - expected)
+    rounding = models.logit_rounding(next(model.parameters())) * max(models.largest_magnitude(expected), 1.0)
+    return models.largest_magnitude(packed - expected) <= max(
+        rounding, models.BATCH_NOISE_FACTOR * models.largest_magnitude(single - expected)
     )

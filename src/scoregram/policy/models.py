@@ -187,9 +187,9 @@ def probe_tokens(numbers: Sequence[int], vocabulary: int) -> list[int]:
     return [int(number * golden_ratio % 1 * vocabulary) for number in numbers]
 
 
-def largest(differences: Tensor) -> float:
+def largest_magnitude(values: Tensor) -> float:
     """The largest absolute value."""
-    return float(differences.abs().max())
+    return float(values.abs().max())
 
 
 def logit_rounding(logits: Tensor) -> float:

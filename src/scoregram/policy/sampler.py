@@ -250,11 +250,11 @@ def logit_misfit(decoder: "type[Decoder]", model: nn.Module) -> float | None:
     except models.UNSUPPORTED:
         return math.inf
     batched = plain_logits(model, texts, len(completion) + 1)
-    rounding = models.logit_rounding(expected) * models.largest(expected)
-    allowed = max(rounding, models.BATCH_NOISE_FACTOR * models.largest(batched - expected))
+    rounding = models.logit_rounding(expected) * models.largest_magnitude(expected)
+    allowed = max(rounding, models.BATCH_NOISE_FACTOR * models.largest_magnitude(batched - expected))
     if not allowed:  # every logit is 0
         return math.inf if found.any() else 0.0
-    misfit = models.largest(found - expected) / allowed
+    misfit = models.largest_magnitude(found - expected) / allowed
     return misfit if math.isfinite(misfit) else math.inf
 
 

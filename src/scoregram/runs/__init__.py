@@ -24,11 +24,11 @@ from scoregram.runs.disk import TRACKER_LOGS as TRACKER_LOGS
 from scoregram.runs.disk import UPDATES as UPDATES
 from scoregram.runs.disk import damaged_files as damaged_files
 from scoregram.runs.disk import disk_errors as disk_errors
+from scoregram.runs.disk import file_sha256 as file_sha256
 from scoregram.runs.disk import parts as parts
 from scoregram.runs.disk import require_own_folder as require_own_folder
 from scoregram.runs.disk import require_path as require_path
 from scoregram.runs.disk import require_space as require_space
-from scoregram.runs.disk import write_all as write_all
 from scoregram.runs.disk import write_atomically as write_atomically
 from scoregram.runs.metrics import CHECK_PASSED as CHECK_PASSED
 from scoregram.runs.metrics import OWN_PREFIX as OWN_PREFIX
@@ -39,8 +39,6 @@ from scoregram.runs.metrics import own_name as own_name
 from scoregram.runs.metrics import read_metrics as read_metrics
 from scoregram.runs.reader import BatchNames as BatchNames
 from scoregram.runs.reader import Run as Run
-from scoregram.runs.reader import changed_files as changed_files
-from scoregram.runs.reader import file_hashes as file_hashes
 from scoregram.runs.reader import open_run as open_run
 from scoregram.runs.records import LOSS_KIND as LOSS_KIND
 from scoregram.runs.records import REWARD as REWARD

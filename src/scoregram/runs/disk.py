@@ -249,7 +249,7 @@ def sync_tree(folder: Path) -> None:
         sync_folder(Path(inside))
 
 
-def sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
     """Hash of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -258,7 +258,7 @@ def sha256(path: Path) -> str:
 def write_checksums(folder: Path) -> None:
     """Write `SHA256SUMS` into a folder: a line for every file in it, which `sha256sum --check` reads."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    lines = [f"{sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
+    lines = [f"{file_sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
     (folder / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
 
 
@@ -269,7 +269,9 @@ def damaged_files(folder: Path) -> list[str]:
         return []
     try:
         recorded = [line.split("  ", 1) for line in listing.read_text(encoding="utf-8").splitlines()]
-        return [name for digest, name in recorded if not (folder / name).is_file() or sha256(folder / name) != digest]
+        return [
+            name for digest, name in recorded if not (folder / name).is_file() or file_sha256(folder / name) != digest
+        ]
     except (OSError, ValueError):  # the listing itself is damaged
         return [CHECKSUMS]
 

@@ -1,4 +1,4 @@
-"""Reading a run that is finished, still running or killed, and file hashes that show which files have changed.
+"""Reading a run that is finished, still running or killed.
 
 Everything complete can be read; `Run.notes` names what is incomplete.
 """
@@ -20,12 +20,10 @@ from scoregram.runs.config import read_config, require_run
 from scoregram.runs.metrics import Scalar, has_failed_check, needs_gram, read_metrics
 from scoregram.runs.records import (
     LAYER_COLUMNS,
-    ROLLOUT_SCHEMA,
     BatchRecord,
     GroupRecord,
     RolloutRecord,
     decoded_rows,
-    group_schema,
     read_part,
     table_to_batches,
     table_to_groups,
@@ -135,13 +133,13 @@ class Run:
         rows = (row for table in tables for row in decoded_rows(_rows_among(table, "kind", [kind])))
         return [row["token_ids"][row["prompt_length"] :] for row in rows]
 
-    def rollout_ends(self, step: int, kind: str = "train") -> list[tuple[float, bool]]:
-        """Reward, and whether a stop token ended it, of every stored rollout of a step and kind; nothing else is read.
+    def rollout_ends(self, step: int) -> list[tuple[float, bool]]:
+        """Reward, and whether a stop token ended it, of every stored training rollout of a step; nothing else is read.
 
         The reward is `nan` where there is none.
         """
         tables = self._tables(disk.ROLLOUTS, [step], only=("kind", "reward", "finished"))
-        rows = [row for table in tables for row in _rows_among(table, "kind", [kind]).to_pylist()]
+        rows = [row for table in tables for row in _rows_among(table, "kind", ["train"]).to_pylist()]
         return [(math.nan if row["reward"] is None else float(row["reward"]), bool(row["finished"])) for row in rows]
 
     def rollout_steps(self) -> set[int]:
@@ -166,16 +164,6 @@ class Run:
         if not kept:
             return np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=np.float32)
         return np.array([one.step for one in kept], dtype=np.int64), np.stack([one.sketch.numpy() for one in kept])
-
-    def groups_table(self, steps: Container[int] | None = None, *, layers: bool = False) -> pa.Table:
-        """All groups as one Arrow table with the columns of `group_schema`; `.to_pandas()` makes a data frame."""
-        tables = self._tables(disk.GROUPS, steps, without=() if layers else LAYER_COLUMNS)
-        return pa.concat_tables([group_schema("none").empty_table(), *tables], promote_options="permissive")
-
-    def rollouts_table(self, steps: Container[int] | None = None) -> pa.Table:
-        """All rollouts as one Arrow table with the columns of `ROLLOUT_SCHEMA`."""
-        tables = self._tables(disk.ROLLOUTS, steps)
-        return pa.concat_tables([ROLLOUT_SCHEMA.empty_table(), *tables], promote_options="permissive")
 
     @property
     def checkpoints(self) -> dict[int, Path]:
@@ -245,28 +233,3 @@ def _notes(root: Path) -> Iterator[str]:
         yield f"{disk.METRICS}: {torn} bytes after the last complete line are ignored (a write was interrupted)"
     for path in disk.temporaries(root):
         yield f"{path.relative_to(root).as_posix()}: unfinished, ignored (a write was interrupted)"
-
-
-def file_hashes(folder: Path | str, *, with_checkpoints: bool = False) -> dict[str, str]:
-    """Path inside the run → sha256, for every data file, sorted by path.
-
-    Data files are the config, the metrics, groups, batches, rollouts and updates, and with `with_checkpoints` the
-    checkpoints. Temporary files, reports and the logs of trackers are not.
-    """
-    root = require_run(folder)
-    files = [path for name in (disk.CONFIG_FILE, disk.METRICS) if (path := root / name).exists()]
-    files += [path for name in disk.TABLE_FOLDERS for _, path in disk.parts(root / name)]
-    if with_checkpoints:
-        files += [path for kept in disk.checkpoints(root).values() for path in kept.rglob("*") if path.is_file()]
-    return {name: disk.sha256(root / name) for name in sorted(path.relative_to(root).as_posix() for path in files)}
-
-
-def changed_files(folder: Path | str, recorded: Mapping[str, str]) -> dict[str, str]:
-    """Path → `changed`, `missing` or `added`, for every data file whose hash differs from `recorded`."""
-    with_checkpoints = any(name.startswith(f"{disk.CHECKPOINTS}/") for name in recorded)
-    present = file_hashes(folder, with_checkpoints=with_checkpoints)
-    return {
-        name: "missing" if name not in present else "added" if name not in recorded else "changed"
-        for name in sorted(recorded.keys() | present.keys())
-        if recorded.get(name) != present.get(name)
-    }

@@ -4,11 +4,9 @@ from .feasible import effective_rank_bounds as effective_rank_bounds
 from .feasible import expected_orthogonal_effective_rank as expected_orthogonal_effective_rank
 from .feasible import feasible_interval as feasible_interval
 from .feasible import feasible_intervals as feasible_intervals
-from .feasible import feasible_top_fractions as feasible_top_fractions
 from .feasible import orthogonal_effective_rank as orthogonal_effective_rank
 from .feasible import orthogonal_top1_fraction as orthogonal_top1_fraction
 from .feasible import spread_energies as spread_energies
-from .feasible import two_row_effective_rank as two_row_effective_rank
 from .feasible import two_row_effective_rank_from_top1 as two_row_effective_rank_from_top1
 from .metrics import RANK_RTOL as RANK_RTOL
 from .metrics import SPECTRUM_METRICS as SPECTRUM_METRICS

@@ -40,7 +40,7 @@ from types import MappingProxyType
 import torch
 
 from scoregram.checks import fail, lookup, require_in_range
-from scoregram.spectra.metrics import RANK_RTOL, SPECTRUM_METRICS, top_fractions
+from scoregram.spectra.metrics import RANK_RTOL, SPECTRUM_METRICS
 from scoregram.types import Spectrum
 
 END_RTOL = 1e-9
@@ -91,18 +91,6 @@ def feasible_intervals(top1_fraction: float | int, max_rank: int) -> Mapping[str
     ends = {name: sorted(metric.fn(extremes).tolist()) for name, metric in SPECTRUM_METRICS.items()}
     intervals = {name: Interval(float(low), float(high)) for name, (low, high) in ends.items()}
     return MappingProxyType(intervals | {"numerical_rank": _rank_interval(f, max_rank)})
-
-
-def feasible_top_fractions(top1_fraction: float | int, max_rank: int) -> tuple[Interval, ...]:
-    """Least and greatest energy share of the `k` strongest directions, for `k = 1 … m`.
-
-    From `f + (k-1)(1-f)/(m-1)` to `min(1, k f)`.
-    """
-    low, high = (
-        top_fractions(energies(top1_fraction, max_rank).sqrt()).tolist()
-        for energies in (spread_energies, concentrated_energies)
-    )
-    return tuple(Interval(*ends) for ends in zip(low, high, strict=True))
 
 
 def concentrated_energies(top1_fraction: float | int, max_rank: int) -> Spectrum:
@@ -234,31 +222,6 @@ def expected_orthogonal_effective_rank(success_rate: float | int, rollouts: int)
         return math.nan
     mixed = -math.expm1(rollouts * math.log1p(-rare)) - rare**rollouts  # 1 - (1-p)^R would cancel for small p
     return 4 * (rollouts - 1) * rare * (1 - rare) / mixed
-
-
-def two_row_effective_rank(first_norm: float | int, second_norm: float | int, cosine: float | int) -> float:
-    """Effective rank of two rows of norms `a`, `b` and cosine `c`.
-
-    `1 + 2ab√(1-c²) / (a²+b²)`, because `σ_1σ_2` is the area that the rows span and `σ_1²+σ_2² = a²+b²`. Reads: `1`
-    parallel rows or one of them zero; `2` orthogonal rows of equal norm; `nan` both zero.
-
-    Raises:
-        ScoregramError: If a norm is negative or not finite, or the cosine is outside `[-1, 1]`.
-
-    Example:
-        >>> two_row_effective_rank(1.0, 1.0, 0.6)
-        1.8
-    """
-    caller = "two_row_effective_rank"
-    a, b = float(first_norm), float(second_norm)
-    for norm in (a, b):
-        if not (math.isfinite(norm) and norm >= 0):
-            fail(caller, "a norm must be finite and not negative", norm, "Pass |A_i| √K_ii.")
-    c = require_in_range(float(cosine), low=-1.0, high=1.0, name="the cosine", caller=caller)
-    if a == b == 0:
-        return math.nan
-    ratio = min(a, b) / max(a, b)  # squares of the norms themselves may overflow
-    return 1 + 2 * ratio * math.sqrt((1 - c) * (1 + c)) / (1 + ratio**2)
 
 
 def two_row_effective_rank_from_top1(top1_fraction: float | int) -> float:

@@ -29,7 +29,7 @@ def optimal_baseline(squared_norms: PerRollout, rewards: Rewards) -> PerPrompt:
 
     `b = Σ K_ii r_i / Σ K_ii`, an estimate of `b* = E[|ψ|² r] / E|ψ|²`, which minimises `E|ψ (r - b)|²`. `b*` is the
     value `V` exactly if `Cov(|ψ|², r) = 0`. `b` lies between the least and the largest reward. Subtracted from the
-    rewards of its own group it biases the gradient; subtract `optimal_baseline_leave_one_out` instead.
+    rewards of its own group it biases the gradient; the estimator `optimal-loo` leaves the rollout itself out.
 
     Args:
         squared_norms: `(P, R)`. `K_ii`, the diagonal of each group's Gram.
@@ -45,29 +45,15 @@ def optimal_baseline(squared_norms: PerRollout, rewards: Rewards) -> PerPrompt:
         >>> optimal_baseline(torch.tensor([[3.0, 1.0]]), torch.tensor([[1.0, 0.0]]))
         tensor([0.7500], dtype=torch.float64)
     """
-    n, r = _checked(squared_norms, rewards, at_least=1, caller="optimal_baseline")
-    return _weighted_mean(n, r)
-
-
-def optimal_baseline_leave_one_out(squared_norms: PerRollout, rewards: Rewards) -> PerRollout:
-    """The variance-minimising baseline of each rollout, from the *other* rollouts of its group.
-
-    `b_i = Σ_{j≠i} K_jj r_j / Σ_{j≠i} K_jj` does not depend on rollout `i`, so `Σ ψ_i (r_i - b_i) / R` is unbiased.
-
-    Returns:
-        `(P, R)`, float64. `nan` where all other scores are zero.
-
-    Raises:
-        ScoregramError: If `R < 2`; there is no other rollout.
-
-    Example:
-        >>> optimal_baseline_leave_one_out(torch.tensor([[3.0, 1.0, 1.0]]), torch.tensor([[1.0, 0.0, 0.0]]))
-        tensor([[0.0000, 0.7500, 0.7500]], dtype=torch.float64)
-    """
-    n, r = _checked(squared_norms, rewards, at_least=2, caller="optimal_baseline_leave_one_out")
-    # Sum over the others instead of subtracting from the whole: one K_ii may dominate the sum.
-    others = 1 - torch.eye(n.shape[1], dtype=n.dtype, device=n.device)
-    return _weighted_mean(n[:, None, :] * others, r[:, None, :])
+    caller = "optimal_baseline"
+    require_group_size(rewards, at_least=1, caller=caller)
+    require_same_shape(squared_norms, rewards, name="squared_norms", like_name="rewards", caller=caller)
+    n = require_finite(squared_norms.detach().double(), name="squared_norms", caller=caller)
+    if bool((n < 0).any()):
+        fail(caller, "squared norms must not be negative", float(n.min()), "Pass the diagonal of a Gram.")
+    r = require_finite(rewards.detach().double(), name="rewards", caller=caller)
+    start = r[:, :1]  # the mean is taken around the first reward: equal rewards are reproduced exactly
+    return start[:, 0] + (n * (r - start)).sum(dim=-1) / n.sum(dim=-1)  # 0/0 is nan: no weight at all
 
 
 def excess_variance(baseline: Tensor, optimal: Tensor, fisher_trace: Tensor, group_size: int) -> Tensor:
@@ -84,22 +70,6 @@ def excess_variance(baseline: Tensor, optimal: Tensor, fisher_trace: Tensor, gro
     if group_size < 1:
         fail("excess_variance", "group_size must be at least 1", group_size, "Pass the number of rollouts averaged.")
     return (baseline - optimal).square() * fisher_trace / group_size
-
-
-def norm_reward_covariance(squared_norms: PerRollout, rewards: Rewards) -> PerPrompt:
-    """Unbiased covariance of squared score norm and reward in each group, `Cov(|ψ|², r)`.
-
-    If it is zero, the value is the best constant baseline: `b* - V = Cov(|ψ|², r) / tr F`.
-    Reads: positive if long or surprising rollouts get the higher rewards, and `b*` lies above `V`; exactly zero for
-    constant rewards.
-
-    Raises:
-        ScoregramError: If `R < 2`.
-    """
-    n, r = _checked(squared_norms, rewards, at_least=2, caller="norm_reward_covariance")
-    size = n.shape[1]
-    d = (n[:, :, None] - n[:, None, :]) * (r[:, :, None] - r[:, None, :])
-    return d.sum(dim=(1, 2)) / (2 * size * (size - 1))
 
 
 def baseline_saving(blocks: GroupGrams, rewards: Rewards) -> BaselineSaving:
@@ -151,19 +121,3 @@ def _mean_of_others(weights: Tensor, values: Tensor, members: Tensor) -> Tensor:
     total = weights @ others
     plain = (values * members) @ others / (members @ others)
     return torch.where(total > 0, (weights * values) @ others / total, plain)
-
-
-def _weighted_mean(weights: Tensor, values: Tensor) -> Tensor:
-    """`Σ w v / Σ w` over the last axis, computed around the first value so that equal values are reproduced exactly."""
-    start = values[..., :1]
-    shift = (weights * (values - start)).sum(dim=-1) / weights.sum(dim=-1)  # 0/0 is nan: no weight at all
-    return start[..., 0] + shift
-
-
-def _checked(squared_norms: Tensor, rewards: Tensor, *, at_least: int, caller: str) -> tuple[Tensor, Tensor]:
-    require_group_size(rewards, at_least=at_least, caller=caller)
-    require_same_shape(squared_norms, rewards, name="squared_norms", like_name="rewards", caller=caller)
-    n = require_finite(squared_norms.detach().double(), name="squared_norms", caller=caller)
-    if bool((n < 0).any()):
-        fail(caller, "squared norms must not be negative", float(n.min()), "Pass the diagonal of a Gram.")
-    return n, require_finite(rewards.detach().double(), name="rewards", caller=caller)

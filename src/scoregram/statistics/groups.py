@@ -34,26 +34,6 @@ class GroupOutcomes:
         """Share of live groups; `nan` without a group."""
         return float(self.alive.double().mean())
 
-    @property
-    def fraction_all_right(self) -> float:
-        """Share of all-right groups; `nan` without a group."""
-        return float(self.all_right.double().mean())
-
-    @property
-    def fraction_all_wrong(self) -> float:
-        """Share of all-wrong groups; `nan` without a group."""
-        return float(self.all_wrong.double().mean())
-
-    @property
-    def fraction_tied(self) -> float:
-        """Share of tied groups; `nan` without a group."""
-        return float(self.tied.double().mean())
-
-    @property
-    def fraction_unjudged(self) -> float:
-        """Share of unjudged groups; `nan` without a group."""
-        return float(self.unjudged.double().mean())
-
 
 def group_outcomes(
     rewards: Rewards, *, right: float | int = 1.0, wrong: float | int = 0.0, rtol: float | None = None

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from scoregram.checks import fail, require_in_range
+from scoregram.checks import fail, require_finite, require_group_size
 from scoregram.statistics.moments import GroupMoments, group_blocks, group_moments, reward_differences
 from scoregram.statistics.update import prompt_update_gram
 from scoregram.types import BatchGram, BatchRewards, BatchWeights, PerPrompt, PromptGram, PromptOf, Rewards
@@ -108,9 +108,14 @@ def leave_one_out_weights(rewards: Rewards) -> Rewards:
     """`(P, R)` in float64: leave-one-out advantages over `R`, the weights of the scores in a prompt's gradient.
 
     `r_i` minus the mean of the others is the mean of `r_i - r_j` over `j ≠ i`, exactly zero for equal rewards.
+
+    Raises:
+        ScoregramError: If `R < 2`; there is no other rollout. If a reward is not finite.
     """
-    size = rewards.shape[1]
-    return reward_differences(rewards.detach().double()).sum(dim=2) / (size * (size - 1))
+    caller = "leave_one_out_weights"
+    size = require_group_size(rewards, at_least=2, caller=caller)
+    known = require_finite(rewards.detach().double(), name="rewards", caller=caller)
+    return reward_differences(known).sum(dim=2) / (size * (size - 1))
 
 
 def _with_gradient_gram(
@@ -136,14 +141,14 @@ def noise_components(gram: BatchGram, rewards: Rewards) -> NoiseComponents:
 def components_of_estimates(
     estimates: PromptEstimates,
     *,
-    together: Bool[Tensor, "prompts prompts"] | None = None,
+    same_pass: Bool[Tensor, "prompts prompts"] | None = None,
     caller: str = "components_of_estimates",
 ) -> NoiseComponents:
     """The averages over prompts and pairs of prompts that `noise_components` describes.
 
     Args:
         estimates: Of each prompt and pair.
-        together: `(P, P)`, symmetric: the pairs to average over, such as prompts measured in the same pass; None for
+        same_pass: `(P, P)`, symmetric: the pairs to average over, such as prompts measured in the same pass; None for
             all. Without bias if it does not depend on the rollouts.
         caller: Name for error messages.
 
@@ -155,7 +160,7 @@ def components_of_estimates(
     if prompts < 2:
         fail(caller, "needs at least 2 prompts", prompts, "Measure the Gram over more prompts.")
     others = ~torch.eye(prompts, dtype=torch.bool, device=inner.device)
-    chosen = others if together is None else others & together.to(inner.device)
+    chosen = others if same_pass is None else others & same_pass.to(inner.device)
     pairs = int(chosen.sum())
     if not pairs:
         fail(caller, "needs at least 2 prompts together", "none", "Measure two prompts in one pass.")
@@ -329,70 +334,6 @@ def optimal_group_size(components: NoiseComponents) -> OptimalGroupSize:
     # c1 R + c3/(R-1) grows by c1 - c3/(R(R-1)) from R to R+1.
     integer = lower if c1 * lower * (lower - 1) >= c3 else lower + 1
     return OptimalGroupSize(1 + asymptotic, asymptotic, integer)
-
-
-@dataclass(frozen=True)
-class GroupSizeInterval:
-    """Bootstrap interval of the optimal group size."""
-
-    low: float
-    high: float
-    level: float
-    """Share of resamples that the interval covers."""
-    resamples: int
-    fraction_unbounded: float
-    """Share of resamples with `c1 <= 0`: any larger group is better, or, if `c3 <= 0` too, the optimum is undefined."""
-    fraction_undefined: float
-    """Share of resamples with neither `c1` nor `c3` positive; left out of the interval."""
-
-
-def optimal_group_size_interval(
-    gram: BatchGram, rewards: Rewards, *, generator: torch.Generator, resamples: int = 2000, level: float = 0.9
-) -> GroupSizeInterval:
-    """Percentile bootstrap interval of `1 + sqrt(c3/c1)`, resampling prompts with all their rollouts.
-
-    If a prompt is drawn twice, its inner product with itself is the unbiased `|g(x)|²`, not the squared norm of its
-    noisy gradient, which would add the noise to `|g|²`. As for any resampled variance, `c1` is smaller by `(P-1)/P` on
-    average, so with few prompts the interval is biased towards large `R`. An end may be `inf`; both are `nan` if every
-    resample is undefined (all groups dead).
-
-    Args:
-        gram: `(N, N)`, `N = P·R`, rollouts ordered prompt by prompt.
-        rewards: `(P, R)`.
-        generator: Source of the resamples; the same state gives the same interval.
-        resamples: Number of resamples, at least 1.
-        level: Nominal coverage, in `[0, 1]`.
-
-    Raises:
-        ScoregramError: If `R < 4` or `P < 2`.
-    """
-    caller = "optimal_group_size_interval"
-    require_in_range(level, low=0.0, high=1.0, name="level", caller=caller)
-    if resamples < 1:
-        fail(caller, "resamples must be at least 1", resamples, "A few thousand give a stable interval.")
-    estimates = prompt_estimates(gram, rewards)
-    prompts = rewards.shape[0]
-    if prompts < 2:
-        fail(caller, "needs at least 2 prompts", prompts, "Measure the Gram over more prompts.")
-    drawn = torch.randint(prompts, (resamples, prompts), generator=generator, device=generator.device).to(gram.device)
-    counts = torch.zeros(resamples, prompts, dtype=torch.float64, device=gram.device)
-    counts = counts.scatter_add(1, drawn, torch.ones_like(drawn, dtype=torch.float64))  # (resamples, P)
-    distances = _squared_distances(estimates.gradient_gram)
-    c1 = torch.einsum("sp,pq,sq->s", counts, distances, counts) / (2 * prompts * (prompts - 1))
-    c3 = counts @ (estimates.moments.variance_fisher_trace + estimates.moments.gradient_squared) / prompts
-    return _percentiles(1 + _root_ratio(c1, c3), level, fraction_unbounded=float((c1 <= 0).double().mean()))
-
-
-def _percentiles(optima: Tensor, level: float, *, fraction_unbounded: float) -> GroupSizeInterval:
-    """Order statistics that cover `level`, without interpolation: an end may be `inf`."""
-    known = optima[~optima.isnan()].sort().values
-    tail = (1 - level) / 2
-    low, high = math.nan, math.nan
-    if known.numel():
-        last = known.numel() - 1
-        low, high = float(known[math.floor(tail * last)]), float(known[math.ceil((1 - tail) * last)])
-    undefined = 1 - known.numel() / optima.numel()
-    return GroupSizeInterval(low, high, level, optima.numel(), fraction_unbounded, undefined)
 
 
 def _root_ratio(c1: Tensor, c3: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """One update `Σ w_i ψ_i`: its norm and coherence, the shares of rollouts and prompts, its effect on held-out prompts.
 
 Every number here is a quadratic form in the Gram. Its absolute error is the precision of K times `Σ |w_i w_j K_ij|`,
-so a form that nearly cancels has few correct digits; `update_cancellation` says how few. If that number is small, take
-`|Σ w_i ψ_i|` from the accumulated gradient instead. `rtol` is the share of `Σ |w_i w_j K_ij|` below which a form counts
+so a form that is much smaller than this sum has few correct digits; take `|Σ w_i ψ_i|` from the accumulated gradient
+instead. `rtol` is the share of `Σ |w_i w_j K_ij|` below which a form counts
 as zero; its default is what a Gram in float32 can resolve.
 """
 
@@ -43,16 +43,6 @@ def update_norm(gram: BatchGram, weights: BatchWeights, *, rtol: float = 1e-6) -
         remedy = "Pass K = ΨΨᵀ, or raise rtol if K was measured with that much noise."
         fail("update_norm", "wᵀKw must not be negative", f"{form.energy:g}", remedy)
     return math.sqrt(max(form.energy, 0.0))
-
-
-def update_cancellation(gram: BatchGram, weights: BatchWeights) -> float:
-    """Share of the absolute terms of `wᵀKw` that is left after they cancel: `wᵀKw / Σ |w_i w_j K_ij|`.
-
-    Reads: `1` nothing cancels; near `0` the update is a small remainder of large terms, and the relative error of its
-    squared norm is the relative precision of K divided by this number; `nan` no rollout pulls at all.
-    """
-    form = _quadratic_form(gram, weights, caller="update_cancellation")
-    return form.energy / form.magnitude if form.magnitude > 0 else math.nan
 
 
 def update_coherence(gram: BatchGram, weights: BatchWeights) -> float:

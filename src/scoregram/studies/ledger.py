@@ -6,7 +6,6 @@ one follows from two facts of the run: whether the statement held as printed, an
 """
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from rich.text import Text
 
 from scoregram import __version__
 from scoregram.checks import fail, listed
+from scoregram.exhibits import json_value
 from scoregram.machine import threads
 
 Number = float | int | bool | str | None
@@ -202,7 +202,7 @@ def _record(entries: Iterable[Entry], measured: RecordedVerdicts) -> dict[str, o
                 "statement": entry.claim.statement,
                 "restates": entry.claim.restates or None,
                 "verdict": str(entry.finding.verdict),
-                "evidence": {name: _finite(value) for name, value in entry.finding.evidence.items()},
+                "evidence": json_value(entry.finding.evidence),
                 "correction": entry.finding.correction,
                 "measured": [dict(one) for one in measured.get(entry.claim.id, ())],
                 "seconds": round(entry.seconds, 4),
@@ -210,10 +210,6 @@ def _record(entries: Iterable[Entry], measured: RecordedVerdicts) -> dict[str, o
             for entry in entries
         ],
     }
-
-
-def _finite(value: Number) -> Number:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _COLOURS = {

@@ -30,9 +30,9 @@ from scoregram.runs import (
     TEMPORARY,
     TRACKER_LOGS,
     disk_errors,
+    file_sha256,
     open_run,
     require_run,
-    write_all,
     write_atomically,
 )
 from scoregram.runs import environment as this_environment
@@ -334,7 +334,7 @@ def data_files(folder: Path | str, *, version: int = SCHEMA_VERSION) -> dict[str
         folders = (RUNS,) if version == 1 else (RUNS, FIGURES)
         files = [path for name in names if (path := root / name).is_file()]
         files += [path for name in folders for path in _files_below(root, name)]
-        return {name: _file_sha256(root / name) for name in sorted(path.relative_to(root).as_posix() for path in files)}
+        return {name: file_sha256(root / name) for name in sorted(path.relative_to(root).as_posix() for path in files)}
     except OSError as error:
         return fail("data_files", f"{root} must be readable", error, "Check the permissions and the disk.")
 
@@ -358,38 +358,9 @@ def _unless_absent(error: OSError) -> None:
         raise error
 
 
-def _file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def can_verify() -> bool:
     """Whether `cryptography` is installed."""
     return find_spec("cryptography") is not None
-
-
-def new_key(path: Path | str) -> str:
-    """Write a new key into a PEM file that only its owner may read; returns the public key, base64 of 32 bytes.
-
-    Raises:
-        ScoregramError: If the file exists, since an overwritten key is lost for good, or cannot be written.
-    """
-    _require_cryptography("new_key")
-    from cryptography.hazmat.primitives import serialization as form  # pyright: ignore[reportMissingImports]
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey  # pyright: ignore[reportMissingImports]
-
-    key = Ed25519PrivateKey.generate()
-    pem = key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
-    if Path(path).exists():
-        fail("new_key", f"{path} must be new", "a file that exists", "Choose another name.")
-    with disk_errors(Path(path), caller="new_key"):
-        # O_EXCL: another process may have created the file since the check above.
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            write_all(descriptor, pem)
-        finally:
-            os.close(descriptor)
-    return _public(key)
 
 
 def public_key(key_file: Path | str) -> str:

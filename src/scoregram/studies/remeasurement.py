@@ -40,19 +40,20 @@ class Remeasured:
         return f"{self.groups} of {self.candidates} groups measured again, largest difference {self.largest:.1e} of |K|"
 
 
-def remeasure(folder: Path, count: int, *, start: Path | None = None, device: str = "cpu", seed: int = 0) -> Remeasured:
+def remeasure(folder: Path, count: int, *, start: Path | None = None, device: str = "cpu") -> Remeasured:
     """Measure the Grams of up to `count` groups of a replication again, drawn from those of the starting policies.
+
+    The same groups are drawn at every call.
 
     Args:
         folder: Folder of the replication.
         count: Groups to measure.
         start: Folder of the starting policy; that in the folder of the replication if not given.
         device: Where to measure.
-        seed: Of the draw.
     """
     runs = [run for path in run_folders(folder) if START_HASH in (run := open_run(path)).environment]
     found = [(run, group) for run in runs for group in run.groups([0], layers=False) if _is_measurable(group)]
-    drawn = np.random.default_rng(seed).permutation(len(found))[:count]
+    drawn = np.random.default_rng(0).permutation(len(found))[:count]
     faults, largest = [], 0.0
     for run in runs:
         wanted = [group for place in sorted(drawn) for owner, group in (found[place],) if owner is run]

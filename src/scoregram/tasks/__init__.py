@@ -9,7 +9,6 @@ from scoregram.tasks.arithmetic import arithmetic as arithmetic
 from scoregram.tasks.arithmetic import arithmetic_compositions as arithmetic_compositions
 from scoregram.tasks.arithmetic import careless_solution as careless_solution
 from scoregram.tasks.arithmetic import careless_teacher as careless_teacher
-from scoregram.tasks.arithmetic import first_wrong_character as first_wrong_character
 from scoregram.tasks.arithmetic import number_of_terms as number_of_terms
 from scoregram.tasks.arithmetic import solution as solution
 from scoregram.tasks.forecasts import coin_forecasts as coin_forecasts
@@ -27,7 +26,6 @@ from scoregram.tasks.task import SolutionStep as SolutionStep
 from scoregram.tasks.task import Task as Task
 from scoregram.tasks.task import TeachingEnvironment as TeachingEnvironment
 from scoregram.tasks.task import demonstrated_episode as demonstrated_episode
-from scoregram.tasks.task import first_error as first_error
 from scoregram.tasks.task import load_reward as load_reward
 from scoregram.tasks.task import reward_columns as reward_columns
 from scoregram.tasks.task import rewarded_by_environment as rewarded_by_environment

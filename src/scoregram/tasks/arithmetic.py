@@ -253,18 +253,6 @@ def step_end(completion: str, start: int) -> int:
     return min(separators) + 1 if separators else len(completion)
 
 
-def first_wrong_character(problem: Problem, completion: str) -> int | None:
-    """Index of the first character that differs from the right solution; `None` if there is none.
-
-    A completion that stops too early is wrong at its stop token: the index is its length.
-    """
-    right = solution(problem)
-    for index, (is_there, should_be) in enumerate(zip(completion, right, strict=False)):
-        if is_there != should_be:
-            return index
-    return None if completion == right else min(len(completion), len(right))
-
-
 @dataclass(frozen=True)
 class Teacher:
     """The mistakes of one careless teacher."""

@@ -204,11 +204,6 @@ def reward_columns(problems: Sequence[Problem]) -> dict[str, list[Any]]:
     return columns
 
 
-def first_error(steps: Sequence[SolutionStep]) -> SolutionStep | None:
-    """The first wrong step, or `None` if every step is right."""
-    return next((step for step in steps if not step.correct), None)
-
-
 class LazyProblems(Sequence[Problem]):
     """A sequence of known length that builds each problem when it is indexed.
 

@@ -1,7 +1,7 @@
 """The trainer: one config, one straight-line loop that measures as it learns.
 
 ```
-config, methods, effects    what a run is told ── credit: which estimators and losses the trainer can run
+config, methods, effects    settings of a run ── credit: which estimators and losses the trainer can run
 preparation                 before the first step: the task, space on the disk, the run folder
     │
 loop         draw ──► attempt_step ──► records, metrics ──► checkpoint, until the steps or rollouts are used up

@@ -16,7 +16,7 @@ from .methods import Method as Method
 from .preparation import START_HASH as START_HASH
 from .several import available_cores as available_cores
 from .several import last_scalar as last_scalar
-from .several import resumable as resumable
+from .several import resumable_config as resumable_config
 from .several import run_in_processes as run_in_processes
 from .several import run_one as run_one
 from .several import runs_progress as runs_progress

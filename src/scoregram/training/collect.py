@@ -75,7 +75,7 @@ def collect(
 
 
 @torch.no_grad()
-def rescored(policy: Policy, rollouts: Rollouts, temperature: float, rows: int) -> Rollouts:
+def rescored_rollouts(policy: Policy, rollouts: Rollouts, temperature: float, rows: int) -> Rollouts:
     """Rollouts of another distribution with the policy's own `log_probs`, `rows` at a time; 0 for all at once.
 
     `behaviour_log_probs` stay those of the distribution that they were drawn from.

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from scoregram.errors import fail, require_field_types
+from scoregram.errors import fail, option_name, require_field_types
 from scoregram.policy import PolicyConfig, SamplerName, SamplingConfig
 from scoregram.training.methods import METHODS, REFERENCE_STRENGTHS, Method
 
@@ -242,11 +242,59 @@ class TrainConfig:
     def __post_init__(self) -> None:
         require_field_types(self, caller="train")
         object.__setattr__(self, "out", Path(self.out))  # in Python, a text will do
+        self._require_ranges()
+        self._require_batches()
+        self._require_control()
+        for name in ("probe_temperatures", "report_to"):
+            values = getattr(self, name)
+            if len(set(values)) < len(values):
+                got = ", ".join(map(str, values))
+                fail(f"train {option_name(name)}", "must name each value once", got, "Leave out the second mention.")
+        if self.probe_trained and not (self.probe_every and self.between_prompts):
+            got = f"probe_every {self.probe_every} and between_prompts {self.between_prompts}"
+            fail("train --probe-trained", "needs probes and the Gram between prompts", got, "Add --probe-every 10.")
+        if self.sampler == "vllm" and self.lora_rank:
+            remedy = "Choose another sampler, or --lora-rank 0."
+            fail("train --sampler", "vllm needs a model without adapters", f"lora_rank {self.lora_rank}", remedy)
+        if not {"{prompt}", "{draft}"} <= set(re.findall(r"\{\w+\}", self.draft_format)):
+            remedy = "Leave it out, or write both."
+            fail("train --draft-format", "must contain {prompt} and {draft}", repr(self.draft_format), remedy)
+        if self.rollouts and self.lr_schedule != "constant":
+            remedy = "Leave out --lr-schedule, or give --steps instead of --rollouts."
+            fail("train --rollouts", "needs a constant learning rate", self.lr_schedule, remedy)
+        if self.method not in METHODS:
+            fail("train --method", f"must be one of {', '.join(METHODS)}", repr(self.method), "Check the spelling.")
+        if self.resume and self.overwrite:
+            fail("train", "--resume and --overwrite must not be given together", "both", "Leave one of them out.")
+        _ = self.policy  # checks its own settings
+
+    def _require_ranges(self) -> None:
+        """Raise if a number is outside its range, whatever the other settings are."""
         for name, least in LEAST.items():
             value = self.starting_group_size if name == "group_size" else getattr(self, name)
             if not least <= value < float("inf"):
                 remedy = "Choose a larger value." if value < least else "Choose a finite value."
-                fail(f"train --{dashed(name)}", f"must be finite and at least {least}", value, remedy)
+                fail(f"train {option_name(name)}", f"must be finite and at least {least}", value, remedy)
+        if not 0 < self.temperature < float("inf"):
+            remedy = "Greedy rollouts of a prompt are all the same, so their advantages are 0."
+            fail("train --temperature", "must be positive and finite", self.temperature, remedy)
+        for temperature in self.probe_temperatures:
+            if not 0 < temperature < float("inf"):
+                remedy = "Leave it out to probe at the policy's temperature."
+                fail("train --probe-temperatures", "must be positive and finite", temperature, remedy)
+        if self.baseline is not None and not abs(self.baseline) < float("inf"):
+            fail("train --baseline", "must be finite", self.baseline, "Leave it out for a running mean.")
+        if self.segment_probability > 1:
+            remedy = "With 1 every token that was not certain ends a segment."
+            fail("train --segment-probability", "must be at most 1", self.segment_probability, remedy)
+        if self.baseline_decay >= 1:
+            remedy = "0.9 averages over about ten steps."
+            fail("train --baseline-decay", "must be below 1", self.baseline_decay, remedy)
+        if self.momentum >= 1:
+            fail("train --momentum", "must be below 1", self.momentum, "From 1 on the updates grow without limit.")
+
+    def _require_batches(self) -> None:
+        """Raise if a batch or a pass does not hold whole groups, or if a batch to be stored is not measured whole."""
         size = self.starting_group_size
         if size > self.batch_size or self.batch_size % size:
             got = f"group_size {size} and batch_size {self.batch_size}"
@@ -256,58 +304,19 @@ class TrainConfig:
             got = f"micro_batch_size {self.micro_batch_size} and group_size {size}"
             remedy = "Make it a multiple of group_size, or 0."
             fail("train --micro-batch-size", "a pass must hold whole groups", got, remedy)
-        self._require_control()
-        if not 0 < self.temperature < float("inf"):
-            remedy = "Greedy rollouts of a prompt are all the same, so their advantages are 0."
-            fail("train --temperature", "must be positive and finite", self.temperature, remedy)
-        if self.batches_every and (not self.measure_every or self.batches_every % self.measure_every):
+        if not self.batches_every:
+            return
+        if not self.measure_every or self.batches_every % self.measure_every:
             got = f"batches_every {self.batches_every} and measure_every {self.measure_every}"
             remedy = "Make it a multiple of measure_every."
             fail("train --batches-every", "only measured steps can be stored", got, remedy)
-        is_split = 0 < self.micro_batch_size < self.batch_size
-        if self.batches_every and (is_split or not self.between_prompts):
+        if 0 < self.micro_batch_size < self.batch_size or not self.between_prompts:
             got = f"micro_batch_size {self.micro_batch_size} and between_prompts {self.between_prompts}"
             remedy = "Leave out --batches-every; probes store their whole Gram anyway."
             fail("train --batches-every", "a stored batch must be measured in one pass, across prompts", got, remedy)
-        if self.batches_every and self.every_rollouts:
+        if self.every_rollouts:
             remedy = "Leave one of them out; probes store their whole Gram anyway."
             fail("train --batches-every", "needs measured steps by number", "every_rollouts", remedy)
-        for temperature in self.probe_temperatures:
-            if not 0 < temperature < float("inf"):
-                remedy = "Leave it out to probe at the policy's temperature."
-                fail("train --probe-temperatures", "must be positive and finite", temperature, remedy)
-        for name in ("probe_temperatures", "report_to"):
-            values = getattr(self, name)
-            if len(set(values)) < len(values):
-                got = ", ".join(map(str, values))
-                fail(f"train --{dashed(name)}", "must name each value once", got, "Leave out the second mention.")
-        if self.probe_trained and not (self.probe_every and self.between_prompts):
-            got = f"probe_every {self.probe_every} and between_prompts {self.between_prompts}"
-            fail("train --probe-trained", "needs probes and the Gram between prompts", got, "Add --probe-every 10.")
-        if self.sampler == "vllm" and self.lora_rank:
-            remedy = "Choose another sampler, or --lora-rank 0."
-            fail("train --sampler", "vllm needs a model without adapters", f"lora_rank {self.lora_rank}", remedy)
-        if self.baseline is not None and not abs(self.baseline) < float("inf"):
-            fail("train --baseline", "must be finite", self.baseline, "Leave it out for a running mean.")
-        if not {"{prompt}", "{draft}"} <= set(re.findall(r"\{\w+\}", self.draft_format)):
-            remedy = "Leave it out, or write both."
-            fail("train --draft-format", "must contain {prompt} and {draft}", repr(self.draft_format), remedy)
-        if self.segment_probability > 1:
-            remedy = "With 1 every token that was not certain ends a segment."
-            fail("train --segment-probability", "must be at most 1", self.segment_probability, remedy)
-        if self.baseline_decay >= 1:
-            remedy = "0.9 averages over about ten steps."
-            fail("train --baseline-decay", "must be below 1", self.baseline_decay, remedy)
-        if self.momentum >= 1:
-            fail("train --momentum", "must be below 1", self.momentum, "From 1 on the updates grow without limit.")
-        if self.rollouts and self.lr_schedule != "constant":
-            remedy = "Leave out --lr-schedule, or give --steps instead of --rollouts."
-            fail("train --rollouts", "needs a constant learning rate", self.lr_schedule, remedy)
-        if self.method not in METHODS:
-            fail("train --method", f"must be one of {', '.join(METHODS)}", repr(self.method), "Check the spelling.")
-        if self.resume and self.overwrite:
-            fail("train", "--resume and --overwrite must not be given together", "both", "Leave one of them out.")
-        _ = self.policy  # checks its own settings
 
     def _require_control(self) -> None:
         """Raise if an option that decides from step to step lacks what it measures."""
@@ -386,7 +395,7 @@ class TrainConfig:
             fail("train --resume", f"the settings in {out} must have the right types", got, "Restore config.yaml.")
 
     @property
-    def chosen(self) -> Method:
+    def chosen_method(self) -> Method:
         """The method, with estimator and objective replaced where the config replaces them."""
         row = METHODS[self.method]
         estimator = row.estimator if self.estimator is None else self.estimator
@@ -396,7 +405,7 @@ class TrainConfig:
     @property
     def reference_strength(self) -> float:
         """`beta`, or the loss's own where that is 0; 0 if nothing compares the policy with the initial one."""
-        return self.beta or REFERENCE_STRENGTHS.get(self.chosen.objective, 0.0)
+        return self.beta or REFERENCE_STRENGTHS.get(self.chosen_method.objective, 0.0)
 
     @property
     def most_steps(self) -> int:
@@ -445,7 +454,7 @@ class TrainConfig:
             sampler=self.sampler,
         )
 
-    def behaviour(self, max_new_tokens: int) -> SamplingConfig:
+    def behaviour_sampling(self, max_new_tokens: int) -> SamplingConfig:
         """How the rollouts of training are sampled: as the policy, or at `sampling_temperature`."""
         return replace(self.sampling(max_new_tokens), temperature=self.sampling_temperature or self.temperature)
 
@@ -521,12 +530,7 @@ def control_option(control: Control) -> str:
         >>> control_option("group_size"), control_option("draw")
         ('train --group-size auto', 'train --draw')
     """
-    return f"train --{dashed(control)}{' auto' if control == 'group_size' else ''}"
-
-
-def dashed(name: str) -> str:
-    """The command-line spelling of a field."""
-    return name.replace("_", "-")
+    return f"train {option_name(control)}{' auto' if control == 'group_size' else ''}"
 
 
 def is_due(step: int, every: int) -> bool:

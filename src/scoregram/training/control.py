@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from scoregram.reading import Step
+from scoregram.reading import GROUP_SIZE_WINDOW, Step
 from scoregram.statistics import (
     GroupSizeAdvice,
     NoiseComponents,
@@ -30,8 +30,6 @@ from scoregram.training.collect import seeded_generator
 from scoregram.training.config import TrainConfig
 from scoregram.training.credit import PROMPT_WEIGHTS
 
-WINDOW = 20
-"""Steps whose noise decides about the group size; every step is measured."""
 DECIDE_EVERY = 10
 """Steps between two decisions about the group size."""
 PRIOR_ROLLOUTS = 8.0
@@ -64,7 +62,7 @@ class GroupSizeControl:
     choices: Sequence[int]
     seed: int
     group_size: int
-    window: deque[NoiseComponents] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    window: deque[NoiseComponents] = field(default_factory=lambda: deque(maxlen=GROUP_SIZE_WINDOW))
     since: int = 0
     """Measured steps since the last decision."""
 
@@ -335,15 +333,15 @@ class _MeasuredPrompts:
     """Their numbers in the step: those with 4 rollouts or more and all rewards."""
     estimates: PromptEstimates | None = None
     """None if there are no such prompts."""
-    together: torch.Tensor | None = None
+    same_pass: torch.Tensor | None = None
     """`(P, P)`: whether two prompts were in the same pass, so that the Gram between them is known."""
 
     @property
     def components(self) -> NoiseComponents | None:
         """Noise of the step; None without two prompts in a pass."""
-        if self.estimates is None or self.together is None or not bool(self.together.triu(1).any()):
+        if self.estimates is None or self.same_pass is None or not bool(self.same_pass.triu(1).any()):
             return None
-        return components_of_estimates(self.estimates, together=self.together)
+        return components_of_estimates(self.estimates, same_pass=self.same_pass)
 
 
 def _measured_prompts(step: Step) -> _MeasuredPrompts:

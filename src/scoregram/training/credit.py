@@ -42,14 +42,14 @@ PROMPT_WEIGHTS = "prompt_weights"
 def require_runnable(config: TrainConfig) -> None:
     """Raise before any work if the trainer cannot run the method with these settings."""
     require_method(
-        config.chosen,
+        config.chosen_method,
         group_size=config.starting_group_size,
         kl=config.kl,
         sampling_temperature=config.sampling_temperature,
         replaces_estimator=config.estimator is not None,
     )
     for control in config.controls[:1]:
-        require_unequal_groups(config.chosen, control_option(control))
+        require_unequal_groups(config.chosen_method, control_option(control))
 
 
 def require_method(

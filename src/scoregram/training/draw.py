@@ -18,7 +18,7 @@ from scoregram.training.collect import (
     collect,
     collect_branches,
     drawn_problems,
-    rescored,
+    rescored_rollouts,
     seeded_generator,
 )
 from scoregram.training.config import TrainConfig
@@ -45,21 +45,21 @@ def draw_rollouts(controller: Controller, policy: Policy, task: Task, position: 
     step without a live group keeps its first round, and its update is zero.
     """
     config = controller.config
-    if config.chosen.branches:
+    if config.chosen_method.branches:
         return draw_branches(config, policy, task, position, number)
     stream, draft_stream = (seeded_generator(config.seed, purpose, number) for purpose in ("rollouts", "drafts"))
     drawn: list[Problem] = []
     drafts: list[Drafts] = []
     parts: list[Rollouts] = []
     live: list[bool] = []
-    for _ in range(config.dynamic_rounds if config.chosen.dynamic_sampling else 1):
+    for _ in range(config.dynamic_rounds if config.chosen_method.dynamic_sampling else 1):
         if config.draw == "measured":
             problems = controller.drawn_problems(task.train, number)
         else:
             problems = drawn_problems(task.train, position.problems + len(drawn), config.prompts, config.seed)
         drawn += problems
         sizes, texts = controller.rollouts_of(problems), None
-        if config.chosen.drafts:
+        if config.chosen_method.drafts:
             drafts.append(draft_round(config, policy, task, problems, draft_stream))
             texts = drafts[-1].refinement_prompts([task.prompt(p) for p in problems], config.draft_format)
         parts.append(sampled_round(config, policy, task, problems, sizes, stream, texts))
@@ -67,7 +67,7 @@ def draw_rollouts(controller: Controller, policy: Policy, task: Task, position: 
         if sum(live) >= config.prompts:
             break
     after = position_after(config, position, number, drawn)
-    if not config.chosen.dynamic_sampling or not any(live):
+    if not config.chosen_method.dynamic_sampling or not any(live):
         return DrawnRollouts(parts[0], drawn[: config.prompts], after, drafts)
     places = [place for place, is_live in enumerate(live) if is_live][: config.prompts]
     everything = concatenated_rollouts(parts, policy.pad_id)
@@ -86,7 +86,7 @@ def draw_branches(config: TrainConfig, policy: Policy, task: Task, position: Pos
         task,
         problems,
         group_size=config.starting_group_size,
-        sampling=config.behaviour(task.max_new_tokens),
+        sampling=config.behaviour_sampling(task.max_new_tokens),
         generator=seeded_generator(config.seed, "rollouts", number),
     )
     return DrawnRollouts(rollouts, owners, position_after(config, position, number, problems), [])
@@ -96,7 +96,7 @@ def draft_round(
     config: TrainConfig, policy: Policy, task: Task, problems: Sequence[Problem], stream: torch.Generator
 ) -> Drafts:
     """The best draft of every problem of a round."""
-    sampling = config.behaviour(task.max_new_tokens)
+    sampling = config.behaviour_sampling(task.max_new_tokens)
     return best_drafts(policy, task, problems, count=config.drafts, sampling=sampling, generator=stream)
 
 
@@ -128,10 +128,10 @@ def sampled_round(
 
     Rollouts sampled at another temperature than the policy's get the policy's own log-probabilities.
     """
-    sampling = config.behaviour(task.max_new_tokens)
+    sampling = config.behaviour_sampling(task.max_new_tokens)
     rollouts = collect(policy, task, problems, group_size=sizes, sampling=sampling, generator=stream, texts=texts)
     if config.sampling_temperature:
-        return rescored(policy, rollouts, config.temperature, config.micro_batch_size)
+        return rescored_rollouts(policy, rollouts, config.temperature, config.micro_batch_size)
     return rollouts
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 
 from scoregram.advantages import ESTIMATORS
-from scoregram.errors import fail
-from scoregram.training.config import TrainConfig, dashed
+from scoregram.errors import fail, option_name
+from scoregram.training.config import TrainConfig
 from scoregram.training.credit import compares_with_reference, takes_values
 
 
@@ -27,15 +27,15 @@ class OptionEffect:
 
 def _needs(name: str) -> Callable[[TrainConfig], bool]:
     """Whether the estimator takes this input."""
-    return lambda config: name in ESTIMATORS[config.chosen.estimator].needs
+    return lambda config: name in ESTIMATORS[config.chosen_method.estimator].needs
 
 
 def _has_critic(config: TrainConfig) -> bool:
-    return takes_values(config.chosen) and not config.exact_values and not _needs("prefix_values")(config)
+    return takes_values(config.chosen_method) and not config.exact_values and not _needs("prefix_values")(config)
 
 
 def _has_given_baseline(config: TrainConfig) -> bool:
-    return _needs("baselines")(config) and not config.chosen.learned_baseline
+    return _needs("baselines")(config) and not config.chosen_method.learned_baseline
 
 
 def _is_cut(kind: str) -> Callable[[TrainConfig], bool]:
@@ -67,7 +67,7 @@ _LORA = OptionEffect(lambda config: config.lora_rank > 0, "adapters: --lora-rank
 _PROBED = OptionEffect(lambda config: config.probe_every > 0, "probes: --probe-every above 0", ("probe_every",))
 _VALUES = (*_BY_METHOD, "exact_values")
 _CRITIC = OptionEffect(_has_critic, "a method with a critic, such as ppo", _VALUES)
-_DRAFTS = OptionEffect(lambda config: config.chosen.drafts, "a method with drafts: igrpo", ("method",))
+_DRAFTS = OptionEffect(lambda config: config.chosen_method.drafts, "a method with drafts: igrpo", ("method",))
 _PREFIXES = OptionEffect(
     lambda config: _needs("prefix_values")(config) and not config.exact_values,
     "a method with Monte-Carlo values, such as vineppo",
@@ -101,7 +101,9 @@ EFFECTS: Mapping[str, OptionEffect] = MappingProxyType(
             (*_VALUES, "critic_warmup", *_LENGTH),
         ),
         "exact_values": OptionEffect(
-            lambda config: takes_values(config.chosen), "a method that takes values, such as ppo or vineppo", _BY_METHOD
+            lambda config: takes_values(config.chosen_method),
+            "a method that takes values, such as ppo or vineppo",
+            _BY_METHOD,
         ),
         "drafts": _DRAFTS,
         "draft_format": _DRAFTS,
@@ -114,10 +116,10 @@ EFFECTS: Mapping[str, OptionEffect] = MappingProxyType(
             lambda config: not config.rollouts, "a number of steps, not a budget of rollouts", ("rollouts",)
         ),
         "dynamic_rounds": OptionEffect(
-            lambda config: config.chosen.dynamic_sampling, "a method with dynamic sampling: dapo", ("method",)
+            lambda config: config.chosen_method.dynamic_sampling, "a method with dynamic sampling: dapo", ("method",)
         ),
         "kl": OptionEffect(
-            lambda config: config.beta > 0 and not compares_with_reference(config.chosen.objective),
+            lambda config: config.beta > 0 and not compares_with_reference(config.chosen_method.objective),
             "a KL term: --beta above 0, and not agro or dpo",
             ("method", "beta"),
         ),
@@ -178,7 +180,6 @@ def require_some_effect(options: Iterable[str], runs: Sequence[TrainConfig], *, 
         if effect is None or any(effect.acts(run) for run in runs):
             continue
         known = {name: list(dict.fromkeys(getattr(run, name) for run in runs)) for name in effect.settings}
-        got = ", ".join(
-            f"{dashed(name)} {value}" for name, values in known.items() for value in values if value is not None
-        )
-        fail(f"{caller} --{dashed(option)}", f"acts only with {effect.needs}", got, "Leave it out.")
+        pairs = ((name, value) for name, values in known.items() for value in values if value is not None)
+        got = ", ".join(f"{option_name(name).removeprefix('--')} {value}" for name, value in pairs)
+        fail(f"{caller} {option_name(option)}", f"acts only with {effect.needs}", got, "Leave it out.")

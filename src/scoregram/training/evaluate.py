@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from scoregram.bootstrap import NORMAL_QUANTILE
 from scoregram.checks import fail
 from scoregram.gram import measure_gram
 from scoregram.policy import BiasedSamplingWarning, Policy, SamplingConfig
@@ -59,7 +60,7 @@ class Evaluation:
         `(p + z²/2n ± z √(p(1−p)/n + z²/4n²)) / (1 + z²/n)` with `z = 1.96`. It stays within 0 and 1, and has a width
         even if all answers are right or all are wrong.
         """
-        n, z = len(self.rewards), 1.959963984540054
+        n, z = len(self.rewards), NORMAL_QUANTILE
         centre = (self.accuracy + z * z / (2 * n)) / (1 + z * z / n)
         half = z * math.sqrt(self.accuracy * (1 - self.accuracy) / n + z * z / (4 * n * n)) / (1 + z * z / n)
         return centre - half, centre + half

@@ -20,14 +20,15 @@ from torch import Tensor
 from scoregram.checks import NotFiniteError, fail
 from scoregram.gram import update_sketch
 from scoregram.machine import threads, without_cudnn_attention
-from scoregram.objectives import kl_penalty
 from scoregram.policy import Policy, installed_vllm, load_policy, recompute_layers
 from scoregram.reading import (
     Step,
     StepReading,
     batch_records,
     group_records,
+    policy_scalars,
     read_step,
+    reference_scalars,
     rollout_records,
     run_noise,
     turn_scalars,
@@ -195,7 +196,7 @@ def make_learner(config: TrainConfig, policy: Policy, task: Task, *, measures_al
     optimizer = make_optimizer(policy.model, config)
     updater = Updater(
         model=policy.model,
-        method=config.chosen,
+        method=config.chosen_method,
         temperature=config.temperature,
         length=config.sampling(task.max_new_tokens).max_new_tokens * task.max_turns,
         rollouts_per_pass=config.micro_batch_size,
@@ -209,7 +210,7 @@ def make_learner(config: TrainConfig, policy: Policy, task: Task, *, measures_al
         model=policy.model,
         optimizer=optimizer,
         updater=updater,
-        sources=input_sources(config.chosen, config, policy, task),
+        sources=input_sources(config.chosen_method, config, policy, task),
         observer=CreditObserver(updater, truth_source(config, policy, task), config.push),
         reference=Reference(updater, new_adapters=config.lora_rank > 0) if config.reference_strength > 0 else None,
         measures_always=measures_always,
@@ -264,7 +265,8 @@ def update_policy(
     updates, clipped, failure = 1, math.nan, None
     try:
         while updates < config.inner_updates:
-            _, clipped = learner.updater.again(step, reference=known)  # the loss stays that of the first update
+            # the loss stays that of the first update
+            _, clipped = learner.updater.further_update(step, reference=known)
             apply_gradient(learner.optimizer, learner.model, rate, config.max_grad_norm)
             updates += 1
     except NotFiniteError as error:
@@ -412,36 +414,6 @@ def task_scalars(task: Task, problems: Sequence[Problem], rollouts: Rollouts) ->
         return {}
     each = [problems[group] for group in rollouts.group_ids.tolist()]
     return {f"task/{name}": value for name, value in task.scalars(each, rollouts.completions).items()}
-
-
-def policy_scalars(step: Step) -> dict[str, float]:
-    """Scalars of the policy's tokens, over all completion tokens of a step.
-
-    `length`: mean tokens of a completion. `finished`: share of rollouts that ended with a stop token. `token_log_prob`:
-    mean of `log π`. `sampler_gap`: `max |log π − log π_sampler|`, which is rounding if sampler and model agree. The
-    last two are `nan` if no rollout has a completion token.
-    """
-    rollouts, log_probs = step.rollouts, step.log_probs
-    assert log_probs is not None and rollouts.log_probs is not None and rollouts.finished is not None
-    mask = rollouts.completion_mask
-    gap = (log_probs - rollouts.log_probs)[mask].abs()
-    return {
-        "length": float(rollouts.lengths.double().mean()),
-        "finished": float(rollouts.finished.double().mean()),
-        "token_log_prob": float(log_probs[mask].double().mean()) if bool(mask.any()) else math.nan,
-        "sampler_gap": float(gap.max()) if bool(mask.any()) else math.nan,
-    }
-
-
-def reference_scalars(step: Step, reference: Tensor | None) -> dict[str, float]:
-    """`kl`: mean over tokens of the k3 estimate of the KL divergence from the reference; empty without a reference.
-
-    `k3 = exp(−d) − 1 + d` with `d = log π − log π_ref`: never negative, 0 where both policies agree.
-    """
-    if reference is None or step.log_probs is None:
-        return {}
-    mask = step.rollouts.completion_mask
-    return {"kl": float(kl_penalty(step.log_probs, reference, mask, term="k3", aggregation="token_mean"))}
 
 
 def is_finished(config: TrainConfig, position: Position) -> bool:

@@ -199,7 +199,7 @@ class SolutionValues:
     limit: int
     """Longest completion, in tokens."""
 
-    def along(self, rollouts: Rollouts, problems: Sequence[Problem]) -> list[list[float]]:
+    def prefix_values(self, rollouts: Rollouts, problems: Sequence[Problem]) -> list[list[float]]:
         """For every rollout the value before each of its completion tokens, and after the last one."""
         solutions = [self.solution_tokens(problem) for problem in problems]
         rows, lengths = rollouts.token_ids(), rollouts.prompt_lengths.tolist()
@@ -260,11 +260,11 @@ class ExactValues(StatelessSource):
 
     def inputs(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> dict[str, Tensor]:
         """`values` and `prefix_values`, the same `(N, T)`, `baselines` `(P,)`, and `segment_starts` `(N, T)`."""
-        along = self.values.along(rollouts, problems)
+        values = self.values.prefix_values(rollouts, problems)
         table = torch.zeros(rollouts.input_ids.shape, dtype=torch.float64)
         for row, places in enumerate(completion_places(rollouts)):
-            table[row, places] = torch.tensor(along[row][:-1], dtype=torch.float64)
-        baselines = torch.tensor([along[here.start][0] for here in rollouts.group_slices()], dtype=torch.float64)
+            table[row, places] = torch.tensor(values[row][:-1], dtype=torch.float64)
+        baselines = torch.tensor([values[here.start][0] for here in rollouts.group_slices()], dtype=torch.float64)
         found = {"values": table, "prefix_values": table, "baselines": baselines}
         return found if self.segments is None else found | {"segment_starts": self.segments.starts(rollouts, problems)}
 

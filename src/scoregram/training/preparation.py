@@ -35,7 +35,7 @@ def require_turns(config: TrainConfig, task: Task) -> None:
     """Raise if a setting and the number of turns of a task exclude each other."""
     if config.max_turns and task.environment is None:
         fail("train --max-turns", "needs a task with an environment", task.name, "Leave it out.")
-    if config.chosen.drafts and task.environment is not None:
+    if config.chosen_method.drafts and task.environment is not None:
         remedy = "Choose another method."
         fail("train --method", f"the drafts of {config.method} need a task of one turn", task.name, remedy)
     for control in config.controls:

@@ -15,7 +15,7 @@ from scoregram.terminal import DASH, duration
 SHORTER = {"live groups": "live", "effective rank": "rank", "tokens/s": "tok/s"}
 """Shorter words for a narrow terminal."""
 
-RECENT = 20
+RECENT_STEPS = 20
 """Recent updates from which the remaining time is estimated; the first steps of a run are slower than the others."""
 
 
@@ -48,7 +48,7 @@ class Progress:
         self._console = console or Console()
         self._every = every_seconds
         self._clock = clock
-        self._times = deque([(first_step, clock())], maxlen=RECENT + 1)
+        self._times = deque([(first_step, clock())], maxlen=RECENT_STEPS + 1)
         self._shown_at = -math.inf
         self._waiting: str | None = None
         self._live: Live | None = None

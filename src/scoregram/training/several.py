@@ -51,7 +51,7 @@ def run_in_processes(
     """
     context = multiprocessing.get_context("spawn")  # forking a process with threads may deadlock
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_init_worker, initargs=(workers,)) as pool:
-        running: list[Future[Trained]] = [pool.submit(run or run_one, resumable(config)) for config in configs]
+        running: list[Future[Trained]] = [pool.submit(run or run_one, resumable_config(config)) for config in configs]
         try:
             return not any(future.result().interrupted for future in running)
         except KeyboardInterrupt:  # the workers received it too, and end after their step
@@ -93,7 +93,7 @@ def run_one(config: TrainConfig) -> Trained:
     return trained
 
 
-def resumable(config: TrainConfig) -> TrainConfig:
+def resumable_config(config: TrainConfig) -> TrainConfig:
     """The config, set to resume a run that left a checkpoint, and to overwrite a run that left none."""
     if not (config.out / CONFIG_FILE).is_file():
         return config
@@ -123,9 +123,7 @@ def last_scalar(folder: Path, name: str) -> int:
 
 
 @contextmanager
-def runs_progress(
-    total: int, done: Callable[[], int], *, unit: str, console: Console, clock: Callable[[], float] = time.monotonic
-) -> Iterator[None]:
+def runs_progress(total: int, done: Callable[[], int], *, unit: str, console: Console) -> Iterator[None]:
     """Show a progress bar with the remaining time while the block runs; plain lines if the output is not a terminal.
 
     Args:
@@ -133,11 +131,10 @@ def runs_progress(
         done: Returns how much is done now.
         unit: Name of what `done` counts.
         console: Shows the bar.
-        clock: Monotonic seconds.
     """
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn(f"{unit} ·"), TimeElapsedColumn())
     bar = Bars(*columns, TextColumn("· left"), TimeRemainingColumn(), console=console, transient=True)
-    ended, first, began = threading.Event(), done(), clock()
+    ended, first, began = threading.Event(), done(), time.monotonic()
 
     def watch() -> None:
         task, updates = bar.add_task("training", total=total, completed=first), 0
@@ -145,7 +142,7 @@ def runs_progress(
             now = done()
             bar.update(task, completed=now)
             if not console.is_terminal and updates % _PLAIN_EVERY == 0:
-                left = (clock() - began) / (now - first) * (total - now) if now > first else float("nan")
+                left = (time.monotonic() - began) / (now - first) * (total - now) if now > first else float("nan")
                 console.print(f"training: {now} of {total} {unit} · ETA {duration(left)}")
             updates += 1
 

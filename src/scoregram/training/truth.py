@@ -46,13 +46,13 @@ class ExactTruth:
         unit_of = torch.full(rollouts.input_ids.shape, -1, dtype=torch.int64)
         gains: list[float] = []
         agree: list[bool] = []
-        rewards, along = rollouts.rewards.tolist(), self.values.along(rollouts, problems)
+        rewards, values = rollouts.rewards.tolist(), self.values.prefix_values(rollouts, problems)
         for row, places in enumerate(completion_places(rollouts)):
             if not places or math.isnan(rewards[row]):
                 continue
             unit_of[row, places] = torch.arange(len(gains), len(gains) + len(places))
-            gains += [late - early for early, late in pairwise(along[row])]
-            agree.append(along[row][-1] == rewards[row])
+            gains += [late - early for early, late in pairwise(values[row])]
+            agree.append(values[row][-1] == rewards[row])
         return CreditTruth(
             unit_of=unit_of,
             advantages=torch.tensor(gains, dtype=torch.float64),

@@ -85,7 +85,7 @@ class Updater:
         step = credited_step(self.method, number, rollouts, length=self.length, gram=gram, inputs=inputs)
         return self._backward(step, measure=measure, reference=reference)
 
-    def again(self, step: Step, *, reference: Tensor | None) -> tuple[float, float]:
+    def further_update(self, step: Step, *, reference: Tensor | None) -> tuple[float, float]:
         """Loss of a further update on the same rollouts, and the share of their tokens that it clips.
 
         The gradient is added to `.grad`. A token is clipped if it has an advantage and its coefficient is 0; `nan` with

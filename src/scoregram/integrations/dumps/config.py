@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from scoregram.errors import fail, require_field_types
+from scoregram.errors import fail, option_name, require_field_types
 from scoregram.policy import PolicyConfig
 
 MAY_CHANGE_ON_RESUME = (
@@ -106,9 +106,9 @@ class MeasureConfig:
             ("unpacked_mb", 1),
             ("threads", 0),
         ):
-            if getattr(self, name) < least:
-                flag = f"measure --{name.replace('_', '-')}"
-                fail(flag, f"must be at least {least}", getattr(self, name), f"Pass {least} or more.")
+            value = getattr(self, name)
+            if value < least:
+                fail(f"measure {option_name(name)}", f"must be at least {least}", value, f"Pass {least} or more.")
         if self.temperature is not None and not 0 < self.temperature < float("inf"):
             remedy = "Pass the sampling temperature, usually 1."
             fail("measure --temperature", "must be positive and finite", self.temperature, remedy)

@@ -126,22 +126,14 @@ def measure_share(config: MeasureConfig, processes: Processes, console: Console 
         for current_round in rounds(passes, processes.count):
             share = partial(measure_round, current_round, measurer, config, processes)
             shares = iter(processes.gather(share, only_first=True))
-            # shares arrive in the order of ranks, which is the order of the passes that have groups
-            for planned in current_round if runs else ():
-                runs[0].begin_step(planned.step)
-                records = next(shares) if planned.groups else None
-                if records is not None:
-                    runs[0].add(records)
-                    for group in records.groups:
-                        tally.add(group)
-            if not is_warned and counts.groups >= _FIRST_GROUPS and runs:
-                doubt = model_doubt(tally.scalars(), policy)
-                is_warned = bool(doubt)
-                if doubt:
-                    bar.print(f"warning: {doubt}")
+            if runs:
+                add_round(runs[0], current_round, shares, tally)
+            is_time = bool(runs) and not is_warned and counts.groups >= _FIRST_GROUPS
+            if is_time and (doubt := model_doubt(tally.scalars(), policy)):
+                bar.print(f"warning: {doubt}")
+                is_warned = True
             bar.update(dump.bytes_read, counts.groups)
-            stopped = processes.any(stop.asked)
-            if stopped:
+            if stopped := processes.any(stop.asked):
                 break
         if runs and not stopped:
             runs[0].end_step()
@@ -149,8 +141,7 @@ def measure_share(config: MeasureConfig, processes: Processes, console: Console 
         done = MeasuredDump(
             folder=config.out, format=dump.name, broken=dump.broken, interrupted=stopped, **asdict(counts)
         )
-        incomplete = sum(len(run.incomplete_lines) for run in runs)
-        for line in summary_lines(done, total, remarks, incomplete):
+        for line in summary_lines(done, total, remarks, sum(len(run.incomplete_lines) for run in runs)):
             bar.print(line)
     return done
 
@@ -429,6 +420,26 @@ def rounds(passes: Iterable[PlannedPass], processes: int) -> Iterator[list[Plann
             current = []
     if current:
         yield current
+
+
+def add_round(
+    run: PagedRun, current_round: Sequence[PlannedPass], shares: Iterator[StepRecords | None], tally: StepTally
+) -> None:
+    """Add the groups of a round to the run and to the tally.
+
+    Args:
+        run: The run of the first process.
+        current_round: The passes of the round.
+        shares: Records in the order of ranks, which is the order of the passes that have groups.
+        tally: Means over the groups that were measured now.
+    """
+    for planned in current_round:
+        run.begin_step(planned.step)
+        records = next(shares) if planned.groups else None
+        if records is not None:
+            run.add(records)
+            for group in records.groups:
+                tally.add(group)
 
 
 def measure_round(

@@ -31,7 +31,7 @@ from scoregram.integrations.trl.generation import Generation
 from scoregram.integrations.trl.gradient_checks import fused_row_error, norm_error
 from scoregram.integrations.trl.separate_pass import CheckedGram, rescaled_gram
 from scoregram.integrations.trl.support import Settings, loss_scale
-from scoregram.integrations.trl.window import EVEN, MicroBatch, rollout_weights
+from scoregram.integrations.trl.window import EVENNESS_TOLERANCE, MicroBatch, rollout_weights
 
 KNOWN_ARGUMENTS = ("self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy")
 """Arguments of TRL's method for log-probabilities that a fused step supports; a call that sets another is declined."""
@@ -364,7 +364,7 @@ class FusedStep:
         else:
             rows = counted.double()
             weights, unevenness = rollout_weights(c, counted)
-            is_sum &= unevenness <= EVEN
+            is_sum &= unevenness <= EVENNESS_TOLERANCE
         return (rows, weights) if bool(is_sum) else None  # the one wait for the device
 
     def random_rollout(self, weights: Tensor) -> int | None:

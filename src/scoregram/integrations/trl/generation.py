@@ -283,9 +283,9 @@ def merged_generation(slices: Sequence[Generation]) -> Generation:
         values = [getattr(part, name) for part in slices]
         return torch.cat([F.pad(value, (ahead - value.shape[1], 0)) for value in values])
 
-    def right_padded(name: str, width: int = behind) -> Tensor:
+    def right_padded(name: str) -> Tensor:
         values = [getattr(part, name) for part in slices]
-        return torch.cat([F.pad(v, (0, width - v.shape[1])) if v.ndim == 2 else v for v in values])
+        return torch.cat([F.pad(v, (0, behind - v.shape[1])) if v.ndim == 2 else v for v in values])
 
     # a slice with shorter prompts moves to the right by the padding that it gets; so do its columns
     shifted = [replace(part, columns=part.columns + ahead - part.prompt_ids.shape[1]) for part in slices]

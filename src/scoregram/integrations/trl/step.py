@@ -16,7 +16,14 @@ from scoregram.integrations.trl.generation import Generation, tokenizer_of
 from scoregram.integrations.trl.separate_pass import CheckedGram, measure_separately
 from scoregram.integrations.trl.step_fusion import FusedSteps
 from scoregram.integrations.trl.support import Settings, loss_scale, memory_limit, unwrapped_model
-from scoregram.integrations.trl.window import EVEN, ObservedStep, Window, observed_step, reason_not_measured, step_slice
+from scoregram.integrations.trl.window import (
+    EVENNESS_TOLERANCE,
+    ObservedStep,
+    Window,
+    observed_step,
+    reason_not_measured,
+    step_slice,
+)
 from scoregram.reading import (
     CHECK_COLUMN,
     CHECK_ERROR,
@@ -181,7 +188,7 @@ def likely_causes(trainer: Any, notes: Sequence[str], unevenness: float, setting
         "active dropout: the trainer's pass drops activations, the measurement does not": any(
             "dropout" in note for note in notes
         ),
-        UNEVEN: settings.mode == "scores" and unevenness > EVEN,
+        UNEVEN: settings.mode == "scores" and unevenness > EVENNESS_TOLERANCE,
         "an entropy bonus: its gradient does not go through log-probabilities": bool(
             getattr(trainer, "_entropy_bonus_enabled", False)
         ),

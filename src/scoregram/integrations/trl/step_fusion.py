@@ -26,7 +26,7 @@ from scoregram.integrations.trl.fused_step import FusedPart, FusedStep, LogProbs
 from scoregram.integrations.trl.generation import Generation
 from scoregram.integrations.trl.separate_pass import CheckedGram
 from scoregram.integrations.trl.support import Settings, memory_limit, reason_not_fused, unwrapped_model
-from scoregram.integrations.trl.window import EVEN, MicroBatch, StepSlice
+from scoregram.integrations.trl.window import EVENNESS_TOLERANCE, MicroBatch, StepSlice
 from scoregram.reading import gram_of_passes
 
 FULL_CHECK_EVERY = 50
@@ -108,7 +108,7 @@ class FusedSteps:
     ) -> None:
         """Note whether the whole gradient of a step agreed with the weighted sum of its rows; if not, likely causes."""
         agrees = has_gradient and error <= self.settings.rounding_error
-        is_even = self.settings.mode == "loss" or unevenness <= EVEN
+        is_even = self.settings.mode == "loss" or unevenness <= EVENNESS_TOLERANCE
         self.since_full_check = 0 if agrees and is_even else None
         self.disagreement = None
         if not has_gradient:

@@ -18,7 +18,7 @@ from scoregram.rollouts import Rollouts, concatenated_rollouts
 ROW_KEY = "scoregram_rows"
 """Batch entry `(B, 2)`: for each rollout, the serial number of its generation and its row there."""
 
-EVEN = 1e-6
+EVENNESS_TOLERANCE = 1e-6
 """Unevenness up to which a loss counts as weighting the tokens of a rollout alike: float32 rounding."""
 
 

@@ -160,11 +160,15 @@ def unrelated_mean(live: Sequence[Reading], drawn: Sequence[UnrelatedReading], n
     return nested_estimate([one.own.trial.seed for one in drawn], lambda w: mean * (w @ null) / (w @ own))
 
 
-def over_steps(evidence: Evidence, size: int, value: Callable[[Reading], float], bins: int = 12) -> Series:
+STEP_BINS = 12
+"""Points of a curve over steps."""
+
+
+def over_steps(evidence: Evidence, size: int, value: Callable[[Reading], float]) -> Series:
     """Mean over the live groups of neighbouring steps, with its interval, as one series."""
     live = evidence.live(size=size)
     steps = sorted({reading.step for reading in live})
-    width = max(1, math.ceil(len(steps) / bins))
+    width = max(1, math.ceil(len(steps) / STEP_BINS))
     parts = [steps[start : start + width] for start in range(0, len(steps), width)]
     means = [mean_of([r for r in live if r.step in part], value) for part in parts]
     return Series(

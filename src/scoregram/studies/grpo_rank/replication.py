@@ -28,7 +28,7 @@ from scoregram.studies.record import public_key, write_record
 from scoregram.tasks import load_task
 from scoregram.training import (
     last_scalar,
-    resumable,
+    resumable_config,
     run_in_processes,
     run_one,
     runs_progress,
@@ -136,7 +136,7 @@ def run_all(
     with runs_progress(total, lambda: sum(map(steps_done, planned)), unit="steps", console=console):
         if (workers or preset.workers) > 1:
             return run_in_processes([one.config for one in missing], workers or preset.workers)
-        return all(not run_one(resumable(one.config)).interrupted for one in missing)
+        return all(not run_one(resumable_config(one.config)).interrupted for one in missing)
 
 
 def prepare_start(preset: Preset, folder: Path, *, seed: int, device: str, tell: Callable[[str], None]) -> Path:

@@ -372,11 +372,11 @@ def judge_fall(table: Table) -> JudgedClaim:
     )
     if outcome in (MeasuredVerdict.UNDECIDED, MeasuredVerdict.NOT_MEASURED):
         sentence += f" Runs of 1,000 steps are in {LONGER_RUNS}."
-    details = {"without repeated texts": str(falling(distinct))}
+    details = {"without repeated texts": str(slope_verdict(distinct))}
     return JudgedClaim("sec-8-future-3", outcome, sentence, _effect("slope of log(rank / null)", ratio, 0.0), details)
 
 
-def falling(slope: Estimate) -> MeasuredVerdict:
+def slope_verdict(slope: Estimate) -> MeasuredVerdict:
     """Whether a slope is surely negative."""
     if math.isnan(slope.value):
         return MeasuredVerdict.NOT_MEASURED

@@ -3,6 +3,6 @@
 ```
 worlds (worlds, listings, policies) ──► exact (ground truth) ──► moments, turns (expected update and error of an
 estimator) ──► comparison, multiturn
-tabular (discounted worlds that need not end) ──► companions (five systems named beside GRPO)
+companions (five systems named beside GRPO, in discounted worlds that need not end)
 ```
 """

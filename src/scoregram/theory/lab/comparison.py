@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from scoregram import __version__
-from scoregram.advantages import ALWAYS, ESTIMATORS
+from scoregram.advantages import ESTIMATORS, LEVEL_INPUTS
 from scoregram.checks import ScoregramError, fail, lookup
+from scoregram.exhibits import json_value
 from scoregram.machine import threads
 from scoregram.theory.lab.exact import GroundTruth, ground_truth
 from scoregram.theory.lab.moments import UpdateMoments, across_prompts, group_update_moments
@@ -170,7 +171,7 @@ def moments_of(
             for p in every
         )
     row = lookup(ESTIMATORS, name, kind="moments_of")
-    needs = (*row.needs, *ALWAYS[row.level])
+    needs = (*row.needs, *LEVEL_INPUTS[row.level])
     if row.level == "group":
         options = {"group_size": group_size, "needs": needs, "couples_prompts": row.couples_prompts}
         return tuple(group_update_moments(truth, row.fn, prompt=p, **options) for p in every)
@@ -249,7 +250,7 @@ def comparison_record(world: str, truth: GroundTruth, found: Comparison) -> dict
         "gradient_norm": float(truth.objective_gradient.norm()),
         "least_error": found.least_error.estimator,
         "highest_snr": found.highest_snr.estimator,
-        "rows": [{name: json_value(value) for name, value in asdict(row).items()} for row in found.rows],
+        "rows": [json_value(asdict(row)) for row in found.rows],
         "left_out": dict(found.left_out),
     }
 
@@ -277,8 +278,3 @@ def marked_name(row: ComparisonRow, found: Comparison) -> Text:
     """Name of an estimator with its marks."""
     marks = "★" * (row == found.least_error) + "☆" * (row == found.highest_snr) + "°" * row.given_values
     return Text(f"{row.estimator} {marks}".strip())
-
-
-def json_value(value: object) -> object:
-    """`value`, or None for a float that JSON cannot represent."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -298,22 +298,24 @@ def tabular_policy(listing: Listing, *, generator: torch.Generator, scale: float
     return SoftmaxPolicy(logits, log_probs)
 
 
-def network_policy(
-    listing: Listing, *, generator: torch.Generator, width: int = 3, scale: float = 0.5
-) -> SoftmaxPolicy:
-    """Features of the history → `width` tanh units → logits: every state shares every parameter.
+HIDDEN_UNITS = 3
+"""Hidden units of `network_policy`."""
+
+
+def network_policy(listing: Listing, *, generator: torch.Generator) -> SoftmaxPolicy:
+    """Features of the history → three tanh units → logits: every state shares every parameter.
 
     `logits = W₂ tanh(W₁ x)`, where the features `x` include a constant instead of biases. All weights are drawn from
-    `scale · N(0, 1)`.
+    `N(0, 1)/2`.
     """
     exists = listing.action_mask
     features = _features(listing.histories)  # (S, F)
-    inner, outer = (width, features.shape[1]), (exists.shape[1], width)
+    inner, outer = (HIDDEN_UNITS, features.shape[1]), (exists.shape[1], HIDDEN_UNITS)
     first = inner[0] * inner[1]
-    weights = scale * torch.randn(first + outer[0] * outer[1], dtype=torch.float64, generator=generator)
+    weights = 0.5 * torch.randn(first + outer[0] * outer[1], dtype=torch.float64, generator=generator)
 
     def log_probs(parameters: Tensor) -> Tensor:
-        hidden = torch.tanh(features @ parameters[:first].reshape(inner).mT)  # (S, width)
+        hidden = torch.tanh(features @ parameters[:first].reshape(inner).mT)  # (S, HIDDEN_UNITS)
         return _masked_log_softmax(hidden @ parameters[first:].reshape(outer).mT, exists)
 
     return SoftmaxPolicy(weights, log_probs)

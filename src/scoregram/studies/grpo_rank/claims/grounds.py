@@ -47,9 +47,9 @@ def claim(
 
 
 @lru_cache
-def ground(world: World, policy: str, *, seed: int = 0) -> GroundTruth:
-    """Exact values of a seeded policy in a world; the policy `uniform` gives all actions the same probability."""
-    rows, generator = listing(world), torch.Generator().manual_seed(seed)
+def ground(world: World, policy: str) -> GroundTruth:
+    """Exact values of a random policy, always the same, in a world; the policy `uniform` gives all actions the same probability."""
+    rows, generator = listing(world), torch.Generator().manual_seed(0)
     if policy == "network":
         return ground_truth(rows, network_policy(rows, generator=generator))
     return ground_truth(rows, tabular_policy(rows, generator=generator, scale=float(policy == "tabular")))
