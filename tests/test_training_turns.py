@@ -364,13 +364,8 @@ def folder(tmp_path_factory) -> Path:
     return save_policy(tmp_path_factory.mktemp("policy"))
 
 
-@pytest.mark.parametrize(
-    ("name", "task"),
-    [
-        *((name, "stopping:3") for name in TURN_METHODS),
-        *((name, "calculator:3") for name in ("mt-grpo", "tl-grpo", "grpo-paper", "ppo", "remax")),
-    ],
-)
+@pytest.mark.parametrize("task", ["stopping:3", "calculator:3"])
+@pytest.mark.parametrize("name", [*TURN_METHODS, "grpo-paper", "ppo", "remax"])
 def test_every_turn_method_trains_on_both_tasks(folder, tmp_path, name, task):
     changes: dict[str, Any] = {"task": task, "reward": None, "max_new_tokens": 0}
     train(config_for(folder, tmp_path / "run", method=name, steps=2, **changes))
