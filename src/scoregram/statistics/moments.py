@@ -109,9 +109,12 @@ def covariance_weights(rewards: Tensor) -> Tensor:
     By the symmetry of `h` the average of `⟨h_ij, h_kl⟩` over four different rollouts is that of
     `(r_i - r_j)(r_k - r_l) K_ik`. For fixed `i ≠ k`, the sum over all `j ≠ l` outside `{i, k}` is the product of the
     two single sums minus the terms with `j = l`.
+
+    Raises:
+        ScoregramError: If `R < 4`, or a reward is not finite.
     """
-    size = rewards.shape[1]
-    d = reward_differences(rewards)  # (P, R, R)
+    size = require_group_size(rewards, at_least=4, caller="covariance_weights")
+    d = reward_differences(require_finite(rewards, name="rewards", caller="covariance_weights"))  # (P, R, R)
     to_others = d.sum(dim=2)
     weights = (to_others[:, :, None] - d) * (to_others[:, None, :] + d) - d @ d.mT
     apart = ~torch.eye(size, dtype=torch.bool, device=rewards.device)
