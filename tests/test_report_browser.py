@@ -61,7 +61,7 @@ def test_every_figure_of_a_run_is_drawn_and_nothing_is_complained_about(tmp_path
     assert said == ""
     drawn = body(document)
     plots = re.findall(r'<div class="plot[^"]*" id="([^"]+)"', drawn)
-    assert len(plots) == 18 and {"glass-gram", "glass-batch"} <= set(plots)
+    assert len(plots) == 19 and {"glass-gram", "glass-batch", "interference-plot"} <= set(plots)
     assert drawn.count('class="main-svg"') >= len(plots)
     assert 'class="js-line"' in drawn and "null: if unrelated" in drawn
 
