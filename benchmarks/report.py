@@ -175,6 +175,9 @@ def main() -> None:
         options.add_argument(f"--{name}", type=int, default=default)
     options.add_argument("--keep", type=Path, help="folder for the run; an existing run there is used as it is")
     given = options.parse_args()
+    for name, least in (("steps", 1), ("groups", 1), ("size", 2), ("layers", 0)):
+        if getattr(given, name) < least:
+            options.error(f"--{name} must be at least {least}, got {getattr(given, name)}")
     with tempfile.TemporaryDirectory() as scratch:
         folder = given.keep or Path(scratch) / "run"
         if not (folder / "config.yaml").exists():

@@ -10,6 +10,7 @@ import torch
 from scoregram import cli
 from scoregram.advantages import ESTIMATORS, estimate
 from scoregram.checks import ScoregramError
+from scoregram.exhibits import Estimate
 from scoregram.reading import RunReading, StoredGroup, what_if
 from scoregram.reading.replay import USUAL, WEIGHTS, ReplayedGroups, can_replay, whole_steps
 from scoregram.runs import GroupRecord
@@ -203,8 +204,12 @@ def test_few_groups_have_no_interval_and_pure_noise_no_conclusion():
             )
         )  # fmt: skip
     run = RunReading(config={}, notes=(), lines=[{"step": 1, "reward": 0.5}], groups=[*map(StoredGroup, records)])
-    for row in what_if(run, ("rloo", "grpo", "mean")).rows:
-        assert row.snr.low <= 0 <= row.snr.high and math.isnan(row.efficiency.value) and math.isnan(row.direction.value)
+    reference, *others = what_if(run, ("rloo", "grpo", "mean")).rows
+    assert all(row.snr.low <= 0 <= row.snr.high for row in (reference, *others))
+    assert reference.efficiency == reference.direction == Estimate(1.0, 1.0, 1.0)  # compared with itself
+    assert all(math.isnan(row.efficiency.value) and math.isnan(row.direction.value) for row in others)
+    weighted = what_if(run, ("rloo",), weights="length").rows[0]  # no longer the reference
+    assert math.isnan(weighted.efficiency.value) and math.isnan(weighted.direction.value)
 
 
 @pytest.mark.parametrize(

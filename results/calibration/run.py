@@ -6,9 +6,9 @@ It starts from the embedded policy, fine-tuned to forecasts that are right on av
 means over blocks of ten steps.
 """
 
+import argparse
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,8 @@ def main(out: Path, seeds: int) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit("run.py: needs a folder to write, got none. Type python run.py FOLDER [SEEDS]")
-    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 3)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("seeds", type=int, nargs="?", default=8)
+    given = parser.parse_args()
+    main(given.out, given.seeds)

@@ -372,18 +372,14 @@ def advantage_estimator(run: RunReading) -> RuleVerdict:
         return Undecided("measure at least 15 steps and 20 groups of 4 or more")
     others = [name for name in (REFERENCE, "optimal-loo") if name != used and ESTIMATORS[name].min_group <= size // 2]
     rows = {row.estimator: row for row in replay_groups(groups, size, [used, *others]).rows}
-    own = rows[used].efficiency if used != REFERENCE else Estimate(1.0, 1.0, 1.0)
-    gains = {
-        name: (1.0 if name == REFERENCE else rows[name].efficiency.low) / own.high
-        for name in others
-        if own.high > 0 and not math.isnan(own.high)
-    }
+    own = rows[used].efficiency
+    gains = {name: rows[name].efficiency.low / own.high for name in others if own.high > 0 and not math.isnan(own.high)}
     if not gains:
         return Undecided("measure more groups: the signal of the estimators is not resolved")
     best = max(gains, key=lambda name: gains[name])
     if not gains[best] > 1 + LEAST_SAVING:
         return None
-    value = 1.0 if best == REFERENCE else rows[best].efficiency.value
+    value = rows[best].efficiency.value
     return RunFinding(
         name="estimator",
         severity="warning",

@@ -40,7 +40,7 @@ FEW_GROUPS = 20
 """With fewer groups than this no interval is given: they are too few to know how much groups differ."""
 MOST_PAIRS = 2**22
 """Pairs of rollouts that are compared at once: 32 MB in float64."""
-UNKNOWN = Estimate(math.nan)
+UNKNOWN, ITSELF = Estimate(math.nan), Estimate(1.0, 1.0, 1.0)
 _CALLER = "whatif"
 
 
@@ -75,11 +75,11 @@ class Replay:
     snr: Estimate
     """Signal over noise, `|E ĝ|² / tr Cov ĝ` of one prompt's update, pooled over groups; negative by chance."""
     efficiency: Estimate
-    """`snr` over that of `REFERENCE`: at 2, half as many groups give an update of the same quality. `nan` unless the
-    intervals of both exclude 0."""
+    """`snr` over that of `REFERENCE`: at 2, half as many groups give an update of the same quality. 1 for the
+    unweighted `REFERENCE` itself; for others `nan` unless the intervals of both exclude 0."""
     direction: Estimate
     """Cosine between the expected update and that of `REFERENCE`, which has the true direction. It may exceed 1 by
-    chance. `nan` unless the intervals of both `snr` exclude 0."""
+    chance. 1 for the unweighted `REFERENCE` itself; for others `nan` unless the intervals of both `snr` exclude 0."""
     taken: Estimate
     """Cosine between the update of the whole groups and the one that the run took."""
     effective_rank: Estimate
@@ -269,13 +269,19 @@ def replay(table: ReplayedGroups, name: str, products: SplitProducts, place: int
     is_certain = all(found.low > 0 for found in both)
     is_unbiased = ESTIMATORS[name].unbiased and table.weights == UNWEIGHTED
     across_cosine = partial(cosine, product=across, first=signal[0], second=signal[place])
+    is_reference = name == REFERENCE and table.weights == UNWEIGHTED
+
+    def compared(statistic: Callable[[np.ndarray], np.ndarray]) -> Estimate:
+        """A comparison with the reference: 1 for itself, unknown without a resolved signal."""
+        return ITSELF if is_reference else pooled(count, statistic) if is_certain else UNKNOWN
+
     return Replay(
         estimator=name,
         variance=pooled(count, lambda drawn: noise[place][drawn].mean(-1)),
         bias=Estimate(0.0, 0.0, 0.0) if is_unbiased else pooled(count, bias) if is_certain else UNKNOWN,
         snr=both[1],
-        efficiency=pooled(count, efficiency) if is_certain else UNKNOWN,
-        direction=pooled(count, across_cosine) if is_certain else UNKNOWN,
+        efficiency=compared(efficiency),
+        direction=compared(across_cosine),
         taken=pooled(count, partial(cosine, product=dot, first=own, second=run_s)),
         effective_rank=mean_estimate(rank),
         effective_rank_null=mean_estimate(null),

@@ -3,16 +3,15 @@
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from rich.console import Console
 
 from scoregram.advice import trained_estimator
 from scoregram.checks import ScoregramError
-from scoregram.exhibits import Cell, Estimate, Table, cell_text
+from scoregram.exhibits import Cell, Estimate, Table, cell_text, json_value
 from scoregram.reading import (
     REFERENCE,
     UNWEIGHTED,
@@ -189,29 +188,16 @@ def show_replay(
     The JSON has the estimates as they are, directions above 1 too.
     """
     run = read_run(open_run(folder))
-    found = with_reference(what_if(run, estimators, group_size=group_size, weights=weights))
+    found = what_if(run, estimators, group_size=group_size, weights=weights)
     if as_json:
         trust = {"mark": run.trust.mark.strip(" ()"), "trust": run.trust.sentences()}
-        print(json.dumps(without_nan(asdict(found)) | trust, indent=1, allow_nan=False))
+        print(json.dumps(json_value(asdict(found)) | trust, indent=1, allow_nan=False))
         return 0
     console = Console()
     show_table(estimator_table(found, run.trust.mark), console)
     for sentence in run.trust.sentences():
         console.print(sentence, style="dim")
     return 0
-
-
-def with_reference(replayed: ReplayedRun) -> ReplayedRun:
-    """The same with an efficiency and a direction of 1 for the reference, whatever the data resolve.
-
-    Both compare an estimator with the unweighted `REFERENCE`, so for that one they are 1 by definition. With weights
-    its row is another estimator, and nothing changes.
-    """
-    if replayed.weights != UNWEIGHTED:
-        return replayed
-    known = {"efficiency": Estimate(1.0), "direction": Estimate(1.0)}
-    rows = tuple(replace(row, **known) if row.estimator == REFERENCE else row for row in replayed.rows)
-    return replace(replayed, rows=rows)
 
 
 def estimator_table(found: ReplayedRun, mark: str) -> Table:
@@ -240,12 +226,3 @@ def _terminal_cells(row: Replay) -> Iterator[Estimate]:
     for field in TERMINAL_FIELDS.values():
         cell = getattr(row, field)
         yield shown_direction(cell) if field == "direction" else cell
-
-
-def without_nan(value: Any) -> Any:
-    """The same with None in place of `nan`, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: without_nan(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
