@@ -1,8 +1,9 @@
 """Trains every method on every task of this folder, at equal rollouts: `scoregram compare` for each task, one queue.
 
-python run.py OUT [--tasks arithmetic,stopping] [--seeds 3] [--workers 12] [--known RECORDS.jsonl.xz]
+python run.py OUT [--tasks arithmetic,stopping] [--methods grpo,rloo] [--seeds 3] [--workers 12] [--known FILE.jsonl.xz]
 
 The same command continues after an interruption. Runs in the records are not trained again (`collect.py` keeps them).
+`--methods` names those to train, of all that a task has.
 The queue goes seed by seed, so that whatever is finished has all methods of a task. Starting policies of the
 reasoning-gym tasks and of GSM8K must be in OUT/starts (`start.py`).
 """
@@ -79,8 +80,11 @@ class TaskSetting:
     @property
     def methods(self) -> str:
         """All methods that apply, the first one first."""
-        applying = [FIRST, *(name for name in METHODS if name != FIRST)]
-        return ",".join(self.labels.get(n, n) for n in applying if n not in self.left_out)
+        return self.labelled([FIRST, *(name for name in METHODS if name != FIRST)])
+
+    def labelled(self, names: Sequence[str]) -> str:
+        """Those of some methods that apply, with their options."""
+        return ",".join(self.labels.get(name, name) for name in names if name not in self.left_out)
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,7 @@ ON_GPU = ("grpo", "dr-grpo", "rloo", "ppo", "optimal-token", "vineppo", "dpo")
 FURTHER = (
     *("grpo", "ppo-monte-carlo", "salt", "g2rl", "delta", "igrpo", "awr", "pass-at-k"),
     *("reinforce-baseline", "dapo", "agro", "tic-length", "reinforce-critic", "reinforce"),
+    *("cispo", "reinforce++-baseline", "optimal-loo"),
 )
 """Methods on GSM8K: in the first comparisons, and later, with `grpo` again beside them."""
 
@@ -272,6 +277,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--tasks", default="arithmetic,calculator,stopping,compositions")
+    parser.add_argument("--methods", default="", help="methods to train; all that apply if not given")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--prepare", action="store_true", help="build starting policies, choose rates, then stop")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
@@ -287,7 +293,8 @@ def main() -> None:
         return
     cells = []
     for name in names:
-        config = comparison_config(name, Path("compare") / name, seeds=given.seeds, rate=rates[name])
+        methods = TASKS[name].labelled(given.methods.split(",") if given.methods else [])
+        config = comparison_config(name, Path("compare") / name, seeds=given.seeds, rate=rates[name], methods=methods)
         write_comparison_setting(config)
         cells += [(c.seed, c) for c in planned_cells(config) if (name, c.label, c.seed) not in known]
     cells.sort(key=lambda pair: pair[0])  # stable: tasks keep their order within a seed
