@@ -35,6 +35,7 @@ NULLS = {
     "idle clipping": "some tokens are clipped",
     "throughput rot": "the speed is stationary",
     "dominating rollouts": "rollouts are exchangeable",
+    "dominating prompts": "prompts are exchangeable; some are dead, and steps with three live ones count",
     "exploding layer": "all layers have one law, at every step",
     "conflicting prompts": "no signal: all gradients are zero; balanced: every two prompts share a direction",
     "held-out influence": "the gradients of training prompts and of held-out ones are orthogonal, or zero",

@@ -12,7 +12,7 @@ prompts have a shared direction that is orthogonal to every `u_x`, so no trainin
 
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ import numpy as np
 import torch
 
 from scoregram.advantages import estimate
-from scoregram.reading import TRAINED_AND_FIXED
+from scoregram.reading import SHARE_COLUMN, TRAINED_AND_FIXED
 from scoregram.reading.noise import COMPONENTS, SAVING
 from scoregram.runs import BatchNames, BatchRecord, GroupRecord, RolloutRecord, Run, RunWriter
-from scoregram.statistics import baseline_saving, group_moments, rollout_shares
+from scoregram.statistics import baseline_saving, group_moments, prompt_shares, rollout_shares
 
 LAYERS, WIDTH = 8, 6
 """Layers, and coordinates of each: the first half for training prompts, the second for held-out ones."""
@@ -282,6 +282,14 @@ def group_records(step: int, prompts: Prompts, drawn: Sampled, method: str) -> l
     return [records[place] for place in sorted(records)]
 
 
+def with_shares(groups: Sequence[GroupRecord], drawn: Sampled) -> list[GroupRecord]:
+    """The groups of a whole step, each with its share of the update."""
+    gram, weights = torch.tensor(drawn.scores @ drawn.scores.T), torch.cat([group.advantages for group in groups])
+    owners = torch.arange(len(groups)).repeat_interleave(torch.tensor(drawn.sizes))
+    shares = prompt_shares(gram, weights / len(weights), owners).tolist()
+    return [replace(group, statistics={SHARE_COLUMN: share}) for group, share in zip(groups, shares, strict=True)]
+
+
 def batch_record(step: int, kind: str, names: Sequence[str], drawn: Sampled) -> BatchRecord:
     """The Gram between all rollouts of a step or of its probe."""
     return BatchRecord(
@@ -309,6 +317,7 @@ def update_scalars(drawn: Sampled, groups: Sequence[GroupRecord]) -> dict[str, f
         "groups/all_wrong": float(np.mean([bool((group.rewards == 0).all()) for group in groups])),
         "gram/score_norm": float(gram.diagonal().sqrt().mean()),
         "gram/largest_share": float(rollout_shares(gram, weights / len(weights)).max()),
+        "gram/largest_prompt_share": max(group.statistics[SHARE_COLUMN] for group in groups),
         "length": float(drawn.lengths.mean()),
     }
 
@@ -486,7 +495,7 @@ def draw_run(world: World, seed: int, method: str = "rloo") -> RunInMemory:
             sizes[: world.prompts] += rng.choice([0, 0, 2, 4], size=world.prompts)
         drawn = draw_rollouts(rng, both, sizes, law, shift=shifts[place], scale=scales[place])
         own, probe = drawn.part(slice(0, world.prompts)), drawn.part(slice(world.prompts, None))
-        groups = group_records(number, trained, own, method)
+        groups = with_shares(group_records(number, trained, own, method), own)
         lines.append({"step": number, **update_scalars(own, groups), **logged[place]})
         records += groups
         steps.append(own)

@@ -2,7 +2,7 @@
 
 ```
 a log of any trainer ──► formats ──► RunLog ──► reward_rules, completion_rules, policy_rules ─┐
-run folder ──► reading ──► RunReading ──────────► gram_rules, noise_rules ────────────────────┴──► Diagnosis
+run folder ──► reading ──► RunReading ──────────► gram_rules, prompt_rules, noise_rules ──────┴──► Diagnosis
 ```
 
 A rule returns a finding, None if there is nothing to change, or what to measure where the data do not decide.

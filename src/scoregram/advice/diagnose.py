@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from scoregram.advice import completion_rules, gram_rules, noise_rules, policy_rules, reward_rules
+from scoregram.advice import completion_rules, gram_rules, noise_rules, policy_rules, prompt_rules, reward_rules
 from scoregram.advice.difficulty import informed_finding
 from scoregram.advice.findings import SEVERITIES, Diagnosis, RuleVerdict, RunFinding, Severity, Undecided, diagnosis_of
 from scoregram.advice.formats import read_log
@@ -50,6 +50,7 @@ LOG_RULES: Mapping[str, Callable[[RunLog], RuleVerdict]] = MappingProxyType(
 GRAM_RULES: Mapping[str, Callable[[RunReading], RuleVerdict]] = MappingProxyType(
     {
         "dominating rollouts": gram_rules.dominating_rollouts,
+        "dominating prompts": prompt_rules.dominating_prompts,
         "exploding layer": gram_rules.dominating_layer,
         "conflicting prompts": gram_rules.conflicting_prompts,
         "held-out influence": gram_rules.held_out_prompts,

@@ -116,7 +116,7 @@ def _smaller_weight(run: RunReading, effect: str, largest: LargestRow | None) ->
         steps=(
             "Read these rollouts. If they are broken (a loop, another language), let the reward "
             "function return `None` for them: they then add nothing to the update.",
-            f"If they are fine, divide by length: they are longer than most{_by_length(run)}."
+            f"If they are fine, divide by length: they are longer than most{division_by_length(run)}."
             if is_long
             else "If they are fine, limit the advantages.",
         ),
@@ -159,7 +159,7 @@ def outlying_reward(run: RunReading, largest: LargestRow | None) -> str:
     return f"{told}, while 90 % of all rewards lie from {low:g} to {high:g}."
 
 
-def _by_length(run: RunReading) -> str:
+def division_by_length(run: RunReading) -> str:
     """What to type for a loss in which long rollouts weigh no more than short ones."""
     typed = {OWN_TRAINER: "`--objective grpo`", TRL_TRAINER: '`loss_type="grpo"`'}.get(trainer_of(run.config))
     return f" ({typed})" if typed else ""

@@ -33,10 +33,16 @@ from scoregram.reading.difficulty import half_right_steps as half_right_steps
 from scoregram.reading.difficulty import last_outcomes as last_outcomes
 from scoregram.reading.difficulty import live_rates as live_rates
 from scoregram.reading.difficulty import pairs_exceed_chance as pairs_exceed_chance
+from scoregram.reading.dominance import ONE_IN as ONE_IN
+from scoregram.reading.dominance import PromptShare as PromptShare
+from scoregram.reading.dominance import StepShares as StepShares
+from scoregram.reading.dominance import returning_prompts as returning_prompts
+from scoregram.reading.dominance import step_shares as step_shares
 from scoregram.reading.glass import GroupDetail as GroupDetail
 from scoregram.reading.glass import StepDetail as StepDetail
 from scoregram.reading.glass import detailed_steps as detailed_steps
 from scoregram.reading.glass import step_detail as step_detail
+from scoregram.reading.group import SHARE_COLUMN as SHARE_COLUMN
 from scoregram.reading.group import GroupReading as GroupReading
 from scoregram.reading.group import Outcome as Outcome
 from scoregram.reading.group import StoredGroup as StoredGroup

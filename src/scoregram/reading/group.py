@@ -80,6 +80,8 @@ class GroupReading:
         return replace(self, **dict.fromkeys(OF_SCORES, math.nan)) if rows == "loss" else self
 
 
+SHARE_COLUMN = "update_share"
+"""Statistic of a group: its share in the squared norm of the update of its step, `⟨u_p, u⟩ / |u|²`."""
 READING_NAMES = frozenset(one.name for one in fields(GroupReading))
 """Statistics that a measured group is stored with."""
 
@@ -215,6 +217,26 @@ class StoredGroup:
         if record.gram is None:
             return torch.zeros(0, dtype=torch.float64)
         return row_factors(record.advantages.double(), record.rows).square() * record.gram.diagonal().double()
+
+    @property
+    def update_share(self) -> float:
+        """Its share in the squared norm of the update of its step; `nan` if K between prompts was not measured.
+
+        As `prompt_shares`: negative if it points against the update, above 1 if others do.
+        """
+        return float(self.record.statistics.get(SHARE_COLUMN, math.nan))
+
+    @cached_property
+    def advantage_power(self) -> float:
+        """`Σ A_i²` with the advantages, and 0 among them, scaled to a range of width 1; 0 if all of them are 0.
+
+        The squared norm of its gradient for scores of norm 1 at right angles, whatever the scale of its rewards: with
+        rewards of 0 and 1 and their mean as baseline `R p (1 - p)`, so little for a group that is nearly dead.
+        """
+        advantages = self.record.advantages.double()
+        ends = (float(advantages.clamp(max=0).min()), float(advantages.clamp(min=0).max())) if self.size else (0.0, 0.0)
+        width = ends[1] - ends[0]
+        return float((advantages / width).square().sum()) if width > 0 else 0.0
 
     @cached_property
     def possible_ranks(self) -> tuple[float, float]:

@@ -16,9 +16,9 @@ from torch import Tensor
 from scoregram.gram import Gram
 from scoregram.objectives import kl_penalty
 from scoregram.reading.credit import CreditTruth, credit_scalars, push_scalars
-from scoregram.reading.group import GroupReading, mean_over_groups, read_group
+from scoregram.reading.group import SHARE_COLUMN, GroupReading, mean_over_groups, read_group
 from scoregram.rollouts import Rollouts
-from scoregram.runs import BatchRecord, GroupRecord, RolloutRecord, Rows, rows_of_kind, token_hash
+from scoregram.runs import LOSS_KIND, BatchRecord, GroupRecord, RolloutRecord, Rows, rows_of_kind, token_hash
 from scoregram.spectra import MEASURED_RTOL
 from scoregram.statistics import (
     baseline_saving,
@@ -28,6 +28,7 @@ from scoregram.statistics import (
     noise_scale,
     optimal_group_size,
     prompt_conflict,
+    prompt_shares,
     rollout_shares,
     signal_to_noise,
     update_coherence,
@@ -240,6 +241,7 @@ WHOLE_GRAM = (
     "update_norm",
     "coherence",
     "largest_share",
+    "largest_prompt_share",
     "conflicting_prompts",
     "cancelled",
     "update_signal",
@@ -251,7 +253,7 @@ WHOLE_GRAM = (
     "optimal_group_size",
 )
 """Scalars that need the Gram between all rollouts of a step."""
-OF_WEIGHTS = WHOLE_GRAM[:7]
+OF_WEIGHTS = WHOLE_GRAM[:8]
 """Those of them that need no rewards."""
 
 
@@ -295,14 +297,16 @@ def whole_gram_scalars(gram: BatchGram, weights: BatchWeights, rollouts: Rollout
 
 
 def update_scalars(gram: BatchGram, weights: BatchWeights, group_ids: Tensor) -> dict[str, float]:
-    """Norm, coherence, largest share, conflict, signal and noise of the update `Σ_i w_i ψ_i`."""
+    """Norm, coherence, largest shares, conflict, signal and noise of the update `Σ_i w_i ψ_i`."""
     scalars = {
         "gram/update_norm": update_norm(gram, weights, rtol=MEASURED_RTOL),
         "gram/coherence": update_coherence(gram, weights),
         "gram/largest_share": float(rollout_shares(gram, weights).max()),
     }
     if len(group_ids.unique()) > 1:
+        shares = prompt_shares(gram, weights, group_ids.cpu(), rtol=MEASURED_RTOL)
         conflict = prompt_conflict(gram, weights, group_ids.cpu())
+        scalars |= {"gram/largest_prompt_share": float(shares.max())}
         scalars |= {"gram/conflicting_prompts": conflict.conflicting, "gram/cancelled": conflict.cancelled}
         power = update_power(gram, weights, group_ids.cpu())
         scalars |= {"gram/update_signal": power.signal, "gram/update_noise": power.noise}
@@ -394,18 +398,22 @@ def group_records(
     keep_prompts: bool = True,
     layers: LayerDetail = "each",
     keep_tokens: bool = False,
+    is_whole_step: bool = True,
 ) -> list[GroupRecord]:
     """One record for every group of a step, with its Gram and metrics if the step was measured.
 
-    With `keep_tokens`, a record also has the tokens of its completions, unless they hold tokens that the policy did not
-    sample, such as the output of a tool.
+    With the Gram between all rollouts of a step that trained the policy, a record also has the share of its group in
+    the update; pass `is_whole_step=False` where the groups are only some of the step. With `keep_tokens`, a record also
+    has the tokens of its completions, unless they hold tokens that the policy did not sample, such as the output of a
+    tool.
     """
     rollouts, lengths, advantages = step.rollouts, step.rollouts.lengths.cpu(), step.advantages.double()
     by_layer = step.gram.by_layer if step.gram is not None and layers != "none" else {}
     by_layer = layer_kinds(by_layer) if layers == "kinds" else by_layer
-    records = []
+    shares, records = group_shares(step) if is_whole_step else [], []
     for place, here in enumerate(rollouts.group_slices()):
-        marks = step.group_marks[place] if step.group_marks else {}
+        marks = dict(step.group_marks[place]) if step.group_marks else {}
+        marks |= {SHARE_COLUMN: shares[place]} if shares else {}
         records.append(
             GroupRecord(
                 step=step.number,
@@ -417,11 +425,22 @@ def group_records(
                 advantages=advantages[here],
                 gram=None if step.gram is None else step.gram.matrix[here, here],
                 by_layer={layer: gram[here, here] for layer, gram in by_layer.items()},
-                statistics=({} if step.gram is None else readings[place].scalars()) | dict(marks),
+                statistics=({} if step.gram is None else readings[place].scalars()) | marks,
                 **(_kept_tokens(rollouts, here) if keep_tokens else {}),
             )
         )
     return records
+
+
+def group_shares(step: Step) -> list[float]:
+    """Share of each group in the squared norm of the update, from K and the weights; they sum to one.
+
+    Empty for rollouts that did not train the policy, and if the Gram between all of them is not known.
+    """
+    if step.gram is None or step.kind not in ("train", LOSS_KIND) or not bool(step.gram.matrix.isfinite().all()):
+        return []
+    owners = step.rollouts.group_ids.cpu()
+    return prompt_shares(step.gram.matrix, step.row_weights, owners, rtol=MEASURED_RTOL).tolist()
 
 
 def _kept_tokens(rollouts: Rollouts, here: slice) -> dict[str, Any]:

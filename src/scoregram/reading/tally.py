@@ -8,11 +8,12 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
+from scoregram.reading.group import SHARE_COLUMN
 from scoregram.reading.step import BLOCK_SCALARS, block_scalars, outcome_scalars
 from scoregram.runs import GroupRecord
 
-_PLACES = ("group", "rollouts_left_out", "late")
-"""Marks of a group that are positions or counts, so they are not averaged."""
+_PLACES = ("group", "rollouts_left_out", "late", SHARE_COLUMN)
+"""Marks of a group that are positions, counts or parts of a whole, so they are not averaged."""
 _DUMP_CHECKS = ("exact", "round_trip", "count_agreement", "log_prob_gap")
 """Marks that compare a dump with the policy, logged as `dump/NAME`: means over rollouts."""
 _ROLLOUT_MEANS = ("token_log_prob", "finished")

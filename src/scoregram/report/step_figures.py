@@ -245,11 +245,14 @@ def drivers_figures(run: RunReading) -> Iterator[Figure]:
     """The update as a whole: its norm, what survives of it, and which rollouts drive it."""
     yield from _figure(
         "drivers",
-        "Does one rollout drive the update?",
-        "Largest share of the update of a step that one rollout accounts for. Some shares are negative, so one can "
-        "exceed 1.",
+        "Does one rollout or one prompt drive the update?",
+        "Largest share of the update of a step that one rollout, and one prompt, accounts for. Some shares are "
+        "negative, so one can exceed 1.",
         "share of the step's update",
-        _scalar(run, "gram/largest_share", "largest share of a rollout", limits=(0.0, math.inf)),
+        (
+            *_scalar(run, "gram/largest_share", "largest share of a rollout", limits=(0.0, math.inf)),
+            *_scalar(run, "gram/largest_prompt_share", "largest share of a prompt", limits=(0.0, math.inf)),
+        ),
     )
     yield from _figure(
         "conflict",

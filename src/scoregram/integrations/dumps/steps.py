@@ -282,7 +282,8 @@ class GroupMeasurer:
             replace(record, group=groups[record.group].group.position, prompt=row.prompt_text(self.policy))
             for record, row in zip(rollout_records(step), rows, strict=True)
         ]
-        return StepRecords(group_records(step, group_readings(step)), rollouts, batches, scalars)
+        records = group_records(step, group_readings(step), is_whole_step=between_prompts)
+        return StepRecords(records, rollouts, batches, scalars)
 
     def step(self, groups: Sequence[MeasurableGroup]) -> Step:
         """Groups of one step, with their Gram, their advantages, and the weights `A_i / N`."""
