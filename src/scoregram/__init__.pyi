@@ -8,6 +8,7 @@ from .advice import advise as advise
 from .errors import ScoregramError as ScoregramError
 from .gram import Gram as Gram
 from .gram import Sketch as Sketch
+from .gram import adam_preconditioner as adam_preconditioner
 from .gram import backward_with_gram as backward_with_gram
 from .gram import cross_gram as cross_gram
 from .gram import measure_gram as measure_gram

@@ -23,6 +23,7 @@ A call runs through these files in this order:
        ├─ head ─────── fused_head                                        log-probabilities and their gradient
        ├─ collect ──── Collector                                      4  backward: collect the factors (x, g)
        │     ├─ contract ── Contractor                                5  contract them to K and Σ w_i ψ_i
+       │     │     ├─ preconditioner ── Diagonal                          optional: scale the gradients by √D
        │     │     └─ slab ── Slab · triton_kernels                       the same in half precision on a GPU
        │     └─ sketch ──── Sketcher                                     optional: sketch every score
        └─ plain_passes ── replayed_rows · verify_gram                    replay parameters without a rule; verify
@@ -43,7 +44,8 @@ Terms that all files share:
 
 In `batch`, rows are also those of a batch, and in `contract` those of a weight matrix.
 
-`batch`, `operations` (the torch functions that rules name), `slab` and `undo` import no other file of this folder.
+`batch`, `operations` (the torch functions that rules name), `preconditioner`, `slab` and `undo` import no other file of
+this folder.
 `model` also handles distributed models (`DistributedDataParallel`, FSDP2).
 """
 
@@ -69,6 +71,7 @@ from scoregram.gram.model import sharded_modules as sharded_modules
 from scoregram.gram.model import survey as survey
 from scoregram.gram.model import trainable_parameters as trainable_parameters
 from scoregram.gram.plain_passes import gradients as gradients
+from scoregram.gram.preconditioner import adam_preconditioner as adam_preconditioner
 from scoregram.gram.result import ChangedLayers as ChangedLayers
 from scoregram.gram.result import Gram as Gram
 from scoregram.gram.sketch import Sketch as Sketch

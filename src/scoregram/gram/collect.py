@@ -23,8 +23,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from scoregram.gram.batch import RolloutLayout
-from scoregram.gram.contract import Contractor, Factors, Lookup, Use, row_gram, weighted_sums
+from scoregram.gram.contract import Contractor, Factors, Lookup, Use, row_gram, scaled_, weighted_sums
 from scoregram.gram.kept import KeptRows
+from scoregram.gram.preconditioner import Diagonal
 from scoregram.gram.sketch import Sketcher
 
 STACKED_ELEMENTS = 1 << 12
@@ -153,16 +154,19 @@ class Collector:
         weights: Tensor | None,
         sketcher: Sketcher | None = None,
         kept: KeptRows | None = None,
+        diagonal: Diagonal | None = None,
     ) -> None:
         """Take the number of rollouts and of groups, and the `(M, N)` weight vectors or None.
 
         A sketcher gets the uses or the rows of every parameter before they are dropped. `kept` gets them instead of
-        being contracted: the pass then has no Gram of its own.
+        being contracted: the pass then has no Gram of its own. With the diagonal `D` of a preconditioner, Grams are
+        `⟨ψ_i, D ψ_j⟩`; there are no weights and no sketcher then.
         """
         self.rollouts = rollouts
         self.groups = groups
         self.sketcher = sketcher
         self.kept = kept
+        self.diagonal = diagonal
         self.states: dict[int, ParameterState] = {}
         self._arrivals = 0
         self.set_weights(weights)
@@ -247,7 +251,10 @@ class Collector:
             return
         height = view.shape[0] if rows is None else len(rows)
         add_sums = partial(self.state(parameter).add_sums, view, rows=rows)
-        self.contractor.stream(uses, height, owner=id(parameter), out_dtype=parameter.dtype, receive=add_sums)
+        root = None if self.diagonal is None else partial(self.diagonal.root, parameter, view, rows)
+        self.contractor.stream(
+            uses, height, owner=id(parameter), out_dtype=parameter.dtype, receive=add_sums, root=root
+        )
 
     # after the backward pass
 
@@ -296,7 +303,11 @@ class Collector:
                 state.rows = None
                 self.kept.add_rows(state.parameter, rows)
             return
-        self.contractor.keep([id(state.parameter) for state in alike], row_gram(stacked, self.groups))
+        grams_of = stacked
+        if self.diagonal is not None:
+            roots = torch.stack([self.diagonal.flat_root(state.parameter) for state in alike])  # (n, D)
+            grams_of = scaled_(stacked.clone(), roots.unsqueeze(1))
+        self.contractor.keep([id(state.parameter) for state in alike], row_gram(grams_of, self.groups))
         for state, rows in zip(alike, stacked.unbind(), strict=True):
             state.rows = None
             if self.sketcher is not None:

@@ -133,15 +133,19 @@ class Contractor:
         owner: int,
         out_dtype: torch.dtype,
         receive: Callable[[Tensor], None],
+        root: Callable[[int, int], Tensor] | None = None,
     ) -> None:
         """Contract the per-rollout gradients of one weight, chunk by chunk over its rows; keeps its Gram.
 
         All uses of the weight (`p` rows) are added *before* the Gram is taken, so it includes their cross terms.
         `receive` gets the weighted sums `(M, p, q)`, if there are weight vectors: now, or when `flush` is called.
+        With a preconditioner, `root(start, stop)` is `√D` of those rows, and the Gram is that of `√D G`; there are no
+        weight vectors then.
         """
+        assert root is None or self.weights is None, "the sums are of plain gradients"
         first, sample = uses[0], uses[0].columns
         q = sample.shape[2]
-        if len(uses) == 1 and isinstance(first, Factors) and self.suits_slab(rows, sample):
+        if root is None and len(uses) == 1 and isinstance(first, Factors) and self.suits_slab(rows, sample):
             slab = self.slab(sample, out_dtype)
             space = slab.reserve(rows, q, owner, receive)
             torch.bmm(first.a.mT, first.b, out=space)
@@ -155,6 +159,8 @@ class Contractor:
             chunk = first.add_to(None, start, stop)  # (N, stop - start, q)
             for use in uses[1:]:
                 chunk = use.add_to(chunk, start, stop)
+            if root is not None:
+                chunk = scaled_(chunk, root(start, stop))
             self.contract(chunk.flatten(1), None if sums is None else sums[:, start:stop].flatten(1), owner=owner)
         if sums is not None:
             receive(sums)
@@ -248,6 +254,15 @@ def weighted_sums(weights: Tensor, rows: Tensor) -> Tensor:
     wide = torch.promote_types(rows.dtype, torch.float32)
     with torch.autocast(rows.device.type, enabled=False):
         return weights.to(wide) @ rows.to(wide)
+
+
+def scaled_(rows: Tensor, root: Tensor) -> Tensor:
+    """Rows `(…, D)` times `root`, which broadcasts, in float32 or wider: half precision holds too few powers of ten.
+
+    The rows may be overwritten. In float32 the kernels for half precision do not apply.
+    """
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return rows.to(wide).mul_(root.to(wide))
 
 
 def row_gram(rows: Tensor, groups: int = 1) -> Tensor:

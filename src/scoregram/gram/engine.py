@@ -6,9 +6,9 @@ splits a measurement into its forward and its backward pass. All enter `Undo` tw
 `docs/gram.md` derives the algorithm.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -31,6 +31,7 @@ from scoregram.gram.in_passes import PassPlan, run_in_passes
 from scoregram.gram.measurement import Measurement
 from scoregram.gram.model import MeasuredModel, averages_gradients, sharded_modules, sharding_processes
 from scoregram.gram.plain_passes import verify_gram
+from scoregram.gram.preconditioner import Diagonal
 from scoregram.gram.result import Gram
 from scoregram.gram.sketch import Sketch
 from scoregram.gram.undo import Undo
@@ -50,6 +51,7 @@ def measure_gram(
     sketch: Sketch | None = None,
     keep_padding: bool = False,
     plan: PassPlan | Literal["auto"] | None = None,
+    preconditioner: Mapping[Tensor, Tensor] | None = None,
     verify: bool = False,
 ) -> Gram:
     """The Gram `K_ij = ⟨ψ_i, ψ_j⟩` of the scores of `N` rollouts, over every trainable parameter.
@@ -74,6 +76,8 @@ def measure_gram(
             to the right end of a row, where a causal model does not attend to it.
         plan: Measure the rollouts in several passes, as a `plan_passes` says; `"auto"` plans for the memory that is
             free. The Gram is the same; the last of its `notes` tells the cost. By default there is one pass.
+        preconditioner: A diagonal `D`: for every trainable parameter a tensor of its shape, with entries of 0 or more,
+            as from `adam_preconditioner`. The Gram is then `⟨ψ_i, D ψ_j⟩`, and so are the Grams of the layers.
         verify: Compare `K` with one plain backward pass per rollout, alone and without padding, and raise if they
             disagree.
 
@@ -81,12 +85,16 @@ def measure_gram(
         ScoregramError: If shapes differ, the batch is empty, a mask has values other than 0 and 1, a token id is not in
             the vocabulary, a completion token is the first token of its rollout, a parameter or gradient is not finite,
             or another measurement, in any thread, is using one of the modules or trainable parameters; with `verify`,
-            also if the model's output depends on padding or on the other rollouts.
+            also if the model's output depends on padding or on the other rollouts. With a preconditioner, also if it
+            lacks a parameter, a shape differs, an entry is negative or not finite, the model is sharded, or there is a
+            sketch.
     """
     measured = MeasuredModel(model)
     require_sketch(sketch)
     if plan is not None:
         refuse_several_passes(measured.model, plan, group_size, sketch)
+    if preconditioner is not None:
+        require_preconditioner(measured.model, preconditioner, sketch)
 
     def checked_batch() -> tuple[Batch, DistinctRollouts]:
         batch = make_batch(
@@ -104,13 +112,15 @@ def measure_gram(
     # A process that raised alone would leave the others waiting in the first pass.
     batch, rollouts = sharding_processes(measured.model).each(checked_batch)
     with Undo() as undo, undo, measured.in_use(undo):
+        diagonal = None if preconditioner is None else Diagonal(preconditioner, measured.parameters)
         if plan is None:
-            scores = Measurement(measured, rollouts, sketch=sketch).run(check_padding=not verify)
+            measurement = Measurement(measured, rollouts, sketch=sketch, diagonal=diagonal)
+            scores = measurement.run(check_padding=not verify)
         else:
-            scores = run_in_passes(measured, rollouts, None if isinstance(plan, str) else plan)
+            scores = run_in_passes(measured, rollouts, None if isinstance(plan, str) else plan, diagonal)
         gram = scores.gram()
         if verify:
-            verify_gram(measured, batch, gram.matrix, gram.log_probs, group_size)
+            verify_gram(measured, batch, gram.matrix, gram.log_probs, group_size, diagonal)
     return replace(gram, log_probs=batch.as_given(gram.log_probs))
 
 
@@ -118,6 +128,19 @@ def require_sketch(sketch: object) -> None:
     """Raise unless this is a `Sketch` or None."""
     if not isinstance(sketch, Sketch | None):
         fail("measure_gram", "sketch must be a Sketch or None", repr(sketch), "Pass for example Sketch(features=1024).")
+
+
+def require_preconditioner(model: nn.Module, preconditioner: object, sketch: Sketch | None) -> None:
+    """Raise unless a preconditioner is a mapping, and a measurement with one is possible."""
+    caller = "measure_gram"
+    if not isinstance(preconditioner, Mapping) or not all(isinstance(key, Tensor) for key in preconditioner):
+        remedy = "Make one with adam_preconditioner(optimizer)."
+        fail(caller, "preconditioner must map parameters to tensors", type(preconditioner).__name__, remedy)
+    if sketch is not None:
+        remedy = "Sketches are of plain scores; measure them in a call of their own."
+        fail(caller, "a preconditioner excludes a sketch", "both", remedy)
+    if sharded_modules(model):
+        fail(caller, "preconditioner needs a model that is whole", "a sharded model", "Measure it on one process.")
 
 
 def refuse_several_passes(
@@ -217,13 +240,21 @@ class HeldOutGram:
     """Inner products of the scores of trained and held-out rollouts."""
 
     cross: Float[Tensor, "train held"]
-    """`⟨ψ_i, ψ_j⟩` of trained `i` and held-out `j`, float64; `held_out_effect` takes its transpose."""
+    """`⟨ψ_i, ψ_j⟩` of trained `i` and held-out `j`, float64; `held_out_effect` takes its transpose.
+
+    With a preconditioner both fields are `⟨ψ_i, D ψ_j⟩`.
+    """
     train: Float[Tensor, "train train"]
     """The Gram of the trained rollouts alone, float64."""
 
 
 def cross_gram(
-    model: nn.Module, train: Sequence[Tensor | None], held_out: Sequence[Tensor | None], *, temperature: float = 1.0
+    model: nn.Module,
+    train: Sequence[Tensor | None],
+    held_out: Sequence[Tensor | None],
+    *,
+    temperature: float = 1.0,
+    preconditioner: Mapping[Tensor, Tensor] | None = None,
 ) -> HeldOutGram:
     """Inner products of the scores of trained rollouts with those of held-out rollouts, from one pass over both.
 
@@ -232,6 +263,8 @@ def cross_gram(
         train: `(input_ids, completion_mask, attention_mask)`, each `(N, T)`; the last is optional and may be None.
         held_out: The same, each `(M, T')`; the shorter of the two parts is padded on the right.
         temperature: Logits are divided by it.
+        preconditioner: A diagonal `D`, as for `measure_gram`: a step `η D Σ_i w_i ψ_i` changes `log π` of held-out
+            rollout `j` by `η Σ_i w_i ⟨ψ_i, D ψ_j⟩` to first order.
 
     Raises:
         ScoregramError: As `measure_gram`, and if a part is empty or does not have two or three tensors.
@@ -240,7 +273,8 @@ def cross_gram(
     tokens = max(padded_part(part, name)[0].shape[1] for name, part in named_parts.items())
     parts = [padded_part(part, name, tokens) for name, part in named_parts.items()]
     ids, mask, attention = (torch.cat(pair) for pair in zip(*parts, strict=True))
-    matrix = measure_gram(model, ids, mask, attention, temperature=temperature).matrix
+    options: dict[str, Any] = {"temperature": temperature, "preconditioner": preconditioner}
+    matrix = measure_gram(model, ids, mask, attention, **options).matrix
     count = len(parts[0][0])
     return HeldOutGram(cross=matrix[:count, count:], train=matrix[:count, :count])
 

@@ -29,6 +29,7 @@ from scoregram.gram.kept import KeptRows
 from scoregram.gram.measurement import Measurement
 from scoregram.gram.memory import MEMORY_SHARE, bytes_of_pass, free_bytes
 from scoregram.gram.model import MeasuredModel, model_inside, trainable_parameters
+from scoregram.gram.preconditioner import Diagonal
 from scoregram.gram.result import CollectedScores, layer_of
 from scoregram.rollouts import micro_batches
 
@@ -185,7 +186,9 @@ def parts_of(sizes: Sequence[int], count: int) -> list[list[int]]:
 # The passes
 
 
-def run_in_passes(measured: MeasuredModel, rollouts: DistinctRollouts, given: PassPlan | None) -> CollectedScores:
+def run_in_passes(
+    measured: MeasuredModel, rollouts: DistinctRollouts, given: PassPlan | None, diagonal: Diagonal | None = None
+) -> CollectedScores:
     """The scores of all rollouts, from the passes of a plan; inside `MeasuredModel.in_use`.
 
     Without a given plan, if the device runs out of memory after all, passes of half the size follow.
@@ -194,7 +197,7 @@ def run_in_passes(measured: MeasuredModel, rollouts: DistinctRollouts, given: Pa
     plan = first_plan(measured.model, count, tokens) if given is None else replace(given, rollouts=count)
     while True:
         try:
-            return scores_of_plan(measured, rollouts, plan)
+            return scores_of_plan(measured, rollouts, plan, diagonal)
         except torch.OutOfMemoryError:
             if given is not None or plan.per_pass == 1:
                 raise
@@ -216,13 +219,15 @@ def survives_exhaustion(model: nn.Module) -> bool:
     return next(model.parameters()).is_cuda
 
 
-def scores_of_plan(measured: MeasuredModel, rollouts: DistinctRollouts, plan: PassPlan) -> CollectedScores:
+def scores_of_plan(
+    measured: MeasuredModel, rollouts: DistinctRollouts, plan: PassPlan, diagonal: Diagonal | None = None
+) -> CollectedScores:
     """The scores of all rollouts from the passes of `plan`."""
     if plan.is_single:
-        return Measurement(measured, rollouts).run()
+        return Measurement(measured, rollouts, diagonal=diagonal).run()
     # Rollouts of about the same length share a pass, which then has little padding.
     order = rollouts.batch.attention_mask.sum(1).argsort(stable=True)
-    passes = (KeptPasses if plan.parts else PairedPasses)(measured, rollouts.batch.at(order), plan)
+    passes = (KeptPasses if plan.parts else PairedPasses)(measured, rollouts.batch.at(order), plan, diagonal)
     grams = passes.grams()
     back = order.argsort().cpu()
     blocks = torch.stack([*grams.values()])[:, back][:, :, back] if grams else torch.zeros(0, *2 * (len(back),))
@@ -242,10 +247,11 @@ def scores_of_plan(measured: MeasuredModel, rollouts: DistinctRollouts, plan: Pa
 class SeveralPasses:
     """Passes over some rollouts at a time, and what they have in common."""
 
-    def __init__(self, measured: MeasuredModel, batch: Batch, plan: PassPlan) -> None:
+    def __init__(self, measured: MeasuredModel, batch: Batch, plan: PassPlan, diagonal: Diagonal | None) -> None:
         self.measured = measured
         self.batch = batch
         self.plan = plan
+        self.diagonal = diagonal
         self.log_probs = torch.zeros_like(batch.coefficients)
         self.replayed: dict[str, None] = {}
         self.notes: dict[str, None] = {}
@@ -263,7 +269,7 @@ class SeveralPasses:
             completion_mask=batch.completion_mask[:, :width],
             coefficients=batch.coefficients[:, :width],
         )
-        scores = Measurement(self.measured, all_rollouts(batch), kept=kept).run()
+        scores = Measurement(self.measured, all_rollouts(batch), kept=kept, diagonal=self.diagonal).run()
         self.log_probs = self.log_probs.to(scores.log_probs)
         self.log_probs[rows] = F.pad(scores.log_probs, (0, self.log_probs.shape[1] - width))
         self.replayed |= dict.fromkeys(scores.replayed)
@@ -291,7 +297,7 @@ class KeptPasses(SeveralPasses):
     def grams_of(self, part: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """The Grams of one part of the parameters, from one pass after the other over all rollouts."""
         count = self.batch.rollouts
-        kept = KeptRows([parameter for _, parameter in part], count)
+        kept = KeptRows([parameter for _, parameter in part], count, self.diagonal)
         for here in micro_batches(count, self.plan.per_pass):
             kept.begin_pass(here)
             self.measure(self.rows(here), kept)

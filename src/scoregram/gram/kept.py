@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from scoregram.gram.contract import Contractor, Use, rows_at_a_time
+from scoregram.gram.contract import Contractor, Use, rows_at_a_time, scaled_
+from scoregram.gram.preconditioner import Diagonal
 from scoregram.gram.sketch import flat_index
 
 
@@ -16,9 +17,14 @@ class KeptRows:
     `N · D` numbers, in the dtype in which the pass forms the gradient.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], rollouts: int) -> None:
-        """Take the parameters to keep; gradients of all others are dropped."""
+    def __init__(self, parameters: Sequence[Tensor], rollouts: int, diagonal: Diagonal | None = None) -> None:
+        """Take the parameters to keep; gradients of all others are dropped.
+
+        With the diagonal of a preconditioner, the Grams are those of the kept rows times `√D`.
+        """
         self.rollouts = rollouts
+        self.diagonal = diagonal
+        self._parameters = {id(parameter): parameter for parameter in parameters}
         self._rows: dict[int, Tensor | None] = {id(parameter): None for parameter in parameters}  # (N, D) each
         self._here = slice(0, rollouts)
 
@@ -88,7 +94,11 @@ class KeptRows:
         for owner in self.owners:
             rows, self._rows[owner] = self._rows[owner], None
             assert rows is not None
-            for part in rows.split(rows_at_a_time(self.rollouts, rows.device), 1):
+            step = rows_at_a_time(self.rollouts, rows.device)
+            roots = None if self.diagonal is None else self.diagonal.flat_root(self._parameters[owner]).split(step)
+            for number, part in enumerate(rows.split(step, 1)):
+                if roots is not None:
+                    part = scaled_(part, roots[number])
                 # GPU products number elements with 32 bits: rows far apart must come together first
                 contractor.contract(part.contiguous() if part.is_cuda else part, None, owner=owner)
         return contractor.grams(place, count)[:, 0]

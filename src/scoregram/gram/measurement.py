@@ -24,6 +24,7 @@ from scoregram.gram.kept import KeptRows
 from scoregram.gram.model import MeasuredModel
 from scoregram.gram.passes import Pass
 from scoregram.gram.plain_passes import DropoutOff, batch_log_probs, logits_of, padding_dependence
+from scoregram.gram.preconditioner import Diagonal
 from scoregram.gram.result import CollectedScores
 from scoregram.gram.sketch import Sketch, Sketcher
 
@@ -44,16 +45,19 @@ class Measurement:
         weights: Tensor | None = None,
         sketch: Sketch | None = None,
         kept: KeptRows | None = None,
+        diagonal: Diagonal | None = None,
     ) -> None:
         """Take the model, the rollouts, `(M, N)` weights of the caller's rollouts or None, and a sketch or None.
 
-        With `kept`, gradients go there and the scores have no Gram.
+        With `kept`, gradients go there and the scores have no Gram. With the diagonal of a preconditioner, the Gram is
+        `⟨ψ_i, D ψ_j⟩`; weights and sketch must be None.
         """
         self.measured = measured
         self.rollouts = rollouts
         self.weights = None if weights is None else rollouts.row_weights(weights)
         self.sketch = sketch
         self.kept = kept
+        self.diagonal = diagonal
         self.failure: Exception | None = None
         """The model's first error."""
         self.wide_failure: Exception | None = None
@@ -201,7 +205,7 @@ class Measurement:
         sketcher = None if self.sketch is None else Sketcher(self.sketch, parameters, batch.rollouts)
         if self.kept is not None:
             self.kept.restart_pass()
-        collector = Collector(batch.rollouts, self.rollouts.groups, self.weights, sketcher, self.kept)
+        collector = Collector(batch.rollouts, self.rollouts.groups, self.weights, sketcher, self.kept, self.diagonal)
         self.current = Pass(self.measured, batch, collector, narrow=narrow)
         return self.current
 

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from scoregram.checks import fail
 from scoregram.gram.batch import Batch
 from scoregram.gram.model import MeasuredModel
+from scoregram.gram.preconditioner import Diagonal
 from scoregram.gram.undo import Undo
 
 DROPOUTS = {torch.dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
@@ -295,9 +296,17 @@ def rounding_unit(measured: MeasuredModel) -> float | None:
 
 
 def verify_gram(
-    measured: MeasuredModel, batch: Batch, matrix: Tensor, log_probs: Tensor, group_size: int | None, seed: int = 0
+    measured: MeasuredModel,
+    batch: Batch,
+    matrix: Tensor,
+    log_probs: Tensor,
+    group_size: int | None,
+    diagonal: Diagonal | None = None,
+    seed: int = 0,
 ) -> None:
     """Raise unless `wᵀKw = ‖Σ w_i ψ_i‖²` for a random `w` on each group, with every `ψ_i` by its definition.
+
+    With the diagonal of a preconditioner the right side is `gᵀDg` with `g = Σ w_i ψ_i`.
 
     Each `ψ_i` comes from a plain backward pass over rollout `i` alone, without padding. So the comparison also finds a
     model whose output depends on padding or on the other rollouts of a batch.
@@ -325,7 +334,10 @@ def verify_gram(
         if (row + 1) % size:
             continue
         here = slice(row + 1 - size, row + 1)
-        plain = sum(float(total.double().square().sum()) for total in sums.values())
+        squares = {key: total.double().square() for key, total in sums.items()}
+        if diagonal is not None:
+            squares = {key: square * diagonal.of(key) for key, square in squares.items()}
+        plain = sum(float(square.sum()) for square in squares.values())
         compare_with_plain(matrix[here, here], weights[here], plain, allowed, f"{here.start} to {row}", moved)
         sums, moved = {}, 0.0
 

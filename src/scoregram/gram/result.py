@@ -19,7 +19,10 @@ class Gram:
     """Inner products of per-rollout scores over all trainable parameters."""
 
     matrix: Float[Tensor, "rollouts rollouts"]
-    """`K_ij = ⟨ψ_i, ψ_j⟩`, float64, on the CPU; `nan` between groups if the call had a `group_size`."""
+    """`K_ij = ⟨ψ_i, ψ_j⟩`, float64, on the CPU; `nan` between groups if the call had a `group_size`.
+
+    With a preconditioner, `⟨ψ_i, D ψ_j⟩`.
+    """
     by_layer: Mapping[str, Float[Tensor, "rollouts rollouts"]]
     """The same for every module that owns trainable parameters; they add up to `matrix`.
 
