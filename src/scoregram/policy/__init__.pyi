@@ -27,5 +27,7 @@ from .tiny import character_tokenizer as character_tokenizer
 from .transcripts import Episode as Episode
 from .transcripts import play_branches as play_branches
 from .transcripts import play_episodes as play_episodes
+from .transcripts import play_on as play_on
+from .transcripts import replayed_episode as replayed_episode
 from .transcripts import start_episodes as start_episodes
 from .vllm import installed_vllm as installed_vllm

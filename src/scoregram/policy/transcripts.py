@@ -140,19 +140,51 @@ def play_episodes(
         max_turns: Largest number of turns of an episode.
         generator: Source of the randomness of the tokens; every turn of an open episode draws from it.
     """
-    everyone = [episode for group in groups for episode in group]
-    contexts, copies, going = [group[0].ids for group in groups], len(groups[0]), everyone
-    for _ in range(max_turns):
+    play_on(policy, groups, sampling=sampling, max_turns=max_turns, generator=generator)
+    return transcripts(policy, groups)
+
+
+def play_on(
+    policy: Policy,
+    groups: Sequence[Sequence[Episode]],
+    *,
+    sampling: SamplingConfig,
+    max_turns: int,
+    generator: torch.Generator | None,
+) -> None:
+    """Play episodes to their end; they change in place. Those of a group have the same tokens so far."""
+    contexts, copies, going = (
+        [group[0].ids for group in groups],
+        len(groups[0]),
+        [one for each in groups for one in each],
+    )
+    while going:
         drawn = draw_turns(policy, contexts, copies, sampling, generator)
         for episode, turn in zip(going, drawn, strict=True):
             episode.write(turn, policy)
-        going = [episode for episode in going if not episode.done and episode.fits(policy, sampling)]
-        if not going or going[0].turns == max_turns:
-            break
+        going = [one for one in going if not one.done and one.turns < max_turns and one.fits(policy, sampling)]
         for episode in going:
             episode.read()
         contexts, copies = [episode.ids for episode in going], 1
-    return transcripts(policy, groups)
+
+
+def replayed_episode(
+    policy: Policy, task: Task, problem: Problem, seed: int, turns: Sequence[Sequence[int]], history: Sequence[int]
+) -> Episode | None:
+    """A fresh episode in which the policy wrote these turns, if it then has the tokens of the history; else None.
+
+    The environment starts with `seed`. Where it answers by chance, only some seeds lead to the same history.
+    """
+    ((episode,),) = start_episodes(policy, task, [problem], [[seed]])
+    for ids in turns:
+        zeros = [0.0] * len(ids)
+        episode.write(DrawnTurn([*ids], zeros, zeros), policy)
+        if episode.done:
+            return None
+        episode.read()
+        if episode.ids != list(history[: len(episode.ids)]):
+            return None
+    return episode if episode.ids == list(history) else None
 
 
 def play_branches(

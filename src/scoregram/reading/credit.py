@@ -17,7 +17,7 @@ from scoregram.statistics import credit_fidelity
 class CreditTruth:
     """True advantages of the tokens of a step under the policy that sampled them, or estimates of them.
 
-    A unit is a token, or a segment of tokens where values are known only at the ends of segments.
+    A unit is a token, or a segment of tokens or a turn where values are known only at their ends.
     """
 
     unit_of: Int[Tensor, "batch tokens"]

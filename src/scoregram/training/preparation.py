@@ -42,8 +42,9 @@ def require_turns(config: TrainConfig, task: Task) -> None:
         if control != "group_size" and task.environment is not None:
             remedy = "Leave it out, or choose another task."
             fail(control_option(control), "needs a task of one turn", task.name, remedy)
-    if config.credit_truth == "sampled" and task.environment is not None:
-        fail("train --credit-truth", "sampled values need a task of one turn", task.name, "Leave it out.")
+    if config.credit_truth == "sampled" and config.chosen_method.branches and task.environment is not None:
+        got = f"{config.method}, whose rollouts are candidates for one turn without the reply to it"
+        fail("train --credit-truth", "sampled values of turns need whole episodes", got, "Leave it out.")
 
 
 def first_problems(task: Task, count: int) -> Sequence[Problem]:

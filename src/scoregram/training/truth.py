@@ -1,28 +1,39 @@
 """True advantages of tokens, with which credit is compared, and the change of log-probability by the update.
 
 The true advantage of a token is `V(prefix with it) − V(prefix before it)` under the policy before the update. There are
-two sources of values `V`. `ExactTruth` has the probability that the policy writes the right solution. It needs a task
+three sources of values `V`. `ExactTruth` has the probability that the policy writes the right solution. It needs a task
 with one right solution and a policy with one token per character. `SampledTruth` has the mean reward of fresh rollouts
-from the start of each segment, with its variance. It works for any task without an environment. Neither changes the
-run: the rollouts of `SampledTruth` are a cost of measuring and count in no budget.
+from the start of each segment, with its variance. It works for any task without an environment. `TurnTruth` has the
+mean of the rewards to come in fresh episodes that continue the history before each turn. None changes the run: fresh
+rollouts are a cost of measuring and count in no budget.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from scoregram.policy import Policy
+from scoregram.checks import fail
+from scoregram.policy import Episode, Policy, SamplingConfig, play_on, replayed_episode
 from scoregram.reading import CreditTruth, Step
-from scoregram.rollouts import Rollouts
+from scoregram.rollouts import Rollouts, micro_batches
 from scoregram.tasks import Problem, Task
+from scoregram.training.collect import seeded_generator
 from scoregram.training.config import TrainConfig
+from scoregram.training.credit import turns_of_tokens
 from scoregram.training.input_source import completion_places
-from scoregram.training.prefix_values import PrefixRollouts, Segments, SolutionValues, exact_obstacle, require_exact
+from scoregram.training.prefix_values import (
+    ROWS_SAMPLED_AT_ONCE,
+    PrefixRollouts,
+    Segments,
+    SolutionValues,
+    exact_obstacle,
+    require_exact,
+)
 from scoregram.training.update import Updater
 
 
@@ -96,6 +107,108 @@ class SampledTruth:
         )
 
 
+MOST_REPLAYS = 1000
+"""Fresh episodes with the turns of a history until one must have its observations too."""
+
+
+@dataclass(frozen=True)
+class History:
+    """What the policy has read and written before a turn."""
+
+    problem: int
+    """Place of its problem."""
+    ids: tuple[int, ...]
+    """All its tokens."""
+    turns: tuple[tuple[int, ...], ...]
+    """Those of each turn."""
+
+
+@dataclass
+class TurnTruth:
+    """Values from fresh episodes that continue the history before each turn. A unit is a turn of an episode.
+
+    The true advantage of turn `h` is `r_h + V(history after it) − V(history before it)`, where `V` is the expected sum
+    of the rewards to come, and 0 after the last turn; its reward includes the outcome. Equal histories share their
+    fresh episodes, and all others have their own, so that the noise of two values is independent. A fresh environment
+    with a seed of its own repeats the turns of the history. If it answers by chance, seeds are drawn until the answers
+    are those of the history.
+    """
+
+    policy: Policy
+    task: Task
+    sampling: SamplingConfig
+    config: TrainConfig
+
+    def truth(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> CreditTruth:
+        """One unit for each turn of an episode with a reward."""
+        histories: dict[History, int] = {}
+        befores: list[tuple[int, list[int]]] = []
+        for row, of_row in enumerate(histories_of(rollouts)):
+            if not math.isnan(float(rollouts.rewards[row])):
+                befores.append((row, [histories.setdefault(one, len(histories)) for one in of_row]))
+        returns = self.returns(number, list(histories), problems)
+        means, noises = returns.mean(1).tolist(), (returns.var(1) / returns.shape[1]).tolist()
+        unit_of = torch.full(rollouts.input_ids.shape, -1, dtype=torch.int64)
+        mask, turns, rewards = rollouts.completion_mask.cpu(), turns_of_tokens(rollouts), rollouts.turn_rewards.tolist()
+        gains: list[float] = []
+        variances: list[float] = []
+        for row, before in befores:
+            unit_of[row] = torch.where(mask[row], turns[row] + len(gains), -1)
+            values, noise = [*(means[one] for one in before), 0.0], [*(noises[one] for one in before), 0.0]
+            gains += [paid + late - early for paid, (early, late) in zip(rewards[row], pairwise(values), strict=False)]
+            variances += [early + late for early, late in pairwise(noise)]
+        return CreditTruth(
+            unit_of=unit_of,
+            advantages=torch.tensor(gains, dtype=torch.float64),
+            variances=torch.tensor(variances, dtype=torch.float64),
+            rollouts=returns.numel(),
+        )
+
+    def returns(self, number: int, histories: Sequence[History], problems: Sequence[Problem]) -> Tensor:
+        """`(histories, truth_rollouts)` float64 rewards to come of fresh episodes that continue each history."""
+        copies, generator = self.config.truth_rollouts, seeded_generator(self.config.seed, "truth", number)
+        found: list[list[float]] = []
+        for here in micro_batches(len(histories), max(1, ROWS_SAMPLED_AT_ONCE // copies)):
+            part = histories[here]
+            groups = [[self.replayed(one, problems, generator) for _ in range(copies)] for one in part]
+            limits = {"sampling": self.sampling, "max_turns": self.task.max_turns}
+            play_on(self.policy, groups, generator=generator, **limits)
+            for one, group in zip(part, groups, strict=True):
+                found.append([sum(episode.rewards[len(one.ids) :]) for episode in group])
+        return torch.tensor(found, dtype=torch.float64).view(len(histories), copies)
+
+    def replayed(self, history: History, problems: Sequence[Problem], generator: torch.Generator) -> Episode:
+        """A fresh episode with this history.
+
+        Raises:
+            ScoregramError: If none of `MOST_REPLAYS` fresh environments gives its observations.
+        """
+        problem = problems[history.problem]
+        for _ in range(MOST_REPLAYS):
+            seed = int(torch.randint(2**31, (1,), generator=generator))
+            episode = replayed_episode(self.policy, self.task, problem, seed, history.turns, history.ids)
+            if episode is not None:
+                break
+        else:
+            got = f"none in {MOST_REPLAYS} tries for {len(history.turns)} turns of {problem.id}"
+            requirement = "a fresh environment must repeat the observations of a history"
+            fail("train --credit-truth", requirement, got, "Leave it out: these observations are too random.")
+        return episode
+
+
+def histories_of(rollouts: Rollouts) -> Iterator[list[History]]:
+    """The history before each turn, for every rollout."""
+    ids, owners, turn_of = rollouts.input_ids.tolist(), rollouts.group_ids.tolist(), turns_of_tokens(rollouts).tolist()
+    for row, places in enumerate(completion_places(rollouts)):
+        turns: list[tuple[int, ...]] = []
+        found: list[History] = []
+        for _, turn in groupby(places, key=turn_of[row].__getitem__):
+            own = list(turn)
+            found.append(History(owners[row], tuple(ids[row][: own[0]]), tuple(turns)))
+            turns.append(tuple(ids[row][place] for place in own))
+        yield found
+
+
 def truth_source(config: TrainConfig, policy: Policy, task: Task) -> TruthSource | None:
     """The source that the config asks for; None for `none`, and for `auto` if exact values are not possible.
 
@@ -105,6 +218,8 @@ def truth_source(config: TrainConfig, policy: Policy, task: Task) -> TruthSource
     sampling = config.sampling(task.max_new_tokens)
     if config.credit_truth == "none":
         return None
+    if config.credit_truth == "sampled" and task.environment is not None:
+        return TurnTruth(policy, task, sampling, config)
     if config.credit_truth == "sampled":
         own = replace(config, prefix_rollouts=config.truth_rollouts)
         segments = Segments(policy, task, own, every_token=False)
