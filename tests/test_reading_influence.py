@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,11 +10,19 @@ import torch
 
 from scoregram.advice import GRAM_RULES, RunFinding, advise_run
 from scoregram.advice.findings import Undecided
-from scoregram.reading import TRAINED_AND_FIXED, RunReading, held_out_influence, prompt_products, read_run
+from scoregram.gram import adam_preconditioner, cross_gram
+from scoregram.reading import (
+    TRAINED_AND_FIXED,
+    TRAINED_AND_FIXED_PRECONDITIONED,
+    RunReading,
+    held_out_influence,
+    prompt_products,
+    read_run,
+)
 from scoregram.reading.influence import probe_products
 from scoregram.runs import BatchRecord, RunWriter, open_run
 from scoregram.tasks import load_task
-from scoregram.training import train
+from scoregram.training import evaluate, train
 from tests.training_cases import config_for, save_policy
 
 SIZE, WIDTH = 8, 6
@@ -180,6 +189,88 @@ def test_probes_store_training_rollouts_with_their_own_and_change_nothing(policy
     torch.testing.assert_close(joint.gram[-count:, -count:], fixed.gram, rtol=1e-4, atol=1e-4)
     assert torch.equal(joint.rewards[-count:], fixed.rewards)
     assert len(probe_products(run.batches())) == 2
+
+
+def test_probes_store_the_preconditioned_gram_of_the_step(policy, tmp_path, monkeypatch):
+    """Its blocks are those of `cross_gram` with the diagonal that AdamW's step was made with."""
+    measured, probe = [], evaluate.run_probe
+
+    def kept_probe(*given: Any) -> Any:
+        config, own, _, _, step, trained, optimizer = given
+        result = probe(*given)
+        if trained is not None:
+            assert int(next(iter(optimizer.state.values()))["step"]) == step
+            part = trained.input_ids, trained.completion_mask, trained.attention_mask
+            diagonal = adam_preconditioner(optimizer)
+            found = cross_gram(own.model, part, part, temperature=config.temperature, preconditioner=diagonal)
+            measured.append((found.train, len(trained.rewards)))
+        return result
+
+    monkeypatch.setattr(evaluate, "run_probe", kept_probe)
+    probing = {"probe_every": 1, "probe_problems": 3, "steps": 2, "probe_trained": True}
+    train(config_for(policy, tmp_path / "adamw", **probing))
+    run = open_run(tmp_path / "adamw")
+    by_kind = {
+        kind: [b for b in run.batches() if b.kind == kind]
+        for kind in (TRAINED_AND_FIXED, TRAINED_AND_FIXED_PRECONDITIONED)
+    }
+    plain, conditioned = by_kind.values()
+    assert [batch.step for batch in conditioned] == [batch.step for batch in plain] == [1, 2]
+    for one, other, (expected, count) in zip(plain, conditioned, measured, strict=True):
+        torch.testing.assert_close(other.gram[:count, :count], expected, rtol=1e-4, atol=1e-4 * float(expected.max()))
+        assert torch.equal(one.rewards, other.rewards) and one.prompt_ids == other.prompt_ids
+        assert not torch.allclose(one.gram, other.gram)
+    assert len(probe_products(run.batches(), preconditioned=True)) == len(probe_products(run.batches())) == 2
+
+
+def test_sgd_has_no_preconditioner(policy, tmp_path):
+    train(config_for(policy, tmp_path, probe_every=1, probe_problems=3, steps=1, probe_trained=True, optimizer="sgd"))
+    run = open_run(tmp_path)
+    assert {batch.kind for batch in run.batches()} == {"fixed", TRAINED_AND_FIXED}
+    assert held_out_influence(run.batches(), preconditioned=True).probes == 0
+
+
+def test_no_preconditioner_before_every_parameter_had_a_step():
+    first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.AdamW([first, second])
+    assert evaluate.latest_preconditioner(optimizer) is None
+    first.grad = torch.ones(2)
+    optimizer.step()
+    assert evaluate.latest_preconditioner(optimizer) is None  # the other one still has no state
+    second.requires_grad_(False)
+    assert list(evaluate.latest_preconditioner(optimizer) or {}) == [first]
+    assert evaluate.latest_preconditioner(None) is evaluate.latest_preconditioner(torch.optim.SGD([first])) is None
+
+
+def test_preconditioned_grams_are_read_by_their_own_kind():
+    """Plain Grams say that a prompt helps, those with the preconditioner that it hurts."""
+    helps, hurts = (planted_batches(1, 30, {"a": pull, **HELD_OUT}) for pull in (2.0, -2.0))
+    renamed = [replace(b, kind=TRAINED_AND_FIXED_PRECONDITIONED) for b in hurts if b.kind == TRAINED_AND_FIXED]
+    both = [*helps, *renamed]
+    assert held_out_influence(both).helping == ["a"] and held_out_influence(both).probes == 30
+    found = held_out_influence(both, preconditioned=True)
+    assert found.hurting == ["a"] and not found.helping and found.probes == 30
+    assert not held_out_influence(helps, preconditioned=True).effects, "an old folder has no such Gram"
+
+
+def test_a_held_out_rollout_on_weights_without_a_gradient_does_not_set_the_scale():
+    """There `D = 1/ε`. Its group has equal rewards, so it has no gradient, and every effect stays as it is."""
+    generator = torch.Generator().manual_seed(0)
+    names = ("a", "b", "test/0", "test/1")
+    scores = {name: torch.randn(4, 3, generator=generator, dtype=torch.float64) for name in names}
+    rewards = {name: torch.rand(4, generator=generator, dtype=torch.float64) for name in names}
+    rewards["test/1"].fill_(1.0)
+    found = []
+    for factor in (1.0, 1e4):
+        scores["test/1"][0] *= factor
+        batches = joint_batches(2, scores, rewards)
+        batches[1] = replace(batches[1], kind=TRAINED_AND_FIXED_PRECONDITIONED)
+        (probe,) = probe_products(batches, preconditioned=True)
+        found.append(probe.products)
+    assert found[0] == pytest.approx(found[1]) and np.abs(found[0]).max() > 0.01
+    squares = torch.cat([scores["a"], scores["b"]]).square().sum(1).mean() / 4
+    own, held = ((4 * rewards[n] - rewards[n].sum()) / 3 @ scores[n] / 4 for n in ("a", "test/0"))
+    assert found[0][0] == pytest.approx(float(own @ held / 2 / squares))
 
 
 def test_training_rollouts_are_stored_at_probes_only(policy, tmp_path):

@@ -65,6 +65,7 @@ from scoregram.reading.indicators import lost_randomness as lost_randomness
 from scoregram.reading.indicators import paired_gain as paired_gain
 from scoregram.reading.indicators import steps_to_show as steps_to_show
 from scoregram.reading.influence import TRAINED_AND_FIXED as TRAINED_AND_FIXED
+from scoregram.reading.influence import TRAINED_AND_FIXED_PRECONDITIONED as TRAINED_AND_FIXED_PRECONDITIONED
 from scoregram.reading.influence import HeldOutInfluence as HeldOutInfluence
 from scoregram.reading.influence import held_out_influence as held_out_influence
 from scoregram.reading.influence import prompt_products as prompt_products

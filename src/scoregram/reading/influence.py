@@ -3,6 +3,8 @@
 A run with `--probe-trained` stores, at each probe, one Gram of the training rollouts of that step and of rollouts of
 test problems. To first order, a step along the gradient of a training prompt `p` changes the expected reward of a
 held-out prompt `h` by `η ⟨g_p, g_h⟩`. Leave-one-out gradients of independent groups estimate that product unbiasedly.
+A run with AdamW stores `⟨g_p, D g_h⟩` too, with the preconditioner `D` of that step: what the prompt changes by its
+share of AdamW's step, momentum aside.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +21,8 @@ from scoregram.statistics import leave_one_out_weights
 
 TRAINED_AND_FIXED = "train and fixed"
 """Kind of a batch with the training rollouts of a step, followed by those of its probe."""
+TRAINED_AND_FIXED_PRECONDITIONED = f"{TRAINED_AND_FIXED}, preconditioned"
+"""Kind of the batch with the same rollouts and the Gram `⟨ψ_i, D ψ_j⟩`, with AdamW's `D` after the step."""
 _PROBE = "fixed"  # `FIXED_PROBE` of `training`, which imports this module
 STRICTER = 5
 """Intervals are at 99 %, five times as strict as others: at 95 %, 7 % of 200 simulated runs of noise had a finding."""
@@ -32,7 +36,10 @@ class ProbeProducts:
 
     prompts: tuple[str, ...]
     products: np.ndarray
-    """`(P,)`: mean over held-out prompts of `⟨ĝ_p, ĝ_h⟩`, over the mean squared score and per rollout of a group."""
+    """`(P,)`: mean over held-out prompts of `⟨ĝ_p, ĝ_h⟩`, over the mean squared score and per rollout of a group.
+
+    With a preconditioner `⟨ĝ_p, D ĝ_h⟩` and the mean of `⟨ψ_i, D ψ_i⟩`, over the training rollouts alone.
+    """
     null: np.ndarray
     """`(NULL_DRAWS, P)`: the same with the rewards of every held-out group shuffled; zero on average."""
 
@@ -62,9 +69,16 @@ class HeldOutInfluence:
         return sorted(names, key=lambda name: -self.effects[name].value)
 
 
-def held_out_influence(batches: Iterable[BatchRecord]) -> HeldOutInfluence:
-    """Effects of the training prompts that were visited at `FEWEST` probes or more; none without such Grams."""
-    probes = probe_products(batches)
+def held_out_influence(batches: Iterable[BatchRecord], *, preconditioned: bool = False) -> HeldOutInfluence:
+    """Effects of the training prompts that were visited at `FEWEST` probes or more; none without such Grams.
+
+    Args:
+        batches: The batches of a run.
+        preconditioned: Read the Grams with AdamW's preconditioner, `⟨g_p, D g_h⟩`; a run with SGD has none. `D`
+            includes the gradient of the training rollouts of its step, so unbiasedness holds for given `D` and
+            training rollouts: over the held-out rollouts.
+    """
+    probes = probe_products(batches, preconditioned=preconditioned)
     visits: dict[str, list[tuple[float, np.ndarray]]] = {}
     for probe in probes:
         for place, name in enumerate(probe.prompts):
@@ -79,17 +93,18 @@ def held_out_influence(batches: Iterable[BatchRecord]) -> HeldOutInfluence:
     return HeldOutInfluence(effects=effects, probes=len(probes), by_chance=by_chance)
 
 
-def probe_products(batches: Iterable[BatchRecord]) -> list[ProbeProducts]:
-    """The products of every probe that stored training rollouts with its own.
+def probe_products(batches: Iterable[BatchRecord], *, preconditioned: bool = False) -> list[ProbeProducts]:
+    """The products of every probe that stored training rollouts with its own, plain or preconditioned.
 
     Held-out prompts are those of the probe's own batch, which is stored before it. One batch is in memory at a time.
     """
     held_out: dict[int, set[str]] = {}
+    wanted = TRAINED_AND_FIXED_PRECONDITIONED if preconditioned else TRAINED_AND_FIXED
     found = []
     for batch in batches:
         if batch.kind == _PROBE:
             held_out[batch.step] = set(batch.prompt_ids)
-        if batch.kind == TRAINED_AND_FIXED and batch.step in held_out and bool(batch.rewards.isfinite().all()):
+        if batch.kind == wanted and batch.step in held_out and bool(batch.rewards.isfinite().all()):
             found.append(_products(batch, held_out[batch.step]))
     return found
 
@@ -98,8 +113,12 @@ def _products(batch: BatchRecord, held_out: set[str]) -> ProbeProducts:
     is_held = np.array([name in held_out for name in batch.prompt_ids])
     gram, sizes = batch.gram.double().numpy(), batch.sizes.tolist()
     rewards = np.split(batch.rewards.double().numpy(), np.cumsum(sizes)[:-1])
-    scale = float(np.diag(gram).mean()) / float(np.mean(sizes))
     rng, rows = np.random.default_rng(batch.step), np.repeat(is_held, sizes)
+    squares = np.diag(gram)
+    if batch.kind == TRAINED_AND_FIXED_PRECONDITIONED:
+        # D = 1/ε for weights without a gradient so far: one held-out rollout that uses them would set the scale
+        squares = squares[~rows]
+    scale = float(squares.mean()) / float(np.mean(sizes))
     held_rewards = [one for one, held in zip(rewards, is_held, strict=True) if held]
     drawn = [held_rewards] + [[rng.permutation(one) for one in held_rewards] for _ in range(NULL_DRAWS)]
     weights = np.concatenate([_gradient_weights(np.stack(one)) for one in zip(*drawn, strict=True)], axis=1)

@@ -215,7 +215,8 @@ class TrainConfig:
     """Temperatures to probe at; the policy's own by default."""
     probe_trained: bool = False
     """At probes, also store the Gram between the training rollouts of the step and those of the probe: which training
-    prompts help held-out ones. It costs one more measurement of both."""
+    prompts help held-out ones. It costs one more measurement of both, and with AdamW another one with the
+    preconditioner of the step."""
     rollouts_every: int = 10
     """Store rollouts, token by token, at every N-th step; 0 for never."""
     eval_every: int = 20

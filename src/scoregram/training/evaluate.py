@@ -10,13 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from scoregram.bootstrap import NORMAL_QUANTILE
 from scoregram.checks import fail
-from scoregram.gram import measure_gram
+from scoregram.gram import adam_preconditioner, measure_gram
 from scoregram.policy import BiasedSamplingWarning, Policy, SamplingConfig
 from scoregram.reading import (
     TRAINED_AND_FIXED,
+    TRAINED_AND_FIXED_PRECONDITIONED,
     Step,
     batch_records,
     group_readings,
@@ -151,6 +153,7 @@ def run_probe(
     problems: Sequence[Problem],
     step: int,
     trained: Rollouts | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> ProbeResult:
     """Sample groups of the problems and measure their Grams; the policy and its gradients stay as they are.
 
@@ -166,6 +169,9 @@ def run_probe(
         step: Number of the step; 0 before the first.
         trained: Training rollouts of the step. With `probe_trained`, their Gram with the rollouts of the probe is
             stored as one batch. They were sampled before the update, so their scores are off-policy by one step.
+        optimizer: Optimiser of the run, after the step. With Adam and `probe_trained`, the Gram of `trained` and the
+            probe is also stored with its preconditioner: the one that the step was made with, which includes the
+            gradient of these training rollouts, and the latest that is known before the next step.
     """
     groups: list[GroupRecord] = []
     batches: list[BatchRecord] = []
@@ -190,16 +196,37 @@ def run_probe(
             if is_whole and config.probe_trained and trained is not None:
                 parts = [replace(part, reward_parts={}) for part in (trained, rollouts)]
                 joint = concatenated_rollouts(parts, policy.pad_id)
-                both = {"number": step, "kind": TRAINED_AND_FIXED, "temperature": scored_at}
-                batches += batch_records(probe_step(policy, joint, blocks=None, **both))
+                products: dict[str, dict[Tensor, Tensor] | None] = {TRAINED_AND_FIXED: None}
+                if (latest := latest_preconditioner(optimizer)) is not None:
+                    products[TRAINED_AND_FIXED_PRECONDITIONED] = latest
+                for name, given in products.items():
+                    both = {"number": step, "kind": name, "temperature": scored_at, "preconditioner": given}
+                    batches += batch_records(probe_step(policy, joint, blocks=None, **both))
             if not scalars:
                 means = mean_over_groups([reading.scalars() for reading in readings]) | reward_scalars(probed)
                 scalars = {f"probe/{name.removeprefix('group/')}": value for name, value in means.items()}
     return ProbeResult(groups, batches, scalars)
 
 
+def latest_preconditioner(optimizer: torch.optim.Optimizer | None) -> dict[Tensor, Tensor] | None:
+    """The diagonal of Adam's latest step; None for another optimiser, or if a parameter has had no step yet."""
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        return None
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not all(optimizer.state.get(parameter) for parameter in trained if parameter.requires_grad):
+        return None
+    return adam_preconditioner(optimizer)
+
+
 def probe_step(
-    policy: Policy, rollouts: Rollouts, *, number: int, kind: str, temperature: float, blocks: int | None
+    policy: Policy,
+    rollouts: Rollouts,
+    *,
+    number: int,
+    kind: str,
+    temperature: float,
+    blocks: int | None,
+    preconditioner: Mapping[Tensor, Tensor] | None = None,
 ) -> Step:
     """Rollouts with mean-centred advantages and their Gram, measured in one pass without an update.
 
@@ -210,11 +237,13 @@ def probe_step(
         kind: Kind of the records.
         temperature: Temperature of the scores.
         blocks: Measure only the blocks within groups of this size; None for the whole Gram.
+        preconditioner: A diagonal `D` for the Gram `⟨ψ_i, D ψ_j⟩`; None for the plain one.
     """
     advantages = rollouts.by_rollout(advantages_of("mean", rollouts))
     mask = rollouts.completion_mask
     with policy.computing():
-        gram = measure_gram(policy.model, *gram_inputs(rollouts), temperature=temperature, group_size=blocks)
+        options = {"temperature": temperature, "group_size": blocks, "preconditioner": preconditioner}
+        gram = measure_gram(policy.model, *gram_inputs(rollouts), **options)
     return Step(
         number=number,
         rollouts=rollouts,
@@ -236,6 +265,8 @@ class HeldOutProblems:
     """Problems of an evaluation, besides those of the task's held-out splits."""
     probes: Sequence[Problem]
     """Problems of a probe; empty if the run makes none."""
+    optimizer: torch.optim.Optimizer
+    """Optimiser of the run; probes read its state."""
 
     @property
     def are_evaluated(self) -> bool:
@@ -260,13 +291,15 @@ class HeldOutProblems:
 
         `trained` are the training rollouts of the step, as in `run_probe`.
         """
-        result = run_probe(self.config, self.policy, self.task, self.probes, step, trained)
+        result = run_probe(self.config, self.policy, self.task, self.probes, step, trained, self.optimizer)
         writer.write_groups(step, result.groups)
         writer.write_batches(step, result.batches)
         return result.scalars
 
 
-def held_out_problems(config: TrainConfig, policy: Policy, task: Task) -> HeldOutProblems:
+def held_out_problems(
+    config: TrainConfig, policy: Policy, task: Task, optimizer: torch.optim.Optimizer
+) -> HeldOutProblems:
     """The first test problems for evaluations and the last ones for probes.
 
     Raises:
@@ -281,4 +314,4 @@ def held_out_problems(config: TrainConfig, policy: Policy, task: Task) -> HeldOu
     for problems in (tests, probes):
         prompts = [policy.encode_prompt(task.prompt(problem)) for problem in problems]
         refuse_long_prompts(prompts, problems, config.sampling(task.max_new_tokens), policy)
-    return HeldOutProblems(config, policy, task, tests, probes)
+    return HeldOutProblems(config, policy, task, tests, probes, optimizer)

@@ -101,7 +101,7 @@ def _train(config: TrainConfig, console: Console | None, on_start: Callable[[], 
     learner = make_learner(config, policy, task, measures_always=controller.needs_gram)
     space = bytes_for_checkpoint(policy, learner.sources) * checkpoints_to_come(config)
     require_space(config.out, space, caller="train")
-    held_out = held_out_problems(config, policy, task)
+    held_out = held_out_problems(config, policy, task, learner.optimizer)
     require_trackers(config.report_to)
     resumed_parts: list[Resumable] = [*learner.sources, *([controller] if controller.is_active else [])]
     writer, position = open_writer(config, policy, learner.optimizer, resumed_parts)
