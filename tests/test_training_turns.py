@@ -415,8 +415,8 @@ def test_a_short_run_learns_when_to_stop(tmp_path):
         ({"task": "arithmetic:3", "max_turns": 2}, "train --max-turns: needs a task with an environment, got arithmet"),
         ({"task": "stopping", "reward": None, "max_turns": -1}, "train --max-turns: must be finite and at least 0"),
         (
-            {"task": "stopping", "reward": None, "credit_truth": "sampled"},
-            "sampled values need a task of one turn, got",
+            {"task": "stopping", "reward": None, "method": "tl-grpo", "credit_truth": "sampled"},
+            "sampled values of turns need whole episodes, got tl-grpo, whose rollouts are candidates",
         ),
         (
             {"task": "stopping", "reward": None, "method": "igrpo"},
