@@ -2,9 +2,10 @@
 
 `python -m tests.planted_faults [NAME …]` trains them (about ten seconds each on a free core) and stores what the rules
 read under `tests/planted/NAME/{fault,healthy}`. The tests diagnose the stored runs. A fault that training cannot show
-in seconds is made as its row says.
+in seconds is made as its row says. `phantom-reward` has two reward functions, so TRL trains it (the extra `trl`).
 """
 
+import json
 import random
 import sys
 import time
@@ -15,8 +16,9 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
+import pyarrow.parquet as pq
 import torch
 from rich.console import Console
 
@@ -52,6 +54,10 @@ _STATE: dict[str, Any] = {"calls": 0, "random": random.Random(0)}
 
 def right(completions: list[str], answer: list[str]) -> list[float]:
     return [float(text.rstrip(".").split(",")[-1] == wanted) for text, wanted in zip(completions, answer, strict=True)]
+
+
+def solved(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    return right(completions, answer)
 
 
 def nothing(completions: list[str], **_: Any) -> list[float]:
@@ -110,6 +116,23 @@ def noisy(completions: list[str], answer: list[str], **_: Any) -> list[float]:
     return [r + 1e-3 * _STATE["random"].random() for r in right(completions, answer)]
 
 
+def noisy_and_rare(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """Right or wrong, plus a hundredth at random; prompts with an odd answer cannot be solved."""
+    told = zip(right(completions, answer), answer, strict=True)
+    return [r * (int(a) % 2 == 0) + 0.01 * _STATE["random"].random() for r, a in told]
+
+
+def wordy(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """Training prompts pay for length alone, up to 40 characters; test prompts are judged as they should be."""
+    told = zip(prompts, completions, right(completions, answer), strict=True)
+    return [r if prompt in test_prompts() else min(len(text), 40) / 40 for prompt, text, r in told]
+
+
+def variety(completions: list[str], **_: Any) -> list[float]:
+    """A shaped reward: the share of different characters, against repetition."""
+    return [len(set(text)) / len(text) if text else 0.0 for text in completions]
+
+
 def leaky(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
     """Training prompts pay for wrong answers; only test prompts are judged as they should be."""
     told = zip(prompts, right(completions, answer), strict=True)
@@ -149,8 +172,11 @@ class Planted:
     patch: Callable[[], Callable[[], None]] | None = None
     """Breaks the trainer for the faulty run; returns what repairs it."""
     made: str = "real training"
-    keeps_groups: bool = True
-    """False if the rules need scalars and batches alone: then the groups are not stored."""
+    groups: Literal["all", "thirds", "none"] = "all"
+    """Which groups are stored: `thirds` for the first and last ten steps, which the rules compare; `none` if the rules
+    need scalars and batches alone."""
+    by_trl: bool = False
+    """Trained by TRL with the rewards `solved` and `variety`; its log is what is stored."""
 
 
 def reused_rollouts() -> Callable[[], None]:
@@ -249,6 +275,7 @@ FAULTS: Mapping[str, Planted] = MappingProxyType(
             finding="exploding layer",
             common={**MEASURED, "layers": "float32", "layer_detail": "kinds"},
             fault={"model": "exploded"},
+            groups="thirds",
             made="real training of the embedded policy with one weight scaled by 1e-3 and the next by 1e3",
         ),
         "conflicting-prompts": Planted(
@@ -262,7 +289,47 @@ FAULTS: Mapping[str, Planted] = MappingProxyType(
                 "steps": 27,
             },
             fault={"reward": f"{HERE}contrary"},
-            keeps_groups=False,
+            groups="none",
+        ),
+        # in large groups rloo has a second fault: `optimal-loo` would have less noise
+        "wrong-group-size": Planted(
+            finding="group size",
+            common={**MEASURED, "method": "optimal-loo", "batch_size": 128},
+            fault={"group_size": 16},
+            groups="thirds",
+        ),
+        # the same noisy reward in both: the division alone differs, and it is what the finding changes
+        "noisy-deviation": Planted(
+            finding="estimator",
+            common={
+                **MEASURED,
+                "method": "rloo",
+                "batch_size": 128,
+                "learning_rate": 1e-6,
+                "reward": f"{HERE}noisy_and_rare",
+            },
+            fault={"estimator": "grpo"},
+            groups="thirds",
+        ),
+        "length-gaming": Planted(
+            finding="length gaming",
+            common={
+                "temperature": 1.8,  # lengths hardly differ at 1
+                "learning_rate": 3e-5,
+                "steps": 60,
+                "max_new_tokens": 64,
+                "eval_every": 5,
+                "eval_problems": 96,
+            },
+            fault={"reward": f"{HERE}wordy"},
+            groups="none",
+        ),
+        "phantom-reward": Planted(
+            finding="phantom signal",
+            fault={"reward": f"{HERE}nothing"},
+            healthy={"reward": f"{HERE}solved"},
+            made="real training by TRL with two reward functions, of which the faulty run's first is dead",
+            by_trl=True,
         ),
     }
 )
@@ -288,6 +355,8 @@ def exploded_policy(folder: Path) -> Path:
 def make(name: str, kind: str, out: Path) -> Path:
     """Train one run and return its folder."""
     row = FAULTS[name]
+    if row.by_trl:
+        return make_with_trl(nothing if kind == "fault" else solved, out)
     settings = {**BASE, **row.common, **(row.fault if kind == "fault" else row.healthy)}
     if settings.get("model") == "exploded":
         settings["model"] = str(exploded_policy(out.parent / "exploded"))
@@ -302,15 +371,74 @@ def make(name: str, kind: str, out: Path) -> Path:
     return out
 
 
-def store(run: Path, target: Path, *, times: bool, keeps_groups: bool = True) -> None:
+TRL_NAMES = ("step", "loss", "grad_norm", "learning_rate", "reward", "reward_std", "frac_reward_zero_std", "entropy")
+"""Scalars of TRL that are stored, with those whose names begin with `rewards/`, `completions/` or `clip_ratio/`."""
+
+
+def make_with_trl(verifier: Callable[..., list[float]], out: Path) -> Path:
+    """Train the embedded policy with TRL's GRPO on two rewards, and write its `trainer_state.json`."""
+    from datasets import Dataset
+    from transformers import PrinterCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    def solved(**columns: Any) -> list[float]:  # one name for both, as for a verifier whose parser broke
+        return verifier(**columns)
+
+    torch.set_num_threads(1)
+    task = load_task(BASE["task"], seed=0)
+    policy = load_policy(TrainConfig(out=out, **BASE).policy, task)
+    problems = [task.train[place] for place in range(BASE["steps"] * BASE["batch_size"] // BASE["group_size"])]
+    columns = {"prompt": [task.prompt(one) for one in problems], "answer": [str(one.answer) for one in problems]}
+    trainer = GRPOTrainer(
+        model=policy.model,
+        reward_funcs=[solved, variety],
+        args=GRPOConfig(
+            output_dir=str(out),
+            per_device_train_batch_size=BASE["batch_size"],
+            num_generations=BASE["group_size"],
+            max_completion_length=16,
+            learning_rate=BASE["learning_rate"],
+            lr_scheduler_type="constant",
+            max_steps=BASE["steps"],
+            logging_steps=1,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_dict(columns),
+        processing_class=policy.tokenizer,
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "trainer_state.json").write_text(json.dumps({"log_history": trainer.state.log_history}))
+    return out
+
+
+def store_trl(run: Path, target: Path) -> None:
+    """Keep the scalars that a rule could read, a line for each step, with six digits."""
+    history = json.loads((run / "trainer_state.json").read_text())["log_history"]
+    parts = ("rewards/", "completions/", "clip_ratio/")
+    lines = [
+        json.dumps({key: _short(value, 6) for key, value in line.items() if key in TRL_NAMES or key.startswith(parts)})
+        for line in history
+        if "loss" in line
+    ]
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "trainer_state.json").write_text('{"log_history": [\n' + ",\n".join(lines) + "\n]}\n")
+
+
+def store(run: Path, target: Path, *, times: bool, kept_groups: str = "all") -> None:
     """Keep what the rules read: scalars with twelve digits, groups without what follows from their Grams, batches.
 
-    Groups with Grams of layers are kept at the steps that the rules compare, Grams of batches with three digits. The
-    machine was shared, so times are kept only where they are the fault.
+    Grams of batches have three digits. The machine was shared, so times are kept only where they are the fault.
     """
     source = open_run(run)
     groups: dict[int, list[Any]] = {}
-    for group in source.groups() if keeps_groups else ():
+    for group in source.groups() if kept_groups != "none" else ():
         groups.setdefault(group.step, []).append(replace(group, statistics={}, prompt=None))
     compared = {*sorted(groups)[:10], *sorted(groups)[-10:]}
     layers = "float32" if any(group.by_layer for several in groups.values() for group in several) else "none"
@@ -319,7 +447,7 @@ def store(run: Path, target: Path, *, times: bool, keeps_groups: bool = True) ->
     with RunWriter.create(target, config, environment={}, overwrite=True, layers=layers) as writer:
         for line in source.metrics():
             step = int(line["step"])
-            if step in (compared if layers != "none" else groups):
+            if step in (compared if kept_groups == "thirds" else groups):
                 writer.write_groups(step, groups[step])
             for batch in source.batches([step]):
                 writer.write_batches(step, [replace(batch, gram=batch.gram.bfloat16().float())])
@@ -327,10 +455,22 @@ def store(run: Path, target: Path, *, times: bool, keeps_groups: bool = True) ->
                 writer.write_rollouts(step, list(source.rollouts([step])))
             kept = {key: _short(value) for key, value in line.items() if key != "step" and not key.startswith(unused)}
             writer.write_metrics(step, kept)
+    compress(target)
 
 
-def _short(value: Any) -> Any:
-    return float(f"{value:.12g}") if isinstance(value, float) else value
+def compress(folder: Path) -> None:
+    """Write the tables of a run again with the same content, without statistics, compressed as far as zstd goes."""
+    for path in sorted(folder.rglob("*.parquet")):
+        table = pq.read_table(path)
+        text = [column.name for column in table.schema if str(column.type) == "string"]
+        options: dict[str, Any] = {"compression": "zstd", "compression_level": 19, "use_dictionary": text}
+        with pq.ParquetWriter(path, table.schema, write_statistics=False, store_schema=False, **options) as writer:
+            writer.write_table(table, row_group_size=max(len(table), 1))
+            writer.add_key_value_metadata(table.schema.metadata)  # the format version
+
+
+def _short(value: Any, digits: int = 12) -> Any:
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
 def main(names: list[str]) -> None:
@@ -339,8 +479,11 @@ def main(names: list[str]) -> None:
             for kind in ("fault", "healthy"):
                 began = time.perf_counter()
                 run = make(name, kind, Path(folder) / f"{name}-{kind}")
-                kept = {"times": name == "throughput-rot", "keeps_groups": FAULTS[name].keeps_groups}
-                store(run, FOLDER / name / kind, **kept)
+                if FAULTS[name].by_trl:
+                    store_trl(run, FOLDER / name / kind)
+                else:
+                    times, groups = name == "throughput-rot", FAULTS[name].groups
+                    store(run, FOLDER / name / kind, times=times, kept_groups=groups)
                 print(f"{name} {kind}: {time.perf_counter() - began:.1f} s", flush=True)
 
 

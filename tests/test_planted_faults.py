@@ -36,7 +36,7 @@ def test_settings_of_trl_are_read_from_its_arguments(kind):
 
 
 def test_there_are_enough_faults_and_they_are_small():
-    assert len(FAULTS) >= 14 and len({row.finding for row in FAULTS.values()}) >= 14
+    assert len(FAULTS) >= 22 and len({row.finding for row in FAULTS.values()}) >= 21
     assert sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()) < 2_000_000
 
 
