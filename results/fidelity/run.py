@@ -285,7 +285,7 @@ def measure(name: str, setting: Setting, config: TrainConfig, steps: int, out: P
     if path.is_file() and json.loads(path.read_text(encoding="utf-8"))["steps"] >= steps:
         return
     with threads(config.threads), without_cudnn_attention():
-        task = load_task(config.task, seed=config.seed)
+        task = load_task(config.task, seed=config.seed, reward=config.reward)
         policy = load_policy(config.policy, task)
         rows, reasons = method_rows(config, policy, task, setting.left_out)
         source = truth_source(config, policy, task)

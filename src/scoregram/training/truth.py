@@ -112,7 +112,7 @@ MOST_REPLAYS = 1000
 
 
 @dataclass(frozen=True)
-class History:
+class TurnHistory:
     """What the policy has read and written before a turn."""
 
     problem: int
@@ -141,7 +141,7 @@ class TurnTruth:
 
     def truth(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> CreditTruth:
         """One unit for each turn of an episode with a reward."""
-        histories: dict[History, int] = {}
+        histories: dict[TurnHistory, int] = {}
         befores: list[tuple[int, list[int]]] = []
         for row, of_row in enumerate(histories_of(rollouts)):
             if not math.isnan(float(rollouts.rewards[row])):
@@ -164,7 +164,7 @@ class TurnTruth:
             rollouts=returns.numel(),
         )
 
-    def returns(self, number: int, histories: Sequence[History], problems: Sequence[Problem]) -> Tensor:
+    def returns(self, number: int, histories: Sequence[TurnHistory], problems: Sequence[Problem]) -> Tensor:
         """`(histories, truth_rollouts)` float64 rewards to come of fresh episodes that continue each history."""
         copies, generator = self.config.truth_rollouts, seeded_generator(self.config.seed, "truth", number)
         found: list[list[float]] = []
@@ -177,7 +177,7 @@ class TurnTruth:
                 found.append([sum(episode.rewards[len(one.ids) :]) for episode in group])
         return torch.tensor(found, dtype=torch.float64).view(len(histories), copies)
 
-    def replayed(self, history: History, problems: Sequence[Problem], generator: torch.Generator) -> Episode:
+    def replayed(self, history: TurnHistory, problems: Sequence[Problem], generator: torch.Generator) -> Episode:
         """A fresh episode with this history.
 
         Raises:
@@ -196,15 +196,15 @@ class TurnTruth:
         return episode
 
 
-def histories_of(rollouts: Rollouts) -> Iterator[list[History]]:
+def histories_of(rollouts: Rollouts) -> Iterator[list[TurnHistory]]:
     """The history before each turn, for every rollout."""
     ids, owners, turn_of = rollouts.input_ids.tolist(), rollouts.group_ids.tolist(), turns_of_tokens(rollouts).tolist()
     for row, places in enumerate(completion_places(rollouts)):
         turns: list[tuple[int, ...]] = []
-        found: list[History] = []
+        found: list[TurnHistory] = []
         for _, turn in groupby(places, key=turn_of[row].__getitem__):
             own = list(turn)
-            found.append(History(owners[row], tuple(ids[row][: own[0]]), tuple(turns)))
+            found.append(TurnHistory(owners[row], tuple(ids[row][: own[0]]), tuple(turns)))
             turns.append(tuple(ids[row][place] for place in own))
         yield found
 
