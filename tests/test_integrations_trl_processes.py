@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from scoregram.advantages import ESTIMATORS as TABLE
 from scoregram.gram.sketch import Sketch
+from scoregram.reading import recorded_recommendations
 from tests.distributed_cases import in_processes
 from tests.trl_cases import run_in, trainer_for
 from tests.trl_processes import CASES, ESTIMATORS, LOSSES, SCORES, everything
@@ -189,6 +190,16 @@ def test_sharded_and_parallel_processes_measure_the_same(found, folder):
         assert a.gram is not None and b.gram is not None
         assert (a.step, a.prompt_id, a.rewards.tolist()) == (b.step, b.prompt_id, b.rewards.tolist())
         close(b.gram, a.gram)
+
+
+def test_all_processes_hear_the_recommendation_of_the_first(found, folder):
+    first, second = (process["advised"]["recommended"] for process in found)
+    assert first == second and [step for step, *_ in first] == [1, 2]
+    assert all(process["advised"]["failures"] == [] for process in found)
+    stored = recorded_recommendations(run_in(folder / "runs" / "advised").metrics())
+    assert [(one.step, one.sizes) for one in stored] == [(step, sizes) for step, sizes, _ in first]
+    for process in found:
+        assert [line["scoregram/control/batch_size"] for line in process["advised"]["logged"]] == [12, 12]
 
 
 def test_what_the_scores_do_not_explain_is_seen_alike(found):

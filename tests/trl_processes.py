@@ -68,6 +68,8 @@ def everything(rank: int, folder: Path) -> dict[str, Any]:
     gc.freeze()  # or each training would walk over everything that was imported, at its beginning
     found: dict[str, Any] = {name: run(name, case, folder) for name, case in (CASES | UNEXPLAINED).items()}
     found["plain"] = run("plain", Case(), folder, attached=False)
+    advised = Case(asked={"between_prompts": True, "advise_every": 1})
+    found["advised"] = run("advised", advised, folder)
     found["failing"] = run("failing", Case(), folder, before=lambda: fails_once(rank))
     found["too large for one"] = run("too large", Case(), folder, before=lambda: is_small(rank))
     found["taken"] = refused(folder)
@@ -110,6 +112,7 @@ def run(
                 "errors": [reading.error for reading in asked.readings],
                 "steps": [reading.step for reading in asked.readings],
                 "failures": asked.failures,
+                "recommended": [(one.step, one.sizes, one.sentence) for one in asked.recommendations],
                 "writes": asked.folder is not None,
             }
         else:

@@ -33,6 +33,7 @@ from scoregram.advice.gram_rules import LAYER_SHARE as LAYER_SHARE
 from scoregram.advice.logs import RunLog as RunLog
 from scoregram.advice.logs import run_log as run_log
 from scoregram.advice.noise_rules import least_error_size as least_error_size
+from scoregram.advice.noise_rules import rollouts_for_scale as rollouts_for_scale
 from scoregram.advice.noise_rules import trained_estimator as trained_estimator
 from scoregram.advice.prompt_filter import filter_prompts as filter_prompts
 from scoregram.advice.prompt_filter import show_filter as show_filter

@@ -272,10 +272,16 @@ def batch_size(run: RunReading) -> RuleVerdict:
 def advised_rollouts(run: RunReading) -> int | None:
     """Rollouts of a step that the noise scale asks for, in whole groups of the advised size; None for the present ones.
 
+    As `rollouts_for_scale`.
+    """
+    return rollouts_for_scale(run.noise().noise_scale, run.batch_size, advised_size(run) or run.group_size or 1)
+
+
+def rollouts_for_scale(scale: Estimate, batch: float | int, size: int) -> int | None:
+    """Rollouts that a step of `batch` should have, in whole groups of `size`; None to keep their number.
+
     Four times as many where the batch is far below the noise scale; two prompts or more where it is far above.
     """
-    scale, batch = run.noise().noise_scale, run.batch_size
-    size = advised_size(run) or run.group_size or 1
     if math.isnan(scale.low) or not math.isfinite(batch):
         return None
     if NOISE_FACTOR * batch < scale.low < math.inf:

@@ -54,7 +54,14 @@ from scoregram.reading.group import outcomes_of as outcomes_of
 from scoregram.reading.group import read_group as read_group
 from scoregram.reading.group import step_stretches as step_stretches
 from scoregram.reading.group_sizes import GROUP_SIZE_WINDOW as GROUP_SIZE_WINDOW
+from scoregram.reading.group_sizes import BatchSizeAdvice as BatchSizeAdvice
+from scoregram.reading.group_sizes import Recommendation as Recommendation
 from scoregram.reading.group_sizes import group_size_decisions as group_size_decisions
+from scoregram.reading.group_sizes import group_size_scalars as group_size_scalars
+from scoregram.reading.group_sizes import inverse_estimate as inverse_estimate
+from scoregram.reading.group_sizes import recorded_recommendations as recorded_recommendations
+from scoregram.reading.group_sizes import replayed_components as replayed_components
+from scoregram.reading.group_sizes import replayed_scalars as replayed_scalars
 from scoregram.reading.indicators import LIVE_GOOD as LIVE_GOOD
 from scoregram.reading.indicators import Gain as Gain
 from scoregram.reading.indicators import Indicator as Indicator
@@ -80,6 +87,7 @@ from scoregram.reading.noise import POOLED as POOLED
 from scoregram.reading.noise import STEP_NAMES as STEP_NAMES
 from scoregram.reading.noise import RunNoise as RunNoise
 from scoregram.reading.noise import run_noise as run_noise
+from scoregram.reading.noise import step_components as step_components
 from scoregram.reading.nulls import shuffled_means as shuffled_means
 from scoregram.reading.nulls import spectrum_columns as spectrum_columns
 from scoregram.reading.nulls import stacked_spectra as stacked_spectra

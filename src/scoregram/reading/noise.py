@@ -91,6 +91,12 @@ STEP_NAMES: Mapping[str, str] = {f"gram/{name}": name for name in POOLED} | {
 """Scalar of one step → the pooled quantity of the run that it estimates."""
 
 
+def step_components(scalars: Mapping[str, Any]) -> NoiseComponents | None:
+    """The noise of one step, from its scalars; None if they do not define it."""
+    values = [float(scalars.get(name, math.nan)) for name in COMPONENTS]
+    return None if any(map(math.isnan, values)) else NoiseComponents(*values)
+
+
 PHASES = ("first", "last")
 """Thirds of a run's measured steps."""
 

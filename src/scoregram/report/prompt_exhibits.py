@@ -1,10 +1,18 @@
 """Exhibits about single prompts: how many rollouts and which weight each got, and which prompts help each other."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from scoregram.exhibits import Cell, Figure, Series, Table
-from scoregram.reading import InterferenceMap, RunReading, group_size_decisions, interference_map, scalar_curve
+from scoregram.reading import (
+    InterferenceMap,
+    RunReading,
+    group_size_decisions,
+    interference_map,
+    recorded_recommendations,
+    scalar_curve,
+)
 from scoregram.report.figures import Drawing, PromptMap
 
 MOST_DECISIONS = 40
@@ -16,7 +24,9 @@ LABEL_CHARACTERS = 32
 
 
 def control_text(config: Mapping[str, Any]) -> str:
-    """Which options of `scoregram train` decided about rollouts and weights of prompts, and from what."""
+    """Which options decided about rollouts and weights of prompts, and from what; or that nothing was applied."""
+    if config.get("advise_every"):
+        return f"Recommended by `attach(trainer, advise_every={config['advise_every']})`, not applied."
     allocate, draw = config.get("allocate", "uniform"), config.get("draw", "uniform")
     chosen = {
         "`--group-size auto`": config.get("group_size") == "auto",
@@ -29,7 +39,15 @@ def control_text(config: Mapping[str, Any]) -> str:
 
 
 def control_exhibits(run: RunReading) -> Iterator[Figure | Table]:
-    """Group sizes, weights and decisions of a run that chose them itself; nothing for a run without `control/…`."""
+    """Group sizes, weights and decisions of a run that chose them itself; nothing for a run without `control/…`.
+
+    Of a run that was only advised, its recommendations.
+    """
+    if recorded_recommendations(run.lines):
+        yield from recommendation_table(run)
+        return
+    if run.setting("advise_every"):  # no step was advised yet
+        return
     sizes = tuple(_control_series(run, "group_size", "mean of the step"))
     if not sizes:
         return
@@ -82,7 +100,7 @@ def decision_table(run: RunReading) -> Iterator[Table]:
     rows: list[tuple[Cell, ...]] = [
         (
             step,
-            f"{advice.current} → {advice.recommended}" if advice.recommended != advice.current else f"{advice.current}",
+            _moved(advice.current, advice.recommended),
             advice.best,
             advice.error_ratio,
             advice.agreement,
@@ -99,6 +117,36 @@ def decision_table(run: RunReading) -> Iterator[Table]:
         ("step", "group size", "best", "error", "agreement", "reason"),
         tuple(rows),
     )
+
+
+def recommendation_table(run: RunReading) -> Iterator[Table]:
+    """Every recommendation to a run of another trainer, with its reasons, the same that the terminal prints."""
+    recorded = recorded_recommendations(run.lines)
+    told = f" The last {MOST_DECISIONS} of {len(recorded)}." if len(recorded) > MOST_DECISIONS else ""
+    sizes = ((one.step, one.group_size, one.batch_size, one) for one in recorded[-MOST_DECISIONS:])
+    rows: list[tuple[Cell, ...]] = [
+        (
+            step,
+            "–" if size is None else _moved(size.current, size.recommended),
+            "–" if batch is None else _moved(batch.current, batch.recommended),
+            math.nan if batch is None else batch.noise_scale,
+            ", ".join(f"{count} {severity}" for severity, count in one.findings.items()) or "none",
+            one.sizes,
+        )
+        for step, size, batch, one in sizes
+    ]
+    yield Table(
+        "control-recommendations",
+        "Which sizes were recommended, and not applied?",
+        "What the noise of the last measured steps asked for; the trainer kept its own group size and rollouts per "
+        f"step. Findings: those of `scoregram advise` at that step.{told}",
+        ("step", "group size", "rollouts per step", "noise scale", "findings", "reason"),
+        tuple(rows),
+    )
+
+
+def _moved(current: int, recommended: int) -> str:
+    return f"{current} → {recommended}" if recommended != current else f"{current}"
 
 
 def interference_exhibits(run: RunReading) -> Iterator[Drawing | Table]:

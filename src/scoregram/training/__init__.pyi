@@ -2,6 +2,8 @@ from .checkpoint import Position as Position
 from .collect import drawn_problems as drawn_problems
 from .collect import seeded_generator as seeded_generator
 from .config import TrainConfig as TrainConfig
+from .control import GroupSizeControl as GroupSizeControl
+from .control import group_size_choices as group_size_choices
 from .control import replayed_advice as replayed_advice
 from .credit import require_runnable as require_runnable
 from .effects import require_effects as require_effects

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from scoregram.reading import GROUP_SIZE_WINDOW, Step
+from scoregram.reading import GROUP_SIZE_WINDOW, Step, group_size_scalars, replayed_components, replayed_scalars
 from scoregram.statistics import (
     GroupSizeAdvice,
     NoiseComponents,
@@ -38,8 +38,6 @@ VISIT_DECAY = 0.5
 """Factor by which the earlier visits of a prompt count less at each new visit: the policy has changed since."""
 POPULATION_DECAY = 0.95
 """The same per step, for the mean over all prompts."""
-REPLAYED_SCALARS = ("gradient_squared", "between_prompts", "within_prompt", "group_baseline")
-"""Scalars `control/…` from which the decisions about the group size can be computed again."""
 
 
 def group_size_choices(batch_size: int, rollouts_per_pass: int = 0) -> tuple[int, ...]:
@@ -75,10 +73,14 @@ class GroupSizeControl:
         if self.since < DECIDE_EVERY:
             return None
         self.since = 0
-        stream = seeded_generator(self.seed, "control", number)
-        advice = recommend_group_size(list(self.window), self.group_size, self.choices, generator=stream)
+        advice = self.advice(number)
         self.group_size = advice.recommended
         return advice
+
+    def advice(self, number: int) -> GroupSizeAdvice:
+        """What the noise of the recent steps recommends after step `number`; the size does not move."""
+        stream = seeded_generator(self.seed, "control", number)
+        return recommend_group_size(list(self.window), self.group_size, self.choices, generator=stream)
 
     def state(self) -> dict[str, Any]:
         """Group size, position and the noise of recent steps."""
@@ -272,16 +274,11 @@ class Controller:
             return scalars, None
         components = measured_prompts.components
         if components is not None:
-            scalars |= dict(zip((f"control/{name}" for name in REPLAYED_SCALARS), astuple(components), strict=True))
+            scalars |= replayed_scalars(components)
         advice = self.sizes.learn(step.number, components)
         if advice is None:
             return scalars, None
-        scalars |= {
-            "control/next_group_size": advice.recommended,
-            "control/best_group_size": advice.best,
-            "control/error_ratio": advice.error_ratio,
-            "control/agreement": advice.agreement,
-        }
+        scalars |= group_size_scalars(advice)
         return scalars, advice.sentence if advice.recommended != advice.current else None
 
     def _learn_rewards(self, step: Step) -> None:
@@ -311,11 +308,7 @@ def replayed_advice(config: TrainConfig, lines: Sequence[Mapping[str, Any]]) -> 
     control = GroupSizeControl(_choices(config), config.seed, config.starting_group_size)
     found: list[tuple[int, GroupSizeAdvice]] = []
     for line in lines:
-        values = [line.get(f"control/{name}") for name in REPLAYED_SCALARS]
-        components = (
-            None if None in values else NoiseComponents(*(float(value) for value in values if value is not None))
-        )
-        advice = control.learn(int(line["step"]), components)
+        advice = control.learn(int(line["step"]), replayed_components(line))
         found += [] if advice is None else [(int(line["step"]), advice)]
     return found
 

@@ -10,6 +10,7 @@ fused_step         Gram and gradient from one pass      ┴──► CheckedGram
 step               ObservedStep + CheckedGram ──► Step ──► read_step ──► MeasuredStep
     │
 recording          MeasuredStep ──► the trainer's metrics, the run folder; its log ──► advice
+recommendations    every N steps: the sizes that the noise asks for, and the worst finding; never applied
 summary            all measured steps: trust, pooled noise, the table that users print
 ```
 

@@ -14,6 +14,13 @@ from scoregram.distributed import ALONE, Processes
 from scoregram.exhibits import Table
 from scoregram.integrations.trl.custom_advantages import OwnEstimator, advantages_of_process, require_trl_estimator
 from scoregram.integrations.trl.generation import Generation, RewardCall, generation_of
+from scoregram.integrations.trl.recommendations import (
+    evidence_scalars,
+    log_scalars,
+    print_beside_progress,
+    recommendation,
+    recommendation_line,
+)
 from scoregram.integrations.trl.recording import (
     Diagnosis,
     RunFinding,
@@ -40,8 +47,9 @@ from scoregram.integrations.trl.support import (
     uneven_term,
 )
 from scoregram.integrations.trl.window import ROW_KEY, MicroBatch, RecentGenerations, Window, row_keys
-from scoregram.reading import RunNoise, Trust
-from scoregram.runs import OWN_PREFIX, LayerPrecision
+from scoregram.reading import Recommendation, RunNoise, Trust, replayed_components
+from scoregram.runs import OWN_PREFIX, LayerPrecision, open_run
+from scoregram.statistics import NoiseComponents
 from scoregram.terminal import print_view_command
 
 
@@ -61,6 +69,7 @@ def attach(
     between_prompts: bool = False,
     fused: bool = True,
     cuda_graphs: bool = False,
+    advise_every: int | None = None,
     halt_on: str | None = None,
 ) -> "Attachment":
     """Measure the steps of a TRL trainer from now on, until its training ends or `detach()` is called.
@@ -100,6 +109,9 @@ def attach(
         cuda_graphs: On a GPU, record fused passes as CUDA graphs and replay them where prompts and completions are
             padded to the same lengths again. This removes the time that Python takes to launch kernels, and keeps the
             memory of one pass for the whole training (`scoregram.gram.CudaGraphGram`). Only in one process.
+        advise_every: Every so many steps, say which group size and number of rollouts the measured noise asks for, and
+            the worst finding of `advice()`: one printed line, scalars `scoregram/control/…` in the trainer's log, and
+            the line of that step in the run folder. Nothing is applied. None never does it.
         halt_on: Stop the training, with a warning that states the finding, when the trainer's log shows one that is at
             least this severe: `critical`, `warning` or `note`. The rules are those of `scoregram advise` on a log; they
             run whenever the trainer logs. None never stops it.
@@ -127,6 +139,7 @@ def attach(
         between_prompts=between_prompts,
         fused=fused,
         cuda_graphs=cuda_graphs,
+        advise_every=advise_every,
         low_precision=low_precision,
         uneven_term=uneven_term(trainer),
     )
@@ -174,6 +187,10 @@ class Attachment:
         self.halt_on: Severity | None = halt_on
         self.halted: RunFinding | None = None
         """The finding that stopped the training; None if none did."""
+        self.recommendations: list[Recommendation] = []
+        """What was recommended every `advise_every` steps, and not applied."""
+        self._earlier_noise: list[NoiseComponents] = []
+        """Noise of the steps that were measured before this training was resumed; in the first process alone."""
         self._generations = RecentGenerations()
         self._reward_call: RewardCall | None = None
         """The call of the reward functions in the latest generation; None before it."""
@@ -223,8 +240,16 @@ class Attachment:
 
     def _begin(self, step: int) -> None:
         """Begin to write the run folder after `step`; if that is not possible, all processes raise the error."""
+
+        def begin() -> None:
+            if self.folder is None:
+                return
+            self.folder.begin(step)
+            noises = map(replayed_components, open_run(self.folder.path).metrics() if step else ())
+            self._earlier_noise = [one for one in noises if one is not None]
+
         try:
-            self.processes.from_first(lambda: self.folder.begin(step) if self.folder is not None else None)
+            self.processes.from_first(begin)
         except BaseException:
             self._end()
             raise
@@ -273,6 +298,25 @@ class Attachment:
         From the run folder if there is one, Grams included; otherwise from the trainer's log.
         """
         return self._log.advice(self.folder)
+
+    def _recommend(self, step: int) -> None:
+        """Recommend sizes after a step at which that is due; all processes call it together."""
+        if self.settings.advise_every is None or step % self.settings.advise_every:
+            return
+        with self._steps.errors_as_warnings():
+            made = self.processes.from_first(lambda: self._recommendation(step))
+            self.recommendations.append(made)
+            self.trainer._metrics["train"].update(log_scalars(made))
+            if self.folder is not None:
+                self.folder.add_scalars(step, made.scalars())
+            if self.processes.is_first:
+                print_beside_progress(recommendation_line(made))
+
+    def _recommendation(self, step: int) -> Recommendation:
+        """The recommendation after a step."""
+        size, seed = int(self.trainer.num_generations), int(self.trainer.args.seed)
+        readings, earlier = self.readings, self._earlier_noise
+        return recommendation(step, self.advice(), readings, self.noise(), earlier=earlier, group_size=size, seed=seed)
 
     def _halt_if_asked(self, control: Any) -> None:
         """Ask the trainer to stop if its log shows a finding that is severe enough."""
@@ -412,6 +456,9 @@ class Attachment:
         add_to_log(metrics, measured, self.noise())
         if self.folder is not None:
             self.folder.write(measured, keep_rollouts=self.settings.keep_rollouts, foreign_names=foreign_names)
+            if self.settings.advise_every is not None:
+                evidence = evidence_scalars(measured, int(self.trainer.num_generations))
+                self.folder.add_scalars(measured.step, evidence)
 
     def _begin_fused_step(self, model: Any, inputs: Any, batch: MicroBatch | None, window: Window) -> None:
         """Try to fuse the step that begins with this micro-batch, or add the micro-batch to a step that is fused.
@@ -449,6 +496,10 @@ def _callback_for(attachment: Attachment) -> Any:
             with attachment._steps.errors_as_warnings():
                 if attachment.is_attached and attachment.folder is not None:
                     attachment.folder.flush()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if attachment.is_attached:
+                attachment._recommend(int(state.global_step))
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             with attachment._steps.errors_as_warnings():

@@ -147,6 +147,11 @@ class RunFolder:
         self._begin_line(step.number)
         self._ours |= measured.scalars
 
+    def add_scalars(self, step: int, scalars: Mapping[str, float | int]) -> None:
+        """Add scalars of ours to the line of a step."""
+        self._begin_line(step)
+        self._ours |= scalars
+
     def add_logs(self, step: int, logs: Mapping[str, Any]) -> None:
         """Add what the trainer logged to the line of a step."""
         self._begin_line(step)

@@ -218,6 +218,8 @@ class Settings:
     """Fused passes whose shape repeats are replayed from CUDA graphs."""
     low_precision: tuple[str, ...] = ()
     """Why the trainer computes in a lower precision than float32; empty if it does not."""
+    advise_every: int | None = None
+    """Steps from one recommendation to the next; None for none."""
     uneven_term: str | None = None
     """The term of the loss that weights the tokens of a rollout differently, if the trainer's arguments show one."""
 
@@ -228,6 +230,9 @@ class Settings:
             fail("attach", "every must be at least 1", self.every, "1 measures every step.")
         if self.mode not in get_args(Mode):
             fail("attach", "mode must be one of loss, scores", repr(self.mode), "Check the spelling.")
+        if self.advise_every is not None and (type(self.advise_every) is not int or self.advise_every < 1):
+            remedy = "None gives no recommendation."
+            fail("attach", "advise_every must be a whole number of steps, at least 1", repr(self.advise_every), remedy)
         for name in ("tolerance", "memory_gb"):
             if isinstance(getattr(self, name), str | bool):
                 fail("attach", f"{name} must be a number", repr(getattr(self, name)), "Leave it out for the default.")
@@ -295,6 +300,7 @@ MAY_CHANGE_WHEN_ATTACHED_AGAIN = (
     "processes",
     "answer_column",
     "measure_every",
+    "advise_every",
     "tolerance",
     "fused",
     "arguments",
@@ -315,6 +321,7 @@ def run_config(trainer: Any, settings: Settings, version: str, processes: Proces
         "seed": int(trainer.args.seed),
         "processes": processes.count,
         "measure_every": settings.every,
+        "advise_every": settings.advise_every,
         "mode": settings.mode,
         "estimator": estimator if isinstance(estimator, str | None) else getattr(estimator, "__name__", "own"),
         "tolerance": settings.tolerance,
