@@ -109,6 +109,30 @@ def test_float32_weights_under_autocast(count, group_size, monkeypatch):
         assert float((parameter.grad.cpu() - reference.grad).norm() / reference.grad.norm()) < 8e-2, name
 
 
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "mixtral"])
+@pytest.mark.parametrize("half", ["bfloat16", "float16", "autocast"])
+def test_a_preconditioned_gram_in_half_precision(name, half, monkeypatch):
+    """Against float32 on the CPU; `√D` spans eight powers of ten, more than float16 holds."""
+    monkeypatch.setattr("scoregram.gram.leaves.KEPT_ELEMENTS_CUDA", 0)
+    low = ARCHITECTURES[name]()
+    low = low.float() if half == "autocast" else low.to(getattr(torch, half))
+    exact, batch = copy.deepcopy(low).float(), rollouts(8, 48)
+    generator = torch.Generator().manual_seed(0)
+    drawn = [10 ** (16 * torch.rand(p.shape, generator=generator) - 8) for p in low.parameters()]
+    expected = measure_gram(
+        exact, *batch.arguments, preconditioner=dict(zip(exact.parameters(), drawn, strict=True))
+    ).matrix
+    low, on_gpu = low.cuda(), [tensor.cuda() for tensor in batch.arguments]
+    diagonal = dict(zip(low.parameters(), [one.cuda() for one in drawn], strict=True))
+    with torch.autocast("cuda", torch.bfloat16) if half == "autocast" else nullcontext():
+        plain = measure_gram(low, *on_gpu).matrix
+        found = measure_gram(low, *on_gpu, preconditioner=diagonal).matrix
+        ones = {parameter: torch.ones_like(parameter) for parameter in low.parameters()}
+        same = measure_gram(low, *on_gpu, preconditioner=ones).matrix
+    assert float((found - expected).norm() / expected.norm()) < 3e-2
+    assert float((same - plain).norm() / plain.norm()) < 1e-3
+
+
 def test_softmax_gradient_matches_its_twin():
     torch.manual_seed(0)
     logits = torch.randn(300, 50_257, device="cuda").bfloat16()

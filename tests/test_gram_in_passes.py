@@ -180,11 +180,11 @@ def test_a_device_that_runs_out_of_memory_gets_smaller_passes(monkeypatch):
     tried = []
     run = in_passes.scores_of_plan
 
-    def only_two(measured, distinct, plan):
+    def only_two(measured, distinct, plan, diagonal):
         tried.append(plan.per_pass)
         if plan.per_pass > 2:
             raise torch.OutOfMemoryError("full")
-        return run(measured, distinct, plan)
+        return run(measured, distinct, plan, diagonal)
 
     monkeypatch.setattr(in_passes, "scores_of_plan", only_two)
     whole = definition("llama-tied", "right")
