@@ -42,6 +42,10 @@ QWEN_FILES = ("gsm8k-qwen.jsonl.xz", "gsm8k-qwen-further.jsonl.xz")
 """The first seven methods and the control; further methods, with `grpo` again."""
 UNEVEN = ("igrpo", "vineppo")
 """Methods whose runs on GSM8K do not have the noise of the others: seeds of one differ widely, one makes one update."""
+NOTABLE_COST = 1.3
+"""A method whose step takes this many times as long as that of `grpo` on some task has a row in the table of costs."""
+MEASUREMENTS = ("push/size", "credit/correlation", "time/eval")
+"""Scalars of steps whose time includes a measurement or an evaluation."""
 SHOWN_UPDATES = ("method", "update signal to noise", "rank over null", "credit correlation", "credit error")
 SHOWN_FILLER = ("filler share of credit", "filler share of push", "filler tokens")
 
@@ -298,6 +302,21 @@ def credit_table() -> str:
     return markdown(("method minus grpo", *readings), rows)
 
 
+def push_table() -> str:
+    """Filler on `arithmetic`: share of the tokens, and what it gets of credit and push relative to that share."""
+    methods = {method.label: method for method in comparison("arithmetic").methods}
+    rows = []
+    for label in ("grpo", "rloo", *FINER):
+        runs = [one.run for one in methods[label].runs]
+        tokens = [run.last_mean("credit/filler_tokens") for run in runs]
+        ratios = [
+            t_mean([run.last_mean(name) / share for run, share in zip(runs, tokens, strict=True)])
+            for name in ("credit/filler_share", "push/filler_share")
+        ]
+        rows.append((label, *(cell_text(one) for one in (t_mean([100 * share for share in tokens]), *ratios))))
+    return markdown(("method", "filler tokens, %", "credit of filler, over its tokens", "push, over its tokens"), rows)
+
+
 def composition_gaps(label: str) -> np.ndarray:
     """One number per seed: points on held-out combinations minus points on known ones."""
     found = comparison("compositions")
@@ -328,23 +347,23 @@ def filler_table() -> str:
     return part(update_table(comparison("arithmetic")), (*SHOWN_UPDATES, *SHOWN_FILLER))
 
 
-def gsm8k_runs(*files: str, least_seeds: int = 1) -> dict[str, list[dict[str, Any]]]:
-    """Method → its runs on GSM8K; methods with fewer than `least_seeds` seeds are left out."""
+def gsm8k_runs(*files: str, least_seeds: int = 1, most_seeds: int = 99) -> dict[str, list[dict[str, Any]]]:
+    """Method → its runs on GSM8K; methods with fewer or more seeds are left out."""
     runs: dict[str, list[dict[str, Any]]] = {}
     for record in (record for file in files for record in records(file)):
         runs.setdefault(record["label"], []).append(record)
-    return {label: own for label, own in runs.items() if len({one["seed"] for one in own}) >= least_seeds}
+    counts = {label: len({one["seed"] for one in own}) for label, own in runs.items()}
+    return {label: own for label, own in runs.items() if least_seeds <= counts[label] <= most_seeds}
 
 
-def gsm8k_table(*files: str, least_seeds: int = 1) -> str:
+def gsm8k_table(*files: str, least_seeds: int = 1, most_seeds: int = 99) -> str:
     """Sampled and greedy accuracy on GSM8K's test problems, and the gain over the start, paired by problem.
 
-    Runs of a method with the same seed count as one: their mean.
+    Runs of a method with the same seed count as one: their mean. The rank is that of the groups of the last step.
     """
-    runs = gsm8k_runs(*files, least_seeds=least_seeds)
-    first = by_seed(runs["grpo"], SAMPLED_TEST, "rewards")
+    first = by_seed(gsm8k_runs(*files)["grpo"], SAMPLED_TEST, "rewards")
     rows = []
-    for label, own in runs.items():
+    for label, own in gsm8k_runs(*files, least_seeds=least_seeds, most_seeds=most_seeds).items():
         after, before = (by_seed(own, SAMPLED_TEST, when) for when in ("rewards", "before"))
         greedy = by_seed(own, GREEDY_TEST, "rewards")
         gain = mean_over_problems(stacked(after) - stacked(before))
@@ -354,9 +373,10 @@ def gsm8k_table(*files: str, least_seeds: int = 1) -> str:
         cells = (mean_over_problems(stacked(after)), gain, mean_over_problems(stacked(greedy)))
         texts = [cell_text(hundred(cell)) for cell in cells]
         shown = "" if label == "grpo" else cell_text(hundred(over))
-        rows.append((label, f"{len(after)}{again}", f"{steps:.0f}", texts[0], texts[1], shown, texts[2]))
+        ranks = cell_text(t_mean([known(record["rank"][0]) / known(record["rank"][1]) for record in own]))
+        rows.append((label, f"{len(after)}{again}", f"{steps:.0f}", texts[0], texts[1], shown, texts[2], ranks))
     heads = ("method", "seeds", "steps", "sampled, %", "gain over the start", "points over grpo", "greedy, %")
-    return markdown(heads, rows)
+    return markdown((*heads, "rank over null"), rows)
 
 
 def qwen_spread_table() -> str:
@@ -399,6 +419,54 @@ def hundred(estimate: Estimate) -> Estimate:
     return Estimate(*(100 * value for value in (estimate.value, estimate.low, estimate.high)))
 
 
+def seconds_per_step(record: Mapping[str, Any]) -> float:
+    """Median time of the steps that nothing but training takes, the first left out; `nan` if there are none."""
+    plain = [line for line in record["lines"][2:] if not any(name in line for name in MEASUREMENTS)]
+    times = [known(line.get("time/step")) for line in plain]
+    return float(np.median(times)) if times else math.nan
+
+
+@cache
+def step_costs() -> dict[str, dict[str, Estimate]]:
+    """Task → method → time of a step over that of grpo, over seeds. Runs of one seed are compared with grpo's."""
+    tables = {name: [r for r in records() if r["table"] == name] for name in table_names()}
+    tables["GSM8K"] = [record for file in QWEN_FILES for record in records(file)]
+    found: dict[str, dict[str, Estimate]] = {}
+    for name, own in tables.items():
+        seconds: dict[str, dict[int, list[float]]] = {}
+        for record in own:
+            if not record["label"].startswith("grpo:"):
+                place = seconds.setdefault(record["label"].split(":")[0], {}).setdefault(record["seed"], [])
+                place.append(seconds_per_step(record))
+        base = {seed: float(np.mean(values)) for seed, values in seconds["grpo"].items()}
+        found[name] = {
+            label: t_mean([float(np.mean(values)) / base[seed] for seed, values in by_seed.items()])
+            for label, by_seed in seconds.items()
+        }
+    return found
+
+
+def cost_table(*tasks: str) -> str:
+    """Time of a step over that of grpo: the methods that take notably longer on a task, and the range of the others."""
+    costs = {name: own for name, own in step_costs().items() if not tasks or name in tasks}
+    every = [name for name in METHODS if any(name in own for own in costs.values())]
+    notable = [n for n in every if any(own[n].value >= NOTABLE_COST for own in costs.values() if n in own)]
+    rows = [(name, *(shown_cost(own.get(name)) for own in costs.values())) for name in notable]
+    ranges = []
+    for own in costs.values():
+        rest = [one.value for name, one in own.items() if name not in notable and not math.isnan(one.value)]
+        ranges.append(f"{min(rest):.2f} to {max(rest):.2f}")
+    return markdown(("method", *costs), [*rows, (f"the other {len(every) - len(notable)}", *ranges)])
+
+
+def shown_cost(cost: Estimate | None) -> str:
+    """A cost with two decimals; empty if it is not known."""
+    if cost is None or math.isnan(cost.value):
+        return ""
+    ends = "" if math.isnan(cost.low) else f" [{cost.low:.2f}, {cost.high:.2f}]"
+    return f"{cost.value:.2f}{ends}"
+
+
 def task_tables(name: str) -> str:
     """Both tables of `scoregram compare` for one task."""
     found = comparison(name)
@@ -420,7 +488,11 @@ def tables() -> dict[str, Callable[[], str]]:
         "composition": composition_table,
         "gsm8k": lambda: gsm8k_table("gsm8k.jsonl.xz"),
         "gsm8k-qwen": lambda: gsm8k_table(*QWEN_FILES, least_seeds=3),
+        "gsm8k-qwen-two": lambda: gsm8k_table(*QWEN_FILES, least_seeds=2, most_seeds=2),
         "gsm8k-qwen-spread": qwen_spread_table,
+        "push": push_table,
+        "cost": lambda: cost_table("arithmetic", "calculator", "GSM8K"),
+        "every cost": cost_table,
     }
     return shared | {f"task {name}": (lambda name=name: task_tables(name)) for name in table_names()}
 
