@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from scoregram import cli
 from scoregram.advice import LOG_RULES, RunFinding, RunLog, advise_log, run_log
@@ -113,6 +114,32 @@ def test_a_healthy_log_has_no_finding():
     found = advise_log(log_of(config={"num_iterations": 1}))
     assert found.findings == () and found.undecided.keys() == {"repetition"}
     assert set(found.fine) == LOG_RULES.keys() - {"repetition"}
+
+
+def test_equal_rewards_have_a_deviation_in_float32():
+    """TRL logs it, and then counts the groups as live."""
+    std = float(torch.full((8,), 0.3).std())
+    assert 1e-9 < std < 1e-7
+    found = advise_log(log_of(reward=0.3, reward_std=std, frac_reward_zero_std=0.0)).findings
+    assert [one.name for one in found][:1] == ["constant reward"]
+    silent: dict[str, Any] = {"rewards__right__mean": 0.3, "rewards__right__std": std}
+    assert [one.name for one in advise_log(log_of(**silent)).findings] == ["phantom signal"]
+    # a part that varies by rounding alone makes no advantages
+    other: dict[str, Any] = {"rewards__format__mean": 0.3, "rewards__format__std": std}
+    assert advise_log(log_of(**FAULTY["phantom signal"], **other)).findings == ()
+    least = {"rewards__format__std": 1e-4}
+    assert [one.name for one in advise_log(log_of(**FAULTY["phantom signal"], **least)).findings] == ["phantom signal"]
+
+
+@pytest.mark.parametrize(("end", "expected"), [(1.0, []), (0.0, ["phantom signal"]), (0.5, ["phantom signal"])])
+def test_a_reward_that_every_rollout_came_to_earn_is_no_phantom(end, expected):
+    """The format is learnt before the answers; a verifier that breaks later stops at less than it paid before."""
+    is_early = np.arange(STEPS) < 30
+    part = {
+        "rewards__format__mean": np.where(is_early, 0.5 + 0.4 * RAMP, end),
+        "rewards__format__std": np.where(is_early, 0.3, 0.0),
+    }
+    assert [one.name for one in advise_log(log_of(**part)).findings] == expected
 
 
 @pytest.mark.parametrize("name", LOG_RULES)

@@ -24,6 +24,8 @@ LEAST_GAIN = 0.05
 SPREAD_LEFT = 0.1
 CEILING = 0.95
 """Mean reward from which on a run counts as solved."""
+ROUNDING = 1e-6
+"""A deviation of at most this share of the mean is rounding: in float32 equal rewards of 0.3 have one of 3e-8."""
 
 
 def too_few(series: ScalarSeries, otherwise: str, least: int = LEAST_STEPS) -> Undecided:
@@ -40,20 +42,21 @@ def deferred_verdict(finding: str) -> Undecided:
 
 def constant_reward(log: RunLog) -> RuleVerdict:
     """Every rollout of every step has the same reward: the verifier is dead."""
-    reward, is_equal = log.series("reward"), _equal_rewards(log)
+    reward = log.series("reward")
     if len(reward) < LEAST_STEPS:
         return too_few(reward, "log the mean reward, and the standard deviation of rewards")
+    is_equal = _equal_rewards(log)
     if is_equal is None:
         needs = "log the standard deviation of rewards, their largest and smallest value, or the share of groups "
         return Undecided(f"{needs}without spread")
-    if float(np.ptp(reward.last)) > 1e-9 or not is_equal:
+    if float(np.ptp(reward.last)) > rounding_error(reward) or not is_equal:
         return None
     value = float(reward.last[-1])
     return RunFinding(
         name="constant reward",
         severity="critical",
         sentence=f"Every rollout gets the reward {value:g}: the run learns nothing.",
-        since=reward.since(np.abs(reward.values - value) <= 1e-9),
+        since=reward.since(np.abs(reward.values - value) <= rounding_error(reward)),
         number=Estimate(value, value, value),
         label="mean reward of the last third",
         evidence=f"the mean reward did not change over the last {len(reward.last)} logged steps, and rewards did not "
@@ -75,15 +78,24 @@ def constant_reward(log: RunLog) -> RuleVerdict:
     )
 
 
+def rounding_error(mean: ScalarSeries) -> float:
+    """The largest deviation in the last third that equal rewards with these means can have from rounding."""
+    return 1e-9 + ROUNDING * float(np.abs(mean.last).max(initial=0.0))
+
+
 def _equal_rewards(log: RunLog) -> bool | None:
-    """Whether rewards did not differ within any step of the last third, or within any group; None if not logged."""
+    """Whether rewards did not differ within any step of the last third, or within any group; None if not logged.
+
+    The deviation goes first: TRL counts a group as live if rounding gives its equal rewards a deviation above 1e-8.
+    """
     dead, std, most, least = (log.series(name) for name in ("dead_share", "reward_std", "reward_max", "reward_min"))
-    if len(dead):
-        return float(dead.last.min()) >= 1
-    if len(std):
-        return float(std.last.max()) <= 1e-9
+    error = rounding_error(log.series("reward"))
+    if len(std) and float(std.last.max()) <= error:
+        return True
+    if len(dead) or len(std):
+        return bool(len(dead) and float(dead.last.min()) >= 1)
     if len(most) and len(least):
-        return float(most.last.max()) - float(least.last.min()) <= 1e-9
+        return float(most.last.max()) - float(least.last.min()) <= error
     return None
 
 
@@ -247,8 +259,12 @@ def phantom_signal(log: RunLog) -> RuleVerdict:
     parts = {name: pair for name, pair in log.reward_parts().items() if len(pair[1]) >= LEAST_STEPS}
     if len(parts) < 2:
         return Undecided("log the mean and the deviation of each reward function")
-    silent = [name for name, (_, std) in parts.items() if float(std.last.max()) <= 1e-9]
-    loud = [name for name, (_, std) in parts.items() if float(std.last.min()) > 1e-9]
+    silent = [
+        name
+        for name, (mean, std) in parts.items()
+        if float(std.last.max()) <= rounding_error(mean) and not _is_saturated(mean, std)
+    ]
+    loud = [name for name, (mean, std) in parts.items() if float(std.last.min()) > rounding_error(mean)]
     if not silent or not loud:
         return None
     name = silent[0]
@@ -259,7 +275,7 @@ def phantom_signal(log: RunLog) -> RuleVerdict:
         sentence=f"All advantages come from {', '.join(loud)}: {name} gives every rollout {float(mean.last[-1]):g}, "
         "so groups in which "
         "it teaches nothing still move the policy.",
-        since=std.since(std.values <= 1e-9),
+        since=std.since(std.values <= rounding_error(mean)),
         number=Estimate(0.0, 0.0, 0.0),
         label=f"standard deviation of {name} in the last third",
         evidence="one reward function is constant over the last third while others vary.",
@@ -279,6 +295,13 @@ def phantom_signal(log: RunLog) -> RuleVerdict:
         ),
         confidence="certain",
     )
+
+
+def _is_saturated(mean: ScalarSeries, std: ScalarSeries) -> bool:
+    """Whether a reward function varied, and rose to the highest value that it has had: every rollout earns it now."""
+    error = rounding_error(mean)
+    varied, rose = float(std.values.max()) > error, float(mean.values.min()) < float(mean.last.min()) - error
+    return varied and rose and float(mean.last.min()) >= float(mean.values.max()) - error
 
 
 def length_gaming(log: RunLog) -> RuleVerdict:
