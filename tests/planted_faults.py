@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -377,9 +378,7 @@ TRL_NAMES = ("step", "loss", "grad_norm", "learning_rate", "reward", "reward_std
 
 def make_with_trl(verifier: Callable[..., list[float]], out: Path) -> Path:
     """Train the embedded policy with TRL's GRPO on two rewards, and write its `trainer_state.json`."""
-    from datasets import Dataset
-    from transformers import PrinterCallback
-    from trl import GRPOConfig, GRPOTrainer
+    trl, datasets = import_module("trl"), import_module("datasets")  # of the extra `trl`
 
     def solved(**columns: Any) -> list[float]:  # one name for both, as for a verifier whose parser broke
         return verifier(**columns)
@@ -389,10 +388,10 @@ def make_with_trl(verifier: Callable[..., list[float]], out: Path) -> Path:
     policy = load_policy(TrainConfig(out=out, **BASE).policy, task)
     problems = [task.train[place] for place in range(BASE["steps"] * BASE["batch_size"] // BASE["group_size"])]
     columns = {"prompt": [task.prompt(one) for one in problems], "answer": [str(one.answer) for one in problems]}
-    trainer = GRPOTrainer(
+    trainer = trl.GRPOTrainer(
         model=policy.model,
         reward_funcs=[solved, variety],
-        args=GRPOConfig(
+        args=trl.GRPOConfig(
             output_dir=str(out),
             per_device_train_batch_size=BASE["batch_size"],
             num_generations=BASE["group_size"],
@@ -408,10 +407,10 @@ def make_with_trl(verifier: Callable[..., list[float]], out: Path) -> Path:
             report_to="none",
             disable_tqdm=True,
         ),
-        train_dataset=Dataset.from_dict(columns),
+        train_dataset=datasets.Dataset.from_dict(columns),
         processing_class=policy.tokenizer,
     )
-    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(import_module("transformers").PrinterCallback)
     trainer.train()
     out.mkdir(parents=True, exist_ok=True)
     (out / "trainer_state.json").write_text(json.dumps({"log_history": trainer.state.log_history}))
