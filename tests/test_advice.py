@@ -127,7 +127,7 @@ def test_equal_rewards_have_a_deviation_in_float32():
     # a part that varies by rounding alone makes no advantages
     other: dict[str, Any] = {"rewards__format__mean": 0.3, "rewards__format__std": std}
     assert advise_log(log_of(**FAULTY["phantom signal"], **other)).findings == ()
-    least = {"rewards__format__std": 1e-4}
+    least: dict[str, Any] = {"rewards__format__std": 1e-4}
     assert [one.name for one in advise_log(log_of(**FAULTY["phantom signal"], **least)).findings] == ["phantom signal"]
 
 
@@ -135,7 +135,7 @@ def test_equal_rewards_have_a_deviation_in_float32():
 def test_a_reward_that_every_rollout_came_to_earn_is_no_phantom(end, expected):
     """The format is learnt before the answers; a verifier that breaks later stops at less than it paid before."""
     is_early = np.arange(STEPS) < 30
-    part = {
+    part: dict[str, Any] = {
         "rewards__format__mean": np.where(is_early, 0.5 + 0.4 * RAMP, end),
         "rewards__format__std": np.where(is_early, 0.3, 0.0),
     }
