@@ -160,6 +160,19 @@ def test_few_measured_steps_leave_the_signal_unknown(tmp_path):
     )
 
 
+@pytest.mark.parametrize(("high", "headline"), [(math.inf, "not resolved"), (8.0, "at most 8.00")])
+def test_no_number_of_rollouts_is_divided_by_infinity(high, headline, tmp_path):
+    """Five steps whose error differs so much that the signal to noise may have any value."""
+    write_run(tmp_path / "run", steps=15)
+    run = read_run(tmp_path / "run")
+    scale = Estimate(1597.0, 0.0 if math.isinf(high) else run.batch_size / high, math.inf)
+    run.__dict__["summary"] = dataclasses.replace(run.summary, snr=Estimate(0.0401, -high, high), noise_scale=scale)
+    found = {one.name: one for one in indicators(run)}["signal in a step"]
+    assert found.headline.startswith(f"signal to noise {headline}")
+    assert "∞" not in found.headline + found.sentence and " 0.0 rollouts" not in found.sentence
+    assert ("Measure more steps" in found.sentence) == math.isinf(high)
+
+
 def test_a_policy_that_is_less_random_is_told_with_its_numbers(tmp_path):
     lines = [{"reward": 0.0, "token_log_prob": -1.0 + step / 20, "finished": 0.5 + step / 20} for step in range(9)]
     logged(tmp_path / "run", lines)

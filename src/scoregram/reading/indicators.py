@@ -329,13 +329,25 @@ def signal_indicator(run: RunReading) -> Indicator:
         state = "good"
     sentence = f"{_asked(scale, batch)} {_signal(run.summary.snr, scale, batch)}"
     is_open = math.isinf(scale.high) and NOISE_ACT * batch >= scale.low
-    told = f"signal to noise at most {cell_text(run.summary.snr.high)}" if is_open else _needs(scale, batch)
+    told = _most_signal(run.summary.snr) if is_open else _needs(scale, batch)
     headline = f"{told}{run.trust.mark}"
     return Indicator(name=name, state=state, headline=headline, sentence=sentence, **known)
 
 
+def _most_signal(snr: Estimate) -> str:
+    """`signal to noise at most 0.31`, or that the interval has no upper end."""
+    return (
+        f"signal to noise at most {cell_text(snr.high)}" if math.isfinite(snr.high) else "signal to noise not resolved"
+    )
+
+
 def _signal(snr: Estimate, scale: Estimate, batch: float | int) -> str:
     """Where the number of rollouts in the headline comes from."""
+    if math.isinf(scale.high) and math.isinf(snr.high):
+        return (
+            f"Signal to noise is estimated as {cell_text(snr.value)}, but its 95 % interval has no ends: the error of "
+            "a step is too uncertain to divide by. Measure more steps."
+        )
     if math.isinf(scale.high) and math.isfinite(scale.low):
         return (
             f"Signal to noise may be 0; {cell_text(snr.high)} is the upper end of its 95 % interval. For 1, a step "
