@@ -114,6 +114,17 @@ def test_a_budgeted_run_too_short_to_judge_is_told_its_budget(tmp_path):
     assert found.why.endswith("If two settings change at once, the run does not show which one helped.")
 
 
+def test_a_running_run_with_a_budget_that_is_long_enough_is_let_go_on(tmp_path):
+    run = evaluated_run(tmp_path / "run", (0.2, 0.22), (0.3, 0.3), 1000)
+    count = len(run.steps)
+    lines = [{**line, "rollouts": 64 * int(line["step"])} for line in run.lines]
+    for budget, is_enough in ((64000 * 2, False), (64000 * 3000 // count, True)):
+        going = dataclasses.replace(run, config=OWN | {"rollouts": budget}, lines=lines)
+        found = next_step(going, learning((0.2, 0.22), state="watch"), diagnosis())
+        told = f"Let it go on to {budget:,} rollouts, as planned, and change nothing else."
+        assert found.sentence.startswith(told) == is_enough and bool(found.setting) != is_enough
+
+
 def test_the_whole_command_of_a_longer_run_has_the_new_budget_alone():
     config = dict(TrainConfig(out=Path("runs/mine"), rollouts=640).record())
     command = whole_command(config, steps_setting(budgeted(640, TEN_STEPS), 20))

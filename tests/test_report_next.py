@@ -163,6 +163,21 @@ def test_a_run_too_short_to_judge_is_told_how_long_it_must_be(tmp_path):
     assert next_step(run, learning((0.2, 0.22)), critical).finding == "group size"
 
 
+@pytest.mark.parametrize(("planned", "is_enough"), [(2099, False), (2100, True), (5000, True)])
+def test_a_running_run_that_is_planned_to_be_long_enough_is_let_go_on(planned, is_enough, tmp_path):
+    """2,100 steps are needed; it has 1,000 of those that it is planned for."""
+    run = evaluated_run(tmp_path / "run", (0.2, 0.22), (0.3, 0.3), 1000)
+    run = dataclasses.replace(run, config=OWN | {"steps": planned})
+    found = next_step(run, learning((0.2, 0.22), state="watch"), diagnosis(a_finding("group size")))
+    assert found.is_longer and found.check.startswith("After 2100 steps:")
+    if is_enough:
+        told = f"Let it go on to step {planned}, as planned, and change nothing else. 1000 steps cannot tell."
+        assert (found.sentence, found.setting, found.steps_in_all) == (told, "", planned)
+    else:
+        assert f"for 2100 steps in place of {planned}, since" in found.sentence
+        assert found.setting == f"--steps 2100 (now {planned})" and found.steps_in_all == 2100
+
+
 def test_a_run_with_a_checkpoint_is_continued(tmp_path):
     write_run(tmp_path / "run")
     run = dataclasses.replace(read_run(open_run(tmp_path / "run")), config=OWN | {"steps": 6})

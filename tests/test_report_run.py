@@ -387,6 +387,15 @@ def test_the_advised_interval_measures_often_enough(steps):
     )
 
 
+def test_a_run_that_measures_by_rollouts_is_told_to_measure_by_fewer_of_them():
+    """`--measure-every` has no effect there."""
+    config = {"method": "grpo", "rollouts": 64000, "batch_size": 64, "measure_every": 1}
+    assert measuring_setting(config | {"every_rollouts": 2048}, 4) == "--every-rollouts 256 (now 2048)"
+    assert measuring_setting(config | {"every_rollouts": 256}, 4) == ""
+    by_steps = {**config, "every_rollouts": 0, "measure_every": 10}  # a budget alone changes nothing
+    assert measuring_setting(by_steps, 4) == "--measure-every 4 (now 10)"
+
+
 def test_the_method_of_the_paper_is_named_with_its_paper(run):
     reading = read_run(open_run(run[0]))
     named = dict(run_facts(dataclasses.replace(reading, config={"method": "grpo-paper"})))

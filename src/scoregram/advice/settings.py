@@ -198,10 +198,16 @@ def can_sample_dynamically(config: Mapping[str, Any]) -> bool:
 
 
 def measuring_setting(config: Mapping[str, Any], every: int) -> str:
-    """What to type to measure every so many steps; empty if it is unknown, or no more often than now."""
+    """What to type to measure every so many steps; empty if it is unknown, or no more often than now.
+
+    A run that measures by rollouts ignores `--measure-every`; its steps have at least the rollouts of a batch.
+    """
     present = stored_setting(config, "measure_every")
     names = {OWN_TRAINER: f"--measure-every {every}", TRL_TRAINER: f"attach(trainer, every={every})"}
-    name = names.get(trainer_of(config), "")
+    name, batch, by_rollouts = names.get(trainer_of(config), ""), config.get("batch_size"), config.get("every_rollouts")
+    if trainer_of(config) == OWN_TRAINER and by_rollouts and isinstance(batch, int):
+        every, present = every * batch, by_rollouts
+        name = f"--every-rollouts {every}"
     if not name or (isinstance(present, int) and 0 < present <= every):
         return ""
     return name + (f" (now {present})" if present else "")

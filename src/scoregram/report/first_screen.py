@@ -433,22 +433,35 @@ def longer_run(run: RunReading, advice: Diagnosis) -> NextStep | None:
     effect += f"reward did ({rise:.4f} in {steps} steps), or still {before:.3f} if the policy only becomes less random."
     check = f"After {wanted} steps: above {before + error:.3f} it learns, below it do what the card further down says. "
     check += f"Basis: {problems} tell a change of the accuracy to ± {error:.3f}."
-    setting, progress = steps_setting(run, wanted), run_progress(run)
-    rollouts = f" ({progress.budget_for(wanted):,} rollouts)" if progress.budget else ""
-    again = f"start again, for {wanted} steps{rollouts} in place of {steps}"
-    again += ", since no checkpoint is stored" if run.folder is not None and not run.folder.checkpoints else ""
-    how = again if setting.startswith("--") else f"keep going, to {wanted} steps{rollouts} in all"
+    progress = run_progress(run)
+    planned = steps + progress.steps_left if progress.is_budgeted else max(steps, progress.planned_steps)
+    is_planned = planned >= wanted
+    setting = "" if is_planned else steps_setting(run, wanted)
     return NextStep(
-        sentence=f"Train longer and change nothing else: {how}. {steps} steps cannot tell.",
+        sentence=f"{_longer_sentence(run, wanted, planned, setting)} {steps} steps cannot tell.",
         setting=setting,
         effect=effect,
         check=check,
         why=f"The greedy accuracy changed by {change.value:.3f} [{change.low:.3f}, {change.high:.3f}] so far, which "
         f"fits both 0 and the {rise:.4f} of the sampled reward. If two settings change at once, the run does not show "
         "which one helped.",
-        steps_in_all=wanted,
+        steps_in_all=planned if is_planned else wanted,
         is_longer=True,
     )
+
+
+def _longer_sentence(run: RunReading, wanted: int, planned: int, setting: str) -> str:
+    """To let a run go on to the steps that it is planned for, if they are enough, or to train more than these."""
+    progress = run_progress(run)
+    if planned >= wanted:
+        end = f"{progress.budget:,} rollouts" if progress.is_budgeted else f"step {planned}"
+        return f"Let it go on to {end}, as planned, and change nothing else."
+    rollouts = f" ({progress.budget_for(wanted):,} rollouts)" if progress.budget else ""
+    how = f"keep going, to {wanted} steps{rollouts} in all"
+    if setting.startswith("--"):
+        how = f"start again, for {wanted} steps{rollouts} in place of {planned}"
+        how += ", since no checkpoint is stored" if run.folder is not None and not run.folder.checkpoints else ""
+    return f"Train longer and change nothing else: {how}."
 
 
 def steps_setting(run: RunReading, steps: int) -> str:
@@ -457,7 +470,7 @@ def steps_setting(run: RunReading, steps: int) -> str:
     A run with a budget of rollouts gets a larger budget: it ends by that alone, whatever `--steps` says.
     """
     constant, progress = run.config.get("lr_schedule", "constant") == "constant", run_progress(run)
-    longer = f"--steps {steps} (now {run.steps[-1]})"
+    longer = f"--steps {steps} (now {max(progress.planned_steps, run.steps[-1])})"
     if progress.budget:
         longer = f"--rollouts {progress.budget_for(steps)} (now {progress.budget})"
     if run.folder is not None and trainer_of(run.config) == OWN_TRAINER and constant and run.folder.checkpoints:
