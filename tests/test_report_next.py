@@ -19,6 +19,7 @@ from scoregram.report.first_screen import (
     first_sentence,
     next_step,
     ordered_cards,
+    steps_setting,
     whole_command,
 )
 from scoregram.report.page import STATE_WORDS
@@ -188,6 +189,8 @@ def test_a_run_with_a_checkpoint_is_continued(tmp_path):
     continued = dataclasses.replace(read_run(open_run(tmp_path / "run")), config=run.config)
     typed = f"scoregram train --resume --out {tmp_path / 'run'} --steps 12 (now 6)"
     assert next_step(continued, tile, diagnosis()).setting == typed
+    running = dataclasses.replace(continued, config={**continued.config, "steps": 9})  # stopped before its last step
+    assert steps_setting(running, 12) == typed.replace("(now 6)", "(now 9)")
     decays = dataclasses.replace(continued, config={**continued.config, "lr_schedule": "cosine"})
     assert next_step(decays, tile, diagnosis()).setting == "--steps 12 (now 6)"
 
