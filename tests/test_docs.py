@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from scoregram import Rollouts, attach, cli
+from scoregram import Rollouts, attach, cli, cross_gram
 from scoregram.advantages import ESTIMATORS
 from scoregram.errors import ScoregramError
 from scoregram.gram import measure_gram
@@ -181,7 +181,7 @@ RUN = {
     "README.md": 2,
     "CONTRIBUTING.md": 2,
     "docs/environments.md": 1,
-    "docs/gram.md": 3,
+    "docs/gram.md": 4,
     "docs/scale.md": 1,
     "docs/training.md": 1,
     "docs/trl.md": 1,
@@ -242,6 +242,18 @@ def test_the_pretrained_model_by_hand(tmp_path, monkeypatch, capsys):
     exec(snippet.replace(name, repr(str(tmp_path))), {})
     printed = capsys.readouterr().out.splitlines()
     assert printed[-2].startswith("effective rank ") and printed[-1].startswith("shares [")
+
+
+def test_the_preconditioned_gram_by_hand():
+    model, train, held_out = build("Llama"), rollouts(), rollouts(4, 9, seed=1)
+    names: dict[str, Any] = {"model": model, "train": train.arguments, "held_out": held_out.arguments}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(train.input_ids).logits.square().mean().backward()
+    optimizer.step()
+    names |= {"optimizer": optimizer, "weights": torch.linspace(-1.0, 1.0, 5, dtype=torch.float64), "rate": 1e-3}
+    exec(snippet_with("docs/gram.md", "adam_preconditioner"), names)
+    plain = cross_gram(model, train.arguments, held_out.arguments).cross
+    assert names["change"].shape == (4,) and float(names["gram"].cross.norm()) > 10 * float(plain.norm())
 
 
 def test_the_gram_by_hand():
