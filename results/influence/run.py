@@ -1,18 +1,20 @@
 """Predicted against realised change of held-out log-probabilities, step by step, with SGD and with AdamW.
 
-python run.py [--steps 15] [--seeds 2] [--settings sgd:1e-3 adamw:1e-4]    writes influence.npz beside this file
+python run.py [--steps 15] [--seeds 5] [--settings sgd:1e-3 adamw:1e-4]    adds to influence.npz beside this file
 
 The embedded policy is trained on arithmetic with RLOO. `ψ_h` is the score of the right solution of a held-out problem,
 and `ĝ = Σ_i w_i ψ_i` the ascent direction of the step. Three predictions of the change of `log π(solution)` are stored
 beside the change that the step made:
 
-- *plain*: `η ⟨ĝ, ψ_h⟩`, the train × held-out block of K times the weights. It is checked against `cross_gram`.
-- *preconditioned*: `η ⟨ĝ, D ψ_h⟩` with `D = 1 / (√v̂ + ε)` from AdamW's state after the step; plain for SGD.
-- *first-order*: `⟨Δθ, ψ_h⟩` with the step `Δθ` that the optimiser took, momentum included.
+- *plain*: `η ⟨ĝ, ψ_h⟩`, the train × held-out block of K times the weights, from `cross_gram`.
+- *preconditioned*: `η ⟨ĝ, D ψ_h⟩` with `D = 1 / (√v̂ + ε)` from AdamW's state after the step (`adam_preconditioner`),
+  from `cross_gram` with that preconditioner; plain for SGD.
+- *first-order*: `⟨Δθ, ψ_h⟩` with the step `Δθ` that the optimiser took, momentum included: a directional derivative of
+  `log π(solution)` by central differences, two forward passes for all held-out problems.
 
-The engine cannot measure the preconditioned K: it contracts activations with output gradients, and `D` scales every
-entry of a weight by itself, which no product of the two factors does. All predictions are directional derivatives of
-`log π(solution)`, by central differences: two forward passes for all held-out problems.
+All are taken at the weights before the step. The state after the step is the right one: the step divides by a `√v̂` that
+includes its own gradient. In the first step of a run, both predictions of `cross_gram` are compared with directional
+derivatives along `ĝ` and `D ĝ`.
 """
 
 import copy
@@ -25,7 +27,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from scoregram.gram import cross_gram
+from scoregram.gram import adam_preconditioner, cross_gram
 from scoregram.policy import Policy, load_policy, token_log_probs
 from scoregram.tasks import load_task, solution
 from scoregram.training import METHODS, TrainConfig, drawn_problems, seeded_generator
@@ -44,8 +46,8 @@ class Plan:
 
     settings: tuple[str, ...] = ("sgd:1e-3", "sgd:1e-4", "adamw:1e-4", "adamw:1e-5")
     """Optimisers and their learning rates."""
-    seeds: int = 2
-    """Runs of each setting."""
+    seeds: int = 5
+    """Runs of each setting, with problems and rollouts of their own. All start from the policy of seed 0."""
     steps: int = 15
     """Steps of a run."""
     held_out: int = 32
@@ -101,31 +103,27 @@ def flat(tensors: list[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().flatten() for tensor in tensors]).clone()
 
 
-def preconditioner(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> Tensor:
-    """`1 / (√v̂ + ε)` of AdamW for every weight; ones for SGD."""
+def preconditioned_by(optimizer: torch.optim.Optimizer, unmoved: Any, policy: Policy) -> dict[Tensor, Tensor]:
+    """`D` of AdamW's latest step for the parameters of a copy of the policy; ones for SGD."""
+    copies = list(zip(policy.model.parameters(), unmoved.parameters(), strict=True))
     if not isinstance(optimizer, torch.optim.AdamW):
-        return torch.ones(sum(weight.numel() for weight in weights))
-    group = optimizer.param_groups[0]
-    parts = []
-    for weight in weights:
-        state = optimizer.state[weight]
-        corrected = state["exp_avg_sq"] / (1 - group["betas"][1] ** float(state["step"]))
-        parts.append(1 / (corrected.sqrt() + group["eps"]))
-    return flat(parts)
+        return {copied: torch.ones_like(copied) for _, copied in copies}
+    diagonals = adam_preconditioner(optimizer)
+    return {copied: diagonals[parameter] for parameter, copied in copies}
 
 
 def trained_run(plan: Plan, setting: str, seed: int) -> dict[str, np.ndarray]:
-    """Predictions and changes `(steps, H)` of one run, and the largest difference from `cross_gram`."""
+    """Predictions and changes `(steps, H)` of one run, and the largest differences from central differences."""
     name, rate = setting.split(":")
     config = TrainConfig(method="rloo", optimizer=name, learning_rate=float(rate), seed=seed)  # pyright: ignore[reportArgumentType]
     task = load_task(config.task, seed=seed)
-    policy = load_policy(config.policy, task)
+    policy = load_policy(replace(config.policy, seed=0), load_task(config.task, seed=0))
     optimizer, weights = make_optimizer(policy.model, config), list(policy.model.parameters())
     sampling = config.sampling(task.max_new_tokens)
     updater = Updater(policy.model, METHODS["rloo"], 1.0, sampling.max_new_tokens, 0, policy.computing, 0.0, "k3")
     held = held_out_solutions(policy, task, plan.held_out)
     found: dict[str, list[Tensor]] = {n: [] for n in ("plain", "preconditioned", "first_order", "realised", "start")}
-    gap, block = 0.0, torch.zeros(0)
+    gaps: dict[str, Tensor] = {}
     for number in range(1, plan.steps + 1):
         problems = drawn_problems(task.train, (number - 1) * config.prompts, config.prompts, seed)
         stream = seeded_generator(seed, "rollouts", number)
@@ -135,35 +133,44 @@ def trained_run(plan: Plan, setting: str, seed: int) -> dict[str, np.ndarray]:
         optimizer.zero_grad()
         step, _ = updater.first(number, rollouts, measure=False)
         ascent = -flat([weight.grad for weight in weights if weight.grad is not None])
-        if number == 1:
-            block = cross_gram(policy.model, gram_inputs(rollouts), (held.ids, held.completion, held.attention)).cross
         optimizer.step()
-        moved = ascent, preconditioner(optimizer, weights) * ascent, flat(weights) - before
+        diagonal = preconditioned_by(optimizer, unmoved.model, policy)
+        parts = gram_inputs(rollouts), (held.ids, held.completion, held.attention)
+        for key, given in {"plain": None, "preconditioned": diagonal}.items():
+            block = cross_gram(unmoved.model, *parts, preconditioner=given).cross
+            found[key].append(float(rate) * step.weights.double() @ block)
+        directions = [flat(weights) - before]
+        if number == 1:
+            directions += [ascent, flat(list(diagonal.values())) * ascent]
         with torch.no_grad():
             start = held.log_probs(unmoved)
-            plain, conditioned, first_order = held.slopes(unmoved, list(moved))
+            first_order, *checks = held.slopes(unmoved, directions)
             found["realised"].append(held.log_probs(policy) - start)
-        if number == 1:  # the same block from the engine
-            gap = float((step.weights.double() @ block - plain).abs().max() / plain.abs().max())
-        found["plain"].append(float(rate) * plain)
-        found["preconditioned"].append(float(rate) * conditioned)
+        for key, check in zip(("plain", "preconditioned"), checks, strict=False):  # none after the first step
+            gaps[key] = (found[key][0] / float(rate) - check).abs().max() / check.abs().max()
         found["first_order"].append(first_order)
         found["start"].append(start)
         print(
             f"{setting} seed {seed} step {number}/{plan.steps} · held-out log π {float(start.mean()):.3f}", flush=True
         )
     arrays = {name: torch.stack(rows).numpy().astype(np.float32) for name, rows in found.items()}
-    return arrays | {"gap": np.array(gap, dtype=np.float32)}
+    return arrays | {f"gap_{key}": gap.numpy().astype(np.float32) for key, gap in gaps.items()}
 
 
 def main() -> None:
-    """Train every setting and seed, and write all arrays after each run."""
+    """Train every setting and seed that the file does not have, and write all arrays after each run."""
     plan = tyro.cli(Plan)
     stored: dict[str, np.ndarray] = {}
+    if plan.out.exists():
+        with np.load(plan.out) as file:
+            stored = {name: file[name] for name in file.files}
     for seed in range(plan.seeds):
         for setting in plan.settings:
+            name = f"{setting}/seed-{seed}"
+            if f"{name}/gap_preconditioned" in stored:
+                continue
             arrays = trained_run(plan, setting, seed)
-            stored |= {f"{setting}/seed-{seed}/{name}": values for name, values in arrays.items()}
+            stored |= {f"{name}/{key}": values for key, values in arrays.items()}
             np.savez_compressed(plan.out, **stored)  # pyright: ignore[reportArgumentType]
 
 
