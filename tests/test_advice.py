@@ -327,11 +327,15 @@ def test_no_pair_of_findings_contradicts():
         assert SEVERITIES.index(kept[0].severity) <= SEVERITIES.index(kept[1].severity)
 
 
-def test_a_longer_limit_is_not_advised_to_a_run_that_games_length():
-    both = {**FAULTY["length gaming"], "completions__clipped_ratio": 0.3}
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_a_longer_limit_is_not_advised_to_a_run_that_games_length(share):
+    both = {**FAULTY["length gaming"], "completions__clipped_ratio": share}
     found = advise_log(log_of(**both)).findings
     assert {"length gaming", "truncation"} <= {one.name for one in found}
-    assert len({one.change.direction for one in found if one.change and one.change.knob == "completion length"}) == 1
+    moves = [move for one in found if one.change for move in one.change.moves]
+    assert [where for knob, where in moves if knob == "completion length"] == ["down"]
+    told = " ".join(line for one in found for line in one.lines())
+    assert "Allow longer" not in told and "max_completion_length" not in told
 
 
 def test_the_worst_comes_first():

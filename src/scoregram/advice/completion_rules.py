@@ -298,14 +298,31 @@ def repetition(log: RunLog) -> RuleVerdict:
         number=share,
         label="share of repeated 4-grams",
         evidence=f"found above {REPEATED_SHARE:.0%} in the stored rollouts of the last third.",
-        change=Change(
-            knob="completion length",
-            direction="down",
-            sentence="Shorten the token limit.",
-            alternatives=(Alternative("reward function", "repair", "Penalise repetition in the reward."),),
-            effect=f"completions of at most half the length, and less than {share.value:.0%} repeated; the change of "
-            "the reward is unknown until a run with this change.",
-            value=None if _limit(log) else _length_times(log, 0.5),
-        ),
+        change=_repetition_change(log, share.value),
         confidence="certain",
+    )
+
+
+def _repetition_change(log: RunLog, repeated: float) -> Change:
+    """Shorten the limit; where it already cuts many completions off, it would cut off more, so the reward changes."""
+    unknown = "the change of the reward is unknown until a run with this change."
+    if isinstance(cut_completions(log), RunFinding):
+        return Change(
+            knob="reward function",
+            direction="repair",
+            sentence="Penalise repetition in the reward.",
+            effect=f"less than {repeated:.0%} repeated, and completions that end before the limit; {unknown}",
+            steps=reward_steps(
+                log.config,
+                "Subtract the share of the four-token sequences of a completion that occurred in it before.",
+            ),
+            not_advised=("A shorter limit: it would cut off more completions.",),
+        )
+    return Change(
+        knob="completion length",
+        direction="down",
+        sentence="Shorten the token limit.",
+        alternatives=(Alternative("reward function", "repair", "Penalise repetition in the reward."),),
+        effect=f"completions of at most half the length, and less than {repeated:.0%} repeated; {unknown}",
+        value=None if _limit(log) else _length_times(log, 0.5),
     )

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from scoregram.advice import completion_rules, gram_rules, noise_rules, policy_rules, prompt_rules, reward_rules
+from scoregram.advice.causes import causes_first
 from scoregram.advice.difficulty import informed_finding
 from scoregram.advice.findings import SEVERITIES, Diagnosis, RuleVerdict, RunFinding, Severity, Undecided, diagnosis_of
 from scoregram.advice.formats import read_log
@@ -95,7 +96,9 @@ def advise(path: Path | str) -> Diagnosis:
 
 def advise_log(log: RunLog) -> Diagnosis:
     """The diagnosis of a plain log."""
-    return _told_diagnosis(log.source, {name: rule(log) for name, rule in LOG_RULES.items()}, log.config)
+    return _told_diagnosis(
+        log.source, causes_first({name: rule(log) for name, rule in LOG_RULES.items()}, log), log.config
+    )
 
 
 def advise_run(run: RunReading) -> Diagnosis:
@@ -108,7 +111,7 @@ def advise_run(run: RunReading) -> Diagnosis:
     verdicts |= {name: rule(log) for name, rule in LOG_RULES.items()}
     size = verdicts["group size"]
     informed = {name: _informed(one, run, log, size) for name, one in verdicts.items()}
-    return _told_diagnosis(source, informed, run.config, run.trust.sentences())
+    return _told_diagnosis(source, causes_first(informed, log), run.config, run.trust.sentences())
 
 
 def _trusted(name: str, verdict: RuleVerdict, run: RunReading) -> RuleVerdict:

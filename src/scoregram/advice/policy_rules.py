@@ -35,8 +35,7 @@ def not_finite_steps(log: RunLog) -> RuleVerdict:
     """Loss, gradient or reward was NaN or infinite at some step, or the trainer skipped steps."""
     if not log.lines:
         return Undecided("log loss and gradient norm")
-    skipped = {int(line["step"]) for line in log.lines if line.get("skipped")}
-    bad = sorted(skipped.union(log.bad_steps("loss", "grad_norm", "kl")))
+    bad = not_finite_log_steps(log)
     unpaid = log.bad_steps("reward")
     if unpaid and not (bad and bad[0] < unpaid[0]):  # at one step the reward is the cause
         return _rewards_not_finite(log, unpaid)
@@ -63,6 +62,12 @@ def not_finite_steps(log: RunLog) -> RuleVerdict:
         ),
         confidence="certain",
     )
+
+
+def not_finite_log_steps(log: RunLog) -> list[int]:
+    """Steps at which loss, gradient norm or KL was not finite, or which the trainer skipped for that."""
+    skipped = {int(line["step"]) for line in log.lines if line.get("skipped")}
+    return sorted(skipped.union(log.bad_steps("loss", "grad_norm", "kl")))
 
 
 def _rewards_not_finite(log: RunLog, bad: Sequence[int]) -> RunFinding:

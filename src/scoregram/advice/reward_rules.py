@@ -136,13 +136,15 @@ def dead_kinds(log: RunLog) -> tuple[Estimate, Estimate]:
     """Shares of all-right and of all-wrong groups in the last third, or bounds on them; `nan` without either.
 
     Without a log of the kinds, rewards in [0, 1] bound them: the mean reward is at least the share of all-right groups.
-    A bound decides which prompts are wanted; it is not printed as a share.
+    A bound decides which prompts are wanted; it is not printed as a share. There is none where one reward function
+    gives every rollout the same, so that the total reward is that of the others.
     """
     right, wrong = log.series("all_right"), log.series("all_wrong")
     if len(right) and len(wrong):
         return right.last_mean(), wrong.last_mean()
     dead, reward = log.series("dead_share").last_mean().value, log.series("reward")
-    if not len(reward) or reward.values.min() < 0 or reward.values.max() > 1:
+    is_bounded = len(reward) and reward.values.min() >= 0 and reward.values.max() <= 1
+    if not is_bounded or isinstance(phantom_signal(log), RunFinding):
         return Estimate(math.nan), Estimate(math.nan)
     mean = float(reward.last.mean())
     if mean < 0.5:
