@@ -163,16 +163,27 @@ class ScalarSeries:
         """Mean of the last third with its interval over steps."""
         return mean_estimate(self.last)
 
+    def by_step(self) -> dict[int, float]:
+        """Step → value."""
+        return dict(zip(self.steps.tolist(), self.values.tolist(), strict=True))
+
     def since(self, holds: np.ndarray) -> int:
         """First step from which on `holds` is true for most of the rest: at the start of the longest such tail.
 
         Args:
-            holds: One boolean for each value; the last third is taken to satisfy it.
+            holds: One boolean for each value. Where it is false up to the last third, the onset lies in that third: at
+                the largest excess of true over false values in what follows, the first of several; at the start of the
+                third if nothing has an excess.
         """
-        wrong = np.flatnonzero(~holds[: len(self) - self._third()])
+        head = len(self) - self._third()
+        wrong = np.flatnonzero(~holds[:head])
         # a single value on the other side does not reset the onset
         runs = wrong[np.isin(wrong + 1, wrong) | np.isin(wrong - 1, wrong) | (wrong == 0)]
-        return int(self.steps[min(runs[-1] + 1, len(self) - 1)]) if len(runs) else int(self.steps[0])
+        place = int(runs[-1]) + 1 if len(runs) else 0
+        if place == head and place < len(self):
+            excess = np.cumsum(np.where(holds[head:], 1, -1)[::-1])[::-1]
+            place += int(excess.argmax()) if excess.max() > 0 else 0
+        return int(self.steps[min(place, len(self) - 1)])
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ import numpy as np
 
 from scoregram.advice.findings import Alternative, Change, RuleVerdict, RunFinding, Undecided
 from scoregram.advice.logs import RunLog, ScalarSeries
-from scoregram.advice.reward_rules import CEILING, deferred_verdict, too_few
+from scoregram.advice.reward_rules import CHANCE, deferred_verdict, is_solved, too_few
 from scoregram.advice.settings import reward_steps
 from scoregram.advice.trends import LEAST_STEPS, slope_estimate
 from scoregram.bootstrap import binomial_tail, bootstrap_estimate
@@ -110,7 +110,7 @@ def entropy_collapse(log: RunLog) -> RuleVerdict:
     fell = f"The entropy fell from {start:.3g} to {mean.value:.3g} nats per token, the mean of the last third"
     arrival = collapse_step(entropy, ENTROPY_GONE * start)
     scores = (log.series("reward"), log.series("held_out"))
-    if any(len(score) and score.end >= CEILING for score in scores):  # who is always right need not explore
+    if any(map(is_solved, scores)):  # who is always right need not explore
         return None
     if left.high < ENTROPY_LEFT:
         return RunFinding(
@@ -483,17 +483,13 @@ def fingerprints(log: RunLog) -> dict[int, Fingerprint] | None:
     """
     if not log.has("reward", "length", least=LEAST_STEPS):
         return None
-    reward, length = (_table(log.series(name)) for name in ("reward", "length"))
-    cut, dead = (_table(log.series(name)) for name in ("truncated", "dead_share"))
+    reward, length = (log.series(name).by_step() for name in ("reward", "length"))
+    cut, dead = (log.series(name).by_step() for name in ("truncated", "dead_share"))
     return {
         step: (reward[step], length[step])
         for step in sorted(reward.keys() & length.keys())
         if cut.get(step, 0.0) < 1 and dead.get(step, 0.0) < 1
     }
-
-
-def _table(series: ScalarSeries) -> dict[int, float]:
-    return dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
 
 
 def _fingerprints_needed(log: RunLog) -> Undecided:
@@ -529,7 +525,7 @@ def is_surprising(repeated: Sequence[int], known: Mapping[int, Fingerprint], lag
     marks = list(known.values())
     if len(set(marks)) == 1:
         return len(marks) >= 2 * LEAST_STEPS
-    return len(marks) * binomial_tail(len(repeated), len(marks) - lag, chance_agreement(marks, lag)) < 1e-4
+    return len(marks) * binomial_tail(len(repeated), len(marks) - lag, chance_agreement(marks, lag)) < CHANCE
 
 
 def chance_agreement(marks: Sequence[Fingerprint], lag: int) -> float:

@@ -5,6 +5,7 @@ to log. Thresholds are module constants; `docs/advice.md` gives their reasons.
 """
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -24,6 +25,8 @@ LEAST_GAIN = 0.05
 SPREAD_LEFT = 0.1
 CEILING = 0.95
 """Mean reward from which on a run counts as solved."""
+CHANCE = 1e-4
+"""Largest probability by chance at which a stretch of equal numbers is a fault."""
 ROUNDING = 1e-6
 """A deviation of at most this share of the mean is rounding: in float32 equal rewards of 0.3 have one of 3e-8."""
 
@@ -41,41 +44,83 @@ def deferred_verdict(finding: str) -> Undecided:
 
 
 def constant_reward(log: RunLog) -> RuleVerdict:
-    """Every rollout of every step has the same reward: the verifier is dead."""
+    """Every rollout has the same reward at the end: the verifier is dead, has died, or the task is solved."""
     reward = log.series("reward")
     if len(reward) < LEAST_STEPS:
         return too_few(reward, "log the mean reward, and the standard deviation of rewards")
-    is_equal = _equal_rewards(log)
-    if is_equal is None:
+    equal = equal_steps(log)
+    if not equal:
         needs = "log the standard deviation of rewards, their largest and smallest value, or the share of groups "
         return Undecided(f"{needs}without spread")
-    if float(np.ptp(reward.last)) > rounding_error(reward) or not is_equal:
+    count = constant_steps(reward, equal)
+    if not count:
         return None
-    value = float(reward.last[-1])
+    before, value = reward.values[: len(reward) - count], float(reward.values[-1])
+    since, has_ended = int(reward.steps[len(before)]), len(before) > 0 and is_solved(reward)
+    told = f"Every rollout gets the reward {value:g}: "
+    told += "the task is solved, and the run learns nothing more." if has_ended else "the run learns nothing."
+    if len(before) >= LEAST_STEPS:
+        told += f" In the {len(before)} logged steps before, the mean was {float(before.mean()):.2g}."
+    learnt = prompt_change(DeadGroups(live=0.0, direction=HARDER, config=log.config)) if has_ended else None
     return RunFinding(
         name="constant reward",
-        severity="critical",
-        sentence=f"Every rollout gets the reward {value:g}: the run learns nothing.",
-        since=reward.since(np.abs(reward.values - value) <= rounding_error(reward)),
+        severity="warning" if has_ended else "critical",
+        sentence=told,
+        since=since,
         number=Estimate(value, value, value),
-        label="mean reward of the last third",
-        evidence=f"the mean reward did not change over the last {len(reward.last)} logged steps, and rewards did not "
-        "differ within them.",
-        change=Change(
-            knob="reward function",
-            direction="repair",
-            sentence="Check the reward function on one right and one wrong completion, and how it parses the answer.",
-            effect="groups become live as soon as rewards differ. What the run then learns is unknown: a constant "
-            "reward gives no information about it.",
-            steps=reward_steps(
-                log.config,
-                "Call it on a completion that is right and on one that is wrong: both get the reward "
-                f"{value:g} now, and must get different ones.",
-                "If it finds no answer in either text, fix its parser.",
-            ),
-        ),
+        label="mean reward of these steps",
+        evidence=f"the mean reward did not change over the last {count} logged steps, and rewards did not differ "
+        f"within them; found for the whole last third, or for {LEAST_STEPS} steps or more if so many by chance have a "
+        f"probability below {CHANCE:g}.",
+        change=learnt or _reward_check(log, value, since if len(before) >= LEAST_STEPS else None),
         confidence="certain",
     )
+
+
+def _reward_check(log: RunLog, value: float, since: int | None) -> Change:
+    """Check the reward function; `since` is the step at which it died, None if it never lived."""
+    checks = (
+        f"Call it on a completion that is right and on one that is wrong: both get the reward {value:g} now, and must "
+        "get different ones.",
+        "If it finds no answer in either text, fix its parser.",
+    )
+    sentence = "Check the reward function on one right and one wrong completion, and how it parses the answer."
+    if since is not None:
+        sentence = f"Check the reward function on completions from before and after step {since}: it gave different "
+        sentence += "rewards before."
+        checks = (
+            f"Call it on a completion from before step {since}: if it gets {value:g} now, look for what the function "
+            "uses and has lost, such as a sandbox, a server, a file or time.",
+            f"If it gets its old reward, the texts have changed: go back to a checkpoint before step {since}, and "
+            "lower the learning rate.",
+        )
+    return Change(
+        knob="reward function",
+        direction="repair",
+        sentence=sentence,
+        effect="groups become live as soon as rewards differ. What the run then learns is unknown: a constant reward "
+        "gives no information about it.",
+        steps=reward_steps(log.config, *checks),
+    )
+
+
+def constant_steps(reward: ScalarSeries, equal: Mapping[int, bool]) -> int:
+    """Logged steps at the end with one mean reward and no spread; 0 if they are too few to be a fault.
+
+    They are one if they cover the last third, or if they are `LEAST_STEPS` or more and `n` such steps by chance have
+    `N q^n < CHANCE`, with the number `N` of logged steps and the share `q = (k + 1) / (m + 1)` of the `m` steps before
+    them, of which `k` have that reward and no spread.
+    """
+    is_same = np.abs(reward.values - reward.values[-1]) <= rounding_error(reward)
+    holds = is_same & np.array([equal.get(step, True) for step in reward.steps.tolist()])
+    broken = np.flatnonzero(~holds)
+    before = int(broken[-1]) + 1 if len(broken) else 0
+    count = len(reward) - before
+    if not any(step in equal for step in reward.steps[before:].tolist()):
+        return 0
+    usual = (int(holds[:before].sum()) + 1) / (before + 1)
+    is_long = count >= LEAST_STEPS and len(reward) * usual**count < CHANCE
+    return count if is_long or count >= len(reward.last) else 0
 
 
 def rounding_error(mean: ScalarSeries) -> float:
@@ -83,20 +128,25 @@ def rounding_error(mean: ScalarSeries) -> float:
     return 1e-9 + ROUNDING * float(np.abs(mean.last).max(initial=0.0))
 
 
-def _equal_rewards(log: RunLog) -> bool | None:
-    """Whether rewards did not differ within any step of the last third, or within any group; None if not logged.
+def equal_steps(log: RunLog) -> dict[int, bool]:
+    """Step → whether its rewards did not differ, in the step or within any group; without steps that do not tell.
 
     The deviation goes first: TRL counts a group as live if rounding gives its equal rewards a deviation above 1e-8.
     """
-    dead, std, most, least = (log.series(name) for name in ("dead_share", "reward_std", "reward_max", "reward_min"))
     error = rounding_error(log.series("reward"))
-    if len(std) and float(std.last.max()) <= error:
-        return True
-    if len(dead) or len(std):
-        return bool(len(dead) and float(dead.last.min()) >= 1)
-    if len(most) and len(least):
-        return float(most.last.max()) - float(least.last.min()) <= error
-    return None
+    spread, dead = log.series("reward_std").by_step(), log.series("dead_share").by_step()
+    if not spread and not dead:
+        most, least = log.series("reward_max").by_step(), log.series("reward_min").by_step()
+        spread = {step: most[step] - least[step] for step in most.keys() & least.keys()}
+    return {
+        step: spread.get(step, math.inf) <= error or dead.get(step, 0.0) >= 1 for step in spread.keys() | dead.keys()
+    }
+
+
+def is_solved(score: ScalarSeries) -> bool:
+    """Whether a score on the scale from 0 to 1 ends at `CEILING` or above; no other scale has a known end."""
+    is_known = len(score) > 0 and score.values.min() >= 0 and score.values.max() <= 1
+    return bool(is_known) and score.end >= CEILING
 
 
 def dead_groups(log: RunLog) -> RuleVerdict:
@@ -119,7 +169,7 @@ def dead_groups(log: RunLog) -> RuleVerdict:
     known = DeadGroups(live=1 - share.value, direction=wanted_prompts(share, right, wrong), config=log.config)
     return RunFinding(
         name="dead groups",
-        severity="critical" if share.low > MOSTLY_DEAD else "warning",
+        severity="critical" if share.low > MOSTLY_DEAD and not is_solved(log.series("reward")) else "warning",
         sentence=f"In {share.value:.0%} of the groups all rewards are equal, so they add nothing to the update. "
         f"{kinds}".strip(),
         since=dead.since(dead.values > DEAD_SHARE),
@@ -168,7 +218,8 @@ def reward_against_held_out(log: RunLog) -> RuleVerdict:
             return too_few(reward, "log the mean reward")
         return Undecided(f"evaluate on held-out prompts at least six times during the run; here are {count}")
     gain = change_over_thirds(reward.values)
-    if not (gain.low > 0 and gain.value >= LEAST_GAIN and held.high < 0 and -held.value >= LEAST_GAIN / 2):
+    rises = gain.low > 0 and gain.value >= LEAST_GAIN * score_unit(reward)
+    if not (rises and held.high < 0 and -held.value >= LEAST_GAIN / 2 * score_unit(log.series("held_out"))):
         return None
     return RunFinding(
         name="reward against held-out score",
@@ -194,6 +245,11 @@ def reward_against_held_out(log: RunLog) -> RuleVerdict:
             ),
         ),
     )
+
+
+def score_unit(score: ScalarSeries) -> float:
+    """What a change of a score counts in: 1 for scores from -1 to 1, else the largest value without its sign."""
+    return max(1.0, float(np.abs(score.values).max(initial=0.0)))
 
 
 def held_out_gain(log: RunLog) -> Estimate | None:
@@ -222,8 +278,7 @@ def reward_spread_death(log: RunLog) -> RuleVerdict:
     if not start > 0:
         return None
     left = Estimate(float(spread.last.mean()) / start, *(mean_ends(spread.last) / start))
-    is_solved = reward.end >= CEILING and reward.values.max() <= 1
-    if not left.high < SPREAD_LEFT or is_solved:
+    if not left.high < SPREAD_LEFT or is_solved(reward):
         return None
     return RunFinding(
         name="reward spread death",
