@@ -25,6 +25,7 @@ PHANTOM: dict[str, Any] = {**FAULTY["phantom signal"], "reward": 0.8, "frac_rewa
 
 PAIRS: dict[str, tuple[dict[str, Any], str, str]] = {
     "repetition, truncation": ({**LOOPED, **CUT, "reward": 0.99}, "repetition", "truncation"),
+    "repetition, entropy collapse": ({**LOOPED, **FAULTY["entropy collapse"]}, "repetition", "entropy collapse"),
     "length gaming, truncation": (
         {**FAULTY["length gaming"], "completions__clipped_ratio": 0.6},
         "length gaming",
@@ -94,6 +95,12 @@ def test_the_parser_is_not_blamed_where_every_completion_is_cut_off():
     assert "parser" not in told and "Call it on a completion that is right" not in told
     half = named(diagnosed(**DEAD, completions__clipped_ratio=0.6), "constant reward")
     assert half.confidence == "certain" and half.change is not None  # 40 % ended, and none of them earned anything
+
+
+def test_an_entropy_that_collapsed_first_is_no_consequence_of_repetition():
+    late = np.where(np.arange(STEPS) < 35, 0.1, 0.8) + 0.01 * NOISE
+    found = diagnosed(repetition=late, **FAULTY["entropy collapse"])
+    assert all(one.change is not None for one in found.findings) and len(found.findings) == 2
 
 
 def test_a_total_reward_that_one_function_makes_up_does_not_bound_the_kinds_of_dead_groups():

@@ -136,8 +136,8 @@ def test_a_constant_reward_of_1_that_was_learnt_is_a_solved_task():
 def test_only_a_score_from_0_to_1_is_known_to_be_solved(scale):
     fallen: dict[str, Any] = {"entropy": np.exp(-4 * RAMP), "reward": 0.5 * scale, "eval_reward": 0.4 * scale}
     assert isinstance(LOG_RULES["entropy collapse"](log_of(**fallen)), RunFinding)
-    solved = LOG_RULES["entropy collapse"](log_of(**fallen | {"reward": 0.97}))
-    assert solved is None
+    fallen["reward"] = 0.97
+    assert LOG_RULES["entropy collapse"](log_of(**fallen)) is None
 
 
 @pytest.mark.parametrize("scale", [1, 10, 100])

@@ -45,6 +45,10 @@ def _begins_after_nan(cause: RunFinding, consequence: RunFinding, log: RunLog) -
     return steps[-1] in bad or bool(bad.intersection(before[-LEAST_STEPS - 1 :]))
 
 
+def _begins_no_later(cause: RunFinding, consequence: RunFinding, log: RunLog) -> bool:
+    return cause.since is None or consequence.since is None or cause.since <= consequence.since
+
+
 def _most_are_cut(cause: RunFinding, consequence: RunFinding, log: RunLog) -> bool:
     return cause.number.value > MOSTLY_TRUNCATED
 
@@ -66,6 +70,12 @@ CAUSES: tuple[CausalRow, ...] = (
     ),
     CausalRow(
         "repetition", "truncation", "A completion that repeats itself goes on until the limit cuts it off.", _always
+    ),
+    CausalRow(
+        "repetition",
+        "entropy collapse",
+        "The next token of a text that repeats itself is nearly certain, so its entropy is small.",
+        _begins_no_later,
     ),
     CausalRow(
         "length gaming",
