@@ -41,7 +41,7 @@ def policy(tmp_path_factory):
 def controlled(policy, tmp_path_factory):
     """A trained run with three decisions, the last from fewer steps than it has measured."""
     folder = tmp_path_factory.mktemp("controlled") / "run"
-    control = {"group_size": "auto", "allocate": "measured", "method": "rloo", "batch_size": 32, "train_problems": 6}
+    control = {"group_size": "auto", "allocate": "measured", "method": "rloo", "batch_size": 64, "train_problems": 6}
     train(config_for(policy, folder, steps=30, **QUIET | control, layers="none"))
     return folder
 

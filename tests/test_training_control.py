@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +14,16 @@ import torch
 from scoregram.advantages import ESTIMATORS
 from scoregram.checks import ScoregramError
 from scoregram.policy import PolicyConfig, load_policy
+from scoregram.reading import read_run
 from scoregram.rollouts import Rollouts
 from scoregram.runs import open_run
-from scoregram.statistics import NoiseComponents, noise_components, shrunk_weights
+from scoregram.statistics import (
+    NoiseComponents,
+    components_of_estimates,
+    noise_components,
+    shrunk_weights,
+    unequal_prompt_estimates,
+)
 from scoregram.tasks import Problem, load_task
 from scoregram.training.collect import collect, seeded_generator
 from scoregram.training.config import TrainConfig
@@ -26,6 +34,7 @@ from scoregram.training.control import (
     NoiseLedger,
     group_size_choices,
     replayed_advice,
+    replayed_allocation,
 )
 from scoregram.training.credit import PROMPT_WEIGHTS, advantages_of, credited_step, require_unequal_groups
 from scoregram.training.loop import train
@@ -315,6 +324,39 @@ def test_in_passes_the_noise_of_a_step_is_that_of_its_pairs_in_a_pass(policy, tm
     assert decided == [(step, advice.recommended) for step, advice in replayed_advice(config, lines)]
 
 
+LARGER: dict[str, Any] = {"group_size": 8, "batch_size": 16}
+"""Groups that can be divided."""
+
+
+def test_an_allocation_is_decided_again_from_the_stored_groups(policy, tmp_path):
+    changes = RUN | {"group_size": 8, "measure_every": 1, "checkpoint_every": 0}
+    config = config_for(policy, tmp_path / "run", steps=10, **changes)
+    train(config)
+    groups = [group for group in open_run(tmp_path / "run").groups() if group.kind == "train"]
+    given = {step: {g.prompt_id: len(g.rewards) for g in groups if g.step == step} for step in range(1, 11)}
+    assert replayed_allocation(config, groups) == given
+    assert any(len({*sizes.values()}) > 1 for sizes in given.values())
+    with pytest.raises(ScoregramError, match="every step must be stored"):
+        replayed_allocation(config, groups[len(given[1]) :])
+    with pytest.raises(ScoregramError, match="needs --allocate measured alone"):
+        replayed_allocation(replace(config, allocate="success"), groups)
+
+
+def test_the_noise_of_a_run_does_not_depend_on_which_steps_had_equal_groups(policy, tmp_path):
+    """Every step counts, those with unequal groups too: to drop them would be a selection by the controller."""
+    changes = RUN | {"group_size": 8, "measure_every": 1, "checkpoint_every": 0, "batches_every": 1}
+    train(config_for(policy, tmp_path / "run", steps=15, **changes))
+    folder = open_run(tmp_path / "run")
+    lines, last = list(folder.metrics()), list(folder.batches())[-1]
+    assert any(line["control/smallest_group"] < line["control/largest_group"] for line in lines[-5:])
+    noise = read_run(folder).noise()
+    assert (noise.steps, noise.group_size, noise.is_conclusive) == (5, 8, True)
+    prompt_of = torch.arange(len(last.sizes)).repeat_interleave(last.sizes)
+    expected = components_of_estimates(unequal_prompt_estimates(last.gram.double(), last.rewards.double(), prompt_of))
+    for name in ("gradient_squared", "between_prompts", "within_prompt", "group_baseline"):
+        assert lines[-1][f"gram/{name}"] == pytest.approx(getattr(expected, name), rel=1e-3), name
+
+
 def test_an_allocation_gives_no_prompt_more_rollouts_than_fit_into_a_pass():
     problems = [Problem(name, name, "", {}) for name in "abcd"]
     largest = []
@@ -373,7 +415,9 @@ def test_without_control_nothing_is_decided(policy, tmp_path):
         ({"train_problems": -1}, "must be finite and at least 0"),
         ({"draw": "measured", "allocate": "success"}, "success cannot be combined with --draw or --shrink"),
         ({"draw": "measured", "group_size": 2, "batch_size": 8}, "from 4 rollouts on, got group_size 2"),
-        ({"allocate": "measured", "group_size": 2, "batch_size": 8}, "from 4 rollouts on, got group_size 2"),
+        ({"allocate": "measured", "group_size": 2, "batch_size": 8}, "the mean must be larger .* got group_size 2"),
+        ({"allocate": "success", "group_size": 4, "batch_size": 8}, "4 rollouts at least, .* Raise --group-size to 8"),
+        ({"group_size": "auto", "allocate": "measured", "batch_size": 8}, "needs at least two groups of 8"),
         ({"draw": "measured", "method": "dapo"}, "samples each prompt once per step"),
         ({"shrink": True, "between_prompts": False}, "train --shrink: needs the Gram between prompts"),
     ],
@@ -386,9 +430,9 @@ def test_settings_that_cannot_be_controlled_are_refused(changes, words, policy, 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"allocate": "measured", "method": "ppo"}, "one advantage per rollout"),
-        ({"allocate": "measured", "method": "awr"}, "linear in the advantages"),
-        ({"allocate": "success", "task": "calculator:3", "reward": None}, "needs a task of one turn"),
+        ({"allocate": "measured", "method": "ppo", **LARGER}, "one advantage per rollout"),
+        ({"allocate": "measured", "method": "awr", **LARGER}, "linear in the advantages"),
+        ({"allocate": "success", "task": "calculator:3", "reward": None, **LARGER}, "needs a task of one turn"),
         ({"draw": "measured", "task": "calculator:3", "reward": None}, "train --draw: needs a task of one turn"),
         ({"shrink": True, "method": "ppo"}, "train --shrink: needs one advantage per rollout"),
         ({"train_problems": 100_000}, "training problems"),

@@ -86,6 +86,7 @@ from scoregram.reading.noise import PHASES as PHASES
 from scoregram.reading.noise import POOLED as POOLED
 from scoregram.reading.noise import STEP_NAMES as STEP_NAMES
 from scoregram.reading.noise import RunNoise as RunNoise
+from scoregram.reading.noise import noise_scalars as noise_scalars
 from scoregram.reading.noise import run_noise as run_noise
 from scoregram.reading.noise import step_components as step_components
 from scoregram.reading.nulls import shuffled_means as shuffled_means

@@ -7,7 +7,7 @@ over only the steps where it is positive is biased.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -89,6 +89,14 @@ STEP_NAMES: Mapping[str, str] = {f"gram/{name}": name for name in POOLED} | {
     "gram/optimal_group_size": "best_group_size"
 }
 """Scalar of one step → the pooled quantity of the run that it estimates."""
+
+
+def noise_scalars(components: NoiseComponents, prompts: int) -> dict[str, float | int]:
+    """The noise of a step as scalars of its line, and the number of prompts that it was estimated from.
+
+    For steps whose groups differ in size by a decision made before they were sampled; `step_scalars` has the others.
+    """
+    return dict(zip(COMPONENTS, astuple(components), strict=True)) | {"gram/complete_prompts": prompts}
 
 
 def step_components(scalars: Mapping[str, Any]) -> NoiseComponents | None:

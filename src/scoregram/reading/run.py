@@ -151,11 +151,16 @@ class RunReading:
 
     @cached_property
     def group_size(self) -> int | None:
-        """The most common number of rollouts per prompt, else the config's; None if neither is known."""
+        """The most common number of rollouts per prompt, else the config's; None if neither is known.
+
+        Where the trainer divides the rollouts of a step among its prompts, their mean, which the config has.
+        """
+        stated = self.config.get("group_size")
+        if isinstance(stated, int) and self.config.get("allocate", "uniform") != "uniform":
+            return stated
         sizes = Counter(group.size for group in self.groups if self.has_whole_groups)
         if sizes:
             return sizes.most_common(1)[0][0]
-        stated = self.config.get("group_size")
         return stated if isinstance(stated, int) else None
 
     @cached_property

@@ -5,6 +5,7 @@ from .config import TrainConfig as TrainConfig
 from .control import GroupSizeControl as GroupSizeControl
 from .control import group_size_choices as group_size_choices
 from .control import replayed_advice as replayed_advice
+from .control import replayed_allocation as replayed_allocation
 from .credit import require_runnable as require_runnable
 from .effects import require_effects as require_effects
 from .effects import require_some_effect as require_some_effect

@@ -324,19 +324,15 @@ class TrainConfig:
         if not self.controls:
             return
         option = control_option(self.controls[0])
-        if self.group_size == "auto" and self.batch_size < 2 * STARTING_GROUP_SIZE:
-            remedy = f"Raise --batch-size to {2 * STARTING_GROUP_SIZE}."
-            fail(
-                option,
-                f"needs at least two groups of {STARTING_GROUP_SIZE} in a step",
-                f"batch_size {self.batch_size}",
-                remedy,
-            )
+        size = self.starting_group_size
+        if self.group_size == "auto" and self.batch_size < 2 * size:
+            remedy = f"Raise --batch-size to {2 * size}."
+            fail(option, f"needs at least two groups of {size} in a step", f"batch_size {self.batch_size}", remedy)
         if self.allocate == "success" and (self.draw != "uniform" or self.shrink):
             got = f"draw {self.draw} and shrink {self.shrink}"
             remedy = "Choose --allocate measured, or leave it out."
             fail(option, "success cannot be combined with --draw or --shrink, which need Grams", got, remedy)
-        if (self.allocate == "measured" or self.follows_signal) and self.starting_group_size < SMALLEST_MEASURED_GROUP:
+        if self.follows_signal and size < SMALLEST_MEASURED_GROUP:
             remedy = f"Raise --group-size to {SMALLEST_MEASURED_GROUP}."
             requirement = f"the noise of a prompt is measured from {SMALLEST_MEASURED_GROUP} rollouts on"
             fail(option, requirement, f"group_size {self.group_size}", remedy)
@@ -345,10 +341,10 @@ class TrainConfig:
             fail(option, "measures noise over prompts that are drawn evenly", "draw measured", remedy)
         if not self.between_prompts:
             fail(option, "needs the Gram between prompts", "between_prompts false", "Leave it out.")
-        if self.group_size == "auto" and 0 < self.micro_batch_size < 2 * STARTING_GROUP_SIZE:
-            remedy = f"Raise it to {2 * STARTING_GROUP_SIZE} or more: groups grow up to half of it."
+        if self.group_size == "auto" and 0 < self.micro_batch_size < 2 * size:
+            remedy = f"Raise it to {2 * size} or more: groups grow up to half of it."
             got = f"micro_batch_size {self.micro_batch_size}"
-            fail(option, f"needs at least two groups of {STARTING_GROUP_SIZE} in a pass", got, remedy)
+            fail(option, f"needs at least two groups of {size} in a pass", got, remedy)
         row = METHODS.get(self.method)
         if row is not None and (row.dynamic_sampling or row.drafts or row.branches):
             remedy = f"Choose another method, or leave out {option.removeprefix('train ')}."
@@ -362,6 +358,10 @@ class TrainConfig:
         chosen: dict[Control, bool] = {
             "group_size": self.group_size == "auto",
             "allocate": self.allocate != "uniform",
+        if self.allocate != "uniform" and size <= SMALLEST_MEASURED_GROUP:
+            least = f"every prompt gets {SMALLEST_MEASURED_GROUP} rollouts at least"
+            requirement = f"{least}, so the mean must be larger for some to be divided"
+            fail("train --allocate", requirement, f"group_size {size}", f"Raise --group-size to {STARTING_ALLOCATION}.")
             "draw": self.draw != "uniform",
             "shrink": self.shrink,
         }
@@ -420,8 +420,13 @@ class TrainConfig:
 
     @property
     def starting_group_size(self) -> int:
-        """Rollouts per prompt at the first step: `group_size`, or `STARTING_GROUP_SIZE` if it moves."""
-        return STARTING_GROUP_SIZE if self.group_size == "auto" else self.group_size
+        """Rollouts per prompt at the first step: `group_size`, or if it moves `STARTING_GROUP_SIZE`.
+
+        With `allocate` it starts at `STARTING_ALLOCATION`: of 4 rollouts there is nothing to divide.
+        """
+        if self.group_size != "auto":
+            return self.group_size
+        return STARTING_GROUP_SIZE if self.allocate == "uniform" else STARTING_ALLOCATION
 
     @property
     def policy(self) -> PolicyConfig:
@@ -482,6 +487,8 @@ LEAST = {
     "steps": 1,
     "rollouts": 0,
     "every_rollouts": 0,
+STARTING_ALLOCATION = 8
+"""The same with `--allocate`, which gives a prompt at least 4."""
     "batch_size": 1,
     "group_size": 1,
     "micro_batch_size": 0,

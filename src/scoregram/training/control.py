@@ -11,14 +11,25 @@ from typing import Any
 
 import torch
 
-from scoregram.reading import GROUP_SIZE_WINDOW, Step, group_size_scalars, replayed_components, replayed_scalars
+from scoregram.checks import fail
+from scoregram.reading import (
+    GROUP_SIZE_WINDOW,
+    Step,
+    group_size_scalars,
+    noise_scalars,
+    replayed_components,
+    replayed_scalars,
+)
+from scoregram.runs import GroupRecord
 from scoregram.statistics import (
+    GroupMoments,
     GroupSizeAdvice,
     NoiseComponents,
     PromptEstimates,
     allocated_rollouts,
     allocation_error,
     components_of_estimates,
+    group_moments,
     inclusion_probabilities,
     recommend_group_size,
     shrunk_weights,
@@ -27,7 +38,7 @@ from scoregram.statistics import (
 )
 from scoregram.tasks import Problem
 from scoregram.training.collect import seeded_generator
-from scoregram.training.config import TrainConfig
+from scoregram.training.config import SMALLEST_MEASURED_GROUP, TrainConfig
 from scoregram.training.credit import PROMPT_WEIGHTS
 
 DECIDE_EVERY = 10
@@ -243,9 +254,7 @@ class Controller:
         if self._config.allocate == "uniform":
             return size
         single, pair = self.ledger.predicted([problem.id for problem in problems])[:2]
-        least = max(2, size // 2, min(size, 4))
-        most = min(2 * size, self._config.micro_batch_size or 2 * size)
-        sizes = allocated_rollouts(single, pair, size * len(problems), least=least, most=most)
+        sizes = _divided_rollouts(single, pair, size, self._config.micro_batch_size)
         even = allocation_error(single, pair, torch.full_like(sizes, size))
         self._saving = {
             "control/smallest_group": int(sizes.min()),
@@ -264,22 +273,25 @@ class Controller:
         if self._config.allocate == "success":
             self._learn_rewards(step)
         elif (self._config.allocate == "measured" or self._config.follows_signal) and estimates is not None:
-            moments = estimates.moments
-            pair = moments.variance_fisher_trace + moments.gradient_squared
-            measured = torch.stack([moments.oracle_trace, pair, moments.gradient_squared])[: self.ledger.quantities]
             names, sizes = step.rollouts.prompt_names, step.rollouts.group_sizes
             weights = None if self._weights is None else self._weights[places]
+            measured = _measured_noise(estimates.moments)[: self.ledger.quantities]
             self.ledger.learn([names[p] for p in places], [sizes[p] for p in places], measured, weights)
+        components = measured_prompts.components
+        if components is not None and step.rollouts.group_size is None and min(step.rollouts.group_sizes) >= 4:
+            scalars |= noise_scalars(components, len(places))  # the reading leaves out groups of unequal size
         if self._config.group_size != "auto":
             return scalars, None
-        components = measured_prompts.components
         if components is not None:
             scalars |= replayed_scalars(components)
         advice = self.sizes.learn(step.number, components)
         if advice is None:
             return scalars, None
         scalars |= group_size_scalars(advice)
-        return scalars, advice.sentence if advice.recommended != advice.current else None
+        if advice.recommended == advice.current:
+            return scalars, None
+        is_least = self._config.allocate != "uniform" and advice.recommended <= SMALLEST_MEASURED_GROUP
+        return scalars, advice.sentence + ("; of these there is nothing to divide" if is_least else "")
 
     def _learn_rewards(self, step: Step) -> None:
         """Take the variance of a group's rewards as its noise, in groups with at least two rewards."""
@@ -311,6 +323,53 @@ def replayed_advice(config: TrainConfig, lines: Sequence[Mapping[str, Any]]) -> 
         advice = control.learn(int(line["step"]), replayed_components(line))
         found += [] if advice is None else [(int(line["step"]), advice)]
     return found
+
+
+def replayed_allocation(config: TrainConfig, groups: Sequence[GroupRecord]) -> dict[int, dict[str, int]]:
+    """The division of every step among its prompts, decided again from the stored groups of earlier steps.
+
+    Args:
+        config: Of a run with `--allocate measured`, a fixed group size and prompts drawn evenly.
+        groups: Training groups with Grams of all steps (`--measure-every 1`), in the order of the steps.
+
+    Returns:
+        Step → prompt → rollouts. They equal those of the run, up to ties that the rounding of stored Grams decides.
+
+    Raises:
+        ScoregramError: If the run divided by something else, or a step is not stored.
+    """
+    caller = "replayed_allocation"
+    if config.allocate != "measured" or config.group_size == "auto" or config.follows_signal:
+        got = f"allocate {config.allocate}, group_size {config.group_size}, draw {config.draw}, shrink {config.shrink}"
+        fail(caller, "needs --allocate measured alone", got, "Other decisions on sizes: replayed_advice.")
+    by_step: dict[int, list[GroupRecord]] = {}
+    for group in groups:
+        by_step.setdefault(group.step, []).append(group)
+    if sorted(by_step) != list(range(1, len(by_step) + 1)):
+        fail(caller, "every step must be stored", f"steps {sorted(by_step)[:5]}…", "Train with --measure-every 1.")
+    ledger, found = NoiseLedger(), {}
+    for number, step in by_step.items():
+        single, pair = ledger.predicted([group.prompt_id for group in step])
+        sizes = _divided_rollouts(single, pair, config.starting_group_size, config.micro_batch_size)
+        found[number] = dict(zip([group.prompt_id for group in step], sizes.tolist(), strict=True))
+        kept = [g for g in step if g.gram is not None and len(g.rewards) >= 4 and bool(g.rewards.isfinite().all())]
+        moments = [group_moments(g.gram.double()[None], g.rewards.double()[None]) for g in kept if g.gram is not None]
+        if kept:
+            noises = torch.cat([_measured_noise(one) for one in moments], dim=1)[: ledger.quantities]
+            ledger.learn([g.prompt_id for g in kept], [len(g.rewards) for g in kept], noises)
+    return found
+
+
+def _divided_rollouts(single: torch.Tensor, pair: torch.Tensor, size: int, rollouts_per_pass: int) -> torch.Tensor:
+    """`(P,)` rollouts of prompts with these predicted noises, `size` on average."""
+    least, most = max(2, size // 2, min(size, SMALLEST_MEASURED_GROUP)), min(2 * size, rollouts_per_pass or 2 * size)
+    return allocated_rollouts(single, pair, size * len(single), least=least, most=most)
+
+
+def _measured_noise(moments: GroupMoments) -> torch.Tensor:
+    """`(3, P)`: what the ledger learns of prompts, `s`, `k` and `|g|²`."""
+    pair = moments.variance_fisher_trace + moments.gradient_squared
+    return torch.stack([moments.oracle_trace, pair, moments.gradient_squared])
 
 
 def _choices(config: TrainConfig) -> tuple[int, ...]:

@@ -125,7 +125,9 @@ METHODS: MappingProxyType[str, Method] = MappingProxyType(
         "remax": Method(
             estimator="remax", objective="reinforce", about="reward minus the reward of the greedy rollout"
         ),
-        "reinforce++": Method(estimator="reinforce++", objective="ppo", about="reward whitened over the batch, token mean"),
+        "reinforce++": Method(
+            estimator="reinforce++", objective="ppo", about="reward whitened over the batch, token mean"
+        ),
         "reinforce++-baseline": Method(
             estimator="reinforce++-baseline", objective="ppo", about="centred in the group, whitened over the batch"
         ),
