@@ -10,7 +10,7 @@ import torch
 from scoregram.checks import ScoregramError
 from scoregram.policy import Policy, SamplingConfig, play_branches, play_episodes, start_episodes, token_log_probs
 from scoregram.rollouts import Rollouts, concatenated_rollouts
-from scoregram.tasks import Reply
+from scoregram.tasks import Problem, Reply
 from tests.training_cases import save_policy
 from tests.turn_cases import ECHO, PROBLEMS, Echo, played_by_hand, policy_in
 
@@ -55,6 +55,49 @@ def test_a_transcript_alternates_between_turns_and_observations(policy, rollouts
         assert mask == [owner >= 0 for owner in owners]
         assert turns[-1][1].done and bool(rollouts.finished[row])  # type: ignore[index]
         assert rollouts.completions[row] == policy.decode(expected[len(policy.encode_prompt(problem.prompt)) :])
+
+
+class Broken(Echo):
+    """An environment whose code fails at one place."""
+
+    place = ""
+
+    def __init__(self) -> None:
+        self.fail("__init__")
+
+    def fail(self, place: str) -> None:
+        """Raise at the chosen place."""
+        if self.place == place:
+            raise KeyError("colour")
+
+    def reset(self, problem: Problem, seed: int) -> str:
+        """Show the prompt, or fail."""
+        self.fail("reset")
+        return super().reset(problem, seed)
+
+    def step(self, text: str) -> Reply:
+        """Repeat the text's length, or fail."""
+        self.fail("step")
+        return super().step(text)
+
+
+@pytest.mark.parametrize(
+    ("place", "note"),
+    [
+        ("__init__", "raised by the environment of task echo"),
+        ("reset", "raised by Broken.reset"),
+        ("step", "raised by Broken.step"),
+    ],
+)
+def test_an_exception_of_an_environment_says_where_it_comes_from(policy, place, note, monkeypatch):
+    def play() -> None:
+        groups = start_episodes(policy, replace(ECHO, environment=Broken), PROBLEMS, SEEDS)
+        play_episodes(policy, groups, sampling=SAMPLING, max_turns=3, generator=torch.Generator())
+
+    monkeypatch.setattr(Broken, "place", place)
+    with pytest.raises(KeyError) as caught:
+        play()
+    assert caught.value.__notes__ == [note]
 
 
 def test_rewards_are_those_of_the_environment(policy, rollouts):

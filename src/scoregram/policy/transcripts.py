@@ -21,7 +21,7 @@ from scoregram.policy.config import SamplingConfig
 from scoregram.policy.load import Policy
 from scoregram.policy.sampler import sample_policy
 from scoregram.rollouts import Rollouts
-from scoregram.tasks import Environment, Problem, Reply, Task
+from scoregram.tasks import Environment, Problem, Reply, Task, built_environment, raised_by
 
 NOT_SAMPLED = -1
 """Turn of a token that the policy did not sample."""
@@ -66,7 +66,10 @@ class Episode:
 
     def write(self, turn: DrawnTurn, policy: Policy) -> None:
         """Append a turn and let the environment answer it."""
-        reply = checked_reply(self.environment.step(policy.decode(turn.ids)), type(self.environment).__name__)
+        name = type(self.environment).__name__
+        with raised_by(f"{name}.step"):
+            reply = self.environment.step(policy.decode(turn.ids))
+        reply = checked_reply(reply, name)
         self._append(turn.ids, self.turns, turn.log_probs, turn.behaviour)
         self.rewards[-1] = reply.reward + reply.outcome
         self.turns, self.outcome, self.done = self.turns + 1, reply.outcome, reply.done
@@ -102,9 +105,9 @@ def start_episodes(
 
 
 def _start_group(policy: Policy, task: Task, problem: Problem, seeds: Sequence[int]) -> list[Episode]:
-    assert task.environment is not None
-    environments = [task.environment() for _ in seeds]
-    texts = {each.reset(problem, seed) for each, seed in zip(environments, seeds, strict=True)}
+    environments = [built_environment(task) for _ in seeds]
+    with raised_by(f"{type(environments[0]).__name__}.reset"):
+        texts = {each.reset(problem, seed) for each, seed in zip(environments, seeds, strict=True)}
     if len(texts) > 1:
         remedy = "Let reset return the same text for every seed; put what is random into later observations."
         fail("environment", f"the rollouts of {problem.id} must start with one text", f"{len(texts)} texts", remedy)

@@ -22,10 +22,15 @@ from scoregram.tasks.task import LazyProblems as LazyProblems
 from scoregram.tasks.task import Problem as Problem
 from scoregram.tasks.task import Reply as Reply
 from scoregram.tasks.task import RewardFunction as RewardFunction
+from scoregram.tasks.task import ScoredStep as ScoredStep
 from scoregram.tasks.task import SolutionStep as SolutionStep
+from scoregram.tasks.task import StepScoreFunction as StepScoreFunction
 from scoregram.tasks.task import Task as Task
 from scoregram.tasks.task import TeachingEnvironment as TeachingEnvironment
+from scoregram.tasks.task import built_environment as built_environment
 from scoregram.tasks.task import demonstrated_episode as demonstrated_episode
 from scoregram.tasks.task import load_reward as load_reward
+from scoregram.tasks.task import load_step_scores as load_step_scores
+from scoregram.tasks.task import raised_by as raised_by
 from scoregram.tasks.task import reward_columns as reward_columns
 from scoregram.tasks.task import rewarded_by_environment as rewarded_by_environment

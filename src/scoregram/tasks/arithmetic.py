@@ -151,6 +151,7 @@ def sum_task(name: str, terms: int, splits: Mapping[str, Sequence[int]]) -> Task
         demonstrate=lambda problem, rng: solution(problem),
         steps=verified_steps,
         solution=solution,
+        rewards_are_binary=True,
         held_out={split: problems(split) for split in splits if split not in ("train", "test")},
     )
 

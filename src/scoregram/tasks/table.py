@@ -9,7 +9,7 @@ from types import MappingProxyType
 from scoregram.checks import fail, lookup
 from scoregram.tasks.arithmetic import arithmetic, arithmetic_compositions, arithmetic_strict
 from scoregram.tasks.forecasts import coin_forecasts
-from scoregram.tasks.task import Task, imported_function, load_reward
+from scoregram.tasks.task import Task, imported_function, load_reward, load_step_scores, raised_by
 from scoregram.tasks.text_tasks import gsm8k, jsonl, reasoning_gym
 from scoregram.tasks.turn_tasks import calculator, stopping_game
 
@@ -28,7 +28,8 @@ def python_task(argument: str, seed: int) -> Task:
         fail("task", f"{argument} must take one argument, the seed", error, "Define it as def name(seed).")
     except ValueError:  # a function written in C may have no signature
         pass
-    task = build(seed)
+    with raised_by(f"the task's function {argument}"):
+        task = build(seed)
     if not isinstance(task, Task):
         fail("task", f"{argument} must return a Task", type(task).__name__, "Return scoregram.tasks.Task(…).")
     require_task(task, argument)
@@ -136,13 +137,14 @@ TASKS: MappingProxyType[str, TaskRow] = MappingProxyType(
 )
 
 
-def load_task(spec: str, *, seed: int = 0, reward: str | None = None) -> Task:
+def load_task(spec: str, *, seed: int = 0, reward: str | None = None, step_scores: str | None = None) -> Task:
     """The task that `spec` names: `arithmetic:6`, `calculator`, `forecast`, `gsm8k:FOLDER`, `jsonl:FILE`, ….
 
     Args:
         spec: Name of a row of `TASKS`, then a colon and its argument.
         seed: Of the generated problems; fixed datasets ignore it.
         reward: `module:function` in place of the task's own reward.
+        step_scores: `module:function` that scores the steps of completions, in place of the task's own verifier.
 
     Raises:
         ScoregramError: If no task has this name, or its argument is missing or invalid.
@@ -160,4 +162,6 @@ def load_task(spec: str, *, seed: int = 0, reward: str | None = None) -> Task:
     task = row.load(argument, seed)
     if reward is not None and task.environment is not None:
         fail("task", f"the rewards of {name} come from its environment", f"--reward {reward}", "Leave the reward out.")
-    return task if reward is None else replace(task, reward=load_reward(reward))
+    if reward is not None:
+        task = replace(task, reward=load_reward(reward), rewards_are_binary=False)
+    return task if step_scores is None else replace(task, step_scores=load_step_scores(step_scores))

@@ -4,9 +4,11 @@ import importlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from numbers import Real
+from itertools import pairwise
+from numbers import Integral, Real
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol, overload, runtime_checkable
@@ -45,13 +47,37 @@ class RewardFunction(Protocol):
         ...
 
 
+@runtime_checkable
+class StepScoreFunction(Protocol):
+    """Scores of the steps of every completion, in the signature of a reward function.
+
+    For each completion it returns a list of pairs: the end of a step, in characters of the completion (exclusive), and
+    the score of that step. Ends rise. A completion without a step gets an empty list.
+    """
+
+    def __call__(
+        self, prompts: list[str], completions: list[str], **columns: Any
+    ) -> Sequence[Sequence[tuple[int, float]]]:
+        """One list of `(end, score)` per rollout."""
+        ...
+
+
+@dataclass(frozen=True)
+class ScoredStep:
+    """A step of a completion: where it ends, in characters (exclusive), and its score."""
+
+    end: int
+    score: float
+
+
 @dataclass(frozen=True)
 class SolutionStep:
     """One verified step of a completion: characters `start` to `end` (exclusive), and whether they are right."""
 
     start: int
     end: int
-    correct: bool
+    correct: bool | float
+    """Whether the step is right, or its score, such as a probability that it is right."""
     final: bool = False
     """Whether the step says that it is the last, as a full stop does; whatever follows belongs to no further step."""
 
@@ -119,6 +145,8 @@ class Task:
     """Writes a solution, for supervised warm starts."""
     steps: Callable[[Problem, str], tuple[SolutionStep, ...]] | None = None
     """Splits a completion into verified steps, for process rewards and for the first error."""
+    step_scores: StepScoreFunction | None = None
+    """Scores of the steps of completions, for process rewards in place of those of `steps`."""
     scalars: "Callable[[Sequence[Problem], Sequence[str]], Mapping[str, float]] | None" = None
     """Numbers about completions, each with its problem, for the metrics `task/…`."""
     solution: Callable[[Problem], str] | None = None
@@ -127,6 +155,8 @@ class Task:
     """Whether the reward is 1 for that solution and 0 for every other completion, as exact values need."""
     held_out: Mapping[str, Sequence[Problem]] = field(default_factory=dict)
     """Further test problems by name, which an evaluation reports on their own: `eval/NAME/accuracy`."""
+    rewards_are_binary: bool = False
+    """Whether every reward is 0 or 1, so that the mean reward is an accuracy."""
     environment: Callable[[], Environment] | None = None
     """Builds the environment of one rollout, for a task of several turns; the environment then gives all rewards."""
     max_turns: int = 1
@@ -162,6 +192,46 @@ class Task:
         prompts = [self.prompt(problem) for problem in problems]
         return self.reward(prompts=prompts, completions=list(completions), **reward_columns(problems), **columns)
 
+    def verified_steps(self, problem: Problem, completion: str) -> tuple[SolutionStep, ...]:
+        """What `steps` finds in a completion, after checks.
+
+        Raises:
+            ScoregramError: If it is no sequence of `SolutionStep`, or a step has no finite score or ends outside the
+                completion. Exceptions of the function itself are re-raised with its name as a note.
+        """
+        assert self.steps is not None
+        name = f"{self.name}.steps"
+        with raised_by(name):
+            found = self.steps(problem, completion)
+        if not isinstance(found, tuple | list) or not all(isinstance(step, SolutionStep) for step in found):
+            got = type(found).__name__ if not isinstance(found, tuple | list) else f"{[*found]!r}"
+            remedy = "Return an empty tuple for a completion without a step."
+            fail("task", f"{name} must return a tuple of SolutionStep", got, remedy)
+        for step in found:
+            checked_step(name, (step.end, step.correct), completion)
+        return tuple(found)
+
+    def scored_steps(
+        self, problems: Sequence[Problem], completions: Sequence[str], **columns: Any
+    ) -> list[list[ScoredStep]]:
+        """The scored steps of every completion: those of `step_scores`, otherwise 1 or 0 for each verified step.
+
+        Args:
+            problems: The problem of each rollout, in the order of `completions`.
+            completions: Decoded completions without the stop token.
+            columns: Further lists with one value per rollout, for `step_scores`.
+        """
+        if self.step_scores is None:
+            pairs = zip(problems, completions, strict=True)
+            return [
+                [ScoredStep(step.end, float(step.correct)) for step in self.verified_steps(problem, text)]
+                for problem, text in pairs
+            ]
+        prompts = [self.prompt(problem) for problem in problems]
+        given = {**reward_columns(problems), **columns}
+        found = self.step_scores(prompts=prompts, completions=list(completions), **given)
+        return [[ScoredStep(end, score) for end, score in steps] for steps in found]
+
 
 @dataclass(frozen=True)
 class DemonstratedTurn:
@@ -177,16 +247,34 @@ def demonstrated_episode(task: Task, problem: Problem, rng: Random) -> list[Demo
     Raises:
         ScoregramError: If the environment has no teacher.
     """
-    environment = task.environment() if task.environment is not None else None
+    environment = built_environment(task) if task.environment is not None else None
     if not isinstance(environment, TeachingEnvironment):
         remedy = "Give the environment a method demonstrate, or train without a warm start."
         fail("demonstrated_episode", "the environment must have a teacher", type(environment).__name__, remedy)
-    reply = Reply(task.prompt_format.replace("{prompt}", environment.reset(problem, rng.getrandbits(31))))
     turns: list[DemonstratedTurn] = []
-    while not reply.done and len(turns) < task.max_turns:
-        turns.append(DemonstratedTurn(reply.observation, environment.demonstrate(rng)))
-        reply = environment.step(turns[-1].text)
+    with raised_by(f"the environment {type(environment).__name__}"):
+        reply = Reply(task.prompt_format.replace("{prompt}", environment.reset(problem, rng.getrandbits(31))))
+        while not reply.done and len(turns) < task.max_turns:
+            turns.append(DemonstratedTurn(reply.observation, environment.demonstrate(rng)))
+            reply = environment.step(turns[-1].text)
     return turns
+
+
+def built_environment(task: Task) -> Environment:
+    """A new environment of a task that has one, for one rollout.
+
+    Raises:
+        ScoregramError: If it lacks `reset` or `step`. Exceptions of the user's code are re-raised with a note.
+    """
+    assert task.environment is not None
+    with raised_by(f"the environment of task {task.name}"):
+        environment = task.environment()
+    missing = [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]
+    if missing:
+        requirement = f"{type(environment).__name__} must have the methods reset and step"
+        remedy = "Define reset(self, problem, seed) and step(self, text)."
+        fail("environment", requirement, f"no {' and no '.join(missing)}", remedy)
+    return environment
 
 
 def rewarded_by_environment(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
@@ -249,12 +337,88 @@ class CheckedReward:
         """
         given = {"prompts": prompts, "completions": completions, **columns}
         keywords = accepted_keywords(self.name, self.function, given)
-        try:
+        with raised_by(f"the reward function {self.name}"):
             rewards = self.function(**keywords)
-        except Exception as error:
-            error.add_note(f"raised by the reward function {self.name}")
-            raise
         return checked_rewards(self.name, rewards, len(completions))
+
+
+@contextmanager
+def raised_by(origin: str) -> Iterator[None]:
+    """Re-raise an exception of a user's code with its origin as a note."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"raised by {origin}")
+        raise
+
+
+@dataclass(frozen=True)
+class CheckedStepScores:
+    """A function of step scores whose result is checked: one list of `(end, score)` per rollout.
+
+    As with a reward, a function without `**kwargs` receives only the columns in its signature.
+    """
+
+    name: str
+    function: Callable[..., Any]
+
+    def __call__(
+        self, prompts: list[str], completions: list[str], **columns: Any
+    ) -> Sequence[Sequence[tuple[int, float]]]:
+        """One list of `(end, score)` per rollout.
+
+        Raises:
+            ScoregramError: If the function requires a column that does not exist, or does not return one list of pairs
+                per rollout, with rising ends inside the completion and finite scores. Exceptions of the function itself
+                are re-raised with its name as a note.
+        """
+        given = {"prompts": prompts, "completions": completions, **columns}
+        keywords = accepted_keywords(self.name, self.function, given, caller="step scores")
+        with raised_by(f"the step scores {self.name}"):
+            scores = self.function(**keywords)
+        if not isinstance(scores, list | tuple):
+            remedy = "Return one list of (end, score) per completion."
+            fail("step scores", f"{self.name} must return a list", type(scores).__name__, remedy)
+        if len(scores) != len(completions):
+            got, remedy = f"{len(scores)} for {len(completions)} completions", "Return [] for one without a step."
+            fail("step scores", f"{self.name} must return one list per completion", got, remedy)
+        return [checked_steps(self.name, steps, text) for steps, text in zip(scores, completions, strict=True)]
+
+
+def checked_steps(name: str, steps: Any, text: str) -> list[tuple[int, float]]:
+    """The scored steps of one completion as pairs of a whole number and a float, their ends rising."""
+    if not isinstance(steps, list | tuple):
+        remedy = "Return [] for a completion without a step."
+        fail("step scores", f"{name} must return a list of (end, score) for every completion", repr(steps), remedy)
+    found = [checked_step(name, step, text) for step in steps]
+    ends = [end for end, _ in found]
+    if any(late <= early for early, late in pairwise(ends)):
+        fail("step scores", f"the ends of {name} must rise from step to step", ends, "Sort the steps by their ends.")
+    return found
+
+
+def checked_step(name: str, step: Any, text: str) -> tuple[int, float]:
+    """The end and the score of one step, after checks."""
+    if not isinstance(step, list | tuple) or len(step) != 2:
+        remedy = "The end counts the characters of the completion up to the end of the step."
+        fail("step scores", f"a step of {name} must be a pair (end, score)", repr(step), remedy)
+    end, score = (part.item() if hasattr(part, "item") else part for part in step)  # scalars of torch and numpy
+    if not isinstance(end, Integral) or isinstance(end, bool) or not 0 < int(end) <= len(text):
+        requirement = f"the end of a step of {name} must be a whole number from 1 to the length of the completion"
+        fail("step scores", requirement, f"{end!r} for {len(text)} characters", "Count characters, not tokens.")
+    if not isinstance(score, Real) or not math.isfinite(score):
+        fail("step scores", f"the scores of {name} must be finite numbers", repr(score), "Leave this step out.")
+    return int(end), float(score)
+
+
+def load_step_scores(spec: str) -> CheckedStepScores:
+    """The function of step scores that `spec` names, imported as a reward function is.
+
+    Raises:
+        ScoregramError: If `spec` is not `module:function`, or the function cannot be imported.
+    """
+    what, example = "a function of step scores", "my_rewards:steps"
+    return CheckedStepScores(spec, imported_function(spec, caller="step scores", what=what, example=example))
 
 
 def load_reward(spec: str) -> CheckedReward:
@@ -309,7 +473,9 @@ def imported_module(module_name: str, spec: str, caller: str) -> Any:
         fail(caller, f"{module_name} must import", reason, "Repair the module.")
 
 
-def accepted_keywords(name: str, function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+def accepted_keywords(
+    name: str, function: Callable[..., Any], given: dict[str, Any], *, caller: str = "reward"
+) -> dict[str, Any]:
     """The keywords of `given` that are in the signature of `function`; all of them if it has `**kwargs`."""
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -320,10 +486,10 @@ def accepted_keywords(name: str, function: Callable[..., Any], given: dict[str, 
     ]
     if any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters):
         remedy = "Remove the / in its signature."
-        fail("reward", f"{name} must take its arguments by name", "positional-only ones", remedy)
+        fail(caller, f"{name} must take its arguments by name", "positional-only ones", remedy)
     if missing := [column for column in required if column not in given]:
         requirement = f"the arguments of {name} must be among {', '.join(sorted(given))}"
-        fail("reward", requirement, missing[0], "Rename the argument or add the column to the data.")
+        fail(caller, requirement, missing[0], "Rename the argument or add the column to the data.")
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return given
     names = {p.name for p in parameters}

@@ -55,6 +55,7 @@ def gsm8k(argument: str = "", seed: int = 0) -> Task:
         max_new_tokens=MAX_NEW_TOKENS,
         prompt_format="Question: {prompt}\nAnswer:",
         demonstrate=_worked_solution,
+        rewards_are_binary=True,
     )
 
 
@@ -223,7 +224,7 @@ def jsonl(argument: str, seed: int = 0) -> Task:
         train, test = (_file_problems(path / f"{split}.jsonl", f"{name}/{split}") for split in ("train", "test"))
     else:
         train, test = _split_problems(_file_problems(path, name), path)
-    return Task(f"jsonl:{argument}", train, test, right_answer, MAX_NEW_TOKENS)
+    return Task(f"jsonl:{argument}", train, test, right_answer, MAX_NEW_TOKENS, rewards_are_binary=True)
 
 
 def _split_problems(problems: Sequence[Problem], path: Path) -> tuple[Sequence[Problem], Sequence[Problem]]:
