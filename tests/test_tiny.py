@@ -5,9 +5,11 @@ import string
 import subprocess
 import sys
 from dataclasses import replace
+from io import StringIO
 
 import pytest
 import torch
+from rich.console import Console
 
 from scoregram.policy import tiny
 from scoregram.policy.supervised import padded_demonstrations
@@ -21,6 +23,7 @@ from scoregram.policy.tiny import (
     tiny_policy,
 )
 from scoregram.tasks import load_task
+from scoregram.training import TrainConfig, train
 
 SHORT = WarmStart(hidden_size=32, intermediate_size=48, heads=2, longest=2, polish_steps=1, habit_steps=2, batch=4)
 
@@ -146,6 +149,24 @@ def test_a_task_of_another_kind_gets_the_default_difficulty(refuse_to_train):
     other = replace(load_task("arithmetic:6"), name="jsonl:sums:6")
     for task in (None, other):
         assert same(dict(tiny_policy(task, 0, recipe=SHORT)[0].state_dict()), made)
+
+
+def test_a_line_is_printed_only_while_the_policy_is_built():
+    lines: list[str] = []
+    for _ in range(2):
+        tiny_policy(load_task("arithmetic:3"), 4, recipe=SHORT, note=lines.append)
+    (line,) = lines
+    assert line.startswith("building the policy tiny for arithmetic:3, seed 4")
+
+
+def test_training_prints_that_it_builds_the_policy(tmp_path, monkeypatch):
+    """The line comes before the first step, on the console of the run."""
+    console = Console(file=StringIO(), width=40)
+    built = TrainConfig(out=tmp_path / "run", task="arithmetic:3", steps=1, batch_size=8, eval_problems=2, device="cpu")
+    monkeypatch.setattr(tiny, "warm_start_tiny", lambda *_: None)
+    train(built, console=console)
+    said = console.file.getvalue()  # type: ignore[union-attr]
+    assert said.startswith("building the policy tiny for arithmetic:3, seed 0: about a minute on two cores")
 
 
 def test_the_model_comes_ready_to_use():

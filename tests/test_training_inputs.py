@@ -13,9 +13,10 @@ from scoregram.checks import ScoregramError
 from scoregram.policy import Policy, PolicyConfig, load_policy, sample_policy
 from scoregram.rollouts import Rollouts
 from scoregram.runs import open_run
-from scoregram.tasks import Problem, Task, load_task
+from scoregram.tasks import Problem, SolutionStep, Task, load_task
+from scoregram.training import TrainConfig
 from scoregram.training.collect import collect, seeded_generator
-from scoregram.training.inputs import BaselineRewards, VerifiedSteps, input_sources
+from scoregram.training.inputs import BaselineRewards, StepScores, input_sources
 from scoregram.training.loop import train
 from scoregram.training.methods import METHODS
 from scoregram.training.prefix_values import PrefixRollouts, Segments
@@ -110,7 +111,7 @@ def test_a_resumed_run_continues_the_running_mean(folder, tmp_path):
 def test_every_verified_step_is_rewarded_at_its_last_token(policy, text, ends, rewards):
     one = problem("11+1+1")
     rollouts = rollouts_of(policy, [text, "12,13."], [one])
-    inputs = VerifiedSteps(policy, TASK).inputs(1, rollouts, [one])
+    inputs = StepScores(policy, TASK).inputs(1, rollouts, [one])
     prompt = int(rollouts.prompt_lengths[0])
     found = inputs["step_ends"][0].nonzero().flatten() - prompt
     assert found.tolist() == ends
@@ -315,6 +316,11 @@ def test_a_loss_with_a_reference_replaces_that_of_any_method(folder, tmp_path, o
         ({"baseline": math.nan}, "train --baseline: must be finite, got nan"),
         ({"baseline_decay": 1.0}, "train --baseline-decay: must be below 1, got 1.0"),
         ({"segment_probability": 7.0}, "train --segment-probability: must be at most 1, got 7.0"),
+        (
+            {"segment_probability": 0.0},
+            "train --segment-probability: must be above 0, got 0.0. No token is less likely",
+        ),
+        ({"segment_probability": math.nan}, "train --segment-probability: must be above 0, got nan"),
         ({"critic_warmup": 2}, "train --critic-warmup: needs a method with a critic, got estimator grpo"),
     ],
 )
@@ -322,6 +328,60 @@ def test_wrong_options_are_refused_before_the_first_step(changes, says, folder, 
     with pytest.raises((ScoregramError, ValueError), match=says):
         train(config_for(folder, tmp_path / "run", **changes))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"method": "vineppo", "task": "calculator"},
+            "--method: vineppo needs a task of one turn, got calculator:4. Ch",
+        ),
+        (
+            {"method": "grpo", "estimator": "spo-chain", "task": "stopping"},
+            "--estimator: spo-chain needs a task of one",
+        ),
+        ({"method": "grpo-process", "task": "forecast"}, "--method: grpo-process needs a task that verifies steps"),
+        ({"method": "ppo", "exact_values": True, "task": "calculator"}, "--exact-values: exact values need a task"),
+        ({"method": "ppo", "exact_values": True}, "--exact-values: needs a task that rewards the right solution alone"),
+        (
+            {"method": "pass-at-k", "best_of": 5},
+            "--best-of: must be at most group_size, got best_of 5 and group_size 4",
+        ),
+        ({"method": "tl-grpo", "estimator": "remax"}, "tl-grpo takes an estimator that needs only the rollouts"),
+        ({"method": "grpo", "critic_warmup": 1}, "--critic-warmup: needs a method with a critic"),
+    ],
+)
+def test_what_the_task_excludes_is_refused_before_a_model_is_loaded(changes, says, folder, tmp_path, monkeypatch):
+    def loaded(*_: Any, **__: Any) -> Policy:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("scoregram.training.loop.load_policy", loaded)
+    given = {"reward": None, "max_new_tokens": 0, **changes}
+    with pytest.raises(ScoregramError, match=says):
+        train(config_for(folder, tmp_path / "run", **given))
+
+
+def test_what_a_verifier_returns_is_checked(policy):
+    def inputs(found: Any) -> Any:
+        task = replace(TASK, steps=lambda problem, text: found)
+        return StepScores(policy, task).inputs(1, rollouts_of(policy, ["12,13."] * 2, [one]), [one])
+
+    one = problem("11+1+1")
+    with pytest.raises(ScoregramError, match=r"arithmetic:3\.steps must return a tuple of SolutionStep, got NoneType"):
+        inputs(None)
+    with pytest.raises(ScoregramError, match=r"must return a tuple of SolutionStep, got .*3, 1"):
+        inputs([(3, 1)])
+    with pytest.raises(ScoregramError, match=r"the scores of arithmetic:3\.steps must be finite numbers, got nan"):
+        inputs((SolutionStep(0, 3, math.nan),))
+    with pytest.raises(ScoregramError, match="whole number from 1 to the length of the completion, got 7 for 6 char"):
+        inputs((SolutionStep(0, 7, True),))
+    broken: Any = lambda *_: None  # noqa: E731
+    cuts = Segments(policy, replace(TASK, steps=broken), TrainConfig(method="vineppo"), every_token=False)
+    with pytest.raises(ScoregramError, match="must return a tuple of SolutionStep, got NoneType"):
+        cuts.starts(rollouts_of(policy, ["12,13."] * 2, [one]), [one])
+    half = inputs((SolutionStep(0, 3, 0.5), SolutionStep(3, 6, True)))
+    assert half["token_rewards"][half["step_ends"]].tolist() == [0.5, 1.0] * 2
 
 
 def score_of(policy: Policy, ids: list[int], start: int, end: int, temperature: float) -> torch.Tensor:

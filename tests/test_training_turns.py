@@ -422,7 +422,7 @@ def test_a_short_run_learns_when_to_stop(tmp_path):
             {"task": "stopping", "reward": None, "method": "igrpo"},
             "the drafts of igrpo need a task of one turn, got st",
         ),
-        ({"task": "stopping", "reward": None, "method": "vineppo"}, "spo-chain needs a task of one turn, got stopping"),
+        ({"task": "stopping", "reward": None, "method": "vineppo"}, "--method: vineppo needs a task of one turn"),
         ({"task": "calculator", "reward": None, "method": "grpo-process"}, "needs a task that verifies steps"),
         (
             {"task": "stopping", "reward": None, "method": "tl-grpo", "estimator": "remax"},

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +88,7 @@ class Policy:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
-def load_policy(config: PolicyConfig, task: Task | None = None) -> Policy:
+def load_policy(config: PolicyConfig, task: Task | None = None, *, note: Callable[[str], None] | None = None) -> Policy:
     """The policy that `config` describes, ready to be sampled from and trained.
 
     Every parameter requires a gradient; with `lora_rank`, or for the checkpoint of an adapter, only those that the
@@ -97,6 +97,7 @@ def load_policy(config: PolicyConfig, task: Task | None = None) -> Policy:
     Args:
         config: Model, precision, device, adapters.
         task: Sets the difficulty that `tiny` is trained on; `prompt="auto"` depends on its prompt format.
+        note: Called with one line if `tiny` has to be built first, which takes about a minute.
 
     Raises:
         ScoregramError: A model that does not exist or cannot be read, one with custom code but without
@@ -105,7 +106,7 @@ def load_policy(config: PolicyConfig, task: Task | None = None) -> Policy:
     """
     dtype = lookup(DTYPES, config.dtype, kind="load_policy dtype")
     device = chosen_device(config.device)
-    model, tokenizer = _load_model(config, task, dtype)
+    model, tokenizer = _load_model(config, task, dtype, note)
     stop_ids = stop_tokens(model, tokenizer)
     pad_id = pad_token(model, tokenizer, stop_ids[0])
     chat = reads_as_chat(config, tokenizer, task)
@@ -134,7 +135,9 @@ def chosen_device(name: str) -> torch.device:
     return device
 
 
-def _load_model(config: PolicyConfig, task: Task | None, dtype: torch.dtype) -> tuple[Any, Any]:
+def _load_model(
+    config: PolicyConfig, task: Task | None, dtype: torch.dtype, note: Callable[[str], None] | None
+) -> tuple[Any, Any]:
     """Model and tokenizer, on the CPU."""
     try:
         import transformers
@@ -144,7 +147,7 @@ def _load_model(config: PolicyConfig, task: Task | None, dtype: torch.dtype) -> 
         from scoregram.policy.tiny import tiny_policy
 
         tiny: Any
-        tiny, tokenizer = tiny_policy(task, config.seed)
+        tiny, tokenizer = tiny_policy(task, config.seed, note=note)
         if config.attention != "sdpa":
             with _load_errors(config):
                 tiny.set_attn_implementation(config.attention)

@@ -132,7 +132,7 @@ def character_tokenizer(context: int) -> "PreTrainedTokenizerFast":
 
 
 def tiny_policy(
-    task: Task | None, seed: int, *, recipe: WarmStart | None = None
+    task: Task | None, seed: int, *, recipe: WarmStart | None = None, note: Callable[[str], None] | None = None
 ) -> "tuple[LlamaForCausalLM, PreTrainedTokenizerFast]":
     """The embedded policy and its tokenizer, from the cache or trained now (half a minute to a minute on two cores).
 
@@ -141,6 +141,7 @@ def tiny_policy(
             from the environment's teacher. Any other task gets the arithmetic of the default difficulty.
         seed: Seed of the initial weights, the problems and the teacher's habits. Global random state is not touched.
         recipe: How it is warm-started; the benchmarks use the default.
+        note: Called with one line before the policy is trained; not called if it comes from the cache.
 
     Returns:
         A `LlamaForCausalLM` in float32 on the CPU, in evaluation mode, and a character tokenizer.
@@ -161,6 +162,9 @@ def tiny_policy(
     path = cache_folder() / f"tiny-{cache_key(recipe, learnt, seed)}.safetensors"
     weights = read_weights(path, like=model.state_dict())
     if weights is None:
+        if note is not None:
+            what = task.name if task else "arithmetic"
+            note(f"building the policy tiny for {what}, seed {seed}: about a minute on two cores, then it is cached")
         if task and has_turns:
             warm_start_turns(model, TurnWarmStart(), task, seed)
         else:

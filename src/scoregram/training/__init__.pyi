@@ -17,6 +17,7 @@ from .loop import train as train
 from .methods import METHODS as METHODS
 from .methods import Method as Method
 from .preparation import START_HASH as START_HASH
+from .preparation import fitted_task as fitted_task
 from .several import available_cores as available_cores
 from .several import last_scalar as last_scalar
 from .several import resumable_config as resumable_config

@@ -27,7 +27,7 @@ LATER_OPTIONS = frozenset(
         *("critic", "critic_learning_rate", "critic_updates", "critic_clip", "critic_warmup"),
         *("exact_values", "prefix_rollouts", "segments", "segment_tokens", "segment_probability"),
         *("rollouts", "every_rollouts", "credit_truth", "truth_rollouts", "push", "max_turns"),
-        *("allocate", "train_problems", "draw", "shrink"),
+        *("allocate", "train_problems", "draw", "shrink", "step_scores"),
     }
 )
 """Options that older runs do not have; they are stored only if they differ from their defaults."""
@@ -74,6 +74,10 @@ class TrainConfig:
     python:MODULE:FUNCTION."""
     reward: str | None = None
     """`module:function` with TRL's reward signature, instead of the task's reward."""
+    step_scores: str | None = None
+    """`module:function` that scores the steps of every completion, for process rewards (grpo-process) on any task of
+    one turn, instead of the task's verifier. It takes what a reward function takes, and returns for each completion a
+    list of (end of the step in characters, score)."""
     train_problems: int = 0
     """Train on this many problems, the first of the training split; 0 for all of them."""
 
@@ -288,6 +292,9 @@ class TrainConfig:
         if self.segment_probability > 1:
             remedy = "With 1 every token that was not certain ends a segment."
             fail("train --segment-probability", "must be at most 1", self.segment_probability, remedy)
+        if not self.segment_probability > 0:
+            remedy = "No token is less likely than 0, so nothing would be cut."
+            fail("train --segment-probability", "must be above 0", self.segment_probability, remedy)
         if self.baseline_decay >= 1:
             remedy = "0.9 averages over about ten steps."
             fail("train --baseline-decay", "must be below 1", self.baseline_decay, remedy)
@@ -351,6 +358,10 @@ class TrainConfig:
             fail(option, "needs a method that samples each prompt once per step", self.method, remedy)
         if self.sampling_temperature:
             fail(option, "needs rollouts of the policy itself", "sampling_temperature", "Leave it out.")
+        if self.allocate != "uniform" and size <= SMALLEST_MEASURED_GROUP:
+            least = f"every prompt gets {SMALLEST_MEASURED_GROUP} rollouts at least"
+            requirement = f"{least}, so the mean must be larger for some to be divided"
+            fail("train --allocate", requirement, f"group_size {size}", f"Raise --group-size to {STARTING_ALLOCATION}.")
 
     @property
     def controls(self) -> list[Control]:
@@ -358,10 +369,6 @@ class TrainConfig:
         chosen: dict[Control, bool] = {
             "group_size": self.group_size == "auto",
             "allocate": self.allocate != "uniform",
-        if self.allocate != "uniform" and size <= SMALLEST_MEASURED_GROUP:
-            least = f"every prompt gets {SMALLEST_MEASURED_GROUP} rollouts at least"
-            requirement = f"{least}, so the mean must be larger for some to be divided"
-            fail("train --allocate", requirement, f"group_size {size}", f"Raise --group-size to {STARTING_ALLOCATION}.")
             "draw": self.draw != "uniform",
             "shrink": self.shrink,
         }
@@ -480,6 +487,8 @@ class TrainConfig:
 
 STARTING_GROUP_SIZE = 4
 """Rollouts per prompt with which `--group-size auto` starts: the best fixed size of `results/allocation`."""
+STARTING_ALLOCATION = 8
+"""The same with `--allocate`, which gives a prompt at least 4."""
 SMALLEST_MEASURED_GROUP = 4
 """Rollouts from which on the noise of a prompt can be measured."""
 
@@ -487,8 +496,6 @@ LEAST = {
     "steps": 1,
     "rollouts": 0,
     "every_rollouts": 0,
-STARTING_ALLOCATION = 8
-"""The same with `--allocate`, which gives a prompt at least 4."""
     "batch_size": 1,
     "group_size": 1,
     "micro_batch_size": 0,
@@ -505,7 +512,6 @@ STARTING_ALLOCATION = 8
     "prefix_rollouts": 1,
     "truth_rollouts": 2,
     "segment_tokens": 1,
-    "segment_probability": 0,
     "train_problems": 0,
     "max_new_tokens": 0,
     "max_turns": 0,

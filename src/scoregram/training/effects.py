@@ -73,6 +73,7 @@ _PREFIXES = OptionEffect(
     "a method with Monte-Carlo values, such as vineppo",
     _VALUES,
 )
+_PROCESS = OptionEffect(_needs("step_ends"), "a method with process rewards: grpo-process", _BY_METHOD)
 _SEGMENTS = OptionEffect(_needs("segment_starts"), "a method with Monte-Carlo values of segments", _BY_METHOD)
 
 EFFECTS: Mapping[str, OptionEffect] = MappingProxyType(
@@ -112,6 +113,7 @@ EFFECTS: Mapping[str, OptionEffect] = MappingProxyType(
         "segments": _SEGMENTS,
         "segment_tokens": OptionEffect(_is_cut("even"), "--segments even", (*_BY_METHOD, "segments")),
         "segment_probability": OptionEffect(_is_cut("unlikely"), "--segments unlikely", (*_BY_METHOD, "segments")),
+        "step_scores": _PROCESS,
         "steps": OptionEffect(
             lambda config: not config.rollouts, "a number of steps, not a budget of rollouts", ("rollouts",)
         ),

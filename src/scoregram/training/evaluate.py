@@ -6,7 +6,7 @@ problems at intervals, which shows how the spectrum changes while the prompts st
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -267,6 +267,8 @@ class HeldOutProblems:
     """Problems of a probe; empty if the run makes none."""
     optimizer: torch.optim.Optimizer
     """Optimiser of the run; probes read its state."""
+    on_evaluation: Callable[[Sequence[float]], None] | None = None
+    """Called at every evaluation with the rewards of the greedy rollouts, those of held-out splits apart."""
 
     @property
     def are_evaluated(self) -> bool:
@@ -283,6 +285,8 @@ class HeldOutProblems:
             found = evaluate(self.policy, self.task, tested, sampling, samples=config.eval_samples, generator=stream)
             kept = {"keep_greedy": config.keep_evidence, "split": split}
             writer.write_groups(step, evaluation_records(step, tested, found, **kept))
+            if self.on_evaluation is not None:
+                self.on_evaluation(found.rewards)
             scalars |= found.scalars(split)
         return scalars
 
@@ -298,7 +302,11 @@ class HeldOutProblems:
 
 
 def held_out_problems(
-    config: TrainConfig, policy: Policy, task: Task, optimizer: torch.optim.Optimizer
+    config: TrainConfig,
+    policy: Policy,
+    task: Task,
+    optimizer: torch.optim.Optimizer,
+    on_evaluation: Callable[[Sequence[float]], None] | None = None,
 ) -> HeldOutProblems:
     """The first test problems for evaluations and the last ones for probes.
 
@@ -314,4 +322,4 @@ def held_out_problems(
     for problems in (tests, probes):
         prompts = [policy.encode_prompt(task.prompt(problem)) for problem in problems]
         refuse_long_prompts(prompts, problems, config.sampling(task.max_new_tokens), policy)
-    return HeldOutProblems(config, policy, task, tests, probes, optimizer)
+    return HeldOutProblems(config, policy, task, tests, probes, optimizer, on_evaluation)

@@ -5,7 +5,7 @@
 | `GreedyRollouts` | rewards of greedy rollouts | one rollout per prompt |
 | `BaselineRewards` | a constant, or the running mean of earlier rewards | nothing |
 | `BestOf` | the `k` of pass@k | nothing |
-| `VerifiedSteps` | process rewards: 1 for a right step, 0 for a wrong one | nothing, but the task must verify steps |
+| `StepScores` | process rewards: the score of every step | a verifier of the task, or `--step-scores` |
 | `Critic` | values of prefixes, or of prompts, by a network that learns them | a second model, or its head |
 | `LogitEnergies` | energy of the path to a token, `Σ_{s≤t} (1 − 2π_s + Σ_v π_sv²)`, in logits | a forward pass |
 | `ScoreEnergies` | the same in all parameters, `|Σ_{s≤t} ∇log π_s|²` | a row of a Gram per distinct prefix |
@@ -37,10 +37,19 @@ from scoregram.training.credit import takes_values
 from scoregram.training.critic import Critic
 from scoregram.training.input_source import InputSource, StatelessSource, completion_places, text_lengths
 from scoregram.training.methods import Method
-from scoregram.training.prefix_values import ExactValues, PrefixRollouts, Segments, SolutionValues, require_exact
+from scoregram.training.prefix_values import (
+    ExactValues,
+    PrefixRollouts,
+    Segments,
+    SolutionValues,
+    exact_task_obstacle,
+    fail_exact,
+    require_exact,
+)
 
 ROWS_PER_PASS = 256
 """Rows that go through the model at a time for energies and features, where the config sets no micro-batch."""
+EXACT_VALUES_REMEDY = "Leave it out, or train tiny on arithmetic-strict."
 MOST_TOKEN_SCORES = 4096
 """Most completion tokens of a step whose exact Gram is measured: it has that many rows."""
 
@@ -119,8 +128,8 @@ class BestOf(StatelessSource):
 
 
 @dataclass
-class VerifiedSteps(StatelessSource):
-    """Process rewards from a task that verifies steps: 1 at the last token of a right step, 0 of a wrong one."""
+class StepScores(StatelessSource):
+    """Process rewards: the score of each step at its last token, 1 or 0 if the task verifies steps itself."""
 
     policy: Policy
     task: Task
@@ -128,19 +137,19 @@ class VerifiedSteps(StatelessSource):
     def inputs(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> dict[str, Tensor]:
         """`token_rewards` and `step_ends`, both `(N, T)`.
 
-        A completion in which the task finds no step counts as one wrong step.
+        A completion without a step counts as one step with score 0. Of steps that end within one token the last counts.
         """
-        assert self.task.steps is not None
         rewards = torch.zeros(rollouts.input_ids.shape, dtype=torch.float64)
         ends = torch.zeros(rollouts.input_ids.shape, dtype=torch.bool)
-        owners = rollouts.group_ids.tolist()
+        each = [problems[owner] for owner in rollouts.group_ids.tolist()]
+        scored = self.task.scored_steps(each, rollouts.completions, completion_ids=rollouts.completion_ids())
         for row, places in enumerate(completion_places(rollouts)):
             if not places:
                 continue
             reached = text_lengths(self.policy, rollouts.input_ids[row, places].tolist())
-            for step in self.task.steps(problems[owners[row]], rollouts.completions[row]):
+            for step in scored[row]:
                 token = places[min(sum(length < step.end for length in reached), len(places) - 1)]
-                rewards[row, token], ends[row, token] = float(step.correct), True
+                rewards[row, token], ends[row, token] = step.score, True
             if not bool(ends[row].any()):
                 ends[row, places[-1]] = True
         return {"token_rewards": rewards, "step_ends": ends}
@@ -306,12 +315,49 @@ class TokenScores(StatelessSource):
         return {"token_features": features}
 
 
+def require_inputs(method: Method, config: TrainConfig, task: Task) -> None:
+    """Raise if the settings or the task cannot supply what the method's estimator needs; no policy is needed for this.
+
+    Raises:
+        ScoregramError: It names the option that chose the estimator, `--method` or `--estimator`.
+    """
+    needs = set(ESTIMATORS[method.estimator].needs)
+    option, chosen = ("method", config.method) if config.estimator is None else ("estimator", config.estimator)
+    if config.exact_values and takes_values(method):
+        obstacle = exact_task_obstacle(config, task)
+        if obstacle is not None:
+            fail_exact("exact-values", obstacle, EXACT_VALUES_REMEDY)
+        if not task.rewards_solution_alone:
+            requirement = "needs a task that rewards the right solution alone"
+            fail("train --exact-values", requirement, task.name, EXACT_VALUES_REMEDY)
+    has_turns = task.environment is not None
+    if "prefix_values" in needs and not config.exact_values and has_turns:
+        remedy = f"Choose another {option}."
+        fail(f"train --{option}", f"{chosen} needs a task of one turn", task.name, remedy)
+    if "step_ends" in needs and (has_turns or (task.steps is None and task.step_scores is None)):
+        remedy = f"Choose another {option}." if has_turns else "Give --step-scores module:function."
+        fail(f"train --{option}", f"{chosen} needs a task that verifies steps", task.name, remedy)
+    if "best_of" in needs and config.best_of > config.starting_group_size:
+        got = f"best_of {config.best_of} and group_size {config.starting_group_size}"
+        fail("train --best-of", "must be at most group_size", got, "Lower it, or raise --group-size.")
+    supplied = {"greedy_rewards", "baselines", "best_of", "step_ends", "path_energies", "token_features"}
+    has_sources = takes_values(method) or bool(needs & supplied)
+    if method.branches and (has_sources or ("score_grams" in needs and not method.exact_geometry)):
+        remedy = "Leave --estimator out, or choose another method."
+        requirement = f"{config.method} takes an estimator that needs only the rollouts"
+        fail("train --estimator", requirement, method.estimator, remedy)
+    if config.critic_warmup and (not takes_values(method) or config.exact_values or "prefix_values" in needs):
+        remedy = "Leave it out, or train with ppo, ppo-monte-carlo or reinforce-critic."
+        fail("train --critic-warmup", "needs a method with a critic", f"estimator {method.estimator}", remedy)
+
+
 def input_sources(method: Method, config: TrainConfig, policy: Policy, task: Task) -> list[InputSource]:
     """The sources that a method's estimator needs.
 
     Raises:
         ScoregramError: If the task cannot supply an input.
     """
+    require_inputs(method, config, task)
     needs = set(ESTIMATORS[method.estimator].needs)
     sampling = config.sampling(task.max_new_tokens)
     sources: list[InputSource] = []
@@ -322,28 +368,15 @@ def input_sources(method: Method, config: TrainConfig, policy: Policy, task: Tas
     elif "baselines" in needs:
         sources.append(BaselineRewards(config.baseline, config.baseline_decay))
     if "best_of" in needs:
-        if config.best_of > config.starting_group_size:
-            got = f"best_of {config.best_of} and group_size {config.starting_group_size}"
-            fail("train --best-of", "must be at most group_size", got, "Lower it, or raise --group-size.")
         sources.append(BestOf(config.best_of))
     if "step_ends" in needs:
-        if task.steps is None:
-            remedy = "Train on arithmetic, or choose another estimator."
-            fail("train --estimator", f"{method.estimator} needs a task that verifies steps", task.name, remedy)
-        sources.append(VerifiedSteps(policy, task))
+        sources.append(StepScores(policy, task))
     if "path_energies" in needs:
         sources.append((ScoreEnergies if method.exact_geometry else LogitEnergies)(policy, config))
     if "score_grams" in needs and not method.exact_geometry:  # the exact Gram comes from the update itself
         sources.append(HeadGrams(policy, config))
     if "token_features" in needs:
         sources.append((TokenScores if method.exact_geometry else HeadFeatures)(policy, config))
-    if method.branches and sources:
-        remedy = "Leave --estimator out, or choose another method."
-        requirement = f"{config.method} takes an estimator that needs only the rollouts"
-        fail("train --estimator", requirement, method.estimator, remedy)
-    if config.critic_warmup and not any(isinstance(source, Critic) for source in sources):
-        remedy = "Leave it out, or train with ppo, ppo-monte-carlo or reinforce-critic."
-        fail("train --critic-warmup", "needs a method with a critic", f"estimator {method.estimator}", remedy)
     return sources
 
 
@@ -356,16 +389,9 @@ def value_source(method: Method, config: TrainConfig, policy: Policy, task: Task
     needs, sampling = set(ESTIMATORS[method.estimator].needs), config.sampling(task.max_new_tokens)
     segments = Segments(policy, task, config, every_token="segment_starts" not in needs)
     if config.exact_values:
-        remedy = "Leave it out, or train tiny on arithmetic-strict."
-        require_exact(config, policy, task, option="exact-values", remedy=remedy)
-        if not task.rewards_solution_alone:
-            requirement = "needs a task that rewards the right solution alone"
-            fail("train --exact-values", requirement, task.name, remedy)
+        require_exact(config, policy, task, option="exact-values", remedy=EXACT_VALUES_REMEDY)
         values = SolutionValues(policy, task, config.temperature, sampling.max_new_tokens)
         return ExactValues(values, segments if "segment_starts" in needs else None)
     if "prefix_values" not in needs:
         return Critic(config, policy, prompts_only="baselines" in needs)
-    if task.environment is not None:
-        remedy = "Choose another estimator."
-        fail("train --estimator", f"{method.estimator} needs a task of one turn", task.name, remedy)
     return PrefixRollouts(policy, task, sampling, config, segments)

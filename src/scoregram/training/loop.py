@@ -68,7 +68,11 @@ class Trained:
 
 
 def train(
-    config: TrainConfig, *, console: Console | None = None, on_start: Callable[[], None] | None = None
+    config: TrainConfig,
+    *,
+    console: Console | None = None,
+    on_start: Callable[[], None] | None = None,
+    on_evaluation: Callable[[Sequence[float]], None] | None = None,
 ) -> Trained:
     """Train as the config says and write the run folder.
 
@@ -76,6 +80,7 @@ def train(
         config: The settings.
         console: Where progress is shown; standard output by default.
         on_start: Called once, when all settings have been checked and the run folder is open.
+        on_evaluation: Called at every evaluation with the rewards of greedy test rollouts; an exception ends the run.
 
     Raises:
         ScoregramError: If a setting is invalid, which is checked before the first step, or a prompt is too long.
@@ -89,19 +94,25 @@ def train(
     if config.resume:
         require_same_config(config.out, config.record(), config.may_differ())
     with threads(config.threads), without_cudnn_attention(), one_sampling_warning(config):
-        return _train(config, console, on_start)
+        return _train(config, console, on_start, on_evaluation)
 
 
-def _train(config: TrainConfig, console: Console | None, on_start: Callable[[], None] | None) -> Trained:
+def _train(
+    config: TrainConfig,
+    console: Console | None,
+    on_start: Callable[[], None] | None,
+    on_evaluation: Callable[[Sequence[float]], None] | None,
+) -> Trained:
     """The run itself, from its set-up to the last step."""
     # Set up. Whatever can be wrong with the settings is found here, before the first rollout.
     task = training_task(config)
-    policy = load_policy(config.policy, task)
+    shown = console or Console()
+    policy = load_policy(config.policy, task, note=lambda line: shown.print(line, soft_wrap=True, markup=False))
     controller = Controller(config)
     learner = make_learner(config, policy, task, measures_always=controller.needs_gram)
     space = bytes_for_checkpoint(policy, learner.sources) * checkpoints_to_come(config)
     require_space(config.out, space, caller="train")
-    held_out = held_out_problems(config, policy, task, learner.optimizer)
+    held_out = held_out_problems(config, policy, task, learner.optimizer, on_evaluation)
     require_trackers(config.report_to)
     resumed_parts: list[Resumable] = [*learner.sources, *([controller] if controller.is_active else [])]
     writer, position = open_writer(config, policy, learner.optimizer, resumed_parts)

@@ -7,6 +7,7 @@ perfect critic. That is not the least variance: the baseline of least variance w
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ class Segments:
         reached = text_lengths(self.policy, rollouts.input_ids[row, list(places)].tolist())
         text = rollouts.completions[row]
         if self.task.steps is not None:
-            ends = [step.end for step in self.task.steps(problem, text) if not step.final]
+            ends = [step.end for step in self.task.verified_steps(problem, text) if not step.final]
         else:
             ends = [index + 1 for index, character in enumerate(text) if character == "\n"]
         return sorted({sum(length < end for length in reached) for end in ends})
@@ -283,14 +284,22 @@ def matching_tokens(completion: Sequence[int], solution: Sequence[int], stops: s
     return len(completion)
 
 
-def exact_obstacle(config: TrainConfig, policy: Policy, task: Task) -> str | None:
-    """Why exact values are not possible, None if they are."""
+def exact_task_obstacle(config: TrainConfig, task: Task) -> str | None:
+    """Why exact values are not possible with any policy, None if they may be."""
     if task.solution is None:
         return f"task {task.name}, which has many right solutions"
     if config.reward is not None:
         return f"reward {config.reward}, which may reward other solutions"
     if config.top_k or config.top_p < 1:
         return "top_k or top_p, which change the probabilities of tokens"
+    return None
+
+
+def exact_obstacle(config: TrainConfig, policy: Policy, task: Task) -> str | None:
+    """Why exact values are not possible, None if they are."""
+    obstacle = exact_task_obstacle(config, task)
+    if obstacle is not None:
+        return obstacle
     size = len(policy.tokenizer)
     if size > LARGEST_VOCABULARY or any(len(policy.decode([token])) > 1 for token in range(size)):
         return "a tokenizer with several characters per token, which writes a solution in many ways"
@@ -301,5 +310,10 @@ def require_exact(config: TrainConfig, policy: Policy, task: Task, *, option: st
     """Raise if exact values are not possible."""
     obstacle = exact_obstacle(config, policy, task)
     if obstacle is not None:
-        requirement = "exact values need a task and a policy with one right token sequence"
-        fail(f"train --{option}", requirement, obstacle, remedy)
+        fail_exact(option, obstacle, remedy)
+
+
+def fail_exact(option: str, obstacle: str, remedy: str) -> NoReturn:
+    """Raise, as exact values are not possible."""
+    requirement = "exact values need a task and a policy with one right token sequence"
+    fail(f"train --{option}", requirement, obstacle, remedy)

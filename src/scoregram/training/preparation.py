@@ -13,7 +13,7 @@ from scoregram.tasks import Problem, Task, load_task
 from scoregram.training.checkpoint import Position, Resumable, load_checkpoint
 from scoregram.training.config import TrainConfig, control_option, is_due
 from scoregram.training.critic import Critic
-from scoregram.training.inputs import InputSource
+from scoregram.training.inputs import InputSource, require_inputs
 
 START_HASH = "start_sha256"
 """Key of a run's environment: `weights_sha256` of the policy before the first step."""
@@ -25,14 +25,26 @@ def training_task(config: TrainConfig) -> Task:
     Raises:
         ScoregramError: If a setting does not fit the task.
     """
-    task = load_task(config.task, seed=config.seed, reward=config.reward)
-    require_turns(config, task)
+    task = load_task(config.task, seed=config.seed, reward=config.reward, step_scores=config.step_scores)
+    return fitted_task(config, task)
+
+
+def fitted_task(config: TrainConfig, task: Task) -> Task:
+    """A loaded task with the turns and the training problems that the config asks for.
+
+    Raises:
+        ScoregramError: If a setting does not fit the task.
+    """
+    require_fit(config, task)
     task = replace(task, max_turns=config.max_turns or task.max_turns)
     return replace(task, train=first_problems(task, config.train_problems)) if config.train_problems else task
 
 
-def require_turns(config: TrainConfig, task: Task) -> None:
-    """Raise if a setting and the number of turns of a task exclude each other."""
+def require_fit(config: TrainConfig, task: Task) -> None:
+    """Raise, before a model is loaded, if a setting and the task exclude each other."""
+    if config.step_scores is not None and task.environment is not None:
+        fail("train --step-scores", "needs a task of one turn", task.name, "Leave it out.")
+    require_inputs(config.chosen_method, config, task)
     if config.max_turns and task.environment is None:
         fail("train --max-turns", "needs a task with an environment", task.name, "Leave it out.")
     if config.chosen_method.drafts and task.environment is not None:
