@@ -103,8 +103,9 @@ def test_grams_and_sums_of_several_weights(rollouts, groups, vectors):
     contractor = contract.Contractor(rollouts, groups, weights)
     received, expected = {}, {}
     for owner, (p, q) in enumerate([(8, 16), (16, 8), (4, 16), (7, 9), (32, 40), (8, 8)]):
-        a, b = torch.randn(rollouts, 3, p).bfloat16(), torch.randn(rollouts, 3, q).bfloat16()
-        rows = torch.einsum("ntp,ntq->npq", a.float(), b.float()).bfloat16().double().flatten(1)
+        # Whole numbers up to 7: sums of three products are exact in bfloat16, whatever order a machine adds them in.
+        a, b = (torch.randint(-7, 8, (rollouts, 3, width)).bfloat16() for width in (p, q))
+        rows = torch.einsum("ntp,ntq->npq", a.double(), b.double()).flatten(1)
         expected[owner] = rows, (p, q)
         given = {"owner": owner, "out_dtype": torch.float32}
         contractor.stream(
