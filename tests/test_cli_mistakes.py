@@ -20,6 +20,14 @@ class Environment:
     def reset(self, problem, seed):
         return None
 
+    def step(self, text):
+        return Reply(done=True)
+
+
+class Stepless:
+    def reset(self, problem, seed):
+        return problem.prompt
+
 
 def without_seed(): ...
 def of_nothing(seed): ...
@@ -37,6 +45,7 @@ def no_turn(seed): return changed(seed, max_turns=0)
 def no_token(seed): return changed(seed, max_new_tokens=0)
 def no_reward(seed): return changed(seed, reward=None)
 def no_environment(seed): return changed(seed, environment=3)
+def no_step(seed): return changed(seed, environment=Stepless)
 def one_id(seed): return changed(seed, train=[Problem("same", "1+2=", "3"), Problem("same", "1+3=", "4")])
 """
 TRAIN = "train --out run --device cpu --model policy --task arithmetic:3 --prompt plain --steps 2"
@@ -76,6 +85,16 @@ MISTAKES = {
     f"{MEASURE} --reward-columns ''": "there must be a reward called '', got no reward functions",
     f"{MEASURE} --prompt chat": "needs a tokenizer with a chat template, got none. Choose --prompt plain.",
     f"{MEASURE} --dtype float16 --autocast": "does not mix with float16",
+    f"{COMPARE} --steps 5": "compare: has no option --steps, got --steps. Give --rollouts, the budget of",
+    f"{COMPARE} --steps=5": "compare: has no option --steps, got --steps=5. Give --rollouts",
+    f"{COMPARE} --method grpo": "compare: has no option --method, got --method. Give --methods",
+    f"{COMPARE} --measure_every 2": "compare: has no option --measure-every, got --measure_every. Give --every-r",
+    f"{COMPARE} --methods grpo,,rloo": "must name a method between commas, got 'grpo,,rloo'. Leave out one comma",
+    f"{COMPARE} --methods grpo,": "must name a method between commas, got 'grpo,'",
+    f"{COMPARE} --methods grpo,pass-at-k:best_of=9": "pass-at-k:best_of=9: train --best-of: must be at most",
+    f"{COMPARE} --methods grpo,vineppo --task calculator": "vineppo: train --method: vineppo needs a task of",
+    f"{COMPARE} --target 80": "must be an accuracy .* as the rewards of arithmetic:4 are 0 or 1, got 80",
+    f"{COMPARE} --target 0 --task gsm8k:words": "--target: must be an accuracy above 0 .*, got 0. Write 0.8",
     f"{COMPARE} --methods grpo:": "a colon must be followed by OPTION=VALUE, got 'grpo:'. Write grpo.",
     f"{COMPARE} --methods grpo:beta=0.1,grpo:beta=0.10": "must name each method once, got grpo:beta=0.1,grpo:beta=0.10",
     f"{COMPARE} --methods grpo:beta=0.1:beta=0.2": "an option of grpo must be given once, got beta twice",
@@ -111,6 +130,11 @@ def here(tmp_path_factory) -> Path:
     save_policy(folder / "policy")
     (folder / "dump.jsonl").write_text(DUMP, encoding="utf-8")
     (folder / "own_tasks.py").write_text(TASKS, encoding="utf-8")
+    (folder / "words").mkdir()
+    for split in ("train", "test"):
+        (folder / "words" / f"{split}.jsonl").write_text(
+            '{"question": "1+1?", "answer": "so #### 2"}\n', encoding="utf-8"
+        )
     (folder / "LICENSE").write_text("none", encoding="utf-8")
     return folder
 
@@ -142,6 +166,13 @@ def test_an_environment_that_starts_without_a_text_is_named(here, monkeypatch, c
     monkeypatch.chdir(here)
     line = f"{TRAIN} --task python:own_tasks:no_text".replace("--out run", "--out started")
     assert "environment: Environment.reset must return a text, got NoneType" in told(line.split(), capsys)
+
+
+def test_an_environment_without_step_is_named(here, monkeypatch, capsys):
+    monkeypatch.chdir(here)
+    line = f"{TRAIN} --task python:own_tasks:no_step".replace("--out run", "--out begun")
+    says = "environment: Stepless must have the methods reset and step, got no step. Define reset(self, problem, seed)"
+    assert says in told(line.split(), capsys)
 
 
 @pytest.mark.parametrize("command", ["compare", "replicate"])

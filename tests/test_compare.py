@@ -255,8 +255,11 @@ def test_a_target_is_checked_where_the_outcome_is_known():
     def aiming(comparison: MethodComparison, target: float) -> Table:
         return accuracy_table(MethodComparison({**comparison.setting, "target": target}, comparison.methods))
 
-    with pytest.raises(ScoregramError, match=r"compare --target: must be an accuracy above 0 and at most 1, .*got 80"):
-        aiming(hand_made(), 80.0)
+    for wrong in (80.0, 0.0, -1.0):  # all runs are done: the page says it, and has all other columns
+        table = aiming(hand_made(), wrong)
+        assert f"The target {wrong} is no accuracy" in table.caption and len(table.columns) == 8
+        assert not any(name.startswith("rollouts to") for name in table.columns)
+    assert "no accuracy" not in aiming(hand_made(), 0.935).caption
     assert "rollouts to 93.5 %" in aiming(hand_made(), 0.935).columns
     for target in (2.5, -0.25):  # returns may be any number
         assert f"rollouts to {target:.3g}" in {name.rstrip("0") for name in aiming(returns_by_hand(), target).columns}

@@ -5,6 +5,7 @@ This module does not import torch; each command imports what it runs, so that `s
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -386,6 +387,28 @@ class ResumedRun:
     resume: bool = False
 
 
+COMPARED_OTHERWISE = {
+    "--steps": "Give --rollouts, the budget of every run.",
+    "--method": "Give --methods, separated by commas.",
+    "--seed": "Give --seeds, the number of runs of each method.",
+    "--resume": "Leave it out: the same command continues a comparison.",
+    "--overwrite": "Choose another --out, or delete the folder.",
+    "--measure-every": "Give --every-rollouts.",
+    "--eval-every": "Give --every-rollouts.",
+    "--lr-schedule": "Leave it out: with a budget of rollouts the learning rate is constant.",
+}
+"""Options of `scoregram train` that `scoregram compare` does not have, and what to give instead."""
+
+
+def refuse_options_of_train(arguments: Sequence[str]) -> None:
+    """Raise if `compare` is given an option of `train` that it lacks; tyro would show the help of another command."""
+    for argument in arguments[1:] if arguments[:1] == ["compare"] else ():
+        option = argument.partition("=")[0].replace("_", "-")
+        if option in COMPARED_OTHERWISE:
+            remedy = COMPARED_OTHERWISE[option]
+            raise ScoregramError(f"compare: has no option {option}, got {argument}. {remedy}")
+
+
 def parsed_command(arguments: list[str]) -> Command:
     """The command with its options; those of `train --resume` that are not given come from the run itself."""
     if arguments[:1] == ["train"] and not {"-h", "--help"} & set(arguments):
@@ -413,7 +436,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Parse the command line, run the command, return the exit status."""
     try:
         try:
-            command = parsed_command(sys.argv[1:] if arguments is None else arguments)
+            given = sys.argv[1:] if arguments is None else arguments
+            refuse_options_of_train(given)
+            command = parsed_command(given)
             require_paths(command)
             return command.run()
         except ScoregramError as error:

@@ -1,9 +1,11 @@
 """The cells of a comparison: one run for each method and seed, trained if it is missing or incomplete."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from rich.console import Console
 
 from scoregram.checks import ScoregramError, fail
 from scoregram.compare.config import CompareConfig, method_choice
+from scoregram.compare.results import is_accuracy, require_accuracy
 from scoregram.compare.table import COMPARISON_FILE, write_comparison
 from scoregram.policy import load_policy
 from scoregram.report import show_table
@@ -23,11 +26,12 @@ from scoregram.runs import (
     require_same_config,
     write_atomically,
 )
-from scoregram.tasks import load_task
+from scoregram.tasks import load_step_scores, load_task
 from scoregram.training import (
     TrainConfig,
     Trained,
     available_cores,
+    fitted_task,
     last_scalar,
     require_runnable,
     require_some_effect,
@@ -76,6 +80,7 @@ def compare_methods(config: CompareConfig, *, console: Console | None = None) ->
     refuse_other_settings(config, known)
     cells = planned_cells(config)
     refuse_other_runs(config, known, cells)
+    refuse_unfit_settings(config, cells)
     write_comparison_setting(config)
     if not train_cells(config, cells, console):
         console.print(f"Stopped. The same command continues from here: {config.out}", soft_wrap=True)
@@ -112,6 +117,25 @@ def planned_cells(config: CompareConfig) -> list[PlannedCell]:
     for runs in choices.values():
         require_runnable(runs[0])
     return [PlannedCell(label, seed, runs[seed]) for seed in range(config.seeds) for label, runs in choices.items()]
+
+
+def refuse_unfit_settings(config: CompareConfig, cells: Sequence[PlannedCell]) -> None:
+    """Raise before the first run if the task excludes a setting of a run that is missing, or the target.
+
+    The task is loaded once for this, with the first seed; a comparison that is complete does not need its task.
+    """
+    missing = {cell.label: cell.config for cell in cells if not cell.is_complete}
+    if not missing:
+        return
+    task = load_task(config.task, reward=config.reward)
+    if task.rewards_are_binary and config.target is not None:
+        require_accuracy(config.target, f"the rewards of {task.name} are 0 or 1")
+    for label, run in missing.items():
+        scores = None if run.step_scores is None else load_step_scores(run.step_scores)
+        try:
+            fitted_task(run, replace(task, step_scores=scores))
+        except ScoregramError as error:
+            raise ScoregramError(f"compare --methods {label}: {error}") from error
 
 
 def refuse_other_settings(config: CompareConfig, known: Mapping[str, Any]) -> None:
@@ -191,47 +215,63 @@ def train_cells(config: CompareConfig, cells: Sequence[PlannedCell], console: Co
     if not missing:
         return True
     if config.model == "tiny":
-        prepare_tiny(missing)
+        prepare_tiny(missing, console)
     jobs = min(config.jobs or default_jobs(config), len(missing))
     with runs_progress(
         config.rollouts * len(cells), lambda: sum(cell.done for cell in cells), unit="rollouts", console=console
     ):
+        run = partial(run_or_explain, target=config.target)
         if jobs == 1:
-            return all(not run_or_explain(resumable_config(one)).interrupted for one in missing)
+            return all(not run(resumable_config(one)).interrupted for one in missing)
         try:
-            return run_in_processes(missing, jobs, run=run_or_explain)
+            return run_in_processes(missing, jobs, run=run)
         except BrokenProcessPool:
             remedy = "The same command continues from here; choose fewer --jobs if the memory was used up."
             return fail("compare", "every worker process must live until its run ends", "one that died", remedy)
 
 
-def prepare_tiny(missing: Sequence[TrainConfig]) -> None:
+def prepare_tiny(missing: Sequence[TrainConfig], console: Console) -> None:
     """Build the model `tiny` of every seed once, so that parallel runs find it in the cache."""
     for config in {one.seed: one for one in missing}.values():
-        load_policy(config.policy, load_task(config.task, seed=config.seed, reward=config.reward))
+        task = load_task(config.task, seed=config.seed, reward=config.reward)
+        load_policy(config.policy, task, note=lambda line: console.print(line, soft_wrap=True, markup=False))
 
 
 def default_jobs(config: CompareConfig) -> int:
     """Runs at a time: as many as the cores allow at `config.threads` threads each; one on a GPU.
 
+    How many runs fit into the memory of a GPU is the user's choice: weights, gradients, Adam's moments and copies for a
+    critic or a reference can be counted beforehand, but not the activations, caches and Grams of the completions.
     With 0 threads torch's own number is left as it is, which is all cores: one run at a time.
     """
     on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
     return 1 if on_gpu or not config.threads else max(1, available_cores() // config.threads)
 
 
-def run_or_explain(config: TrainConfig) -> Trained:
-    """Train one run; an error of any kind ends this run alone, and its reason is written beside the folder."""
+def run_or_explain(config: TrainConfig, *, target: float | None = None) -> Trained:
+    """Train one run; an error of any kind ends this run alone, and its reason is written beside the folder.
+
+    A target that is no accuracy ends the run at the first evaluation whose rewards are all 0 or 1, some of them 1.
+    """
     reason = failure_path(config)
     reason.unlink(missing_ok=True)
     try:
-        return run_one(config)
+        if target is None or is_accuracy(target):
+            return run_one(config)
+        return run_one(config, on_evaluation=partial(refuse_binary_rewards, target))
     except Exception as error:  # such as out of memory, or an error in the user's reward function
         text = str(error) if isinstance(error, ScoregramError) else f"{type(error).__name__}: {error}"
         with disk_errors(reason, caller="compare"):
             reason.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(reason, f"{text}\n".encode())
         return Trained(config.out, 0, interrupted=False)
+
+
+def refuse_binary_rewards(target: float, rewards: Sequence[float]) -> None:
+    """Raise if these rewards are an accuracy, for which the target is none; rewards that are all 0 decide nothing."""
+    known = {reward for reward in rewards if not math.isnan(reward)}
+    if 1.0 in known and known <= {0.0, 1.0}:
+        require_accuracy(target, "the rewards of the test rollouts are 0 or 1")
 
 
 def failure_path(config: TrainConfig) -> Path:

@@ -62,7 +62,8 @@ class CompareConfig(TrainConfig):
     seeds: int = 3
     """Runs of each method. Seed S trains on the same problems from the same weights for every method."""
     jobs: int = 0
-    """Runs at a time, one process each; they share the memory of a GPU. 0: one per core, or one on a GPU."""
+    """Runs at a time, one process each; they share the memory of a GPU. 0: one per core, but one on a GPU: how many fit
+    into its memory depends on the completions and is not estimated. Give --jobs 2 or 3 if one run leaves room."""
     target: float | None = None
     """Accuracy (mean return, if rewards are not 0 or 1) for the column `rollouts to …`; that of the first method after
     its last step if not given. Write 0.8 for 80 %."""
@@ -106,9 +107,13 @@ class CompareConfig(TrainConfig):
         Raises:
             ScoregramError: If a method or an option does not exist, or a method is given twice.
         """
-        chosen = tuple(method_choice(text.strip()) for text in self.methods.split(",") if text.strip())
-        if not chosen:
+        texts = [text.strip() for text in self.methods.split(",")]
+        if not any(texts):
             fail("compare --methods", f"must name some of {', '.join(METHODS)}", repr(self.methods), "Separate by ,.")
+        if not all(texts):
+            remedy = "Leave out one comma, or name the missing method."
+            fail("compare --methods", "must name a method between commas", repr(self.methods), remedy)
+        chosen = tuple(map(method_choice, texts))
         names = [one.folder for one in chosen]
         is_repeated = any(
             (one.method, one.options) == (other.method, other.options) for one, other in combinations(chosen, 2)

@@ -37,6 +37,18 @@ class RankedOutcome:
         return float(reward >= 1) if self is ACCURACY else reward
 
 
+def is_accuracy(target: float) -> bool:
+    """Whether a target can be reached and is not reached from the start, where the outcome is an accuracy."""
+    return 0 < target <= 1
+
+
+def require_accuracy(target: float, reason: str) -> None:
+    """Raise if a target is no accuracy; `reason` says why it must be one."""
+    if not is_accuracy(target):
+        requirement = f"must be an accuracy above 0 and at most 1, as {reason}"
+        fail("compare --target", requirement, f"{target:g}", "Write 0.8 for 80 %.")
+
+
 ACCURACY = RankedOutcome("accuracy", "accuracy", 100.0, "points", (0.0, 1.0))
 MEAN_RETURN = RankedOutcome("mean return", "reward", 1.0, "return", (-math.inf, math.inf))
 
@@ -210,16 +222,12 @@ class MethodComparison:
     def target(self) -> float:
         """Mean outcome to reach, for the column `rollouts to …`; `nan` if neither stated nor reached by a finished run.
 
-        Raises:
-            ScoregramError: If an accuracy is stated that is not above 0 and at most 1.
+        Also `nan` if the outcome is an accuracy and the stated target is none.
         """
         stated = self.setting.get("target")
         if stated is None:
             return self.methods[0].final(outcome=self.outcome).value
-        if self.outcome is ACCURACY and not 0 < stated <= 1:
-            remedy = "Give the command again with 0.8 for 80 %; finished runs are kept."
-            fail("compare --target", "must be an accuracy above 0 and at most 1, as rewards are 0 or 1", stated, remedy)
-        return float(stated)
+        return math.nan if self.outcome is ACCURACY and not is_accuracy(stated) else float(stated)
 
 
 def read_comparison(folder: Path, setting: Mapping[str, Any]) -> MethodComparison:

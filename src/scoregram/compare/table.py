@@ -149,13 +149,14 @@ def accuracy_table(comparison: MethodComparison) -> Table:
         "extra rollouts, %": lambda method: shown_estimate(method.extra(), ACCURACY).value,
         "minutes": lambda method: t_mean([run.seconds / 60 for run in method.runs]),
     }
-    budget = f"{comparison.setting['rollouts']:,}"
+    budget, stated = f"{comparison.setting['rollouts']:,}", comparison.setting.get("target")
+    left_out = f" The target {stated} is no accuracy (write 0.8 for 80 %); its column is left out."
     return Table(
         id="accuracy",
         title=f"{outcome.name.capitalize()} after {budget} rollouts on {comparison.setting.get('task')}",
         caption=f"{OUTCOME_CAPTIONS[outcome.name]} 95 % intervals over seeds and problems; differences are paired by "
         "seed and problem. Cannot tell: the interval includes 0, or there is one seed. Extra rollouts: sampled, not "
-        "trained on.",
+        f"trained on.{left_out if stated is not None and math.isnan(target) else ''}",
         columns=tuple(columns),
         rows=table_rows(comparison.methods, columns),
     )
