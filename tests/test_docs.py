@@ -20,6 +20,7 @@ from scoregram.advantages import ESTIMATORS
 from scoregram.errors import ScoregramError
 from scoregram.gram import measure_gram
 from scoregram.objectives import OBJECTIVES
+from scoregram.runs import open_run
 from scoregram.tasks.table import TASKS, TaskRow
 from scoregram.training.effects import require_effects
 from scoregram.training.loop import train
@@ -183,7 +184,7 @@ RUN = {
     "docs/environments.md": 1,
     "docs/gram.md": 4,
     "docs/scale.md": 1,
-    "docs/training.md": 1,
+    "docs/training.md": 2,
     "docs/trl.md": 1,
     "docs/verl.md": 1,
 }
@@ -217,6 +218,17 @@ def test_the_environment_of_the_page_trains(tmp_path, monkeypatch):
     config = config_for(save_policy(tmp_path / "policy"), tmp_path / "run", task="python:guess:task", reward=None)
     trained = train(replace(config, method="gigpo", steps=2, eval_problems=2, batch_size=8))
     assert trained.step == 2
+
+
+def test_the_step_scores_of_the_page_train(tmp_path, monkeypatch):
+    (tmp_path / "my_scores.py").write_text(snippet_with("docs/training.md", "class LineScores"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (words,) = [words for words in scoregram_commands("docs/training.md") if "my_scores:line_scores" in words]
+    given: Any = cli.parsed_command(words)
+    changes = {"method": given.method, "step_scores": given.step_scores, "max_new_tokens": 12}
+    train(config_for(save_policy(tmp_path / "policy"), tmp_path / "run", **changes))
+    assert any(line["grad_norm"] > 0 for line in open_run(tmp_path / "run").metrics()[1:])
 
 
 def test_a_run_is_read_from_python(tmp_path, monkeypatch):
