@@ -18,6 +18,7 @@ def test_verdicts():
         ("calibration-deviation", "standardized", mean_centered),
         ("calibration-without", "mean_centered", standardized),
         ("calibration-without", "leave_one_out", standardized),
+        ("calibration-without", "critic_advantages", lambda rewards, *, value: standardized(rewards)),
     ],
 )
 def test_a_wrong_part_is_noticed(monkeypatch, claim, name, wrong):

@@ -5,14 +5,19 @@ We know the paper by its abstract only. The `place` of a claim is the sentence o
 
 from functools import partial
 
-from scoregram.advantages import leave_one_out, mean_centered, standardized
+import torch
+
+from scoregram.advantages import constant_baseline, leave_one_out, mean_centered, standardized
 from scoregram.studies.grpo_rank.claims.grounds import claim
 from scoregram.studies.ledger import Finding, as_printed
 from scoregram.theory import forecast_ascent, mean_forecast
+from scoregram.types import Advantages, Rewards
 
 CALIBRATION_PAPER = "arXiv:2508.11800"
 _CHANCES = (0.25, 0.5, 0.75)
 _SIZES = (2, 4)
+_VALUES = (0.0, 0.75)
+"""Values of the prompt that a critic might state: 0, and that of calibrated forecasts of a fair coin."""
 _CLOSE = 0.01
 """Largest distance of a mean forecast from its limit, after the last step of the ascent."""
 
@@ -37,10 +42,16 @@ def overconfidence() -> Finding:
     )
 
 
+def critic_advantages(rewards: Rewards, *, value: float) -> Advantages:
+    """Reward minus a critic's value of the prompt: PPO with `λ = 1` on rollouts of one token, before any clipping."""
+    return constant_baseline(rewards, baselines=torch.full((len(rewards),), value, dtype=rewards.dtype))
+
+
 def calibration() -> Finding:
-    """Mean stated probability after exact ascent with mean-centred and with leave-one-out advantages."""
+    """Mean stated probability after exact ascent with mean-centred, with leave-one-out and with a critic's advantages."""
+    critics = [(f"PPO, value {value}", partial(critic_advantages, value=value)) for value in _VALUES]
     evidence, away = {}, 0.0
-    for name, estimator in (("without deviation", mean_centered), ("RLOO", leave_one_out)):
+    for name, estimator in (("without deviation", mean_centered), ("RLOO", leave_one_out), *critics):
         for size in _SIZES:
             off = max(abs(stated - chance) for chance, stated in _forecasts(estimator, size).items())
             evidence[f"{name}, R = {size}: largest distance from the chance"] = off
@@ -59,7 +70,7 @@ CALIBRATION_CLAIMS = (
     claim(
         "calibration-without",
         "abstract, third and fourth sentence",
-        "RLOO, and GRPO without the standard deviation, lead to calibrated probabilities.",
+        "PPO, RLOO, and GRPO without the standard deviation, lead to calibrated probabilities.",
         calibration,
         paper=CALIBRATION_PAPER,
     ),
