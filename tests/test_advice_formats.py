@@ -173,3 +173,57 @@ def test_a_line_of_json_ends_at_a_newline_only(end, tmp_path):
     path.write_text("\n".join(rows) + end, encoding="utf-8")
     log = read_log(path)
     assert [line["step"] for line in log.lines] == [1, 2] and {line["note"] for line in log.lines} == {note}
+
+
+# Several runs below one folder
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_event_files_of_two_runs_are_not_mixed(tmp_path):
+    for name in ("first", "second"):
+        event_files(tmp_path / name, lines_of(healthy())[:12])
+    with pytest.raises(ScoregramError, match=r"log of one run, got first/tb, second/tb\. Point it at one of them"):
+        advise(tmp_path)
+    assert advise(tmp_path / "first").source
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_one_writer_may_have_several_folders(tmp_path):
+    """A folder of hyperparameters below that of the events, or scalars of which no two folders have the same."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    lines = lines_of(healthy())[:12]
+    event_files(tmp_path, lines)
+    for name, tag in (("tb/hparams", "train/reward"), ("eval", "eval/reward")):
+        with SummaryWriter(log_dir=str(tmp_path / name)) as writer:
+            writer.add_scalar(tag, 0.5, global_step=1)
+    log = read_log(tmp_path)
+    assert len(log.series("reward")) == 12 and len(log.series("held_out")) == 12
+
+
+@pytest.mark.parametrize("name", ["offline-run-1/run-a.wandb", "a.jsonl", "a.csv"])
+def test_two_logs_in_a_folder_are_not_chosen_between(name, tmp_path):
+    for path in (tmp_path / name, tmp_path / name.replace("1/", "2/").replace("a.", "b.")):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
+    with pytest.raises(ScoregramError, match="must hold the log of one run"):
+        read_log(tmp_path)
+
+
+def test_a_link_to_a_run_is_no_second_run(tmp_path):
+    (tmp_path / "run-1").mkdir()
+    (tmp_path / "run-1" / "a.wandb").write_bytes(WANDB.read_bytes())
+    (tmp_path / "latest-run").symlink_to(tmp_path / "run-1")
+    assert len(read_log(tmp_path).lines) == 40
+
+
+def test_checkpoints_are_one_run_and_two_output_folders_are_not(tmp_path):
+    lines = lines_of(healthy())
+    for folder in ("a/checkpoint-30", "a/checkpoint-60", "a"):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "trainer_state.json").write_text(json.dumps({"log_history": lines}))
+    assert len(read_log(tmp_path).lines) == 60
+    (tmp_path / "b" / "checkpoint-60").mkdir(parents=True)
+    (tmp_path / "b" / "checkpoint-60" / "trainer_state.json").write_text(json.dumps({"log_history": lines}))
+    with pytest.raises(ScoregramError, match="must hold the log of one run, got a, b"):
+        read_log(tmp_path)

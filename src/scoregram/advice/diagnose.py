@@ -4,11 +4,11 @@ import json
 import math
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -18,9 +18,10 @@ from scoregram.advice.causes import causes_first
 from scoregram.advice.difficulty import informed_finding
 from scoregram.advice.findings import SEVERITIES, Diagnosis, RuleVerdict, RunFinding, Severity, Undecided, diagnosis_of
 from scoregram.advice.formats import read_log
-from scoregram.advice.logs import RunLog, run_log
+from scoregram.advice.logs import RunLog, closest_column, is_known_column, run_log
 from scoregram.advice.prompt_filter import TRAINING_KINDS
 from scoregram.advice.settings import with_setting
+from scoregram.advice.trends import LEAST_STEPS
 from scoregram.checks import fail
 from scoregram.reading import RunReading, largest_layer, paused_collection, read_run, trainer_of
 from scoregram.runs import CONFIG_FILE, open_run, require_path
@@ -69,6 +70,10 @@ GRAM_RULES: Mapping[str, Callable[[RunReading], RuleVerdict]] = MappingProxyType
 WITHOUT_GRAMS = frozenset({"overfitting to prompts"})
 """Those of them that need no Gram, so that no self-check concerns them."""
 
+QUICK_RULES = frozenset({"NaN", "idle clipping", "lost exploration"})
+"""Rules that a step or two, or a setting, may decide: if nothing else is decided, the run is not called fine."""
+SHOWN_COLUMNS = 12
+"""Columns of a log that are listed where no rule could decide."""
 ROLLOUT_STEPS = 12
 """Steps whose stored rollouts are read for repetition, spread over the run."""
 FEWEST_ANSWERED = 10
@@ -96,9 +101,7 @@ def advise(path: Path | str) -> Diagnosis:
 
 def advise_log(log: RunLog) -> Diagnosis:
     """The diagnosis of a plain log."""
-    return _told_diagnosis(
-        log.source, causes_first({name: rule(log) for name, rule in LOG_RULES.items()}, log), log.config
-    )
+    return _told_diagnosis(log, {name: rule(log) for name, rule in LOG_RULES.items()})
 
 
 def advise_run(run: RunReading) -> Diagnosis:
@@ -111,7 +114,7 @@ def advise_run(run: RunReading) -> Diagnosis:
     verdicts |= {name: rule(log) for name, rule in LOG_RULES.items()}
     size = verdicts["group size"]
     informed = {name: _informed(one, run, log, size) for name, one in verdicts.items()}
-    return _told_diagnosis(source, causes_first(informed, log), run.config, run.trust.sentences())
+    return _told_diagnosis(log, informed, run.trust.sentences())
 
 
 def _trusted(name: str, verdict: RuleVerdict, run: RunReading) -> RuleVerdict:
@@ -133,12 +136,35 @@ def _trusted(name: str, verdict: RuleVerdict, run: RunReading) -> RuleVerdict:
     return replace(verdict, mark=trust.mark, confidence="possible", **told)
 
 
-def _told_diagnosis(
-    source: str, verdicts: Mapping[str, RuleVerdict], config: Mapping[str, Any], trust: Iterable[str] = ()
-) -> Diagnosis:
-    """The diagnosis, in the words of the trainer that made the run."""
-    told = {name: with_setting(one, config) if isinstance(one, RunFinding) else one for name, one in verdicts.items()}
-    return diagnosis_of(source, told, trainer_of(config), trust)
+def _told_diagnosis(log: RunLog, verdicts: Mapping[str, RuleVerdict], trust: Iterable[str] = ()) -> Diagnosis:
+    """The diagnosis, causes before consequences, in the words of the trainer that made the run."""
+    told = {
+        name: with_setting(one, log.config) if isinstance(one, RunFinding) else one
+        for name, one in causes_first(verdicts, log).items()
+    }
+    found = diagnosis_of(log.source, told, trainer_of(log.config), trust)
+    if found.findings or set(found.fine) - QUICK_RULES:
+        return found
+    return replace(found, nothing_decided=_why_nothing_is_decided(log))
+
+
+def _why_nothing_is_decided(log: RunLog) -> str:
+    """What the log has, why that is too little, and which columns may have been meant."""
+    columns, steps = log.columns(), len(log.lines)
+    if not columns:
+        return (
+            "Nothing could be decided: no step is logged." if not steps else "Nothing could be decided: no scalar is."
+        )
+    unknown = [name for name in columns if not is_known_column(name)]
+    shown = ", ".join(columns[:SHOWN_COLUMNS]) + ", …" * (len(columns) > SHOWN_COLUMNS)
+    told = f"Nothing could be decided: the log has {steps} {'step' if steps == 1 else 'steps'} with the columns {shown}"
+    if len(unknown) == len(columns):
+        told += ", and no rule knows any of them."
+    else:
+        told += "; most rules need 10 steps or more." if steps < LEAST_STEPS else ", and no rule can decide from them."
+    meant = [f"{name} may be `{known}`" for name in unknown if (known := closest_column(name))]
+    renamed = "Rename it" if len(meant) == 1 else "Rename them"
+    return told + (f" {', '.join(meant)}. {renamed}, and ask again." if meant else "")
 
 
 def _informed(verdict: RuleVerdict, run: RunReading, log: RunLog, size: RuleVerdict) -> RuleVerdict:
@@ -292,6 +318,8 @@ def show_advice(path: Path, *, as_json: bool = False, fail_on: str = "never") ->
         print(json.dumps(found.plain(), indent=1, allow_nan=False))
     else:
         print_diagnosis(found, Console())
+    if found.nothing_decided and fail_on != "never":
+        print(f"--fail-on {fail_on}: nothing could be decided, so the exit status is 0.", file=sys.stderr)
     return int(fail_on != "never" and found.reaches(_severity(fail_on)))
 
 
@@ -305,7 +333,7 @@ def print_diagnosis(found: Diagnosis, console: Console) -> None:
     for sentence in found.trust:
         console.print(Text(sentence))
     if not found.findings:
-        console.print(Text("Nothing to change was found.", style="bold"))
+        console.print(Text(found.nothing_decided or "Nothing to change was found.", style="bold"))
     for one in found.findings:
         console.print(Text.assemble("\n", (one.severity, STYLES[one.severity]), "  ", (one.title, "bold")))
         for line in one.lines():

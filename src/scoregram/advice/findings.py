@@ -168,6 +168,8 @@ class Diagnosis:
     """Rule → what to log or measure so that it could decide."""
     trust: tuple[str, ...] = ()
     """How far the numbers of the run can be trusted, a sentence each; empty for a plain log."""
+    nothing_decided: str = ""
+    """Why hardly any rule could decide, as a sentence; empty if there is a finding or enough of them could."""
 
     def worst(self) -> Severity | None:
         """Severity of the first finding; None without one."""
@@ -181,7 +183,8 @@ class Diagnosis:
     def text(self) -> str:
         """How far to trust the numbers, the findings as a list, then `open_text`."""
         blocks = [f"- **{one.title}** ({one.severity}). " + " ".join(one.lines()) for one in self.findings]
-        return "\n\n".join(part for part in (" ".join(self.trust), "\n".join(blocks), self.open_text()) if part)
+        parts = (" ".join(self.trust), "\n".join(blocks), self.nothing_decided, self.open_text())
+        return "\n\n".join(part for part in parts if part)
 
     def open_text(self) -> str:
         """What needs no change, and what the data do not decide, as paragraphs."""
@@ -195,6 +198,7 @@ class Diagnosis:
             "source": self.source,
             "trust": list(self.trust),
             "findings": [one.plain() for one in self.findings],
+            "nothing_decided": self.nothing_decided or None,
             "nothing_to_change": list(self.fine),
             "cannot_tell": dict(self.undecided),
         }

@@ -8,7 +8,7 @@ import csv
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -56,17 +56,32 @@ def _reader(path: Path) -> tuple[Path, Callable[[Path], Iterable[Mapping[str, An
 def _file_in(folder: Path) -> tuple[Path, Callable[[Path], Iterable[Mapping[str, Any]]]]:
     states = sorted(folder.glob(f"**/{STATE_FILE}"), key=lambda path: path.stat().st_mtime)
     if states:
+        _require_one_run(folder, {_training_folder(path) for path in states})
         return states[-1], state_lines
     if any(folder.glob("**/*tfevents*")):
         return folder, tensorboard_lines
     for pattern in ("**/*.wandb", "*.jsonl", "*.csv"):
-        found = sorted(folder.glob(pattern))
+        found = list({path.resolve(): path for path in sorted(folder.glob(pattern))}.values())  # links to a run are it
         if found:
+            _require_one_run(folder, set(found))
             return found[-1], LOG_READERS[found[-1].suffix]
     names = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "an empty folder"
     return fail(
         _CALLER, f"{folder} must hold a run or a log", names, f"Point it at {STATE_FILE}, a JSONL or a CSV file."
     )
+
+
+def _training_folder(state: Path) -> Path:
+    """The output folder of the training whose checkpoint, or end, wrote this state."""
+    folder = state.parent
+    return folder.parent if folder.name.startswith("checkpoint-") else folder
+
+
+def _require_one_run(folder: Path, runs: Set[Path]) -> None:
+    """Raise if a folder holds the logs of several runs: which one is meant is not known, and none is like their mix."""
+    if len(runs) > 1:
+        names = ", ".join(str(run.relative_to(folder)) for run in sorted(runs)[:8])
+        fail(_CALLER, f"{folder} must hold the log of one run", names, "Point it at one of them.")
 
 
 def state_lines(path: Path) -> list[Mapping[str, Any]]:
@@ -133,18 +148,32 @@ def tensorboard_lines(path: Path) -> Iterator[Mapping[str, Any]]:
     """All scalars of the event files in a folder.
 
     Raises:
-        ScoregramError: If tensorboard is not installed.
+        ScoregramError: If tensorboard is not installed, or the folder holds several runs.
     """
     try:
         module = import_module("tensorboard.backend.event_processing.event_accumulator")
     except ImportError as error:
         fail(_CALLER, "TensorBoard's event files need tensorboard", str(error), "pip install tensorboard")
+    scalars: dict[Path, dict[str, list[Any]]] = {}
     for folder in sorted({file.parent for file in path.glob("**/*tfevents*")} if path.is_dir() else {path}):
         events = module.EventAccumulator(str(folder), size_guidance={"scalars": 0})
         events.Reload()
-        for tag in events.Tags()["scalars"]:
-            for event in events.Scalars(tag):
+        scalars[folder] = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
+    _require_one_run(path, _folders_of_runs(scalars))
+    for tags in scalars.values():
+        for tag, values in tags.items():
+            for event in values:
                 yield {"step": event.step, tag: event.value}
+
+
+def _folders_of_runs(scalars: Mapping[Path, Mapping[str, Any]]) -> Set[Path]:
+    """Folders with the events of different runs: they share a scalar, and none lies within another one that has events.
+
+    One writer may write to several folders, but not one scalar to two of them.
+    """
+    known = [folder for folder, tags in scalars.items() if tags]
+    roots = [folder for folder in known if not set(folder.parents) & set(known)]
+    return {one for one in roots for other in roots if one != other and scalars[one].keys() & scalars[other].keys()}
 
 
 def _number(cell: Any) -> float | None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
@@ -225,6 +226,10 @@ class RunLog:
         names = sorted({key.removeprefix("rewards/").rpartition("/")[0] for key in keys})
         return {name: (self.raw(f"rewards/{name}/mean"), self.raw(f"rewards/{name}/std")) for name in names}
 
+    def columns(self) -> list[str]:
+        """Names of all scalars of the log, without the step."""
+        return sorted({key for line in self.lines for key, value in line.items() if _is_number(value)} - {"step"})
+
     def setting(self, *names: str) -> Any:
         """The first of these settings that the config or the arguments in it have, as `stored_setting`; else None."""
         return stored_setting(self.config, *names)
@@ -270,6 +275,33 @@ def _is_not_finite(value: Any) -> bool:
     if isinstance(value, str):
         return value.strip().lower() in _NOT_FINITE
     return isinstance(value, float) and not math.isfinite(value)
+
+
+def is_known_column(name: str) -> bool:
+    """Whether some rule reads a scalar of this name."""
+    spelled = (spelling.key for spellings in SPELLINGS.values() for spelling in spellings)
+    own = name in ("live_groups", "groups", "skipped")
+    return own or name.startswith("rewards/") or any(fnmatchcase(name, key) for key in spelled)
+
+
+def closest_column(name: str) -> str:
+    """The known name that an unknown one resembles most, letters and digits compared; empty if none is close.
+
+    Example:
+        >>> closest_column("GradNorm"), closest_column("Reward Mean"), closest_column("x")
+        ('grad_norm', 'reward', '')
+    """
+    known: dict[str, str] = {}
+    for spellings in SPELLINGS.values():
+        for spelling in spellings:
+            if "*" not in spelling.key:
+                known.setdefault(_letters(spelling.key), spelling.key)
+    found = get_close_matches(_letters(name), known, n=1, cutoff=0.7)
+    return known[found[0]] if found else ""
+
+
+def _letters(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 def run_log(
