@@ -156,7 +156,7 @@ def method_rows(config: TrainConfig, policy: Policy, task: Task, left_out: Seque
         try:
             sources = input_sources(method, replace(config, method=name), policy, task)
         except ScoregramError as error:
-            reasons[name] = str(error)
+            reasons[name] = str(error).partition(", got")[0]  # what follows may name a folder
             continue
         rows[place] = Row(method, [name], sources)
     return list(rows.values()), reasons

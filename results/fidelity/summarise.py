@@ -5,14 +5,14 @@ python summarise.py --write    put them between their marks in README.md and doc
 
 A unit is a turn, a segment or a token; `c` is its credit, `a` its true advantage, known up to noise of the mean
 variance `s²`. *Correlation* is `cov(c, a) / (sd(c) √(var(a) − s²))` and *error* is `√(mean (c − a)² − s²)`, both over
-all units of a policy: of 1 and of 0 if the credit is the true advantage. *Explained* is the error of credit that is 0
-everywhere, `√(mean a² − s²)`: a method with a larger error has advantages of another scale, or a noise that is larger
-than what it explains. *Scaled error* is the error after the credit was multiplied by the number that makes it least,
-`√(mean a² − s² − (mean ca)² / mean c²)`, as a share of that of no credit at all: 1 if the credit explains nothing.
+all units of a policy: 1 and 0 if the credit is the true advantage. *Explained* is the share of `mean a² − s²` that the
+best multiple of the credit explains, `(mean ca)² / (mean c² (mean a² − s²))` in percent: 100 for the truth, 0 for
+credit that says nothing. It does not depend on the scale of the credit; the error does. The error of no credit at all
+is `√(mean a² − s²)`, in the first table.
 
-Intervals are 95 %, Student's t: over seeds, each with a policy of its own; for one policy (GSM8K) over prompts, with
-the jackknife. `*` marks a difference to grpo whose interval excludes 0 after Bonferroni's correction for the other rows
-of the table.
+Intervals are 95 %, Student's t: over seeds where there are three, each with a policy of its own; else for the one
+policy, with the jackknife over steps, or over prompts (GSM8K). `*` marks a difference to grpo whose interval excludes
+0 after Bonferroni's correction for the other rows of the table.
 """
 
 import json
@@ -30,6 +30,8 @@ from scoregram.exhibits import Cell, Estimate, cell_text
 HERE = Path(__file__).parent
 PAGES = (HERE / "README.md", HERE.parent.parent / "docs" / "methods.md")
 FIRST = "grpo"
+LEAST_SHOWN = 5e-3
+"""Differences of correlations below it have no mark in the overview, and below a tenth of it they are shown as 0."""
 UNITS = {
     "arithmetic": "tokens, exact",
     "compositions": "tokens, exact",
@@ -72,11 +74,11 @@ def error(table: Sums) -> float:
     return float(np.sqrt(max((cc - 2 * ca + aa - noise) / units, 0.0)))
 
 
-def scaled_error(table: Sums) -> float:
-    """The same after the best scaling of the credit, over that of no credit: 0 for the truth, 1 for nothing."""
+def explained(table: Sums) -> float:
+    """Share of the true advantages' mean square that the best multiple of the credit explains, in percent."""
     _, _, aa, noise, _, cc, ca = table.sum(0)
     power = aa - noise
-    return float(np.sqrt(max(1 - ca**2 / cc / power, 0.0))) if cc > 0 and power > 0 else np.nan
+    return float(100 * ca**2 / cc / power) if cc > 0 and power > 0 else np.nan
 
 
 def advantage_size(table: Sums) -> float:
@@ -89,7 +91,7 @@ Reading = Callable[[Sums], float]
 
 
 def pseudo_values(task: str, reading: Callable[[Mapping[str, Any]], float]) -> list[float]:
-    """One number per seed; for a task with one seed, one jackknife pseudo-value per prompt."""
+    """One number per seed; for a task with one seed, one jackknife pseudo-value per step or prompt."""
     records = stored()[task]
     if len(records) > 1:
         return [reading(record) for record in records]
@@ -133,6 +135,8 @@ def difference(task: str, row: str, reading: Reading, *, tests: int) -> str:
     values = pseudo_values(task, both)
     strict, found = t_mean(values, tests=tests), centred(task, values, row, reading, FIRST)
     half = (strict.high - strict.low) / 2
+    if max(abs(found.low), abs(found.high)) < LEAST_SHOWN / 10:
+        return "0"
     survives = half > 0 and abs(found.value) > half
     text = cell_text(found)
     return f"{text if text.startswith('-') else f'+{text}'}{' *' if survives else ''}"
@@ -156,7 +160,7 @@ def rows_of(task: str) -> list[tuple[str, str]]:
 
 
 def task_table(task: str) -> str:
-    """Every row of one task: correlation, error, both as differences to grpo, scaled error."""
+    """Every row of one task: correlation, its difference to grpo, error, explained share."""
     rows: list[list[Cell]] = []
     found = rows_of(task)
     for row, names in found:
@@ -166,10 +170,10 @@ def task_table(task: str) -> str:
             estimate(task, row, correlation),
             "" if is_first else difference(task, row, correlation, tests=len(found) - 1),
             estimate(task, row, error),
-            estimate(task, row, scaled_error),
+            estimate(task, row, explained),
         ]
         rows.append(cells)
-    return markdown(("methods", "correlation", "minus grpo", "error", "scaled error"), rows)
+    return markdown(("methods", "correlation", "minus grpo", "error", "explained, %"), rows)
 
 
 def overview_table() -> str:
@@ -178,12 +182,14 @@ def overview_table() -> str:
     cells: dict[str, dict[str, str]] = {}
     for task in tasks:
         found = rows_of(task)
+        first = estimate(task, found[0][0], correlation).value
         for row, names in found:
             value = estimate(task, row, correlation).value
             mark = ""
             if FIRST not in names.split(", "):
                 text = difference(task, row, correlation, tests=len(found) - 1)
-                mark = {"+": " +*", "-": " −*"}[text[0]] if text.endswith("*") else ""
+                is_shown = text.endswith("*") and abs(value - first) >= LEAST_SHOWN
+                mark = {"+": " +*", "-": " −*"}[text[0]] if is_shown else ""
             for name in names.split(", "):
                 cells.setdefault(name, {})[task] = ("–" if np.isnan(value) else f"{value:.2f}") + mark
     order = [FIRST, *(name for name in cells if name != FIRST)]
