@@ -59,7 +59,7 @@ def test_every_usual_estimator_has_a_word():
 def test_the_estimator_of_the_run_is_marked_and_columns_without_numbers_are_left_out(run, monkeypatch):
     rows = row("rloo", Estimate(0.2, -0.1, 0.5)), row("grpo", Estimate(0.1, -0.1, 0.3))
     found = table(run, monkeypatch, *rows, config={"method": "grpo"})
-    assert found.columns == ("estimator", "advantage", "signal to noise")
+    assert found.columns == ("estimator", "advantage", "signal to noise of one prompt")
     assert [one[0] for one in found.rows] == ["rloo", f"grpo{OWN_MARK}"]
     assert "Efficiency and direction are left out" in found.caption
     assert "from 4 rollouts: each group of 8 is compared as two halves" in found.caption
@@ -134,7 +134,7 @@ def test_the_terminal_has_every_number_and_the_largest_signal_first():
     found = estimator_table(made, " (approximate)")
     assert found.title == "40 groups of 8, in parts of 3, weights length (approximate)"
     assert [one[0] for one in found.rows] == ["opo", "mean", "rloo"]
-    assert found.rows[0][found.columns.index("signal / noise")] == Estimate(0.3, 0.1, 0.6)
+    assert found.rows[0][found.columns.index("signal / noise of one prompt")] == Estimate(0.3, 0.1, 0.6)
     assert found.rows[0][found.columns.index("efficiency, rloo = 1")] == Estimate(2.0)
 
 

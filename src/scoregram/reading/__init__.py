@@ -96,6 +96,8 @@ from scoregram.reading.replay import REFERENCE as REFERENCE
 from scoregram.reading.replay import UNWEIGHTED as UNWEIGHTED
 from scoregram.reading.replay import Replay as Replay
 from scoregram.reading.replay import ReplayedRun as ReplayedRun
+from scoregram.reading.replay import RolloutAdvantages as RolloutAdvantages
+from scoregram.reading.replay import RolloutFactors as RolloutFactors
 from scoregram.reading.replay import can_replay as can_replay
 from scoregram.reading.replay import replay_groups as replay_groups
 from scoregram.reading.replay import wrong_over_right_energy as wrong_over_right_energy

@@ -7,7 +7,7 @@ still be growing.
 import gc
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,7 +23,14 @@ from scoregram.checks import fail, listed
 from scoregram.exhibits import Estimate
 from scoregram.reading.group import StoredGroup, alike_chance, step_stretches, with_nonzero_rows, with_rewards
 from scoregram.reading.noise import SAVING, RunNoise, phase_lines, run_noise
-from scoregram.reading.replay import UNWEIGHTED, ReplayedRun, replay_groups, whole_steps
+from scoregram.reading.replay import (
+    UNWEIGHTED,
+    ReplayedRun,
+    RolloutAdvantages,
+    RolloutFactors,
+    replay_groups,
+    whole_steps,
+)
 from scoregram.reading.run_config import rollouts_remedy, stored_setting
 from scoregram.reading.step import block_scalars
 from scoregram.reading.trust import Trust, trust_of
@@ -289,9 +296,15 @@ class RunReading:
     def _noises(self) -> dict[str, RunNoise]:
         return {}
 
-    def what_if(self, *estimators: str, group_size: int = 0, weights: str = UNWEIGHTED) -> ReplayedRun:
+    def what_if(
+        self,
+        *estimators: str | RolloutAdvantages,
+        group_size: int = 0,
+        weights: str | RolloutFactors = UNWEIGHTED,
+        keep: Callable[[StoredGroup], bool] | None = None,
+    ) -> ReplayedRun:
         """What other estimators would have done with the stored rollouts; see `what_if`."""
-        return what_if(self, estimators, group_size=group_size, weights=weights)
+        return what_if(self, estimators, group_size=group_size, weights=weights, keep=keep)
 
     def to_pandas(self) -> Any:
         """The scalars as a data frame: a row for each step, `step` as the index.
@@ -374,35 +387,51 @@ def read_run(run: Run | Path | str) -> RunReading:
 
 def what_if(
     run: RunReading,
-    estimators: Sequence[str] = (),
+    estimators: Sequence[str | RolloutAdvantages] | str | RolloutAdvantages = (),
     *,
     group_size: int = 0,
-    weights: str = UNWEIGHTED,
+    weights: str | RolloutFactors = UNWEIGHTED,
+    keep: Callable[[StoredGroup], bool] | None = None,
     most_groups: int = 0,
 ) -> ReplayedRun:
-    """Variance, bias, signal, direction and rank of other estimators on the groups of a run's last third.
+    """Variance, bias, signal, direction and spectrum of other estimators on the groups of a run's last third.
+
+    Signal and noise come from disjoint parts of a group, so a function sees the rollouts of one part only.
 
     Args:
         run: From `read_run(folder)`.
-        estimators: Rows of `ESTIMATORS`; one of each kind by default.
-        group_size: Rollouts of each part, at most half of the run's group size; 0 means exactly half.
-        weights: Row of `WEIGHTS`: factors of the advantages.
+        estimators: Rows of `ESTIMATORS`, or functions from rewards `(P, R)` to advantages `(P, R)` that make each row
+            from its own rewards; one row of each kind by default.
+        group_size: Rollouts of each part, at most half of the run's group size; 0 means exactly half. `rloo` alone may
+            have any size: above half, its row follows from the components of its noise.
+        weights: Row of `WEIGHTS`, or a function `(rewards, lengths, advantages) → factors`, all `(P, R)`. A mask as
+            factors keeps some rollouts and gives the others an advantage of 0.
+        keep: Whether a group is replayed, for a selection by step, prompt or length of the prompt. A selection by the
+            rewards of the group is no sample of its prompt: signal and noise are then biased.
         most_groups: Replay about this many groups, those of evenly spaced steps; 0 means all.
 
     Raises:
         ScoregramError: As for `replay_groups`; or if a self-check failed in the last third.
+
+    Example:
+        >>> def centred(rewards):  # an estimator of your own
+        ...     return rewards - rewards.median(dim=1, keepdim=True).values
+        >>> def without_longest(rewards, lengths, advantages):  # a selection of rollouts
+        ...     return lengths < lengths.amax(dim=1, keepdim=True)
+        >>> run.what_if("rloo", centred, weights=without_longest)  # doctest: +SKIP
     """
     if not isinstance(run, RunReading):
         fail("whatif", "run must be the reading of a run", type(run).__name__, "Pass read_run(folder).")
     if most_groups < 0:
         fail("whatif", "most_groups must be at least 0", most_groups, "0 means all.")
-    estimators = (estimators,) if isinstance(estimators, str) else estimators
+    several = (estimators,) if isinstance(estimators, str) or callable(estimators) else estimators
     if run.is_withheld:
         failed = ", ".join(str(step) for step in sorted(run.trust.failed) if step in run.last_third)
         remedy = "Train without what docs/trl.md lists as its causes, such as dropout; more measurements do not help."
         fail("whatif", "every self-check in the last third must have passed", f"a failed one at step {failed}", remedy)
-    groups = whole_steps(run.last_measured, most_groups) if most_groups else run.last_measured
-    return replay_groups(groups, run.group_size or 0, estimators, group_size=group_size, weights=weights)
+    kept = [group for group in run.last_measured if keep is None or keep(group)]
+    groups = whole_steps(kept, most_groups) if most_groups else kept
+    return replay_groups(groups, run.group_size or 0, several, group_size=group_size, weights=weights)
 
 
 def evaluation_rewards(tests: Iterable[GroupRecord]) -> EvaluationRewards:

@@ -3,16 +3,18 @@
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
 
 from rich.console import Console
 
 from scoregram.advice import trained_estimator
+from scoregram.bootstrap import FEWEST
 from scoregram.checks import ScoregramError
 from scoregram.exhibits import Cell, Estimate, Table, cell_text, json_value
 from scoregram.reading import (
+    POOLED,
     REFERENCE,
     UNWEIGHTED,
     Replay,
@@ -46,12 +48,12 @@ ESTIMATOR_WORDS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Estimator → its advantage in a few words."""
-REPLAY_COLUMNS = ("estimator", "advantage", "signal to noise", "efficiency", "direction")
+REPLAY_COLUMNS = ("estimator", "advantage", "signal to noise of one prompt", "efficiency", "direction")
 TERMINAL_FIELDS: Mapping[str, str] = MappingProxyType(
     {
         "variance": "variance",
         "bias": "bias",
-        "signal / noise": "snr",
+        "signal / noise of one prompt": "snr",
         f"efficiency, {REFERENCE} = 1": "efficiency",
         "direction": "direction",
         "as taken": "taken",
@@ -111,13 +113,7 @@ def _replayed(run: RunReading) -> ReplayedRun | None:
         return replayed
     # TRL's grpo differs from grpo by its eps only: one row for both
     rows = [row for row in replayed.rows if not (own.startswith("grpo-") and row.estimator == "grpo")]
-    return ReplayedRun(
-        groups=replayed.groups,
-        run_size=replayed.run_size,
-        group_size=replayed.group_size,
-        weights=replayed.weights,
-        rows=(*rows, added),
-    )
+    return replace(replayed, rows=(*rows, added))
 
 
 def _caption(run: RunReading, replayed: ReplayedRun, own: str, has_efficiency: bool) -> Iterator[str]:
@@ -130,11 +126,12 @@ def _caption(run: RunReading, replayed: ReplayedRun, own: str, has_efficiency: b
     if all(math.isnan(row.snr.low) for row in replayed.rows):
         yield "They are too few for intervals, so the order of the rows means nothing."
     else:
-        yield "95 % intervals over groups; where they overlap, the order of the rows means nothing."
+        yield f"95 % intervals over {replayed.unit}; where they overlap, the order of the rows means nothing."
     if has_efficiency:
         yield (
             "Efficiency: signal to noise over that of rloo, 2 means half as many groups. Direction: cosine with the "
-            f"true gradient; {DIRECTION_LIMIT}. –: the interval of the signal to noise includes 0."
+            f"true gradient; {DIRECTION_LIMIT}. –: the interval of the signal to noise includes 0, or parts of "
+            f"{half} rollouts cannot tell the estimator from rloo."
         )
     else:
         yield (
@@ -185,15 +182,19 @@ def show_replay(
 ) -> int:
     """Print the comparison as a table or as strict JSON, with the run's trust, and return the exit status 0.
 
-    The JSON has the estimates as they are, directions above 1 too.
+    The line above the table is `noise()`: the signal and the noise of a step. The JSON has it as `noise`, and the
+    estimates as they are, directions above 1 too.
     """
     run = read_run(open_run(folder))
     found = what_if(run, estimators, group_size=group_size, weights=weights)
     if as_json:
         trust = {"mark": run.trust.mark.strip(" ()"), "trust": run.trust.sentences()}
-        print(json.dumps(json_value(asdict(found)) | trust, indent=1, allow_nan=False))
+        noise = {"noise": json_value({name: asdict(getattr(run.noise(), name)) for name in POOLED})}
+        print(json.dumps(json_value(asdict(found)) | noise | trust, indent=1, allow_nan=False))
         return 0
     console = Console()
+    if sentence := run.noise().sentence():
+        console.print(f"The update of a step: {sentence}.")
     show_table(estimator_table(found, run.trust.mark), console)
     for sentence in run.trust.sentences():
         console.print(sentence, style="dim")
@@ -203,18 +204,35 @@ def show_replay(
 def estimator_table(found: ReplayedRun, mark: str) -> Table:
     """Every number of the estimators, the largest signal to noise first; `mark` is that of the run's trust."""
     weighted = "" if found.weights == UNWEIGHTED else f", weights {found.weights}"
+    parts = "at" if found.is_extrapolated else "in parts of"
     rows = sorted(found.rows, key=lambda row: -row.snr.value if math.isfinite(row.snr.value) else math.inf)
     return Table(
         "what-if",
-        f"{found.groups} groups of {found.run_size}, in parts of {found.group_size}{weighted}{mark}",
+        f"{found.groups} groups of {found.run_size}, {parts} {found.group_size}{weighted}{mark}",
         f"Signal over noise is that of one prompt's update from {found.group_size} rollouts; variance is the trace of "
-        f"that update's covariance. Bias is |E ĝ - g|² / |g|² with {REFERENCE} for g, a wrong length included. "
-        f"Direction is the cosine between E ĝ and g; {DIRECTION_LIMIT}. As taken is the cosine between the update of "
-        f"the whole groups and the run's own. {_reference_text(found)}–: the data cannot tell. Groups of the last "
-        "third; 95 % intervals resample groups.",
+        f"that update's covariance. {_extrapolated_text(found)}Bias is |E ĝ - g|² / |g|² with {REFERENCE} for g, a "
+        f"wrong length included. Direction is the cosine between E ĝ and g; {DIRECTION_LIMIT}. As taken is the cosine "
+        f"between the update of the whole groups and the run's own. {_reference_text(found)}–: the data cannot tell. "
+        f"Groups of the last third; {_interval_text(found)}.",
         ("estimator", *TERMINAL_FIELDS),
         tuple((row.estimator, *_terminal_cells(row)) for row in rows),
     )
+
+
+def _extrapolated_text(found: ReplayedRun) -> str:
+    if not found.is_extrapolated:
+        return ""
+    return (
+        f"Both are extrapolated from the components of the noise of {REFERENCE} in groups of {found.run_size}; the "
+        "other columns are those of these groups. "
+    )
+
+
+def _interval_text(found: ReplayedRun) -> str:
+    if not found.unit:
+        return "too few of them for 95 % intervals"
+    few = f", because there are fewer than {FEWEST} steps" if found.unit == "groups" else ""
+    return f"95 % intervals over {found.unit}{few}"
 
 
 def _reference_text(found: ReplayedRun) -> str:
