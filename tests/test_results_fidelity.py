@@ -78,7 +78,7 @@ def test_sums_over_clusters_give_the_correlation_and_error_of_all_units():
     assert tables.advantage_size(table) == pytest.approx(zero.error, rel=1e-5)
     c = truth.by_unit(credit)
     scales = [credit_fidelity(k * c, truth.advantages, variances=truth.variances).error for k in np.arange(-2, 2, 1e-3)]
-    assert tables.scaled_error(table) == pytest.approx(min(scales) / zero.error, rel=1e-4)
+    assert tables.explained(table) == pytest.approx(100 * (1 - (min(scales) / zero.error) ** 2), rel=1e-4)
 
 
 def test_credit_that_is_the_truth_has_no_error():
@@ -87,7 +87,7 @@ def test_credit_that_is_the_truth_has_no_error():
     credit = torch.where(truth.unit_of >= 0, truth.advantages[truth.unit_of.clamp(min=0)], 0.0)
     table = tables.sums(script("run").sums(exact, {"x": credit}, clusters), "x")
     assert tables.correlation(table) == pytest.approx(1)
-    assert tables.error(table) < 1e-3 and tables.scaled_error(table) < 1e-2  # sums have seven digits
+    assert tables.error(table) < 1e-3 and tables.explained(table) == pytest.approx(100)  # sums have seven digits
     assert math.isnan(tables.correlation(tables.sums(script("run").sums(exact, {"x": 0 * credit}, clusters), "x")))
 
 
