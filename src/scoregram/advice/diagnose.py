@@ -162,7 +162,9 @@ def _why_nothing_is_decided(log: RunLog) -> str:
         told += ", and no rule knows any of them."
     else:
         told += "; most rules need 10 steps or more." if steps < LEAST_STEPS else ", and no rule can decide from them."
-    meant = [f"{name} may be `{known}`" for name in unknown if (known := closest_column(name))]
+    if steps < LEAST_STEPS and len(unknown) < len(columns):
+        return told
+    meant = [f"{name} may be `{known}`" for name in unknown if (known := closest_column(name)) and known not in columns]
     renamed = "Rename it" if len(meant) == 1 else "Rename them"
     return told + (f" {', '.join(meant)}. {renamed}, and ask again." if meant else "")
 

@@ -65,7 +65,7 @@ def dominating_rollouts(run: RunReading) -> RuleVerdict:
     """One rollout makes most of a step's update."""
     values = run.last_values("gram/largest_share")
     if len(values) < FEWEST:
-        return Undecided("measure at least 15 steps, with the Gram between prompts")
+        return Undecided(f"measure at least {3 * FEWEST - 2} steps, with the Gram between prompts")
     share = mean_estimate(values)
     if not share.low > DRIVER_SHARE:
         return None

@@ -5,7 +5,8 @@ A rule is a function of a `RunReading`, with the same verdicts as the rules on l
 """
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -32,6 +33,7 @@ from scoregram.reading import (
     TRL_TRAINER,
     RunNoise,
     RunReading,
+    StoredGroup,
     SuccessLaw,
     can_replay,
     divisors,
@@ -48,7 +50,31 @@ REPLAYED_GROUPS = 256
 """Groups of the last third that are replayed: more would cost time and change little."""
 FEWEST_REPLAYED = 20
 """Fewer groups decide nothing."""
-_MORE_STEPS = "measure at least 15 steps, with groups of 4 or more and the Gram between prompts"
+ENOUGH_STEPS = 3 * FEWEST - 2
+"""Measured steps whose last third has `FEWEST`."""
+
+
+def noise_needs(run: RunReading) -> str:
+    """What the noise of a run needs to be known: the first cause that keeps it unknown, as what to do."""
+    groups, size = run.last_measured, run.group_size or 0
+    if run.trust.measured < ENOUGH_STEPS or size < SMALLEST_MEASURED or not groups:
+        needs = f"measure at least {ENOUGH_STEPS} steps, with groups of {SMALLEST_MEASURED} or more and the Gram "
+        return needs + "between prompts" + (f"; here are {run.trust.measured} steps" if run.trust.measured else "")
+    if max(prompts_per_step(groups).values()) < 2:
+        return "sample two prompts or more in a step: each has one, so nothing is known about the noise between prompts"
+    missing = sum(not group.has_all_rewards for group in groups)
+    if missing:
+        needs = f"reward every rollout: {missing} of the {len(groups)} measured groups of the last third have one "
+        return f"{needs}without a reward, and noise needs {FEWEST} steps with two whole groups or more"
+    sizes = sorted({group.size for group in groups})
+    if len(sizes) > 1:
+        return f"sample groups of one size: those of the last third have {sizes[0]} to {sizes[-1]} rollouts"
+    return "measure scores, with the Gram between prompts"
+
+
+def prompts_per_step(groups: Sequence[StoredGroup]) -> Counter[int]:
+    """Step → its groups."""
+    return Counter(group.record.step for group in groups)
 
 
 def group_size(run: RunReading) -> RuleVerdict:
@@ -109,7 +135,7 @@ def group_size_phases(run: RunReading) -> RuleVerdict:
     used, phases = run.group_size, {phase: run.noise(phase) for phase in PHASES}
     first, last = phases["first"].best_group_size, phases["last"].best_group_size
     if used is None or math.isnan(first.low) or math.isnan(last.low):
-        return Undecided(f"{_MORE_STEPS}, early and late")
+        return Undecided(f"{noise_needs(run)} (in the first third too)")
     if first.low <= last.high and last.low <= first.high:
         return None
     gains = [size_gain(noise, used) for noise in phases.values()]
@@ -220,13 +246,13 @@ def _size_by_liveness(run: RunReading, used: int) -> RuleVerdict:
     dead, counts = run.summary.dead, run.success_counts()
     law = SuccessLaw.of(*run.success_stretches())
     if not dead.low > 0.5 or law is None:
-        return Undecided(_MORE_STEPS)
+        return Undecided(noise_needs(run))
     size = group_size_for(law)
     if size is None or size <= used:
-        return Undecided(f"{_MORE_STEPS}: liveness alone does not name a size")
+        return Undecided(f"{noise_needs(run)}: liveness alone does not name a size")
     size = min((one for one in divisors(run.batch_size) if one >= size), default=size)
     prompts = f" ({run.batch_size / size:g} prompts at the same rollouts)" if size in divisors(run.batch_size) else ""
-    why, more = "too few steps were measured", f"measure the gradients of at least {FEWEST * 3} steps (now "
+    why, more = "too few steps were measured", f"measure the gradients of at least {ENOUGH_STEPS} steps (now "
     more += f"{run.trust.measured})"
     if run.is_withheld:
         why, more = "a self-check failed, so the Grams are not used", "make the self-check pass"
@@ -254,7 +280,7 @@ def batch_size(run: RunReading) -> RuleVerdict:
     noise, batch = run.noise(), run.batch_size
     scale = noise.noise_scale
     if math.isnan(scale.low) or not math.isfinite(batch):
-        return Undecided(_MORE_STEPS)
+        return Undecided(noise_needs(run))
     if scale.low > NOISE_FACTOR * batch:
         told = f"Steps of {batch:g} rollouts are mostly noise: signal to noise is {cell_text(noise.snr)}"
         unresolved = "" if math.isfinite(scale.high) else f", so no signal was resolved over {noise.steps} steps"
@@ -374,8 +400,11 @@ def advantage_estimator(run: RunReading) -> RuleVerdict:
     groups = [group for group in run.last_measured if group.size == size and group.is_complete][-REPLAYED_GROUPS:]
     if used not in ESTIMATORS or not can_replay(used):
         return Undecided("train with an estimator of whole groups that the config names", {OWN_TRAINER: "--estimator"})
-    if len(groups) < FEWEST_REPLAYED or size // 2 < 2 or not run.noise().is_conclusive:
-        return Undecided("measure at least 15 steps and 20 groups of 4 or more")
+    if size // 2 < 2 or not run.noise().is_conclusive:
+        return Undecided(noise_needs(run))
+    if len(groups) < FEWEST_REPLAYED:
+        needs = f"measure {FEWEST_REPLAYED} whole groups or more in the last third of the measured steps"
+        return Undecided(f"{needs}; here are {len(groups)}")
     others = [name for name in (REFERENCE, "optimal-loo") if name != used and ESTIMATORS[name].min_group <= size // 2]
     rows = {row.estimator: row for row in replay_groups(groups, size, [used, *others]).rows}
     own = rows[used].efficiency
@@ -457,7 +486,7 @@ def baseline(run: RunReading) -> RuleVerdict:
     """
     saving = run.noise().baseline_saving
     if math.isnan(saving.low):
-        return Undecided(_MORE_STEPS)
+        return Undecided(noise_needs(run))
     if not saving.low > LEAST_SAVING:
         return None if saving.high <= LEAST_SAVING else Undecided("measure more steps: its interval is too wide")
     if not _pays_when_estimated(run):

@@ -4,6 +4,7 @@ A prompt has more of an update than others if its rewards have a wider range, it
 larger. A step in which few prompts are live says nothing about those that are: see `reading.step_shares`.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from scoregram.advice.gram_rules import (
     leave_out_steps,
     shortened_text,
 )
-from scoregram.advice.noise_rules import trained_estimator
+from scoregram.advice.noise_rules import ENOUGH_STEPS, prompts_per_step, trained_estimator
 from scoregram.advice.settings import reward_steps
 from scoregram.bootstrap import FEWEST, mean_estimate, t_mean
 from scoregram.exhibits import Estimate
@@ -36,11 +37,12 @@ from scoregram.reading import (
     trainer_of,
 )
 
+LEAST_PROMPTS = 3
+"""Prompts of a step below which a share of the update says little."""
 TIMES_NULL = 2.0
 """How many times the share that its rewards alone give it a prompt may have."""
 LONGER = 2.0
 """Ratio to the length of other rollouts from which on division by length is advised."""
-_MORE_STEPS = "measure at least 15 steps with three or more live prompts, with the Gram between prompts"
 _DIVIDED = {OWN_TRAINER: ": `--estimator grpo`", TRL_TRAINER: ': `scale_rewards="group"`'}
 
 
@@ -66,7 +68,7 @@ def dominating_prompts(run: RunReading) -> RuleVerdict:
     """One prompt, or a few, make most of a step's update; or one prompt does at each of its visits."""
     steps = step_shares(run.last_measured)
     if len(steps) < FEWEST:
-        return Undecided(_MORE_STEPS)
+        return Undecided(_shares_needed(run))
     if isinstance(dominating_rollouts(run), RunFinding):
         return Undecided("first resolve “dominating rollouts”: one rollout is most of its prompt")
     found = _dominated_steps(steps) or _dominated_visits(run)
@@ -84,6 +86,17 @@ def dominating_prompts(run: RunReading) -> RuleVerdict:
         change=_smaller_share(run, found),
         confidence="certain",
     )
+
+
+def _shares_needed(run: RunReading) -> str:
+    """What the shares of prompts need to be known: the first cause that keeps them unknown, as what to do."""
+    groups = run.last_measured
+    if run.trust.measured >= ENOUGH_STEPS and groups:
+        if (most := max(prompts_per_step(groups).values())) < LEAST_PROMPTS:
+            return f"sample three prompts or more in a step: here it has {most}"
+        if all(math.isnan(group.update_share) for group in groups):
+            return "measure the Gram between prompts with this version: no shares of prompts are stored"
+    return f"measure at least {ENOUGH_STEPS} steps with three or more live prompts, with the Gram between prompts"
 
 
 def _dominated_steps(steps: Sequence[StepShares]) -> Dominance | None:
