@@ -465,12 +465,18 @@ def test_a_run_that_fails_does_not_end_the_others(made, policy, tmp_path, monkey
     assert runs_of(folder) == runs_of(made)
 
 
+def noted(error: Exception, note: str) -> Exception:
+    error.add_note(note)
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
         (torch.OutOfMemoryError("tried to allocate 2 GiB"), "OutOfMemoryError: tried to allocate 2 GiB"),
         (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero"),
         (ScoregramError("train: broken."), "train: broken."),
+        (noted(KeyError("colour"), "raised by Guess.step"), "KeyError: 'colour', raised by Guess.step"),
     ],
 )
 def test_any_exception_ends_its_run_alone(error, reason, tmp_path, monkeypatch):

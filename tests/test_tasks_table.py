@@ -1,3 +1,4 @@
+import sys
 from dataclasses import replace
 
 import pytest
@@ -30,3 +31,39 @@ def test_a_colon_inside_the_argument_stays(tmp_path):
     path = tmp_path / "a:b.jsonl"
     path.write_text('{"prompt": "x", "answer": "1"}\n{"prompt": "y", "answer": "2"}')
     assert len(load_task(f"jsonl:{path}").train) == 1
+
+
+OWN = """
+from scoregram.tasks import Problem, Task
+
+
+def task(seed):
+    problems = [Problem("one", "1+1=", "2")]
+    return Task("own", problems, problems, reward, 4)
+
+
+def reward(completions, answer):
+    if "raise" in completions:
+        raise KeyError("colour")
+    return [None if not text else float(text == right) for text, right in zip(completions, answer)][:2]
+
+
+def broken(seed):
+    raise KeyError(seed)
+"""
+
+
+def test_the_functions_of_a_users_task_are_named_when_they_fail(tmp_path, monkeypatch):
+    (tmp_path / "own_task_of_a_user.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    task = load_task("python:own_task_of_a_user:task")
+    assert task.rewards(task.train[:1] * 2, ["2", ""]) == [1.0, None]
+    with pytest.raises(ScoregramError, match=r"own\.reward must return one reward per completion, got 2 for 3 comp"):
+        task.rewards(task.train[:1] * 3, ["2"] * 3)
+    with pytest.raises(KeyError) as caught:
+        task.rewards(task.train[:1], ["raise"])
+    assert caught.value.__notes__ == ["raised by the reward function own.reward"]
+    with pytest.raises(KeyError) as caught:
+        load_task("python:own_task_of_a_user:broken")
+    assert caught.value.__notes__ == ["raised by the task's function own_task_of_a_user:broken"]

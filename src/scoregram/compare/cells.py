@@ -261,6 +261,7 @@ def run_or_explain(config: TrainConfig, *, target: float | None = None) -> Train
         return run_one(config, on_evaluation=partial(refuse_binary_rewards, target))
     except Exception as error:  # such as out of memory, or an error in the user's reward function
         text = str(error) if isinstance(error, ScoregramError) else f"{type(error).__name__}: {error}"
+        text = ", ".join([text, *getattr(error, "__notes__", ())])  # such as the name of the user's function
         with disk_errors(reason, caller="compare"):
             reason.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(reason, f"{text}\n".encode())

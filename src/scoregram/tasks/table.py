@@ -9,7 +9,7 @@ from types import MappingProxyType
 from scoregram.checks import fail, lookup
 from scoregram.tasks.arithmetic import arithmetic, arithmetic_compositions, arithmetic_strict
 from scoregram.tasks.forecasts import coin_forecasts
-from scoregram.tasks.task import Task, imported_function, load_reward, load_step_scores, raised_by
+from scoregram.tasks.task import CheckedReward, Task, imported_function, load_reward, load_step_scores, raised_by
 from scoregram.tasks.text_tasks import gsm8k, jsonl, reasoning_gym
 from scoregram.tasks.turn_tasks import calculator, stopping_game
 
@@ -33,7 +33,9 @@ def python_task(argument: str, seed: int) -> Task:
     if not isinstance(task, Task):
         fail("task", f"{argument} must return a Task", type(task).__name__, "Return scoregram.tasks.Task(…).")
     require_task(task, argument)
-    return task
+    if task.environment is not None:
+        return task
+    return replace(task, reward=CheckedReward(f"{task.name}.reward", task.reward))
 
 
 def require_task(task: Task, caller: str) -> None:
