@@ -58,11 +58,12 @@ def test_the_functions_of_a_users_task_are_named_when_they_fail(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     task = load_task("python:own_task_of_a_user:task")
-    assert task.rewards(task.train[:1] * 2, ["2", ""]) == [1.0, None]
+    (problem,) = task.train
+    assert task.rewards([problem] * 2, ["2", ""]) == [1.0, None]
     with pytest.raises(ScoregramError, match=r"own\.reward must return one reward per completion, got 2 for 3 comp"):
-        task.rewards(task.train[:1] * 3, ["2"] * 3)
+        task.rewards([problem] * 3, ["2"] * 3)
     with pytest.raises(KeyError) as caught:
-        task.rewards(task.train[:1], ["raise"])
+        task.rewards([problem], ["raise"])
     assert caught.value.__notes__ == ["raised by the reward function own.reward"]
     with pytest.raises(KeyError) as caught:
         load_task("python:own_task_of_a_user:broken")

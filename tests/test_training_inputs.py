@@ -349,6 +349,7 @@ def test_wrong_options_are_refused_before_the_first_step(changes, says, folder, 
             "--best-of: must be at most group_size, got best_of 5 and group_size 4",
         ),
         ({"method": "tl-grpo", "estimator": "remax"}, "tl-grpo takes an estimator that needs only the rollouts"),
+        ({"credit_truth": "exact", "task": "forecast"}, "--credit-truth: exact values need a task .* Choose sampled"),
         ({"method": "grpo", "critic_warmup": 1}, "--critic-warmup: needs a method with a critic"),
     ],
 )

@@ -301,6 +301,14 @@ class HeldOutProblems:
         return result.scalars
 
 
+def require_test_problems(config: TrainConfig, task: Task) -> None:
+    """Raise if the run evaluates or probes, and the task has nothing for it."""
+    options = {"eval-every": config.eval_every or config.every_rollouts, "probe-every": config.probe_every}
+    for option, every in options.items():
+        if every and not len(task.test):
+            fail(f"train --{option}", f"{task.name} must have test problems", "none", f"Add some, or --{option} 0.")
+
+
 def held_out_problems(
     config: TrainConfig,
     policy: Policy,
@@ -313,10 +321,7 @@ def held_out_problems(
     Raises:
         ScoregramError: If the prompt of one leaves no room for a whole completion.
     """
-    options = {"eval-every": config.eval_every or config.every_rollouts, "probe-every": config.probe_every}
-    for option, every in options.items():
-        if every and not len(task.test):
-            fail(f"train --{option}", f"{task.name} must have test problems", "none", f"Add some, or --{option} 0.")
+    require_test_problems(config, task)
     tests = task.test[: config.eval_problems]
     probes = task.test[-config.probe_problems :] if config.probe_every else []
     for problems in (tests, probes):

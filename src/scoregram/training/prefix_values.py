@@ -22,6 +22,7 @@ from scoregram.training.input_source import StatelessSource, completion_places, 
 
 ROWS_SAMPLED_AT_ONCE = 512
 """Most fresh rollouts of prefixes that are sampled at a time: the memory of their caches does not grow with a step."""
+EXACT_TRUTH_REMEDY = "Choose sampled, or train tiny on arithmetic."
 LARGEST_VOCABULARY = 4096
 """Vocabularies up to this size are searched for tokens of several characters; larger ones always have some."""
 

@@ -13,7 +13,9 @@ from scoregram.tasks import Problem, Task, load_task
 from scoregram.training.checkpoint import Position, Resumable, load_checkpoint
 from scoregram.training.config import TrainConfig, control_option, is_due
 from scoregram.training.critic import Critic
+from scoregram.training.evaluate import require_test_problems
 from scoregram.training.inputs import InputSource, require_inputs
+from scoregram.training.prefix_values import EXACT_TRUTH_REMEDY, exact_task_obstacle, fail_exact
 
 START_HASH = "start_sha256"
 """Key of a run's environment: `weights_sha256` of the policy before the first step."""
@@ -45,6 +47,9 @@ def require_fit(config: TrainConfig, task: Task) -> None:
     if config.step_scores is not None and task.environment is not None:
         fail("train --step-scores", "needs a task of one turn", task.name, "Leave it out.")
     require_inputs(config.chosen_method, config, task)
+    require_test_problems(config, task)
+    if config.credit_truth == "exact" and (obstacle := exact_task_obstacle(config, task)) is not None:
+        fail_exact("credit-truth", obstacle, EXACT_TRUTH_REMEDY)
     if config.max_turns and task.environment is None:
         fail("train --max-turns", "needs a task with an environment", task.name, "Leave it out.")
     if config.chosen_method.drafts and task.environment is not None:

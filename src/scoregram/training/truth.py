@@ -27,6 +27,7 @@ from scoregram.training.config import TrainConfig
 from scoregram.training.credit import turns_of_tokens
 from scoregram.training.input_source import completion_places
 from scoregram.training.prefix_values import (
+    EXACT_TRUTH_REMEDY,
     ROWS_SAMPLED_AT_ONCE,
     PrefixRollouts,
     Segments,
@@ -225,9 +226,7 @@ def truth_source(config: TrainConfig, policy: Policy, task: Task) -> TruthSource
         segments = Segments(policy, task, own, every_token=False)
         return SampledTruth(PrefixRollouts(policy, task, sampling, own, segments, purpose="truth"))
     if config.credit_truth == "exact":
-        require_exact(
-            config, policy, task, option="credit-truth", remedy="Choose sampled, or train tiny on arithmetic."
-        )
+        require_exact(config, policy, task, option="credit-truth", remedy=EXACT_TRUTH_REMEDY)
     elif exact_obstacle(config, policy, task) is not None:
         return None
     return ExactTruth(SolutionValues(policy, task, config.temperature, sampling.max_new_tokens))
