@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -293,3 +294,71 @@ def test_a_rule_that_has_alternatives_says_what_to_do_in_one_sentence():
         for one in advise_log(log_of(**FAULTY[name])).findings:
             if one.change is not None and one.change.alternatives:
                 assert " or " not in one.change.sentence, one.name
+
+
+# Other explanations, and numbers that agree
+
+
+def used_several_times(updates: int) -> RunLog:
+    """Every batch is used for some updates, and every update is logged."""
+    first = np.arange(STEPS) // updates * updates
+    reward, length = healthy()["reward"], healthy()["completions/mean_length"]
+    return log_of(reward=reward[first], completions__mean_length=length[first])
+
+
+@pytest.mark.parametrize("updates", [2, 4])
+def test_updates_on_one_batch_are_no_certain_fault(updates):
+    found = log_finding("stuck batch", used_several_times(updates))
+    assert (found.severity, found.confidence) == ("warning", "possible")
+    assert "Several updates on each batch" in found.evidence and "change nothing" in change_of(found).steps[0]
+
+
+def test_a_stuck_batch_is_an_inference():
+    found = log_finding("stuck batch", log_of(**FAULTY["stuck batch"]))
+    assert (found.severity, found.confidence) == ("critical", "likely") and "Several updates" in found.evidence
+    assert log_finding("lost seed", log_of(**FAULTY["lost seed"])).confidence == "likely"
+
+
+@pytest.mark.parametrize("place", [0, 3, 4, 5])
+def test_the_first_gradient_norms_are_judged_too(place):
+    norms = np.where(np.arange(30) == place, 100.0, np.exp(0.2 * np.random.default_rng(0).normal(size=30)))
+    log = run_log("x", [{"step": 10 * (s + 1), "grad_norm": float(one)} for s, one in enumerate(norms)])
+    assert log_finding("gradient spikes", log).since == 10 * (place + 1)
+    falling = run_log("x", [{"step": s, "grad_norm": math.exp(-s / 6)} for s in range(60)])
+    assert LOG_RULES["gradient spikes"](falling) is None  # norms that fall are no spikes
+
+
+def test_a_clip_and_a_learning_rate_are_advised_with_their_numbers():
+    found = log_finding("gradient spikes", log_of(grad_norm=SPIKED))
+    assert f"near its median, {float(np.median(SPIKED)):.2g}, if" in change_of(found).sentence
+    for name in ("KL blow-up", "clip saturation"):
+        plain, logged = (log_finding(name, log_of(**FAULTY[name], **more)) for more in ({}, {"learning_rate": 4e-6}))
+        assert change_of(plain).sentence == "Lower the learning rate."
+        assert change_of(logged).sentence == "Lower the learning rate from 4e-06 to 2e-06."
+
+
+def test_the_entropy_has_one_number_for_now():
+    found = log_finding("entropy collapse", log_of(**FAULTY["entropy collapse"]))
+    start, now = (float(one) for one in re.findall(r"from (\S+) to (\S+) nats", found.sentence)[0])
+    slower, again = (float(one) for one in re.findall(r"about (\S+) nats .* now (\S+);", change_of(found).effect)[0])
+    assert again == pytest.approx(now, rel=0.05) and slower == pytest.approx(math.sqrt(start * now), rel=0.05)
+
+
+def test_a_log_of_verl_is_not_told_settings_of_trl():
+    names = {"reward": "critic/score/mean", "entropy": "actor/entropy", "kl": "actor/kl_loss"}
+    names |= {"completions/clipped_ratio": "response_length/clip_ratio", "clip_ratio/region_mean": "actor/pg_clipfrac"}
+    changes = {**FAULTY["truncation"], **FAULTY["entropy collapse"], **FAULTY["KL blow-up"]}
+    lines = [{names.get(key, key): value for key, value in line.items()} for line in log_of(**changes).lines]
+    found = advise_log(run_log("x", lines))
+    told = " ".join(line for one in found.findings for line in one.lines())
+    assert {"truncation", "entropy collapse", "KL blow-up"} == {one.name for one in found.findings}
+    assert "TRL" not in told and "mask_truncated" not in told and "(beta)" not in told
+    assert "`response_mask`" in told and "clip_ratio_high" in told and "kl_loss_coef" in told
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in DEMOS.iterdir() if path.is_dir()))
+def test_no_demo_names_a_function_that_the_wheel_does_not_have(name, capsys):
+    assert cli.main(["demo", name]) == 0
+    said = capsys.readouterr().out
+    assert "tests." not in said
+    assert ("my_rewards:reward" in said) <= ("my_rewards:reward" in (DEMOS / name / "README.md").read_text())

@@ -183,7 +183,9 @@ def _truncation_change(log: RunLog, is_most: bool) -> Change:
     after = (
         _length_penalty(log) if is_most else "mask truncated rollouts: let the reward function return `None` for them"
     )
-    if not is_most and trainer != OWN_TRAINER:
+    if not is_most and log.is_of_verl:
+        after = "mask truncated rollouts: set their part of `response_mask` to 0"
+    elif not is_most and trainer != OWN_TRAINER:
         after = "mask truncated rollouts (in TRL `mask_truncated_completions=True`)"
     ends = float(log.series("truncated").values.min()) < 1  # the model can sample its end-of-sequence token
     others = (

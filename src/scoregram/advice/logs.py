@@ -226,6 +226,11 @@ class RunLog:
         names = sorted({key.removeprefix("rewards/").rpartition("/")[0] for key in keys})
         return {name: (self.raw(f"rewards/{name}/mean"), self.raw(f"rewards/{name}/std")) for name in names}
 
+    @property
+    def is_of_verl(self) -> bool:
+        """Whether verl wrote the log: no other trainer names scalars so."""
+        return any(key.startswith(("actor/", "critic/")) for line in self.lines[:1] for key in line)
+
     def columns(self) -> list[str]:
         """Names of all scalars of the log, without the step."""
         return sorted({key for line in self.lines for key, value in line.items() if _is_number(value)} - {"step"})

@@ -21,6 +21,8 @@ second."""
 KL_LIMIT, KL_WATCHED, KL_ACCELERATION = 1.0, 0.3, 4.0
 """Two limits in nats per token, and the largest ratio of the end to the middle third (a steady drift doubles)."""
 CLIPPED_TOKENS = 0.3
+FIRST_NORMS, EARLY_NORMS = 5, 11
+"""Gradient norms at the start of a log that have too few before them, and among how many they are judged."""
 SPIKE, SPIKE_WINDOW = 10.0, 20
 """Factor above the median of the gradient norms before it, and how many of these norms count."""
 CLIP_NEAR = 2.0
@@ -140,19 +142,22 @@ def entropy_collapse(log: RunLog) -> RuleVerdict:
     )
 
 
-def _more_entropy(log: RunLog) -> Change:
-    """Half the learning rate, with both numbers where the config or the log names it."""
+def _half_rate(log: RunLog) -> str:
+    """` from RATE to HALF`, where the config or the log names the learning rate; else empty."""
     stored, logged = log.setting("learning_rate"), log.series("learning_rate").values
     rate = stored if isinstance(stored, float) else float(logged.max()) if len(logged) else 0.0
-    numbers = f" from {rate:g} to {rate / 2:g}" if rate > 0 else ""
+    return f" from {rate:g} to {rate / 2:g}" if rate > 0 else ""
+
+
+def _more_entropy(log: RunLog) -> Change:
+    """Half the learning rate, and a higher upper clip if tokens are clipped."""
     clipped = log.series("clipped_tokens").values
-    higher = Alternative(
-        "clip range", "up", "Raise the upper clip (epsilon_high in TRL) from 0.2 to 0.28, as DAPO does."
-    )
+    name = "clip_ratio_high" if log.is_of_verl else "epsilon_high in TRL"
+    higher = Alternative("clip range", "up", f"Raise the upper clip ({name}) from 0.2 to 0.28, as DAPO does.")
     return Change(
         knob="learning rate",
         direction="down",
-        sentence=f"Halve the learning rate{numbers}.",
+        sentence=f"Halve the learning rate{_half_rate(log)}.",
         effect=f"the entropy falls about half as fast{_slower_end(log)}; the reward may rise more slowly; how much "
         "is unknown until a run with this change.",
         alternatives=(higher,) if clipped.any() else (),
@@ -160,12 +165,13 @@ def _more_entropy(log: RunLog) -> Change:
 
 
 def _slower_end(log: RunLog) -> str:
-    """Where the entropy would be after as many steps if its logarithm fell half as fast."""
+    """Where the mean of the last third would be after as many steps if the entropy's logarithm fell half as fast."""
     entropy = log.series("entropy")
-    if not (len(entropy) and entropy.start > 0 and entropy.end > 0):
+    mean = entropy.last_mean().value if len(entropy) else math.nan
+    if not (mean > 0 and entropy.start > 0):
         return ""
-    slower = math.sqrt(entropy.start * entropy.end)
-    return f": about {slower:.2g} nats per token at the end of as many steps, now {entropy.end:.2g}"
+    slower = math.sqrt(entropy.start * mean)
+    return f": about {slower:.2g} nats per token in the last third of as many steps, now {mean:.2g}"
 
 
 def collapse_step(entropy: ScalarSeries, level: float) -> int | None:
@@ -209,10 +215,14 @@ def kl_blow_up(log: RunLog) -> RuleVerdict:
         change=Change(
             knob="learning rate",
             direction="down",
-            sentence="Lower the learning rate.",
+            sentence=f"Lower the learning rate{_half_rate(log)}.",
             effect=f"less than {kl.end:.3g} nats per token at the end of as many steps. How much less is unknown: the "
             "KL does not grow in proportion to the learning rate.",
-            alternatives=(Alternative("KL weight", "up", "Raise the KL weight (beta)."),),
+            alternatives=(
+                Alternative(
+                    "KL weight", "up", f"Raise the KL weight ({'kl_loss_coef' if log.is_of_verl else 'beta'})."
+                ),
+            ),
         ),
         confidence="certain",
     )
@@ -237,7 +247,7 @@ def clip_saturation(log: RunLog) -> RuleVerdict:
         change=Change(
             knob="learning rate",
             direction="down",
-            sentence="Lower the learning rate.",
+            sentence=f"Lower the learning rate{_half_rate(log)}.",
             effect=f"less than {share.value:.0%} of the tokens clipped; below 10% is usual. How far it falls is "
             "unknown until a run with this change.",
             alternatives=(Alternative("updates per batch", "down", "Do fewer updates on each batch."),),
@@ -295,8 +305,9 @@ def gradient_spikes(log: RunLog) -> RuleVerdict:
         + (f", and more than {SPIKE:g} times at {len(spikes)} steps in all." if len(spikes) > 1 else "."),
         since=min(spikes),
         number=Estimate(spikes[worst]),
-        label="largest gradient norm over the median before it",
-        evidence=f"found above {SPIKE:g} times the median of the {SPIKE_WINDOW} norms before it.{clipped}",
+        label="largest gradient norm over the median of those around it",
+        evidence=f"found above {SPIKE:g} times the median of the {SPIKE_WINDOW} norms before it; for the first "
+        f"{FIRST_NORMS} norms, of the others among the first {EARLY_NORMS}.{clipped}",
         change=_spike_repair(log, worst) if is_limited else _tighter_clip(log, worst, usual),
         confidence="certain",
     )
@@ -317,8 +328,8 @@ def _tighter_clip(log: RunLog, step: int, usual: float) -> Change:
     return Change(
         knob="gradient clipping",
         direction="down",
-        sentence=f"Clip the gradient norm near its median{'' if is_known else ' if the run does not do so yet'}, and "
-        "look at the rollouts of that step.",
+        sentence=f"Clip the gradient norm near its median, {usual:.2g}"
+        f"{'' if is_known else ', if the run does not do so yet'}, and look at the rollouts of that step.",
         effect="no batch moves the policy further than a usual one, now up to "
         f"{largest / usual:.0f} times as far{'' if is_known else ' without clipping'}.",
         value=f"{float(f'{usual:.2g}'):g}",
@@ -346,10 +357,16 @@ def _rollouts_option(log: RunLog) -> str:
 
 
 def spike_steps(norms: ScalarSeries) -> dict[int, float]:
-    """Step → norm over the median of up to `SPIKE_WINDOW` norms before it, where that exceeds `SPIKE`."""
+    """Step → norm over the median of up to `SPIKE_WINDOW` norms before it, where that exceeds `SPIKE`.
+
+    The first `FIRST_NORMS` have too few before them, and are compared with the others among the first `EARLY_NORMS`.
+    """
     found = {}
-    for place in range(5, len(norms)):
-        usual = float(np.median(norms.values[max(0, place - SPIKE_WINDOW) : place]))
+    for place in range(len(norms)):
+        window = norms.values[max(0, place - SPIKE_WINDOW) : place]
+        if place < FIRST_NORMS:
+            window = np.delete(norms.values[:EARLY_NORMS], place)
+        usual = float(np.median(window))
         if usual > 0 and norms.values[place] > SPIKE * usual:
             found[int(norms.steps[place])] = float(norms.values[place]) / usual
     return found
@@ -408,16 +425,19 @@ def stuck_batch(log: RunLog) -> RuleVerdict:
     if len(repeated) < REPEATS or not is_surprising(repeated, known, lag=1):
         return None
     found = long_stretches(repeated, list(known))
+    is_regular = repeats_regularly(repeated, list(known))
     return RunFinding(
         name="stuck batch",
-        severity="critical",
+        severity="warning" if is_regular else "critical",
         sentence=f"{len(found)} steps have exactly the reward and the mean length of the step before: the same "
         "rollouts are "
         "used again.",
         since=found[0],
         number=Estimate(len(found) / (len(known) - 1)),
         label="share of steps that repeat the one before",
-        evidence=f"found for {REPEATS} or more such steps, if equal numbers by chance have a probability below 1e-4.",
+        evidence=f"found for {REPEATS} or more such steps, if equal numbers by chance have a probability below 1e-4. "
+        "Several updates on each batch look the same where every update is logged"
+        + (", and the repeats come in stretches of one length, as they would." if is_regular else "."),
         change=Change(
             knob="data loader",
             direction="repair",
@@ -425,12 +445,16 @@ def stuck_batch(log: RunLog) -> RuleVerdict:
             effect="the numbers of neighbouring steps differ. What the run then learns is unknown: "
             f"{len(found)} steps used rollouts again.",
             steps=(
+                *(
+                    ["See how many updates each batch is used for: if as many steps repeat, change nothing."]
+                    * is_regular
+                ),
                 "Print the first prompt and the first completion of two steps that follow each other.",
                 "If the prompts are equal, the data loader does not advance: check its sampler and its resume state.",
                 "If only the completions are equal, generation is served from a cache or with one seed.",
             ),
         ),
-        confidence="certain",
+        confidence="possible" if is_regular else "likely",
     )
 
 
@@ -467,7 +491,7 @@ def lost_seed(log: RunLog) -> RuleVerdict:
                 f"Continue from a checkpoint before step {steps[0]}.",
             ),
         ),
-        confidence="certain",
+        confidence="likely",
     )
 
 
@@ -515,6 +539,19 @@ def long_stretches(repeated: Sequence[int], steps: Sequence[int]) -> list[int]:
             stretches.append([step])
     longest = max(map(len, stretches))
     return [step for stretch in stretches if 2 * len(stretch) >= longest for step in stretch]
+
+
+def repeats_regularly(repeated: Sequence[int], steps: Sequence[int]) -> bool:
+    """Whether the repeats come in three stretches or more of one length, the last one aside, with one step between.
+
+    Example:
+        >>> repeats_regularly([2, 3, 5, 6, 8, 9, 11], range(1, 12)), repeats_regularly([2, 3, 5, 9], range(1, 12))
+        (True, False)
+    """
+    is_repeat = [step in set(repeated) for step in steps]
+    fresh = [place for place, one in enumerate(is_repeat) if not one]
+    gaps = [later - earlier for earlier, later in pairwise(fresh)]
+    return len(gaps) >= 3 and min(gaps) == max(gaps) >= 2 and len(steps) - 1 - fresh[-1] < gaps[0]
 
 
 def is_surprising(repeated: Sequence[int], known: Mapping[int, Fingerprint], lag: int) -> bool:
