@@ -27,6 +27,8 @@ from scoregram.training.loop import train
 from scoregram.training.methods import METHODS, Method
 from tests.cases import build, rollouts
 from tests.dump_cases import write_verl
+from tests.test_whatif import drawn_groups
+from tests.test_whatif import run_of as replayed_run
 from tests.training_cases import config_for, save_policy
 
 ROOT = Path(__file__).parent.parent
@@ -184,7 +186,7 @@ RUN = {
     "docs/environments.md": 1,
     "docs/gram.md": 4,
     "docs/scale.md": 1,
-    "docs/training.md": 2,
+    "docs/training.md": 3,
     "docs/trl.md": 1,
     "docs/verl.md": 1,
 }
@@ -240,6 +242,17 @@ def test_a_run_is_read_from_python(tmp_path, monkeypatch):
     names: dict[str, Any] = {}
     exec(snippet.replace("rollouts_of(20)", "rollouts_of(2)"), names)
     assert [line["step"] for line in names["run"].lines] == [0, 1, 2, 3]
+
+
+def test_the_functions_of_the_page_are_replayed():
+    """The snippet as printed, on groups in memory, and what it says of its functions."""
+    names: dict[str, Any] = {"run": replayed_run(drawn_groups(60, 8), steps=6)}
+    exec(snippet_with("docs/training.md", "above_median"), names)
+    rewards, lengths = torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([[3, 5, 4]])
+    assert names["above_median"](rewards).tolist() == [[1, 0, 0]]
+    assert names["without_longest"](rewards, lengths, rewards).tolist() == [[True, False, True]]
+    rows = names["run"].what_if("rloo", names["above_median"], weights=names["without_longest"]).rows
+    assert [row.estimator for row in rows] == ["rloo", "above_median"]
 
 
 def test_the_pretrained_model_by_hand(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""Tables of runs.json, coverage.json and difficulty.json.
+"""Tables of runs.json, coverage.json, replay-coverage.json and difficulty.json.
 
 python summarise.py            print the tables
 python summarise.py --write    put them between their marks in README.md
@@ -37,6 +37,13 @@ def stored_runs() -> list[dict[str, Any]]:
 def stored_coverage() -> list[dict[str, Any]]:
     """One mapping per cell, number of steps, level and quantity."""
     return json.loads((HERE / "coverage.json").read_text(encoding="utf-8"))
+
+
+@cache
+def stored_replays() -> list[dict[str, Any]]:
+    """One mapping per law, group size, shape of a run, estimator and quantity of `what_if`."""
+    record = json.loads((HERE / "replay-coverage.json").read_text(encoding="utf-8"))
+    return [dict(zip(record["columns"], row, strict=True)) for row in record["rows"]]
 
 
 @cache
@@ -135,6 +142,70 @@ def coverage_table(level: float, truth: str, memory: float) -> str:
     return table([f"{level:.0%}", *(f"{count} steps" for count in units)], rows)
 
 
+REPLAY_LABELS = {
+    "variance": "variance",
+    "bias": "bias",
+    "snr": "signal / noise",
+    "efficiency": "efficiency",
+    "direction": "direction",
+    "taken": "as taken",
+    "effective_rank": "effective rank",
+    "effective_rank_null": "its null",
+    "top1_fraction": "top-1 fraction",
+    "top1_fraction_null": "its null",
+    "stable_rank": "stable rank",
+    "stable_rank_null": "its null",
+}
+LEAST_GIVEN = 60
+"""Intervals of a cell that is listed as one of the worst."""
+
+
+def replay_table(*, share: bool) -> str:
+    """Share of the intervals of `what_if` that hold the truth, by quantity and shape; pooled over laws and estimators.
+
+    Rows of one run are not independent, so the interval of the simulation counts each run once.
+    """
+    chosen = [row for row in stored_replays() if row["share"] == share]
+    shapes = list(dict.fromkeys((row["steps"], row["prompts"]) for row in chosen))
+    rows = []
+    for name, label in REPLAY_LABELS.items():
+        cells = []
+        for shape in shapes:
+            some = [row for row in chosen if row["quantity"] == name and (row["steps"], row["prompts"]) == shape]
+            share_held, given = held_share(some)
+            rows_per_run = len({(row["estimator"], row["weights"]) for row in some})
+            runs = round(given / rows_per_run)
+            cells.append(share_text(round(share_held * runs), runs))
+        rows.append([label, *cells])
+    return table(["95%", *(f"{steps} × {prompts}" for steps, prompts in shapes)], rows)
+
+
+def held_share(rows: Iterable[Mapping[str, Any]]) -> tuple[float, int]:
+    """Share of the given intervals that hold the truth, and their number."""
+    several = list(rows)
+    missed, given = (sum(row["below"] + row["above"] for row in several), sum(row["given"] for row in several))
+    return 1 - missed / given, given
+
+
+def worst_replays_table() -> str:
+    """For each quantity, the estimator and law with the lowest coverage over all shapes of runs and kinds of steps."""
+    rows = []
+    for name, label in REPLAY_LABELS.items():
+        cells: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        for row in stored_replays():
+            if row["quantity"] == name:
+                cells.setdefault(tuple(row[key] for key in ("law", "size", "estimator", "weights")), []).append(row)
+        large = {key: some for key, some in cells.items() if held_share(some)[1] >= LEAST_GIVEN}
+        key = min(large, key=lambda key: held_share(large[key])[0])
+        share, given = held_share(large[key])
+        above = sum(row["above"] for row in large[key]) / given
+        law, size, estimator, weights = key
+        weighted = "" if weights == "uniform" else f", weights {weights}"
+        told = share_text(round(share * given), given)
+        rows.append([label, law, str(size), f"{estimator}{weighted}", told, f"{100 * above:.1f} %"])
+    return table(["quantity", "law", "R", "estimator", "hold the truth", "lie above it"], rows)
+
+
 def sides_table() -> str:
     """By law, at 95 % and 20 steps: shares of intervals below and above the truth."""
     rows = []
@@ -182,6 +253,9 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "drift": lambda: coverage_table(0.95, "window", 0.9),
     "stationary": lambda: coverage_table(0.95, "stationary", 0.9),
     "sides": sides_table,
+    "replays": lambda: replay_table(share=False),
+    "replays-shared": lambda: replay_table(share=True),
+    "replays-worst": worst_replays_table,
     "alike": lambda: difficulty_table(differ=False),
     "differ": lambda: difficulty_table(differ=True),
 }
