@@ -332,7 +332,8 @@ def test_a_clip_and_a_learning_rate_are_advised_with_their_numbers():
     found = log_finding("gradient spikes", log_of(grad_norm=SPIKED))
     assert f"near its median, {float(np.median(SPIKED)):.2g}, if" in change_of(found).sentence
     for name in ("KL blow-up", "clip saturation"):
-        plain, logged = (log_finding(name, log_of(**FAULTY[name], **more)) for more in ({}, {"learning_rate": 4e-6}))
+        rated: dict[str, Any] = {**FAULTY[name], "learning_rate": 4e-6}
+        plain, logged = (log_finding(name, log_of(**changes)) for changes in (FAULTY[name], rated))
         assert change_of(plain).sentence == "Lower the learning rate."
         assert change_of(logged).sentence == "Lower the learning rate from 4e-06 to 2e-06."
 

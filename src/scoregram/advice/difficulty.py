@@ -164,13 +164,13 @@ def _prompt_filter(known: DeadGroups) -> Lever:
     steps = visit_steps(FILTERS[known.direction], known.config)
     is_known = known.law is not None and not math.isinf(known.law.concentration)
     again = known.law.live_if_kept(size, KINDS[known.direction]) if known.law and is_known and size else math.nan
-    price = f"price: {rollouts} for each prompt once{_steps_of_a_visit(known, size)}."
+    price = f"Price: {rollouts} for each prompt once{_steps_of_a_visit(known, size)}."
     if math.isnan(again):
-        unknown = "The share of live groups among the remaining ones is unknown: "
+        unknown = f"a larger share of live groups than {known.live:.0%}. How much larger is unknown: "
         unknown += "too few groups are stored." if known.law else "no rewards of 0 and 1 are stored."
-        return Lever(told, f"{price} {unknown}", steps)
+        return Lever(told, f"{unknown} {price}", steps)
     effect = f"by the spread of the success rates, about {again:.0%} of the remaining groups would then be live, now "
-    return Lever(told, f"{effect}{known.live:.0%}. {price[:1].upper()}{price[1:]}", steps)
+    return Lever(told, f"{effect}{known.live:.0%}. {price}", steps)
 
 
 def _steps_of_a_visit(known: DeadGroups, size: int | None) -> str:
