@@ -198,8 +198,8 @@ def whole_products(law: ReplayLaw, name: str, weights: str, size: int) -> WholeP
         spectra = group_spectra(torch.diag_embed(torch.tensor(norms)), torch.tensor(both[0][live]))
         nulls = [float(odds[live] @ metric(spectra).numpy()) for metric in SPECTRUM.values()]
         rows.append([product(0, 1), product(0, 0), product(1, 1), float(odds[live].sum()), *nulls])
-    columns = np.array(rows).T
-    return WholeProducts(*columns[:4], dict(zip(SPECTRUM, columns[4:], strict=True)))
+    with_taken, squared, taken_squared, live, *nulls = np.array(rows).T
+    return WholeProducts(with_taken, squared, taken_squared, live, dict(zip(SPECTRUM, nulls, strict=True)))
 
 
 @cache

@@ -259,7 +259,7 @@ class WhatIf:
     estimators: Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--estimator",))] = ()
     """Estimators of advantages, such as rloo or grpo; one of each kind if not given."""
     group_size: int = 0
-    """Rollouts per group, at most half of the run's; 0 for that half."""
+    """Rollouts per group, at most half of the run's; 0 for that half. `--estimators rloo` alone may have any size."""
     weights: str = "uniform"
     """Factors of the advantages: uniform, length (1 over the tokens of a rollout), right or wrong (rollouts with a
     positive or a negative advantage alone), hard (prompts by 1 minus their mean reward), spread (by its variance)."""
