@@ -152,3 +152,55 @@ def test_prompts_are_measured_one_after_the_other_with_sums_of_their_own(tmp_pat
     for row in ("grpo", "optimal-token"):  # the credit is that of the whole step; the truth has other fresh rollouts
         totals = [np.array(one["credit"][row]).sum(0)[:2] for one in (whole, parts)]
         assert totals[0].tolist() == pytest.approx(totals[1].tolist(), rel=1e-5, abs=1e-6)
+
+
+def test_the_error_of_a_turn_is_its_mean_and_its_deviation_without_the_noise_of_its_estimate():
+    """Three steps of one turn with errors 1, 3, 5, each known up to a variance of 1/2; returns 0, 2, 4."""
+    summarise = script("summarise")
+    errors, returns = np.array([1.0, 3.0, 5.0]), np.array([0.0, 2.0, 4.0])
+    ones = np.ones(3)
+    table = np.stack([ones, errors, errors**2, ones / 2, ones, returns, returns**2], axis=1)
+    assert summarise.offset_mean(table) == 3 and summarise.going(table) == 100
+    assert summarise.offset_deviation(table) == pytest.approx(math.sqrt(errors.var() - 0.5))
+    assert summarise.offset_share(table) == pytest.approx(math.sqrt((errors.var() - 0.5) / returns.var()))
+    found = summarise.jackknifed(table, summarise.offset_mean)
+    assert found.value == 3 and found.high - 3 == pytest.approx(4.302652729911275 * errors.std(ddof=1) / math.sqrt(3))
+
+
+def test_the_measured_errors_begin_at_0_and_episodes_end_on_the_way():
+    steps = json.loads((FOLDER / "turn-offset.json").read_text())["stopping"]
+    for step in steps:
+        reached = [step[str(turn)][0] for turn in range(4) if str(turn) in step]
+        assert step["0"] == [32, 0, 0, 0] and step["returns"][0] == 32 and reached == sorted(reached, reverse=True)
+
+
+def test_the_error_of_a_turn_is_the_past_and_the_change_of_the_value(tmp_path, monkeypatch):
+    """With values that a test gives: the error at a turn is what was paid before it plus `v(s_h) − v(s_0)`."""
+    offsets = script("turn_offset")
+    config = config_for(save_policy(tmp_path / "policy"), tmp_path, reward=None, max_new_tokens=3)
+    task = ECHO
+    policy = offsets.load_policy(config.policy, task)
+    truth = offsets.TurnTruth(policy, task, config.sampling(task.max_new_tokens), config)
+    seen: dict[str, Any] = {}
+
+    def values(number, histories, problems):
+        """The value of a history is the number of its turns."""
+        seen["histories"] = histories
+        return torch.tensor([[len(one.turns)] * 4 for one in histories], dtype=torch.float64)
+
+    def kept(*args, **given):
+        seen["rollouts"] = collect(*args, **given)
+        return seen["rollouts"]
+
+    collect = offsets.collect
+    monkeypatch.setattr(truth, "returns", values)
+    monkeypatch.setattr(offsets, "collect", kept)
+    found = offsets.turn_sums(1, config, truth)
+    paid = seen["rollouts"].turn_rewards.double()
+    reached = seen["rollouts"].turn_mask
+    assert reached[:, 1].any() and bool(paid.any())
+    for turn in range(reached.shape[1]):
+        expected = (paid[:, :turn].sum(1) + turn)[reached[:, turn]]
+        sums = [len(expected), float(expected.sum()), float(expected.square().sum())]
+        assert found[str(turn)][:3] == pytest.approx(sums, rel=1e-6)
+        assert found[str(turn)][3] == 0  # equal values have no noise

@@ -226,6 +226,53 @@ def left_out_table() -> str:
     return markdown(("method", "tasks", "reason"), [(n, ", ".join(t), reason) for (n, reason), t in reasons.items()])
 
 
+def offset_table() -> str:
+    """Eq. (23) of arXiv:2606.29238, turn by turn: mean and deviation of the error, as `turn_offset.py` summed them.
+
+    Intervals are the jackknife over steps. The deviation is 0 at the first turn, where the error is 0 by definition.
+    """
+    rows: list[Sequence[Cell]] = []
+    for task, steps in json.loads((HERE / "turn-offset.json").read_text(encoding="utf-8")).items():
+        returns = np.array([step["returns"] for step in steps])
+        for turn in sorted({int(name) for step in steps for name in step if name != "returns"}):
+            table = np.hstack([np.array([step.get(str(turn), [0.0] * 4) for step in steps]), returns])
+            shown = (jackknifed(table, reading) for reading in (going, offset_mean, offset_deviation, offset_share))
+            rows.append((task, str(turn + 1), *shown))
+    names = ("task", "turn", "still going, %", "mean error", "its deviation", "over the deviation of the return")
+    return markdown(names, rows)
+
+
+def going(table: Sums) -> float:
+    """Episodes that reach the turn, in percent."""
+    return 100 * table[:, 0].sum() / table[:, 4].sum()
+
+
+def offset_mean(table: Sums) -> float:
+    """Mean error of the advantage at the turn."""
+    return table[:, 1].sum() / table[:, 0].sum()
+
+
+def offset_deviation(table: Sums) -> float:
+    """Deviation of the error, less the noise of the values that it is computed from."""
+    count, total, squares, noise = table[:, :4].sum(0)
+    return float(np.sqrt(max(0.0, squares / count - (total / count) ** 2 - noise / count)))
+
+
+def offset_share(table: Sums) -> float:
+    """The same over the deviation of the return."""
+    count, total, squares = table[:, 4:].sum(0)
+    return offset_deviation(table) / float(np.sqrt(squares / count - (total / count) ** 2))
+
+
+def jackknifed(table: Sums, reading: Callable[[Sums], float]) -> Estimate:
+    """A number of all rows, with Tukey's interval over them."""
+    count, whole = len(table), reading(table)
+    left_out = [reading(np.delete(table, place, axis=0)) for place in range(count)]
+    found = t_mean([count * whole - (count - 1) * one for one in left_out])
+    half = found.high - found.value
+    return Estimate(whole, whole - half, whole + half)
+
+
 def markdown(names: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
     """A table in Markdown."""
     lines = [list(names), ["---"] * len(names), *([cell_text(cell) for cell in row] for row in rows)]
@@ -237,6 +284,7 @@ def tables() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "fidelity setting", setting_table
     yield "fidelity overview", overview_table
     yield "fidelity left out", left_out_table
+    yield "turn offset", offset_table
     for task in stored():
         yield f"fidelity {task}", lambda task=task: task_table(task)
 
