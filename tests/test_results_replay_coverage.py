@@ -12,7 +12,9 @@ from tests.test_results_allocation import module
 
 FOLDER = Path(__file__).parent.parent / "results" / "false-findings"
 TOLERANCE = 0.03
-"""By how much the share of intervals that hold the truth may differ from 95 %, pooled over laws and estimators."""
+"""By how much the share of intervals that hold the truth may lie below 95 %, pooled over laws and estimators."""
+LARGER_TOLERANCE = 0.04
+"""The same for `rloo` in groups of twice the run's size."""
 
 
 @pytest.fixture
@@ -114,7 +116,8 @@ def test_a_small_part_of_the_record_can_be_simulated_again(coverage):
     stored = [list(row.values()) for row in rows if (row["law"], row["size"], row["share"]) == ("graded", 4, False)]
     long = coverage.long_run(cell)
     for shape in ((1, 40), (4, 16)):
-        drawn = list(coverage.covered(cell, shape, coverage.steps_of(shape, 1600), long))
+        steps = coverage.steps_of(shape, 1600)
+        drawn = [*coverage.covered(cell, shape, steps, long), *coverage.covered_larger(cell, shape, steps)]
         assert drawn == [row for row in stored if (row[3], row[4]) == shape], shape
 
 
@@ -132,7 +135,8 @@ def test_the_tables_follow_from_the_record_and_coverage_is_within_the_tolerance(
         assert f"<!-- {name}: begin -->\n{tables.TABLES[name]()}\n<!-- {name}: end -->" in page
     rows = tables.stored_replays()
     for steps, prompts in coverage.SHAPES:
-        for quantity, share in product(coverage.QUANTITIES, [False, True]):
+        for quantity, share in product([*coverage.QUANTITIES, *coverage.LARGER.values()], [False, True]):
             key = quantity, share, steps, prompts
             some = [row for row in rows if (row["quantity"], row["share"], row["steps"], row["prompts"]) == key]
-            assert tables.held_share(some)[0] >= 0.95 - TOLERANCE, key
+            tolerance = LARGER_TOLERANCE if quantity in coverage.LARGER.values() else TOLERANCE
+            assert tables.held_share(some)[0] >= 0.95 - tolerance, key

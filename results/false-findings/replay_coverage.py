@@ -14,17 +14,17 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from replay_worlds import LAWS, SPECTRUM, TAKEN, Steps, draw_groups, kinds_and_factors, truths
+from replay_worlds import LAWS, SPECTRUM, TAKEN, Steps, draw_groups, kinds_and_factors, larger_truths, truths
 
 from scoregram.bootstrap import FEWEST
 from scoregram.reading import REFERENCE, UNWEIGHTED
-from scoregram.reading.replay import group_numbers, replayed_row
+from scoregram.reading.replay import extrapolated_numbers, group_numbers, replayed_row
 from scoregram.reading.replay_pooling import GroupNumbers
 
 HERE = Path(__file__).parent
@@ -44,6 +44,8 @@ QUANTITIES = (
     *("variance", "bias", "snr", "efficiency", "direction", "taken"),
     *(name + end for name in SPECTRUM for end in ("", "_null")),
 )
+LARGER = {"variance": "variance at 2 R", "snr": "snr at 2 R"}
+"""Number of `rloo` → its name where groups have twice the rollouts of the run's."""
 COLUMNS = (
     *("law", "size", "share", "steps", "prompts", "estimator", "weights", "quantity"),
     *("runs", "given", "below", "above"),
@@ -181,6 +183,29 @@ def covered(cell: ReplayCell, shape: tuple[int, int], steps: int, long: LongRun)
                 yield [cell.law, cell.size, cell.share, count, prompts, name, weights, quantity, len(starts), *kept]
 
 
+def covered_larger(cell: ReplayCell, shape: tuple[int, int], steps: int) -> Iterator[list[Any]]:
+    """The same for `rloo` from groups of twice the size, which follows from the components of its noise."""
+    count, prompts = shape
+    rng = cell.rng(prompts)
+    drawn = Steps.drawn(rng, steps, share=cell.share)
+    numbers = extrapolated_numbers(draw_groups(rng, LAWS[cell.law], drawn, prompts, cell.size), 2 * cell.size)
+    starts, tally = range(0, steps - count + 1, count), {quantity: [0, 0, 0] for quantity in LARGER}
+    for start in starts:
+        own = Steps(drawn.kinds[start : start + count], drawn.factors[start : start + count])
+        over = own if count < FEWEST else kinds_and_factors(share=cell.share)
+        truth = larger_truths(cell.law, 2 * cell.size, over)
+        part = numbers.part(slice(start * prompts, (start + count) * prompts))
+        found = replayed_row(REFERENCE, REFERENCE, part)
+        for quantity, kept in tally.items():
+            interval = getattr(found, quantity)
+            kept[0] += not np.isnan(interval.low)
+            kept[1] += bool(interval.high < truth[quantity])
+            kept[2] += bool(interval.low > truth[quantity])
+    for quantity, kept in tally.items():
+        own = [count, prompts, REFERENCE, UNWEIGHTED, LARGER[quantity], len(starts), *kept]
+        yield [cell.law, cell.size, cell.share, *own]
+
+
 def steps_of(shape: tuple[int, int], steps: int) -> int:
     """Steps of a bank: fewer where they have more groups."""
     return steps if shape[1] == 4 else steps // 40 if shape[0] == 1 else steps // 10
@@ -195,7 +220,10 @@ def main() -> None:
     lines, errors = [], []
     for cell in CELLS:
         long = long_run(cell)
-        lines += [json.dumps(row) for shape in SHAPES for row in covered(cell, shape, steps_of(shape, steps), long)]
+        for shape in SHAPES:
+            number = steps_of(shape, steps)
+            rows = chain(covered(cell, shape, number, long), covered_larger(cell, shape, number))
+            lines += [json.dumps(row) for row in rows]
         errors += [json.dumps([cell.law, cell.size, cell.share, COUPLED, long.coupled, long.errors])]
         print(cell, flush=True)
         text = ",\n".join(lines), ",\n".join(errors)

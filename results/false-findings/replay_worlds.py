@@ -233,3 +233,16 @@ def truths(law: str, name: str, weights: str, size: int, steps: Steps) -> dict[s
     live = plain @ whole.live
     nulls = {f"{metric}_null": (plain @ null) / live for metric, null in whole.nulls.items()}
     return {name: float(value) for name, value in (known | nulls).items()}
+
+
+def larger_truths(law: str, size: int, steps: Steps) -> dict[str, float]:
+    """Variance and signal to noise of `rloo` from groups of `size`, pooled over steps."""
+    parts = _larger_products(law, size)
+    scaled = (steps.factors[:, None] ** 2 * prompt_weights()[steps.kinds] / len(steps.kinds)).sum(0)
+    signal, squared = float(scaled @ parts.signal), float(scaled @ parts.squared)
+    return {"variance": squared - signal, "snr": signal / (squared - signal)}
+
+
+@cache
+def _larger_products(law: str, size: int) -> Products:
+    return part_products(LAWS[law], "rloo", "uniform", size)

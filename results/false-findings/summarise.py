@@ -155,6 +155,8 @@ REPLAY_LABELS = {
     "top1_fraction_null": "its null",
     "stable_rank": "stable rank",
     "stable_rank_null": "its null",
+    "variance at 2 R": "variance at 2 R",
+    "snr at 2 R": "signal / noise at 2 R",
 }
 LEAST_GIVEN = 60
 """Intervals of a cell that is listed as one of the worst."""

@@ -10,7 +10,7 @@ constant. `replay_pooling` has the intervals.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -403,7 +403,21 @@ def replayed_row(
 
 
 def extrapolated_reference(groups: Sequence[StoredGroup], run_size: int, size: int) -> ReplayedRun:
-    """`REFERENCE` from groups of any size, by the moments of its error in place of two parts of a group.
+    """`REFERENCE` from groups of any size, by the moments of its error in place of two parts of a group."""
+    numbers = extrapolated_numbers(groups, size)
+    return ReplayedRun(
+        groups=len(groups),
+        run_size=run_size,
+        group_size=size,
+        weights=UNWEIGHTED,
+        rows=(replayed_row(REFERENCE, REFERENCE, numbers),),
+        unit=unit_of(numbers.steps),
+        is_extrapolated=True,
+    )
+
+
+def extrapolated_numbers(groups: Sequence[StoredGroup], size: int) -> GroupNumbers:
+    """What the numbers of `REFERENCE` from groups of any `size` are pooled from.
 
     The signal is the U-statistic of `|g(x)|²`, the noise `leave_one_out_mse`; both hold on-policy. What is about whole
     groups stays that of the run's groups.
@@ -412,17 +426,7 @@ def extrapolated_reference(groups: Sequence[StoredGroup], run_size: int, size: i
     table = ReplayedGroups(groups)
     moments = group_moments(table.grams, table.rewards)
     signal, noise = moments.gradient_squared.numpy(), leave_one_out_mse(moments, size).numpy()
-    products = {"signal": signal, "noise": noise, "across": signal}
-    known = {**vars(numbers), **products, "reference_signal": signal, "reference_noise": noise}
-    return ReplayedRun(
-        groups=len(groups),
-        run_size=run_size,
-        group_size=size,
-        weights=UNWEIGHTED,
-        rows=(replayed_row(REFERENCE, REFERENCE, GroupNumbers(**known)),),
-        unit=unit_of(numbers.steps),
-        is_extrapolated=True,
-    )
+    return replace(numbers, signal=signal, noise=noise, across=signal, reference_signal=signal, reference_noise=noise)
 
 
 def wrong_over_right_energy(groups: Sequence[StoredGroup]) -> float:
