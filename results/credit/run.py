@@ -3,9 +3,12 @@
 python run.py OUT [--seeds 6] [--workers 2] [--known runs.json]    train and measure what is missing
 python run.py OUT --write [--known runs.json]                      write runs.json from the runs that are complete
 python run.py OUT --fresh [--write]                                the same for fresh-seeds.json
+python run.py OUT --warm-up [--seeds 6] [--write]                  the same for warm-up.json
 
 Runs in the file `--known` are not trained again, and `--write` keeps them. `--fresh` repeats the five rows of
 `FRESH_ROWS` with 12 terms at 1e-4 on ten further seeds: three contrasts that the first six seeds suggested.
+`--warm-up` trains the rows of `WARM_UP` with 4 terms: a critic that learns before the policy does. The rollouts of the
+warm-up count in the budget. It adds to the runs that warm-up.json has.
 
 Two kinds of runs. *Training* runs have the same number of sampled rollouts, as in `scoregram compare`, at two learning
 rates, of which none is chosen by its result. *Fixed* runs
@@ -59,6 +62,9 @@ RATES: Mapping[int, Sequence[float]] = {4: (3e-5, 1e-4), 12: (3e-5, 1e-4)}
 FRESH_ROWS = ("group baseline", "exact, per rollout", "exact, per token", "optimal-token", "process rewards")
 FRESH_SEEDS, FRESH_TERMS, FRESH_RATE = range(6, 16), 12, 1e-4
 """Repeated on seeds that no table had, after six seeds at this length and rate suggested gains of three rows."""
+WARM_UP = {"critic, λ = 0.95, 10 steps of warm-up": "ppo:objective=grpo:critic_warmup=10"}
+WARM_UP_TERMS = 4
+"""Row → method with a critic that learns alone for the first 10 of the 50 steps, a fifth of the budget."""
 FIXED_STEPS = 30
 SHARED: dict[str, Any] = {
     "batch_size": 32,
@@ -85,7 +91,7 @@ MEASURED = (
 
 def comparison_config(out: Path, terms: int, *, rate: float, seeds: int, rows: Sequence[str]) -> CompareConfig:
     """The comparison of some rows on chains of one length."""
-    methods = ",".join(METHODS[row] for row in rows)
+    methods = ",".join((METHODS | WARM_UP)[row] for row in rows)
     task = f"arithmetic-strict:{terms}"
     return CompareConfig(out=out, task=task, methods=methods, seeds=seeds, learning_rate=rate, **SHARED)
 
@@ -219,9 +225,9 @@ def records(cells: Mapping[tuple[int, float], Sequence[PlannedCell]]) -> dict[st
     return found
 
 
-def write(name: str, runs: Mapping[str, Any]) -> None:
+def write(name: str, runs: Mapping[str, Any], *, methods: Mapping[str, str] = METHODS) -> None:
     """Write records with their setting."""
-    setting = {"shared": SHARED, "methods": METHODS, "fixed_steps": FIXED_STEPS}
+    setting = {"shared": SHARED, "methods": methods, "fixed_steps": FIXED_STEPS}
     text = json.dumps({"setting": setting, "runs": runs}, indent=0)
     (HERE / name).write_text(text + "\n", encoding="utf-8")
 
@@ -242,6 +248,28 @@ def run_fresh(out: Path, workers: int, *, store: bool) -> None:
     run_in_processes([cell.config for cell in ordered], workers, run=run_or_explain)
 
 
+def run_warm_up(out: Path, seeds: int, workers: int, *, store: bool) -> None:
+    """Train the runs with a critic that learns first, or write those that are complete beside the stored ones."""
+    cells: dict[float, list[PlannedCell]] = {}
+    for rate in RATES[WARM_UP_TERMS]:
+        place = out / "warm-up" / f"rate-{rate:g}"
+        cells[rate] = planned_cells(comparison_config(place, WARM_UP_TERMS, rate=rate, seeds=seeds, rows=list(WARM_UP)))
+    rows, path = {label: row for row, label in WARM_UP.items()}, HERE / "warm-up.json"
+    known = json.loads(path.read_text(encoding="utf-8"))["runs"] if path.is_file() else {}
+    if store:
+        found: dict[str, Any] = {row: {f"{rate:g}": {} for rate in cells} for row in WARM_UP}
+        for rate, here in cells.items():
+            for cell in here:
+                if cell.is_complete:
+                    found[rows[cell.label]][f"{rate:g}"][str(cell.seed)] = trained_record(cell.config)
+        write("warm-up.json", merged(known, {str(WARM_UP_TERMS): found}), methods=WARM_UP)
+        return
+    build_policies([WARM_UP_TERMS], range(seeds))
+    missing = [cell for here in cells.values() for cell in here if not cell.is_complete]
+    ordered = sorted(missing, key=lambda cell: cell.seed)
+    run_in_processes([cell.config for cell in ordered], workers, run=run_or_explain)
+
+
 def merged(known: Mapping[str, Any], found: Mapping[str, Any], depth: int = 4) -> dict[str, Any]:
     """Length → row → kind → seed → record of both; where both have a run, the record of `found`."""
     if depth == 1:
@@ -258,7 +286,11 @@ def main() -> None:
     parser.add_argument("--known", type=Path, help="a record whose runs are not trained again")
     parser.add_argument("--write", action="store_true", help="write the records, train nothing")
     parser.add_argument("--fresh", action="store_true", help="the five rows of the fresh seeds alone")
+    parser.add_argument("--warm-up", action="store_true", help="the runs whose critic learns first alone")
     given = parser.parse_args()
+    if given.warm_up:
+        run_warm_up(given.out, given.seeds, given.workers, store=given.write)
+        return
     if given.fresh:
         run_fresh(given.out, given.workers, store=given.write)
         return

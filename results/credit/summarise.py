@@ -1,4 +1,4 @@
-"""The tables of this page and of docs/methods.md, from runs.json and fresh-seeds.json.
+"""The tables of this page and of docs/methods.md, from runs.json, fresh-seeds.json and warm-up.json.
 
 python summarise.py            print the tables
 python summarise.py --write    put them between their marks in README.md and docs/methods.md
@@ -39,6 +39,9 @@ PLANNED = (("exact, per step", "exact, per rollout"), ("exact, per token", "exac
 FRESH = (("exact, per token", "exact, per rollout"), ("process rewards", FIRST), ("optimal-token", FIRST))
 FRESH_TERMS, FRESH_RATE = "12", "0.0001"
 """Contrasts that the first seeds suggested at this length and rate, repeated on seeds that no table had."""
+WARM_UP_TERMS, WARM_UP_ROW, COLD_ROW = "4", "critic, λ = 0.95, 10 steps of warm-up", "critic, λ = 0.95"
+WARM_UP_SHARE = 10 / 50
+"""A critic that learns alone for a share of the budget, compared with the same critic without that, seed by seed."""
 FIXED, PERCENT = "fixed", 100.0
 FEWEST_SEEDS = 3
 """A learning rate with fewer seeds is in no table."""
@@ -237,6 +240,38 @@ def fresh_table() -> str:
     return markdown(("contrast", f"area, first {first}", f"area, {fresh}, fresh", f"last, {fresh}, fresh"), rows)
 
 
+def warm_up_table() -> str:
+    """A critic with a warm-up against the same critic without, and against the first row, paired by seed.
+
+    Beside them the critic without a warm-up against the first row, on the same seeds. *At equal updates* compares the
+    end of the run with a warm-up with the other run when it had made as many updates. The correction is for both
+    contrasts of the warm-up at both rates.
+    """
+    warm, cold = stored("warm-up.json")["runs"][WARM_UP_TERMS][WARM_UP_ROW], stored()["runs"][WARM_UP_TERMS]
+    rows: list[list[Cell]] = []
+    for is_warm, other in ((True, COLD_ROW), (True, FIRST), (False, FIRST)):
+        for rate in sorted(warm, key=float):
+            seeds = sorted(warm[rate], key=int)
+            mine = [(warm if is_warm else cold[COLD_ROW])[rate][seed] for seed in seeds]
+            theirs = [cold[other][rate][seed] for seed in seeds]
+            name = f"{'with' if is_warm else 'without'} a warm-up minus "
+            cells: list[Cell] = [name + ("without" if other == COLD_ROW else other), f"{float(rate):g}", len(seeds)]
+            for here, there in ((area, area), (last, last), (last, after_warm_up))[: 3 if is_warm else 2]:
+                found = [here(one) - there(two) for one, two in zip(mine, theirs, strict=True)]
+                strict = t_mean(found, tests=2 * len(warm))
+                survives = is_warm and (strict.low > 0 or strict.high < 0)
+                cells.append(f"{signed(t_mean(found))}{' *' if survives else ''}")
+            rows.append([*cells, *[None] * (6 - len(cells))])
+    return markdown(
+        ("critic, λ = 0.95", "rate", "seeds", "area, points", "last, points", "at equal updates, points"), rows
+    )
+
+
+def after_warm_up(record: Mapping[str, Any]) -> float:
+    """Sampled accuracy, in percent, after as many updates as a run with a warm-up makes in its budget."""
+    return PERCENT * float(sampled_at(record, np.array([budget() * (1 - WARM_UP_SHARE)]))[0])
+
+
 def signed(found: Estimate) -> str:
     """A difference with its sign."""
     text = cell_text(found)
@@ -272,6 +307,8 @@ def tables() -> Iterator[tuple[str, str]]:
     yield "credit planned", planned_table()
     if (HERE / "fresh-seeds.json").is_file():
         yield "credit fresh", fresh_table()
+    if (HERE / "warm-up.json").is_file():
+        yield "credit warm-up", warm_up_table()
     yield "credit steps", steps_table()
 
 
