@@ -8,7 +8,7 @@ import numpy as np
 
 from scoregram.advice.findings import Alternative, Change, RuleVerdict, RunFinding, Undecided
 from scoregram.advice.logs import RunLog, ScalarSeries
-from scoregram.advice.reward_rules import CHANCE, deferred_verdict, is_solved, too_few
+from scoregram.advice.reward_rules import CHANCE, deferred_verdict, is_solved_score, too_few
 from scoregram.advice.settings import reward_steps
 from scoregram.advice.trends import LEAST_STEPS, slope_estimate
 from scoregram.bootstrap import binomial_tail, bootstrap_estimate
@@ -112,7 +112,7 @@ def entropy_collapse(log: RunLog) -> RuleVerdict:
     fell = f"The entropy fell from {start:.3g} to {mean.value:.3g} nats per token, the mean of the last third"
     arrival = collapse_step(entropy, ENTROPY_GONE * start)
     scores = (log.series("reward"), log.series("held_out"))
-    if any(map(is_solved, scores)):  # who is always right need not explore
+    if any(map(is_solved_score, scores)):  # who is always right need not explore
         return None
     if left.high < ENTROPY_LEFT:
         return RunFinding(

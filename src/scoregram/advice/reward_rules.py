@@ -56,7 +56,7 @@ def constant_reward(log: RunLog) -> RuleVerdict:
     if not count:
         return None
     before, value = reward.values[: len(reward) - count], float(reward.values[-1])
-    since, has_ended = int(reward.steps[len(before)]), len(before) > 0 and is_solved(reward)
+    since, has_ended = int(reward.steps[len(before)]), len(before) > 0 and is_solved_score(reward)
     told = f"Every rollout gets the reward {value:g}: "
     told += "the task is solved, and the run learns nothing more." if has_ended else "the run learns nothing."
     if len(before) >= LEAST_STEPS:
@@ -143,7 +143,7 @@ def equal_steps(log: RunLog) -> dict[int, bool]:
     }
 
 
-def is_solved(score: ScalarSeries) -> bool:
+def is_solved_score(score: ScalarSeries) -> bool:
     """Whether a score on the scale from 0 to 1 ends at `CEILING` or above; no other scale has a known end."""
     is_known = len(score) > 0 and score.values.min() >= 0 and score.values.max() <= 1
     return bool(is_known) and score.end >= CEILING
@@ -169,7 +169,7 @@ def dead_groups(log: RunLog) -> RuleVerdict:
     known = DeadGroups(live=1 - share.value, direction=wanted_prompts(share, right, wrong), config=log.config)
     return RunFinding(
         name="dead groups",
-        severity="critical" if share.low > MOSTLY_DEAD and not is_solved(log.series("reward")) else "warning",
+        severity="critical" if share.low > MOSTLY_DEAD and not is_solved_score(log.series("reward")) else "warning",
         sentence=f"In {share.value:.0%} of the groups all rewards are equal, so they add nothing to the update. "
         f"{kinds}".strip(),
         since=dead.since(dead.values > DEAD_SHARE),
@@ -278,7 +278,7 @@ def reward_spread_death(log: RunLog) -> RuleVerdict:
     if not start > 0:
         return None
     left = Estimate(float(spread.last.mean()) / start, *(mean_ends(spread.last) / start))
-    if not left.high < SPREAD_LEFT or is_solved(reward):
+    if not left.high < SPREAD_LEFT or is_solved_score(reward):
         return None
     return RunFinding(
         name="reward spread death",
