@@ -449,12 +449,13 @@ def step_costs() -> dict[str, dict[str, Estimate]]:
 def cost_table(*tasks: str) -> str:
     """Time of a step over that of grpo: the methods that take notably longer on a task, and the range of the others."""
     costs = {name: own for name, own in step_costs().items() if not tasks or name in tasks}
-    every = [name for name in METHODS if any(name in own for own in costs.values())]
+    timed = {name for own in costs.values() for name, cost in own.items() if not math.isnan(cost.value)}
+    every = [name for name in METHODS if name in timed - {"grpo"}]
     notable = [n for n in every if any(own[n].value >= NOTABLE_COST for own in costs.values() if n in own)]
     rows = [(name, *(shown_cost(own.get(name)) for own in costs.values())) for name in notable]
     ranges = []
     for own in costs.values():
-        rest = [one.value for name, one in own.items() if name not in notable and not math.isnan(one.value)]
+        rest = [own[name].value for name in every if name in own and name not in notable]
         ranges.append(f"{min(rest):.2f} to {max(rest):.2f}")
     return markdown(("method", *costs), [*rows, (f"the other {len(every) - len(notable)}", *ranges)])
 
