@@ -165,7 +165,7 @@ def test_tiny_is_taught_for_the_task_and_the_seed(monkeypatch):
 
     asked = []
 
-    def untrained(task, seed):
+    def untrained(task, seed, *, note=None):
         asked.append((task, seed))
         return tiny.untrained(tiny.WarmStart(), seed), character_tokenizer(tiny.CONTEXT)
 

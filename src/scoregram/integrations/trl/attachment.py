@@ -17,7 +17,7 @@ from scoregram.integrations.trl.generation import Generation, RewardCall, genera
 from scoregram.integrations.trl.recommendations import (
     evidence_scalars,
     log_scalars,
-    print_beside_progress,
+    print_to_stderr,
     recommendation,
     recommendation_line,
 )
@@ -310,7 +310,7 @@ class Attachment:
             if self.folder is not None:
                 self.folder.add_scalars(step, made.scalars())
             if self.processes.is_first:
-                print_beside_progress(recommendation_line(made))
+                print_to_stderr(recommendation_line(made))
 
     def _recommendation(self, step: int) -> Recommendation:
         """The recommendation after a step."""

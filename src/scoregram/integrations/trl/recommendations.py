@@ -98,11 +98,9 @@ def recommendation_line(made: Recommendation) -> str:
     return f"scoregram, step {made.step}, recommended and not applied: {' '.join(made.sentence.split())}"
 
 
-def print_beside_progress(line: str) -> None:
-    """Print a line to stderr, above the progress bar of the trainer if it shows one."""
-    from tqdm import tqdm
-
-    tqdm.write(line, file=sys.stderr)
+def print_to_stderr(line: str) -> None:
+    """Print a line where the trainer's progress bar is, so that it is not part of what a script prints."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def log_scalars(made: Recommendation) -> dict[str, list[float]]:
