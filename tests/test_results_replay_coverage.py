@@ -109,6 +109,7 @@ def test_a_part_of_a_bank_has_the_numbers_of_its_groups(coverage, worlds):
         np.testing.assert_array_equal(sliced.steps, other.steps)
 
 
+@pytest.mark.slow  # runs in `make test-results`
 def test_a_small_part_of_the_record_can_be_simulated_again(coverage):
     """The runs of a single step and of four steps of one cell."""
     rows = module("false-findings", "summarise").stored_replays()
