@@ -441,7 +441,9 @@ def test_the_noise_of_an_attached_trainer_is_that_of_its_folder(tmp_path):
     """`attach(…).noise()`, its summary, and the run folder: one answer."""
     from scoregram.reading import POOLED, STEP_NAMES, read_run
 
-    attached = trained(trainer_for("GRPO", tmp_path, max_steps=15), out=tmp_path / "run")
+    # Not fused: after some steps this policy is nearly certain of its tokens, and the gradient of such a rollout is so
+    # small that float32 can miss the bound on fused rows; the step is then measured in a separate pass, with a warning.
+    attached = trained(trainer_for("GRPO", tmp_path, max_steps=15), out=tmp_path / "run", fused=False)
     own, stored = attached.noise(), read_run(run_in(tmp_path / "run")).noise()
     assert own.steps == stored.steps == 5 and own.first_step == stored.first_step == 11
     for name in POOLED:
