@@ -360,7 +360,7 @@ class TrainConfig:
             fail(option, "needs rollouts of the policy itself", "sampling_temperature", "Leave it out.")
         if self.allocate != "uniform" and size <= SMALLEST_MEASURED_GROUP:
             least = f"every prompt gets {SMALLEST_MEASURED_GROUP} rollouts at least"
-            requirement = f"{least}, so the mean must be larger for some to be divided"
+            requirement = f"{least}, so a group size up to {SMALLEST_MEASURED_GROUP} leaves none to divide"
             fail("train --allocate", requirement, f"group_size {size}", f"Raise --group-size to {STARTING_ALLOCATION}.")
 
     @property
