@@ -133,6 +133,32 @@ def test_runs_on_gsm8k_have_the_same_start_problems_rate_and_budget(name):
         assert len({(line["eval/accuracy"], line["eval/sampled_accuracy"]) for line in starts}) == 1
 
 
+def test_every_method_is_planned_on_gsm8k_once_or_has_a_reason(tmp_path):
+    run = script("run")
+    first, further = (run.TASKS[name] for name in ("gsm8k-qwen", "gsm8k-qwen-further"))
+    planned = [method for method in run.METHODS if method not in further.left_out]
+    assert set(planned) == set(run.FURTHER)
+    assert {name for name, why in further.left_out.items() if "first comparison" in why} == set(run.ON_GPU) - set(
+        planned
+    )
+    assert first.options == further.options and first.rollouts == further.rollouts
+    config = run.comparison_config("gsm8k-qwen-further", tmp_path, seeds=3, rate=further.rate)
+    assert {config.run_config(choice, 0).method for choice in config.choices} == set(planned)
+
+
+@pytest.mark.parametrize("task", ["arithmetic", "compositions", "rotate_matrix", "spell_backward"])
+def test_methods_that_one_update_makes_equal_end_with_the_same_rewards(task):
+    greedy = {
+        (record["label"], record["seed"]): tuple(record["tests"]["test, greedy"]["rewards"])
+        for record in script("summarise").records("runs.jsonl.xz")
+        if record["table"] == task
+    }
+    for method, reason in script("run").ONE_UPDATE.items():
+        twin = reason.split("the same as ")[1].split()[0]
+        same = [greedy[method, seed] == greedy[twin, seed] for seed in range(6)]
+        assert all(same) or "scale" in reason, (method, twin, same)
+
+
 def test_methods_of_the_qwen_table_have_three_seeds_and_its_rate_is_that_of_the_first_runs():
     summarise = script("summarise")
     runs = summarise.gsm8k_runs(*summarise.QWEN_FILES, least_seeds=3)
