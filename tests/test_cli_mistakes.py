@@ -70,6 +70,7 @@ MISTAKES = {
     f"{TRAIN} --task python:own_tasks:of_nothing": "own_tasks:of_nothing must return a Task, got NoneType",
     f"{TRAIN} --task python:own_tasks:no_problem": "train of the task must hold problems, got none",
     f"{TRAIN} --task python:own_tasks:no_test": "train --eval-every: own must have test problems, got none",
+    f"{TRAIN} --task python:own_tasks:no_test --every-rollouts 9": "Add some, or --every-rollouts 0.",
     f"{TRAIN} --task python:own_tasks:no_turn": "max_turns of the task must be at least 1, got 0",
     f"{TRAIN} --task python:own_tasks:no_token": "max_new_tokens of the task must be at least 1, got 0",
     f"{TRAIN} --task python:own_tasks:no_reward": "reward of the task must be a function, got None",

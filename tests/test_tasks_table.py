@@ -8,9 +8,21 @@ from scoregram.tasks import TASKS, load_task
 
 
 def test_an_unknown_task_lists_the_choices():
-    choices = "arithmetic, arithmetic-compositions, arithmetic-strict, calculator, forecast, gsm8k, jsonl, python, "
-    with pytest.raises(ScoregramError, match=f"one of {choices}reasoning-gym, stopping, got 'maths'"):
+    with pytest.raises(ScoregramError, match=f"one of {', '.join(sorted(TASKS))}, got 'maths'"):
         load_task("maths:3")
+
+
+@pytest.mark.parametrize("name", sorted(TASKS))
+def test_the_claim_that_problems_are_generated(name, tmp_path):
+    """The problems of two seeds differ where they are generated, and nowhere else."""
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text('{"question": "1+1?", "prompt": "1+1=", "answer": "#### 2"}\n')
+    if name in ("python", "reasoning-gym"):  # the code of a user, and a library that may be missing
+        assert TASKS[name].is_generated == (name == "reasoning-gym")
+        return
+    spec = f"{name}:{tmp_path}" if name in ("gsm8k", "jsonl") else name
+    prompts = [[problem.prompt for problem in load_task(spec, seed=seed).train[:50]] for seed in (0, 1)]
+    assert (prompts[0] != prompts[1]) == TASKS[name].is_generated
 
 
 @pytest.mark.parametrize("name", sorted(TASKS))

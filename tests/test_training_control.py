@@ -244,6 +244,24 @@ def test_before_the_first_visit_all_prompts_are_alike():
 def test_the_choices_leave_two_whole_groups():
     assert group_size_choices(16) == (4, 8) and group_size_choices(64) == (4, 8, 16, 32)
     assert group_size_choices(64, 64) == (4, 8, 16, 32) and group_size_choices(64, 16) == (4, 8)
+    assert group_size_choices(80, 20) == (4,)  # 20 rollouts hold no whole groups of 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [({"allocate": "measured"}, (8, 4)), ({"allocate": "success"}, (8, 4)), ({}, (4, 8)), ({"shrink": True}, (4, 8))],
+)
+def test_a_group_size_that_moves_leaves_a_valid_config(changes, sizes):
+    start, end = sizes
+    config = TrainConfig(method="rloo", batch_size=32, micro_batch_size=16, group_size="auto", **changes)
+    controller = Controller(config)
+    assert controller.config.group_size == start
+    noise = NoiseComponents(1.0, 5.0, 1.0, 0.1) if end < start else NoiseComponents(1.0, 0.01, 1.0, 50.0)
+    for number in range(1, 11):
+        controller.sizes.learn(number, noise)
+    assert controller.config.group_size == end
+    assert controller.config.allocate == (changes.get("allocate", "uniform") if end > 4 else "uniform")
+    assert controller.rollouts_of([Problem(name, name, "", {}) for name in "ab"]) == end
 
 
 def test_the_group_size_is_decided_every_ten_measured_steps():
@@ -415,8 +433,8 @@ def test_without_control_nothing_is_decided(policy, tmp_path):
         ({"train_problems": -1}, "must be finite and at least 0"),
         ({"draw": "measured", "allocate": "success"}, "success cannot be combined with --draw or --shrink"),
         ({"draw": "measured", "group_size": 2, "batch_size": 8}, "from 4 rollouts on, got group_size 2"),
-        ({"allocate": "measured", "group_size": 2, "batch_size": 8}, "leaves none to divide, got group_size 2"),
-        ({"allocate": "success", "group_size": 4, "batch_size": 8}, "4 rollouts at least, .* Raise --group-size to 8"),
+        ({"allocate": "measured", "group_size": 2, "batch_size": 8}, "--group-size must be above 4, got group_size 2"),
+        ({"allocate": "success", "group_size": 4, "batch_size": 8}, "at least 4 rollouts, .* Raise --group-size to 8"),
         ({"group_size": "auto", "allocate": "measured", "batch_size": 8}, "needs at least two groups of 8"),
         ({"draw": "measured", "method": "dapo"}, "samples each prompt once per step"),
         ({"shrink": True, "between_prompts": False}, "train --shrink: needs the Gram between prompts"),

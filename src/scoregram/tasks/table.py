@@ -71,6 +71,8 @@ class TaskRow:
     """Whether the text after the colon is required."""
     about: str
     """One line of description."""
+    is_generated: bool = False
+    """Whether the problems are made up from the seed: there is no list of them to shorten."""
 
 
 TASKS: MappingProxyType[str, TaskRow] = MappingProxyType(
@@ -80,36 +82,42 @@ TASKS: MappingProxyType[str, TaskRow] = MappingProxyType(
             argument="number of terms",
             needs_argument=False,
             about="running sums written step by step; needs no data, every step is verifiable",
+            is_generated=True,
         ),
         "arithmetic-strict": TaskRow(
             load=arithmetic_strict,
             argument="number of terms",
             needs_argument=False,
             about="the same sums, rewarded only if every step is right; the values of prefixes are known exactly",
+            is_generated=True,
         ),
         "arithmetic-compositions": TaskRow(
             load=arithmetic_compositions,
             argument="number of terms",
             needs_argument=False,
             about="the same sums, with pairs of additions that training never has; evaluated with and without them",
+            is_generated=True,
         ),
         "forecast": TaskRow(
             load=coin_forecasts,
             argument="nothing",
             needs_argument=False,
             about="stated probabilities of random outcomes under a proper scoring rule: is the policy overconfident?",
+            is_generated=True,
         ),
         "calculator": TaskRow(
             load=calculator,
             argument="number of terms",
             needs_argument=False,
             about="sums over several turns with a calculator; every operation is rewarded; needs no data",
+            is_generated=True,
         ),
         "stopping": TaskRow(
             load=stopping_game,
             argument="number of turns",
             needs_argument=False,
             about="cards with rising stakes: the policy decides before every card whether to stop; needs no data",
+            is_generated=True,
         ),
         "gsm8k": TaskRow(
             load=gsm8k,
@@ -122,6 +130,7 @@ TASKS: MappingProxyType[str, TaskRow] = MappingProxyType(
             argument="name of a generator, and settings of it",
             needs_argument=True,
             about="the generators and scorers of the library reasoning-gym",
+            is_generated=True,
         ),
         "jsonl": TaskRow(
             load=jsonl,

@@ -359,8 +359,8 @@ class TrainConfig:
         if self.sampling_temperature:
             fail(option, "needs rollouts of the policy itself", "sampling_temperature", "Leave it out.")
         if self.allocate != "uniform" and size <= SMALLEST_MEASURED_GROUP:
-            least = f"every prompt gets {SMALLEST_MEASURED_GROUP} rollouts at least"
-            requirement = f"{least}, so a group size up to {SMALLEST_MEASURED_GROUP} leaves none to divide"
+            least = f"gives every prompt at least {SMALLEST_MEASURED_GROUP} rollouts"
+            requirement = f"{least}, so --group-size must be above {SMALLEST_MEASURED_GROUP}"
             fail("train --allocate", requirement, f"group_size {size}", f"Raise --group-size to {STARTING_ALLOCATION}.")
 
     @property
@@ -429,7 +429,7 @@ class TrainConfig:
     def starting_group_size(self) -> int:
         """Rollouts per prompt at the first step: `group_size`, or if it moves `STARTING_GROUP_SIZE`.
 
-        With `allocate` it starts at `STARTING_ALLOCATION`: of 4 rollouts there is nothing to divide.
+        With `allocate` it starts at `STARTING_ALLOCATION`: groups of 4 cannot be divided unequally.
         """
         if self.group_size != "auto":
             return self.group_size

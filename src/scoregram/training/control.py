@@ -52,16 +52,17 @@ POPULATION_DECAY = 0.95
 
 
 def group_size_choices(batch_size: int, rollouts_per_pass: int = 0) -> tuple[int, ...]:
-    """Group sizes between which `--group-size auto` moves: powers of 2 from 4 of which a step has whole groups.
+    """Group sizes between which `--group-size auto` moves: powers of 2 from 4 that divide a step and a pass.
 
-    A pass holds at least two of them: the difference between prompts is measured within a pass.
+    A pass holds at least two groups: the difference between prompts is measured within a pass.
 
     Example:
         >>> group_size_choices(96), group_size_choices(96, rollouts_per_pass=32)
         ((4, 8, 16, 32), (4, 8, 16))
     """
+    one_pass = rollouts_per_pass or batch_size
     sizes = [2**power for power in range(2, 11)]
-    return tuple(size for size in sizes if batch_size % size == 0 and (rollouts_per_pass or batch_size) >= 2 * size)
+    return tuple(size for size in sizes if batch_size % size == one_pass % size == 0 and one_pass >= 2 * size)
 
 
 @dataclass
@@ -197,8 +198,12 @@ class Controller:
 
     @property
     def config(self) -> TrainConfig:
-        """The config of the next step, with the group size of that step."""
-        return replace(self._config, group_size=self.sizes.group_size) if self.is_active else self._config
+        """The config of the next step: with its group size, and without a division if groups of 4 leave none."""
+        if not self.is_active:
+            return self._config
+        size = self.sizes.group_size
+        allocate = self._config.allocate if size > SMALLEST_MEASURED_GROUP else "uniform"
+        return replace(self._config, group_size=size, allocate=allocate)
 
     def drawn_problems(self, problems: Sequence[Problem], number: int) -> list[Problem]:
         """The problems of step `number`, drawn in proportion to the root of their expected squared gradient.
@@ -291,7 +296,7 @@ class Controller:
         if advice.recommended == advice.current:
             return scalars, None
         is_least = self._config.allocate != "uniform" and advice.recommended <= SMALLEST_MEASURED_GROUP
-        return scalars, advice.sentence + ("; of these there is nothing to divide" if is_least else "")
+        return scalars, advice.sentence + ("; groups of 4 are not divided unequally" if is_least else "")
 
     def _learn_rewards(self, step: Step) -> None:
         """Take the variance of a group's rewards as its noise, in groups with at least two rewards."""
@@ -411,7 +416,7 @@ def _measured_prompts(step: Step) -> _MeasuredPrompts:
     rows = torch.isin(rollouts.group_ids, places)
     prompt_of = torch.arange(len(places)).repeat_interleave(sizes[places])
     firsts = (sizes.cumsum(0) - sizes)[places]
-    # A pair of passes has no Gram; zeros stand for it, and `together` leaves its prompts out of every mean over pairs.
+    # A pair of passes has no Gram; zeros stand for it, and `same_pass` leaves it out of every mean over pairs.
     filled = gram.masked_fill(~known, 0)[rows][:, rows]
     estimates = unequal_prompt_estimates(filled, rollouts.rewards[rows], prompt_of)
     return _MeasuredPrompts(places.tolist(), estimates, known[firsts][:, firsts])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from scoregram.bootstrap import NORMAL_QUANTILE
 from scoregram.checks import fail
+from scoregram.errors import option_name
 from scoregram.gram import adam_preconditioner, measure_gram
 from scoregram.policy import BiasedSamplingWarning, Policy, SamplingConfig
 from scoregram.reading import (
@@ -302,11 +303,11 @@ class HeldOutProblems:
 
 
 def require_test_problems(config: TrainConfig, task: Task) -> None:
-    """Raise if the run evaluates or probes, and the task has nothing for it."""
-    options = {"eval-every": config.eval_every or config.every_rollouts, "probe-every": config.probe_every}
-    for option, every in options.items():
-        if every and not len(task.test):
-            fail(f"train --{option}", f"{task.name} must have test problems", "none", f"Add some, or --{option} 0.")
+    """Raise if the run evaluates or probes, and the task has no test problems."""
+    for option in ("every_rollouts" if config.every_rollouts else "eval_every", "probe_every"):
+        if getattr(config, option) and not len(task.test):
+            typed = option_name(option)
+            fail(f"train {typed}", f"{task.name} must have test problems", "none", f"Add some, or {typed} 0.")
 
 
 def held_out_problems(
