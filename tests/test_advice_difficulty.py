@@ -15,7 +15,7 @@ from scoregram.advice.difficulty import (
     size_sentence,
 )
 from scoregram.advice.findings import Change, Undecided, contradictions, diagnosis_of
-from scoregram.advice.noise_rules import METHOD_ESTIMATORS, trained_estimator
+from scoregram.advice.noise_rules import method_estimator, trained_estimator
 from scoregram.advice.settings import COUNT_CHANGES, COUNT_LIMITS, trainer_of, typed_setting, with_setting
 from scoregram.checks import ScoregramError
 from scoregram.exhibits import Estimate
@@ -70,6 +70,14 @@ def test_problems_that_are_drawn_are_not_filtered(outcomes):
     assert change.sentence.startswith("Take easier problems") and not change.not_advised
     assert not any("eave out" in one for one in change.others)
     assert typed_setting(change, drawn) == "--task arithmetic:2 (now arithmetic:3)"
+
+
+def test_problems_of_a_function_of_ones_own_have_no_file_to_filter():
+    own = OWN | {"task": "python:my_tasks:load"}
+    for direction in KINDS:
+        change = prompt_change(DeadGroups(live=0.2, direction=direction, config=own, outcomes=DIFFERENT))
+        told = " ".join([change.sentence, change.effect, *change.steps, *change.others])
+        assert "scoregram filter" not in told and "wc -l" not in told and "Leave out" not in told
 
 
 @pytest.mark.parametrize("task", COUNT_LIMITS)
@@ -184,9 +192,10 @@ def test_the_estimator_of_a_trl_run_is_known():
     assert named(scale_rewards="group") == named(scale_rewards=True) == "grpo-trl"
     assert named(scale_rewards="none") == named(scale_rewards=False) == "mean" and named("RLOOTrainer") == "rloo"
     assert named(scale_rewards="batch") == "" and trained_estimator({"method": "rloo"}) == "rloo"
-    rows = {name: row for name, row in METHODS.items() if row.estimator != name and can_replay(row.estimator)}
-    linear = {name for name, row in rows.items() if row.objective not in ("agro", "awr", "dpo")}
-    assert {name: rows[name].estimator for name in linear} == METHOD_ESTIMATORS
+    rows = {name: row for name, row in METHODS.items() if can_replay(row.estimator)}
+    linear = {name: row.estimator for name, row in rows.items() if row.objective not in ("agro", "awr", "dpo")}
+    assert linear["tic"] == "rloo" and linear["gspo"] == "grpo"
+    assert {name: method_estimator(name) for name in METHODS} == {name: name for name in METHODS} | linear
     assert (
         trained_estimator({"method": "tic"}) == "rloo" and trained_estimator({"method": "x", "estimator": "y"}) == "y"
     )

@@ -14,12 +14,12 @@ from scipy.stats import t as student
 
 from scoregram.advice import GRAM_RULES, RunFinding, advise_run, noise_rules
 from scoregram.advice.findings import Undecided, contradictions
-from scoregram.advice.gram_rules import shortened_text
+from scoregram.advice.gram_rules import _who_dominates, largest_row, shortened_text
 from scoregram.advice.noise_rules import least_error_size
 from scoregram.bootstrap import t_mean
 from scoregram.exhibits import Estimate
 from scoregram.reading import RunReading, StoredGroup, SuccessLaw, group_size_for, layer_signals, read_run
-from scoregram.runs import GroupRecord, RunWriter
+from scoregram.runs import GroupRecord, RolloutRecord, RunWriter
 from scoregram.statistics import NoiseComponents
 from tests.reading_cases import run_of, with_noise
 from tests.report_cases import write_run
@@ -168,6 +168,53 @@ def test_a_baseline_whose_estimate_costs_more_than_it_saves_is_not_advised(monke
     assert isinstance(found("baseline", run), RunFinding)
 
 
+@pytest.mark.parametrize(("used", "other"), [("rloo", "optimal-loo"), ("grpo", "rloo")])
+def test_an_estimator_whose_signal_is_not_resolved_is_an_open_question(monkeypatch, used, other):
+    gram = torch.eye(8, dtype=torch.float64)
+    bare = run_of(*["11000000"] * 24)
+    groups = [StoredGroup(dataclasses.replace(group.record, gram=gram)) for group in bare.groups]
+    run = with_noise(RunReading({"method": used, "group_size": 8}, (), bare.lines, groups))
+    known = {used: Estimate(1.0, 0.9, 1.1), other: Estimate(math.nan, math.nan, math.nan)}
+
+    def replay(groups: Any, size: int, names: Sequence[str]) -> Any:
+        return SimpleNamespace(
+            rows=[SimpleNamespace(estimator=n, efficiency=known.get(n, known[other])) for n in names]
+        )
+
+    monkeypatch.setattr(noise_rules, "replay_groups", replay)
+    assert isinstance(found("estimator", run), Undecided)
+    known[other] = Estimate(2.0, 1.5, 2.5)
+    assert found("estimator", run).change.value == other
+
+
+def test_a_text_is_shown_only_if_it_is_known_whose_it_is(tmp_path):
+    """Two groups of one prompt in a step: which of them has the largest row is known, but not which rollouts it has."""
+
+    def rollout(step: int, group: int, index: int) -> RolloutRecord:
+        known = {"token_ids": torch.tensor([1, 2]), "prompt_length": 1, "log_probs": torch.zeros(2), "reward": 1.0}
+        known |= {"finished": True}
+        return RolloutRecord(
+            step=step, prompt_id="p", group=group, index=index, completion=f"text {group} {index}", **known
+        )
+
+    for groups in (1, 2):
+        folder = tmp_path / str(groups)
+        with RunWriter.create(folder, {}, environment={}) as writer:
+            record = GroupRecord(
+                step=1,
+                prompt_id="p",
+                rewards=torch.tensor([1.0, 0.0]),
+                lengths=torch.tensor([1, 1]),
+                advantages=torch.tensor([1.0, -1.0]),
+                gram=torch.diag(torch.tensor([4.0, 1.0])),
+            )
+            writer.write_groups(1, [record])
+            writer.write_rollouts(1, [rollout(1, group, index) for group in range(groups) for index in range(2)])
+            writer.write_metrics(1, {"reward": 0.5, "gram/measured": 1.0})
+        run = read_run(folder)
+        assert ("“text 0 0”" in _who_dominates(run, largest_row(run))) == (groups == 1)
+
+
 def test_the_baseline_is_judged_by_its_interval():
     assert "save 40%" in found("baseline", with_noise(run_of("1"), baseline_saving=Estimate(0.4, 0.1, 0.7))).sentence
     assert found("baseline", with_noise(run_of("1"), baseline_saving=Estimate(0.0, -0.02, 0.03))) is None
@@ -238,7 +285,9 @@ def test_more_comparisons_widen_the_interval(tests):
     assert found.high == pytest.approx(3 + quantile * np.std(values, ddof=1) / math.sqrt(5), rel=1e-5)
 
 
-@pytest.mark.parametrize(("slip", "told"), [(0.0, "Wrong rollouts have it too"), (3.0, "Wrong rollouts differ")])
+@pytest.mark.parametrize(
+    ("slip", "told"), [(0.0, "Wrong rollouts have nearly the same gradient"), (3.0, "Wrong rollouts differ")]
+)
 def test_lost_exploration_says_what_wrong_rollouts_do(slip, told):
     """Two right rollouts become one direction; the wrong ones share it, or leave it by `slip`."""
     groups = []

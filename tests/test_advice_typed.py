@@ -18,9 +18,9 @@ from scoregram.advice.logs import run_log
 from scoregram.advice.settings import (
     COUNTED_TASKS,
     DYNAMIC_SAMPLING,
-    GENERATED_TASKS,
     PROMPTS,
     SETTINGS,
+    draws_problems,
     reward_steps,
     typed_setting,
 )
@@ -163,6 +163,8 @@ def test_the_truncated_share_at_a_longer_limit_follows_from_the_first_steps():
     halved, _ = _repair_effect(run_log("x", lines, TRL), half=True)
     assert "starts below 0.18, half of the finished share as long as no answer is right. Without a right" in halved
     assert check.startswith("The truncated share should be below 64% after 20 steps")
+    graded, _ = _repair_effect(run_log("x", [line | {"reward": 4.0} for line in lines], TRL))
+    assert "starts below" not in graded and "How far it rises is unknown" in graded
 
 
 def test_the_check_of_a_repaired_reward_can_be_met():
@@ -182,15 +184,20 @@ def test_a_setting_that_is_not_set_has_no_present_value():
     assert typed_setting(change, TRL | {"max_steps": -1}) == "max_steps=400"
 
 
-def truncated_run(folder: Path, completion: str, answer: str | None) -> RunFinding:
-    """The finding of a run whose rollouts are nearly all truncated, with the reward 0.9."""
+def truncated_run(folder: Path, completion: str, answer: str | None, reward: float = 0.9) -> RunFinding:
+    """The finding of a run whose rollouts are nearly all truncated."""
     with RunWriter.create(folder, TRL, environment={}) as writer:
         for step in range(1, 31):
-            known = {"token_ids": torch.tensor([1, 2]), "prompt_length": 1, "log_probs": torch.zeros(2), "reward": 0.9}
+            known = {
+                "token_ids": torch.tensor([1, 2]),
+                "prompt_length": 1,
+                "log_probs": torch.zeros(2),
+                "reward": reward,
+            }
             texts = {"prompt": "5+7=", "completion": completion, "answer": answer, "finished": False}
             group = [RolloutRecord(step=step, prompt_id="p", group=0, index=i, **known, **texts) for i in range(4)]
             writer.write_rollouts(step, group)
-            writer.write_metrics(step, {"reward": 0.9, "completions/clipped_ratio": 0.98})
+            writer.write_metrics(step, {"reward": reward, "completions/clipped_ratio": 0.98})
     return next(one for one in advise(folder).findings if one.name == "truncation")
 
 
@@ -208,6 +215,8 @@ def test_stored_answers_say_what_a_reward_for_truncated_texts_pays_for(tmp_path)
     right = " ".join(steps_of(truncated_run(tmp_path / "right", "12, and 12 again", "12")))
     assert "16 of the 16" in right and "needs no other change" in right
     assert WHAT_ELSE in steps_of(truncated_run(tmp_path / "unknown", "3127 31", None))
+    large = truncated_run(tmp_path / "large", "12, and 12 again", "12", reward=5.0)
+    assert "hold the expected answer" not in " ".join(large.lines())  # a share says nothing of a reward of 5
 
 
 def test_the_line_that_pays_for_answers_is_python():
@@ -233,11 +242,10 @@ def test_harder_and_easier_problems_are_a_number_where_the_task_has_one():
         assert load_task(task, seed=0).name == f"{task}:{terms}"
     for task in ("gsm8k", "jsonl:a.jsonl", "reasoning-gym:chain_sum", "forecast", "python:my_tasks:guess"):
         assert typed_setting(change, {"task": task, "method": "grpo"}) == ""  # no placeholder: the change has steps
-    assert set(TASKS) > GENERATED_TASKS and {row for row in TASKS if row not in GENERATED_TASKS} == {
-        "gsm8k",
-        "jsonl",
-        "python",
-    }
+    for task in ("gsm8k", "jsonl:a.jsonl", "python:my_tasks:guess", "arithmetic:3", "reasoning-gym:chain_sum"):
+        is_generated = task.startswith(("arithmetic", "reasoning-gym"))
+        assert draws_problems({"task": task, "method": "grpo"}) == is_generated
+        assert TASKS[task.split(":")[0]].is_generated == is_generated
     assert typed_setting(change, {"method": "dapo"}) == "" == typed_setting(change, TRL)
 
 

@@ -203,7 +203,8 @@ def test_every_snippet_is_listed_and_parses():
 
 def test_the_row_of_a_new_training_method_is_one_and_trains(tmp_path):
     ((name, row),) = eval(f"{{{snippets('CONTRIBUTING.md')[0]}}}", {"Method": Method}).items()
-    assert name not in METHODS and row.objective in OBJECTIVES and row.estimator in ESTIMATORS and row.about
+    assert METHODS.get(name, row) == row  # in a copy that follows the page, the row is in the table
+    assert row.objective in OBJECTIVES and row.estimator in ESTIMATORS and row.about
     config = config_for(save_policy(tmp_path / "policy"), tmp_path / "run", steps=2, eval_every=0)
     assert train(replace(config, estimator=row.estimator, objective=row.objective)).step == 2
 

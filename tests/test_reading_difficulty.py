@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from scoregram.checks import ScoregramError
 from scoregram.reading import (
     OutcomeCounts,
     RunReading,
@@ -281,3 +282,10 @@ def test_law_and_dead_groups_find_prompts_that_differ_while_the_rate_rises():
     rates = np.broadcast_to(np.linspace(0.05, 0.45, 30)[:, None], (30, 4))
     found = shares_that_differ(rates, 20, seed=1, mixed=True)
     assert found["law"] == found["dead"] == 1, found
+
+
+def test_kinds_of_groups_that_do_not_exist_are_refused():
+    with pytest.raises(ScoregramError, match=r"left_out must be one of all wrong, .*, got equal"):
+        SuccessLaw(0.5, 2.0).live_if_kept(8, "equal")
+    with pytest.raises(KeyError, match="tied"):
+        OutcomeCounts(groups=2, size=4, right=4, all_wrong=0, all_right=0).chance_share("tied")

@@ -485,7 +485,7 @@ def test_the_ends_of_stored_rollouts_are_those_of_the_records(tmp_path):
         return RolloutRecord(step=1, prompt_id="p", group=0, index=index, kind=kind, finished=finished, **known)
 
     with RunWriter.create(tmp_path / "run", CONFIG, environment={}) as writer:
-        ends = [("train", 0.5, True), ("train", 1.0, False), ("test", 0.0, True), ("train", 0.0, False)]
+        ends = [("train", 0.5, True), ("train", 1.0, False), ("test", 0.0, True), ("loss", 0.0, False)]
         writer.write_rollouts(1, [rollout(place, *end) for place, end in enumerate(ends)])
         writer.write_metrics(1, {"reward": 0.5})
     folder = open_run(tmp_path / "run")

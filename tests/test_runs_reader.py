@@ -248,7 +248,7 @@ def test_names_of_batches_and_completions_need_no_other_column(tmp_path):
     whole = [rollout.token_ids[2:].tolist() for rollout in run.rollouts() if rollout.kind == "train"]
     assert [ids.tolist() for ids in run.completion_ids(0)] == whole and len(whole) == 2
     assert [rollout.prompt_id for rollout in run.rollouts(prompts={"p/2", "p/9"})] == ["p/2"]
-    assert [ids.tolist() for ids in run.completion_ids(0, "fixed")] == [probe.token_ids[2:].tolist()]
+    assert [ids.tolist() for ids in run.completion_ids(0, ["fixed"])] == [probe.token_ids[2:].tolist()]
 
 
 def test_reading_a_run_imports_no_pandas(tmp_path):

@@ -64,7 +64,7 @@ CAUSES: tuple[CausalRow, ...] = (
     CausalRow(
         "NaN",
         "*",
-        "A NaN in the weights spoils everything that the policy samples afterwards.",
+        "Once the weights hold a NaN, every later rollout is invalid.",
         _begins_after_nan,
         True,
     ),

@@ -138,12 +138,12 @@ def _repair_effect(log: RunLog, *, half: bool = False) -> tuple[str, str]:
         return f"{_repaired_reward(log)} How far it rises from there {unknown}", ""
     told = f"about {begins:.0%} truncated at first, and then fewer, because only finished completions are paid. "
     told += f"Basis: {first:.0%} were at step {step}, at {limit} tokens; if as many end per token, {begins:.0%} reach "
-    told += f"{longer}. The mean reward starts below {(1 - begins) / (1 + half):.2f}, "
-    told += "half of the finished share as long as no answer is right" if half else "the finished share"
-    told += ". Without a right answer it can reach 0.5, so only what lies above is answers" * (
-        half and float(reward.values.max()) <= 1
-    )
-    told += f"; how far it rises {unknown}"
+    told += f"{longer}."
+    if reward.values.max() <= 1:
+        told += f" The mean reward starts below {(1 - begins) / (1 + half):.2f}, "
+        told += "half of the finished share as long as no answer is right" if half else "the finished share"
+        told += ". Without a right answer it can reach 0.5, so only what lies above is answers" * half
+    told += f" How far it rises {unknown}" if reward.values.max() > 1 else f"; how far it rises {unknown}"
     if begins <= TRUNCATED:
         target = f"The truncated share should stay at {TRUNCATED:.0%} or less for {CHECKED_STEPS} steps."
     else:

@@ -19,12 +19,11 @@ from scoregram.advice.difficulty import informed_finding
 from scoregram.advice.findings import SEVERITIES, Diagnosis, RuleVerdict, RunFinding, Severity, Undecided, diagnosis_of
 from scoregram.advice.formats import read_log
 from scoregram.advice.logs import RunLog, closest_column, is_known_column, run_log
-from scoregram.advice.prompt_filter import TRAINING_KINDS
 from scoregram.advice.settings import with_setting
 from scoregram.advice.trends import LEAST_STEPS
 from scoregram.checks import fail
 from scoregram.reading import RunReading, largest_layer, paused_collection, read_run, trainer_of
-from scoregram.runs import CONFIG_FILE, open_run, require_path
+from scoregram.runs import CONFIG_FILE, TRAINING_KINDS, open_run, require_path
 
 LOG_RULES: Mapping[str, Callable[[RunLog], RuleVerdict]] = MappingProxyType(
     {
@@ -73,11 +72,11 @@ WITHOUT_GRAMS = frozenset({"overfitting to prompts"})
 QUICK_RULES = frozenset({"NaN", "idle clipping", "lost exploration"})
 """Rules that a step or two, or a setting, may decide: if nothing else is decided, the run is not called fine."""
 SHOWN_COLUMNS = 12
-"""Columns of a log that are listed where no rule could decide."""
+"""How many columns of a log to list if no rule could decide."""
 ROLLOUT_STEPS = 12
 """Steps whose stored rollouts are read for repetition, spread over the run."""
 FEWEST_ANSWERED = 10
-"""Truncated rollouts with an expected answer from which on it is counted how many hold theirs."""
+"""Fewest truncated rollouts with an expected answer for which to count how many hold it."""
 _GRAM_LENGTH = 4
 """Tokens of a sequence that counts as repeated."""
 
@@ -152,9 +151,7 @@ def _why_nothing_is_decided(log: RunLog) -> str:
     """What the log has, why that is too little, and which columns may have been meant."""
     columns, steps = log.columns(), len(log.lines)
     if not columns:
-        return (
-            "Nothing could be decided: no step is logged." if not steps else "Nothing could be decided: no scalar is."
-        )
+        return f"Nothing could be decided: no {'scalar' if steps else 'step'} is logged."
     unknown = [name for name in columns if not is_known_column(name)]
     shown = ", ".join(columns[:SHOWN_COLUMNS]) + ", …" * (len(columns) > SHOWN_COLUMNS)
     told = f"Nothing could be decided: the log has {steps} {'step' if steps == 1 else 'steps'} with the columns {shown}"
@@ -185,7 +182,8 @@ def _informed(verdict: RuleVerdict, run: RunReading, log: RunLog, size: RuleVerd
 def _with_answers(finding: RunFinding, run: RunReading, log: RunLog) -> RunFinding:
     """The finding of a reward that pays for truncated texts, with how many of them hold the expected answer.
 
-    As it is if it asks for another change, or the last third stores fewer than `FEWEST_ANSWERED` of them with answers.
+    As it is if it asks for another change, rewards exceed 1, or the last third stores fewer than `FEWEST_ANSWERED` of
+    them with answers.
     """
     change = finding.change
     if run.folder is None or change is None or completion_rules.WHAT_ELSE not in change.steps:
@@ -197,7 +195,7 @@ def _with_answers(finding: RunFinding, run: RunReading, log: RunLog) -> RunFindi
         for one in cut
         if one.answer and one.answer.strip() and one.completion is not None and not math.isnan(one.reward)
     ]
-    if len(known) < FEWEST_ANSWERED:
+    if len(known) < FEWEST_ANSWERED or max(reward for _, reward in known) > 1:
         return finding
     held, reward = sum(holds for holds, _ in known), sum(reward for _, reward in known) / len(known)
     counted = f"{held} of the {len(known)} stored ones hold the expected answer"

@@ -13,7 +13,7 @@ from scoregram.advice.settings import (
     PROMPTS,
     can_sample_dynamically,
     changed_count,
-    draws_problems,
+    has_prompt_list,
 )
 from scoregram.exhibits import cell_text
 from scoregram.reading import (
@@ -122,7 +122,7 @@ def prompt_change(known: DeadGroups) -> Change:
 
 
 def _levers(known: DeadGroups) -> Iterator[Lever]:
-    has_list = not draws_problems(known.config)
+    has_list = has_prompt_list(known.config)
     filters = [_prompt_filter(known)] if has_list and known.differ is not False else []
     others = [] if known.direction == MEDIUM and filters else [_other_problems(known)]
     yield from [*others, *filters] if known.direction == HARDER else [*filters, *others]
@@ -131,7 +131,7 @@ def _levers(known: DeadGroups) -> Iterator[Lever]:
 
 
 def _not_advised(known: DeadGroups) -> Iterator[str]:
-    if known.differ is False and not draws_problems(known.config):
+    if known.differ is False and has_prompt_list(known.config):
         yield (
             "Leaving out prompts by their success rate would gain little: no more groups are "
             f"{KINDS[known.direction]} than chance makes if all are equally hard."

@@ -124,9 +124,8 @@ class RunFinding:
     def plain(self) -> dict[str, Any]:
         """The finding as values that JSON can hold."""
         ends = {name: value if math.isfinite(value) else None for name, value in vars(self.number).items()}
-        own = {
-            name: getattr(self, name) for name in ("name", "severity", "since", "sentence", "evidence", "confidence")
-        }
+        names = ("name", "severity", "since", "level", "sentence", "evidence", "confidence")
+        own = {name: getattr(self, name) for name in names}
         return own | {
             "number": ends | {"label": f"{self.label}{self.mark}"},
             "mark": self.mark.strip(" ()"),

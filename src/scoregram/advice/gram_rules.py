@@ -111,7 +111,7 @@ def _smaller_weight(run: RunReading, effect: str, largest: LargestRow | None) ->
     return Change(
         knob="weight of single rollouts",
         direction="down",
-        sentence="Look at these rollouts, and let one of them weigh less.",
+        sentence="Look at these rollouts, and reduce the weight of single ones.",
         effect=effect,
         steps=(
             "Read these rollouts. If they are broken (a loop, another language), let the reward "
@@ -181,9 +181,10 @@ def _who_dominates(run: RunReading, largest: LargestRow | None) -> str:
         return ""
     worst, place = largest.group.record, largest.place
     told = f"The largest: prompt {worst.prompt_id} at step {worst.step}, {int(worst.lengths[place])} tokens"
-    stored = [] if run.folder is None else list(run.folder.rollouts([worst.step]))
-    text = [r.completion for r in stored if r.prompt_id == worst.prompt_id and r.index == place and r.completion]
-    return f"{told}: “{shortened_text(text[0])}”" if text else f"{told}."
+    stored = [] if run.folder is None else run.folder.rollouts([worst.step], prompts=[worst.prompt_id])
+    text = [one.completion for one in stored if one.kind == worst.kind and one.index == place and one.completion]
+    # a step may have several groups of one prompt, and a record does not say which of them it is
+    return f"{told}: “{shortened_text(text[0])}”" if len(text) == 1 else f"{told}."
 
 
 SHOWN_LENGTH = 80
@@ -456,7 +457,7 @@ def lost_exploration(run: RunReading) -> RuleVerdict:
 def _wrong_beside_right(cosine: Estimate) -> str:
     """What the cosine between right and wrong rollouts adds to the finding."""
     if cosine.low > ALIKE:
-        return "Wrong rollouts have it too: they are copies of the right ones with a late slip."
+        return "Wrong rollouts have nearly the same gradient as right ones."
     if cosine.high < ALIKE:
         return "Wrong rollouts differ from them."
     return "Whether wrong rollouts have it too is not resolved."
@@ -513,4 +514,4 @@ def _more_prompts(run: RunReading, seen: int) -> tuple[str, ...]:
         return (f"Pass a larger `train_dataset`; the last third used {seen} prompts.",)
     if draws_problems(run.config):
         return (f"Train longer: the task draws its problems, and the last third used {seen} of them.",)
-    return (f"Add problems to the training file; the last third used {seen} prompts.",)
+    return (f"Add training problems; the last third used {seen} prompts.",)

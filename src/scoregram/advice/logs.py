@@ -12,7 +12,7 @@ import numpy as np
 
 from scoregram.bootstrap import mean_estimate
 from scoregram.exhibits import Estimate
-from scoregram.reading import stored_setting
+from scoregram.reading import logged_live_share, stored_setting
 
 STEP_KEYS = ("step", "global_step", "train/global_step", "training/global_step", "trainer/global_step")
 """Keys of the training step, in the order in which they are looked for."""
@@ -258,9 +258,9 @@ class RunLog:
 
     def _own_dead_share(self) -> ScalarSeries:
         pairs = [
-            (line["step"], 1.0 - line["live_groups"] / line["groups"])
+            (line["step"], 1.0 - logged_live_share(line))
             for line in self.lines
-            if _is_number(line.get("live_groups")) and line.get("groups", 0) > 0
+            if _is_number(line.get("live_groups")) and not math.isnan(logged_live_share(line))
         ]
         return self._series([step for step, _ in pairs], [share for _, share in pairs])
 

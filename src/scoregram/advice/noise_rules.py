@@ -7,7 +7,6 @@ A rule is a function of a `RunReading`, with the same verdicts as the rules on l
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from scoregram.advice.findings import (
 from scoregram.advice.settings import reward_steps
 from scoregram.bootstrap import FEWEST
 from scoregram.exhibits import Estimate, cell_text
+from scoregram.objectives import OBJECTIVES
 from scoregram.reading import (
     OWN_TRAINER,
     PHASES,
@@ -43,6 +43,7 @@ from scoregram.reading import (
     trainer_of,
 )
 from scoregram.statistics import mse_curve
+from scoregram.training import METHODS
 
 NOISE_FACTOR = 4.0
 """Factor between noise scale and batch size above which another batch size is advised."""
@@ -51,7 +52,7 @@ REPLAYED_GROUPS = 256
 FEWEST_REPLAYED = 20
 """Fewer groups decide nothing."""
 ENOUGH_STEPS = 3 * FEWEST - 2
-"""Measured steps whose last third has `FEWEST`."""
+"""Measured steps needed so that their last third has `FEWEST`."""
 
 
 def noise_needs(run: RunReading) -> str:
@@ -261,7 +262,7 @@ def _size_by_liveness(run: RunReading, used: int) -> RuleVerdict:
         severity="note",
         sentence=f"Groups of {used} are mostly dead. Whether larger ones have less error is not known: {why}.",
         number=dead,
-        label="share of dead groups in the last third",
+        label="share of dead groups at the stored steps of the last third",
         evidence=f"mean {law.mean:.3f} and spread of the success rates of {len(counts)} prompts, as a Beta law.",
         change=Change(
             knob="group size",
@@ -408,7 +409,8 @@ def advantage_estimator(run: RunReading) -> RuleVerdict:
     others = [name for name in (REFERENCE, "optimal-loo") if name != used and ESTIMATORS[name].min_group <= size // 2]
     rows = {row.estimator: row for row in replay_groups(groups, size, [used, *others]).rows}
     own = rows[used].efficiency
-    gains = {name: rows[name].efficiency.low / own.high for name in others if own.high > 0 and not math.isnan(own.high)}
+    gains = {name: rows[name].efficiency.low / own.high for name in others if own.high > 0}
+    gains = {name: gain for name, gain in gains.items() if not math.isnan(gain)}
     if not gains:
         return Undecided("measure more groups: the signal of the estimators is not resolved")
     best = max(gains, key=lambda name: gains[name])
@@ -434,18 +436,18 @@ def advantage_estimator(run: RunReading) -> RuleVerdict:
     )
 
 
-METHOD_ESTIMATORS: Mapping[str, str] = MappingProxyType(
-    {
-        "cispo": "grpo",
-        "dr-grpo": "mean",
-        "grpo-paper": "mean",
-        "gspo": "grpo",
-        "igrpo": "grpo",
-        "tic": "rloo",
-        "tic-length": "tic",
-    }
-)
-"""Methods of `scoregram train` with a replayable estimator of another name, and a loss that is linear in advantages."""
+def method_estimator(method: str) -> str:
+    """The replayable estimator of a method of `scoregram train` whose loss is linear in advantages; else its own name.
+
+    Example:
+        >>> [method_estimator(method) for method in ("tic", "awr", "of another trainer")]
+        ['rloo', 'awr', 'of another trainer']
+    """
+    row = METHODS.get(method)
+    if row is None or not can_replay(row.estimator):
+        return method
+    loss = OBJECTIVES[row.objective]
+    return method if loss.weighs_ties or loss.couples_rollouts else row.estimator
 
 
 def trained_estimator(config: Mapping[str, Any]) -> str:
@@ -458,7 +460,7 @@ def trained_estimator(config: Mapping[str, Any]) -> str:
         'mean'
     """
     method = str(config.get("method") or "")
-    named = str(config.get("estimator") or METHOD_ESTIMATORS.get(method, method))
+    named = str(config.get("estimator") or method_estimator(method))
     if named or trainer_of(config) != TRL_TRAINER:
         return named
     if config["integration"].get("trainer", "").startswith("RLOO"):

@@ -112,7 +112,7 @@ def entropy_collapse(log: RunLog) -> RuleVerdict:
     fell = f"The entropy fell from {start:.3g} to {mean.value:.3g} nats per token, the mean of the last third"
     arrival = collapse_step(entropy, ENTROPY_GONE * start)
     scores = (log.series("reward"), log.series("held_out"))
-    if any(map(is_solved_score, scores)):  # who is always right need not explore
+    if any(map(is_solved_score, scores)):  # a solved task needs no exploration
         return None
     if left.high < ENTROPY_LEFT:
         return RunFinding(
@@ -207,7 +207,7 @@ def kl_blow_up(log: RunLog) -> RuleVerdict:
         severity="critical" if is_far else "warning",
         sentence=f"The policy was {mean.value:.3g} nats per token away from the reference on average over the last "
         f"third{', and leaves it faster and faster.' if is_faster else '.'}",
-        since=kl.since(kl.values > (KL_LIMIT if is_far else KL_WATCHED) / 2),
+        since=kl.since(kl.values > (KL_LIMIT if is_far else KL_WATCHED)),
         number=mean,
         label="mean KL of the last third, nats per token",
         evidence=f"the median of the last steps is {kl.end:.3g}; found if that is above {KL_LIMIT:g} nats, or above "
@@ -305,7 +305,7 @@ def gradient_spikes(log: RunLog) -> RuleVerdict:
         + (f", and more than {SPIKE:g} times at {len(spikes)} steps in all." if len(spikes) > 1 else "."),
         since=min(spikes),
         number=Estimate(spikes[worst]),
-        label="largest gradient norm over the median of those around it",
+        label="largest gradient norm over its usual size",
         evidence=f"found above {SPIKE:g} times the median of the {SPIKE_WINDOW} norms before it; for the first "
         f"{FIRST_NORMS} norms, of the others among the first {EARLY_NORMS}.{clipped}",
         change=_spike_repair(log, worst) if is_limited else _tighter_clip(log, worst, usual),
@@ -377,11 +377,13 @@ def throughput_rot(log: RunLog) -> RuleVerdict:
     speed = log.series("tokens_per_second")
     if len(speed) < 3 * LEAST_STEPS:
         seconds, length = log.series("step_seconds"), log.series("length")
-        if len(seconds) < 3 * LEAST_STEPS or len(seconds) != len(length):
+        is_timed = np.isin(seconds.steps, length.steps)
+        if is_timed.sum() < 3 * LEAST_STEPS:
             logged = speed if len(speed) else seconds
             needs = "log tokens per second, or seconds per step beside the length at every step"
             return too_few(logged, needs, 3 * LEAST_STEPS)
-        speed = ScalarSeries(seconds.steps, length.values / np.maximum(seconds.values, 1e-9))
+        lengths = length.values[np.isin(length.steps, seconds.steps)]
+        speed = ScalarSeries(seconds.steps[is_timed], lengths / np.maximum(seconds.values[is_timed], 1e-9))
     first, last = float(np.median(speed.first)), float(np.median(speed.last))
     middle = float(np.median(speed.values[len(speed.first) : -len(speed.last)]))
     _, ends = slope_estimate(speed.steps.astype(float), np.log(np.maximum(speed.values, 1e-9)))

@@ -16,10 +16,10 @@ from typing import Any, Literal
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from scoregram.advice.settings import draws_problems
+from scoregram.advice.settings import has_prompt_list
 from scoregram.checks import fail
 from scoregram.reading import OWN_TRAINER, TRL_TRAINER, Outcome, outcomes_of, rollouts_remedy, trainer_of
-from scoregram.runs import Run, disk_errors, open_run, write_atomically
+from scoregram.runs import TRAINING_KINDS, Run, disk_errors, open_run, write_atomically
 from scoregram.tasks import Problem, Task, load_task
 
 EqualRewards = Literal["equal", "all-wrong", "all-right"]
@@ -35,8 +35,6 @@ EQUAL_OUTCOMES: Mapping[EqualRewards, tuple[Outcome, ...]] = MappingProxyType(
     {"equal": ("all right", "all wrong", "tied"), "all-wrong": ("all wrong",), "all-right": ("all right",)}
 )
 """Prompts to leave out → outcomes that their groups may have."""
-TRAINING_KINDS = ("train", "loss")
-"""Kinds of groups and rollouts that belong to training."""
 GSM8K_PROBLEMS = 7473
 """Training problems of GSM8K, where its files are not on this machine."""
 SAMPLING_DEFAULTS: Mapping[str, Any] = MappingProxyType(
@@ -126,7 +124,7 @@ def filter_prompts(
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(left_out, indent=1).encode())
         return FilteredPrompts(path=path, visited=len(rewards), left_out=left_out)
-    if draws_problems(run.config) or _task_name(run.config) == "python":
+    if not has_prompt_list(run.config):
         remedy = "Take another --task: there is no list of prompts to shorten."
         fail("filter", "the task must read its problems from files", run.config.get("task"), remedy)
     task = load_task(str(run.config["task"]), seed=int(run.config.get("seed") or 0))

@@ -13,7 +13,8 @@ from scoregram.advice.difficulty import EASIER, HARDER, MEDIUM, DeadGroups, prom
 from scoregram.advice.findings import Alternative, Change, RuleVerdict, RunFinding, Undecided
 from scoregram.advice.logs import RunLog, ScalarSeries
 from scoregram.advice.settings import PROMPTS, reward_steps
-from scoregram.advice.trends import LEAST_STEPS, change_over_thirds, mean_ends, slope_estimate, step_correlation
+from scoregram.advice.trends import LEAST_STEPS, mean_ends, slope_estimate, step_correlation
+from scoregram.bootstrap import change_over_thirds
 from scoregram.exhibits import Estimate, cell_text
 from scoregram.reading import OWN_TRAINER, TRL_TRAINER, trainer_of
 
@@ -78,7 +79,7 @@ def constant_reward(log: RunLog) -> RuleVerdict:
 
 
 def _reward_check(log: RunLog, value: float, since: int | None) -> Change:
-    """Check the reward function; `since` is the step at which it died, None if it never lived."""
+    """Check the reward function; `since` is the step from which the reward is constant, None if it always was."""
     checks = (
         f"Call it on a completion that is right and on one that is wrong: both get the reward {value:g} now, and must "
         "get different ones.",
@@ -183,11 +184,12 @@ def dead_groups(log: RunLog) -> RuleVerdict:
 
 
 def dead_kinds(log: RunLog) -> tuple[Estimate, Estimate]:
-    """Shares of all-right and of all-wrong groups in the last third, or bounds on them; `nan` without either.
+    """Shares of all-right and of all-wrong groups in the last third, or lower bounds on them; `nan` without either.
 
-    Without a log of the kinds, rewards in [0, 1] bound them: the mean reward is at least the share of all-right groups.
-    A bound decides which prompts are wanted; it is not printed as a share. There is none where one reward function
-    gives every rollout the same, so that the total reward is that of the others.
+    Without a log of the kinds, a mean reward `m` of rewards in [0, 1] bounds them: at most a share `m` of the groups is
+    all right and at most `1 - m` all wrong. With a share `d` of dead groups, at least `d - (1 - m)` are all right and
+    at least `d - m` all wrong. A bound decides which prompts are wanted; it is not printed as a share. There is none
+    where one reward function gives every rollout the same, so that the total reward is that of the others.
     """
     right, wrong = log.series("all_right"), log.series("all_wrong")
     if len(right) and len(wrong):
@@ -197,9 +199,7 @@ def dead_kinds(log: RunLog) -> tuple[Estimate, Estimate]:
     if not is_bounded or isinstance(phantom_signal(log), RunFinding):
         return Estimate(math.nan), Estimate(math.nan)
     mean = float(reward.last.mean())
-    if mean < 0.5:
-        return Estimate(min(mean, dead)), Estimate(max(0.0, dead - mean))
-    return Estimate(max(0.0, dead - (1 - mean))), Estimate(min(1 - mean, dead))
+    return Estimate(max(0.0, dead - (1 - mean))), Estimate(max(0.0, dead - mean))
 
 
 def wanted_prompts(share: Estimate, right: Estimate, wrong: Estimate) -> str:
@@ -313,7 +313,7 @@ def reward_spread_death(log: RunLog) -> RuleVerdict:
 
 def phantom_signal(log: RunLog) -> RuleVerdict:
     """One part of the reward never varies, and the others make all the advantages."""
-    parts = {name: pair for name, pair in log.reward_parts().items() if len(pair[1]) >= LEAST_STEPS}
+    parts = {name: pair for name, pair in log.reward_parts().items() if min(map(len, pair)) >= LEAST_STEPS}
     if len(parts) < 2:
         return Undecided("log the mean and the deviation of each reward function")
     silent = [
@@ -330,8 +330,7 @@ def phantom_signal(log: RunLog) -> RuleVerdict:
         name="phantom signal",
         severity="critical",
         sentence=f"All advantages come from {', '.join(loud)}: {name} gives every rollout {float(mean.last[-1]):g}, "
-        "so groups in which "
-        "it teaches nothing still move the policy.",
+        f"so groups in which {name} is constant still change the policy.",
         since=std.since(std.values <= rounding_error(mean)),
         number=Estimate(0.0, 0.0, 0.0),
         label=f"standard deviation of {name} in the last third",

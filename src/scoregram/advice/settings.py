@@ -7,6 +7,7 @@ from typing import Any
 
 from scoregram.advice.findings import Change, RunFinding
 from scoregram.reading import OWN_TRAINER, TRL_TRAINER, stored_setting, trainer_of
+from scoregram.tasks import TASKS
 
 PROMPTS = "difficulty of prompts"
 """What a finding about prompts changes."""
@@ -29,14 +30,6 @@ SETTINGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 """What a finding changes → its option in `scoregram train`, and its argument of `attach` or `GRPOConfig` in TRL. A
 reward function, a data loader or a seed is not among them: no other value of a setting repairs it."""
-
-GENERATED_TASKS = frozenset(
-    {
-        *("arithmetic", "arithmetic-strict", "arithmetic-compositions"),
-        *("calculator", "forecast", "reasoning-gym", "stopping"),
-    }
-)
-"""Tasks that draw their problems."""
 
 COUNTED_TASKS: Mapping[str, int] = MappingProxyType(
     {"arithmetic": 4, "arithmetic-strict": 4, "arithmetic-compositions": 4, "calculator": 4, "stopping": 4}
@@ -188,8 +181,15 @@ def reward_steps(config: Mapping[str, Any], *repairs: str, also: str = "") -> tu
 
 
 def draws_problems(config: Mapping[str, Any]) -> bool:
-    """Whether the task of a run makes its problems as it goes, so that there is no list of prompts to shorten."""
-    return trainer_of(config) == OWN_TRAINER and str(config.get("task") or "").partition(":")[0] in GENERATED_TASKS
+    """Whether the task of a run makes its problems as it goes."""
+    row = TASKS.get(str(config.get("task") or "").partition(":")[0])
+    return trainer_of(config) == OWN_TRAINER and row is not None and row.is_generated
+
+
+def has_prompt_list(config: Mapping[str, Any]) -> bool:
+    """Whether the prompts of a run are a list that can be shortened: files of its task, or a data set of its user."""
+    is_drawn = draws_problems(config) or str(config.get("task") or "").partition(":")[0] == "python"
+    return trainer_of(config) != OWN_TRAINER or not is_drawn
 
 
 def can_sample_dynamically(config: Mapping[str, Any]) -> bool:

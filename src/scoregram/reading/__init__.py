@@ -48,6 +48,7 @@ from scoregram.reading.group import Outcome as Outcome
 from scoregram.reading.group import StoredGroup as StoredGroup
 from scoregram.reading.group import alike_chance as alike_chance
 from scoregram.reading.group import group_cosines as group_cosines
+from scoregram.reading.group import logged_live_share as logged_live_share
 from scoregram.reading.group import mean_cosine as mean_cosine
 from scoregram.reading.group import mean_over_groups as mean_over_groups
 from scoregram.reading.group import outcomes_of as outcomes_of

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from scoregram.bootstrap import mean_estimate
+from scoregram.checks import fail
 from scoregram.exhibits import Estimate
 from scoregram.reading.group import alike_chance, step_stretches
 from scoregram.reading.run import RunReading
@@ -15,6 +16,8 @@ WANTED_LIVE = 0.8
 LARGEST_ADVISED_GROUP = 1024
 CHANCE_QUANTILE = 1.645
 """One-sided 95 % quantile of the normal law: beyond it, more groups are alike than chance makes."""
+LEFT_OUT_KINDS = ("all wrong", "all right", "all wrong or all right")
+"""Kinds of groups whose prompts can be left out."""
 PAIR_QUANTILE = 1.751
 """One-sided 96 % quantile. The number of right pairs is skewed: at 95 % the test would err in up to 5.6 %."""
 
@@ -67,8 +70,11 @@ class SuccessLaw:
 
         `(ℓ - Σ_k P(live, k)) / (1 - Σ_k P(k))` over the kinds that are left out, with the live share `ℓ` and
         `P(live, all wrong) = P(wrong) - P(wrong twice) - P(wrong, then right)`. The live share if all prompts are
-        alike; `nan` if every prompt would be left out. `left_out` is `all wrong`, `all right`, or both, joined by `or`.
+        alike; `nan` if every prompt would be left out. `left_out` is one of `LEFT_OUT_KINDS`.
         """
+        if left_out not in LEFT_OUT_KINDS:
+            kinds = ", ".join(LEFT_OUT_KINDS)
+            fail("live_if_kept", f"left_out must be one of {kinds}", left_out, "Check the spelling.")
         if math.isinf(self.concentration):
             return self.live_share(size)
         whole, (right, wrong) = self.concentration, self._parts()
@@ -231,8 +237,8 @@ class OutcomeCounts:
     def _chance(self, kind: str, count: int) -> float:
         """Chance that `count` given rollouts are all of one kind."""
         rollouts = self.groups * self.size
-        alike = rollouts - self.right if kind == "all wrong" else self.right
-        return alike_chance(alike, rollouts, count)
+        alike = {"all wrong": rollouts - self.right, "all right": self.right}
+        return alike_chance(alike[kind], rollouts, count)
 
 
 def last_outcomes(run: RunReading) -> OutcomeCounts | None:

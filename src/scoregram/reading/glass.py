@@ -10,12 +10,9 @@ from torch import Tensor
 
 from scoregram.checks import ScoregramError
 from scoregram.reading.group import Outcome, StoredGroup, row_factors
-from scoregram.runs import BatchRecord, RolloutRecord, Run
+from scoregram.runs import TRAINING_KINDS, BatchRecord, RolloutRecord, Run
 from scoregram.spectra import MEASURED_RTOL
 from scoregram.statistics import cosine_matrix, prompt_shares, prompt_update_gram, rollout_shares
-
-TRAINED = ("train", "loss")
-"""Kinds of rollouts that an update was computed from."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -98,7 +95,7 @@ def step_detail(run: Run, groups: Sequence[StoredGroup], step: int, most_groups:
         most_groups: Keep this many groups, those with the largest updates; all if None.
     """
     here = [group for group in groups if group.record.step == step]
-    batch = next((one for one in run.batches({step}) if one.kind in TRAINED), None)
+    batch = next((one for one in run.batches({step}) if one.kind in TRAINING_KINDS), None)
     of_step = _batch_shares(batch)
     seen: dict[str, int] = {}
     keys = []
@@ -108,7 +105,7 @@ def step_detail(run: Run, groups: Sequence[StoredGroup], step: int, most_groups:
         seen[name] = seen.get(name, 0) + 1
     kept = sorted(sorted(range(len(here)), key=lambda place: -_update_size(here[place]))[:most_groups])
     prompts = {keys[place][0] for place in kept}
-    stored = _by_group([one for one in run.rollouts({step}, prompts=prompts) if one.kind in TRAINED])
+    stored = _by_group([one for one in run.rollouts({step}, prompts=prompts) if one.kind in TRAINING_KINDS])
     details = [group_detail(here[at], stored.get(keys[at], {}), of_step.get(keys[at]), at + 1) for at in kept]
     texts = {group.record.prompt_id: group.record.prompt for group in here}
     texts |= {detail.prompt_id: detail.prompt for detail in details}

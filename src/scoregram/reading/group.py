@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -135,6 +135,15 @@ def outcomes_of(rewards: Rewards) -> list[Outcome]:
     names = list(masks)
     place = torch.stack(tuple(masks.values())).to(torch.uint8).argmax(dim=0)  # each group has exactly one
     return [names[one] for one in place.tolist()]
+
+
+def logged_live_share(line: Mapping[str, Any]) -> float:
+    """Share of live groups among those with a reward, from the scalars of a step; `nan` if not logged, or none has one.
+
+    Runs of an older version do not log how many groups have a reward; there all groups count.
+    """
+    live, judged = line.get("live_groups", math.nan), line.get("judged_groups", line.get("groups", 0))
+    return live / judged if judged > 0 else math.nan
 
 
 @dataclass(frozen=True, eq=False)

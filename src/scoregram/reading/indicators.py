@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from scoregram.bootstrap import FEWEST, difference, line_change, mean_estimate, mean_of_many, t_mean
+from scoregram.bootstrap import FEWEST, change_over_thirds, difference, line_change, mean_estimate, mean_of_many, t_mean
 from scoregram.exhibits import Estimate, cell_text
 from scoregram.reading.curves import Curve, complement, entropy_curve, live_curve, running_curve, scalar_curve
 from scoregram.reading.run import GREEDY_TEST, SAMPLED_TEST, UNKNOWN_ESTIMATE, EvaluationRewards, RunReading
@@ -124,17 +124,17 @@ def learning_indicator(run: RunReading) -> Indicator:
         sentence = f"A trend needs {FEWEST_STEPS} steps or two evaluations."
         headline = f"{len(known)} step{'s' * (len(known) != 1)}" if known else "no step yet"
         return Indicator(name="learning", state="unknown", headline=headline, sentence=sentence, curve=curve)
-    third = len(known) // 3
-    if third < FEWEST_IN_A_THIRD:
+    if len(known) < 3 * FEWEST_IN_A_THIRD:
         gain = Gain(Estimate(known[0]), Estimate(known[-1]), line_change(known))
         sentence = f"Change {known[-1] - known[0]:.2f}, last minus first of {len(known)} logged values of the training "
         sentence += f"reward. A straight line through all of them rises by {cell_text(gain.change)}; "
         sentence += "no test problem was evaluated."
         found = _learning("training reward", gain, "", curve, span="first to the last logged value")
         return replace(found, sentence=sentence)
+    third = math.ceil(len(known) / 3)
     before, after = t_mean(known[:third]), t_mean(known[-third:])
     sentence = "On training prompts, first and last third of the steps; no test problem was evaluated."
-    gain = Gain(before, after, difference(after, before))
+    gain = Gain(before, after, change_over_thirds(known))
     return _learning("training reward", gain, sentence, curve, span="first to the last third of the steps")
 
 

@@ -8,11 +8,10 @@ import numpy as np
 import torch
 
 from scoregram.bootstrap import FEWEST
-from scoregram.reading.glass import TRAINED
 from scoregram.reading.group import row_factors
 from scoregram.reading.run import RunReading
 from scoregram.reading.step import layer_kinds
-from scoregram.runs import GroupRecord, Run
+from scoregram.runs import TRAINING_KINDS, GroupRecord, Run
 from scoregram.statistics import covariance_weights
 
 MOST_LAYERS = 24
@@ -33,7 +32,7 @@ def layer_shares(run: Run, steps: Sequence[int]) -> LayerShares:
     """Share of `Σ_i |ψ_i|²` in every layer at some steps, `tr K_layer / Σ tr K_layer`; empty if none is stored."""
     totals: dict[int, dict[str, float]] = {}
     for record in run.groups(set(steps), layers=True):
-        if record.kind in TRAINED and record.by_layer:
+        if record.kind in TRAINING_KINDS and record.by_layer:
             here = totals.setdefault(record.step, {})
             for name, gram in record.by_layer.items():
                 here[name] = here.get(name, 0.0) + float(gram.diagonal().sum())

@@ -21,7 +21,14 @@ import torch
 from scoregram.bootstrap import mean_of_many
 from scoregram.checks import fail, listed
 from scoregram.exhibits import Estimate
-from scoregram.reading.group import StoredGroup, alike_chance, step_stretches, with_nonzero_rows, with_rewards
+from scoregram.reading.group import (
+    StoredGroup,
+    alike_chance,
+    logged_live_share,
+    step_stretches,
+    with_nonzero_rows,
+    with_rewards,
+)
 from scoregram.reading.noise import SAVING, RunNoise, phase_lines, run_noise
 from scoregram.reading.replay import (
     UNWEIGHTED,
@@ -196,13 +203,10 @@ class RunReading:
 
     @cached_property
     def live_share(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Steps that logged their groups, and the share of live ones."""
-        pairs = [
-            (float(line["step"]), line["live_groups"] / line["groups"])
-            for line in self.lines
-            if line.get("groups", 0) > 0 and "live_groups" in line
-        ]
-        return tuple(step for step, _ in pairs), tuple(share for _, share in pairs)
+        """Steps that logged their groups, and the share of live ones among those with a reward."""
+        pairs = [(float(line["step"]), logged_live_share(line)) for line in self.lines]
+        known = [(step, share) for step, share in pairs if not math.isnan(share)]
+        return tuple(step for step, _ in known), tuple(share for _, share in known)
 
     @cached_property
     def greedy_accuracies(self) -> tuple[GreedyAccuracy, ...]:

@@ -18,7 +18,7 @@ from scoregram.objectives import kl_penalty
 from scoregram.reading.credit import CreditTruth, credit_scalars, push_scalars
 from scoregram.reading.group import SHARE_COLUMN, GroupReading, mean_over_groups, read_group
 from scoregram.rollouts import Rollouts
-from scoregram.runs import LOSS_KIND, BatchRecord, GroupRecord, RolloutRecord, Rows, rows_of_kind, token_hash
+from scoregram.runs import TRAINING_KINDS, BatchRecord, GroupRecord, RolloutRecord, Rows, rows_of_kind, token_hash
 from scoregram.spectra import MEASURED_RTOL
 from scoregram.statistics import (
     baseline_saving,
@@ -216,6 +216,7 @@ def outcome_scalars(rewards: Rewards, advantages: Advantages) -> dict[str, float
         "reward_std": _mean(reward_deviations(rewards)),
         "live_groups": int(outcomes.alive.sum()),
         "groups": len(rewards),
+        "judged_groups": int((~outcomes.unjudged).sum()),
         "groups/all_right": float(outcomes.all_right.double().mean()),
         "groups/all_wrong": float(outcomes.all_wrong.double().mean()),
         "advantage_abs": _mean(advantages[judged].abs()),
@@ -437,7 +438,7 @@ def group_shares(step: Step) -> list[float]:
 
     Empty for rollouts that did not train the policy, and if the Gram between all of them is not known.
     """
-    if step.gram is None or step.kind not in ("train", LOSS_KIND) or not bool(step.gram.matrix.isfinite().all()):
+    if step.gram is None or step.kind not in TRAINING_KINDS or not bool(step.gram.matrix.isfinite().all()):
         return []
     owners = step.rollouts.group_ids.cpu()
     return prompt_shares(step.gram.matrix, step.row_weights, owners, rtol=MEASURED_RTOL).tolist()

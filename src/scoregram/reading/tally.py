@@ -21,7 +21,7 @@ _ROLLOUT_MEANS = ("token_log_prob", "finished")
 _LARGEST_GAP = "log_prob_gap_max"
 _MEANS_OVER_JUDGED = ("reward", "advantage_abs")
 """Reward scalars that are means over the rollouts that have a reward; the others are means over groups, or counts."""
-_COUNTS = ("live_groups", "groups")
+_COUNTS = ("live_groups", "groups", "judged_groups")
 
 
 class StepTally:

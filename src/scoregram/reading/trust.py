@@ -76,7 +76,7 @@ class Trust:
 
     @property
     def doubt(self) -> str:
-        """Why a number from a Gram may be another than that of the run's own rollouts; empty without `mark`."""
+        """Why a number from a Gram may differ from the number for the run's own rollouts; empty without `mark`."""
         told = ["Tokens of re-tokenised text may differ from the sampled ones."] * self.is_approximate
         told += ["The model may not be the policy that sampled the rollouts."] * ("model" in self.remarks)
         return " ".join(told)

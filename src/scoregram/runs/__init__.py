@@ -43,6 +43,7 @@ from scoregram.runs.reader import open_run as open_run
 from scoregram.runs.records import LOSS_KIND as LOSS_KIND
 from scoregram.runs.records import REWARD as REWARD
 from scoregram.runs.records import STATISTIC as STATISTIC
+from scoregram.runs.records import TRAINING_KINDS as TRAINING_KINDS
 from scoregram.runs.records import BatchRecord as BatchRecord
 from scoregram.runs.records import GroupRecord as GroupRecord
 from scoregram.runs.records import LayerPrecision as LayerPrecision

@@ -20,6 +20,7 @@ from scoregram.runs.config import read_config, require_run
 from scoregram.runs.metrics import Scalar, has_failed_check, needs_gram, read_metrics
 from scoregram.runs.records import (
     LAYER_COLUMNS,
+    TRAINING_KINDS,
     BatchRecord,
     GroupRecord,
     RolloutRecord,
@@ -127,10 +128,10 @@ class Run:
         for table in self._tables(disk.ROLLOUTS, steps):
             yield from table_to_rollouts(table if prompts is None else _rows_among(table, "prompt_id", prompts))
 
-    def completion_ids(self, step: int, kind: str = "train") -> list[torch.Tensor]:
-        """Tokens behind the prompt, for every stored rollout of a step and kind; nothing else is read."""
+    def completion_ids(self, step: int, kinds: Container[str] = TRAINING_KINDS) -> list[torch.Tensor]:
+        """Tokens behind the prompt, for every stored rollout of a step and of these kinds; nothing else is read."""
         tables = self._tables(disk.ROLLOUTS, [step], only=("kind", "token_ids", "prompt_length"))
-        rows = (row for table in tables for row in decoded_rows(_rows_among(table, "kind", [kind])))
+        rows = (row for table in tables for row in decoded_rows(_rows_among(table, "kind", kinds)))
         return [row["token_ids"][row["prompt_length"] :] for row in rows]
 
     def rollout_ends(self, step: int) -> list[tuple[float, bool]]:
@@ -139,7 +140,7 @@ class Run:
         The reward is `nan` where there is none.
         """
         tables = self._tables(disk.ROLLOUTS, [step], only=("kind", "reward", "finished"))
-        rows = [row for table in tables for row in _rows_among(table, "kind", ["train"]).to_pylist()]
+        rows = [row for table in tables for row in _rows_among(table, "kind", TRAINING_KINDS).to_pylist()]
         return [(math.nan if row["reward"] is None else float(row["reward"]), bool(row["finished"])) for row in rows]
 
     def rollout_steps(self) -> set[int]:
