@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from scoregram.checks import ScoregramError
-from scoregram.policy import Policy, SamplingConfig, play_branches, play_episodes, start_episodes, token_log_probs
+from scoregram.policy import (
+    Branches,
+    Policy,
+    SamplingConfig,
+    play_branches,
+    play_episodes,
+    start_episodes,
+    token_log_probs,
+)
 from scoregram.rollouts import Rollouts, concatenated_rollouts
 from scoregram.tasks import Problem, Reply
 from tests.training_cases import save_policy
@@ -173,14 +181,15 @@ def test_transcripts_can_be_joined_and_selected(policy, rollouts):
 # Branches
 
 
-def branched(policy: Policy) -> tuple[Rollouts, list[int]]:
+def branched(policy: Policy) -> Branches:
     bases = [group[0] for group in start_episodes(policy, ECHO, PROBLEMS, SEEDS)]
     generator = torch.Generator().manual_seed(0)
     return play_branches(policy, bases, candidates=3, sampling=SAMPLING, max_turns=3, generator=generator)
 
 
 def test_candidates_of_a_turn_share_their_history_and_the_first_continues_it(policy):
-    rollouts, owners = branched(policy)
+    branches = branched(policy)
+    rollouts, owners = branches.candidates, branches.owners
     assert owners == sorted(owners) and set(owners) == set(range(5))
     assert rollouts.count == 3 * len(owners)
     ids = rollouts.token_ids()
@@ -199,8 +208,22 @@ def test_candidates_of_a_turn_share_their_history_and_the_first_continues_it(pol
             assert ids[here.start][: len(before)] == before
 
 
+def test_the_episodes_of_branches_are_their_first_candidates(policy):
+    """Turn by turn: the tokens of the last history with its turn, and the rewards."""
+    branches = branched(policy)
+    ids, played = branches.candidates.token_ids(), branches.episodes
+    firsts = [here.start for here in branches.candidates.group_slices()]
+    assert played.count == 5 and max(map(branches.owners.count, range(5))) > 1
+    for episode in range(5):
+        rows = [row for row, owner in zip(firsts, branches.owners, strict=True) if owner == episode]
+        assert played.token_ids()[episode] == ids[rows[-1]]
+        assert int(played.turn_mask[episode].sum()) == len(rows)
+        assert played.turn_rewards[episode, : len(rows)].tolist() == branches.candidates.rewards[rows].tolist()
+
+
 def test_the_reward_of_a_candidate_is_that_of_its_turn(policy):
-    rollouts, owners = branched(policy)
+    branches = branched(policy)
+    rollouts, owners = branches.candidates, branches.owners
     for group, here in enumerate(rollouts.group_slices()):
         turn = owners[:group].count(owners[group])
         for row in range(here.start, here.stop):

@@ -380,6 +380,22 @@ def test_every_turn_method_trains_on_both_tasks(folder, tmp_path, name, task):
     assert records
 
 
+def test_the_turns_of_candidates_are_those_of_the_episodes_that_they_continue(folder, tmp_path):
+    """The best turn of an episode is not the mean candidate: from the records of a run, by its prompt ids."""
+    changes: dict[str, Any] = {"task": "python:tests.turn_cases:echo_task", "reward": None, "max_new_tokens": 0}
+    train(config_for(folder, tmp_path / "run", method="tl-grpo", steps=1, rollouts_every=1, **changes))
+    paid: dict[str, list[float]] = {}
+    for record in open_run(tmp_path / "run").rollouts():
+        if record.index == 0:  # the candidate that continues the episode; turns come in their order
+            paid.setdefault(record.prompt_id.partition("/turn-")[0], []).append(record.reward)
+    line = open_run(tmp_path / "run").metrics()[-1]
+    assert line["turns/count"] == statistics.fmean(map(len, paid.values())) > 1
+    assert line["turns/best_reward"] == pytest.approx(statistics.fmean(map(max, paid.values())))
+    assert line["turns/best_reward"] > line["reward"]
+    assert line["turns/reward_1"] == pytest.approx(statistics.fmean(turns[0] for turns in paid.values()))
+    assert line["turns/policy_tokens"] < 1  # the environment answers
+
+
 @pytest.mark.parametrize("name", ["turn-rloo", "tl-grpo"])
 def test_a_resumed_run_plays_the_same_episodes(folder, tmp_path, name):
     changes: dict[str, Any] = {"method": name, "task": "stopping:3", "reward": None, "max_new_tokens": 0}

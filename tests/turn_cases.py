@@ -45,6 +45,11 @@ ECHO = Task(
 )
 
 
+def echo_task(seed: int) -> Task:
+    """The task by a name that a config can hold, `python:tests.turn_cases:echo_task`."""
+    return ECHO
+
+
 def policy_in(folder: Path, dtype: str = "float32") -> Policy:
     return load_policy(PolicyConfig(model=str(folder), device="cpu", prompt="plain", dtype=dtype))
 

@@ -24,6 +24,7 @@ from .supervised import episode_demonstration as episode_demonstration
 from .supervised import padded_demonstrations as padded_demonstrations
 from .supervised import supervised_losses as supervised_losses
 from .tiny import character_tokenizer as character_tokenizer
+from .transcripts import Branches as Branches
 from .transcripts import Episode as Episode
 from .transcripts import play_branches as play_branches
 from .transcripts import play_episodes as play_episodes

@@ -190,6 +190,18 @@ def replayed_episode(
     return episode if episode.ids == list(history) else None
 
 
+@dataclass(frozen=True)
+class Branches:
+    """Candidates for every turn of some episodes."""
+
+    candidates: Rollouts
+    """One group for every turn of every episode, episode by episode."""
+    owners: list[int]
+    """The episode of each group."""
+    episodes: Rollouts
+    """The episodes themselves, one rollout each: their turns are the first candidates."""
+
+
 def play_branches(
     policy: Policy,
     episodes: Sequence[Episode],
@@ -198,15 +210,11 @@ def play_branches(
     sampling: SamplingConfig,
     max_turns: int,
     generator: torch.Generator | None,
-) -> tuple[Rollouts, list[int]]:
+) -> Branches:
     """Play episodes and draw several candidates for each turn, all from the same history.
 
     The first candidate continues the episode, so the histories are those of ordinary rollouts. Each candidate becomes a
     rollout: its prompt is the history, its completion the one turn, its reward that of the turn.
-
-    Returns:
-        One group of candidates for every turn of every episode, episode by episode, and the index of the episode that
-        each group belongs to.
     """
     tried: list[list[list[Episode]]] = [[] for _ in episodes]
     going = dict(enumerate(episodes))
@@ -222,7 +230,12 @@ def play_branches(
             else:
                 base.read()
     owners = [index for index, groups in enumerate(tried) for _ in groups]
-    return transcripts(policy, [group for groups in tried for group in groups], last_turn_only=True), owners
+    groups_of_turns = [group for groups in tried for group in groups]
+    return Branches(
+        candidates=transcripts(policy, groups_of_turns, last_turn_only=True),
+        owners=owners,
+        episodes=transcripts(policy, [[episode] for episode in episodes]),
+    )
 
 
 def draw_turns(

@@ -17,6 +17,7 @@ import torch
 
 from scoregram.checks import fail
 from scoregram.policy import (
+    Branches,
     Episode,
     Policy,
     SamplingConfig,
@@ -158,16 +159,17 @@ def collect_branches(
     group_size: int,
     sampling: SamplingConfig,
     generator: torch.Generator | None,
-) -> tuple[Rollouts, list[Problem]]:
-    """`group_size` candidates for every turn of one episode of each problem, and the problem of every group.
+) -> Branches:
+    """`group_size` candidates for every turn of one episode of each problem.
 
-    A task without an environment has one turn, so its candidates are ordinary rollouts.
+    A task without an environment has one turn, so its candidates are ordinary rollouts, and each is an episode.
     """
     if task.environment is None:
         size: dict[str, Any] = {"group_size": group_size, "sampling": sampling, "generator": generator}
-        return collect(policy, task, problems, **size), list(problems)
+        rollouts = collect(policy, task, problems, **size)
+        return Branches(rollouts, [*range(len(problems))], rollouts)
     bases = [group[0] for group in started_groups(policy, task, problems, 1, sampling, generator)]
-    rollouts, owners = play_branches(
+    branches = play_branches(
         policy,
         bases,
         candidates=group_size,
@@ -175,10 +177,11 @@ def collect_branches(
         max_turns=task.max_turns,
         generator=generator,
     )
+    owners = branches.owners
     turns = [owners[:place].count(owner) for place, owner in enumerate(owners)]
     names = [f"{problems[owner].id}/turn-{turn}" for owner, turn in zip(owners, turns, strict=True)]
     texts = [problems[owner].prompt if turn == 0 else None for owner, turn in zip(owners, turns, strict=True)]
-    return replace(rollouts, prompt_names=names, prompts=texts), [problems[owner] for owner in owners]
+    return replace(branches, candidates=replace(branches.candidates, prompt_names=names, prompts=texts))
 
 
 def started_groups(

@@ -36,6 +36,13 @@ class DrawnRollouts:
     """Position after the step, without the rollouts that sources of inputs take besides these."""
     drafts: Sequence[Drafts]
     """The drafts that the rollouts refine, round by round; empty for a method without drafts."""
+    played: Rollouts | None = None
+    """The episodes of a method with branches, whose rollouts are candidates for single turns of them; else None."""
+
+    @property
+    def episodes(self) -> Rollouts:
+        """One rollout per episode: those that were played to their end."""
+        return self.rollouts if self.played is None else self.played
 
 
 def draw_rollouts(controller: Controller, policy: Policy, task: Task, position: Position, number: int) -> DrawnRollouts:
@@ -81,7 +88,7 @@ def draw_branches(config: TrainConfig, policy: Policy, task: Task, position: Pos
     Together the groups of an episode cost as many turns as a group of whole episodes, and count as one.
     """
     problems = drawn_problems(task.train, position.problems, config.prompts, config.seed)
-    rollouts, owners = collect_branches(
+    branches = collect_branches(
         policy,
         task,
         problems,
@@ -89,7 +96,8 @@ def draw_branches(config: TrainConfig, policy: Policy, task: Task, position: Pos
         sampling=config.behaviour_sampling(task.max_new_tokens),
         generator=seeded_generator(config.seed, "rollouts", number),
     )
-    return DrawnRollouts(rollouts, owners, position_after(config, position, number, problems), [])
+    after, owners = position_after(config, position, number, problems), branches.owners
+    return DrawnRollouts(branches.candidates, [problems[owner] for owner in owners], after, [], branches.episodes)
 
 
 def draft_round(

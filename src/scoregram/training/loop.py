@@ -415,8 +415,8 @@ def control_scalars(controller: Controller, step: Step, progress: Progress) -> d
 
 def drawn_scalars(task: Task, drawn: DrawnRollouts) -> dict[str, float]:
     """Scalars of the rollouts of a step: those of the task, of turns, and of drafts."""
-    rollouts = drawn.rollouts
-    return task_scalars(task, drawn.problems, rollouts) | turn_scalars(rollouts) | draft_scalars(drawn.drafts)
+    of_task = task_scalars(task, drawn.problems, drawn.rollouts)
+    return of_task | turn_scalars(drawn.episodes) | draft_scalars(drawn.drafts)
 
 
 def task_scalars(task: Task, problems: Sequence[Problem], rollouts: Rollouts) -> dict[str, float]:
