@@ -82,6 +82,7 @@ FAULTY: dict[str, dict[str, Any]] = {
     "truncation": {"completions__clipped_ratio": 0.3 + 0.02 * NOISE},
     "entropy collapse": {"entropy": np.exp(-4 * RAMP) * (1 + 0.05 * NOISE)},
     "KL blow-up": {"kl": 0.01 * np.exp(6 * RAMP)},
+    "falling reward": {"reward": 0.7 - 0.6 * RAMP + 0.01 * NOISE},
     "reward spread death": {"reward_std": 0.4 * np.exp(-5 * RAMP)},
     "length gaming": {
         "completions__mean_length": LONGER,
@@ -227,6 +228,16 @@ def test_spikes_are_measured_against_the_norms_before():
     values[20] = 25.0
     log = run_log("x", [{"step": place, "grad_norm": value} for place, value in enumerate(values)])
     assert spike_steps(log.series("grad_norm")) == {20: 25.0}
+
+
+def test_a_usual_norm_after_a_vanishing_gradient_is_no_spike():
+    """`demo kl-blow-up` once named a norm of 0.15 as 92,569 times the usual size, with a clip of 1."""
+    values = np.array([0.1] * 25 + [1e-6] * 25)
+    values[[40, 45]] = 0.15, 2.0
+    log = run_log("x", [{"step": place, "grad_norm": float(value)} for place, value in enumerate(values)])
+    assert spike_steps(log.series("grad_norm")) == {45: pytest.approx(20.0)}
+    none = run_log("x", [{"step": place, "grad_norm": float(place == 40)} for place in range(50)])
+    assert spike_steps(none.series("grad_norm")) == {}  # no norm before it says what is usual
 
 
 def test_repeats_are_counted_at_their_distance():

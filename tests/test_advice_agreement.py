@@ -313,6 +313,59 @@ def test_updates_on_one_batch_are_no_certain_fault(updates):
     assert "Several updates on each batch" in found.evidence and "change nothing" in change_of(found).steps[0]
 
 
+@pytest.mark.parametrize(
+    ("bad", "value", "loss", "severity"),
+    [
+        ([0, 1], math.inf, 0.1, None),  # fp16 finds its loss scale
+        ([0, 1], math.nan, 0.1, "warning"),
+        ([0, 1], math.inf, math.nan, "warning"),
+        ([25, 30], math.inf, 0.1, "warning"),
+        ([0, 59], math.inf, 0.1, "critical"),  # whether it recovers is not known yet
+        ([49], math.nan, 0.1, "warning"),
+        ([50], math.nan, 0.1, "critical"),
+    ],
+)
+def test_a_run_that_recovers_from_a_step_that_is_not_finite_needs_no_restart(bad, value, loss, severity):
+    """Two infinite norms at the start of a run in fp16 were once critical and certain."""
+    norms = np.ones(STEPS)
+    norms[bad] = value
+    losses = np.full(STEPS, 0.1)
+    losses[bad] = loss
+    found = LOG_RULES["NaN"](log_of(grad_norm=norms, loss=losses))
+    assert (found.severity if isinstance(found, RunFinding) else found) == severity
+    if isinstance(found, RunFinding):
+        assert ("needs no restart" in change_of(found).sentence) == (severity == "warning")
+
+
+def test_one_infinite_norm_in_a_hundred_is_a_loss_scale_that_grew():
+    for count, is_usual in ((200, True), (99, False)):
+        lines = [{"step": s, "loss": 0.1, "grad_norm": math.inf if s == 50 else 1.0} for s in range(count)]
+        assert (LOG_RULES["NaN"](run_log("x", lines)) is None) == is_usual
+
+
+@pytest.mark.parametrize(
+    ("reward", "std", "found"),
+    [
+        (np.linspace(0.7, 0.1, STEPS), None, True),  # "Nothing to change was found" once
+        (np.where(np.arange(STEPS) < 40, 0.7, 0.1), None, True),
+        (np.linspace(0.7, 0.55, STEPS), None, False),
+        (np.linspace(-3.0, -8.0, STEPS), 2.0, True),
+        (np.linspace(-3.0, -4.0, STEPS), 2.0, False),
+        (np.linspace(0.1, 0.7, STEPS), None, False),
+    ],
+)
+def test_a_reward_that_falls_by_half_a_deviation_is_found(reward, std, found):
+    noise = 0.02 * np.random.default_rng(3).normal(size=STEPS)
+    verdict = LOG_RULES["falling reward"](log_of(reward=reward + noise, reward_std=std))
+    assert isinstance(verdict, RunFinding) == found
+    if isinstance(verdict, RunFinding):
+        assert f"from {reward[:20].mean():.1f}" in verdict.sentence and 15 < (verdict.since or 0) < 45
+        best = int(re.findall(r"near step (\d+)", change_of(verdict).sentence)[0])
+        assert reward[best - 1] > reward.min() + 0.8 * np.ptp(reward)
+    unknown = LOG_RULES["falling reward"](log_of(reward=np.linspace(-3.0, -8.0, STEPS) + noise, reward_std=None))
+    assert isinstance(unknown, Undecided)
+
+
 def test_a_stuck_batch_is_an_inference():
     found = log_finding("stuck batch", log_of(**FAULTY["stuck batch"]))
     assert (found.severity, found.confidence) == ("critical", "likely") and "Several updates" in found.evidence

@@ -1,13 +1,14 @@
 """Two faults at once: causes come before consequences, and a consequence gets no advice of its own."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from scoregram.advice import GRAM_RULES, LOG_RULES, Diagnosis, RunFinding, advise_log
-from scoregram.advice.causes import CAUSES
-from scoregram.advice.findings import SEVERITIES
+from scoregram.advice import DEMOS, GRAM_RULES, LOG_RULES, Diagnosis, RunFinding, advise, advise_log
+from scoregram.advice.causes import CAUSES, causes_first
+from scoregram.advice.findings import SEVERITIES, Change
 from scoregram.advice.reward_rules import dead_kinds
 from tests.test_advice import FAULTY, NOISE, STEPS, healthy, log_of
 
@@ -42,6 +43,21 @@ PAIRS: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
+FALLING: dict[str, Any] = {"reward": 0.7 - 0.6 * np.linspace(0, 1, STEPS) + 0.01 * NOISE}
+PAIRS |= {
+    "KL blow-up, falling reward": ({**FAULTY["KL blow-up"], **FALLING}, "KL blow-up", "falling reward"),
+    "repetition, falling reward": ({**LOOPED, **FALLING}, "repetition", "falling reward"),
+    "truncation, falling reward": ({**FALLING, "completions__clipped_ratio": 0.4}, "truncation", "falling reward"),
+    "constant reward, falling reward": (
+        {**DEAD_LATE, "reward": np.where(AFTER, 0.0, 0.6 + 0.01 * NOISE)},
+        "constant reward",
+        "falling reward",
+    ),
+}
+GRAM_PAIRS = {("dominating rollouts", name) for name in ("batch size", "group size", "gradient spikes")}
+"""Causes that only a Gram shows: a recorded run in place of a log."""
+
+
 def diagnosed(**changes: Any) -> Diagnosis:
     return advise_log(log_of(config={"num_iterations": 1}, **changes))
 
@@ -67,11 +83,33 @@ def test_every_row_names_rules_and_every_pair_is_tested():
     rules = {*LOG_RULES, *GRAM_RULES}
     assert all(row.cause in rules and row.consequence in {*rules, "*"} for row in CAUSES)
     assert {(row.cause, row.consequence) for row in CAUSES if row.consequence != "*"} == {
-        (cause, consequence) for _, cause, consequence in PAIRS.values()
+        *((cause, consequence) for _, cause, consequence in PAIRS.values()),
+        *GRAM_PAIRS,
     }
     causes = [row.cause for row in CAUSES]
     for place, row in enumerate(CAUSES):  # the causes of a cause come before it in the table
         assert row.consequence not in causes[: place + 1] or row.consequence == "*"
+
+
+def test_what_one_rollout_causes_has_no_change_of_its_own():
+    """`demo dominating-rollout` once advised larger groups against the noise of one rollout."""
+    found = advise(DEMOS / "dominating-rollout")
+    assert found.findings[0].name == "dominating rollouts" and found.findings[0].change is not None
+    consequences = {one.name for one in found.findings[1:]}
+    assert consequences == {"group size", "gradient spikes"}
+    assert all(
+        one.change is None and "resolve “dominating rollouts” first" in one.evidence for one in found.findings[1:]
+    )
+
+
+@pytest.mark.parametrize(("direction", "is_explained"), [("up", True), ("down", False)])
+def test_a_batch_too_small_is_explained_by_one_rollout_and_one_too_large_is_not(direction, is_explained):
+    change = Change(knob="batch size", direction=direction, sentence="Use another.", effect="less noise.")
+    batch = RunFinding(name="batch size", severity="warning", sentence="It is.", evidence="seen.", change=change)
+    told = causes_first(
+        {"dominating rollouts": replace(batch, name="dominating rollouts"), "batch size": batch}, log_of()
+    )
+    assert isinstance(told["batch size"], RunFinding) and (told["batch size"].change is None) == is_explained
 
 
 @pytest.mark.parametrize("bad", [AFTER | (np.arange(STEPS) == 30), np.arange(STEPS) == 30])
@@ -86,8 +124,9 @@ def test_what_begins_after_a_nan_is_its_consequence(bad):
 def test_what_began_before_a_nan_is_no_consequence():
     late = np.where(np.arange(STEPS) >= 50, np.nan, 1.0)
     assert {one.name for one in diagnosed(**DEAD, grad_norm=late).findings} == {"NaN", "constant reward"}
-    early = np.where(np.arange(STEPS) == 5, np.nan, 1.0)  # one infinite norm, as under loss scaling, and 25 steps later
-    assert {one.name for one in diagnosed(**DEAD_LATE, grad_norm=early).findings} == {"NaN", "constant reward"}
+    early = np.where(np.arange(STEPS) == 5, np.nan, 1.0)  # one norm that is NaN, and 25 steps later
+    found = diagnosed(**DEAD_LATE, grad_norm=early).findings
+    assert {one.name for one in found if one.change is not None} == {"NaN", "constant reward"}
 
 
 def test_the_parser_is_not_blamed_where_every_completion_is_cut_off():

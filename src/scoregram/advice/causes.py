@@ -45,6 +45,10 @@ def _begins_after_nan(cause: RunFinding, consequence: RunFinding, log: RunLog) -
     return steps[-1] in bad or bool(bad.intersection(before[-LEAST_STEPS - 1 :]))
 
 
+def _asks_for_more(cause: RunFinding, consequence: RunFinding, log: RunLog) -> bool:
+    return consequence.change is not None and consequence.change.direction == "up"
+
+
 def _begins_no_later(cause: RunFinding, consequence: RunFinding, log: RunLog) -> bool:
     return cause.since is None or consequence.since is None or cause.since <= consequence.since
 
@@ -99,6 +103,48 @@ CAUSES: tuple[CausalRow, ...] = (
         "phantom signal",
         "dead groups",
         "The total reward is that of the other functions, so it does not say which prompts are too hard or too easy.",
+        _always,
+    ),
+    CausalRow(
+        "dominating rollouts",
+        "batch size",
+        "The noise is that of a single rollout at each step, so more rollouts would mostly pay for it again.",
+        _asks_for_more,
+    ),
+    CausalRow(
+        "dominating rollouts",
+        "group size",
+        "The error of each group size is that of a single rollout at each step.",
+        _always,
+    ),
+    CausalRow(
+        "dominating rollouts",
+        "gradient spikes",
+        "The norm of a step is that of its largest rollout.",
+        _always,
+    ),
+    CausalRow(
+        "KL blow-up",
+        "falling reward",
+        "A policy that is far from its reference may have lost what it could do.",
+        _always,
+    ),
+    CausalRow(
+        "repetition",
+        "falling reward",
+        "A completion that repeats itself seldom gives an answer.",
+        _begins_no_later,
+    ),
+    CausalRow(
+        "truncation",
+        "falling reward",
+        "A completion that is cut off before its answer is not paid for it.",
+        _begins_no_later,
+    ),
+    CausalRow(
+        "constant reward",
+        "falling reward",
+        "The equal rewards at the end are the lower ones.",
         _always,
     ),
     CausalRow(

@@ -38,6 +38,7 @@ LOG_RULES: Mapping[str, Callable[[RunLog], RuleVerdict]] = MappingProxyType(
         "repetition": completion_rules.repetition,
         "dead groups": reward_rules.dead_groups,
         "truncation": completion_rules.cut_completions,
+        "falling reward": reward_rules.falling_reward,
         "reward spread death": reward_rules.reward_spread_death,
         "length gaming": reward_rules.length_gaming,
         "gradient spikes": policy_rules.gradient_spikes,
@@ -69,8 +70,9 @@ GRAM_RULES: Mapping[str, Callable[[RunReading], RuleVerdict]] = MappingProxyType
 WITHOUT_GRAMS = frozenset({"overfitting to prompts"})
 """Those of them that need no Gram, so that no self-check concerns them."""
 
-QUICK_RULES = frozenset({"NaN", "idle clipping", "lost exploration"})
-"""Rules that a step or two, or a setting, may decide: if nothing else is decided, the run is not called fine."""
+QUICK_RULES = frozenset({"NaN", "idle clipping", "lost exploration", "falling reward"})
+"""Rules that a step or two, a setting or the mean reward alone decides: if nothing else is decided, the run is not
+called fine."""
 SHOWN_COLUMNS = 12
 """How many columns of a log to list if no rule could decide."""
 ROLLOUT_STEPS = 12

@@ -197,6 +197,8 @@ class RunLog:
     config: Mapping[str, Any] = field(default_factory=dict)
     last_steps: range = range(0)
     """The last third of the run; empty if only the log is known."""
+    remarks: tuple[str, ...] = ()
+    """What of the log could not be read, a sentence each."""
     _cache: dict[str, ScalarSeries] = field(default_factory=dict, repr=False)
 
     def series(self, name: str) -> ScalarSeries:
@@ -219,6 +221,11 @@ class RunLog:
         """Steps at which one of these scalars was logged as NaN or infinite; null and other text are missing values."""
         keys = {spelling.key for name in names for spelling in SPELLINGS[name]}
         return [int(line["step"]) for line in self.lines if any(_is_not_finite(line.get(key)) for key in keys)]
+
+    def infinite_steps(self, name: str) -> list[int]:
+        """Those of `bad_steps` whose value is infinite and not NaN."""
+        keys = {spelling.key for spelling in SPELLINGS[name]}
+        return [int(line["step"]) for line in self.lines if any(_is_infinite(line.get(key)) for key in keys)]
 
     def reward_parts(self) -> dict[str, tuple[ScalarSeries, ScalarSeries]]:
         """Name of a reward function → its mean and its standard deviation over steps."""
@@ -280,6 +287,11 @@ def _is_not_finite(value: Any) -> bool:
     if isinstance(value, str):
         return value.strip().lower() in _NOT_FINITE
     return isinstance(value, float) and not math.isfinite(value)
+
+
+def _is_infinite(value: Any) -> bool:
+    text = value.strip().lower() if isinstance(value, str) else ""
+    return text in _NOT_FINITE - {"nan"} or (isinstance(value, float) and math.isinf(value))
 
 
 def is_known_column(name: str) -> bool:

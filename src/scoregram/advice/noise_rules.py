@@ -13,7 +13,6 @@ import torch
 
 from scoregram.advantages import ESTIMATORS
 from scoregram.advice.findings import (
-    CHECKED_STEPS,
     LEAST_SAVING,
     Alternative,
     Change,
@@ -22,7 +21,6 @@ from scoregram.advice.findings import (
     Severity,
     Undecided,
 )
-from scoregram.advice.settings import reward_steps
 from scoregram.bootstrap import FEWEST
 from scoregram.exhibits import Estimate, cell_text
 from scoregram.objectives import OBJECTIVES
@@ -282,11 +280,12 @@ def batch_size(run: RunReading) -> RuleVerdict:
     scale = noise.noise_scale
     if math.isnan(scale.low) or not math.isfinite(batch):
         return Undecided(noise_needs(run))
+    if scale.low == math.inf:  # a squared norm is not negative: the whole interval lies below the truth by chance
+        return Undecided("measure more steps: the estimate of the signal lies below 0, which only chance can do")
     if scale.low > NOISE_FACTOR * batch:
         told = f"Steps of {batch:g} rollouts are mostly noise: signal to noise is {cell_text(noise.snr)}"
         unresolved = "" if math.isfinite(scale.high) else f", so no signal was resolved over {noise.steps} steps"
-        change = _more_rollouts(run) if math.isfinite(scale.low) else _signal_repair(run)
-        return _batch_finding(noise, "warning", f"{told}{unresolved}.", change)
+        return _batch_finding(noise, "warning", f"{told}{unresolved}.", _more_rollouts(run))
     if scale.high < batch / NOISE_FACTOR:
         if advised_rollouts(run) is None:  # a smaller step would have fewer than two prompts
             return None
@@ -364,23 +363,6 @@ def _larger_signal(noise: RunNoise, times: float) -> str:
         most = f"from at most {high:.2g} to at most {times * high:.2g}"
         return f"{grows}: {most}, the upper end of its interval, {cost}. Whether there is a signal is unknown."
     return f"{grows}, {cost}. By how much is unknown: no signal was resolved."
-
-
-def _signal_repair(run: RunReading) -> Change:
-    """Look at the reward: even the upper end of the interval has no signal, so more rollouts are not supported."""
-    steps = run.noise().steps
-    return Change(
-        knob="reward function",
-        direction="repair",
-        sentence="Check the reward before paying for more rollouts: the data show no signal that they could resolve.",
-        effect=f"the interval of the signal to noise reaches above 0 within {max(steps, CHECKED_STEPS)} measured "
-        "steps. How far is unknown: this run has no signal to extrapolate.",
-        steps=reward_steps(
-            run.config,
-            "Call it several times on one right and one wrong completion: the right one must get more, each time.",
-            "Compare the rewards of a group: one that is far from all others decides the step, and hides the signal.",
-        ),
-    )
 
 
 def _fewer_rollouts(run: RunReading) -> Change:

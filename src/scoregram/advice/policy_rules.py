@@ -24,7 +24,7 @@ CLIPPED_TOKENS = 0.3
 FIRST_NORMS, EARLY_NORMS = 5, 11
 """Gradient norms at the start of a log that have too few before them, and among how many they are judged."""
 SPIKE, SPIKE_WINDOW = 10.0, 20
-"""Factor above the median of the gradient norms before it, and how many of these norms count."""
+"""Factor above the median of the gradient norms before it, and how many of these are its neighbours."""
 CLIP_NEAR = 2.0
 """Largest ratio of the gradient clip to the median norm at which a spike hardly moves the policy further."""
 THROUGHPUT_LEFT = 0.6
@@ -44,26 +44,69 @@ def not_finite_steps(log: RunLog) -> RuleVerdict:
     if not bad:
         known = log.has("loss", least=1) or log.has("grad_norm", least=1)
         return None if known else Undecided("log loss and gradient norm")
+    since_then = sum(int(line["step"]) > bad[-1] for line in log.lines)
+    has_recovered = since_then >= LEAST_STEPS
+    if has_recovered and _are_overflows(log, bad):
+        return None
     share = len(bad) / len(log.lines)
     return RunFinding(
         name="NaN",
-        severity="critical",
+        severity="warning" if has_recovered else "critical",
         sentence=f"Loss, gradient norm or KL was not finite at {len(bad)} of {len(log.lines)} logged steps, first at "
-        f"step {bad[0]}.",
+        f"step {bad[0]}" + (f", and finite at the last {since_then}." if has_recovered else "."),
         since=bad[0],
         number=Estimate(share, share, share),
         label="share of steps that are not finite",
-        evidence="one is enough: a NaN in the weights does not go away.",
-        change=Change(
-            knob="learning rate",
-            direction="down",
-            sentence="Restart from the checkpoint before that step with a lower learning rate or gradient clipping, "
-            "in float32 if it happens again. If the loss is finite and only the gradient is not, on an H100 or H200: "
-            "torch.backends.cuda.enable_cudnn_sdp(False), since the attention of cuDNN 9.19 gives NaN with some masks.",
-            effect=f"every step is finite, now {1 - share:.0%} are.",
-        ),
+        evidence="the last steps are finite, so the weights hold no NaN: these updates were left out or lost."
+        if has_recovered
+        else "one is enough: a NaN in the weights does not go away.",
+        change=_recovered_repair(bad, share) if has_recovered else _restart_before_nan(share),
         confidence="certain",
     )
+
+
+CUDNN = (
+    "If the loss is finite and only the gradient is not, on an H100 or H200: "
+    "torch.backends.cuda.enable_cudnn_sdp(False), since the attention of cuDNN 9.19 gives NaN with some masks."
+)
+
+
+def _restart_before_nan(share: float) -> Change:
+    return Change(
+        knob="learning rate",
+        direction="down",
+        sentence="Restart from the checkpoint before that step with a lower learning rate or gradient clipping, "
+        f"in float32 if it happens again. {CUDNN}",
+        effect=f"every step is finite, now {1 - share:.0%} are.",
+    )
+
+
+def _recovered_repair(bad: Sequence[int], share: float) -> Change:
+    """What to look at where the steps after a NaN are finite again: the weights need no checkpoint."""
+    return Change(
+        knob="numbers of single steps",
+        direction="repair",
+        sentence="Find what is not finite at these steps; the run needs no restart.",
+        effect=f"every step is finite, now {1 - share:.0%} are. No batch is lost.",
+        steps=(
+            f"Compute the loss of step {bad[0]} again in float32, and print rewards, log-probabilities and gradients "
+            "that are NaN or infinite.",
+            CUDNN,
+        ),
+    )
+
+
+FIRST_OVERFLOWS, RARE_OVERFLOWS = 20, 0.01
+"""Among how many first steps, and in which share of all steps, infinite gradients are usual: in fp16 the loss scale
+starts too large, is halved at each of them, and is doubled every 2,000 steps."""
+
+
+def _are_overflows(log: RunLog, bad: Sequence[int]) -> bool:
+    """Whether only gradient norms were infinite, none of them NaN, and as often as loss scaling in fp16 makes them."""
+    if bad != log.infinite_steps("grad_norm") or log.bad_steps("loss", "kl"):
+        return False
+    first = [int(line["step"]) for line in log.lines[:FIRST_OVERFLOWS]]
+    return set(bad) <= set(first) or len(bad) <= RARE_OVERFLOWS * len(log.lines)
 
 
 def not_finite_log_steps(log: RunLog) -> list[int]:
@@ -306,8 +349,8 @@ def gradient_spikes(log: RunLog) -> RuleVerdict:
         since=min(spikes),
         number=Estimate(spikes[worst]),
         label="largest gradient norm over its usual size",
-        evidence=f"found above {SPIKE:g} times the median of the {SPIKE_WINDOW} norms before it; for the first "
-        f"{FIRST_NORMS} norms, of the others among the first {EARLY_NORMS}.{clipped}",
+        evidence=f"found above {SPIKE:g} times the median of the {SPIKE_WINDOW} norms before it, and of all before it; "
+        f"for the first {FIRST_NORMS} norms, of the others among the first {EARLY_NORMS}.{clipped}",
         change=_spike_repair(log, worst) if is_limited else _tighter_clip(log, worst, usual),
         confidence="certain",
     )
@@ -357,18 +400,21 @@ def _rollouts_option(log: RunLog) -> str:
 
 
 def spike_steps(norms: ScalarSeries) -> dict[int, float]:
-    """Step → norm over the median of up to `SPIKE_WINDOW` norms before it, where that exceeds `SPIKE`.
+    """Step → norm over its usual size, where that exceeds `SPIKE`.
 
-    The first `FIRST_NORMS` have too few before them, and are compared with the others among the first `EARLY_NORMS`.
+    The usual size is the median of up to `SPIKE_WINDOW` norms before it, or that of all positive norms before it if
+    this is larger: where gradients vanish for some steps, a norm as before is no spike. The first `FIRST_NORMS` have
+    too few before them, and are compared with the others among the first `EARLY_NORMS`.
     """
     found = {}
-    for place in range(len(norms)):
-        window = norms.values[max(0, place - SPIKE_WINDOW) : place]
-        if place < FIRST_NORMS:
-            window = np.delete(norms.values[:EARLY_NORMS], place)
-        usual = float(np.median(window))
-        if usual > 0 and norms.values[place] > SPIKE * usual:
-            found[int(norms.steps[place])] = float(norms.values[place]) / usual
+    for place, norm in enumerate(norms.values):
+        early = np.delete(norms.values[:EARLY_NORMS], place) if place < FIRST_NORMS else norms.values[:place]
+        window = early if place < FIRST_NORMS else early[-SPIKE_WINDOW:]
+        if not (early > 0).any():
+            continue
+        usual = float(max(np.median(window), np.median(early[early > 0])))
+        if norm > SPIKE * usual:
+            found[int(norms.steps[place])] = float(norm) / usual
     return found
 
 

@@ -24,6 +24,8 @@ KIND_SHARE = 2 / 3
 LENGTH_GROWTH = 1.5
 LEAST_GAIN = 0.05
 SPREAD_LEFT = 0.1
+FALL = 0.5
+"""Standard deviations of a rollout's reward by which the mean reward must fall."""
 CEILING = 0.95
 """Mean reward from which on a run counts as solved."""
 CHANCE = 1e-4
@@ -358,6 +360,51 @@ def _is_saturated(mean: ScalarSeries, std: ScalarSeries) -> bool:
     error = rounding_error(mean)
     varied, rose = float(std.values.max()) > error, float(mean.values.min()) < float(mean.last.min()) - error
     return varied and rose and float(mean.last.min()) >= float(mean.values.max()) - error
+
+
+def falling_reward(log: RunLog) -> RuleVerdict:
+    """The mean reward of the last third is far below that of the first."""
+    reward, spread = log.series("reward"), log.series("reward_std")
+    if len(reward) < 3 * LEAST_STEPS:
+        return too_few(reward, "log the mean reward", 3 * LEAST_STEPS)
+    fall = change_over_thirds(reward.values)
+    if not fall.high < 0:
+        return None
+    first = reward.values[: math.ceil(len(reward) / 3)]
+    within = float(spread.values[: math.ceil(len(spread) / 3)].mean()) if len(spread) else 0.0
+    start, is_share = float(first.mean()), reward.values.min() >= 0 and reward.values.max() <= 1
+    deviation = max(within, math.sqrt(start * (1 - start)) if is_share else 0.0)
+    if not deviation > 0:
+        return Undecided("log the standard deviation of rewards")
+    if fall.value > -FALL * deviation:
+        return None
+    best, end = highest_stretch(reward), float(reward.last.mean())
+    return RunFinding(
+        name="falling reward",
+        severity="warning",
+        sentence=f"The mean reward fell from {start:.2g} in the first third to {end:.2g} in the last.",
+        since=reward.since(reward.values < (start + end) / 2),
+        number=fall,
+        label="mean reward of the last third minus that of the first",
+        evidence=f"found if the 95 % interval lies below 0 and the fall is {FALL:g} standard deviations of a rollout's "
+        f"reward or more, here {deviation:.2g}. Prompts that become harder look the same.",
+        change=Change(
+            knob="learning rate",
+            direction="down",
+            sentence=f"Go back to a checkpoint near step {best}, where the reward was highest, and train on with half "
+            "the learning rate. First check that the reward function and the prompts did not change.",
+            effect=f"the mean reward stays near {start:.2g} or above; how far it rises is unknown until a run with "
+            "this change.",
+            alternatives=(Alternative("KL weight", "up", "Raise the KL weight."),),
+        ),
+    )
+
+
+def highest_stretch(reward: ScalarSeries) -> int:
+    """The step in the middle of the tenth of the log, three steps or more, with the highest mean reward."""
+    width = max(3, len(reward) // 10)
+    means = np.convolve(reward.values, np.full(width, 1 / width), mode="valid")
+    return int(reward.steps[int(means.argmax()) + width // 2])
 
 
 def length_gaming(log: RunLog) -> RuleVerdict:
