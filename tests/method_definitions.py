@@ -203,7 +203,7 @@ def scaled_by_novelty(*, exact: bool) -> Credit:
 # Credit of tokens
 
 
-def generalised(decay: float) -> Credit:
+def generalised(decay: float) -> Callable[[Batch, int], list[float]]:
     """GAE: `δ_t = r_t + V_{t+1} − V_t`, `A_t = δ_t + λ A_{t+1}`, the reward at the last token."""
 
     def credit(b: Batch, i: int) -> list[float]:
@@ -215,6 +215,16 @@ def generalised(decay: float) -> Credit:
         return found[::-1]
 
     return credit
+
+
+def whitened_over_tokens(credit: Callable[[Batch, int], list[float]]) -> Credit:
+    """PPO of TRL and verl: minus the mean over all tokens of the batch, over their deviation."""
+
+    def whitened_credit(b: Batch, i: int) -> list[float]:
+        among = [a for j in range(len(b.places)) for a in credit(b, j)]
+        return [standard(a, among) for a in credit(b, i)]
+
+    return whitened_credit
 
 
 def process_rewards(b: Batch, i: int) -> list[float]:
@@ -468,6 +478,7 @@ DEFINITIONS: dict[str, Definition] = {
     "g2rl": Definition(loss_of(scaled_by_novelty(exact=False), CLIP, PER_ROLLOUT), ("score_grams",)),
     "g2rl-exact": Definition(loss_of(scaled_by_novelty(exact=True), CLIP, PER_ROLLOUT)),
     "ppo": Definition(loss_of(generalised(0.95), CLIP, PER_BATCH), ("values",)),
+    "ppo-whitened": Definition(loss_of(whitened_over_tokens(generalised(0.95)), CLIP, PER_BATCH), ("values",)),
     "ppo-monte-carlo": Definition(loss_of(generalised(1.0), CLIP, PER_BATCH), ("values",)),
     "grpo-process": Definition(loss_of(process_rewards, CLIP, PER_ROLLOUT), ("step_ends", "token_rewards")),
     "vineppo": Definition(loss_of(segment_gains, CLIP, PER_ROLLOUT), ("prefix_values", "segment_starts")),

@@ -57,6 +57,49 @@ def test_generalized_advantage_decays_by_95_percent_a_token_unless_told_otherwis
     assert actual[0, 0].tolist() == pytest.approx([0.95**2, 0.95, 1.0], rel=1e-14)
 
 
+@given(batch=batches(), ddof=st.integers(0, 1), eps=st.sampled_from([0.0, 0.1]))
+def test_whitened_advantages_are_standardised_over_every_token_of_the_batch(batch, ddof, eps):
+    rewards, mask, values, _ = batch
+    plain = adv.generalized_advantage(rewards, mask=mask, values=values, gamma=0.9, lam=0.5)
+    among = plain[mask].tolist()
+    mean = sum(among) / len(among)
+    spread = math.sqrt(sum((a - mean) ** 2 for a in among) / (len(among) - ddof))
+    expected = torch.zeros_like(rewards)
+    for p, i, on in each_rollout(mask):
+        for t in on:
+            expected[p, i, t] = (float(plain[p, i, t]) - mean) / (spread + eps) if spread > 1e-12 else 0.0
+    masked = with_garbage(rewards, mask), with_garbage(values, mask)
+    options = {"gamma": 0.9, "lam": 0.5, "eps": eps, "ddof": ddof}
+    actual = adv.whitened_generalized_advantage(masked[0], mask=mask, values=masked[1], **options)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+@given(batch=batches())
+def test_whitening_of_trl_and_verl_differs_by_its_1e_8_alone(batch):
+    rewards, mask, values, _ = batch
+    plain = adv.generalized_advantage(rewards, mask=mask, values=values)[mask]
+    if float(plain.var()) < 1e-3:
+        return
+    theirs = (plain - plain.mean()) * torch.rsqrt(plain.var() + 1e-8)
+    torch.testing.assert_close(
+        estimate("gae-whitened", rewards, mask=mask, values=values)[mask], theirs, rtol=1e-5, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_equal_advantages_and_single_tokens_are_whitened_to_zero(scale, dtype):
+    """A critic that is wrong by the same amount everywhere leaves rounding alone; it is not scaled up to 1."""
+    mask = torch.tensor([[[True, False, True], [True, True, True]]])
+    rewards = torch.zeros(1, 2, 3, dtype=dtype)
+    rewards[..., -1] = 0.1 * scale
+    values = torch.full((1, 2, 3), 0.3 * scale, dtype=dtype)
+    assert bool((adv.whitened_generalized_advantage(rewards, mask=mask, values=values, lam=1.0) == 0).all())
+    alone = torch.tensor([[[False, True, False], [False, False, False]]])
+    assert bool((adv.whitened_generalized_advantage(rewards, mask=alone, values=values) == 0).all())
+    assert bool((adv.whitened_generalized_advantage(rewards, mask=alone & False, values=values) == 0).all())
+
+
 @given(batch=batches())
 def test_monte_carlo_critic_is_reward_to_go_minus_value(batch):
     rewards, mask, values, _ = batch
@@ -208,6 +251,8 @@ HALF = torch.tensor([[[True, False], [True, False]]])
         (lambda: adv.generalized_advantage(ZEROS, mask=FULL, values=ZEROS, lam=1.5), "lam must lie in"),
         (lambda: adv.generalized_advantage(ZEROS, mask=FULL, values=ZEROS, gamma=math.nan), "gamma must lie in"),
         (lambda: adv.generalized_advantage(ZEROS, mask=FULL, values=ZEROS / 0), "values must be finite"),
+        (lambda: adv.whitened_generalized_advantage(ZEROS, mask=FULL, values=ZEROS, eps=-1.0), "eps must be finite"),
+        (lambda: adv.whitened_generalized_advantage(ZEROS, mask=FULL, values=ZEROS, ddof=2), "ddof must be 0 or 1"),
         (lambda: adv.generalized_advantage(ZEROS, mask=FULL.long(), values=ZEROS), "mask must be a bool"),
         (lambda: adv.monte_carlo_critic(ZEROS[..., :0], mask=FULL[..., :0], values=ZEROS[..., :0]), "not empty"),
         (lambda: adv.monte_carlo_critic(ZEROS, mask=FULL, values=ZEROS[..., :1]), "values must have the shape of mask"),

@@ -120,8 +120,8 @@ def token_advantages_by_definition(method: Method, rollouts: Rollouts, inputs: d
                     later = [s for (j, end), s in zip(steps, scores, strict=True) if j == i and end >= t]
                     result[i, t] = sum((s - mean) / spread for s in later)
         return result
-    if method.estimator in ("gae", "gae-monte-carlo"):
-        decay = {"gae": 0.95, "gae-monte-carlo": 1.0}[method.estimator]
+    if method.estimator in ("gae", "gae-whitened", "gae-monte-carlo"):
+        decay = 1.0 if method.estimator == "gae-monte-carlo" else 0.95
         for i in range(rollouts.count):
             after = advantage = 0.0
             reward = float(rollouts.rewards[i])
@@ -129,6 +129,8 @@ def token_advantages_by_definition(method: Method, rollouts: Rollouts, inputs: d
                 value = float(inputs["values"][i, t])
                 advantage = result[i, t] = reward + after - value + decay * advantage
                 after, reward = value, 0.0
+        if method.estimator == "gae-whitened":
+            result[mask] = (result[mask] - result[mask].mean()) / result[mask].std()
         return result
     if method.estimator in ("optimal-token", "optimal-token-loo"):
         for i in range(rollouts.count):

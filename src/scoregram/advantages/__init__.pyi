@@ -35,6 +35,7 @@ from .token import prefix_value_differences as prefix_value_differences
 from .token import process_rewards_to_go as process_rewards_to_go
 from .token import segment_value_differences as segment_value_differences
 from .token import spread_over_tokens as spread_over_tokens
+from .token import whitened_generalized_advantage as whitened_generalized_advantage
 from .turn import episode_and_anchor_standardized as episode_and_anchor_standardized
 from .turn import same_state_standardized as same_state_standardized
 from .turn import turn_and_outcome_standardized as turn_and_outcome_standardized

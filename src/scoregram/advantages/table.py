@@ -42,6 +42,7 @@ from scoregram.advantages.token import (
     prefix_value_differences,
     process_rewards_to_go,
     segment_value_differences,
+    whitened_generalized_advantage,
 )
 from scoregram.advantages.turn import (
     episode_and_anchor_standardized,
@@ -307,6 +308,16 @@ ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType(
             level="token",
             needs=("values",),
             min_group=1,
+            shift_invariant=True,
+        ),
+        "gae-whitened": Estimator(
+            fn=whitened_generalized_advantage,
+            paper="arXiv:1506.02438, whitened as in TRL and verl",
+            level="token",
+            needs=("values",),
+            min_group=1,
+            couples_prompts=True,
+            scale_invariant=True,
             shift_invariant=True,
         ),
         "gae-monte-carlo": Estimator(

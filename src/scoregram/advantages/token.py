@@ -70,7 +70,54 @@ def generalized_advantage(
     Reference:
         GAE. Schulman et al. 2015, arXiv:1506.02438.
     """
-    return _generalized(token_rewards, mask, values, gamma, lam, name="values", caller="generalized_advantage")
+    caller = "generalized_advantage"
+    return _generalized(token_rewards, mask, values, gamma, lam, name="values", caller=caller).to(token_rewards.dtype)
+
+
+@finite_estimator
+def whitened_generalized_advantage(
+    token_rewards: TokenValues,
+    *,
+    mask: TokenMask,
+    values: TokenValues,
+    gamma: float | int = 1.0,
+    lam: float | int = 0.95,
+    eps: float | int = 0.0,
+    ddof: int = 1,
+) -> TokenAdvantages:
+    """`generalized_advantage`, minus its mean over all tokens of the batch, divided by their standard deviation.
+
+    `A_it = (Â_it − m) / (s + eps)` with `m = Σ Â / N` and `s² = Σ (Â − m)² / (N − ddof)`; the sums are over the `N`
+    tokens inside the mask, of all rollouts of all prompts. So the scale of the rewards does not matter, and the mean
+    over the batch is a baseline where the critic has not learned one. Both depend on the rollout itself, so the
+    expected update is not a multiple of the gradient, whatever the critic. If all `Â` are equal to rounding, or the
+    batch has a single token, the result is exactly 0. If the critic predicts the rewards almost exactly, what is left
+    is scaled up to deviation 1 all the same.
+
+    Args:
+        token_rewards: `(P, R, T)`.
+        mask: `(P, R, T)` bool.
+        values: `(P, R, T)`. `V(s_t)` of the critic.
+        gamma: Discount, in `[0, 1]`.
+        lam: `λ`, weight of the later differences, in `[0, 1]`.
+        eps: Added to the deviation.
+        ddof: 1 for the sample deviation, 0 for the population's.
+
+    Returns:
+        `(P, R, T)`, dtype of the rewards. The mean over the tokens of the batch is 0, that of a group is not.
+
+    Reference:
+        GAE, arXiv:1506.02438, whitened by `masked_whiten` of TRL and verl, which multiply by `1 / √(s² + 1e-8)`, sample
+        deviation. TRL whitens the batch of each process. For a single token verl raises and TRL divides by 0.
+        Stable-Baselines3 divides by `s + 1e-8` in each mini-batch.
+    """
+    caller = "whitened_generalized_advantage"
+    require_spread_options(eps, ddof, caller=caller)
+    raw = _generalized(token_rewards, mask, values, gamma, lam, name="values", caller=caller)
+    sizes = token_rewards.double().abs() + values.double().abs()  # what the differences are made of
+    batch = torch.zeros_like(mask, dtype=torch.long)
+    scores = standard_scores(raw, batch, mask, eps=eps, ddof=ddof, dtype=token_rewards.dtype, sizes=sizes)
+    return scores.to(token_rewards.dtype)
 
 
 @finite_estimator
@@ -83,7 +130,8 @@ def monte_carlo_critic(token_rewards: TokenValues, *, mask: TokenMask, values: T
     Reference:
         Sutton et al. 1999; GAE at `λ = 1`, arXiv:1506.02438.
     """
-    return _generalized(token_rewards, mask, values, 1.0, 1.0, name="values", caller="monte_carlo_critic")
+    caller = "monte_carlo_critic"
+    return _generalized(token_rewards, mask, values, 1.0, 1.0, name="values", caller=caller).to(token_rewards.dtype)
 
 
 @finite_estimator
@@ -100,7 +148,8 @@ def prefix_value_differences(
         VinePPO. Kazemnejad et al. 2024, arXiv:2410.01679.
     """
     caller = "prefix_value_differences"
-    return _generalized(token_rewards, mask, prefix_values, 1.0, 0.0, name="prefix_values", caller=caller)
+    gained = _generalized(token_rewards, mask, prefix_values, 1.0, 0.0, name="prefix_values", caller=caller)
+    return gained.to(token_rewards.dtype)
 
 
 @finite_estimator
@@ -243,12 +292,13 @@ def _path_contrast(token_rewards, mask, path_energies, *, alone: bool, caller: s
 
 
 def _generalized(token_rewards, mask, values, gamma, lam, *, name: str, caller: str) -> Tensor:
+    """`(P, R, T)` in float64."""
     require_in_range(gamma, low=0.0, high=1.0, name="gamma", caller=caller)
     require_in_range(lam, low=0.0, high=1.0, name="lam", caller=caller)
     rewards = masked_steps(token_rewards, mask, name="token_rewards", caller=caller)
     critic = masked_steps(values, mask, name=name, caller=caller)
     errors = rewards + gamma * values_after(critic, mask) - critic  # (P, R, T): δ_t
-    return discounted_sums(errors, mask, decay=gamma * lam).to(token_rewards.dtype)
+    return discounted_sums(errors, mask, decay=gamma * lam)
 
 
 def _require_inside(flags: Tensor, mask: Tensor, *, name: str, caller: str) -> None:

@@ -37,6 +37,11 @@ METHODS: MappingProxyType[str, Method] = MappingProxyType(
             about="reward minus the learned value of the prompt",
         ),
         "ppo": Method(estimator="gae", objective="ppo", about="a critic's values, GAE with λ = 0.95, clipped ratio"),
+        "ppo-whitened": Method(
+            estimator="gae-whitened",
+            objective="ppo",
+            about="as ppo, with the advantages whitened over all tokens of the batch, as in TRL and verl",
+        ),
         "ppo-monte-carlo": Method(
             estimator="gae-monte-carlo", objective="ppo", about="reward minus a critic's value of the prefix: λ = 1"
         ),

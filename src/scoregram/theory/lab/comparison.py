@@ -175,7 +175,7 @@ def moments_of(
     if row.level == "group":
         options = {"group_size": group_size, "needs": needs, "couples_prompts": row.couples_prompts}
         return tuple(group_update_moments(truth, row.fn, prompt=p, **options) for p in every)
-    if row.min_group == 1:
+    if row.min_group == 1 and not row.couples_prompts:
         # An estimator that accepts a single rollout does not use the others: the rollouts' updates are independent.
         single = [turn_moments(truth, row.fn, prompt=p, group_size=1, needs=needs) for p in every]
         return tuple(replace(moments, variance=moments.variance / group_size) for moments in single)
