@@ -50,7 +50,9 @@ def _short_sighted(world, horizon, *, temperature):
         ("utility-global", "pass_every_utility", theory.pass_at_k_utility),
         ("agnostic-best-in-class", "conservative_iteration", lambda world, first, **_: first),
         ("agnostic-best-in-class", "REPETITION", theory.ALTERNATION),
-        ("agnostic-dominance", "_class_gaps", lambda world: (0.0, math.inf)),
+        ("agnostic-dominance", "_TWINS", (0, 0, 0, 1)),
+        ("agnostic-dominance", "tabular_objective", lambda *args: 2 * theory.tabular_objective(*args)),
+        ("rm-output-set", "_uniform_gradient", lambda seed, prompt: companions._classes(seed).gradient[prompt]),
     ],
 )
 def test_a_wrong_part_is_noticed(monkeypatch, claim, name, wrong):
