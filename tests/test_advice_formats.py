@@ -2,7 +2,9 @@
 
 import csv
 import json
+import struct
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,11 @@ def test_a_torn_file_of_wandb_gives_what_is_complete(tmp_path):
         ("x.json", "{}", "must have log_history"),
         ("x.wandb", "nothing", "must be a file of an offline run"),
         ("x.csv", "", "no readable record"),
+        ("x.csv", "iteration,reward\n1,0.5\n", "but the columns iteration, reward. Name the column"),
+        ("x.csv", "reward\n0.5\n", "but the column reward. Name"),
+        ("x.jsonl", '{"iteration": 1, "reward": 0.5}\n', "but the columns iteration, reward. Name the column"),
+        ("x.jsonl", '{"step": "12", "reward": 0.5}\n', "got no number as 'step', but '12'"),
+        ("x.csv", f"step,note\n1,{'x' * 200_000}\n", "must be a table with a row per step, got field larger"),
     ],
 )
 def test_a_file_that_cannot_be_read_gets_one_sentence(name, content, told, tmp_path):
@@ -227,3 +234,106 @@ def test_checkpoints_are_one_run_and_two_output_folders_are_not(tmp_path):
     (tmp_path / "b" / "checkpoint-60" / "trainer_state.json").write_text(json.dumps({"log_history": lines}))
     with pytest.raises(ScoregramError, match="must hold the log of one run, got a, b"):
         read_log(tmp_path)
+
+
+# Text that another program wrote
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.jsonl", "trainer_state.json"])
+def test_text_that_is_not_utf8_says_what_was_received(name, tmp_path, capsys):
+    path = tmp_path / name
+    path.write_bytes("step,Prämie\n1,0.5\n".encode("latin-1"))
+    assert cli.main(["advise", str(path)]) == 2
+    assert "must be text in UTF-8, got the byte 0xe4 at place 7. Save it again" in capsys.readouterr().err
+    path.write_text("step,reward\n1,0.5\n", encoding="utf-16")
+    with pytest.raises(ScoregramError, match="must be text in UTF-8, got UTF-16"):
+        read_log(path)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("csv", "log.csv"), ("verl", "metrics.jsonl"), ("trainer_state.json", "")])
+def test_a_byte_order_mark_is_no_part_of_the_text(kind, name, tmp_path):
+    lines = lines_of(healthy())
+    path = WRITERS[kind](tmp_path, lines)
+    file = path if name else path / "checkpoint-60" / "trainer_state.json"
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert read_log(path).series("reward").values.tolist() == [line["reward"] for line in lines]
+
+
+def test_a_line_that_a_kill_tore_inside_a_character_is_skipped(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"step": 1, "reward": 0.5}\n' + '{"step": 2, "note": "ä'.encode()[:-1])
+    assert [line["step"] for line in read_log(path).lines] == [1]
+
+
+@pytest.mark.parametrize(
+    ("content", "reward"),
+    [
+        ("step;reward;kl\n1;0.5;0.1\n", 0.5),
+        ("step;reward, mean of 4;reward\n1;2;0.5\n", 0.5),
+        ("step;reward\n1;0,5\n", 0.5),  # the comma is the decimal point
+        ("step\treward\n1\t0.5\n", 0.5),
+        ("step, reward\n1, 0.5\n", 0.5),
+        ('step,"reward;mean",reward\n1,2,0.5\n', 0.5),
+    ],
+)
+def test_the_separator_of_a_table_is_found(content, reward, tmp_path):
+    (tmp_path / "log.csv").write_text(content)
+    log = read_log(tmp_path / "log.csv")
+    assert log.series("reward").values.tolist() == [reward] and log.series("reward").steps.tolist() == [1]
+
+
+def record_of(content: bytes) -> bytes:
+    """A record of an event file with right checksums."""
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+    size = struct.pack("<Q", len(content))
+    return size + struct.pack("<I", masked_crc32c(size)) + content + struct.pack("<I", masked_crc32c(content))
+
+
+def _cut(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def _flipped(content: bytes) -> bytes:
+    place = len(content) // 2
+    return content[:place] + bytes([content[place] ^ 255]) + content[place + 1 :]
+
+
+def _not_an_event(content: bytes) -> bytes:
+    return content + record_of(b"\xff\xff\xff")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("damage", [_cut, _flipped, _not_an_event])
+def test_a_damaged_event_file_is_read_up_to_the_damage(damage, tmp_path):
+    folder = event_files(tmp_path, lines_of(healthy()))
+    assert read_log(folder).remarks == () and advise(folder).trust == ()
+    (file,) = folder.iterdir()
+    file.write_bytes(damage(file.read_bytes()))
+    for path in (folder, file):
+        log = read_log(path)
+        last = log.lines[-1]["step"]
+        assert last == 60 if damage is _not_an_event else 10 < last < 50
+        assert advise(path).trust == log.remarks
+        assert log.remarks[0].startswith(f"{file.name} is read up to step {last}: the record after it is damaged")
+
+
+def test_an_event_file_of_something_else_is_an_error(tmp_path):
+    path = tmp_path / "events.out.tfevents.1"
+    for content in (b"no events at all, a text\n" * 20, record_of(b"\xff\xff\xff"), b""):
+        path.write_bytes(content)
+        with pytest.raises(ScoregramError, match="got no readable record"):
+            read_log(path)
+
+
+def test_a_damaged_file_of_wandb_gives_no_traceback(tmp_path):
+    content, path = WANDB.read_bytes(), tmp_path / "run.wandb"
+    for place in range(7, len(content), 211):
+        path.write_bytes(content[:place] + b"\xff\xfe\xfd" + content[place + 3 :])
+        with suppress(ScoregramError):  # nothing is left to read
+            read_log(path)
+
+
+def test_an_empty_path_is_not_the_current_folder():
+    with pytest.raises(ScoregramError, match="advise: a path must not be empty, got ''"):
+        advise("")

@@ -281,3 +281,21 @@ def test_a_reader_that_stops_early_sees_no_traceback():
     command = f"{sys.executable} -m scoregram --help | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.stdout.count("\n") == 1 and "Error" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["advise", ""], ["advise", "--json", ""], ["whatif", ""], ["report", "a", ""]])
+def test_an_empty_path_is_not_the_current_folder(arguments, capsys):
+    assert cli.main(arguments) == 2
+    assert f"{arguments[0]}: a path must not be empty, got ''. Name a file or folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("out", [["--out="], ["--out", ""]])
+def test_an_empty_folder_to_write_to_is_refused(out, capsys):
+    assert cli.main(["train", *out]) == 2 and "train: a path must not be empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["advise", "whatif", "filter", "report"])
+def test_a_missing_folder_names_the_command(command, tmp_path, capsys):
+    out = ["--out", str(tmp_path / "out")] if command == "filter" else []
+    assert cli.main([command, str(tmp_path / "none"), *out]) == 2
+    assert capsys.readouterr().err.startswith(f"scoregram: {command}: ")

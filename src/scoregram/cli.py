@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -409,6 +410,20 @@ def refuse_options_of_train(arguments: Sequence[str]) -> None:
             raise ScoregramError(f"compare: has no option {option}, got {argument}. {remedy}")
 
 
+PATH_COMMANDS = ("advise", "filter", "report", "verify", "view", "whatif")
+"""Commands with paths as arguments without an option."""
+
+
+def refuse_empty_paths(arguments: Sequence[str]) -> None:
+    """Raise if a path is the empty text, as of a shell variable that is not set: it would mean the current folder."""
+    command = next(iter(arguments), "")
+    for before, argument in pairwise(arguments):
+        is_positional = command in PATH_COMMANDS and (not before.startswith("--") or before in ("--json", "--no-json"))
+        if argument == "--out=" or (argument == "" and (is_positional or before == "--out")):
+            remedy = "Name a file or folder, . for the current one."
+            raise ScoregramError(f"{command}: a path must not be empty, got ''. {remedy}")
+
+
 def parsed_command(arguments: list[str]) -> Command:
     """The command with its options; those of `train --resume` that are not given come from the run itself."""
     if arguments[:1] == ["train"] and not {"-h", "--help"} & set(arguments):
@@ -438,6 +453,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             given = sys.argv[1:] if arguments is None else arguments
             refuse_options_of_train(given)
+            refuse_empty_paths(given)
             command = parsed_command(given)
             require_paths(command)
             return command.run()

@@ -102,7 +102,7 @@ def advise(path: Path | str) -> Diagnosis:
 
 def advise_log(log: RunLog) -> Diagnosis:
     """The diagnosis of a plain log."""
-    return _told_diagnosis(log, {name: rule(log) for name, rule in LOG_RULES.items()})
+    return _told_diagnosis(log, {name: rule(log) for name, rule in LOG_RULES.items()}, log.remarks)
 
 
 def advise_run(run: RunReading) -> Diagnosis:

@@ -166,7 +166,7 @@ class Diagnosis:
     undecided: Mapping[str, str]
     """Rule → what to log or measure so that it could decide."""
     trust: tuple[str, ...] = ()
-    """How far the numbers of the run can be trusted, a sentence each; empty for a plain log."""
+    """How far the numbers of the run can be trusted, a sentence each; of a plain log, what of it could not be read."""
     nothing_decided: str = ""
     """Why hardly any rule could decide, as a sentence; empty if there is a finding or enough of them could."""
 

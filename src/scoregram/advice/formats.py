@@ -5,10 +5,13 @@ TensorBoard's event files, and the `.wandb` file of an offline run of Weights & 
 """
 
 import csv
+import io
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -31,10 +34,27 @@ def read_log(path: Path) -> RunLog:
     lines = list(read(file))
     log = run_log(file.as_posix(), lines)
     if not log.lines:
-        got = "no record with a step" if lines else "no readable record"
-        remedy = f"Each record needs the number of its step as '{STEP_KEYS[0]}'."
-        fail(_CALLER, f"{file} must hold the scalars of at least one step", got, remedy)
-    return log
+        _require_step(file, {key: value for line in lines for key, value in line.items()})
+        fail(_CALLER, f"{file} must hold the scalars of at least one step", "no readable record", _STEP_REMEDY)
+    return replace(log, remarks=tuple(unread_events(file, log))) if read is tensorboard_lines else log
+
+
+_STEP_REMEDY = f"Each record needs the number of its step as '{STEP_KEYS[0]}'."
+_SHOWN_COLUMNS = 12
+
+
+def _require_step(path: Path, known: Mapping[str, Any]) -> None:
+    """Raise with the columns that a log has, if none of them is the step; `known` maps a column to a value of it."""
+    if not known:
+        return
+    requirement, steps = f"{path} must hold the scalars of at least one step", (*STEP_KEYS, *RECORD_KEYS)
+    for key in steps:
+        if key in known:
+            fail(_CALLER, requirement, f"no number as '{key}', but {known[key]!r}", _STEP_REMEDY)
+    shown = ", ".join(list(known)[:_SHOWN_COLUMNS]) + ", …" * (len(known) > _SHOWN_COLUMNS)
+    got = f"no record with a step, but the column{'s' * (len(known) > 1)} {shown}"
+    remedy = f"Name the column with the number of the step '{STEP_KEYS[0]}', or add one."
+    fail(_CALLER, requirement, got, remedy)
 
 
 def _reader(path: Path) -> tuple[Path, Callable[[Path], Iterable[Mapping[str, Any]]]]:
@@ -86,7 +106,7 @@ def _require_one_run(folder: Path, runs: Set[Path]) -> None:
 
 def state_lines(path: Path) -> list[Mapping[str, Any]]:
     """`log_history` of transformers' trainer state."""
-    state = _parsed(path, path.read_text(encoding="utf-8"))
+    state = _parsed(path, _text(path))
     history = state.get("log_history") if isinstance(state, dict) else state
     if not isinstance(history, list):
         fail(_CALLER, f"{path} must have log_history", type(history).__name__, f"Pass {STATE_FILE} of a checkpoint.")
@@ -98,7 +118,7 @@ def jsonl_scalars(path: Path) -> Iterator[Mapping[str, Any]]:
 
     Lines end at a newline only: a string in JSON may hold U+2028, at which `str.splitlines` splits too.
     """
-    rows = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    rows = _text(path).removesuffix("\n").split("\n")
     for number, row in enumerate(rows, start=1):
         if not row.strip():
             continue
@@ -113,20 +133,38 @@ def jsonl_scalars(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def csv_lines(path: Path) -> Iterator[Mapping[str, Any]]:
-    """One row a step; cells that are not numbers are left out.
+    """One row a step; cells that are not numbers are left out. A comma, a semicolon or a tab separates the columns.
 
     A table that Weights & Biases exports has columns such as `RUN - train/reward`, with `…__MIN` and `…__MAX` beside
-    them: the name of the run is removed.
+    them: the name of the run is removed. Where semicolons separate the columns, a comma may be the decimal point.
 
     Raises:
-        ScoregramError: If it is such a table of several runs.
+        ScoregramError: If it is such a table of several runs, or has no column with the step.
     """
-    with path.open(encoding="utf-8", newline="") as file:
-        table = csv.DictReader(file)
+    text = _text(path)
+    try:
+        separator = _separator(text)
+        table = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True)
         names = _scalar_names(path, table.fieldnames or ())
+        if not {*STEP_KEYS, *RECORD_KEYS} & set(names.values()):
+            _require_step(path, dict.fromkeys(names))
         for row in table:
             cells = {names[key]: cell for key, cell in row.items() if key in names}
-            yield {key: value for key, cell in cells.items() if (value := _number(cell)) is not None}
+            yield {key: value for key, cell in cells.items() if (value := _number(cell, separator)) is not None}
+    except csv.Error as error:
+        fail(_CALLER, f"{path} must be a table with a row per step", str(error), "Export it again as CSV.")
+
+
+_SEPARATORS = (",", ";", "\t")
+
+
+def _separator(text: str) -> str:
+    """What separates the columns of a table: under which its head has a step, or else the most columns."""
+
+    def columns(separator: str) -> Sequence[str]:
+        return next(csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True), [])
+
+    return max(_SEPARATORS, key=lambda one: (bool({*STEP_KEYS, *RECORD_KEYS} & set(columns(one))), len(columns(one))))
 
 
 _RUN_ENDS = " - "
@@ -157,13 +195,37 @@ def tensorboard_lines(path: Path) -> Iterator[Mapping[str, Any]]:
     scalars: dict[Path, dict[str, list[Any]]] = {}
     for folder in sorted({file.parent for file in path.glob("**/*tfevents*")} if path.is_dir() else {path}):
         events = module.EventAccumulator(str(folder), size_guidance={"scalars": 0})
-        events.Reload()
+        with suppress(import_module("google.protobuf.message").DecodeError):  # it keeps what is before the damage
+            events.Reload()
         scalars[folder] = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
     _require_one_run(path, _folders_of_runs(scalars))
     for tags in scalars.values():
         for tag, values in tags.items():
             for event in values:
                 yield {"step": event.step, tag: event.value}
+
+
+def unread_events(path: Path, log: RunLog) -> Iterator[str]:
+    """A sentence for each event file of which the end could not be read: TensorBoard stops at a damaged record.
+
+    An event file is a sequence of records: length in 8 bytes, a checksum of 4, the record, a checksum of 4.
+    """
+    event = import_module("tensorboard.compat.proto.event_pb2").Event
+    decode_error = import_module("google.protobuf.message").DecodeError
+    for file in sorted(path.glob("**/*tfevents*")) if path.is_dir() else [path]:
+        content, place, last = file.read_bytes(), 0, b""
+        while place + 16 <= len(content):
+            end = place + 16 + struct.unpack_from("<Q", content, place)[0]
+            if end > len(content):
+                break
+            last, place = content[place + 12 : end - 4], end
+        try:
+            is_read = place == len(content) and event.FromString(last).step <= log.lines[-1]["step"]
+        except decode_error:
+            is_read = False
+        if not is_read:
+            told = f"{file.name} is read up to step {log.lines[-1]['step']}: "
+            yield told + "the record after it is damaged, or not written completely."
 
 
 def _folders_of_runs(scalars: Mapping[Path, Mapping[str, Any]]) -> Set[Path]:
@@ -176,11 +238,32 @@ def _folders_of_runs(scalars: Mapping[Path, Mapping[str, Any]]) -> Set[Path]:
     return {one for one in roots for other in roots if one != other and scalars[one].keys() & scalars[other].keys()}
 
 
-def _number(cell: Any) -> float | None:
+def _number(cell: Any, separator: str = ",") -> float | None:
+    if separator == ";" and isinstance(cell, str) and "." not in cell:
+        cell = cell.replace(",", ".")  # where a comma is the decimal point, Excel separates columns by semicolons
     try:
         return float(cell)
     except (TypeError, ValueError):
         return None
+
+
+def _text(path: Path) -> str:
+    """The text of a file in UTF-8, without the byte order mark that Excel writes, and without a torn last character.
+
+    Raises:
+        ScoregramError: If it is no text in UTF-8.
+    """
+    content = path.read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        if error.reason == "unexpected end of data":
+            return content[: error.start].decode("utf-8-sig")
+        got = f"the byte 0x{content[error.start]:02x} at place {error.start}"
+        if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            got = "UTF-16"
+        remedy = "Save it again in UTF-8, in Excel as “CSV UTF-8”."
+        return fail(_CALLER, f"{path} must be text in UTF-8", got, remedy)
 
 
 def _parsed(path: Path, text: str) -> Any:
@@ -265,7 +348,7 @@ def _history_line(history: bytes) -> dict[str, Any]:
             for number, value in protobuf_fields(content):
                 if isinstance(value, bytes):
                     parts.setdefault(number, []).append(value)
-            key = b"/".join(parts.get(_ITEM_KEY, []) or parts.get(_ITEM_NESTED_KEY, [])).decode()
+            key = b"/".join(parts.get(_ITEM_KEY, []) or parts.get(_ITEM_NESTED_KEY, [])).decode(errors="replace")
             value = _json_number(parts.get(_ITEM_VALUE, [b"null"])[0])
             line |= {key: value} if key else {}
         elif field == _HISTORY_STEP and isinstance(content, bytes):

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from scoregram.advice.settings import has_prompt_list
 from scoregram.checks import fail
 from scoregram.reading import OWN_TRAINER, TRL_TRAINER, Outcome, outcomes_of, rollouts_remedy, trainer_of
-from scoregram.runs import TRAINING_KINDS, Run, disk_errors, open_run, write_atomically
+from scoregram.runs import TRAINING_KINDS, Run, disk_errors, open_run, require_run, write_atomically
 from scoregram.tasks import Problem, Task, load_task
 
 EqualRewards = Literal["equal", "all-wrong", "all-right"]
@@ -108,7 +108,7 @@ def filter_prompts(
         ScoregramError: If the run stores no rewards, its task draws its problems, its task cannot be loaded, nothing
             would be left to train on, or the files exist or cannot be written.
     """
-    run = open_run(Path(folder))
+    run = open_run(require_run(folder, caller="filter"))
     rewards = stored_rewards(run)
     if not rewards:
         fail("filter", "the run must store groups or rollouts", f"none in {folder}", rollouts_remedy(run.config))

@@ -25,7 +25,7 @@ from scoregram.reading import (
     wrong_over_right_energy,
 )
 from scoregram.report.terminal import show_table
-from scoregram.runs import open_run
+from scoregram.runs import open_run, require_run
 
 MOST_REPLAYED = 150
 """Groups of the last third on which other estimators are replayed, evenly spaced if there are more."""
@@ -185,7 +185,7 @@ def show_replay(
     The line above the table is `noise()`: the signal and the noise of a step. The JSON has it as `noise`, and the
     estimates as they are, directions above 1 too.
     """
-    run = read_run(open_run(folder))
+    run = read_run(open_run(require_run(folder, caller="whatif")))
     found = what_if(run, estimators, group_size=group_size, weights=weights)
     if as_json:
         trust = {"mark": run.trust.mark.strip(" ()"), "trust": run.trust.sentences()}

@@ -205,16 +205,16 @@ def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _represent_text)
 
 
-def require_run(folder: Path | str) -> Path:
+def require_run(folder: Path | str, *, caller: str = "open_run") -> Path:
     """`folder` as a Path; an error unless it holds a run whose metrics are a file and whose tables are folders."""
-    root = disk.require_path(folder, caller="open_run")
+    root = disk.require_path(folder, caller=caller)
     if not (root / CONFIG_FILE).is_file():
         got = "a folder without it" if root.is_dir() else "a file" if root.exists() else "no such folder"
-        fail("open_run", f"{root} must be a run folder with a {CONFIG_FILE}", got, "Check the path.")
+        fail(caller, f"{root} must be a run folder with a {CONFIG_FILE}", got, "Check the path.")
     for path in (root / name for name in (disk.METRICS, *disk.TABLE_FOLDERS, disk.CHECKPOINTS)):
         if path.exists() and path.is_dir() != (path.name != disk.METRICS):
             kinds = ("a file", "a folder") if path.name == disk.METRICS else ("a folder", "a file")
-            fail("open_run", f"{path} must be {kinds[0]}", kinds[1], "Restore it from a copy, or move it away.")
+            fail(caller, f"{path} must be {kinds[0]}", kinds[1], "Restore it from a copy, or move it away.")
     return root
 
 

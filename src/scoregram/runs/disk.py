@@ -150,6 +150,8 @@ def require_path(path: Path | str, *, caller: str) -> Path:
     """`path` as a Path; an error if no file can have that name, such as one of more than 255 bytes."""
     if not isinstance(path, str | os.PathLike):
         fail(caller, "a path must be a text or a Path", repr(path), "Pass the path of a file or folder.")
+    if not os.fspath(path):
+        fail(caller, "a path must not be empty", "''", "Name a file or folder, . for the current one.")
     try:
         os.lstat(path)
     except ValueError:  # a NUL byte, or a character that the file system cannot encode
