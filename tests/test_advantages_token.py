@@ -199,6 +199,15 @@ def test_path_energies_weigh_the_rewards_to_go_of_the_same_token(batch, alone):
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
+def test_tokens_of_the_longest_rollout_alone():
+    """Advantage 0 beside no other rollout; from the others alone there is no baseline, as in verl's default."""
+    rewards, mask = torch.zeros(1, 3, 4), torch.tensor([[[True] * 4, [True, True, False, False], [True] + [False] * 3]])
+    rewards[0, 0, 3], energies = 1.0, torch.ones(1, 3, 4)
+    assert estimate("optimal-token", rewards, mask=mask, path_energies=energies)[0, 0].tolist() == pytest.approx([2 / 3, 0.5, 0, 0], rel=1e-6)
+    alone = estimate("optimal-token-loo", rewards, mask=mask, path_energies=energies)
+    assert alone[0, 0].tolist() == [1, 1, 1, 1]
+
+
 def inputs_for(name: str, mask: Tensor) -> dict[str, Tensor]:
     every = {
         "values": torch.zeros(mask.shape),

@@ -63,7 +63,16 @@ def test_other_losses_and_wrong_temperatures_are_refused(tmp_path):
         config_for(folder, tmp_path / "run", sampling_temperature=-1.0)
 
 
-@pytest.mark.parametrize(("changes", "count"), [({"temperature": 0.7}, 0), ({"top_k": 5}, 1)])
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [
+        ({"temperature": 0.7}, 0),
+        ({"top_k": 5}, 1),
+        ({"method": "agro", "sampling_temperature": 1.5}, 0),
+        ({"method": "agro", "top_k": 5}, 1),
+        ({"method": "agro", "sampling_temperature": 1.5, "top_p": 0.9}, 1),
+    ],
+)
 def test_a_biased_sampling_is_told_once_and_a_temperature_is_no_bias(changes, count, tmp_path):
     """Rollouts are scored at the temperature that they are sampled at; only top-k and top-p bias the gradient."""
     config = config_for(save_policy(tmp_path / "policy"), tmp_path / "run", eval_every=0, **changes)

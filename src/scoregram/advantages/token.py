@@ -244,7 +244,8 @@ def path_energy_weighted(token_rewards: TokenValues, *, mask: TokenMask, path_en
     `W_it` is `|Σ_{s≤t} ∇log π_is|²` or a proxy of it. A path of large gradients pulls the baseline to its own reward
     and is pushed less. Tokens are counted inside the mask, so a rollout with tool output is compared at the same
     number of its own tokens. The baseline includes rollout `i`, so the expected update is not a multiple of the
-    gradient (`path_energy_weighted_leave_one_out` is unbiased), and the last rollout that is still running gets 0.
+    gradient (`path_energy_weighted_leave_one_out` is unbiased). Tokens that only the longest rollout reaches are
+    compared with themselves alone and get 0; verl gives them the reward-to-go, see the reference.
 
     Args:
         token_rewards: `(P, R, T)`.
@@ -252,8 +253,9 @@ def path_energy_weighted(token_rewards: TokenValues, *, mask: TokenMask, path_en
         path_energies: `(P, R, T)`. `W_it >= 0`; if all are zero at a token, the weights are equal.
 
     Reference:
-        Optimal token baseline. Li et al. 2026, arXiv:2602.07078, as in verl, where `W_it` is
-        `Σ_{s≤t} (1 − 2π_is + Σ_v π_isv²)`.
+        Optimal token baseline. Li et al. 2026, arXiv:2602.07078, as in verl with `handle_zero_tail=False`, where
+        `W_it` is `Σ_{s≤t} (1 − 2π_is + Σ_v π_isv²)`. The default of verl is `True` since February 2026: a baseline of
+        0, hence `A_it = G_it`, where the longest rollout of a group goes on beyond the second longest.
     """
     return _path_contrast(token_rewards, mask, path_energies, alone=False, caller="path_energy_weighted")
 

@@ -203,7 +203,8 @@ def trajectory_ratio(
 
     This form is ours. Of TIC-GRPO we know the product ratio and an upper-only clip. We have not verified in the paper
     whether its clip is inside a pessimistic minimum, nor its constants (`0.28` is from a re-implementation). Its length
-    correction belongs to the advantages: `length_corrected_standardized`.
+    correction belongs to the advantages: `length_corrected_standardized`. The method `tic` pairs this loss with
+    `leave_one_out`; that pairing is ours too, the paper's abstract speaks of group-normalised rewards.
 
     Reference:
         TIC-GRPO, Pang, Luo, Jin 2025, arXiv:2508.02833.

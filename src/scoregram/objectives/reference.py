@@ -216,7 +216,8 @@ def consistency_variance(
     same for every rollout of a prompt, whichever policy sampled it, so the optimum minimises this loss under any
     sampling distribution. `L = (1/P) Σ_p (1/2m) Σ_i (v_i − v̄)²` over the `n` rollouts of each group, with `m = n − 1`
     (`leave_one_out`, the unbiased variance: `Σ_i (v_i − v̄)²/(n−1)` is the mean of `(v_i − v̄)(v_i − v̄_{−i})`) or
-    `m = n` (full, smaller by `(n−1)/n`).
+    `m = n` (full, smaller by `(n−1)/n`). Top-k and top-p exclude rollouts, and the loss says nothing of their
+    probability.
 
     Weight on `∇log π_it`, at every policy: `β (v_i − v̄)/(P m)`, that is `(β/N)(v_i − v̄_{−i})` for leave-one-out:
     RLOO on the regularised reward, times `β`. Proof: `∂v_i = −β ∂log π(y_i)`, and `Σ_i (v_i − v̄) = 0` removes the

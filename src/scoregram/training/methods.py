@@ -186,7 +186,11 @@ METHODS: MappingProxyType[str, Method] = MappingProxyType(
             branches=True,
             about="standardised reward of candidates for one turn, drawn from the same history",
         ),
-        "tic": Method(estimator="rloo", objective="tic", about="ratio of the whole rollout, clipped from above"),
+        "tic": Method(
+            estimator="rloo",
+            objective="tic",
+            about="ratio of the whole rollout, clipped from above; its pairing with rloo's advantages is ours",
+        ),
         "tic-length": Method(estimator="tic", objective="tic", about="the same with standardised rewards per token"),
         "awr": Method(
             estimator="grpo",
