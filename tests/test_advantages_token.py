@@ -203,7 +203,8 @@ def test_tokens_of_the_longest_rollout_alone():
     """Advantage 0 beside no other rollout; from the others alone there is no baseline, as in verl's default."""
     rewards, mask = torch.zeros(1, 3, 4), torch.tensor([[[True] * 4, [True, True, False, False], [True] + [False] * 3]])
     rewards[0, 0, 3], energies = 1.0, torch.ones(1, 3, 4)
-    assert estimate("optimal-token", rewards, mask=mask, path_energies=energies)[0, 0].tolist() == pytest.approx([2 / 3, 0.5, 0, 0], rel=1e-6)
+    own = estimate("optimal-token", rewards, mask=mask, path_energies=energies)
+    assert own[0, 0].tolist() == pytest.approx([2 / 3, 0.5, 0, 0], rel=1e-6)
     alone = estimate("optimal-token-loo", rewards, mask=mask, path_energies=energies)
     assert alone[0, 0].tolist() == [1, 1, 1, 1]
 
