@@ -1,16 +1,20 @@
 """Packs the finished runs of `run.py` into one file: what the tables need of every run, and no text.
 
-python collect.py OUT runs.jsonl.xz [EARLIER.jsonl.xz]    with the runs of earlier records that OUT lacks
+python collect.py OUT runs.jsonl.xz [EARLIER.jsonl.xz] [--untimed]
+
+With earlier records, OUT adds runs and replaces those of the same task, method and seed, and so in `setting.json`.
+`--untimed` leaves out the times of the runs in OUT. The tables compare times with those of `grpo`, so runs of another
+machine need it.
 
 One line per run: task, method, seed, settings, learning rate, the scalars of its steps, the greedy rewards of its last
 evaluation, and the mean effective rank of its groups with its null.
 """
 
+import argparse
 import json
 import lzma
 import math
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -18,6 +22,7 @@ from typing import Any
 
 from scoregram.reading import RunReading, read_run
 from scoregram.runs import open_run
+from scoregram.training import METHODS
 
 KEPT = (
     *("step", "rollouts", "reward", "skipped", "time/step", "time/eval", "groups", "live_groups", "entropy"),
@@ -94,18 +99,35 @@ def name_of(run: dict[str, Any]) -> tuple[str, str, int]:
     return run["table"], run["label"], run["seed"]
 
 
-def main() -> None:
-    """Write the file, and beside it why runs failed."""
-    out, packed = Path(sys.argv[1]), Path(sys.argv[2])
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        found = [one for one in pool.map(record, run_places(out), chunksize=8) if one]
-    for earlier in sys.argv[3:]:
-        known = {name_of(one) for one in found}
-        with lzma.open(earlier, "rt", encoding="utf-8") as lines:
-            found += [one for one in map(json.loads, lines) if name_of(one) not in known]
-    with lzma.open(packed, "wt", encoding="utf-8") as file:
-        for one in found:
-            file.write(json.dumps(one, separators=(",", ":")) + "\n")
+def without_times(run: dict[str, Any]) -> dict[str, Any]:
+    """A record without the times of its steps."""
+    lines = [{name: v for name, v in line.items() if not name.startswith("time/")} for line in run["lines"]]
+    return {**run, "lines": lines}
+
+
+def in_order(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Task by task, methods in the order of their table after `grpo`, then labels and seeds."""
+    tables, methods = list(dict.fromkeys(run["table"] for run in runs)), ["grpo", *METHODS]
+    labels = list(dict.fromkeys(run["label"] for run in runs))
+
+    def place(run: dict[str, Any]) -> tuple[int, ...]:
+        method = methods.index(run["label"].split(":")[0])
+        return tables.index(run["table"]), method, labels.index(run["label"]), run["seed"]
+
+    return sorted(runs, key=place)
+
+
+def updated(known: Any, found: Any) -> Any:
+    """The values of `found`, and those of the earlier dictionary that it lacks, in the order of the earlier one."""
+    if not (isinstance(known, Mapping) and isinstance(found, Mapping)):
+        return found
+    return {name: updated(value, found.get(name, value)) for name, value in known.items()} | {
+        name: value for name, value in found.items() if name not in known
+    }
+
+
+def settings_of(out: Path) -> dict[str, Any]:
+    """Settings of the comparisons, learning rates, facts of the starts, and why runs failed."""
     failures = {
         str(p.relative_to(out)): p.read_text().strip().splitlines()[0][:100]
         for p in out.glob("compare/*/runs/*/*failure.txt")
@@ -113,9 +135,34 @@ def main() -> None:
     settings = {p.parent.name: json.loads(p.read_text()) for p in out.glob("compare/*/compare.json")}
     rates = json.loads((out / "rates.json").read_text()) if (out / "rates.json").is_file() else {}
     starts = {p.parent.name: json.loads(p.read_text()) for p in out.glob("starts/*/start.json")}
-    print(f"{len(found)} runs")
-    about = {"settings": settings, "rates": rates, "starts": starts, "failures": failures}
-    packed.with_name("setting.json").write_text(json.dumps(about, indent=1))
+    return {"settings": settings, "rates": rates, "starts": starts, "failures": failures}
+
+
+def main() -> None:
+    """Write the file, and `setting.json` beside it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("packed", type=Path)
+    parser.add_argument("earlier", type=Path, nargs="?", help="records to add to")
+    parser.add_argument("--untimed", action="store_true", help="leave out the times of the runs in OUT")
+    given = parser.parse_args()
+    earlier: list[dict[str, Any]] = []
+    if given.earlier:
+        with lzma.open(given.earlier, "rt", encoding="utf-8") as lines:
+            earlier = [json.loads(line) for line in lines]
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        found = [one for one in pool.map(record, run_places(given.out), chunksize=8) if one]
+    found = [without_times(one) if given.untimed else one for one in found]
+    replaced = {name_of(one) for one in found}
+    about, setting = settings_of(given.out), given.packed.with_name("setting.json")
+    if given.earlier:
+        about = updated(json.loads(setting.read_text(encoding="utf-8")), about)
+    runs = in_order([*(one for one in earlier if name_of(one) not in replaced), *found])
+    with lzma.open(given.packed, "wt", encoding="utf-8") as file:
+        for one in runs:
+            file.write(json.dumps(one, separators=(",", ":")) + "\n")
+    setting.write_text(json.dumps(about, indent=1), encoding="utf-8")
+    print(f"{len(runs)} runs, {len(found)} of them from {given.out}")
 
 
 if __name__ == "__main__":

@@ -128,12 +128,14 @@ FURTHER = (
     *("grpo", "ppo-monte-carlo", "salt", "g2rl", "delta", "igrpo", "awr", "pass-at-k"),
     *("reinforce-baseline", "dapo", "agro", "tic-length", "reinforce-critic", "reinforce"),
     *("remax", "reinforce++", "reinforce++-baseline", "optimal", "optimal-loo", "opo", "opo-loo"),
-    *("grpo-trl", "grpo-verl", "grpo-nemo-rl", "grpo-prime-rl", "salt-exact", "g2rl-exact"),
+    *("grpo-trl", "grpo-verl", "grpo-nemo-rl", "grpo-prime-rl", "salt-exact", "g2rl-exact", "ppo-whitened"),
 )
 """Methods on GSM8K: in the first comparisons, and later, with `grpo` again beside them.
 
 The last two lines have no run yet.
 """
+OWN_CRITIC = ("ppo-whitened", "ppo-monte-carlo", "reinforce-critic")
+"""Further methods whose critic has a learning rate of its own, as that of `ppo` in the first comparison."""
 
 
 def control(reward: str) -> MethodChoice:
@@ -208,7 +210,7 @@ TASKS = {
             **ONE_UPDATE,
         },
         options=QWEN_OPTIONS,
-        labels={name: f"{name}:critic_learning_rate=1e-5" for name in ("ppo-monte-carlo", "reinforce-critic")},
+        labels={name: f"{name}:critic_learning_rate=1e-5" for name in OWN_CRITIC},
         rate=3e-6,
         seeds=3,
     ),
